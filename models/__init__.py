@@ -1,0 +1,1 @@
+"""Keras models as plain functions: `--model=models.resnet:resnet20`."""

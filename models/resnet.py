@@ -1,0 +1,155 @@
+"""The residual networks for CIFAR-10 of He et al. 2016.
+
+    model = resnet20(num_classes=10, image_shape=(32, 32, 3))
+    logits = model(images)                                # [B, 32, 32, 3] -> [B, 10]
+
+| function | layers | weights |
+|---|---|---|
+| resnet20 | 20 | 269,722 |
+| resnet32 | 32 | 464,154 |
+| resnet44 | 44 | 658,586 |
+| resnet56 | 56 | 853,018 |
+| resnet110 | 110 | 1,727,962 |
+
+Source: Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 4.2.
+"""
+
+import keras
+
+Shape = tuple[int, int, int]
+
+
+def resnet20(num_classes: int = 10, image_shape: Shape = (32, 32, 3)) -> keras.Model:
+    """Build the network of 20 layers; see `resnet`."""
+    return resnet(20, num_classes=num_classes, image_shape=image_shape)
+
+
+def resnet32(num_classes: int = 10, image_shape: Shape = (32, 32, 3)) -> keras.Model:
+    """Build the network of 32 layers; see `resnet`."""
+    return resnet(32, num_classes=num_classes, image_shape=image_shape)
+
+
+def resnet44(num_classes: int = 10, image_shape: Shape = (32, 32, 3)) -> keras.Model:
+    """Build the network of 44 layers; see `resnet`."""
+    return resnet(44, num_classes=num_classes, image_shape=image_shape)
+
+
+def resnet56(num_classes: int = 10, image_shape: Shape = (32, 32, 3)) -> keras.Model:
+    """Build the network of 56 layers; see `resnet`."""
+    return resnet(56, num_classes=num_classes, image_shape=image_shape)
+
+
+def resnet110(num_classes: int = 10, image_shape: Shape = (32, 32, 3)) -> keras.Model:
+    """Build the network of 110 layers; see `resnet`. The paper warms its learning rate up."""
+    return resnet(110, num_classes=num_classes, image_shape=image_shape)
+
+
+def resnet(
+    depth: int = 20,
+    width: int = 16,
+    num_classes: int = 10,
+    image_shape: Shape = (32, 32, 3),
+) -> keras.Model:
+    """Build a residual network of three stages, with shortcuts that have no weights.
+
+    Args:
+        depth: number of layers with weights, 6n + 2 for n = 1, 2, ...
+        width: number of channels of the first stage; it doubles in each that follows.
+        num_classes: number of logits.
+        image_shape: `(H, W, C)` of the images.
+
+    Returns:
+        A model from images `[B, H, W, C]` to logits `[B, num_classes]`. Under a mixed policy both
+        are float32, so that the loss is computed in full precision.
+
+    Raises:
+        ValueError: there is no such depth, or `width` is below 1.
+    """
+    if depth < 8 or depth % 6 != 2:
+        lower = max(8, int((depth - 2) // 6 * 6 + 2))
+        nearest = f"{lower}" if depth < 8 else f"{lower} or {lower + 6}"
+        raise ValueError(f"depth={depth} must be 6n + 2 with n >= 1; nearest: {nearest}")
+    if width < 1:
+        raise ValueError(f"width={width} must be at least 1; the paper's is 16")
+    full_precision = keras.config.dtype_policy().variable_dtype
+
+    inputs = keras.Input(image_shape, dtype=full_precision, name="images")
+    x = _conv("conv1", width)(inputs)
+    x = _norm("norm1")(x)
+    x = keras.layers.ReLU(name="relu1")(x)
+    for stage in (1, 2, 3):
+        for block in range(1, int(depth) // 6 + 1):
+            x = _residual_block(
+                x,
+                num_channels=width * 2 ** (stage - 1),
+                stride=2 if stage > 1 and block == 1 else 1,
+                name=f"stage{stage}_block{block}",
+            )
+    x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
+    logits = keras.layers.Dense(
+        num_classes, kernel_initializer="he_normal", dtype=full_precision, name="logits"
+    )(x)
+    return keras.Model(inputs, logits, name=f"resnet{depth}")
+
+
+def _residual_block(
+    inputs: keras.KerasTensor, num_channels: int, stride: int, name: str
+) -> keras.KerasTensor:
+    """Apply two convolutions, `[B, H, W, C]` to `[B, H / stride, W / stride, num_channels]`."""
+    x = _conv(f"{name}_conv1", num_channels, stride)(inputs)
+    x = _norm(f"{name}_norm1")(x)
+    x = keras.layers.ReLU(name=f"{name}_relu1")(x)
+    x = _conv(f"{name}_conv2", num_channels)(x)
+    x = _norm(f"{name}_norm2")(x)
+    if stride != 1:
+        inputs = Shortcut(num_channels, stride, name=f"{name}_shortcut")(inputs)
+    x = keras.layers.Add(name=f"{name}_add")([inputs, x])
+    return keras.layers.ReLU(name=f"{name}_relu2")(x)
+
+
+def _conv(name: str, num_channels: int, stride: int = 1) -> keras.layers.Layer:
+    return keras.layers.Conv2D(
+        num_channels,
+        kernel_size=3,
+        strides=stride,
+        padding="same",
+        use_bias=False,  # the normalization that follows has one
+        kernel_initializer="he_normal",
+        name=name,
+    )
+
+
+def _norm(name: str) -> keras.layers.Layer:
+    return keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=name)
+
+
+@keras.saving.register_keras_serializable(package="towers_models")
+class Shortcut(keras.layers.Layer):
+    """The paper's option A: takes every `stride`-th pixel and appends channels of zeros.
+
+    It has no weights, which is how the paper's CIFAR-10 networks get by with so few.
+    """
+
+    def __init__(self, num_channels: int, stride: int, **kwargs: object):
+        """Set the shape of the output.
+
+        Args:
+            num_channels: number of channels of the output, at least that of the input.
+            stride: distance in pixels, along height and width.
+            **kwargs: `name`, `dtype` and the other arguments of `keras.layers.Layer`.
+        """
+        super().__init__(**kwargs)
+        self.num_channels = num_channels
+        self.stride = stride
+
+    def call(self, inputs: keras.KerasTensor) -> keras.KerasTensor:
+        """Map `[B, H, W, C]` to `[B, H / stride, W / stride, num_channels]`, rounded up."""
+        pixels = inputs[:, :: self.stride, :: self.stride, :]
+        num_missing = self.num_channels - inputs.shape[-1]
+        return keras.ops.pad(pixels, [(0, 0), (0, 0), (0, 0), (0, num_missing)])
+
+    def get_config(self) -> dict:
+        """Return the arguments of the constructor."""
+        return {
+            **super().get_config(), "num_channels": self.num_channels, "stride": self.stride
+        }

@@ -1,0 +1,223 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from models.cnn import LocalResponseNormalization, cnn, local_response_normalization
+
+POLICIES = {
+    "float32": ("float32", "float32"),
+    "float64": ("float64", "float64"),
+    "mixed_bfloat16": ("bfloat16", "float32"),
+    "mixed_float16": ("float16", "float32"),
+}
+
+
+@pytest.fixture
+def policy(request):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(request.param)
+    yield request.param
+    keras.config.set_dtype_policy(before)
+
+
+def value_and_gradient(function, x, upstream):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = function(x)
+    return y, tape.gradient(y, x, upstream)
+
+
+def direct_formula(x, depth_radius, bias, alpha):
+    """The definition, channel by channel, in numpy."""
+    num_channels = x.shape[-1]
+    columns = []
+    for c in range(num_channels):
+        neighbours = x[..., max(0, c - depth_radius) : c + depth_radius + 1]
+        columns.append(x[..., c] * (bias + alpha * (neighbours**2).sum(-1)) ** -0.75)
+    return np.stack(columns, -1)
+
+
+def test_has_the_tutorials_layers_and_number_of_weights():
+    model = cnn()
+    assert [layer.name for layer in model.layers] == (
+        "images conv1 pool1 norm1 conv2 norm2 pool2 flatten dense1 dense2 logits".split()
+    )
+    assert model.get_layer("pool1").output.shape == (None, 12, 12, 64)
+    assert model.get_layer("pool2").output.shape == (None, 6, 6, 64)
+    # 5*5*3*64+64 + 5*5*64*64+64 + 2304*384+384 + 384*192+192 + 192*10+10
+    assert model.count_params() == 1_068_298
+    assert len(model.trainable_variables) == 10
+
+
+def test_image_shape_and_num_classes_are_arguments():
+    model = cnn(num_classes=7, image_shape=(32, 30, 1))
+    assert model(tf.zeros([3, 32, 30, 1])).shape == (3, 7)
+
+
+def test_lrn_can_be_left_out():
+    model = cnn(lrn=False)
+    assert not [layer for layer in model.layers if "norm" in layer.name]
+    assert model.count_params() == 1_068_298
+
+
+def test_initial_values_are_the_tutorials():
+    keras.utils.set_random_seed(3)
+    model = cnn()
+    # A normal distribution cut off at two standard deviations has 0.88 of its spread left.
+    for name, stddev, bias in [
+        ("conv1", 0.05, 0.0),
+        ("conv2", 0.05, 0.1),
+        ("dense1", 0.04, 0.1),
+        ("dense2", 0.04, 0.1),
+        ("logits", 1 / 192, 0.0),
+    ]:
+        layer = model.get_layer(name)
+        kernel = layer.kernel.numpy()
+        assert np.abs(kernel).max() <= 2 * stddev
+        assert kernel.std() == pytest.approx(0.88 * stddev, rel=0.05)
+        assert np.all(layer.bias.numpy() == np.float32(bias))
+
+
+def test_the_logits_are_not_normalized():
+    logits = cnn()(100 * tf.random.stateless_normal([8, 24, 24, 3], seed=(1, 2)))
+    assert tf.reduce_min(logits) < 0
+    assert not np.allclose(tf.reduce_sum(logits, axis=-1), 1)
+
+
+def test_weight_decay_is_the_tutorials_l2_loss_on_the_hidden_dense_layers():
+    model = cnn(weight_decay=0.004)
+    kernels = [model.get_layer(name).kernel.value for name in ("dense1", "dense2")]
+    expected = 0.004 * sum(float(tf.nn.l2_loss(kernel)) for kernel in kernels)
+    assert float(sum(model.losses)) == pytest.approx(expected, rel=1e-5)
+    assert cnn(weight_decay=0).losses == []
+
+
+def test_negative_weight_decay_is_refused():
+    with pytest.raises(ValueError, match=r"^weight_decay=-1 must be at least 0.*$"):
+        cnn(weight_decay=-1)
+
+
+@pytest.mark.parametrize("policy", POLICIES, indirect=True)
+def test_layers_compute_in_the_policys_type_and_logits_in_full_precision(policy):
+    compute_dtype, full_precision = POLICIES[policy]
+    model = cnn()
+    assert model.get_layer("norm1").compute_dtype == compute_dtype
+    assert model.get_layer("conv2").compute_dtype == compute_dtype
+    with tf.GradientTape() as tape:
+        logits = model(tf.ones([2, 24, 24, 3]), training=True)
+        loss = tf.reduce_sum(logits)
+    assert logits.dtype == full_precision
+    gradients = tape.gradient(loss, model.trainable_variables)
+    assert {gradient.dtype.name for gradient in gradients} == {full_precision}
+    assert all(np.all(np.isfinite(gradient)) for gradient in gradients)
+
+
+@pytest.mark.parametrize("policy", ["float64"], indirect=True)
+def test_float64_images_are_not_rounded_to_float32(policy):
+    model = cnn()
+    images = tf.random.stateless_normal([2, 24, 24, 3], seed=(1, 2), dtype=tf.float64)
+    rounded = tf.cast(tf.cast(images, tf.float32), tf.float64)
+    assert np.any(model(images) != model(rounded))
+
+
+def test_the_seed_decides_the_initial_values():
+    weights = []
+    for seed in (5, 5, 6):
+        keras.utils.set_random_seed(seed)
+        weights.append([weight for weight in cnn().get_weights() if weight.ndim > 1])
+    assert all(np.array_equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
+    assert not any(np.array_equal(a, b) for a, b in zip(weights[0], weights[2], strict=True))
+
+
+@pytest.mark.parametrize("num_channels", [1, 3, 8, 64])
+@pytest.mark.parametrize("depth_radius", [0, 1, 4, 5])
+@pytest.mark.parametrize("size", [1.0, 100.0])
+def test_lrn_gives_tensorflows_values_and_gradients(num_channels, depth_radius, size):
+    x = size * tf.random.stateless_normal([3, 5, 4, num_channels], seed=(1, 2))
+    upstream = tf.random.stateless_normal(x.shape, seed=(3, 4))
+    constants = dict(depth_radius=depth_radius, bias=1.0, alpha=0.001 / 9.0)
+
+    y, gradient = value_and_gradient(
+        lambda x: local_response_normalization(x, **constants), x, upstream
+    )
+    expected_y, expected_gradient = value_and_gradient(
+        lambda x: tf.nn.local_response_normalization(x, **constants, beta=0.75), x, upstream
+    )
+
+    np.testing.assert_allclose(y, expected_y, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
+
+
+def test_lrn_takes_other_constants_and_ranks():
+    x = np.random.default_rng(1).normal(size=[6, 9])
+    y = local_response_normalization(tf.constant(x), depth_radius=2, bias=2.0, alpha=0.3)
+    np.testing.assert_allclose(y, direct_formula(x, 2, 2.0, 0.3), rtol=1e-13)
+
+
+def test_lrn_gradient_in_float64_is_the_difference_quotient():
+    x = tf.random.stateless_normal([2, 12], seed=(1, 2), dtype=tf.float64)
+
+    def function(x):
+        return local_response_normalization(x, depth_radius=2, bias=1.0, alpha=0.5)
+
+    theoretical, numerical = tf.test.compute_gradient(function, [x], delta=1e-5)
+    np.testing.assert_allclose(theoretical, numerical, atol=1e-9)
+
+
+def test_lrn_has_second_derivatives():
+    x = tf.random.stateless_normal([1, 6], seed=(1, 2), dtype=tf.float64)
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = local_response_normalization(x, depth_radius=2, bias=1.0, alpha=0.5)
+        return tape.gradient(y, x)
+
+    theoretical, numerical = tf.test.compute_gradient(gradient, [x], delta=1e-5)
+    np.testing.assert_allclose(theoretical, numerical, atol=1e-9)
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(tf.bfloat16, 2**-8), (tf.float16, 2**-11)])
+@pytest.mark.parametrize("size", [1.0, 100.0, 1000.0])
+def test_lrn_is_exact_to_rounding_in_16_bits(dtype, rounding, size):
+    x = tf.cast(size * tf.random.stateless_normal([64, 32], seed=(1, 2)), dtype)
+    upstream = tf.cast(tf.random.stateless_normal(x.shape, seed=(3, 4)), dtype)
+
+    y, gradient = value_and_gradient(local_response_normalization, x, upstream)
+    assert y.dtype == dtype and gradient.dtype == dtype
+    expected_y, expected_gradient = value_and_gradient(
+        local_response_normalization, tf.cast(x, tf.float64), tf.cast(upstream, tf.float64)
+    )
+
+    for value, expected in [(y, expected_y), (gradient, expected_gradient)]:
+        np.testing.assert_allclose(
+            tf.cast(value, tf.float64), expected, rtol=1.01 * rounding, atol=1e-4 * rounding
+        )
+
+
+def test_lrn_takes_no_examples():
+    y, gradient = value_and_gradient(
+        local_response_normalization, tf.zeros([0, 6, 6, 8]), tf.zeros([0, 6, 6, 8])
+    )
+    assert y.shape == gradient.shape == (0, 6, 6, 8)
+
+
+def test_lrn_layer_survives_saving(tmp_path):
+    inputs = keras.Input((4, 4, 8))
+    layer = LocalResponseNormalization(depth_radius=2, bias=2.0, alpha=0.3, name="norm")
+    model = keras.Model(inputs, layer(inputs))
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+
+    x = tf.random.stateless_normal([2, 4, 4, 8], seed=(1, 2))
+    np.testing.assert_array_equal(loaded(x), model(x))
+    assert loaded.get_layer("norm").get_config() == layer.get_config()
+
+
+@pytest.mark.parametrize("constant", [{"depth_radius": -1}, {"bias": 0.0}, {"alpha": -0.1}])
+def test_lrn_refuses_constants_out_of_range(constant):
+    [(name, value)] = constant.items()
+    with pytest.raises(ValueError, match=f"{name}={value}") as error:
+        LocalResponseNormalization(**constant)
+    assert "\n" not in str(error.value)

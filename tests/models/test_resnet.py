@@ -1,0 +1,150 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from models import resnet as resnets
+from models.resnet import Shortcut, resnet
+
+POLICIES = {
+    "float32": ("float32", "float32"),
+    "float64": ("float64", "float64"),
+    "mixed_bfloat16": ("bfloat16", "float32"),
+    "mixed_float16": ("float16", "float32"),
+}
+
+
+@pytest.fixture
+def policy(request):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(request.param)
+    yield request.param
+    keras.config.set_dtype_policy(before)
+
+
+def count_trainable(model):
+    return sum(int(np.prod(variable.shape)) for variable in model.trainable_variables)
+
+
+@pytest.mark.parametrize(
+    ("depth", "in_the_paper", "exactly"),
+    [
+        (20, "0.27", 269_722),
+        (32, "0.46", 464_154),
+        (44, "0.66", 658_586),
+        (56, "0.85", 853_018),
+        (110, "1.7", 1_727_962),
+    ],
+)
+def test_has_the_papers_number_of_weights(depth, in_the_paper, exactly):
+    model = getattr(resnets, f"resnet{depth}")()
+    decimals = len(in_the_paper) - 2
+    assert f"{count_trainable(model) / 1e6:.{decimals}f}" == in_the_paper
+    assert count_trainable(model) == exactly
+    assert f"| {exactly:,} |" in resnets.__doc__
+    counted = (keras.layers.Conv2D, keras.layers.Dense)
+    assert sum(isinstance(layer, counted) for layer in model.layers) == depth
+    assert model.name == f"resnet{depth}"
+
+
+def test_stages_halve_the_image_and_double_the_channels():
+    model = resnet(depth=8, width=4, num_classes=7, image_shape=(32, 30, 1))
+    shapes = [model.get_layer(f"stage{s}_block1_relu2").output.shape for s in (1, 2, 3)]
+    assert shapes == [(None, 32, 30, 4), (None, 16, 15, 8), (None, 8, 8, 16)]
+    assert model(tf.zeros([3, 32, 30, 1])).shape == (3, 7)
+
+
+def test_every_layer_has_a_name_of_its_own():
+    names = [layer.name for layer in resnet(depth=14).layers]
+    assert names[:5] == ["images", "conv1", "norm1", "relu1", "stage1_block1_conv1"]
+    assert names[-2:] == ["pool", "logits"]
+    # Keras numbers the layers that were not named: conv2d_3.
+    assert names == [layer.name for layer in resnet(depth=14).layers]
+
+
+def test_convolutions_have_no_bias_and_normalization_the_papers_constants():
+    model = resnet(depth=8)
+    convolutions = [x for x in model.layers if isinstance(x, keras.layers.Conv2D)]
+    norms = [x for x in model.layers if isinstance(x, keras.layers.BatchNormalization)]
+    assert len(convolutions) == len(norms) == 7
+    assert all(x.kernel_size == (3, 3) and not x.use_bias for x in convolutions)
+    assert {(x.momentum, x.epsilon) for x in norms} == {(0.9, 1e-5)}
+
+
+def test_shortcut_takes_every_second_pixel_and_appends_zeros():
+    x = np.random.default_rng(1).normal(size=[2, 5, 4, 3]).astype(np.float32)
+    layer = Shortcut(num_channels=6, stride=2)
+    y = layer(x)
+    np.testing.assert_array_equal(y[..., :3], x[:, [0, 2, 4]][:, :, [0, 2]])
+    np.testing.assert_array_equal(y[..., 3:], np.zeros([2, 3, 2, 3]))
+    assert layer.weights == []
+
+
+def test_a_block_without_convolution_is_the_identity():
+    """With the gammas of a block's last normalization at 0, only the shortcut is left."""
+    model = resnet(depth=8)
+    for stage in (1, 2, 3):
+        gamma = model.get_layer(f"stage{stage}_block1_norm2").gamma
+        gamma.assign(tf.zeros_like(gamma))
+    features = keras.Model(
+        model.inputs,
+        [model.get_layer("relu1").output, model.get_layer("stage3_block1_relu2").output],
+    )
+    first, last = features(tf.random.stateless_normal([2, 32, 32, 3], seed=(1, 2)))
+    np.testing.assert_array_equal(last[..., :16], first[:, ::4, ::4])
+    np.testing.assert_array_equal(last[..., 16:], np.zeros([2, 8, 8, 48]))
+
+
+@pytest.mark.parametrize(
+    ("depth", "nearest"),
+    [(21, "20 or 26"), (18, "14 or 20"), (2, "8"), (0, "8"), (-4, "8"), (20.5, "20 or 26")],
+)
+def test_other_depths_are_refused(depth, nearest):
+    with pytest.raises(ValueError) as error:
+        resnet(depth=depth)
+    assert str(error.value) == f"depth={depth} must be 6n + 2 with n >= 1; nearest: {nearest}"
+
+
+def test_width_below_1_is_refused():
+    with pytest.raises(ValueError, match=r"^width=0 must be at least 1; the paper's is 16$"):
+        resnet(width=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES, indirect=True)
+def test_layers_compute_in_the_policys_type_and_logits_in_full_precision(policy):
+    compute_dtype, full_precision = POLICIES[policy]
+    model = resnet(depth=8)
+    assert model.get_layer("stage2_block1_shortcut").compute_dtype == compute_dtype
+    assert model.get_layer("conv1").compute_dtype == compute_dtype
+    with tf.GradientTape() as tape:
+        logits = model(tf.random.stateless_normal([4, 32, 32, 3], seed=(1, 2)), training=True)
+        loss = tf.reduce_sum(logits**2)
+    assert logits.dtype == full_precision
+    gradients = tape.gradient(loss, model.trainable_variables)
+    assert {gradient.dtype.name for gradient in gradients} == {full_precision}
+    assert all(np.all(np.isfinite(gradient)) for gradient in gradients)
+
+
+@pytest.mark.parametrize("policy", ["float64"], indirect=True)
+def test_float64_images_are_not_rounded_to_float32(policy):
+    model = resnet(depth=8)
+    images = tf.random.stateless_normal([2, 32, 32, 3], seed=(1, 2), dtype=tf.float64)
+    rounded = tf.cast(tf.cast(images, tf.float32), tf.float64)
+    assert np.any(model(images) != model(rounded))
+
+
+def test_the_seed_decides_the_initial_values():
+    weights = []
+    for seed in (5, 5, 6):
+        keras.utils.set_random_seed(seed)
+        weights.append([weight for weight in resnet(depth=8).get_weights() if weight.ndim > 1])
+    assert all(np.array_equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
+    assert not any(np.array_equal(a, b) for a, b in zip(weights[0], weights[2], strict=True))
+
+
+def test_survives_saving(tmp_path):
+    model = resnet(depth=8, width=4)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    x = tf.random.stateless_normal([2, 32, 32, 3], seed=(1, 2))
+    np.testing.assert_array_equal(loaded(x), model(x))
