@@ -1,0 +1,298 @@
+"""What `pip install` brings, and the scripts that a person runs first."""
+
+import email
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ["scripts/quickstart", "scripts/test", ".ci/run"]
+TOP_LEVEL = "setup.py README.md pyproject.toml LICENSE towers models configs scripts tests".split()
+TOP_LEVEL += [".gitignore", ".ci"]
+NOT_SOURCE = shutil.ignore_patterns(
+    ".git", ".venv", ".cifar10", ".*_cache", "__pycache__", "*.egg-info", "build", "dist"
+)
+
+
+def copy_checkout(target):
+    """Copy what belongs to the project, not what was made in the checkout since."""
+    target.mkdir(parents=True)
+    for name in TOP_LEVEL:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, ignore=NOT_SOURCE)
+        elif source.exists():
+            shutil.copy2(source, target / name)
+    return target
+
+
+def build(checkout, target, *arguments):
+    """Run `python -m build` with what is installed here, without the network."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", target, *arguments]
+    done = subprocess.run(
+        [*command, checkout], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [wheel] = target.glob("*.whl")
+    return wheel
+
+
+def files_of(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def version():
+    source = (ROOT / "towers" / "__init__.py").read_text(encoding="utf-8")
+    return re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)[1]
+
+
+def run(folder, *command, **environment):
+    keep = {key: os.environ[key] for key in ("PATH", "HOME", "LANG") if key in os.environ}
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env={**keep, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+
+
+def executable(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture(scope="module")
+def dirty_wheel(tmp_path_factory):
+    """A wheel from a checkout in which other things were built before."""
+    folder = tmp_path_factory.mktemp("dirty")
+    checkout = copy_checkout(folder / "towers checkout")
+    for left_over in ["towers/renamed.py", "models/cnn.py", "tests/test_cnn.py"]:
+        path = checkout / "build" / "lib" / left_over
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    return build(checkout, folder / "dist", "--wheel")
+
+
+@pytest.fixture(scope="module")
+def metadata(dirty_wheel):
+    with zipfile.ZipFile(dirty_wheel) as archive:
+        return email.message_from_bytes(archive.read(f"towers-{version()}.dist-info/METADATA"))
+
+
+def test_wheel_holds_the_package_and_nothing_else(dirty_wheel):
+    assert dirty_wheel.name == f"towers-{version()}-py3-none-any.whl"
+    dist_info = f"towers-{version()}.dist-info/"
+    files = {name for name in files_of(dirty_wheel) if not name.startswith(dist_info)}
+    assert files == {str(path.relative_to(ROOT)) for path in (ROOT / "towers").rglob("*.py")}
+
+
+def test_source_distribution_is_enough_to_build_the_same_wheel(dirty_wheel, tmp_path):
+    checkout = copy_checkout(tmp_path / "checkout")
+    wheel = build(checkout, tmp_path / "dist")  # the source distribution, and from it the wheel
+    assert files_of(wheel) == files_of(dirty_wheel)
+    assert len(list((tmp_path / "dist").glob("*.tar.gz"))) == 1
+
+
+def test_metadata(metadata):
+    assert metadata["Name"] == "towers"
+    assert metadata["Version"] == version()
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert "Apache-2.0" in (metadata["License"], metadata["License-Expression"])
+    readme = ROOT / "README.md"
+    if readme.exists():
+        described = metadata.get_payload(decode=True).decode("utf-8")
+        assert described.strip() == readme.read_text(encoding="utf-8").strip()
+
+
+def test_requirements(metadata):
+    required = {}
+    for line in metadata.get_all("Requires-Dist"):
+        requirement, _, marker = line.partition(";")
+        extra = re.search(r"extra == [\"'](\w+)[\"']", marker)
+        name, versions = re.fullmatch(r"([\w.\[\]-]+)(.*)", requirement.strip()).groups()
+        bounds = set(re.findall(r"[<>=!~]+[\d.]+", versions))
+        required.setdefault(extra and extra[1], {})[name] = bounds
+    tensorflow_2_21 = {">=2.21", "<2.22"}
+    assert required[None] == {
+        "tensorflow": tensorflow_2_21,
+        "keras": {">=3.15", "<4"},
+        "tensorboard": tensorflow_2_21,
+        "numpy": set(),
+        "absl-py": set(),
+        "nvidia-ml-py": set(),
+        "tqdm": set(),
+    }
+    assert required["gpu"] == {"tensorflow[and-cuda]": tensorflow_2_21}
+    tools = {"pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff", "build"}
+    assert tools <= set(required["test"])
+
+
+def test_command_is_installed(dirty_wheel):
+    with zipfile.ZipFile(dirty_wheel) as archive:
+        text = archive.read(f"towers-{version()}.dist-info/entry_points.txt").decode()
+    assert text.split() == ["[console_scripts]", "towers", "=", "towers.cli:main"]
+
+
+def test_license_is_apache_2_in_full():
+    text = " ".join((ROOT / "LICENSE").read_text(encoding="utf-8").split())
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "0ffddef9e48f8a09"
+
+
+def test_top_level_holds_what_the_design_says():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0 or not listed.stdout:
+        pytest.skip("not a git checkout with committed files")
+    assert {line.split("/")[0] for line in listed.stdout.splitlines()} <= set(TOP_LEVEL)
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "scripts/_venv"])
+def test_scripts_can_be_run(script):
+    assert subprocess.run(["bash", "-n", ROOT / script]).returncode == 0
+    assert os.access(ROOT / script, os.X_OK) == (script in SCRIPTS)  # _venv is sourced
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout whose path has a space in it, and no .venv."""
+    return copy_checkout(tmp_path / "a checkout")
+
+
+@pytest.fixture
+def python(tmp_path):
+    """A stand-in for Python: it writes down what it is called with, and installs nothing."""
+    return executable(
+        tmp_path / "bin" / "python3.12",
+        f'''
+case "$*" in
+*version_info*) echo 3.12 ;;
+"-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python
+    printf '#!/bin/sh\\nprintf "%%s|" "$@"\\n' >.venv/bin/towers && chmod +x .venv/bin/towers ;;
+*"-m pip"*) [ ! -e fail ] || exit 1 ;;
+esac
+echo "$*" >>"{tmp_path}/calls"
+''',
+    )
+
+
+def calls(python):
+    return (python.parents[1] / "calls").read_text().splitlines()
+
+
+def num_installations(python):
+    return sum("-m pip install" in call for call in calls(python))
+
+
+@pytest.mark.parametrize("number", ["2.7", "3.6", "3.9"])
+def test_quickstart_refuses_an_old_python_in_one_line(checkout, tmp_path, number):
+    old = executable(tmp_path / "bin" / "python", f"echo {number}\n")
+    done = run(checkout, "scripts/quickstart", PYTHON=str(old))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == (
+        f"quickstart: {old} is Python {number}, towers needs 3.10 or newer; "
+        "set PYTHON to its path\n"
+    )
+    assert not (checkout / ".venv").exists()
+
+
+def test_quickstart_names_a_missing_python(checkout):
+    done = run(checkout, "scripts/quickstart", PYTHON="/no/python")
+    assert done.returncode == 2
+    assert re.fullmatch(r"quickstart: cannot run /no/python; install .*\n", done.stderr)
+
+
+def test_quickstart_names_a_missing_venv_module(checkout, tmp_path):
+    text = 'case "$*" in *version_info*) echo 3.12 ;; *ensurepip*) exit 1 ;; esac\n'
+    bare = executable(tmp_path / "bin" / "python", text)
+    done = run(checkout, "scripts/quickstart", PYTHON=str(bare))
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"quickstart: {bare} has no venv module; type: apt-get install python3.12-venv\n"
+    )
+
+
+def test_quickstart_trains_with_its_config_and_the_flags_given(checkout, python, tmp_path):
+    command = [checkout / "scripts/quickstart", "--num_towers=2", "--train_dir=a b"]
+    done = run(tmp_path, *command, PYTHON=str(python))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == (
+        "train|--flagfile=configs/quickstart.cfg|--num_towers=2|--train_dir=a b|"
+    )
+    assert done.stderr == ""
+    assert calls(python)[-1].endswith("-e .")
+
+
+def test_quickstart_installs_again_only_when_that_changes_something(checkout, python):
+    first = run(checkout, "scripts/quickstart", PYTHON=str(python))
+    assert "about a minute" in first.stdout and num_installations(python) == 1
+    second = run(checkout, "scripts/quickstart", PYTHON=str(python))
+    assert second.stdout == "train|--flagfile=configs/quickstart.cfg|"
+    assert num_installations(python) == 1
+
+    with (checkout / "setup.py").open("a") as file:
+        file.write("# another requirement\n")
+    run(checkout, "scripts/quickstart", PYTHON=str(python))
+    assert num_installations(python) == 2
+
+    moved = checkout.rename(checkout.with_name("moved"))  # the installation refers to the old path
+    run(moved, "scripts/quickstart", PYTHON=str(python))
+    assert num_installations(python) == 3
+
+
+def test_an_interrupted_installation_is_not_trusted(checkout, python):
+    (checkout / "fail").touch()
+    done = run(checkout, "scripts/quickstart", PYTHON=str(python))
+    assert done.returncode == 2 and "installation failed" in done.stderr
+    (checkout / ".venv" / "half").touch()
+
+    (checkout / "fail").unlink()
+    done = run(checkout, "scripts/quickstart", PYTHON=str(python))
+    assert done.returncode == 0 and "starting afresh" in done.stdout
+    assert not (checkout / ".venv" / "half").exists()
+
+
+def test_two_installations_do_not_get_in_each_others_way(checkout, python):
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / ".installing").write_text(str(os.getpid()))
+    done = run(checkout, "scripts/quickstart", PYTHON=str(python))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"quickstart: process {os.getpid()} is installing")
+    assert (checkout / ".venv").exists()
+
+
+def test_test_script_checks_the_style_and_passes_arguments_on(checkout, python):
+    done = run(checkout, "scripts/test", "tests/models", "-k", "cnn", PYTHON=str(python))
+    assert done.returncode == 0, done.stderr
+    assert calls(python)[-3:] == [
+        "-m pip install -qq --disable-pip-version-check --no-input -e .[test]",
+        "-m ruff check .",
+        "-m pytest -n 2 tests/models -k cnn",
+    ]
+    # What the tests need includes what quickstart needs.
+    run(checkout, "scripts/quickstart", PYTHON=str(python))
+    assert num_installations(python) == 1
+    run(checkout, "scripts/test", PYTHON=str(python))
+    assert num_installations(python) == 1
+
+
+def test_ci_unpacks_the_images_if_they_are_beside_the_checkout(checkout, python, tmp_path):
+    environment = dict(PYTHON=str(python), CI="true")
+    assert run(checkout, "bash", ".ci/run", **environment).returncode == 0
+    assert not any("unpack" in call for call in calls(python))
+
+    (tmp_path / "shared" / "cifar10").mkdir(parents=True)
+    done = run(tmp_path, "bash", checkout / ".ci/run", **environment)
+    assert done.returncode == 0, done.stderr
+    assert "../shared/cifar10/unpack.py .cifar10" in calls(python)
+    assert calls(python)[-1] == "-m pytest -n 2"
