@@ -1,0 +1,196 @@
+"""Augmentation: what TensorFlow's own image functions give, whatever slice an example is in."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from towers.data import augment
+
+SHAPES = [(32, 32, 3), (28, 28, 1), (5, 7, 4), (1, 1, 1), (48, 64, 3)]
+ALMOST_ONE = np.float32(1) - np.float32(2) ** -24  # the largest float32 below 1
+
+
+def make(num, shape=(32, 32, 3), seed=0):
+    rng = np.random.default_rng(seed)
+    images = rng.integers(0, 256, (num, *shape), np.uint8)
+    return images, rng.random((num, augment.NUM_DRAWS), np.float32)
+
+
+def reference(image, draws, kind):
+    """Augment one image with TensorFlow's functions, in float64."""
+    height, width, _ = augment.output_shape(image.shape, kind)
+    image = tf.cast(image, tf.float64)
+    row, column, flip, contrast = (float(draw) for draw in draws)
+    if kind == "resnet":
+        image = tf.image.pad_to_bounding_box(image, 4, 4, image.shape[0] + 8, image.shape[1] + 8)
+    if kind != "none":
+        top = int(row * (image.shape[0] - height + 1))
+        left = int(column * (image.shape[1] - width + 1))
+        image = tf.image.crop_to_bounding_box(image, top, left, height, width)
+        if flip < 0.5:
+            image = tf.image.flip_left_right(image)
+    if kind == "tutorial":
+        image = tf.image.adjust_brightness(image, 63 * (2 * row - 1))  # any: it cancels
+        # tf.image.adjust_contrast computes in float32.
+        mean = tf.reduce_mean(image, [0, 1], keepdims=True)
+        image = (image - mean) * (0.2 + 1.6 * contrast) + mean
+    return standardised(image)
+
+
+def standardised(image):
+    # tf.image.per_image_standardization, which has no float64.
+    deviation = max(np.std(image), 1 / np.sqrt(np.size(image)))
+    return (image - np.mean(image)) / deviation
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", augment.names)
+@pytest.mark.parametrize("stored", ["uint8", "float 0..1", "float with an offset"])
+def test_train_images_are_tensorflows(shape, kind, stored):
+    images, draws = make(12, shape)
+    if stored == "float 0..1":
+        images = images.astype(np.float32) / 255
+    elif stored == "float with an offset":
+        images = images.astype(np.float32) - 1000
+    result = augment.train_images(images, draws, kind)
+    assert result.dtype == tf.float32
+    assert result.shape == (12, *augment.output_shape(shape, kind))
+    expected = [reference(*example, kind) for example in zip(images, draws, strict=True)]
+    np.testing.assert_allclose(result, expected, atol=3e-4 if "offset" in stored else 2e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", augment.names)
+def test_eval_images_are_tensorflows(shape, kind):
+    images, _ = make(5, shape)
+    height, width, _ = augment.output_shape(shape, kind)
+    result = augment.eval_images(images, kind)
+    expected = tf.image.resize_with_crop_or_pad(images, height, width)
+    expected = tf.image.per_image_standardization(expected)
+    np.testing.assert_allclose(result, expected, atol=1e-5)
+    assert result.dtype == tf.float32
+
+
+def test_contrast_is_tensorflows():
+    images, draws = make(6)
+    images = images[:, :24, :24].astype(np.float32)
+    for image, draw in zip(images, draws, strict=True):
+        factor = 0.2 + 1.6 * draw[3]
+        expected = tf.image.adjust_contrast(tf.image.adjust_brightness(image, 63.0), factor)
+        expected = tf.image.per_image_standardization(expected)
+        result = augment._standardise(image[None], factor)[0]
+        np.testing.assert_allclose(result, expected, atol=1e-5)
+
+
+def test_shapes_after_augmentation():
+    assert augment.output_shape((32, 32, 3), "tutorial") == (24, 24, 3)
+    assert augment.output_shape((28, 29, 1), "tutorial") == (21, 21, 1)
+    assert augment.output_shape((1, 1, 1), "tutorial") == (1, 1, 1)
+    for kind in ("resnet", "none"):
+        assert augment.output_shape((32, 30, 3), kind) == (32, 30, 3)
+
+
+@pytest.mark.parametrize("kind", augment.names)
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float64])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_slice_gives_the_same_bits(kind, dtype, compiled):
+    def train(images, draws):
+        return augment.train_images(images, draws, kind, dtype=dtype)
+
+    def evaluate(images):
+        return augment.eval_images(images, kind, dtype=dtype)
+
+    if compiled:
+        train = tf.function(train, reduce_retracing=True)
+        evaluate = tf.function(evaluate, reduce_retracing=True)
+    images, draws = map(tf.constant, make(37))
+    all_train, all_eval = train(images, draws), evaluate(images)
+    assert all_train.dtype == all_eval.dtype == dtype
+    for start, stop in [(0, 1), (0, 18), (18, 37), (5, 8), (36, 37), (7, 7)]:
+        part = slice(start, stop)
+        assert np.array_equal(train(images[part], draws[part]), all_train[part])
+        assert np.array_equal(evaluate(images[part]), all_eval[part])
+
+
+@pytest.mark.parametrize("kind", augment.names)
+def test_any_batch_size_in_one_function(kind):
+    specs = [
+        tf.TensorSpec([None, 32, 32, 3], tf.uint8),
+        tf.TensorSpec([None, augment.NUM_DRAWS], tf.float32),
+    ]
+    train = tf.function(lambda *batch: augment.train_images(*batch, kind), input_signature=specs)
+    shape = augment.output_shape((32, 32, 3), kind)
+    for num in (0, 1, 5):
+        assert train(*make(num)).shape == (num, *shape)
+    assert train.get_concrete_function().output_shapes.as_list() == [None, *shape]
+
+
+@pytest.mark.parametrize(("kind", "offsets"), [("tutorial", 9), ("resnet", 9)])
+def test_every_place_is_as_likely(kind, offsets):
+    # One bright pixel in a dark image shows where the crop lies.
+    images = np.zeros((9000, 32, 32, 1), np.uint8)
+    images[:, 15, 16] = 255
+    draws = np.random.default_rng(1).random((9000, augment.NUM_DRAWS), np.float32)
+    draws[:, 2] = 0.75  # not mirrored
+    result = augment.train_images(images, draws, kind).numpy()[..., 0]
+    rows, columns = result.max(2).argmax(1), result.max(1).argmax(1)
+    for places in (rows, columns):
+        _, counts = np.unique(places, return_counts=True)
+        assert len(counts) == offsets
+        assert counts.min() > 850 and counts.max() < 1150
+
+
+@pytest.mark.parametrize("kind", ["tutorial", "resnet"])
+def test_half_of_the_images_are_mirrored(kind):
+    images, _ = make(1)
+    draws = np.full((1000, augment.NUM_DRAWS), 0.5, np.float32)
+    draws[:, 2] = np.random.default_rng(2).random(1000)
+    result = augment.train_images(np.repeat(images, 1000, 0), draws, kind).numpy()
+    same = (result == result[0]).all((1, 2, 3))
+    mirrored = np.isclose(result[:, :, ::-1], result[0], atol=1e-5).all((1, 2, 3))
+    assert (same ^ mirrored).all()
+    assert 450 < same.sum() < 550
+
+
+@pytest.mark.parametrize("kind", augment.names)
+@pytest.mark.parametrize("draw", [0, ALMOST_ONE])
+@pytest.mark.parametrize("side", [9, 28, 32, 224])
+def test_extreme_draws_stay_within_the_image(kind, draw, side):
+    images, _ = make(2, (side, side, 2))
+    draws = np.full((2, augment.NUM_DRAWS), draw, np.float32)
+    result = augment.train_images(images, draws, kind)
+    expected = [reference(image, draws[0], kind) for image in images]
+    np.testing.assert_allclose(result, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["tutorial", "none"])
+@pytest.mark.parametrize("value", [0, 77, 255])
+def test_an_image_of_one_colour_does_not_become_noise(kind, value):
+    images = np.full((2, 32, 32, 3), value, np.uint8)
+    _, draws = make(2)
+    np.testing.assert_allclose(augment.train_images(images, draws, kind), 0, atol=1e-3)
+    np.testing.assert_allclose(augment.eval_images(images, kind), 0, atol=1e-3)
+
+
+def test_the_padding_is_zero():
+    images = np.full((1, 8, 8, 1), 200, np.uint8)
+    draws = np.array([[0, ALMOST_ONE, 0.9, 0.5]], np.float32)  # four rows above, four columns right
+    result = augment.train_images(images, draws, "resnet").numpy()[0, :, :, 0]
+    inside = np.zeros((8, 8), bool)
+    inside[4:, :4] = True
+    assert (result[inside] > 1).all() and (result[~inside] < 0).all()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: augment.output_shape((32, 32, 3), "tutorail"),
+        lambda: augment.train_images(*make(1), "tutorail"),
+        lambda: augment.eval_images(make(1)[0], "tutorail"),
+    ],
+)
+def test_an_unknown_kind(call):
+    with pytest.raises(ValueError) as error:
+        call()
+    message = "unknown augmentation 'tutorail'; allowed are tutorial, resnet, none"
+    assert str(error.value) == message

@@ -1,0 +1,262 @@
+"""Batches: a pure function of (seed, step, examples); every example once an epoch."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from towers.data import ArraySplit, DatasetSplit, augment, pipeline
+
+KINDS = ["arrays", "dataset"]
+
+
+def make(size, kind="arrays", dtype=np.uint8):
+    """A split whose labels are the row numbers, and so are its images."""
+    rows = np.arange(size)
+    images = np.broadcast_to(rows[:, None, None, None] % 256, (size, 2, 3, 1)).astype(dtype)
+    if kind == "arrays":
+        return ArraySplit(images, rows)
+    return DatasetSplit(tf.data.Dataset.from_tensor_slices((images, rows)), size)
+
+
+def take(split, batch_size, num_batches, **start):
+    batches = split.train_batches(batch_size, **start).take(num_batches)
+    return [tuple(part.numpy() for part in batch) for batch in batches]
+
+
+def labels_of(batches):
+    return np.concatenate([labels for _, labels, _ in batches])
+
+
+# Training
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("size", "batch_size"), [(12, 4), (10, 4), (7, 16), (1, 3), (2, 5), (50, 50), (130, 64)]
+)
+def test_every_epoch_has_every_example_once(kind, size, batch_size):
+    num_epochs = 3
+    num_batches = -(-num_epochs * size // batch_size)
+    labels = labels_of(take(make(size, kind), batch_size, num_batches, seed=1))
+    epochs = labels[: num_epochs * size].reshape(num_epochs, size)
+    np.testing.assert_array_equal(np.sort(epochs, axis=1), [range(size)] * num_epochs)
+    if size >= 10:
+        assert len({tuple(epoch) for epoch in epochs}) == num_epochs
+        assert tuple(epochs[0]) != tuple(range(size))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_is_one_order_and_one_set_of_draws(kind):
+    split = make(40, kind)
+    first = take(split, 8, 6, seed=1)
+    for other in (take(split, 8, 6, seed=1), take(make(40, kind), 8, 6, seed=1)):
+        for batch, same in zip(first, other, strict=True):
+            for part, same_part in zip(batch, same, strict=True):
+                np.testing.assert_array_equal(part, same_part)
+    for seed in (2, 0, -1, 1 + 2**32, 2**63 - 1):
+        different = take(split, 8, 6, seed=seed)
+        assert labels_of(different).tolist() != labels_of(first).tolist()
+        assert not np.array_equal(different[0][2], first[0][2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_program_s_own_seed_changes_nothing(kind):
+    results = []
+    for seed in (1, 2):
+        tf.random.set_seed(seed)
+        results.append(labels_of(take(make(40, kind), 8, 6, seed=3)).tolist())
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "batch_size"), [(12, 4), (10, 4), (7, 16), (1, 3)])
+def test_resuming_gives_exactly_the_tail(kind, size, batch_size):
+    split = make(size, kind)
+    whole = take(split, batch_size, 12, seed=5)
+    for step in range(9):
+        tail = take(split, batch_size, 3, seed=5, step=step, examples=step * batch_size)
+        for batch, same in zip(whole[step : step + 3], tail, strict=True):
+            for part, same_part in zip(batch, same, strict=True):
+                np.testing.assert_array_equal(part, same_part)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_goes_by_examples_so_the_batch_size_may_change(kind):
+    split = make(10, kind)
+    whole = labels_of(take(split, 1, 40, seed=5))
+    for batch_size, examples in [(4, 0), (3, 7), (16, 12), (5, 20)]:
+        part = labels_of(take(split, batch_size, 1, seed=5, step=99, examples=examples))
+        np.testing.assert_array_equal(part, whole[examples : examples + batch_size])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_draws_go_by_seed_and_step_alone(kind):
+    batches = take(make(10, kind), 6, 3, seed=7, step=40, examples=3)
+    for step, (_, _, draws) in enumerate(batches, start=40):
+        expected = tf.random.stateless_uniform([6, augment.NUM_DRAWS], [7, step], alg="philox")
+        np.testing.assert_array_equal(draws, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_batches_are_full_static_and_keep_the_stored_type(kind, dtype):
+    split = make(10, kind, dtype)
+    spec = split.train_batches(4, seed=1).element_spec
+    stored = tf.as_dtype(dtype)
+    assert spec == (
+        tf.TensorSpec([4, 2, 3, 1], stored),
+        tf.TensorSpec([4], tf.int32),
+        tf.TensorSpec([4, augment.NUM_DRAWS], tf.float32),
+    )
+    assert split.eval_batches(4).element_spec == (
+        tf.TensorSpec([4, 2, 3, 1], stored),
+        tf.TensorSpec([4], tf.int32),
+        tf.TensorSpec([4], tf.float32),
+    )
+    for images, labels, draws in take(split, 4, 6, seed=1):
+        np.testing.assert_array_equal(images[:, 0, 0, 0], labels)
+        assert (images == images[:, :1, :1, :1]).all()
+        assert draws.min() >= 0 and draws.max() < 1
+
+
+def test_training_does_not_end():
+    split = make(3)
+    assert labels_of(take(split, 2, 500, seed=1)).shape == (1000,)
+    far = labels_of(take(split, 2, 3, seed=1, step=2**40, examples=3 * 2**40))
+    assert sorted(far[:3]) == sorted(far[3:]) == [0, 1, 2]
+
+
+def test_epochs_are_unrelated_and_do_not_repeat():
+    size, num_epochs = 64, 600
+    labels = labels_of(take(make(size), size, num_epochs, seed=1)).reshape(num_epochs, size)
+    assert len({tuple(epoch) for epoch in labels}) == num_epochs
+    # Each place has each example about equally often, as do the steps from epoch to epoch and from
+    # place to place: chi-square per degree of freedom near 1 (given the plain seed it is above 5).
+    steps = (labels[1:] - labels[:-1]) % size
+    neighbours = (labels[:, 1:] - labels[:, :-1]) % size
+    for values, kinds in [
+        (labels + size * np.arange(size), size * size),
+        (steps, size),
+        (neighbours - 1, size - 1),
+    ]:
+        counts = np.bincount(values.ravel(), minlength=kinds)
+        expected = values.size / kinds
+        chi_square = ((counts - expected) ** 2 / expected).sum() / kinds
+        assert 0.4 < chi_square < 1.6
+
+
+def test_neighbours_of_a_large_epoch_are_unrelated():
+    size, num_epochs = 20_000, 60
+    labels = labels_of(take(make(size), size, num_epochs, seed=1)).reshape(num_epochs, size)
+    neighbours = (labels[:, 1:] - labels[:, :-1]) % size
+    counts = np.bincount(neighbours.ravel() * 200 // size, minlength=200)
+    expected = neighbours.size / 200
+    assert ((counts - expected) ** 2 / expected).sum() / 200 < 1.6
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 10, 11, 64])
+def test_one_pass_counts_each_example_once(kind, batch_size):
+    batches = list(make(10, kind).eval_batches(batch_size).as_numpy_iterator())
+    images, labels, weights = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    assert len(batches) == -(-10 // batch_size)
+    np.testing.assert_array_equal(weights, np.arange(len(weights)) < 10)
+    np.testing.assert_array_equal(labels[:10], range(10))
+    np.testing.assert_array_equal(images[:10, 0, 0, 0], range(10))
+    assert not images[10:].any() and not labels[10:].any()
+    assert weights.dtype == np.float32
+
+
+# Memory
+
+
+def test_images_are_not_copied_into_the_graph():
+    split = ArraySplit(np.zeros((2000, 32, 32, 3), np.uint8), np.zeros(2000, np.int32))
+
+    @tf.function
+    def first(kind):
+        batches = split.eval_batches(16) if kind == "eval" else split.train_batches(16, seed=1)
+        return next(iter(batches))[0]
+
+    for kind in ("train", "eval"):
+        graph = first.get_concrete_function(kind).graph.as_graph_def()
+        assert graph.ByteSize() < 100_000
+
+
+# Errors
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nonsense_is_refused(kind):
+    split = make(4, kind)
+    for call in (lambda: split.train_batches(0, seed=1), lambda: split.eval_batches(0)):
+        with pytest.raises(ValueError, match="^batch_size is 0; expected 1 or more$"):
+            call()
+    with pytest.raises(ValueError, match="^step is -1 and examples 0; expected 0 or more$"):
+        split.train_batches(1, seed=1, step=-1)
+    with pytest.raises(ValueError, match="^step is 0 and examples -4; expected 0 or more$"):
+        split.train_batches(1, seed=1, examples=-4)
+
+
+def test_an_empty_or_uneven_split_is_refused():
+    images = np.zeros((3, 2, 2, 1), np.uint8)
+    with pytest.raises(ValueError, match="^3 images and 2 labels; expected as many, at least 1$"):
+        ArraySplit(images, [0, 1])
+    with pytest.raises(ValueError, match="^0 images and 0 labels; expected as many, at least 1$"):
+        ArraySplit(images[:0], [])
+    with pytest.raises(ValueError, match="^size is 0; expected 1 example or more$"):
+        DatasetSplit(tf.data.Dataset.from_tensor_slices((images, [0, 1, 2])), 0)
+
+
+@pytest.mark.parametrize(("size", "says"), [(9, "at least 10 elements"), (11, "only 10 elements")])
+def test_a_dataset_of_another_size_than_it_says(size, says):
+    images, labels = np.zeros((10, 2, 2, 1), np.uint8), np.arange(10)
+
+    def examples():
+        yield from zip(images, labels, strict=True)
+
+    spec = (tf.TensorSpec([2, 2, 1], tf.uint8), tf.TensorSpec([], tf.int64))
+    split = DatasetSplit(tf.data.Dataset.from_generator(examples, output_signature=spec), size)
+    for batches in (split.train_batches(4, seed=1).take(10), split.eval_batches(4)):
+        with pytest.raises(tf.errors.FailedPreconditionError, match=f"contained {says}"):
+            list(batches)
+
+
+def test_a_dataset_s_types_are_made_uniform():
+    images = np.linspace(0, 1, 12, dtype=np.float64).reshape(3, 2, 2, 1)
+    labels = np.array([[2], [0], [1]], np.uint8)
+    split = DatasetSplit(tf.data.Dataset.from_tensor_slices((images, labels)), 3)
+    images_out, labels_out, _ = next(iter(split.eval_batches(3)))
+    assert (images_out.dtype, labels_out.dtype) == (tf.float32, tf.int32)
+    np.testing.assert_allclose(images_out, images)
+    assert labels_out.numpy().tolist() == [2, 0, 1]
+
+
+def test_the_shuffle_buffer_is_bounded(monkeypatch):
+    monkeypatch.setattr(pipeline, "_SHUFFLE_BUFFER_BYTES", 400)
+    read = []
+
+    def note(image, label):
+        tf.py_function(lambda value: read.append(int(value)), [label], [])
+        return image, label
+
+    images = np.zeros((1000, 10, 5, 2), np.uint8)  # 100 bytes each
+    dataset = tf.data.Dataset.from_tensor_slices((images, np.arange(1000))).map(note)
+    next(iter(DatasetSplit(dataset, 1000).train_batches(1, seed=1)))
+    assert 4 <= len(read) < 20  # the buffer, and the batches that are made ahead
+
+
+def test_importing_makes_no_tensor():
+    program = (
+        "import tensorflow as tf, towers.data\n"
+        "tf.config.set_logical_device_configuration(tf.config.list_physical_devices('CPU')[0],"
+        " [tf.config.LogicalDeviceConfiguration()] * 2)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

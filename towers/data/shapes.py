@@ -1,0 +1,252 @@
+"""The built-in data set: ten shapes, drawn from a fixed seed, so that every demo works offline.
+
+20,000 training and 4,000 test pictures, uint8 `[32, 32, 3]`, as many of each class. Place, size,
+angle, colours, background, clutter and noise vary. All shapes have the same area and the shape is
+as often the brighter as the darker part, so neither colour nor mean brightness tells the class:
+a linear classifier stays near chance, while a small CNN passes 97 % within a few epochs.
+
+    images, labels = shapes.draw(100, seed=(1, 0))
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import numpy as np
+
+from towers.data import records
+from towers.data.pipeline import ArraySplit, Data
+from towers.errors import InputError
+
+# A change of what is drawn needs a new folder name, or old caches would be taken for the new set.
+FOLDER = "shapes-v1"
+NUM_TRAIN, NUM_TEST = 20_000, 4_000
+_SEED = 2016
+_SIZE = 32
+_CHUNK = 100  # pictures drawn at once: their planes stay in the processor's cache
+# How hard it is. Six epochs of the tutorial's CNN reach 99 %; with any angle, 98 %.
+_MIN_CONTRAST = 0.3  # of greys, 0..1: what cannot be seen cannot be learnt
+_MAX_NOISE = 0.05  # standard deviation, colours 0..1
+_NUM_SPECKS = 3
+_MAX_TILT = 0.8  # radians, either way
+_MAX_SHIFT = 2.0  # pixels from the centre, across and down
+_RADIUS = (5.2, 6.6)  # pixels, of a disc with the shape's area; larger ones a 24x24 crop would cut
+
+# Each outline maps x, y (float32 arrays, in radii of the disc of equal area) to the signed
+# distance from the shape's edge, negative inside. All ten have area pi and their centroid at 0.
+
+
+def _disc(x, y):
+    return np.hypot(x, y) - 1
+
+
+def _ring(x, y):
+    return np.abs(np.hypot(x, y) - 1) - 0.25
+
+
+def _half_disc(x, y):
+    return np.maximum(np.hypot(x, y + 0.6002) - 1.41421, -y - 0.6002)
+
+
+def _crescent(x, y):
+    x = x - 0.4789
+    return np.maximum(np.hypot(x, y) - 1.3735, 1.0301 - np.hypot(x - 0.68674, y))
+
+
+def _triangle(x, y):
+    inradius = 0.77756
+    slant = 0.5 * y
+    return np.maximum(-y, np.abs(x) * 0.866025 + slant) - inradius
+
+
+def _rectangle(x, y, half_width, half_height):
+    return np.maximum(np.abs(x) - half_width, np.abs(y) - half_height)
+
+
+def _square(x, y):
+    return _rectangle(x, y, 0.88623, 0.88623)
+
+
+def _bar(x, y):
+    return _rectangle(x, y, 1.65799, 0.47371)
+
+
+def _cross(x, y):
+    return np.minimum(_rectangle(x, y, 1.18903, 0.39634), _rectangle(x, y, 0.39634, 1.18903))
+
+
+def _star(x, y):
+    # Fold the five arms onto one half arm, whose edge runs from the tip (R, 0) to the notch.
+    tip, notch, sector = 1.54107, 0.69348, np.pi / 5
+    angle = sector - np.abs(np.mod(np.arctan2(y, x), 2 * sector) - sector)
+    radius = np.hypot(x, y)
+    nx, ny = notch * np.sin(sector), tip - notch * np.cos(sector)
+    norm = np.hypot(nx, ny)
+    return ((radius * np.cos(angle) - tip) * nx + radius * np.sin(angle) * ny) / norm
+
+
+def _heart(x, y):
+    half = 0.66325
+    x, y = x + 0.20779, y + 0.20779
+    discs = np.minimum(np.hypot(x - half, y), np.hypot(x, y - half)) - half
+    return np.minimum(_rectangle(x, y, half, half), discs)
+
+
+_OUTLINES = {
+    "disc": _disc,
+    "ring": _ring,
+    "half-disc": _half_disc,
+    "crescent": _crescent,
+    "triangle": _triangle,
+    "square": _square,
+    "bar": _bar,
+    "cross": _cross,
+    "star": _star,
+    "heart": _heart,
+}
+CLASS_NAMES = tuple(_OUTLINES)
+
+
+def load(data_dir: str) -> Data:
+    """Return the data set, from `data_dir`/shapes-v1 or, the first time, drawn and kept there.
+
+    Where that folder cannot be written, the set stays in memory, with a warning.
+
+    Raises:
+        InputError: a file that was kept is damaged.
+    """
+    folder = os.path.join(data_dir, FOLDER)
+    splits, unwritable = [], None
+    for index, (name, num) in enumerate([("train", NUM_TRAIN), ("test", NUM_TEST)]):
+        path = os.path.join(folder, f"{name}.bin")
+        if os.path.lexists(path):
+            try:
+                splits.append(records.read(path, num))
+            except InputError as error:
+                raise InputError(
+                    f"{error}; delete the folder {folder}: it will be drawn again"
+                ) from None
+            continue
+        splits.append(draw(num, seed=(_SEED, index)))
+        try:
+            os.makedirs(folder, exist_ok=True)
+            records.write(path, *splits[-1])
+        except OSError as error:
+            unwritable = error
+    if unwritable:
+        print(
+            f"warning: cannot keep {folder}: {unwritable.strerror}; the shapes are drawn at each "
+            "start (--data_dir names another folder)",
+            file=sys.stderr,
+        )
+    train, test = (ArraySplit(*split) for split in splits)
+    return Data("shapes", train, test, len(CLASS_NAMES), records.IMAGE_SHAPE, CLASS_NAMES)
+
+
+def draw(num: int, seed: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Draw pictures; the same ones for the same arguments.
+
+    Args:
+        num: how many; the classes are as even as it allows.
+        seed: for numpy's generator.
+
+    Returns:
+        Images, uint8 `[num, 32, 32, 3]`, and labels, int32 `[num]`.
+    """
+    rng = np.random.default_rng(seed)
+    labels = rng.permutation(np.arange(num, dtype=np.int32) % len(CLASS_NAMES))
+    images = np.empty((num, _SIZE, _SIZE, 3), np.uint8)
+    for start in range(0, num, _CHUNK):
+        part = slice(start, start + _CHUNK)
+        images[part] = _draw_chunk(labels[part], rng).transpose(0, 2, 3, 1)
+    return images, labels
+
+
+def _draw_chunk(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Draw uint8 planes `[n, 3, 32, 32]`."""
+    num = len(labels)
+    axis = np.arange(_SIZE, dtype=np.float32) - (_SIZE - 1) / 2
+    x, y = axis[None, None, :], axis[None, :, None]  # pixels from the picture's centre
+    shape, ground = _colours(num, rng)
+    picture = _mix(ground, _colour(num, rng), 0.4 * _pattern(x, y, num, rng))
+    for _ in range(_NUM_SPECKS):
+        picture = _mix(picture, _colour(num, rng), _speck(x, y, num, rng))
+    shape = _mix(shape, _colour(num, rng), 0.3 * _ramp(x, y, num, rng))
+    picture = _mix(picture, shape, _coverage(labels, x, y, rng))
+    picture += (
+        rng.standard_normal(picture.shape, np.float32) * _uniform(rng, num, 0, _MAX_NOISE)[:, None]
+    )
+    return np.clip(picture * 255 + 0.5, 0, 255).astype(np.uint8)
+
+
+def _colours(num: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draw two colours for each picture, `[n, 3, 1, 1]`, that the eye can tell apart."""
+    pairs = rng.random((8, 2, num, 3, 1, 1), np.float32)
+    grey = pairs[:, :, :, 0] * 0.3 + pairs[:, :, :, 1] * 0.6 + pairs[:, :, :, 2] * 0.1
+    contrast = np.abs(grey[:, 0] - grey[:, 1])
+    # The first pair that will do, or the best one.
+    chosen = np.argmax(np.minimum(contrast, _MIN_CONTRAST), axis=0).ravel()
+    pairs = pairs[chosen, :, np.arange(num)]
+    return pairs[:, 0], pairs[:, 1]
+
+
+def _colour(num: int, rng: np.random.Generator) -> np.ndarray:
+    return rng.random((num, 3, 1, 1), np.float32)
+
+
+def _uniform(rng: np.random.Generator, num: int, low: float, high: float) -> np.ndarray:
+    """Draw float32 `[n, 1, 1]`, one number for each picture."""
+    return np.float32(low) + np.float32(high - low) * rng.random((num, 1, 1), np.float32)
+
+
+def _mix(below: np.ndarray, above: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Lay `[n, 3, 32, 32]` over another, `weight` `[n, 32, 32]` of it."""
+    return below + (above - below) * weight[:, None]
+
+
+def _turn(x, y, num: int, rng: np.random.Generator, limit: float = np.pi):
+    """Rotate coordinates by an angle of its own for each picture, at most `limit`."""
+    angle = _uniform(rng, num, -limit, limit)
+    cos, sin = np.cos(angle), np.sin(angle)
+    return x * cos + y * sin, y * cos - x * sin
+
+
+def _pattern(x, y, num: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw stripes, checks or soft clouds over the picture, 0..1 `[n, 32, 32]`."""
+    x, y = _turn(x, y, num, rng)
+    kind = rng.integers(0, 4, (num, 1, 1))  # plain, stripes, checks, clouds
+    frequency = np.where(kind == 3, _uniform(rng, num, 0.1, 0.25), _uniform(rng, num, 0.4, 1.2))
+    along = np.sin(x * frequency + _uniform(rng, num, 0, 2 * np.pi))
+    across = np.sin(y * frequency + _uniform(rng, num, 0, 2 * np.pi))
+    wave = np.where(kind == 1, along, along * across)
+    return np.where(kind == 0, 0, 0.5 + 0.5 * wave)
+
+
+def _ramp(x, y, num: int, rng: np.random.Generator) -> np.ndarray:
+    """Shade from one side of the picture to the other, 0..1 `[n, 32, 32]`."""
+    x, _ = _turn(x, y, num, rng)
+    return np.clip(x / (0.6 * _SIZE) + 0.5, 0, 1)
+
+
+def _speck(x, y, num: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw a small dot or dash anywhere, or none; coverage `[n, 32, 32]`."""
+    x = x - _uniform(rng, num, -_SIZE / 2, _SIZE / 2)
+    y = y - _uniform(rng, num, -_SIZE / 2, _SIZE / 2)
+    x, y = _turn(x, y, num, rng)
+    length, radius = _uniform(rng, num, 0, 3), _uniform(rng, num, -1, 1.5)
+    return np.clip(radius + 0.5 - np.hypot(np.maximum(np.abs(x) - length, 0), y), 0, 1)
+
+
+def _coverage(labels: np.ndarray, x, y, rng: np.random.Generator) -> np.ndarray:
+    """Draw each picture's shape: the part of each pixel that it covers, `[n, 32, 32]`."""
+    num = len(labels)
+    radius = _uniform(rng, num, *_RADIUS)
+    x = (x - _uniform(rng, num, -_MAX_SHIFT, _MAX_SHIFT)) / radius
+    y = (y - _uniform(rng, num, -_MAX_SHIFT, _MAX_SHIFT)) / radius
+    x, y = _turn(x, y, num, rng, _MAX_TILT)
+    distance = np.empty_like(x)
+    for label, outline in enumerate(_OUTLINES.values()):
+        own = labels == label
+        distance[own] = outline(x[own], y[own])
+    return np.clip(0.5 - distance * radius, 0, 1)  # an edge one pixel wide

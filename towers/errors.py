@@ -1,0 +1,13 @@
+"""What goes wrong for reasons that the user can mend."""
+
+
+class InputError(ValueError):
+    """Bad input: one line that says what was given, what is allowed and what to type.
+
+    The command line prints it and exits with 2. Any other exception is shown with its traceback: it
+    comes from the user's own code, from TensorFlow, or from a fault of ours.
+    """
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on, as with a loss that is NaN: one line; exit code 1."""

@@ -1,0 +1,39 @@
+"""Functions named on the command line as `module:function`."""
+
+import difflib
+import importlib
+from collections.abc import Callable
+
+from towers.errors import InputError
+
+
+def load_function(flag: str, name: str) -> Callable:
+    """Return the function that `name` says.
+
+    Args:
+        flag: the flag that named it, for messages: "model".
+        name: "package.module:function".
+
+    Raises:
+        InputError: one line: the name is malformed, or there is no such module or function. What
+            the module itself raises when it is imported comes through as it is.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not (colon and function_name and all(module_name.split("."))):
+        raise InputError(f"--{flag}={name} must be module:function, such as models.cnn:cnn")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not f"{module_name}.".startswith(f"{error.name}."):  # one that the module itself needs
+            raise
+        raise InputError(
+            f"--{flag}={name}: there is no module {module_name} in the current folder or the "
+            "installed packages"
+        ) from None
+    function = getattr(module, function_name, None)
+    if callable(function):
+        return function
+    callables = [n for n, value in vars(module).items() if callable(value) and n[0] != "_"]
+    close = difflib.get_close_matches(function_name, callables, n=1)
+    hint = f"; did you mean {module_name}:{close[0]}?" if close else ""
+    raise InputError(f"--{flag}={name}: {module_name} has no function {function_name}{hint}")
