@@ -1,0 +1,214 @@
+"""The folder of a run: what is written whole, refused or moved aside."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from towers import files
+from towers.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Stand in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def make_run(path, text="--seed=1\n"):
+    path.mkdir(parents=True)
+    (path / "flags.cfg").write_text(text)
+    return path
+
+
+def refusal(path, overwrite=False):
+    with pytest.raises(InputError) as error:
+        files.check_train_dir(Path(path), overwrite)
+    return str(error.value)
+
+
+# ---------------------------------------------------------------------------- Whole files
+
+
+def test_text_is_written_over_what_was_there(folder):
+    path = folder / "a.txt"
+    for text in ("one\n", "Größe 二\n"):
+        files.write_text(path, text)
+        assert path.read_text(encoding="utf-8") == text
+    assert list(folder.iterdir()) == [path]
+
+
+def no_space(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("failure", ["rename", "halfway", "text"])
+def test_a_file_stays_as_it_was_if_writing_fails(folder, monkeypatch, failure):
+    path = folder / "a.txt"
+    files.write_text(path, "old")
+    write = Path.write_text
+
+    def write_half(self, text, **kwargs):
+        write(self, text[:2], **kwargs)
+        no_space()
+
+    if failure == "rename":
+        monkeypatch.setattr(os, "replace", no_space)
+    elif failure == "halfway":
+        monkeypatch.setattr(Path, "write_text", write_half)
+    text = "no text: \udcff" if failure == "text" else "new"
+    with pytest.raises((OSError, UnicodeEncodeError)):
+        files.write_text(path, text)
+    assert path.read_text() == "old"
+    assert list(folder.iterdir()) == [path]
+
+
+def test_the_new_text_is_never_seen_in_part(folder, monkeypatch):
+    path, seen = folder / "a.txt", []
+    files.write_text(path, "old")
+    replace = os.replace
+
+    def watched(source, target):
+        seen.append(path.read_text())
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    files.write_text(path, "new")
+    assert (seen, path.read_text()) == (["old"], "new")
+
+
+def test_json(folder):
+    path = folder / "a.json"
+    files.write_json(path, {"a": [1, 2.5, None]})
+    assert files.read_json(path) == {"a": [1, 2.5, None]}
+    assert path.read_text().endswith("}\n")
+
+
+def test_json_that_is_absent_or_not_whole_is_empty(folder):
+    path = folder / "a.json"
+    assert files.read_json(path) == {}
+    for text in (b"", b'{"a": 1', b"\xff"):
+        path.write_bytes(text)
+        assert files.read_json(path) == {}
+
+
+# ---------------------------------------------------------------------------- Runs
+
+
+def test_what_a_run_is(folder):
+    assert not files.is_run(folder / "missing")
+    assert not files.is_run(folder)
+    (folder / "notes.txt").write_text("")
+    assert not files.is_run(folder)
+    assert files.is_run(make_run(folder / "a"))
+    (folder / "b" / "checkpoints").mkdir(parents=True)
+    assert files.is_run(folder / "b")
+
+
+def test_a_run_is_moved_to_the_first_free_number(folder):
+    for number in (1, 2, 3):
+        make_run(folder / "runs" / "a", str(number))
+        assert files.move_aside(Path("runs/a")) == Path(f"runs/a.{number}")
+    assert {p.name: (p / "flags.cfg").read_text() for p in (folder / "runs").iterdir()} == {
+        "a.1": "1",
+        "a.2": "2",
+        "a.3": "3",
+    }
+    (folder / "runs" / "a.2").rename(folder / "runs" / "kept")
+    (folder / "runs" / "a.1").rename(folder / "runs" / "a.x")
+    (folder / "runs" / "a.1").write_text("a file")
+    make_run(folder / "runs" / "a")
+    assert files.move_aside(folder / "runs" / "a/") == folder / "runs" / "a.2"
+
+
+def test_what_is_no_run_is_not_moved(folder):
+    (folder / "a").mkdir()
+    (folder / "a" / "notes.txt").write_text("")
+    assert files.move_aside(folder / "a") is None
+    assert files.move_aside(folder / "missing") is None
+    assert [path.name for path in folder.iterdir()] == ["a"]
+
+
+def test_a_run_that_cannot_be_moved(folder, monkeypatch):
+    make_run(folder / "a")
+
+    def busy(*_):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "rename", busy)
+    with pytest.raises(InputError) as error:
+        files.move_aside(Path("a"))
+    assert str(error.value) == "--overwrite: a cannot be moved to a.1: Device or resource busy"
+
+
+# ---------------------------------------------------------------------------- Refusals
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["missing", "deep/er/missing", "empty", "a run", "link"])
+def test_good_folders(folder, name, overwrite):
+    (folder / "empty").mkdir()
+    make_run(folder / "a run")
+    (folder / "link").symlink_to("a run")
+    before = sorted(folder.rglob("*"))
+    files.check_train_dir(Path(name), overwrite)
+    files.check_train_dir(folder / name, overwrite)
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_is_no_folder(folder, overwrite):
+    (folder / "notes.txt").write_text("")
+    (folder / "notes.txt").chmod(0o777)
+    assert refusal("notes.txt", overwrite) == (
+        "--train_dir=notes.txt: notes.txt is a file; name a folder"
+    )
+    assert refusal("notes.txt/a/b", overwrite) == (
+        f"--train_dir=notes.txt/a/b: {folder}/notes.txt is a file; name a folder"
+    )
+
+
+def test_names_that_the_system_refuses(folder):
+    name = "x" * 300
+    assert refusal(name) == f"--train_dir={name}: File name too long"
+
+
+def test_files_that_are_no_run_are_not_overwritten(folder):
+    (folder / "thesis").mkdir()
+    (folder / "thesis" / "chapter 1.tex").write_text("")
+    files.check_train_dir(Path("thesis"), overwrite=False)
+    assert refusal("thesis", overwrite=True) == (
+        "--overwrite: thesis holds files but no run (no flags.cfg), and is not moved aside: "
+        "name another --train_dir"
+    )
+
+
+@pytest.mark.parametrize("name", [".", "..", "../a", "../../runs/a"])
+def test_the_current_folder_is_not_moved_aside(folder, monkeypatch, name):
+    make_run(folder / "runs" / "a")
+    (folder / "runs" / "flags.cfg").write_text("")
+    monkeypatch.chdir(folder / "runs" / "a")
+    files.check_train_dir(Path(name), overwrite=False)
+    assert refusal(name, overwrite=True) == (
+        f"--overwrite: {Path(name)} cannot be moved aside, it holds the current folder: "
+        "name another --train_dir"
+    )
+
+
+def deny(monkeypatch, folder):
+    """Let a folder be one that may be read but not written: root may write everywhere."""
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).absolute() != folder)
+
+
+def test_folders_that_may_not_be_written(folder, monkeypatch):
+    make_run(folder / "runs" / "a")
+    deny(monkeypatch, folder / "runs")
+    for name in ("runs/b", "runs/b/c"):
+        assert refusal(name) == f"--train_dir={name}: no permission to write in {folder}/runs"
+    assert refusal("runs") == "--train_dir=runs: no permission to write in runs"
+    files.check_train_dir(Path("runs/a"), overwrite=False)
+    assert refusal("runs/a", overwrite=True) == (  # what is moved aside is renamed there
+        f"--train_dir=runs/a: no permission to write in {folder}/runs"
+    )

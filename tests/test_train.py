@@ -1,0 +1,713 @@
+"""Whole runs: what they leave behind, and that nothing is lost or changed by stopping them."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import tiny
+from towers import cli
+from towers.errors import InputError, RunError
+from towers.monitor import Monitor
+from towers.train import StopRequest, train
+
+ROOT = Path(__file__).resolve().parents[1]
+# All that could be lost between two parts of a run: slots, averages, statistics, seeds, clocks.
+GIVEN = dict(
+    model="tests.tiny:cnn",
+    augment="tutorial",
+    num_towers=2,
+    num_epochs=2.0,  # 18 steps of 7 examples
+    optimizer="adamw",
+    weight_decay=0.01,
+    ema_decay=0.9,
+    evaluate_every_epochs=0.5,
+    log_every_steps=4,
+)
+LAST = 18
+
+
+def command(capsys, *argv):
+    """Return the exit code, standard output and standard error of a command line."""
+    capsys.readouterr()
+    code = cli.main(list(argv))
+    return code, *capsys.readouterr()
+
+
+def result_of(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def points(folder, tag="loss/total"):
+    return [(step, value) for step, name, value in tiny.events(folder) if name == tag]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run that was not interrupted."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    train(tiny.options(folder, **GIVEN))
+    return folder
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """Return a function that has an action done once, after the step with a number."""
+
+    def arrange(number, action):
+        real, done = Monitor.progress, []
+
+        def progress(monitor, step):
+            real(monitor, step)
+            if step >= number and not done:
+                done.append(step)
+                action()
+
+        monkeypatch.setattr(Monitor, "progress", progress)
+
+    return arrange
+
+
+def send(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+# What a run leaves
+
+
+def test_the_result_says_what_was_trained_and_how_fast(whole):
+    result = result_of(whole)
+    assert result["steps"] == LAST and result["examples"] == LAST * 7
+    assert result["num_towers"] == 2 and result["devices"] == ["/cpu:0", "/cpu:1"]
+    assert result["train_dir"] == str(whole)
+    assert result["test_examples"] == 23 and result["batch_size"] == 7
+    for name in "test_accuracy", "test_accuracy_ema", "test_loss", "test_loss_ema":
+        assert result[name] == pytest.approx(
+            points(whole / "eval", name.removeprefix("test_"))[-1][1], rel=1e-6
+        )
+    assert result["train_loss"] == points(whole / "train", "loss/data")[-1][1]
+    assert result["examples_per_second"] > 0 and result["seconds_to_first_step"] > 0
+
+
+def test_a_run_leaves_these_files(whole):
+    assert {path.name for path in whole.iterdir()} == {
+        "checkpoints",
+        "eval",
+        "flags.cfg",
+        "result.json",
+        "train",
+    }
+    for part in "train", "eval":
+        assert len(list((whole / part).iterdir())) == 1
+    assert tiny.saved_steps(whole) == [0, LAST]
+    assert f"--train_dir={whole}" in (whole / "flags.cfg").read_text().splitlines()
+
+
+def test_tensorboard_shows_training_and_evaluation(whole):
+    tags = {tag for _, tag, _ in tiny.events(whole / "train")}
+    assert tags == {
+        "loss/data",
+        "loss/regularisation",
+        "loss/total",
+        "learning_rate",
+        "gradient_norm",
+        "progress/examples",
+        "progress/epoch",
+        "speed/examples_per_second",
+        "speed/seconds_per_step",
+    }
+    # A point stands at the updates before its step; the last step has one, too.
+    assert [step for step, _ in points(whole / "train")] == [0, 4, 8, 12, 16, 17]
+    assert points(whole / "train", "progress/examples")[1] == (4, 35)
+    assert {tag for _, tag, _ in tiny.events(whole / "eval")} == {
+        "accuracy",
+        "accuracy_ema",
+        "loss",
+        "loss_ema",
+    }
+    # Half an epoch is 30 examples: passed after 5, 9, 13 and 18 steps.
+    assert [step for step, _ in points(whole / "eval", "accuracy")] == [5, 9, 13, 18]
+
+
+def test_the_first_point_is_in_tensorboard_before_the_second_call(tmp_path, monkeypatch):
+    from towers import train as module
+
+    seen, loops, real = [], [], module.make_train_loop
+
+    def observed(*given, **keywords):
+        loop = real(*given, **keywords)
+        loops.append(loop)
+
+        def call(*arguments):
+            seen.append([step for step, _ in points(tmp_path / "train")])
+            return loop(*arguments)
+
+        return call
+
+    monkeypatch.setattr(module, "make_train_loop", observed)
+    train(tiny.options(tmp_path, **GIVEN, checkpoint_every_steps=7))
+    assert seen[:2] == [[], [0]]
+    assert loops[0].experimental_get_tracing_count() == 1
+
+
+def test_flags_cfg_repeats_the_run(whole, tmp_path, capsys):
+    code, out, _ = command(
+        capsys, "train", f"--flagfile={whole}/flags.cfg", f"--train_dir={tmp_path}"
+    )
+    assert code == 0
+    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
+    speeds = {"examples_per_second", "seconds_to_first_step", "train_dir"}
+    ours, theirs = result_of(tmp_path), result_of(whole)
+    assert {k: v for k, v in ours.items() if k not in speeds} == {
+        k: v for k, v in theirs.items() if k not in speeds
+    }
+    lines = out.splitlines()
+    assert lines[0] == "towers      2: /cpu:0, /cpu:1; gather on /cpu:0"
+    assert f"new run     {tmp_path}, 18 steps" in lines
+    watch = next(line for line in lines if line.startswith("watch it"))
+    assert watch.endswith(f"tensorboard --logdir {tmp_path}")
+    assert lines[-1] == watch.removeprefix("watch it    ")
+    assert f"  test_accuracy          {ours['test_accuracy']:.4f}" in lines
+
+
+@pytest.mark.parametrize("steps_per_loop", [1, 3])
+def test_the_steps_of_a_call_change_no_bit_and_no_point(whole, tmp_path, steps_per_loop):
+    train(tiny.options(tmp_path, **GIVEN, steps_per_loop=steps_per_loop))
+    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
+    for tag in "loss/total", "gradient_norm", "learning_rate", "progress/examples":
+        assert points(tmp_path / "train", tag) == points(whole / "train", tag)
+
+
+def test_with_json_the_result_alone_is_on_standard_output(whole, tmp_path, capsys):
+    flags = f"--flagfile={whole}/flags.cfg", f"--train_dir={tmp_path}", "--json", "--max_steps=3"
+    for words in ["new run", "step 0,"], ["finished"]:  # once more: it is finished
+        code, out, err = command(capsys, "train", *flags)
+        assert code == 0 and json.loads(out) == result_of(tmp_path)
+        assert out.count("\n") == 1
+        assert all(word in err for word in words)
+
+
+# Going on
+
+
+@pytest.mark.parametrize("stop", [1, 8, 17])
+def test_a_run_in_two_parts_is_the_run_in_one(whole, tmp_path, stop):
+    train(tiny.options(tmp_path, **GIVEN, max_steps=stop))
+    assert tiny.saved_steps(tmp_path) == [0, stop]
+    result = train(tiny.options(tmp_path, **GIVEN))
+    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
+    assert result["test_loss"] == result_of(whole)["test_loss"]
+    assert result["steps"] == LAST and result["examples"] == LAST * 7
+    assert set(points(tmp_path / "train")) >= set(points(whole / "train"))
+    assert (tmp_path / "flags.cfg").read_text().count("--max_steps=0\n") == 1
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-4)])
+def test_a_run_goes_on_with_another_number_of_towers(tmp_path, dtype, tolerance):
+    given = dict(GIVEN, model="tests.tiny:dense", dtype=dtype)
+    train(tiny.options(tmp_path / "whole", **given))
+    for num_towers, steps in (3, 5), (1, 0):
+        parts = given | dict(num_towers=num_towers)
+        train(tiny.options(tmp_path / "parts", **parts, max_steps=steps))
+    whole, parts = tiny.saved(tmp_path / "whole"), tiny.saved(tmp_path / "parts")
+    tiny.assert_close(parts, whole, tolerance)
+    assert parts["step"] == LAST
+
+
+def test_the_clock_of_examples_goes_on_with_another_batch_size(tmp_path):
+    given = dict(num_epochs=2.0, log_every_steps=1, model="tests.tiny:dense")
+    train(tiny.options(tmp_path, **given, batch_size=7, max_steps=6))
+    result = train(tiny.options(tmp_path, **given, batch_size=13))
+    assert (result["steps"], result["examples"]) == (12, 120)  # 6 x 7 + 6 x 13
+    assert tiny.saved(tmp_path)["examples"] == 120
+    clock = [value for _, value in points(tmp_path / "train", "progress/examples")]
+    assert clock == [7, 14, 21, 28, 35, 42, 55, 68, 81, 94, 107, 120]
+    before = np.array([0, *clock[:-1]])
+    rates = [value for _, value in points(tmp_path / "train", "learning_rate")]
+    np.testing.assert_allclose(rates, 0.05 * (1 + np.cos(np.pi * before / 120)), rtol=1e-5)
+
+
+def test_a_crash_costs_what_came_after_the_last_checkpoint(whole, tmp_path, at_step, capsys):
+    def crash():
+        raise RuntimeError("lightning")
+
+    options = tiny.options(tmp_path, **GIVEN, checkpoint_every_steps=5)
+    at_step(13, crash)
+    with pytest.raises(RuntimeError, match="lightning"):
+        train(options)
+    assert tiny.saved_steps(tmp_path) == [0, 5, 10]
+    train(options)
+    assert f"continuing  {tmp_path} at step 10 of 18" in capsys.readouterr().out
+    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
+    assert tiny.saved_steps(tmp_path) == [10, 15, 18]  # three are kept, also across a restart
+    assert set(points(tmp_path / "train")) >= set(points(whole / "train"))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_nothing_is_lost(whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    for path in (tmp_path / "checkpoints").glob("ckpt-18.data*"):
+        path.write_bytes(path.read_bytes()[:100])
+    train(tiny.options(tmp_path, **GIVEN))
+    out, err = capsys.readouterr()
+    assert err.startswith(f"{tmp_path}/checkpoints/ckpt-18 cannot be read and is passed over: ")
+    assert err.count("\n") == 1
+    assert f"continuing  {tmp_path} at step 0 of 18" in out
+    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
+
+
+def test_a_finished_run_says_so_and_is_left_alone(whole, capsys):
+    before = tiny.files(whole)
+    result = train(tiny.options(whole, **GIVEN | dict(num_towers=1)))
+    assert tiny.files(whole) == before
+    assert result == result_of(whole)  # also the speed and the towers that it had then
+    out = capsys.readouterr().out
+    assert out.startswith(
+        f"finished    {whole} has all its 18 steps: more --num_epochs continue it, "
+        "--overwrite moves it aside\n"
+    )
+    assert "  num_towers             2\n" in out
+
+
+def test_a_finished_run_that_was_moved_is_shown_where_it_is(whole, tmp_path):
+    folder = tmp_path / "moved here"
+    shutil.copytree(whole, folder)
+    assert train(tiny.options(folder, **GIVEN))["train_dir"] == str(folder)
+    assert train(tiny.options(folder, **GIVEN | dict(num_epochs=2.2)))["steps"] == 19
+
+
+def test_overwrite_moves_the_old_runs_aside(whole, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    first = tiny.files(folder)
+    for number, seed in (1, 4), (2, 5):
+        given = dict(seed=seed, max_steps=1, overwrite=True, model="tests.tiny:dense")
+        assert train(tiny.options(folder, **given))["steps"] == 1
+        assert (tmp_path / f"run.{number}" / "result.json").exists()
+    assert tiny.files(tmp_path / "run.1") == first
+    assert "--seed=4" in (tmp_path / "run.2" / "flags.cfg").read_text()
+    assert "--seed=5" in (folder / "flags.cfg").read_text()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+# Refusals
+
+
+class Greedy(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(tf.reduce_mean(inputs))
+        return inputs
+
+
+def with_loss_of_its_own(num_classes, image_shape):
+    layers = [Greedy(), keras.layers.Flatten(), keras.layers.Dense(num_classes)]
+    return keras.Sequential([keras.Input(image_shape), *layers])
+
+
+def with_activity(num_classes, image_shape):
+    head = keras.layers.Dense(num_classes, activity_regularizer="l2", kernel_regularizer="l2")
+    return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), head])
+
+
+def without_weights(num_classes, image_shape):
+    head = keras.layers.Dense(num_classes, trainable=False)
+    return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), head])
+
+
+REFUSED = {
+    "another model": (
+        dict(model="tests.tiny:dense"),
+        "--model=tests.tiny:cnn there and --model=tests.tiny:dense here",
+    ),
+    "other arguments": (dict(model_args="width=3"), "--model_args= there and --model_args=width=3"),
+    "another data set": (
+        dict(dataset="tests.tiny:other_images"),
+        "--dataset=tests.tiny:images there and --dataset=tests.tiny:other_images here",
+    ),
+    "another optimizer": (
+        dict(optimizer="sgd"),
+        "of another model or optimizer: optimizer/sgd/iteration is absent there and int64[] here",
+    ),
+    "no average": (
+        dict(ema_decay=0.0),
+        "average/sequential/dense/kernel is float32[4, 3] there and absent here",
+    ),
+    "another precision": (dict(dtype="float64"), "float32[3, 3, 3, 4] there and float64["),
+    "add_loss": (
+        dict(model="tests.test_train:with_loss_of_its_own"),
+        "uses add_loss or an activity_regularizer",
+    ),
+    "activity": (
+        dict(model="tests.test_train:with_activity"),
+        "uses add_loss or an activity_regularizer",
+    ),
+    "nothing to train": (
+        dict(model="tests.test_train:without_weights"),
+        "has no trainable weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_refused_run_writes_nothing(whole, kind):
+    changes, words = REFUSED[kind]
+    before = tiny.files(whole)
+    with pytest.raises(InputError, match=re.escape(words)) as caught:
+        train(tiny.options(whole, **GIVEN | changes))
+    assert "\n" not in str(caught.value)
+    assert tiny.files(whole) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_model_that_cannot_be_had_leaves_no_folder_and_moves_none(whole, tmp_path, overwrite):
+    with pytest.raises(InputError):
+        train(tiny.options(tmp_path / "new", model="tests.tiny:none", overwrite=overwrite))
+    assert list(tmp_path.iterdir()) == []
+    before = tiny.files(whole)
+    with pytest.raises(InputError):
+        train(tiny.options(whole, model="tests.tiny:none", overwrite=overwrite))
+    assert tiny.files(whole) == before and len(list(whole.parent.iterdir())) == 1
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_anew(whole, tmp_path, capsys):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    for path in (tmp_path / "checkpoints").glob("*.index"):
+        path.write_bytes(b"")
+    before = tiny.files(tmp_path)
+    code, out, err = command(
+        capsys, "train", f"--flagfile={tmp_path}/flags.cfg", f"--train_dir={tmp_path}"
+    )
+    assert (code, out) == (2, "") and err.count("\n") == 3
+    assert f"towers: none of the 2 checkpoints in {tmp_path}/checkpoints can be read" in err
+    assert tiny.files(tmp_path) == before
+
+
+def test_a_full_disk_is_told_before_the_first_step(tmp_path, capsys):
+    flags = [f"--train_dir={tmp_path}/run", "--model=tests.tiny:dense", "--max_steps=3"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+    try:
+        code, out, err = command(capsys, "train", "--dataset=tests.tiny:images", *flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (code, out) == (1, "")
+    assert re.fullmatch(r"towers: \S+/ckpt-0 cannot be written: .*File too large.*\n", err)
+
+
+def test_a_disk_that_is_full_later_is_one_line_too(tmp_path, capsys, at_step):
+    flags = [f"--train_dir={tmp_path}", "--model=tests.tiny:dense", "--log_every_steps=1"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    at_step(3, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard)))
+    try:
+        code, _, err = command(capsys, "train", "--dataset=tests.tiny:images", *flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 1
+    assert re.fullmatch(
+        rf"towers: --train_dir={tmp_path} cannot be written: \S*tfevents.*; File too large\n", err
+    )
+
+
+# Numbers that are none
+
+
+class Poison(keras.layers.Layer):
+    """Gives infinite values, or only a gradient that is NaN, from its n-th call in training on."""
+
+    def __init__(self, after, where):
+        super().__init__()
+        self.after, self.where = after, where
+
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, inputs, training=False):
+        if not training:
+            return inputs
+        bad = self.calls >= self.after
+        self.calls.assign_add(1)
+        one, nan = tf.ones([], inputs.dtype), tf.constant(np.nan, inputs.dtype)
+        if self.where == "loss":
+            return inputs * tf.where(bad, nan, one)
+
+        @tf.custom_gradient
+        def poison(values):
+            return values, lambda upstream: upstream * tf.where(bad, nan, one)
+
+        return poison(inputs)
+
+
+def poisoned(num_classes, image_shape, after, where="loss"):
+    layers = [keras.layers.Flatten(), keras.layers.Dense(4), Poison(after, where)]
+    return keras.Sequential([keras.Input(image_shape), *layers, keras.layers.Dense(num_classes)])
+
+
+def poison_options(folder, where, **changes):
+    given = dict(model="tests.test_train:poisoned", model_args=f"after=7,where={where}")
+    return tiny.options(folder, **given | dict(checkpoint_every_steps=3, num_towers=2) | changes)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+def test_what_is_not_finite_ends_the_run_and_is_not_saved(tmp_path, where):
+    with pytest.raises(RunError) as caught:
+        train(poison_options(tmp_path, where))
+    assert str(caught.value) == (  # seen when the checkpoint after 9 steps is due
+        "the loss is nan at step 8: try a lower --learning_rate or --clip_global_norm=1; "
+        f"{tmp_path}/checkpoints holds the state before"
+    )
+    assert tiny.saved_steps(tmp_path) == [0, 3, 6]
+    assert all(np.all(np.isfinite(v)) for v in tiny.saved(tmp_path).values())
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_weights_that_a_finite_loss_left_broken_are_not_saved(tmp_path):
+    with pytest.raises(RunError, match="a weight is infinite or NaN after 8 steps: try a lower"):
+        train(poison_options(tmp_path, "gradient", max_steps=8))
+    assert tiny.saved_steps(tmp_path) == [0, 3, 6]
+
+
+def test_a_broken_run_is_one_line_and_exit_code_1(tmp_path, capsys):
+    flags = [f"--train_dir={tmp_path}", "--learning_rate=1e30", "--optimizer=sgd", "--max_steps=5"]
+    names = ["--model=tests.tiny:dense", "--model_args=activation=linear"]
+    code, _, err = command(capsys, "train", "--dataset=tests.tiny:images", *flags, *names)
+    assert code == 1
+    assert re.fullmatch(r"towers: (the loss is (inf|nan) at step \d+|a weight .*): .*\n", err)
+
+
+def test_a_loss_scale_is_lowered_before_a_run_is_given_up(tmp_path):
+    given = dict(dtype="mixed_float16", max_steps=40, log_every_steps=1, evaluate_every_epochs=0)
+    with pytest.raises(RunError, match="the loss is nan at step 21: "):  # 7 good ones, 15 halvings
+        train(poison_options(tmp_path, "loss", **given))
+    for value in tiny.saved(tmp_path).values():
+        assert np.all(np.isfinite(value))
+
+
+# Stopping
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_same_command_goes_on(whole, tmp_path, capsys, at_step, number):
+    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
+    flags = f"--flagfile={whole}/flags.cfg", f"--train_dir={tmp_path}", "--json"
+    at_step(9, send(number))
+    code, out, err = command(capsys, "train", *flags)
+    assert (code, out) == (75, "")
+    assert err.endswith("stopped at step 9 of 18: saved; the same command continues the run\n")
+    assert tiny.saved_steps(tmp_path) == [0, 9] and not (tmp_path / "result.json").exists()
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+    code, out, _ = command(capsys, "train", *flags)
+    assert code == 0
+    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
+    for name in "steps", "examples", "test_loss", "test_accuracy_ema", "train_loss":
+        assert json.loads(out)[name] == result_of(whole)[name]
+
+
+@pytest.mark.parametrize("evaluation", [2, 4])  # one in the middle, and that of the end
+def test_a_signal_stops_an_evaluation(whole, tmp_path, monkeypatch, capsys, evaluation):
+    from towers import evaluate
+
+    real, batches = evaluate._accumulate, []
+
+    def accumulate(totals, sums):
+        if "raw" in sums:
+            batches.append(1)
+            if len(batches) == 4 * (evaluation - 1) + 2:  # the second batch of four
+                send(signal.SIGTERM)()
+        real(totals, sums)
+
+    monkeypatch.setattr(evaluate, "_accumulate", accumulate)
+    assert train(tiny.options(tmp_path, **GIVEN)) is None
+    stopped = {2: 9, 4: 18}[evaluation]
+    assert f"stopped at step {stopped} of 18: saved; " in capsys.readouterr().out
+    assert len(points(tmp_path / "eval", "accuracy")) == evaluation - 1  # no part of one
+    assert tiny.saved_steps(tmp_path) == [0, stopped]
+
+    result = train(tiny.options(tmp_path, **GIVEN))
+    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
+    assert result["test_loss"] == result_of(whole)["test_loss"]
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(tmp_path, capsys, at_step, first):
+    before = signal.getsignal(signal.SIGTERM)
+
+    def both():
+        os.kill(os.getpid(), first)
+        assert signal.getsignal(signal.SIGTERM) is before
+        os.kill(os.getpid(), signal.SIGINT)
+
+    at_step(5, both)
+    flags = [f"--train_dir={tmp_path}", "--max_steps=9", "--augment=none", "--batch_size=7"]
+    code, _, err = command(
+        capsys, "train", "--model=tests.tiny:dense", "--dataset=tests.tiny:images", *flags
+    )
+    assert (code, err) == (130, "towers: interrupted\n")
+    assert tiny.saved_steps(tmp_path) == [0]
+
+
+def test_a_stop_before_the_first_step_keeps_the_first_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(StopRequest, "__call__", lambda self: True)
+    assert train(tiny.options(tmp_path)) is None
+    assert tiny.saved_steps(tmp_path) == [0]
+
+
+def test_a_run_may_be_in_a_thread(tmp_path):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(train(tiny.options(tmp_path))))
+    thread.start()
+    thread.join()
+    assert results[0]["steps"] == 12 and results[0] == result_of(tmp_path)
+
+
+def start(folder, *flags):
+    """Start `python -m towers train` and return it when its first line of a step is there."""
+    quiet = "TF_CPP_MIN_LOG_LEVEL"  # towers itself keeps TensorFlow quiet
+    process = subprocess.Popen(
+        [sys.executable, "-m", "towers", "train", f"--train_dir={folder}", *flags],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != quiet},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    lines = []
+    while not (lines and "step 0," in lines[-1]):
+        lines.append(process.stdout.readline())
+        assert lines[-1], process.stderr.read()
+    return process
+
+
+FLAGS = (
+    "--model=tests.tiny:dense",
+    "--dataset=tests.tiny:images",
+    "--augment=none",
+    "--batch_size=7",
+    "--max_steps=2000",
+    "--ema_decay=0.9",
+    "--evaluate_every_epochs=0",
+)
+
+
+def stop(process, number):
+    """Send a signal to a process that trains; return the number of steps that it says it made."""
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (75, "")
+    words = r"stopped at step (\d+) of 2000: saved; the same command continues the run"
+    return int(re.fullmatch(words, out.splitlines()[-1])[1])
+
+
+def test_a_process_that_gets_a_sigterm_saves_and_goes_on(tmp_path, capsys):
+    stopped = stop(start(tmp_path / "run", *FLAGS), signal.SIGTERM)
+    assert 0 < stopped < 2000 and tiny.saved_steps(tmp_path / "run") == [0, stopped]
+    code, out, _ = command(capsys, "train", f"--train_dir={tmp_path}/run", *FLAGS)
+    assert code == 0 and f"at step {stopped} of 2000\n" in out
+    code, _, _ = command(capsys, "train", f"--train_dir={tmp_path}/whole", *FLAGS)
+    assert code == 0
+    tiny.assert_identical(tiny.saved(tmp_path / "run"), tiny.saved(tmp_path / "whole"))
+    for name in "steps", "examples", "test_loss":
+        assert result_of(tmp_path / "run")[name] == result_of(tmp_path / "whole")[name]
+
+
+def test_a_process_that_gets_a_ctrl_c_saves(tmp_path):
+    stopped = stop(start(tmp_path, *FLAGS), signal.SIGINT)
+    assert tiny.saved_steps(tmp_path) == [0, stopped] and tiny.saved(tmp_path)["step"] == stopped
+
+
+# Odd runs
+
+
+def test_shortest_runs(tmp_path):
+    assert train(tiny.options(tmp_path / "one", max_steps=1))["steps"] == 1
+    assert [step for step, _ in points(tmp_path / "one" / "train")] == [0]
+    part = train(tiny.options(tmp_path / "part", num_epochs=0.3))  # 18 examples
+    assert (part["steps"], part["examples"]) == (3, 21)
+    tiniest = train(tiny.options(tmp_path / "tiniest", num_epochs=0.001))
+    assert tiniest["steps"] == 1 and tiniest["train_loss"] > 0
+
+
+def test_a_batch_larger_than_the_data_set(tmp_path):
+    result = train(tiny.options(tmp_path, batch_size=100, num_epochs=4, num_towers=3))
+    assert (result["steps"], result["examples"], result["test_examples"]) == (3, 300, 23)
+
+
+def test_the_loss_that_is_shown_is_that_of_all_towers(tmp_path, capsys):
+    """The tutorial shows the last tower's."""
+    shown = {}
+    for num_towers in 1, 4:
+        folder = tmp_path / str(num_towers)
+        train(tiny.options(folder, num_towers=num_towers, log_every_steps=1, dtype="float64"))
+        shown[num_towers] = re.findall(r"loss = (\S+),", capsys.readouterr().out)
+        assert len(shown[num_towers]) == 12
+    assert shown[1] == shown[4] and len(set(shown[1])) == 12
+    one, four = (points(tmp_path / name / "train") for name in ("1", "4"))
+    assert one == [(step, pytest.approx(value, rel=1e-6)) for step, value in four]
+
+
+def broken_images():
+    """A training set whose reading fails in the second epoch's place of one example."""
+    images, labels = tiny.arrays(60)
+
+    def read():
+        for number, example in enumerate(zip(images, labels, strict=True)):
+            if number == 33 and read.passes > 1:  # the first pass counts the labels
+                raise ValueError("file 33 is damaged")
+            yield example
+        read.passes += 1
+
+    read.passes = 0
+    signature = tf.TensorSpec(tiny.IMAGE_SHAPE, tf.uint8), tf.TensorSpec([], tf.int32)
+    dataset = tf.data.Dataset.from_generator(read, output_signature=signature)
+    return (dataset, 60), tiny.arrays(23), tiny.NUM_CLASSES
+
+
+def test_a_data_set_that_breaks_in_the_middle_is_one_line(tmp_path, capsys):
+    name = "tests.test_train:broken_images"
+    flags = [f"--train_dir={tmp_path}", "--model=tests.tiny:dense", f"--dataset={name}"]
+    code, _, err = command(
+        capsys, "train", *flags, "--batch_size=10", "--checkpoint_every_steps=1", "--num_epochs=5"
+    )
+    assert code == 1
+    assert err == f"towers: --dataset={name} cannot be read: ValueError: file 33 is damaged\n"
+    assert max(tiny.saved_steps(tmp_path)) > 0
+
+
+def test_speeds_leave_out_evaluations_and_checkpoints(tmp_path, monkeypatch):
+    """By a clock that goes on only in those."""
+    now = [0.0]
+
+    def slow(*_, **__):
+        now[0] += 1000.0
+
+    real = Monitor.__init__
+    monkeypatch.setattr(
+        Monitor, "__init__", lambda self, *a, **k: real(self, *a, **k, clock=lambda: now[0])
+    )
+    monkeypatch.setattr("towers.train.save_finite", slow)
+    monkeypatch.setattr("towers.train.write_evaluation", slow)
+    real_progress = Monitor.progress
+
+    def progress(monitor, step):
+        now[0] += 1.0
+        real_progress(monitor, step)
+
+    monkeypatch.setattr(Monitor, "progress", progress)
+    options = tiny.options(
+        tmp_path,
+        steps_per_loop=1,
+        log_every_steps=1,
+        checkpoint_every_steps=2,
+        evaluate_every_epochs=0.1,  # after every step
+    )
+    assert train(options)["examples_per_second"] == 7.0

@@ -1,0 +1,122 @@
+"""The command line: towers VERB --flag=value ...
+
+Exit codes: 0 done; 1 a check failed; 2 bad input or flags; 75 stopped on request, after saving.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+import towers
+from towers import flags
+from towers.errors import InputError, RunError
+from towers.options import Options
+
+EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_INTERRUPTED = 1, 2, 75, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; return its exit code.
+
+    Args:
+        argv: what stands after `towers`; sys.argv by default.
+    """
+    start = time.perf_counter()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("--help", "-h", "-help", "help"):
+        print(flags.main_help(towers.__version__), end="")
+        return 0
+    if argv[0] in ("--version", "-version"):
+        print(f"towers {towers.__version__}")
+        return 0
+    verb, rest = argv[0], argv[1:]
+    try:
+        if verb not in flags.VERBS:
+            raise InputError(
+                f"there is no verb {verb!r}: towers {'|'.join(flags.VERBS)} --flag=value ..."
+            )
+        if {"--help", "-h", "-help"} & set(rest):
+            print(flags.verb_help(verb), end="")
+            return 0
+        return _run(verb, flags.parse(verb, rest), start)
+    except InputError as error:
+        return _complain(error, EXIT_USAGE)
+    except RunError as error:
+        return _complain(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return _complain("interrupted", EXIT_INTERRUPTED)
+
+
+def _complain(message: object, exit_code: int) -> int:
+    """Print one line, whatever line breaks the user's own words bring into it."""
+    print("towers:", " ".join(str(message).splitlines()), file=sys.stderr)
+    return exit_code
+
+
+def _run(verb: str, options: Options, start: float) -> int:
+    """Run a verb with its options."""
+    sys.path.insert(0, os.getcwd())  # models.cnn:cnn is found where the user stands
+    with _quiet_start():
+        import keras  # noqa: F401
+        import tensorflow as tf
+
+        tf.config.list_physical_devices()
+    if verb == "train":
+        from towers.train import train
+
+        result = train(options, start)
+        if result is None:
+            return EXIT_STOPPED
+    else:
+        from towers.evaluate import evaluate
+
+        out = sys.stderr if options.json else sys.stdout
+        result = evaluate(options, lambda line: print(line, file=out))
+    if options.json:
+        print(json.dumps(result))
+    return 0
+
+
+@contextlib.contextmanager
+def _quiet_start() -> Iterator[None]:
+    """Hold back what TensorFlow's C++ writes while it starts; show it if the start fails.
+
+    A failure may be an abort in C++, after which nothing runs in this process; so a process of its
+    own waits for the outcome. A user who sets TF_CPP_MIN_LOG_LEVEL gets what it says.
+    """
+    if "TF_CPP_MIN_LOG_LEVEL" in os.environ or "tensorflow" in sys.modules:
+        yield
+        return
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # errors only, once it has started
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as held:
+        outcome, started = os.pipe()
+        watcher = os.fork()
+        if watcher == 0:
+            try:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                os.close(started)
+                if not os.read(outcome, 1):
+                    held.seek(0)
+                    os.write(2, held.read())
+            finally:
+                os._exit(0)
+        stderr = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        well = b"1"
+        try:
+            yield
+        except Exception:
+            well = b""
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.write(started, well)
+            for descriptor in (stderr, outcome, started):
+                os.close(descriptor)
+            os.waitpid(watcher, 0)

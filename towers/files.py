@@ -1,0 +1,91 @@
+"""The folder of a run: whole files or none, and an old run is moved aside, never deleted."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from towers.errors import InputError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that a crash leaves the old one or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON, as `write_text` does."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what a JSON file holds, {} if it is absent or not whole."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def check_train_dir(folder: Path, overwrite: bool) -> None:
+    """Refuse a folder that cannot be, or should not become, that of a run.
+
+    Raises:
+        InputError: one line.
+    """
+    try:
+        existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
+        if not existing.is_dir():
+            raise InputError(f"--train_dir={folder}: {existing} is a file; name a folder")
+        holds_files = existing == folder and any(folder.iterdir())
+        if holds_files and overwrite:
+            _check_move(folder)
+    except OSError as error:
+        raise InputError(f"--train_dir={folder}: {error.strerror}") from None
+    written = folder.absolute().parent if holds_files and overwrite else existing
+    if not os.access(written, os.W_OK | os.X_OK):
+        raise InputError(f"--train_dir={folder}: no permission to write in {written}")
+
+
+def _check_move(folder: Path) -> None:
+    """Refuse to move aside what is no run, or what the current folder lies in."""
+    if not is_run(folder):
+        raise InputError(
+            f"--overwrite: {folder} holds files but no run (no flags.cfg), and is not moved aside: "
+            "name another --train_dir"
+        )
+    if Path.cwd().is_relative_to(folder.resolve()):
+        raise InputError(
+            f"--overwrite: {folder} cannot be moved aside, it holds the current folder: "
+            "name another --train_dir"
+        )
+
+
+def is_run(folder: Path) -> bool:
+    """Tell whether a folder is that of a run."""
+    return (folder / "flags.cfg").exists() or (folder / "checkpoints").is_dir()
+
+
+def move_aside(folder: Path) -> Path | None:
+    """Rename the folder of a run to the first free of folder.1, folder.2, ...; return that.
+
+    Raises:
+        InputError: the system does not let it, as for a mounted folder.
+    """
+    if not is_run(folder):
+        return None
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    try:
+        folder.rename(aside)
+    except OSError as error:
+        raise InputError(
+            f"--overwrite: {folder} cannot be moved to {aside}: {error.strerror}"
+        ) from None
+    return aside

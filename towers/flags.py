@@ -1,0 +1,218 @@
+"""The command line's flags: one for each field of `Options`, parsed by absl.
+
+They live in a `FlagValues` of their own, so that importing this module defines no flag in anybody's
+program; and it imports no TensorFlow, so that help and usage errors answer at once.
+"""
+
+import dataclasses
+import difflib
+import os
+import re
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from towers import files
+from towers.errors import InputError
+from towers.options import Options
+
+# Which flags a verb takes on its command line. In a flagfile each verb takes all, so that one file
+# serves training and whatever is done with the run afterwards.
+VERBS: dict[str, tuple[str, tuple[str, ...] | None]] = {
+    "train": ("train a model over towers, or continue a run", None),
+    "evaluate": (
+        "evaluate the newest checkpoint of a run on the test set",
+        tuple("train_dir json dataset data_dir batch_size dtype num_towers devices".split()),
+    ),
+}
+
+_FIELDS = {field.name: field for field in dataclasses.fields(Options)}
+_ALIASES = {f.metadata["alias"]: n for n, f in _FIELDS.items() if "alias" in f.metadata}
+_NEGATIONS = {f"no{name}": name for name, field in _FIELDS.items() if field.type is bool}
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def parse(verb: str, argv: Sequence[str]) -> Options:
+    """Return the options that a verb's command line gives.
+
+    Args:
+        verb: "train" or "evaluate".
+        argv: what stands after the verb.
+
+    Raises:
+        InputError: one line, for an unknown flag, a value of the wrong kind or out of range, a
+            flagfile that cannot be read, or an argument that is no flag.
+    """
+    values = _define()
+    _set(values, argv, verb)
+    if verb == "evaluate":  # what the run was trained with, then what is given now
+        train_dir, values = values["train_dir"].value, _define()
+        _set(values, [*_flags_of_run(train_dir), f"--train_dir={train_dir}", *argv], verb)
+    return Options(**{name: values[name].value for name in _FIELDS})
+
+
+def _define() -> flags.FlagValues:
+    """Return the flags with their defaults."""
+    values = flags.FlagValues()
+    for field in _FIELDS.values():
+        define = {
+            bool: flags.DEFINE_boolean,
+            int: flags.DEFINE_integer,
+            float: flags.DEFINE_float,
+            str: flags.DEFINE_string,
+        }[field.type]
+        define(field.name, field.default, field.metadata["help"], flag_values=values)
+    for alias, name in _ALIASES.items():
+        flags.DEFINE_alias(alias, name, flag_values=values)
+    return values
+
+
+def _set(
+    values: flags.FlagValues, argv: Sequence[str], verb: str, opened: tuple[str, ...] = ()
+) -> None:
+    """Set flags from arguments, those of a flagfile in its place: what comes later wins.
+
+    absl reads the values. Its own reading of arguments would ignore a flagfile that includes itself
+    and whatever --undefok says, and take the next flag for a value that is missing.
+
+    Args:
+        values: what is set.
+        argv: the arguments.
+        verb: which flags are allowed, and for messages.
+        opened: the flagfiles that the arguments stand in, outermost first; none: the command line.
+    """
+    waiting = list(argv)
+    while waiting:
+        argument = waiting.pop(0)
+        match = re.fullmatch(r"--?([^-=][^=]*)(?:=(.*))?", argument, re.DOTALL)
+        if not match:
+            raise InputError(f"unexpected argument {argument!r}: flags are written --name=value")
+        name, value = match.groups()
+        if name in _NEGATIONS and value is None:
+            name, value = _NEGATIONS[name], "false"
+        if name not in values and name != "flagfile":
+            raise InputError(_unknown(verb, name))
+        if not opened:
+            _check_taken(verb, name)
+        if value is None and name in values and values[name].boolean:
+            value = "true"
+        if value is None:
+            if not waiting or waiting[0].startswith("--"):
+                raise InputError(f"--{name} needs a value: --{name}=...")
+            value = waiting.pop(0)
+        if name == "flagfile":
+            _set_from_file(values, value, verb, opened)
+            continue
+        if name == "train_dir":
+            value = os.path.expanduser(value)  # a shell leaves the ~ of --train_dir=~/runs alone
+        try:
+            values[name].parse(value)
+        except flags.IllegalFlagValueError:
+            kind = _KINDS[_FIELDS[_ALIASES.get(name, name)].type]
+            raise InputError(f"--{name}={value}: {kind} is needed") from None
+
+
+def _set_from_file(values: flags.FlagValues, name: str, verb: str, opened: tuple[str, ...]) -> None:
+    """Set flags from the lines of a flagfile; messages name the file and the line."""
+    path = os.path.expanduser(name)
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            lines = file.readlines()
+    except OSError as error:
+        raise InputError(f"--flagfile={name} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise InputError(f"--flagfile={name} cannot be read: it is no text in UTF-8") from None
+    path = os.path.realpath(path)
+    if path in opened:
+        raise InputError(f"--flagfile={name}: a flagfile cannot include itself")
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if line and not line.startswith(("#", "//")):
+            try:
+                _set(values, [line], verb, (*opened, path))
+            except InputError as error:
+                raise InputError(f"{name}, line {number}: {error}") from None
+
+
+def _flags_of_run(train_dir: str) -> list[str]:
+    """Return the flag that reads the run's flags.cfg.
+
+    Raises:
+        InputError: the folder holds no run.
+    """
+    folder = Path(train_dir)
+    try:
+        if files.is_run(folder):
+            path = folder / "flags.cfg"
+            return [f"--flagfile={path}"] if path.exists() else []
+    except OSError as error:
+        raise InputError(f"--train_dir={train_dir}: {error.strerror}") from None
+    raise InputError(
+        f"--train_dir={train_dir}: there is no run; train first, or name the folder of a run"
+    )
+
+
+def _check_taken(verb: str, name: str) -> None:
+    """Refuse a flag that the verb would ignore."""
+    allowed = VERBS[verb][1]
+    name = _ALIASES.get(name, name)
+    if allowed is not None and name in _FIELDS and name not in allowed:
+        raise InputError(
+            f"towers {verb} takes no --{name}: it takes "
+            f"{', '.join('--' + a for a in allowed)}, and the rest from the run's flags.cfg"
+        )
+
+
+def _unknown(verb: str, name: str) -> str:
+    """Return the message for an unknown flag, with the nearest that exists."""
+    if name in _NEGATIONS:
+        return f"--{name} takes no value; did you mean --{_NEGATIONS[name]}=...?"
+    close = difflib.get_close_matches(name, [*_FIELDS, *_ALIASES, *_NEGATIONS, "flagfile"], n=1)
+    hint = f"did you mean --{close[0]}?" if close else f"see towers {verb} --help"
+    return f"there is no flag --{name}; {hint}"
+
+
+def main_help(version: str) -> str:
+    """Return what `towers --help` prints."""
+    verbs = "\n".join(f"  {verb:10} {text}" for verb, (text, _) in VERBS.items())
+    return (
+        f"towers {version}: data-parallel training, the same numbers at any number of towers\n\n"
+        f"usage: towers VERB [--flagfile=FILE] [--flag=value ...]\n\n{verbs}\n\n"
+        "towers VERB --help lists the flags of a verb. A first run:\n\n"
+        "  towers train --num_towers=2 --num_epochs=1 --train_dir=runs/first\n"
+    )
+
+
+def verb_help(verb: str) -> str:
+    """Return what `towers VERB --help` prints: the flags in groups, with their defaults."""
+    text, allowed = VERBS[verb]
+    usage = f"usage: towers {verb} [--flagfile=FILE] [--flag=value ...]"
+    lines = [f"towers {verb}: {text}", "", usage]
+    if allowed is not None:
+        lines.append("What is not given is as in the run's flags.cfg.")
+    groups: dict[str, list[dataclasses.Field]] = {}
+    for name, field in _FIELDS.items():
+        if allowed is None or name in allowed:
+            groups.setdefault(field.metadata["group"], []).append(field)
+    for group, fields in groups.items():
+        lines += ["", group]
+        for field in fields:
+            lines += _flag_help(field)
+    return "\n".join(lines) + "\n"
+
+
+def _flag_help(field: dataclasses.Field) -> list[str]:
+    """Return the lines of one flag: name and default, then what it means."""
+    default = str(field.default).lower() if field.type is bool else field.default
+    default = f"{default:g}" if field.type is float else default
+    name = f"  --{field.name}={default}"
+    text = field.metadata["help"]
+    if field.metadata.get("choices"):
+        text += f" One of {', '.join(field.metadata['choices'])}."
+    if "alias" in field.metadata:
+        text += f" Also --{field.metadata['alias']}."
+    wrapped = textwrap.wrap(text, 100 - 34)
+    if len(name) > 32:
+        return [name, *(" " * 34 + line for line in wrapped)]
+    return [f"{name:34}{wrapped[0]}", *(" " * 34 + line for line in wrapped[1:])]

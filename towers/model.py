@@ -1,0 +1,106 @@
+"""Building the user's Keras model from its name."""
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.errors import InputError
+from towers.functions import load_function
+
+
+def build(
+    name: str,
+    keywords: Mapping[str, Any] | None = None,
+    *,
+    num_classes: int,
+    image_shape: Sequence[int],
+    dtype: str = "float32",
+    seed: int = 0,
+) -> keras.Model:
+    """Build the model that `module:function` names, its variables on the CPU.
+
+    Args:
+        name: "models.cnn:cnn".
+        keywords: further keyword arguments of the function (`--model_args`).
+        num_classes: handed to the function if it takes it.
+        image_shape: (height, width, channels) after augmentation; handed over if it is taken.
+        dtype: Keras dtype policy of the layers.
+        seed: of the initial weights.
+
+    Returns:
+        A built Keras model that maps `[B, H, W, C]` to logits `[B, num_classes]`.
+
+    Raises:
+        InputError: no such function, an argument that it does not take, or what it returns is not
+            such a model.
+    """
+    function = load_function("model", name)
+    given = {"num_classes": num_classes, "image_shape": tuple(image_shape)}
+    arguments = _accepted(function, name, given, dict(keywords or {}))
+    keras.utils.set_random_seed(seed)
+    with tf.device("/cpu:0"), _dtype_policy(dtype):
+        model = function(**arguments)
+        if not isinstance(model, keras.Model):
+            raise InputError(
+                f"--model={name} returned {type(model).__name__}; a keras.Model is needed"
+            )
+        _check_inputs(model, name, tuple(image_shape))
+        outputs = model(keras.Input(tuple(image_shape)))  # builds it, too
+    shape = getattr(outputs, "shape", None)
+    if shape is None or tuple(shape[1:]) != (num_classes,):
+        given = type(outputs).__name__ if shape is None else f"shape {tuple(shape)}"
+        raise InputError(
+            f"--model={name} gives outputs of {given}; logits of shape "
+            f"(batch, {num_classes}) are needed: take num_classes={num_classes} as an argument"
+        )
+    return model
+
+
+def _check_inputs(model: keras.Model, name: str, image_shape: tuple[int, ...]) -> None:
+    """Refuse a model that was made for images of another shape, as far as it says so."""
+    inputs = getattr(model, "inputs", None)  # absent before a model is built
+    shape = tuple(inputs[0].shape[1:]) if inputs else image_shape
+    sizes = zip(shape, image_shape, strict=False)
+    if len(shape) != len(image_shape) or any(own not in (None, size) for own, size in sizes):
+        raise InputError(
+            f"--model={name} takes images of shape {shape}; they have shape {image_shape} "
+            "after augmentation: take image_shape as an argument"
+        )
+
+
+def _accepted(function: Any, name: str, given: dict, keywords: dict) -> dict[str, Any]:
+    """Return those of `given` that `function` takes and all of `keywords`, which it must take."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for keyword in keywords:
+        if keyword not in names and not takes_all:
+            raise InputError(
+                f"--model_args={keyword}=...: {name} takes {', '.join(names) or 'no arguments'}"
+            )
+    arguments = {k: v for k, v in given.items() if k in names or takes_all} | keywords
+    missing = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.name in names and p.name not in arguments
+    ]
+    if missing:
+        raise InputError(
+            f"--model={name} needs {missing[0]}: give it by --model_args={missing[0]}=..."
+        )
+    return arguments
+
+
+@contextlib.contextmanager
+def _dtype_policy(name: str) -> Iterator[None]:
+    """Let layers made in the block have a dtype policy."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(name)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)

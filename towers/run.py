@@ -1,0 +1,145 @@
+"""What training and evaluation both stand on: towers, data, model and master variables of a run."""
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+
+from towers import data, devices, model
+from towers.data import Data, augment
+from towers.errors import InputError, RunError
+from towers.masters import Masters
+from towers.options import Options
+from towers.tower import TowerBuilder
+from towers.update import make_optimizer
+
+DEFAULT_EPOCHS = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The parts of a run, built from its options.
+
+    Attributes:
+        builder: where the towers are.
+        data: training and test set.
+        masters: model, optimizer and all else that changes.
+        total_epochs: what the schedules go over.
+        total_examples: where the run ends, unless `max_steps` ends it before.
+    """
+
+    options: Options
+    builder: TowerBuilder
+    data: Data
+    masters: Masters
+    total_epochs: float
+    total_examples: int
+
+    def steps_left(self, step: int, examples: int) -> int:
+        """Return how many steps remain after `step` steps and `examples` examples."""
+        left = math.ceil((self.total_examples - examples) / self.options.batch_size)
+        if self.options.max_steps:
+            left = min(left, self.options.max_steps - step)
+        return max(left, 0)
+
+
+def prepare(options: Options) -> Run:
+    """Build what `options` describe.
+
+    Raises:
+        InputError: a device, the data or the model cannot be had as the options say.
+        RunError: the data set cannot be read.
+    """
+    builder = TowerBuilder(devices.tower_devices(options.num_towers, options.devices))
+    with one_line_errors(options):
+        dataset = data.load(options.dataset, options.data_dir or None)
+    image_shape = augment.output_shape(dataset.image_shape, options.augment)
+    with _names_as_in_a_new_process():
+        network = model.build(
+            options.model,
+            options.model_keywords(),
+            num_classes=dataset.num_classes,
+            image_shape=image_shape,
+            dtype=options.dtype,
+            seed=options.seed,
+        )
+        optimizer = make_optimizer(network, options)
+    _check_model(network, options.model, image_shape)
+    masters = Masters(
+        network,
+        optimizer,
+        ema=options.ema_decay > 0,
+        loss_scaling=options.dtype == "mixed_float16",
+    )
+    size = dataset.train.size
+    if options.num_epochs or not options.max_steps:
+        total_epochs = options.num_epochs or DEFAULT_EPOCHS
+        total_examples = max(round(total_epochs * size), 1)
+    else:
+        total_examples = options.max_steps * options.batch_size
+        total_epochs = total_examples / size
+    return Run(options, builder, dataset, masters, total_epochs, total_examples)
+
+
+# What TensorFlow puts around the sentence that says what is wrong.
+_NOISE = re.compile(
+    r"(?m)^Graph execution error.*|^Detected at node.*|^<stack.*|.*root error\(s\) found.*"
+    r"|\{\{.*?\}\}|\[\[.*?\]\]|\[Op:.*|\(\d\) [A-Z_]+:|assertion failed:"
+    r"|Error in user-defined function passed to .*? with iterator: \S+ "
+)
+
+
+@contextlib.contextmanager
+def one_line_errors(options: Options) -> Iterator[None]:
+    """Turn TensorFlow's errors that the user can mend into one line.
+
+    Raises:
+        RunError: the data set, which may be a pipeline of the user's own, cannot be read, or the
+            event files cannot be written.
+    """
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if "IteratorGetNext" in str(error):
+            what = f"--dataset={options.dataset} cannot be read"
+        elif "SummaryWriter" in str(error):
+            what = f"--train_dir={options.train_dir} cannot be written"
+        else:
+            raise
+        lines = [line.strip() for line in _NOISE.sub("", str(error)).splitlines()]
+        reason = next(filter(None, lines), type(error).__name__)
+        raise RunError(f"{what}: {reason[:300]}") from None
+
+
+@contextlib.contextmanager
+def _names_as_in_a_new_process() -> Iterator[None]:
+    """Let Keras number its layers from dense, dense_1 on: checkpoints know variables by name."""
+    before = global_state.get_global_attribute("object_name_uids")
+    global_state.set_global_attribute("object_name_uids", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("object_name_uids", before)
+
+
+def _check_model(network: keras.Model, name: str, image_shape: Sequence[int]) -> None:
+    """Refuse a model that would not be trained as it says.
+
+    Raises:
+        InputError: it has no weights to train, or losses of its own.
+    """
+    if not network.trainable_variables:
+        raise InputError(f"--model={name} has no trainable weights: there is nothing to train")
+    images = tf.TensorSpec([None, *image_shape])
+    with keras.StatelessScope(collect_losses=True) as scope:  # traced, and not run
+        tf.function(lambda x: network(x, training=True)).get_concrete_function(images)
+    if scope.losses:
+        raise InputError(
+            f"--model={name} uses add_loss or an activity_regularizer, which towers would leave "
+            "out: only the cross entropy and regularizers of weights are trained on"
+        )

@@ -1,0 +1,265 @@
+"""Training: one loop, which knows neither how many towers there are nor where they run."""
+
+import contextlib
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import tensorflow as tf
+
+from towers import files
+from towers.checkpoint import Checkpoints
+from towers.errors import RunError
+from towers.evaluate import Evaluation, make_evaluator
+from towers.monitor import Monitor, tensorboard_command
+from towers.options import Options
+from towers.rules import rule_book
+from towers.run import Run, one_line_errors, prepare
+from towers.step import make_train_loop
+from towers.timetable import Timetable
+
+
+def train(options: Options, start: float | None = None) -> dict[str, Any] | None:
+    """Train, or continue what `options.train_dir` holds.
+
+    Args:
+        options: of the run.
+        start: `time.perf_counter()` when the command started, for `seconds_to_first_step`.
+
+    Returns:
+        What result.json holds, or None if a signal stopped the run; it was saved then.
+
+    Raises:
+        InputError: the options cannot be had; nothing was written.
+        RunError: the loss or a weight is not finite, a batch cannot be read, or the folder cannot
+            be written.
+    """
+    start = time.perf_counter() if start is None else start
+    folder = Path(options.train_dir)
+    files.check_train_dir(folder, options.overwrite)
+    run = prepare(options)
+    checkpoints, restored = open_folder(run, folder)
+    timetable = make_timetable(run)
+    first, last = timetable.first_step, timetable.last_step
+    out = sys.stderr if options.json else sys.stdout
+    if result := finished(timetable, folder):
+        remedy = "more --num_epochs continue it, --overwrite moves it aside"
+        print(f"finished    {folder} has all its {last} steps: {remedy}", file=out)
+        print(*table(result), sep="\n", file=out)
+        return result
+    files.write_text(folder / "flags.cfg", options.to_flagfile())
+    train_loop = make_train_loop(
+        run.builder,
+        run.masters,
+        options,
+        train_size=timetable.train_size,
+        total_epochs=run.total_epochs,
+    )
+    batches = iter(
+        run.data.train.train_batches(
+            options.batch_size, seed=options.seed, step=first, examples=timetable.first_examples
+        )
+    )
+    evaluator = make_evaluator(run)
+    monitor = Monitor(folder, total_steps=last, step=first, out=out)
+    announce(monitor, run, timetable, restored)
+
+    step, metrics, seconds_to_first_step = first, {}, None
+    with one_line_errors(options), contextlib.closing(monitor), StopRequest() as stop:
+        while step < last and not stop():
+            num_steps = timetable.num_steps(step)
+            values = train_loop(batches, tf.constant(num_steps))
+            step += num_steps
+            if seconds_to_first_step is None:
+                values["loss"].numpy()  # waits for the devices
+                seconds_to_first_step = time.perf_counter() - start
+            if timetable.logs(step):
+                metrics = read_finite(values, step, run)
+                monitor.train_point(step, timetable.examples(step), timetable.epochs(step), metrics)
+            monitor.progress(step)
+            if timetable.saves(step):
+                with monitor.pause():
+                    save_finite(checkpoints, values, step, run)
+            if timetable.evaluates(step):
+                with monitor.pause():
+                    write_evaluation(monitor, step, timetable.epochs(step), evaluator(stop))
+        if step > first:
+            save_finite(checkpoints, values, step, run)
+        evaluation = evaluator(stop) if step == last else None
+        write_evaluation(monitor, step, timetable.epochs(step), evaluation)
+    if evaluation is None:
+        monitor.say(f"stopped at step {step} of {last}: saved; the same command continues the run")
+        return None
+    speeds = {
+        "examples_per_second": monitor.examples_per_second(),
+        "seconds_to_first_step": seconds_to_first_step,
+        "train_loss": metrics.get("loss"),
+    }
+    result = finish(run, timetable, speeds, evaluation)
+    files.write_json(folder / "result.json", result)
+    for line in table(result):
+        monitor.say(line)
+    return result
+
+
+def open_folder(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
+    """Restore the newest checkpoint of the folder, or write the first one.
+
+    The first is written before any step: a folder that cannot be written, or is full, is found now
+    and not after an hour.
+
+    Returns:
+        The checkpoints, and the step that was restored, None for a new run.
+    """
+    if run.options.overwrite:
+        files.move_aside(folder)
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        run.masters.variables(),
+        {n: getattr(run.options, n) for n in ("model", "model_args", "augment", "dataset")},
+        run.options.keep_checkpoints,
+    )
+    restored = checkpoints.restore(lambda line: print(line, file=sys.stderr))
+    if restored is None:
+        checkpoints.save(0)
+    return checkpoints, restored
+
+
+def make_timetable(run: Run) -> Timetable:
+    """Return the calendar from where the master variables are to the end of the run."""
+    step, examples = int(run.masters.step.numpy()), int(run.masters.examples.numpy())
+    return Timetable(
+        first_step=step,
+        first_examples=examples,
+        last_step=step + run.steps_left(step, examples),
+        train_size=run.data.train.size,
+        options=run.options,
+    )
+
+
+def finished(timetable: Timetable, folder: Path) -> dict[str, Any] | None:
+    """Return the result of a run that has nothing left to do, None for any other."""
+    result = files.read_json(folder / "result.json")
+    if not timetable.first_step == timetable.last_step == result.get("steps"):
+        return None
+    return result | {"train_dir": str(folder)}  # it may have been moved since
+
+
+def announce(monitor: Monitor, run: Run, timetable: Timetable, restored: int | None) -> None:
+    """Print the rule book, where the run stands and how to watch it."""
+    for line in rule_book(run):
+        monitor.say(line)
+    folder = run.options.train_dir
+    if restored is None:
+        monitor.say(f"new run     {folder}, {timetable.last_step} steps")
+    else:
+        monitor.say(f"continuing  {folder} at step {restored} of {timetable.last_step}")
+    monitor.say(f"watch it    {tensorboard_command(folder)}")
+
+
+def read_finite(values: Mapping[str, tf.Tensor], step: int, run: Run) -> dict[str, float]:
+    """Return a step's metrics as numbers.
+
+    Raises:
+        RunError: the loss is infinite or NaN: what follows would be lost work. A loss scale that
+            can still be lowered may mend it.
+    """
+    metrics = {name: float(value) for name, value in values.items()}
+    scale = run.masters.loss_scale
+    if not math.isfinite(metrics["loss"]) and (scale is None or scale.numpy() <= 1):
+        raise RunError(f"the loss is {metrics['loss']} at step {step - 1}: {_remedy(run)}")
+    return metrics
+
+
+def save_finite(
+    checkpoints: Checkpoints, values: Mapping[str, tf.Tensor], step: int, run: Run
+) -> None:
+    """Save a checkpoint that a run can go on from.
+
+    Raises:
+        RunError: the loss or a weight is infinite or NaN: the older checkpoints are worth more.
+    """
+    read_finite(values, step, run)
+    if not run.masters.finite():
+        raise RunError(f"a weight is infinite or NaN after {step} steps: {_remedy(run)}")
+    checkpoints.save(step)
+
+
+def _remedy(run: Run) -> str:
+    return (
+        "try a lower --learning_rate or --clip_global_norm=1; "
+        f"{run.options.train_dir}/checkpoints holds the state before"
+    )
+
+
+def write_evaluation(
+    monitor: Monitor, step: int, epoch: float, evaluation: Evaluation | None
+) -> None:
+    """Write the figures of an evaluation; None if it was stopped."""
+    if evaluation is None:
+        return
+    names = ("accuracy", "accuracy_ema", "loss", "loss_ema")
+    monitor.eval_point(step, epoch, {name: getattr(evaluation, name) for name in names})
+
+
+def finish(
+    run: Run, timetable: Timetable, speeds: dict[str, Any], evaluation: Evaluation
+) -> dict[str, Any]:
+    """Return what result.json is to hold."""
+    return {
+        "steps": timetable.last_step,
+        "examples": timetable.examples(timetable.last_step),
+        **speeds,
+        "test_accuracy": evaluation.accuracy,
+        "test_accuracy_ema": evaluation.accuracy_ema,
+        "test_loss": evaluation.loss,
+        "test_loss_ema": evaluation.loss_ema,
+        "test_examples": evaluation.examples,
+        "num_towers": len(run.builder.devices),
+        "devices": run.builder.devices,
+        "batch_size": run.options.batch_size,
+        "train_dir": run.options.train_dir,
+    }
+
+
+def table(result: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the table at a run's end."""
+
+    def cell(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.4f}" if abs(value) < 100 else f"{value:.1f}"
+        return "-" if value is None else ", ".join(value) if isinstance(value, list) else str(value)
+
+    lines = [f"  {name:22} {cell(value)}" for name, value in result.items()]
+    return ["result", *lines, tensorboard_command(result["train_dir"])]
+
+
+class StopRequest:
+    """Turns Ctrl-C and SIGTERM into a question that the loop asks; a second one ends at once."""
+
+    def __enter__(self) -> "StopRequest":
+        """Take over the two signals, where Python lets us: in the main thread."""
+        self._asked = False
+        here = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if here else ()
+        self._before = {number: signal.signal(number, self._ask) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __call__(self) -> bool:
+        """Tell whether a stop was asked for."""
+        return self._asked
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+        self.__exit__()
