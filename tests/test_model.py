@@ -53,6 +53,16 @@ def functional(num_classes, image_shape):
     return keras.Model(images, layers.Dense(num_classes)(layers.Dropout(0.5)(x)))
 
 
+def particular(num_classes, depth=20):
+    if depth % 6 != 2:
+        raise ValueError(f"depth={depth} must be 6n + 2")
+    return both(num_classes, (8, 8, 3))
+
+
+def deep():
+    return layers.Dense(-1)
+
+
 class Subclassed(keras.Model):
     def __init__(self, num_classes):
         super().__init__()
@@ -281,3 +291,15 @@ def test_the_policy_of_the_program_comes_back(float64):
     with pytest.raises(ZeroDivisionError):
         build("fails")
     assert keras.config.dtype_policy().name == "float64"
+
+
+def test_what_the_function_says_of_its_arguments_is_one_line():
+    with pytest.raises(InputError) as error:
+        build("particular", {"depth": 21})
+    assert str(error.value) == "--model=nets:particular: depth=21 must be 6n + 2"
+
+
+def test_an_error_from_further_down_is_left_as_it_is():
+    with pytest.raises(ValueError, match="units") as error:
+        build("deep")
+    assert not isinstance(error.value, InputError)

@@ -5,17 +5,23 @@ import os
 from pathlib import Path
 from typing import Any
 
-from towers.errors import InputError
+from towers.errors import InputError, RunError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old one or the new one, whole."""
+    """Write a file so that a crash leaves the old one or the new one, whole.
+
+    Raises:
+        RunError: it cannot be written, as on a full disk.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise RunError(f"{path} cannot be written: {error.strerror}") from None
         raise
 
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -43,7 +44,7 @@ def build(
     arguments = _accepted(function, name, given, dict(keywords or {}))
     keras.utils.set_random_seed(seed)
     with tf.device("/cpu:0"), _dtype_policy(dtype):
-        model = function(**arguments)
+        model = _call(function, name, arguments)
         if not isinstance(model, keras.Model):
             raise InputError(
                 f"--model={name} returned {type(model).__name__}; a keras.Model is needed"
@@ -58,6 +59,20 @@ def build(
             f"(batch, {num_classes}) are needed: take num_classes={num_classes} as an argument"
         )
     return model
+
+
+def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
+    """Call a model function; a ValueError that its own file raises is about its arguments.
+
+    Any other exception comes from deeper down and keeps its traceback.
+    """
+    try:
+        return function(**arguments)
+    except ValueError as error:
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        if raised_in != inspect.getsourcefile(inspect.unwrap(function)):
+            raise
+        raise InputError(f"--model={name}: {' '.join(str(error).split())}") from None
 
 
 def _check_inputs(model: keras.Model, name: str, image_shape: tuple[int, ...]) -> None:

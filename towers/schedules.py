@@ -49,7 +49,7 @@ def schedule(
         if kind == "step":
             boundaries = tf.constant(list(decay_epochs), tf.float64)
             passed = tf.reduce_sum(tf.cast(epoch >= boundaries, tf.float64))
-            return peak * tf.cast(decay_factor, tf.float64) ** passed
+            return peak * tf.constant(decay_factor, tf.float64) ** passed
         if kind == "cosine":
             return peak * 0.5 * (1.0 + tf.cos(math.pi * done))
         if kind == "onecycle":
