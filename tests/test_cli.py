@@ -333,11 +333,12 @@ def test_the_user_gets_the_lines_that_are_asked_for(folder):
 
 def test_a_healthy_run_shows_its_own_lines_only(folder):
     (folder / "mine.py").write_text(
-        "import keras, numpy as np\n"
+        "import keras, numpy as np, tensorflow as tf\n"
         "def build(num_classes):\n"
         "    layers = [keras.layers.Flatten(), keras.layers.Dense(num_classes)]\n"
         "    return keras.Sequential(layers)\n"
         "def load():\n"
+        "    tf.function(lambda x: x + 1, jit_compile=True)(tf.ones(2))  # XLA says a line\n"
         "    images, labels = np.zeros([8, 4, 4, 1], np.uint8), np.arange(8) % 2\n"
         "    return (images, labels), (images, labels)\n"
     )

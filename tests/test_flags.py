@@ -308,8 +308,9 @@ def test_evaluate_finds_the_run_that_a_flagfile_names(folder):
 
 def test_evaluate_finds_the_default_folder(folder):
     (folder / "runs").mkdir()
-    write_run(folder / "runs" / "train", batch_size=7)
-    assert flags.parse("evaluate", []).batch_size == 7
+    write_run(folder / "elsewhere", batch_size=7).rename(folder / "runs" / "train")
+    options = flags.parse("evaluate", [])
+    assert (options.train_dir, options.batch_size) == ("runs/train", 7)
 
 
 def test_evaluate_does_without_flags_cfg_where_there_are_checkpoints(folder):

@@ -260,3 +260,11 @@ def test_importing_makes_no_tensor():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset"])
+def test_an_iterator_is_dropped_at_once(kind):
+    """With autotuning the end of a long run waits up to a minute for a thread that sleeps."""
+    split = make(20, kind)
+    for batches in (split.train_batches(4, seed=0), split.eval_batches(4)):
+        assert batches.options().autotune.enabled is False
