@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from towers import cli, flags
+from towers.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -42,8 +43,11 @@ def test_the_scripts_are_there():
 
 
 @pytest.mark.parametrize("words", TOWERS, ids=" ".join)
-def test_the_commands_are_understood(words, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_the_commands_are_understood(words, monkeypatch, tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "runs/fast").mkdir(parents=True)
+    (tmp_path / "runs/fast/flags.cfg").write_text(Options().to_flagfile())
+    monkeypatch.chdir(tmp_path)
     flags.parse(words[1], words[2:])
 
 
