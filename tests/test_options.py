@@ -19,7 +19,7 @@ RANGES = {
     "batch_size": (1, None),
     "num_towers": (0, None),
     "steps_per_loop": (1, None),
-    "num_epochs": (0, None),
+    "num_epochs": (0, 10**9),
     "max_steps": (0, None),
     "learning_rate": (0, None),
     "warmup_epochs": (0, None),

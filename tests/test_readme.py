@@ -78,7 +78,11 @@ def test_every_flag_that_is_named_exists():
         assert name in flags._FIELDS or name in flags._ALIASES or name in SCRIPT_FLAGS, name
 
 
-SCRIPT_FLAGS = set(re.findall(r"\"--(\w+)\"", (ROOT / "scripts/step_speed.py").read_text()))
+SCRIPT_FLAGS = {
+    name
+    for path in (ROOT / "scripts").glob("*.py")
+    for name in re.findall(r'"--(\w+)"', path.read_text())
+}
 
 
 def test_the_program_that_uses_the_builder_runs(monkeypatch, tmp_path, capsys):

@@ -83,7 +83,11 @@ class Options:
     )
 
     num_epochs: float = _option(
-        0.0, "Length", "Passes over the training set; 0: as max_steps says, else 10.", minimum=0
+        0.0,
+        "Length",
+        "Passes over the training set; 0: as max_steps says, else 10.",
+        minimum=0,
+        maximum=10**9,
     )
     max_steps: int = _option(
         0, "Length", "Stop at this step; 0: as num_epochs says. With both the first ends the run, "
