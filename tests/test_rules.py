@@ -19,7 +19,7 @@ def test_the_rule_book_in_full():
         "  3 finite test: on the gathered gradient, not needed in this precision",
         "  4 clipping: none, after the gather; then update, then EMA",
         "  5 shuffling and augmentation: by (seed, step, place in the global batch), seed 0; "
-        "dropout: by tower",
+        "dropout: the same draws in each tower's slice",
         "  6 BatchNorm: moments over a tower's slice; statistics gathered, assigned once a step",
         "  7 clock: examples; momentum, learning rate 0.1 cosine, EMA none",
         "  8 the loss that is printed is that of all towers",

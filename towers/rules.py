@@ -40,7 +40,7 @@ def rule_book(run: Run) -> list[str]:
         ),
         f"  4 clipping: {', '.join(clips) or 'none'}, after the gather; then update, then EMA",
         "  5 shuffling and augmentation: by (seed, step, place in the global batch), "
-        f"seed {options.seed}; dropout: by tower",
+        f"seed {options.seed}; dropout: the same draws in each tower's slice",
         "  6 BatchNorm: moments over a tower's slice; statistics gathered, assigned once a step",
         f"  7 clock: examples; {options.optimizer}, learning rate {options.learning_rate:g} "
         f"{options.schedule}, EMA {options.ema_decay or 'none'}",
