@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import towers
 from towers import cli, flags
+from towers.check import Check
 from towers.errors import InputError, RunError
 from towers.options import Options
 
@@ -59,9 +60,9 @@ def call(argv):
 # ---------------------------------------------------------------------------- Bad command lines
 
 MESSAGES = {
-    "tran": "there is no verb 'tran': towers train|evaluate --flag=value ...",
-    "--num_towers=2 train": "there is no verb '--num_towers=2': towers train|evaluate --flag=value "
-    "...",
+    "tran": "there is no verb 'tran': towers train|evaluate|doctor --flag=value ...",
+    "--num_towers=2 train": "there is no verb '--num_towers=2': towers train|evaluate|doctor "
+    "--flag=value ...",
     "train --learnin_rate=2": "there is no flag --learnin_rate; did you mean --learning_rate?",
     "train --batch-size=2": "there is no flag --batch-size; did you mean --batch_size?",
     "train --num_gpu=2": "there is no flag --num_gpu; did you mean --num_gpus?",
@@ -108,12 +109,23 @@ MESSAGES = {
     "train --seed=1 evaluate": f"unexpected argument 'evaluate': {WRITTEN}",
     "train --=3": f"unexpected argument '--=3': {WRITTEN}",
     "train -": f"unexpected argument '-': {WRITTEN}",
+    "train --per_process_gpu_memory_fraction=1.7": "--per_process_gpu_memory_fraction=1.7: a "
+    "number from 0 to 1 is needed, as --per_process_gpu_memory_fraction=0.4",
+    "train --gpu_memory_limit_mib=-5": "--gpu_memory_limit_mib=-5: a whole number of at least 0 is "
+    "needed, as --gpu_memory_limit_mib=4096",
+    "train --visible_gpus=0,,2": "--visible_gpus=0,,2: '' is not the number of a GPU; write them "
+    "as --visible_gpus=0,2, or --visible_gpus=none",
+    "train --allow_growth --gpu_memory_limit_mib=9": "--gpu_memory_limit_mib and --allow_growth "
+    "exclude each other in TensorFlow: give one of them",
+    "train --visible_gpus=1,1": "--visible_gpus=1,1 names a GPU twice; type --visible_gpus=1",
+    "train --placement=maybe": "--placement=maybe: allowed are report, strict",
     "train --": f"unexpected argument '--': {WRITTEN}",
     "train ---": f"unexpected argument '---': {WRITTEN}",
     "train ---seed=1": f"unexpected argument '---seed=1': {WRITTEN}",
     "evaluate --momentum=0": "towers evaluate takes no --momentum: it takes --train_dir, --json, "
-    "--dataset, --data_dir, --batch_size, --dtype, --num_towers, --devices, and the rest from the "
-    "run's flags.cfg",
+    "--dataset, --data_dir, --batch_size, --dtype, --num_towers, --devices, --visible_gpus, "
+    "--per_process_gpu_memory_fraction, --gpu_memory_limit_mib, --allow_growth, "
+    "--allow_soft_placement, and the rest from the run's flags.cfg",
     "evaluate": "--train_dir=runs/train: there is no run; train first, or name the folder of a run",
 }
 WITH_SPACES = [
@@ -246,7 +258,7 @@ def run_verb(monkeypatch, verb, outcome, *argv):
         say("a line")
         return end()
 
-    modules = {"train": lambda options, start: end(), "evaluate": evaluate}
+    modules = {"train": lambda options, start: end(), "evaluate": evaluate, "doctor": evaluate}
     monkeypatch.setitem(sys.modules, f"towers.{verb}", SimpleNamespace(**modules))
     Path("run/checkpoints").mkdir(parents=True, exist_ok=True)
     return cli.main([verb, "--train_dir=run", *argv])
@@ -273,6 +285,20 @@ def test_exit_codes(monkeypatch, capsys, verb, outcome, code, line):
 def test_a_run_that_was_stopped_has_an_exit_code_of_its_own(monkeypatch, capsys):
     assert run_verb(monkeypatch, "train", None, "--json") == 75
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("found, code", [(["ok"], 0), (["ok", "note"], 0), (["problem", "ok"], 1)])
+def test_doctor_fails_if_there_is_a_problem(monkeypatch, capsys, found, code):
+    checks = [Check("disk", status, "full", "empty it") for status in found]
+    assert run_verb(monkeypatch, "doctor", checks, "--json") == code
+    out, err = capsys.readouterr()
+    assert json.loads(out) == [
+        {"name": "disk", "status": status, "detail": "full", "remedy": "empty it"}
+        for status in found
+    ]
+    assert err == "a line\n"
+    assert run_verb(monkeypatch, "doctor", checks) == code
+    assert capsys.readouterr().out == "a line\n"
 
 
 @pytest.mark.parametrize(
@@ -329,6 +355,32 @@ def test_the_lines_are_not_shown_at_ctrl_c(folder):
 def test_the_user_gets_the_lines_that_are_asked_for(folder):
     stopped = start_with(folder, "raise KeyboardInterrupt", TF_CPP_MIN_LOG_LEVEL="0")
     assert (stopped.returncode, stopped.stderr) == (130, f"{NOISE}\ntowers: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "argument, words",
+    [
+        (
+            "--visible_gpus=7",
+            "there is no GPU 7: no NVIDIA driver answers here; leave the flag out",
+        ),
+        (
+            "--devices=/gpu:9",
+            "there is no /gpu:9; TensorFlow sees /cpu:0, no NVIDIA driver answers",
+        ),
+        (
+            "--num_towers=4 --devices=/gpu:0",
+            "--num_towers=4 and --devices=/gpu:0 disagree: 1 device",
+        ),
+        ("--per_process_gpu_memory_fraction=0.4 --visible_gpus=0", "there is no GPU 0: no NVIDIA"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_line_and_nothing_is_written(folder, argument, words):
+    refused = shell("train", "--train_dir=run", *argument.split())
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("towers: ") and len(refused.stderr.splitlines()) == 1
+    assert words in refused.stderr
+    assert list(folder.iterdir()) == []
 
 
 def test_a_healthy_run_shows_its_own_lines_only(folder):

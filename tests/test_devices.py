@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from towers.devices import tower_devices
-from towers.errors import InputError
+from tests import fake_gpus
+from tests.fake_gpus import A100, FULL, LOST, MIB, OLD, SMALL, Card
+from towers import devices as devices_module
+from towers.devices import Device, describe, report, tower_devices
+from towers.errors import InputError, RunError
 
 ROOT = Path(__file__).resolve().parents[1]
 CPUS = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
-WHY = "; its log (TF_CPP_MIN_LOG_LEVEL=0) may say why"
+NO_DRIVER = ", no NVIDIA driver answers here"
+CPU = f"CPU, {os.cpu_count()} cores shared by all its devices"
 
 
 def refusal(*args, **kwargs):
@@ -25,32 +29,22 @@ def refusal(*args, **kwargs):
 
 
 @pytest.fixture
-def gpus(monkeypatch):
-    """Return `make(2)`, which lets TensorFlow see so many GPUs; `hidden` ones more are not seen."""
+def install(monkeypatch):
+    """Return `install(*cards)`, which lets this process have those GPUs."""
+    return lambda *cards, **details: fake_gpus.install(monkeypatch, *cards, **details)
+
+
+@pytest.fixture
+def gpus(install):
+    """Return `make(2)`, which lets TensorFlow see so many GPUs; the program hides `hidden` more."""
 
     def make(number, hidden=0, parts=None):
         """`parts`: {GPU: number of logical devices that it was split into}."""
-        everything = [
-            tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU")
-            for i in range(number + hidden)
-        ]
-        lists = {"list_physical_devices": everything, "get_visible_devices": everything[:number]}
-        for name, devices in lists.items():
-            real = getattr(tf.config, name)
-            monkeypatch.setattr(
-                tf.config,
-                name,
-                lambda kind=None, real=real, found=devices: found if kind == "GPU" else real(kind),
-            )
-        real_setting = tf.config.get_logical_device_configuration
-
-        def setting(device):
-            if device.device_type != "GPU":
-                return real_setting(device)
-            split = (parts or {}).get(everything.index(device))
-            return split and [tf.config.LogicalDeviceConfiguration()] * split
-
-        monkeypatch.setattr(tf.config, "get_logical_device_configuration", setting)
+        machine = install(*[A100] * (number + hidden))
+        machine.hidden = range(number, number + hidden)
+        for gpu, split in (parts or {}).items():
+            machine.split(gpu, *[1024] * split)
+        return machine
 
     return make
 
@@ -108,11 +102,12 @@ def test_too_late_for_more_cpus(args):
 
 def test_a_gpu_that_is_not_there():
     seen = ", ".join(CPUS)
+    remedy = "type --devices=/cpu:0, or --devices=cpu"
     assert refusal(devices="/gpu:0") == (
-        f"--devices=/gpu:0: there is no /gpu:0; TensorFlow sees {seen}{WHY}"
+        f"--devices=/gpu:0: there is no /gpu:0; TensorFlow sees {seen}{NO_DRIVER}; {remedy}"
     )
     assert refusal(2, ["/cpu:0", "GPU:1"]) == (
-        f"--devices=/cpu:0,GPU:1: there is no /gpu:1; TensorFlow sees {seen}{WHY}"
+        f"--devices=/cpu:0,GPU:1: there is no /gpu:1; TensorFlow sees {seen}{NO_DRIVER}; {remedy}"
     )
 
 
@@ -133,15 +128,122 @@ def test_one_gpu(gpus):
 
 
 @pytest.mark.parametrize(
-    "number, found",
-    [(1, "1 GPU (/gpu:0): ask for at most 1"), (2, "2 GPUs (/gpu:0, /gpu:1): ask for at most 2")],
+    "number, found, cards, most",
+    [
+        (1, "1 GPU (/gpu:0)", "0 (NVIDIA A100)", 1),
+        (2, "2 GPUs (/gpu:0, /gpu:1)", "0 (NVIDIA A100), 1 (NVIDIA A100)", 2),
+    ],
 )
-def test_more_towers_than_gpus_are_refused_never_reduced(gpus, number, found):
+def test_more_towers_than_gpus_are_refused_never_reduced(gpus, number, found, cards, most):
     gpus(number)
     assert refusal(4) == (
-        f"--num_towers=4, but TensorFlow sees {found}, see nvidia-smi and CUDA_VISIBLE_DEVICES for "
-        "the others, or try it out on CPU devices with --devices=cpu --num_towers=4"
+        f"--num_towers=4, but TensorFlow sees {found}, the driver has {cards}; "
+        f"ask for at most {most}, or try it out on CPU devices with --devices=cpu --num_towers=4"
     )
+
+
+def test_without_nvml_nothing_is_said_of_the_driver(install):
+    install(A100, driver=False)
+    assert "sees 1 GPU (/gpu:0); ask for at most 1" in refusal(2)
+    assert describe() == [Device(0, "/gpu:0", "NVIDIA A100")]
+
+
+def test_hidden_gpus_are_named(install, monkeypatch):
+    install(A100, SMALL, A100)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert "2 (NVIDIA A100); CUDA_VISIBLE_DEVICES=2 hides the rest; ask for at most 1" in refusal(2)
+
+
+def test_a_skipped_gpu_is_named(install):
+    install(A100, SMALL)
+    assert tower_devices() == ["/gpu:0"]
+    assert refusal(2) == (
+        "--num_towers=2, but TensorFlow sees 1 GPU (/gpu:0), the driver has 0 (NVIDIA A100), "
+        "1 (NVIDIA T400): it leaves out GPUs with far fewer multiprocessors than the largest; "
+        "type export TF_MIN_GPU_MULTIPROCESSOR_COUNT=1, or leave them out with --visible_gpus; "
+        "ask for at most 1, or try it out on CPU devices with --devices=cpu --num_towers=2"
+    )
+
+
+# ------------------------------------------------- The driver has GPUs, and TensorFlow sees none
+
+NO_CUDA = fake_gpus.CUDA_BUILD | {"is_cuda_build": False}
+INSTALL = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize(
+    "card, build, says",
+    [
+        (
+            Card(listed=False),
+            fake_gpus.CUDA_BUILD,
+            "0 (NVIDIA A100): CUDA 12.5.1 or cuDNN 9 is not found, or the driver is too old for "
+            f"it; {INSTALL}",
+        ),
+        (
+            Card(listed=False),
+            NO_CUDA,
+            f"0 (NVIDIA A100): this TensorFlow was built without CUDA; {INSTALL}",
+        ),
+        (
+            OLD,
+            fake_gpus.CUDA_BUILD,
+            "0 (Tesla K80): GPU 0 (Tesla K80) has compute capability 3.7, this TensorFlow needs "
+            "6.0; leave it out with --visible_gpus, or use the CPU with --devices=cpu",
+        ),
+        (
+            LOST,
+            fake_gpus.CUDA_BUILD,
+            "0 (unreadable): the driver cannot read GPU 0; see nvidia-smi, and restart the machine",
+        ),
+    ],
+)
+def test_a_run_never_goes_to_the_cpu_in_silence(install, card, build, says, number):
+    install(card, build=build)
+    asked = f"--num_towers={number}, but " if number else ""
+    assert refusal(number) == (
+        f"{asked}TensorFlow sees 0 GPUs, the driver has {says}, or try it out on CPU devices with "
+        f"--devices=cpu --num_towers={number or 1}"
+    )
+    assert tower_devices(number, "cpu") == CPUS[: number or 1]
+    assert f"TensorFlow sees {', '.join(CPUS)}, the driver has {says}; type" in (
+        refusal(devices="/gpu:0")
+    )
+
+
+@pytest.mark.parametrize("value", ["", "-1", "none", '""', '"-1"'])
+def test_gpus_that_are_hidden_on_purpose(install, monkeypatch, value):
+    install(A100, A100)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert tower_devices() == ["/cpu:0"]
+    assert tower_devices(2) == ["/cpu:0", "/cpu:1"]
+
+
+def test_gpus_that_are_hidden_by_the_flag(install):
+    install(A100, SMALL)
+    devices_module.configure(visible_gpus="none")
+    assert tower_devices(2) == ["/cpu:0", "/cpu:1"]
+
+
+@pytest.mark.parametrize("value", ["7", "0,0", "gpu:0"])
+def test_gpus_that_are_hidden_by_mistake(install, monkeypatch, value):
+    install(Card(listed=False))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert refusal() == (
+        "TensorFlow sees 0 GPUs, the driver has 0 (NVIDIA A100); "
+        f"CUDA_VISIBLE_DEVICES={value} hides all of them: type unset CUDA_VISIBLE_DEVICES, "
+        "or try it out on CPU devices with --devices=cpu --num_towers=1"
+    )
+
+
+def test_quotes_hide_nothing(install, monkeypatch):
+    install(A100, A100, A100)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", '"0,2"')
+    assert tower_devices() == ["/gpu:0", "/gpu:1"]
+
+
+# ---------------------------------------------------------------------------- Hidden, split
 
 
 def test_hidden_gpus_do_not_count(gpus):
@@ -151,8 +253,11 @@ def test_hidden_gpus_do_not_count(gpus):
     assert "there is no /gpu:1" in refusal(devices="/gpu:1")
 
 
-def test_with_every_gpu_hidden_the_cpu_is_used(gpus):
+def test_with_every_gpu_hidden_the_cpu_is_used(gpus, install):
     gpus(0, hidden=2)
+    assert tower_devices(2) == ["/cpu:0", "/cpu:1"]
+    machine = install(A100, SMALL)
+    machine.hidden = [0]
     assert tower_devices(2) == ["/cpu:0", "/cpu:1"]
 
 
@@ -182,8 +287,9 @@ def test_the_order_is_that_of_the_names(gpus):
 def test_a_named_gpu_that_is_not_there(gpus):
     gpus(2)
     assert refusal(devices="/gpu:0,/gpu:2") == (
-        "--devices=/gpu:0,/gpu:2: there is no /gpu:2; "
-        f"TensorFlow sees /gpu:0, /gpu:1, {', '.join(CPUS)}{WHY}"
+        f"--devices=/gpu:0,/gpu:2: there is no /gpu:2; TensorFlow sees /gpu:0, /gpu:1, "
+        f"{', '.join(CPUS)}, the driver has 0 (NVIDIA A100), 1 (NVIDIA A100); "
+        "type --devices=/gpu:0, or --devices=cpu"
     )
 
 
@@ -244,5 +350,98 @@ def test_the_number_and_the_names_agree(gpus, num_towers):
     )
 
 
+def test_one_named_device_is_not_two_towers(gpus):
+    gpus(3)
+    assert "--num_towers=2 and --devices=/gpu:2 disagree: 1 device is named;" in (
+        refusal(2, "/gpu:2")
+    )
+
+
 def test_the_number_is_not_negative():
     assert refusal(-1) == "--num_towers=-1: 0 or more is needed"
+
+
+# ---------------------------------------------------------------------------- What is reported
+
+
+def test_each_towers_device_is_described(install, monkeypatch):
+    install(A100, FULL, Card("NVIDIA L4", (8, 9), total_mib=23034, free_mib=20000))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert describe() == [
+        Device(
+            tower=0,
+            device="/gpu:0",
+            name="NVIDIA L4",
+            pci_bus_id=fake_gpus.bus_id(2),
+            driver_index=2,
+            total_bytes=23034 * MIB,
+            free_bytes=20000 * MIB,
+        ),
+        Device(
+            tower=1,
+            device="/gpu:1",
+            name="NVIDIA A100",
+            pci_bus_id=fake_gpus.bus_id(0),
+            driver_index=0,
+            total_bytes=40960 * MIB,
+            free_bytes=40536 * MIB,
+        ),
+    ]
+    [cpu, gpu] = describe(["/cpu:1", "/gpu:1"])
+    assert cpu == Device(0, "/cpu:1", CPU)
+    assert (gpu.tower, gpu.driver_index) == (1, 0)
+
+
+def test_devices_in_words(install):
+    install(A100)
+    [gpu] = describe()
+    assert str(gpu) == "/gpu:0 -> NVIDIA A100, GPU 0 of the driver, PCI bus id 00000000:15:00.0"
+    assert str(Device(0, "/gpu:1", None)) == "/gpu:1 -> unknown"
+    assert str(Device(0, "/cpu:0", CPU)) == f"/cpu:0 -> {CPU}"
+
+
+def test_without_gpus_the_cpu_is_described():
+    assert describe() == [Device(0, "/cpu:0", CPU)]
+
+
+def test_the_table(install):
+    machine = install(SMALL, A100, Card(silent=frozenset(["nvmlDeviceGetMemoryInfo"])))
+    machine.split(0, 1000, 2000)
+    assert report(["/cpu:0", *tower_devices()]) == [
+        "devices",
+        "  tower  device  PCI bus id        driver  total MiB  free MiB  name",
+        f"  0      /cpu:0  -                 -       -          -         {CPU}",
+        "  1      /gpu:0  00000000:25:00.0  1       40960      40536     NVIDIA A100",
+        "  2      /gpu:1  00000000:25:00.0  1       40960      40536     NVIDIA A100",
+        "  3      /gpu:2  00000000:35:00.0  2       -          -         NVIDIA A100",
+        "memory      /gpu:0 1000 MiB, growth off",
+        "memory      /gpu:1 2000 MiB, growth off",
+        "memory      /gpu:2 40036 MiB, growth off",
+    ]
+
+
+def test_a_gpu_that_the_program_hides_is_not_described_for_another(install):
+    machine = install(A100, A100)
+    machine.hidden = [0]
+    assert [(gpu.device, gpu.driver_index) for gpu in describe()] == [("/gpu:0", 1)]
+
+
+def test_a_report_of_what_was_not_kept_is_an_error(install):
+    machine = install(A100)
+    devices_module.configure(gpu_memory_limit_mib=512)
+    machine.memory = {"/gpu:0": 511 * MIB}
+    with pytest.raises(RunError, match="may take 511 MiB, 512 were asked for"):
+        report(["/gpu:0"])
+
+
+def test_a_whole_program_on_two_of_four_gpus(install):
+    machine = install(A100, FULL, A100, SMALL)
+    devices_module.configure(visible_gpus="0,2", per_process_gpu_memory_fraction=0.25)
+    assert machine.started_at is None
+    assert tower_devices(2) == ["/gpu:0", "/gpu:1"]
+    lines = report(tower_devices(2))
+    assert [line.split()[3] for line in lines[2:4]] == ["0", "2"]
+    assert lines[4:] == [
+        "memory      /gpu:0 10240 MiB, growth off",
+        "memory      /gpu:1 10240 MiB, growth off",
+    ]

@@ -31,7 +31,14 @@ DEFAULTS = """
 --batch_size=128
 --num_towers=0
 --devices=
+--placement=report
+--log_device_placement=false
 --steps_per_loop=10
+--visible_gpus=
+--per_process_gpu_memory_fraction=0
+--gpu_memory_limit_mib=0
+--allow_growth=false
+--allow_soft_placement=true
 --num_epochs=0
 --max_steps=0
 --optimizer=momentum
@@ -52,7 +59,10 @@ DEFAULTS = """
 --keep_checkpoints=3
 """.split()
 ALIASES = {"num_gpus": "num_towers"}
-OF_EVALUATE = "train_dir json dataset data_dir batch_size dtype num_towers devices".split()
+OF_EVALUATE = (
+    "train_dir json dataset data_dir batch_size dtype num_towers devices visible_gpus "
+    "per_process_gpu_memory_fraction gpu_memory_limit_mib allow_growth allow_soft_placement"
+).split()
 
 
 def name_of(line):
@@ -77,7 +87,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_verbs_are_frozen():
-    assert list(flags.VERBS) == ["train", "evaluate"]
+    assert list(flags.VERBS) == ["train", "evaluate", "doctor"]
 
 
 def test_the_flags_and_their_defaults_are_frozen():
@@ -257,13 +267,25 @@ def values_of(field):
 
 
 CLIPS = ("clip_norm", "clip_value", "clip_global_norm")
+MEMORY = ("per_process_gpu_memory_fraction", "gpu_memory_limit_mib", "allow_growth")
+
+
+def at_most_one_of(names):
+    fields = {field.name: field for field in dataclasses.fields(Options)}
+    return st.one_of(
+        st.just({}), *(st.fixed_dictionaries({n: values_of(fields[n])}) for n in names)
+    )
+
+
 OPTIONS = st.builds(
-    lambda clip, **values: Options(**values, **clip),
-    clip=st.dictionaries(st.sampled_from(CLIPS), st.floats(0, 1e30), max_size=1),
+    lambda clip, memory, **values: Options(**values, **clip, **memory),
+    clip=at_most_one_of(CLIPS),
+    memory=at_most_one_of(MEMORY),
+    visible_gpus=st.sampled_from(["", "none", "0", "0,2", "3, 1"]),
     **{
         field.name: values_of(field)
         for field in dataclasses.fields(Options)
-        if field.name not in ("overwrite", "json", *CLIPS)
+        if field.name not in ("overwrite", "json", "visible_gpus", *CLIPS, *MEMORY)
     },
 )
 
@@ -342,10 +364,17 @@ def test_evaluate_says_what_is_wrong_in_the_run(folder):
 def test_evaluate_refuses_what_it_would_ignore(name):
     for flag in (f"--{name}=1", f"-{name}", f"--no{name}" if name == "overwrite" else f"--{name}"):
         assert refusal("evaluate", flag) == (
-            f"towers evaluate takes no --{name}: it takes --train_dir, --json, --dataset, "
-            "--data_dir, --batch_size, --dtype, --num_towers, --devices, "
+            f"towers evaluate takes no --{name}: it takes --{', --'.join(OF_EVALUATE)}, "
             "and the rest from the run's flags.cfg"
         )
+
+
+def test_doctor_takes_what_it_checks_and_no_more():
+    assert refusal("doctor", "--num_towers=2") == (
+        "towers doctor takes no --num_towers: it takes --train_dir, --json, --dataset, --data_dir, "
+        "--visible_gpus"
+    )
+    assert flags.parse("doctor", ["--json", "--train_dir=a"]) == Options(json=True, train_dir="a")
 
 
 # ---------------------------------------------------------------------------- Importing

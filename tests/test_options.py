@@ -19,6 +19,8 @@ RANGES = {
     "batch_size": (1, None),
     "num_towers": (0, None),
     "steps_per_loop": (1, None),
+    "per_process_gpu_memory_fraction": (0, 1),
+    "gpu_memory_limit_mib": (0, None),
     "num_epochs": (0, 10**9),
     "max_steps": (0, None),
     "learning_rate": (0, None),
@@ -60,10 +62,12 @@ def test_numbers_have_their_range(name):
     kind = "a whole number" if FIELDS[name].type is int else "a number"
     limits = f"of at least {low}" if high is None else f"from {low} to {high}"
     assert getattr(Options(**{name: low}), name) == low
-    assert refusal(**{name: low - 1}) == f"--{name}={low - 1}: {kind} {limits} is needed"
+    example = FIELDS[name].metadata.get("example")
+    limits += f" is needed, as --{name}={example}" if example else " is needed"
+    assert refusal(**{name: low - 1}) == f"--{name}={low - 1}: {kind} {limits}"
     if high is not None:
         assert getattr(Options(**{name: high}), name) == high
-        assert refusal(**{name: high + 1}) == f"--{name}={high + 1}: {kind} {limits} is needed"
+        assert refusal(**{name: high + 1}) == f"--{name}={high + 1}: {kind} {limits}"
 
 
 @pytest.mark.parametrize("name", NUMBERS)

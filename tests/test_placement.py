@@ -118,6 +118,31 @@ def test_a_layer_that_runs_elsewhere_is_named(train_loop):
     assert all("pinned" in op.layer for op in misplaced)
 
 
+def test_the_request_of_an_op_in_an_inner_function_is_known():
+    @tf.function
+    def inner(x):
+        with tf.device("/cpu:1"):
+            return tf.tanh(x)
+
+    builder = towers.TowerBuilder(["/cpu:0"])
+    placement = read_placement(tf.function(lambda x: builder.sum(inner, x)), tf.ones([4]))
+    assert ops_of(placement, "Tanh") == [("/cpu:1", "/cpu:1")]
+    assert [op.type for op in placement.misplaced(["/cpu:0"])] == ["Tanh"]
+
+
+def test_what_tensorflow_folds_away_is_told_apart_from_what_runs():
+    @tf.function
+    def product(x):
+        with tf.device("/cpu:1"):
+            folded = tf.matmul(tf.ones([2, 2]), tf.ones([2, 2]), name="folded")
+        return x + folded
+
+    placement = read_placement(product, tf.ones([2, 2]))
+    assert not [op for op in placement.ops if "MatMul" in op.type]
+    gone = [(op.type, op.requested, op.device) for op in placement.gone if op.type == "MatMul"]
+    assert gone == [("MatMul", "/cpu:1", "")]
+
+
 def test_a_function_that_ran_before_is_refused():
     square = tf.function(lambda a: a * a)
     square(tf.ones([2]))
@@ -128,6 +153,11 @@ def test_a_function_that_ran_before_is_refused():
 def test_names_are_read_as_tower_and_layer():
     op = Op("gradient_tape/while/tower_1_2/cnn_1/conv2_1/Relu", "ReluGrad", "", "/cpu:0")
     assert (op.tower, op.layer) == (1, "cnn/conv2")
+    inner = "while/body/_1/while/tower_0/net_1/block_2_1/fn_1/PartitionedCall/Tanh"
+    assert Op(inner, "Tanh", "", "").layer == "net/block_2/fn"
+    loop = "while/body/_1/while/tower_0/lstm_3/while/body/_9/while/tower_0/lstm_3/while/cell_1/Tanh"
+    assert Op(loop, "Tanh", "", "").layer == "lstm/cell"
+    assert Op("while/tower_0/mul", "Mul", "", "").layer == "the loss function itself"
     assert Op("while/update/AddN", "AddN", "", "/cpu:0").tower is None
     assert short("/job:localhost/replica:0/task:0/device:GPU:3") == "/gpu:3"
     assert short("") == ""

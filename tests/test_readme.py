@@ -1,16 +1,20 @@
 """README.md: what it says can be typed, and does what it says."""
 
+import dataclasses
+import os
 import re
-import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import tensorflow as tf
 
-from towers import cli, flags
+import towers
+from tests import fake_gpus
+from towers import cli, devices, flags
 from towers.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,11 +89,100 @@ SCRIPT_FLAGS = {
 }
 
 
-def test_the_program_that_uses_the_builder_runs(monkeypatch, tmp_path, capsys):
+def test_the_program_that_uses_the_builder_runs(tmp_path):
     program = next(block for block in blocks("python") if "TowerBuilder" in block)
     (tmp_path / "program.py").write_text(program)
-    runpy.run_path(str(tmp_path / "program.py"))
-    assert "[[ 44.  56.]\n [ 98. 128.]]" in capsys.readouterr().out
+    done = subprocess.run(  # devices are configured before TensorFlow starts
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert "[[ 44.  56.]\n [ 98. 128.]]" in done.stdout, done.stderr
+
+
+# ---------------------------------------------------------------------------- The guides' table
+
+
+def guide_rows():
+    """Return {what the guides write: what is typed here}, cells as README has them."""
+    table = README.partition("| in the guides you wrote")[2].partition("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    return {left: right for left, right in rows}
+
+
+GUIDES = guide_rows()
+SETTINGS = [left for left in GUIDES if left.startswith("`config.")]
+
+
+def typed(left):
+    """Return the options that the flags of a row's right side give."""
+    line = " ".join(re.findall(r"`(?:towers train )?(--[^`]*)`", GUIDES[left]))
+    return flags.parse("train", line.split())
+
+
+def test_guides_every_row_is_tried():
+    variables = [left for left in GUIDES if left.startswith("`CUDA_VISIBLE_DEVICES=")]
+    devices = [left for left in GUIDES if "tf.device" in left]
+    sessions = [left for left in GUIDES if left.startswith("`tf.Session(")]
+    assert len(variables) == len(devices) == 2 and len(sessions) == 1 and len(SETTINGS) == 5
+    assert sorted(variables + devices + sessions + SETTINGS) == sorted(GUIDES)
+
+
+@pytest.mark.parametrize("left", SETTINGS)
+def test_guides_a_setting_of_a_session_is_a_flag(left, monkeypatch):
+    """What the flags mean to a session is what the guides' line sets."""
+    fake_gpus.install(monkeypatch, fake_gpus.A100)
+    wanted = devices.config_proto()
+    exec(left.strip("`"), {"config": wanted})
+    options = typed(left)
+    log = options.log_device_placement
+    if left.startswith("`config.allow_soft"):
+        assert GUIDES[left].startswith("nothing")
+        assert not options.allow_soft_placement  # which is the way to forbid it
+        assert devices.config_proto(allow_soft_placement=False) != wanted
+        options = Options()
+    given = dataclasses.asdict(options.gpu_options())
+    assert devices.config_proto(log_device_placement=log, **given) == wanted
+    devices.configure(**given)  # and the same can be set for a run
+    devices.read_back()
+
+
+@pytest.mark.parametrize("left", [left for left in GUIDES if left.startswith("`CUDA_")])
+def test_guides_a_variable_is_a_flag_and_still_works(left, monkeypatch):
+    cards = [dataclasses.replace(fake_gpus.A100, name=f"card {i}") for i in range(4)]
+    value = re.search(r'CUDA_VISIBLE_DEVICES="?([\d,]*)"? ', left)[1]
+
+    def seen_with(**options):
+        devices.configure(**options)
+        return [row.name for row in devices.describe()]
+
+    with monkeypatch.context() as patch:
+        fake_gpus.install(patch, *cards)
+        by_flag = seen_with(visible_gpus=typed(left).visible_gpus)
+    with monkeypatch.context() as patch:
+        fake_gpus.install(patch, *cards)
+        patch.setenv("CUDA_VISIBLE_DEVICES", value)
+        by_variable = seen_with()
+    expected = [f"card {i}" for i in value.split(",")] if value else None
+    cpu = by_flag[0].startswith("CPU")
+    assert by_flag == by_variable and (by_flag == expected or (cpu and expected is None))
+
+
+@pytest.mark.parametrize("left", [left for left in GUIDES if "tf.device" in left])
+def test_guides_a_device_is_a_flag(left, monkeypatch):
+    fake_gpus.install(monkeypatch, *[fake_gpus.A100] * 4)
+    assert devices.tower_devices(devices=typed(left).devices) == re.findall(r"/gpu:\d", left)
+
+
+def test_guides_a_session_takes_the_config(monkeypatch):
+    fake_gpus.install(monkeypatch, fake_gpus.A100)
+    (right,) = [right for left, right in GUIDES.items() if left.startswith("`tf.Session(")]
+    with tf.Graph().as_default():
+        with eval(right.strip("`"), {"tf": tf.compat.v1, "towers": towers}) as session:
+            assert session.run(tf.constant(42)) == 42
+            assert session._config.gpu_options.allow_growth
 
 
 def test_the_model_of_your_own_trains(monkeypatch, tmp_path, capsys):

@@ -4,13 +4,14 @@ Exit codes: 0 done; 1 a check failed; 2 bad input or flags; 75 stopped on reques
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import towers
 from towers import flags
@@ -61,11 +62,15 @@ def _complain(message: object, exit_code: int) -> int:
 def _run(verb: str, options: Options, start: float) -> int:
     """Run a verb with its options."""
     sys.path.insert(0, os.getcwd())  # models.cnn:cnn is found where the user stands
-    with _quiet_start():
-        import keras  # noqa: F401
-        import tensorflow as tf
+    out = sys.stderr if options.json else sys.stdout
 
-        tf.config.list_physical_devices()
+    def say(line: str) -> None:
+        print(line, file=out, flush=True)
+
+    if verb == "doctor":
+        return _doctor(options, say)
+    with _quiet_start():
+        _start(options)
     if verb == "train":
         from towers.train import train
 
@@ -75,11 +80,35 @@ def _run(verb: str, options: Options, start: float) -> int:
     else:
         from towers.evaluate import evaluate
 
-        out = sys.stderr if options.json else sys.stdout
-        result = evaluate(options, lambda line: print(line, file=out))
+        result = evaluate(options, say)
     if options.json:
         print(json.dumps(result))
     return 0
+
+
+def _start(options: Options) -> None:
+    """Import what takes long, and let TensorFlow list its devices as the options say."""
+    import keras  # noqa: F401
+
+    from towers import devices
+
+    gpu_options = options.gpu_options()
+    if options.devices.strip().lower() == "cpu" and not options.visible_gpus:
+        gpu_options = dataclasses.replace(gpu_options, visible_gpus="none")  # left to others
+    devices.configure(**dataclasses.asdict(gpu_options))
+
+
+def _doctor(options: Options, say: Callable[[str], None]) -> int:
+    """Check the machine. TensorFlow is not started here: that may be what is wrong."""
+    from towers.doctor import doctor
+
+    if options.dataset == "cifar10":  # which is looked for by a module that imports TensorFlow
+        with contextlib.suppress(Exception), _quiet_start():
+            from towers import data  # noqa: F401
+    checks = doctor(options, say)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(check) for check in checks]))
+    return EXIT_FAILED if any(check.status == "problem" for check in checks) else 0
 
 
 @contextlib.contextmanager
@@ -111,6 +140,8 @@ def _quiet_start() -> Iterator[None]:
         well = b"1"
         try:
             yield
+        except InputError:  # which says all itself
+            raise
         except Exception:
             well = b""
             raise

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from towers import checkpoint
+from towers import checkpoint, devices
 from towers.data import Data
 from towers.errors import InputError
 from towers.options import Options
@@ -84,6 +84,8 @@ def evaluate(options: Options, say: Callable[[str], None] = print) -> dict[str, 
     ).restore(say)
     with one_line_errors(options):
         result = make_evaluator(run)()
+    for line in devices.report(run.builder.devices):
+        say(line)
     say(f"step {step}, {result.examples} test examples, {len(run.builder.devices)} towers")
     for line in table(result):
         say(line)

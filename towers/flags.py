@@ -16,6 +16,7 @@ from absl import flags
 
 from towers import files
 from towers.errors import InputError
+from towers.gpu_options import GpuOptions
 from towers.options import Options
 
 # Which flags a verb takes on its command line. In a flagfile each verb takes all, so that one file
@@ -24,7 +25,12 @@ VERBS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "train": ("train a model over towers, or continue a run", None),
     "evaluate": (
         "evaluate the newest checkpoint of a run on the test set",
-        tuple("train_dir json dataset data_dir batch_size dtype num_towers devices".split()),
+        tuple("train_dir json dataset data_dir batch_size dtype num_towers devices".split())
+        + tuple(field.name for field in dataclasses.fields(GpuOptions)),
+    ),
+    "doctor": (
+        "check this machine: versions, GPUs, memory, computing, data, folders",
+        tuple("train_dir json dataset data_dir visible_gpus".split()),
     ),
 }
 
@@ -38,7 +44,7 @@ def parse(verb: str, argv: Sequence[str]) -> Options:
     """Return the options that a verb's command line gives.
 
     Args:
-        verb: "train" or "evaluate".
+        verb: one of VERBS.
         argv: what stands after the verb.
 
     Raises:
@@ -158,10 +164,9 @@ def _check_taken(verb: str, name: str) -> None:
     allowed = VERBS[verb][1]
     name = _ALIASES.get(name, name)
     if allowed is not None and name in _FIELDS and name not in allowed:
-        raise InputError(
-            f"towers {verb} takes no --{name}: it takes "
-            f"{', '.join('--' + a for a in allowed)}, and the rest from the run's flags.cfg"
-        )
+        rest = ", and the rest from the run's flags.cfg" if verb == "evaluate" else ""
+        takes = ", ".join(f"--{a}" for a in allowed)
+        raise InputError(f"towers {verb} takes no --{name}: it takes {takes}{rest}")
 
 
 def _unknown(verb: str, name: str) -> str:
@@ -189,7 +194,7 @@ def verb_help(verb: str) -> str:
     text, allowed = VERBS[verb]
     usage = f"usage: towers {verb} [--flagfile=FILE] [--flag=value ...]"
     lines = [f"towers {verb}: {text}", "", usage]
-    if allowed is not None:
+    if verb == "evaluate":
         lines.append("What is not given is as in the run's flags.cfg.")
     groups: dict[str, list[dataclasses.Field]] = {}
     for name, field in _FIELDS.items():

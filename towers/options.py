@@ -10,135 +10,149 @@ gives them as keyword arguments:
 """
 
 import dataclasses
-import numbers
 import re
 from typing import Any
 
 from towers.errors import InputError
+from towers.fields import check_value, option, parse_numbers, same_option
+from towers.gpu_options import GpuOptions
 
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adamw")
 SCHEDULES = ("constant", "step", "cosine", "onecycle")
 AUGMENTATIONS = ("tutorial", "resnet", "none")
+PLACEMENTS = ("report", "strict")
 DTYPES = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
-
-
-def _option(default: Any, group: str, help: str, **metadata: Any) -> Any:
-    return dataclasses.field(default=default, metadata=dict(group=group, help=help, **metadata))
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What a run is made of. Each field is a flag of the same name; its help says what it means."""
 
-    train_dir: str = _option(
+    train_dir: str = option(
         "runs/train", "The run", "Folder of the run: checkpoints, events, flags.cfg, result.json."
     )
-    overwrite: bool = _option(
+    overwrite: bool = option(
         False, "The run", "Move an existing train_dir aside and start anew; else it is continued."
     )
-    seed: int = _option(
+    seed: int = option(
         0,
         "The run",
         "Of initial weights, shuffling and augmentation.",
         minimum=0,
         maximum=2**31 - 1,
     )
-    json: bool = _option(
+    json: bool = option(
         False, "The run", "Print the result alone, as JSON, to standard output; the rest to stderr."
     )
 
-    model: str = _option(
+    model: str = option(
         "models.cnn:cnn", "Model", "module:function that returns a Keras model giving logits."
     )
-    model_args: str = _option("", "Model", "Keyword arguments of that function: depth=20,width=16.")
-    dtype: str = _option(
+    model_args: str = option("", "Model", "Keyword arguments of that function: depth=20,width=16.")
+    dtype: str = option(
         "float32", "Model", "Precision of the towers; master weights are float32 at least.",
         choices=DTYPES,
     )  # fmt: skip
 
-    dataset: str = _option(
+    dataset: str = option(
         "shapes", "Data", "shapes (drawn in code), cifar10, or module:function of your own."
     )
-    data_dir: str = _option(
+    data_dir: str = option(
         "", "Data", "Where data files lie or go; default: the user's cache folder."
     )
-    augment: str = _option(
+    augment: str = option(
         "tutorial", "Data",
         "Of training images: tutorial (crop to 3/4, flip, brightness, contrast), resnet (pad 4, "
         "crop, flip), none. Each standardises.", choices=AUGMENTATIONS,
     )  # fmt: skip
-    batch_size: int = _option(
+    batch_size: int = option(
         128, "Data", "GLOBAL: all examples of one step, over all towers.", minimum=1
     )
 
-    num_towers: int = _option(
+    num_towers: int = option(
         0, "Towers", "0: one for each visible GPU, else one on the CPU. N: exactly N GPUs, or "
         "without any GPU N logical CPU devices.", minimum=0, alias="num_gpus",
     )  # fmt: skip
-    devices: str = _option(
+    devices: str = option(
         "", "Towers", "Devices in place of the first ones: /gpu:0,/gpu:2; or cpu for logical CPUs."
     )
-    steps_per_loop: int = _option(
+    placement: str = option(
+        "report", "Towers", "Ops of a tower that run elsewhere: report lists them before the first "
+        "step, strict makes them an error.", choices=PLACEMENTS,
+    )  # fmt: skip
+    log_device_placement: bool = option(
+        False, "Towers", "Print which device runs how many ops of each type, and write every op to "
+        "train_dir/placement.tsv.",
+    )  # fmt: skip
+    steps_per_loop: int = option(
         10, "Towers", "Steps inside one call of TensorFlow; changes no number.", minimum=1
     )
 
-    num_epochs: float = _option(
+    visible_gpus: str = same_option(GpuOptions, "visible_gpus")
+    per_process_gpu_memory_fraction: float = same_option(
+        GpuOptions, "per_process_gpu_memory_fraction"
+    )
+    gpu_memory_limit_mib: int = same_option(GpuOptions, "gpu_memory_limit_mib")
+    allow_growth: bool = same_option(GpuOptions, "allow_growth")
+    allow_soft_placement: bool = same_option(GpuOptions, "allow_soft_placement")
+
+    num_epochs: float = option(
         0.0,
         "Length",
         "Passes over the training set; 0: as max_steps says, else 10.",
         minimum=0,
         maximum=10**9,
     )
-    max_steps: int = _option(
+    max_steps: int = option(
         0, "Length", "Stop at this step; 0: as num_epochs says. With both the first ends the run, "
         "and schedules go by num_epochs.", minimum=0,
     )  # fmt: skip
 
-    optimizer: str = _option("momentum", "Update", "Keras' own.", choices=OPTIMIZERS)
-    learning_rate: float = _option(0.05, "Update", "The highest of the run.", minimum=0)
-    schedule: str = _option(
+    optimizer: str = option("momentum", "Update", "Keras' own.", choices=OPTIMIZERS)
+    learning_rate: float = option(0.05, "Update", "The highest of the run.", minimum=0)
+    schedule: str = option(
         "cosine", "Update", "Of the learning rate, over the epochs of the run.", choices=SCHEDULES
     )
-    warmup_epochs: float = _option(
+    warmup_epochs: float = option(
         0.0,
         "Update",
         "Linear rise at the start; onecycle: 0 means a quarter of the run.",
         minimum=0,
     )
-    decay_epochs: str = _option(
+    decay_epochs: str = option(
         "", "Update", "Schedule step: epochs at which the rate is multiplied: 80,120.",
         numbers=True,
     )  # fmt: skip
-    decay_factor: float = _option(
+    decay_factor: float = option(
         0.1, "Update", "Schedule step: what it is multiplied by.", minimum=0, maximum=1
     )
-    momentum: float = _option(0.9, "Update", "Of momentum and nesterov.", minimum=0, maximum=1)
-    weight_decay: float = _option(
+    momentum: float = option(0.9, "Update", "Of momentum and nesterov.", minimum=0, maximum=1)
+    weight_decay: float = option(
         0.0, "Update", "On weights of two or more dimensions: added to the gradient (L2), or "
         "decoupled in adamw.", minimum=0,
     )  # fmt: skip
-    ema_decay: float = _option(
+    ema_decay: float = option(
         0.0, "Update", "Moving average of the weights, evaluated beside them: decay for each 128 "
         "examples; 0: none.", minimum=0, maximum=1,
     )  # fmt: skip
-    clip_norm: float = _option(
+    clip_norm: float = option(
         0.0, "Update", "Largest norm of each variable's gathered gradient; 0: any.", minimum=0
     )
-    clip_value: float = _option(
+    clip_value: float = option(
         0.0, "Update", "Largest absolute value in a gathered gradient; 0: any.", minimum=0
     )
-    clip_global_norm: float = _option(
+    clip_global_norm: float = option(
         0.0, "Update", "Largest norm of all gathered gradients together; 0: any.", minimum=0
     )
 
-    log_every_steps: int = _option(100, "When", "Terminal line and TensorBoard point.", minimum=1)
-    evaluate_every_epochs: float = _option(
+    log_every_steps: int = option(100, "When", "Terminal line and TensorBoard point.", minimum=1)
+    evaluate_every_epochs: float = option(
         1.0, "When", "Over the whole test set; 0: only at the end.", minimum=0
     )
-    checkpoint_every_steps: int = _option(
+    checkpoint_every_steps: int = option(
         1000, "When", "Also at the end and on Ctrl-C or SIGTERM; 0: only then.", minimum=0
     )
-    keep_checkpoints: int = _option(3, "When", "The newest ones are kept.", minimum=1)
+    keep_checkpoints: int = option(3, "When", "The newest ones are kept.", minimum=1)
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by the flag's name.
@@ -156,6 +170,16 @@ class Options:
         if self.schedule == "step" and not self.decay_epochs:
             raise InputError("--schedule=step needs --decay_epochs, such as --decay_epochs=80,120")
         self.model_keywords()
+        self.gpu_options()
+
+    def gpu_options(self) -> GpuOptions:
+        """Return what the process may take of the GPUs.
+
+        Raises:
+            InputError: two options exclude each other, or `visible_gpus` is malformed.
+        """
+        names = [field.name for field in dataclasses.fields(GpuOptions)]
+        return GpuOptions(**{name: getattr(self, name) for name in names})
 
     def to_flagfile(self) -> str:
         """Return the text of a flagfile that repeats the run.
@@ -186,58 +210,6 @@ class Options:
                 )
             keywords[name.strip()] = _parse_argument(value.strip())
         return keywords
-
-
-def check_value(field: dataclasses.Field, value: Any) -> None:
-    """Raise a one-line InputError if `value` is not allowed for the option `field`."""
-    choices = field.metadata.get("choices")
-    if choices and value not in choices:
-        raise InputError(f"--{field.name}={value}: allowed are {', '.join(choices)}")
-    if field.type in (int, float):
-        _check_number(field, value)
-    elif not isinstance(value, field.type):
-        kind = "a string" if field.type is str else "True or False"
-        raise InputError(f"{field.name}={value!r}: {kind} is needed")
-    elif field.type is str:
-        if field.default and not value:
-            raise InputError(
-                f"--{field.name}= is empty: give a value, as --{field.name}={field.default}"
-            )
-        if value != value.strip() or not value.isprintable():  # flags.cfg could not repeat it
-            raise InputError(
-                f"--{field.name}={value!r}: text in one line, without spaces at its ends, is needed"
-            )
-        if field.metadata.get("numbers"):
-            parse_numbers(field.name, value)
-
-
-def _check_number(field: dataclasses.Field, value: Any) -> None:
-    """Raise a one-line InputError if `value` is no finite number, or out of range."""
-    kind = "a whole number" if field.type is int else "a number"
-    types = (numbers.Integral, field.type)
-    if not isinstance(value, types) or isinstance(value, bool) or not abs(value) < float("inf"):
-        raise InputError(f"--{field.name}={value}: {kind} is needed")
-    low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
-    if (low is not None and value < low) or (high is not None and value > high):
-        limits = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise InputError(f"--{field.name}={value}: {kind} {limits} is needed")
-
-
-def parse_numbers(name: str, text: str) -> list[float]:
-    """Return the numbers of a comma-separated option.
-
-    Raises:
-        InputError: a part is not a number of at least 0, or they do not rise.
-    """
-    try:
-        values = [float(part) for part in text.split(",")] if text else []
-    except ValueError:
-        values = [float("nan")]
-    if not all(0 <= value < float("inf") for value in values):
-        raise InputError(f"--{name}={text}: numbers with commas are needed, as 80,120")
-    if values != sorted(set(values)):
-        raise InputError(f"--{name}={text}: each number must be greater than the one before")
-    return values
 
 
 def _text(value: Any) -> str:

@@ -23,6 +23,8 @@ _NOT_OF_A_TOWER = frozenset(
     "_Send _Recv _HostSend _HostRecv _Arg _Retval Const NoOp Enter Exit Merge Switch LoopCond "
     "NextIteration ReadVariableOp VarHandleOp ResourceGather".split()
 )
+# Scopes that an inner function or loop adds.
+_SCOPES_OF_CALLS = ("PartitionedCall", "StatefulPartitionedCall", "while", "body", "cond", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Op:
         name: as in the function that was traced, or as TensorFlow named what it added.
         type: "Conv2D".
         requested: device that was asked for, "" where none was.
-        device: where it runs, "/cpu:0".
+        device: where it runs, "/cpu:0"; "" for an op that TensorFlow folded, fused or pruned.
     """
 
     name: str
@@ -49,10 +51,12 @@ class Op:
 
     @property
     def layer(self) -> str:
-        """The scopes below the tower's, without the op's own: "cnn/conv1"."""
-        below = re.split(r"(?:^|/)tower_\d+(?:_\d+)?/", self.name, maxsplit=1)[-1]
+        """The layers that the op stands in, outermost first: "cnn/block_2/conv1"."""
+        below = re.split(r"(?:^|/)tower_\d+(?:_\d+)?/", self.name)[-1]
+        # Keras opens a scope for each layer; TensorFlow makes its name unique with a number.
         scopes = [re.sub(r"_\d+$", "", scope) for scope in below.split("/")[:-1]]
-        return "/".join(scopes[:2]) or "the loss function itself"
+        layers = [scope for scope in scopes if scope not in _SCOPES_OF_CALLS]
+        return "/".join(layers) or "the loss function itself"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +71,17 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The ops of an executed graph, and what crosses between its devices."""
+    """The ops of an executed graph, and what crosses between its devices.
+
+    Attributes:
+        ops: that run.
+        gone: ops that were traced and do not run: their result was known, or unused, or another op
+            computes it, too.
+        transfers: between devices.
+    """
 
     ops: tuple[Op, ...]
+    gone: tuple[Op, ...]
     transfers: tuple[Transfer, ...]
 
     def misplaced(self, devices: Sequence[str]) -> list[Op]:
@@ -78,13 +90,8 @@ class Placement:
         Args:
             devices: of the towers, in tower order.
         """
-        return [
-            op
-            for op in self.ops
-            if op.tower is not None
-            and op.type not in _NOT_OF_A_TOWER
-            and op.device != devices[op.tower]
-        ]
+        work = [op for op in self.ops if op.tower is not None and op.type not in _NOT_OF_A_TOWER]
+        return [op for op in work if op.device != devices[op.tower]]
 
     def counts(self) -> Counter[tuple[str, str]]:
         """Return {(device, op type): number of ops}."""
@@ -114,7 +121,7 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
         function(*arguments)
     if not graphs:
         raise ValueError("the function has run before: read its placement at its first call")
-    traced = {op.name: op for op in _traced_ops(function.get_concrete_function(*arguments).graph)}
+    traced = dict(_traced_ops(function.get_concrete_function(*arguments).graph))
     ops, transfers = [], []
     for graph in graphs:
         for node in graph.node:
@@ -123,7 +130,9 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
             ops.append(Op(name, node.op, short(requested), short(node.device)))
             if node.op in ("_Send", "_HostSend") and not node.input[0].startswith("^"):
                 transfers.append(_transfer(node, traced))
-    return Placement(tuple(ops), tuple(t for t in transfers if t.source != t.target))
+    there = {op.name for op in ops if op.type != "Const"}  # folding leaves a Const of that name
+    gone = [Op(n, op.type, short(op.device), "") for n, op in traced.items() if n not in there]
+    return Placement(tuple(ops), tuple(gone), tuple(t for t in transfers if t.source != t.target))
 
 
 def short(device: str) -> str:
@@ -151,16 +160,20 @@ def _executed_graphs() -> Iterator[list[graph_pb2.GraphDef]]:
         private.disable_graph_collection()
 
 
-def _traced_ops(graph: tf.Graph) -> Iterator[tf.Operation]:
-    """Yield the ops of a graph and of the bodies of its loops and branches."""
+def _traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Operation]]:
+    """Yield (name, op) of a graph and of the functions that it calls.
+
+    Inlining puts the name of a call in front of the names in the function. What it puts in front of
+    those in a loop or a branch, `_traced_name` takes away.
+    """
     for op in graph.get_operations():
-        yield op
+        yield scope + op.name, op
         for attribute in ("body", "cond", "then_branch", "else_branch", "f"):
             with contextlib.suppress(ValueError):
-                name = op.get_attr(attribute).name
-                inner = op.graph._get_function(name)
+                inner = op.graph._get_function(op.get_attr(attribute).name)
                 if inner is not None:
-                    yield from _traced_ops(inner.graph)
+                    inside = f"{scope}{op.name}/" if attribute == "f" else ""
+                    yield from _traced_ops(inner.graph, inside)
 
 
 def _traced_name(name: str, traced: dict[str, tf.Operation]) -> str:

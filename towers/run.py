@@ -15,6 +15,7 @@ from towers.data import Data, augment
 from towers.errors import InputError, RunError
 from towers.masters import Masters
 from towers.options import Options
+from towers.placement import Op, short
 from towers.tower import TowerBuilder
 from towers.update import make_optimizer
 
@@ -53,13 +54,15 @@ def prepare(options: Options) -> Run:
 
     Raises:
         InputError: a device, the data or the model cannot be had as the options say.
-        RunError: the data set cannot be read.
+        RunError: the data set cannot be read, or a GPU does not compute.
     """
+    devices.configure(**dataclasses.asdict(options.gpu_options()))
+    devices.try_out()
     builder = TowerBuilder(devices.tower_devices(options.num_towers, options.devices))
     with one_line_errors(options):
         dataset = data.load(options.dataset, options.data_dir or None)
     image_shape = augment.output_shape(dataset.image_shape, options.augment)
-    with _names_as_in_a_new_process():
+    with one_line_errors(options), _names_as_in_a_new_process():
         network = model.build(
             options.model,
             options.model_keywords(),
@@ -94,17 +97,41 @@ _NOISE = re.compile(
 )
 
 
+# TensorFlow's own words without soft placement, of an op in a graph or of one that runs at once.
+_DEVICE_REFUSED = re.compile(
+    r"Cannot assign a device for operation (?P<op>\S+?):.*explicitly assigned to (?P<device>\S+)"
+    r"|Could not satisfy device specification '(?P<specification>\S+)'",
+    re.DOTALL,
+)
+
+
+def _no_device(refusal: re.Match) -> str:
+    """Return the line for a device that does not exist, with those that do."""
+    there = [short(device.name) for device in tf.config.list_logical_devices()]
+    name = refusal["op"] or ""
+    what = f"layer {Op(name, '', '', '').layer}" if name else "the model"
+    asked = short(refusal["device"] or refusal["specification"])
+    return (
+        f"--allow_soft_placement=false: {what} asks for {asked}, which is not there or cannot run "
+        f"it; TensorFlow has {', '.join(there)}: let the model choose no device, or leave the flag "
+        "out"
+    )
+
+
 @contextlib.contextmanager
 def one_line_errors(options: Options) -> Iterator[None]:
     """Turn TensorFlow's errors that the user can mend into one line.
 
     Raises:
+        InputError: the model asks for a device that does not exist, without soft placement.
         RunError: the data set, which may be a pipeline of the user's own, cannot be read, or the
             event files cannot be written.
     """
     try:
         yield
     except tf.errors.OpError as error:
+        if refusal := _DEVICE_REFUSED.search(str(error)):
+            raise InputError(_no_device(refusal)) from None
         if "IteratorGetNext" in str(error):
             what = f"--dataset={options.dataset} cannot be read"
         elif "SummaryWriter" in str(error):

@@ -6,19 +6,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import tensorflow as tf
 
-from towers import files
+from towers import devices, files, placement_report
 from towers.checkpoint import Checkpoints
 from towers.errors import RunError
 from towers.evaluate import Evaluation, make_evaluator
 from towers.monitor import Monitor, tensorboard_command
 from towers.options import Options
+from towers.placement import Placement, read_placement, short
 from towers.rules import rule_book
 from towers.run import Run, one_line_errors, prepare
 from towers.step import make_train_loop
@@ -44,7 +45,7 @@ def train(options: Options, start: float | None = None) -> dict[str, Any] | None
     folder = Path(options.train_dir)
     files.check_train_dir(folder, options.overwrite)
     run = prepare(options)
-    checkpoints, restored = open_folder(run, folder)
+    checkpoints, restored = restore(run, folder)
     timetable = make_timetable(run)
     first, last = timetable.first_step, timetable.last_step
     out = sys.stderr if options.json else sys.stdout
@@ -53,7 +54,6 @@ def train(options: Options, start: float | None = None) -> dict[str, Any] | None
         print(f"finished    {folder} has all its {last} steps: {remedy}", file=out)
         print(*table(result), sep="\n", file=out)
         return result
-    files.write_text(folder / "flags.cfg", options.to_flagfile())
     train_loop = make_train_loop(
         run.builder,
         run.masters,
@@ -66,6 +66,9 @@ def train(options: Options, start: float | None = None) -> dict[str, Any] | None
             options.batch_size, seed=options.seed, step=first, examples=timetable.first_examples
         )
     )
+    print(*rule_book(run), *devices.report(run.builder.devices), sep="\n", file=out, flush=True)
+    placement = place(run, train_loop, batches, out)
+    open_folder(run, folder, checkpoints, restored, placement)
     evaluator = make_evaluator(run)
     monitor = Monitor(folder, total_steps=last, step=first, out=out)
     announce(monitor, run, timetable, restored)
@@ -108,27 +111,64 @@ def train(options: Options, start: float | None = None) -> dict[str, Any] | None
     return result
 
 
-def open_folder(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
-    """Restore the newest checkpoint of the folder, or write the first one.
-
-    The first is written before any step: a folder that cannot be written, or is full, is found now
-    and not after an hour.
+def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
+    """Restore the newest checkpoint of the folder, if it is to be continued; write nothing.
 
     Returns:
         The checkpoints, and the step that was restored, None for a new run.
     """
-    if run.options.overwrite:
-        files.move_aside(folder)
     checkpoints = Checkpoints(
         folder / "checkpoints",
         run.masters.variables(),
         {n: getattr(run.options, n) for n in ("model", "model_args", "augment", "dataset")},
         run.options.keep_checkpoints,
     )
-    restored = checkpoints.restore(lambda line: print(line, file=sys.stderr))
+    if run.options.overwrite:
+        return checkpoints, None
+    return checkpoints, checkpoints.restore(lambda line: print(line, file=sys.stderr))
+
+
+def place(run: Run, train_loop: Callable, batches: Iterator, out: TextIO) -> Placement:
+    """Build the graph of a step, and say where TensorFlow put it; no step is made.
+
+    Raises:
+        RunError: a tower's op runs elsewhere, and --placement=strict forbids it.
+    """
+    where = (run.builder.devices, run.masters.variables(), run.builder.gather_device)
+    towers = f"{len(run.builder.devices)} tower{'s' * (len(run.builder.devices) > 1)}"
+    print(f"building    the graph of {towers} ...", file=out, flush=True)
+    with one_line_errors(run.options):
+        placement = read_placement(train_loop, batches, tf.constant(0))
+    lines = placement_report.report(placement, *where)
+    if run.options.log_device_placement:
+        everything = [short(d.name) for d in tf.config.list_logical_devices()]
+        lines += ["  device mapping:", *(f"  {row}" for row in devices.describe(everything))]
+        lines += placement_report.table(placement)
+    print(*lines, sep="\n", file=out, flush=True)
+    if run.options.placement == "strict":
+        placement_report.check_strict(placement_report.strays(placement, *where))
+    return placement
+
+
+def open_folder(
+    run: Run,
+    folder: Path,
+    checkpoints: Checkpoints,
+    restored: int | None,
+    placement: Placement,
+) -> None:
+    """Make the folder that of this run: until here, nothing was written.
+
+    A checkpoint is written before any step: a folder that cannot be written, or is full, is found
+    now and not after an hour.
+    """
+    if run.options.overwrite:
+        files.move_aside(folder)
     if restored is None:
         checkpoints.save(0)
-    return checkpoints, restored
+    files.write_text(folder / "flags.cfg", run.options.to_flagfile())
+    if run.options.log_device_placement:
+        placement_report.write_tsv(folder / "placement.tsv", placement)
 
 
 def make_timetable(run: Run) -> Timetable:
@@ -152,9 +192,7 @@ def finished(timetable: Timetable, folder: Path) -> dict[str, Any] | None:
 
 
 def announce(monitor: Monitor, run: Run, timetable: Timetable, restored: int | None) -> None:
-    """Print the rule book, where the run stands and how to watch it."""
-    for line in rule_book(run):
-        monitor.say(line)
+    """Print where the run stands and how to watch it."""
     folder = run.options.train_dir
     if restored is None:
         monitor.say(f"new run     {folder}, {timetable.last_step} steps")

@@ -1,0 +1,308 @@
+"""What only a GPU can show of towers, in one table: memory options, placement, copies, training.
+
+    python scripts/gpu_check.py
+
+Each check runs in a process of its own, since memory options are per process. A single GPU is split
+into two logical ones where a check needs two. Exit code: 0 all passed, 1 a check failed, 3 no GPU
+here. With --kind=cpu logical CPUs take the part of GPUs in the checks that know no memory.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import tensorflow as tf  # noqa: E402
+
+import towers  # noqa: E402
+from towers import devices, gpus, nvml, runtime  # noqa: E402
+from towers.errors import RunError  # noqa: E402
+from towers.nvml import MIB  # noqa: E402
+from towers.options import Options  # noqa: E402
+from towers.placement import read_placement  # noqa: E402
+
+EXIT_FAILED, EXIT_NO_GPU = 1, 3
+TIMEOUT_SECONDS = 600
+
+
+def expect(condition: bool, found: str) -> None:
+    """End a check that failed, with what it found."""
+    if not condition:
+        raise RunError(found)
+
+
+def two_devices(kind: str) -> list[str]:
+    """Return two devices, halves of one GPU if there is no second; nothing may have started."""
+    if kind == "cpu":
+        return devices.tower_devices(2, "cpu")
+    physical = tf.config.list_physical_devices("GPU")
+    if len(physical) == 1:
+        [gpu] = devices.describe()
+        half = tf.config.LogicalDeviceConfiguration(
+            memory_limit=min((gpu.free_bytes or 8192 * MIB) // MIB // 3, 8192)
+        )
+        tf.config.set_logical_device_configuration(physical[0], [half, half])
+    return devices.tower_devices(2)
+
+
+def find() -> list[str]:
+    """Return a line for each GPU; an error if the driver has some and TensorFlow sees none."""
+    devices.configure()
+    if devices.tower_devices() == ["/cpu:0"]:
+        return []
+    return [str(gpu) for gpu in devices.describe()]
+
+
+# ---------------------------------------------------------------------------- Memory; GPUs only
+
+
+def fraction() -> str:
+    """A fraction is of the GPU's total memory, and what TensorFlow may take."""
+    devices.configure(per_process_gpu_memory_fraction=0.25)
+    [line, *_] = devices.read_back()
+    total = devices.describe()[0].total_bytes // MIB
+    limit = runtime.device_memory_bytes()["/gpu:0"] // MIB
+    expect(limit == total // 4, f"{limit} MiB of {total} MiB")
+    return f"{line.split(maxsplit=1)[1]}, of {total} MiB"
+
+
+def limit() -> str:
+    """A limit is read back, and holds."""
+    devices.configure(gpu_memory_limit_mib=512)
+    [line, *_] = devices.read_back()
+    try:
+        with tf.device("/gpu:0"):
+            tf.zeros([256 * MIB]).numpy()  # 1 GiB
+    except tf.errors.ResourceExhaustedError:
+        return f"{line.split(maxsplit=1)[1]}; 1 GiB is refused"
+    raise RunError("1 GiB was given in spite of a limit of 512 MiB")
+
+
+def growth() -> str:
+    """With growth, a small tensor takes little of the GPU."""
+    free_before = devices.describe()[0].free_bytes
+    devices.configure(allow_growth=True)
+    [line, *_] = devices.read_back()
+    with tf.device("/gpu:0"):
+        tf.zeros([MIB]).numpy()
+    [gpu, *_] = devices.describe()
+    taken = (free_before - gpu.free_bytes) // MIB
+    expect(taken < gpu.total_bytes // MIB / 4, f"4 MiB in use, {taken} MiB taken")
+    return f"{line.split(maxsplit=1)[1]}; 4 MiB in use, {taken} MiB taken"
+
+
+def visible() -> str:
+    """The largest GPU, by the driver's number, is the only one that is seen."""
+    everything = gpus.visible_gpus(nvml.gpus())
+    largest = max(everything, key=lambda gpu: (gpu.total_bytes or 0, gpu.index)).index
+    devices.configure(visible_gpus=str(largest))
+    seen = [gpu.driver_index for gpu in devices.describe()]
+    expect(seen == [largest], f"--visible_gpus={largest}, and TensorFlow sees {seen}")
+    devices.read_back()
+    started = [name for name in runtime.device_memory_bytes() if name.startswith("/gpu")]
+    expect(started == ["/gpu:0"], f"--visible_gpus={largest}, and {started} have started")
+    return f"GPU {largest} of {len(everything)}"
+
+
+def session() -> str:
+    """A session takes the fraction of its `ConfigProto`."""
+    total = devices.describe()[0].total_bytes // MIB
+    config = devices.config_proto(per_process_gpu_memory_fraction=0.25, allow_soft_placement=False)
+    with tf.Graph().as_default(), tf.device("/gpu:0"):
+        product = tf.matmul(tf.ones([64, 64]), tf.ones([64, 64]))
+        with tf.compat.v1.Session(config=config) as running:
+            expect(bool((running.run(product) == 64).all()), "a wrong product")
+            limits = {d.name[-5:]: d.memory_limit_bytes // MIB for d in running.list_devices()}
+    share = limits["GPU:0"] / total
+    expect(0.2 < share < 0.26, f"{limits['GPU:0']} of {total} MiB")  # CUDA's total is a bit less
+    return f"{limits['GPU:0']} MiB of {total} MiB"
+
+
+# ---------------------------------------------------------------------------- Towers
+
+
+def placement(kind: str) -> str:
+    """Each tower's ops run on its own device."""
+    names = two_devices(kind)
+    builder = towers.TowerBuilder(names)
+    product = tf.function(lambda a: builder.sum(lambda: tf.matmul(a, a)))
+    ran = read_placement(product, tf.random.stateless_normal([64, 64], [0, 0]))
+    where = sorted(op.device for op in ran.ops if op.type.endswith("MatMul"))
+    expect(where == sorted(names), f"MatMul ran on {', '.join(where)}")
+    strays = [f"{op.name} on {op.device}" for op in ran.misplaced(names)]
+    expect(not strays, ", ".join(strays))
+    return f"MatMul on {' and '.join(where)}"
+
+
+def gradients(kind: str) -> str:
+    """Two towers compute what one device computes."""
+    names = two_devices(kind)
+    weights = tf.Variable(tf.random.stateless_normal([32, 8], [0, 0], dtype=tf.float64))
+    batch = tf.random.stateless_normal([15, 32], [0, 1], dtype=tf.float64)
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(tf.tanh(x @ weights) ** 2, axis=1)
+
+    _, [two] = towers.TowerBuilder(names).gradients(loss, [weights], batch)
+    _, [one] = towers.TowerBuilder(names[:1]).gradients(loss, [weights], batch)
+    difference = float(tf.reduce_max(abs(two - one)) / tf.reduce_max(abs(one)))
+    expect(difference < 1e-12, f"largest relative difference {difference:.1e}")
+    return f"largest relative difference {difference:.1e}"
+
+
+def collectives(kind: str) -> str:
+    """A collective sum over two devices is exact."""
+    names = two_devices(kind)
+    tokens = []
+    for name in names:
+        with tf.device(name):
+            tokens.append(tf.Variable(0.0))
+
+    @tf.function
+    def sums(x: tf.Tensor) -> list[tf.Tensor]:
+        results = []
+        for tower, (name, token) in enumerate(zip(names, tokens, strict=True)):
+            with tf.device(name):
+                results.append(
+                    tf.raw_ops.CollectiveReduceV2(
+                        input=x * (tower + 1.0),
+                        group_size=len(names),
+                        group_key=1,
+                        instance_key=1,
+                        ordering_token=[token.handle],
+                        merge_op="Add",
+                        final_op="Id",
+                        timeout_seconds=30.0,
+                    )
+                )
+        return results
+
+    x = tf.random.stateless_uniform([1000], [0, 0], maxval=1000, dtype=tf.int32)
+    x = tf.cast(x, tf.float32)  # whole numbers: any order of adding gives the same
+    wrong = [n for n, r in zip(names, sums(x), strict=True) if not (r == 3 * x).numpy().all()]
+    expect(not wrong, f"a wrong sum on {', '.join(wrong)}")
+    return f"exact on {' and '.join(names)}"
+
+
+def copies(kind: str) -> str:
+    """What is copied between any two devices arrives bit for bit."""
+    names = two_devices(kind)
+    names = ["/cpu:0", *(devices.tower_devices() if kind == "gpu" else names[1:])]
+    bits = tf.random.stateless_uniform([MIB], [0, 0], None, None, dtype=tf.int32)
+    values = tf.bitcast(bits & 0x7FFFFF | 0x3F800000, tf.float32)  # from 1 to 2: all bits count
+    wrong = []
+    pairs = [(source, target) for source in names for target in names if source != target]
+    for source, target in pairs:
+        with tf.device(source):
+            there = tf.identity(values) * 1.0  # computed on the source
+        with tf.device(target):
+            back = tf.identity(there) * 1.0
+        expect(target[1:].upper() in back.device, f"{source} -> {target} ran on {back.device}")
+        if not (back.numpy() == values.numpy()).all():
+            wrong.append(f"{source} -> {target}")
+    expect(not wrong, f"other bits arrive: {', '.join(wrong)}")
+    return f"{len(pairs)} ways between {len(names)} devices"
+
+
+def training(kind: str, **options: object) -> str:
+    """A short run of two towers, with the tutorial's network."""
+    from towers.train import train
+
+    two_devices(kind)
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"max_steps": 50, "batch_size": 64, "num_towers": 2, "json": True}
+        given |= {"train_dir": f"{folder}/run", "devices": "cpu" if kind == "cpu" else ""}
+        result = train(Options(**given | options))
+    return f"{result['examples_per_second']:.0f} examples/s, loss {result['train_loss']:.3f}"
+
+
+def strict_training(kind: str, **options: object) -> str:
+    """The same, where an op that leaves its tower's device is an error."""
+    return training(kind, allow_soft_placement=False, placement="strict", **options)
+
+
+FIND = "find"
+# Of a GPU's memory, and of any device.
+MEMORY_CHECKS: dict[str, Callable[[], str]] = {
+    "memory fraction is read back": fraction,
+    "memory limit is read back and holds": limit,
+    "memory growth is read back": growth,
+    "one visible GPU, by the driver's number": visible,
+    "memory fraction of a session": session,
+}
+TOWER_CHECKS: dict[str, Callable[..., str]] = {
+    "ops of each tower run on its device": placement,
+    "two towers compute what one device does": gradients,
+    "collectives sum": collectives,
+    "copies between all pairs of devices": copies,
+    "a short training run": training,
+    "the same with --placement=strict": strict_training,
+}
+
+
+def names_of_checks(kind: str) -> list[str]:
+    """Return the checks that can be made on devices of a kind."""
+    return [*(MEMORY_CHECKS if kind == "gpu" else ()), *TOWER_CHECKS]
+
+
+def run_check(name: str, kind: str) -> tuple[bool, Any]:
+    """Run a check in a process of its own; return whether it passed, and what it found.
+
+    This process must not start TensorFlow: it would take the memory of all GPUs.
+    """
+    command = [sys.executable, __file__, f"--kind={kind}", f"--only={name}"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"no answer within {TIMEOUT_SECONDS} s"
+    if done.returncode == 0:
+        return True, json.loads(done.stdout.splitlines()[-1])
+    lines = done.stderr.strip().splitlines() or ["no output"]
+    return False, f"{lines[-1][:300]} (exit code {done.returncode})"
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    run: Callable[[str, str], tuple[bool, Any]] = run_check,
+) -> int:
+    """Run all checks and print the table; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", choices=("gpu", "cpu"), default="gpu", help="of the towers")
+    parser.add_argument("--only", help="one check, in this process, as JSON")
+    flags = parser.parse_args(argv)
+    if flags.only:
+        alone = {FIND: find, **MEMORY_CHECKS}.get(flags.only)
+        print(json.dumps(alone() if alone else TOWER_CHECKS[flags.only](flags.kind)))
+        return 0
+    if flags.kind == "gpu":
+        good, found = run(FIND, flags.kind)
+        if not good:
+            print(found)
+            return EXIT_FAILED
+        if not found:
+            print("no GPU here")
+            return EXIT_NO_GPU
+        print(*found, f"TensorFlow {tf.__version__}, driver {nvml.driver_version()}", sep="\n")
+    names = names_of_checks(flags.kind)
+    passed = 0
+    for name in names:
+        good, detail = run(name, flags.kind)
+        passed += good
+        print(f"{'ok' if good else 'FAILED':8}{name:42}{detail}", flush=True)
+    print(f"{passed} of {len(names)} passed")
+    return 0 if passed == len(names) else EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

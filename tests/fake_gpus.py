@@ -1,0 +1,273 @@
+"""Made-up GPUs: a driver (NVML), and TensorFlow's GPUs, for machines that have none.
+
+    machine = fake_gpus.install(monkeypatch, A100, A100)
+    devices.configure(visible_gpus="1", allow_growth=True)
+    assert machine.growth == [True]
+
+Only functions of `pynvml` and of `tf.config` are replaced, so all of towers runs as it is. As CUDA
+does, TensorFlow reads CUDA_VISIBLE_DEVICES once, when it first lists its GPUs.
+"""
+
+import dataclasses
+import os
+from types import SimpleNamespace
+
+import pynvml
+import tensorflow as tf
+
+from towers import gpus, runtime
+from towers.gpu_options import GpuOptions
+
+MIB = 2**20
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TF_FORCE_GPU_ALLOW_GROWTH")
+CUDA_BUILD = {
+    "is_cuda_build": True,
+    "cuda_version": "12.5.1",
+    "cudnn_version": "9",
+    "cuda_compute_capabilities": ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """One GPU: what the driver tells of it, and whether TensorFlow takes it.
+
+    Attributes:
+        holders: (pid, name, MiB) of the processes on it; MiB may be None.
+        lost: it has fallen off the bus.
+        silent: names of NVML's functions that it does not support.
+        listed: by TensorFlow.
+    """
+
+    name: str = "NVIDIA A100"
+    capability: tuple[int, int] = (8, 0)
+    total_mib: int = 40960
+    free_mib: int = 40536
+    holders: tuple[tuple[int, str, int | None], ...] = ()
+    lost: bool = False
+    silent: frozenset[str] = frozenset()
+    listed: bool = True
+
+
+A100 = Card()
+FULL = Card(free_mib=1000, holders=((17, "python", 39000), (18, "blender", None)))
+SMALL = Card("NVIDIA T400", (7, 5), total_mib=2048, free_mib=2000, listed=False)
+OLD = Card("Tesla K80", (3, 7), total_mib=11441, free_mib=11400, listed=False)
+LOST = Card(lost=True, listed=False)
+
+
+class Machine:
+    """TensorFlow's GPUs, and what has been set of them."""
+
+    def __init__(self, cards):
+        self.cards = cards
+        self.listed_at = None  # the user's line
+        self.started_at = None
+        self.extra = 0  # GPUs that CUDA shows in spite of CUDA_VISIBLE_DEVICES
+        self.hidden = []  # places of those that tf.config.set_visible_devices leaves out
+        self.soft_placement = True
+        self.memory = {}  # bytes that TensorFlow takes in place of what was set
+        self._environ = self._shown = self._devices = None
+        self._growth, self._parts = {}, {}
+
+    @property
+    def growth(self):
+        """What was set for each of TensorFlow's GPUs."""
+        return [self._growth.get(gpu) for gpu in self.physical()]
+
+    @property
+    def limits_mib(self):
+        """The limit of each logical device that each GPU was split into, None if it was not."""
+        parts = [self._parts.get(gpu) for gpu in self.physical()]
+        return [p and [part.memory_limit for part in p] for p in parts]
+
+    def split(self, gpu, *limits_mib):
+        """Split one of TensorFlow's GPUs, as a user's program may."""
+        self._parts[self.physical()[gpu]] = [
+            tf.config.LogicalDeviceConfiguration(memory_limit=limit) for limit in limits_mib
+        ]
+
+    def list_gpus(self, line="program.py:3 (gpus = tf.config.list_physical_devices('GPU'))"):
+        """List them, as the user's program does on `line`."""
+        self.physical()
+        self.listed_at = line
+
+    def physical(self):
+        if self._devices is None:
+            self._environ = dict(os.environ)
+            value = os.environ.get("CUDA_VISIBLE_DEVICES")
+            shown = list(self.cards)
+            if value is not None:  # what is wrong is left out: CUDA's rules are tested elsewhere
+                numbers = [int(n) for n in value.split(",") if n.isdecimal()]
+                numbers = [n for n in numbers if n < len(self.cards)]
+                shown = [self.cards[n] for n in numbers] + list(self.cards)[: self.extra]
+            self._shown = [card for card in shown if card.listed]
+            names = [f"/physical_device:GPU:{i}" for i in range(len(self._shown))]
+            self._devices = [tf.config.PhysicalDevice(name, "GPU") for name in names]
+            self.listed_at = self.listed_at or "program.py:1 (devices.configure())"
+        return list(self._devices)
+
+    # What towers.gpus asks of its recorder.
+
+    def listed_by(self):
+        return self.listed_at
+
+    def started_by(self):
+        return self.started_at
+
+    def environ(self):
+        return self._environ if self.listed_at else os.environ
+
+    # What stands in for functions of TensorFlow.
+
+    def visible(self):
+        return [gpu for i, gpu in enumerate(self.physical()) if i not in self.hidden]
+
+    def details(self, gpu):
+        card = self._shown[self.physical().index(gpu)]
+        return {"device_name": card.name, "compute_capability": card.capability}
+
+    def get_parts(self, gpu):
+        return self._parts.get(gpu)
+
+    def set_parts(self, gpu, parts):
+        assert not self.started_at and not self._growth.get(gpu)
+        self._parts[gpu] = parts
+
+    def set_growth(self, gpu, value):
+        assert not self.started_at and not self._parts.get(gpu)
+        self._growth[gpu] = value
+
+    def device_memory_bytes(self):
+        self.started_at = self.started_at or "program.py:9 (devices.read_back())"
+        result = {"/cpu:0": 256 * MIB}
+        for gpu in self.visible():
+            card = self._shown[self.physical().index(gpu)]
+            for part in self._parts.get(gpu) or [None]:
+                limit = part.memory_limit if part else card.free_mib - 500
+                result[f"/gpu:{len(result) - 1}"] = limit * MIB
+        return result | self.memory
+
+
+def install(monkeypatch, *cards, driver=True, build=CUDA_BUILD):
+    """Let this process have `cards`, fresh: nothing listed, nothing set; return the `Machine`."""
+    machine = Machine(cards)
+    install_driver(monkeypatch, *cards, there=driver)
+    monkeypatch.setattr(gpus, "_recorder", machine)
+    monkeypatch.setattr(gpus, "_in_force", GpuOptions())
+    monkeypatch.setattr(runtime, "device_memory_bytes", machine.device_memory_bytes)
+    monkeypatch.setattr(tf.sysconfig, "get_build_info", lambda: build)
+    config = tf.config
+    for name, found in {
+        "list_physical_devices": machine.physical,
+        "get_visible_devices": machine.visible,
+    }.items():
+        real = getattr(config, name)
+        monkeypatch.setattr(
+            config,
+            name,
+            lambda kind=None, real=real, found=found: found() if kind == "GPU" else real(kind),
+        )
+    for owner, name, made_up in (
+        (config, "get_logical_device_configuration", machine.get_parts),
+        (config, "set_logical_device_configuration", machine.set_parts),
+        (config.experimental, "get_memory_growth", lambda gpu: machine._growth.get(gpu)),
+        (config.experimental, "set_memory_growth", machine.set_growth),
+        (config.experimental, "get_device_details", machine.details),
+    ):
+        real = getattr(owner, name)
+
+        def of_gpus(device, *rest, real=real, made_up=made_up):
+            return (made_up if device.device_type == "GPU" else real)(device, *rest)
+
+        monkeypatch.setattr(owner, name, of_gpus)
+    monkeypatch.setattr(
+        config, "set_soft_device_placement", lambda on: setattr(machine, "soft_placement", on)
+    )
+    monkeypatch.setattr(config, "get_soft_device_placement", lambda: machine.soft_placement)
+    return machine
+
+
+def install_driver(monkeypatch, *cards, there=True, as_bytes=False):
+    """Let NVML have `cards`, as text or, as old releases do, as bytes; or let it not be there."""
+    for name in VARIABLES:  # set first: only then is it put back at the end
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    open_count = []
+
+    def text(value):
+        return value.encode() if as_bytes and isinstance(value, str) else value
+
+    def init():
+        if not there:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+        open_count.append(1)
+
+    def handle(index):
+        if cards[index].lost:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return SimpleNamespace(index=index)
+
+    def process_name(pid):
+        for card in cards:
+            for holder, name, _ in card.holders:
+                if holder == pid and name:
+                    return text(name)
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+
+    def of_card(name, answer):
+        def function(handle):
+            card = cards[handle.index]
+            if name in card.silent:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            return answer(handle.index, card)
+
+        return function
+
+    def processes(index, card):
+        return [
+            SimpleNamespace(pid=pid, usedGpuMemory=used and used * MIB)
+            for pid, _, used in card.holders
+        ]
+
+    functions = {
+        "nvmlInit": init,
+        "nvmlShutdown": open_count.pop,
+        "nvmlDeviceGetCount": lambda: len(cards),
+        "nvmlSystemGetDriverVersion": lambda: text("555.42.02"),
+        "nvmlDeviceGetHandleByIndex": handle,
+        "nvmlSystemGetProcessName": process_name,
+    }
+    answers = {
+        "nvmlDeviceGetName": lambda i, card: text(card.name),
+        "nvmlDeviceGetUUID": lambda i, card: text(uuid(i)),
+        "nvmlDeviceGetPciInfo": lambda i, card: SimpleNamespace(busId=text(bus_id(i))),
+        "nvmlDeviceGetCudaComputeCapability": lambda i, card: list(card.capability),
+        "nvmlDeviceGetMemoryInfo": lambda i, card: SimpleNamespace(
+            total=card.total_mib * MIB, free=card.free_mib * MIB
+        ),
+        "nvmlDeviceGetComputeRunningProcesses": processes,
+    }
+    functions |= {name: of_card(name, answer) for name, answer in answers.items()}
+    for name, function in functions.items():
+        monkeypatch.setattr(pynvml, name, _while_open(name, function, open_count))
+    return open_count
+
+
+def _while_open(name, function, open_count):
+    """Let NVML refuse what is asked before nvmlInit or after nvmlShutdown."""
+
+    def guarded(*arguments):
+        if name != "nvmlInit" and not open_count:
+            raise AssertionError(f"{name} was called while NVML is closed")
+        return function(*arguments)
+
+    return guarded
+
+
+def uuid(index):
+    return f"GPU-{index}a5b0c3d-0000-4000-8000-000000000000"
+
+
+def bus_id(index):
+    return f"00000000:{index + 1}5:00.0"

@@ -1,0 +1,80 @@
+"""One option: its default, group, help and range, as a field of a frozen dataclass."""
+
+import dataclasses
+import numbers
+from typing import Any
+
+from towers.errors import InputError
+
+
+def option(default: Any, group: str, help: str, **metadata: Any) -> Any:
+    """Return a dataclass field that says all about an option.
+
+    Args:
+        default: its value if none is given.
+        group: heading under which its help stands.
+        help: what it means.
+        **metadata: "minimum", "maximum", "choices", "example" of a value, "alias" of the flag,
+            "numbers" for a string of numbers with commas.
+    """
+    return dataclasses.field(default=default, metadata=dict(group=group, help=help, **metadata))
+
+
+def same_option(owner: type, name: str) -> Any:
+    """Return the field `name` of another dataclass, for use in this one."""
+    field = owner.__dataclass_fields__[name]
+    return dataclasses.field(default=field.default, metadata=field.metadata)
+
+
+def check_value(field: dataclasses.Field, value: Any) -> None:
+    """Raise a one-line InputError if `value` is not allowed for the option `field`."""
+    choices = field.metadata.get("choices")
+    if choices and value not in choices:
+        raise InputError(f"--{field.name}={value}: allowed are {', '.join(choices)}")
+    if field.type in (int, float):
+        _check_number(field, value)
+    elif not isinstance(value, field.type):
+        kind = "a string" if field.type is str else "True or False"
+        raise InputError(f"{field.name}={value!r}: {kind} is needed")
+    elif field.type is str:
+        if field.default and not value:
+            raise InputError(
+                f"--{field.name}= is empty: give a value, as --{field.name}={field.default}"
+            )
+        if value != value.strip() or not value.isprintable():  # flags.cfg could not repeat it
+            raise InputError(
+                f"--{field.name}={value!r}: text in one line, without spaces at its ends, is needed"
+            )
+        if field.metadata.get("numbers"):
+            parse_numbers(field.name, value)
+
+
+def _check_number(field: dataclasses.Field, value: Any) -> None:
+    """Raise a one-line InputError if `value` is no finite number, or out of range."""
+    kind = "a whole number" if field.type is int else "a number"
+    types = (numbers.Integral, field.type)
+    if not isinstance(value, types) or isinstance(value, bool) or not abs(value) < float("inf"):
+        raise InputError(f"--{field.name}={value}: {kind} is needed")
+    low, high = field.metadata.get("minimum"), field.metadata.get("maximum")
+    if (low is not None and value < low) or (high is not None and value > high):
+        limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+        example = field.metadata.get("example")
+        such_as = f", as --{field.name}={example}" if example else ""
+        raise InputError(f"--{field.name}={value}: {kind} {limits} is needed{such_as}")
+
+
+def parse_numbers(name: str, text: str) -> list[float]:
+    """Return the numbers of a comma-separated option.
+
+    Raises:
+        InputError: a part is not a number of at least 0, or they do not rise.
+    """
+    try:
+        values = [float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        values = [float("nan")]
+    if not all(0 <= value < float("inf") for value in values):
+        raise InputError(f"--{name}={text}: numbers with commas are needed, as 80,120")
+    if values != sorted(set(values)):
+        raise InputError(f"--{name}={text}: each number must be greater than the one before")
+    return values

@@ -1,0 +1,127 @@
+"""The driver's view of the GPUs, by NVML; without a driver there are simply none.
+
+TensorFlow shows what it uses; NVML shows what there is: names, memory, who holds it. GPUs are
+numbered in PCI bus order, as nvidia-smi numbers them. What a driver does not tell is None.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pynvml
+
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """A process that holds memory of a GPU."""
+
+    pid: int
+    name: str
+    used_bytes: int | None
+
+    def __str__(self) -> str:
+        """Return "python (pid 17, 3000 MiB)"."""
+        used = f", {self.used_bytes // MIB} MiB" if self.used_bytes else ""
+        return f"{self.name} (pid {self.pid}{used})"
+
+
+@dataclasses.dataclass(frozen=True)
+class DriverGpu:
+    """One GPU as the driver sees it.
+
+    Attributes:
+        index: in PCI bus order, from 0.
+        uuid: "GPU-...".
+        pci_bus_id: "00000000:65:00.0".
+        name: of the product.
+        compute_capability: (major, minor).
+        total_bytes: of its memory.
+        free_bytes: of its memory, now.
+        processes: that use it for computing.
+    """
+
+    index: int
+    uuid: str | None = None
+    pci_bus_id: str | None = None
+    name: str | None = None
+    compute_capability: tuple[int, int] | None = None
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+    processes: tuple[Process, ...] = ()
+
+    def __str__(self) -> str:
+        """Return "0 (NVIDIA A100)"."""
+        return f"{self.index} ({self.name or 'unreadable'})"
+
+    @property
+    def full(self) -> bool:
+        """Whether less than a twentieth of its memory is free: somebody else uses it."""
+        return None not in (self.free_bytes, self.total_bytes) and (
+            self.free_bytes < self.total_bytes / 20
+        )
+
+
+def gpus() -> list[DriverGpu]:
+    """Return the GPUs of this machine, [] where there is no driver."""
+    with _started() as there:
+        return [_gpu(i) for i in range(_ask(pynvml.nvmlDeviceGetCount) or 0)] if there else []
+
+
+def driver_version() -> str | None:
+    """Return the driver's version, None where there is no driver."""
+    with _started() as there:
+        return _text(_ask(pynvml.nvmlSystemGetDriverVersion)) if there else None
+
+
+@contextlib.contextmanager
+def _started() -> Iterator[bool]:
+    """Tell whether there is a driver, and keep NVML open meanwhile."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu(index: int) -> DriverGpu:
+    """Ask the driver about one GPU; one that has fallen off the bus answers nothing."""
+    handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
+    if handle is None:
+        return DriverGpu(index)
+    memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    bus = _ask(pynvml.nvmlDeviceGetPciInfo, handle)
+    capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    return DriverGpu(
+        index=index,
+        uuid=_text(_ask(pynvml.nvmlDeviceGetUUID, handle)),
+        pci_bus_id=bus and _text(bus.busId),
+        name=_text(_ask(pynvml.nvmlDeviceGetName, handle)),
+        compute_capability=capability and tuple(capability),
+        total_bytes=memory and int(memory.total),
+        free_bytes=memory and int(memory.free),
+        processes=tuple(
+            Process(
+                p.pid, _text(_ask(pynvml.nvmlSystemGetProcessName, p.pid)) or "?", p.usedGpuMemory
+            )
+            for p in _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+        ),
+    )
+
+
+def _ask(function: Callable, *arguments: Any) -> Any:
+    """Call NVML; None where it does not answer: not supported, no permission, GPU lost."""
+    try:
+        return function(*arguments)
+    except (pynvml.NVMLError, UnicodeDecodeError):  # a process may bear any name
+        return None
+
+
+def _text(value: str | bytes | None) -> str | None:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
