@@ -77,9 +77,11 @@ setup(
     ],
     extras_require={
         "gpu": ["tensorflow[and-cuda]>=2.21,<2.22"],
+        "plot": ["matplotlib"],
         "test": [
             "build",
             "hypothesis",
+            "matplotlib",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",

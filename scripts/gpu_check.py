@@ -25,6 +25,7 @@ import tensorflow as tf  # noqa: E402
 
 import towers  # noqa: E402
 from towers import devices, gpus, nvml, runtime  # noqa: E402
+from towers.collectives import Group  # noqa: E402
 from towers.errors import RunError  # noqa: E402
 from towers.nvml import MIB  # noqa: E402
 from towers.options import Options  # noqa: E402
@@ -161,36 +162,22 @@ def gradients(kind: str) -> str:
 
 def collectives(kind: str) -> str:
     """A collective sum over two devices is exact."""
-    names = two_devices(kind)
-    tokens = []
-    for name in names:
-        with tf.device(name):
-            tokens.append(tf.Variable(0.0))
+    group = Group(two_devices(kind))
 
     @tf.function
     def sums(x: tf.Tensor) -> list[tf.Tensor]:
         results = []
-        for tower, (name, token) in enumerate(zip(names, tokens, strict=True)):
+        for tower, name in enumerate(group.devices):
             with tf.device(name):
-                results.append(
-                    tf.raw_ops.CollectiveReduceV2(
-                        input=x * (tower + 1.0),
-                        group_size=len(names),
-                        group_key=1,
-                        instance_key=1,
-                        ordering_token=[token.handle],
-                        merge_op="Add",
-                        final_op="Id",
-                        timeout_seconds=30.0,
-                    )
-                )
+                results.append(group.all_sum(tower)(x * (tower + 1.0)))
         return results
 
     x = tf.random.stateless_uniform([1000], [0, 0], maxval=1000, dtype=tf.int32)
     x = tf.cast(x, tf.float32)  # whole numbers: any order of adding gives the same
-    wrong = [n for n, r in zip(names, sums(x), strict=True) if not (r == 3 * x).numpy().all()]
+    found = zip(group.devices, sums(x), strict=True)
+    wrong = [name for name, result in found if not (result == 3 * x).numpy().all()]
     expect(not wrong, f"a wrong sum on {', '.join(wrong)}")
-    return f"exact on {' and '.join(names)}"
+    return f"exact on {' and '.join(group.devices)}"
 
 
 def copies(kind: str) -> str:

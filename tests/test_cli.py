@@ -60,9 +60,9 @@ def call(argv):
 # ---------------------------------------------------------------------------- Bad command lines
 
 MESSAGES = {
-    "tran": "there is no verb 'tran': towers train|evaluate|doctor --flag=value ...",
-    "--num_towers=2 train": "there is no verb '--num_towers=2': towers train|evaluate|doctor "
-    "--flag=value ...",
+    "tran": "there is no verb 'tran': towers train|evaluate|verify|doctor --flag=value ...",
+    "--num_towers=2 train": "there is no verb '--num_towers=2': "
+    "towers train|evaluate|verify|doctor --flag=value ...",
     "train --learnin_rate=2": "there is no flag --learnin_rate; did you mean --learning_rate?",
     "train --batch-size=2": "there is no flag --batch-size; did you mean --batch_size?",
     "train --num_gpu=2": "there is no flag --num_gpu; did you mean --num_gpus?",

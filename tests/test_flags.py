@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import towers
 from towers import flags
 from towers.errors import InputError
-from towers.options import Options
+from towers.options import Options, VerifyOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,6 +33,8 @@ DEFAULTS = """
 --devices=
 --placement=report
 --log_device_placement=false
+--batch_norm=sync
+--accumulate_steps=1
 --steps_per_loop=10
 --visible_gpus=
 --per_process_gpu_memory_fraction=0
@@ -50,6 +52,7 @@ DEFAULTS = """
 --momentum=0.9
 --weight_decay=0
 --ema_decay=0
+--label_smoothing=0
 --clip_norm=0
 --clip_value=0
 --clip_global_norm=0
@@ -87,7 +90,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_verbs_are_frozen():
-    assert list(flags.VERBS) == ["train", "evaluate", "doctor"]
+    assert list(flags.VERBS) == ["train", "evaluate", "verify", "doctor"]
 
 
 def test_the_flags_and_their_defaults_are_frozen():
@@ -99,6 +102,17 @@ def test_the_flags_and_their_defaults_are_frozen():
 
 def test_the_defaults_that_are_shown_are_those_in_force():
     assert flags.parse("train", DEFAULTS) == flags.parse("train", []) == Options()
+
+
+def test_verify_takes_a_list_of_towers_and_has_flags_of_its_own():
+    lines = flags.verb_help("verify").splitlines()
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    changed = [line.replace("--num_towers=0", "--num_towers=1,2,3,4") for line in DEFAULTS]
+    assert shown == [*changed, "--steps=10", "--float32=false"]
+    options = flags.parse("verify", ["--num_gpus=1,2", "--steps=3", "--nojson", "--float32"])
+    assert options == VerifyOptions(num_towers="1,2", steps=3, float32=True)
+    assert options.of_run(num_towers=2) == Options(num_towers=2)
+    assert "there is no flag --steps" in refusal("train", "--steps=3")
 
 
 def test_evaluate_takes_what_does_not_change_the_run():

@@ -18,9 +18,9 @@ def test_the_rule_book_in_full():
         "  2 regularisation: once, on the master weights; weight decay 0 (L2), and the layers' own",
         "  3 finite test: on the gathered gradient, not needed in this precision",
         "  4 clipping: none, after the gather; then update, then EMA",
-        "  5 shuffling and augmentation: by (seed, step, place in the global batch), seed 0; "
-        "dropout: the same draws in each tower's slice",
-        "  6 BatchNorm: moments over a tower's slice; statistics gathered, assigned once a step",
+        "  5 shuffling, augmentation, dropout: by (seed, step, place in the global batch), seed 0",
+        "  6 BatchNorm: sync, moments over the global batch; statistics gathered, assigned once a "
+        "step",
         "  7 clock: examples; momentum, learning rate 0.1 cosine, EMA none",
         "  8 the loss that is printed is that of all towers",
     ]
@@ -46,6 +46,8 @@ def test_the_options_of_the_update_are_told():
     assert "clip_norm=0.5, after" in line("  4", clip_norm=0.5)
     assert "clip_global_norm=2, after" in line("  4", clip_global_norm=2)
     assert "seed 9" in line("  5", seed=9)
+    assert "local, moments over a tower's slice;" in line("  6", batch_norm="local")
+    assert "over the global batch in 4 parts;" in line("  6", accumulate_steps=4)
     assert "adamw, learning rate 0.5 constant, EMA 0.9" in line(
         "  7", optimizer="adamw", learning_rate=0.5, schedule="constant", ema_decay=0.9
     )

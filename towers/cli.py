@@ -77,13 +77,17 @@ def _run(verb: str, options: Options, start: float) -> int:
         result = train(options, start)
         if result is None:
             return EXIT_STOPPED
+    elif verb == "verify":
+        from towers.verify import verify
+
+        result = verify(options, say)
     else:
         from towers.evaluate import evaluate
 
         result = evaluate(options, say)
     if options.json:
         print(json.dumps(result))
-    return 0
+    return EXIT_FAILED if verb == "verify" and not result["passed"] else 0
 
 
 def _start(options: Options) -> None:

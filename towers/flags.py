@@ -17,7 +17,7 @@ from absl import flags
 from towers import files
 from towers.errors import InputError
 from towers.gpu_options import GpuOptions
-from towers.options import Options
+from towers.options import Options, VerifyOptions
 
 # Which flags a verb takes on its command line. In a flagfile each verb takes all, so that one file
 # serves training and whatever is done with the run afterwards.
@@ -28,6 +28,7 @@ VERBS: dict[str, tuple[str, tuple[str, ...] | None]] = {
         tuple("train_dir json dataset data_dir batch_size dtype num_towers devices".split())
         + tuple(field.name for field in dataclasses.fields(GpuOptions)),
     ),
+    "verify": ("prove on your model that N towers compute what one device computes", None),
     "doctor": (
         "check this machine: versions, GPUs, memory, computing, data, folders",
         tuple("train_dir json dataset data_dir visible_gpus".split()),
@@ -35,8 +36,8 @@ VERBS: dict[str, tuple[str, tuple[str, ...] | None]] = {
 }
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Options)}
+_OF_VERB = {"verify": VerifyOptions}  # more than, or other than, the options of a run
 _ALIASES = {f.metadata["alias"]: n for n, f in _FIELDS.items() if "alias" in f.metadata}
-_NEGATIONS = {f"no{name}": name for name, field in _FIELDS.items() if field.type is bool}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -51,18 +52,32 @@ def parse(verb: str, argv: Sequence[str]) -> Options:
         InputError: one line, for an unknown flag, a value of the wrong kind or out of range, a
             flagfile that cannot be read, or an argument that is no flag.
     """
-    values = _define()
+    values = _define(verb)
     _set(values, argv, verb)
     if verb == "evaluate":  # what the run was trained with, then what is given now
-        train_dir, values = values["train_dir"].value, _define()
+        train_dir, values = values["train_dir"].value, _define(verb)
         _set(values, [*_flags_of_run(train_dir), f"--train_dir={train_dir}", *argv], verb)
-    return Options(**{name: values[name].value for name in _FIELDS})
+    return _class_of(verb)(**{name: values[name].value for name in _fields(verb)})
 
 
-def _define() -> flags.FlagValues:
-    """Return the flags with their defaults."""
+def _class_of(verb: str) -> type[Options]:
+    return _OF_VERB.get(verb, Options)
+
+
+def _fields(verb: str) -> dict[str, dataclasses.Field]:
+    """Return the options of a verb by name."""
+    return {field.name: field for field in dataclasses.fields(_class_of(verb))}
+
+
+def _negations(verb: str) -> dict[str, str]:
+    """Return {"nojson": "json"} for each option that is true or false."""
+    return {f"no{name}": name for name, field in _fields(verb).items() if field.type is bool}
+
+
+def _define(verb: str) -> flags.FlagValues:
+    """Return the flags of a verb with their defaults."""
     values = flags.FlagValues()
-    for field in _FIELDS.values():
+    for field in _fields(verb).values():
         define = {
             bool: flags.DEFINE_boolean,
             int: flags.DEFINE_integer,
@@ -96,8 +111,8 @@ def _set(
         if not match:
             raise InputError(f"unexpected argument {argument!r}: flags are written --name=value")
         name, value = match.groups()
-        if name in _NEGATIONS and value is None:
-            name, value = _NEGATIONS[name], "false"
+        if name in _negations(verb) and value is None:
+            name, value = _negations(verb)[name], "false"
         if name not in values and name != "flagfile":
             raise InputError(_unknown(verb, name))
         if not opened:
@@ -116,7 +131,7 @@ def _set(
         try:
             values[name].parse(value)
         except flags.IllegalFlagValueError:
-            kind = _KINDS[_FIELDS[_ALIASES.get(name, name)].type]
+            kind = _KINDS[_fields(verb)[_ALIASES.get(name, name)].type]
             raise InputError(f"--{name}={value}: {kind} is needed") from None
 
 
@@ -171,9 +186,11 @@ def _check_taken(verb: str, name: str) -> None:
 
 def _unknown(verb: str, name: str) -> str:
     """Return the message for an unknown flag, with the nearest that exists."""
-    if name in _NEGATIONS:
-        return f"--{name} takes no value; did you mean --{_NEGATIONS[name]}=...?"
-    close = difflib.get_close_matches(name, [*_FIELDS, *_ALIASES, *_NEGATIONS, "flagfile"], n=1)
+    negations = _negations(verb)
+    if name in negations:
+        return f"--{name} takes no value; did you mean --{negations[name]}=...?"
+    known = [*_fields(verb), *_ALIASES, *negations, "flagfile"]
+    close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean --{close[0]}?" if close else f"see towers {verb} --help"
     return f"there is no flag --{name}; {hint}"
 
@@ -197,7 +214,7 @@ def verb_help(verb: str) -> str:
     if verb == "evaluate":
         lines.append("What is not given is as in the run's flags.cfg.")
     groups: dict[str, list[dataclasses.Field]] = {}
-    for name, field in _FIELDS.items():
+    for name, field in _fields(verb).items():
         if allowed is None or name in allowed:
             groups.setdefault(field.metadata["group"], []).append(field)
     for group, fields in groups.items():

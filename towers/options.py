@@ -21,6 +21,7 @@ OPTIMIZERS = ("sgd", "momentum", "nesterov", "adamw")
 SCHEDULES = ("constant", "step", "cosine", "onecycle")
 AUGMENTATIONS = ("tutorial", "resnet", "none")
 PLACEMENTS = ("report", "strict")
+BATCH_NORMS = ("sync", "local")
 DTYPES = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
 
 
@@ -84,6 +85,14 @@ class Options:
         False, "Towers", "Print which device runs how many ops of each type, and write every op to "
         "train_dir/placement.tsv.",
     )  # fmt: skip
+    batch_norm: str = option(
+        "sync", "Towers", "BatchNorm's moments: sync over the global batch, the same at any number "
+        "of towers; local over a tower's slice.", choices=BATCH_NORMS,
+    )  # fmt: skip
+    accumulate_steps: int = option(
+        1, "Towers", "Take the batch of each step in so many parts, one after the other: less "
+        "memory, and the same update.", minimum=1,
+    )  # fmt: skip
     steps_per_loop: int = option(
         10, "Towers", "Steps inside one call of TensorFlow; changes no number.", minimum=1
     )
@@ -135,6 +144,9 @@ class Options:
         0.0, "Update", "Moving average of the weights, evaluated beside them: decay for each 128 "
         "examples; 0: none.", minimum=0, maximum=1,
     )  # fmt: skip
+    label_smoothing: float = option(
+        0.0, "Update", "Part of each label that is spread over all classes.", minimum=0, maximum=1
+    )
     clip_norm: float = option(
         0.0, "Update", "Largest norm of each variable's gathered gradient; 0: any.", minimum=0
     )
@@ -210,6 +222,47 @@ class Options:
                 )
             keywords[name.strip()] = _parse_argument(value.strip())
         return keywords
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyOptions(Options):
+    """What `towers verify` compares: the options of a run, and how much of it."""
+
+    num_towers: str = option(
+        "1,2,3,4", "Towers", "Numbers of towers that are compared with one device.",
+        alias="num_gpus",
+    )  # fmt: skip
+    steps: int = option(10, "Verify", "Steps that are made and compared.", minimum=1)
+    float32: bool = option(
+        False, "Verify", "Compare in the run's own precision too, in units of its last place."
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, by the flag's name.
+
+        Raises:
+            InputError: one line: what was given and what is allowed.
+        """
+        super().__post_init__()
+        self.tower_numbers()
+
+    def tower_numbers(self) -> list[int]:
+        """Return `num_towers` as numbers.
+
+        Raises:
+            InputError: a part is no whole number of at least 1, or they do not rise.
+        """
+        numbers = parse_numbers("num_towers", self.num_towers)
+        if not all(number >= 1 and number == int(number) for number in numbers):
+            raise InputError(
+                f"--num_towers={self.num_towers}: whole numbers of at least 1 are needed, as 1,2,4"
+            )
+        return [int(number) for number in numbers]
+
+    def of_run(self, **changes: Any) -> Options:
+        """Return the options of a run that is compared."""
+        names = [field.name for field in dataclasses.fields(Options)]
+        return Options(**{name: getattr(self, name) for name in names} | changes)
 
 
 def _text(value: Any) -> str:

@@ -121,7 +121,7 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
         function(*arguments)
     if not graphs:
         raise ValueError("the function has run before: read its placement at its first call")
-    traced = dict(_traced_ops(function.get_concrete_function(*arguments).graph))
+    traced = dict(traced_ops(function.get_concrete_function(*arguments).graph))
     ops, transfers = [], []
     for graph in graphs:
         for node in graph.node:
@@ -160,7 +160,7 @@ def _executed_graphs() -> Iterator[list[graph_pb2.GraphDef]]:
         private.disable_graph_collection()
 
 
-def _traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Operation]]:
+def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Operation]]:
     """Yield (name, op) of a graph and of the functions that it calls.
 
     Inlining puts the name of a call in front of the names in the function. What it puts in front of
@@ -173,7 +173,7 @@ def _traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Oper
                 inner = op.graph._get_function(op.get_attr(attribute).name)
                 if inner is not None:
                     inside = f"{scope}{op.name}/" if attribute == "f" else ""
-                    yield from _traced_ops(inner.graph, inside)
+                    yield from traced_ops(inner.graph, inside)
 
 
 def _traced_name(name: str, traced: dict[str, tf.Operation]) -> str:

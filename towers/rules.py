@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from towers.options import Options
 from towers.run import Run
 
 
@@ -39,10 +40,17 @@ def rule_book(run: Run) -> list[str]:
             else ", not needed in this precision"
         ),
         f"  4 clipping: {', '.join(clips) or 'none'}, after the gather; then update, then EMA",
-        "  5 shuffling and augmentation: by (seed, step, place in the global batch), "
-        f"seed {options.seed}; dropout: the same draws in each tower's slice",
-        "  6 BatchNorm: moments over a tower's slice; statistics gathered, assigned once a step",
+        "  5 shuffling, augmentation, dropout: by (seed, step, place in the global batch), "
+        f"seed {options.seed}",
+        f"  6 BatchNorm: {options.batch_norm}, moments over {_moments(options)}; statistics "
+        "gathered, assigned once a step",
         f"  7 clock: examples; {options.optimizer}, learning rate {options.learning_rate:g} "
         f"{options.schedule}, EMA {options.ema_decay or 'none'}",
         "  8 the loss that is printed is that of all towers",
     ]
+
+
+def _moments(options: Options) -> str:
+    """Return what BatchNorm's moments are taken over."""
+    part = "the global batch" if options.batch_norm == "sync" else "a tower's slice"
+    return f"{part} in {options.accumulate_steps} parts" if options.accumulate_steps > 1 else part

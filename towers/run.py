@@ -58,9 +58,23 @@ def prepare(options: Options) -> Run:
     """
     devices.configure(**dataclasses.asdict(options.gpu_options()))
     devices.try_out()
-    builder = TowerBuilder(devices.tower_devices(options.num_towers, options.devices))
+    names = devices.tower_devices(options.num_towers, options.devices)
     with one_line_errors(options):
         dataset = data.load(options.dataset, options.data_dir or None)
+    return assemble(options, names, dataset, loss_scaling=options.dtype == "mixed_float16")
+
+
+def assemble(
+    options: Options, device_names: Sequence[str], dataset: Data, *, loss_scaling: bool
+) -> Run:
+    """Build a run on these devices with this data.
+
+    Raises:
+        InputError: the model cannot be had as the options say.
+    """
+    builder = TowerBuilder(
+        device_names, batch_norm=options.batch_norm, accumulate_steps=options.accumulate_steps
+    )
     image_shape = augment.output_shape(dataset.image_shape, options.augment)
     with one_line_errors(options), _names_as_in_a_new_process():
         network = model.build(
@@ -77,7 +91,7 @@ def prepare(options: Options) -> Run:
         network,
         optimizer,
         ema=options.ema_decay > 0,
-        loss_scaling=options.dtype == "mixed_float16",
+        loss_scaling=loss_scaling,
     )
     size = dataset.train.size
     if options.num_epochs or not options.max_steps:

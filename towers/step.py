@@ -13,6 +13,8 @@ from towers.schedules import schedule
 from towers.tower import TowerBuilder
 from towers.update import make_update
 
+METRICS = ("loss", "penalty", "gradient_norm", "learning_rate")
+
 
 def make_train_loop(
     builder: TowerBuilder,
@@ -32,8 +34,42 @@ def make_train_loop(
         total_epochs: what the learning-rate schedule goes over.
 
     Returns:
-        A function that returns, of its last step, the scalars "loss" (mean over the examples of
-        all towers), "penalty" (regularisation), "gradient_norm" and "learning_rate".
+        A function that returns the metrics of its last step, as `make_train_step` has them.
+    """
+    train_step = make_train_step(
+        builder, masters, options, train_size=train_size, total_epochs=total_epochs
+    )
+
+    @tf.function(autograph=False)
+    def train_loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> dict[str, tf.Tensor]:
+        def body(i: tf.Tensor, _: dict) -> tuple[tf.Tensor, dict]:
+            with tf.device("/cpu:0"):
+                batch = iterator.get_next()
+            metrics, _ = train_step(*batch)
+            return i + 1, {name: tf.cast(value, tf.float32) for name, value in metrics.items()}
+
+        start = (tf.constant(0), {name: tf.zeros([]) for name in METRICS})
+        return tf.while_loop(lambda i, _: i < num_steps, body, start, parallel_iterations=1)[1]
+
+    return train_loop
+
+
+def make_train_step(
+    builder: TowerBuilder,
+    masters: Masters,
+    options: Options,
+    *,
+    train_size: int,
+    total_epochs: float,
+) -> Callable[..., tuple[dict[str, tf.Tensor], list[Any]]]:
+    """Return `train_step(images, labels, draws)`: one update, to be compiled.
+
+    Args as of `make_train_loop`.
+
+    Returns:
+        A function that returns the scalars "loss" (mean over the examples of all towers),
+        "penalty" (regularisation), "gradient_norm" and "learning_rate"; and the gathered gradients
+        of the data's loss, in the order of the trainable variables.
     """
     rate_at = schedule(
         options.schedule,
@@ -46,34 +82,23 @@ def make_train_loop(
     loss_fn = make_loss_fn(masters, options)
     update = make_update(masters, options)
 
-    def train_step(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> dict[str, tf.Tensor]:
+    def train_step(
+        images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor
+    ) -> tuple[dict[str, tf.Tensor], list[Any]]:
         statistics = masters.statistics() if masters.loss_scale is not None else []
         loss, gradients = builder.gradients(
             loss_fn, masters.model.trainable_variables, images, labels, draws
         )
         with tf.device(builder.gather_device), tf.name_scope("update"):
             if masters.loss_scale is not None:
-                loss = loss / masters.loss_scale
+                loss = loss / tf.cast(masters.loss_scale, loss.dtype)
             rate = rate_at(tf.cast(masters.examples, tf.float64) / train_size)
             metrics = update(gradients, rate, statistics)
             masters.step.assign_add(1)
             masters.examples.assign_add(tf.shape(labels, tf.int64)[0])
-        metrics |= {"loss": loss, "learning_rate": rate}
-        return {name: tf.cast(value, tf.float32) for name, value in metrics.items()}
+        return metrics | {"loss": loss, "learning_rate": rate}, gradients
 
-    names = ("loss", "penalty", "gradient_norm", "learning_rate")
-
-    @tf.function(autograph=False)
-    def train_loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> dict[str, tf.Tensor]:
-        def body(i: tf.Tensor, _: dict) -> tuple[tf.Tensor, dict]:
-            with tf.device("/cpu:0"):
-                batch = iterator.get_next()
-            return i + 1, train_step(*batch)
-
-        start = (tf.constant(0), {name: tf.zeros([]) for name in names})
-        return tf.while_loop(lambda i, _: i < num_steps, body, start, parallel_iterations=1)[1]
-
-    return train_loop
+    return train_step
 
 
 def make_loss_fn(masters: Masters, options: Options) -> Callable:
@@ -82,8 +107,11 @@ def make_loss_fn(masters: Masters, options: Options) -> Callable:
 
     def loss_fn(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
         inputs = augment.train_images(images, draws, options.augment, dtype=dtype)
-        losses = _cross_entropy(labels, masters.model(inputs, training=True))
-        return losses if masters.loss_scale is None else losses * masters.loss_scale
+        logits = masters.model(inputs, training=True)
+        losses = _cross_entropy(labels, logits, options.label_smoothing)
+        if masters.loss_scale is None:
+            return losses
+        return losses * tf.cast(masters.loss_scale, losses.dtype)
 
     return loss_fn
 
@@ -134,10 +162,18 @@ def make_eval_step(builder: TowerBuilder, masters: Masters, options: Options) ->
     return eval_step
 
 
-def _cross_entropy(labels: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """Return the cross entropy of each example, [b], computed in float32 at least."""
+def _cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+    """Return the cross entropy of each example, [b], computed in float32 at least.
+
+    Smoothed labels (Szegedy et al. 2016) are 1 - `smoothing` of the right class, and the rest is
+    spread over all classes.
+    """
     logits = tf.cast(logits, tf.float32) if logits.dtype.size < 4 else logits
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    if not smoothing:
+        return losses
+    of_all = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
+    return (1.0 - smoothing) * losses + smoothing * of_all
 
 
 def _count(labels: tf.Tensor, selected: tf.Tensor, num_classes: int) -> tf.Tensor:

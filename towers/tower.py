@@ -15,15 +15,22 @@ The rules of a tower function: it may be called several times in one trace, once
 creates no variables; it assigns to no `tf.Variable`. Keras variables it may assign (BatchNorm
 statistics, seeds, metrics): `gradients` catches those assignments and makes each of them once.
 
-This file needs no other of the package.
+The pattern is all in this file. Three details that make N towers compute what one device computes
+are apart: `scope` (assignments), `draws` (randomness by example), `batch_norm` (global moments).
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+
+from towers import batch_norm as batch_norms
+from towers.collectives import Group
+from towers.draws import Rows, of_rows
+from towers.scope import TowerScope, assign_once, refuse_variable, widen
 
 
 class PerTower:
@@ -42,15 +49,27 @@ class TowerBuilder:
     is not split. Without a batch the function is just copied.
     """
 
-    def __init__(self, devices: Sequence[str], gather_device: str = "/cpu:0"):
+    def __init__(
+        self,
+        devices: Sequence[str],
+        gather_device: str = "/cpu:0",
+        *,
+        batch_norm: str = "local",
+        accumulate_steps: int = 1,
+    ):
         """Set where the towers run and where their results are gathered.
 
         Args:
             devices: one TensorFlow device for each tower; a device may hold several towers.
             gather_device: the device of splitting, summing and joining.
+            batch_norm: what the moments of Keras' BatchNorm layers are taken over: "local" the
+                tower's own slice; "sync" those of all towers, in a compiled step only.
+            accumulate_steps: `gradients` takes the batch in so many parts, one after the other,
+                each split over the towers: less memory, and the same sums.
 
         Raises:
-            ValueError: `devices` is empty, or a string in place of a list of strings.
+            ValueError: `devices` is empty, or a string in place of a list of strings; or another
+                argument is out of range.
         """
         self.devices = [] if isinstance(devices, str) else list(devices)
         if not self.devices:
@@ -58,23 +77,28 @@ class TowerBuilder:
                 f"devices={devices!r} must be a list with one device for each tower, "
                 'such as ["/gpu:0", "/gpu:1"]'
             )
+        if batch_norm not in batch_norms.MODES:
+            raise ValueError(f"batch_norm={batch_norm!r} must be 'sync' or 'local'")
+        if accumulate_steps < 1:
+            raise ValueError(f"accumulate_steps={accumulate_steps} must be at least 1")
         self.gather_device = gather_device
+        self.batch_norm = batch_norm
+        self.accumulate_steps = accumulate_steps
 
     def map(self, fn: Callable, *batch: Any) -> list[Any]:
         """Return what `fn` returns for each tower, in tower order."""
-        parts, _ = self._split(batch)
-        return [self._copy(i, fn, part) for i, part in enumerate(parts)]
+        return self._copies(fn, self._split(batch))
 
     def sum(self, fn: Callable, *batch: Any) -> Any:
         """Return the sum over towers of what `fn` returns, by `add_n` on the gather device.
 
         `fn` may return any structure; `IndexedSlices` stay sparse, and `None` counts as nothing.
         """
-        return self._gather(_add, self._map_occupied(fn, batch))
+        return self._gather(_add, self._copies(fn, _occupied(self._split(batch))))
 
     def concat(self, fn: Callable, *batch: Any) -> Any:
         """Return what the towers return, joined along axis 0 in tower order: that of the batch."""
-        return self._gather(_join, self._map_occupied(fn, batch))
+        return self._gather(_join, self._copies(fn, _occupied(self._split(batch))))
 
     def gradients(
         self, loss_fn: Callable, variables: Iterable[Any], *batch: Any
@@ -104,10 +128,11 @@ class TowerBuilder:
         variables = [_tf_variable(v) for v in variables]
         scopes = []
 
-        def backward(*part):
+        def backward(all_gather, *part):
             with (
-                _TowerScope() as scope,
-                tf.variable_creator_scope(_refuse_variable),
+                TowerScope() as scope,
+                batch_norms.over_all_towers(all_gather, self.batch_norm),
+                tf.variable_creator_scope(refuse_variable),
                 tf.GradientTape(watch_accessed_variables=False) as tape,
             ):
                 tape.watch(variables)
@@ -122,54 +147,95 @@ class TowerBuilder:
             scopes.append(scope)
             return loss, count, gradients
 
-        loss, count, gradients = self.sum(backward, *batch)
+        loss, count, gradients = self._gather(_add, self._accumulate(backward, batch))
         with tf.device(self.gather_device), tf.name_scope("gather"):
-            _assign_once(scopes)
+            assign_once(scopes)
             return loss / count, [_divide(g, count) for g in gradients]
 
-    def _copy(self, index: int, fn: Callable, part: Sequence[Any]) -> Any:
-        """Run `fn` as tower `index`."""
-        with tf.device(self.devices[index]), tf.name_scope(f"tower_{index}"):
-            return fn(*part)
+    def _copies(self, fn: Callable, slices: Sequence["_Slice"]) -> list[Any]:
+        """Run `fn` once for each slice: the first on tower 0, and so on."""
+        results = []
+        for i, (device, part) in enumerate(zip(self.devices, slices, strict=False)):
+            with tf.device(device), tf.name_scope(f"tower_{i}"), of_rows(part.rows):
+                results.append(fn(*part.batch))
+        return results
 
-    def _map_occupied(self, fn: Callable, batch: Sequence[Any]) -> list[Any]:
-        """`map`, leaving out the towers, always the last ones, that surely get no example."""
-        parts, sizes = self._split(batch)
-        num_occupied = sum(tf.is_tensor(size) or size > 0 for size in sizes)
-        return [self._copy(i, fn, part) for i, part in enumerate(parts[: max(num_occupied, 1)])]
+    def _accumulate(self, fn: Callable, batch: Sequence[Any]) -> list[Any]:
+        """Return the towers' sums of what `fn` returns, taking the batch part by part.
+
+        `fn` gets a function that stacks the towers' values (one tower: None), then its slice.
+        A part waits for the one before it, so that only one part's activations are in memory.
+        """
+        num_towers = len(self.devices)
+        slices = self._split(batch, self.accumulate_steps)
+        totals: list[Any] = []
+        for start in range(0, len(slices), num_towers):
+            part = _occupied(slices[start : start + num_towers])
+            if start and _is_empty(part[0]):
+                break
+            group = Group(self.devices[: len(part)]) if len(part) > 1 else None
+            part = [
+                _Slice((group and group.all_gather(i), *slice_.batch), slice_.rows)
+                for i, slice_ in enumerate(part)
+            ]
+            with tf.control_dependencies(_tensors(totals)):
+                results = self._copies(fn, part)
+            if not totals:
+                totals = results
+                continue
+            for i, result in enumerate(results):
+                with tf.device(self.devices[i]), tf.name_scope(f"tower_{i}"):
+                    totals[i] = _map_towers(_add, [totals[i], result])
+        return totals
 
     def _gather(self, policy: Callable, results: list[Any]) -> Any:
-        """Apply `policy` to the per-tower values at each place of the results' structure."""
-        for i, result in enumerate(results):
-            try:
-                tf.nest.assert_same_structure(results[0], result)
-            except (TypeError, ValueError):
-                raise ValueError(
-                    f"towers must return the same structure: tower 0 returned {results[0]!r}, "
-                    f"tower {i} returned {result!r}"
-                ) from None
+        """Apply `policy` to the per-tower values, on the gather device."""
         with tf.device(self.gather_device), tf.name_scope("gather"):
-            return tf.nest.map_structure(lambda *values: policy(values), *results)
+            return _map_towers(policy, results)
 
-    def _split(self, batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return each tower's part of `batch`, and its number of examples (int or tensor)."""
+    def _split(self, batch: Sequence[Any], num_rounds: int = 1) -> list["_Slice"]:
+        """Return each tower's slice of `batch`; with rounds, those of one after the other's."""
         num_towers = len(self.devices)
         with tf.device(self.gather_device), tf.name_scope("split"):
             leaves = [_check_leaf(leaf, num_towers) for leaf in tf.nest.flatten(batch)]
-            rows = [_num_rows(leaf) for leaf in leaves if not isinstance(leaf, PerTower)]
-            sizes = _slice_sizes(rows, num_towers)
-            stops = list(itertools.accumulate(sizes))
-            parts = [
-                [
-                    leaf.values[i] if isinstance(leaf, PerTower) else leaf[stop - size : stop]
+            num_rows = [_num_rows(leaf) for leaf in leaves if not isinstance(leaf, PerTower)]
+            if not num_rows:  # nothing to split: every tower runs once
+                values = [[leaf.values[i] for leaf in leaves] for i in range(num_towers)]
+                return [_Slice(tf.nest.pack_sequence_as(batch, part), None) for part in values]
+            rounds = _slice_sizes(_check_rows(num_rows), num_rounds)
+            sizes = [size for part in rounds for size in _slice_sizes(part, num_towers)]
+            slices = []
+            for i, (size, stop) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True)):
+                rows = Rows(stop - size, size)
+                part = [
+                    leaf.values[i % num_towers]
+                    if isinstance(leaf, PerTower)
+                    else leaf[rows.start : stop]
                     for leaf in leaves
                 ]
-                for i, (size, stop) in enumerate(zip(sizes, stops, strict=True))
-            ]
-        return [tf.nest.pack_sequence_as(batch, part) for part in parts], sizes
+                slices.append(_Slice(tf.nest.pack_sequence_as(batch, part), rows))
+        return slices
 
 
 # Splitting.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slice:
+    """A tower's part of the batch, and which rows of it these are; None: nothing was split."""
+
+    batch: Any
+    rows: Rows | None
+
+
+def _occupied(slices: Sequence[_Slice]) -> list[_Slice]:
+    """Leave out the slices, always the last ones, that surely hold no example; never all."""
+    return list(slices[: max(sum(not _is_empty(part) for part in slices), 1)])
+
+
+def _is_empty(part: _Slice) -> bool:
+    """Tell whether a slice surely holds no example."""
+    return part.rows is not None and not tf.is_tensor(part.rows.size) and part.rows.size == 0
 
 
 def _check_leaf(leaf: Any, num_towers: int) -> Any:
@@ -200,10 +266,13 @@ def _num_rows(value: tf.Tensor | tf.RaggedTensor) -> int | tf.Tensor:
     return value.nrows(tf.int32) if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
 
 
-def _slice_sizes(rows: Sequence[int | tf.Tensor], num_towers: int) -> list[int | tf.Tensor]:
-    """Return each tower's share of a batch whose tensors have `rows` rows."""
-    if not rows:
-        return [1] * num_towers  # nothing to split: every tower runs
+def _slice_sizes(total: int | tf.Tensor, num_slices: int) -> list[int | tf.Tensor]:
+    """Return the sizes of the slices of `total` rows."""
+    return [(total + num_slices - 1 - i) // num_slices for i in range(num_slices)]
+
+
+def _check_rows(rows: Sequence[int | tf.Tensor]) -> int | tf.Tensor:
+    """Return the number of examples of a batch whose tensors have `rows` rows."""
     known = sorted({size for size in rows if isinstance(size, int)})
     message = "the tensors of a batch must have the same size along axis 0"
     if len(known) > 1:
@@ -212,10 +281,29 @@ def _slice_sizes(rows: Sequence[int | tf.Tensor], num_towers: int) -> list[int |
     for size in rows:
         if tf.is_tensor(size) and size is not total:
             tf.debugging.assert_equal(size, total, message)
-    return [(total + num_towers - 1 - i) // num_towers for i in range(num_towers)]
+    return total
 
 
 # Gathering.
+
+
+def _tensors(structure: Any) -> list[tf.Tensor]:
+    """Return the tensors of a structure, those of sparse ones too."""
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [leaf for leaf in leaves if leaf is not None]
+
+
+def _map_towers(policy: Callable, results: Sequence[Any]) -> Any:
+    """Apply `policy` to the towers' values at each place of the results' structure."""
+    for i, result in enumerate(results):
+        try:
+            tf.nest.assert_same_structure(results[0], result)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"towers must return the same structure: tower 0 returned {results[0]!r}, "
+                f"tower {i} returned {result!r}"
+            ) from None
+    return tf.nest.map_structure(lambda *values: policy(values), *results)
 
 
 def _add(values: Sequence[Any]) -> Any:
@@ -266,19 +354,14 @@ def _check_losses(losses: Any) -> tf.Tensor:
             "reduce all axes but the first, the builder takes the mean over all towers "
             "(a Keras loss: reduction=None)"
         )
-    return _widen(losses)
-
-
-def _widen(value: tf.Tensor) -> tf.Tensor:
-    """Return `value` in float32 at least."""
-    return tf.cast(value, tf.float32) if value.dtype.size < 4 else value
+    return widen(losses)
 
 
 def _divide(gradient: Any, count: tf.Tensor) -> Any:
     """Divide a summed gradient by the number of examples, which 16 bits cannot hold."""
 
     def divide(values):
-        wide = _widen(values)
+        wide = widen(values)
         return tf.cast(wide / tf.cast(count, wide.dtype), values.dtype)
 
     return _map_values(divide, gradient)
@@ -298,103 +381,3 @@ def _map_values(fn: Callable, gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(fn(gradient.values), gradient.indices, gradient.dense_shape)
     return fn(gradient)
-
-
-# State of Keras variables.
-
-
-class _TowerScope(keras.StatelessScope):
-    """Keeps assignments to Keras variables in place of making them.
-
-    Weights are read from their masters. Only the inner graphs of a compiled step (loops, functions)
-    get copies, on the tower's device: XLA cannot read a master that lies on another, and a loop
-    would fetch it each time round.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.eager = tf.executing_eagerly()
-        self.graph = tf.compat.v1.get_default_graph()
-        self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
-        self.copies: dict[int, tf.Tensor] = {}
-
-    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        variable, _ = update
-        if self._is_inside():
-            raise ValueError(
-                f"a tower cannot see the assignment of {variable.path!r} inside a tf.function, "
-                "loop or branch of loss_fn: make a tf.function of the whole step instead"
-            )
-        super().add_update(update)
-        self.updates[id(variable)] = update
-
-    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
-        if variable.trainable and variable._value is None:  # not initialized
-            raise _creation_error(variable.path)
-        value = super().get_current_value(variable)
-        if value is None and self._is_inside() and not self.eager:
-            if id(variable) not in self.copies:
-                with self.graph.as_default():
-                    self.copies[id(variable)] = tf.identity(variable._value)
-            value = self.copies[id(variable)]
-        return value
-
-    def close(self, count: tf.Tensor) -> None:
-        """Note the tower's number of examples, and that it makes no more use of its copies."""
-        self.count = count
-        self.num_uses = self._count_uses()
-
-    def check_copies(self) -> None:
-        """Raise an error if another tower has used this one's copies since it was closed."""
-        if self._count_uses() != self.num_uses:
-            raise ValueError(
-                "a tf.function that loss_fn calls was traced for one tower, and would use its "
-                "weights in the others: make a tf.function of the whole step instead"
-            )
-
-    def _count_uses(self) -> int:
-        return sum(len(copy.consumers()) for copy in self.copies.values())
-
-    def _is_inside(self) -> bool:
-        return tf.compat.v1.get_default_graph() is not self.graph
-
-
-def _refuse_variable(next_creator: Callable, **kwargs: Any) -> tf.Variable:
-    """Let no trainable `tf.Variable` be created, by a `tf.variable_creator_scope`."""
-    if kwargs.get("trainable") is False:
-        return next_creator(**kwargs)
-    raise _creation_error(kwargs.get("name"))
-
-
-def _creation_error(name: str | None) -> ValueError:
-    return ValueError(
-        f"loss_fn creates the variable {name!r}, which `variables` cannot hold: "
-        "build the model before, by calling it once outside the towers"
-    )
-
-
-def _assign_once(scopes: Sequence[_TowerScope]) -> None:
-    """Make the assignments that the towers' scopes keep, one for each variable."""
-    found = {}
-    for scope in scopes:
-        scope.check_copies()
-        for key, (variable, value) in scope.updates.items():
-            _, values, counts = found.setdefault(key, (variable, [], []))
-            values.append(value)
-            counts.append(scope.count)
-    for variable, values, counts in found.values():
-        variable.assign(_merge(variable, values, counts))
-
-
-def _merge(variable: keras.Variable, values: list[tf.Tensor], counts: list[tf.Tensor]) -> tf.Tensor:
-    """Return the one value for a variable that the towers assigned."""
-    if len(values) == 1:
-        return values[0]
-    if variable.aggregation == "sum":
-        return tf.add_n([variable.value, *(value - variable.value for value in values)])
-    if not variable.value.dtype.is_floating or variable.aggregation == "only_first_replica":
-        return values[0]
-    values = [_widen(value) for value in values]
-    weights = [tf.cast(count, values[0].dtype) for count in counts]
-    weighted = [tf.math.multiply_no_nan(v, w) for v, w in zip(values, weights, strict=True)]
-    return tf.add_n(weighted) / tf.add_n(weights)

@@ -54,7 +54,7 @@ def make_update(masters: Masters, options: Options) -> Callable:
         statistics: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
     ) -> dict[str, tf.Tensor]:
         if masters.loss_scale is not None:
-            gradients = [_scale(g, 1.0 / masters.loss_scale) for g in gradients]
+            gradients = [_scale(g, 1.0 / masters.loss_scale) for g in gradients]  # a power of 2
         gradients = [_one_slice_a_row(g) for g in gradients]
         penalty, gradients = regularise(masters.model, gradients, options)
         pairs = zip(gradients, masters.model.trainable_variables, strict=True)

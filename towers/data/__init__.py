@@ -15,7 +15,7 @@ from towers.data import augment, cifar10, custom, shapes
 from towers.data.pipeline import ArraySplit, Data, DatasetSplit, Split
 from towers.errors import InputError
 
-__all__ = ["ArraySplit", "Data", "DatasetSplit", "Split", "augment", "load"]
+__all__ = ["ArraySplit", "Data", "DatasetSplit", "Split", "augment", "is_there", "load"]
 
 _LOADERS = {"shapes": shapes.load, "cifar10": cifar10.load}
 
@@ -47,6 +47,17 @@ def load(dataset: str = "shapes", data_dir: str | None = None) -> Data:
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise InputError(f"--data_dir={folder} is not a folder; name a folder")
     return _LOADERS[dataset](folder)
+
+
+def is_there(dataset: str, data_dir: str | None = None) -> bool:
+    """Tell whether a data set's files are at hand, so that nothing would be downloaded.
+
+    Raises:
+        InputError: some of the files are missing.
+    """
+    return dataset != "cifar10" or bool(
+        cifar10.find(os.path.expanduser(data_dir) if data_dir else _default_dir())
+    )
 
 
 def _default_dir() -> str:

@@ -1,0 +1,151 @@
+"""BatchNorm over the global batch: the moments of N towers are those of one device."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from towers import TowerBuilder
+
+DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
+
+
+def batch(size=7, seed=0):
+    return tf.random.stateless_normal([size, 4, 4, 3], [seed, 0], 5.0, 2.0, tf.float64)
+
+
+def build(**keywords):
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((4, 4, 3)),
+            layers.BatchNormalization(momentum=0.5, **keywords),
+            layers.Conv2D(5, 3, activation="tanh"),
+            layers.BatchNormalization(momentum=0.9, scale=False, **keywords),
+            layers.Flatten(),
+            layers.Dense(4, activation="tanh"),
+            layers.BatchNormalization(**keywords),
+        ],
+    )
+
+
+def loss_of(model):
+    return lambda x: tf.reduce_sum(model(x, training=True) ** 3, axis=1)
+
+
+def on_one_device(model, x):
+    """Loss, gradients and statistics of plain Keras."""
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(loss_of(model)(x))
+    gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+    return [loss, *gradients, *(v.numpy() for v in model.non_trainable_variables)]
+
+
+def on_towers(model, x, builder, known_size=True):
+    shape = [len(x) if known_size else None, *x.shape[1:]]
+
+    @tf.function(input_signature=[tf.TensorSpec(shape, x.dtype)])
+    def step(x):
+        return builder.gradients(loss_of(model), model.trainable_variables, x)
+
+    loss, gradients = step(x)
+    return [loss, *gradients, *(v.numpy() for v in model.non_trainable_variables)]
+
+
+def largest_difference(found, expected):
+    pairs = zip(found, expected, strict=True)
+    return max(np.max(np.abs(f - e)) / max(np.max(np.abs(e)), 1e-3) for f, e in pairs)
+
+
+@pytest.mark.parametrize("known_size", [True, False], ids=["known size", "unknown size"])
+@pytest.mark.parametrize("size", [7, 8, 2])
+@pytest.mark.parametrize("num_towers", [1, 2, 3, 4])
+def test_sync_is_what_one_device_computes(float64, num_towers, size, known_size):
+    x = batch(size)
+    expected = on_one_device(build(), x)
+    builder = TowerBuilder(DEVICES[:num_towers], batch_norm="sync")
+    assert largest_difference(on_towers(build(), x, builder, known_size), expected) < 1e-9
+
+
+def test_local_is_not(float64):
+    found = on_towers(build(), batch(), TowerBuilder(DEVICES[:2], batch_norm="local"))
+    assert largest_difference(found, on_one_device(build(), batch())) > 1e-3
+
+
+def test_a_layer_that_asks_for_it_is_synchronized_anyway(float64):
+    builder = TowerBuilder(DEVICES[:3], batch_norm="local")
+    found = on_towers(build(synchronized=True), batch(), builder)
+    assert largest_difference(found, on_one_device(build(), batch())) < 1e-9
+
+
+def test_a_frozen_layer_keeps_its_statistics(float64):
+    models = build(), build()
+    for model in models:
+        model.layers[0].trainable = False
+        model.layers[0].moving_mean.assign([4.0, 5.0, 6.0])
+    found = on_towers(models[0], batch(), TowerBuilder(DEVICES[:3], batch_norm="sync"))
+    assert largest_difference(found, on_one_device(models[1], batch())) < 1e-9
+    np.testing.assert_array_equal(models[0].layers[0].moving_mean, [4.0, 5.0, 6.0])
+
+
+def test_a_shared_layer_and_another_axis(float64):
+    def make():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4, 4, 3))
+        norm = keras.layers.BatchNormalization(axis=1, momentum=0.7)
+        x = norm(keras.ops.tanh(norm(inputs)))
+        return keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Flatten()(x)))
+
+    found = on_towers(make(), batch(), TowerBuilder(DEVICES[:3], batch_norm="sync"))
+    expected = on_one_device(make(), batch())
+    statistics = len(make().non_trainable_variables)
+    assert largest_difference(found[:-statistics], expected[:-statistics]) < 1e-9
+    assert largest_difference(found, expected) < 1e-9
+
+
+class Positions(keras.layers.Layer):
+    """Keeps the positions that are not masked."""
+
+    supports_masking = True
+
+    def call(self, x, mask=None):
+        return tf.reshape(x * tf.cast(mask[..., tf.newaxis], x.dtype), [tf.shape(x)[0], 18])
+
+
+def test_masks(float64):
+    """Sequences of other lengths: a step that is masked counts nowhere."""
+
+    def make():
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Masking(0.0), keras.layers.BatchNormalization(momentum=0.5)]
+        return keras.Sequential([keras.Input((6, 3)), *layers, Positions()])
+
+    x = np.random.default_rng(0).normal(3, 2, (7, 6, 3))
+    for i in range(7):
+        x[i, i:] = 0
+    x = tf.constant(x)
+    found = on_towers(make(), x, TowerBuilder(DEVICES[:3], batch_norm="sync"))
+    assert largest_difference(found, on_one_device(make(), x)) < 1e-9
+
+
+def test_large_means_do_not_cancel():
+    """Once the moving mean is near it, a mean of 1000 deviations costs no digits in float32."""
+    x = tf.random.stateless_normal([64, 3], [0, 0]) + 1000.0
+    layers = [keras.layers.BatchNormalization(momentum=0.5) for _ in range(2)]
+    for layer in layers:
+        layer.build(x.shape)
+        layer.moving_mean.assign([1000.0] * 3)
+    builder = TowerBuilder(DEVICES[:2], batch_norm="sync")
+    loss_fn = lambda x: tf.reduce_sum(layers[0](x, training=True), 1)  # noqa: E731
+    tf.function(lambda x: builder.gradients(loss_fn, [], x))(x)
+    layers[1](x, training=True)
+    np.testing.assert_allclose(layers[0].moving_variance, layers[1].moving_variance, rtol=1e-5)
+
+
+def test_mixed_precision(float64):
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    x = tf.cast(batch(16), tf.float32)
+    found = on_towers(build(), x, TowerBuilder(DEVICES[:4], batch_norm="sync"))
+    expected = on_one_device(build(), x)
+    assert largest_difference(found[-6:], expected[-6:]) < 2e-2  # the statistics

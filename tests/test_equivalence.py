@@ -1,0 +1,328 @@
+"""N towers compute what one device computes: every model, every option, several steps.
+
+Two levels. The builder's gradients are compared with a plain GradientTape over the whole batch on
+one device, which knows nothing of towers; a run's steps with those of the run on one tower.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import tiny
+from tests.catalogue import CASES, Case
+from tests.test_update import batches_with_overflow
+from towers import PerTower, TowerBuilder
+
+DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
+TOLERANCE = 1e-9  # in float64, of an array's largest value
+# These models' gradients are taken on 2 and 4 towers, and their runs on 3.
+SLOW_TO_BUILD = ("resnet", "lstm", "transformer", "much at once")
+FLOOR = 1e-3  # gradients that are zero in theory are not compared with their own rounding
+
+
+def difference(found, expected):
+    """Return the largest difference of {name: array}, relative to each array's largest value."""
+    assert found.keys() == expected.keys()
+    errors = {}
+    for name, value in expected.items():
+        value, other = np.float64(value), np.float64(found[name])
+        size = max(np.max(np.abs(value), initial=0), FLOOR)
+        errors[name] = np.max(np.abs(other - value), initial=0) / size
+    worst = max(errors, key=lambda name: np.nan_to_num(errors[name], nan=np.inf))
+    return float(np.nan_to_num(errors[worst], nan=np.inf)), worst
+
+
+def assert_same(found, expected):
+    error, name = difference(found, expected)
+    assert error <= TOLERANCE, f"{name} differs by {error:.1e}"
+
+
+def assert_not_same(found, expected):
+    assert difference(found, expected)[0] > 1e-4
+
+
+# ------------------------------------------------------------------------------------- The builder
+
+
+def batch(size, step):
+    random = np.random.default_rng([size, step])
+    images = random.normal(size=(size, *tiny.IMAGE_SHAPE))
+    images[0, 0, 0, 0] = 2.0  # example 0 asks for what others do without, see Sometimes
+    return tf.constant(images), tf.constant(random.integers(0, tiny.NUM_CLASSES, size), tf.int32)
+
+
+def train(case, compute, sizes):
+    """Return what some steps of plain descent give: losses, gradients and all that changes."""
+    record, variables = {}, [*case.variables, *case.state]
+    initial = [v.numpy() for v in variables]
+    for step, size in enumerate(sizes):
+        loss, gradients = compute(*batch(size, step))
+        record[f"loss {step}"] = loss
+        for i, (v, g) in enumerate(zip(case.variables, gradients, strict=True)):
+            name = f"gradient {step} of {i} {v.name}"
+            record[f"{name}: none, sparse"] = [g is None, isinstance(g, tf.IndexedSlices)]
+            if g is not None:
+                record[name] = tf.convert_to_tensor(g)
+                v.assign(v - 0.1 * record[name])
+        for i, v in enumerate(case.state):
+            record[f"state {step} of {i} {v.path}"] = v.numpy()
+    for v, value in zip(variables, initial, strict=True):
+        v.assign(value)
+    return record
+
+
+def one_device(case, num_parts=1):
+    """Compute loss and gradients by a tape; in parts for those whose BatchNorm sees a part."""
+
+    sources = [v.value if isinstance(v, keras.Variable) else v for v in case.variables]
+
+    def compute(*batch):
+        size, before = len(batch[0]), [v.numpy() for v in case.state]
+        loss, gradients, states = 0.0, [None] * len(case.variables), []
+        for rows in np.array_split(np.arange(size), min(num_parts, size)):
+            for v, value in zip(case.state, before, strict=True):
+                v.assign(value)
+            with tf.GradientTape() as tape:
+                part = tf.reduce_sum(case.loss_fn(*(x[rows[0] : rows[-1] + 1] for x in batch)))
+                part /= size
+            loss += part
+            of_part = tape.gradient(part, sources)
+            pairs = zip(gradients, of_part, strict=True)
+            gradients = [b if a is None else a + tf.convert_to_tensor(b) for a, b in pairs]
+            states.append([np.float64(v.numpy()) * len(rows) / size for v in case.state])
+        for v, *values in zip(case.state, *states, strict=True):
+            v.assign(np.round(sum(values)) if v.dtype == "uint32" else sum(values))
+        return loss, gradients
+
+    return compute
+
+
+def on_towers(case, num_towers, accumulate_steps=1, size=None, batch_norm="sync"):
+    """Compute loss and gradients by the builder, compiled for batches of one size, or of any."""
+    builder = TowerBuilder(
+        DEVICES[:num_towers], batch_norm=batch_norm, accumulate_steps=accumulate_steps
+    )
+    images = tf.TensorSpec([size, *tiny.IMAGE_SHAPE], tf.float64)
+
+    @tf.function(input_signature=[images, tf.TensorSpec([size], tf.int32)])
+    def step(images, labels):
+        return builder.gradients(case.loss_fn, case.variables, images, labels)
+
+    return step
+
+
+CHEAP = [name for name in CASES if name != "resnet"]  # frozen has BatchNorm, too
+
+
+def make(name):
+    keras.utils.set_random_seed(0)
+    return CASES[name]()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_one_device(float64, name):
+    case = make(name)
+    for size, num_towers in (7, (1, 2, 3, 4)), (2, (4,)):
+        sizes = [size] * 3
+        expected = train(case, one_device(case), sizes)
+        for n in set(num_towers) & {2, 4} if name in SLOW_TO_BUILD else num_towers:
+            assert_same(train(case, on_towers(case, n, size=size), sizes), expected)
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_batches_of_any_size_may_leave_towers_without_examples(float64, name):
+    case, sizes = make(name), [7, 2, 5]
+    expected = train(case, one_device(case), sizes)
+    assert_same(train(case, on_towers(case, 4), sizes), expected)
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_parts_add_up_to_the_batch(float64, name):
+    """BatchNorm sees a part at a time: the same parts at any number of towers."""
+    case, sizes = make(name), [7] * 2
+    num_parts = 3 if name == "frozen" else 1
+    expected = train(case, one_device(case, num_parts), sizes)
+    for n in 1, 4:
+        assert_same(train(case, on_towers(case, n, 3, size=7), sizes), expected)
+
+
+def test_variables_that_are_not_in_every_towers_graph(float64):
+    """Towers 1 and 3 use w, in each part: of 7 examples in parts of 4 and 3, those."""
+    w, nowhere = tf.Variable(2.0, dtype=tf.float64), tf.Variable(1.0)
+    x = tf.constant([1.0, 2, 3, 4, 5, 6, 7], tf.float64)
+    builder = TowerBuilder(DEVICES, accumulate_steps=2)
+
+    @tf.function
+    def step(x):
+        loss_fn = lambda x, use: x * w * w if use else x  # noqa: E731
+        return builder.gradients(loss_fn, [w, nowhere], x, PerTower([False, True, False, True]))
+
+    loss, gradients = step(x)
+    assert float(loss) == pytest.approx((1 + 2 * 4 + 3 + 4 * 4 + 5 + 6 * 4 + 7) / 7, abs=1e-12)
+    assert float(gradients[0]) == pytest.approx((2 + 4 + 6) * 2 * 2 / 7, abs=1e-12)
+    assert gradients[1] is None
+
+
+# -------------------------------------------------------------------- What would be found, if wrong
+
+
+def test_local_batch_norm_is_not_the_same(float64):
+    case = make("resnet")
+    expected = train(case, one_device(case), [7])
+    assert_not_same(train(case, on_towers(case, 2, batch_norm="local"), [7]), expected)
+
+
+def test_a_model_that_draws_by_its_tower_is_not_the_same(float64):
+    w = keras.Variable(np.ones(tiny.IMAGE_SHAPE))
+
+    def loss_fn(images, labels):
+        random = np.random.default_rng(0).normal(size=images.shape)  # as each tower's trace has it
+        return tf.reduce_sum(images * w * random, [1, 2, 3])
+
+    case = Case(loss_fn, [w], [])
+    expected = train(case, one_device(case), [7])
+    assert_same(train(case, on_towers(case, 1, size=7), [7]), expected)
+    assert_not_same(train(case, on_towers(case, 2, size=7), [7]), expected)
+
+
+def test_a_loss_that_divides_by_its_slice_is_not_the_same(float64):
+    case = make("two_outputs")
+
+    def loss_fn(images, labels):
+        losses = case.loss_fn(images, labels)
+        return losses / tf.cast(tf.size(losses), losses.dtype)
+
+    wrong = case._replace(loss_fn=loss_fn)
+    expected = train(wrong, one_device(wrong), [7])
+    assert_same(train(wrong, on_towers(wrong, 1), [7]), expected)
+    assert_not_same(train(wrong, on_towers(wrong, 2), [7]), expected)
+
+
+# ------------------------------------------------------------------------------------------ The run
+
+MODELS = {
+    name: dict(model=f"tests.catalogue:{name}")
+    for name in ("cnn", "resnet", "embedding", "lstm", "transformer", "frozen", "partly_used")
+}
+OPTIONS = {
+    "sgd": dict(optimizer="sgd"),
+    "momentum": dict(momentum=0.5),
+    "nesterov": dict(optimizer="nesterov"),
+    "adamw": dict(optimizer="adamw", weight_decay=0.25),
+    "weight decay": dict(weight_decay=0.25),
+    "regularizer": dict(model_args="l2=0.25"),
+    "clip_norm": dict(clip_norm=0.02),
+    "clip_value": dict(clip_value=0.002),
+    "clip_global_norm": dict(clip_global_norm=0.1),
+    "label smoothing": dict(label_smoothing=0.2),
+    "augment tutorial": dict(augment="tutorial"),
+    "augment resnet": dict(augment="resnet"),
+    "two examples": dict(batch_size=2),
+}
+OF_MODELS = {
+    "sparse slots": MODELS["embedding"] | dict(optimizer="adamw", weight_decay=0.1),
+    "sparse momentum, clipped": MODELS["embedding"] | dict(optimizer="nesterov", clip_norm=0.02),
+    "moments of parts": MODELS["frozen"] | dict(accumulate_steps=3),
+    "much at once": dict(
+        model="tests.tiny:cnn",
+        augment="tutorial",
+        accumulate_steps=2,
+        optimizer="nesterov",
+        weight_decay=0.1,
+        clip_global_norm=0.1,
+        label_smoothing=0.1,
+        ema_decay=0.5,
+        schedule="onecycle",
+    ),
+}
+RUNS = MODELS | OPTIONS | OF_MODELS
+
+
+def run(num_towers=1, batches=None, loss_scale=None, num_calls=(3,), **options):
+    """Return the state after some steps in float64, and the metrics of the last."""
+    given = dict(dtype="float64", ema_decay=0.9, learning_rate=0.25) | options
+    loop = tiny.Loop(tiny.options("unused", num_towers=num_towers, **given), batches)
+    if loss_scale:
+        loop.masters.loss_scale = tf.Variable(loss_scale, trainable=False)
+        loop.masters.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64)
+    metrics = None
+    for num_steps in num_calls:
+        metrics = loop(num_steps)
+    return loop.state(), metrics
+
+
+@functools.cache
+def without_options(model="tests.tiny:dense"):
+    return run(model=model)[0]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_that_of_one_tower(name):
+    options = RUNS[name]
+    expected, metrics = run(**options)
+    assert expected["step"] == 3 and expected["examples"] == 3 * options.get("batch_size", 7)
+    if name not in MODELS:
+        plain = without_options(options.get("model", "tests.tiny:dense"))
+        biases = [n for n in expected if n.startswith("model/") and n.endswith("bias")]
+        # The option does something here.
+        assert_not_same({n: expected[n] for n in biases}, {n: plain[n] for n in biases})
+    for num_towers in (3,) if name in SLOW_TO_BUILD else (2, 3, 4):
+        state, found = run(num_towers, **options)
+        assert_same(state, expected)
+        assert found == pytest.approx(metrics, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_towers", [1, 3])
+@pytest.mark.parametrize("model", ["tests.catalogue:cnn", "tests.catalogue:embedding"])
+def test_a_run_in_parts_is_that_of_whole_batches(model, num_towers):
+    assert_same(run(num_towers, model=model, accumulate_steps=3)[0], without_options(model))
+
+
+def test_the_loss_scale_and_a_skipped_step_are_those_of_one_tower():
+    """The overflow is in the last tower's slice, the second step of four."""
+    given = dict(model="tests.test_update:overflowing", batch_size=8, loss_scale=2.0**8)
+    runs = [run(n, batches_with_overflow({1}), num_calls=(4,), **given) for n in (1, 2, 3, 4)]
+    expected, metrics = runs[0]
+    assert expected["loss_scale"] == 2**7 and expected["good_steps"] == 2
+    for state, found in runs[1:]:
+        assert_same(state, expected)
+        assert found == pytest.approx(metrics, rel=1e-6)
+
+
+# -------------------------------------- What MirroredStrategy with Keras 3 gets wrong on 2 replicas
+
+
+def test_clipping_comes_after_the_sum():
+    """The update's norm is the limit: with each tower's gradient clipped it would be up to 1.41."""
+    options = dict(optimizer="sgd", schedule="constant", learning_rate=1.0, clip_norm=1.0)
+    options["model_args"] = "scale=100,activation=linear"
+    before = run(2, num_calls=(), **options)[0]
+    after, metrics = run(2, num_calls=(1,), **options)
+    assert metrics["gradient_norm"] > 10
+    norms = [np.linalg.norm(after[n] - before[n]) for n in after if n.endswith("dense/kernel")]
+    assert norms[0] == pytest.approx(1.0, abs=1e-9)
+
+
+def test_an_infinite_gradient_on_the_second_tower_skips_the_step_for_all():
+    given = dict(model="tests.test_update:overflowing", dtype="mixed_float16", batch_size=8)
+    batches = batches_with_overflow({1})
+    before, after = (
+        run(2, batches, 2.0**8, num_calls=calls, **given)[0] for calls in [(1,), (1, 1)]
+    )
+    told = {"step": 2, "examples": 16, "loss_scale": 2**7, "good_steps": 0}
+    assert {name: after.pop(name) for name in told} == told
+    tiny.assert_identical(after, {name: before[name] for name in after})
+
+
+def test_batch_norm_saves_the_statistics_of_all_towers_not_of_the_first(float64):
+    layer = keras.layers.BatchNormalization(momentum=0.5)
+    layer.build([None, 1])
+    builder = TowerBuilder(DEVICES[:2], batch_norm="sync")
+    loss_fn = lambda x: layer(x, training=True)[:, 0]  # noqa: E731
+    x = tf.constant([[0.0], [2.0], [10.0], [20.0]], tf.float64)
+    tf.function(lambda: builder.gradients(loss_fn, [layer.gamma, layer.beta], x))()
+    np.testing.assert_allclose(layer.moving_mean, [8 / 2], rtol=1e-12)  # the first's is 1 / 2
+    np.testing.assert_allclose(layer.moving_variance, [(1 + np.var(x)) / 2], rtol=1e-12)

@@ -1,0 +1,245 @@
+"""`towers verify`: what passes, what fails, and what is said to be the cause."""
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import tiny
+from towers import cli, verify
+from towers.options import VerifyOptions
+
+# ---------------------------------------------------------------------------- Models with a fault
+
+
+class ReadsItsTower(keras.layers.Layer):
+    def call(self, x):
+        return x * (1.001 if "tower_1" in tf.get_current_name_scope() else 1.0)
+
+
+class CountsCalls(keras.layers.Layer):
+    number = 0
+
+    def call(self, x):
+        CountsCalls.number += 1
+        return x + 0.001 * CountsCalls.number
+
+
+class DrawsInPython(keras.layers.Layer):
+    def call(self, x, training=False):
+        noise = np.random.default_rng().normal(size=x.shape[1:])
+        return x + tf.constant(noise, x.dtype) if training else x
+
+
+class DrawsByNumpysSeed(keras.layers.Layer):
+    def call(self, x, training=False):
+        return x + tf.constant(np.random.normal(size=x.shape[1:]), x.dtype) if training else x
+
+
+class DrawsInTensorFlow(keras.layers.Layer):
+    def call(self, x, training=False):
+        return x + tf.random.normal(tf.shape(x), dtype=x.dtype) if training else x
+
+
+class Narrow(keras.layers.Layer):
+    def __init__(self, **keywords):
+        super().__init__(dtype="float32", **keywords)
+
+    def call(self, x):
+        return tf.cumsum(tf.cast(x, tf.float32) * 0.1, axis=0)
+
+
+class Innocent(keras.layers.Layer):
+    def __init__(self, **keywords):
+        super().__init__(**keywords)
+        self.dropout = keras.layers.Dropout(0.4)
+        self.noise = keras.layers.GaussianNoise(0.3)
+
+    def call(self, x, training=False):
+        return self.noise(self.dropout(x, training=training), training=training)
+
+
+class Norm(keras.layers.BatchNormalization):
+    pass
+
+
+LAYERS = {
+    kind.__name__: kind
+    for kind in (
+        ReadsItsTower, CountsCalls, DrawsInPython, DrawsByNumpysSeed, DrawsInTensorFlow, Narrow,
+        Innocent, Norm,
+    )
+}  # fmt: skip
+
+
+def net(num_classes, image_shape, layer):
+    return keras.Sequential(
+        [
+            keras.Input(image_shape),
+            keras.layers.Conv2D(3, 3, activation="tanh"),
+            LAYERS[layer](name="guilty"),
+            keras.layers.GlobalAveragePooling2D(),
+            keras.layers.Dense(num_classes),
+        ]
+    )
+
+
+def command(capsys, *argv):
+    capsys.readouterr()
+    small = "--dataset=tests.tiny:images --augment=none --batch_size=7 --steps=3 --num_towers=1,2,3"
+    code = cli.main(["verify", *small.split(), *argv])
+    return code, *capsys.readouterr()
+
+
+def of_net(layer):
+    return [f"--model={__name__}:net", f"--model_args=layer={layer}"]
+
+
+# ---------------------------------------------------------------------------- What passes
+
+ALL_OPTIONS = (
+    "--augment=tutorial --optimizer=momentum --weight_decay=0.01 --ema_decay=0.9 "
+    "--clip_global_norm=0.1 --label_smoothing=0.1 --schedule=cosine --learning_rate=0.1"
+).split()
+
+
+@pytest.mark.parametrize("layer", ["Innocent", "Norm"])
+def test_a_sound_model_passes_with_all_options(capsys, layer):
+    code, out, err = command(capsys, *of_net(layer), *ALL_OPTIONS, "--json")
+    result = json.loads(out)
+    assert code == 0 and result["passed"] is True and result["first_difference"] is None
+    assert list(result["max_relative_difference"]) == ["1", "2", "3"]
+    assert all(value < 1e-11 for value in result["max_relative_difference"].values())
+    names = set(result["differences"])
+    assert {
+        "loss",
+        "gradient/sequential/conv2d/kernel",
+        "model/sequential/dense/bias",
+        "average/sequential/conv2d/kernel",
+    } <= names
+    assert any(name.startswith("optimizer/") and "momentum" in name for name in names)
+    assert ("model/sequential/guilty/moving_mean" in names) == (layer == "Norm")
+    assert "passed      the largest relative difference is" in err
+    assert "float32" not in err
+
+
+@pytest.mark.parametrize("options", ["--optimizer=adamw", "--accumulate_steps=3 --clip_norm=0.01"])
+def test_other_options_pass(capsys, options):
+    code, out, _ = command(capsys, *of_net("Innocent"), *options.split())
+    assert code == 0
+    lines = [line.split() for line in out.splitlines()]
+    header = next(line for line in lines if line[:3] == ["largest", "relative", "difference,"])
+    assert header[-3:] == ["1", "2", "3"]
+    assert ["loss"] in [line[:1] for line in lines]
+
+
+def test_a_loss_scale_is_in_force(capsys):
+    code, out, _ = command(capsys, *of_net("Innocent"), "--dtype=mixed_float16", "--json")
+    assert code == 0
+    assert "loss_scale" in json.loads(out)["differences"]
+
+
+def test_float32_repeats_it_in_units_of_the_last_place(capsys):
+    code, out, err = command(capsys, *of_net("Norm"), "--float32", "--json")
+    ulps = json.loads(out)["ulps"]
+    assert code == 0 and list(ulps) == ["1", "2", "3"]
+    assert 0 < ulps["3"] < 1e4
+    assert "float32     3 towers: " in err
+
+
+# ---------------------------------------------------------------------------- What fails
+
+
+@pytest.mark.parametrize(
+    "layer, flags, cause",
+    [
+        ("ReadsItsTower", "", "a tower-dependent branch: layer sequential/guilty"),
+        ("CountsCalls", "", "a random layer, or state, in Python: layer sequential/guilty"),
+        ("DrawsInPython", "", "a random layer, or state, in Python: layer sequential/guilty"),
+        ("DrawsByNumpysSeed", "", "a random layer, or state, in Python: layer sequential/guilty"),
+        ("DrawsInTensorFlow", "", "a random layer: sequential/guilty"),
+        (
+            "Norm",
+            "--batch_norm=local",
+            "local BatchNorm: sequential/guilty takes its moments over a tower",
+        ),
+        ("Narrow", "", "rounding: layer sequential/guilty computes in float32"),
+    ],
+)
+def test_a_fault_is_found_and_named(capsys, layer, flags, cause):
+    code, out, err = command(capsys, *of_net(layer), *flags.split(), "--json")
+    result = json.loads(out)
+    assert code == 1 and result["passed"] is False
+    first = result["first_difference"]
+    assert first["step"] == 0 and first["relative_difference"] > 1e-9
+    assert first["cause"].startswith(cause)
+    assert first["name"] == "loss"
+    assert f"likely      {first['cause']}" in err
+
+
+def test_the_run_itself_says_what_draws_by_tower(tmp_path, capsys):
+    flags = ["--dataset=tests.tiny:images", "--augment=none", "--max_steps=1", "--num_towers=2"]
+    cli.main(["train", *flags, *of_net("DrawsInTensorFlow"), f"--train_dir={tmp_path}/a"])
+    assert "layer sequential/guilty/random_normal draws by tower" in capsys.readouterr().out
+    cli.main(["train", *flags, *of_net("Innocent"), f"--train_dir={tmp_path}/b"])
+    assert "draws by tower" not in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------- The comparison
+
+
+def test_differences_are_relative_to_the_largest_of_their_kind():
+    expected = {
+        "loss": np.array(2.0),
+        "gradient/a": np.array([4.0, 0.0]),
+        "gradient/zero": np.array([1e-17, 0.0]),
+        "model/nan": np.array([np.nan, 1.0]),
+    }
+    found = {
+        "loss": np.array(2.5),
+        "gradient/a": np.array([4.0, 2.0]),
+        "gradient/zero": np.array([-1e-17, 0.0]),
+        "model/nan": np.array([np.nan, 1.0]),
+    }
+    by_name = {d.name: d for d in verify.differences(found, expected, 2, 0)}
+    assert by_name["loss"].relative == 0.25
+    assert by_name["gradient/a"].relative == 0.5
+    assert by_name["gradient/zero"].relative == pytest.approx(2e-17 / 4e-6)
+    assert by_name["model/nan"].relative == 0
+    assert by_name["loss"].ulps == 0.5 / np.spacing(2.0)
+
+
+@pytest.mark.parametrize(
+    "array", [np.array([np.nan, 1.0]), np.array([np.inf, 1.0]), np.array([1.0, 1.0, 1.0]), None]
+)
+def test_what_cannot_be_compared_differs(array):
+    found = {} if array is None else {"loss": array}
+    (difference,) = verify.differences(found, {"loss": np.array([1.0, 1.0])}, 2, 0)
+    assert difference.relative == float("inf")
+
+
+def test_no_data_is_downloaded(tmp_path):
+    said = []
+    options = VerifyOptions(dataset="cifar10", data_dir=str(tmp_path / "none"))
+    assert verify.load_data(options, said.append).name == "shapes"
+    assert said == ["data        cifar10 is not at hand: shapes, drawn in code, stand in for it"]
+    assert (
+        verify.load_data(VerifyOptions(dataset="tests.tiny:images"), said.append).train.size == 60
+    )
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("numbers", ["0", "1,x", "2,1", "1.5", "-1", "1,,2"])
+def test_numbers_of_towers(capsys, numbers):
+    code = cli.main(["verify", f"--num_towers={numbers}"])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith(f"towers: --num_towers={numbers}: ") and len(err.splitlines()) == 1
+
+
+def test_nothing_is_written(capsys, tmp_path, monkeypatch):
+    before = tiny.files(tmp_path)
+    command(capsys, *of_net("Innocent"), f"--train_dir={tmp_path}/run")
+    assert tiny.files(tmp_path) == before
