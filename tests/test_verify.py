@@ -179,6 +179,21 @@ def test_a_fault_is_found_and_named(capsys, layer, flags, cause):
     assert f"likely      {first['cause']}" in err
 
 
+def unseeded(num_classes, image_shape):
+    weights = np.random.default_rng().normal(size=[np.prod(image_shape), num_classes])
+    layer = keras.layers.Dense(num_classes, kernel_initializer=keras.initializers.Constant(weights))
+    return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), layer])
+
+
+def test_weights_that_begin_elsewhere_are_found_before_the_first_step(capsys):
+    code, out, err = command(capsys, f"--model={__name__}:unseeded", "--json")
+    first = json.loads(out)["first_difference"]
+    assert code == 1 and (first["step"], first["num_towers"]) == (-1, 1)
+    assert first["name"] == "model/sequential/dense/kernel"
+    assert first["cause"].startswith("initial weights that no seed determines")
+    assert "before the first step on 1 towers" in err
+
+
 def test_the_run_itself_says_what_draws_by_tower(tmp_path, capsys):
     flags = ["--dataset=tests.tiny:images", "--augment=none", "--max_steps=1", "--num_towers=2"]
     cli.main(["train", *flags, *of_net("DrawsInTensorFlow"), f"--train_dir={tmp_path}/a"])

@@ -140,7 +140,11 @@ def verify(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[s
         say(line)
     if failed:
         first = min(failed, key=lambda d: d.step)  # the order within a step is kept
-        cause = likely_cause(exact, names[: max(first.num_towers, 2)], dataset, Lane, scaled)
+        if first.step < 0:
+            cause = "initial weights that no seed determines: make them by Keras' initializers"
+        else:
+            pair = names[: max(first.num_towers, 2)]
+            cause = likely_cause(exact, pair, dataset, Lane, scaled)
         result["first_difference"] = {
             "num_towers": first.num_towers,
             "step": first.step,
@@ -148,9 +152,10 @@ def verify(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[s
             "relative_difference": first.relative,
             "cause": cause,
         }
+        when = f"at step {first.step}" if first.step >= 0 else "before the first step"
         say(
-            f"FAILED      {first.name} is the first to differ, by {first.relative:.1e} at step "
-            f"{first.step} on {first.num_towers} towers"
+            f"FAILED      {first.name} is the first to differ, by {first.relative:.1e} {when} on "
+            f"{first.num_towers} towers"
         )
         say(f"likely      {cause}")
     else:
