@@ -221,7 +221,8 @@ def test_an_op_without_a_kernel_is_told_apart():
 def test_many_strays_are_summed_up():
     names = [f"while/tower_0/layer{i}x/Tanh" for i in range(30)]
     placement = Placement(ops(*((n, "Tanh", "/cpu:1", "/cpu:1") for n in names)), (), ())
-    lines = placement_report.report(placement, ["/cpu:0"], {}, "/cpu:0")
+    stray = placement_report.strays(placement, ["/cpu:0"], {}, "/cpu:0")
+    lines = placement_report.report(placement, stray)
     assert len(lines) == 10
     assert lines[-1] == "  and 22 more: see --log_device_placement"
 
@@ -229,7 +230,7 @@ def test_many_strays_are_summed_up():
 def test_sizes_that_are_not_known_are_said():
     routes = [("/cpu:0", "/gpu:0", 4_370_000), ("/cpu:0", "/gpu:0", None), ("/gpu:0", "/cpu:0", 12)]
     transfers = tuple(Transfer("x", *route) for route in routes)
-    lines = placement_report.report(Placement((), (), transfers), ["/gpu:0"], {}, "/cpu:0")
+    lines = placement_report.report(Placement((), (), transfers), stray=[])
     assert lines[-1] == (
         "  in a step cross 4.37 MB /cpu:0 -> /gpu:0, 0.01 kB /gpu:0 -> /cpu:0 and 1 values of "
         "unknown size"

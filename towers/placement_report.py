@@ -14,21 +14,13 @@ from towers.placement import Placement, short
 _MOST = 8  # lines of strays
 
 
-def report(
-    placement: Placement,
-    devices: Sequence[str],
-    masters: Mapping[str, tf.Variable],
-    gather_device: str,
-) -> list[str]:
+def report(placement: Placement, stray: Sequence[str]) -> list[str]:
     """Return a few lines: what does not run where it belongs, and the bytes that cross in a step.
 
     Args:
         placement: of the train loop.
-        devices: of the towers, in tower order.
-        masters: the master variables by name.
-        gather_device: where these belong.
+        stray: what `strays` returns.
     """
-    stray = strays(placement, devices, masters, gather_device)
     ours = [op for op in placement.ops if op.tower is not None]
     lines = [f"placement   {len(ours)} ops in towers, each on its tower's device"]
     if stray:
@@ -66,7 +58,14 @@ def strays(
     masters: Mapping[str, tf.Variable],
     gather_device: str,
 ) -> list[str]:
-    """Return a line for each layer of a tower and each layer's masters that are elsewhere."""
+    """Return a line for each layer of a tower and each layer's masters that are elsewhere.
+
+    Args:
+        placement: of the train loop.
+        devices: of the towers, in tower order.
+        masters: the master variables by name.
+        gather_device: where these belong.
+    """
     types: dict[tuple, list[str]] = defaultdict(list)
     for op in placement.misplaced(devices):
         types[op.tower, op.layer, op.device, op.requested].append(op.type.lstrip("_"))

@@ -134,19 +134,22 @@ def place(run: Run, train_loop: Callable, batches: Iterator, out: TextIO) -> Pla
     Raises:
         RunError: a tower's op runs elsewhere, and --placement=strict forbids it.
     """
-    where = (run.builder.devices, run.masters.variables(), run.builder.gather_device)
     towers = f"{len(run.builder.devices)} tower{'s' * (len(run.builder.devices) > 1)}"
     print(f"building    the graph of {towers} ...", file=out, flush=True)
     with one_line_errors(run.options):
         placement = read_placement(train_loop, batches, tf.constant(0))
-    lines = placement_report.report(placement, *where)
+    builder = run.builder
+    stray = placement_report.strays(
+        placement, builder.devices, run.masters.variables(), builder.gather_device
+    )
+    lines = placement_report.report(placement, stray)
     if run.options.log_device_placement:
         everything = [short(d.name) for d in tf.config.list_logical_devices()]
         lines += ["  device mapping:", *(f"  {row}" for row in devices.describe(everything))]
         lines += placement_report.table(placement)
     print(*lines, sep="\n", file=out, flush=True)
     if run.options.placement == "strict":
-        placement_report.check_strict(placement_report.strays(placement, *where))
+        placement_report.check_strict(stray)
     return placement
 
 
