@@ -1,4 +1,4 @@
-"""BatchNorm over the global batch: the moments of N towers are those of one device."""
+"""BatchNorm over the global batch, and fused: N towers compute what Keras does on one device."""
 
 import keras
 import numpy as np
@@ -66,6 +66,24 @@ def test_sync_is_what_one_device_computes(float64, num_towers, size, known_size)
     expected = on_one_device(build(), x)
     builder = TowerBuilder(DEVICES[:num_towers], batch_norm="sync")
     assert largest_difference(on_towers(build(), x, builder, known_size), expected) < 1e-9
+
+
+@pytest.mark.parametrize("num_towers", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (4, 4, 3), (2, 4, 4, 3)])
+@pytest.mark.parametrize("keywords", [{}, {"scale": False}, {"center": False}], ids=str)
+def test_the_fused_kernels_compute_what_keras_does(num_towers, shape, keywords):
+    """In float32, where they are used; a mean of 15 deviations must cost few digits."""
+    x = tf.random.stateless_normal([7, *shape], [1, 2], 30.0, 2.0)
+
+    def make():
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.BatchNormalization(momentum=0.5, **keywords)]
+        layers += [keras.layers.Dense(4, "tanh"), keras.layers.Flatten(), keras.layers.Dense(2)]
+        return keras.Sequential([keras.Input(shape), *layers])
+
+    expected = on_one_device(make(), x)
+    found = on_towers(make(), x, TowerBuilder(DEVICES[:num_towers], batch_norm="sync"))
+    assert largest_difference(found, expected) < 1e-4
 
 
 def test_local_is_not(float64):

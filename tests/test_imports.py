@@ -110,7 +110,7 @@ def test_no_modules_import_each_other():
 
 
 def test_tower_needs_little_beside_itself():
-    assert internal_edges()["tower"] == {"batch_norm", "collectives", "draws", "scope"}
+    assert internal_edges()["tower"] == {"batch_norm", "draws", "exchange", "scope"}
     for module in reachable("tower", internal_edges()):
         assert internal_edges()[module] == set(), f"{module} is to be read alone"
 

@@ -28,8 +28,8 @@ import keras
 import tensorflow as tf
 
 from towers import batch_norm as batch_norms
-from towers.collectives import Group
 from towers.draws import Rows, of_rows
+from towers.exchange import Exchange
 from towers.scope import TowerScope, assign_once, refuse_variable, widen
 
 
@@ -173,9 +173,9 @@ class TowerBuilder:
             part = _occupied(slices[start : start + num_towers])
             if start and _is_empty(part[0]):
                 break
-            group = Group(self.devices[: len(part)]) if len(part) > 1 else None
+            exchange = Exchange(len(part)) if len(part) > 1 else None
             part = [
-                _Slice((group and group.all_gather(i), *slice_.batch), slice_.rows)
+                _Slice((exchange and exchange.member(i), *slice_.batch), slice_.rows)
                 for i, slice_ in enumerate(part)
             ]
             with tf.control_dependencies(_tensors(totals)):
@@ -183,6 +183,8 @@ class TowerBuilder:
                 before = [tf.no_op()] if totals else []
             with tf.control_dependencies(before):
                 results = self._copies(fn, part)
+                if exchange:
+                    exchange.join(self.gather_device)
             if not totals:
                 totals = results
                 continue

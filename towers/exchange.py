@@ -1,0 +1,74 @@
+"""Values that towers exchange in the middle of a step, as BatchNorm's moments over all towers.
+
+Towers are traced one after the other, but what they exchange is needed before any of them is done.
+So each tower goes on with a stand-in for what it will get; once all towers are traced, the values
+are stacked on the gather device and take the stand-ins' places. No tower waits in the graph for
+more than the values themselves.
+"""
+
+import itertools
+from collections.abc import Callable
+
+import tensorflow as tf
+
+
+class Exchange:
+    """The exchanges of one step's towers.
+
+    The first call of a tower meets the first of each other tower, and so on: all must make the same
+    calls in the same order, as copies of one function do.
+    """
+
+    def __init__(self, num_towers: int):
+        """Set how many towers take part."""
+        self.num_towers = num_towers
+        self._values: list[list[tf.Tensor]] = []
+        self._stand_ins: list[list[tf.Tensor]] = []
+
+    def member(self, tower: int) -> Callable[[tf.Tensor], tf.Tensor]:
+        """Return tower `tower`'s function that stacks what each tower has.
+
+        It maps `[...]` to `[N, ...]` and can be differentiated: every tower's stack depends on
+        every tower's value.
+        """
+        places = itertools.count()
+
+        def meet(value: tf.Tensor) -> tf.Tensor:
+            if tf.executing_eagerly():
+                raise ValueError(
+                    "towers that run one after the other cannot wait for each other: make a "
+                    "tf.function of the step, or leave BatchNorm local (batch_norm='local')"
+                )
+            place = next(places)
+            if place == len(self._values):
+                self._values.append([])
+                self._stand_ins.append([])
+            stand_in = tf.identity(tf.zeros([self.num_towers, *value.shape], value.dtype))
+            self._values[place].append(value)
+            self._stand_ins[place].append(stand_in)
+            return stand_in
+
+        @tf.custom_gradient
+        def all_gather(value: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+            return meet(value), lambda upstream: tf.reduce_sum(meet(upstream)[:, tower], axis=0)
+
+        return all_gather
+
+    def join(self, gather_device: str) -> None:
+        """Put what was exchanged in the place of the stand-ins, when all towers are traced.
+
+        Raises:
+            ValueError: the towers made different calls.
+        """
+        for values, stand_ins in zip(self._values, self._stand_ins, strict=True):
+            shapes = {(value.dtype, tuple(value.shape)) for value in values}
+            if len(values) != self.num_towers or len(shapes) > 1:
+                raise ValueError(
+                    f"{len(values)} of {self.num_towers} towers met with values of "
+                    f"{len(shapes)} shapes: each copy of the function must run the same layers"
+                )
+            with tf.device(gather_device), tf.name_scope("exchange"):
+                everything = tf.stack(values)
+            for stand_in in stand_ins:
+                # The one way to give an op an input that was made after it.
+                stand_in.op._update_input(0, everything)
