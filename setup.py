@@ -78,6 +78,8 @@ setup(
     extras_require={
         "gpu": ["tensorflow[and-cuda]>=2.21,<2.22"],
         "plot": ["matplotlib"],
+        # What `towers benchmark --against` measures besides TensorFlow; the peers run on these.
+        "peers": ["jax>=0.10", "torch>=2.13"],
         "test": [
             "build",
             "hypothesis",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import towers
 from towers import flags
 from towers.errors import InputError
-from towers.options import Options, VerifyOptions
+from towers.options import BenchmarkOptions, Options, VerifyOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,11 +27,13 @@ DEFAULTS = """
 --dtype=float32
 --dataset=shapes
 --data_dir=
+--image_size=
 --augment=tutorial
 --batch_size=128
 --num_towers=0
 --devices=
 --placement=report
+--variables=cpu
 --log_device_placement=false
 --batch_norm=sync
 --accumulate_steps=1
@@ -63,7 +65,7 @@ DEFAULTS = """
 """.split()
 ALIASES = {"num_gpus": "num_towers"}
 OF_EVALUATE = (
-    "train_dir json dataset data_dir batch_size dtype num_towers devices visible_gpus "
+    "train_dir json dataset data_dir image_size batch_size dtype num_towers devices visible_gpus "
     "per_process_gpu_memory_fraction gpu_memory_limit_mib allow_growth allow_soft_placement"
 ).split()
 
@@ -90,7 +92,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_verbs_are_frozen():
-    assert list(flags.VERBS) == ["train", "evaluate", "verify", "doctor"]
+    assert list(flags.VERBS) == ["train", "evaluate", "verify", "benchmark", "doctor"]
 
 
 def test_the_flags_and_their_defaults_are_frozen():
@@ -113,6 +115,18 @@ def test_verify_takes_a_list_of_towers_and_has_flags_of_its_own():
     assert options == VerifyOptions(num_towers="1,2", steps=3, float32=True)
     assert options.of_run(num_towers=2) == Options(num_towers=2)
     assert "there is no flag --steps" in refusal("train", "--steps=3")
+
+
+def test_benchmark_takes_a_list_of_towers_and_has_flags_of_its_own():
+    lines = flags.verb_help("benchmark").splitlines()
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    others = {"--num_towers=0": "--num_towers=", "--dataset=shapes": "--dataset=synthetic"}
+    own = ["--against=", "--windows=5", "--seconds=2", "--plot="]
+    assert shown == [*(others.get(line, line) for line in DEFAULTS), *own]
+    options = flags.parse("benchmark", ["--num_gpus=1,2", "--against=jax, fit", "--windows=3"])
+    assert options == BenchmarkOptions(num_towers="1,2", against="jax, fit", windows=3)
+    assert (options.tower_numbers(), options.peers()) == ([1, 2], ["jax", "fit"])
+    assert "there is no flag --against" in refusal("train", "--against=jax")
 
 
 def test_evaluate_takes_what_does_not_change_the_run():
@@ -269,6 +283,8 @@ def values_of(field):
         return st.sampled_from(field.metadata["choices"])
     if field.name == "model_args":
         return KEYWORDS
+    if field.name == "image_size":
+        return st.sampled_from(["", "64", "48x64"])
     if field.metadata.get("numbers"):
         rising = st.lists(st.floats(0, 1e9), min_size=1, unique=True).map(sorted)
         return rising.map(lambda numbers: ",".join(map(str, numbers)))

@@ -153,6 +153,16 @@ def test_a_step_schedule_needs_its_steps():
     assert Options(schedule="cosine", decay_epochs="80").decay_boundaries() == [80]
 
 
+def test_image_size():
+    assert Options().image_height_width() is None
+    assert Options(image_size="64").image_height_width() == (64, 64)
+    assert Options(image_size="48x64").image_height_width() == (48, 64)
+    for text in ("0", "64x", "x64", "64x0", "64,48", "64x48x3", "-1", "6.4", "64X48", "1000000"):
+        assert refusal(image_size=text) == (
+            f"--image_size={text}: a size in pixels is needed, as 64, or height x width, as 48x64"
+        )
+
+
 def test_decay_epochs():
     assert Options().decay_boundaries() == []
     assert Options(decay_epochs="0,0.5, 80,1e2").decay_boundaries() == [0, 0.5, 80, 100]

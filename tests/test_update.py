@@ -318,6 +318,7 @@ def test_the_loss_scale_changes_no_number():
 def test_clipping_keeps_what_is_within_the_limit(clip_name):
     gradients = [tf.constant([0.3, -0.4]), tf.constant([0.1])]
     norm = tf.linalg.global_norm(gradients)
-    kept = clip(gradients, norm, Options(**{clip_name: 0.6}))
+    weights = [keras.Variable(g) for g in gradients]
+    kept = clip(gradients, weights, norm, Options(**{clip_name: 0.6}))
     for before, after in zip(gradients, kept, strict=True):
         np.testing.assert_allclose(before, after, rtol=1e-6)

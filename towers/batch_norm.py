@@ -1,9 +1,10 @@
 """BatchNorm in a tower: over the global batch, and by TensorFlow's fused kernels.
 
 Keras' `BatchNormalization` layers need not know: while a tower is built, their moments are put
-together over the towers, forward and backward. Keras normalises by a chain of elementwise ops, which
-takes a third of ResNet-20's step; the fused kernels are used where they exist: in float32, over all
-axes but the last, for a known number of examples. Both give the same numbers up to rounding.
+together over the towers, forward and backward. Keras normalises by a chain of elementwise ops,
+which takes a third of ResNet-20's step; the fused kernels are used where they exist: in float32,
+over all axes but the last, for a known number of examples. Both give the same numbers up to
+rounding.
 """
 
 import contextlib

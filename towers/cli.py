@@ -81,13 +81,18 @@ def _run(verb: str, options: Options, start: float) -> int:
         from towers.verify import verify
 
         result = verify(options, say)
+    elif verb == "benchmark":
+        from towers.benchmark import benchmark
+
+        result = benchmark(options, say)
     else:
         from towers.evaluate import evaluate
 
         result = evaluate(options, say)
     if options.json:
         print(json.dumps(result))
-    return EXIT_FAILED if verb == "verify" and not result["passed"] else 0
+    failed = (verb == "verify" and not result["passed"]) or result.get("failed")
+    return EXIT_FAILED if failed else 0
 
 
 def _start(options: Options) -> None:

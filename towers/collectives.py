@@ -1,16 +1,20 @@
 """All-sums between the towers of one step, on TensorFlow's own collective ops.
 
-A collective waits for every member, so it works only where the towers run side by side: in a
-compiled step. Members are told apart by their devices, one tower each.
+A collective (NCCL on GPUs, a ring on CPUs) waits for every member, so it works only where towers
+run side by side: in a compiled step, each tower on a device of its own.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 TIMEOUT_SECONDS = 300.0  # of a member that does not come, as when its tower has failed
+
+# Each collective costs a round of meetings, so small tensors go together; but a first bucket that
+# is under way while the next is computed costs nothing. 4 MiB is a few milliseconds of computing.
+BUCKET_BYTES = 4 * 2**20
 
 # Keys are of the whole process: far from those of tf.distribute, which begin at 1. A collision
 # would end all collectives for good: TensorFlow asks to restart the program.
@@ -18,77 +22,81 @@ _instance_keys = itertools.count(1_000_000)
 _FIRST_GROUP_KEY = 1_000
 
 
-class Group:
-    """The towers that take part in the collectives of one step.
+def all_sum(values: Sequence[Sequence[tf.Tensor]], devices: Sequence[str]) -> list[list[tf.Tensor]]:
+    """Return for each tower the sums over all towers, on its own device.
 
-    Each call of a member's `all_sum` meets the calls in the same place of the other members: all
-    must make the same calls in the same order, as copies of one function do.
+    Args:
+        values: of each tower a list of tensors, of the same shapes and types in all; the last are
+            summed first: gradients come in that order.
+        devices: one for each tower.
+
+    Raises:
+        ValueError: two towers share a device, or the function is not compiled.
     """
+    if tf.executing_eagerly():
+        raise ValueError(
+            "towers that run one after the other cannot sum together: make a tf.function of the "
+            "step, or gather on one device"
+        )
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"towers sum over {devices}, but each needs a device of its own")
+    sums: list[list] = [[None] * len(values[0]) for _ in devices]
+    for bucket in buckets(values[0]):
+        key = next(_instance_keys)
+        for device, own, result in zip(devices, values, sums, strict=True):
+            with tf.device(device):
+                packed = _pack([own[i] for i in bucket])
+                total = _reduce(packed, tuple(devices), device, key)
+                parts = _unpack(total, [own[i] for i in bucket])
+            for i, part in zip(bucket, parts, strict=True):
+                result[i] = part
+    return sums
 
-    def __init__(self, devices: Sequence[str]):
-        """Take the devices of the towers, in tower order."""
-        self.devices = tuple(devices)
-        self._keys: list[int] = []
 
-    def all_sum(self, member: int) -> Callable[[tf.Tensor], tf.Tensor]:
-        """Return tower `member`'s function that sums a tensor over all towers.
+def buckets(values: Sequence[tf.Tensor]) -> list[list[int]]:
+    """Return the places of the tensors that are summed together, the last tensor's bucket first.
 
-        It can be differentiated: every tower's sum depends on every tower's value.
-        """
-        if len(self.devices) == 1:
-            return lambda value: value
-        places = itertools.count()
+    A bucket holds tensors of one type, of at most BUCKET_BYTES unless it is one tensor.
+    """
+    found: list[list[int]] = []
+    size = 0
+    for i in reversed(range(len(values))):
+        value = values[i]
+        num_bytes = value.shape.num_elements() * value.dtype.size
+        fits = found and size + num_bytes <= BUCKET_BYTES
+        if not fits or values[found[-1][0]].dtype != value.dtype:
+            found.append([])
+            size = 0
+        found[-1].append(i)
+        size += num_bytes
+    return found
 
-        @tf.custom_gradient
-        def all_sum(value: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-            forward, backward = self._key(next(places)), self._key(next(places))
-            gradient = functools.partial(self._reduce, member, backward)
-            return self._reduce(member, forward, value), gradient
 
-        return all_sum
+def _pack(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Lay tensors behind each other, flat."""
+    flat = [tf.reshape(value, [-1]) for value in values]
+    return tf.concat(flat, axis=0) if len(flat) > 1 else flat[0]
 
-    def all_gather(self, member: int) -> Callable[[tf.Tensor], tf.Tensor]:
-        """Return tower `member`'s function that stacks what each tower has, [N, ...].
 
-        It is an all-sum of stacks that are zero but for the member's own place.
-        """
-        all_sum, others = self.all_sum(member), len(self.devices) - 1 - member
+def _unpack(packed: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Undo `_pack` for tensors of the shapes of `like`."""
+    sizes = [value.shape.num_elements() for value in like]
+    parts = tf.split(packed, sizes) if len(sizes) > 1 else [packed]
+    return [tf.reshape(part, value.shape) for part, value in zip(parts, like, strict=True)]
 
-        def all_gather(value: tf.Tensor) -> tf.Tensor:
-            paddings = [[member, others], *([[0, 0]] * value.shape.rank)]
-            return all_sum(tf.pad(value[tf.newaxis], paddings))
 
-        return all_gather
-
-    def _key(self, place: int) -> int:
-        """Return the key of a place in the towers' function: unique in the process."""
-        while len(self._keys) <= place:
-            self._keys.append(next(_instance_keys))
-        return self._keys[place]
-
-    def _reduce(self, member: int, instance_key: int, value: tf.Tensor) -> tf.Tensor:
-        """Sum a value over the towers."""
-        if tf.executing_eagerly():
-            raise ValueError(
-                "towers that run one after the other cannot wait for each other: make a "
-                "tf.function of the step, or leave BatchNorm local (batch_norm='local')"
-            )
-        if len(set(self.devices)) < len(self.devices):
-            raise ValueError(
-                f"towers sum over {self.devices}, but each needs a device of its own: leave "
-                "BatchNorm local (batch_norm='local')"
-            )
-        with tf.device(self.devices[member]):
-            return tf.raw_ops.CollectiveReduceV2(
-                input=value,
-                group_size=len(self.devices),
-                group_key=_group_key(self.devices),
-                instance_key=instance_key,
-                ordering_token=[_ordering_token(self.devices[member]).handle],
-                merge_op="Add",
-                final_op="Id",
-                timeout_seconds=TIMEOUT_SECONDS,
-            )
+def _reduce(value: tf.Tensor, devices: tuple[str, ...], device: str, key: int) -> tf.Tensor:
+    """Sum a tensor over the towers, as the member on `device`."""
+    return tf.raw_ops.CollectiveReduceV2(
+        input=value,
+        group_size=len(devices),
+        group_key=_group_key(devices),
+        instance_key=key,
+        ordering_token=[_ordering_token(device).handle],
+        merge_op="Add",
+        final_op="Id",
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
 
 
 @functools.cache

@@ -115,8 +115,13 @@ def check_data(dataset: str, data_dir: str) -> Check:
         return Check("data", OK, f"{dataset} is your own: not looked at")
     if dataset == "shapes":
         return Check("data", OK, "shapes is drawn in code")
+    if dataset in ("folder", "tfrecord"):
+        if os.path.isdir(os.path.expanduser(data_dir)):
+            return Check("data", OK, f"{data_dir} is there; a run looks at your own files in it")
+        remedy = f"--dataset={dataset} needs --data_dir=DIR"
+        return Check("data", PROBLEM, f"{data_dir or 'no --data_dir'} is not a folder", remedy)
     if dataset != "cifar10":
-        allowed = "type --dataset=shapes, --dataset=cifar10 or --dataset=module:function"
+        allowed = "type --dataset=shapes, cifar10, folder, tfrecord or module:function"
         return Check("data", PROBLEM, f"there is no data set {dataset}", allowed)
     try:
         from towers import data

@@ -74,7 +74,7 @@ def evaluate(options: Options, say: Callable[[str], None] = print) -> dict[str, 
             f"--train_dir={options.train_dir}: there is no checkpoint in {folder / 'checkpoints'}; "
             "train first, or name the folder of a run"
         )
-    run = prepare(options)
+    run = prepare(dataclasses.replace(options, variables="cpu"))  # they are only read
     variables = run.masters.variables().items()
     step = checkpoint.Checkpoints(
         folder / "checkpoints",

@@ -17,7 +17,7 @@ from absl import flags
 from towers import files
 from towers.errors import InputError
 from towers.gpu_options import GpuOptions
-from towers.options import Options, VerifyOptions
+from towers.options import BenchmarkOptions, Options, VerifyOptions
 
 # Which flags a verb takes on its command line. In a flagfile each verb takes all, so that one file
 # serves training and whatever is done with the run afterwards.
@@ -25,10 +25,12 @@ VERBS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "train": ("train a model over towers, or continue a run", None),
     "evaluate": (
         "evaluate the newest checkpoint of a run on the test set",
-        tuple("train_dir json dataset data_dir batch_size dtype num_towers devices".split())
+        tuple("train_dir json dataset data_dir image_size batch_size dtype".split())
+        + ("num_towers", "devices")
         + tuple(field.name for field in dataclasses.fields(GpuOptions)),
     ),
     "verify": ("prove on your model that N towers compute what one device computes", None),
+    "benchmark": ("measure speed, scaling and where a step's time goes, also beside others", None),
     "doctor": (
         "check this machine: versions, GPUs, memory, computing, data, folders",
         tuple("train_dir json dataset data_dir visible_gpus".split()),
@@ -36,7 +38,8 @@ VERBS: dict[str, tuple[str, tuple[str, ...] | None]] = {
 }
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Options)}
-_OF_VERB = {"verify": VerifyOptions}  # more than, or other than, the options of a run
+# More than, or other than, the options of a run.
+_OF_VERB = {"verify": VerifyOptions, "benchmark": BenchmarkOptions}
 _ALIASES = {f.metadata["alias"]: n for n, f in _FIELDS.items() if "alias" in f.metadata}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 

@@ -1,9 +1,38 @@
-"""The master variables: the one true copy of weights, slots and averages, on the gather device."""
+"""The master variables: the one true copy of weights, slots and averages.
+
+They lie on the gather device; or each weight with its slots and its average on one of the towers
+("sharded"); or on the first tower, with a copy of weights and slots on each other ("replicated").
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
 import keras
 import tensorflow as tf
 
+VARIABLES = ("cpu", "sharded", "replicated")
 INITIAL_LOSS_SCALE = 2.0**15
+
+
+@dataclasses.dataclass(frozen=True)
+class Replica:
+    """Weights and the optimizer that updates them; the first of a run's are the masters.
+
+    Attributes:
+        weights: the model's trainable variables, or copies in that order.
+        optimizer: a Keras optimizer, its slots beside the weights.
+        device: of what is of no weight in particular.
+    """
+
+    weights: Sequence[keras.Variable]
+    optimizer: keras.optimizers.Optimizer
+    device: str
+
+    def variables(self) -> list[tf.Variable]:
+        """Return all that an update changes."""
+        return [v.value for v in (*self.weights, *self.optimizer.variables)]
 
 
 class Masters:
@@ -12,6 +41,7 @@ class Masters:
     Attributes:
         model: the Keras model, built once.
         optimizer: the Keras optimizer, its slots built.
+        replicas: what each step updates: the masters, then the copies on other towers.
         averages: list of (variable, its moving average); empty without EMA.
         step: int64, updates so far.
         examples: int64, examples seen so far: the clock of every schedule.
@@ -27,16 +57,18 @@ class Masters:
         ema: bool = False,
         loss_scaling: bool = False,
         device: str = "/cpu:0",
+        copies: Sequence[Replica] = (),
     ):
         """Build the optimizer's slots, the averages (equal to the weights) and the counters."""
         self.model, self.optimizer = model, optimizer
+        self.replicas = [Replica(model.trainable_variables, optimizer, device), *copies]
+        for replica in self.replicas:
+            with tf.device(replica.device), _slots_beside_weights(replica.optimizer):
+                replica.optimizer.build(list(replica.weights))
         with tf.device(device):
-            optimizer.build(model.trainable_variables)
             # BatchNorm statistics are averaged, too: they belong to the weights of their time.
             self.averages = [
-                (v, tf.Variable(v.value, trainable=False, name="average"))
-                for v in model.variables
-                if ema and v.value.dtype.is_floating
+                (v, _beside(v.value)) for v in model.variables if ema and v.value.dtype.is_floating
             ]
             self.step = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
             self.examples = tf.Variable(0, trainable=False, dtype=tf.int64, name="examples")
@@ -49,6 +81,13 @@ class Masters:
         """Return (variable, its value now) of what towers assign, such as BatchNorm statistics."""
         variables = self.model.non_trainable_variables
         return [(v, tf.identity(v.value)) for v in variables if v.value.dtype.is_floating]
+
+    def spread(self) -> None:
+        """Give the copies the values of the masters, after these were set."""
+        values = self.replicas[0].variables()
+        for replica in self.replicas[1:]:
+            for variable, value in zip(replica.variables(), values, strict=True):
+                variable.assign(value)
 
     def finite(self) -> bool:
         """Tell whether no master variable holds an infinity or NaN."""
@@ -71,3 +110,58 @@ class Masters:
                 unique = f"{name}~{count}"
             result[unique] = variable
         return result
+
+
+# Placing.
+
+
+def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> None:
+    """Move each weight to one of the devices, the largest first, each to where the least lies."""
+    held = dict.fromkeys(devices, 0)
+    for weight in sorted(weights, key=lambda v: -_num_bytes(v)):
+        device = min(held, key=lambda name: held[name])
+        held[device] += _num_bytes(weight)
+        move(weight, device)
+
+
+def move(variable: keras.Variable, device: str) -> None:
+    """Move a Keras variable's value to a device; nothing may have read it before."""
+    with tf.device(device):
+        variable._value = tf.Variable(
+            variable.value, trainable=variable.trainable, name=variable.name
+        )
+
+
+def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]:
+    """Return copies of the weights on a device."""
+    copies = []
+    for weight in weights:
+        with tf.device(device):
+            value = tf.identity(weight.value)  # of a tf.Variable itself Keras makes no copy
+            twin = keras.Variable(value, dtype=weight.dtype, name=weight.name)
+        twin.regularizer = weight.regularizer
+        copies.append(twin)
+    return copies
+
+
+@contextlib.contextmanager
+def _slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Let the optimizer make each slot on the device of its weight."""
+    make: Callable = optimizer.add_variable_from_reference
+
+    def beside(reference_variable: keras.Variable, *args: object, **kwargs: object) -> object:
+        with tf.device(reference_variable.value.device):
+            return make(reference_variable, *args, **kwargs)
+
+    with mock.patch.object(optimizer, "add_variable_from_reference", beside):
+        yield
+
+
+def _beside(variable: tf.Variable) -> tf.Variable:
+    """Return a new variable of the same value on the same device."""
+    with tf.device(variable.device):
+        return tf.Variable(variable, trainable=False, name="average")
+
+
+def _num_bytes(variable: keras.Variable) -> int:
+    return variable.value.shape.num_elements() * variable.value.dtype.size

@@ -19,10 +19,14 @@ from towers.gpu_options import GpuOptions
 
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "adamw")
 SCHEDULES = ("constant", "step", "cosine", "onecycle")
-AUGMENTATIONS = ("tutorial", "resnet", "none")
+AUGMENTATIONS = ("tutorial", "resnet", "none", "off")
 PLACEMENTS = ("report", "strict")
 BATCH_NORMS = ("sync", "local")
+VARIABLES = ("cpu", "sharded", "replicated", "auto")
 DTYPES = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
+PEERS = (
+    "mirrored", "mirrored_own_layers", "mirrored_fit", "fit", "torch_ddp", "jax", "session",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +60,22 @@ class Options:
     )  # fmt: skip
 
     dataset: str = option(
-        "shapes", "Data", "shapes (drawn in code), cifar10, or module:function of your own."
+        "shapes", "Data", "shapes (drawn in code), cifar10, module:function of your own, or files "
+        "in data_dir: folder (train/CLASS/*.png, test/CLASS/*.png; jpg, bmp, gif), tfrecord "
+        "(train*.tfrecord, test*.tfrecord)."
     )
     data_dir: str = option(
         "", "Data", "Where data files lie or go; default: the user's cache folder."
     )
+    image_size: str = option(
+        "", "Data", "Size to which the images of folder and tfrecord are resized: 64, or height x "
+        "width, 48x64; without it they must be of one size.",
+    )  # fmt: skip
     augment: str = option(
         "tutorial", "Data",
         "Of training images: tutorial (crop to 3/4, flip, brightness, contrast), resnet (pad 4, "
-        "crop, flip), none. Each standardises.", choices=AUGMENTATIONS,
+        "crop, flip), none: each standardises; off: images are taken as they are.",
+        choices=AUGMENTATIONS,
     )  # fmt: skip
     batch_size: int = option(
         128, "Data", "GLOBAL: all examples of one step, over all towers.", minimum=1
@@ -80,6 +91,11 @@ class Options:
     placement: str = option(
         "report", "Towers", "Ops of a tower that run elsewhere: report lists them before the first "
         "step, strict makes them an error.", choices=PLACEMENTS,
+    )  # fmt: skip
+    variables: str = option(
+        "cpu", "Towers", "Master variables: cpu, with add_n there; sharded, each with its add_n on "
+        "one of the towers; replicated, a copy on every tower, gradients summed by collectives; "
+        "auto, the fastest in a short trial.", choices=VARIABLES,
     )  # fmt: skip
     log_device_placement: bool = option(
         False, "Towers", "Print which device runs how many ops of each type, and write every op to "
@@ -182,6 +198,7 @@ class Options:
         if self.schedule == "step" and not self.decay_epochs:
             raise InputError("--schedule=step needs --decay_epochs, such as --decay_epochs=80,120")
         self.model_keywords()
+        self.image_height_width()
         self.gpu_options()
 
     def gpu_options(self) -> GpuOptions:
@@ -206,6 +223,22 @@ class Options:
         """Return `decay_epochs` as numbers."""
         return parse_numbers("decay_epochs", self.decay_epochs)
 
+    def image_height_width(self) -> tuple[int, int] | None:
+        """Return `image_size` as (height, width), None if none is given.
+
+        Raises:
+            InputError: it is not one whole number of at least 1, or two with an x.
+        """
+        if not self.image_size:
+            return None
+        match = re.fullmatch(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", self.image_size, re.ASCII)
+        if not match:
+            raise InputError(
+                f"--image_size={self.image_size}: a size in pixels is needed, as 64, or height x "
+                "width, as 48x64"
+            )
+        return int(match[1]), int(match[2] or match[1])
+
     def model_keywords(self) -> dict[str, Any]:
         """Return `model_args` as keyword arguments: numbers, booleans, else strings.
 
@@ -225,17 +258,10 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class VerifyOptions(Options):
-    """What `towers verify` compares: the options of a run, and how much of it."""
+class ListOptions(Options):
+    """The options of a run, but for a list of numbers of towers."""
 
-    num_towers: str = option(
-        "1,2,3,4", "Towers", "Numbers of towers that are compared with one device.",
-        alias="num_gpus",
-    )  # fmt: skip
-    steps: int = option(10, "Verify", "Steps that are made and compared.", minimum=1)
-    float32: bool = option(
-        False, "Verify", "Compare in the run's own precision too, in units of its last place."
-    )
+    num_towers: str = option("1,2,4", "Towers", "Numbers of towers.", alias="num_gpus")
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by the flag's name.
@@ -244,6 +270,10 @@ class VerifyOptions(Options):
             InputError: one line: what was given and what is allowed.
         """
         super().__post_init__()
+        if self.variables == "auto":
+            raise InputError(
+                "--variables=auto is a run's own trial: name cpu, sharded or replicated here"
+            )
         self.tower_numbers()
 
     def tower_numbers(self) -> list[int]:
@@ -263,6 +293,70 @@ class VerifyOptions(Options):
         """Return the options of a run that is compared."""
         names = [field.name for field in dataclasses.fields(Options)]
         return Options(**{name: getattr(self, name) for name in names} | changes)
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyOptions(ListOptions):
+    """What `towers verify` compares: the options of a run, and how much of it."""
+
+    num_towers: str = option(
+        "1,2,3,4", "Towers", "Numbers of towers that are compared with one device.",
+        alias="num_gpus",
+    )  # fmt: skip
+    steps: int = option(10, "Verify", "Steps that are made and compared.", minimum=1)
+    float32: bool = option(
+        False, "Verify", "Compare in the run's own precision too, in units of its last place."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkOptions(ListOptions):
+    """What `towers benchmark` measures: the options of a run, beside what, and how long."""
+
+    dataset: str = option(
+        "synthetic", "Data", "synthetic (one random batch, nothing is read or augmented), or what "
+        "train takes: then its reading and augmentation are measured, too.",
+    )  # fmt: skip
+    num_towers: str = option(
+        "", "Towers", "Numbers of towers, as 1,2,4. None given: 1 and all GPUs, or without any GPU "
+        "1,2,4.", alias="num_gpus",
+    )  # fmt: skip
+    against: str = option(
+        "", "Benchmark", "Programs that train the same model beside it, with commas: "
+        f"{', '.join(PEERS)}."
+    )  # fmt: skip
+    windows: int = option(5, "Benchmark", "Turns that each configuration gets.", minimum=1)
+    seconds: float = option(
+        2.0, "Benchmark", "Length of a turn, at least.", minimum=0.01, maximum=3600
+    )
+    plot: str = option("", "Benchmark", "PNG file for a picture of the result.")
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, by the flag's name.
+
+        Raises:
+            InputError: one line: what was given and what is allowed.
+        """
+        super().__post_init__()
+        self.peers()
+        if self.plot and not self.plot.lower().endswith(".png"):
+            raise InputError(f"--plot={self.plot}: a name that ends in .png is needed")
+
+    def peers(self) -> list[str]:
+        """Return `against` as names.
+
+        Raises:
+            InputError: a name is unknown, or given twice.
+        """
+        names = [name.strip() for name in self.against.split(",")] if self.against else []
+        for name in names:
+            if name not in PEERS:
+                raise InputError(
+                    f"--against={self.against}: {name!r} is unknown; allowed are {', '.join(PEERS)}"
+                )
+        if len(set(names)) < len(names):
+            raise InputError(f"--against={self.against}: each name once")
+        return names
 
 
 def _text(value: Any) -> str:

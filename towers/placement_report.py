@@ -56,7 +56,7 @@ def strays(
     placement: Placement,
     devices: Sequence[str],
     masters: Mapping[str, tf.Variable],
-    gather_device: str,
+    master_devices: Sequence[str],
 ) -> list[str]:
     """Return a line for each layer of a tower and each layer's masters that are elsewhere.
 
@@ -64,7 +64,7 @@ def strays(
         placement: of the train loop.
         devices: of the towers, in tower order.
         masters: the master variables by name.
-        gather_device: where these belong.
+        master_devices: where these may be.
     """
     types: dict[tuple, list[str]] = defaultdict(list)
     for op in placement.misplaced(devices):
@@ -76,12 +76,13 @@ def strays(
         lines.append(f"tower {tower} on {devices[tower]}, layer {layer}: {names} on {device}{why}")
     variables: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, variable in masters.items():
-        if (device := short(variable.device)) != gather_device:
+        if (device := short(variable.device)) not in master_devices:
             layer, _, own_name = name.rpartition("/")
             variables[layer, device].append(own_name)
     for (layer, device), names in variables.items():
         names = ", ".join(names)
-        lines.append(f"master variables of layer {layer}: {names} on {device}, not {gather_device}")
+        home = " or ".join(dict.fromkeys(master_devices))
+        lines.append(f"master variables of layer {layer}: {names} on {device}, not {home}")
     return lines
 
 

@@ -21,8 +21,7 @@ def rule_book(run: Run) -> list[str]:
     ]
     decay = "adamw, apart from the gradient" if options.optimizer == "adamw" else "L2"
     return [
-        f"towers      {towers}: {', '.join(run.builder.devices)}; gather on "
-        f"{run.builder.gather_device}",
+        f"towers      {towers}: {', '.join(run.builder.devices)}; {_gather(run)}",
         f"batch size  {options.batch_size} global ({per_tower} per tower), {options.dtype}",
         f"data        {run.data.name}: {size} training examples per epoch, {run.data.test.size} "
         f"test; {size / options.batch_size:.1f} steps per epoch",
@@ -48,6 +47,14 @@ def rule_book(run: Run) -> list[str]:
         f"{options.schedule}, EMA {options.ema_decay or 'none'}",
         "  8 the loss that is printed is that of all towers",
     ]
+
+
+def _gather(run: Run) -> str:
+    """Return where gradients are gathered, and variables lie."""
+    return {
+        "sharded": "each gradient is gathered on its variable's tower",
+        "replicated": "gradients are summed by collectives, each tower has its variables",
+    }.get(run.options.variables, f"gather on {run.builder.gather_device}")
 
 
 def _moments(options: Options) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -13,9 +13,10 @@ from keras.src.backend.common import global_state
 from towers import data, devices, model
 from towers.data import Data, augment
 from towers.errors import InputError, RunError
-from towers.masters import Masters
+from towers.masters import Masters, Replica, copy, move, shard
 from towers.options import Options
 from towers.placement import Op, short
+from towers.step import make_train_loop, make_train_step
 from towers.tower import TowerBuilder
 from towers.update import make_optimizer
 
@@ -41,6 +42,31 @@ class Run:
     total_epochs: float
     total_examples: int
 
+    def train_loop(self) -> Callable:
+        """Return `step.make_train_loop` of this run."""
+        return make_train_loop(
+            self.builder,
+            self.masters,
+            self.options,
+            train_size=self.data.train.size,
+            total_epochs=self.total_epochs,
+        )
+
+    def train_step(self) -> Callable:
+        """Return `step.make_train_step` of this run."""
+        return make_train_step(
+            self.builder,
+            self.masters,
+            self.options,
+            train_size=self.data.train.size,
+            total_epochs=self.total_epochs,
+        )
+
+    def master_devices(self) -> list[str]:
+        """Return the devices on which master variables may be."""
+        towers = {"sharded": self.builder.devices, "replicated": self.builder.devices[:1]}
+        return [self.builder.gather_device, *towers.get(self.options.variables, [])]
+
     def steps_left(self, step: int, examples: int) -> int:
         """Return how many steps remain after `step` steps and `examples` examples."""
         left = math.ceil((self.total_examples - examples) / self.options.batch_size)
@@ -56,12 +82,23 @@ def prepare(options: Options) -> Run:
         InputError: a device, the data or the model cannot be had as the options say.
         RunError: the data set cannot be read, or a GPU does not compute.
     """
+    names, dataset = find(options)
+    return assemble(options, names, dataset, loss_scaling=options.dtype == "mixed_float16")
+
+
+def find(options: Options) -> tuple[list[str], Data]:
+    """Return the towers' devices and the data set.
+
+    Raises:
+        InputError: a device or the data cannot be had as the options say.
+        RunError: the data set cannot be read, or a GPU does not compute.
+    """
     devices.configure(**dataclasses.asdict(options.gpu_options()))
     devices.try_out()
     names = devices.tower_devices(options.num_towers, options.devices)
     with one_line_errors(options):
-        dataset = data.load(options.dataset, options.data_dir or None)
-    return assemble(options, names, dataset, loss_scaling=options.dtype == "mixed_float16")
+        size = options.image_height_width()
+        return names, data.load(options.dataset, options.data_dir or None, size)
 
 
 def assemble(
@@ -73,7 +110,10 @@ def assemble(
         InputError: the model cannot be had as the options say.
     """
     builder = TowerBuilder(
-        device_names, batch_norm=options.batch_norm, accumulate_steps=options.accumulate_steps
+        device_names,
+        batch_norm=options.batch_norm,
+        accumulate_steps=options.accumulate_steps,
+        gather_at_variables=options.variables == "sharded",
     )
     image_shape = augment.output_shape(dataset.image_shape, options.augment)
     with one_line_errors(options), _names_as_in_a_new_process():
@@ -85,14 +125,8 @@ def assemble(
             dtype=options.dtype,
             seed=options.seed,
         )
-        optimizer = make_optimizer(network, options)
-    _check_model(network, options.model, image_shape)
-    masters = Masters(
-        network,
-        optimizer,
-        ema=options.ema_decay > 0,
-        loss_scaling=loss_scaling,
-    )
+        _check_model(network, options.model, image_shape)
+        masters = _make_masters(network, device_names, options, loss_scaling)
     size = dataset.train.size
     if options.num_epochs or not options.max_steps:
         total_epochs = options.num_epochs or DEFAULT_EPOCHS
@@ -103,11 +137,35 @@ def assemble(
     return Run(options, builder, dataset, masters, total_epochs, total_examples)
 
 
+def _make_masters(
+    network: keras.Model, device_names: Sequence[str], options: Options, loss_scaling: bool
+) -> Masters:
+    """Put the master variables where `options.variables` says, with their optimizer."""
+    weights, copies = network.trainable_variables, []
+    if options.variables == "sharded":
+        shard(weights, device_names)
+    if options.variables == "replicated":
+        for weight in weights:
+            move(weight, device_names[0])
+    optimizer = make_optimizer(weights, options)  # it knows variables by where they are now
+    if options.variables == "replicated":
+        for name in device_names[1:]:
+            twins = copy(weights, name)
+            copies.append(Replica(twins, make_optimizer(twins, options), name))
+    return Masters(
+        network,
+        optimizer,
+        ema=options.ema_decay > 0,
+        loss_scaling=loss_scaling,
+        copies=copies,
+    )
+
+
 # What TensorFlow puts around the sentence that says what is wrong.
 _NOISE = re.compile(
     r"(?m)^Graph execution error.*|^Detected at node.*|^<stack.*|.*root error\(s\) found.*"
     r"|\{\{.*?\}\}|\[\[.*?\]\]|\[Op:.*|\(\d\) [A-Z_]+:|assertion failed:"
-    r"|Error in user-defined function passed to .*? with iterator: \S+ "
+    r"|InputError: |Error in user-defined function passed to .*? with iterator: \S+ "
 )
 
 

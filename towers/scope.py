@@ -1,6 +1,6 @@
 """What a tower assigns is kept, and assigned once: the state of Keras variables in a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -15,9 +15,14 @@ class TowerScope(keras.StatelessScope):
     would fetch it each time round.
     """
 
-    def __init__(self) -> None:
-        """Keep assignments from here on."""
+    def __init__(self, own: Mapping[int, tf.Variable] | None = None) -> None:
+        """Keep assignments from here on.
+
+        Args:
+            own: {id of a Keras variable: what the tower reads in its place}.
+        """
         super().__init__()
+        self.own = own or {}
         self.eager = tf.executing_eagerly()
         self.graph = tf.compat.v1.get_default_graph()
         self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
@@ -39,12 +44,17 @@ class TowerScope(keras.StatelessScope):
         if variable.trainable and variable._value is None:  # not initialized
             raise _creation_error(variable.path)
         value = super().get_current_value(variable)
-        if value is None and self._is_inside() and not self.eager:
+        if value is not None:
+            return value
+        source = self.own.get(id(variable))
+        if self._is_inside() and not self.eager:
             if id(variable) not in self.copies:
                 with self.graph.as_default():
-                    self.copies[id(variable)] = tf.identity(variable._value)
-            value = self.copies[id(variable)]
-        return value
+                    self.copies[id(variable)] = tf.identity(
+                        variable._value if source is None else source
+                    )
+            return self.copies[id(variable)]
+        return source
 
     def close(self, count: tf.Tensor) -> None:
         """Note the tower's number of examples, and that it makes no more use of its copies."""

@@ -10,7 +10,7 @@ from towers.data import augment
 from towers.masters import Masters
 from towers.options import Options
 from towers.schedules import schedule
-from towers.tower import TowerBuilder
+from towers.tower import PerTower, TowerBuilder
 from towers.update import make_update
 
 METRICS = ("loss", "penalty", "gradient_norm", "learning_rate")
@@ -86,9 +86,8 @@ def make_train_step(
         images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor
     ) -> tuple[dict[str, tf.Tensor], list[Any]]:
         statistics = masters.statistics() if masters.loss_scale is not None else []
-        loss, gradients = builder.gradients(
-            loss_fn, masters.model.trainable_variables, images, labels, draws
-        )
+        loss, gradients = builder.gradients(loss_fn, weights_of(masters), images, labels, draws)
+        gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
         with tf.device(builder.gather_device), tf.name_scope("update"):
             if masters.loss_scale is not None:
                 loss = loss / tf.cast(masters.loss_scale, loss.dtype)
@@ -96,9 +95,21 @@ def make_train_step(
             metrics = update(gradients, rate, statistics)
             masters.step.assign_add(1)
             masters.examples.assign_add(tf.shape(labels, tf.int64)[0])
-        return metrics | {"loss": loss, "learning_rate": rate}, gradients
+        return metrics | {"loss": loss, "learning_rate": rate}, gradients[0]
 
     return train_step
+
+
+def weights_of(masters: Masters) -> list[Any]:
+    """Return the trainable variables as the builder takes them: with their copies, if any."""
+    if len(masters.replicas) == 1:
+        return masters.model.trainable_variables
+    return [PerTower(own) for own in zip(*(r.weights for r in masters.replicas), strict=True)]
+
+
+def _of_replica(gradients: list[Any], replica: int) -> list[Any]:
+    """Return the gradients of one replica of the weights."""
+    return [g.values[replica] if isinstance(g, PerTower) else g for g in gradients]
 
 
 def make_loss_fn(masters: Masters, options: Options) -> Callable:

@@ -28,6 +28,7 @@ import keras
 import tensorflow as tf
 
 from towers import batch_norm as batch_norms
+from towers import gather
 from towers.draws import Rows, of_rows
 from towers.exchange import Exchange
 from towers.scope import TowerScope, assign_once, refuse_variable, widen
@@ -56,6 +57,7 @@ class TowerBuilder:
         *,
         batch_norm: str = "local",
         accumulate_steps: int = 1,
+        gather_at_variables: bool = False,
     ):
         """Set where the towers run and where their results are gathered.
 
@@ -66,6 +68,8 @@ class TowerBuilder:
                 tower's own slice; "sync" those of all towers, in a compiled step only.
             accumulate_steps: `gradients` takes the batch in so many parts, one after the other,
                 each split over the towers: less memory, and the same sums.
+            gather_at_variables: gather each gradient where its variable lies, and not on
+                `gather_device`.
 
         Raises:
             ValueError: `devices` is empty, or a string in place of a list of strings; or another
@@ -84,6 +88,7 @@ class TowerBuilder:
         self.gather_device = gather_device
         self.batch_norm = batch_norm
         self.accumulate_steps = accumulate_steps
+        self.gather_at_variables = gather_at_variables
 
     def map(self, fn: Callable, *batch: Any) -> list[Any]:
         """Return what `fn` returns for each tower, in tower order."""
@@ -94,11 +99,11 @@ class TowerBuilder:
 
         `fn` may return any structure; `IndexedSlices` stay sparse, and `None` counts as nothing.
         """
-        return self._gather(_add, self._copies(fn, _occupied(self._split(batch))))
+        return self._gather(gather.add, self._copies(fn, _occupied(self._split(batch))))
 
     def concat(self, fn: Callable, *batch: Any) -> Any:
         """Return what the towers return, joined along axis 0 in tower order: that of the batch."""
-        return self._gather(_join, self._copies(fn, _occupied(self._split(batch))))
+        return self._gather(gather.join, self._copies(fn, _occupied(self._split(batch))))
 
     def gradients(
         self, loss_fn: Callable, variables: Iterable[Any], *batch: Any
@@ -113,44 +118,72 @@ class TowerBuilder:
 
         Args:
             loss_fn: maps a tower's slice of the batch to its losses, one for each example, `[b]`.
-            variables: `keras.Variable`s, `tf.Variable`s or a mix.
+            variables: `keras.Variable`s, `tf.Variable`s or a mix. A `PerTower` of `keras.Variable`s
+                is one variable with a copy for each tower: `loss_fn` uses the first, and each tower
+                reads its own in its place.
             *batch: the global batch.
 
         Returns:
             The loss, a scalar, and a list like `variables`: tensors, `IndexedSlices` where all
-            towers gave them, or None for a variable that no tower uses.
+            towers gave them, or None for a variable that no tower uses; `PerTower`s of these for
+            copies, summed by collectives.
 
         Raises:
             ValueError: `variables` holds something else; or `loss_fn` returns no losses of shape
                 `[b]`, creates a variable, assigns one inside a `tf.function`, loop or branch of its
                 own, or, in a compiled step, calls a `tf.function` that keeps one tower's weights.
         """
-        variables = [_tf_variable(v) for v in variables]
+        variables = list(variables)
         scopes = []
 
-        def backward(all_gather, *part):
+        def backward(tower, all_gather, *part):
+            own = [_tf_variable(_of_tower(v, tower)) for v in variables]
             with (
-                TowerScope() as scope,
+                TowerScope(_replaced(variables, tower)) as scope,
                 batch_norms.over_all_towers(all_gather, self.batch_norm),
                 tf.variable_creator_scope(refuse_variable),
                 tf.GradientTape(watch_accessed_variables=False) as tape,
             ):
-                tape.watch(variables)
+                tape.watch(own)
                 losses = _check_losses(loss_fn(*part))
                 loss = tf.reduce_sum(losses)
             with keras.StatelessScope():  # what is recomputed here was assigned above
-                gradients = tape.gradient(loss, variables)
+                gradients = tape.gradient(loss, own)
             count = tf.cast(tf.shape(losses)[0], loss.dtype)
             if not tf.compat.dimension_value(losses.shape[0]):  # unknown, perhaps none
-                gradients = [_zero_if_empty(g, count) for g in gradients]
+                gradients = [gather.zero_if_empty(g, count) for g in gradients]
             scope.close(count)
             scopes.append(scope)
             return loss, count, gradients
 
-        loss, count, gradients = self._gather(_add, self._accumulate(backward, batch))
+        losses, counts, gradients = zip(*self._accumulate(backward, batch), strict=True)
+        loss, count = self._gather(gather.add, losses), self._gather(gather.add, counts)
+        gradients = self.gather_gradients(gradients, variables, count)
         with tf.device(self.gather_device), tf.name_scope("gather"):
             assign_once(scopes)
-            return loss / count, [_divide(g, count) for g in gradients]
+            return loss / count, gradients
+
+    def gather_gradients(
+        self, gradients: Sequence[Sequence[Any]], variables: Sequence[Any], count: tf.Tensor
+    ) -> list[Any]:
+        """Return the mean gradients, as `gradients` does.
+
+        Args:
+            gradients: of each tower a list like `variables`: sums over its examples.
+            variables: as in `gradients`.
+            count: number of all examples.
+        """
+        with tf.name_scope("gather"):
+            if any(isinstance(v, PerTower) for v in variables):
+                means = gather.mean_on_every_tower(
+                    gradients, self.devices, self.gather_device, count
+                )
+                means = zip(zip(*means, strict=True), variables, strict=True)
+                return [PerTower(m) if isinstance(v, PerTower) else m[0] for m, v in means]
+            places = [self.gather_device] * len(variables)
+            if self.gather_at_variables:
+                places = [_tf_variable(v).device for v in variables]
+            return gather.mean_at(gradients, places, count)
 
     def _copies(self, fn: Callable, slices: Sequence["_Slice"]) -> list[Any]:
         """Run `fn` once for each slice: the first on tower 0, and so on."""
@@ -163,7 +196,8 @@ class TowerBuilder:
     def _accumulate(self, fn: Callable, batch: Sequence[Any]) -> list[Any]:
         """Return the towers' sums of what `fn` returns, taking the batch part by part.
 
-        `fn` gets a function that stacks the towers' values (one tower: None), then its slice.
+        `fn` gets the tower's number, a function that stacks the towers' values (one tower: None),
+        then its slice.
         A part waits for the one before it, so that only one part's activations are in memory.
         """
         num_towers = len(self.devices)
@@ -175,7 +209,7 @@ class TowerBuilder:
                 break
             exchange = Exchange(len(part)) if len(part) > 1 else None
             part = [
-                _Slice((exchange and exchange.member(i), *slice_.batch), slice_.rows)
+                _Slice((i, exchange and exchange.member(i), *slice_.batch), slice_.rows)
                 for i, slice_ in enumerate(part)
             ]
             with tf.control_dependencies(_tensors(totals)):
@@ -190,13 +224,13 @@ class TowerBuilder:
                 continue
             for i, result in enumerate(results):
                 with tf.device(self.devices[i]), tf.name_scope(f"tower_{i}"):
-                    totals[i] = _map_towers(_add, [totals[i], result])
+                    totals[i] = gather.map_towers(gather.add, [totals[i], result])
         return totals
 
     def _gather(self, policy: Callable, results: list[Any]) -> Any:
         """Apply `policy` to the per-tower values, on the gather device."""
         with tf.device(self.gather_device), tf.name_scope("gather"):
-            return _map_towers(policy, results)
+            return gather.map_towers(policy, results)
 
     def _split(self, batch: Sequence[Any], num_rounds: int = 1) -> list["_Slice"]:
         """Return each tower's slice of `batch`; with rounds, those of one after the other's."""
@@ -289,56 +323,18 @@ def _check_rows(rows: Sequence[int | tf.Tensor]) -> int | tf.Tensor:
     return total
 
 
-# Gathering.
-
-
-def _tensors(structure: Any) -> list[tf.Tensor]:
-    """Return the tensors of a structure, those of sparse ones too."""
-    leaves = tf.nest.flatten(structure, expand_composites=True)
-    return [leaf for leaf in leaves if leaf is not None]
-
-
-def _map_towers(policy: Callable, results: Sequence[Any]) -> Any:
-    """Apply `policy` to the towers' values at each place of the results' structure."""
-    for i, result in enumerate(results):
-        try:
-            tf.nest.assert_same_structure(results[0], result)
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"towers must return the same structure: tower 0 returned {results[0]!r}, "
-                f"tower {i} returned {result!r}"
-            ) from None
-    return tf.nest.map_structure(lambda *values: policy(values), *results)
-
-
-def _add(values: Sequence[Any]) -> Any:
-    """Sum per-tower values; None counts as nothing, and all-sparse values stay sparse."""
-    values = [value for value in values if value is not None]
-    if not values:
-        return None
-    if all(isinstance(value, tf.IndexedSlices) for value in values):
-        return tf.IndexedSlices(
-            tf.concat([value.values for value in values], axis=0),
-            tf.concat([value.indices for value in values], axis=0),
-            values[0].dense_shape,
-        )
-    # The name makes add_n move a single value to the gather device too.
-    return tf.add_n([tf.convert_to_tensor(value) for value in values], name="AddN")
-
-
-def _join(values: Sequence[Any]) -> Any:
-    """Join per-tower values along axis 0; None counts as nothing."""
-    values = [
-        value if isinstance(value, tf.RaggedTensor) else tf.convert_to_tensor(value)
-        for value in values
-        if value is not None
-    ]
-    if any(value.shape.rank == 0 for value in values):
-        raise ValueError("concat joins along axis 0 and cannot join scalars: use sum or map")
-    return tf.concat(values, axis=0) if values else None
-
-
 # Gradients.
+
+
+def _of_tower(variable: Any, tower: int) -> Any:
+    """Return a tower's own copy of a variable."""
+    return variable.values[tower] if isinstance(variable, PerTower) else variable
+
+
+def _replaced(variables: Sequence[Any], tower: int) -> dict[int, tf.Variable]:
+    """Return {id of a variable that `loss_fn` uses: the copy that the tower is to read}."""
+    copies = [v.values for v in variables if isinstance(v, PerTower)]
+    return {id(values[0]): _tf_variable(values[tower]) for values in copies}
 
 
 def _tf_variable(variable: Any) -> tf.Variable:
@@ -362,27 +358,7 @@ def _check_losses(losses: Any) -> tf.Tensor:
     return widen(losses)
 
 
-def _divide(gradient: Any, count: tf.Tensor) -> Any:
-    """Divide a summed gradient by the number of examples, which 16 bits cannot hold."""
-
-    def divide(values):
-        wide = widen(values)
-        return tf.cast(wide / tf.cast(count, wide.dtype), values.dtype)
-
-    return _map_values(divide, gradient)
-
-
-def _zero_if_empty(gradient: Any, count: tf.Tensor) -> Any:
-    """Return zeros if the tower had no example: a mean over none has given NaN."""
-    return _map_values(
-        lambda values: tf.math.multiply_no_nan(values, tf.cast(count > 0, values.dtype)), gradient
-    )
-
-
-def _map_values(fn: Callable, gradient: Any) -> Any:
-    """Apply `fn` to the values of a gradient: dense, sparse or None."""
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(fn(gradient.values), gradient.indices, gradient.dense_shape)
-    return fn(gradient)
+def _tensors(structure: Any) -> list[tf.Tensor]:
+    """Return the tensors of a structure, those of sparse ones too."""
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [leaf for leaf in leaves if leaf is not None]

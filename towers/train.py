@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import tensorflow as tf
 
-from towers import devices, files, placement_report
+from towers import devices, files, placement_report, trial
 from towers.checkpoint import Checkpoints
 from towers.errors import RunError
 from towers.evaluate import Evaluation, make_evaluator
@@ -21,8 +21,7 @@ from towers.monitor import Monitor, tensorboard_command
 from towers.options import Options
 from towers.placement import Placement, read_placement, short
 from towers.rules import rule_book
-from towers.run import Run, one_line_errors, prepare
-from towers.step import make_train_loop
+from towers.run import Run, assemble, find, one_line_errors
 from towers.timetable import Timetable
 
 
@@ -44,7 +43,8 @@ def train(options: Options, start: float | None = None) -> dict[str, Any] | None
     start = time.perf_counter() if start is None else start
     folder = Path(options.train_dir)
     files.check_train_dir(folder, options.overwrite)
-    run = prepare(options)
+    run = build(options)
+    options = run.options
     checkpoints, restored = restore(run, folder)
     timetable = make_timetable(run)
     first, last = timetable.first_step, timetable.last_step
@@ -54,13 +54,7 @@ def train(options: Options, start: float | None = None) -> dict[str, Any] | None
         print(f"finished    {folder} has all its {last} steps: {remedy}", file=out)
         print(*table(result), sep="\n", file=out)
         return result
-    train_loop = make_train_loop(
-        run.builder,
-        run.masters,
-        options,
-        train_size=timetable.train_size,
-        total_epochs=run.total_epochs,
-    )
+    train_loop = run.train_loop()
     batches = iter(
         run.data.train.train_batches(
             options.batch_size, seed=options.seed, step=first, examples=timetable.first_examples
@@ -111,6 +105,26 @@ def train(options: Options, start: float | None = None) -> dict[str, Any] | None
     return result
 
 
+def build(options: Options) -> Run:
+    """Build the run, its variables where they are fastest if the options leave that open.
+
+    Raises:
+        InputError: a device, the data or the model cannot be had as the options say.
+        RunError: the data set cannot be read, a GPU does not compute, or gradients are gathered
+            wrong.
+    """
+    names, dataset = find(options)
+    scaled = options.dtype == "mixed_float16"
+    if options.variables == "auto":
+        out = sys.stderr if options.json else sys.stdout
+        options = trial.fastest(
+            options, names, dataset, scaled, lambda line: print(line, file=out, flush=True)
+        )
+    run = assemble(options, names, dataset, loss_scaling=scaled)
+    trial.check_gather(run)
+    return run
+
+
 def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
     """Restore the newest checkpoint of the folder, if it is to be continued; write nothing.
 
@@ -125,7 +139,9 @@ def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
     )
     if run.options.overwrite:
         return checkpoints, None
-    return checkpoints, checkpoints.restore(lambda line: print(line, file=sys.stderr))
+    restored = checkpoints.restore(lambda line: print(line, file=sys.stderr))
+    run.masters.spread()
+    return checkpoints, restored
 
 
 def place(run: Run, train_loop: Callable, batches: Iterator, out: TextIO) -> Placement:
@@ -140,7 +156,7 @@ def place(run: Run, train_loop: Callable, batches: Iterator, out: TextIO) -> Pla
         placement = read_placement(train_loop, batches, tf.constant(0))
     builder = run.builder
     stray = placement_report.strays(
-        placement, builder.devices, run.masters.variables(), builder.gather_device
+        placement, builder.devices, run.masters.variables(), run.master_devices()
     )
     lines = placement_report.report(placement, stray)
     if run.options.log_device_placement:

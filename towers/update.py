@@ -1,16 +1,19 @@
 """From gathered gradients to new master weights: rules 2, 3 and 4 of the rule book.
 
-Everything here happens once a step, on the gather device, and never in a tower: regularisation,
-finite test, clipping, the optimizer's update, then the moving average.
+Everything here happens once a step, where the weights lie, and never in a tower: regularisation,
+finite test, clipping, the optimizer's update, then the moving average. Copies of the weights get
+the same gradients and make the same update.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import keras
 import tensorflow as tf
 
-from towers.masters import Masters
+from towers.masters import Masters, Replica
 from towers.options import Options
 
 # A loss scale doubles after this many steps without overflow (Micikevicius et al. 2018).
@@ -18,14 +21,13 @@ STEPS_TO_DOUBLE = 2000
 EMA_EXAMPLES = 128  # `ema_decay` is per so many examples: the tutorial's batch
 
 
-def make_optimizer(model: keras.Model, options: Options) -> keras.optimizers.Optimizer:
+def make_optimizer(
+    weights: Sequence[keras.Variable], options: Options
+) -> keras.optimizers.Optimizer:
     """Return the Keras optimizer that `options` name; its learning rate is set every step."""
     if options.optimizer == "adamw":
         optimizer = keras.optimizers.AdamW(options.learning_rate, weight_decay=options.weight_decay)
-        decayed = {id(v) for v in decayed_variables(model)}
-        optimizer.exclude_from_weight_decay(
-            var_list=[v for v in model.trainable_variables if id(v) not in decayed]
-        )
+        optimizer.exclude_from_weight_decay(var_list=[v for v in weights if not is_decayed(v)])
         return optimizer
     return keras.optimizers.SGD(
         options.learning_rate,
@@ -34,42 +36,40 @@ def make_optimizer(model: keras.Model, options: Options) -> keras.optimizers.Opt
     )
 
 
-def decayed_variables(model: keras.Model) -> list[keras.Variable]:
-    """Return the variables that weight decay acts on: kernels, not biases or norms' scales."""
-    return [v for v in model.trainable_variables if len(v.shape) > 1]
+def is_decayed(weight: keras.Variable) -> bool:
+    """Tell whether weight decay acts on a weight: on kernels, not on biases or norms' scales."""
+    return len(weight.shape) > 1
 
 
 def make_update(masters: Masters, options: Options) -> Callable:
     """Return `update(gradients, learning_rate, statistics)`: one step of the master variables.
 
-    That function takes gathered mean gradients (scaled, where there is a loss scale), the
-    learning rate and, where there is a loss scale, `masters.statistics()` from before the towers
-    ran: a step that is skipped puts them back. It returns {"gradient_norm": norm before clipping,
-    "penalty": the regularisation loss}, both scalars.
+    That function takes gathered mean gradients (scaled, where there is a loss scale) for each of
+    `masters.replicas`, the learning rate and, where there is a loss scale, `masters.statistics()`
+    from before the towers ran: a step that is skipped puts them back. It returns {"gradient_norm":
+    norm before clipping, "penalty": the regularisation loss}, both scalars.
     """
 
     def update(
-        gradients: list[Any],
+        gradients: Sequence[list[Any]],
         learning_rate: tf.Tensor,
         statistics: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
     ) -> dict[str, tf.Tensor]:
-        if masters.loss_scale is not None:
-            gradients = [_scale(g, 1.0 / masters.loss_scale) for g in gradients]  # a power of 2
-        gradients = [_one_slice_a_row(g) for g in gradients]
-        penalty, gradients = regularise(masters.model, gradients, options)
-        pairs = zip(gradients, masters.model.trainable_variables, strict=True)
-        pairs = [(g, v) for g, v in pairs if g is not None]
-        gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
-        norm = tf.linalg.global_norm(gradients)
+        scale = masters.loss_scale
+        updates = [
+            _replica_update(replica, own, learning_rate, scale, options)
+            for replica, own in zip(masters.replicas, gradients, strict=True)
+        ]
+        # Equal in all. If one replica alone had to give them, TensorFlow's optimizer would simplify
+        # the others' arithmetic, and the copies drift apart by roundings.
+        penalty, norm = (tf.reduce_max(tf.stack(v)) for v in list(zip(*updates, strict=True))[:2])
 
         def apply() -> None:
-            masters.optimizer.learning_rate.assign(
-                tf.cast(learning_rate, masters.optimizer.learning_rate.dtype)
-            )
-            masters.optimizer.apply(clip(gradients, norm, options), variables)
+            for *_, apply_replica in updates:
+                apply_replica()
             _update_averages(masters, options)
 
-        if masters.loss_scale is None:
+        if scale is None:
             apply()
         else:
             _apply_if_finite(masters, tf.math.is_finite(norm), apply, statistics)
@@ -78,8 +78,66 @@ def make_update(masters: Masters, options: Options) -> Callable:
     return update
 
 
+def _replica_update(
+    replica: Replica,
+    gradients: list[Any],
+    learning_rate: tf.Tensor,
+    loss_scale: tf.Variable | None,
+    options: Options,
+) -> tuple[tf.Tensor, tf.Tensor, Callable]:
+    """Return the regularisation loss, the gradients' norm, and a function that updates weights."""
+    weights = replica.weights
+    if loss_scale is not None:
+        # A power of 2: nothing is rounded.
+        gradients = _each(lambda g, _: _scale(g, 1.0 / loss_scale), gradients, weights)
+    gradients = _each(lambda g, _: _one_slice_a_row(g), gradients, weights)
+    with tf.device(replica.device):
+        penalty, gradients = regularise(weights, gradients, options)
+        used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
+        gradients, weights = [g for g, _ in used], [w for _, w in used]
+        norm = tf.linalg.global_norm(gradients)
+
+    def apply() -> None:
+        rate = replica.optimizer.learning_rate
+        with tf.device(replica.device), _each_update_apart(replica.optimizer):
+            rate.assign(tf.cast(learning_rate, rate.dtype))
+            replica.optimizer.apply(clip(gradients, weights, norm, options), weights)
+
+    return penalty, norm, apply
+
+
+@contextlib.contextmanager
+def _each_update_apart(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Let a Keras optimizer compute each update on its variable's device, when that is ready.
+
+    Keras would hand all gradients through one op, which takes them to one device and waits for the
+    last of them.
+    """
+    extended = tf.distribute.get_strategy().extended
+    update: Callable = extended.update  # which Keras hands each variable
+
+    def update_there(variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
+        with tf.device(variable.device):
+            return update(variable, *args, **kwargs)
+
+    with (
+        mock.patch.object(extended, "update", update_there),
+        mock.patch.object(optimizer, "_all_reduce_sum_gradients", list),
+    ):
+        yield
+
+
+def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> list[Any]:
+    """Return `fn(gradient, weight)` for each, computed where the weight lies."""
+    results = []
+    for gradient, weight in zip(gradients, weights, strict=True):
+        with tf.device(weight.value.device):
+            results.append(fn(gradient, weight))
+    return results
+
+
 def regularise(
-    model: keras.Model, gradients: list[Any], options: Options
+    weights: Sequence[keras.Variable], gradients: list[Any], options: Options
 ) -> tuple[tf.Tensor, list[Any]]:
     """Add the regularisation's gradients to those of the data, once, on the master variables.
 
@@ -88,34 +146,38 @@ def regularise(
         which decays apart from the gradient), and the gradients of the whole loss.
     """
     decay = 0.0 if options.optimizer == "adamw" else options.weight_decay
-    decayed = {id(v) for v in decayed_variables(model)} if decay else set()
-    total, sums = [], []
-    for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
-        value = tf.convert_to_tensor(variable.value)
-        if variable.regularizer is None and id(variable) not in decayed:
-            sums.append(gradient)
-            continue
+    total = []
+
+    def add(gradient: Any, weight: keras.Variable) -> Any:
+        decayed = decay and is_decayed(weight)
+        if weight.regularizer is None and not decayed:
+            return gradient
+        value = tf.convert_to_tensor(weight.value)
         with tf.GradientTape() as tape:
             tape.watch(value)
             penalty = tf.zeros([], value.dtype)
-            if variable.regularizer is not None:
-                penalty += tf.cast(variable.regularizer(value), value.dtype)
-            if id(variable) in decayed:
+            if weight.regularizer is not None:
+                penalty += tf.cast(weight.regularizer(value), value.dtype)
+            if decayed:
                 penalty += decay * tf.nn.l2_loss(value)
         total.append(penalty)
         of_penalty = tape.gradient(penalty, value)
-        sums.append(of_penalty if gradient is None else of_penalty + gradient)
+        return of_penalty if gradient is None else of_penalty + gradient
+
+    sums = _each(add, gradients, weights)
     return tf.add_n(total) if total else tf.zeros([]), sums
 
 
-def clip(gradients: list[Any], norm: tf.Tensor, options: Options) -> list[Any]:
+def clip(
+    gradients: list[Any], weights: Sequence[keras.Variable], norm: tf.Tensor, options: Options
+) -> list[Any]:
     """Clip gathered gradients as the options say; `norm` is their global norm."""
-    if options.clip_norm:
-        return [tf.clip_by_norm(g, options.clip_norm) for g in gradients]
-    if options.clip_value:
-        return [tf.clip_by_value(g, -options.clip_value, options.clip_value) for g in gradients]
-    if options.clip_global_norm:
-        return tf.clip_by_global_norm(gradients, options.clip_global_norm, use_norm=norm)[0]
+    if limit := options.clip_norm:
+        return _each(lambda g, _: tf.clip_by_norm(g, limit), gradients, weights)
+    if limit := options.clip_value:
+        return _each(lambda g, _: tf.clip_by_value(g, -limit, limit), gradients, weights)
+    if limit := options.clip_global_norm:
+        return tf.clip_by_global_norm(gradients, limit, use_norm=norm)[0]
     return gradients
 
 
@@ -131,8 +193,9 @@ def _update_averages(masters: Masters, options: Options) -> None:
     decay = tf.minimum((1.0 + batches) / (10.0 + batches), options.ema_decay)
     rate = 1.0 - decay ** (options.batch_size / EMA_EXAMPLES)
     for variable, average in masters.averages:
-        value = tf.convert_to_tensor(variable.value)
-        average.assign_add((value - average) * tf.cast(rate, value.dtype))
+        with tf.device(average.device):
+            value = tf.convert_to_tensor(variable.value)
+            average.assign_add((value - average) * tf.cast(rate, value.dtype))
 
 
 def _apply_if_finite(

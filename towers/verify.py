@@ -17,7 +17,6 @@ from towers import data, devices
 from towers.causes import likely_cause
 from towers.options import Options, VerifyOptions
 from towers.run import Run, assemble, one_line_errors
-from towers.step import make_train_step
 
 TOLERANCE = 1e-9
 # An array that is zero but for rounding has no digits of its own: it is measured by the largest of
@@ -49,13 +48,7 @@ class Lane:
         """
         self.run: Run = assemble(options, names, dataset, loss_scaling=scaled)
         self.num_towers = len(names)
-        train_step = make_train_step(
-            self.run.builder,
-            self.run.masters,
-            options,
-            train_size=dataset.train.size,
-            total_epochs=self.run.total_epochs,
-        )
+        train_step = self.run.train_step()
         batches = dataset.train.train_batches(options.batch_size, seed=options.seed)
         if python_seed is not None:
             random.seed(python_seed)
@@ -71,6 +64,7 @@ class Lane:
         """Set the master variables."""
         for name, variable in self.run.masters.variables().items():
             variable.assign(values[name])
+        self.run.masters.spread()
 
     def make_step(self, batch: Sequence[tf.Tensor]) -> dict[str, np.ndarray]:
         """Make a step; return the loss, the gathered gradients, then the master variables."""
@@ -187,8 +181,8 @@ def load_data(options: Options, say: Callable[[str], None]) -> data.Data:
     with one_line_errors(options):
         if name == "cifar10" and not data.is_there(name, options.data_dir or None):
             say("data        cifar10 is not at hand: shapes, drawn in code, stand in for it")
-            name = "shapes"
-        return data.load(name, options.data_dir or None if name == options.dataset else None)
+            return data.load("shapes")
+        return data.load(name, options.data_dir or None, options.image_height_width())
 
 
 def compare(
@@ -204,7 +198,8 @@ def compare(
 
     They come by step, then by number of towers, then in the order of `Lane.make_step`.
     """
-    reference = Lane(options, names[:1], dataset, scaled)
+    plain = dataclasses.replace(options, variables="cpu")
+    reference = Lane(plain, names[:1], dataset, scaled)
     lanes = [Lane(options, names[:number], dataset, scaled) for number in numbers]
     expected = reference.variables()
     for lane in lanes:

@@ -192,5 +192,5 @@ def test_the_padding_is_zero():
 def test_an_unknown_kind(call):
     with pytest.raises(ValueError) as error:
         call()
-    message = "unknown augmentation 'tutorail'; allowed are tutorial, resnet, none"
+    message = "unknown augmentation 'tutorail'; allowed are tutorial, resnet, none, off"
     assert str(error.value) == message

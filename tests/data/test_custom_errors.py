@@ -20,6 +20,9 @@ def examples(images=IMAGES, labels=LABELS):
     return tf.data.Dataset.from_tensor_slices((images, labels))
 
 
+NAMES = "allowed are shapes, cifar10, folder, tfrecord and module:function"
+
+
 def unsized(dataset):
     return dataset.filter(lambda *_: True)
 
@@ -27,20 +30,18 @@ def unsized(dataset):
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ("", "--dataset= is unknown; allowed are shapes, cifar10 and module:function"),
+        ("", f"--dataset= is unknown; {NAMES}"),
         (
             "imagenet",
-            "--dataset=imagenet is unknown; allowed are shapes, cifar10 and module:function",
+            f"--dataset=imagenet is unknown; {NAMES}",
         ),
         (
             "CIFAR-10",
-            "--dataset=CIFAR-10 is unknown; allowed are shapes, cifar10 and module:function; did "
-            "you mean cifar10?",
+            f"--dataset=CIFAR-10 is unknown; {NAMES}; did you mean cifar10?",
         ),
         (
             "shape",
-            "--dataset=shape is unknown; allowed are shapes, cifar10 and module:function; did you "
-            "mean shapes?",
+            f"--dataset=shape is unknown; {NAMES}; did you mean shapes?",
         ),
         (
             "no_such_module:load",

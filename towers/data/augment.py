@@ -13,6 +13,7 @@ The kinds:
 * "resnet": four zero pixels around, random crop back to full size, flip, standardised. Evaluation:
   the whole image.
 * "none": standardised.
+* "off": nothing, for images that are already as the model takes them.
 
 The tutorial's brightness adds one number (up to 63 of 255) to the whole image. Nothing is clipped
 after it, contrast is about the mean, and standardisation takes the mean away: it cancels. So it is
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-names = ("tutorial", "resnet", "none")
+names = ("tutorial", "resnet", "none", "off")
 
 NUM_DRAWS = 4
 _ROW, _COLUMN, _FLIP, _CONTRAST = range(NUM_DRAWS)
@@ -50,8 +51,8 @@ def train_images(
         ValueError: `kind` is unknown.
     """
     height, width, _ = output_shape(images.shape[1:], kind)
-    if kind == "none":
-        return _standardise(tf.cast(images, dtype))
+    if kind in ("none", "off"):
+        return _standardised(tf.cast(images, dtype), kind)
     if kind == "resnet":
         margin = [_PADDING, _PADDING]
         images = tf.pad(images, [[0, 0], margin, margin, [0, 0]])
@@ -80,7 +81,7 @@ def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType = tf.float32) -> t
     height, width, _ = output_shape(images.shape[1:], kind)
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
     images = images[:, top : top + height, left : left + width]
-    return _standardise(tf.cast(images, dtype))
+    return _standardised(tf.cast(images, dtype), kind)
 
 
 def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int, int]:
@@ -117,6 +118,11 @@ def _random_crop_and_flip(
     # float rows and columns, and a where for the flip.
     pixels = tf.reshape(images, [-1, channels])
     return tf.gather(pixels, y[:, :, None] * columns + x[:, None, :])
+
+
+def _standardised(images: tf.Tensor, kind: str) -> tf.Tensor:
+    """Standardise images, unless their kind leaves them as they are."""
+    return images if kind == "off" else _standardise(images)
 
 
 def _standardise(images: tf.Tensor, contrast: tf.Tensor | float = 1.0) -> tf.Tensor:

@@ -120,26 +120,26 @@ class ArraySplit:
         self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
     ) -> tf.data.Dataset:
         """See `Split.train_batches`."""
-        _check_batches(batch_size, step, examples)
+        check_batches(batch_size, step, examples)
 
         def batch(index):
             first = examples + index * batch_size
-            rows = _shuffled_rows(first, batch_size, self.size, seed)
+            rows = shuffled_rows(first, batch_size, self.size, seed)
             # Captured tensors, not constants: the images are not copied into the graph.
             images, labels = tf.gather(self._images, rows), tf.gather(self._labels, rows)
-            return images, labels, _draws(batch_size, seed, step + index)
+            return images, labels, step_draws(batch_size, seed, step + index)
 
-        return _prefetched(tf.data.Dataset.counter().map(batch))
+        return prefetched(tf.data.Dataset.counter().map(batch))
 
     def eval_batches(self, batch_size: int) -> tf.data.Dataset:
         """See `Split.eval_batches`."""
-        _check_batches(batch_size)
+        check_batches(batch_size)
 
         def batch(first):
             rows = slice(first, first + batch_size)
             return _padded(self._images[rows], self._labels[rows], batch_size)
 
-        return _prefetched(tf.data.Dataset.range(0, self.size, batch_size).map(batch))
+        return prefetched(tf.data.Dataset.range(0, self.size, batch_size).map(batch))
 
 
 class DatasetSplit:
@@ -171,7 +171,7 @@ class DatasetSplit:
         self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
     ) -> tf.data.Dataset:
         """See `Split.train_batches`."""
-        _check_batches(batch_size, step, examples)
+        check_batches(batch_size, step, examples)
         epoch, position = divmod(examples, self.size)
         batches = (
             tf.data.Dataset.counter(epoch)
@@ -179,15 +179,15 @@ class DatasetSplit:
             .skip(position)
             .batch(batch_size, drop_remainder=True)
         )
-        draws = tf.data.Dataset.counter(step).map(lambda step: _draws(batch_size, seed, step))
+        draws = tf.data.Dataset.counter(step).map(lambda step: step_draws(batch_size, seed, step))
         both = tf.data.Dataset.zip(batches, draws)
-        return _prefetched(both.map(lambda batch, draws: (*batch, draws)))
+        return prefetched(both.map(lambda batch, draws: (*batch, draws)))
 
     def eval_batches(self, batch_size: int) -> tf.data.Dataset:
         """See `Split.eval_batches`."""
-        _check_batches(batch_size)
+        check_batches(batch_size)
         batches = self._dataset.batch(batch_size)
-        return _prefetched(batches.map(lambda *batch: _padded(*batch, batch_size)))
+        return prefetched(batches.map(lambda *batch: _padded(*batch, batch_size)))
 
     def _shuffled(self, epoch: tf.Tensor, seed: int) -> tf.data.Dataset:
         spec = self._dataset.element_spec
@@ -206,7 +206,7 @@ class DatasetSplit:
         return tf.data.experimental.from_variant(variant, spec)
 
 
-def _prefetched(batches: tf.data.Dataset) -> tf.data.Dataset:
+def prefetched(batches: tf.data.Dataset) -> tf.data.Dataset:
     """Prepare the next batches while one is used.
 
     Nothing here is left to TensorFlow's autotuning, and its thread sleeps ever longer, up to a
@@ -217,7 +217,8 @@ def _prefetched(batches: tf.data.Dataset) -> tf.data.Dataset:
     return batches.prefetch(_PREFETCH_BATCHES).with_options(options)
 
 
-def _check_batches(batch_size: int, step: int = 0, examples: int = 0) -> None:
+def check_batches(batch_size: int, step: int = 0, examples: int = 0) -> None:
+    """Raise a ValueError for a batch size, or a start, that cannot be."""
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
     if step < 0 or examples < 0:
@@ -230,13 +231,13 @@ def _example(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return image, tf.reshape(tf.cast(label, tf.int32), [])
 
 
-def _draws(batch_size: int, seed: int, step: tf.Tensor) -> tf.Tensor:
+def step_draws(batch_size: int, seed: int, step: tf.Tensor) -> tf.Tensor:
     """Draw the step's random numbers in [0, 1), float32 `[B, NUM_DRAWS]`."""
     shape = [batch_size, augment.NUM_DRAWS]
     return tf.random.stateless_uniform(shape, seed=[seed, step], alg="philox")
 
 
-def _shuffled_rows(first: tf.Tensor, num: int, size: int, seed: int) -> tf.Tensor:
+def shuffled_rows(first: tf.Tensor, num: int, size: int, seed: int) -> tf.Tensor:
     """Return the rows, int64 `[num]`, of examples number first..first+num-1 of a run."""
     number = first + tf.range(num, dtype=tf.int64)
     epoch = number // size

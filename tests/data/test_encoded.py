@@ -1,0 +1,372 @@
+"""Image files and TFRecord files: batches as pure functions of (seed, step, examples)."""
+
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import tiny
+from tests.data.image_files import CLASSES, SHAPE, WRITE, image, numbers_of, png
+from towers import cli, data
+from towers.data import augment, encoded
+from towers.errors import InputError
+from towers.train import train
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = list(WRITE)
+TRAIN, TEST = 14, 10
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """Keep the places of records in a folder of the test's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(kind, tmp_path_factory):
+    """14 training and 10 test images."""
+    top = tmp_path_factory.mktemp(kind)
+    WRITE[kind](top, range(TRAIN))
+    WRITE[kind](top, range(500, 500 + TEST), split="test")
+    return top
+
+
+@pytest.fixture(scope="module")
+def loaded(kind, folder):
+    return data.load(kind, str(folder))
+
+
+def take(split, batch_size, num_batches, **start):
+    batches = split.train_batches(batch_size, **start).take(num_batches)
+    return [tuple(part.numpy() for part in batch) for batch in batches]
+
+
+def order(batches):
+    return np.concatenate([numbers_of(images) for images, *_ in batches])
+
+
+def assert_same(batches, others):
+    for batch, other in zip(batches, others, strict=True):
+        for part, same in zip(batch, other, strict=True):
+            np.testing.assert_array_equal(part, same)
+
+
+# What there is
+
+
+def test_the_data_set_is_described(kind, loaded):
+    assert (loaded.name, loaded.train.size, loaded.test.size) == (kind, TRAIN, TEST)
+    assert loaded.image_shape == SHAPE and loaded.num_classes == 3
+    assert loaded.class_names == (CLASSES if kind == "folder" else ("0", "1", "2"))
+
+
+def test_images_come_as_they_were_written_with_their_labels(loaded):
+    for images, labels, *_ in itertools.chain(
+        take(loaded.train, 7, 2, seed=1), loaded.test.eval_batches(5).as_numpy_iterator()
+    ):
+        for pixels, label, number in zip(images, labels, numbers_of(images), strict=True):
+            np.testing.assert_array_equal(pixels, image(number))
+            assert label == number % 3
+
+
+# Training
+
+
+@pytest.mark.parametrize("batch_size", [4, 7, 32])
+def test_every_epoch_has_every_image_once_in_another_order(loaded, batch_size):
+    num_epochs = 3
+    numbers = order(take(loaded.train, batch_size, -(-num_epochs * TRAIN // batch_size), seed=1))
+    epochs = numbers[: num_epochs * TRAIN].reshape(num_epochs, TRAIN)
+    np.testing.assert_array_equal(np.sort(epochs, axis=1), [range(TRAIN)] * num_epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == num_epochs
+    other = order(take(loaded.train, TRAIN, 1, seed=2))
+    assert tuple(other) not in {tuple(epoch) for epoch in epochs}
+
+
+def test_resuming_at_any_step_gives_exactly_the_tail(loaded):
+    whole = take(loaded.train, 4, 10, seed=5)  # epochs end inside steps 3 and in step 7
+    for step in (0, 1, 2, 3, 4, 6, 7):
+        tail = take(loaded.train, 4, 2, seed=5, step=step, examples=4 * step)
+        assert_same(whole[step : step + 2], tail)
+
+
+def test_the_order_goes_by_examples_so_the_batch_size_may_change(loaded):
+    whole = order(take(loaded.train, 1, 48, seed=5))
+    for batch_size, examples in [(4, 0), (3, 7), (16, 12), (5, 28), (20, 27)]:
+        part = order(take(loaded.train, batch_size, 1, seed=5, step=99, examples=examples))
+        np.testing.assert_array_equal(part, whole[examples : examples + batch_size])
+
+
+@pytest.mark.parametrize("cores", [1, 5])
+def test_the_number_of_readers_changes_nothing(loaded, cores, monkeypatch):
+    expected = take(loaded.train, 4, 8, seed=3), [*loaded.test.eval_batches(3).as_numpy_iterator()]
+    monkeypatch.setattr(encoded, "_CORES", cores)
+    assert_same(take(loaded.train, 4, 8, seed=3), expected[0])
+    assert_same(loaded.test.eval_batches(3).as_numpy_iterator(), expected[1])
+
+
+def test_slow_reads_change_no_order(loaded, monkeypatch):
+    expected, real = take(loaded.train, 4, 4, seed=3), loaded.train._source.read
+    first, another_has_read = [], threading.Event()
+
+    def read(row):
+        if not first:
+            first.append(threading.get_ident())
+        if threading.get_ident() != first[0]:
+            another_has_read.set()
+        assert another_has_read.wait(30)  # the first batch is read after the second
+        return real(row)
+
+    monkeypatch.setattr(encoded, "_CORES", 2)
+    monkeypatch.setattr(loaded.train._source, "read", read)
+    assert_same(take(loaded.train, 4, 4, seed=3), expected)
+
+
+def test_draws_go_by_seed_and_step_alone(loaded):
+    for step, (_, _, draws) in enumerate(
+        take(loaded.train, 6, 3, seed=7, step=40, examples=3), start=40
+    ):
+        expected = tf.random.stateless_uniform([6, augment.NUM_DRAWS], [7, step], alg="philox")
+        np.testing.assert_array_equal(draws, expected)
+
+
+def test_batches_are_full_and_static(loaded):
+    images, labels = tf.TensorSpec([4, *SHAPE], tf.uint8), tf.TensorSpec([4], tf.int32)
+    draws = tf.TensorSpec([4, augment.NUM_DRAWS], tf.float32)
+    assert loaded.train.train_batches(4, seed=1).element_spec == (images, labels, draws)
+    weights = tf.TensorSpec([4], tf.float32)
+    assert loaded.test.eval_batches(4).element_spec == (images, labels, weights)
+
+
+def test_nonsense_is_refused(loaded):
+    for call in (
+        lambda: loaded.train.train_batches(0, seed=1),
+        lambda: loaded.test.eval_batches(0),
+    ):
+        with pytest.raises(ValueError, match="^batch_size is 0; expected 1 or more$"):
+            call()
+    with pytest.raises(ValueError, match="^step is -1 and examples 0; expected 0 or more$"):
+        loaded.train.train_batches(1, seed=1, step=-1)
+
+
+def test_an_iterator_is_dropped_at_once(loaded):
+    """With autotuning the end of a long run waits up to a minute for a thread that sleeps."""
+    for batches in (loaded.train.train_batches(4, seed=0), loaded.test.eval_batches(4)):
+        assert batches.options().autotune.enabled is False
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 5, 10, 11, 64])
+def test_one_pass_in_order_counts_each_image_once(kind, loaded, batch_size):
+    batches = list(loaded.test.eval_batches(batch_size).as_numpy_iterator())
+    images, labels, weights = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    expected = list(range(500, 500 + TEST))
+    if kind == "folder":
+        expected.sort(key=lambda number: (number % 3, number))
+    assert len(batches) == -(-TEST // batch_size)
+    np.testing.assert_array_equal(numbers_of(images)[:TEST], expected)
+    np.testing.assert_array_equal(labels[:TEST], np.array(expected) % 3)
+    np.testing.assert_array_equal(weights, np.arange(len(weights)) < TEST)
+    assert not images[TEST:].any() and not labels[TEST:].any()
+
+
+# Sizes
+
+
+def sized(size):
+    return lambda pixels: tf.io.encode_png(tf.image.resize(pixels, size, "nearest")).numpy()
+
+
+def test_images_of_different_sizes_need_one(kind, tmp_path):
+    WRITE[kind](tmp_path, range(3), encode=sized((8, 4)))
+    WRITE[kind](tmp_path, range(3, 6), split="test", encode=sized((9, 9)))
+    with pytest.raises(InputError, match="is 9x9 .* but others are 8x4: .* --image_size=8x4$"):
+        data.load(kind, str(tmp_path))
+    loaded = data.load(kind, str(tmp_path), (4, 2))
+    assert loaded.image_shape == (4, 2, 3)
+    batch = next(loaded.train.train_batches(3, seed=1).as_numpy_iterator())[0]
+    assert batch.shape == (3, 4, 2, 3) and batch.dtype == np.uint8
+    assert len(list(loaded.test.eval_batches(2))) == 2
+
+
+def test_an_image_of_its_own_size_is_left_as_it_is_by_resizing(kind, loaded, folder):
+    same = data.load(kind, str(folder), SHAPE[:2])
+    assert_same(take(same.train, 5, 2, seed=1), take(loaded.train, 5, 2, seed=1))
+
+
+def test_a_smaller_image_is_the_mean_of_its_pixels(kind, tmp_path):
+    stripes = np.zeros((8, 8, 1), np.uint8)
+    stripes[:, [1, 2, 5, 6]] = 200  # those nearest to the centres of the pixels to come
+    for split in "train", "test":
+        WRITE[kind](tmp_path, range(3), split=split, encode=lambda _: png(stripes))
+    images = next(iter(data.load(kind, str(tmp_path), (2, 2)).test.eval_batches(3)))[0]
+    assert images.shape == (3, 2, 2, 3) and np.abs(images.numpy().astype(int) - 100).max() <= 12
+
+
+# Damage
+
+
+def damaged(content):
+    return content[:40] + bytes(40) + content[80:]
+
+
+def damage(top, kind, number):
+    """Damage an image that has been written. Return how messages name it."""
+    good = png(image(number))
+    for path in (path for path in top.rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        if good in content:
+            path.write_bytes(content.replace(good, damaged(good)))
+            place = [n for n in range(1000) if png(image(n)) in content].index
+            return str(path) if kind == "folder" else f"{path}: record {place(number)} "
+    raise AssertionError
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize(("split", "number"), [("train", 3), ("test", 500), ("test", 509)])
+def test_a_damaged_image_is_named(kind, tmp_path, split, number, batch_size):
+    WRITE[kind](tmp_path, range(TRAIN))
+    WRITE[kind](tmp_path, range(500, 500 + TEST), split="test")
+    loaded = data.load(kind, str(tmp_path))
+    name = damage(tmp_path, kind, number)
+    batches = (
+        loaded.train.train_batches(batch_size, seed=1).take(TRAIN)
+        if split == "train"
+        else loaded.test.eval_batches(batch_size)
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        list(batches)
+    assert name in str(error.value) and "is damaged, or no PNG" in str(error.value)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_all_images_go_away(kind, tmp_path, batch_size):
+    """As on a disk that is gone: no endless search for one that can be read."""
+    WRITE[kind](tmp_path, range(TRAIN))
+    WRITE[kind](tmp_path, range(500, 500 + TEST), split="test")
+    loaded = data.load(kind, str(tmp_path))
+    tmp_path.rename(tmp_path.with_suffix(".gone"))
+    for batches in (
+        loaded.train.train_batches(batch_size, seed=1),
+        loaded.test.eval_batches(batch_size),
+    ):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="cannot be read: No such file"):
+            next(batches.as_numpy_iterator())
+
+
+@pytest.mark.parametrize("number", [0, 7, 509])
+def test_few_images_are_all_tried_before_a_run(kind, tmp_path, number):
+    def encode(pixels):
+        return damaged(png(pixels)) if numbers_of(pixels[None])[0] == number else png(pixels)
+
+    WRITE[kind](tmp_path, range(TRAIN), encode=encode)
+    WRITE[kind](tmp_path, range(500, 500 + TEST), split="test", encode=encode)
+    with pytest.raises(InputError) as error:
+        data.load(kind, str(tmp_path))
+    name = f"{number:05d}.png" if kind == "folder" else "record "
+    assert name in str(error.value) and str(error.value).endswith(
+        "is damaged, or no PNG, JPEG, BMP or GIF; mend or remove it"
+    )
+    assert "\n" not in str(error.value)
+
+
+# Runs
+
+
+def options(kind, folder, train_dir, **changes):
+    given = dict(model="tests.tiny:cnn", num_towers=2, ema_decay=0.9, batch_size=5, num_epochs=3.0)
+    return tiny.options(train_dir, dataset=kind, data_dir=str(folder), **(given | changes))
+
+
+def test_a_run_over_two_towers_that_is_continued_ends_the_same(kind, folder, tmp_path):
+    train(options(kind, folder, tmp_path / "whole"))
+    for max_steps in 4, 0:  # an epoch is 2.8 steps
+        train(options(kind, folder, tmp_path / "parts", max_steps=max_steps))
+    assert tiny.saved_steps(tmp_path / "parts") == [0, 4, 9]
+    tiny.assert_identical(tiny.saved(tmp_path / "parts"), tiny.saved(tmp_path / "whole"))
+
+
+def test_the_verbs_take_it(kind, folder, tmp_path, capsys):
+    given = [f"--dataset={kind}", f"--data_dir={folder}", "--model=tests.tiny:dense"]
+    small = [*given, "--batch_size=5", "--augment=none"]
+    where = f"--train_dir={tmp_path}"
+    assert cli.main(["train", *small, where, "--max_steps=2", "--num_towers=2", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert cli.main(["evaluate", where, "--batch_size=3", "--num_towers=1", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["accuracy"] == result["test_accuracy"] and again["examples"] == TEST
+    assert cli.main(["verify", *small, "--num_towers=1,2", "--steps=2"]) == 0
+    assert "passed" in capsys.readouterr().out
+
+
+def test_a_run_that_meets_a_damaged_image_says_so_in_one_line(kind, tmp_path, capsys):
+    def encode(pixels):  # number 4 is not one of those that are tried
+        return damaged(png(pixels)) if numbers_of(pixels[None])[0] == 4 else png(pixels)
+
+    WRITE[kind](tmp_path, range(60), encode=encode)
+    WRITE[kind](tmp_path, range(500, 500 + TEST), split="test")
+    name = "/train/cat/00004.png" if kind == "folder" else "-00000-of-00003.tfrecord: record 4 "
+    given = f"--dataset={kind} --data_dir={tmp_path} --train_dir={tmp_path}/run --max_steps=30"
+    given += " --model=tests.tiny:dense --augment=none --batch_size=7"
+    assert cli.main(["train", *given.split()]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"towers: --dataset={kind} cannot be read: ") and name in error
+    assert error.endswith("mend or remove it\n") and error.count("\n") == 1
+
+
+# Memory
+
+MEASURE = """
+import resource, sys
+from towers import data
+
+for kind in "folder", "tfrecord":
+    split = data.load(kind, sys.argv[1], (8, 8)).train
+    peaks = []
+    for batches in 4, 60:
+        for _ in split.train_batches(4, seed=1).take(batches):
+            pass
+        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    print((peaks[1] - peaks[0]) // 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_images(tmp_path):
+    """240 images of 0.75 MB, as files and decoded, are 180 MB."""
+    noise = np.random.default_rng(0).integers(0, 256, (500, 500, 3)).astype(np.uint8)
+    content = tf.io.encode_png(noise, compression=0).numpy()
+    assert len(content) > 500 * 500 * 3
+    for write in WRITE.values():
+        write(tmp_path, range(240), encode=lambda _: content)
+        write(tmp_path, range(3), split="test", encode=lambda _: content)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    growth_mb = [int(line) for line in done.stdout.split()]
+    assert len(growth_mb) == 2 and max(growth_mb) < 60
+
+
+def test_of_an_image_only_its_place_is_kept(loaded):
+    def kept_bytes(split):
+        return sum(len(pickle.dumps(value)) for value in vars(split._source).values())
+
+    of_each = (kept_bytes(loaded.train) - kept_bytes(loaded.test)) / (TRAIN - TEST)
+    assert 0 < of_each < 40 < len(png(image(0)))

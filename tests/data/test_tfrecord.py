@@ -1,0 +1,227 @@
+"""TFRecord files: what is found in them, what is kept between runs, what is refused."""
+
+import os
+
+import pytest
+import tensorflow as tf
+
+from tests.data.image_files import SHAPE, example, image, numbers_of, png, write_tfrecord
+from tests.data.image_files import write_records as write
+from towers import data
+from towers.data import tfrecord
+from towers.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The folder where the places of records are kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/towers"
+
+
+@pytest.fixture
+def top(tmp_path):
+    """Seven training records in three files, and four test records."""
+    write_tfrecord(tmp_path / "data", range(7))
+    write_tfrecord(tmp_path / "data", range(7, 11), split="test", num_files=1)
+    return tmp_path / "data"
+
+
+def refusal(top):
+    """Return the message with which a folder is refused."""
+    with pytest.raises(InputError) as error:
+        data.load("tfrecord", str(top))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def order(split):
+    return numbers_of(next(split.eval_batches(split.size).as_numpy_iterator())[0]).tolist()
+
+
+def record(number, **keys):
+    return example(png(image(number)), number % 3, **keys)
+
+
+@pytest.mark.parametrize("image_key", ["image/encoded", "image", "image_raw"])
+@pytest.mark.parametrize("label_key", ["image/class/label", "label"])
+def test_the_features_are_found(tmp_path, image_key, label_key):
+    for split, numbers in ("train", range(5)), ("test", range(5, 7)):
+        write_tfrecord(tmp_path, numbers, split=split, image_key=image_key, label_key=label_key)
+    loaded = data.load("tfrecord", str(tmp_path))
+    assert order(loaded.train) == [0, 1, 2, 3, 4] and loaded.num_classes == 3
+    assert loaded.image_shape == SHAPE
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("train.tfrecord", "test.tfrecord"),
+        ("train-0.tfrecords", "val-0.tfrecords"),
+        ("train-00000-of-00001", "validation-00000-of-00001"),
+        ("train.tfrec", "test.tfrec"),
+    ],
+)
+def test_the_files_may_be_called_so(tmp_path, train, test):
+    write(tmp_path / train, [record(0), record(1)])
+    write(tmp_path / test, [record(1)])
+    (tmp_path / "train.txt").write_text("no records")
+    loaded = data.load("tfrecord", str(tmp_path))
+    assert (order(loaded.train), order(loaded.test)) == ([0, 1], [1])
+
+
+def test_a_file_may_be_empty(top):
+    write(top / "train-00001-of-00003.tfrecord", [])
+    assert order(data.load("tfrecord", str(top)).train) == [0, 1, 2, 5, 6]
+
+
+def test_records_are_scanned_once_and_again_when_a_file_has_changed(top, monkeypatch, cache):
+    scanned, real = [], tfrecord._scan
+    monkeypatch.setattr(
+        tfrecord, "_scan", lambda path, key: scanned.append(path) or real(path, key)
+    )
+    for number_of_scans in 4, 4:
+        assert order(data.load("tfrecord", str(top)).train) == list(range(7))
+        assert len(scanned) == number_of_scans
+    path = top / "train-00002-of-00003.tfrecord"
+    write(path, [record(20), record(5)])
+    os.utime(path, (1, 1))
+    assert order(data.load("tfrecord", str(top)).train) == [0, 1, 2, 3, 4, 20, 5]
+    kept = list(cache.iterdir())
+    assert len(kept) == 2 and all(path.suffix == ".npz" for path in kept)
+    for path in kept:  # as after a crash of the machine
+        path.write_bytes(path.read_bytes()[:50])
+    assert order(data.load("tfrecord", str(top)).train) == [0, 1, 2, 3, 4, 20, 5]
+    kept[0].write_bytes(b"")
+    kept[1].write_bytes(b"")
+    assert order(data.load("tfrecord", str(top)).train) == [0, 1, 2, 3, 4, 20, 5]
+
+
+def test_the_cache_need_not_be_writable(top, cache):
+    cache.parent.mkdir(parents=True)
+    cache.write_text("a file where the folder would be")
+    assert order(data.load("tfrecord", str(top)).train) == list(range(7))
+    assert sorted(path.name for path in top.iterdir()) == [
+        "test-00000-of-00001.tfrecord",
+        *(f"train-{i:05d}-of-00003.tfrecord" for i in range(3)),
+    ]
+
+
+def test_a_long_scan_is_announced(top, monkeypatch, capsys):
+    monkeypatch.setattr(tfrecord, "_SLOW_BYTES", 100)
+    data.load("tfrecord", str(top))
+    assert capsys.readouterr().err.startswith("reading 4 files of 0.0 GiB once, for the places")
+    data.load("tfrecord", str(top))
+    assert capsys.readouterr().err == ""
+
+
+# Errors
+
+
+def test_a_folder_must_be_given():
+    with pytest.raises(InputError) as error:
+        data.load("tfrecord")
+    assert (
+        str(error.value) == f"--dataset=tfrecord needs --data_dir=DIR; expected {tfrecord.LAYOUT}"
+    )
+
+
+def test_missing_files(top):
+    for path in top.glob("test*"):
+        path.unlink()
+    assert refusal(top) == f"--data_dir={top} has no test*.tfrecord*; expected {tfrecord.LAYOUT}"
+    for path in top.glob("train*"):
+        path.unlink()
+    assert refusal(top) == f"--data_dir={top} has no train*.tfrecord*; expected {tfrecord.LAYOUT}"
+    top.rmdir()
+    assert (
+        refusal(top) == f"--data_dir={top}: No such file or directory; expected {tfrecord.LAYOUT}"
+    )
+
+
+def test_no_records(top):
+    path = top / "test-00000-of-00001.tfrecord"
+    write(path, [])
+    assert refusal(top) == f"{path} and the like have no records; expected 1 or more"
+    for path in top.glob("train*"):
+        write(path, [])
+    first = top / "train-00000-of-00003.tfrecord"
+    assert refusal(top) == f"{first} and the like have no records; expected 1 or more"
+
+
+def test_unknown_features_are_listed(top):
+    path = top / "train-00000-of-00003.tfrecord"
+    write(path, [record(0, image_key="png")])
+    assert refusal(top) == (
+        f"{path} has no encoded image under image/encoded, image, image_raw: its features are "
+        "image/class/label, image/height, png; write it under image/encoded"
+    )
+    write(path, [record(0, label_key="image/height")])
+    assert refusal(top) == (
+        f"{path} has no integer label under image/class/label, label: its features are "
+        "image/encoded, image/height; write it under image/class/label"
+    )
+    write(path, [b""])
+    assert "its features are none;" in refusal(top)
+    write(path, [b"\xff\xff"])
+    assert refusal(top).startswith(f"{path}: record 0 is no tf.train.Example; expected")
+
+
+def test_records_must_be_alike(top):
+    path = top / "train-00002-of-00003.tfrecord"
+    write(path, [record(0), record(1, label_key="label")])
+    assert refusal(top) == (
+        f"{path} has a record that is no tf.train.Example, or lacks the label that the first "
+        "record has; write all records alike"
+    )
+
+
+def test_labels_are_checked_before_a_run(top):
+    path = top / "train-00002-of-00003.tfrecord"
+    for label in -1, 2**31 - 1:
+        write(path, [record(0), example(png(image(0)), label)])
+        assert refusal(top) == (
+            f"{path}: record 1 (counted from 0) has label {label}; labels are 0, 1, 2, ..."
+        )
+    write(path, [record(0), record(1)])
+    path = top / "test-00000-of-00001.tfrecord"
+    write(path, [record(0), example(png(image(0)), 3)])
+    assert refusal(top) == (
+        f"{path}: record 1 (counted from 0) has label 3, but the training labels are 0..2"
+    )
+
+
+def test_damaged_and_compressed_files(top):
+    for path in top / "train-00000-of-00003.tfrecord", top / "test-00000-of-00001.tfrecord":
+        whole = path.read_bytes()
+        message = (
+            f"{path} is damaged, compressed, or no TFRecord file; write it again, uncompressed"
+        )
+        for content in (
+            whole[:-1],
+            whole[: len(whole) // 2] + b"?" + whole[len(whole) // 2 + 1 :],
+            b"no records at all",
+        ):
+            path.write_bytes(content)
+            assert refusal(top) == message
+        write(path, [record(0)], compression="GZIP")
+        assert refusal(top) == message
+        path.write_bytes(whole)
+    assert order(data.load("tfrecord", str(top)).train) == list(range(7))
+
+
+def test_what_is_no_file(top):
+    path = top / "train-00001-of-00003.tfrecord"
+    path.unlink()
+    path.mkdir()
+    assert refusal(top) == f"{path} cannot be read; check that it is a file, and its permissions"
+
+
+def test_a_file_that_goes_away_is_named(top):
+    loaded = data.load("tfrecord", str(top))
+    (top / "test-00000-of-00001.tfrecord").unlink()
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        list(loaded.test.eval_batches(3))
+    assert (
+        "test-00000-of-00001.tfrecord: record 0 (counted from 0) cannot be read: No such file"
+    ) in str(error.value)
