@@ -78,8 +78,8 @@ setup(
     extras_require={
         "gpu": ["tensorflow[and-cuda]>=2.21,<2.22"],
         "plot": ["matplotlib"],
-        # What `towers benchmark --against` measures besides TensorFlow; the peers run on these.
-        "peers": ["jax>=0.10", "torch>=2.13"],
+        # What `towers benchmark --against` measures besides TensorFlow, as in README's table.
+        "peers": ["jax==0.10.2", "torch==2.13.0"],
         "test": [
             "build",
             "hypothesis",

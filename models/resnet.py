@@ -144,7 +144,8 @@ class Shortcut(keras.layers.Layer):
 
     def call(self, inputs: keras.KerasTensor) -> keras.KerasTensor:
         """Map `[B, H, W, C]` to `[B, H / stride, W / stride, num_channels]`, rounded up."""
-        pixels = inputs[:, :: self.stride, :: self.stride, :]
+        # The mean of one pixel: a strided slice takes ten times as long, forward and backward.
+        pixels = keras.ops.average_pool(inputs, pool_size=1, strides=self.stride)
         num_missing = self.num_channels - inputs.shape[-1]
         return keras.ops.pad(pixels, [(0, 0), (0, 0), (0, 0), (0, num_missing)])
 

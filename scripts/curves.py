@@ -35,7 +35,6 @@ from towers.devices import tower_devices  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
 from towers.options import Options  # noqa: E402
 from towers.run import prepare  # noqa: E402
-from towers.step import make_train_loop  # noqa: E402
 
 # Each curve is narrower than the one below it, so that all of them are seen.
 STYLES = [
@@ -66,13 +65,7 @@ def train(options: Options, num_steps: int, control: bool = False) -> np.ndarray
     if control:
         kernel = run.masters.model.trainable_variables[0]
         kernel.assign(np.nextafter(kernel.numpy(), np.inf))
-    train_loop = make_train_loop(
-        run.builder,
-        run.masters,
-        options,
-        train_size=run.data.train.size,
-        total_epochs=run.total_epochs,
-    )
+    train_loop = run.train_loop()
     batches = iter(run.data.train.train_batches(options.batch_size, seed=options.seed))
     one = tf.constant(1)
     return np.array([float(train_loop(batches, one)["loss"]) for _ in range(num_steps)])

@@ -33,7 +33,6 @@ from towers.devices import tower_devices  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
 from towers.options import Options  # noqa: E402
 from towers.run import prepare  # noqa: E402
-from towers.step import make_train_loop  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,16 +97,10 @@ def make_step(variant: Variant, num_towers: int, batch_size: int, data_dir: str 
         learning_rate=0.001,
     )
     run = prepare(options)
-    train_loop = make_train_loop(
-        run.builder,
-        run.masters,
-        options,
-        train_size=run.data.train.size,
-        total_epochs=run.total_epochs,
-    )
+    train_loop = run.train_loop()
     batch = next(iter(run.data.train.train_batches(batch_size, seed=0)))
     batches, one = iter(tf.data.Dataset.from_tensors(batch).repeat()), tf.constant(1)
-    rows = tower.of_rows if variant.by_example else lambda rows: contextlib.nullcontext()
+    rows = tower.of_rows if variant.by_example else lambda *_: contextlib.nullcontext()
 
     def step() -> float:
         with mock.patch.object(tower, "of_rows", rows):  # where the graph is built

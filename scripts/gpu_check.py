@@ -8,6 +8,7 @@ here. With --kind=cpu logical CPUs take the part of GPUs in the checks that know
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -21,6 +22,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 import towers  # noqa: E402
@@ -217,6 +219,30 @@ def strict_training(kind: str, **options: object) -> str:
     return training(kind, allow_soft_placement=False, placement="strict", **options)
 
 
+def batch_norm(kind: str) -> str:
+    """The fused kernels of two towers compute what Keras' formula does on the CPU."""
+    names = two_devices(kind)
+    layer = keras.layers.BatchNormalization()
+    with tf.device("/cpu:0"):
+        x = tf.random.stateless_normal([16, 8, 8, 4], [0, 0], 3.0, 2.0)
+        layer.build(x.shape)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(layer(x, training=True) ** 3)
+        expected = tape.gradient(loss, [layer.gamma.value, layer.beta.value])
+    builder = towers.TowerBuilder(names, batch_norm="sync")
+
+    @tf.function
+    def step(x: tf.Tensor) -> list[tf.Tensor]:
+        loss_fn = lambda x: tf.reduce_sum(layer(x, training=True) ** 3, [1, 2, 3])  # noqa: E731
+        return builder.gradients(loss_fn, [layer.gamma, layer.beta], x)[1]
+
+    pairs = zip(step(x), expected, strict=True)
+    off = max(float(tf.reduce_max(abs(g * 16 - e)) / tf.reduce_max(abs(e))) for g, e in pairs)
+    expect(off < 1e-4, f"largest relative difference {off:.1e}")
+    return f"largest relative difference {off:.1e}"
+
+
 FIND = "find"
 # Of a GPU's memory, and of any device.
 MEMORY_CHECKS: dict[str, Callable[[], str]] = {
@@ -233,6 +259,10 @@ TOWER_CHECKS: dict[str, Callable[..., str]] = {
     "copies between all pairs of devices": copies,
     "a short training run": training,
     "the same with --placement=strict": strict_training,
+    "the same with --variables=sharded": functools.partial(training, variables="sharded"),
+    "the same with --variables=replicated": functools.partial(training, variables="replicated"),
+    "the same with --jit_compile": functools.partial(training, jit_compile=True),
+    "fused BatchNorm over two towers": batch_norm,
 }
 
 

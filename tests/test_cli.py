@@ -61,9 +61,9 @@ def call(argv):
 
 MESSAGES = {
     "tran": "there is no verb 'tran': "
-    "towers train|evaluate|verify|benchmark|doctor --flag=value ...",
+    "towers train|evaluate|verify|benchmark|plan|doctor --flag=value ...",
     "--num_towers=2 train": "there is no verb '--num_towers=2': "
-    "towers train|evaluate|verify|benchmark|doctor --flag=value ...",
+    "towers train|evaluate|verify|benchmark|plan|doctor --flag=value ...",
     "train --learnin_rate=2": "there is no flag --learnin_rate; did you mean --learning_rate?",
     "train --batch-size=2": "there is no flag --batch-size; did you mean --batch_size?",
     "train --num_gpu=2": "there is no flag --num_gpu; did you mean --num_gpus?",
@@ -124,8 +124,8 @@ MESSAGES = {
     "train ---": f"unexpected argument '---': {WRITTEN}",
     "train ---seed=1": f"unexpected argument '---seed=1': {WRITTEN}",
     "evaluate --momentum=0": "towers evaluate takes no --momentum: it takes --train_dir, --json, "
-    "--dataset, --data_dir, --image_size, --batch_size, --dtype, --num_towers, --devices, --visible_gpus, "
-    "--per_process_gpu_memory_fraction, --gpu_memory_limit_mib, --allow_growth, "
+    "--dataset, --data_dir, --image_size, --batch_size, --dtype, --num_towers, --devices, "
+    "--visible_gpus, --per_process_gpu_memory_fraction, --gpu_memory_limit_mib, --allow_growth, "
     "--allow_soft_placement, and the rest from the run's flags.cfg",
     "evaluate": "--train_dir=runs/train: there is no run; train first, or name the folder of a run",
 }

@@ -470,7 +470,14 @@ def test_data_that_needs_no_files():
     own = check_data("no_such_module:load", "")
     assert own.status == "ok" and "your own" in own.detail
     unknown = check_data("cifar100", "")
-    assert unknown.status == "problem" and "--dataset=cifar10" in unknown.remedy
+    assert unknown.status == "problem" and "--dataset=shapes, cifar10, folder" in unknown.remedy
+
+
+def test_data_of_your_own_files(tmp_path):
+    assert check_data("folder", str(tmp_path)).status == "ok"
+    for folder in ("", str(tmp_path / "nowhere")):
+        missing = check_data("tfrecord", folder)
+        assert missing.status == "problem" and "--data_dir=DIR" in missing.remedy
 
 
 def test_cifar10(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ def on_towers(fn, *values):
         results = []
         for i, (device, value) in enumerate(zip(DEVICES, values, strict=False)):
             with tf.device(device):
-                results.append(fn(exchange.member(i), tf.identity(value)))
+                results.append(fn(exchange.member(i).all_gather, tf.identity(value)))
         exchange.join("/cpu:0")
         return results
 
@@ -58,6 +58,23 @@ def test_gradients_go_through_it():
     np.testing.assert_allclose(on_towers(fn, *map(tf.constant, numbers)), expected)
 
 
+def test_values_are_put_together_once_on_the_gather_device():
+    @tf.function
+    def step(x, y):
+        exchange, results = Exchange(2), []
+        for i, value in enumerate([x, y]):
+            with tf.device(DEVICES[i]):
+                results.append(exchange.member(i).meet(value, tf.add_n, []) * 2)
+        exchange.join("/cpu:0")
+        return results
+
+    found = step(tf.constant(1.0), tf.constant(2.0))
+    np.testing.assert_array_equal(found, [6.0, 6.0])
+    graph = step.get_concrete_function(tf.constant(1.0), tf.constant(2.0)).graph
+    (added,) = [op for op in graph.get_operations() if op.type == "AddN"]
+    assert added.device.endswith("CPU:0")
+
+
 def test_towers_that_make_other_calls_are_refused():
     def of_other_shapes(all_gather, value):
         return all_gather(value)
@@ -76,4 +93,4 @@ def test_towers_that_make_other_calls_are_refused():
 
 def test_towers_that_run_one_after_the_other_are_refused():
     with pytest.raises(ValueError, match=r"make a tf.function of the step"):
-        Exchange(2).member(0)(tf.zeros([2]))
+        Exchange(2).member(0).all_gather(tf.zeros([2]))

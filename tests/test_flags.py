@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import towers
 from towers import flags
 from towers.errors import InputError
-from towers.options import BenchmarkOptions, Options, VerifyOptions
+from towers.options import BenchmarkOptions, Options, PlanOptions, VerifyOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,6 +34,7 @@ DEFAULTS = """
 --devices=
 --placement=report
 --variables=cpu
+--jit_compile=false
 --log_device_placement=false
 --batch_norm=sync
 --accumulate_steps=1
@@ -92,7 +93,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_verbs_are_frozen():
-    assert list(flags.VERBS) == ["train", "evaluate", "verify", "benchmark", "doctor"]
+    assert list(flags.VERBS) == ["train", "evaluate", "verify", "benchmark", "plan", "doctor"]
 
 
 def test_the_flags_and_their_defaults_are_frozen():
@@ -115,6 +116,16 @@ def test_verify_takes_a_list_of_towers_and_has_flags_of_its_own():
     assert options == VerifyOptions(num_towers="1,2", steps=3, float32=True)
     assert options.of_run(num_towers=2) == Options(num_towers=2)
     assert "there is no flag --steps" in refusal("train", "--steps=3")
+
+
+def test_plan_has_flags_of_its_own():
+    lines = flags.verb_help("plan").splitlines()
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    own = "--gpu_memory_gib=16 --gpu_tflops=19.5 --gpu_utilisation=0.3 --step_ms=0 --measure=true"
+    assert shown == [*DEFAULTS, *own.split()]
+    options = flags.parse("plan", ["--num_gpus=8", "--gpu_memory_gib=80", "--nomeasure"])
+    assert options == PlanOptions(num_towers=8, gpu_memory_gib=80.0, measure=False)
+    assert "there is no flag --gpu_memory_gib" in refusal("train", "--gpu_memory_gib=80")
 
 
 def test_benchmark_takes_a_list_of_towers_and_has_flags_of_its_own():

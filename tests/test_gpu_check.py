@@ -30,6 +30,7 @@ def install(monkeypatch):
         (gpu_check.gradients, "largest relative difference "),
         (gpu_check.collectives, "exact on /cpu:0 and /cpu:1"),
         (gpu_check.copies, "2 ways between 2 devices"),
+        (gpu_check.batch_norm, "largest relative difference "),
     ],
 )
 def test_checks_of_towers(check, found):
@@ -42,7 +43,10 @@ def soft_placement():
     gpu_check.devices.configure(allow_soft_placement=True)
 
 
-@pytest.mark.parametrize("check", [gpu_check.training, gpu_check.strict_training])
+TRAINING = [name for name in gpu_check.TOWER_CHECKS if "training" in name or "the same" in name]
+
+
+@pytest.mark.parametrize("check", [gpu_check.TOWER_CHECKS[name] for name in TRAINING], ids=TRAINING)
 def test_short_runs(check, soft_placement, capsys):
     detail = check("cpu", max_steps=6, log_every_steps=5, **TINY)
     assert detail.split(", loss ")[0].endswith(" examples/s")
@@ -192,7 +196,7 @@ def test_all_pass(capsys):
     first, versions, *rows, last = capsys.readouterr().out.splitlines()
     assert first == "/gpu:0 -> A100"
     assert versions.startswith(f"TensorFlow {tf.__version__}, driver ")
-    assert last == "11 of 11 passed"
+    assert last == "15 of 15 passed"
     assert len(rows) == 11
     assert rows[0] == f"ok      {'memory fraction is read back':42}a gpu"
 
@@ -201,7 +205,7 @@ def test_one_fails(capsys):
     run = outcomes((True, ["/gpu:0 -> A100"]), failing=["collectives sum"])
     assert gpu_check.main([], run) == gpu_check.EXIT_FAILED == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "10 of 11 passed"
+    assert lines[-1] == "14 of 15 passed"
     assert f"FAILED  {'collectives sum':42}no gpu" in lines
 
 
@@ -219,7 +223,7 @@ def test_cpus_have_no_memory_checks(capsys):
     assert gpu_check.main(["--kind=cpu"], outcomes(None)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"ok      {'ops of each tower run on its device':42}a cpu"
-    assert lines[-1] == "6 of 6 passed"
+    assert lines[-1] == "10 of 10 passed"
 
 
 def test_a_check_that_does_not_answer(monkeypatch):

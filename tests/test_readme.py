@@ -57,7 +57,7 @@ def test_the_commands_are_understood(words, monkeypatch, tmp_path):
 
 def test_no_other_program_is_called_for():
     first = {words[0] for words in commands()}
-    assert first <= {"towers", "scripts/quickstart", "scripts/test", "source", "python"}
+    assert first <= {"towers", "scripts/quickstart", "scripts/test", "source", "python", "pip"}
 
 
 @pytest.mark.parametrize(

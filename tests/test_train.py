@@ -17,9 +17,10 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
-from towers import cli
+from towers import cli, evaluate
 from towers.errors import InputError, RunError
 from towers.monitor import Monitor
+from towers.run import Run
 from towers.train import StopRequest, train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,12 +142,10 @@ def test_tensorboard_shows_training_and_evaluation(whole):
 
 
 def test_the_first_point_is_in_tensorboard_before_the_second_call(tmp_path, monkeypatch):
-    from towers import train as module
+    seen, loops, real = [], [], Run.train_loop
 
-    seen, loops, real = [], [], module.make_train_loop
-
-    def observed(*given, **keywords):
-        loop = real(*given, **keywords)
+    def observed(run):
+        loop = real(run)
         loops.append(loop)
 
         def call(batches, num_steps):
@@ -156,7 +155,7 @@ def test_the_first_point_is_in_tensorboard_before_the_second_call(tmp_path, monk
         call.get_concrete_function = loop.get_concrete_function
         return call
 
-    monkeypatch.setattr(module, "make_train_loop", observed)
+    monkeypatch.setattr(Run, "train_loop", observed)
     train(tiny.options(tmp_path, **GIVEN, checkpoint_every_steps=7))
     assert seen[:3] == [[], [], [0]]  # the first call makes no step, it shows the placement
     assert loops[0].experimental_get_tracing_count() == 1
@@ -713,3 +712,24 @@ def test_speeds_leave_out_evaluations_and_checkpoints(tmp_path, monkeypatch):
         evaluate_every_epochs=0.1,  # after every step
     )
     assert train(options)["examples_per_second"] == 7.0
+
+
+def test_nothing_is_traced_twice(tmp_path, monkeypatch):
+    """Loops of other lengths, evaluations and checkpoints in between: one graph each."""
+    compiled = {}
+
+    def keep(owner, name):
+        make = getattr(owner, name)
+
+        def made(*args, **kwargs):
+            compiled[name] = make(*args, **kwargs)
+            return compiled[name]
+
+        monkeypatch.setattr(owner, name, made)
+
+    keep(Run, "train_loop")
+    keep(evaluate, "make_eval_step")
+    often = dict(log_every_steps=4, evaluate_every_epochs=0.3, checkpoint_every_steps=5)
+    train(tiny.options(tmp_path, num_towers=2, steps_per_loop=3, max_steps=20, **often))
+    counts = {name: fn.experimental_get_tracing_count() for name, fn in compiled.items()}
+    assert counts == {"train_loop": 1, "make_eval_step": 1}

@@ -10,7 +10,6 @@ import tensorflow as tf
 from towers import checkpoint
 from towers.options import Options
 from towers.run import prepare
-from towers.step import make_train_loop
 
 TRAIN_SIZE, TEST_SIZE, NUM_CLASSES, IMAGE_SHAPE = 60, 23, 3, (8, 8, 3)
 
@@ -83,13 +82,7 @@ class Loop:
     def __init__(self, options, batches=None):
         self.run = prepare(options)
         self.masters = self.run.masters
-        self.loop = make_train_loop(
-            self.run.builder,
-            self.masters,
-            options,
-            train_size=self.run.data.train.size,
-            total_epochs=self.run.total_epochs,
-        )
+        self.loop = self.run.train_loop()
         if batches is None:
             batches = self.run.data.train.train_batches(options.batch_size, seed=options.seed)
         self.batches = iter(batches)

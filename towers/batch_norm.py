@@ -15,32 +15,33 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
+from towers.exchange import Member
+
 MODES = ("sync", "local")
 
 
 @contextlib.contextmanager
-def over_all_towers(all_gather: Callable | None, mode: str) -> Iterator[None]:
+def over_all_towers(member: Member | None, mode: str) -> Iterator[None]:
     """Let BatchNorm layers that are called in the block take their moments over all towers.
 
     Args:
-        all_gather: stacks what each tower has, [N, ...], and can be differentiated; None if there
-            is one tower.
+        member: the tower's part in the exchanges; None if there is one tower.
         mode: "sync", or "local" for those layers only that ask for it by `synchronized=True`.
     """
     keras_call = keras.layers.BatchNormalization.call
     keras_moments = keras.layers.BatchNormalization._moments
 
-    def gather_of(layer: Any) -> Callable | None:
-        return all_gather if mode == "sync" or layer.synchronized else None
+    def member_of(layer: Any) -> Member | None:
+        return member if mode == "sync" or layer.synchronized else None
 
     def call(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> tf.Tensor:
         if training is True and layer.trainable and mask is None and _has_kernel(layer, inputs):
-            return _call(layer, inputs, gather_of(layer))
+            return _call(layer, inputs, member_of(layer))
         return keras_call(layer, inputs, training=training, mask=mask)
 
     def moments(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple:
-        if gather_of(layer):
-            return _moments(layer, inputs, mask, all_gather)
+        if member_of(layer):
+            return _moments(layer, inputs, mask, member.all_gather)
         return keras_moments(layer, inputs, mask)
 
     patch = mock.patch.multiple(keras.layers.BatchNormalization, call=call, _moments=moments)
@@ -59,17 +60,17 @@ def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
     return last and wide and known and not layer.renorm
 
 
-def _call(layer: Any, inputs: tf.Tensor, all_gather: Callable | None) -> tf.Tensor:
+def _call(layer: Any, inputs: tf.Tensor, member: Member | None) -> tf.Tensor:
     """Do what the layer does in training."""
     num_channels = inputs.shape[-1]
     shape = inputs.shape if inputs.shape.rank == 4 else [-1, 1, 1, num_channels]
     x = tf.reshape(tf.cast(inputs, tf.float32), shape)
     scale = tf.cast(layer.gamma, x.dtype) if layer.scale else tf.ones([num_channels])
     offset = tf.cast(layer.beta, x.dtype) if layer.center else tf.zeros([num_channels])
-    if all_gather is None:
+    if member is None:
         y, mean, variance = _normalise(x, scale, offset, layer.epsilon)
     else:
-        y, mean, variance = _normalise_together(x, scale, offset, layer.epsilon, all_gather)
+        y, mean, variance = _normalise_together(x, scale, offset, layer.epsilon, member)
     for moving, value in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
         before = tf.cast(moving, x.dtype)
         moving.assign(before * layer.momentum + value * (1.0 - layer.momentum))
@@ -88,7 +89,7 @@ def _normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float
 
 
 def _normalise_together(
-    x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, all_gather: Callable
+    x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, member: Member
 ) -> tuple:
     """Return `x` [B, H, W, C] normalised by the moments of all towers, and these, [C].
 
@@ -106,7 +107,13 @@ def _normalise_together(
     def normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple:
         _, mean, variance = _normalise(x, scale, offset, epsilon)
         own = tf.concat([mean, variance * number, [float(number)]], axis=0)
-        mean, variance, everything = _combine(all_gather(own), num_channels)
+
+        def combine(values: list[tf.Tensor]) -> tf.Tensor:
+            mean, variance, everything = _combine(tf.stack(values), num_channels)
+            return tf.concat([mean, variance, [everything]], axis=0)
+
+        together = member.meet(own, combine, own.shape)
+        mean, variance, everything = tf.split(together, [num_channels, num_channels, 1])
 
         def gradient(upstream: tf.Tensor, *_: Any) -> tuple:
             direct, of_scale, of_offset, *_ = tf.raw_ops.FusedBatchNormGradV3(
@@ -114,7 +121,8 @@ def _normalise_together(
                 reserve_space_2=variance, reserve_space_3=variance, epsilon=epsilon,
                 is_training=False,
             )  # fmt: skip
-            sums = tf.reduce_sum(all_gather(tf.stack([of_scale, of_offset])), axis=0)
+            own = tf.stack([of_scale, of_offset])
+            sums = member.meet(own, tf.add_n, own.shape)
             weight = -scale * tf.math.rsqrt(variance + epsilon) / everything
             by_moments = by(weight * sums[0], weight * sums[1], mean, variance)
             return direct + by_moments, of_scale, of_offset

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import platform
-import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,9 +29,10 @@ from towers.benchmark_parts import make_parts  # noqa: E402
 from towers.data import augment  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
 from towers.flops import flop_per_example  # noqa: E402
+from towers.lanes import peak_memory_mib  # noqa: E402
 from towers.options import Options  # noqa: E402
 from towers.run import assemble, one_line_errors  # noqa: E402
-from towers.step import make_loss_fn, make_train_loop  # noqa: E402
+from towers.step import make_loss_fn  # noqa: E402
 
 STORED_SHAPE = (32, 32, 3)  # of the images that the synthetic ones stand in for
 NUM_CLASSES = 10
@@ -90,7 +90,7 @@ class OwnLane:
         self.first_step_seconds = self._call("", 1)[0]
         self.train(WARM_UP_SECONDS)
         # The parts that come now are no part of a run: their memory is not counted.
-        self.peak_memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        self.peak_memory_mib = peak_memory_mib()
         self._loops |= make_parts(self.run, options, matmul_size)
         if isinstance(dataset.train, OneBatch):
             del self._loops["constant"]  # it is the whole step
@@ -99,13 +99,7 @@ class OwnLane:
 
     def _make_loop(self) -> tuple[Callable, Any]:
         """Return the loop of a run, and its batches."""
-        loop = make_train_loop(
-            self.run.builder,
-            self.run.masters,
-            self.options,
-            train_size=self.data.train.size,
-            total_epochs=self.run.total_epochs,
-        )
+        loop = self.run.train_loop()
         size, seed = self.options.batch_size, self.options.seed
         return loop, iter(self.data.train.train_batches(size, seed=seed))
 

@@ -18,7 +18,7 @@ import tensorflow as tf
 from towers import batch_norm
 from towers.options import Options
 from towers.run import Run
-from towers.step import make_loss_fn, make_train_step, weights_of
+from towers.step import make_loss_fn, weights_of
 from towers.tower import PerTower
 
 Loop = Callable[[tf.Tensor], tf.Tensor]
@@ -34,13 +34,7 @@ def make_parts(run: Run, options: Options, matmul_size: int) -> dict[str, Loop]:
     """
     builder, model = run.builder, run.masters.model
     weights = weights_of(run.masters)
-    train_step = make_train_step(
-        builder,
-        run.masters,
-        options,
-        train_size=run.data.train.size,
-        total_epochs=run.total_epochs,
-    )
+    train_step = run.train_step()
     loss_fn = make_loss_fn(run.masters, options)
     alone = make_alone(run, loss_fn)
     batch = next(iter(run.data.train.train_batches(options.batch_size, seed=options.seed)))

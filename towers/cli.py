@@ -70,7 +70,7 @@ def _run(verb: str, options: Options, start: float) -> int:
     if verb == "doctor":
         return _doctor(options, say)
     with _quiet_start():
-        _start(options)
+        _start(dataclasses.replace(options, devices="cpu") if verb == "plan" else options)
     if verb == "train":
         from towers.train import train
 
@@ -85,6 +85,10 @@ def _run(verb: str, options: Options, start: float) -> int:
         from towers.benchmark import benchmark
 
         result = benchmark(options, say)
+    elif verb == "plan":
+        from towers.plan import plan
+
+        result = plan(options, say)
     else:
         from towers.evaluate import evaluate
 

@@ -1,6 +1,7 @@
 """How long a step takes on N GPUs: arithmetic alone, every assumption a constant in this file.
 
-    work = Work(tower_seconds=0.010, slice_bytes=49_152, weights=[4_000_000], exchange_bytes=0)
+    work = Work(tower_seconds=0.01, launch_seconds=0.002, slice_bytes=49_152,
+                weights=[4_000_000], exchange_bytes=0)
     predict(work, "sharded", LINKS["PCIe 4 x16"], num_towers=8).efficiency
 
 A step is the tower's computing, then all that crosses, one after the other: that transfers hide
@@ -39,8 +40,8 @@ class Link:
 
 
 # Rates of one direction: PCI-SIG's 16 and 32 GT/s x 16 lanes; 600 GB/s of NVLink 3 (A100) in both.
-# Fractions are estimates from what is commonly reported: headers and packets leave 80 % of PCIe and
-# of NVLink, TCP and one copy in memory leave 70 % of Ethernet. Latencies: a copy's launch, a socket.
+# Fractions are estimates: headers and packets leave 80 % of PCIe and of NVLink, TCP and one copy in
+# memory 70 % of Ethernet. So are latencies: of a copy's launch, and of a socket.
 LINKS = {
     link.name: link
     for link in (
@@ -57,6 +58,8 @@ NETWORKS = {
         Link("400 Gbit/s", 50.0, 0.7, 50e-6),
     )
 }
+# Of one op on a GPU, by TensorFlow's executor: an estimate. Small slices are bound by it.
+LAUNCH_SECONDS = 5e-6
 HOST_LINK = LINKS["PCIe 5 x16"]  # NVLink does not lead to the host: there it is PCIe
 
 
@@ -66,15 +69,24 @@ class Work:
 
     Attributes:
         tower_seconds: computing of one tower on its slice, without any transfer.
+        launch_seconds: of the tower's ops, which computing cannot be shorter than.
         slice_bytes: a tower's slice of the batch.
         weights: bytes of each trainable variable, which are those of its gradient, too.
         exchange_bytes: what one tower sends to the others by way of the host, as moments.
+        exchanges: how often in a step, one after the other.
     """
 
     tower_seconds: float
+    launch_seconds: float
     slice_bytes: float
     weights: Sequence[int]
     exchange_bytes: float
+    exchanges: int = 0
+
+    @property
+    def computing_seconds(self) -> float:
+        """Seconds of a tower without any transfer."""
+        return max(self.tower_seconds, self.launch_seconds)
 
     @property
     def weights_bytes(self) -> int:
@@ -128,7 +140,7 @@ def predict(
     """
     if num_towers > per_machine and network is None:
         raise ValueError(f"{num_towers} towers on machines of {per_machine} need a network")
-    seconds = work.tower_seconds
+    seconds = work.computing_seconds
     if num_towers > 1:
         inside = min(num_towers, per_machine)
         seconds += _by_host(work, placement, link, inside, num_towers)
@@ -136,7 +148,7 @@ def predict(
             seconds += _between_towers(work, placement, link, num_towers)
         if num_towers > per_machine:
             seconds += _between_machines(work, placement, network, num_towers, per_machine)
-    useful = work.tower_seconds if useful_seconds is None else useful_seconds
+    useful = work.computing_seconds if useful_seconds is None else useful_seconds
     name = network.name if network and num_towers > per_machine else ""
     return Prediction(placement, link.name, name, num_towers, seconds, useful / seconds)
 
@@ -151,7 +163,12 @@ def _by_host(work: Work, placement: str, link: Link, inside: int, num_towers: in
     weights = work.weights_bytes if placement == "cpu" else 0
     out = inside * (weights + work.slice_bytes + num_towers * work.exchange_bytes)
     back = inside * (weights + work.exchange_bytes)
-    return host.seconds(max(out, back), messages=2 if weights or work.exchange_bytes else 1)
+    return host.seconds(max(out, back), messages=_host_messages(work, placement))
+
+
+def _host_messages(work: Work, placement: str) -> int:
+    """Return how many messages wait for each other: each exchange is one there and one back."""
+    return 1 + 2 * work.exchanges + (placement == "cpu")
 
 
 def _between_towers(work: Work, placement: str, link: Link, num_towers: int) -> float:
@@ -179,7 +196,8 @@ def _between_machines(
         moved = moments + outside * here + per_machine * (work.weights_bytes - here)
     else:  # a ring that enters and leaves each machine once
         moved = moments + 2 * (num_towers - 1) / num_towers * work.weights_bytes
-    return network.seconds(moved, messages=2 * (machines - 1) if placement == "replicated" else 2)
+    rounds = 2 * (machines - 1) if placement == "replicated" else 1
+    return network.seconds(moved, messages=rounds + _host_messages(work, placement))
 
 
 def largest_shard(weights: Sequence[int], num_towers: int) -> int:
@@ -202,16 +220,24 @@ def predictions(work: Work, placements: Sequence[str], strong: bool = False) -> 
     for placement in placements:
         for link in LINKS.values():
             for count in COUNTS:
-                part = work
+                part, useful = work, work.computing_seconds
                 if strong:
-                    part = dataclasses.replace(
-                        work,
-                        tower_seconds=work.tower_seconds / count,
-                        slice_bytes=work.slice_bytes / count,
-                    )
+                    part, useful = split(work, count), useful / count
                 networks = NETWORKS.values() if count > GPUS_PER_MACHINE else [None]
-                found += [predict(part, placement, link, count, network) for network in networks]
+                found += [
+                    predict(part, placement, link, count, network, useful_seconds=useful)
+                    for network in networks
+                ]
     return found
+
+
+def split(work: Work, count: float) -> Work:
+    """Return the work of one of `count` equal parts of the batch."""
+    return dataclasses.replace(
+        work,
+        tower_seconds=work.tower_seconds / count,
+        slice_bytes=work.slice_bytes / count,
+    )
 
 
 def compute_seconds(flop: float, tflops: float, utilisation: float) -> float:
@@ -254,23 +280,3 @@ class Memory:
         while self.at(number) > limit_bytes:  # rounding
             number -= 1
         return max(number, 0)
-
-
-# This machine, whose logical devices share their cores.
-
-
-def shared_core_seconds(
-    fixed_seconds: float,
-    seconds_per_batch: float,
-    crossing_bytes: float,
-    bytes_per_second: float,
-    num_towers: int,
-    num_cores: int,
-) -> float:
-    """Predict the step of N towers on logical CPU devices that share `num_cores` cores.
-
-    The batch takes the same computing however it is cut; what each step costs besides, the launch
-    of every op, each tower pays, side by side as far as there are cores; and what crosses is copied.
-    """
-    launches = fixed_seconds * max(1.0, num_towers / num_cores)
-    return seconds_per_batch + launches + crossing_bytes / bytes_per_second

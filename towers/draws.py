@@ -16,6 +16,8 @@ import tensorflow as tf
 from tensorflow.python.framework import tensor_util
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as random_ops
 
+from towers import philox
+
 SCOPE = "draw_by_example"  # of all that differs between towers in a graph
 _PHILOX = 1
 # The ops that count: each count gives them 16 bytes.
@@ -55,29 +57,35 @@ class Rows:
 
 
 @contextlib.contextmanager
-def of_rows(rows: Rows | None) -> Iterator[None]:
+def of_rows(rows: Rows | None, by_xla: bool = False) -> Iterator[None]:
     """Let draws in the block that are by example be those of `rows` of the global batch.
 
     A draw is by example if its first dimension is the slice's size, or, with three dimensions and
     more, a multiple of it (windows, heads); any other is the same in every tower. What Keras draws
     from a `SeedGenerator` comes through here, and all of `tf.random.stateless_*` but gamma,
     binomial, poisson and categorical.
+
+    Args:
+        rows: of the slice; None: nothing was split.
+        by_xla: the draws are compiled, and are to be those of TensorFlow's kernels.
     """
-    if rows is None:
+    if rows is None and not by_xla:
         yield
         return
     with contextlib.ExitStack() as stack:
         for name in _OPS:
-            draw = functools.partial(_draw, getattr(random_ops, name), rows)
+            op = getattr(random_ops, name)
+            op = getattr(philox, name, op) if by_xla else op
+            draw = functools.partial(_draw, op, rows)
             stack.enter_context(mock.patch.object(random_ops, name, draw))
         yield
 
 
 def _draw(
-    op: Callable, rows: Rows, shape: Any, *, counter: Any, alg: Any, **arguments: Any
+    op: Callable, rows: Rows | None, shape: Any, *, counter: Any, alg: Any, **arguments: Any
 ) -> tf.Tensor:
     """Draw a tower's rows by one of TensorFlow's ops, which counts up from `counter`."""
-    if not _is_by_example(shape, rows):
+    if rows is None or not _is_by_example(shape, rows):
         return op(shape, counter=counter, alg=alg, **arguments)
     with tf.name_scope(SCOPE):
         number = tf.reduce_prod(tf.cast(shape, tf.int64))

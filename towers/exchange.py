@@ -2,14 +2,30 @@
 
 Towers are traced one after the other, but what they exchange is needed before any of them is done.
 So each tower goes on with a stand-in for what it will get; once all towers are traced, the values
-are stacked on the gather device and take the stand-ins' places. No tower waits in the graph for
-more than the values themselves.
+are put together on the gather device, once for all, and the result takes the stand-ins' places. No
+tower waits in the graph for more than the values themselves.
 """
 
+import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A tower's part in the exchanges of a step.
+
+    Attributes:
+        meet: `meet(value, combine, shape)` returns what `combine` makes of all towers' values, a
+            list in tower order; its shape must be given. Gradients do not go through it.
+        all_gather: maps a value [...] to the stack of all towers' values [N, ...]. Gradients go
+            through it: every tower's stack depends on every tower's value.
+    """
+
+    meet: Callable[[tf.Tensor, Callable, Sequence[int]], tf.Tensor]
+    all_gather: Callable[[tf.Tensor], tf.Tensor]
 
 
 class Exchange:
@@ -24,16 +40,13 @@ class Exchange:
         self.num_towers = num_towers
         self._values: list[list[tf.Tensor]] = []
         self._stand_ins: list[list[tf.Tensor]] = []
+        self._combine: list[Callable] = []
 
-    def member(self, tower: int) -> Callable[[tf.Tensor], tf.Tensor]:
-        """Return tower `tower`'s function that stacks what each tower has.
-
-        It maps `[...]` to `[N, ...]` and can be differentiated: every tower's stack depends on
-        every tower's value.
-        """
+    def member(self, tower: int) -> Member:
+        """Return the part of tower number `tower`."""
         places = itertools.count()
 
-        def meet(value: tf.Tensor) -> tf.Tensor:
+        def meet(value: tf.Tensor, combine: Callable, shape: Sequence[int]) -> tf.Tensor:
             if tf.executing_eagerly():
                 raise ValueError(
                     "towers that run one after the other cannot wait for each other: make a "
@@ -43,16 +56,21 @@ class Exchange:
             if place == len(self._values):
                 self._values.append([])
                 self._stand_ins.append([])
-            stand_in = tf.identity(tf.zeros([self.num_towers, *value.shape], value.dtype))
+                self._combine.append(combine)
+            stand_in = tf.identity(tf.zeros(shape, value.dtype))
             self._values[place].append(value)
             self._stand_ins[place].append(stand_in)
             return stand_in
 
         @tf.custom_gradient
         def all_gather(value: tf.Tensor) -> tuple[tf.Tensor, Callable]:
-            return meet(value), lambda upstream: tf.reduce_sum(meet(upstream)[:, tower], axis=0)
+            stacked = [self.num_towers, *value.shape]
+            return (
+                meet(value, tf.stack, stacked),
+                lambda upstream: meet(upstream, tf.add_n, stacked)[tower],
+            )
 
-        return all_gather
+        return Member(meet, all_gather)
 
     def join(self, gather_device: str) -> None:
         """Put what was exchanged in the place of the stand-ins, when all towers are traced.
@@ -60,7 +78,9 @@ class Exchange:
         Raises:
             ValueError: the towers made different calls.
         """
-        for values, stand_ins in zip(self._values, self._stand_ins, strict=True):
+        for values, stand_ins, combine in zip(
+            self._values, self._stand_ins, self._combine, strict=True
+        ):
             shapes = {(value.dtype, tuple(value.shape)) for value in values}
             if len(values) != self.num_towers or len(shapes) > 1:
                 raise ValueError(
@@ -68,7 +88,7 @@ class Exchange:
                     f"{len(shapes)} shapes: each copy of the function must run the same layers"
                 )
             with tf.device(gather_device), tf.name_scope("exchange"):
-                everything = tf.stack(values)
+                everything = combine(values)
             for stand_in in stand_ins:
                 # The one way to give an op an input that was made after it.
                 stand_in.op._update_input(0, everything)

@@ -17,7 +17,7 @@ from absl import flags
 from towers import files
 from towers.errors import InputError
 from towers.gpu_options import GpuOptions
-from towers.options import BenchmarkOptions, Options, VerifyOptions
+from towers.options import BenchmarkOptions, Options, PlanOptions, VerifyOptions
 
 # Which flags a verb takes on its command line. In a flagfile each verb takes all, so that one file
 # serves training and whatever is done with the run afterwards.
@@ -31,6 +31,7 @@ VERBS: dict[str, tuple[str, tuple[str, ...] | None]] = {
     ),
     "verify": ("prove on your model that N towers compute what one device computes", None),
     "benchmark": ("measure speed, scaling and where a step's time goes, also beside others", None),
+    "plan": ("say before a run how it would scale on GPUs: bytes, memory, step times", None),
     "doctor": (
         "check this machine: versions, GPUs, memory, computing, data, folders",
         tuple("train_dir json dataset data_dir visible_gpus".split()),
@@ -39,7 +40,7 @@ VERBS: dict[str, tuple[str, tuple[str, ...] | None]] = {
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Options)}
 # More than, or other than, the options of a run.
-_OF_VERB = {"verify": VerifyOptions, "benchmark": BenchmarkOptions}
+_OF_VERB = {"verify": VerifyOptions, "benchmark": BenchmarkOptions, "plan": PlanOptions}
 _ALIASES = {f.metadata["alias"]: n for n, f in _FIELDS.items() if "alias" in f.metadata}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -24,7 +24,9 @@ _NOT_OF_A_TOWER = frozenset(
     "NextIteration ReadVariableOp VarHandleOp ResourceGather".split()
 )
 # Scopes that an inner function or loop adds.
-_SCOPES_OF_CALLS = ("PartitionedCall", "StatefulPartitionedCall", "while", "body", "cond", "")
+_SCOPES_OF_CALLS = (
+    "PartitionedCall", "StatefulPartitionedCall", "while", "body", "cond", "gradient_tape", "",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +80,14 @@ class Placement:
         gone: ops that were traced and do not run: their result was known, or unused, or another op
             computes it, too.
         transfers: between devices.
+        compiled: ops that were traced and are now part of a program of XLA's, on the device of the
+            op that calls it.
     """
 
     ops: tuple[Op, ...]
     gone: tuple[Op, ...]
     transfers: tuple[Transfer, ...]
+    compiled: tuple[Op, ...] = ()
 
     def misplaced(self, devices: Sequence[str]) -> list[Op]:
         """Return the ops in a tower's scope that do not run on that tower's device.
@@ -122,17 +127,38 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
     if not graphs:
         raise ValueError("the function has run before: read its placement at its first call")
     traced = dict(traced_ops(function.get_concrete_function(*arguments).graph))
-    ops, transfers = [], []
+    ops, transfers, programs = [], [], {}
     for graph in graphs:
         for node in graph.node:
             name = _traced_name(node.name, traced)
             requested = traced[name].device if name in traced else ""
             ops.append(Op(name, node.op, short(requested), short(node.device)))
+            if node.attr["_XlaMustCompile"].b:
+                programs[name] = short(node.device)
             if node.op in ("_Send", "_HostSend") and not node.input[0].startswith("^"):
                 transfers.append(_transfer(node, traced))
     there = {op.name for op in ops if op.type != "Const"}  # folding leaves a Const of that name
-    gone = [Op(n, op.type, short(op.device), "") for n, op in traced.items() if n not in there]
-    return Placement(tuple(ops), tuple(gone), tuple(t for t in transfers if t.source != t.target))
+    rest = [
+        Op(n, op.type, short(op.device), _device_of_program(n, programs))
+        for n, op in traced.items()
+        if n not in there
+    ]
+    return Placement(
+        tuple(ops),
+        tuple(op for op in rest if not op.device),
+        tuple(t for t in transfers if t.source != t.target),
+        tuple(op for op in rest if op.device),
+    )
+
+
+def _device_of_program(name: str, programs: Mapping[str, str]) -> str:
+    """Return the device of the program that an op is part of; "" if it is part of none.
+
+    Args:
+        name: of the op.
+        programs: {name of the op that calls a program of XLA's: its device}.
+    """
+    return next((device for call, device in programs.items() if name.startswith(f"{call}/")), "")
 
 
 def short(device: str) -> str:

@@ -23,6 +23,9 @@ def report(placement: Placement, stray: Sequence[str]) -> list[str]:
     """
     ours = [op for op in placement.ops if op.tower is not None]
     lines = [f"placement   {len(ours)} ops in towers, each on its tower's device"]
+    if num_compiled := len({op.tower for op in placement.compiled} - {None}):
+        towers = "1 tower" if num_compiled == 1 else f"{num_compiled} towers, each"
+        lines = [f"placement   {towers} compiled by XLA on its tower's device"]
     if stray:
         lines = [f"placement   not everything runs where it belongs, of {len(ours)} ops in towers:"]
         lines += [f"  {line}" for line in stray[:_MOST]]
@@ -89,7 +92,7 @@ def strays(
 def draws_by_tower(placement: Placement) -> list[str]:
     """Return a line for each layer whose random draws depend on the number of towers."""
     found: dict[str, set[str]] = defaultdict(set)
-    for op in placement.ops + placement.gone:
+    for op in placement.ops + placement.compiled + placement.gone:
         if op.tower is not None and op.type in OTHERS:
             found[op.layer].add(op.type)
     return [
@@ -130,7 +133,7 @@ def write_tsv(path: Path, placement: Placement) -> None:
         RunError: the file cannot be written.
     """
     rows = [("name", "type", "tower", "layer", "requested", "device")]
-    for op in placement.ops + placement.gone:
+    for op in placement.ops + placement.compiled + placement.gone:
         tower, layer = ("", "") if op.tower is None else (str(op.tower), op.layer)
         rows.append((op.name, op.type, tower, layer, op.requested, op.device or "-"))
     files.write_text(path, "".join("\t".join(row) + "\n" for row in rows))

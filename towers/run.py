@@ -44,6 +44,7 @@ class Run:
 
     def train_loop(self) -> Callable:
         """Return `step.make_train_loop` of this run."""
+        self._check_compiled()
         return make_train_loop(
             self.builder,
             self.masters,
@@ -54,6 +55,7 @@ class Run:
 
     def train_step(self) -> Callable:
         """Return `step.make_train_step` of this run."""
+        self._check_compiled()
         return make_train_step(
             self.builder,
             self.masters,
@@ -61,6 +63,24 @@ class Run:
             train_size=self.data.train.size,
             total_epochs=self.total_epochs,
         )
+
+    def _check_compiled(self) -> None:
+        """Refuse BatchNorm over all towers where each is compiled; evaluation never is.
+
+        Raises:
+            InputError: the model has such a layer.
+        """
+        if not self.builder.jit_compile or len(self.builder.devices) == 1:
+            return
+        sync = self.options.batch_norm == "sync"
+        for layer in self.masters.model._flatten_layers():
+            is_norm = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+            if is_norm and (sync or layer.synchronized):
+                alone = f"build layer {layer.path} without synchronized=True"
+                raise InputError(
+                    "--jit_compile: each tower is compiled as a whole, and BatchNorm over all "
+                    f"towers meets in its middle: {'type --batch_norm=local' if sync else alone}"
+                )
 
     def master_devices(self) -> list[str]:
         """Return the devices on which master variables may be."""
@@ -114,6 +134,7 @@ def assemble(
         batch_norm=options.batch_norm,
         accumulate_steps=options.accumulate_steps,
         gather_at_variables=options.variables == "sharded",
+        jit_compile=options.jit_compile,
     )
     image_shape = augment.output_shape(dataset.image_shape, options.augment)
     with one_line_errors(options), _names_as_in_a_new_process():
@@ -176,6 +197,11 @@ _DEVICE_REFUSED = re.compile(
     re.DOTALL,
 )
 
+# XLA's own words of an op that it has not.
+_XLA_REFUSED = re.compile(
+    r"unsupported operations .*?: (?P<op>\w+) \(.*?\{\{node (?P<name>\S+?)\}\}"
+)
+
 
 def _no_device(refusal: re.Match) -> str:
     """Return the line for a device that does not exist, with those that do."""
@@ -196,18 +222,26 @@ def one_line_errors(options: Options) -> Iterator[None]:
 
     Raises:
         InputError: the model asks for a device that does not exist, without soft placement.
-        RunError: the data set, which may be a pipeline of the user's own, cannot be read, or the
-            event files cannot be written.
+        RunError: the data set, which may be a pipeline of the user's own, cannot be read, the
+            event files cannot be written, or XLA cannot compile the model.
     """
     try:
         yield
     except tf.errors.OpError as error:
         if refusal := _DEVICE_REFUSED.search(str(error)):
             raise InputError(_no_device(refusal)) from None
+        if refusal := _XLA_REFUSED.search(str(error)):
+            layer = Op(refusal["name"], "", "", "").layer
+            raise RunError(
+                f"--jit_compile: XLA cannot compile {refusal['op']}, of layer {layer}: leave the "
+                "flag out, or do it without that op"
+            ) from None
         if "IteratorGetNext" in str(error):
             what = f"--dataset={options.dataset} cannot be read"
         elif "SummaryWriter" in str(error):
             what = f"--train_dir={options.train_dir} cannot be written"
+        elif "tf2xla" in str(error):
+            what = "--jit_compile: XLA cannot compile the towers"
         else:
             raise
         lines = [line.strip() for line in _NOISE.sub("", str(error)).splitlines()]

@@ -16,7 +16,8 @@ creates no variables; it assigns to no `tf.Variable`. Keras variables it may ass
 statistics, seeds, metrics): `gradients` catches those assignments and makes each of them once.
 
 The pattern is all in this file. Three details that make N towers compute what one device computes
-are apart: `scope` (assignments), `draws` (randomness by example), `batch_norm` (global moments).
+are apart: `scope` (assignments), `draws` (randomness by example), `batch_norm` (global moments);
+and so is `compiled` (towers as programs of XLA's).
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ import keras
 import tensorflow as tf
 
 from towers import batch_norm as batch_norms
-from towers import gather
+from towers import compiled, gather
 from towers.draws import Rows, of_rows
 from towers.exchange import Exchange
 from towers.scope import TowerScope, assign_once, refuse_variable, widen
@@ -58,6 +59,7 @@ class TowerBuilder:
         batch_norm: str = "local",
         accumulate_steps: int = 1,
         gather_at_variables: bool = False,
+        jit_compile: bool = False,
     ):
         """Set where the towers run and where their results are gathered.
 
@@ -70,6 +72,8 @@ class TowerBuilder:
                 each split over the towers: less memory, and the same sums.
             gather_at_variables: gather each gradient where its variable lies, and not on
                 `gather_device`.
+            jit_compile: XLA compiles what `gradients` computes in a tower, forward and backward;
+                BatchNorm layers must be local then.
 
         Raises:
             ValueError: `devices` is empty, or a string in place of a list of strings; or another
@@ -89,6 +93,7 @@ class TowerBuilder:
         self.batch_norm = batch_norm
         self.accumulate_steps = accumulate_steps
         self.gather_at_variables = gather_at_variables
+        self.jit_compile = jit_compile
 
     def map(self, fn: Callable, *batch: Any) -> list[Any]:
         """Return what `fn` returns for each tower, in tower order."""
@@ -136,25 +141,32 @@ class TowerBuilder:
         variables = list(variables)
         scopes = []
 
-        def backward(tower, all_gather, *part):
-            own = [_tf_variable(_of_tower(v, tower)) for v in variables]
-            with (
-                TowerScope(_replaced(variables, tower)) as scope,
-                batch_norms.over_all_towers(all_gather, self.batch_norm),
-                tf.variable_creator_scope(refuse_variable),
-                tf.GradientTape(watch_accessed_variables=False) as tape,
-            ):
-                tape.watch(own)
-                losses = _check_losses(loss_fn(*part))
-                loss = tf.reduce_sum(losses)
-            with keras.StatelessScope():  # what is recomputed here was assigned above
-                gradients = tape.gradient(loss, own)
-            count = tf.cast(tf.shape(losses)[0], loss.dtype)
-            if not tf.compat.dimension_value(losses.shape[0]):  # unknown, perhaps none
-                gradients = [gather.zero_if_empty(g, count) for g in gradients]
-            scope.close(count)
+        def backward(tower, member, *part):
+            if self.jit_compile and member:
+                member = compiled.NO_EXCHANGE
+
+            def compute():
+                own = [_tf_variable(_of_tower(v, tower)) for v in variables]
+                with (
+                    TowerScope(_replaced(variables, tower)) as scope,
+                    batch_norms.over_all_towers(member, self.batch_norm),
+                    tf.variable_creator_scope(refuse_variable),
+                    tf.GradientTape(watch_accessed_variables=False) as tape,
+                ):
+                    tape.watch(own)
+                    losses = _check_losses(loss_fn(*part))
+                    loss = tf.reduce_sum(losses)
+                with keras.StatelessScope():  # what is recomputed here was assigned above
+                    gradients = tape.gradient(loss, own)
+                count = tf.cast(tf.shape(losses)[0], loss.dtype)
+                if not tf.compat.dimension_value(losses.shape[0]):  # unknown, perhaps none
+                    gradients = [gather.zero_if_empty(g, count) for g in gradients]
+                return scope, (loss, count, gradients)
+
+            scope, sums = compiled.by_xla(compute) if self.jit_compile else compute()
+            scope.close(sums[1])
             scopes.append(scope)
-            return loss, count, gradients
+            return sums
 
         losses, counts, gradients = zip(*self._accumulate(backward, batch), strict=True)
         loss, count = self._gather(gather.add, losses), self._gather(gather.add, counts)
@@ -185,19 +197,19 @@ class TowerBuilder:
                 places = [_tf_variable(v).device for v in variables]
             return gather.mean_at(gradients, places, count)
 
-    def _copies(self, fn: Callable, slices: Sequence["_Slice"]) -> list[Any]:
-        """Run `fn` once for each slice: the first on tower 0, and so on."""
+    def _copies(self, fn: Callable, slices: Sequence["_Slice"], by_xla: bool = False) -> list[Any]:
+        """Run `fn`, which XLA may compile, once for each slice: the first on tower 0, and so on."""
         results = []
         for i, (device, part) in enumerate(zip(self.devices, slices, strict=False)):
-            with tf.device(device), tf.name_scope(f"tower_{i}"), of_rows(part.rows):
+            draws = of_rows(part.rows, by_xla)
+            with tf.device(device), tf.name_scope(f"tower_{i}"), draws:
                 results.append(fn(*part.batch))
         return results
 
     def _accumulate(self, fn: Callable, batch: Sequence[Any]) -> list[Any]:
         """Return the towers' sums of what `fn` returns, taking the batch part by part.
 
-        `fn` gets the tower's number, a function that stacks the towers' values (one tower: None),
-        then its slice.
+        `fn` gets the tower's number, its part in the exchanges (one tower: None), then its slice.
         A part waits for the one before it, so that only one part's activations are in memory.
         """
         num_towers = len(self.devices)
@@ -216,7 +228,7 @@ class TowerBuilder:
                 # Each op of a part waits for this one, and not for every sum: far fewer edges.
                 before = [tf.no_op()] if totals else []
             with tf.control_dependencies(before):
-                results = self._copies(fn, part)
+                results = self._copies(fn, part, self.jit_compile)
                 if exchange:
                     exchange.join(self.gather_device)
             if not totals:

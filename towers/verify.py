@@ -68,7 +68,8 @@ class Lane:
 
     def make_step(self, batch: Sequence[tf.Tensor]) -> dict[str, np.ndarray]:
         """Make a step; return the loss, the gathered gradients, then the master variables."""
-        metrics, gradients = self.step(*batch)
+        with one_line_errors(self.run.options):
+            metrics, gradients = self.step(*batch)
         found = {"loss": metrics["loss"].numpy()}
         for variable, gradient in zip(
             self.run.masters.model.trainable_variables, gradients, strict=True
@@ -198,7 +199,7 @@ def compare(
 
     They come by step, then by number of towers, then in the order of `Lane.make_step`.
     """
-    plain = dataclasses.replace(options, variables="cpu")
+    plain = dataclasses.replace(options, variables="cpu", jit_compile=False)
     reference = Lane(plain, names[:1], dataset, scaled)
     lanes = [Lane(options, names[:number], dataset, scaled) for number in numbers]
     expected = reference.variables()
