@@ -421,6 +421,10 @@ def test_noise_below_zero_counts_as_nothing_and_is_said():
     assert clipped == ["gather"]
     assert split["gather"] == {"seconds": 0.0, "percent": 0.0}
     assert sum(part["percent"] for part in split.values()) == pytest.approx(100)
+    # The gather alone cannot take longer than the whole step: what is beyond is noise, too.
+    split, clipped = benchmark_report.split_of({"": [1.0], "gather": [1.2], "control": [0.98]})
+    assert clipped == ["update"] and split["gather"]["percent"] == pytest.approx(2)
+    clipped = ["gather"]
     result = {"num_towers": 2, "scaling": "weak", "clipped": clipped}
     assert "2 towers, weak: gather came out below 0" in benchmark.notes(options(), [result])[1]
 
