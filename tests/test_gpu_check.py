@@ -197,7 +197,7 @@ def test_all_pass(capsys):
     assert first == "/gpu:0 -> A100"
     assert versions.startswith(f"TensorFlow {tf.__version__}, driver ")
     assert last == "15 of 15 passed"
-    assert len(rows) == 11
+    assert len(rows) == 15
     assert rows[0] == f"ok      {'memory fraction is read back':42}a gpu"
 
 
