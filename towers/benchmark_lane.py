@@ -77,12 +77,11 @@ class OwnLane:
         devices.configure(**dataclasses.asdict(options.gpu_options()))
         names = devices.tower_devices(options.num_towers, options.devices)
         dataset, options = load(options)
-        scaled = options.dtype == "mixed_float16"
         if options.variables == "auto":  # the trial's memory counts, too, as in a run
-            options = trial.fastest(options, names, dataset, scaled, print)
+            options = trial.fastest(options, names, dataset, print)
         self.options, self.data = options, dataset
         start = time.perf_counter()
-        self.run = assemble(options, names, dataset, loss_scaling=scaled)
+        self.run = assemble(options, names, dataset)
         loop, batches = self._make_loop()
         self._loops: dict[str, Callable] = {"": lambda num_steps: loop(batches, num_steps)["loss"]}
         self._loops[""](tf.constant(0))  # no step is made; the graph is built

@@ -28,6 +28,15 @@ class Member:
     all_gather: Callable[[tf.Tensor], tf.Tensor]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Meeting:
+    """One exchange: what is made of the towers' values, these, and what stands in for it."""
+
+    combine: Callable
+    values: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    stand_ins: list[tf.Tensor] = dataclasses.field(default_factory=list)
+
+
 class Exchange:
     """The exchanges of one step's towers.
 
@@ -38,9 +47,7 @@ class Exchange:
     def __init__(self, num_towers: int):
         """Set how many towers take part."""
         self.num_towers = num_towers
-        self._values: list[list[tf.Tensor]] = []
-        self._stand_ins: list[list[tf.Tensor]] = []
-        self._combine: list[Callable] = []
+        self._meetings: list[_Meeting] = []
 
     def member(self, tower: int) -> Member:
         """Return the part of tower number `tower`."""
@@ -53,13 +60,11 @@ class Exchange:
                     "tf.function of the step, or leave BatchNorm local (batch_norm='local')"
                 )
             place = next(places)
-            if place == len(self._values):
-                self._values.append([])
-                self._stand_ins.append([])
-                self._combine.append(combine)
+            if place == len(self._meetings):
+                self._meetings.append(_Meeting(combine))
             stand_in = tf.identity(tf.zeros(shape, value.dtype))
-            self._values[place].append(value)
-            self._stand_ins[place].append(stand_in)
+            self._meetings[place].values.append(value)
+            self._meetings[place].stand_ins.append(stand_in)
             return stand_in
 
         @tf.custom_gradient
@@ -78,17 +83,15 @@ class Exchange:
         Raises:
             ValueError: the towers made different calls.
         """
-        for values, stand_ins, combine in zip(
-            self._values, self._stand_ins, self._combine, strict=True
-        ):
-            shapes = {(value.dtype, tuple(value.shape)) for value in values}
-            if len(values) != self.num_towers or len(shapes) > 1:
+        for meeting in self._meetings:
+            shapes = {(value.dtype, tuple(value.shape)) for value in meeting.values}
+            if len(meeting.values) != self.num_towers or len(shapes) > 1:
                 raise ValueError(
-                    f"{len(values)} of {self.num_towers} towers met with values of "
+                    f"{len(meeting.values)} of {self.num_towers} towers met with values of "
                     f"{len(shapes)} shapes: each copy of the function must run the same layers"
                 )
             with tf.device(gather_device), tf.name_scope("exchange"):
-                everything = combine(values)
-            for stand_in in stand_ins:
+                everything = meeting.combine(meeting.values)
+            for stand_in in meeting.stand_ins:
                 # The one way to give an op an input that was made after it.
                 stand_in.op._update_input(0, everything)

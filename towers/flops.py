@@ -1,11 +1,12 @@
 """The arithmetic of a training step: what its convolutions and matrix products add up to."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
 
 from towers.data import augment
+from towers.placement import needed_ops
 
 
 def flop_per_example(
@@ -38,18 +39,7 @@ def flop_per_example(
         tf.TensorSpec([1], tf.int32),
         tf.TensorSpec([1, augment.NUM_DRAWS]),
     ).graph
-    return sum(map(_flop, _needed([tensor.op for tensor in graph.outputs])))
-
-
-def _needed(ops: Iterable[tf.Operation]) -> list[tf.Operation]:
-    """Return the ops that the given ones need: TensorFlow prunes the rest."""
-    found, waiting = {}, list(ops)
-    while waiting:
-        op = waiting.pop()
-        if op.name not in found:
-            found[op.name] = op
-            waiting += [tensor.op for tensor in op.inputs] + list(op.control_inputs)
-    return list(found.values())
+    return sum(map(_flop, needed_ops([tensor.op for tensor in graph.outputs])))
 
 
 def _flop(op: tf.Operation) -> int:

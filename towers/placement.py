@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -200,6 +200,25 @@ def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Opera
                 if inner is not None:
                     inside = f"{scope}{op.name}/" if attribute == "f" else ""
                     yield from traced_ops(inner.graph, inside)
+
+
+def needed_ops(ops: Iterable[tf.Operation]) -> list[tf.Operation]:
+    """Return the ops of a graph that the given ones need, each after those it needs.
+
+    TensorFlow prunes the rest.
+    """
+    waiting = [(op, False) for op in ops]
+    found, opened = [], set()
+    while waiting:
+        op, ready = waiting.pop()
+        if ready:
+            found.append(op)
+        elif op not in opened:
+            opened.add(op)
+            waiting.append((op, True))
+            waiting += [(t.op, False) for t in op.inputs]
+            waiting += [(before, False) for before in op.control_inputs]
+    return found
 
 
 def _traced_name(name: str, traced: dict[str, tf.Operation]) -> str:

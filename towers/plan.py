@@ -80,7 +80,7 @@ def plan(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, 
         f"plan        {options.model} on {dataset.name}: {num_towers} towers, batch size "
         f"{options.batch_size} in all, {options.dtype}"
     )
-    one = build(options.of_run(variables="cpu"), names[:1], dataset)
+    one = assemble(options.of_run(variables="cpu"), names[:1], dataset)
     gradients = check_gradients(one)
     flop = flop_per_example(
         one.masters.model,
@@ -119,14 +119,9 @@ def plan(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, 
     return result
 
 
-def build(options: Options, names: Sequence[str], dataset: Data) -> Run:
-    """Build a run on these devices."""
-    return assemble(options, names, dataset, loss_scaling=options.dtype == "mixed_float16")
-
-
 def place(options: Options, names: Sequence[str], dataset: Data) -> Placed:
     """Build a run's train loop, let TensorFlow place it, and read it both ways; no step is made."""
-    run = build(options, names, dataset)
+    run = assemble(options, names, dataset)
     train_loop = run.train_loop()
     batches = iter(dataset.train.train_batches(options.batch_size, seed=options.seed))
     with one_line_errors(options):

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.placement import Op, Placement, short
+from towers.placement import Op, Placement, needed_ops, short
 
 HOST = "/cpu:0"  # where TensorFlow puts an op that asks for nothing
 
@@ -155,7 +155,7 @@ class Step:
             graph: to add.
             caller: the device of ops that ask for none.
         """
-        for op in _needed(graph):
+        for op in needed_ops([*(t.op for t in graph.outputs), *graph.control_outputs]):
             if op.type in _BRANCHES:
                 self._read_branches(op, short(op.device) or caller)
             elif op.type in _LOOPS or (op.type in _CALLS and not self._is_local(op, caller)):
@@ -268,23 +268,6 @@ def num_bytes(tensor: tf.Tensor) -> int:
     if not tensor.shape.is_fully_defined() or tensor.dtype in (tf.resource, tf.variant, tf.string):
         return 0
     return tensor.shape.num_elements() * tensor.dtype.size
-
-
-def _needed(graph: Any) -> list[tf.Operation]:
-    """Return the ops that the graph's results and effects need, each after those it needs."""
-    waiting = [(t.op, False) for t in graph.outputs]
-    waiting += [(op, False) for op in graph.control_outputs]
-    found, opened = [], set()
-    while waiting:
-        op, ready = waiting.pop()
-        if ready:
-            found.append(op)
-        elif op not in opened:
-            opened.add(op)
-            waiting.append((op, True))
-            waiting += [(t.op, False) for t in op.inputs]
-            waiting += [(before, False) for before in op.control_inputs]
-    return found
 
 
 def _is_known(op: tf.Operation, inputs: list[tf.Tensor], known: set[tf.Operation]) -> bool:

@@ -82,8 +82,7 @@ def split_seconds(whole: float, half: float, batch: int, half_batch: int) -> tup
 def make_step(options: Options, dataset: Data, num_towers: int) -> tuple[Callable[[], Any], int]:
     """Return a function that makes a step on logical CPU devices, and the bytes that cross."""
     names = [f"/cpu:{i}" for i in range(num_towers)]
-    scaling = options.dtype == "mixed_float16"
-    train_loop = assemble(options, names, dataset, loss_scaling=scaling).train_loop()
+    train_loop = assemble(options, names, dataset).train_loop()
     # One batch again and again: what is predicted is the step without reading.
     batches: Any = dataset.train.train_batches(options.batch_size, seed=options.seed)
     batches = iter(batches.take(1).cache().repeat())

@@ -103,7 +103,7 @@ def prepare(options: Options) -> Run:
         RunError: the data set cannot be read, or a GPU does not compute.
     """
     names, dataset = find(options)
-    return assemble(options, names, dataset, loss_scaling=options.dtype == "mixed_float16")
+    return assemble(options, names, dataset)
 
 
 def find(options: Options) -> tuple[list[str], Data]:
@@ -122,9 +122,19 @@ def find(options: Options) -> tuple[list[str], Data]:
 
 
 def assemble(
-    options: Options, device_names: Sequence[str], dataset: Data, *, loss_scaling: bool
+    options: Options,
+    device_names: Sequence[str],
+    dataset: Data,
+    *,
+    loss_scaling: bool | None = None,
 ) -> Run:
     """Build a run on these devices with this data.
+
+    Args:
+        options: of the run.
+        device_names: one for each tower.
+        dataset: what it trains on.
+        loss_scaling: whether there is a loss scale; None: if the precision needs one.
 
     Raises:
         InputError: the model cannot be had as the options say.
@@ -147,6 +157,8 @@ def assemble(
             seed=options.seed,
         )
         _check_model(network, options.model, image_shape)
+        if loss_scaling is None:
+            loss_scaling = options.dtype == "mixed_float16"
         masters = _make_masters(network, device_names, options, loss_scaling)
     size = dataset.train.size
     if options.num_epochs or not options.max_steps:

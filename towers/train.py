@@ -114,13 +114,12 @@ def build(options: Options) -> Run:
             wrong.
     """
     names, dataset = find(options)
-    scaled = options.dtype == "mixed_float16"
     if options.variables == "auto":
         out = sys.stderr if options.json else sys.stdout
         options = trial.fastest(
-            options, names, dataset, scaled, lambda line: print(line, file=out, flush=True)
+            options, names, dataset, lambda line: print(line, file=out, flush=True)
         )
-    run = assemble(options, names, dataset, loss_scaling=scaled)
+    run = assemble(options, names, dataset)
     trial.check_gather(run)
     return run
 

@@ -68,7 +68,6 @@ def fastest(
     options: Options,
     device_names: Sequence[str],
     dataset: Data,
-    loss_scaling: bool,
     say: Callable[[str], None],
 ) -> Options:
     """Return the options with that `variables` which makes the steps of this run fastest.
@@ -81,12 +80,7 @@ def fastest(
         return dataclasses.replace(options, variables="cpu")
     windows: dict[str, Callable[[], float]] = {}
     for mode in VARIABLES:
-        run = assemble(
-            dataclasses.replace(options, variables=mode),
-            device_names,
-            dataset,
-            loss_scaling=loss_scaling,
-        )
+        run = assemble(dataclasses.replace(options, variables=mode), device_names, dataset)
         try:
             check_gather(run)
         except RunError as error:
