@@ -63,6 +63,10 @@ DEFAULTS = """
 --evaluate_every_epochs=1
 --checkpoint_every_steps=1000
 --keep_checkpoints=3
+--tensorboard_x=step
+--histogram_every_epochs=0
+--profile_steps=
+--max_event_mib=200
 """.split()
 ALIASES = {"num_gpus": "num_towers"}
 OF_EVALUATE = (
@@ -294,6 +298,8 @@ def values_of(field):
         return st.sampled_from(field.metadata["choices"])
     if field.name == "model_args":
         return KEYWORDS
+    if field.name == "profile_steps":
+        return st.sampled_from(["", "0:1", "100:110"])
     if field.name == "image_size":
         return st.sampled_from(["", "64", "48x64"])
     if field.metadata.get("numbers"):

@@ -38,6 +38,8 @@ RANGES = {
     "evaluate_every_epochs": (0, None),
     "checkpoint_every_steps": (0, None),
     "keep_checkpoints": (1, None),
+    "histogram_every_epochs": (0, None),
+    "max_event_mib": (1, None),
 }
 FIELDS = {field.name: field for field in dataclasses.fields(Options)}
 NUMBERS = [name for name, field in FIELDS.items() if field.type in (int, float)]
@@ -52,6 +54,17 @@ def refusal(**values):
     message = str(error.value)
     assert message == " ".join(message.splitlines())
     return message
+
+
+@pytest.mark.parametrize("given", ["100", "100:", "5:5", "7:5", "-1:5", "a:b", "1:2:3", "1.5:2"])
+def test_profile_steps_are_two_steps(given):
+    message = refusal(profile_steps=given)
+    assert f"--profile_steps={given}" in message and "100:110" in message
+
+
+def test_profile_steps_as_numbers():
+    assert Options(profile_steps="0:3").profile_range() == (0, 3)
+    assert Options().profile_range() is None
 
 
 def test_the_ranges_cover_every_number():

@@ -24,6 +24,7 @@ PLACEMENTS = ("report", "strict")
 BATCH_NORMS = ("sync", "local")
 VARIABLES = ("cpu", "sharded", "replicated", "auto")
 DTYPES = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
+TENSORBOARD_X = ("step", "examples")
 PEERS = (
     "mirrored", "mirrored_own_layers", "mirrored_fit", "fit", "torch_ddp", "jax", "session",
 )  # fmt: skip
@@ -186,6 +187,22 @@ class Options:
     )
     keep_checkpoints: int = option(3, "When", "The newest ones are kept.", minimum=1)
 
+    tensorboard_x: str = option(
+        "step", "TensorBoard", "What curves are drawn over: updates, or examples seen.",
+        choices=TENSORBOARD_X,
+    )  # fmt: skip
+    histogram_every_epochs: float = option(
+        0.0, "TensorBoard", "Histograms of weights, gradients and activations; 0: none.", minimum=0
+    )
+    profile_steps: str = option(
+        "", "TensorBoard", "First and last step of a profile, as 100:110; without it a running "
+        "process makes one of 10 steps on the signal SIGUSR2.",
+    )  # fmt: skip
+    max_event_mib: float = option(
+        200.0, "TensorBoard", "Size of the event files, in MiB: pictures and histograms, then "
+        "curves are thinned to stay below it.", minimum=1,
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         """Refuse values out of range, by the flag's name.
 
@@ -203,6 +220,7 @@ class Options:
             raise InputError("--schedule=step needs --decay_epochs, such as --decay_epochs=80,120")
         self.model_keywords()
         self.image_height_width()
+        self.profile_range()
         self.gpu_options()
 
     def gpu_options(self) -> GpuOptions:
@@ -242,6 +260,22 @@ class Options:
                 "width, as 48x64"
             )
         return int(match[1]), int(match[2] or match[1])
+
+    def profile_range(self) -> tuple[int, int] | None:
+        """Return `profile_steps` as (first, last), steps done when the profile starts and ends.
+
+        Raises:
+            InputError: it is not two whole numbers, the second greater, with a colon.
+        """
+        if not self.profile_steps:
+            return None
+        match = re.fullmatch(r"(\d{1,12}):(\d{1,12})", self.profile_steps, re.ASCII)
+        if not match or int(match[1]) >= int(match[2]):
+            raise InputError(
+                f"--profile_steps={self.profile_steps}: two steps are needed, the first before the "
+                "last, as 100:110"
+            )
+        return int(match[1]), int(match[2])
 
     def model_keywords(self) -> dict[str, Any]:
         """Return `model_args` as keyword arguments: numbers, booleans, else strings.
