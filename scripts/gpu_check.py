@@ -1,4 +1,4 @@
-"""What only a GPU can show of towers, in one table: memory options, placement, copies, training.
+"""What only a GPU can show of towers: memory options, placement, copies, training, profiles.
 
     python scripts/gpu_check.py
 
@@ -26,12 +26,13 @@ import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 import towers  # noqa: E402
-from towers import devices, gpus, nvml, runtime  # noqa: E402
+from towers import devices, gpus, nvml, profile_summary, runtime  # noqa: E402
 from towers.collectives import all_sum  # noqa: E402
 from towers.errors import RunError  # noqa: E402
 from towers.nvml import MIB  # noqa: E402
 from towers.options import Options  # noqa: E402
 from towers.placement import read_placement  # noqa: E402
+from towers.profiler import Profiler  # noqa: E402
 
 EXIT_FAILED, EXIT_NO_GPU = 1, 3
 TIMEOUT_SECONDS = 600
@@ -65,7 +66,7 @@ def find() -> list[str]:
     return [str(gpu) for gpu in devices.describe()]
 
 
-# ---------------------------------------------------------------------------- Memory; GPUs only
+# ---------------------------------------------------------------------------- GPUs only
 
 
 def fraction() -> str:
@@ -128,6 +129,17 @@ def session() -> str:
     share = limits["GPU:0"] / total
     expect(0.2 < share < 0.26, f"{limits['GPU:0']} of {total} MiB")  # CUDA's total is a bit less
     return f"{limits['GPU:0']} MiB of {total} MiB"
+
+
+def health() -> str:
+    """The driver tells all that TensorBoard is to show of each GPU."""
+    seen = [gpu.index for gpu in gpus.visible_gpus(nvml.gpus())]
+    with nvml.opened():
+        found = {index: nvml.sample(index) for index in seen}
+    told = {index: len(values) for index, values in found.items()}
+    expect(set(told.values()) == {7}, f"of 7 values, GPUs tell {told}: {found}")
+    first = next(iter(found.values()))
+    return ", ".join(f"{name} {value:g}" for name, value in first.items())
 
 
 # ---------------------------------------------------------------------------- Towers
@@ -243,14 +255,40 @@ def batch_norm(kind: str) -> str:
     return f"largest relative difference {off:.1e}"
 
 
+def profile(kind: str) -> str:
+    """A profile names the ops that each device ran."""
+    names = two_devices(kind)
+    builder = towers.TowerBuilder(names)
+    product = tf.function(lambda a: builder.sum(lambda: tf.matmul(a, a)))
+    a = tf.random.stateless_normal([512, 512], [0, 0])
+    where = read_placement(product, a)
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder, options = Path(name), {"last_step": 3, "placement": where, "say": said.append}
+        with Profiler(folder, (0, 3), **options) as profiler:
+            profiler.begin(0)
+            for _ in range(3):
+                product(a)
+            profiler.end(3)
+        traces = list(folder.glob("train/plugins/profile/*/*.xplane.pb"))
+        expect(len(traces) == 1, said[-1])
+        times = profile_summary.op_times(profile_summary.read_trace(traces[0]), where)
+    rows = {row.device: row for row in times if "MatMul" in row.type}
+    complaints = [line.strip() for line in said if "warning" in line]
+    missing = ", ".join(sorted(set(names) - set(rows)))
+    expect(not missing, f"no MatMul on {missing}; {'; '.join(complaints)}")
+    return ", ".join(f"MatMul on {name} {1e3 * rows[name].seconds:.3f} ms" for name in names)
+
+
 FIND = "find"
-# Of a GPU's memory, and of any device.
+# Of a GPU's memory and health, and of any device.
 MEMORY_CHECKS: dict[str, Callable[[], str]] = {
     "memory fraction is read back": fraction,
     "memory limit is read back and holds": limit,
     "memory growth is read back": growth,
     "one visible GPU, by the driver's number": visible,
     "memory fraction of a session": session,
+    "the driver tells the health of each GPU": health,
 }
 TOWER_CHECKS: dict[str, Callable[..., str]] = {
     "ops of each tower run on its device": placement,
@@ -263,6 +301,7 @@ TOWER_CHECKS: dict[str, Callable[..., str]] = {
     "the same with --variables=replicated": functools.partial(training, variables="replicated"),
     "the same with --jit_compile": functools.partial(training, jit_compile=True),
     "fused BatchNorm over two towers": batch_norm,
+    "a profile names the ops of each device": profile,
 }
 
 

@@ -37,6 +37,10 @@ class Card:
         lost: it has fallen off the bus.
         silent: names of NVML's functions that it does not support.
         listed: by TensorFlow.
+        percent: of the time in which a kernel runs; `memory_percent` in which memory is used.
+        watts: that it draws.
+        celsius: its temperature.
+        mhz: clocks of its processors and of its memory.
     """
 
     name: str = "NVIDIA A100"
@@ -47,6 +51,11 @@ class Card:
     lost: bool = False
     silent: frozenset[str] = frozenset()
     listed: bool = True
+    percent: int = 97
+    memory_percent: int = 41
+    watts: float = 250.5
+    celsius: int = 64
+    mhz: tuple[int, int] = (1410, 1215)
 
 
 A100 = Card()
@@ -216,11 +225,11 @@ def install_driver(monkeypatch, *cards, there=True, as_bytes=False):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
     def of_card(name, answer):
-        def function(handle):
+        def function(handle, *what):
             card = cards[handle.index]
             if name in card.silent:
                 raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-            return answer(handle.index, card)
+            return answer(handle.index, card, *what)
 
         return function
 
@@ -247,6 +256,14 @@ def install_driver(monkeypatch, *cards, there=True, as_bytes=False):
             total=card.total_mib * MIB, free=card.free_mib * MIB
         ),
         "nvmlDeviceGetComputeRunningProcesses": processes,
+        "nvmlDeviceGetUtilizationRates": lambda i, card: SimpleNamespace(
+            gpu=card.percent, memory=card.memory_percent
+        ),
+        "nvmlDeviceGetPowerUsage": lambda i, card: int(card.watts * 1000),
+        "nvmlDeviceGetTemperature": lambda i, card, sensor: card.celsius,
+        "nvmlDeviceGetClockInfo": lambda i, card, clock: card.mhz[
+            [pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM].index(clock)
+        ],
     }
     functions |= {name: of_card(name, answer) for name, answer in answers.items()}
     for name, function in functions.items():

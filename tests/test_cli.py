@@ -61,9 +61,11 @@ def call(argv):
 
 MESSAGES = {
     "tran": "there is no verb 'tran': "
-    "towers train|evaluate|verify|benchmark|plan|doctor --flag=value ...",
+    "towers train|evaluate|verify|benchmark|plan|doctor|sweep|compare|tensorboard "
+    "--flag=value ...",
     "--num_towers=2 train": "there is no verb '--num_towers=2': "
-    "towers train|evaluate|verify|benchmark|plan|doctor --flag=value ...",
+    "towers train|evaluate|verify|benchmark|plan|doctor|sweep|compare|tensorboard "
+    "--flag=value ...",
     "train --learnin_rate=2": "there is no flag --learnin_rate; did you mean --learning_rate?",
     "train --batch-size=2": "there is no flag --batch-size; did you mean --batch_size?",
     "train --num_gpu=2": "there is no flag --num_gpu; did you mean --num_gpus?",
@@ -127,6 +129,12 @@ MESSAGES = {
     "--dataset, --data_dir, --image_size, --batch_size, --dtype, --num_towers, --devices, "
     "--visible_gpus, --per_process_gpu_memory_fraction, --gpu_memory_limit_mib, --allow_growth, "
     "--allow_soft_placement, and the rest from the run's flags.cfg",
+    "sweep": "towers sweep needs a flag to vary, as --vary=learning_rate:0.05,0.1,0.2",
+    "sweep --vary=seed:1 --overwrite": "towers sweep takes no --overwrite: runs lie in --sweep_dir",
+    "sweep --vary": "--vary needs a value: --vary=...",
+    "compare": "towers compare needs the folders of runs: towers compare RUN RUN, or that of a "
+    "sweep",
+    "compare a --plot=x.jpg": "--plot=x.jpg: a name that ends in .png is needed, or none",
     "evaluate": "--train_dir=runs/train: there is no run; train first, or name the folder of a run",
 }
 WITH_SPACES = [

@@ -12,7 +12,7 @@ from tests import tiny
 from towers import cli
 from towers.data import ArraySplit
 from towers.errors import InputError
-from towers.evaluate import Evaluation, evaluate, make_evaluator, table
+from towers.evaluate import NUM_MISTAKES, Evaluation, evaluate, make_evaluator, table
 from towers.run import prepare
 from towers.step import make_eval_step
 from towers.train import train
@@ -50,7 +50,7 @@ def test_counts_are_exact_at_every_remainder(num_towers, batch_size, monkeypatch
     )
     run = prepare(options)
     for variable, average in run.masters.averages:
-        average.assign(-variable.value)  # so that the two differ
+        average.assign(np.flip(variable.numpy(), 0))  # so that the two differ
     eval_step = make_eval_step(run.builder, run.masters, options)
     monkeypatch.setattr("towers.evaluate.make_eval_step", lambda *_: eval_step)  # traced once
     for size in range(10, 10 + min(batch_size, 5)):
@@ -63,9 +63,9 @@ def test_counts_are_exact_at_every_remainder(num_towers, batch_size, monkeypatch
         assert result.class_accuracy["2"] is None
         assert result.loss == pytest.approx(expected["loss"], rel=1e-12)
 
-        negated = keras.models.clone_model(run.masters.model)
-        negated.set_weights([-w for w in run.masters.model.get_weights()])
-        expected = by_numpy(negated, *examples)
+        turned = keras.models.clone_model(run.masters.model)
+        turned.set_weights([np.flip(w, 0) for w in run.masters.model.get_weights()])
+        expected = by_numpy(turned, *examples)
         assert result.accuracy_ema == expected["accuracy"]
         assert result.class_accuracy_ema == expected["class_accuracy"]
         assert result.loss_ema == pytest.approx(expected["loss"], rel=1e-12)
@@ -207,3 +207,78 @@ def test_the_table_in_full():
     ]
     alone = dataclasses.replace(result, accuracy_ema=None, loss_ema=None, class_accuracy_ema=None)
     assert table(alone)[:2] == ["               weights", "accuracy        0.5000"]
+
+
+# What is kept beside the figures
+
+
+def stored(run):
+    """Return the images and labels of a run's test set."""
+    batches = [tuple(v.numpy() for v in batch) for batch in run.data.test.eval_batches(1)]
+    images, labels, _ = (np.concatenate(values) for values in zip(*batches, strict=True))
+    return images, labels
+
+
+def probabilities(model, images):
+    images = images.astype(np.float32)
+    mean, deviation = images.mean((1, 2, 3), keepdims=True), images.std((1, 2, 3), keepdims=True)
+    return tf.nn.softmax(model((images - mean) / deviation, training=False)).numpy()
+
+
+@pytest.mark.parametrize("num_towers", [1, 3])
+@pytest.mark.parametrize("batch_size", [1, 4, 100])
+@pytest.mark.parametrize("ema_decay", [0.0, 0.5])
+def test_predictions_and_the_most_confident_mistakes_are_kept(num_towers, batch_size, ema_decay):
+    run = prepare(
+        tiny.options("x", num_towers=num_towers, batch_size=batch_size, ema_decay=ema_decay)
+    )
+    images, labels = stored(run)
+    # Padding, which is all zeros, would be a mistake.
+    run.masters.model.trainable_variables[-1].assign([0.1, 0.2, 0.9])
+    # Shown are the averages, if there are any; let them be the model's weights turned around.
+    expected = keras.models.clone_model(run.masters.model)
+    weights = run.masters.model.get_weights()
+    expected.set_weights([np.flip(w, 0) if ema_decay else w for w in weights])
+    for variable, average in run.masters.averages:
+        average.assign(np.flip(variable.numpy(), 0))
+    found = make_evaluator(run)().predictions
+    chances = probabilities(expected, images)
+    assert found.averaged == (ema_decay > 0)
+    np.testing.assert_array_equal(found.labels, labels)
+    np.testing.assert_array_equal(found.predicted, chances.argmax(1))
+
+    wrong = np.flatnonzero(chances.argmax(1) != labels)
+    wrong = wrong[np.argsort(-chances.max(1)[wrong])][:NUM_MISTAKES]
+    assert len(found.mistakes) == len(wrong) > 5
+    for mistake, row in zip(found.mistakes, wrong, strict=True):
+        np.testing.assert_array_equal(mistake.image, images[row])
+        assert (mistake.label, mistake.predicted) == (labels[row], chances[row].argmax())
+        assert mistake.confidence == pytest.approx(chances[row].max(), rel=1e-5)
+
+
+def test_only_so_many_mistakes_are_kept_and_the_figures_follow_from_the_predictions(monkeypatch):
+    monkeypatch.setattr("towers.evaluate.NUM_MISTAKES", 3)
+    result = make_evaluator(prepare(tiny.options("unused", batch_size=5)))()
+    confidence = [mistake.confidence for mistake in result.predictions.mistakes]
+    assert len(confidence) == 3 and confidence == sorted(confidence, reverse=True)
+    right = result.predictions.labels == result.predictions.predicted
+    assert result.examples == len(right) and result.accuracy == right.mean()
+
+
+def test_a_broken_model_makes_no_confident_mistakes():
+    run = prepare(tiny.options("unused"))
+    run.masters.model.trainable_variables[0].assign(np.full((192, 5), np.nan))
+    found = make_evaluator(run)().predictions
+    assert found.mistakes == [] and len(found.labels) == 23
+
+
+def test_predictions_are_no_figures(trained, capsys):
+    folder, _ = trained
+    _, out, _ = run_command(capsys, "evaluate", f"--train_dir={folder}", "--json")
+    assert (
+        list(json.loads(out))
+        == (
+            "accuracy loss class_accuracy accuracy_ema loss_ema class_accuracy_ema examples step "
+            "num_towers"
+        ).split()
+    )

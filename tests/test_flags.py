@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import towers
 from towers import flags
+from towers.compare_options import CompareOptions
 from towers.errors import InputError
 from towers.options import BenchmarkOptions, Options, PlanOptions, VerifyOptions
 
@@ -97,7 +98,8 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_verbs_are_frozen():
-    assert list(flags.VERBS) == ["train", "evaluate", "verify", "benchmark", "plan", "doctor"]
+    verbs = "train evaluate verify benchmark plan doctor sweep compare tensorboard"
+    assert list(flags.VERBS) == verbs.split()
 
 
 def test_the_flags_and_their_defaults_are_frozen():
@@ -142,6 +144,25 @@ def test_benchmark_takes_a_list_of_towers_and_has_flags_of_its_own():
     assert options == BenchmarkOptions(num_towers="1,2", against="jax, fit", windows=3)
     assert (options.tower_numbers(), options.peers()) == ([1, 2], ["jax", "fit"])
     assert "there is no flag --against" in refusal("train", "--against=jax")
+
+
+def test_sweep_has_flags_of_its_own_and_gives_runs_their_folders():
+    lines = flags.verb_help("sweep").splitlines()
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    own = "--vary= --samples=0 --sweep_seed=0 --sweep_dir=runs/sweep --parallel=1".split()
+    taken = [line for line in DEFAULTS if name_of(line) not in ("train_dir", "overwrite")]
+    assert shown == [*taken, *own]
+    assert "there is no flag --vary" in refusal("train", "--vary=seed:1")
+
+
+def test_compare_takes_folders_and_flags_of_its_own():
+    lines = flags.verb_help("compare").splitlines()
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert shown == ["--accuracy=0", "--plot=", "--json=false"]
+    assert any(line.startswith("usage: towers compare RUN... [") for line in lines)
+    options = flags.parse("compare", ["a", "--accuracy", "0.5", "b", "--json"])
+    assert options == CompareOptions(runs=("a", "b"), accuracy=0.5, json=True)
+    assert "unexpected argument 'a'" in refusal("train", "a")
 
 
 def test_evaluate_takes_what_does_not_change_the_run():

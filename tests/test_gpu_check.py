@@ -31,6 +31,7 @@ def install(monkeypatch):
         (gpu_check.collectives, "exact on /cpu:0 and /cpu:1"),
         (gpu_check.copies, "2 ways between 2 devices"),
         (gpu_check.batch_norm, "largest relative difference "),
+        (gpu_check.profile, "MatMul on /cpu:0 "),
     ],
 )
 def test_checks_of_towers(check, found):
@@ -156,6 +157,25 @@ def test_the_largest_gpu_is_made_visible(install, monkeypatch):
         gpu_check.visible()
 
 
+def test_the_health_of_gpus(install):
+    install(A100, SMALL)
+    assert gpu_check.health().startswith("utilisation_percent 97, memory_utilisation_percent 41")
+    install(A100, Card(silent=frozenset(["nvmlDeviceGetPowerUsage"])))
+    with pytest.raises(RunError, match=r"^of 7 values, GPUs tell {0: 7, 1: 6}: "):
+        gpu_check.health()
+
+
+def test_a_profile_without_ops_of_a_device(monkeypatch):
+    real = gpu_check.profile_summary.op_times
+    monkeypatch.setattr(
+        gpu_check.profile_summary,
+        "op_times",
+        lambda *given: [row for row in real(*given) if row.device == "/cpu:0"],
+    )
+    with pytest.raises(RunError, match="^no MatMul on /cpu:1; "):
+        gpu_check.profile("cpu")
+
+
 def test_two_devices(install):
     machine = install(A100)
     assert gpu_check.two_devices("gpu") == ["/gpu:0", "/gpu:1"]
@@ -196,8 +216,8 @@ def test_all_pass(capsys):
     first, versions, *rows, last = capsys.readouterr().out.splitlines()
     assert first == "/gpu:0 -> A100"
     assert versions.startswith(f"TensorFlow {tf.__version__}, driver ")
-    assert last == "15 of 15 passed"
-    assert len(rows) == 15
+    assert last == "17 of 17 passed"
+    assert len(rows) == 17
     assert rows[0] == f"ok      {'memory fraction is read back':42}a gpu"
 
 
@@ -205,7 +225,7 @@ def test_one_fails(capsys):
     run = outcomes((True, ["/gpu:0 -> A100"]), failing=["collectives sum"])
     assert gpu_check.main([], run) == gpu_check.EXIT_FAILED == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "14 of 15 passed"
+    assert lines[-1] == "16 of 17 passed"
     assert f"FAILED  {'collectives sum':42}no gpu" in lines
 
 
@@ -223,7 +243,7 @@ def test_cpus_have_no_memory_checks(capsys):
     assert gpu_check.main(["--kind=cpu"], outcomes(None)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"ok      {'ops of each tower run on its device':42}a cpu"
-    assert lines[-1] == "10 of 10 passed"
+    assert lines[-1] == "11 of 11 passed"
 
 
 def test_a_check_that_does_not_answer(monkeypatch):

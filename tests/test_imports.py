@@ -17,7 +17,7 @@ ORDER = (
 ).split()
 
 # The packages that setup.py installs, by the names they are imported under.
-INSTALLED = {"absl", "keras", "numpy", "pynvml", "tensorboard", "tensorflow", "tqdm"}
+INSTALLED = {"PIL", "absl", "keras", "numpy", "pynvml", "tensorboard", "tensorflow", "tqdm"}
 
 
 def imported_names(path, package="", everywhere=True):

@@ -135,6 +135,7 @@ def test_requirements(metadata):
         "tqdm": set(),
     }
     assert required["gpu"] == {"tensorflow[and-cuda]": tensorflow_2_21}
+    assert required["profile"] == {"tensorboard-plugin-profile": {">=2.24", "<3"}}
     tools = {"pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff", "build"}
     assert tools <= set(required["test"])
 

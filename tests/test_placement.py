@@ -104,7 +104,7 @@ def test_the_bytes_of_a_step_are_the_weights_the_slice_and_the_gradients(train_l
     weights = sum(4 * v.value.shape.num_elements() for v in run.masters.model.trainable_variables)
     images, labels, _ = next(iter(run.data.train.train_batches(8, seed=0)))
     a_slice = images[4:].shape.num_elements() * images.dtype.size + 4 * labels.dtype.size
-    condition, loss = 1, 4  # of the loop; a scalar
+    condition, loss = 1, 8  # of the loop; a scalar, and again when the gradients are done
     assert read_placement(loop, batches, tf.constant(0)).crossing_bytes() == {
         ("/cpu:0", "/cpu:1"): weights + a_slice + condition,
         ("/cpu:1", "/cpu:0"): weights + loss,

@@ -150,7 +150,7 @@ def many():
 
 MEASURED = """
 import tensorflow as tf
-from towers.lanes import peak_memory_mib
+from towers.memory import peak_mib
 from towers.options import Options
 from towers.plan_graph import read_step
 from towers.run import prepare
@@ -161,9 +161,9 @@ run = prepare(Options(
 loop, batches = run.train_loop(), iter(run.data.train.train_batches(4096, seed=0))
 step = read_step(loop.get_concrete_function(batches, tf.constant(0)))
 loop(batches, tf.constant(0))
-before = peak_memory_mib()
+before = peak_mib()
 loop(batches, tf.constant(1))
-grown = peak_memory_mib() - before
+grown = peak_mib() - before
 print(step.activation_bytes(0), round(grown * 2**20))
 """
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from towers.options import Options
 from towers.timetable import Timetable
 
+KINDS = ("logs", "saves", "evaluates", "draws_histograms")
+
 
 def timetable(first=0, first_examples=None, last=100, size=1000, **options):
     options = Options(**{"batch_size": 100, **options})
@@ -19,7 +21,7 @@ def timetable(first=0, first_examples=None, last=100, size=1000, **options):
 
 def walk(plan):
     """Return the steps at which the loop stops, and {kind: steps at which that is done}."""
-    step, stops, done = plan.first_step, [], {"logs": [], "saves": [], "evaluates": []}
+    step, stops, done = plan.first_step, [], {kind: [] for kind in KINDS}
     while step < plan.last_step:
         num_steps = plan.num_steps(step)
         assert 1 <= num_steps <= plan.options.steps_per_loop
@@ -35,9 +37,12 @@ def walk(plan):
 def due(plan):
     """Return what is due after each step of the run, from the options alone."""
     options, steps = plan.options, range(plan.first_step + 1, plan.last_step + 1)
-    every = Fraction(str(options.evaluate_every_epochs)) * plan.train_size
-    multiples = Fraction(0) if not every else plan.first_examples // every
-    result = {"logs": [], "saves": [], "evaluates": []}
+    result = {kind: [] for kind in KINDS}
+    everies = {
+        "evaluates": Fraction(str(options.evaluate_every_epochs)) * plan.train_size,
+        "draws_histograms": Fraction(str(options.histogram_every_epochs)) * plan.train_size,
+    }
+    multiples = {kind: every and plan.first_examples // every for kind, every in everies.items()}
     for step in steps:
         before_update = step - 1
         if before_update % options.log_every_steps == 0 or step in (steps[0], steps[-1]):
@@ -45,10 +50,11 @@ def due(plan):
         if options.checkpoint_every_steps and step % options.checkpoint_every_steps == 0:
             result["saves"].append(step)
         seen = plan.first_examples + (step - plan.first_step) * options.batch_size
-        if every and (multiples + 1) * every <= seen:
-            result["evaluates"].append(step)
-            multiples = seen // every
-    for kind in ("saves", "evaluates"):  # those of the end come apart
+        for kind, every in everies.items():
+            if every and (multiples[kind] + 1) * every <= seen:
+                result[kind].append(step)
+                multiples[kind] = seen // every
+    for kind in KINDS[1:]:  # those of the end come apart
         result[kind] = [step for step in result[kind] if step < plan.last_step]
     return result
 
@@ -64,6 +70,7 @@ PLANS = st.builds(
     steps_per_loop=st.integers(1, 40) | st.just(10**9),
     log_every_steps=st.integers(1, 40),
     evaluate_every_epochs=EPOCHS,
+    histogram_every_epochs=EPOCHS,
     checkpoint_every_steps=st.integers(0, 40),
 )
 
@@ -105,7 +112,7 @@ def test_calls_are_as_long_as_may_be():
 
 
 def test_a_finished_run_makes_no_step():
-    assert walk(timetable(first=100, last=100)) == ([], {"logs": [], "saves": [], "evaluates": []})
+    assert walk(timetable(first=100, last=100)) == ([], {kind: [] for kind in KINDS})
 
 
 def test_examples_and_epochs():
@@ -154,3 +161,20 @@ def test_lines_checkpoints_and_their_ends():
     assert done["logs"] == [1, 6, 11, 12]  # they bear the numbers 0, 5, 10 and 11
     assert done["saves"] == [4, 8]
     assert walk(timetable(last=12, checkpoint_every_steps=0))[1]["saves"] == []
+
+
+def test_something_else_may_end_a_call():
+    plan = timetable(steps_per_loop=10, log_every_steps=100, evaluate_every_epochs=0)
+    assert plan.num_steps(1) == 10
+    assert plan.num_steps(1, lambda step: step in (4, 7)) == 3
+
+
+def test_nothing_is_evaluated_before_the_first_step():
+    plan = timetable(evaluate_every_epochs=1.0, histogram_every_epochs=1.0)
+    assert not plan.evaluates(0) and not plan.draws_histograms(0)
+
+
+def test_where_points_stand():
+    assert timetable(first=10, first_examples=500).x(12) == 12
+    plan = timetable(first=10, first_examples=500, tensorboard_x="examples")
+    assert (plan.x(10), plan.x(12)) == (500, 700)

@@ -69,8 +69,8 @@ def at_step(monkeypatch):
     def arrange(number, action):
         real, done = Monitor.progress, []
 
-        def progress(monitor, step):
-            real(monitor, step)
+        def progress(monitor, step, values):
+            real(monitor, step, values)
             if step >= number and not done:
                 done.append(step)
                 action()
@@ -83,6 +83,8 @@ def at_step(monkeypatch):
 def send(number):
     return lambda: os.kill(os.getpid(), number)
 
+
+OF_A_TOWER = "loss gradient_norm cosine_to_mean step_seconds memory_mib peak_memory_mib".split()
 
 # What a run leaves
 
@@ -102,10 +104,13 @@ def test_the_result_says_what_was_trained_and_how_fast(whole):
 
 
 def test_a_run_leaves_these_files(whole):
+    (events,) = whole.glob("events.out.tfevents.*")
     assert {path.name for path in whole.iterdir()} == {
         "checkpoints",
         "eval",
+        events.name,
         "flags.cfg",
+        "manifest.json",
         "result.json",
         "train",
     }
@@ -117,16 +122,26 @@ def test_a_run_leaves_these_files(whole):
 
 def test_tensorboard_shows_training_and_evaluation(whole):
     tags = {tag for _, tag, _ in tiny.events(whole / "train")}
-    assert tags == {
+    assert tags - {"noise_scale/examples"} == {  # which cannot always be told
         "loss/data",
         "loss/regularisation",
         "loss/total",
         "learning_rate",
         "gradient_norm",
+        "update_to_weight_ratio",
         "progress/examples",
         "progress/epoch",
+        "checkpoint_seconds",
         "speed/examples_per_second",
         "speed/seconds_per_step",
+        "speed/input_wait_seconds",
+        "speed/compute_seconds",
+        "speed/gather_seconds",
+        "speed/update_seconds",
+        "noise_scale/trace",
+        "noise_scale/squared_norm",
+        *(f"towers/{name}_spread" for name in ("loss", "gradient_norm", "step_seconds")),
+        *(f"tower_{i}/{name}" for i in (0, 1) for name in OF_A_TOWER),
     }
     # A point stands at the updates before its step; the last step has one, too.
     assert [step for step, _ in points(whole / "train")] == [0, 4, 8, 12, 16, 17]
@@ -176,7 +191,7 @@ def test_flags_cfg_repeats_the_run(whole, tmp_path, capsys):
     assert lines[0] == "towers      2: /cpu:0, /cpu:1; gather on /cpu:0"
     assert f"new run     {tmp_path}, 18 steps" in lines
     watch = next(line for line in lines if line.startswith("watch it"))
-    assert watch.endswith(f"tensorboard --logdir {tmp_path}")
+    assert watch.endswith(f"towers tensorboard --train_dir={tmp_path}")
     assert lines[-1] == watch.removeprefix("watch it    ")
     assert f"  test_accuracy          {ours['test_accuracy']:.4f}" in lines
 
@@ -252,6 +267,101 @@ def test_a_crash_costs_what_came_after_the_last_checkpoint(whole, tmp_path, at_s
     tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
     assert tiny.saved_steps(tmp_path) == [10, 15, 18]  # three are kept, also across a restart
     assert set(points(tmp_path / "train")) >= set(points(whole / "train"))
+    assert_each_point_once(tmp_path)
+
+
+def assert_each_point_once(folder):
+    """Curves go forward, and no point of any stands twice."""
+    for part in "train", "eval":
+        found = tiny.events(folder / part)
+        for tag in {tag for _, tag, _ in found}:
+            steps = [step for step, name, _ in found if name == tag]
+            assert steps == sorted(set(steps)), f"{part} {tag}: {steps}"
+
+
+def test_a_run_killed_twice_has_the_curves_of_one_that_was_not(tmp_path):
+    """By SIGKILL, at any time: between a checkpoint and the points after it."""
+    line = [sys.executable, "-m", "towers", "train", "--model=tests.tiny:cnn", "--batch_size=7"]
+    line += ["--dataset=tests.tiny:images", "--augment=none", "--num_towers=2", "--max_steps=600"]
+    line += ["--log_every_steps=20", "--checkpoint_every_steps=70", "--evaluate_every_epochs=5"]
+    environment = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
+
+    def start(folder, until):
+        """Train until a line shows a step, and kill it there; None: to the end."""
+        command = [*line, f"--train_dir={folder}"]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            for text in process.stdout:
+                if until and f": step {until}, " in text:
+                    process.kill()
+            process.wait()
+        return process.returncode
+
+    assert start(tmp_path / "killed", 180) == -signal.SIGKILL
+    assert start(tmp_path / "killed", 400) == -signal.SIGKILL
+    assert start(tmp_path / "killed", None) == 0
+    assert start(tmp_path / "whole", None) == 0
+    assert_each_point_once(tmp_path / "killed")
+    for part, tag in ("train", "loss/total"), ("train", "gradient_norm"), ("eval", "accuracy"):
+        ours = dict(points(tmp_path / "killed" / part, tag))
+        theirs = dict(points(tmp_path / "whole" / part, tag))
+        assert len(theirs) > 10 and ours.items() >= theirs.items()
+    tiny.assert_identical(tiny.saved(tmp_path / "killed"), tiny.saved(tmp_path / "whole"))
+
+
+def test_an_evaluation_that_was_stopped_is_made_when_the_run_goes_on(whole, tmp_path, monkeypatch):
+    real, calls = Monitor.eval_point, []
+
+    def eval_point(monitor, step, scalars):
+        calls.append(step)
+        if len(calls) == 2:
+            raise RuntimeError("lightning")
+        real(monitor, step, scalars)
+
+    options = tiny.options(tmp_path, **GIVEN, checkpoint_every_steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Monitor, "eval_point", eval_point)
+        with pytest.raises(RuntimeError, match="lightning"):
+            train(options)
+    train(options)
+    assert points(tmp_path / "eval", "accuracy") == points(whole / "eval", "accuracy")
+
+
+def test_a_crash_between_the_last_evaluation_and_the_result(whole, tmp_path, monkeypatch):
+    options = tiny.options(tmp_path, **GIVEN)
+    with monkeypatch.context() as patch:
+        patch.setattr("towers.train.finish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(options)
+    train(options)
+    assert_each_point_once(tmp_path)
+    assert points(tmp_path / "eval", "accuracy") == points(whole / "eval", "accuracy")
+    assert result_of(tmp_path)["test_accuracy"] == result_of(whole)["test_accuracy"]
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path, capsys, at_step):
+    said = []
+    program = f"""if 1:
+        import sys
+        from tests import tiny
+        from towers import cli
+        sys.exit(cli.main(["train", "--train_dir={tmp_path}", "--model=tests.tiny:dense",
+                           "--dataset=tests.tiny:images", "--augment=none", *sys.argv[1:]]))
+    """
+
+    def second():
+        for more in [], ["--overwrite"]:
+            command = [sys.executable, "-c", program, *more]
+            said.append(subprocess.run(command, capture_output=True, text=True))
+
+    at_step(4, second)
+    assert train(tiny.options(tmp_path, **GIVEN))["steps"] == LAST
+    for other in said:
+        assert other.returncode == 2
+        assert other.stderr.splitlines()[-1].startswith(f"towers: --train_dir={tmp_path}: another")
+    assert len(said) == 2 and tiny.saved_steps(tmp_path) == [0, LAST]
+    train(tiny.options(tmp_path, **GIVEN))  # the lock is gone
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_nothing_is_lost(whole, tmp_path, capsys):
@@ -657,12 +767,12 @@ def test_the_loss_that_is_shown_is_that_of_all_towers(tmp_path, capsys):
 
 
 def broken_images():
-    """A training set whose reading fails in the second epoch's place of one example."""
+    """A training set whose reading fails in the second epoch at one example."""
     images, labels = tiny.arrays(60)
 
     def read():
         for number, example in enumerate(zip(images, labels, strict=True)):
-            if number == 33 and read.passes > 1:  # the first pass counts the labels
+            if number == 33 and read.passes > 2:  # labels are counted, and a batch is looked at
                 raise ValueError("file 33 is damaged")
             yield example
         read.passes += 1
@@ -696,12 +806,12 @@ def test_speeds_leave_out_evaluations_and_checkpoints(tmp_path, monkeypatch):
         Monitor, "__init__", lambda self, *a, **k: real(self, *a, **k, clock=lambda: now[0])
     )
     monkeypatch.setattr("towers.train.save_finite", slow)
-    monkeypatch.setattr("towers.train.write_evaluation", slow)
+    monkeypatch.setattr("towers.train.show_evaluation", slow)
     real_progress = Monitor.progress
 
-    def progress(monitor, step):
+    def progress(monitor, step, values):
         now[0] += 1.0
-        real_progress(monitor, step)
+        real_progress(monitor, step, values)
 
     monkeypatch.setattr(Monitor, "progress", progress)
     options = tiny.options(

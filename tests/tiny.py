@@ -6,10 +6,12 @@ Models and data sets are named as a user names them: --model=tests.tiny:dense.
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorboard.compat.proto.summary_pb2 import Summary
 
 from towers import checkpoint
 from towers.options import Options
 from towers.run import prepare
+from towers.step import METRICS
 
 TRAIN_SIZE, TEST_SIZE, NUM_CLASSES, IMAGE_SHAPE = 60, 23, 3, (8, 8, 3)
 
@@ -90,7 +92,7 @@ class Loop:
     def __call__(self, num_steps=1):
         """Make some steps; return the metrics of the last."""
         values = self.loop(self.batches, tf.constant(num_steps))
-        return {name: float(value) for name, value in values.items()}
+        return {name: float(values[name]) for name in METRICS}
 
     def state(self):
         """Return {name: value} of the master variables."""
@@ -136,12 +138,27 @@ def files(folder):
     }
 
 
-def events(folder):
-    """Return [(step, tag, value)] of a folder's event files, in the order of writing."""
+def records(folder):
+    """Return [(step, value of a summary)] of a folder's event files, in the order of writing."""
     found = []
     for path in sorted(folder.glob("events.*"), key=lambda p: p.stat().st_mtime):
         for record in tf.data.TFRecordDataset(str(path)):
             event = tf.compat.v1.Event.FromString(record.numpy())
-            for value in event.summary.value:
-                found.append((event.step, value.tag, float(tf.make_ndarray(value.tensor))))
+            found += [(event.step, value) for value in event.summary.value]
+    return found
+
+
+def events(folder):
+    """Return [(step, tag, value)] of the scalars in a folder's event files."""
+    return [
+        (step, value.tag, float(tf.make_ndarray(value.tensor)))
+        for step, value in records(folder)
+        if value.metadata.plugin_data.plugin_name == "scalars"
+    ]
+
+
+def summary(tag, num_bytes):
+    """Return a Summary of about that size."""
+    found = Summary()
+    found.value.add(tag=tag).tensor.string_val.append(bytes(num_bytes))
     return found

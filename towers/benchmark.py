@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from towers import devices
+from towers import devices, host
 from towers.benchmark_report import Measured, limit, ratios_of, result_of, spread, table
 from towers.benchmark_start import Own, Turn, peer_config, start_own, start_peers
 from towers.errors import InputError, RunError
@@ -249,12 +249,8 @@ def notes(options: BenchmarkOptions, results: Sequence[Mapping[str, Any]]) -> li
 
 def machine(own: Own) -> dict[str, Any]:
     """Return what it was measured on."""
-    processor = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-        processor = names[0] if names else processor
     return {
-        "processor": processor,
+        "processor": host.processor(),
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "devices": own.ready["devices"],

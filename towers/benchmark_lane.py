@@ -29,7 +29,7 @@ from towers.benchmark_parts import make_parts  # noqa: E402
 from towers.data import augment  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
 from towers.flops import flop_per_example  # noqa: E402
-from towers.lanes import peak_memory_mib  # noqa: E402
+from towers.memory import peak_mib  # noqa: E402
 from towers.options import Options  # noqa: E402
 from towers.run import assemble, one_line_errors  # noqa: E402
 from towers.step import make_loss_fn  # noqa: E402
@@ -89,7 +89,7 @@ class OwnLane:
         self.first_step_seconds = self._call("", 1)[0]
         self.train(WARM_UP_SECONDS)
         # The parts that come now are no part of a run: their memory is not counted.
-        self.peak_memory_mib = peak_memory_mib()
+        self.peak_memory_mib = peak_mib()
         self._loops |= make_parts(self.run, options, matmul_size)
         if isinstance(dataset.train, OneBatch):
             del self._loops["constant"]  # it is the whole step

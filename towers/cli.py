@@ -69,6 +69,20 @@ def _run(verb: str, options: Options, start: float) -> int:
 
     if verb == "doctor":
         return _doctor(options, say)
+    if verb == "tensorboard":
+        from towers.tensorboard import tensorboard
+
+        tensorboard(options, say)
+        return 0
+    if verb == "sweep":
+        return _sweep(options, say)
+    if verb == "compare":
+        from towers.compare import compare
+
+        result = compare(options, say)
+        if options.json:
+            print(json.dumps(result))
+        return 0
     with _quiet_start():
         _start(dataclasses.replace(options, devices="cpu") if verb == "plan" else options)
     if verb == "train":
@@ -122,6 +136,20 @@ def _doctor(options: Options, say: Callable[[str], None]) -> int:
     if options.json:
         print(json.dumps([dataclasses.asdict(check) for check in checks]))
     return EXIT_FAILED if any(check.status == "problem" for check in checks) else 0
+
+
+def _sweep(options: Options, say: Callable[[str], None]) -> int:
+    """Make the runs of a sweep, in processes of their own: TensorFlow is not started here."""
+    from towers.sweep import sweep
+
+    result = sweep(options, say)
+    if options.json:
+        print(json.dumps(result))
+    if result["interrupted"]:
+        return EXIT_STOPPED
+    if result["failed"]:
+        return EXIT_FAILED
+    return EXIT_STOPPED if result["stopped"] else 0
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from towers import checkpoint, devices
 from towers.data import Data
@@ -13,6 +14,42 @@ from towers.errors import InputError
 from towers.options import Options
 from towers.run import Run, one_line_errors, prepare
 from towers.step import make_eval_step
+
+NUM_MISTAKES = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """An example that was taken for another class.
+
+    Attributes:
+        image: as it is stored, `[H, W, C]`.
+        label: the true class.
+        predicted: the class that the model said.
+        confidence: the probability that it gave that class.
+    """
+
+    image: np.ndarray
+    label: int
+    predicted: int
+    confidence: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictions:
+    """What the model said of each example, with the averaged weights where there are any.
+
+    Attributes:
+        labels: the true classes, int32 `[N]`, in the order of the test set.
+        predicted: the classes that the model said, int32 `[N]`.
+        mistakes: the most confident ones, at most `NUM_MISTAKES`, the most confident first.
+        averaged: whether this is of the moving average of the weights.
+    """
+
+    labels: np.ndarray
+    predicted: np.ndarray
+    mistakes: list[Mistake]
+    averaged: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +64,7 @@ class Evaluation:
         loss_ema: as `loss`.
         class_accuracy_ema: as `class_accuracy`.
         examples: how many were counted.
+        predictions: of each example; no figure, and no part of what `figures` returns.
     """
 
     accuracy: float
@@ -36,6 +74,12 @@ class Evaluation:
     loss_ema: float | None
     class_accuracy_ema: dict[str, float | None] | None
     examples: int
+    predictions: Predictions | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def figures(self) -> dict[str, Any]:
+        """Return what `towers evaluate --json` prints of it."""
+        fields = [field.name for field in dataclasses.fields(self) if field.name != "predictions"]
+        return {name: getattr(self, name) for name in fields}
 
 
 def make_evaluator(run: Run) -> Callable[..., Evaluation | None]:
@@ -49,11 +93,14 @@ def make_evaluator(run: Run) -> Callable[..., Evaluation | None]:
 
     def evaluator(stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
         totals: dict[str, Any] = {}
+        found = _Found()
         for batch in batches:
             if stop():
                 return None
-            _accumulate(totals, eval_step(*batch))
-        return _summarise(totals, run.data)
+            values = eval_step(*batch)
+            found.add(*batch, values.pop("predicted"), values.pop("confidence"))
+            _accumulate(totals, values)
+        return _summarise(totals, found.predictions(averaged="ema" in totals), run.data)
 
     return evaluator
 
@@ -62,7 +109,7 @@ def evaluate(options: Options, say: Callable[[str], None] = print) -> dict[str, 
     """Evaluate the newest checkpoint of `options.train_dir`.
 
     Returns:
-        The fields of `Evaluation`, the checkpoint's "step", and "num_towers".
+        The figures of an `Evaluation`, the checkpoint's "step", and "num_towers".
 
     Raises:
         InputError: there is no checkpoint, or it is of another model.
@@ -89,7 +136,7 @@ def evaluate(options: Options, say: Callable[[str], None] = print) -> dict[str, 
     say(f"step {step}, {result.examples} test examples, {len(run.builder.devices)} towers")
     for line in table(result):
         say(line)
-    return dataclasses.asdict(result) | {"step": step, "num_towers": len(run.builder.devices)}
+    return result.figures() | {"step": step, "num_towers": len(run.builder.devices)}
 
 
 def table(result: Evaluation) -> list[str]:
@@ -117,7 +164,7 @@ def _accumulate(totals: dict[str, Any], sums: dict[str, Any]) -> None:
             totals[key] = totals.get(key, 0) + value.numpy()
 
 
-def _summarise(totals: dict[str, Any], data: Data) -> Evaluation:
+def _summarise(totals: dict[str, Any], predictions: Predictions, data: Data) -> Evaluation:
     """Divide the sums over the test set."""
     examples: np.ndarray = totals["examples"]
     count = int(examples.sum())
@@ -132,4 +179,45 @@ def _summarise(totals: dict[str, Any], data: Data) -> Evaluation:
         }
         return float(correct.sum() / count), float(totals[name]["loss"] / count), of_class
 
-    return Evaluation(*figures("raw"), *figures("ema"), examples=count)
+    return Evaluation(*figures("raw"), *figures("ema"), count, predictions)
+
+
+class _Found:
+    """Collects the predictions of one evaluation, and the images of few."""
+
+    def __init__(self) -> None:
+        self._labels: list[np.ndarray] = []
+        self._predicted: list[np.ndarray] = []
+        self._mistakes: list[Mistake] = []
+
+    def add(
+        self,
+        images: tf.Tensor,
+        labels: tf.Tensor,
+        weights: tf.Tensor,
+        predicted: tf.Tensor,
+        confidence: tf.Tensor,
+    ) -> None:
+        """Add a batch; only images that are among the worst so far are looked at."""
+        counted = weights.numpy() > 0
+        labels, predicted, confidence = labels.numpy(), predicted.numpy(), confidence.numpy()
+        self._labels.append(labels[counted])
+        self._predicted.append(predicted[counted])
+        full = len(self._mistakes) == NUM_MISTAKES
+        least = self._mistakes[-1].confidence if full else -1.0
+        # NaN is above no number: what a broken model says is no confident mistake
+        rows = np.flatnonzero(counted & (labels != predicted) & (confidence > least))
+        if not rows.size:
+            return
+        rows = rows[np.argsort(-confidence[rows], kind="stable")[:NUM_MISTAKES]]
+        with tf.device("/cpu:0"):  # where the batch is
+            pictures = tf.gather(images, rows).numpy()
+        found = zip(pictures, labels[rows], predicted[rows], confidence[rows], strict=True)
+        self._mistakes += [Mistake(p, int(a), int(b), float(c)) for p, a, b, c in found]
+        self._mistakes.sort(key=lambda mistake: -mistake.confidence)
+        del self._mistakes[NUM_MISTAKES:]
+
+    def predictions(self, averaged: bool) -> Predictions:
+        """Return what was found."""
+        labels, predicted = np.concatenate(self._labels), np.concatenate(self._predicted)
+        return Predictions(labels, predicted, self._mistakes, averaged)

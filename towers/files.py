@@ -1,5 +1,6 @@
 """The folder of a run: whole files or none, and an old run is moved aside, never deleted."""
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -36,6 +37,44 @@ def read_json(path: Path) -> dict[str, Any]:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+
+
+class Lock:
+    """Keeps other processes from training in a folder, for the length of a `with` block."""
+
+    def __enter__(self) -> "Lock":
+        """Hold nothing yet."""
+        self._held: dict[tuple[int, int], int] = {}  # {(device, inode): descriptor}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let go; the end of the process does, too, however it comes."""
+        for descriptor in self._held.values():
+            os.close(descriptor)
+
+    def take(self, folder: Path) -> None:
+        """Lock a folder, if there is one, and its file system has locks.
+
+        Raises:
+            InputError: another process trains there.
+        """
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except OSError:  # whoever makes the folder takes it
+            return
+        about = os.fstat(descriptor)
+        if (about.st_dev, about.st_ino) in self._held:
+            return os.close(descriptor)
+        self._held[about.st_dev, about.st_ino] = descriptor
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"--train_dir={folder}: another process trains there; wait for it, or name another "
+                "folder"
+            ) from None
+        except OSError:  # no locks there
+            pass
 
 
 def check_train_dir(folder: Path, overwrite: bool) -> None:

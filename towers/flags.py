@@ -11,13 +11,22 @@ import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
 from towers import files
+from towers.compare_options import CompareOptions
 from towers.errors import InputError
 from towers.gpu_options import GpuOptions
-from towers.options import BenchmarkOptions, Options, PlanOptions, VerifyOptions
+from towers.options import (
+    BenchmarkOptions,
+    Options,
+    PlanOptions,
+    TensorboardOptions,
+    VerifyOptions,
+)
+from towers.sweep_options import SweepOptions
 
 # Which flags a verb takes on its command line. In a flagfile each verb takes all, so that one file
 # serves training and whatever is done with the run afterwards.
@@ -36,11 +45,28 @@ VERBS: dict[str, tuple[str, tuple[str, ...] | None]] = {
         "check this machine: versions, GPUs, memory, computing, data, folders",
         tuple("train_dir json dataset data_dir visible_gpus".split()),
     ),
+    "sweep": (
+        "train a run for each combination of flags, and say which is best",
+        tuple(
+            field.name
+            for field in dataclasses.fields(SweepOptions)
+            if field.name not in ("train_dir", "overwrite")
+        ),
+    ),
+    "compare": ("show what runs differ in: flags, results, time to an accuracy, curves", None),
+    "tensorboard": ("show a run, or a folder of runs, in TensorBoard", ("train_dir", "port")),
 }
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Options)}
 # More than, or other than, the options of a run.
-_OF_VERB = {"verify": VerifyOptions, "benchmark": BenchmarkOptions, "plan": PlanOptions}
+_OF_VERB = {
+    "verify": VerifyOptions,
+    "benchmark": BenchmarkOptions,
+    "plan": PlanOptions,
+    "tensorboard": TensorboardOptions,
+    "sweep": SweepOptions,
+    "compare": CompareOptions,
+}
 _ALIASES = {f.metadata["alias"]: n for n, f in _FIELDS.items() if "alias" in f.metadata}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -61,7 +87,37 @@ def parse(verb: str, argv: Sequence[str]) -> Options:
     if verb == "evaluate":  # what the run was trained with, then what is given now
         train_dir, values = values["train_dir"].value, _define(verb)
         _set(values, [*_flags_of_run(train_dir), f"--train_dir={train_dir}", *argv], verb)
-    return _class_of(verb)(**{name: values[name].value for name in _fields(verb)})
+    given = {name: values[name].value for name in _fields(verb)}
+    return _class_of(verb)(
+        **{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    )
+
+
+def option_name(flag: str) -> str:
+    """Return the name of the option of a run that a flag sets, an alias or not.
+
+    Raises:
+        InputError: there is no such flag.
+    """
+    if flag not in _FIELDS and flag not in _ALIASES:
+        raise InputError(_unknown("train", flag))
+    return _ALIASES.get(flag, flag)
+
+
+def option_type(name: str) -> type:
+    """Return what the values of an option of a run are: int, float, bool or str."""
+    return _FIELDS[name].type
+
+
+def parse_value(name: str, text: str) -> Any:
+    """Return the value that `text` means for an option of a run; its range is not checked.
+
+    Raises:
+        InputError: it is not of the option's kind.
+    """
+    values = _define("train")
+    _set(values, [f"--{name}={text}"], "train")
+    return values[name].value
 
 
 def _class_of(verb: str) -> type[Options]:
@@ -71,6 +127,11 @@ def _class_of(verb: str) -> type[Options]:
 def _fields(verb: str) -> dict[str, dataclasses.Field]:
     """Return the options of a verb by name."""
     return {field.name: field for field in dataclasses.fields(_class_of(verb))}
+
+
+def _positional(verb: str) -> dataclasses.Field | None:
+    """Return the option that arguments without a flag go to, if there is one."""
+    return next((f for f in _fields(verb).values() if "positional" in f.metadata), None)
 
 
 def _negations(verb: str) -> dict[str, str]:
@@ -87,10 +148,12 @@ def _define(verb: str) -> flags.FlagValues:
             int: flags.DEFINE_integer,
             float: flags.DEFINE_float,
             str: flags.DEFINE_string,
+            tuple: flags.DEFINE_multi_string,  # may be given several times
         }[field.type]
         define(field.name, field.default, field.metadata["help"], flag_values=values)
     for alias, name in _ALIASES.items():
-        flags.DEFINE_alias(alias, name, flag_values=values)
+        if name in values:
+            flags.DEFINE_alias(alias, name, flag_values=values)
     return values
 
 
@@ -108,16 +171,19 @@ def _set(
         verb: which flags are allowed, and for messages.
         opened: the flagfiles that the arguments stand in, outermost first; none: the command line.
     """
-    waiting = list(argv)
+    waiting, positional = list(argv), _positional(verb)
     while waiting:
         argument = waiting.pop(0)
         match = re.fullmatch(r"--?([^-=][^=]*)(?:=(.*))?", argument, re.DOTALL)
+        if positional and not opened and argument[:1] not in ("", "-"):
+            values[positional.name].parse(os.path.expanduser(argument))
+            continue
         if not match:
             raise InputError(f"unexpected argument {argument!r}: flags are written --name=value")
         name, value = match.groups()
         if name in _negations(verb) and value is None:
             name, value = _negations(verb)[name], "false"
-        if name not in values and name != "flagfile":
+        if (name not in values and name != "flagfile") or (positional and name == positional.name):
             raise InputError(_unknown(verb, name))
         if not opened:
             _check_taken(verb, name)
@@ -130,7 +196,7 @@ def _set(
         if name == "flagfile":
             _set_from_file(values, value, verb, opened)
             continue
-        if name == "train_dir":
+        if name in ("train_dir", "sweep_dir"):
             value = os.path.expanduser(value)  # a shell leaves the ~ of --train_dir=~/runs alone
         try:
             values[name].parse(value)
@@ -183,6 +249,8 @@ def _check_taken(verb: str, name: str) -> None:
     allowed = VERBS[verb][1]
     name = _ALIASES.get(name, name)
     if allowed is not None and name in _FIELDS and name not in allowed:
+        if verb == "sweep":
+            raise InputError(f"towers sweep takes no --{name}: runs lie in --sweep_dir")
         rest = ", and the rest from the run's flags.cfg" if verb == "evaluate" else ""
         takes = ", ".join(f"--{a}" for a in allowed)
         raise InputError(f"towers {verb} takes no --{name}: it takes {takes}{rest}")
@@ -193,7 +261,8 @@ def _unknown(verb: str, name: str) -> str:
     negations = _negations(verb)
     if name in negations:
         return f"--{name} takes no value; did you mean --{negations[name]}=...?"
-    known = [*_fields(verb), *_ALIASES, *negations, "flagfile"]
+    names = [name for name, field in _fields(verb).items() if field != _positional(verb)]
+    known = [*names, *_ALIASES, *negations, "flagfile"]
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean --{close[0]}?" if close else f"see towers {verb} --help"
     return f"there is no flag --{name}; {hint}"
@@ -213,13 +282,17 @@ def main_help(version: str) -> str:
 def verb_help(verb: str) -> str:
     """Return what `towers VERB --help` prints: the flags in groups, with their defaults."""
     text, allowed = VERBS[verb]
-    usage = f"usage: towers {verb} [--flagfile=FILE] [--flag=value ...]"
+    positional = _positional(verb)
+    words = f"{verb} {positional.metadata['positional']}" if positional else verb
+    usage = f"usage: towers {words} [--flagfile=FILE] [--flag=value ...]"
     lines = [f"towers {verb}: {text}", "", usage]
+    examples = getattr(_class_of(verb), "EXAMPLES", "")
+    lines += ["", *examples.splitlines()] if examples else []
     if verb == "evaluate":
         lines.append("What is not given is as in the run's flags.cfg.")
     groups: dict[str, list[dataclasses.Field]] = {}
     for name, field in _fields(verb).items():
-        if allowed is None or name in allowed:
+        if (allowed is None or name in allowed) and field != positional:
             groups.setdefault(field.metadata["group"], []).append(field)
     for group, fields in groups.items():
         lines += ["", group]
@@ -232,6 +305,7 @@ def _flag_help(field: dataclasses.Field) -> list[str]:
     """Return the lines of one flag: name and default, then what it means."""
     default = str(field.default).lower() if field.type is bool else field.default
     default = f"{default:g}" if field.type is float else default
+    default = "" if field.type is tuple else default
     name = f"  --{field.name}={default}"
     text = field.metadata["help"]
     if field.metadata.get("choices"):

@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import queue
-import resource
 import signal
 import subprocess
 import tempfile
@@ -24,19 +23,6 @@ from typing import Any
 START_SECONDS = 900.0  # for importing, loading data, building and warming up
 ANSWER_SECONDS = 300.0  # beyond the window's own length: a step of a huge model
 END_SECONDS = 30.0
-
-
-def peak_memory_mib() -> float:
-    """Return the peak resident memory of this process, in MiB.
-
-    Linux starts `ru_maxrss` of a new program at the memory of the process that started it; VmHWM is
-    the program's own.
-    """
-    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
-        for line in status:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) / 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 class LaneError(RuntimeError):

@@ -1,22 +1,34 @@
-"""What a run shows: lines and a bar on the terminal, scalars in TensorBoard.
+"""What a run shows: lines and a bar on the terminal, curves and pictures in TensorBoard.
 
-The x-axis of every point is the number of updates that the weights had had when it was measured:
-the loss of the first batch stands at step 0, as in the tutorial.
+A point of training stands at the number of updates that the weights had had when it was measured:
+the loss of the first batch stands at step 0, as in the tutorial. With --tensorboard_x=examples it
+is the number of examples.
 """
 
 import contextlib
 import datetime
+import math
+import re
 import shlex
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import tensorflow as tf
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tqdm import tqdm
+
+from towers import events, memory
+from towers.noise_scale import NoiseScale, advice, estimate
+from towers.stragglers import Stragglers
+from towers.timetable import Timetable
+
+_PHASES = ("input_wait_seconds", "compute_seconds", "gather_seconds", "update_seconds")
+_OF_NOISE = ("noise_scale/trace", "noise_scale/squared_norm")
 
 
 class Monitor:
@@ -25,29 +37,46 @@ class Monitor:
     def __init__(
         self,
         train_dir: Path,
+        timetable: Timetable,
+        devices: Sequence[str],
         *,
-        total_steps: int,
-        step: int = 0,
+        health: Callable[[], Mapping[str, float]] = dict,
         out: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         """Open one event file each in train_dir/train and train_dir/eval.
 
+        What stands there at the run's first step or later, as after a crash, is dropped: it is
+        written again.
+
         Args:
             train_dir: folder of the run.
-            total_steps: where the run will end, for the bar.
-            step: where it starts.
+            timetable: where the run starts and ends.
+            devices: of the towers.
+            health: returns {tag: value} of the GPUs since its last call.
             out: of the lines, standard output by default.
             clock: returns seconds.
         """
-        self._train = tf.summary.create_file_writer(str(train_dir / "train"))
-        self._eval = tf.summary.create_file_writer(str(train_dir / "eval"))
-        self._out = out or sys.stdout
-        self._clock = clock
+        self._timetable, self._devices, self._health = timetable, list(devices), health
+        self._out, self._clock = out or sys.stdout, clock
+        folders = train_dir / "train", train_dir / "eval"
+        start = timetable.x(timetable.first_step)
+        for folder, x in zip(folders, (start, start + 1), strict=True):  # of the test: still true
+            events.cut(folder, x)
+        earlier = events.read(folders[0], _OF_NOISE)
+        self._noise = NoiseScale([point[tag] for tag in _OF_NOISE] for *_, point in earlier)
+        self._evaluated = {x for x, *_ in events.read(folders[1], {"accuracy"})}
+        budget = events.Budget(folders, timetable.options.max_event_mib * 2**20, self.say)
+        self._train, self._eval = (events.Writer(folder, budget) for folder in folders)
         self._bar = tqdm(
-            total=total_steps, initial=step, unit="step", disable=not sys.stderr.isatty()
+            total=timetable.last_step,
+            initial=timetable.first_step,
+            unit="step",
+            disable=not sys.stderr.isatty(),
         )
-        self._window_start: tuple[float, int, int] | None = None
+        self._stragglers = Stragglers(devices)
+        self._window_start: tuple[float, int] | None = None
+        self._calls: list[Mapping[str, tf.Tensor]] = []
         self._paused_seconds = 0.0
         self._rates: list[float] = []
 
@@ -56,53 +85,67 @@ class Monitor:
         tqdm.write(line, file=self._out)
         self._out.flush()
 
-    def progress(self, step: int) -> None:
-        """Move the bar to `step`."""
+    def progress(self, step: int, values: Mapping[str, tf.Tensor]) -> None:
+        """Move the bar to `step`, and keep what the train loop returned for the next point."""
+        self._calls.append(values)
         self._bar.update(step - self._bar.n)
 
-    def train_point(
-        self, step: int, examples: int, epoch: float, metrics: Mapping[str, float]
-    ) -> None:
+    def train_point(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write what was measured in step number `step`, which is done.
 
         Args:
             step: steps done; the point stands at `step` - 1, the updates before it.
-            examples: examples seen by now.
-            epoch: the same in epochs.
-            metrics: "loss", "penalty", "gradient_norm", "learning_rate".
+            metrics: what the train loop returned, as numbers and arrays.
         """
+        examples = self._timetable.examples(step)
         scalars = {
             "loss/data": metrics["loss"],
             "loss/regularisation": metrics["penalty"],
             "loss/total": metrics["loss"] + metrics["penalty"],
             "learning_rate": metrics["learning_rate"],
             "gradient_norm": metrics["gradient_norm"],
+            "update_to_weight_ratio": metrics["update_to_weight_ratio"],
             "progress/examples": examples,
-            "progress/epoch": epoch,
+            "progress/epoch": self._timetable.epochs(step),
         }
-        speed = ""
-        now = self._clock()
-        if self._window_start is not None:
-            start, start_step, start_examples = self._window_start
-            seconds = now - start - self._paused_seconds
-            rate = (examples - start_examples) / seconds
-            self._rates.append(rate)
-            scalars["speed/examples_per_second"] = rate
-            scalars["speed/seconds_per_step"] = seconds / (step - start_step)
-            speed = f" ({rate:.1f} examples/s; {seconds / (step - start_step):.3f} s/step)"
-        self._window_start, self._paused_seconds = (now, step, examples), 0.0
-        _write(self._train, step - 1, scalars)
+        scalars |= self._of_towers(metrics) | self._of_noise(metrics) | self._health()
+        speed = self._speed(step)
+        self._train.scalars(self._timetable.x(step - 1), scalars | speed)
+        ending = ""
+        if speed:
+            rate, seconds = speed["speed/examples_per_second"], speed["speed/seconds_per_step"]
+            ending = f" ({rate:.1f} examples/s; {seconds:.3f} s/step)"
         self.say(
             f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}: step {step - 1}, examples {examples}, "
-            f"loss = {metrics['loss']:.4f}, learning rate {metrics['learning_rate']:.5f}{speed}"
+            f"loss = {metrics['loss']:.4f}, learning rate {metrics['learning_rate']:.5f}{ending}"
         )
+        own = [speed.get(f"tower_{i}/step_seconds", 0.0) for i in range(len(self._devices))]
+        if line := self._stragglers.line(own):
+            self.say(line)
 
-    def eval_point(self, step: int, epoch: float, scalars: Mapping[str, float | None]) -> None:
+    def eval_point(self, step: int, scalars: Mapping[str, float | None]) -> None:
         """Write the figures of an evaluation after `step` updates; None is left out."""
         known = {name: value for name, value in scalars.items() if value is not None}
-        _write(self._eval, step, known)
+        if not self.evaluated(step):
+            self._eval.scalars(self._timetable.x(step), known)
+        self._evaluated.add(self._timetable.x(step))
         figures = ", ".join(f"{name} {value:.4f}" for name, value in known.items())
-        self.say(f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}: epoch {epoch:.2f}, test: {figures}")
+        self.say(
+            f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}: epoch {self._timetable.epochs(step):.2f}"
+            f", test: {figures}"
+        )
+
+    def evaluated(self, step: int) -> bool:
+        """Tell whether the curves have an evaluation after `step` updates."""
+        return self._timetable.x(step) in self._evaluated
+
+    def show(
+        self, step: int, *, train: Iterable[Summary] = (), test: Iterable[Summary] = ()
+    ) -> None:
+        """Write pictures or histograms, of training or of the test set, after `step` updates."""
+        for writer, summaries in ((self._train, train), (self._eval, test)):
+            for summary in summaries:
+                writer.heavy(summary, self._timetable.x(step))
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -111,10 +154,30 @@ class Monitor:
         yield
         self._paused_seconds += self._clock() - start
 
+    @contextlib.contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Take the time of a checkpoint after `step` updates, and leave it out of the speed."""
+        start = self._clock()
+        with self.pause():
+            yield
+        seconds = {"checkpoint_seconds": self._clock() - start}
+        self._train.scalars(self._timetable.x(step - 1), seconds)
+
     def examples_per_second(self) -> float | None:
         """Return the median over windows; the first is left out as warm-up if there are others."""
         rates = self._rates[1:] or self._rates
         return statistics.median(rates) if rates else None
+
+    def noise_scale(self) -> float | None:
+        """Return the gradient noise scale in examples, None where it cannot be told."""
+        return self._noise.examples()
+
+    def advice(self) -> str | None:
+        """Return one sentence on batch size and towers; one tower alone has nothing to compare."""
+        if len(self._devices) < 2:
+            return None
+        batch_size = self._timetable.options.batch_size
+        return advice(self._noise.examples(), batch_size, len(self._devices))
 
     def close(self) -> None:
         """Flush the event files and end the bar."""
@@ -122,19 +185,70 @@ class Monitor:
         self._train.close()
         self._eval.close()
 
+    def _of_towers(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Return the scalars of each tower that had examples, and their spread."""
+        scalars = {}
+        for i in self._occupied(metrics):
+            now, peak = memory.of_device(self._devices[i])
+            scalars |= {
+                f"tower_{i}/loss": metrics["tower_loss"][i],
+                f"tower_{i}/gradient_norm": metrics["tower_gradient_norm"][i],
+                f"tower_{i}/cosine_to_mean": metrics["tower_cosine"][i],
+                f"tower_{i}/memory_mib": now,
+                f"tower_{i}/peak_memory_mib": peak,
+            }
+        for name in ("loss", "gradient_norm"):
+            scalars[f"towers/{name}_spread"] = _spread(scalars, name)
+        return scalars
 
-def _write(writer: tf.summary.SummaryWriter, step: int, scalars: Mapping[str, float]) -> None:
-    """Write scalars at `step`; TensorBoard shows them at once."""
-    with writer.as_default(step=step):  # which flushes at its end
-        for name, value in scalars.items():
-            tf.summary.scalar(name, value)
+    def _of_noise(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Return the scalars of the gradient noise scale."""
+        found = estimate(
+            metrics["tower_gradient_norm"], metrics["tower_examples"], metrics["data_gradient_norm"]
+        )
+        if not found or not all(map(math.isfinite, found)):
+            return {}
+        self._noise.add(*found)
+        scalars = dict(zip(_OF_NOISE, found, strict=True))
+        scale = self._noise.examples()
+        return scalars if scale is None else scalars | {"noise_scale/examples": scale}
+
+    def _speed(self, step: int) -> dict[str, float]:
+        """Return the scalars of the speed since the last point; none at the first, a warm-up."""
+        now, calls, scalars = self._clock(), self._calls, {}
+        if self._window_start is not None:
+            start, start_step = self._window_start
+            seconds = max(now - start - self._paused_seconds, 1e-9)  # clocks have a resolution
+            num_steps = step - start_step
+            rate = num_steps * self._timetable.options.batch_size / seconds
+            self._rates.append(rate)
+            scalars["speed/examples_per_second"] = rate
+            scalars["speed/seconds_per_step"] = seconds / num_steps
+            for name in _PHASES:
+                scalars[f"speed/{name}"] = sum(float(v[name]) for v in calls) / num_steps
+            own = sum(v["tower_seconds"].numpy() for v in calls) / num_steps
+            for i in self._occupied({n: v.numpy() for n, v in calls[-1].items()}):
+                scalars[f"tower_{i}/step_seconds"] = own[i]
+            scalars["towers/step_seconds_spread"] = _spread(scalars, "step_seconds")
+        self._window_start, self._calls, self._paused_seconds = (now, step), [], 0.0
+        return scalars
+
+    def _occupied(self, values: Mapping[str, Any]) -> list[int]:
+        """Return the towers that had examples in the last step."""
+        return [i for i, count in enumerate(values["tower_examples"]) if count > 0]
+
+
+def _spread(scalars: Mapping[str, float], name: str) -> float:
+    """Return the largest minus the smallest value of the towers."""
+    values = [v for tag, v in scalars.items() if re.fullmatch(rf"tower_\d+/{name}", tag)]
+    return max(values) - min(values)
 
 
 def tensorboard_command(train_dir: str) -> str:
     """Return the command that shows a run, as it can be typed here."""
-    command = ["tensorboard"]
+    command = ["towers"]
     if not shutil.which(*command):  # a virtual environment that is not active
         program, cwd = Path(sys.executable).with_name(*command), Path.cwd()
         known = program.relative_to(cwd) if program.is_relative_to(cwd) else program
-        command = [str(known)] if program.exists() else [sys.executable, "-m", "tensorboard.main"]
-    return shlex.join([*command, "--logdir", train_dir])
+        command = [str(known)] if program.exists() else [sys.executable, "-m", "towers"]
+    return shlex.join([*command, "tensorboard", f"--train_dir={train_dir}"])

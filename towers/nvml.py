@@ -66,18 +66,44 @@ class DriverGpu:
 
 def gpus() -> list[DriverGpu]:
     """Return the GPUs of this machine, [] where there is no driver."""
-    with _started() as there:
+    with opened() as there:
         return [_gpu(i) for i in range(_ask(pynvml.nvmlDeviceGetCount) or 0)] if there else []
+
+
+def sample(index: int) -> dict[str, float]:
+    """Return how a GPU is doing, without what it does not tell; NVML is to be `opened`.
+
+    Args:
+        index: of the GPU, as `DriverGpu.index`.
+    """
+    handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
+    if handle is None:
+        return {}
+    busy = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    milliwatts = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+    values = {
+        "utilisation_percent": busy and busy.gpu,
+        "memory_utilisation_percent": busy and busy.memory,
+        "memory_used_mib": memory and (memory.total - memory.free) / MIB,
+        "power_watts": None if milliwatts is None else milliwatts / 1000,
+        "temperature_celsius": _ask(
+            pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
+        ),
+        "sm_clock_mhz": _ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": _ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM),
+    }
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def driver_version() -> str | None:
     """Return the driver's version, None where there is no driver."""
-    with _started() as there:
+    with opened() as there:
         return _text(_ask(pynvml.nvmlSystemGetDriverVersion)) if there else None
 
 
 @contextlib.contextmanager
-def _started() -> Iterator[bool]:
+def opened() -> Iterator[bool]:
     """Tell whether there is a driver, and keep NVML open meanwhile."""
     try:
         pynvml.nvmlInit()

@@ -429,6 +429,19 @@ class PlanOptions(Options):
         return Options(**{name: getattr(self, name) for name in names} | changes)
 
 
+@dataclasses.dataclass(frozen=True)
+class TensorboardOptions(Options):
+    """What `towers tensorboard` shows, and where."""
+
+    train_dir: str = option(
+        "runs/train", "The run", "Folder of a run, or of several: that of a sweep."
+    )
+    port: int = option(
+        6006, "TensorBoard", "Of its address on this machine; if 6006 is taken and none is given, "
+        "the next free one; 0: any free one.", minimum=0, maximum=65535,
+    )  # fmt: skip
+
+
 def _text(value: Any) -> str:
     """Return an option's value as a flag takes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

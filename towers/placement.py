@@ -243,6 +243,10 @@ def _transfer(node: Any, traced: dict[str, tf.Operation]) -> Transfer:
             num_bytes = tensor.shape.num_elements() * dtype.size
     elif dtype == tf.bool:  # a loop's condition
         num_bytes = 1
+    elif branches := traced.get(_traced_name(origin.partition("/output/_")[0], traced)):
+        sizes = {(t.shape, t.dtype) for t in branches.outputs}  # which of them is not told
+        if len(sizes) == 1 and branches.outputs[0].shape.is_fully_defined():
+            num_bytes = branches.outputs[0].shape.num_elements() * dtype.size
     return Transfer(
         name,
         short(node.attr["send_device"].s.decode()),

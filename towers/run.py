@@ -42,7 +42,7 @@ class Run:
     total_epochs: float
     total_examples: int
 
-    def train_loop(self) -> Callable:
+    def train_loop(self, *, telemetry: bool = True) -> Callable:
         """Return `step.make_train_loop` of this run."""
         self._check_compiled()
         return make_train_loop(
@@ -51,6 +51,7 @@ class Run:
             self.options,
             train_size=self.data.train.size,
             total_epochs=self.total_epochs,
+            telemetry=telemetry,
         )
 
     def train_step(self) -> Callable:

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from towers import tower_stats
 from towers.data import augment
 from towers.masters import Masters
 from towers.options import Options
@@ -23,6 +24,7 @@ def make_train_loop(
     *,
     train_size: int,
     total_epochs: float,
+    telemetry: bool = True,
 ) -> Callable[[tf.data.Iterator, tf.Tensor], dict[str, tf.Tensor]]:
     """Return `train_loop(iterator, num_steps)`, one compiled call that makes `num_steps` steps.
 
@@ -32,24 +34,46 @@ def make_train_loop(
         options: of the run.
         train_size: examples of an epoch.
         total_epochs: what the learning-rate schedule goes over.
+        telemetry: whether times are taken, and what `tower_stats` measures in the last step.
 
     Returns:
-        A function that returns the metrics of its last step, as `make_train_step` has them.
+        A function that returns the metrics of its last step, as `make_train_step` has them; with
+        telemetry those of a measured one. Seconds are sums over its steps: those of
+        `make_train_step`, "input_wait_seconds", and "update_seconds", which is the rest.
     """
     train_step = make_train_step(
         builder, masters, options, train_size=train_size, total_epochs=total_epochs
     )
+    clock, num_towers = builder.gather_device, len(builder.devices)
+    last, sums = dict.fromkeys(METRICS, ()), {}
+    if telemetry:
+        last, sums = last | tower_stats.measured_shapes(num_towers), tower_stats.shapes(num_towers)
 
     @tf.function(autograph=False)
     def train_loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> dict[str, tf.Tensor]:
-        def body(i: tf.Tensor, _: dict) -> tuple[tf.Tensor, dict]:
+        def body(i: tf.Tensor, before: dict) -> tuple[tf.Tensor, dict]:
+            start = tower_stats.time_after([], clock) if telemetry else None
             with tf.device("/cpu:0"):
                 batch = iterator.get_next()
-            metrics, _ = train_step(*batch)
-            return i + 1, {name: tf.cast(value, tf.float32) for name, value in metrics.items()}
+            if not telemetry:
+                values, _ = train_step(*batch)
+            else:
+                arrived = tower_stats.time_after(batch, clock)
+                values, _ = train_step(*batch, measured=i + 1 >= num_steps)
+                values["input_wait_seconds"] = arrived - start
+            values = {name: tf.cast(values[name], tf.float32) for name in before}
+            return i + 1, {n: before[n] + v if n in sums else v for n, v in values.items()}
 
-        start = (tf.constant(0), {name: tf.zeros([]) for name in METRICS})
-        return tf.while_loop(lambda i, _: i < num_steps, body, start, parallel_iterations=1)[1]
+        start = tower_stats.time_after([], clock) if telemetry else None
+        values = {name: tf.zeros(shape) for name, shape in (last | sums).items()}
+        values = tf.while_loop(
+            lambda i, _: i < num_steps, body, (tf.constant(0), values), parallel_iterations=1
+        )[1]
+        if telemetry:
+            phases = [values[name] for name in tower_stats.PHASES]
+            all_of_it = tower_stats.time_after(values, clock) - start
+            values["update_seconds"] = tf.cast(all_of_it, tf.float32) - tf.add_n(phases)
+        return values
 
     return train_loop
 
@@ -62,14 +86,16 @@ def make_train_step(
     train_size: int,
     total_epochs: float,
 ) -> Callable[..., tuple[dict[str, tf.Tensor], list[Any]]]:
-    """Return `train_step(images, labels, draws)`: one update, to be compiled.
+    """Return `train_step(images, labels, draws, measured=None)`: one update, to be compiled.
 
     Args as of `make_train_loop`.
 
     Returns:
         A function that returns the scalars "loss" (mean over the examples of all towers),
         "penalty" (regularisation), "gradient_norm" and "learning_rate"; and the gathered gradients
-        of the data's loss, in the order of the trainable variables.
+        of the data's loss, in the order of the trainable variables. With `measured`, a bool scalar
+        that tells whether norms are wanted, there are also the values of `tower_stats.shapes` and
+        `tower_stats.measured_shapes`.
     """
     rate_at = schedule(
         options.schedule,
@@ -83,11 +109,19 @@ def make_train_step(
     update = make_update(masters, options)
 
     def train_step(
-        images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor
+        images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor, measured: tf.Tensor | None = None
     ) -> tuple[dict[str, tf.Tensor], list[Any]]:
         statistics = masters.statistics() if masters.loss_scale is not None else []
-        loss, gradients = builder.gradients(loss_fn, weights_of(masters), images, labels, draws)
+        variables = weights_of(masters)
+        sums = builder.tower_sums(loss_fn, variables, images, labels, draws)
+        loss, gradients = builder.gather_sums(sums, variables)
         gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
+        seen: dict[str, tf.Tensor] = {}
+        if measured is not None:
+            with tf.name_scope("telemetry"):
+                batch, scale = (images, labels, draws), masters.loss_scale
+                seen = tower_stats.look(batch, sums, loss, gradients, builder, measured, scale)
+                before = tower_stats.weights_before(masters.replicas[0].weights, measured)
         with tf.device(builder.gather_device), tf.name_scope("update"):
             if masters.loss_scale is not None:
                 loss = loss / tf.cast(masters.loss_scale, loss.dtype)
@@ -95,7 +129,10 @@ def make_train_step(
             metrics = update(gradients, rate, statistics)
             masters.step.assign_add(1)
             masters.examples.assign_add(tf.shape(labels, tf.int64)[0])
-        return metrics | {"loss": loss, "learning_rate": rate}, gradients[0]
+        if measured is not None:
+            with tf.device(builder.gather_device), tf.name_scope("telemetry"):
+                seen |= tower_stats.update_size(before, measured)
+        return metrics | {"loss": loss, "learning_rate": rate} | seen, gradients[0]
 
     return train_step
 
@@ -136,7 +173,9 @@ def make_eval_step(builder: TowerBuilder, masters: Masters, options: Options) ->
     Returns:
         A function that returns {"raw": sums, "ema": sums}, "ema" only where there are averages;
         sums are {"loss": sum of losses, float64 scalar, "correct": int64 [classes]}, and under
-        "examples" int64 [classes].
+        "examples" int64 [classes]. And for each example of the batch, padding too, with the
+        averages where there are any: "predicted", the class, int32 [b], and "confidence", its
+        probability, float32 [b].
     """
     dtype = tf.float64 if options.dtype == "float64" else tf.float32
 
@@ -168,7 +207,12 @@ def make_eval_step(builder: TowerBuilder, masters: Masters, options: Options) ->
                 name: sums(logits, labels, weights) for name, logits in outputs.items()
             }
             num_classes = outputs["raw"].shape[-1]
-            return result | {"examples": _count(labels, weights > 0, num_classes)}
+            shown = outputs.get("ema", outputs["raw"])
+            return result | {
+                "examples": _count(labels, weights > 0, num_classes),
+                "predicted": tf.argmax(shown, axis=-1, output_type=tf.int32),
+                "confidence": tf.reduce_max(tf.nn.softmax(tf.cast(shown, tf.float32)), axis=-1),
+            }
 
     return eval_step
 

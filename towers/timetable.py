@@ -1,6 +1,7 @@
 """When a run does what, as pure functions of the number of steps done."""
 
 import dataclasses
+from collections.abc import Callable
 from fractions import Fraction
 
 from towers.options import Options
@@ -32,6 +33,10 @@ class Timetable:
         """Return the number of epochs seen after `step` steps."""
         return self.examples(step) / self.train_size
 
+    def x(self, step: int) -> int:
+        """Return where a point of `step` updates stands in TensorBoard."""
+        return self.examples(step) if self.options.tensorboard_x == "examples" else step
+
     def logs(self, step: int) -> bool:
         """Tell whether the step that made it `step` gets a line: the first, each n-th, the last.
 
@@ -47,20 +52,32 @@ class Timetable:
 
     def evaluates(self, step: int) -> bool:
         """Tell whether an evaluation is due after `step` steps; that of the end comes apart."""
-        # of the decimal that was typed: 1.1 * 10 in floats is more than 11, and one step late
-        every = Fraction(str(self.options.evaluate_every_epochs)) * self.train_size
-        if not every or step >= self.last_step:
-            return False
-        return self.examples(step) // every > self.examples(step - 1) // every
+        return self._passes(step, self.options.evaluate_every_epochs)
 
-    def num_steps(self, step: int) -> int:
+    def draws_histograms(self, step: int) -> bool:
+        """Tell whether histograms are due after `step` steps; those of the end come apart."""
+        return self._passes(step, self.options.histogram_every_epochs)
+
+    def num_steps(self, step: int, also: Callable[[int], bool] = lambda step: False) -> int:
         """Return how many steps the next call makes: up to the next thing that is due.
 
         The first step gets a line, so the first call makes only that one: the time to it is known,
         and a run that cannot work says so early. So does the last: no call goes beyond the end.
+
+        Args:
+            step: steps done.
+            also: tells whether something else is due after so many steps.
         """
+        due = (self.logs, self.saves, self.evaluates, self.draws_histograms, also)
         for n in range(1, self.options.steps_per_loop):
-            after = step + n
-            if self.logs(after) or self.saves(after) or self.evaluates(after):
+            if any(is_due(step + n) for is_due in due):
                 return n
         return self.options.steps_per_loop
+
+    def _passes(self, step: int, every_epochs: float) -> bool:
+        """Tell whether the step that made it `step` passed a multiple of `every_epochs`."""
+        # of the decimal that was typed: 1.1 * 10 in floats is more than 11, and one step late
+        every = Fraction(str(every_epochs)) * self.train_size
+        if not every or not 0 < step < self.last_step:
+            return False
+        return self.examples(step) // every > self.examples(step - 1) // every

@@ -43,6 +43,23 @@ class PerTower:
         self.values = list(values)
 
 
+@dataclasses.dataclass(frozen=True)
+class TowerSums:
+    """What each tower has of its examples; the last towers may be missing, if there was none.
+
+    Attributes:
+        losses: sums, scalars.
+        counts: numbers of examples, scalars.
+        gradients: of each tower a list like the variables: sums.
+        scopes: what the towers assigned.
+    """
+
+    losses: list[tf.Tensor]
+    counts: list[tf.Tensor]
+    gradients: list[list[Any]]
+    scopes: list[TowerScope]
+
+
 class TowerBuilder:
     """Copies functions onto devices and gathers their results.
 
@@ -139,6 +156,14 @@ class TowerBuilder:
                 own, or, in a compiled step, calls a `tf.function` that keeps one tower's weights.
         """
         variables = list(variables)
+        return self.gather_sums(self.tower_sums(loss_fn, variables, *batch), variables)
+
+    def tower_sums(self, loss_fn: Callable, variables: Iterable[Any], *batch: Any) -> "TowerSums":
+        """Return what each tower computes for `gradients`, before the gather.
+
+        Args and errors as of `gradients`. `gather_sums` must follow: it makes the assignments.
+        """
+        variables = list(variables)
         scopes = []
 
         def backward(tower, member, *part):
@@ -168,11 +193,17 @@ class TowerBuilder:
             scopes.append(scope)
             return sums
 
-        losses, counts, gradients = zip(*self._accumulate(backward, batch), strict=True)
-        loss, count = self._gather(gather.add, losses), self._gather(gather.add, counts)
-        gradients = self.gather_gradients(gradients, variables, count)
+        sums = zip(*self._accumulate(backward, batch), strict=True)
+        return TowerSums(*map(list, sums), scopes)
+
+    def gather_sums(
+        self, sums: "TowerSums", variables: Sequence[Any]
+    ) -> tuple[tf.Tensor, list[Any]]:
+        """Return the mean loss and its gradients, as `gradients` does, from the towers' sums."""
+        loss, count = self._gather(gather.add, sums.losses), self._gather(gather.add, sums.counts)
+        gradients = self.gather_gradients(sums.gradients, variables, count)
         with tf.device(self.gather_device), tf.name_scope("gather"):
-            assign_once(scopes)
+            assign_once(sums.scopes)
             return loss / count, gradients
 
     def gather_gradients(

@@ -13,15 +13,19 @@ from typing import Any, TextIO
 
 import tensorflow as tf
 
-from towers import devices, files, placement_report, trial
+from towers import dashboard, devices, files, manifest, placement_report, trial
 from towers.checkpoint import Checkpoints
 from towers.errors import RunError
 from towers.evaluate import Evaluation, make_evaluator
+from towers.gallery import Gallery
+from towers.gpu_health import GpuHealth
 from towers.monitor import Monitor, tensorboard_command
 from towers.options import Options
 from towers.placement import Placement, read_placement, short
+from towers.profiler import Profiler
 from towers.rules import rule_book
 from towers.run import Run, assemble, find, one_line_errors
+from towers.samples import Sampler
 from towers.timetable import Timetable
 
 
@@ -43,6 +47,13 @@ def train(options: Options, start: float | None = None) -> dict[str, Any] | None
     start = time.perf_counter() if start is None else start
     folder = Path(options.train_dir)
     files.check_train_dir(folder, options.overwrite)
+    with files.Lock() as lock:
+        lock.take(folder)
+        return _train(options, folder, lock, start)
+
+
+def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> dict[str, Any] | None:
+    """Train in a folder that is locked; see `train`."""
     run = build(options)
     options = run.options
     checkpoints, restored = restore(run, folder)
@@ -61,35 +72,63 @@ def train(options: Options, start: float | None = None) -> dict[str, Any] | None
         )
     )
     print(*rule_book(run), *devices.report(run.builder.devices), sep="\n", file=out, flush=True)
-    placement = place(run, train_loop, batches, out)
-    open_folder(run, folder, checkpoints, restored, placement)
+    placement, lines = place(run, train_loop, batches, out)
+    open_folder(run, folder, lock, checkpoints, restored, placement)
+    sampler = Sampler(run)
+    for line in manifest.write(run, folder, restored, sampler):
+        print(line, file=out, flush=True)
+    graph = train_loop.get_concrete_function(batches, tf.constant(0)).graph
+    dashboard.open_root(run, folder, placement, lines, graph)
     evaluator = make_evaluator(run)
-    monitor = Monitor(folder, total_steps=last, step=first, out=out)
+    health = GpuHealth()
+    monitor = Monitor(folder, timetable, run.builder.devices, health=health.read, out=out)
     announce(monitor, run, timetable, restored)
-
+    profiler = Profiler(
+        folder, options.profile_range(), last_step=last, placement=placement, say=monitor.say
+    )
     step, metrics, seconds_to_first_step = first, {}, None
-    with one_line_errors(options), contextlib.closing(monitor), StopRequest() as stop:
+    with (
+        one_line_errors(options),
+        dashboard.failing(folder),
+        contextlib.closing(health),
+        contextlib.closing(monitor),
+        profiler,
+        StopRequest() as stop,
+    ):
+        gallery = Gallery(run, sampler, timetable, monitor)
+        if timetable.evaluates(step) and not monitor.evaluated(step):  # it was stopped in that
+            show_evaluation(monitor, gallery, step, evaluator(stop))
         while step < last and not stop():
-            num_steps = timetable.num_steps(step)
-            values = train_loop(batches, tf.constant(num_steps))
+            profiler.begin(step)
+            num_steps = timetable.num_steps(step, profiler.due)
+            with profiler.trace(step):
+                values = train_loop(batches, tf.constant(num_steps))
             step += num_steps
             if seconds_to_first_step is None:
                 values["loss"].numpy()  # waits for the devices
                 seconds_to_first_step = time.perf_counter() - start
+            monitor.progress(step, values)
+            with monitor.pause():
+                profiler.end(step)
             if timetable.logs(step):
                 metrics = read_finite(values, step, run)
-                monitor.train_point(step, timetable.examples(step), timetable.epochs(step), metrics)
-            monitor.progress(step)
+                monitor.train_point(step, metrics)
             if timetable.saves(step):
-                with monitor.pause():
+                with monitor.saving(step):
                     save_finite(checkpoints, values, step, run)
+            if timetable.draws_histograms(step):
+                gallery.show_histograms(step)
             if timetable.evaluates(step):
                 with monitor.pause():
-                    write_evaluation(monitor, step, timetable.epochs(step), evaluator(stop))
+                    show_evaluation(monitor, gallery, step, evaluator(stop))
+        profiler.stop()
         if step > first:
-            save_finite(checkpoints, values, step, run)
+            with monitor.saving(step):
+                save_finite(checkpoints, values, step, run)
         evaluation = evaluator(stop) if step == last else None
-        write_evaluation(monitor, step, timetable.epochs(step), evaluation)
+        show_evaluation(monitor, gallery, step, evaluation)
+        if evaluation and options.histogram_every_epochs:
+            gallery.show_histograms(step)
     if evaluation is None:
         monitor.say(f"stopped at step {step} of {last}: saved; the same command continues the run")
         return None
@@ -97,9 +136,14 @@ def train(options: Options, start: float | None = None) -> dict[str, Any] | None
         "examples_per_second": monitor.examples_per_second(),
         "seconds_to_first_step": seconds_to_first_step,
         "train_loss": metrics.get("loss"),
+        "gradient_noise_scale": monitor.noise_scale(),
     }
     result = finish(run, timetable, speeds, evaluation)
-    files.write_json(folder / "result.json", result)
+    dashboard.close_root(folder, result, timetable.x(last))
+    manifest.finish(folder, run.masters.variables())
+    files.write_json(folder / "result.json", result)  # the last: with it the run is finished
+    if advice := monitor.advice():
+        monitor.say(f"gradient noise scale: {advice}")
     for line in table(result):
         monitor.say(line)
     return result
@@ -143,8 +187,13 @@ def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
     return checkpoints, restored
 
 
-def place(run: Run, train_loop: Callable, batches: Iterator, out: TextIO) -> Placement:
+def place(
+    run: Run, train_loop: Callable, batches: Iterator, out: TextIO
+) -> tuple[Placement, list[str]]:
     """Build the graph of a step, and say where TensorFlow put it; no step is made.
+
+    Returns:
+        The placement, and the lines that were said of it.
 
     Raises:
         RunError: a tower's op runs elsewhere, and --placement=strict forbids it.
@@ -165,12 +214,13 @@ def place(run: Run, train_loop: Callable, batches: Iterator, out: TextIO) -> Pla
     print(*lines, sep="\n", file=out, flush=True)
     if run.options.placement == "strict":
         placement_report.check_strict(stray)
-    return placement
+    return placement, lines
 
 
 def open_folder(
     run: Run,
     folder: Path,
+    lock: files.Lock,
     checkpoints: Checkpoints,
     restored: int | None,
     placement: Placement,
@@ -182,6 +232,9 @@ def open_folder(
     """
     if run.options.overwrite:
         files.move_aside(folder)
+    with contextlib.suppress(OSError):  # the checkpoint says it better
+        folder.mkdir(parents=True, exist_ok=True)
+    lock.take(folder)
     if restored is None:
         checkpoints.save(0)
     files.write_text(folder / "flags.cfg", run.options.to_flagfile())
@@ -219,14 +272,14 @@ def announce(monitor: Monitor, run: Run, timetable: Timetable, restored: int | N
     monitor.say(f"watch it    {tensorboard_command(folder)}")
 
 
-def read_finite(values: Mapping[str, tf.Tensor], step: int, run: Run) -> dict[str, float]:
-    """Return a step's metrics as numbers.
+def read_finite(values: Mapping[str, tf.Tensor], step: int, run: Run) -> dict[str, Any]:
+    """Return a step's metrics as numbers, those of each tower as arrays.
 
     Raises:
         RunError: the loss is infinite or NaN: what follows would be lost work. A loss scale that
             can still be lowered may mend it.
     """
-    metrics = {name: float(value) for name, value in values.items()}
+    metrics = {name: value.numpy().tolist() for name, value in values.items()}
     scale = run.masters.loss_scale
     if not math.isfinite(metrics["loss"]) and (scale is None or scale.numpy() <= 1):
         raise RunError(f"the loss is {metrics['loss']} at step {step - 1}: {_remedy(run)}")
@@ -254,14 +307,17 @@ def _remedy(run: Run) -> str:
     )
 
 
-def write_evaluation(
-    monitor: Monitor, step: int, epoch: float, evaluation: Evaluation | None
+def show_evaluation(
+    monitor: Monitor, gallery: Gallery, step: int, evaluation: Evaluation | None
 ) -> None:
-    """Write the figures of an evaluation; None if it was stopped."""
+    """Show the figures of an evaluation, with pictures; None if it was stopped."""
     if evaluation is None:
         return
+    if not monitor.evaluated(step):  # a crash came between this and what follows
+        gallery.show_training(step)
+        gallery.show_evaluation(step, evaluation)
     names = ("accuracy", "accuracy_ema", "loss", "loss_ema")
-    monitor.eval_point(step, epoch, {name: getattr(evaluation, name) for name in names})
+    monitor.eval_point(step, {name: getattr(evaluation, name) for name in names})
 
 
 def finish(

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
+from towers.data import checksum
 from towers.data.pipeline import check_batches, prefetched, shuffled_rows, step_draws
 from towers.errors import InputError
 
@@ -52,6 +53,9 @@ class Source(Protocol):
 
     def name(self, row: int) -> str:
         """Return what a person finds the image by."""
+
+    def files(self) -> tuple[str, list[str]]:
+        """Return a folder, and the files in it by their relative names."""
 
 
 class EncodedSplit:
@@ -102,6 +106,11 @@ class EncodedSplit:
         firsts = tf.data.Dataset.range(0, self.size, batch_size)
         rows = firsts.map(lambda first: first + tf.range(batch_size, dtype=tf.int64))
         return prefetched(self._images(rows, batch_size).map(batch))
+
+    def checksum(self) -> dict[str, Any]:
+        """See `Split.checksum`."""
+        size = {"image_shape": list(self._shape), "resized": self._resize}
+        return checksum.of_files(*self._source.files(), self._labels) | size
 
     def _images(self, rows: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
         """Return batches (rows `[B]`, images `[B, H, W, 3]`) from batches of rows `[B]`.

@@ -79,6 +79,9 @@ class _Files:
     def name(self, row: int) -> str:
         return os.path.join(self._folder, os.fsdecode(bytes(self._names[row])))
 
+    def files(self) -> tuple[str, list[str]]:
+        return self._folder, [os.fsdecode(bytes(name)) for name in self._names]
+
 
 def _test_dir(folder: str) -> str:
     """Return the folder of the test images."""

@@ -13,12 +13,12 @@ with examples of weight 0.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
-from towers.data import augment
+from towers.data import augment, checksum
 
 _PREFETCH_BATCHES = 2
 # TensorFlow's default of 4 rounds leaves neighbours of one epoch visibly related (chi-square of
@@ -71,6 +71,9 @@ class Split(Protocol):
         Raises:
             ValueError: the batch size is not positive.
         """
+
+    def checksum(self) -> dict[str, Any]:
+        """Return "kind", "sha256" and what it is of, see `towers.data.checksum`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +144,10 @@ class ArraySplit:
 
         return prefetched(tf.data.Dataset.range(0, self.size, batch_size).map(batch))
 
+    def checksum(self) -> dict[str, Any]:
+        """See `Split.checksum`."""
+        return checksum.of_arrays(self._images, self._labels)
+
 
 class DatasetSplit:
     """A split that is read from a `tf.data.Dataset` of the user's.
@@ -188,6 +195,10 @@ class DatasetSplit:
         check_batches(batch_size)
         batches = self._dataset.batch(batch_size)
         return prefetched(batches.map(lambda *batch: _padded(*batch, batch_size)))
+
+    def checksum(self) -> dict[str, Any]:
+        """See `Split.checksum`."""
+        return checksum.of_pipeline(self.size)
 
     def _shuffled(self, epoch: tf.Tensor, seed: int) -> tf.data.Dataset:
         spec = self._dataset.element_spec

@@ -120,6 +120,10 @@ class _Records:
         path, number = self._find(row)
         return f"{self._paths[path]}: record {number} (counted from 0)"
 
+    def files(self) -> tuple[str, list[str]]:
+        folder = os.path.dirname(self._paths[0])
+        return folder, [os.path.basename(path) for path in self._paths]
+
     def _find(self, row: int) -> tuple[int, int]:
         """Return the number of the file, and of the record in it."""
         path = int(np.searchsorted(self._firsts, row, side="right")) - 1

@@ -1,0 +1,109 @@
+"""Checksums: another one for other data, the same one for the same data elsewhere."""
+
+import shutil
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import tiny
+from tests.data.image_files import WRITE, image, png
+from towers import data
+from towers.data import ArraySplit, DatasetSplit, checksum
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_arrays_are_told_apart_by_any_bit():
+    images, labels = tiny.arrays(20)
+    first = ArraySplit(images, labels).checksum()
+    assert first["kind"] == "arrays" and first["shape"] == [20, 8, 8, 3]
+    assert first["dtype"] == "uint8" and first["labels_dtype"] == "int32"
+    assert ArraySplit(images.copy(), labels.copy()).checksum() == first
+    images[3, 0, 0, 0] ^= 1
+    second = ArraySplit(images, labels).checksum()["sha256"]
+    labels[4] = (labels[4] + 1) % 3
+    third = ArraySplit(images, labels).checksum()["sha256"]
+    assert len({first["sha256"], second, third}) == 3
+
+
+def test_shapes_and_types_count():
+    zeros = np.zeros([2, 6], np.float32)
+    same_bytes = [zeros, zeros.reshape(6, 2), zeros.view(np.int32)]
+    assert len({checksum.digest(array) for array in same_bytes}) == 3
+    assert checksum.digest(zeros, zeros) != checksum.digest(np.zeros([4, 6], np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64", "bool", "int64"])
+@pytest.mark.parametrize("shape", [[], [0], [2, 3]])
+def test_any_tensor_has_one(dtype, shape):
+    tensor = tf.cast(tf.zeros(shape), dtype)
+    assert checksum.digest(tensor) == checksum.digest(tensor.numpy())
+
+
+def test_views_that_are_not_contiguous_count_as_what_they_hold():
+    array = np.arange(12, dtype=np.int32).reshape(3, 4)
+    assert checksum.digest(array.T) == checksum.digest(np.ascontiguousarray(array.T))
+
+
+@pytest.mark.parametrize("kind", list(WRITE))
+def test_files_that_are_moved_stay_the_same(kind, tmp_path):
+    for split, numbers in {"train": range(9), "test": range(9, 15)}.items():
+        WRITE[kind](tmp_path / "here", numbers, split=split)
+    first = data.load(kind, str(tmp_path / "here"))
+    before = first.train.checksum(), first.test.checksum()
+    assert before[0]["kind"] == "names, sizes and labels" and before[0]["examples"] == 9
+    assert before[0]["sha256"] != before[1]["sha256"]
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    moved = data.load(kind, str(tmp_path / "there"))
+    assert (moved.train.checksum(), moved.test.checksum()) == before
+
+
+def test_a_file_of_another_name_or_size_or_class_is_seen(tmp_path):
+    WRITE["folder"](tmp_path, range(9))
+    WRITE["folder"](tmp_path, range(9, 15), split="test")
+
+    def found():
+        return data.load("folder", str(tmp_path)).train.checksum()["sha256"]
+
+    seen = [found()]
+    files = sorted((tmp_path / "train").rglob("*.png"))
+    files[0].write_bytes(png(image(0)) + b"0")
+    seen.append(found())
+    files[1].rename(files[1].with_name("other.png"))
+    seen.append(found())
+    (tmp_path / "train" / "dog").rename(tmp_path / "train" / "ant")
+    shutil.rmtree(tmp_path / "test" / "dog")
+    seen.append(found())
+    assert len(set(seen)) == 4
+
+
+def test_of_very_many_files_not_every_size_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(checksum, "_SIZED_FILES", 2)
+    names = ["a", "b", "c"]
+    for name in names:
+        (tmp_path / name).write_text("")
+    found = checksum.of_files(str(tmp_path), names, np.zeros(3, np.int32))
+    assert found["files"] == 3 and found["files_whose_size_counts"] == 2
+    (tmp_path / "c").write_text("longer")
+    assert checksum.of_files(str(tmp_path), names, np.zeros(3, np.int32)) != found
+
+
+def test_other_labels_of_the_same_files_are_seen(tmp_path):
+    labels = [np.array(values, np.int32) for values in ([0, 1], [1, 0])]
+    found = [checksum.of_files(str(tmp_path), ["a.tfrecord"], of)["sha256"] for of in labels]
+    assert found[0] != found[1]
+
+
+def test_a_file_that_is_gone_ends_nothing(tmp_path):
+    assert checksum.of_files(str(tmp_path), ["absent"], np.zeros(1, np.int32))["sha256"]
+
+
+def test_a_pipeline_of_the_users_is_not_read():
+    dataset = tf.data.Dataset.from_tensor_slices(tiny.arrays(5))
+    found = DatasetSplit(dataset, 5).checksum()
+    assert found["kind"] == "pipeline" and found["sha256"] is None and found["examples"] == 5
+    assert "first_batch" in found["reason"]

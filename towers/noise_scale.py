@@ -1,0 +1,95 @@
+"""The simple gradient noise scale: at which batch size more examples a step stop to pay.
+
+Towers give it for nothing: each has a gradient of a small batch, their mean is that of the whole.
+With G the true gradient and S the trace of one example's covariance, a batch of b examples has the
+expected squared norm |G|^2 + S / b. Two sizes of batch give both, and the scale is S / |G|^2.
+
+Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1.
+"""
+
+from collections.abc import Iterable, Sequence
+
+_DECAY = 0.95  # of the averages, per point: one point's estimate is mostly noise
+
+
+def estimate(
+    norms: Sequence[float], examples: Sequence[float], norm_of_all: float
+) -> tuple[float, float] | None:
+    """Return the unbiased estimates (S, |G|^2) of one step; each may well be negative.
+
+    Args:
+        norms: of each tower's mean gradient, over its own examples.
+        examples: numbers of examples; towers with none are left out.
+        norm_of_all: of the mean gradient over all examples.
+
+    Returns:
+        None if fewer than two towers had examples.
+    """
+    pairs = [(norm, count) for norm, count in zip(norms, examples, strict=True) if count > 0]
+    if len(pairs) < 2:
+        return None
+    small = sum(norm**2 for norm, _ in pairs) / len(pairs)
+    big = norm_of_all**2
+    # What the towers' mean squared norm has of S, and what that of all has.
+    of_small = sum(1 / count for _, count in pairs) / len(pairs)
+    of_big = 1 / sum(count for _, count in pairs)
+    trace = (small - big) / (of_small - of_big)
+    return trace, big - trace * of_big
+
+
+class NoiseScale:
+    """Averages the estimates of a run's points: numerator and denominator apart, as their ratio."""
+
+    def __init__(self, earlier: Iterable[tuple[float, float]] = ()):
+        """Start with the estimates of earlier points, so that a continued run's curve goes on."""
+        self._trace = self._squared_norm = 0.0
+        for trace, squared_norm in earlier:
+            self.add(trace, squared_norm)
+
+    def add(self, trace: float, squared_norm: float) -> None:
+        """Take one point's estimates in."""
+        self._trace = _DECAY * self._trace + (1 - _DECAY) * trace
+        self._squared_norm = _DECAY * self._squared_norm + (1 - _DECAY) * squared_norm
+
+    def examples(self) -> float | None:
+        """Return the scale in examples; None while noise hides one of the two."""
+        if self._trace <= 0 or self._squared_norm <= 0:
+            return None
+        return self._trace / self._squared_norm
+
+
+def advice(examples: float | None, batch_size: int, num_towers: int) -> str:
+    """Return one sentence on the batch size and on another tower.
+
+    Args:
+        examples: the scale.
+        batch_size: the global batch.
+        num_towers: over which it is split.
+    """
+    if examples is None:
+        return (
+            "cannot be told from these steps: the towers' gradients are mostly noise, or agree "
+            "fully"
+        )
+    more = f"{num_towers + 1} towers with --batch_size={_grown(batch_size, num_towers)}"
+    if batch_size < examples / 2:
+        return (
+            f"about {examples:.0f} examples, well above the batch size of {batch_size}: larger "
+            f"batches pay nearly in full, so another tower would help ({more}, with a learning "
+            "rate to match)"
+        )
+    if batch_size <= 2 * examples:
+        return (
+            f"about {examples:.0f} examples, near the batch size of {batch_size}: a good place; "
+            "another tower helps if it takes a part of this batch, and less by a larger batch"
+        )
+    return (
+        f"about {examples:.0f} examples, well below the batch size of {batch_size}: "
+        f"--batch_size={max(round(examples), num_towers)} would learn as much with fewer examples, "
+        "and another tower helps only by taking a part of the batch"
+    )
+
+
+def _grown(batch_size: int, num_towers: int) -> int:
+    """Return the batch size with one more tower, each tower's part as it is."""
+    return batch_size + -(-batch_size // num_towers)

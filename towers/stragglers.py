@@ -1,0 +1,45 @@
+"""Which tower the others wait for."""
+
+import statistics
+from collections.abc import Sequence
+
+_SLOWER = 1.25  # times the median of the others
+_POINTS = 2  # in a row: one slow point may be anything
+
+
+class Stragglers:
+    """Watches the towers' times, point after point, and names one that stays behind."""
+
+    def __init__(self, devices: Sequence[str]):
+        """Watch the towers on these devices."""
+        self._devices = list(devices)
+        self._last: int | None = None
+        self._points_in_a_row = 0
+
+    def line(self, seconds: Sequence[float]) -> str | None:
+        """Return a line when a tower has become the straggler, None otherwise.
+
+        Args:
+            seconds: of a step, for each tower, from the batch to its gradients; 0: had no example.
+        """
+        slowest = self._slowest(seconds)
+        self._points_in_a_row = self._points_in_a_row + 1 if slowest == self._last else 1
+        self._last = slowest
+        if slowest is None or self._points_in_a_row != _POINTS:
+            return None
+        others = self._others(seconds, slowest)
+        return (
+            f"straggler   tower {slowest} on {self._devices[slowest]} takes {seconds[slowest]:.3f} "
+            f"s a step, the others {others:.3f} s: all wait for it"
+        )
+
+    def _slowest(self, seconds: Sequence[float]) -> int | None:
+        """Return the tower that is much slower than the others."""
+        if sum(value > 0 for value in seconds) < 2:
+            return None
+        slowest = max(range(len(seconds)), key=lambda i: seconds[i])
+        return slowest if seconds[slowest] > _SLOWER * self._others(seconds, slowest) else None
+
+    @staticmethod
+    def _others(seconds: Sequence[float], tower: int) -> float:
+        return statistics.median(s for i, s in enumerate(seconds) if i != tower and s > 0)

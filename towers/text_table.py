@@ -1,0 +1,48 @@
+"""Tables of text: columns as wide as they must be, numbers to the right."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60) -> list[str]:
+    """Return the lines of a table.
+
+        table(["rate", "n"], [[0.1, 2], [0.05, None]])  ->  ["rate  n", " 0.1  2", "0.05  -"]
+
+    Args:
+        header: of the columns.
+        rows: their cells; None is shown as "-".
+        widest: characters of a column; what is longer is cut in its middle.
+    """
+    cells = [[cut(_text(cell), widest) for cell in row] for row in [header, *rows]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    right = [all(_is_number(c) for c in column) for column in zip(*rows, strict=True)] or [False]
+    right = right if rows else [False] * len(widths)
+    lines = []
+    for row in cells:
+        padded = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+def cut(text: str, widest: int) -> str:
+    """Return a text of at most so many characters: its two ends, which tell names apart."""
+    if len(text) <= widest:
+        return text
+    head = (widest - 3) // 2
+    return f"{text[:head]}...{text[len(text) - (widest - 3 - head) :]}"
+
+
+def _text(cell: Any) -> str:
+    return "-" if cell is None else str(cell)
+
+
+def _is_number(cell: Any) -> bool:
+    try:
+        float("0" if cell in (None, "-") else cell)
+    except (TypeError, ValueError):
+        return False
+    return True
