@@ -19,8 +19,9 @@ from towers import benchmark, benchmark_lane, benchmark_report, benchmark_start,
 from towers.benchmark_parts import make_parts
 from towers.errors import InputError
 from towers.flops import flop_per_example
-from towers.options import BenchmarkOptions, Options
+from towers.options import Options
 from towers.run import prepare
+from towers.verb_options import BenchmarkOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS_OF_OURS = {"": 10, "gather": 10, "control": 10, "constant": 10, "matmul": 2}

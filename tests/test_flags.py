@@ -13,7 +13,8 @@ import towers
 from towers import flags
 from towers.compare_options import CompareOptions
 from towers.errors import InputError
-from towers.options import BenchmarkOptions, Options, PlanOptions, VerifyOptions
+from towers.options import Options
+from towers.verb_options import BenchmarkOptions, PlanOptions, VerifyOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 

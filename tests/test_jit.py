@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from tests import tiny
 from towers import cli, philox
-from towers.options import VerifyOptions
 from towers.placement import read_placement, traced_ops
 from towers.tower import TowerBuilder
 from towers.train import train
+from towers.verb_options import VerifyOptions
 from towers.verify import verify
 
 layers = keras.layers

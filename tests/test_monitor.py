@@ -290,7 +290,9 @@ def test_pauses_are_no_training_time(tmp_path, clock, out):
     for seconds in 30, 50:
         clock.now += 1
         with monitor.pause():
-            clock.now += seconds
+            with monitor.pause():
+                clock.now += seconds - 1
+            clock.now += 1
     step_to(monitor, 1, 5)  # 40 examples in 2 seconds
     clock.now += 4
     step_to(monitor, 5, 9)  # 40 in 4: the pauses before count no more

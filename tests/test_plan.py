@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from tests import tiny
 from towers import cli, cost_model, data, devices, plan, plan_measure
 from towers.cost_model import LINKS, NETWORKS, Link, Memory, Work
-from towers.options import Options, PlanOptions
+from towers.options import Options
 from towers.plan_graph import HOST, read_step
 from towers.plan_measure import shared_core_seconds, split_seconds
+from towers.verb_options import PlanOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 TOWERS = ["/cpu:1", "/cpu:2", "/cpu:3"]

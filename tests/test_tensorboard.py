@@ -15,8 +15,8 @@ from tests import tiny
 from tests.tensorboard_server import Server, metrics
 from towers import cli, flags, tensorboard
 from towers.errors import InputError
-from towers.options import TensorboardOptions
 from towers.train import train
+from towers.verb_options import TensorboardOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = dict(

@@ -21,7 +21,8 @@ from towers import cli, evaluate
 from towers.errors import InputError, RunError
 from towers.monitor import Monitor
 from towers.run import Run
-from towers.train import StopRequest, train
+from towers.stop import StopRequest
+from towers.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
 # All that could be lost between two parts of a run: slots, averages, statistics, seeds, clocks.
@@ -338,6 +339,17 @@ def test_a_crash_between_the_last_evaluation_and_the_result(whole, tmp_path, mon
     assert_each_point_once(tmp_path)
     assert points(tmp_path / "eval", "accuracy") == points(whole / "eval", "accuracy")
     assert result_of(tmp_path)["test_accuracy"] == result_of(whole)["test_accuracy"]
+
+
+def test_curves_go_on_over_what_they_began_with(tmp_path, at_step):
+    options = dict(GIVEN, num_epochs=1.0)
+    train(tiny.options(tmp_path, **options))
+    before = tiny.files(tmp_path)
+    with pytest.raises(InputError, match="--tensorboard_x=examples: the curves .* are over step"):
+        train(tiny.options(tmp_path, **GIVEN, tensorboard_x="examples"))
+    assert tiny.files(tmp_path) == before
+    train(tiny.options(tmp_path, **GIVEN, tensorboard_x="examples", overwrite=True))
+    assert points(tmp_path / "train", "progress/examples")[:2] == [(0, 7), (28, 35)]
 
 
 def test_two_processes_cannot_train_in_one_folder(tmp_path, capsys, at_step):

@@ -10,9 +10,10 @@ import tensorflow as tf
 from tests import tiny
 from towers import collectives, gather, trial
 from towers.errors import InputError, RunError
-from towers.options import VerifyOptions
+from towers.opening import build
 from towers.placement import read_placement, short
-from towers.train import build, train
+from towers.train import train
+from towers.verb_options import VerifyOptions
 from towers.verify import verify
 
 PLACES = ("cpu", "sharded", "replicated")

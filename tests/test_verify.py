@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests import tiny
 from towers import cli, verify
-from towers.options import VerifyOptions
+from towers.verb_options import VerifyOptions
 
 # ---------------------------------------------------------------------------- Models with a fault
 

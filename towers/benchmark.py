@@ -23,7 +23,8 @@ from towers.benchmark_report import Measured, limit, ratios_of, result_of, sprea
 from towers.benchmark_start import Own, Turn, peer_config, start_own, start_peers
 from towers.errors import InputError, RunError
 from towers.lanes import LaneError
-from towers.options import BenchmarkOptions, Options
+from towers.options import Options
+from towers.verb_options import BenchmarkOptions
 
 PEER_FOLDER = Path("scripts") / "peers"
 PROGRAMS = {"jax": "jax_loop", "mirrored_own_layers": "mirrored"}  # else as the peer is called

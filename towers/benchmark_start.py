@@ -11,7 +11,8 @@ from typing import Any
 
 from towers.errors import InputError
 from towers.lanes import Lane, LaneError
-from towers.options import BenchmarkOptions, Options
+from towers.options import Options
+from towers.verb_options import BenchmarkOptions
 
 MATMUL_SIZE = 2048  # rows of a matrix
 # How long each part of a step is measured, as a share of a window.

@@ -19,14 +19,9 @@ from towers import files
 from towers.compare_options import CompareOptions
 from towers.errors import InputError
 from towers.gpu_options import GpuOptions
-from towers.options import (
-    BenchmarkOptions,
-    Options,
-    PlanOptions,
-    TensorboardOptions,
-    VerifyOptions,
-)
+from towers.options import Options
 from towers.sweep_options import SweepOptions
+from towers.verb_options import BenchmarkOptions, PlanOptions, TensorboardOptions, VerifyOptions
 
 # Which flags a verb takes on its command line. In a flagfile each verb takes all, so that one file
 # serves training and whatever is done with the run afterwards.

@@ -149,10 +149,10 @@ class Monitor:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the time of the block out of the speed of training."""
-        start = self._clock()
+        """Leave the time of the block, which may hold others, out of the speed of training."""
+        start, before = self._clock(), self._paused_seconds
         yield
-        self._paused_seconds += self._clock() - start
+        self._paused_seconds = before + self._clock() - start
 
     @contextlib.contextmanager
     def saving(self, step: int) -> Iterator[None]:

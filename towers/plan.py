@@ -19,13 +19,14 @@ from towers.cost_model import Memory, Work
 from towers.data import Data
 from towers.errors import InputError
 from towers.flops import flop_per_example
-from towers.options import Options, PlanOptions
+from towers.options import Options
 from towers.placement import read_placement, short
 from towers.plan_graph import HOST, Executed, Step, executed_bytes, read_step
 from towers.plan_measure import measure
 from towers.plan_report import report
 from towers.run import Run, assemble, one_line_errors
 from towers.step import make_loss_fn
+from towers.verb_options import PlanOptions
 from towers.verify import load_data
 
 DEFAULT_TOWERS = 8

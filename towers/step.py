@@ -52,7 +52,8 @@ def make_train_loop(
     @tf.function(autograph=False)
     def train_loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> dict[str, tf.Tensor]:
         def body(i: tf.Tensor, before: dict) -> tuple[tf.Tensor, dict]:
-            start = tower_stats.time_after([], clock) if telemetry else None
+            if telemetry:
+                start = tower_stats.time_after([], clock)
             with tf.device("/cpu:0"):
                 batch = iterator.get_next()
             if not telemetry:
@@ -61,11 +62,14 @@ def make_train_loop(
                 arrived = tower_stats.time_after(batch, clock)
                 values, _ = train_step(*batch, measured=i + 1 >= num_steps)
                 values["input_wait_seconds"] = arrived - start
-            values = {name: tf.cast(values[name], tf.float32) for name in before}
-            return i + 1, {n: before[n] + v if n in sums else v for n, v in values.items()}
+            with tf.name_scope("telemetry"):
+                values = {name: tf.cast(values[name], tf.float32) for name in before}
+                values |= {name: before[name] + values[name] for name in sums}
+            return i + 1, values
 
-        start = tower_stats.time_after([], clock) if telemetry else None
         values = {name: tf.zeros(shape) for name, shape in (last | sums).items()}
+        if telemetry:
+            start = tower_stats.time_after([], clock)
         values = tf.while_loop(
             lambda i, _: i < num_steps, body, (tf.constant(0), values), parallel_iterations=1
         )[1]

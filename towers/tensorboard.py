@@ -10,7 +10,7 @@ import urllib.parse
 from collections.abc import Callable
 
 from towers.errors import InputError
-from towers.options import TensorboardOptions
+from towers.verb_options import TensorboardOptions
 
 # Points that are kept of each tag. By itself TensorBoard keeps a random 1000 of a curve, and 10
 # pictures; and 0, which its help calls all, draws empty curves.

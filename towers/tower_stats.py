@@ -29,7 +29,8 @@ def shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
 
 def time_after(values: Any, device: str) -> tf.Tensor:
     """Return the time at which `values` were there, in seconds, by the clock of `device`."""
-    with tf.device(device), tf.control_dependencies(_tensors(values)):
+    waiting = tf.control_dependencies(_tensors(values))
+    with tf.device(device), tf.name_scope("telemetry"), waiting:
         return tf.timestamp()
 
 

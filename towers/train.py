@@ -2,18 +2,16 @@
 
 import contextlib
 import math
-import signal
+import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 import tensorflow as tf
 
-from towers import dashboard, devices, files, manifest, placement_report, trial
+from towers import dashboard, devices, files, manifest, opening
 from towers.checkpoint import Checkpoints
 from towers.errors import RunError
 from towers.evaluate import Evaluation, make_evaluator
@@ -21,11 +19,11 @@ from towers.gallery import Gallery
 from towers.gpu_health import GpuHealth
 from towers.monitor import Monitor, tensorboard_command
 from towers.options import Options
-from towers.placement import Placement, read_placement, short
 from towers.profiler import Profiler
 from towers.rules import rule_book
-from towers.run import Run, assemble, find, one_line_errors
+from towers.run import Run, one_line_errors
 from towers.samples import Sampler
+from towers.stop import StopRequest
 from towers.timetable import Timetable
 
 
@@ -54,9 +52,11 @@ def train(options: Options, start: float | None = None) -> dict[str, Any] | None
 
 def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> dict[str, Any] | None:
     """Train in a folder that is locked; see `train`."""
-    run = build(options)
+    run = opening.build(options)
     options = run.options
-    checkpoints, restored = restore(run, folder)
+    checkpoints, restored = opening.restore(run, folder)
+    if restored:
+        opening.check_x(folder, options.tensorboard_x)
     timetable = make_timetable(run)
     first, last = timetable.first_step, timetable.last_step
     out = sys.stderr if options.json else sys.stdout
@@ -72,8 +72,8 @@ def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> di
         )
     )
     print(*rule_book(run), *devices.report(run.builder.devices), sep="\n", file=out, flush=True)
-    placement, lines = place(run, train_loop, batches, out)
-    open_folder(run, folder, lock, checkpoints, restored, placement)
+    placement, lines = opening.place(run, train_loop, batches, out)
+    opening.open_folder(run, folder, lock, checkpoints, restored, placement)
     sampler = Sampler(run)
     for line in manifest.write(run, folder, restored, sampler):
         print(line, file=out, flush=True)
@@ -99,7 +99,8 @@ def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> di
         if timetable.evaluates(step) and not monitor.evaluated(step):  # it was stopped in that
             show_evaluation(monitor, gallery, step, evaluator(stop))
         while step < last and not stop():
-            profiler.begin(step)
+            with monitor.pause():
+                profiler.begin(step)
             num_steps = timetable.num_steps(step, profiler.due)
             with profiler.trace(step):
                 values = train_loop(batches, tf.constant(num_steps))
@@ -149,99 +150,6 @@ def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> di
     return result
 
 
-def build(options: Options) -> Run:
-    """Build the run, its variables where they are fastest if the options leave that open.
-
-    Raises:
-        InputError: a device, the data or the model cannot be had as the options say.
-        RunError: the data set cannot be read, a GPU does not compute, or gradients are gathered
-            wrong.
-    """
-    names, dataset = find(options)
-    if options.variables == "auto":
-        out = sys.stderr if options.json else sys.stdout
-        options = trial.fastest(
-            options, names, dataset, lambda line: print(line, file=out, flush=True)
-        )
-    run = assemble(options, names, dataset)
-    trial.check_gather(run)
-    return run
-
-
-def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
-    """Restore the newest checkpoint of the folder, if it is to be continued; write nothing.
-
-    Returns:
-        The checkpoints, and the step that was restored, None for a new run.
-    """
-    checkpoints = Checkpoints(
-        folder / "checkpoints",
-        run.masters.variables(),
-        {n: getattr(run.options, n) for n in ("model", "model_args", "augment", "dataset")},
-        run.options.keep_checkpoints,
-    )
-    if run.options.overwrite:
-        return checkpoints, None
-    restored = checkpoints.restore(lambda line: print(line, file=sys.stderr))
-    run.masters.spread()
-    return checkpoints, restored
-
-
-def place(
-    run: Run, train_loop: Callable, batches: Iterator, out: TextIO
-) -> tuple[Placement, list[str]]:
-    """Build the graph of a step, and say where TensorFlow put it; no step is made.
-
-    Returns:
-        The placement, and the lines that were said of it.
-
-    Raises:
-        RunError: a tower's op runs elsewhere, and --placement=strict forbids it.
-    """
-    towers = f"{len(run.builder.devices)} tower{'s' * (len(run.builder.devices) > 1)}"
-    print(f"building    the graph of {towers} ...", file=out, flush=True)
-    with one_line_errors(run.options):
-        placement = read_placement(train_loop, batches, tf.constant(0))
-    builder = run.builder
-    stray = placement_report.strays(
-        placement, builder.devices, run.masters.variables(), run.master_devices()
-    )
-    lines = placement_report.report(placement, stray)
-    if run.options.log_device_placement:
-        everything = [short(d.name) for d in tf.config.list_logical_devices()]
-        lines += ["  device mapping:", *(f"  {row}" for row in devices.describe(everything))]
-        lines += placement_report.table(placement)
-    print(*lines, sep="\n", file=out, flush=True)
-    if run.options.placement == "strict":
-        placement_report.check_strict(stray)
-    return placement, lines
-
-
-def open_folder(
-    run: Run,
-    folder: Path,
-    lock: files.Lock,
-    checkpoints: Checkpoints,
-    restored: int | None,
-    placement: Placement,
-) -> None:
-    """Make the folder that of this run: until here, nothing was written.
-
-    A checkpoint is written before any step: a folder that cannot be written, or is full, is found
-    now and not after an hour.
-    """
-    if run.options.overwrite:
-        files.move_aside(folder)
-    with contextlib.suppress(OSError):  # the checkpoint says it better
-        folder.mkdir(parents=True, exist_ok=True)
-    lock.take(folder)
-    if restored is None:
-        checkpoints.save(0)
-    files.write_text(folder / "flags.cfg", run.options.to_flagfile())
-    if run.options.log_device_placement:
-        placement_report.write_tsv(folder / "placement.tsv", placement)
-
-
 def make_timetable(run: Run) -> Timetable:
     """Return the calendar from where the master variables are to the end of the run."""
     step, examples = int(run.masters.step.numpy()), int(run.masters.examples.numpy())
@@ -270,6 +178,7 @@ def announce(monitor: Monitor, run: Run, timetable: Timetable, restored: int | N
     else:
         monitor.say(f"continuing  {folder} at step {restored} of {timetable.last_step}")
     monitor.say(f"watch it    {tensorboard_command(folder)}")
+    monitor.say(f"profile it  kill -USR2 {os.getpid()}")
 
 
 def read_finite(values: Mapping[str, tf.Tensor], step: int, run: Run) -> dict[str, Any]:
@@ -350,28 +259,3 @@ def table(result: Mapping[str, Any]) -> list[str]:
 
     lines = [f"  {name:22} {cell(value)}" for name, value in result.items()]
     return ["result", *lines, tensorboard_command(result["train_dir"])]
-
-
-class StopRequest:
-    """Turns Ctrl-C and SIGTERM into a question that the loop asks; a second one ends at once."""
-
-    def __enter__(self) -> "StopRequest":
-        """Take over the two signals, where Python lets us: in the main thread."""
-        self._asked = False
-        here = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGINT, signal.SIGTERM) if here else ()
-        self._before = {number: signal.signal(number, self._ask) for number in numbers}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Give the signals back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def __call__(self) -> bool:
-        """Tell whether a stop was asked for."""
-        return self._asked
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
-        self.__exit__()

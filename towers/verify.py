@@ -15,8 +15,9 @@ import tensorflow as tf
 
 from towers import data, devices
 from towers.causes import likely_cause
-from towers.options import Options, VerifyOptions
+from towers.options import Options
 from towers.run import Run, assemble, one_line_errors
+from towers.verb_options import VerifyOptions
 
 TOLERANCE = 1e-9
 # An array that is zero but for rounding has no digits of its own: it is measured by the largest of

@@ -1,0 +1,125 @@
+"""How a run begins: built, restored, placed; and only then is its folder written to."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+import tensorflow as tf
+
+from towers import devices, files, placement_report, trial
+from towers.checkpoint import Checkpoints
+from towers.errors import InputError
+from towers.options import Options
+from towers.placement import Placement, read_placement, short
+from towers.run import Run, assemble, find, one_line_errors
+
+
+def build(options: Options) -> Run:
+    """Build the run, its variables where they are fastest if the options leave that open.
+
+    Raises:
+        InputError: a device, the data or the model cannot be had as the options say.
+        RunError: the data set cannot be read, a GPU does not compute, or gradients are gathered
+            wrong.
+    """
+    names, dataset = find(options)
+    if options.variables == "auto":
+        out = sys.stderr if options.json else sys.stdout
+        options = trial.fastest(
+            options, names, dataset, lambda line: print(line, file=out, flush=True)
+        )
+    run = assemble(options, names, dataset)
+    trial.check_gather(run)
+    return run
+
+
+def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
+    """Restore the newest checkpoint of the folder, if it is to be continued; write nothing.
+
+    Returns:
+        The checkpoints, and the step that was restored, None for a new run.
+    """
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        run.masters.variables(),
+        {n: getattr(run.options, n) for n in ("model", "model_args", "augment", "dataset")},
+        run.options.keep_checkpoints,
+    )
+    if run.options.overwrite:
+        return checkpoints, None
+    restored = checkpoints.restore(lambda line: print(line, file=sys.stderr))
+    run.masters.spread()
+    return checkpoints, restored
+
+
+def check_x(folder: Path, given: str) -> None:
+    """Refuse to go on with curves over something else than what they began with.
+
+    Raises:
+        InputError: one line.
+    """
+    with contextlib.suppress(OSError):
+        for line in (folder / "flags.cfg").read_text(encoding="utf-8").splitlines():
+            before = line.removeprefix("--tensorboard_x=")
+            if before not in (line, given):
+                raise InputError(
+                    f"--tensorboard_x={given}: the curves in {folder} are over {before}; go on "
+                    f"with --tensorboard_x={before}, or --overwrite moves the run aside"
+                )
+
+
+def place(
+    run: Run, train_loop: Callable, batches: Iterator, out: TextIO
+) -> tuple[Placement, list[str]]:
+    """Build the graph of a step, and say where TensorFlow put it; no step is made.
+
+    Returns:
+        The placement, and the lines that were said of it.
+
+    Raises:
+        RunError: a tower's op runs elsewhere, and --placement=strict forbids it.
+    """
+    towers = f"{len(run.builder.devices)} tower{'s' * (len(run.builder.devices) > 1)}"
+    print(f"building    the graph of {towers} ...", file=out, flush=True)
+    with one_line_errors(run.options):
+        placement = read_placement(train_loop, batches, tf.constant(0))
+    builder = run.builder
+    stray = placement_report.strays(
+        placement, builder.devices, run.masters.variables(), run.master_devices()
+    )
+    lines = placement_report.report(placement, stray)
+    if run.options.log_device_placement:
+        everything = [short(d.name) for d in tf.config.list_logical_devices()]
+        lines += ["  device mapping:", *(f"  {row}" for row in devices.describe(everything))]
+        lines += placement_report.table(placement)
+    print(*lines, sep="\n", file=out, flush=True)
+    if run.options.placement == "strict":
+        placement_report.check_strict(stray)
+    return placement, lines
+
+
+def open_folder(
+    run: Run,
+    folder: Path,
+    lock: files.Lock,
+    checkpoints: Checkpoints,
+    restored: int | None,
+    placement: Placement,
+) -> None:
+    """Make the folder that of this run: until here, nothing was written.
+
+    A checkpoint is written before any step: a folder that cannot be written, or is full, is found
+    now and not after an hour.
+    """
+    if run.options.overwrite:
+        files.move_aside(folder)
+    with contextlib.suppress(OSError):  # the checkpoint says it better
+        folder.mkdir(parents=True, exist_ok=True)
+    lock.take(folder)
+    if restored is None:
+        checkpoints.save(0)
+    files.write_text(folder / "flags.cfg", run.options.to_flagfile())
+    if run.options.log_device_placement:
+        placement_report.write_tsv(folder / "placement.tsv", placement)
