@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,14 @@ import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 import towers  # noqa: E402
-from towers import devices, gpus, nvml, profile_summary, runtime  # noqa: E402
+from towers import devices, gpus, memory, nvml, profile_summary, runtime  # noqa: E402
 from towers.collectives import all_sum  # noqa: E402
 from towers.errors import RunError  # noqa: E402
 from towers.nvml import MIB  # noqa: E402
 from towers.options import Options  # noqa: E402
 from towers.placement import read_placement  # noqa: E402
 from towers.profiler import Profiler  # noqa: E402
+from towers.run import prepare  # noqa: E402
 
 EXIT_FAILED, EXIT_NO_GPU = 1, 3
 TIMEOUT_SECONDS = 600
@@ -280,6 +282,22 @@ def profile(kind: str) -> str:
     return ", ".join(f"MatMul on {name} {1e3 * rows[name].seconds:.3f} ms" for name in names)
 
 
+def telemetry(kind: str) -> str:
+    """The times of the towers are those of their work, not of queueing it; and they hold memory."""
+    names = two_devices(kind)
+    run = prepare(Options(num_towers=2, batch_size=256, devices=",".join(names)))
+    loop, batches = run.train_loop(), iter(run.data.train.train_batches(256, seed=0))
+    loop(batches, tf.constant(5))
+    start = time.perf_counter()
+    values = {name: value.numpy() for name, value in loop(batches, tf.constant(20)).items()}
+    wall, own = time.perf_counter() - start, values["tower_seconds"]
+    found = f"towers {own[0]:.3f} and {own[1]:.3f} s of {wall:.3f} s"
+    expect(bool((own > wall / 2).all() and (own < wall).all()), found)
+    held = [memory.of_device(name)[0] for name in names]
+    expect(min(held) > 4, f"towers hold {held} MiB, and the weights alone are 4")
+    return found
+
+
 FIND = "find"
 # Of a GPU's memory and health, and of any device.
 MEMORY_CHECKS: dict[str, Callable[[], str]] = {
@@ -302,6 +320,7 @@ TOWER_CHECKS: dict[str, Callable[..., str]] = {
     "the same with --jit_compile": functools.partial(training, jit_compile=True),
     "fused BatchNorm over two towers": batch_norm,
     "a profile names the ops of each device": profile,
+    "the times and the memory of each tower": telemetry,
 }
 
 

@@ -120,6 +120,41 @@ def test_pictures_leave_room_for_curves_and_say_so_once(tmp_path):
     own.close()
 
 
+def test_each_curve_is_thinned_and_none_starved(tmp_path):
+    """Of tags that take turns, a common count would always leave out the same."""
+    own = writer(tmp_path, MIB / 4, lambda line: None)
+    for x in range(400):
+        own.scalars(x, {f"loss/{i}": 1.0 for i in range(20)})
+        if x % 3 == 0:
+            own.scalars(x, {"accuracy": 0.5})
+    own.close()
+    last = {tag: x for x, values in points(tmp_path) for tag in values}
+    assert last["accuracy"] > 300 and last["loss/0"] > 300
+
+
+def test_the_last_pictures_may_have_what_is_left_for_curves(tmp_path):
+    own = writer(tmp_path, MIB, lambda line: None)
+    assert not own.heavy(picture(600_000), 1)
+    assert own.heavy(picture(600_000), 2, last=True)
+    own.close()
+
+
+def test_a_file_that_holds_nothing_is_removed(tmp_path):
+    write(tmp_path, [])
+    assert len(list(tmp_path.iterdir())) == 1
+    events.cut(tmp_path, 100)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_that_is_no_event_ends_a_file(tmp_path):
+    write(tmp_path, [0, 10])
+    (path,) = tmp_path.iterdir()
+    good = path.read_bytes()
+    start, _, end = list(events._records(path))[-1]
+    path.write_bytes(good[: start + 12] + b"\xff" * (end - start - 16) + good[end - 4 :])
+    assert [x for x, _ in points(tmp_path)] == [0]
+
+
 def test_curves_never_pass_the_limit(tmp_path):
     lines = []
     own = writer(tmp_path, MIB / 4, lines.append)

@@ -216,8 +216,8 @@ def test_all_pass(capsys):
     first, versions, *rows, last = capsys.readouterr().out.splitlines()
     assert first == "/gpu:0 -> A100"
     assert versions.startswith(f"TensorFlow {tf.__version__}, driver ")
-    assert last == "17 of 17 passed"
-    assert len(rows) == 17
+    assert last == "18 of 18 passed"
+    assert len(rows) == 18
     assert rows[0] == f"ok      {'memory fraction is read back':42}a gpu"
 
 
@@ -225,7 +225,7 @@ def test_one_fails(capsys):
     run = outcomes((True, ["/gpu:0 -> A100"]), failing=["collectives sum"])
     assert gpu_check.main([], run) == gpu_check.EXIT_FAILED == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "16 of 17 passed"
+    assert lines[-1] == "17 of 18 passed"
     assert f"FAILED  {'collectives sum':42}no gpu" in lines
 
 
@@ -243,7 +243,7 @@ def test_cpus_have_no_memory_checks(capsys):
     assert gpu_check.main(["--kind=cpu"], outcomes(None)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"ok      {'ops of each tower run on its device':42}a cpu"
-    assert lines[-1] == "11 of 11 passed"
+    assert lines[-1] == "12 of 12 passed"
 
 
 def test_a_check_that_does_not_answer(monkeypatch):

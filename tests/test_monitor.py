@@ -271,6 +271,37 @@ def test_what_is_written_again_after_a_crash_is_there_once(tmp_path, clock, out)
     assert evaluated == pytest.approx({10: 0.1, 20: 0.2, 30: 0.5})
 
 
+def test_an_evaluation_that_was_cut_short_is_drawn_anew(tmp_path, out):
+    """Its pictures come before its figures; a crash may come between."""
+    picture = tiny.summary("confusion_matrix", 100)
+    monitor = Monitor(tmp_path, timetable(), DEVICES, out=out)
+    for step in 10, 20:
+        monitor.show(step, test=[picture])
+        if step == 10:
+            monitor.eval_point(step, {"accuracy": 0.5})
+    monitor.close()
+    Monitor(tmp_path, timetable(first=20), DEVICES, out=out).close()
+    assert [(x, value.tag) for x, value in tiny.records(tmp_path / "eval")] == [
+        (10, "confusion_matrix"),
+        (10, "accuracy"),
+    ]
+
+
+def test_a_run_that_ended_in_its_last_evaluation_knows_its_figures(tmp_path, clock, out):
+    monitor = Monitor(tmp_path, timetable(last=3), DEVICES, out=out, clock=clock)
+    for step in 1, 2, 3:
+        step_to(monitor, step - 1, step, METRICS | {"loss": step / 2})
+        clock.now += 2
+    expected = monitor.examples_per_second()
+    monitor.close()
+    again = Monitor(tmp_path, timetable(first=3, last=3), DEVICES, out=out, clock=clock)
+    assert (again.last_loss(), again.examples_per_second()) == (1.5, expected)
+    again.close()
+    more = Monitor(tmp_path, timetable(first=3, last=9), DEVICES, out=out, clock=clock)
+    assert more.examples_per_second() is None  # which is to be that of its own steps
+    more.close()
+
+
 def test_pictures_stop_where_curves_go_on(tmp_path, out):
     monitor = Monitor(tmp_path, timetable(max_event_mib=1), DEVICES, out=out)
     picture = tiny.summary("picture", 200_000)

@@ -329,6 +329,25 @@ def test_an_evaluation_that_was_stopped_is_made_when_the_run_goes_on(whole, tmp_
     assert points(tmp_path / "eval", "accuracy") == points(whole / "eval", "accuracy")
 
 
+def test_a_signal_in_an_evaluation_shows_nothing_twice(tmp_path, monkeypatch):
+    options = tiny.options(tmp_path, **GIVEN, checkpoint_every_steps=1, histogram_every_epochs=0.5)
+    real, calls = evaluate._accumulate, []
+
+    def accumulate(*arguments):
+        calls.append(0)
+        if len(calls) == 5:  # in the second evaluation, of 4 batches each
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluate, "_accumulate", accumulate)
+        assert train(options) is None
+    train(options)
+    for part in "train", "eval":
+        stood = [(step, value.tag) for step, value in tiny.records(tmp_path / part)]
+        assert len(stood) == len(set(stood))
+
+
 def test_a_crash_between_the_last_evaluation_and_the_result(whole, tmp_path, monkeypatch):
     options = tiny.options(tmp_path, **GIVEN)
     with monkeypatch.context() as patch:
@@ -338,7 +357,33 @@ def test_a_crash_between_the_last_evaluation_and_the_result(whole, tmp_path, mon
     train(options)
     assert_each_point_once(tmp_path)
     assert points(tmp_path / "eval", "accuracy") == points(whole / "eval", "accuracy")
-    assert result_of(tmp_path)["test_accuracy"] == result_of(whole)["test_accuracy"]
+    for name in "test_accuracy", "train_loss", "gradient_noise_scale":
+        assert result_of(tmp_path)[name] == result_of(whole)[name]
+    assert result_of(tmp_path)["examples_per_second"] > 0
+
+
+def test_a_result_that_is_no_object_is_none(whole, tmp_path):
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    for text in "[]", "null", "3", '"x"':
+        (tmp_path / "result.json").write_text(text)
+        assert train(tiny.options(tmp_path, **GIVEN))["steps"] == LAST
+
+
+def test_a_profile_that_is_asked_for_too_early_ends_no_run(tmp_path):
+    program = f"""if 1:
+        import os, signal, sys
+        from tests import tiny
+        from towers import cli, opening
+        real = opening.build
+        def build(options):
+            os.kill(os.getpid(), signal.SIGUSR2)
+            return real(options)
+        opening.build = build
+        sys.exit(cli.main(["train", "--train_dir={tmp_path}/run", "--model=tests.tiny:dense",
+                           "--dataset=tests.tiny:images", "--augment=none", "--max_steps=3"]))
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_curves_go_on_over_what_they_began_with(tmp_path, at_step):

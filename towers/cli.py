@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -44,13 +45,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         if {"--help", "-h", "-help"} & set(rest):
             print(flags.verb_help(verb), end="")
             return 0
-        return _run(verb, flags.parse(verb, rest), start)
+        with _no_end_by_sigusr2(verb):
+            return _run(verb, flags.parse(verb, rest), start)
     except InputError as error:
         return _complain(error, EXIT_USAGE)
     except RunError as error:
         return _complain(error, EXIT_FAILED)
     except KeyboardInterrupt:
         return _complain("interrupted", EXIT_INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _no_end_by_sigusr2(verb: str) -> Iterator[None]:
+    """Let the signal that asks a run for a profile not end it while it starts or ends."""
+    here = threading.current_thread() is threading.main_thread()
+    if verb != "train" or not here:
+        yield
+        return
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR2, before)
 
 
 def _complain(message: object, exit_code: int) -> int:

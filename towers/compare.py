@@ -94,12 +94,13 @@ def report(
         lines += table(header, rows, widest=44)
     lines += ["", "results", *table(*_results(entries), widest=44)]
     if target is None:
-        return [*lines, "", "no run was evaluated yet"]
-    lines += ["", f"to a test accuracy of {target:.4f}", *table(*_times(entries), widest=44)]
-    lines.append(
-        "accuracy: of the moving average where there is one; seconds: of training alone, without "
-        "start, evaluation, saving and stops"
-    )
+        lines += ["", "no run was evaluated yet"]
+    else:
+        lines += ["", f"to a test accuracy of {target:.4f}", *table(*_times(entries), widest=44)]
+        lines.append(
+            "accuracy: of the moving average where there is one; seconds: of training alone, "
+            "without start, evaluation, saving and stops"
+        )
     for status, what in (("unfinished", "not finished: as far as it is"), ("empty", "no curves")):
         names = [run.name for run in runs if run.status == status]
         if names:

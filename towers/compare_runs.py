@@ -13,7 +13,7 @@ import numpy as np
 from towers import files
 from towers.compare_events import Curves, read_curves
 from towers.errors import InputError
-from towers.sweep_report import accuracy
+from towers.sweep_report import accuracy, noted_runs, number
 
 _OF_ONE_RUN = ("train_dir", "overwrite", "json", "visible_gpus")
 _ROUNDING = 1e-6  # event files hold 32 bits: 0.9 is a little less there
@@ -79,7 +79,7 @@ def read_run(folder: Path, name: str) -> Compared:
     curves = read_curves(
         folder, int(size) if size.isdecimal() else 1, flags.get("tensorboard_x") == "examples"
     )
-    if len(curves.examples) and curves.examples[-1] > result.get("examples", 0):
+    if len(curves.examples) and curves.examples[-1] > (number(result, "examples") or 0):
         result = {}  # of before the run went on
     steps = curves.loss.x
     status = "finished" if accuracy(result) is not None else "unfinished"
@@ -118,16 +118,16 @@ def metrics_of(run: Compared) -> dict[str, float | None]:
     last_accuracy = float(curves.accuracy.values[-1]) if len(curves.accuracy.values) else None
     last_loss = float(curves.loss.values[-1]) if len(curves.loss.values) else None
     final = accuracy(result)
-    at = result.get("examples") or examples
+    at = number(result, "examples") or examples
     seconds = curves.seconds_at(at) if at else None
     return {
-        "steps": result.get("steps"),
+        "steps": number(result, "steps"),
         "examples": at,
         "epochs": curves.epochs_at(at) if at else None,
         "accuracy": last_accuracy if final is None else final,
-        "test_loss": result.get("test_loss"),
-        "train_loss": result.get("train_loss") or last_loss,
-        "examples_per_second": result.get("examples_per_second")
+        "test_loss": number(result, "test_loss"),
+        "train_loss": number(result, "train_loss") or last_loss,
+        "examples_per_second": number(result, "examples_per_second")
         or (at / seconds if seconds else None),
         "seconds": seconds,
     }
@@ -159,10 +159,9 @@ def to_accuracy(run: Compared, target: float) -> dict[str, float | None] | None:
 
 def failures(names: Sequence[str]) -> dict[str, str]:
     """Return {name: error} of the runs that failed, as the sweeps among the folders noted it."""
-    noted = [files.read_json(Path(name) / "sweep.json") for name in names]
     return {
-        str(run.get("name")): str(run.get("error"))
-        for sweep in noted
-        for run in sweep.get("runs", [])
+        run["name"]: str(run.get("error"))
+        for name in names
+        for run in noted_runs(Path(name))
         if run.get("status") == "failed"
     }

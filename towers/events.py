@@ -10,6 +10,7 @@ In use:
 
 import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -41,10 +42,10 @@ class Budget:
             say: gets a line when the first of a kind is left out.
         """
         self._folders, self._max_bytes, self._say = list(folders), max_bytes, say
-        self._offered = dict.fromkeys(_SHARE, 0)
+        self._offered: Counter[tuple[str, str]] = Counter()
         self._told: set[str] = set()
 
-    def takes(self, kind: str, num_bytes: int) -> bool:
+    def takes(self, kind: str, tag: str, num_bytes: int) -> bool:
         """Tell whether something may be written.
 
         All is written up to three quarters of what the kind may fill. From there on every second
@@ -52,11 +53,13 @@ class Budget:
 
         Args:
             kind: HEAVY or POINT.
+            tag: what it shows; every second is one of the same tag.
             num_bytes: its size.
         """
         limit = _SHARE[kind] * self._max_bytes
         left = (limit - self._used_bytes() - num_bytes) / limit
-        number, self._offered[kind] = self._offered[kind], self._offered[kind] + 1
+        number = self._offered[kind, tag]
+        self._offered[kind, tag] += 1
         if left >= 0.25 or (left > 0 and number % 2 ** math.ceil(-math.log2(4 * left)) == 0):
             return True
         if kind not in self._told:
@@ -86,9 +89,12 @@ class Writer:
             summary.value.extend(scalar_pb(tag, value).value)
         self._write(summary, x, POINT)
 
-    def heavy(self, summary: Summary, x: int) -> bool:
-        """Write a picture or the like at `x` if the budget lets it; tell whether."""
-        return self._write(summary, x, HEAVY)
+    def heavy(self, summary: Summary, x: int, *, last: bool = False) -> bool:
+        """Write a picture or the like at `x` if the budget lets it; tell whether.
+
+        The last ones of a run may have what is left for curves.
+        """
+        return self._write(summary, x, POINT if last else HEAVY)
 
     def close(self) -> None:
         """End the file."""
@@ -96,7 +102,7 @@ class Writer:
 
     def _write(self, summary: Summary, x: int, kind: str) -> bool:
         data = summary.SerializeToString()
-        if not summary.value or not self._budget.takes(kind, len(data)):
+        if not summary.value or not self._budget.takes(kind, summary.value[0].tag, len(data)):
             return False
         with self._writer.as_default(step=x):  # which flushes at its end
             tf.summary.experimental.write_raw_pb(data)
@@ -116,8 +122,8 @@ def cut(folder: Path, x: int) -> None:
             if event.HasField("summary") and event.step >= x:
                 break
             kept, empty = end, empty or (end if start == 0 else 0)
-        if kept == empty and kept < size:
-            path.unlink()  # nothing but its header would be left
+        if kept == empty:
+            path.unlink()  # nothing but its header is left
         elif kept < size:
             with path.open("r+b") as file:
                 file.truncate(kept)

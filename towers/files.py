@@ -32,11 +32,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return what a JSON file holds, {} if it is absent or not whole."""
+    """Return the object that a JSON file holds, {} if it is absent, not whole, or no object."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 class Lock:

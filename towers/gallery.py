@@ -25,30 +25,38 @@ class Gallery:
         self._run, self._timetable, self._monitor = run, timetable, monitor
         self._sampler, self._histograms = sampler, Histograms(run)
         self._failed: set[str] = set()
+        self._shown: set[tuple[str, int]] = set()
         self.show_training(timetable.first_step)
         if timetable.options.histogram_every_epochs:
             self.show_histograms(timetable.first_step)
 
     def show_training(self, step: int) -> None:
         """Show the batch after `step` updates as the towers see it, and the first filters."""
-        found = self._made("pictures", lambda: pictures.of_training(self._run, self._batch(step)))
+        found = self._made(
+            "pictures", step, lambda: pictures.of_training(self._run, self._batch(step))
+        )
         self._monitor.show(step, train=found)
 
     def show_histograms(self, step: int) -> None:
         """Show how weights, gradients and activations lie after `step` updates."""
-        found = self._made("histograms", lambda: [self._histograms.of_step(self._batch(step))])
+        found = self._made(
+            "histograms", step, lambda: [self._histograms.of_step(self._batch(step))]
+        )
         self._monitor.show(step, train=found)
 
     def show_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Show what an evaluation after `step` updates got wrong."""
-        found = self._made("mistakes", lambda: pictures.of_evaluation(self._run, evaluation))
+        found = self._made("mistakes", step, lambda: pictures.of_evaluation(self._run, evaluation))
         self._monitor.show(step, test=found)
 
     def _batch(self, step: int) -> Batch | None:
         return self._sampler.batch(step, self._timetable.examples(step))
 
-    def _made(self, what: str, make: Callable[[], Iterable[Summary]]) -> list[Summary]:
-        """Return what `make` returns; nothing, and once a line, if it fails."""
+    def _made(self, what: str, step: int, make: Callable[[], Iterable[Summary]]) -> list[Summary]:
+        """Return what `make` returns the first time; nothing, and once a line, if it fails."""
+        if (what, step) in self._shown:
+            return []
+        self._shown.add((what, step))
         with self._monitor.pause():
             try:
                 return list(make())

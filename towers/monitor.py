@@ -59,15 +59,15 @@ class Monitor:
         """
         self._timetable, self._devices, self._health = timetable, list(devices), health
         self._out, self._clock = out or sys.stdout, clock
-        folders = train_dir / "train", train_dir / "eval"
-        start = timetable.x(timetable.first_step)
-        for folder, x in zip(folders, (start, start + 1), strict=True):  # of the test: still true
-            events.cut(folder, x)
-        earlier = events.read(folders[0], _OF_NOISE)
-        self._noise = NoiseScale([point[tag] for tag in _OF_NOISE] for *_, point in earlier)
-        self._evaluated = {x for x, *_ in events.read(folders[1], {"accuracy"})}
-        budget = events.Budget(folders, timetable.options.max_event_mib * 2**20, self.say)
-        self._train, self._eval = (events.Writer(folder, budget) for folder in folders)
+        of_train, of_eval = train_dir / "train", train_dir / "eval"
+        self._evaluated = _cut(of_train, of_eval, timetable.x(timetable.first_step))
+        self._last_loss, self._rates, estimates = _earlier(of_train)
+        self._noise = NoiseScale(estimates)
+        if timetable.first_step < timetable.last_step:
+            self._rates = []  # this process makes steps of its own
+        max_bytes = timetable.options.max_event_mib * 2**20
+        budget = events.Budget([train_dir, of_train, of_eval], max_bytes, self.say)
+        self._train, self._eval = (events.Writer(part, budget) for part in (of_train, of_eval))
         self._bar = tqdm(
             total=timetable.last_step,
             initial=timetable.first_step,
@@ -78,7 +78,6 @@ class Monitor:
         self._window_start: tuple[float, int] | None = None
         self._calls: list[Mapping[str, tf.Tensor]] = []
         self._paused_seconds = 0.0
-        self._rates: list[float] = []
 
     def say(self, line: str = "") -> None:
         """Print a line, above the bar if there is one."""
@@ -98,6 +97,7 @@ class Monitor:
             metrics: what the train loop returned, as numbers and arrays.
         """
         examples = self._timetable.examples(step)
+        self._last_loss = metrics["loss"]
         scalars = {
             "loss/data": metrics["loss"],
             "loss/regularisation": metrics["penalty"],
@@ -145,7 +145,8 @@ class Monitor:
         """Write pictures or histograms, of training or of the test set, after `step` updates."""
         for writer, summaries in ((self._train, train), (self._eval, test)):
             for summary in summaries:
-                writer.heavy(summary, self._timetable.x(step))
+                last = step == self._timetable.last_step
+                writer.heavy(summary, self._timetable.x(step), last=last)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -167,6 +168,10 @@ class Monitor:
         """Return the median over windows; the first is left out as warm-up if there are others."""
         rates = self._rates[1:] or self._rates
         return statistics.median(rates) if rates else None
+
+    def last_loss(self) -> float | None:
+        """Return the loss of the data at the last point, that of an earlier process if need be."""
+        return self._last_loss
 
     def noise_scale(self) -> float | None:
         """Return the gradient noise scale in examples, None where it cannot be told."""
@@ -236,6 +241,33 @@ class Monitor:
     def _occupied(self, values: Mapping[str, Any]) -> list[int]:
         """Return the towers that had examples in the last step."""
         return [i for i, count in enumerate(values["tower_examples"]) if count > 0]
+
+
+def _cut(of_train: Path, of_eval: Path, start: int) -> set[int]:
+    """Drop the points that are written again from `start` on; return where evaluations stand.
+
+    A point of training at `start` is of the next step. An evaluation there is of what the run goes
+    on with, and is kept if it is whole: its figures come last.
+    """
+    events.cut(of_train, start)
+    events.cut(of_eval, start + 1)
+    evaluated = {x for x, *_ in events.read(of_eval, {"accuracy"})}
+    if start not in evaluated:
+        events.cut(of_eval, start)
+    return evaluated
+
+
+def _earlier(of_train: Path) -> tuple[float | None, list[float], list[tuple[float, float]]]:
+    """Return the last loss, the speeds, and the estimates of the noise scale that were written."""
+    loss, rates, estimates = None, [], []
+    tags = {"loss/data", "speed/examples_per_second", *_OF_NOISE}
+    for _, _, point in events.read(of_train, tags):
+        loss = point.get("loss/data", loss)
+        if "speed/examples_per_second" in point:
+            rates.append(point["speed/examples_per_second"])
+        if _OF_NOISE[0] in point:
+            estimates.append(tuple(point[tag] for tag in _OF_NOISE))
+    return loss, rates, estimates
 
 
 def _spread(scalars: Mapping[str, float], name: str) -> float:

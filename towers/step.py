@@ -60,8 +60,10 @@ def make_train_loop(
                 values, _ = train_step(*batch)
             else:
                 arrived = tower_stats.time_after(batch, clock)
-                values, _ = train_step(*batch, measured=i + 1 >= num_steps)
-                values["input_wait_seconds"] = arrived - start
+                with tf.name_scope("telemetry"):
+                    waited, measured = arrived - start, i + 1 >= num_steps
+                values, _ = train_step(*batch, measured=measured)
+                values["input_wait_seconds"] = waited
             with tf.name_scope("telemetry"):
                 values = {name: tf.cast(values[name], tf.float32) for name in before}
                 values |= {name: before[name] + values[name] for name in sums}

@@ -41,7 +41,7 @@ STOPPED = 75  # exit code of a run that saved
 _FREE = frozenset(
     "train_dir overwrite json data_dir visible_gpus per_process_gpu_memory_fraction "
     "gpu_memory_limit_mib allow_growth allow_soft_placement placement log_device_placement "
-    "log_every_steps evaluate_every_epochs checkpoint_every_steps keep_checkpoints tensorboard_x "
+    "log_every_steps evaluate_every_epochs checkpoint_every_steps keep_checkpoints "
     "histogram_every_epochs profile_steps max_event_mib".split()
 )
 
@@ -110,9 +110,7 @@ class _Sweep:
         self._options, self._runs, self._program, self._clock = options, runs, program, clock
         self._folder = Path(options.sweep_dir)
         self._say = say
-        before = {
-            e["name"]: e for e in files.read_json(self._folder / "sweep.json").get("runs", [])
-        }
+        before = {entry["name"]: entry for entry in sweep_report.noted_runs(self._folder)}
         self._entries = {run.name: self._entry(run, before.get(run.name, {})) for run in runs}
         self._children: list[tuple[PlannedRun, Child, list[int]]] = []
         done = self._count("finished")
@@ -178,7 +176,7 @@ class _Sweep:
             "flags": dict(run.flags),
             "status": "finished" if result else "waiting",
             "exit_code": 0 if result else None,
-            "seconds": before.get("seconds", 0.0),
+            "seconds": sweep_report.number(before, "seconds") or 0.0,
             "result": result,
             "error": None,
             "train_dir": run.options.train_dir,

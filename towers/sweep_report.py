@@ -6,6 +6,7 @@ failed come after those of which none did.
 """
 
 import dataclasses
+import math
 import os
 import shlex
 import statistics
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from towers import files
 from towers.options import Options
 from towers.sweep_options import SweepOptions
 from towers.sweep_plan import OWN, PlannedRun, describe, text_of
@@ -21,11 +23,24 @@ from towers.text_table import table
 METRICS = ("accuracy", "test_loss", "train_loss", "examples_per_second")
 
 
+def noted_runs(folder: Path) -> list[dict[str, Any]]:
+    """Return the runs that sweep.json of a folder names, whatever else may stand in that file."""
+    runs = files.read_json(folder / "sweep.json").get("runs")
+    runs = runs if isinstance(runs, list) else []
+    return [run for run in runs if isinstance(run, dict) and isinstance(run.get("name"), str)]
+
+
 def accuracy(result: Mapping[str, Any] | None) -> float | None:
     """Return the test accuracy of a run: of the moving average if there is one."""
-    result = result or {}
-    averaged = result.get("test_accuracy_ema")
-    return result.get("test_accuracy") if averaged is None else averaged
+    averaged = number(result, "test_accuracy_ema")
+    return number(result, "test_accuracy") if averaged is None else averaged
+
+
+def number(result: Mapping[str, Any] | None, name: str) -> float | None:
+    """Return a figure of a result that was read from a file; None if it is no finite number."""
+    value = (result or {}).get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and math.isfinite(value) else None
 
 
 def summarise(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -49,7 +64,7 @@ def summarise(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _row(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     results = [entry["result"] for entry in group if entry["status"] == "finished"]
-    numbers = {name: [result.get(name) for result in results] for name in METRICS[1:]}
+    numbers = {name: [number(result, name) for result in results] for name in METRICS[1:]}
     numbers["accuracy"] = [accuracy(result) for result in results]
     return {
         "flags": {name: value for name, value in group[0]["flags"].items() if name != "seed"},

@@ -86,7 +86,7 @@ def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> di
     profiler = Profiler(
         folder, options.profile_range(), last_step=last, placement=placement, say=monitor.say
     )
-    step, metrics, seconds_to_first_step = first, {}, None
+    step, saved, seconds_to_first_step = first, first, None
     with (
         one_line_errors(options),
         dashboard.failing(folder),
@@ -112,18 +112,18 @@ def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> di
             with monitor.pause():
                 profiler.end(step)
             if timetable.logs(step):
-                metrics = read_finite(values, step, run)
-                monitor.train_point(step, metrics)
+                monitor.train_point(step, read_finite(values, step, run))
             if timetable.saves(step):
                 with monitor.saving(step):
                     save_finite(checkpoints, values, step, run)
+                saved = step
             if timetable.draws_histograms(step):
                 gallery.show_histograms(step)
             if timetable.evaluates(step):
                 with monitor.pause():
                     show_evaluation(monitor, gallery, step, evaluator(stop))
         profiler.stop()
-        if step > first:
+        if step > saved:
             with monitor.saving(step):
                 save_finite(checkpoints, values, step, run)
         evaluation = evaluator(stop) if step == last else None
@@ -136,7 +136,7 @@ def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> di
     speeds = {
         "examples_per_second": monitor.examples_per_second(),
         "seconds_to_first_step": seconds_to_first_step,
-        "train_loss": metrics.get("loss"),
+        "train_loss": monitor.last_loss(),
         "gradient_noise_scale": monitor.noise_scale(),
     }
     result = finish(run, timetable, speeds, evaluation)
