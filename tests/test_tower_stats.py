@@ -39,6 +39,20 @@ def uneven_work(num_classes, image_shape):
     )
 
 
+class Constant(keras.layers.Layer):
+    """Has a weight that its output does not depend on."""
+
+    def build(self, shape):
+        self.unused = self.add_weight(shape=(3,), name="unused")
+
+    def call(self, x):
+        return tf.zeros([tf.shape(x)[0], tiny.NUM_CLASSES])
+
+
+def without_gradients(num_classes, image_shape):
+    return keras.Sequential([keras.Input(image_shape), Constant()])
+
+
 class Looked:
     """One step of a run, and what it should say by hand."""
 
@@ -158,6 +172,12 @@ def test_the_slow_tower_takes_longer():
     looked.step()
     fast, slow = looked.step(3)["tower_seconds"]
     assert slow > 1.5 * fast
+
+
+def test_a_model_without_gradients():
+    found = Looked(model="tests.test_tower_stats:without_gradients").step()
+    assert found["tower_gradient_norm"].tolist() == found["tower_cosine"].tolist() == [0, 0, 0]
+    assert found["tower_loss"] == pytest.approx([np.log(3)] * 3)
 
 
 def test_a_loop_without_telemetry_has_the_four_metrics_alone():

@@ -172,6 +172,9 @@ def _products(
                 one = gather.map_values(_here, one)
             places.setdefault(place, []).append((one, other))
 
+    def nothing() -> tuple[tf.Tensor, ...]:
+        return tuple(tf.zeros([]) for _ in range(3))
+
     def compute() -> tuple[tf.Tensor, ...]:
         products = []
         for place, pairs in places.items():
@@ -182,7 +185,7 @@ def _products(
         with tf.device(device):
             return tuple(tf.add_n(column) for column in zip(*products, strict=True))
 
-    return tf.cond(measured, compute, lambda: tuple(tf.zeros([]) for _ in range(3)))
+    return tf.cond(measured, compute, nothing) if places else nothing()
 
 
 def _here(value: tf.Tensor) -> tf.Tensor:
