@@ -97,6 +97,8 @@ def test_the_texts_say_what_the_run_is(server):
     assert all(len(entries) == 1 for entries in texts.values())
     assert "the same at any number of towers" in texts["rules"][0]
     assert "placement   all is well" in texts["placement"][0]
+    assert re.search(r"op type +/cpu:0 +/cpu:1", texts["placement"][0])
+    assert re.search(r"\n +AddN +\d+", texts["placement"][0])
     assert tf.__version__ in texts["environment"][0]
     assert "/cpu:1" in texts["environment"][0]
     assert "Conv2D" in texts["model"][0]

@@ -22,7 +22,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import summary as layout_summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 
-from towers import devices, host, hparams
+from towers import devices, host, hparams, placement_report
 from towers.errors import RunError
 from towers.options import Options
 from towers.placement import Placement
@@ -84,7 +84,7 @@ def open_root(
         run: that starts, or goes on.
         folder: its train_dir.
         placement: read from its train loop.
-        lines: what the terminal shows of that.
+        lines: what the terminal shows of that; the text has its table of op types, too.
         graph: of the train loop, as traced.
 
     Raises:
@@ -99,7 +99,7 @@ def open_root(
         hparams.session_start(options, num_towers),
         text_pb("rules", _verbatim(rule_book(run))),
         text_pb("flags", flags_table(options)),
-        text_pb("placement", _verbatim(lines)),
+        text_pb("placement", _verbatim([*lines, "", *placement_report.table(placement)])),
         text_pb("environment", environment(run)),
         text_pb("model", _verbatim(_model_lines(run))),
     ]

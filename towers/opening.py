@@ -76,7 +76,7 @@ def place(
     """Build the graph of a step, and say where TensorFlow put it; no step is made.
 
     Returns:
-        The placement, and the lines that were said of it.
+        The placement, and the report on it that was printed.
 
     Raises:
         RunError: a tower's op runs elsewhere, and --placement=strict forbids it.
@@ -90,11 +90,12 @@ def place(
         placement, builder.devices, run.masters.variables(), run.master_devices()
     )
     lines = placement_report.report(placement, stray)
+    print(*lines, sep="\n", file=out)
     if run.options.log_device_placement:
         everything = [short(d.name) for d in tf.config.list_logical_devices()]
-        lines += ["  device mapping:", *(f"  {row}" for row in devices.describe(everything))]
-        lines += placement_report.table(placement)
-    print(*lines, sep="\n", file=out, flush=True)
+        mapping = ["  device mapping:", *(f"  {row}" for row in devices.describe(everything))]
+        print(*mapping, *placement_report.table(placement), sep="\n", file=out)
+    out.flush()
     if run.options.placement == "strict":
         placement_report.check_strict(stray)
     return placement, lines
