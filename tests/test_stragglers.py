@@ -13,7 +13,7 @@ def lines(*points):
 def test_the_slow_tower_is_named_with_its_device_and_times():
     first, second, third = lines(*[[0.1, 0.2, 0.12]] * 3)
     assert first is None and third is None
-    assert "tower 1 on /gpu:1" in second and "0.200" in second and "0.110" in second
+    assert "tower 1 on /gpu:1" in second and "0.200" in second and "0.120" in second
 
 
 def test_one_slow_point_is_nothing():
@@ -23,6 +23,16 @@ def test_one_slow_point_is_nothing():
 
 def test_little_differences_are_nothing():
     assert lines(*[[0.1, 0.11, 0.12]] * 4) == [None] * 4
+
+
+def test_one_tower_that_is_ahead_makes_no_straggler_of_the_last():
+    assert lines(*[[0.08, 0.138, 0.139]] * 3) == [None] * 3
+
+
+def test_half_of_the_towers_are_slow():
+    watch = Stragglers([f"/gpu:{i}" for i in range(4)])
+    said = [watch.line([0.1, 0.1, 0.2, 0.21]) for _ in range(2)]
+    assert said[0] is None and "tower 3" in said[1]
 
 
 def test_it_is_said_again_when_it_comes_back_or_is_another():

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 
-_SLOWER = 1.25  # times the median of the others
+_SLOWER = 1.25  # times what is usual
 _POINTS = 2  # in a row: one slow point may be anything
 
 
@@ -27,10 +27,9 @@ class Stragglers:
         self._last = slowest
         if slowest is None or self._points_in_a_row != _POINTS:
             return None
-        others = self._others(seconds, slowest)
         return (
             f"straggler   tower {slowest} on {self._devices[slowest]} takes {seconds[slowest]:.3f} "
-            f"s a step, the others {others:.3f} s: all wait for it"
+            f"s a step, {_usual(seconds):.3f} s is usual: all wait for it"
         )
 
     def _slowest(self, seconds: Sequence[float]) -> int | None:
@@ -38,8 +37,13 @@ class Stragglers:
         if sum(value > 0 for value in seconds) < 2:
             return None
         slowest = max(range(len(seconds)), key=lambda i: seconds[i])
-        return slowest if seconds[slowest] > _SLOWER * self._others(seconds, slowest) else None
+        return slowest if seconds[slowest] > _SLOWER * _usual(seconds) else None
 
-    @staticmethod
-    def _others(seconds: Sequence[float], tower: int) -> float:
-        return statistics.median(s for i, s in enumerate(seconds) if i != tower and s > 0)
+
+def _usual(seconds: Sequence[float]) -> float:
+    """Return the median of the towers' times; of two the smaller one.
+
+    Not that of the others: on devices that share cores it is one tower that ends before the rest.
+    """
+    known = [value for value in seconds if value > 0]
+    return min(known) if len(known) == 2 else statistics.median(known)
