@@ -29,6 +29,11 @@ def test_one_tower_that_is_ahead_makes_no_straggler_of_the_last():
     assert lines(*[[0.08, 0.138, 0.139]] * 3) == [None] * 3
 
 
+def test_of_two_the_slower_is_measured_by_the_other():
+    watch = Stragglers(DEVICES[:2])
+    assert [bool(watch.line([0.1, 0.14])) for _ in range(2)] == [False, True]
+
+
 def test_half_of_the_towers_are_slow():
     watch = Stragglers([f"/gpu:{i}" for i in range(4)])
     said = [watch.line([0.1, 0.1, 0.2, 0.21]) for _ in range(2)]
@@ -45,4 +50,9 @@ def test_it_is_said_again_when_it_comes_back_or_is_another():
 def test_towers_without_examples_or_times_are_left_out():
     assert lines([0.3, 0.0, 0.0], [0.3, 0.0, 0.0]) == [None, None]
     assert "tower 0" in lines([0.3, 0.1, 0.0], [0.3, 0.1, 0.0])[1]
+    assert lines(*[[0.11, 0.0, 0.1]] * 2) == [None, None]
+    few = Stragglers(["/gpu:0"] * 5)
+    assert [few.line([0.11, 0.1, 0.1, 0.0, 0.0]) for _ in range(2)] == [None, None]
+    few = Stragglers(["/gpu:0"] * 8)
+    assert [few.line([0.11, 0.1, 0.1] + [0.0] * 5) for _ in range(2)] == [None, None]
     assert lines([0.0] * 3, [0.0] * 3) == [None, None]
