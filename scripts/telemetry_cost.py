@@ -10,6 +10,7 @@ are those of `towers train`, at their defaults.
 """
 
 import argparse
+import contextlib
 import io
 import os
 import platform
@@ -27,20 +28,17 @@ import tensorflow as tf  # noqa: E402
 
 from towers import flags  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
-from towers.gpu_health import GpuHealth  # noqa: E402
 from towers.monitor import Monitor  # noqa: E402
 from towers.run import Run, prepare  # noqa: E402
 from towers.timetable import Timetable  # noqa: E402
 
 
-def make_windows(run: Run, folder: Path) -> tuple[Callable[[], float], Callable[[], float]]:
+def make_windows(run: Run, monitor: Monitor) -> tuple[Callable[[], float], Callable[[], float]]:
     """Return two functions that make a window's steps, with telemetry and without.
 
     Each returns its seconds per step.
     """
     options = run.options
-    plan = Timetable(0, 0, 10**9, run.data.train.size, options)
-    monitor = Monitor(folder, plan, run.builder.devices, health=GpuHealth().read, out=io.StringIO())
     batches = iter(run.data.train.train_batches(options.batch_size, seed=options.seed))
     calls, rest = divmod(options.log_every_steps, options.steps_per_loop)
     lengths = [options.steps_per_loop] * calls + [rest] * (rest > 0)
@@ -75,8 +73,11 @@ def main() -> None:
         run = prepare(flags.parse("train", ["--num_towers=2", *rest]))
     except (InputError, RunError) as error:
         sys.exit(f"telemetry_cost.py: {error}")
-    with tempfile.TemporaryDirectory() as folder:
-        with_it, without = make_windows(run, Path(folder))
+    plan = Timetable(0, 0, 10**9, run.data.train.size, run.options)
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        monitor = Monitor(Path(folder), plan, run.builder.devices, out=io.StringIO())
+        stack.enter_context(contextlib.closing(monitor))
+        with_it, without = make_windows(run, monitor)
         with_it(), without()  # builds the graphs, and warms up
         pairs = []
         for i in range(arguments.windows):  # who begins changes, too

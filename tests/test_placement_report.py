@@ -133,6 +133,12 @@ def test_the_bytes_of_a_step_are_said(tmp_path, capsys):
     assert f"in a step cross {sent:.2f} kB /cpu:0 -> /cpu:1, {(back + loss) / 1e3:.2f} kB" in out
 
 
+def num_of_telemetry(folder, kind):
+    """Return how many ops of a type are telemetry's."""
+    rows = [line.split("\t") for line in (folder / "placement.tsv").read_text().splitlines()]
+    return sum("telemetry" in row[0] and row[1] == kind and row[-1] != "-" for row in rows)
+
+
 def test_log_device_placement(tmp_path, capsys):
     flags = ["--model=tests.tiny:dense", "--num_towers=2", "--log_device_placement"]
     code, out, _ = command(capsys, tmp_path, *flags)
@@ -148,8 +154,9 @@ def test_log_device_placement(tmp_path, capsys):
         if not line.startswith("  "):
             break
         table[line.split()[0]] = line
-    # Loss and gradients, 5; what is measured of towers and weights, 3: on /cpu:0 only.
-    assert table["AddN"].split()[1:] == ["8"]
+    # Loss and gradients, 5; telemetry's sums of what is measured of towers and weights: on /cpu:0.
+    (count,) = table["AddN"].split()[1:]
+    assert int(count) - num_of_telemetry(tmp_path, "AddN") == 5
     with open(tmp_path / "placement.tsv", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     assert list(rows[0]) == ["name", "type", "tower", "layer", "requested", "device"]

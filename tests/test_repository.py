@@ -1,6 +1,7 @@
 """The state of git repositories: told if it can be, and never in the way."""
 
 import os
+import re
 import shutil
 import subprocess
 
@@ -52,6 +53,15 @@ def test_a_clean_repository(folder):
         "untracked": [],
         "diff": "clean",
     }
+
+
+def test_what_is_staged_and_taken_back_is_a_change_without_a_difference(folder):
+    (folder / "net.py").write_text("two\n")
+    git(folder, "add", ".")
+    (folder / "net.py").write_text("one\n")
+    found = repository.state(folder)
+    assert found["changed"] == ["net.py"]
+    assert re.fullmatch("[0-9a-f]{64}", found["diff"])
 
 
 def test_changes_are_listed_and_told_apart(folder):

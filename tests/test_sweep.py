@@ -18,7 +18,9 @@ import tensorflow as tf
 from tests import fake_gpus, tiny
 from towers import cli, files, flags, hparams, sweep_process, sweep_report
 from towers.errors import InputError, RunError
-from towers.sweep import sweep
+from towers.options import Options
+from towers.sweep import _FREE, sweep
+from towers.sweep_hparams import sweep_hparams
 
 ROOT = Path(__file__).resolve().parents[1]
 FAKE = [sys.executable, str(ROOT / "tests" / "fake_train.py")]
@@ -93,7 +95,7 @@ def test_the_best_is_a_command_that_can_be_typed(folder):
     ).stdout.splitlines()  # fmt: skip
     options = flags.parse(words[0], words[1:])
     assert (options.model_args, options.seed, options.momentum) == ("a=1,b=x y", 1, 0.5)
-    assert options.train_dir == "best"
+    assert options.train_dir == "S-best"
 
 
 def test_failed_runs_do_not_end_the_others_and_are_tried_again(folder):
@@ -482,3 +484,16 @@ def test_a_killed_sweep_of_real_runs_repeats_nothing_that_was_finished(folder):
         assert dataclasses.replace(
             options, train_dir="x", learning_rate=1.0, seed=0
         ) == flags.parse("train", [*TINY, "--train_dir=x", "--learning_rate=1", "--seed=0"])
+
+
+def test_flags_that_may_change_exist():
+
+    assert {field.name for field in dataclasses.fields(Options)} > _FREE
+
+
+def test_event_files_of_others_stay(tmp_path):
+    other = tmp_path / "events.out.tfevents.1.other"
+    other.write_bytes(b"theirs")
+    for _ in range(2):
+        sweep_hparams(tmp_path, ["seed"])
+    assert other.read_bytes() == b"theirs" and len(list(tmp_path.iterdir())) == 2

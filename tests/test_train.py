@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorboard.plugins.hparams import api_pb2, metadata
 
 from tests import tiny
 from towers import cli, evaluate
@@ -395,6 +396,29 @@ def test_curves_go_on_over_what_they_began_with(tmp_path, at_step):
     assert tiny.files(tmp_path) == before
     train(tiny.options(tmp_path, **GIVEN, tensorboard_x="examples", overwrite=True))
     assert points(tmp_path / "train", "progress/examples")[:2] == [(0, 7), (28, 35)]
+
+
+def test_the_curves_of_another_program_are_left_alone(tmp_path):
+    (tmp_path / "train").mkdir()
+    other = tmp_path / "train" / "events.out.tfevents.1.other"
+    other.write_bytes(b"theirs")
+    before = tiny.files(tmp_path)
+    with pytest.raises(InputError, match="event files in its train or eval"):
+        train(tiny.options(tmp_path, **GIVEN))
+    assert tiny.files(tmp_path) == before
+
+
+def test_a_run_that_fails_is_marked_in_tensorboard(tmp_path, capsys):
+    name = "tests.test_train:broken_images"
+    flags = [f"--train_dir={tmp_path}", "--model=tests.tiny:dense", f"--dataset={name}"]
+    assert command(capsys, "train", *flags, "--batch_size=10", "--num_epochs=5")[0] == 1
+    (end,) = (
+        value.metadata.plugin_data.content
+        for _, value in tiny.records(tmp_path)
+        if value.tag == metadata.SESSION_END_INFO_TAG
+    )
+    status = metadata.parse_session_end_info_plugin_data(end).status
+    assert status == api_pb2.STATUS_FAILURE
 
 
 def test_two_processes_cannot_train_in_one_folder(tmp_path, capsys, at_step):

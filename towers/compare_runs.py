@@ -79,7 +79,8 @@ def read_run(folder: Path, name: str) -> Compared:
     curves = read_curves(
         folder, int(size) if size.isdecimal() else 1, flags.get("tensorboard_x") == "examples"
     )
-    if len(curves.examples) and curves.examples[-1] > (number(result, "examples") or 0):
+    examples = number(result, "examples") or 0
+    if len(curves.examples) and curves.examples[-1] > examples * (1 + _ROUNDING):
         result = {}  # of before the run went on
     steps = curves.loss.x
     status = "finished" if accuracy(result) is not None else "unfinished"

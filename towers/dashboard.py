@@ -236,8 +236,8 @@ def _event_files(folder: Path) -> list[Path]:
 
 def _declared(folder: Path) -> Iterator[tf.compat.v1.Event]:
     """Yield what stands at the beginning of the event files of a folder, if there are any."""
-    for path in sorted(folder.glob("events.out.tfevents.*")):
-        with contextlib.suppress(tf.errors.OpError):
+    for path in sorted(folder.glob("events.out.tfevents.*.sweep")):
+        with contextlib.suppress(Exception):  # a file that is damaged declares nothing
             for record in tf.data.TFRecordDataset(str(path)).take(4):
                 yield tf.compat.v1.Event.FromString(record.numpy())
 

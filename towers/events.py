@@ -8,6 +8,7 @@ In use:
     writer.scalars(1000, {"loss/total": 0.5})
 """
 
+import contextlib
 import math
 import struct
 from collections import Counter
@@ -20,6 +21,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.util.tensor_util import make_ndarray
+
+from towers.errors import RunError
 
 HEAVY, POINT = "pictures and histograms", "curves"
 _SHARE = {HEAVY: 0.5, POINT: 1.0}  # of the budget, at which none of a kind is left
@@ -71,7 +74,12 @@ class Budget:
         return False
 
     def _used_bytes(self) -> int:
-        return sum(path.stat().st_size for folder in self._folders for path in _paths(folder))
+        total = 0
+        for folder in self._folders:
+            for path in paths(folder):
+                with contextlib.suppress(FileNotFoundError):  # somebody tidies up
+                    total += path.stat().st_size
+        return total
 
 
 class Writer:
@@ -114,19 +122,29 @@ def cut(folder: Path, x: int) -> None:
 
     After a crash a file may hold points that came after the last checkpoint, and a record that is
     not whole.
+
+    Raises:
+        RunError: a file cannot be written.
     """
-    for path in _paths(folder):
-        size = path.stat().st_size
-        kept = empty = 0
-        for start, event, end in _records(path):
-            if event.HasField("summary") and event.step >= x:
-                break
-            kept, empty = end, empty or (end if start == 0 else 0)
-        if kept == empty:
-            path.unlink()  # nothing but its header is left
-        elif kept < size:
-            with path.open("r+b") as file:
-                file.truncate(kept)
+    for path in paths(folder):
+        try:
+            _cut_file(path, x)
+        except OSError as error:
+            raise RunError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _cut_file(path: Path, x: int) -> None:
+    """Drop the end of a file, from the first point that stands at `x` or later."""
+    kept = empty = 0
+    for start, event, end in _records(path):
+        if event.HasField("summary") and event.step >= x:
+            break
+        kept, empty = end, empty or (end if start == 0 else 0)
+    if kept == empty:
+        path.unlink()  # nothing but its header is left
+    elif kept < path.stat().st_size:
+        with path.open("r+b") as file:
+            file.truncate(kept)
 
 
 def read(
@@ -138,7 +156,7 @@ def read(
         folder: of the event files.
         tags: which are wanted; None: all.
     """
-    for path in _paths(folder):
+    for path in paths(folder):
         for _, event, _ in _records(path):
             scalars = {
                 value.tag: float(make_ndarray(value.tensor))
@@ -168,6 +186,6 @@ def _records(path: Path) -> Iterator[tuple[int, Event, int]]:
             start = end
 
 
-def _paths(folder: Path) -> list[Path]:
+def paths(folder: Path) -> list[Path]:
     """Return the folder's event files, the oldest first: their names begin with the time."""
     return sorted(folder.glob("events.out.tfevents.*"))

@@ -196,7 +196,7 @@ def _thinned(value: Any, most: int) -> tf.Tensor:
     value = tf.reshape(_number(value), [-1])
     # An odd stride meets all of a power of 2 channels.
     stride = -(-tf.size(value, tf.int64) // most)
-    return value[:: tf.maximum(tf.bitwise.bitwise_or(stride, tf.constant(1, tf.int64)), 1)]
+    return value[:: tf.bitwise.bitwise_or(stride, tf.constant(1, tf.int64))]
 
 
 def _number(value: tf.Tensor) -> tf.Tensor:

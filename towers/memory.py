@@ -6,17 +6,20 @@ import resource
 MIB = 2**20
 
 
-def of_device(device: str) -> tuple[float, float]:
-    """Return (now, peak), in MiB, of what TensorFlow has on a device.
+def of_device(device: str) -> tuple[float, float] | None:
+    """Return (now, peak), in MiB, of what TensorFlow has on a device; None if it does not tell.
 
     The logical CPU devices of a process share its memory: for each it is that of the process.
     """
     import tensorflow as tf
 
-    if "gpu" in device.lower():
-        info = tf.config.experimental.get_memory_info(device.lstrip("/"))
-        return info["current"] / MIB, info["peak"] / MIB
-    return now_mib(), peak_mib()
+    if "gpu" not in device.lower():
+        return now_mib(), peak_mib()
+    try:
+        info = tf.config.experimental.get_memory_info(device)
+    except ValueError:  # no run ends for want of a curve
+        return None
+    return info["current"] / MIB, info["peak"] / MIB
 
 
 def now_mib() -> float:

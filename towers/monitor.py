@@ -22,12 +22,13 @@ import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
-from towers import events, memory
+from towers import events, memory, tower_stats
 from towers.noise_scale import NoiseScale, advice, estimate
 from towers.stragglers import Stragglers
 from towers.timetable import Timetable
 
-_PHASES = ("input_wait_seconds", "compute_seconds", "gather_seconds", "update_seconds")
+_PHASES = (*tower_stats.PHASES, "update_seconds")
+_CALLS = 100  # whose times are kept one by one
 _OF_NOISE = ("noise_scale/trace", "noise_scale/squared_norm")
 
 
@@ -46,8 +47,8 @@ class Monitor:
     ):
         """Open one event file each in train_dir/train and train_dir/eval.
 
-        What stands there at the run's first step or later, as after a crash, is dropped: it is
-        written again.
+        What stands there at the step where a run goes on, or later, as after a crash, is dropped:
+        it is written again.
 
         Args:
             train_dir: folder of the run.
@@ -86,7 +87,9 @@ class Monitor:
 
     def progress(self, step: int, values: Mapping[str, tf.Tensor]) -> None:
         """Move the bar to `step`, and keep what the train loop returned for the next point."""
-        self._calls.append(values)
+        self._calls.append({name: values[name] for name in (*_PHASES, "tower_seconds")})
+        if len(self._calls) == _CALLS:  # a point may be far away
+            self._calls = [_sum(self._calls)]
         self._bar.update(step - self._bar.n)
 
     def train_point(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -109,7 +112,7 @@ class Monitor:
             "progress/epoch": self._timetable.epochs(step),
         }
         scalars |= self._of_towers(metrics) | self._of_noise(metrics) | self._health()
-        speed = self._speed(step)
+        speed = self._speed(step, metrics)
         self._train.scalars(self._timetable.x(step - 1), scalars | speed)
         ending = ""
         if speed:
@@ -194,14 +197,13 @@ class Monitor:
         """Return the scalars of each tower that had examples, and their spread."""
         scalars = {}
         for i in self._occupied(metrics):
-            now, peak = memory.of_device(self._devices[i])
             scalars |= {
                 f"tower_{i}/loss": metrics["tower_loss"][i],
                 f"tower_{i}/gradient_norm": metrics["tower_gradient_norm"][i],
                 f"tower_{i}/cosine_to_mean": metrics["tower_cosine"][i],
-                f"tower_{i}/memory_mib": now,
-                f"tower_{i}/peak_memory_mib": peak,
             }
+            if held := memory.of_device(self._devices[i]):
+                scalars[f"tower_{i}/memory_mib"], scalars[f"tower_{i}/peak_memory_mib"] = held
         for name in ("loss", "gradient_norm"):
             scalars[f"towers/{name}_spread"] = _spread(scalars, name)
         return scalars
@@ -218,9 +220,9 @@ class Monitor:
         scale = self._noise.examples()
         return scalars if scale is None else scalars | {"noise_scale/examples": scale}
 
-    def _speed(self, step: int) -> dict[str, float]:
+    def _speed(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Return the scalars of the speed since the last point; none at the first, a warm-up."""
-        now, calls, scalars = self._clock(), self._calls, {}
+        now, scalars = self._clock(), {}
         if self._window_start is not None:
             start, start_step = self._window_start
             seconds = max(now - start - self._paused_seconds, 1e-9)  # clocks have a resolution
@@ -229,11 +231,11 @@ class Monitor:
             self._rates.append(rate)
             scalars["speed/examples_per_second"] = rate
             scalars["speed/seconds_per_step"] = seconds / num_steps
+            total = {name: value.numpy() for name, value in _sum(self._calls).items()}
             for name in _PHASES:
-                scalars[f"speed/{name}"] = sum(float(v[name]) for v in calls) / num_steps
-            own = sum(v["tower_seconds"].numpy() for v in calls) / num_steps
-            for i in self._occupied({n: v.numpy() for n, v in calls[-1].items()}):
-                scalars[f"tower_{i}/step_seconds"] = own[i]
+                scalars[f"speed/{name}"] = total[name] / num_steps
+            for i in self._occupied(metrics):
+                scalars[f"tower_{i}/step_seconds"] = total["tower_seconds"][i] / num_steps
             scalars["towers/step_seconds_spread"] = _spread(scalars, "step_seconds")
         self._window_start, self._calls, self._paused_seconds = (now, step), [], 0.0
         return scalars
@@ -268,6 +270,11 @@ def _earlier(of_train: Path) -> tuple[float | None, list[float], list[tuple[floa
         if _OF_NOISE[0] in point:
             estimates.append(tuple(point[tag] for tag in _OF_NOISE))
     return loss, rates, estimates
+
+
+def _sum(calls: Sequence[Mapping[str, tf.Tensor]]) -> dict[str, tf.Tensor]:
+    """Return the sums over calls of the train loop."""
+    return {name: tf.add_n([call[name] for call in calls]) for name in calls[0]}
 
 
 def _spread(scalars: Mapping[str, float], name: str) -> float:

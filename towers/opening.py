@@ -8,7 +8,7 @@ from typing import TextIO
 
 import tensorflow as tf
 
-from towers import devices, files, placement_report, trial
+from towers import devices, events, files, placement_report, trial
 from towers.checkpoint import Checkpoints
 from towers.errors import InputError
 from towers.options import Options
@@ -54,20 +54,36 @@ def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
     return checkpoints, restored
 
 
-def check_x(folder: Path, given: str) -> None:
-    """Refuse to go on with curves over something else than what they began with.
+def check_curves(folder: Path, restored: int | None, options: Options) -> None:
+    """Refuse to write where curves are that this run cannot go on with.
+
+    Args:
+        folder: of the run.
+        restored: step of the checkpoint that it goes on with, None for a new run.
+        options: of the run.
 
     Raises:
-        InputError: one line.
+        InputError: the curves are another program's, or over something else; one line.
     """
-    with contextlib.suppress(OSError):
-        for line in (folder / "flags.cfg").read_text(encoding="utf-8").splitlines():
-            before = line.removeprefix("--tensorboard_x=")
-            if before not in (line, given):
-                raise InputError(
-                    f"--tensorboard_x={given}: the curves in {folder} are over {before}; go on "
-                    f"with --tensorboard_x={before}, or --overwrite moves the run aside"
-                )
+    if options.overwrite:
+        return
+    if restored is None:
+        if any(events.paths(folder / part) for part in ("train", "eval")):
+            raise InputError(
+                f"--train_dir={folder}: there are event files in its train or eval, and no "
+                "checkpoint that they belong to: name another folder"
+            )
+        return
+    given, lines = options.tensorboard_x, []
+    with contextlib.suppress(OSError, ValueError):
+        lines = (folder / "flags.cfg").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        before = line.removeprefix("--tensorboard_x=")
+        if before not in (line, given):
+            raise InputError(
+                f"--tensorboard_x={given}: the curves in {folder} are over {before}; go on "
+                f"with --tensorboard_x={before}, or --overwrite moves the run aside"
+            )
 
 
 def place(

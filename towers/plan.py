@@ -123,7 +123,7 @@ def plan(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, 
 def place(options: Options, names: Sequence[str], dataset: Data) -> Placed:
     """Build a run's train loop, let TensorFlow place it, and read it both ways; no step is made."""
     run = assemble(options, names, dataset)
-    train_loop = run.train_loop(telemetry=False)  # whose few numbers are not what is planned
+    train_loop = run.train_loop(telemetry=False)  # which is not planned
     batches = iter(dataset.train.train_batches(options.batch_size, seed=options.seed))
     with one_line_errors(options):
         placement = read_placement(train_loop, batches, tf.constant(0))

@@ -45,7 +45,7 @@ def state(folder: Path, without: Path | None = None) -> dict[str, Any] | None:
     diff = "clean"
     if changed:
         text = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "--full-index", "HEAD")
-        diff = text and hashlib.sha256(text).hexdigest()
+        diff = None if text is None else hashlib.sha256(text).hexdigest()
     return {
         "root": top,
         "commit": None if commit == "(initial)" else commit,

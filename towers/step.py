@@ -76,9 +76,10 @@ def make_train_loop(
             lambda i, _: i < num_steps, body, (tf.constant(0), values), parallel_iterations=1
         )[1]
         if telemetry:
-            phases = [values[name] for name in tower_stats.PHASES]
-            all_of_it = tower_stats.time_after(values, clock) - start
-            values["update_seconds"] = tf.cast(all_of_it, tf.float32) - tf.add_n(phases)
+            with tf.name_scope("telemetry"):
+                phases = [values[name] for name in tower_stats.PHASES]
+                all_of_it = tower_stats.time_after(values, clock) - start
+                values["update_seconds"] = tf.cast(all_of_it, tf.float32) - tf.add_n(phases)
         return values
 
     return train_loop

@@ -1,4 +1,8 @@
-"""Which tower the others wait for."""
+"""Which tower the others wait for.
+
+Where towers meet within a step, as with BatchNorm over all of them, each waits for the slowest
+there: their times are alike, and none is named.
+"""
 
 import statistics
 from collections.abc import Sequence

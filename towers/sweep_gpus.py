@@ -51,7 +51,8 @@ def deal(
 
 def on_cpu(options: Options) -> bool:
     """Tell whether a run leaves all GPUs alone."""
-    return options.devices.strip().lower() == "cpu" or options.visible_gpus.lower() == "none"
+    devices = options.devices.lower()
+    return "cpu" in devices and "gpu" not in devices or options.visible_gpus.lower() == "none"
 
 
 def _visible(

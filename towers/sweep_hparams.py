@@ -28,8 +28,8 @@ def sweep_hparams(folder: Path, varied: Sequence[str]) -> None:
         RunError: it cannot be written.
     """
     now = time.time()
-    old = list(folder.glob("events.out.tfevents.*"))
-    path = folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}"
+    old = list(folder.glob("events.out.tfevents.*.sweep"))  # others' files stay
+    path = folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}.sweep"
     try:
         with open(path, "wb") as file:
             for event in (

@@ -109,7 +109,7 @@ def best_of(
     changed = [f"--{name}={text_of(value)}" for name, value in row["flags"].items()]
     if "seed" in runs[row["runs"][0]].flags:
         changed.append(f"--seed={runs[row['runs'][0]].flags['seed']}")
-    folder = os.path.join(os.path.dirname(os.path.normpath(sweep_dir)), "best")
+    folder = f"{os.path.normpath(sweep_dir)}-best"
     flagfile = f"--flagfile={flagfile_of(sweep_dir, row['runs'][0])}"
     return {
         "flags": row["flags"],

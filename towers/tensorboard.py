@@ -30,7 +30,9 @@ def tensorboard(options: TensorboardOptions, say: Callable[[str], None] = print)
     url = start(options)
     port = urllib.parse.urlparse(url).port
     say(f"TensorBoard of {options.train_dir}: {url} (Ctrl-C ends it)")
-    there = f"{getpass.getuser()}@{socket.gethostname()}"
+    there = socket.gethostname()
+    with contextlib.suppress(KeyError, OSError):  # a container's user may have no name
+        there = f"{getpass.getuser()}@{there}"
     say(f"from another machine: ssh -N -L {port}:localhost:{port} {there}, then the same address")
     try:
         threading.Event().wait()

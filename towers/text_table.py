@@ -16,7 +16,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60
     """
     cells = [[cut(_text(cell), widest) for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    right = [all(_is_number(c) for c in column) for column in zip(*rows, strict=True)] or [False]
+    right = [all(_is_number(c) for c in column) for column in zip(*rows, strict=True)]
     right = right if rows else [False] * len(widths)
     lines = []
     for row in cells:

@@ -179,13 +179,35 @@ def _products(
         products = []
         for place, pairs in places.items():
             with tf.device(place):
-                one = _flat([tf.zeros_like(_dense(m)) if g is None else g for g, m in pairs])
-                other = _flat([m for _, m in pairs])
-                products.append((_square(one), tf.reduce_sum(one * other), _square(other)))
+                products += [_of_variable(one, other) for one, other in pairs]
         with tf.device(device):
             return tuple(tf.add_n(column) for column in zip(*products, strict=True))
 
     return tf.cond(measured, compute, nothing) if places else nothing()
+
+
+def _of_variable(one: Any, other: Any) -> tuple[tf.Tensor, ...]:
+    """Return one * one, one * other and other * other of gradients; None is zero."""
+    if isinstance(other, tf.IndexedSlices):
+        one, other = _same_rows(one, other)
+    elif isinstance(one, tf.IndexedSlices):
+        one = tf.math.unsorted_segment_sum(one.values, one.indices, tf.shape(other)[0])
+    if one is None:
+        return tf.zeros([]), tf.zeros([]), _square(other)
+    one, other = tf.cast(one, tf.float32), tf.cast(other, tf.float32)
+    return _square(one), tf.reduce_sum(one * other), _square(other)
+
+
+def _same_rows(one: Any, other: tf.IndexedSlices) -> tuple[tf.Tensor | None, tf.Tensor]:
+    """Return two sparse gradients as arrays of the rows that either has: tables may be large."""
+    parts = [part for part in (one, other) if part is not None]
+    rows, places = tf.unique(tf.concat([part.indices for part in parts], axis=0))
+    places = tf.split(places, [tf.shape(part.indices)[0] for part in parts])
+    arrays = [
+        tf.math.unsorted_segment_sum(part.values, own, tf.size(rows))
+        for part, own in zip(parts, places, strict=True)
+    ]
+    return (None if one is None else arrays[0]), arrays[-1]
 
 
 def _here(value: tf.Tensor) -> tf.Tensor:
@@ -193,21 +215,9 @@ def _here(value: tf.Tensor) -> tf.Tensor:
     return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
 
 
-def _flat(gradients: Sequence[Any]) -> tf.Tensor:
-    """Return gradients as one vector in float32."""
-    return tf.concat([tf.reshape(tf.cast(_dense(g), tf.float32), [-1]) for g in gradients], axis=0)
-
-
 def _square(value: tf.Tensor) -> tf.Tensor:
     """Return the sum of squares, a float32 scalar."""
     return 2.0 * tf.nn.l2_loss(tf.cast(value, tf.float32))
-
-
-def _dense(gradient: Any) -> tf.Tensor:
-    """Return a gradient as an array: a sparse one may hold a row several times."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, gradient.dense_shape[0])
 
 
 def _values(gradient: Any) -> tf.Tensor:

@@ -55,8 +55,7 @@ def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> di
     run = opening.build(options)
     options = run.options
     checkpoints, restored = opening.restore(run, folder)
-    if restored:
-        opening.check_x(folder, options.tensorboard_x)
+    opening.check_curves(folder, restored, options)
     timetable = make_timetable(run)
     first, last = timetable.first_step, timetable.last_step
     out = sys.stderr if options.json else sys.stdout
@@ -88,8 +87,8 @@ def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> di
     )
     step, saved, seconds_to_first_step = first, first, None
     with (
-        one_line_errors(options),
         dashboard.failing(folder),
+        one_line_errors(options),
         contextlib.closing(health),
         contextlib.closing(monitor),
         profiler,
