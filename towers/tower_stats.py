@@ -178,12 +178,16 @@ def _products(
     def compute() -> tuple[tf.Tensor, ...]:
         products = []
         for place, pairs in places.items():
-            with tf.device(place):
-                products += [_of_variable(one, other) for one, other in pairs]
+            with tf.device(place):  # three numbers leave it
+                products.append(_sums([_of_variable(one, other) for one, other in pairs]))
         with tf.device(device):
-            return tuple(tf.add_n(column) for column in zip(*products, strict=True))
+            return _sums(products)
 
     return tf.cond(measured, compute, nothing) if places else nothing()
+
+
+def _sums(products: Sequence[tuple[tf.Tensor, ...]]) -> tuple[tf.Tensor, ...]:
+    return tuple(tf.add_n(column) for column in zip(*products, strict=True))
 
 
 def _of_variable(one: Any, other: Any) -> tuple[tf.Tensor, ...]:
