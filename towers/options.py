@@ -229,6 +229,15 @@ class Options:
         names = [field.name for field in dataclasses.fields(GpuOptions)]
         return GpuOptions(**{name: getattr(self, name) for name in names})
 
+    def of_run(self, **changes: Any) -> "Options":
+        """Return the options of a run alone, with some changed: verbs have options of their own.
+
+        Raises:
+            InputError: they are out of range, or exclude each other.
+        """
+        names = [field.name for field in dataclasses.fields(Options)]
+        return Options(**{name: getattr(self, name) for name in names} | changes)
+
     def to_flagfile(self) -> str:
         """Return the text of a flagfile that repeats the run.
 

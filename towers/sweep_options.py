@@ -61,12 +61,3 @@ Exit codes: 0 all runs are finished; 1 a run failed; 2 bad input; 75 stopped, ru
             raise InputError(
                 "towers sweep needs a flag to vary, as --vary=learning_rate:0.05,0.1,0.2"
             )
-
-    def of_run(self, **changes: object) -> Options:
-        """Return the options of a run.
-
-        Raises:
-            InputError: they are out of range, or exclude each other.
-        """
-        names = [field.name for field in dataclasses.fields(Options)]
-        return Options(**{name: getattr(self, name) for name in names} | changes)

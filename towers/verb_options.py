@@ -1,7 +1,6 @@
 """The options of the verbs that take more than those of a run, or others."""
 
 import dataclasses
-from typing import Any
 
 from towers.errors import InputError
 from towers.fields import option, parse_numbers
@@ -43,11 +42,6 @@ class ListOptions(Options):
                 f"--num_towers={self.num_towers}: whole numbers of at least 1 are needed, as 1,2,4"
             )
         return [int(number) for number in numbers]
-
-    def of_run(self, **changes: Any) -> Options:
-        """Return the options of a run that is compared."""
-        names = [field.name for field in dataclasses.fields(Options)]
-        return Options(**{name: getattr(self, name) for name in names} | changes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +133,6 @@ class PlanOptions(Options):
     measure: bool = option(
         True, "Plan", "Make a few steps on this machine, and say how far predicted ones are off."
     )
-
-    def of_run(self, **changes: Any) -> Options:
-        """Return the options of the run itself."""
-        names = [field.name for field in dataclasses.fields(Options)]
-        return Options(**{name: getattr(self, name) for name in names} | changes)
 
 
 @dataclasses.dataclass(frozen=True)
