@@ -410,9 +410,14 @@ def test_the_batch_size_may_be_unknown(num_towers):
 
 @pytest.mark.parametrize("size, num_calls", [(2, 2), (0, 1)])
 def test_towers_known_to_get_nothing_are_left_out_of_sums(size, num_calls):
-    calls = []
+    calls = []  # of towers: a rehearsal has symbolic tensors
+
+    def fn(x):
+        calls.extend([] if tf.is_symbolic_tensor(x) else [x])
+        return tf.reduce_sum(x)
+
     x = tf.ones((size, 3))
-    total = builder(4).sum(lambda x: calls.append(0) or tf.reduce_sum(x), x)
+    total = builder(4).sum(fn, x)
     assert (len(calls), total.numpy()) == (num_calls, 3 * size)
     assert builder(4).concat(lambda x: x, x).shape == x.shape
     assert [part.shape[0] for part in builder(4).map(lambda x: x, x)] == [1] * size + [0] * (
@@ -754,18 +759,13 @@ def test_loss_fn_may_be_a_function_of_its_own(float64):
 
 
 def test_a_function_inside_a_compiled_step(float64):
-    """Slices of different sizes have traces of their own; a trace is not shared by towers."""
+    """It becomes a part of each tower: of slices of other sizes, and of the same size."""
     net, variables = keras_model()
     loss_fn = tf.function(squared_error(net))
     assert_like_one_device(loss_fn, variables, X, Y, num_towers=[2], compiled=tf.function)
     loss_fn = tf.function(squared_error(net))
-    step = tf.function(functools.partial(builder(2).gradients, loss_fn, variables))
-    with pytest.raises(ValueError) as error:
-        step(tf.constant(X[:6]), tf.constant(Y[:6]))
-    assert (
-        "a tf.function that loss_fn calls was traced for one tower, and would use its weights in "
-        "the others: make a tf.function of the whole step instead"
-    ) in str(error.value)
+    x, y = tf.constant(X[:6]), tf.constant(Y[:6])  # slices of one size: of one trace
+    assert_like_one_device(loss_fn, variables, x, y, num_towers=[2, 3], compiled=tf.function)
 
 
 def test_what_is_recomputed_is_not_assigned_again(float64):
@@ -1059,18 +1059,20 @@ def inside_a_function(v, x):
 
 
 def inside_a_loop(v, x):
-    return tf.while_loop(lambda y: y[0] < 3, lambda y: [y + v.assign_add(1.0)], [x])[0]
+    return tf.while_loop(lambda y: y[0] < 2, lambda y: [y + v.assign_add(1.0)], [x])[0]
 
 
-@pytest.mark.parametrize("assign", [inside_a_function, inside_a_loop])
-def test_assignments_that_the_tower_cannot_see_are_refused(assign):
-    v = keras.Variable(1.0, name="v")
-    with pytest.raises(ValueError) as error:
-        tf.function(lambda x: builder(2).gradients(lambda x: assign(v, x), [v], x))(tf.ones(2))
-    assert (
-        "a tower cannot see the assignment of 'v' inside a tf.function, loop or branch of loss_fn: "
-        "make a tf.function of the whole step instead"
-    ) in str(error.value)
+def inside_a_branch(v, x):
+    return x * tf.cond(x[0] > 0, lambda: v.assign_add(1.0), lambda: v.value)
+
+
+@pytest.mark.parametrize("assign", [inside_a_function, inside_a_loop, inside_a_branch])
+def test_assignments_in_inner_graphs_are_made_once(assign):
+    v = keras.Variable(1.0, name="v", trainable=False)
+    step = tf.function(lambda x: builder(2).gradients(lambda x: assign(v, x), [], x)[0])
+    for expected in 2.0, 3.0:
+        step(tf.ones(2))
+        assert v.numpy() == expected
 
 
 def test_mixed_precision_gives_gradients_in_32_bits():
@@ -1080,15 +1082,15 @@ def test_mixed_precision_gives_gradients_in_32_bits():
         net, variables = keras_model()
     finally:
         keras.config.set_dtype_policy(before)
-    computed_in = []
+    computed_in = set()
 
     def loss_fn(x):
         y = net(x)
-        computed_in.append(y.dtype)
+        computed_in.add(y.dtype)
         return y[:, 0] ** 2
 
     loss, gradients = builder(2).gradients(loss_fn, variables, X)
-    assert computed_in == ["bfloat16"] * 2
+    assert computed_in == {tf.bfloat16}
     assert {g.dtype for g in gradients} == {tf.float32} == {loss.dtype}
     assert_same(gradients, one_device(loss_fn, variables, X)[1], tolerance=0.05)
 

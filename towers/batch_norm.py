@@ -10,11 +10,11 @@ rounding.
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import keras
 import tensorflow as tf
 
+from towers import tf_private
 from towers.exchange import Member
 
 MODES = ("sync", "local")
@@ -28,24 +28,27 @@ def over_all_towers(member: Member | None, mode: str) -> Iterator[None]:
         member: the tower's part in the exchanges; None if there is one tower.
         mode: "sync", or "local" for those layers only that ask for it by `synchronized=True`.
     """
-    keras_call = keras.layers.BatchNormalization.call
-    keras_moments = keras.layers.BatchNormalization._moments
 
     def member_of(layer: Any) -> Member | None:
         return member if mode == "sync" or layer.synchronized else None
 
-    def call(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> tf.Tensor:
-        if training is True and layer.trainable and mask is None and _has_kernel(layer, inputs):
-            return _call(layer, inputs, member_of(layer))
-        return keras_call(layer, inputs, training=training, mask=mask)
+    def make_call(keras_call: Callable) -> Callable:
+        def call(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> Any:
+            if training is True and layer.trainable and mask is None and _has_kernel(layer, inputs):
+                return _call(layer, inputs, member_of(layer))
+            return keras_call(layer, inputs, training=training, mask=mask)
 
-    def moments(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple:
-        if member_of(layer):
-            return _moments(layer, inputs, mask, member.all_gather)
-        return keras_moments(layer, inputs, mask)
+        return call
 
-    patch = mock.patch.multiple(keras.layers.BatchNormalization, call=call, _moments=moments)
-    with patch:
+    def make_moments(keras_moments: Callable) -> Callable:
+        def moments(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple:
+            if member_of(layer):
+                return _moments(layer, inputs, mask, member.all_gather)
+            return keras_moments(layer, inputs, mask)
+
+        return moments
+
+    with tf_private.batch_norm_replaced(make_call, make_moments):
         yield
 
 

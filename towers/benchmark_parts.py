@@ -18,8 +18,8 @@ import tensorflow as tf
 from towers import batch_norm
 from towers.options import Options
 from towers.run import Run
+from towers.splitting import PerTower
 from towers.step import make_loss_fn, weights_of
-from towers.tower import PerTower
 
 Loop = Callable[[tf.Tensor], tf.Tensor]
 

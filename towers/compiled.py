@@ -7,13 +7,14 @@ tower reads is read outside, once, on the tower's device, and comes in as a tens
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import tensorflow as tf
 from tensorflow.python.eager import record
 from tensorflow.python.framework.errors_impl import InaccessibleTensorError
 from tensorflow.python.ops import resource_variable_ops as variable_ops
 
+from towers import tf_private
+from towers.errors import InputError
 from towers.exchange import Member
 from towers.scope import TowerScope
 
@@ -58,31 +59,37 @@ def _reads(outside: Callable) -> Iterator[None]:
     Args:
         outside: returns a context of the graph that calls the program.
     """
-    program, read_now = _current_graph(), variable_ops.BaseResourceVariable._read_variable_op
+    program = _current_graph()
     values: dict[int, tf.Tensor] = {}
 
-    def read(variable: tf.Variable, no_copy: bool = False) -> tf.Tensor:
-        variable_ops.variable_accessed(variable)
-        if id(variable) not in values:
-            with record.stop_recording():
-                with outside():
-                    value = tf.identity(read_now(variable))  # moves it to the tower's device
-                with program.as_default():
-                    values[id(variable)] = tf.identity(value)
-        value = values[id(variable)]
-        # As after TensorFlow's own read: a tape finds from the value to the variable.
-        record.record_operation(
-            "ReadVariableOp", [value], [variable.handle], lambda x: [x], lambda x: [x]
+    def make_read(read_now: Callable) -> Callable:
+        def read(variable: tf.Variable, no_copy: bool = False) -> tf.Tensor:
+            variable_ops.variable_accessed(variable)
+            if id(variable) not in values:
+                with record.stop_recording():
+                    with outside():
+                        value = tf.identity(read_now(variable))  # moves it to the tower's device
+                    with program.as_default():
+                        values[id(variable)] = tf.identity(value)
+            value = values[id(variable)]
+            # As after TensorFlow's own read: a tape finds from the value to the variable.
+            record.record_operation(
+                "ReadVariableOp", [value], [variable.handle], lambda x: [x], lambda x: [x]
+            )
+            return value
+
+        return read
+
+    def make_read_rows(_: Callable) -> Callable:
+        return lambda variable, indices, name=None: tf.gather(
+            variable._read_variable_op(), indices, name=name
         )
-        return value
 
-    def read_rows(variable: tf.Variable, indices: Any, name: str | None = None) -> tf.Tensor:
-        return tf.gather(read(variable), indices, name=name)
-
-    patch = mock.patch.multiple(
-        variable_ops.BaseResourceVariable, _read_variable_op=read, sparse_read=read_rows
-    )
-    with patch:
+    owner = variable_ops.BaseResourceVariable
+    with (
+        tf_private.replaced(owner, "_read_variable_op", make_read),
+        tf_private.replaced(owner, "sparse_read", make_read_rows),
+    ):
         yield
 
 
@@ -103,7 +110,7 @@ def _check_inputs(function: Any) -> None:
 
 
 def _refuse(*_: Any) -> tf.Tensor:
-    raise ValueError(
+    raise InputError(
         "jit_compile: each tower is compiled as a whole, and BatchNorm over all towers meets in "
         "its middle: set batch_norm='local', and no layer's synchronized=True"
     )

@@ -1,46 +1,47 @@
 """Random draws by example: a tower draws its rows of what one device draws for the whole batch.
 
 Dropout masks, noise and augmentation then depend on an example's place in the global batch, and not
-on the number of towers. Nothing is drawn in vain: TensorFlow's generators count (Philox of Salmon
-et al. 2011), so a draw can begin anywhere.
+on the number of towers. Which axis of a draw is the batch is known from a rehearsal of the tower's
+function (`rehearsal`), not guessed from its size. Little is drawn in vain: TensorFlow's generators
+count (Philox of Salmon et al. 2011), so a draw can begin anywhere.
 """
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import tensorflow as tf
 from tensorflow.python.framework import tensor_util
-from tensorflow.python.ops import gen_stateless_random_ops_v2 as random_ops
 
-from towers import philox
+from towers import philox, tf_private
 
 SCOPE = "draw_by_example"  # of all that differs between towers in a graph
 _PHILOX = 1
-# The ops that count: each count gives them 16 bytes.
-_OPS = (
-    "stateless_random_uniform_v2",
-    "stateless_random_normal_v2",
-    "stateless_random_uniform_int_v2",
-    "stateless_random_uniform_full_int_v2",
-    "stateless_truncated_normal_v2",
-)
 # A truncated normal draws again until it lies inside: so many counts are set aside for each number.
 _COUNTS_OF_TRUNCATED = 64
 
-# Ops whose numbers are not by example: those with state in TensorFlow, in Python, or that take
-# parameters for each example.
-OTHERS = frozenset(
-    "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal RandomShuffle Multinomial "
-    "RandomGamma RandomPoisson RandomPoissonV2 ParameterizedTruncatedNormal StatefulUniform "
-    "StatefulUniformInt StatefulUniformFullInt StatefulStandardNormal StatefulStandardNormalV2 "
-    "StatefulTruncatedNormal StatefulRandomBinomial StatelessMultinomial StatelessRandomGammaV2 "
-    "StatelessRandomGammaV3 StatelessRandomBinomial StatelessRandomPoisson "
-    "StatelessParameterizedTruncatedNormal PyFunc EagerPyFunc PyFuncStateless".split()
-)
+# Ops whose numbers do not follow the example, and what to write in their place.
+_KERAS = "draw from a keras.random.SeedGenerator, by keras.random.uniform, normal or dropout"
+_UNIFORM = "make them from numbers of keras.random.uniform or normal"
+OTHERS = {
+    **dict.fromkeys(
+        "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal RandomShuffle "
+        "Multinomial RandomGamma RandomPoisson RandomPoissonV2 ParameterizedTruncatedNormal "
+        "StatefulUniform StatefulUniformInt StatefulUniformFullInt StatefulStandardNormal "
+        "StatefulStandardNormalV2 StatefulTruncatedNormal StatefulRandomBinomial RngReadAndSkip "
+        "RngSkip".split(),
+        _KERAS,
+    ),
+    **dict.fromkeys(
+        "StatelessMultinomial StatelessRandomGammaV2 StatelessRandomGammaV3 "
+        "StatelessRandomBinomial StatelessRandomPoisson StatelessParameterizedTruncatedNormal "
+        "StatelessRandomUniform StatelessRandomNormal StatelessTruncatedNormal".split(),
+        _UNIFORM,
+    ),
+}
+PYTHON = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,64 +51,155 @@ class Rows:
     Attributes:
         start: of the slice in the global batch.
         size: number of its examples.
+        total: number of examples of the global batch.
     """
 
     start: Any
     size: Any
+    total: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the examples are in a draw.
+
+    Attributes:
+        axis: the one that holds them; None: the draw is for the whole batch.
+        inner: how many neighbours along the axis are of one example: 1 if the examples alternate
+            (time * batch), None if all of an example are neighbours (batch * time).
+    """
+
+    axis: int | None
+    inner: int | None = None
+
+
+WHOLE = Layout(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """What a rehearsal knows of one draw.
+
+    Attributes:
+        op: its name in `tf_private.DRAWS`.
+        dims: its shape, each axis as (constant, factor of the number of examples); None: unknown.
+        layout: None if it cannot be told.
+        layer: that draws it.
+    """
+
+    op: str
+    dims: tuple[tuple[int, int] | None, ...] | None
+    layout: Layout | None
+    layer: str = ""
+
+    def fits(self, op: str, shape: tf.TensorShape, size: Any) -> bool:
+        """Tell whether a draw for `size` examples may be this one, by its op and shape."""
+        if op != self.op or self.dims is None or shape.rank != len(self.dims):
+            return False
+        known = not tf.is_tensor(size)
+        return all(
+            found is None or dim is None or (dim[1] and not known)
+            or found == dim[0] + dim[1] * (size if dim[1] else 0)
+            for found, dim in zip(shape, self.dims, strict=True)
+        )  # fmt: skip
+
+
+class Draws:
+    """Draws a tower's rows, draw by draw in the order of the rehearsal."""
+
+    def __init__(self, rows: Rows | None, known: Sequence[Drawn] | None, by_xla: bool = False):
+        """Set what is drawn.
+
+        Args:
+            rows: of the slice; None: nothing was split.
+            known: what the rehearsal found, in order; None: there was none that could tell.
+            by_xla: the draws are compiled, and are to be those of TensorFlow's kernels.
+        """
+        self.rows, self.known, self.by_xla = rows, known, by_xla
+        self._places = itertools.count()
+
+    def __call__(
+        self, op_name: str, shape: Any, /, *, counter: Any, alg: Any, **arguments: Any
+    ) -> tf.Tensor:
+        """Draw by one of TensorFlow's ops, which counts up from `counter`."""
+        op = tf_private.draw_op(op_name)
+        if self.by_xla:
+            op = getattr(philox, op_name, op)
+        layout = WHOLE if self.rows is None else self._layout(op_name, shape)
+        if layout.axis is None:
+            return op(shape, counter=counter, alg=alg, **arguments)
+        with tf.name_scope(SCOPE):
+            return _draw(op, op_name, shape, layout, self.rows, counter=counter, **arguments)
+
+    def _layout(self, name: str, shape: Any) -> Layout:
+        """Return the layout of the next draw."""
+        static, size = static_shape(shape), self.rows.size
+        place = next(self._places)
+        if self.known is not None and place < len(self.known):
+            found = [self.known[place]]
+        else:  # what a backward pass computes again it draws again
+            found = [drawn for drawn in self.known or () if drawn.fits(name, static, size)]
+        layouts = {drawn.layout for drawn in found if drawn.fits(name, static, size)}
+        if len(layouts) == 1 and None not in layouts:
+            return layouts.pop()
+        return guess(static, size)
 
 
 @contextlib.contextmanager
-def of_rows(rows: Rows | None, by_xla: bool = False) -> Iterator[None]:
+def of_rows(
+    rows: Rows | None, known: Sequence[Drawn] | None = None, by_xla: bool = False
+) -> Iterator[None]:
     """Let draws in the block that are by example be those of `rows` of the global batch.
 
-    A draw is by example if its first dimension is the slice's size, or, with three dimensions and
-    more, a multiple of it (windows, heads); any other is the same in every tower. What Keras draws
-    from a `SeedGenerator` comes through here, and all of `tf.random.stateless_*` but gamma,
-    binomial, poisson and categorical.
-
-    Args:
-        rows: of the slice; None: nothing was split.
-        by_xla: the draws are compiled, and are to be those of TensorFlow's kernels.
+    What Keras draws from a `SeedGenerator` comes through here, and all of `tf.random.stateless_*`
+    but gamma, binomial, poisson and categorical. Args as of `Draws`.
     """
     if rows is None and not by_xla:
         yield
         return
-    with contextlib.ExitStack() as stack:
-        for name in _OPS:
-            op = getattr(random_ops, name)
-            op = getattr(philox, name, op) if by_xla else op
-            draw = functools.partial(_draw, op, rows)
-            stack.enter_context(mock.patch.object(random_ops, name, draw))
+    with tf_private.draws_replaced(Draws(rows, known, by_xla)):
         yield
 
 
+def static_shape(shape: Any) -> tf.TensorShape:
+    """Return what is known of a shape, which may be a tensor."""
+    return tensor_util.constant_value_as_shape(tf.convert_to_tensor(shape, tf.int32))
+
+
+def guess(shape: tf.TensorShape, size: Any) -> Layout:
+    """Return the likely layout of a draw of which nothing else is known, by its first axis."""
+    if not shape.rank:
+        return WHOLE
+    first = shape[0]
+    if first is None or tf.is_tensor(size):
+        return Layout(0) if first is None else WHOLE  # what is unknown of a shape is its batch
+    folded = shape.rank > 2 and size > 1 and first % size == 0
+    return Layout(0) if first == size or folded else WHOLE
+
+
 def _draw(
-    op: Callable, rows: Rows | None, shape: Any, *, counter: Any, alg: Any, **arguments: Any
-) -> tf.Tensor:
-    """Draw a tower's rows by one of TensorFlow's ops, which counts up from `counter`."""
-    if rows is None or not _is_by_example(shape, rows):
-        return op(shape, counter=counter, alg=alg, **arguments)
-    with tf.name_scope(SCOPE):
-        number = tf.reduce_prod(tf.cast(shape, tf.int64))
-        of_each = number // tf.maximum(tf.cast(rows.size, tf.int64), 1)
-        first = tf.cast(rows.start, tf.int64) * of_each
-        dtype = tf.as_dtype(arguments.get("dtype") or arguments["minval"].dtype)
-        in_a_count = 2 if dtype.size == 8 else 4
-        skipped = first % in_a_count
-        count = (first - skipped) // in_a_count
-        if op.__name__ == "stateless_truncated_normal_v2":
-            count *= _COUNTS_OF_TRUNCATED * in_a_count
-        counter += tf.cast(tf.stack([count, 0]), tf.uint64)
-        drawn = op([skipped + number], counter=counter, alg=_PHILOX, **arguments)
-        return tf.reshape(drawn[skipped:], shape)
-
-
-def _is_by_example(shape: Any, rows: Rows) -> bool:
-    """Tell whether a draw of this shape has something for each example of the slice."""
-    known = tensor_util.constant_value_as_shape(tf.convert_to_tensor(shape, tf.int32))
-    if not known.rank:
-        return False
-    first = known[0]
-    if first is None or tf.is_tensor(rows.size):
-        return first is None  # what is unknown of a shape is its batch
-    return first == rows.size or (known.rank > 2 and rows.size > 1 and first % rows.size == 0)
+    op: Any, op_name: str, shape: Any, layout: Layout, rows: Rows, /, *, counter: Any,
+    **arguments: Any,
+) -> tf.Tensor:  # fmt: skip
+    """Draw the slice's rows of what `op` draws for the whole batch."""
+    given, shape = shape, tf.cast(shape, tf.int64)
+    size, total = (tf.cast(n, tf.int64) for n in (rows.size, rows.total))
+    start = tf.cast(rows.start, tf.int64)
+    after = tf.reduce_prod(shape[layout.axis + 1 :])
+    of_axis = shape[layout.axis] // tf.maximum(size, 1)  # of each example
+    inner = after * (of_axis if layout.inner is None else layout.inner)
+    if layout.axis or layout.inner is not None:  # not one piece: draw all, take these
+        outer = tf.reduce_prod(shape) // tf.maximum(size * inner, 1)
+        whole = op([outer * total * inner], counter=counter, alg=_PHILOX, **arguments)
+        whole = tf.reshape(whole, [outer, total, inner])
+        return tf.reshape(whole[:, start : start + size], given)
+    dtype = tf.as_dtype(arguments.get("dtype") or arguments["minval"].dtype)
+    in_a_count = 2 if dtype.size == 8 else 4
+    first = start * inner
+    skipped = first % in_a_count
+    count = (first - skipped) // in_a_count
+    if op_name == "stateless_truncated_normal_v2":
+        count *= _COUNTS_OF_TRUNCATED * in_a_count
+    counter += tf.cast(tf.stack([count, 0]), tf.uint64)
+    drawn = op([skipped + size * inner], counter=counter, alg=_PHILOX, **arguments)
+    return tf.reshape(drawn[skipped:], given)

@@ -8,6 +8,12 @@ class InputError(ValueError):
     comes from the user's own code, from TensorFlow, or from a fault of ours.
     """
 
+    # Keras puts a page about a layer's arguments around what is raised inside of its call, unless
+    # it finds this mark of its own.
+    _keras_call_info_injected = True
+    # AutoGraph makes a StagingError of what has another constructor than this.
+    __init__ = Exception.__init__
+
 
 class RunError(RuntimeError):
     """A run that cannot go on, as with a loss that is NaN: one line; exit code 1."""

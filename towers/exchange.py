@@ -12,6 +12,11 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from towers import tf_private
+from towers.errors import InputError
+
+SCOPE = "exchange"  # of what differs between towers in a graph, as their places do
+
 
 @dataclasses.dataclass(frozen=True)
 class Member:
@@ -47,6 +52,7 @@ class Exchange:
     def __init__(self, num_towers: int):
         """Set how many towers take part."""
         self.num_towers = num_towers
+        self._graph = tf.compat.v1.get_default_graph()
         self._meetings: list[_Meeting] = []
 
     def member(self, tower: int) -> Member:
@@ -55,9 +61,15 @@ class Exchange:
 
         def meet(value: tf.Tensor, combine: Callable, shape: Sequence[int]) -> tf.Tensor:
             if tf.executing_eagerly():
-                raise ValueError(
+                raise InputError(
                     "towers that run one after the other cannot wait for each other: make a "
                     "tf.function of the step, or leave BatchNorm local (batch_norm='local')"
+                )
+            if tf.compat.v1.get_default_graph() is not self._graph:
+                raise InputError(
+                    "a BatchNorm layer inside of a branch or a loop cannot take its moments over "
+                    "all towers there: leave BatchNorm local (batch_norm='local'), or call the "
+                    "layer outside of it"
                 )
             place = next(places)
             if place == len(self._meetings):
@@ -70,10 +82,12 @@ class Exchange:
         @tf.custom_gradient
         def all_gather(value: tf.Tensor) -> tuple[tf.Tensor, Callable]:
             stacked = [self.num_towers, *value.shape]
-            return (
-                meet(value, tf.stack, stacked),
-                lambda upstream: meet(upstream, tf.add_n, stacked)[tower],
-            )
+
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                with tf.name_scope(SCOPE):
+                    return meet(upstream, tf.add_n, stacked)[tower]
+
+            return meet(value, tf.stack, stacked), gradient
 
         return Member(meet, all_gather)
 
@@ -86,12 +100,11 @@ class Exchange:
         for meeting in self._meetings:
             shapes = {(value.dtype, tuple(value.shape)) for value in meeting.values}
             if len(meeting.values) != self.num_towers or len(shapes) > 1:
-                raise ValueError(
+                raise InputError(
                     f"{len(meeting.values)} of {self.num_towers} towers met with values of "
                     f"{len(shapes)} shapes: each copy of the function must run the same layers"
                 )
-            with tf.device(gather_device), tf.name_scope("exchange"):
+            with tf.device(gather_device), tf.name_scope(SCOPE):
                 everything = meeting.combine(meeting.values)
             for stand_in in meeting.stand_ins:
-                # The one way to give an op an input that was made after it.
-                stand_in.op._update_input(0, everything)
+                tf_private.set_input(stand_in.op, everything)

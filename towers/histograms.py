@@ -23,8 +23,8 @@ from tensorboard.util import tensor_util
 from towers.data import augment
 from towers.run import Run
 from towers.samples import Batch
+from towers.splitting import PerTower
 from towers.step import make_loss_fn, weights_of
-from towers.tower import PerTower
 
 NUM_BUCKETS = 30  # TensorBoard's default
 NUM_EXAMPLES = 16  # that activations are taken of

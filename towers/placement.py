@@ -18,15 +18,13 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
+from towers.layers import layer_of, tower_of
+
 # What moves values between devices or steers loops is of no tower; masters are read where they are.
 _NOT_OF_A_TOWER = frozenset(
     "_Send _Recv _HostSend _HostRecv _Arg _Retval Const NoOp Enter Exit Merge Switch LoopCond "
     "NextIteration ReadVariableOp VarHandleOp ResourceGather".split()
 )
-# Scopes that an inner function or loop adds.
-_SCOPES_OF_CALLS = (
-    "PartitionedCall", "StatefulPartitionedCall", "while", "body", "cond", "gradient_tape", "",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +46,12 @@ class Op:
     @property
     def tower(self) -> int | None:
         """The tower in whose scope the op stands, or None."""
-        match = re.search(r"(?:^|/)tower_(\d+)(?:_\d+)?/", self.name)
-        return int(match[1]) if match else None
+        return tower_of(self.name)
 
     @property
     def layer(self) -> str:
         """The layers that the op stands in, outermost first: "cnn/block_2/conv1"."""
-        below = re.split(r"(?:^|/)tower_\d+(?:_\d+)?/", self.name)[-1]
-        # Keras opens a scope for each layer; TensorFlow makes its name unique with a number.
-        scopes = [re.sub(r"_\d+$", "", scope) for scope in below.split("/")[:-1]]
-        layers = [scope for scope in scopes if scope not in _SCOPES_OF_CALLS]
-        return "/".join(layers) or "the loss function itself"
+        return layer_of(self.name)
 
 
 @dataclasses.dataclass(frozen=True)

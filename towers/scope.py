@@ -1,41 +1,54 @@
 """What a tower assigns is kept, and assigned once: the state of Keras variables in a step."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from towers import tf_private
+from towers.errors import InputError
+
+# A graph holds no variable by itself: stand-ins live as long as the graph that uses them.
+_STAND_INS: MutableMapping[tf.Graph, list[tf.Variable]] = weakref.WeakKeyDictionary()
+
 
 class TowerScope(keras.StatelessScope):
-    """Keeps assignments to Keras variables in place of making them.
+    """Keeps assignments to Keras variables in place of making them, and the losses of layers.
 
-    Weights are read from their masters. Only the inner graphs of a compiled step (loops, functions)
-    get copies, on the tower's device: XLA cannot read a master that lies on another, and a loop
-    would fetch it each time round.
+    Weights are read from their masters. Only the inner graphs of a compiled step (loops, branches,
+    functions of XLA's) get copies, on the tower's device: XLA cannot read a master that lies on
+    another, and a loop would fetch it each time round. What such a graph may assign, which is all
+    that is not trained, has a stand-in there, a `tf.Variable` of this tower.
     """
 
-    def __init__(self, own: Mapping[int, tf.Variable] | None = None) -> None:
+    def __init__(self, own: Mapping[int, Any] | None = None, device: str = "") -> None:
         """Keep assignments from here on.
 
         Args:
             own: {id of a Keras variable: what the tower reads in its place}.
+            device: of the stand-ins.
         """
-        super().__init__()
+        super().__init__(collect_losses=True)
         self.own = own or {}
+        self.device = device
         self.eager = tf.executing_eagerly()
         self.graph = tf.compat.v1.get_default_graph()
         self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
         self.copies: dict[int, tf.Tensor] = {}
+        self.stand_ins: dict[int, tf.Variable] = {}
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Keep an assignment; Keras calls this."""
-        variable, _ = update
-        if self._is_inside():
-            raise ValueError(
-                f"a tower cannot see the assignment of {variable.path!r} inside a tf.function, "
-                "loop or branch of loss_fn: make a tf.function of the whole step instead"
-            )
+        variable, value = update
+        if self._is_inside() and id(variable) not in self.stand_ins:
+            self._make_stand_in(variable)
+        if id(variable) in self.stand_ins:
+            _assign(self.stand_ins[id(variable)], value)
+            self.updates[id(variable)] = update  # the value follows when the tower is closed
+            return
         super().add_update(update)
         self.updates[id(variable)] = update
 
@@ -43,6 +56,10 @@ class TowerScope(keras.StatelessScope):
         """Return what a variable is in this tower, None for the master; Keras calls this."""
         if variable.trainable and variable._value is None:  # not initialized
             raise _creation_error(variable.path)
+        if self._is_inside() and not variable.trainable and id(variable) not in self.stand_ins:
+            self._make_stand_in(variable)  # a loop may assign it later, and read it again
+        if id(variable) in self.stand_ins:
+            return self.stand_ins[id(variable)].read_value()
         value = super().get_current_value(variable)
         if value is not None:
             return value
@@ -56,24 +73,32 @@ class TowerScope(keras.StatelessScope):
             return self.copies[id(variable)]
         return source
 
-    def close(self, count: tf.Tensor) -> None:
-        """Note the tower's number of examples, and that it makes no more use of its copies."""
+    def close(self, count: Any) -> None:
+        """Note the tower's number of examples, and what its stand-ins hold at its end."""
         self.count = count
-        self.num_uses = self._count_uses()
+        for key in self.stand_ins.keys() & self.updates.keys():
+            self.updates[key] = self.updates[key][0], self.stand_ins[key].read_value()
 
-    def check_copies(self) -> None:
-        """Raise an error if another tower has used this one's copies since it was closed."""
-        if self._count_uses() != self.num_uses:
-            raise ValueError(
-                "a tf.function that loss_fn calls was traced for one tower, and would use its "
-                "weights in the others: make a tf.function of the whole step instead"
-            )
-
-    def _count_uses(self) -> int:
-        return sum(len(copy.consumers()) for copy in self.copies.values())
+    def _make_stand_in(self, variable: keras.Variable) -> None:
+        """Make a variable that the tower's inner graphs can assign, and set it outside of them."""
+        with tf.init_scope(), tf.device(self.device):
+            stand_in = tf_private.make_variable(tf.zeros(variable.shape, variable.dtype))
+        with contextlib.nullcontext() if self.eager else self.graph.as_default():
+            value = super().get_current_value(variable)
+            value = self.own.get(id(variable), variable._value) if value is None else value
+            _assign(stand_in, value)
+        self.stand_ins[id(variable)] = stand_in
+        if not self.eager:
+            _STAND_INS.setdefault(self.graph, []).append(stand_in)
 
     def _is_inside(self) -> bool:
         return tf.compat.v1.get_default_graph() is not self.graph
+
+
+def _assign(variable: tf.Variable, value: Any) -> None:
+    """Assign by the op itself: in a tower, the methods are refused."""
+    value = tf.cast(value, variable.dtype)
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
 
 
 def refuse_variable(next_creator: Callable, **kwargs: Any) -> tf.Variable:
@@ -83,38 +108,94 @@ def refuse_variable(next_creator: Callable, **kwargs: Any) -> tf.Variable:
     raise _creation_error(kwargs.get("name"))
 
 
-def _creation_error(name: str | None) -> ValueError:
-    return ValueError(
+def _creation_error(name: str | None) -> InputError:
+    return InputError(
         f"loss_fn creates the variable {name!r}, which `variables` cannot hold: "
         "build the model before, by calling it once outside the towers"
     )
 
 
-def assign_once(scopes: Sequence[TowerScope]) -> None:
-    """Make the assignments that the towers' scopes keep, one for each variable."""
+@contextlib.contextmanager
+def assignments_refused() -> Iterator[None]:
+    """Let nothing in the block assign to a `tf.Variable`: the last tower would win.
+
+    Raises:
+        InputError: something does.
+    """
+
+    def make(name: str, _: Callable) -> Callable:
+        def refuse(variable: tf.Variable, *_: Any, **__: Any) -> None:
+            raise InputError(
+                f"a tower assigns the tf.Variable {variable.name!r} ({name}), and of several "
+                "towers the last would win: make it a keras.Variable, which is assigned once a "
+                "step (add_weight(trainable=False) in a layer)"
+            )
+
+        return refuse
+
+    with tf_private.assignments_replaced(make):
+        yield
+
+
+def assign_once(scopes: Sequence[TowerScope], policies: Mapping[int, str]) -> None:
+    """Make the assignments that the towers' scopes keep, one for each variable.
+
+    Args:
+        scopes: of the towers, closed.
+        policies: {id of a variable: how the towers' values make one}, for those that do not say
+            it themselves; see `_merge`.
+    """
     found = {}
     for scope in scopes:
-        scope.check_copies()
         for key, (variable, value) in scope.updates.items():
             _, values, counts = found.setdefault(key, (variable, [], []))
             values.append(value)
             counts.append(scope.count)
-    for variable, values, counts in found.values():
-        variable.assign(_merge(variable, values, counts))
+    for key, (variable, values, counts) in found.items():
+        variable.assign(_merge(variable, values, counts, policies.get(key)))
 
 
-def _merge(variable: keras.Variable, values: list[tf.Tensor], counts: list[tf.Tensor]) -> tf.Tensor:
-    """Return the one value for a variable that the towers assigned."""
+def policy_of(variable: keras.Variable) -> str | None:
+    """Return how a variable itself says that the values of several towers make one, or None."""
+    aggregation = getattr(variable, "aggregation", None)
+    names = {"sum": "sum", "mean": "mean", "only_first_replica": "first"}
+    return names.get(aggregation)
+
+
+def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]) -> tf.Tensor:
+    """Return the one value that the towers' `values` of a variable make.
+
+    Args:
+        policy: "first" tower's; "sum" of the changes; "mean", weighted by examples; "max"; "min".
+        before: what the variable was.
+        values: of the towers.
+        counts: their numbers of examples.
+    """
+    if policy == "sum":
+        return tf.add_n([before, *(value - before for value in values)])
+    if policy == "max":
+        return tf.reduce_max(tf.stack(values), axis=0)
+    if policy == "min":
+        return tf.reduce_min(tf.stack(values), axis=0)
+    if policy == "mean" and values[0].dtype.is_floating:
+        values = [widen(value) for value in values]
+        weights = [tf.cast(count, values[0].dtype) for count in counts]
+        weighted = [tf.math.multiply_no_nan(v, w) for v, w in zip(values, weights, strict=True)]
+        return tf.add_n(weighted) / tf.add_n(weights)
+    return values[0]
+
+
+def _merge(
+    variable: keras.Variable, values: list[tf.Tensor], counts: list[Any], policy: str | None
+) -> tf.Tensor:
+    """Return the one value for a variable that the towers assigned.
+
+    What nobody knows better is taken for an average if it is a float, else for a counter of steps.
+    """
     if len(values) == 1:
         return values[0]
-    if variable.aggregation == "sum":
-        return tf.add_n([variable.value, *(value - variable.value for value in values)])
-    if not variable.value.dtype.is_floating or variable.aggregation == "only_first_replica":
-        return values[0]
-    values = [widen(value) for value in values]
-    weights = [tf.cast(count, values[0].dtype) for count in counts]
-    weighted = [tf.math.multiply_no_nan(v, w) for v, w in zip(values, weights, strict=True)]
-    return tf.add_n(weighted) / tf.add_n(weights)
+    values = [tf.convert_to_tensor(value) for value in values]
+    return merge(policy_of(variable) or policy or "mean", variable.value, values, counts)
 
 
 def widen(value: tf.Tensor) -> tf.Tensor:

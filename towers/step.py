@@ -11,7 +11,8 @@ from towers.data import augment
 from towers.masters import Masters
 from towers.options import Options
 from towers.schedules import schedule
-from towers.tower import PerTower, TowerBuilder
+from towers.splitting import PerTower
+from towers.tower import TowerBuilder
 from towers.update import make_update
 
 METRICS = ("loss", "penalty", "gradient_norm", "learning_rate")

@@ -11,36 +11,34 @@
         optimizer.apply(gradients, model.trainable_variables)
         return loss
 
-The rules of a tower function: it may be called several times in one trace, once for each tower; it
-creates no variables; it assigns to no `tf.Variable`. Keras variables it may assign (BatchNorm
-statistics, seeds, metrics): `gradients` catches those assignments and makes each of them once.
+The rules of a tower function: it may be called several times in one trace, once for each tower, and
+before that on made-up examples, to learn what it does with each of them; it creates no variables;
+it assigns to no `tf.Variable`. Keras variables it may assign (BatchNorm statistics, seeds,
+metrics): those assignments are caught, and each is made once.
 
-The pattern is all in this file. Three details that make N towers compute what one device computes
-are apart: `scope` (assignments), `draws` (randomness by example), `batch_norm` (global moments);
-and so is `compiled` (towers as programs of XLA's).
+The pattern is all in this file. The details that make N towers compute what one device computes are
+apart: `splitting`, `scope` (assignments), `draws` (randomness by example), `rehearsal` (what is by
+example), `batch_norm` (global moments); and so is `compiled` (towers as programs of XLA's).
 """
 
+import contextlib
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Sequence
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from towers import batch_norm as batch_norms
-from towers import compiled, gather
-from towers.draws import Rows, of_rows
-from towers.exchange import Exchange
-from towers.scope import TowerScope, assign_once, refuse_variable, widen
-
-
-class PerTower:
-    """A batch argument that hands tower i its own value instead of a slice."""
-
-    def __init__(self, values: Sequence[Any]):
-        """Hold `values`, one for each tower, in tower order."""
-        self.values = list(values)
+from towers import compiled, gather, tf_private
+from towers.draws import Drawn, of_rows
+from towers.errors import InputError
+from towers.exchange import Exchange, Member
+from towers.rehearsal import Rehearsal, parts_of, rehearse
+from towers.scope import TowerScope, assign_once, assignments_refused, refuse_variable, widen
+from towers.splitting import PerTower, Slice, is_empty, occupied, split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +50,14 @@ class TowerSums:
         counts: numbers of examples, scalars.
         gradients: of each tower a list like the variables: sums.
         scopes: what the towers assigned.
+        policies: how these values make one, see `scope.assign_once`.
     """
 
     losses: list[tf.Tensor]
     counts: list[tf.Tensor]
     gradients: list[list[Any]]
     scopes: list[TowerScope]
+    policies: dict[int, str]
 
 
 class TowerBuilder:
@@ -77,6 +77,7 @@ class TowerBuilder:
         accumulate_steps: int = 1,
         gather_at_variables: bool = False,
         jit_compile: bool = False,
+        on_doubt: Callable[[str], None] = warnings.warn,
     ):
         """Set where the towers run and where their results are gathered.
 
@@ -91,6 +92,8 @@ class TowerBuilder:
                 `gather_device`.
             jit_compile: XLA compiles what `gradients` computes in a tower, forward and backward;
                 BatchNorm layers must be local then.
+            on_doubt: is told, in a sentence, of what a function does that several towers may not
+                compute as one device does.
 
         Raises:
             ValueError: `devices` is empty, or a string in place of a list of strings; or another
@@ -111,21 +114,23 @@ class TowerBuilder:
         self.accumulate_steps = accumulate_steps
         self.gather_at_variables = gather_at_variables
         self.jit_compile = jit_compile
+        self.on_doubt = on_doubt
+        self._rehearsed: tuple[list[Any], Rehearsal] = [], Rehearsal()
 
     def map(self, fn: Callable, *batch: Any) -> list[Any]:
         """Return what `fn` returns for each tower, in tower order."""
-        return self._copies(fn, self._split(batch))
+        return self._run(fn, self._split(batch), batch)
 
     def sum(self, fn: Callable, *batch: Any) -> Any:
         """Return the sum over towers of what `fn` returns, by `add_n` on the gather device.
 
         `fn` may return any structure; `IndexedSlices` stay sparse, and `None` counts as nothing.
         """
-        return self._gather(gather.add, self._copies(fn, _occupied(self._split(batch))))
+        return self._gather(gather.add, self._run(fn, occupied(self._split(batch)), batch))
 
     def concat(self, fn: Callable, *batch: Any) -> Any:
         """Return what the towers return, joined along axis 0 in tower order: that of the batch."""
-        return self._gather(gather.join, self._copies(fn, _occupied(self._split(batch))))
+        return self._gather(gather.join, self._run(fn, occupied(self._split(batch)), batch))
 
     def gradients(
         self, loss_fn: Callable, variables: Iterable[Any], *batch: Any
@@ -134,9 +139,9 @@ class TowerBuilder:
 
         Towers return sums, the gather adds them, one division ends it: uneven slices weigh what
         they should. Keras variables that `loss_fn` assigns are assigned once, after all towers:
-        those that Keras adds up (`aggregation="sum"`: metrics) with the sum of the towers' changes;
-        other floating-point ones with the mean over towers, weighted by examples; the rest
-        (counters, seeds) as on the first tower.
+        as their `aggregation` says ("sum" of the towers' changes: metrics; "mean", weighted by
+        examples; "only_first_replica"); the others as a rehearsal finds it (sums, means, running
+        maxima and minima, counters of steps). What cannot be told goes to `on_doubt`.
 
         Args:
             loss_fn: maps a tower's slice of the batch to its losses, one for each example, `[b]`.
@@ -151,12 +156,28 @@ class TowerBuilder:
             copies, summed by collectives.
 
         Raises:
-            ValueError: `variables` holds something else; or `loss_fn` returns no losses of shape
-                `[b]`, creates a variable, assigns one inside a `tf.function`, loop or branch of its
-                own, or, in a compiled step, calls a `tf.function` that keeps one tower's weights.
+            ValueError: `variables` holds something else; or `loss_fn` returns no floating-point
+                losses of shape `[b]`, creates a variable, or assigns a `tf.Variable`.
         """
         variables = list(variables)
         return self.gather_sums(self.tower_sums(loss_fn, variables, *batch), variables)
+
+    def rehearse(self, fn: Callable, *batch: Any) -> Rehearsal:
+        """Find out what `fn` does with its examples; doubts go to `on_doubt`, once.
+
+        The other methods do so by themselves where there are several towers. What was found last is
+        kept.
+
+        Args:
+            fn: a tower function.
+            *batch: as it is split; of a tensor, only type and shape matter.
+        """
+        parts, before = parts_of(fn), self._rehearsed[0]
+        if len(parts) != len(before) or not all(map(operator.is_, parts, before)):
+            self._rehearsed = parts, rehearse(fn, batch)
+            for doubt in self._rehearsed[1].doubts():
+                self.on_doubt(doubt)
+        return self._rehearsed[1]
 
     def tower_sums(self, loss_fn: Callable, variables: Iterable[Any], *batch: Any) -> "TowerSums":
         """Return what each tower computes for `gradients`, before the gather.
@@ -164,37 +185,37 @@ class TowerBuilder:
         Args and errors as of `gradients`. `gather_sums` must follow: it makes the assignments.
         """
         variables = list(variables)
+        rehearsal = self._rehearse(loss_fn, batch, self.accumulate_steps, losses=True)
         scopes = []
 
-        def backward(tower, member, *part):
+        def backward(tower: int, member: Member | None, part: Slice) -> tuple:
             if self.jit_compile and member:
                 member = compiled.NO_EXCHANGE
+            own = [_tf_variable(_of_tower(v, tower)) for v in variables]
 
-            def compute():
-                own = [_tf_variable(_of_tower(v, tower)) for v in variables]
-                with (
-                    TowerScope(_replaced(variables, tower)) as scope,
-                    batch_norms.over_all_towers(member, self.batch_norm),
-                    tf.variable_creator_scope(refuse_variable),
-                    tf.GradientTape(watch_accessed_variables=False) as tape,
-                ):
-                    tape.watch(own)
-                    losses = _check_losses(loss_fn(*part))
-                    loss = tf.reduce_sum(losses)
-                with keras.StatelessScope():  # what is recomputed here was assigned above
-                    gradients = tape.gradient(loss, own)
+            def compute() -> tuple:
+                with self._inside(tower, member, _replaced(variables, tower)) as scope:
+                    with tf.GradientTape(watch_accessed_variables=False) as tape:
+                        tape.watch(own)
+                        losses = _check_losses(loss_fn(*part.batch), part)
+                        loss = tf.reduce_sum(losses)
+                    # What is recomputed in the backward pass runs in what the forward pass ran in;
+                    # what it assigns was assigned above.
+                    with TowerScope(scope.own, scope.device):
+                        gradients = tape.gradient(loss, own)
                 count = tf.cast(tf.shape(losses)[0], loss.dtype)
                 if not tf.compat.dimension_value(losses.shape[0]):  # unknown, perhaps none
                     gradients = [gather.zero_if_empty(g, count) for g in gradients]
+                scope.close(count)
                 return scope, (loss, count, gradients)
 
             scope, sums = compiled.by_xla(compute) if self.jit_compile else compute()
-            scope.close(sums[1])
+            scope.count = sums[1]
             scopes.append(scope)
             return sums
 
-        sums = zip(*self._accumulate(backward, batch), strict=True)
-        return TowerSums(*map(list, sums), scopes)
+        sums = zip(*self._accumulate(backward, batch, rehearsal.draws), strict=True)
+        return TowerSums(*map(list, sums), scopes, rehearsal.policies)
 
     def gather_sums(
         self, sums: "TowerSums", variables: Sequence[Any]
@@ -203,7 +224,7 @@ class TowerBuilder:
         loss, count = self._gather(gather.add, sums.losses), self._gather(gather.add, sums.counts)
         gradients = self.gather_gradients(sums.gradients, variables, count)
         with tf.device(self.gather_device), tf.name_scope("gather"):
-            assign_once(sums.scopes)
+            assign_once(sums.scopes, sums.policies)
             return loss / count, gradients
 
     def gather_gradients(
@@ -228,16 +249,63 @@ class TowerBuilder:
                 places = [_tf_variable(v).device for v in variables]
             return gather.mean_at(gradients, places, count)
 
-    def _copies(self, fn: Callable, slices: Sequence["_Slice"], by_xla: bool = False) -> list[Any]:
-        """Run `fn`, which XLA may compile, once for each slice: the first on tower 0, and so on."""
-        results = []
-        for i, (device, part) in enumerate(zip(self.devices, slices, strict=False)):
-            draws = of_rows(part.rows, by_xla)
-            with tf.device(device), tf.name_scope(f"tower_{i}"), draws:
-                results.append(fn(*part.batch))
+    def _run(self, fn: Callable, slices: Sequence[Slice], batch: Sequence[Any]) -> list[Any]:
+        """Return what `fn` returns for each slice; make the assignments of all once."""
+        if slices[0].rows is None:
+            return self._copies(lambda _, part: fn(*part.batch), slices)
+        rehearsal = self._rehearse(fn, batch)
+        exchange = Exchange(len(slices)) if len(slices) > 1 else None
+        scopes = []
+
+        def run(tower: int, part: Slice) -> Any:
+            with self._inside(tower, exchange and exchange.member(tower)) as scope:
+                result = fn(*part.batch)
+            scope.close(part.rows.size)
+            scopes.append(scope)
+            return result
+
+        results = self._copies(run, slices, rehearsal.draws)
+        if exchange:
+            exchange.join(self.gather_device)
+        with tf.device(self.gather_device), tf.name_scope("gather"):
+            assign_once(scopes, rehearsal.policies)
         return results
 
-    def _accumulate(self, fn: Callable, batch: Sequence[Any]) -> list[Any]:
+    def _copies(
+        self, fn: Callable, slices: Sequence[Slice], draws: Sequence[Drawn] | None = None
+    ) -> list[Any]:
+        """Return `fn(tower, slice)` for each slice, made on that tower's device."""
+        results = []
+        for i, (device, part) in enumerate(zip(self.devices, slices, strict=False)):
+            drawing = of_rows(part.rows, draws, self.jit_compile)
+            with tf.device(device), tf.name_scope(f"tower_{i}"), drawing:
+                results.append(fn(i, part))
+        return results
+
+    @contextlib.contextmanager
+    def _inside(
+        self, tower: int, member: Member | None, own: dict[int, Any] | None = None
+    ) -> Iterator[TowerScope]:
+        """Let what is called in the block be of one tower among several.
+
+        Args:
+            tower: its number.
+            member: its part in the exchanges; None if there is one tower.
+            own: {id of a variable: what the tower reads in its place}; None if what is called may
+                make and assign variables of its own.
+        """
+        with contextlib.ExitStack() as stack:
+            scope = stack.enter_context(TowerScope(own, self.devices[tower]))
+            stack.enter_context(batch_norms.over_all_towers(member, self.batch_norm))
+            stack.enter_context(tf_private.functions_inlined())
+            if own is not None:
+                stack.enter_context(tf.variable_creator_scope(refuse_variable))
+                stack.enter_context(assignments_refused())
+            yield scope
+
+    def _accumulate(
+        self, fn: Callable, batch: Sequence[Any], draws: Sequence[Drawn] | None
+    ) -> list[Any]:
         """Return the towers' sums of what `fn` returns, taking the batch part by part.
 
         `fn` gets the tower's number, its part in the exchanges (one tower: None), then its slice.
@@ -247,19 +315,15 @@ class TowerBuilder:
         slices = self._split(batch, self.accumulate_steps)
         totals: list[Any] = []
         for start in range(0, len(slices), num_towers):
-            part = _occupied(slices[start : start + num_towers])
-            if start and _is_empty(part[0]):
+            part = occupied(slices[start : start + num_towers])
+            if start and is_empty(part[0]):
                 break
-            exchange = Exchange(len(part)) if len(part) > 1 else None
-            part = [
-                _Slice((i, exchange and exchange.member(i), *slice_.batch), slice_.rows)
-                for i, slice_ in enumerate(part)
-            ]
             with tf.control_dependencies(_tensors(totals)):
                 # Each op of a part waits for this one, and not for every sum: far fewer edges.
                 before = [tf.no_op()] if totals else []
             with tf.control_dependencies(before):
-                results = self._copies(fn, part, self.jit_compile)
+                exchange = Exchange(len(part)) if len(part) > 1 else None
+                results = self._copies(_with_member(fn, exchange), part, draws)
                 if exchange:
                     exchange.join(self.gather_device)
             if not totals:
@@ -270,100 +334,32 @@ class TowerBuilder:
                     totals[i] = gather.map_towers(gather.add, [totals[i], result])
         return totals
 
+    def _rehearse(
+        self, fn: Callable, batch: Sequence[Any], num_rounds: int = 1, losses: bool = False
+    ) -> Rehearsal:
+        """Return what is known of a tower function, if there are several slices."""
+        whole = all(isinstance(leaf, PerTower | None) for leaf in tf.nest.flatten(batch))
+        if len(self.devices) * num_rounds == 1 or whole:
+            return Rehearsal()
+        found = self.rehearse(fn, *batch)
+        if losses and found.by_example is False:
+            raise InputError(_NO_LOSSES.format("another shape"))
+        return found
+
     def _gather(self, policy: Callable, results: list[Any]) -> Any:
         """Apply `policy` to the per-tower values, on the gather device."""
         with tf.device(self.gather_device), tf.name_scope("gather"):
             return gather.map_towers(policy, results)
 
-    def _split(self, batch: Sequence[Any], num_rounds: int = 1) -> list["_Slice"]:
+    def _split(self, batch: Sequence[Any], num_rounds: int = 1) -> list[Slice]:
         """Return each tower's slice of `batch`; with rounds, those of one after the other's."""
-        num_towers = len(self.devices)
         with tf.device(self.gather_device), tf.name_scope("split"):
-            leaves = [_check_leaf(leaf, num_towers) for leaf in tf.nest.flatten(batch)]
-            num_rows = [_num_rows(leaf) for leaf in leaves if not isinstance(leaf, PerTower)]
-            if not num_rows:  # nothing to split: every tower runs once
-                values = [[leaf.values[i] for leaf in leaves] for i in range(num_towers)]
-                return [_Slice(tf.nest.pack_sequence_as(batch, part), None) for part in values]
-            rounds = _slice_sizes(_check_rows(num_rows), num_rounds)
-            sizes = [size for part in rounds for size in _slice_sizes(part, num_towers)]
-            slices = []
-            for i, (size, stop) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True)):
-                rows = Rows(stop - size, size)
-                part = [
-                    leaf.values[i % num_towers]
-                    if isinstance(leaf, PerTower)
-                    else leaf[rows.start : stop]
-                    for leaf in leaves
-                ]
-                slices.append(_Slice(tf.nest.pack_sequence_as(batch, part), rows))
-        return slices
+            return split(batch, len(self.devices), num_rounds)
 
 
-# Splitting.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Slice:
-    """A tower's part of the batch, and which rows of it these are; None: nothing was split."""
-
-    batch: Any
-    rows: Rows | None
-
-
-def _occupied(slices: Sequence[_Slice]) -> list[_Slice]:
-    """Leave out the slices, always the last ones, that surely hold no example; never all."""
-    return list(slices[: max(sum(not _is_empty(part) for part in slices), 1)])
-
-
-def _is_empty(part: _Slice) -> bool:
-    """Tell whether a slice surely holds no example."""
-    return part.rows is not None and not tf.is_tensor(part.rows.size) and part.rows.size == 0
-
-
-def _check_leaf(leaf: Any, num_towers: int) -> Any:
-    """Return a leaf of the batch as what can be split, or as a `PerTower`."""
-    if leaf is None:
-        return PerTower([None] * num_towers)
-    if isinstance(leaf, PerTower):
-        if len(leaf.values) != num_towers:
-            raise ValueError(
-                f"PerTower holds {len(leaf.values)} values for {num_towers} towers: "
-                "it must hold one for each"
-            )
-        return leaf
-    leaf = leaf if isinstance(leaf, tf.RaggedTensor) else tf.convert_to_tensor(leaf)
-    if leaf.shape.rank == 0:
-        raise ValueError(
-            "a batch is split along axis 0 and cannot hold scalars: make a list of numbers an "
-            "array; capture a single value in the function, or hand it over as towers.PerTower"
-        )
-    return leaf
-
-
-def _num_rows(value: tf.Tensor | tf.RaggedTensor) -> int | tf.Tensor:
-    """Return the size of axis 0, as an int where it is known."""
-    known = tf.compat.dimension_value(value.shape[0])
-    if known is not None:
-        return known
-    return value.nrows(tf.int32) if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
-
-
-def _slice_sizes(total: int | tf.Tensor, num_slices: int) -> list[int | tf.Tensor]:
-    """Return the sizes of the slices of `total` rows."""
-    return [(total + num_slices - 1 - i) // num_slices for i in range(num_slices)]
-
-
-def _check_rows(rows: Sequence[int | tf.Tensor]) -> int | tf.Tensor:
-    """Return the number of examples of a batch whose tensors have `rows` rows."""
-    known = sorted({size for size in rows if isinstance(size, int)})
-    message = "the tensors of a batch must have the same size along axis 0"
-    if len(known) > 1:
-        raise ValueError(f"{message}, not {known}")
-    total = known[0] if known else rows[0]
-    for size in rows:
-        if tf.is_tensor(size) and size is not total:
-            tf.debugging.assert_equal(size, total, message)
-    return total
+def _with_member(fn: Callable, exchange: Exchange | None) -> Callable:
+    """Return `fn` with each tower's part in the exchange as its second argument."""
+    return lambda tower, part: fn(tower, exchange and exchange.member(tower), part)
 
 
 # Gradients.
@@ -389,15 +385,28 @@ def _tf_variable(variable: Any) -> tf.Variable:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def _check_losses(losses: Any) -> tf.Tensor:
+_NO_LOSSES = (
+    "loss_fn must return one loss for each example, shape [b], not {}: reduce all axes but the "
+    "first, the builder takes the mean over all towers (a Keras loss: reduction=None)"
+)
+
+
+def _check_losses(losses: Any, part: Slice) -> tf.Tensor:
     """Return `losses` as a tensor [b], in float32 at least: sums in 16 bits lose examples."""
     losses = tf.convert_to_tensor(losses)
-    if losses.shape.rank not in (None, 1):
-        raise ValueError(
-            f"loss_fn must return one loss for each example, shape [b], not {losses.shape}: "
-            "reduce all axes but the first, the builder takes the mean over all towers "
-            "(a Keras loss: reduction=None)"
+    if not losses.dtype.is_floating:
+        raise InputError(
+            f"loss_fn must return floating-point losses, not {losses.dtype.name}, which have no "
+            "gradients: cast what they are computed from to float32"
         )
+    if losses.shape.rank not in (None, 1):
+        raise InputError(_NO_LOSSES.format(losses.shape))
+    size = None if part.rows is None else part.rows.size
+    known = tf.compat.dimension_value(losses.shape[0])
+    if isinstance(size, int) and known not in (None, size):
+        raise InputError(_NO_LOSSES.format(f"{losses.shape} for {size} examples"))
+    if size is not None and (known is None or tf.is_tensor(size)):
+        tf.debugging.assert_equal(tf.shape(losses)[0], size, _NO_LOSSES.format("fewer or more"))
     return widen(losses)
 
 

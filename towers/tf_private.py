@@ -1,0 +1,209 @@
+"""What towers replace inside of TensorFlow and Keras while they trace, bound to one thread.
+
+Keras layers and TensorFlow's functions know nothing of towers: how a tower draws, normalises or
+calls an inner `tf.function` is put in the place of what they call. Another thread, which may trace
+towers of its own or a plain model, never meets it, and nothing is left behind.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.eager import cancellation
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+from tensorflow.python.ops import gen_stateless_random_ops_v2 as draw_ops
+from tensorflow.python.ops import resource_variable_ops as variable_ops
+
+_LOCK = threading.Lock()
+_SWITCHES: dict[tuple[int, str], "_Switch"] = {}
+
+
+class _Switch:
+    """Stands in the place of a function while any thread replaces it."""
+
+    def __init__(self, owner: Any, name: str):
+        self.owner, self.name = owner, name
+        self.inherited = name not in vars(owner)
+        self.original = getattr(owner, name)
+        self.num_users = 0
+        self.here = threading.local()
+
+        @functools.wraps(self.original)
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            return self.current()(*args, **kwargs)
+
+        setattr(owner, name, dispatch)
+
+    def current(self) -> Callable:
+        """Return what the calling thread is to call."""
+        stack = getattr(self.here, "stack", None)
+        return stack[-1] if stack else self.original
+
+    def remove(self) -> None:
+        """Put the function back."""
+        if self.inherited:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.original)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Let the calling thread call something else in place of `owner.name` in the block.
+
+    Args:
+        owner: a module, class or object.
+        name: of one of its functions.
+        make: gets what this thread has called until here, which may be an outer block's
+            replacement, and returns what it is to call.
+    """
+    key = id(owner), name
+    with _LOCK:
+        switch = _SWITCHES.get(key)
+        if switch is None:
+            switch = _SWITCHES[key] = _Switch(owner, name)
+        switch.num_users += 1
+    try:
+        replacement = make(switch.current())
+        stack = vars(switch.here).setdefault("stack", [])
+        stack.append(replacement)
+        try:
+            yield
+        finally:
+            stack.pop()
+    finally:
+        with _LOCK:
+            switch.num_users -= 1
+            if not switch.num_users:
+                switch.remove()
+                del _SWITCHES[key]
+
+
+@contextlib.contextmanager
+def all_replaced(
+    owner: Any, make: Callable[[str, Callable], Callable], names: Any
+) -> Iterator[None]:
+    """Replace several functions of `owner`, as `replaced` does; `make` gets the name, too."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(replaced(owner, name, functools.partial(make, name)))
+        yield
+
+
+# Keras' BatchNorm: no public place gives a layer its moments from elsewhere.
+
+
+@contextlib.contextmanager
+def batch_norm_replaced(make_call: Callable, make_moments: Callable) -> Iterator[None]:
+    """Replace `call` and `_moments` of Keras' BatchNormalization, as `replaced` does."""
+    layer = keras.layers.BatchNormalization
+    with replaced(layer, "call", make_call), replaced(layer, "_moments", make_moments):
+        yield
+
+
+# TensorFlow's draws: all of tf.random.stateless_* and of Keras come through these ops, which take
+# key and counter. The public functions take a seed, from which no draw can begin in the middle.
+
+DRAWS = (
+    "stateless_random_uniform_v2",
+    "stateless_random_normal_v2",
+    "stateless_random_uniform_int_v2",
+    "stateless_random_uniform_full_int_v2",
+    "stateless_truncated_normal_v2",
+)
+
+
+@contextlib.contextmanager
+def draws_replaced(draw: Callable) -> Iterator[None]:
+    """Let the thread call `draw(name, ...)` in place of the ops in DRAWS.
+
+    The ops themselves, whoever has replaced them, are what `draw_op` returns.
+    """
+    make = lambda name, _: functools.partial(draw, name)  # noqa: E731
+    with all_replaced(draw_ops, make, DRAWS):
+        yield
+
+
+def draw_op(name: str) -> Callable:
+    """Return TensorFlow's own op of one of the names in DRAWS."""
+    switch = _SWITCHES.get((id(draw_ops), name))
+    return switch.original if switch else getattr(draw_ops, name)
+
+
+# A tf.function inside of a tower: its one trace would serve all towers, with the first one's rows
+# of each draw. TensorFlow has a switch for inlining, tf.config.run_functions_eagerly, but for the
+# whole process, and it leaves AutoGraph out.
+
+
+@contextlib.contextmanager
+def functions_inlined() -> Iterator[None]:
+    """Let the thread run each `tf.function` as a part of what calls it, converted by AutoGraph.
+
+    One that XLA is to compile stays a function, with a trace for each block.
+    """
+    compiled: dict[int, tuple[Function, Function]] = {}
+
+    def make(before: Callable) -> Callable:
+        def call(function: Function, *args: Any, **kwargs: Any) -> Any:
+            if function._jit_compile:
+                own = compiled.setdefault(id(function), (function._clone(None), function))[0]
+                return before(own, *args, **kwargs)
+            inline = function.python_function
+            if function._autograph:
+                context = tf.__internal__.autograph.control_status_ctx()
+                inline = tf.__internal__.autograph.tf_convert(inline, context)
+            return inline(*args, **kwargs)
+
+        return call
+
+    with replaced(Function, "__call__", make):
+        yield
+
+
+# Assignments to a tf.Variable.
+
+ASSIGNMENTS = (
+    "assign assign_add assign_sub scatter_add scatter_sub scatter_max scatter_min scatter_mul "
+    "scatter_div scatter_update batch_scatter_update scatter_nd_add scatter_nd_sub "
+    "scatter_nd_max scatter_nd_min scatter_nd_update"
+).split()
+
+
+@contextlib.contextmanager
+def assignments_replaced(make: Callable[[str, Callable], Callable]) -> Iterator[None]:
+    """Replace the methods that assign to a `tf.Variable`, as `all_replaced` does."""
+    with all_replaced(variable_ops.BaseResourceVariable, make, ASSIGNMENTS):
+        yield
+
+
+def set_input(op: tf.Operation, tensor: tf.Tensor) -> None:
+    """Give an op another first input, which may have been made after it; nothing public does."""
+    op._update_input(0, tensor)
+
+
+def make_variable(value: tf.Tensor) -> tf.Variable:
+    """Return a variable that no creator scope sees: a `tf.function` refuses them after one trace.
+
+    To be called outside of the function's graph, and to be kept by whoever uses it there.
+    """
+    return variable_ops.ResourceVariable(value, trainable=False)
+
+
+def call_for_at_most(seconds: float, function: Any, *arguments: Any) -> Any:
+    """Return what a concrete function returns; nothing public ends one that runs too long.
+
+    Raises:
+        tf.errors.CancelledError: it did not end in time.
+    """
+    manager = cancellation.CancellationManager()
+    timer = threading.Timer(seconds, manager.start_cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        return manager.get_cancelable_function(function)(*arguments)
+    finally:
+        timer.cancel()
