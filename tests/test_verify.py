@@ -43,6 +43,15 @@ class DrawsInTensorFlow(keras.layers.Layer):
         return x + tf.random.normal(tf.shape(x), dtype=x.dtype) if training else x
 
 
+class DrawsItsGradient(keras.layers.Layer):
+    def call(self, x):
+        @tf.custom_gradient
+        def noisy(x):
+            return tf.identity(x), lambda dy: dy * tf.random.uniform(tf.shape(x), dtype=x.dtype)
+
+        return noisy(x)
+
+
 class Narrow(keras.layers.Layer):
     def __init__(self, **keywords):
         super().__init__(dtype="float32", **keywords)
@@ -68,8 +77,8 @@ class Norm(keras.layers.BatchNormalization):
 LAYERS = {
     kind.__name__: kind
     for kind in (
-        ReadsItsTower, CountsCalls, DrawsInPython, DrawsByNumpysSeed, DrawsInTensorFlow, Narrow,
-        Innocent, Norm,
+        ReadsItsTower, CountsCalls, DrawsInPython, DrawsByNumpysSeed, DrawsInTensorFlow,
+        DrawsItsGradient, Narrow, Innocent, Norm,
     )
 }  # fmt: skip
 
@@ -149,6 +158,90 @@ def test_float32_repeats_it_in_units_of_the_last_place(capsys):
     assert "float32     3 towers: " in err
 
 
+# ------------------------------------------------------------------- What is zero in theory
+
+
+def first_cnn(num_classes, image_shape):
+    """A bias in front of BatchNorm: its gradient is nothing but rounding."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input(image_shape),
+            *(layers.Conv2D(4, 3), layers.BatchNormalization(), layers.ReLU()),
+            *(layers.Conv2D(4, 3), layers.BatchNormalization(), layers.ReLU()),
+            *(layers.GlobalAveragePooling2D(), layers.Dense(num_classes)),
+        ]
+    )
+
+
+def attention(num_classes, image_shape):
+    """A bias of keys: softmax does not see it."""
+    layers = keras.layers
+    images = keras.Input(image_shape)
+    x = layers.Dense(6)(layers.Reshape((-1, image_shape[-1]))(images))
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 3)(x, x))
+    return keras.Model(images, layers.Dense(num_classes)(layers.GlobalAveragePooling1D()(x)))
+
+
+ZEROS = [
+    pytest.param(model, optimizer, id=f"{model}-{optimizer}")
+    for model, optimizer in [
+        ("first_cnn", "sgd"),
+        ("first_cnn", "momentum"),
+        ("first_cnn", "adamw"),
+        ("attention", "momentum"),
+        ("attention", "adamw"),
+    ]
+]
+
+
+@pytest.mark.parametrize("model, optimizer", ZEROS)
+def test_what_is_zero_in_theory_passes(capsys, model, optimizer):
+    flags = [f"--model={__name__}:{model}", f"--optimizer={optimizer}", "--ema_decay=0.9"]
+    code, out, _ = command(capsys, *flags, "--json")
+    assert code == 0 and json.loads(out)["passed"] is True
+
+
+@pytest.mark.parametrize("model, optimizer", ZEROS)
+def test_an_error_of_a_millionth_is_found_in_every_array(capsys, monkeypatch, model, optimizer):
+    make_step = verify.Lane.make_step
+
+    def wrong_on_two_towers(lane, batch):
+        found = make_step(lane, batch)
+        if lane.num_towers == 2:
+            kinds = {name: name.partition("/")[0] for name in found}
+            largest = {
+                kind: max(np.abs(found[n].astype(float)).max() for n in found if kinds[n] == kind)
+                for kind in kinds.values()
+            }
+            for name in [n for n in found if found[n].dtype.kind == "f"]:
+                found[name] = np.array(found[name])
+                found[name].flat[-1] += 1e-6 * largest[kinds[name]]
+        return found
+
+    monkeypatch.setattr(verify.Lane, "make_step", wrong_on_two_towers)
+    flags = [f"--model={__name__}:{model}", f"--optimizer={optimizer}", "--ema_decay=0.9"]
+    code, out, _ = command(capsys, *flags, "--json", "--num_towers=2,3")
+    result = json.loads(out)
+    floats = {
+        name: row
+        for name, row in result["differences"].items()
+        if name not in ("step", "examples") and not name.endswith("/iteration")
+    }
+    assert code == 1 and result["first_difference"]["name"] == "loss"
+    assert {name.partition("/")[0] for name in floats} == {
+        "loss", "gradient", "model", "optimizer", "average"
+    }  # fmt: skip
+    assert not [name for name, row in floats.items() if row["2"] < 1e-8]
+    assert not [name for name, row in floats.items() if row["3"] > 1e-9]
+
+
+@pytest.mark.parametrize("layer", ["DrawsInTensorFlow", "DrawsItsGradient"])
+def test_a_random_layer_does_not_hide_in_its_own_noise(capsys, layer):
+    code, out, _ = command(capsys, *of_net(layer), "--json", "--num_towers=2")
+    assert code == 1 and json.loads(out)["first_difference"]["relative_difference"] > 1e-3
+
+
 # ---------------------------------------------------------------------------- What fails
 
 
@@ -205,25 +298,35 @@ def test_the_run_itself_says_what_draws_by_tower(tmp_path, capsys):
 # ---------------------------------------------------------------------------- The comparison
 
 
-def test_differences_are_relative_to_the_largest_of_their_kind():
+def test_differences_are_relative_to_the_array_or_to_its_noise():
     expected = {
         "loss": np.array(2.0),
         "gradient/a": np.array([4.0, 0.0]),
-        "gradient/zero": np.array([1e-17, 0.0]),
+        "gradient/noise": np.array([1e-17, 0.0]),
+        "gradient/zero": np.zeros(2),
         "model/nan": np.array([np.nan, 1.0]),
     }
     found = {
         "loss": np.array(2.5),
         "gradient/a": np.array([4.0, 2.0]),
-        "gradient/zero": np.array([-1e-17, 0.0]),
+        "gradient/noise": np.array([-1e-17, 0.0]),
+        "gradient/zero": np.array([0.0, 4e-16]),
         "model/nan": np.array([np.nan, 1.0]),
     }
     by_name = {d.name: d for d in verify.differences(found, expected, 2, 0)}
     assert by_name["loss"].relative == 0.25
     assert by_name["gradient/a"].relative == 0.5
-    assert by_name["gradient/zero"].relative == pytest.approx(2e-17 / 4e-6)
+    assert by_name["gradient/noise"].relative == 2
+    assert by_name["gradient/zero"].relative == pytest.approx(1e-10)
     assert by_name["model/nan"].relative == 0
     assert by_name["loss"].ulps == 0.5 / np.spacing(2.0)
+
+    noise = {"loss": 1.0, "gradient/a": 5.0, "gradient/noise": 1e-5, "gradient/zero": 1e-3}
+    by_name = {d.name: d for d in verify.differences(found, expected, 2, 0, noise)}
+    assert by_name["loss"].relative == 0.25
+    assert by_name["gradient/a"].relative == 0.4
+    assert by_name["gradient/noise"].relative == pytest.approx(2e-12)
+    assert by_name["gradient/zero"].relative == pytest.approx(4e-13)
 
 
 @pytest.mark.parametrize(
