@@ -19,6 +19,11 @@ class ReadsItsTower(keras.layers.Layer):
         return x * (1.001 if "tower_1" in tf.get_current_name_scope() else 1.0)
 
 
+class ReadsItsTowerInEvaluation(keras.layers.Layer):
+    def call(self, x, training=False):
+        return x if training else ReadsItsTower.call(self, x)
+
+
 class CountsCalls(keras.layers.Layer):
     number = 0
 
@@ -77,8 +82,8 @@ class Norm(keras.layers.BatchNormalization):
 LAYERS = {
     kind.__name__: kind
     for kind in (
-        ReadsItsTower, CountsCalls, DrawsInPython, DrawsByNumpysSeed, DrawsInTensorFlow,
-        DrawsItsGradient, Narrow, Innocent, Norm,
+        ReadsItsTower, ReadsItsTowerInEvaluation, CountsCalls, DrawsInPython, DrawsByNumpysSeed,
+        DrawsInTensorFlow, DrawsItsGradient, Narrow, Innocent, Norm,
     )
 }  # fmt: skip
 
@@ -127,6 +132,11 @@ def test_a_sound_model_passes_with_all_options(capsys, layer):
         "gradient/sequential/conv2d/kernel",
         "model/sequential/dense/bias",
         "average/sequential/conv2d/kernel",
+        "evaluation/examples",
+        "evaluation/loss",
+        "evaluation/loss_ema",
+        "evaluation/correct",
+        "evaluation/correct_ema",
     } <= names
     assert any(name.startswith("optimizer/") and "momentum" in name for name in names)
     assert ("model/sequential/guilty/moving_mean" in names) == (layer == "Norm")
@@ -270,6 +280,31 @@ def test_a_fault_is_found_and_named(capsys, layer, flags, cause):
     assert first["cause"].startswith(cause)
     assert first["name"] == "loss"
     assert f"likely      {first['cause']}" in err
+
+
+@pytest.mark.parametrize("flags", ["", "--ema_decay=0.9"])
+def test_a_fault_in_evaluation_alone_is_found_and_named(capsys, flags):
+    code, out, _ = command(capsys, *of_net("ReadsItsTowerInEvaluation"), *flags.split(), "--json")
+    result = json.loads(out)
+    first = result["first_difference"]
+    assert code == 1 and first["name"] == "evaluation/loss" and first["step"] == 2
+    assert first["cause"].startswith("a tower-dependent branch: layer sequential/guilty")
+    wrong = {name for name, row in result["differences"].items() if row["2"] > 1e-9}
+    assert wrong == {"evaluation/loss"} | ({"evaluation/loss_ema"} if flags else set())
+
+
+def test_padding_that_counts_is_found(capsys, monkeypatch):
+    evaluate = verify.Lane.evaluate
+
+    def all_count(lane, batch):
+        images, labels, weights = batch
+        assert weights.numpy().tolist() == [1] * 6 + [0]
+        return evaluate(lane, (images, labels, weights if lane.num_towers < 3 else weights * 0 + 1))
+
+    monkeypatch.setattr(verify.Lane, "evaluate", all_count)
+    code, out, _ = command(capsys, *of_net("Innocent"), "--json")
+    first = json.loads(out)["first_difference"]
+    assert code == 1 and (first["name"], first["num_towers"]) == ("evaluation/examples", 3)
 
 
 def unseeded(num_classes, image_shape):

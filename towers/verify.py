@@ -2,7 +2,8 @@
 
 One run on one device and one with each number of towers make the same steps side by side, in
 float64, so that rounding cannot hide a fault. After each step the loss, the gradients and all
-master variables are compared; the next step starts everywhere from those of the one device.
+master variables are compared; the next step starts everywhere from those of the one device. After
+the last, an evaluation of a batch of the test set is compared, too.
 """
 
 import dataclasses
@@ -10,13 +11,16 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
 from towers import data, devices
 from towers.causes import likely_cause
 from towers.options import Options
 from towers.run import one_line_errors
 from towers.verb_options import VerifyOptions
-from towers.verify_differences import TOLERANCE, Difference, differences, rounding_noise
-from towers.verify_lane import Lane
+from towers.verify_differences import TOLERANCE, Difference, differences, kind_of, rounding_noise
+from towers.verify_lane import EvaluationLane, Lane
 from towers.verify_report import by_name, by_number, table
 
 
@@ -60,7 +64,8 @@ def verify(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[s
             cause = "initial weights that no seed determines: make them by Keras' initializers"
         else:
             pair = names[: max(first.num_towers, 2)]
-            cause = likely_cause(exact, pair, dataset, Lane, scaled)
+            lane = EvaluationLane if kind_of(first.name) == "evaluation" else Lane
+            cause = likely_cause(exact, pair, dataset, lane, scaled)
         result["first_difference"] = {
             "num_towers": first.num_towers,
             "step": first.step,
@@ -128,16 +133,37 @@ def compare(
         yield from differences(lane.variables(), expected, lane.num_towers, -1)
     batches = dataset.train.train_batches(options.batch_size, seed=options.seed).take(num_steps)
     for step, batch in enumerate(batches):
-        before, expected, noise = expected, reference.make_step(batch), None
+        # Evaluation is the same graph after any step. After the last, BatchNorm's statistics and
+        # the averages are what training made of them, and its tracing and its pass cost once.
+        tests = [first_test_batch(dataset, options.batch_size)] if step == num_steps - 1 else []
+        before, expected, noise = expected, results_of(reference, batch, tests), None
         for lane in lanes:
-            found = lane.make_step(batch)
+            found = results_of(lane, batch, tests)
             result = list(differences(found, expected, lane.num_towers, step))
             if any(not d.relative <= TOLERANCE for d in result):  # sound models mostly never pay
                 if noise is None:
-                    repeat = functools.partial(reference.make_step, batch)
+                    repeat = functools.partial(results_of, reference, batch, tests)
                     noise = rounding_noise(reference, before, expected, repeat)
                 result = list(differences(found, expected, lane.num_towers, step, noise))
             yield from result
             lane.take(expected)  # else chaos, at a high learning rate, makes much of rounding
         if step == 0:
             say(f"step 0      done on {len(lanes) + 1} runs, {num_steps - 1} to come")
+
+
+def results_of(
+    lane: Lane, batch: Sequence[tf.Tensor], tests: Sequence[Sequence[tf.Tensor]]
+) -> dict[str, np.ndarray]:
+    """Make a step, then evaluate the batches of the test set; return all that comes of it."""
+    found = lane.make_step(batch)
+    for test in tests:
+        found |= lane.evaluate(test)
+    return found
+
+
+def first_test_batch(dataset: data.Data, batch_size: int) -> tuple[tf.Tensor, ...]:
+    """Return the first batch of the test set; its last example counts as padding."""
+    images, labels, weights = next(iter(dataset.test.eval_batches(batch_size)))
+    if batch_size > 1:
+        weights = weights * tf.cast(tf.range(batch_size) < batch_size - 1, weights.dtype)
+    return images, labels, weights

@@ -26,7 +26,8 @@ class Difference:
     Attributes:
         num_towers: of the lane.
         step: 0 for the first; -1 for the initial variables.
-        name: "loss", "gradient/conv1/kernel", "model/conv1/kernel", "optimizer/...".
+        name: "loss", "gradient/conv1/kernel", "model/conv1/kernel", "optimizer/...",
+            "evaluation/loss".
         relative: largest absolute difference, relative to the array's largest value; or, if an
             array of that step differs by more than `TOLERANCE` of that, to 1e12 times what a change
             of 1e-12 in the weights makes of the array on one device, where this is more. So an

@@ -1,7 +1,8 @@
 """One of the runs that `towers verify` compares: the same steps, on its own towers."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -9,6 +10,7 @@ import tensorflow as tf
 from towers import data
 from towers.options import Options
 from towers.run import Run, assemble, one_line_errors
+from towers.step import make_eval_step
 
 
 class Lane:
@@ -34,13 +36,18 @@ class Lane:
         self.run: Run = assemble(options, names, dataset, loss_scaling=scaled)
         self.num_towers = len(names)
         self.precision = "float64" if options.dtype == "float64" else "float32"  # of the weights
-        train_step = self.run.train_step()
-        batches = dataset.train.train_batches(options.batch_size, seed=options.seed)
+        run = self.run
+        self.eval_step = make_eval_step(run.builder, run.masters, options)  # traced when called
         if python_seed is not None:
             random.seed(python_seed)
             np.random.seed(python_seed)
-        compiled = tf.function(train_step, autograph=False)
-        self.step = compiled.get_concrete_function(*batches.element_spec)
+        self.step = self._trace(dataset)
+
+    def _trace(self, dataset: data.Data) -> Callable:
+        options = self.run.options
+        batches = dataset.train.train_batches(options.batch_size, seed=options.seed)
+        compiled = tf.function(self.run.train_step(), autograph=False)
+        return compiled.get_concrete_function(*batches.element_spec)
 
     def variables(self) -> dict[str, np.ndarray]:
         """Return the master variables by name, those of the weights first."""
@@ -68,3 +75,26 @@ class Lane:
             if gradient is not None:
                 found[f"gradient/{variable.path}"] = tf.convert_to_tensor(gradient).numpy()
         return found | self.variables()
+
+    def evaluate(self, batch: Sequence[tf.Tensor]) -> dict[str, np.ndarray]:
+        """Evaluate a batch of the test set; return sums, with the moving averages' ones."""
+        with one_line_errors(self.run.options):
+            sums: dict[str, Any] = self.eval_step(*batch)
+        found = {"evaluation/examples": sums["examples"].numpy()}
+        for weights, ending in {"raw": "", "ema": "_ema"}.items():
+            for name, value in sums.get(weights, {}).items():
+                found[f"evaluation/{name}{ending}"] = value.numpy()
+        return found
+
+
+class EvaluationLane(Lane):
+    """A lane whose step is an evaluation: where the cause of a difference in that is looked for."""
+
+    def _trace(self, dataset: data.Data) -> Callable:
+        batches = dataset.test.eval_batches(self.run.options.batch_size)
+        return self.eval_step.get_concrete_function(*batches.element_spec)
+
+    def make_step(self, batch: Sequence[tf.Tensor]) -> dict[str, np.ndarray]:
+        """Evaluate images and labels; return the loss."""
+        images, labels, *_ = batch
+        return {"loss": self.step(images, labels, tf.ones_like(labels, tf.float32))["raw"]["loss"]}

@@ -6,7 +6,7 @@ from typing import Any
 from towers.verify_differences import Difference, kind_of
 
 _SHOWN = 12  # lines of the table
-_KINDS = ("loss", "gradient", "model", "optimizer", "average")
+_KINDS = ("loss", "gradient", "model", "optimizer", "average", "evaluation")
 
 
 def by_number(found: Sequence[Difference], numbers: Sequence[int], what: str) -> dict[str, float]:
