@@ -141,3 +141,33 @@ def test_raw_and_averaged_weights_are_each_evaluated():
         variable.assign(average)
     assert float(sums["ema"]["loss"]) == pytest.approx(loss(), rel=1e-5)
     assert abs(float(sums["raw"]["loss"] - sums["ema"]["loss"])) > 1e-3
+
+
+class NamesNoType(keras.layers.Layer):
+    """Draws and makes constants in Keras' floatx, forward and when it is called again backward."""
+
+    def call(self, inputs):
+        assert keras.config.floatx() == inputs.dtype
+        drawn = keras.random.uniform((1, 1), seed=7) + keras.ops.zeros((1,))
+        return keras.remat(lambda x: x * (keras.ops.ones((1,)) + drawn))(inputs)
+
+
+def of_no_type(num_classes, image_shape, head=""):
+    layers = [keras.layers.Flatten(), NamesNoType(), keras.layers.Dense(5)]
+    last = keras.layers.Dense(num_classes, dtype=head or None)
+    return keras.Sequential([keras.Input(image_shape), *layers, last])
+
+
+@pytest.mark.parametrize("head", ["", "float32"])
+def test_float64_is_there_for_layers_that_name_no_type(head):
+    options = tiny.options(
+        "unused", dtype="float64", model="tests.test_step:of_no_type", num_towers=2,
+        ema_decay=0.5, model_args=f"head={head}" if head else "",
+    )  # fmt: skip
+    loop = tiny.Loop(options)
+    assert np.isfinite(loop(2)["loss"])
+    evaluate = make_eval_step(loop.run.builder, loop.masters, options)
+    sums = evaluate(*tiny.arrays(7), tf.ones([7]))
+    assert np.isfinite(sums["raw"]["loss"]) and np.isfinite(sums["ema"]["loss"])
+    assert keras.config.floatx() == "float32"
+    assert keras.config.dtype_policy().name == "float32"

@@ -65,6 +65,23 @@ class Narrow(keras.layers.Layer):
         return tf.cumsum(tf.cast(x, tf.float32) * 0.1, axis=0)
 
 
+class NarrowWeight(keras.layers.Layer):
+    def build(self, shape):
+        initializer = keras.initializers.Constant(1 / 3)
+        self.kernel = self.add_weight(shape=(1, 1, 3), dtype="float32", initializer=initializer)
+
+    def call(self, x):
+        return x * tf.cast(self.kernel, x.dtype)
+
+
+class NamesNoType(keras.layers.Layer):
+    """Draws and makes constants in Keras' floatx."""
+
+    def call(self, x):
+        x = x * keras.random.uniform((1, 1, 1, 3), seed=7) + keras.ops.zeros((3,))
+        return keras.remat(lambda x: x + keras.ops.ones((3,)))(x)
+
+
 class Innocent(keras.layers.Layer):
     def __init__(self, **keywords):
         super().__init__(**keywords)
@@ -83,7 +100,8 @@ LAYERS = {
     kind.__name__: kind
     for kind in (
         ReadsItsTower, ReadsItsTowerInEvaluation, CountsCalls, DrawsInPython, DrawsByNumpysSeed,
-        DrawsInTensorFlow, DrawsItsGradient, Narrow, Innocent, Norm,
+        DrawsInTensorFlow, DrawsItsGradient, Narrow, NarrowWeight, NamesNoType,
+        Innocent, Norm,
     )
 }  # fmt: skip
 
@@ -142,6 +160,31 @@ def test_a_sound_model_passes_with_all_options(capsys, layer):
     assert ("model/sequential/guilty/moving_mean" in names) == (layer == "Norm")
     assert "passed      the largest relative difference is" in err
     assert "float32" not in err
+
+
+def guide(num_classes, image_shape):
+    """Layers with a precision of their own, by all ways in which Keras takes it."""
+    layers = keras.layers
+    images = keras.Input(image_shape, dtype="float32")
+    x = layers.Flatten()(images)
+    x = layers.Dense(6, "tanh", dtype=keras.DTypePolicy("mixed_bfloat16"))(x)
+    inner = keras.Input((6,), dtype="float32")  # what comes in is cast
+    x = keras.Model(inner, layers.Dense(5, "tanh", dtype="float16")(inner))(x)
+    policy = keras.DTypePolicy("float32")
+    by_path = keras.dtype_policies.DTypePolicyMap("mixed_float16", {"head": policy})
+    x = layers.Dense(4, "tanh", dtype=by_path)(x)
+    changed = layers.Dense(4, "tanh")
+    changed.dtype_policy = "float32"
+    x = layers.Dense(num_classes, dtype=by_path, name="head")(changed(x))
+    return keras.Model(images, layers.Activation("linear", dtype="float32")(x))
+
+
+@pytest.mark.parametrize("model", [[f"--model={__name__}:guide"], of_net("NamesNoType")])
+def test_layers_with_a_precision_of_their_own_compute_in_float64(capsys, model):
+    code, out, _ = command(capsys, *model, *ALL_OPTIONS, "--json")
+    result = json.loads(out)
+    assert code == 0 and 0 < result["max_relative_difference"]["3"] < 1e-11
+    assert keras.config.floatx() == "float32"
 
 
 @pytest.mark.parametrize("options", ["--optimizer=adamw", "--accumulate_steps=3 --clip_norm=0.01"])
@@ -214,10 +257,10 @@ def test_what_is_zero_in_theory_passes(capsys, model, optimizer):
 
 @pytest.mark.parametrize("model, optimizer", ZEROS)
 def test_an_error_of_a_millionth_is_found_in_every_array(capsys, monkeypatch, model, optimizer):
-    make_step = verify.Lane.make_step
+    results_of = verify.results_of
 
-    def wrong_on_two_towers(lane, batch):
-        found = make_step(lane, batch)
+    def wrong_on_two_towers(lane, *batches):
+        found = results_of(lane, *batches)
         if lane.num_towers == 2:
             kinds = {name: name.partition("/")[0] for name in found}
             largest = {
@@ -229,18 +272,18 @@ def test_an_error_of_a_millionth_is_found_in_every_array(capsys, monkeypatch, mo
                 found[name].flat[-1] += 1e-6 * largest[kinds[name]]
         return found
 
-    monkeypatch.setattr(verify.Lane, "make_step", wrong_on_two_towers)
+    monkeypatch.setattr(verify, "results_of", wrong_on_two_towers)
     flags = [f"--model={__name__}:{model}", f"--optimizer={optimizer}", "--ema_decay=0.9"]
     code, out, _ = command(capsys, *flags, "--json", "--num_towers=2,3")
     result = json.loads(out)
     floats = {
         name: row
         for name, row in result["differences"].items()
-        if name not in ("step", "examples") and not name.endswith("/iteration")
+        if not name.endswith(("step", "examples", "/iteration", "/correct", "/correct_ema"))
     }
     assert code == 1 and result["first_difference"]["name"] == "loss"
     assert {name.partition("/")[0] for name in floats} == {
-        "loss", "gradient", "model", "optimizer", "average"
+        "loss", "gradient", "model", "optimizer", "average", "evaluation"
     }  # fmt: skip
     assert not [name for name, row in floats.items() if row["2"] < 1e-8]
     assert not [name for name, row in floats.items() if row["3"] > 1e-9]
@@ -280,6 +323,13 @@ def test_a_fault_is_found_and_named(capsys, layer, flags, cause):
     assert first["cause"].startswith(cause)
     assert first["name"] == "loss"
     assert f"likely      {first['cause']}" in err
+
+
+def test_a_weight_in_float32_is_named(capsys):
+    code, out, _ = command(capsys, *of_net("NarrowWeight"), "--json")
+    first = json.loads(out)["first_difference"]
+    assert code == 1 and first["name"] == "gradient/sequential/guilty/variable"
+    assert first["cause"].startswith("rounding: weight sequential/guilty/variable is kept in float")
 
 
 @pytest.mark.parametrize("flags", ["", "--ema_decay=0.9"])

@@ -128,6 +128,7 @@ def assemble(
     dataset: Data,
     *,
     loss_scaling: bool | None = None,
+    exact: bool = False,
 ) -> Run:
     """Build a run on these devices with this data.
 
@@ -136,6 +137,7 @@ def assemble(
         device_names: one for each tower.
         dataset: what it trains on.
         loss_scaling: whether there is a loss scale; None: if the precision needs one.
+        exact: in float64, layers that ask for another floating type get float64, too.
 
     Raises:
         InputError: the model cannot be had as the options say.
@@ -156,8 +158,10 @@ def assemble(
             image_shape=image_shape,
             dtype=options.dtype,
             seed=options.seed,
+            exact=exact,
         )
-        _check_model(network, options.model, image_shape)
+        with model.floatx_of(options.dtype):
+            _check_model(network, options.model, image_shape)
         if loss_scaling is None:
             loss_scaling = options.dtype == "mixed_float16"
         masters = _make_masters(network, device_names, options, loss_scaling)

@@ -9,6 +9,7 @@ import tensorflow as tf
 from towers import tower_stats
 from towers.data import augment
 from towers.masters import Masters
+from towers.model import floatx_of
 from towers.options import Options
 from towers.schedules import schedule
 from towers.tower import PerTower, TowerBuilder
@@ -120,7 +121,8 @@ def make_train_step(
     ) -> tuple[dict[str, tf.Tensor], list[Any]]:
         statistics = masters.statistics() if masters.loss_scale is not None else []
         variables = weights_of(masters)
-        sums = builder.tower_sums(loss_fn, variables, images, labels, draws)
+        with floatx_of(options.dtype):  # backward, too: layers may be called again there
+            sums = builder.tower_sums(loss_fn, variables, images, labels, draws)
         loss, gradients = builder.gather_sums(sums, variables)
         gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
         seen: dict[str, tf.Tensor] = {}
@@ -160,6 +162,7 @@ def make_loss_fn(masters: Masters, options: Options) -> Callable:
     """Return the towers' function: (images, labels, draws) of a slice -> losses [b]."""
     dtype = tf.float64 if options.dtype == "float64" else tf.float32
 
+    @floatx_of(options.dtype)
     def loss_fn(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
         inputs = augment.train_images(images, draws, options.augment, dtype=dtype)
         logits = masters.model(inputs, training=True)
@@ -186,6 +189,7 @@ def make_eval_step(builder: TowerBuilder, masters: Masters, options: Options) ->
     """
     dtype = tf.float64 if options.dtype == "float64" else tf.float32
 
+    @floatx_of(options.dtype)
     def forward(images: tf.Tensor) -> dict[str, tf.Tensor]:
         inputs = augment.eval_images(images, options.augment, dtype=dtype)
         with keras.StatelessScope():  # a layer that counts its calls, or draws, changes no master

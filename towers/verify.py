@@ -15,12 +15,12 @@ import numpy as np
 import tensorflow as tf
 
 from towers import data, devices
-from towers.causes import likely_cause
 from towers.options import Options
 from towers.run import one_line_errors
 from towers.verb_options import VerifyOptions
-from towers.verify_differences import TOLERANCE, Difference, differences, kind_of, rounding_noise
-from towers.verify_lane import EvaluationLane, Lane
+from towers.verify_causes import cause_of
+from towers.verify_differences import TOLERANCE, Difference, differences, rounding_noise
+from towers.verify_lane import Lane
 from towers.verify_report import by_name, by_number, table
 
 
@@ -60,12 +60,7 @@ def verify(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[s
         say(line)
     if failed:
         first = min(failed, key=lambda d: d.step)  # the order within a step is kept
-        if first.step < 0:
-            cause = "initial weights that no seed determines: make them by Keras' initializers"
-        else:
-            pair = names[: max(first.num_towers, 2)]
-            lane = EvaluationLane if kind_of(first.name) == "evaluation" else Lane
-            cause = likely_cause(exact, pair, dataset, lane, scaled)
+        cause = cause_of(first, exact, names, dataset, scaled)
         result["first_difference"] = {
             "num_towers": first.num_towers,
             "step": first.step,

@@ -33,7 +33,7 @@ class Lane:
             scaled: whether there is a loss scale.
             python_seed: of Python's and NumPy's generators while the step is built.
         """
-        self.run: Run = assemble(options, names, dataset, loss_scaling=scaled)
+        self.run: Run = assemble(options, names, dataset, loss_scaling=scaled, exact=True)
         self.num_towers = len(names)
         self.precision = "float64" if options.dtype == "float64" else "float32"  # of the weights
         run = self.run
@@ -83,7 +83,8 @@ class Lane:
         found = {"evaluation/examples": sums["examples"].numpy()}
         for weights, ending in {"raw": "", "ema": "_ema"}.items():
             for name, value in sums.get(weights, {}).items():
-                found[f"evaluation/{name}{ending}"] = value.numpy()
+                kept = self.precision if name == "loss" else value.dtype.name  # not the sum's own
+                found[f"evaluation/{name}{ending}"] = value.numpy().astype(kept)
         return found
 
 
