@@ -21,7 +21,7 @@ class TowerScope(keras.StatelessScope):
         Args:
             own: {id of a Keras variable: what the tower reads in its place}.
         """
-        super().__init__()
+        super().__init__(collect_losses=True)
         self.own = own or {}
         self.eager = tf.executing_eagerly()
         self.graph = tf.compat.v1.get_default_graph()

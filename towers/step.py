@@ -12,6 +12,7 @@ from towers.masters import Masters
 from towers.model import floatx_of
 from towers.options import Options
 from towers.schedules import schedule
+from towers.tf_private_losses import added_losses
 from towers.tower import PerTower, TowerBuilder
 from towers.update import make_update
 
@@ -159,14 +160,22 @@ def _of_replica(gradients: list[Any], replica: int) -> list[Any]:
 
 
 def make_loss_fn(masters: Masters, options: Options) -> Callable:
-    """Return the towers' function: (images, labels, draws) of a slice -> losses [b]."""
+    """Return the towers' function: (images, labels, draws) of a slice -> losses [b].
+
+    What layers add by `add_loss` or an activity regularizer is a part of each example's loss, where
+    a scope collects it.
+    """
     dtype = tf.float64 if options.dtype == "float64" else tf.float32
 
     @floatx_of(options.dtype)
     def loss_fn(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
         inputs = augment.train_images(images, draws, options.augment, dtype=dtype)
+        before = len(added_losses())
         logits = masters.model(inputs, training=True)
         losses = _cross_entropy(labels, logits, options.label_smoothing)
+        # Keras has them over the batch. In the mean over all examples, towers weigh by theirs.
+        for added in added_losses()[before:]:
+            losses += tf.reduce_sum(tf.cast(added, losses.dtype))
         if masters.loss_scale is None:
             return losses
         return losses * tf.cast(masters.loss_scale, losses.dtype)
