@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
+from towers.data import augment
 from towers.step import make_eval_step
 
 
@@ -141,3 +142,107 @@ def test_raw_and_averaged_weights_are_each_evaluated():
         variable.assign(average)
     assert float(sums["ema"]["loss"]) == pytest.approx(loss(), rel=1e-5)
     assert abs(float(sums["raw"]["loss"] - sums["ema"]["loss"])) > 1e-3
+
+
+class NamesNoType(keras.layers.Layer):
+    """Draws and makes constants in Keras' floatx, forward and when it is called again backward."""
+
+    def call(self, inputs):
+        assert keras.config.floatx() == inputs.dtype
+        drawn = keras.random.uniform((1, 1), seed=7) + keras.ops.zeros((1,))
+        return keras.remat(lambda x: x * (keras.ops.ones((1,)) + drawn))(inputs)
+
+
+def of_no_type(num_classes, image_shape, head=""):
+    layers = [keras.layers.Flatten(), NamesNoType(), keras.layers.Dense(5)]
+    last = keras.layers.Dense(num_classes, dtype=head or None)
+    return keras.Sequential([keras.Input(image_shape), *layers, last])
+
+
+@pytest.mark.parametrize("head", ["", "float32"])
+def test_float64_is_there_for_layers_that_name_no_type(head):
+    options = tiny.options(
+        "unused", dtype="float64", model="tests.test_step:of_no_type", num_towers=2,
+        ema_decay=0.5, model_args=f"head={head}" if head else "",
+    )  # fmt: skip
+    loop = tiny.Loop(options)
+    assert np.isfinite(loop(2)["loss"])
+    evaluate = make_eval_step(loop.run.builder, loop.masters, options)
+    sums = evaluate(*tiny.arrays(7), tf.ones([7]))
+    assert np.isfinite(sums["raw"]["loss"]) and np.isfinite(sums["ema"]["loss"])
+    assert keras.config.floatx() == "float32"
+    assert keras.config.dtype_policy().name == "float32"
+
+
+# ------------------------------------------------------------------- Losses that layers add
+
+
+class AddsLosses(keras.layers.Layer):
+    """Adds a mean over the slice, a value for each unit, and nothing of its own in evaluation."""
+
+    def call(self, inputs, training=False):
+        if training:
+            self.add_loss(0.3 * tf.reduce_mean(inputs**2))
+            self.add_loss([0.2 * tf.reduce_mean(tf.sin(inputs), axis=0), tf.reduce_mean(inputs)])
+        return inputs
+
+
+def adding(num_classes, image_shape):
+    layers = keras.layers
+    inner = [layers.Dense(5, "tanh", activity_regularizer="l2"), AddsLosses()]
+    head = layers.Dense(num_classes, activity_regularizer="l1", kernel_regularizer="l2")
+    return keras.Sequential(
+        [keras.Input(image_shape), layers.Flatten(), keras.Sequential(inner), head]
+    )
+
+
+def by_keras(loop, rate):
+    """Return the weights after a step of plain Keras with the whole batch, and its loss."""
+    model, options = loop.masters.model, loop.run.options
+    batches = loop.run.data.train.train_batches(options.batch_size, seed=options.seed)
+    images, labels, draws = next(iter(batches))
+    inputs = augment.train_images(images, draws, options.augment, dtype=tf.float64)
+    with tf.GradientTape() as tape:
+        logits = model(inputs, training=True)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        loss = tf.reduce_mean(losses) + sum(tf.reduce_sum(added) for added in model.losses)
+    weights = [v.value for v in model.trainable_variables]
+    gradients = tape.gradient(loss, weights)
+    paths = [f"model/{v.path}" for v in model.trainable_variables]
+    new = [w - rate * g for w, g in zip(weights, gradients, strict=True)]
+    return {p: v.numpy() for p, v in zip(paths, new, strict=True)}, float(loss)
+
+
+@pytest.mark.parametrize("batch_size, more", [(7, {}), (2, {}), (7, {"accumulate_steps": 2})])
+@pytest.mark.parametrize("num_towers", [1, 2, 3])
+def test_losses_that_layers_add_are_trained_on(num_towers, batch_size, more):
+    options = tiny.options(
+        "unused", dtype="float64", model="tests.test_step:adding", optimizer="sgd",
+        schedule="constant", learning_rate=0.125, num_towers=num_towers, batch_size=batch_size,
+        **more,
+    )  # fmt: skip
+    loop = tiny.Loop(options)
+    expected, loss = by_keras(loop, 0.125)
+    metrics = loop()
+    assert metrics["loss"] + metrics["penalty"] == pytest.approx(loss, rel=1e-6)
+    state = loop.state()
+    tiny.assert_close({name: state[name] for name in expected}, expected, 1e-10)
+
+    images, labels = tiny.arrays(7)
+    sums = make_eval_step(loop.run.builder, loop.masters, options)(images, labels, tf.ones([7]))
+    inputs = augment.eval_images(images, options.augment, dtype=tf.float64)
+    logits = loop.masters.model(inputs, training=False)
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    assert float(sums["raw"]["loss"]) == pytest.approx(float(tf.reduce_sum(losses)), rel=1e-9)
+
+
+def test_the_loss_scale_is_that_of_added_losses_too():
+    given = dict(model="tests.test_step:adding", optimizer="sgd", num_towers=2)
+    plain, scaled = (
+        tiny.Loop(tiny.options("unused", dtype=dtype, **given))
+        for dtype in ("float32", "mixed_float16")
+    )
+    scaled.masters.loss_scale.assign(64)  # no overflow
+    assert scaled()["loss"] == pytest.approx(plain()["loss"], rel=1e-2)
+    expected = {n: v for n, v in plain.state().items() if n.startswith("model/")}
+    tiny.assert_close({n: scaled.state()[n] for n in expected}, expected, 1e-2)

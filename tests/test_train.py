@@ -494,22 +494,6 @@ def test_overwrite_moves_the_old_runs_aside(whole, tmp_path):
 # Refusals
 
 
-class Greedy(keras.layers.Layer):
-    def call(self, inputs):
-        self.add_loss(tf.reduce_mean(inputs))
-        return inputs
-
-
-def with_loss_of_its_own(num_classes, image_shape):
-    layers = [Greedy(), keras.layers.Flatten(), keras.layers.Dense(num_classes)]
-    return keras.Sequential([keras.Input(image_shape), *layers])
-
-
-def with_activity(num_classes, image_shape):
-    head = keras.layers.Dense(num_classes, activity_regularizer="l2", kernel_regularizer="l2")
-    return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), head])
-
-
 def without_weights(num_classes, image_shape):
     head = keras.layers.Dense(num_classes, trainable=False)
     return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), head])
@@ -534,14 +518,6 @@ REFUSED = {
         "average/sequential/dense/kernel is float32[4, 3] there and absent here",
     ),
     "another precision": (dict(dtype="float64"), "float32[3, 3, 3, 4] there and float64["),
-    "add_loss": (
-        dict(model="tests.test_train:with_loss_of_its_own"),
-        "uses add_loss or an activity_regularizer",
-    ),
-    "activity": (
-        dict(model="tests.test_train:with_activity"),
-        "uses add_loss or an activity_regularizer",
-    ),
     "nothing to train": (
         dict(model="tests.test_train:without_weights"),
         "has no trainable weights",

@@ -73,14 +73,15 @@ def by_formula(options):
         with tf.GradientTape() as tape:
             logits = model(inputs, training=True)
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-            data_loss = tf.reduce_mean(losses)
+            data_loss = tf.reduce_mean(tf.cast(losses, tf.float64))
             kernels = [v for v in model.trainable_variables if len(v.shape) > 1]
-            penalty = l2 * sum(0.5 * tf.reduce_sum(v.value**2) for v in kernels)
-            penalty += sum(model.losses)
+            kernels = [tf.cast(v.value, tf.float64) for v in kernels]
+            penalty = l2 * sum(0.5 * tf.reduce_sum(kernel**2) for kernel in kernels)
+            penalty += sum(tf.cast(loss, tf.float64) for loss in model.losses)
             loss = data_loss + penalty
         gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
         gradients = {
-            v.path: tf.convert_to_tensor(g).numpy()
+            v.path: tf.convert_to_tensor(g).numpy().astype(np.float64)
             for v, g in zip(model.trainable_variables, gradients, strict=True)
             if g is not None
         }
@@ -134,6 +135,46 @@ def by_towers(options):
     loop = tiny.Loop(options)
     metrics = loop(STEPS)
     return loop.state(), metrics
+
+
+def types(num_classes, image_shape, head="float32"):
+    """A head in a precision of its own, as Keras' guide to mixed precision has it; and a middle."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input(image_shape),
+            layers.Flatten(),
+            layers.Dense(5, "tanh", kernel_regularizer="l2"),
+            layers.Dense(4, "tanh", dtype="float32", kernel_regularizer="l2"),
+            layers.Dense(num_classes, dtype=head),
+        ]
+    )
+
+
+# A float32 layer rounds, and so does a formula that is computed in another order.
+OF_TYPES = {
+    "plain": {},
+    "clip_global_norm": dict(clip_global_norm=0.1),
+    "clip_norm, moving average": dict(clip_norm=0.1, ema_decay=0.9),
+    "adamw": dict(optimizer="adamw", weight_decay=0.1),
+    "sharded": dict(variables="sharded", weight_decay=0.1),
+    "replicated": dict(variables="replicated", weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("head", ["float32", "float64"])
+@pytest.mark.parametrize("name", OF_TYPES)
+def test_layers_may_have_a_precision_of_their_own(name, head):
+    given = dict(dtype="float64", max_steps=STEPS, model="tests.test_update:types")
+    given |= OF_TYPES[name] | dict(model_args=f"head={head}")
+    expected, expected_metrics = by_formula(tiny.options("unused", **given))
+    for num_towers in 1, 3:
+        state, metrics = by_towers(tiny.options("unused", num_towers=num_towers, **given))
+        assert {v.dtype.name for n, v in state.items() if n.startswith("model/")} == {
+            "float32", "float64"
+        }  # fmt: skip
+        tiny.assert_close({n: state[n] for n in expected}, expected, 1e-5)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-5)
 
 
 CASES = {

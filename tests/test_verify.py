@@ -19,6 +19,11 @@ class ReadsItsTower(keras.layers.Layer):
         return x * (1.001 if "tower_1" in tf.get_current_name_scope() else 1.0)
 
 
+class ReadsItsTowerInEvaluation(keras.layers.Layer):
+    def call(self, x, training=False):
+        return x if training else ReadsItsTower.call(self, x)
+
+
 class CountsCalls(keras.layers.Layer):
     number = 0
 
@@ -43,12 +48,38 @@ class DrawsInTensorFlow(keras.layers.Layer):
         return x + tf.random.normal(tf.shape(x), dtype=x.dtype) if training else x
 
 
+class DrawsItsGradient(keras.layers.Layer):
+    def call(self, x):
+        @tf.custom_gradient
+        def noisy(x):
+            return tf.identity(x), lambda dy: dy * tf.random.uniform(tf.shape(x), dtype=x.dtype)
+
+        return noisy(x)
+
+
 class Narrow(keras.layers.Layer):
     def __init__(self, **keywords):
         super().__init__(dtype="float32", **keywords)
 
     def call(self, x):
         return tf.cumsum(tf.cast(x, tf.float32) * 0.1, axis=0)
+
+
+class NarrowWeight(keras.layers.Layer):
+    def build(self, shape):
+        initializer = keras.initializers.Constant(1 / 3)
+        self.kernel = self.add_weight(shape=(1, 1, 3), dtype="float32", initializer=initializer)
+
+    def call(self, x):
+        return x * tf.cast(self.kernel, x.dtype)
+
+
+class NamesNoType(keras.layers.Layer):
+    """Draws and makes constants in Keras' floatx."""
+
+    def call(self, x):
+        x = x * keras.random.uniform((1, 1, 1, 3), seed=7) + keras.ops.zeros((3,))
+        return keras.remat(lambda x: x + keras.ops.ones((3,)))(x)
 
 
 class Innocent(keras.layers.Layer):
@@ -68,7 +99,8 @@ class Norm(keras.layers.BatchNormalization):
 LAYERS = {
     kind.__name__: kind
     for kind in (
-        ReadsItsTower, CountsCalls, DrawsInPython, DrawsByNumpysSeed, DrawsInTensorFlow, Narrow,
+        ReadsItsTower, ReadsItsTowerInEvaluation, CountsCalls, DrawsInPython, DrawsByNumpysSeed,
+        DrawsInTensorFlow, DrawsItsGradient, Narrow, NarrowWeight, NamesNoType,
         Innocent, Norm,
     )
 }  # fmt: skip
@@ -118,11 +150,41 @@ def test_a_sound_model_passes_with_all_options(capsys, layer):
         "gradient/sequential/conv2d/kernel",
         "model/sequential/dense/bias",
         "average/sequential/conv2d/kernel",
+        "evaluation/examples",
+        "evaluation/loss",
+        "evaluation/loss_ema",
+        "evaluation/correct",
+        "evaluation/correct_ema",
     } <= names
     assert any(name.startswith("optimizer/") and "momentum" in name for name in names)
     assert ("model/sequential/guilty/moving_mean" in names) == (layer == "Norm")
     assert "passed      the largest relative difference is" in err
     assert "float32" not in err
+
+
+def guide(num_classes, image_shape):
+    """Layers with a precision of their own, by all ways in which Keras takes it."""
+    layers = keras.layers
+    images = keras.Input(image_shape, dtype="float32")
+    x = layers.Flatten()(images)
+    x = layers.Dense(6, "tanh", dtype=keras.DTypePolicy("mixed_bfloat16"))(x)
+    inner = keras.Input((6,), dtype="float32")  # what comes in is cast
+    x = keras.Model(inner, layers.Dense(5, "tanh", dtype="float16")(inner))(x)
+    policy = keras.DTypePolicy("float32")
+    by_path = keras.dtype_policies.DTypePolicyMap("mixed_float16", {"head": policy})
+    x = layers.Dense(4, "tanh", dtype=by_path)(x)
+    changed = layers.Dense(4, "tanh")
+    changed.dtype_policy = "float32"
+    x = layers.Dense(num_classes, dtype=by_path, name="head")(changed(x))
+    return keras.Model(images, layers.Activation("linear", dtype="float32")(x))
+
+
+@pytest.mark.parametrize("model", [[f"--model={__name__}:guide"], of_net("NamesNoType")])
+def test_layers_with_a_precision_of_their_own_compute_in_float64(capsys, model):
+    code, out, _ = command(capsys, *model, *ALL_OPTIONS, "--json")
+    result = json.loads(out)
+    assert code == 0 and 0 < result["max_relative_difference"]["3"] < 1e-11
+    assert keras.config.floatx() == "float32"
 
 
 @pytest.mark.parametrize("options", ["--optimizer=adamw", "--accumulate_steps=3 --clip_norm=0.01"])
@@ -147,6 +209,90 @@ def test_float32_repeats_it_in_units_of_the_last_place(capsys):
     assert code == 0 and list(ulps) == ["1", "2", "3"]
     assert 0 < ulps["3"] < 1e4
     assert "float32     3 towers: " in err
+
+
+# ------------------------------------------------------------------- What is zero in theory
+
+
+def first_cnn(num_classes, image_shape):
+    """A bias in front of BatchNorm: its gradient is nothing but rounding."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input(image_shape),
+            *(layers.Conv2D(4, 3), layers.BatchNormalization(), layers.ReLU()),
+            *(layers.Conv2D(4, 3), layers.BatchNormalization(), layers.ReLU()),
+            *(layers.GlobalAveragePooling2D(), layers.Dense(num_classes)),
+        ]
+    )
+
+
+def attention(num_classes, image_shape):
+    """A bias of keys: softmax does not see it."""
+    layers = keras.layers
+    images = keras.Input(image_shape)
+    x = layers.Dense(6)(layers.Reshape((-1, image_shape[-1]))(images))
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 3)(x, x))
+    return keras.Model(images, layers.Dense(num_classes)(layers.GlobalAveragePooling1D()(x)))
+
+
+ZEROS = [
+    pytest.param(model, optimizer, id=f"{model}-{optimizer}")
+    for model, optimizer in [
+        ("first_cnn", "sgd"),
+        ("first_cnn", "momentum"),
+        ("first_cnn", "adamw"),
+        ("attention", "momentum"),
+        ("attention", "adamw"),
+    ]
+]
+
+
+@pytest.mark.parametrize("model, optimizer", ZEROS)
+def test_what_is_zero_in_theory_passes(capsys, model, optimizer):
+    flags = [f"--model={__name__}:{model}", f"--optimizer={optimizer}", "--ema_decay=0.9"]
+    code, out, _ = command(capsys, *flags, "--json")
+    assert code == 0 and json.loads(out)["passed"] is True
+
+
+@pytest.mark.parametrize("model, optimizer", ZEROS)
+def test_an_error_of_a_millionth_is_found_in_every_array(capsys, monkeypatch, model, optimizer):
+    results_of = verify.results_of
+
+    def wrong_on_two_towers(lane, *batches):
+        found = results_of(lane, *batches)
+        if lane.num_towers == 2:
+            kinds = {name: name.partition("/")[0] for name in found}
+            largest = {
+                kind: max(np.abs(found[n].astype(float)).max() for n in found if kinds[n] == kind)
+                for kind in kinds.values()
+            }
+            for name in [n for n in found if found[n].dtype.kind == "f"]:
+                found[name] = np.array(found[name])
+                found[name].flat[-1] += 1e-6 * largest[kinds[name]]
+        return found
+
+    monkeypatch.setattr(verify, "results_of", wrong_on_two_towers)
+    flags = [f"--model={__name__}:{model}", f"--optimizer={optimizer}", "--ema_decay=0.9"]
+    code, out, _ = command(capsys, *flags, "--json", "--num_towers=2,3")
+    result = json.loads(out)
+    floats = {
+        name: row
+        for name, row in result["differences"].items()
+        if not name.endswith(("step", "examples", "/iteration", "/correct", "/correct_ema"))
+    }
+    assert code == 1 and result["first_difference"]["name"] == "loss"
+    assert {name.partition("/")[0] for name in floats} == {
+        "loss", "gradient", "model", "optimizer", "average", "evaluation"
+    }  # fmt: skip
+    assert not [name for name, row in floats.items() if row["2"] < 1e-8]
+    assert not [name for name, row in floats.items() if row["3"] > 1e-9]
+
+
+@pytest.mark.parametrize("layer", ["DrawsInTensorFlow", "DrawsItsGradient"])
+def test_a_random_layer_does_not_hide_in_its_own_noise(capsys, layer):
+    code, out, _ = command(capsys, *of_net(layer), "--json", "--num_towers=2")
+    assert code == 1 and json.loads(out)["first_difference"]["relative_difference"] > 1e-3
 
 
 # ---------------------------------------------------------------------------- What fails
@@ -179,6 +325,38 @@ def test_a_fault_is_found_and_named(capsys, layer, flags, cause):
     assert f"likely      {first['cause']}" in err
 
 
+def test_a_weight_in_float32_is_named(capsys):
+    code, out, _ = command(capsys, *of_net("NarrowWeight"), "--json")
+    first = json.loads(out)["first_difference"]
+    assert code == 1 and first["name"] == "gradient/sequential/guilty/variable"
+    assert first["cause"].startswith("rounding: weight sequential/guilty/variable is kept in float")
+
+
+@pytest.mark.parametrize("flags", ["", "--ema_decay=0.9"])
+def test_a_fault_in_evaluation_alone_is_found_and_named(capsys, flags):
+    code, out, _ = command(capsys, *of_net("ReadsItsTowerInEvaluation"), *flags.split(), "--json")
+    result = json.loads(out)
+    first = result["first_difference"]
+    assert code == 1 and first["name"] == "evaluation/loss" and first["step"] == 2
+    assert first["cause"].startswith("a tower-dependent branch: layer sequential/guilty")
+    wrong = {name for name, row in result["differences"].items() if row["2"] > 1e-9}
+    assert wrong == {"evaluation/loss"} | ({"evaluation/loss_ema"} if flags else set())
+
+
+def test_padding_that_counts_is_found(capsys, monkeypatch):
+    evaluate = verify.Lane.evaluate
+
+    def all_count(lane, batch):
+        images, labels, weights = batch
+        assert weights.numpy().tolist() == [1] * 6 + [0]
+        return evaluate(lane, (images, labels, weights if lane.num_towers < 3 else weights * 0 + 1))
+
+    monkeypatch.setattr(verify.Lane, "evaluate", all_count)
+    code, out, _ = command(capsys, *of_net("Innocent"), "--json")
+    first = json.loads(out)["first_difference"]
+    assert code == 1 and (first["name"], first["num_towers"]) == ("evaluation/examples", 3)
+
+
 def unseeded(num_classes, image_shape):
     weights = np.random.default_rng().normal(size=[np.prod(image_shape), num_classes])
     layer = keras.layers.Dense(num_classes, kernel_initializer=keras.initializers.Constant(weights))
@@ -205,25 +383,35 @@ def test_the_run_itself_says_what_draws_by_tower(tmp_path, capsys):
 # ---------------------------------------------------------------------------- The comparison
 
 
-def test_differences_are_relative_to_the_largest_of_their_kind():
+def test_differences_are_relative_to_the_array_or_to_its_noise():
     expected = {
         "loss": np.array(2.0),
         "gradient/a": np.array([4.0, 0.0]),
-        "gradient/zero": np.array([1e-17, 0.0]),
+        "gradient/noise": np.array([1e-17, 0.0]),
+        "gradient/zero": np.zeros(2),
         "model/nan": np.array([np.nan, 1.0]),
     }
     found = {
         "loss": np.array(2.5),
         "gradient/a": np.array([4.0, 2.0]),
-        "gradient/zero": np.array([-1e-17, 0.0]),
+        "gradient/noise": np.array([-1e-17, 0.0]),
+        "gradient/zero": np.array([0.0, 4e-16]),
         "model/nan": np.array([np.nan, 1.0]),
     }
     by_name = {d.name: d for d in verify.differences(found, expected, 2, 0)}
     assert by_name["loss"].relative == 0.25
     assert by_name["gradient/a"].relative == 0.5
-    assert by_name["gradient/zero"].relative == pytest.approx(2e-17 / 4e-6)
+    assert by_name["gradient/noise"].relative == 2
+    assert by_name["gradient/zero"].relative == pytest.approx(1e-10)
     assert by_name["model/nan"].relative == 0
     assert by_name["loss"].ulps == 0.5 / np.spacing(2.0)
+
+    noise = {"loss": 1.0, "gradient/a": 5.0, "gradient/noise": 1e-5, "gradient/zero": 1e-3}
+    by_name = {d.name: d for d in verify.differences(found, expected, 2, 0, noise)}
+    assert by_name["loss"].relative == 0.25
+    assert by_name["gradient/a"].relative == 0.4
+    assert by_name["gradient/noise"].relative == pytest.approx(2e-12)
+    assert by_name["gradient/zero"].relative == pytest.approx(4e-13)
 
 
 @pytest.mark.parametrize(

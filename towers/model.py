@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from towers.errors import InputError
 from towers.functions import load_function
+from towers.tf_private import all_in_float64
 
 
 def build(
@@ -21,6 +22,7 @@ def build(
     image_shape: Sequence[int],
     dtype: str = "float32",
     seed: int = 0,
+    exact: bool = False,
 ) -> keras.Model:
     """Build the model that `module:function` names, its variables on the CPU.
 
@@ -31,6 +33,7 @@ def build(
         image_shape: (height, width, channels) after augmentation; handed over if it is taken.
         dtype: Keras dtype policy of the layers.
         seed: of the initial weights.
+        exact: with float64, layers that ask for another floating type get float64, too.
 
     Returns:
         A built Keras model that maps `[B, H, W, C]` to logits `[B, num_classes]`.
@@ -43,7 +46,8 @@ def build(
     given = {"num_classes": num_classes, "image_shape": tuple(image_shape)}
     arguments = _accepted(function, name, given, dict(keywords or {}))
     keras.utils.set_random_seed(seed)
-    with tf.device("/cpu:0"), _dtype_policy(dtype):
+    wide = all_in_float64() if exact and dtype == "float64" else contextlib.nullcontext()
+    with tf.device("/cpu:0"), _dtype_policy(dtype), floatx_of(dtype), wide:
         model = _call(function, name, arguments)
         if not isinstance(model, keras.Model):
             raise InputError(
@@ -59,6 +63,24 @@ def build(
             f"(batch, {num_classes}) are needed: take num_classes={num_classes} as an argument"
         )
     return model
+
+
+@contextlib.contextmanager
+def floatx_of(dtype: str) -> Iterator[None]:
+    """Let what names no type, such as `keras.random.uniform(shape)`, be float64 in a float64 run.
+
+    To be used wherever a model's layers are built or called: `dtype` is the run's.
+    """
+    if dtype != "float64":
+        yield
+        return
+    keras.config.dtype_policy()  # if none is set, Keras takes it from floatx and keeps it
+    before = keras.config.floatx()
+    keras.config.set_floatx(dtype)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before)
 
 
 def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:

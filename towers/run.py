@@ -128,6 +128,7 @@ def assemble(
     dataset: Data,
     *,
     loss_scaling: bool | None = None,
+    exact: bool = False,
 ) -> Run:
     """Build a run on these devices with this data.
 
@@ -136,6 +137,7 @@ def assemble(
         device_names: one for each tower.
         dataset: what it trains on.
         loss_scaling: whether there is a loss scale; None: if the precision needs one.
+        exact: in float64, layers that ask for another floating type get float64, too.
 
     Raises:
         InputError: the model cannot be had as the options say.
@@ -156,8 +158,9 @@ def assemble(
             image_shape=image_shape,
             dtype=options.dtype,
             seed=options.seed,
+            exact=exact,
         )
-        _check_model(network, options.model, image_shape)
+        _check_model(network, options.model)
         if loss_scaling is None:
             loss_scaling = options.dtype == "mixed_float16"
         masters = _make_masters(network, device_names, options, loss_scaling)
@@ -273,19 +276,11 @@ def _names_as_in_a_new_process() -> Iterator[None]:
         global_state.set_global_attribute("object_name_uids", before)
 
 
-def _check_model(network: keras.Model, name: str, image_shape: Sequence[int]) -> None:
-    """Refuse a model that would not be trained as it says.
+def _check_model(network: keras.Model, name: str) -> None:
+    """Refuse a model that cannot be trained.
 
     Raises:
-        InputError: it has no weights to train, or losses of its own.
+        InputError: it has no weights to train.
     """
     if not network.trainable_variables:
         raise InputError(f"--model={name} has no trainable weights: there is nothing to train")
-    images = tf.TensorSpec([None, *image_shape])
-    with keras.StatelessScope(collect_losses=True) as scope:  # traced, and not run
-        tf.function(lambda x: network(x, training=True)).get_concrete_function(images)
-    if scope.losses:
-        raise InputError(
-            f"--model={name} uses add_loss or an activity_regularizer, which towers would leave "
-            "out: only the cross entropy and regularizers of weights are trained on"
-        )

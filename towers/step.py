@@ -9,9 +9,12 @@ import tensorflow as tf
 from towers import tower_stats
 from towers.data import augment
 from towers.masters import Masters
+from towers.model import floatx_of
 from towers.options import Options
 from towers.schedules import schedule
+from towers.scope import TowerScope
 from towers.splitting import PerTower
+from towers.tf_private import added_losses
 from towers.tower import TowerBuilder
 from towers.update import make_update
 
@@ -121,7 +124,8 @@ def make_train_step(
     ) -> tuple[dict[str, tf.Tensor], list[Any]]:
         statistics = masters.statistics() if masters.loss_scale is not None else []
         variables = weights_of(masters)
-        sums = builder.tower_sums(loss_fn, variables, images, labels, draws)
+        with floatx_of(options.dtype):  # backward, too: layers may be called again there
+            sums = builder.tower_sums(loss_fn, variables, images, labels, draws)
         loss, gradients = builder.gather_sums(sums, variables)
         gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
         seen: dict[str, tf.Tensor] = {}
@@ -158,13 +162,22 @@ def _of_replica(gradients: list[Any], replica: int) -> list[Any]:
 
 
 def make_loss_fn(masters: Masters, options: Options) -> Callable:
-    """Return the towers' function: (images, labels, draws) of a slice -> losses [b]."""
+    """Return the towers' function: (images, labels, draws) of a slice -> losses [b].
+
+    What layers add by `add_loss` or an activity regularizer is a part of each example's loss, where
+    a scope collects it.
+    """
     dtype = tf.float64 if options.dtype == "float64" else tf.float32
 
+    @floatx_of(options.dtype)
     def loss_fn(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
         inputs = augment.train_images(images, draws, options.augment, dtype=dtype)
+        before = len(added_losses())
         logits = masters.model(inputs, training=True)
         losses = _cross_entropy(labels, logits, options.label_smoothing)
+        # Keras has them over the batch. In the mean over all examples, towers weigh by theirs.
+        for added in added_losses()[before:]:
+            losses += tf.reduce_sum(tf.cast(added, losses.dtype))
         if masters.loss_scale is None:
             return losses
         return losses * tf.cast(masters.loss_scale, losses.dtype)
@@ -187,9 +200,10 @@ def make_eval_step(builder: TowerBuilder, masters: Masters, options: Options) ->
     """
     dtype = tf.float64 if options.dtype == "float64" else tf.float32
 
+    @floatx_of(options.dtype)
     def forward(images: tf.Tensor) -> dict[str, tf.Tensor]:
         inputs = augment.eval_images(images, options.augment, dtype=dtype)
-        with keras.StatelessScope():  # a layer that counts its calls, or draws, changes no master
+        with TowerScope():  # a layer that counts its calls, or draws, changes no master
             outputs = {"raw": masters.model(inputs, training=False)}
         if masters.averages:
             averages = [(v, tf.convert_to_tensor(average)) for v, average in masters.averages]

@@ -13,6 +13,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src import dtype_policies
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.dtype_policies import DTypePolicyMap
+from keras.src.layers.core import input_layer
 from tensorflow.python.eager import cancellation
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as draw_ops
@@ -207,3 +211,56 @@ def call_for_at_most(seconds: float, function: Any, *arguments: Any) -> Any:
         return manager.get_cancelable_function(function)(*arguments)
     finally:
         timer.cancel()
+
+
+# Layers that ask for a precision of their own.
+
+
+@contextlib.contextmanager
+def all_in_float64() -> Iterator[None]:
+    """Let layers that are made in the block, by this thread, compute and keep weights in float64.
+
+    Guides tell users to make the last layer of a model in mixed precision with dtype="float32". In
+    float64 it would round, and rounding hides faults. Keras gives each layer its policy by
+    `dtype_policies.get`, and each `keras.Input` its dtype through `InputLayer`; nothing public lets
+    one choose.
+    """
+
+    def make_get(get: Callable) -> Callable:
+        return lambda identifier: _wide(get(identifier))
+
+    def make_input(make: Callable) -> Callable:
+        def make_wide_input(*args: Any, dtype: Any = None, **keywords: Any) -> Any:
+            if dtype is not None and "float" in keras.backend.standardize_dtype(dtype):
+                dtype = "float64"
+            return make(*args, dtype=dtype, **keywords)
+
+        return make_wide_input
+
+    with (
+        replaced(dtype_policies, "get", make_get),
+        replaced(input_layer, "InputLayer", make_input),
+    ):
+        yield
+
+
+def _wide(policy: Any) -> Any:
+    """Return a policy with float64 for all floating types; integers and quantised ones stay."""
+    if isinstance(policy, DTypePolicyMap):
+        wide = {name: _wide(own) for name, own in policy.items()}
+        return DTypePolicyMap(default_policy=_wide(policy.default_policy), policy_map=wide)
+    if policy.quantization_mode is None and "float" in policy.compute_dtype:
+        return keras.DTypePolicy("float64")
+    return policy
+
+
+# The losses that layers add while they are called, by `add_loss` or an activity regularizer.
+
+
+def added_losses() -> list[Any]:
+    """Return the losses that the current `keras.StatelessScope` has collected so far.
+
+    Keras hands a scope to those who open it, and tells nobody else which one is open.
+    """
+    scope = get_stateless_scope()
+    return [] if scope is None else list(scope.losses)

@@ -13,6 +13,7 @@ from unittest import mock
 import keras
 import tensorflow as tf
 
+from towers.gather import map_values
 from towers.masters import Masters, Replica
 from towers.options import Options
 
@@ -95,7 +96,7 @@ def _replica_update(
         penalty, gradients = regularise(weights, gradients, options)
         used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
         gradients, weights = [g for g, _ in used], [w for _, w in used]
-        norm = tf.linalg.global_norm(gradients)
+        norm = global_norm(gradients)
 
     def apply() -> None:
         rate = replica.optimizer.learning_rate
@@ -165,7 +166,19 @@ def regularise(
         return of_penalty if gradient is None else of_penalty + gradient
 
     sums = _each(add, gradients, weights)
-    return tf.add_n(total) if total else tf.zeros([]), sums
+    widest = _widest(total)
+    return tf.add_n([tf.cast(t, widest) for t in total]) if total else tf.zeros([]), sums
+
+
+def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
+    """Return the norm of all gradients together, in the widest of their types."""
+    widest = _widest(gradients)
+    return tf.linalg.global_norm([map_values(lambda g: tf.cast(g, widest), g) for g in gradients])
+
+
+def _widest(values: Sequence[Any]) -> tf.DType:
+    """Return the widest floating type: a layer may have one of its own. 16 bits are too few."""
+    return max([tf.float32, *(v.dtype for v in values)], key=lambda dtype: dtype.size)
 
 
 def clip(
@@ -177,7 +190,10 @@ def clip(
     if limit := options.clip_value:
         return _each(lambda g, _: tf.clip_by_value(g, -limit, limit), gradients, weights)
     if limit := options.clip_global_norm:
-        return tf.clip_by_global_norm(gradients, limit, use_norm=norm)[0]
+        # As tf.clip_by_global_norm, which takes gradients of one type only; NaN if not finite.
+        factor = limit * tf.minimum(1.0 / norm, 1.0 / tf.constant(limit, norm.dtype))
+        factor += norm - norm
+        return _each(lambda g, _: _scale(g, factor), gradients, weights)
     return gradients
 
 
@@ -224,12 +240,7 @@ def _apply_if_finite(
 
 def _scale(gradient: Any, factor: tf.Tensor) -> Any:
     """Multiply a dense or sparse gradient, or None, by a scalar."""
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.cast(factor, gradient.values.dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
+    return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
 
 
 def _one_slice_a_row(gradient: Any) -> Any:

@@ -2,11 +2,12 @@
 
 One run on one device and one with each number of towers make the same steps side by side, in
 float64, so that rounding cannot hide a fault. After each step the loss, the gradients and all
-master variables are compared; the next step starts everywhere from those of the one device.
+master variables are compared; the next step starts everywhere from those of the one device. After
+the last, an evaluation of a batch of the test set is compared, too.
 """
 
 import dataclasses
-import random
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,90 +15,13 @@ import numpy as np
 import tensorflow as tf
 
 from towers import data, devices
-from towers.causes import likely_cause
 from towers.options import Options
-from towers.run import Run, assemble, one_line_errors
+from towers.run import one_line_errors
 from towers.verb_options import VerifyOptions
-
-TOLERANCE = 1e-9
-# An array that is zero but for rounding has no digits of its own: it is measured by the largest of
-# its kind.
-FLOOR = 1e-6
-_SHOWN = 12  # lines of the table
-_KINDS = ("loss", "gradient", "model", "optimizer", "average")
-
-
-class Lane:
-    """One of the runs that are compared: its towers, its model, and where it is."""
-
-    def __init__(
-        self,
-        options: Options,
-        names: Sequence[str],
-        dataset: data.Data,
-        scaled: bool,
-        python_seed: int | None = None,
-    ):
-        """Build the run.
-
-        Args:
-            options: of the run.
-            names: one device for each tower.
-            dataset: its data.
-            scaled: whether there is a loss scale.
-            python_seed: of Python's and NumPy's generators while the step is built.
-        """
-        self.run: Run = assemble(options, names, dataset, loss_scaling=scaled)
-        self.num_towers = len(names)
-        train_step = self.run.train_step()
-        batches = dataset.train.train_batches(options.batch_size, seed=options.seed)
-        if python_seed is not None:
-            random.seed(python_seed)
-            np.random.seed(python_seed)
-        compiled = tf.function(train_step, autograph=False)
-        self.step = compiled.get_concrete_function(*batches.element_spec)
-
-    def variables(self) -> dict[str, np.ndarray]:
-        """Return the master variables by name, those of the weights first."""
-        return {name: v.numpy() for name, v in self.run.masters.variables().items()}
-
-    def take(self, values: dict[str, np.ndarray]) -> None:
-        """Set the master variables."""
-        for name, variable in self.run.masters.variables().items():
-            variable.assign(values[name])
-        self.run.masters.spread()
-
-    def make_step(self, batch: Sequence[tf.Tensor]) -> dict[str, np.ndarray]:
-        """Make a step; return the loss, the gathered gradients, then the master variables."""
-        with one_line_errors(self.run.options):
-            metrics, gradients = self.step(*batch)
-        found = {"loss": metrics["loss"].numpy()}
-        for variable, gradient in zip(
-            self.run.masters.model.trainable_variables, gradients, strict=True
-        ):
-            if gradient is not None:
-                found[f"gradient/{variable.path}"] = tf.convert_to_tensor(gradient).numpy()
-        return found | self.variables()
-
-
-@dataclasses.dataclass(frozen=True)
-class Difference:
-    """How far an array of one lane is from that of the reference.
-
-    Attributes:
-        num_towers: of the lane.
-        step: 0 for the first; -1 for the initial variables.
-        name: "loss", "gradient/conv1/kernel", "model/conv1/kernel", "optimizer/...".
-        relative: largest absolute difference, relative to the array's largest value, or to a
-            millionth of the largest of its kind, if that is more.
-        ulps: the same in units of the last place of that value, in the array's own precision.
-    """
-
-    num_towers: int
-    step: int
-    name: str
-    relative: float
-    ulps: float
+from towers.verify_causes import cause_of
+from towers.verify_differences import TOLERANCE, Difference, differences, rounding_noise
+from towers.verify_lane import Lane
+from towers.verify_report import by_name, by_number, table
 
 
 def verify(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -136,11 +60,7 @@ def verify(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[s
         say(line)
     if failed:
         first = min(failed, key=lambda d: d.step)  # the order within a step is kept
-        if first.step < 0:
-            cause = "initial weights that no seed determines: make them by Keras' initializers"
-        else:
-            pair = names[: max(first.num_towers, 2)]
-            cause = likely_cause(exact, pair, dataset, Lane, scaled)
+        cause = cause_of(first, exact, names, dataset, scaled)
         result["first_difference"] = {
             "num_towers": first.num_towers,
             "step": first.step,
@@ -208,85 +128,37 @@ def compare(
         yield from differences(lane.variables(), expected, lane.num_towers, -1)
     batches = dataset.train.train_batches(options.batch_size, seed=options.seed).take(num_steps)
     for step, batch in enumerate(batches):
-        expected = reference.make_step(batch)
+        # Evaluation is the same graph after any step. After the last, BatchNorm's statistics and
+        # the averages are what training made of them, and its tracing and its pass cost once.
+        tests = [first_test_batch(dataset, options.batch_size)] if step == num_steps - 1 else []
+        before, expected, noise = expected, results_of(reference, batch, tests), None
         for lane in lanes:
-            yield from differences(lane.make_step(batch), expected, lane.num_towers, step)
+            found = results_of(lane, batch, tests)
+            result = list(differences(found, expected, lane.num_towers, step))
+            if any(not d.relative <= TOLERANCE for d in result):  # sound models mostly never pay
+                if noise is None:
+                    repeat = functools.partial(results_of, reference, batch, tests)
+                    noise = rounding_noise(reference, before, expected, repeat)
+                result = list(differences(found, expected, lane.num_towers, step, noise))
+            yield from result
             lane.take(expected)  # else chaos, at a high learning rate, makes much of rounding
         if step == 0:
             say(f"step 0      done on {len(lanes) + 1} runs, {num_steps - 1} to come")
 
 
-def differences(
-    found: dict[str, np.ndarray], expected: dict[str, np.ndarray], num_towers: int, step: int
-) -> Iterator[Difference]:
-    """Compare two dictionaries of arrays, one after the other."""
-    largest: dict[str, float] = {}
-    for name, array in expected.items():
-        largest[kind_of(name)] = max(largest.get(kind_of(name), 0.0), _size(array))
-    for name, array in expected.items():
-        if name not in found or found[name].shape != array.shape:
-            yield Difference(num_towers, step, name, float("inf"), float("inf"))
-            continue
-        wide = np.abs(found[name].astype(np.float64) - array.astype(np.float64))
-        same = (found[name] == array) | (np.isnan(found[name]) & np.isnan(array))
-        off = float(np.max(np.where(same, 0.0, wide), initial=0.0))
-        off = float("inf") if np.isnan(off) else off
-        scale = max(_size(array), FLOOR * largest[kind_of(name)])
-        relative = off / scale if off and scale else off
-        kept = array.dtype if array.dtype.kind == "f" else np.dtype(np.float64)
-        ulps = off / float(np.spacing(np.asarray(scale, kept))) if off else 0.0
-        yield Difference(num_towers, step, name, relative, ulps)
-    for name in found.keys() - expected.keys():
-        yield Difference(num_towers, step, name, float("inf"), float("inf"))
+def results_of(
+    lane: Lane, batch: Sequence[tf.Tensor], tests: Sequence[Sequence[tf.Tensor]]
+) -> dict[str, np.ndarray]:
+    """Make a step, then evaluate the batches of the test set; return all that comes of it."""
+    found = lane.make_step(batch)
+    for test in tests:
+        found |= lane.evaluate(test)
+    return found
 
 
-def kind_of(name: str) -> str:
-    """Return "model" for "model/conv1/kernel"."""
-    return name.partition("/")[0]
-
-
-def by_number(found: Sequence[Difference], numbers: Sequence[int], what: str) -> dict[str, float]:
-    """Return {"2": the largest difference on two towers}."""
-    return {
-        str(number): max((getattr(d, what) for d in found if d.num_towers == number), default=0.0)
-        for number in numbers
-    }
-
-
-def by_name(found: Sequence[Difference], numbers: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Return {name: {"2": its largest difference on two towers}}, the largest first."""
-    result: dict[str, dict[str, float]] = {}
-    for d in found:
-        row = result.setdefault(d.name, dict.fromkeys(map(str, numbers), 0.0))
-        row[str(d.num_towers)] = max(row[str(d.num_towers)], d.relative)
-    return dict(sorted(result.items(), key=lambda item: -max(item[1].values())))
-
-
-def table(result: dict[str, Any], numbers: Sequence[int]) -> list[str]:
-    """Return the table: the largest of each kind, then the arrays that differ most."""
-    columns = list(map(str, numbers))
-    rows = result["differences"]
-    width = max(len(name) for name in [*rows, "largest relative difference, towers:"])
-
-    def line(name: str, values: Sequence[Any]) -> str:
-        cells = [v if isinstance(v, str) else f"{v:.1e}" for v in values]
-        return f"  {name:{width}}" + "".join(f"{cell:>10}" for cell in cells)
-
-    lines = [line("largest relative difference, towers:", columns)]
-    for kind in _KINDS:
-        of_kind = [row for name, row in rows.items() if kind_of(name) == kind]
-        if of_kind:
-            label = kind if len(of_kind) == 1 else f"{kind}, of {len(of_kind)}"
-            lines.append(line(label, [max(row[c] for row in of_kind) for c in columns]))
-    lines.append("")
-    for name, row in list(rows.items())[:_SHOWN]:
-        lines.append(line(name, [row[c] for c in columns]))
-    if len(rows) > _SHOWN:
-        lines.append(f"  and {len(rows) - _SHOWN} more, none larger")
-    return lines
-
-
-def _size(array: np.ndarray) -> float:
-    """Return the largest finite absolute value, 0 for none."""
-    values = np.abs(array[np.isfinite(array)].astype(np.float64))
-    return float(values.max(initial=0.0))
+def first_test_batch(dataset: data.Data, batch_size: int) -> tuple[tf.Tensor, ...]:
+    """Return the first batch of the test set; its last example counts as padding."""
+    images, labels, weights = next(iter(dataset.test.eval_batches(batch_size)))
+    if batch_size > 1:
+        weights = weights * tf.cast(tf.range(batch_size) < batch_size - 1, weights.dtype)
+    return images, labels, weights
