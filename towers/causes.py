@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from towers import draws
+from towers import draws, exchange, faults
 from towers.data import Data
 from towers.options import Options
 from towers.placement import Op, traced_ops
@@ -30,13 +30,18 @@ def likely_cause(
     lane = make_lane(even_options, names, dataset, scaled)
     ops = dict(traced_ops(lane.step.graph))
     model = lane.run.masters.model
-    unlike = unlike_towers(ops)
+    placed = [Op(name, op.type, "", "") for name, op in ops.items()]
+    if found := faults.random_ops(placed):
+        return found[0]
+    if unlike := unlike_towers(ops):
+        return (
+            differs_from_itself(options, names[:1], dataset, make_lane, scaled, unlike)
+            or f"tower-dependent branch: {unlike}; a model may not know its tower"
+        )
+    batch = next(iter(dataset.train.train_batches(options.batch_size, seed=options.seed)))
     return (
-        random_ops(ops)
-        or (unlike and differs_from_itself(options, names[:1], dataset, make_lane, scaled, unlike))
-        or (unlike and f"a tower-dependent branch: {unlike}; a model may not know its tower")
+        next(iter(faults.find(lane.run.rehearse(batch), batch, thorough=True)), None)
         or local_batch_norm(model, options)
-        or state_in_place(ops)
         or narrow_layers(model)
         or "unknown: no random op, no local BatchNorm, no difference between the towers' graphs"
     )
@@ -55,21 +60,9 @@ def differs_from_itself(
     if losses[0] == losses[1]:
         return None
     return (
-        f"a random layer, or state, in Python: {unlike}, and a step that is built twice on one "
+        f"state in Python: {unlike}, and a step that is built twice on one "
         "device differs from itself; draw from a keras.random.SeedGenerator"
     )
-
-
-def random_ops(ops: dict[str, tf.Operation]) -> str | None:
-    """Name a layer that draws numbers which are not by example."""
-    for name, op in ops.items():
-        placed = Op(name, op.type, "", "")
-        if op.type in draws.OTHERS and placed.tower is not None:
-            return (
-                f"a random layer: {placed.layer} draws by {op.type}, which knows no example; draw "
-                "from a keras.random.SeedGenerator"
-            )
-    return None
 
 
 def local_batch_norm(model: keras.Model, options: Options) -> str | None:
@@ -97,8 +90,9 @@ def unlike_towers(ops: dict[str, tf.Operation]) -> str | None:
     towers: dict[int, list[tuple]] = {}
     for name, op in ops.items():
         placed = Op(name, op.type, "", "")
-        # Gradients share some constants; a placeholder is a master, a draw has its place.
-        known = name.startswith("gradient_tape") or op.type == "Placeholder" or draws.SCOPE in name
+        # Gradients share some constants; a placeholder is a master; draws and exchanges have places.
+        placeful = draws.SCOPE in name or exchange.SCOPE in name
+        known = name.startswith("gradient_tape") or op.type == "Placeholder" or placeful
         if placed.tower is not None and not known:
             towers.setdefault(placed.tower, []).append(_signature(placed, op))
     first = towers.pop(0, [])
@@ -113,18 +107,6 @@ def _signature(placed: Op, op: tf.Operation) -> tuple[str, str, bytes]:
     """Return layer, type and, of a constant, value."""
     value = op.get_attr("value").SerializeToString() if op.type == "Const" else b""
     return placed.layer, op.type, value
-
-
-def state_in_place(ops: dict[str, tf.Operation]) -> str | None:
-    """Name a layer that assigns to a variable while the towers run."""
-    for name, op in ops.items():
-        placed = Op(name, op.type, "", "")
-        if placed.tower is not None and op.type.startswith("Assign"):
-            return (
-                f"in-place state: layer {placed.layer} assigns a tf.Variable in each tower; make "
-                "it a keras.Variable, which is assigned once a step"
-            )
-    return None
 
 
 def narrow_layers(model: keras.Model) -> str | None:

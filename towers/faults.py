@@ -5,17 +5,49 @@ then changed: what follows from that for the others, no tower can know that has 
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from towers.draws import OTHERS, PYTHON
 from towers.layers import NO_LAYER
+from towers.placement import Op
 from towers.rehearsal import FEW, MORE, Rehearsal, agrees, join, two_and_both
 from towers.stage import Take, run
 
 _EFFECT = 1e-5  # of the largest value: less is rounding
+
+
+def random_ops(ops: Iterable[Op]) -> list[str]:
+    """Return a line for each layer of a tower whose draws do not follow the example.
+
+    Args:
+        ops: of the graph of a step.
+    """
+    found = {}
+    for op in ops:
+        if op.tower is not None and (op.type in OTHERS or op.type in PYTHON):
+            found.setdefault((op.layer, op.type))
+    lines = []
+    for layer, kind in sorted(found):
+        if kind in PYTHON:
+            lines.append(
+                f"python code: layer {layer} calls Python while it runs ({kind}), of which nothing "
+                "is known; write it in TensorFlow or keras.ops"
+            )
+        else:
+            lines.append(
+                f"random op: layer {layer} draws by {kind}, whose numbers do not follow the "
+                f"example; {OTHERS[kind]}"
+            )
+    return lines
+
+
+def of_draws(line: str) -> bool:
+    """Tell whether a line is about random draws."""
+    return line.startswith(("random op:", "python code:", "ambiguous draw:"))
 
 
 @tf.autograph.experimental.do_not_convert

@@ -8,12 +8,13 @@ from typing import TextIO
 
 import tensorflow as tf
 
-from towers import devices, events, files, placement_report, trial
+from towers import devices, events, faults, files, placement_report, trial
 from towers.checkpoint import Checkpoints
-from towers.errors import InputError
+from towers.errors import InputError, RunError
 from towers.options import Options
 from towers.placement import Placement, read_placement, short
 from towers.run import Run, assemble, find, one_line_errors
+from towers.samples import Batch
 
 
 def build(options: Options) -> Run:
@@ -115,6 +116,36 @@ def place(
     if run.options.placement == "strict":
         placement_report.check_strict(stray)
     return placement, lines
+
+
+def check_numbers(run: Run, placement: Placement, batch: Batch | None, out: TextIO) -> list[str]:
+    """Say before the first step what makes the numbers depend on the number of towers.
+
+    Args:
+        run: to be started.
+        placement: of its train loop.
+        batch: that it trains on; None: it cannot be had.
+        out: where the lines go.
+
+    Returns:
+        The lines.
+
+    Raises:
+        RunError: a random draw is among it, and --draws=strict forbids that.
+    """
+    if len(run.builder.devices) * run.builder.accumulate_steps == 1:
+        return []
+    found = faults.random_ops(placement.ops + placement.compiled + placement.gone)
+    if batch is not None:
+        examples = batch.images, batch.labels, batch.draws
+        found += faults.find(run.rehearse(examples), examples)
+    if found:
+        print("numbers     depend on the number of towers:", file=out)
+        print(*(f"  {line}" for line in found), sep="\n", file=out, flush=True)
+    if run.options.draws == "strict" and (draws := [f for f in found if faults.of_draws(f)]):
+        more = f", and {len(draws) - 1} more" if len(draws) > 1 else ""
+        raise RunError(f"--draws=strict: {draws[0]}{more}; or type --draws=report")
+    return found
 
 
 def open_folder(

@@ -21,6 +21,7 @@ OPTIMIZERS = ("sgd", "momentum", "nesterov", "adamw")
 SCHEDULES = ("constant", "step", "cosine", "onecycle")
 AUGMENTATIONS = ("tutorial", "resnet", "none", "off")
 PLACEMENTS = ("report", "strict")
+DRAWS = ("report", "strict")
 BATCH_NORMS = ("sync", "local")
 VARIABLES = ("cpu", "sharded", "replicated", "auto")
 DTYPES = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
@@ -89,6 +90,11 @@ class Options:
     placement: str = option(
         "report", "Towers", "Ops of a tower that run elsewhere: report lists them before the first "
         "step, strict makes them an error.", choices=PLACEMENTS,
+    )  # fmt: skip
+    draws: str = option(
+        "report", "Towers", "Random draws that do not follow the example, so that numbers depend "
+        "on the number of towers: report lists them before the first step, strict makes them an "
+        "error.", choices=DRAWS,
     )  # fmt: skip
     variables: str = option(
         "cpu", "Towers", "Master variables: cpu, with add_n there; sharded, each with its add_n on "

@@ -7,7 +7,6 @@ from pathlib import Path
 import tensorflow as tf
 
 from towers import files
-from towers.draws import OTHERS
 from towers.errors import RunError
 from towers.placement import Placement, short
 
@@ -31,7 +30,6 @@ def report(placement: Placement, stray: Sequence[str]) -> list[str]:
         lines += [f"  {line}" for line in stray[:_MOST]]
         if len(stray) > _MOST:
             lines.append(f"  and {len(stray) - _MOST} more: see --log_device_placement")
-    lines += [f"  {line}" for line in draws_by_tower(placement)]
     crossing = placement.crossing_bytes()
     unknown = sum(transfer.bytes is None for transfer in placement.transfers)
     if crossing:
@@ -87,19 +85,6 @@ def strays(
         home = " or ".join(dict.fromkeys(master_devices))
         lines.append(f"master variables of layer {layer}: {names} on {device}, not {home}")
     return lines
-
-
-def draws_by_tower(placement: Placement) -> list[str]:
-    """Return a line for each layer whose random draws depend on the number of towers."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for op in placement.ops + placement.compiled + placement.gone:
-        if op.tower is not None and op.type in OTHERS:
-            found[op.layer].add(op.type)
-    return [
-        f"layer {layer} draws by tower, not by example ({', '.join(sorted(types))}): its numbers "
-        "depend on the number of towers"
-        for layer, types in sorted(found.items())
-    ]
 
 
 def _why(requested: str, device: str, tower: str) -> str:

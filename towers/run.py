@@ -16,7 +16,8 @@ from towers.errors import InputError, RunError
 from towers.masters import Masters, Replica, copy, move, shard
 from towers.options import Options
 from towers.placement import Op, short
-from towers.step import make_train_loop, make_train_step
+from towers.rehearsal import Rehearsal
+from towers.step import make_loss_fn, make_train_loop, make_train_step
 from towers.tower import TowerBuilder
 from towers.update import make_optimizer
 
@@ -64,6 +65,10 @@ class Run:
             train_size=self.data.train.size,
             total_epochs=self.total_epochs,
         )
+
+    def rehearse(self, batch: Sequence[tf.Tensor]) -> Rehearsal:
+        """Return what is known of the towers' function; `batch` is that of a step."""
+        return self.builder.rehearse(make_loss_fn(self.masters, self.options), *batch)
 
     def _check_compiled(self) -> None:
         """Refuse BatchNorm over all towers where each is compiled; evaluation never is.
@@ -148,6 +153,7 @@ def assemble(
         accumulate_steps=options.accumulate_steps,
         gather_at_variables=options.variables == "sharded",
         jit_compile=options.jit_compile,
+        on_doubt=lambda _: None,  # `opening.check_numbers` and `causes` say what there is to say
     )
     image_shape = augment.output_shape(dataset.image_shape, options.augment)
     with one_line_errors(options), _names_as_in_a_new_process():

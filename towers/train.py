@@ -72,8 +72,10 @@ def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> di
     )
     print(*rule_book(run), *devices.report(run.builder.devices), sep="\n", file=out, flush=True)
     placement, lines = opening.place(run, train_loop, batches, out)
-    opening.open_folder(run, folder, lock, checkpoints, restored, placement)
     sampler = Sampler(run)
+    batch = sampler.batch(first, timetable.first_examples)
+    lines += opening.check_numbers(run, placement, batch, out)
+    opening.open_folder(run, folder, lock, checkpoints, restored, placement)
     for line in manifest.write(run, folder, restored, sampler):
         print(line, file=out, flush=True)
     graph = train_loop.get_concrete_function(batches, tf.constant(0)).graph
