@@ -1,6 +1,7 @@
 """Building a model from its name: what the function is given, and what it must return."""
 
 import sys
+import warnings
 
 import keras
 import numpy as np
@@ -110,6 +111,72 @@ def named_outputs(num_classes, image_shape):
     return keras.Model(images, {"logits": layers.Dense(num_classes)(layers.Flatten()(images))})
 
 
+def two_inputs(num_classes, image_shape):
+    images, sizes = keras.Input(image_shape), keras.Input((2,))
+    flat = layers.Concatenate()([layers.Flatten()(images), sizes])
+    return keras.Model([images, sizes], layers.Dense(num_classes)(flat))
+
+
+def named_inputs(num_classes, image_shape):
+    images, sizes = keras.Input(image_shape, name="image"), keras.Input((2,), name="size")
+    flat = layers.Concatenate()([layers.Flatten()(images), sizes])
+    return keras.Model({"image": images, "size": sizes}, layers.Dense(num_classes)(flat))
+
+
+def one_named_input(num_classes, image_shape):
+    images = keras.Input(image_shape, name="image")
+    return keras.Model({"image": images}, layers.Dense(num_classes)(layers.Flatten()(images)))
+
+
+class Unpacks(Subclassed):
+    def call(self, images):
+        left, right = images
+        return super().call(left)
+
+
+class LooksUp(Subclassed):
+    def call(self, images):
+        return super().call(images["image"])
+
+
+class TakesLabels(Subclassed):
+    def call(self, images, labels, training):
+        return super().call(images)
+
+
+class TakesTraining(Subclassed):
+    def call(self, images, training, *rest, scale=1.0, **more):
+        return super().call(images)
+
+
+class HasNoCall(keras.Model):
+    def __init__(self, num_classes):
+        super().__init__()
+
+
+def empty():
+    return keras.Sequential([])
+
+
+class Signs(layers.Layer):
+    def call(self, x):
+        return keras.ops.cast(x > 0, "int32")
+
+
+def whole_numbers(num_classes):
+    return keras.Sequential([layers.Flatten(), layers.Dense(num_classes), Signs()])
+
+
+class Mistaken(Subclassed):
+    def call(self, images):
+        return super().call(imagse)
+
+
+class ReturnsNothing(Subclassed):
+    def call(self, images):
+        super().call(images)
+
+
 def fails(num_classes):
     raise ZeroDivisionError("theirs")
 """
@@ -197,8 +264,13 @@ def test_what_the_function_raises_comes_through():
 
 
 @pytest.mark.parametrize(
-    "name", ["both", "neither", "functional", "Subclassed", "any_size", "options"]
+    "name",
+    [
+        *("both", "neither", "functional", "Subclassed", "any_size", "options"),
+        "one_named_input",
+    ],
 )
+@pytest.mark.filterwarnings("ignore:[\\s\\S]*The structure of `inputs`:UserWarning")
 def test_every_kind_of_model_is_built(name):
     built = build(name)
     assert built.built and built.trainable_variables
@@ -208,6 +280,37 @@ def test_every_kind_of_model_is_built(name):
 @pytest.mark.parametrize("name, kind", [("nothing", "NoneType"), ("layer", "Dense")])
 def test_what_is_no_model(name, kind):
     assert refusal(name) == f"--model=nets:{name} returned {kind}; a keras.Model is needed"
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("two_inputs", "takes 2 inputs, of shapes (8, 8, 3), (2,); towers train hands over one, "
+         "images of shape (8, 8, 3): build a model of one input, or use towers.TowerBuilder"),
+        ("named_inputs", "takes 2 inputs, of shapes (8, 8, 3), (2,); "),
+        ("TakesLabels", "returned a model whose call needs labels; towers train hands over the "
+         "images alone: give labels a default"),
+        ("Unpacks", "cannot take images of shape (None, 8, 8, 3): Iterating over a symbolic"),
+        ("LooksUp", "cannot take images of shape (None, 8, 8, 3): Only integers, slices"),
+        ("HasNoCall", "cannot take images of shape (None, 8, 8, 3): Model HasNoCall does not have"),
+        ("empty", "cannot take images of shape (None, 8, 8, 3): Sequential model sequential"),
+        ("ReturnsNothing", "gives outputs of NoneType; logits of shape (batch, 10) are needed"),
+        ("whole_numbers", "gives outputs of type int32; logits are floats"),
+    ],
+)  # fmt: skip
+def test_a_model_that_does_not_map_images_to_logits(name, words):
+    with warnings.catch_warnings(record=True) as caught:
+        assert refusal(name).startswith(f"--model=nets:{name} {words}")
+    assert not [warning for warning in caught if "keras" in warning.filename]
+
+
+def test_a_model_may_ask_whether_it_is_trained():
+    assert build("TakesTraining").trainable_variables
+
+
+def test_a_mistake_in_a_models_own_code_keeps_its_traceback():
+    with pytest.raises(NameError, match="imagse"):
+        build("Mistaken")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 import contextlib
 import inspect
+import re
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +56,7 @@ def build(
                 f"--model={name} returned {type(model).__name__}; a keras.Model is needed"
             )
         _check_inputs(model, name, tuple(image_shape))
-        outputs = model(keras.Input(tuple(image_shape)))  # builds it, too
+        outputs = _call_on_images(model, name, tuple(image_shape))  # builds it, too
     shape = getattr(outputs, "shape", None)
     if shape is None or tuple(shape[1:]) != (num_classes,):
         given = type(outputs).__name__ if shape is None else f"shape {tuple(shape)}"
@@ -62,6 +64,8 @@ def build(
             f"--model={name} gives outputs of {given}; logits of shape "
             f"(batch, {num_classes}) are needed: take num_classes={num_classes} as an argument"
         )
+    if "float" not in str(outputs.dtype):
+        raise InputError(f"--model={name} gives outputs of type {outputs.dtype}; logits are floats")
     return model
 
 
@@ -98,8 +102,15 @@ def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _check_inputs(model: keras.Model, name: str, image_shape: tuple[int, ...]) -> None:
-    """Refuse a model that was made for images of another shape, as far as it says so."""
-    inputs = getattr(model, "inputs", None)  # absent before a model is built
+    """Refuse a model that takes something else than images of this shape, as far as it says so."""
+    inputs = getattr(model, "inputs", None) or []  # absent before a model is built
+    if len(inputs) > 1:
+        shapes = ", ".join(str(tuple(each.shape[1:])) for each in inputs)
+        raise InputError(
+            f"--model={name} takes {len(inputs)} inputs, of shapes {shapes}; towers train hands "
+            f"over one, images of shape {image_shape}: build a model of one input, or use "
+            "towers.TowerBuilder in a program of your own"
+        )
     shape = tuple(inputs[0].shape[1:]) if inputs else image_shape
     sizes = zip(shape, image_shape, strict=False)
     if len(shape) != len(image_shape) or any(own not in (None, size) for own, size in sizes):
@@ -107,6 +118,48 @@ def _check_inputs(model: keras.Model, name: str, image_shape: tuple[int, ...]) -
             f"--model={name} takes images of shape {shape}; they have shape {image_shape} "
             "after augmentation: take image_shape as an argument"
         )
+    more = [
+        parameter.name
+        for parameter in list(inspect.signature(model.call).parameters.values())[1:]
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.name != "training"
+    ]
+    if more:
+        raise InputError(
+            f"--model={name} returned a model whose call needs {more[0]}; towers train hands over "
+            f"the images alone: give {more[0]} a default"
+        )
+
+
+def _call_on_images(model: keras.Model, name: str, image_shape: tuple[int, ...]) -> Any:
+    """Call a model on what stands for a batch of images; Keras' refusal becomes one line.
+
+    Any other exception is a mistake in the model's own code and keeps its traceback.
+    """
+    images = keras.Input(image_shape)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            outputs = model(images, training=False)
+        except (ValueError, TypeError, NotImplementedError, tf.errors.OpError) as error:
+            raise InputError(
+                f"--model={name} cannot take images of shape {(None, *image_shape)}: "
+                f"{_reason(str(error))}"
+            ) from None
+    for warning in caught:  # of a model that is refused they would say the same at length
+        warnings.warn_explicit(
+            warning.message, warning.category, warning.filename, warning.lineno
+        )
+    return outputs
+
+
+def _reason(message: str) -> str:
+    """Return the sentence that says what is wrong, without what Keras puts around it."""
+    message = re.sub(r"\x1b\[\d*m", "", message).split("\n\nArguments received")[0]
+    parts = [part for part in message.split("\n\n") if part.strip()]
+    inner = [p for p in parts if not p.startswith(("Exception encountered", "Could not auto"))]
+    return " ".join((inner or parts or ["it raised an error"])[0].split())[:200]
 
 
 def _accepted(function: Any, name: str, given: dict, keywords: dict) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers import dashboard, devices, files, manifest, opening
+from towers import dashboard, devices, files, logits, manifest, opening
 from towers.checkpoint import Checkpoints
 from towers.errors import RunError
 from towers.evaluate import Evaluation, make_evaluator
@@ -70,7 +70,8 @@ def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> di
             options.batch_size, seed=options.seed, step=first, examples=timetable.first_examples
         )
     )
-    print(*rule_book(run), *devices.report(run.builder.devices), sep="\n", file=out, flush=True)
+    start_lines = [*rule_book(run), *logits.notes(run), *devices.report(run.builder.devices)]
+    print(*start_lines, sep="\n", file=out, flush=True)
     placement, lines = opening.place(run, train_loop, batches, out)
     sampler = Sampler(run)
     batch = sampler.batch(first, timetable.first_examples)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers import data, devices
+from towers import data, devices, logits
 from towers.options import Options
 from towers.run import one_line_errors
 from towers.verb_options import VerifyOptions
@@ -122,6 +122,9 @@ def compare(
     """
     plain = dataclasses.replace(options, variables="cpu", jit_compile=False)
     reference = Lane(plain, names[:1], dataset, scaled)
+    if options.dtype == "float64":  # the run's own precision comes after it
+        for line in logits.notes(reference.run):
+            say(line)
     lanes = [Lane(options, names[:number], dataset, scaled) for number in numbers]
     expected = reference.variables()
     for lane in lanes:
