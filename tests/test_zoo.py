@@ -23,6 +23,7 @@ def test_the_table_is_well_formed():
     names = Counter(entry.name for entry in zoo.ENTRIES)
     assert [name for name, number in names.items() if number > 1] == []
     assert len(names) >= 60
+    assert zoo.quick_names() <= set(names)
     expected = Counter(entry.expected for entry in zoo.ENTRIES)
     assert set(expected) == {zoo.SAME, zoo.REFUSED, *zoo.CAUSES}
     assert [key for key, number in expected.items() if number < 2] == []

@@ -4,10 +4,12 @@ N towers compute what one device computes, or `towers verify` names the one caus
 or the model is refused. `scripts/catalogue` tries them all; the quick ones are tests.
 """
 
+from dataclasses import replace
+
 from tests.zoo.entry import CAUSES, REFUSED, SAME, Entry, found
 from tests.zoo.unsound import UNSOUND
 
-__all__ = ["CAUSES", "ENTRIES", "REFUSED", "SAME", "Entry", "found"]
+__all__ = ["CAUSES", "ENTRIES", "REFUSED", "SAME", "Entry", "entry", "found", "quick_names"]
 
 
 def _same(module: str, **whys: str) -> list[Entry]:
@@ -16,10 +18,41 @@ def _same(module: str, **whys: str) -> list[Entry]:
 
 def _application(name: str, why: str, size: int = 32) -> Entry:
     dataset = f"tests.zoo.applications:images_{size}"
-    return Entry(f"applications:{name}", SAME, why, quick=False, dataset=dataset)
+    return Entry(f"applications:{name}", SAME, why, dataset=dataset)
 
 
-ENTRIES = [
+# The tests try these: cheap ones of all kinds.
+QUICK = """
+convolutions: u_net poolings squeeze_excite resnext_block
+norms: batch_norm_masked batch_norm_float32 batch_norm_plain
+sequences: additive_attention own_cell rotary
+draws: fixed_seed without_dtype without_seed reparameterised
+layouts: times_in_rows time_major time_major_rows heads_first heads_last flat features_first
+    two_views repeated kernel_of_two_rows kernel_of_three_rows pair_of_scales
+programs: dropout_in_function dropout_in_cond dropout_in_while embedding_twice
+    dropout_recomputed activity_regularizer added_mean float32_head
+gradients: no_gradient straight_through shapes_by_batch_size numpy_by_example
+state: counters_of_examples counters_of_calls histogram running_range moving_mean given_policies
+    last_example moving_variance
+mixing: minus_mean rolled own_batch_norm keras_mix_up hard_examples divided_by_number
+    mean_gradient
+faults: tensorflow_normal tensorflow_generator gamma_draw noise_by_numpy_function
+    counter_by_numpy_function square_draw noise_where_positive counts_its_calls every_other_call
+    reads_its_scope seed_by_its_name float32_inside quantised added_sum added_divergence
+    weights_by_numpys_new_generator projection_that_stays
+refused: tensorflow_variable layer_in_call two_inputs integer_logits one_logit
+    batch_norm_in_cond
+"""
+
+
+def quick_names() -> set[str]:
+    """Return the names that QUICK lists."""
+    groups = QUICK.replace("\n    ", " ").strip().splitlines()
+    parts = (group.split(": ") for group in groups)
+    return {f"{module}:{name}" for module, names in parts for name in names.split()}
+
+
+_SOUND = [
     *_same(
         "convolutions",
         first_cnn="biases before BatchNorm: their gradients are zero in theory",
@@ -123,8 +156,8 @@ ENTRIES = [
         kernel_of_three_rows="[3, 5] for all, as long as a slice",
         kernel_of_four_rows="[4, 5] for all, as long as a slice",
         kernel_of_seven_rows="[7, 5] for all, as long as the batch",
-        drop_connect="[4, 4], a mask of weights",
-        noisy_positions="[4, 4], noise on a table of positions",
+        drop_connect="[4, 3] and [3, 4], masks of weights",
+        noisy_positions="[2, 4], noise on a table of positions",
         pair_of_scales="[2], then [B, 1] from the same generator",
         random_projections="[4, C, C] for all",
     ),
@@ -195,5 +228,6 @@ ENTRIES = [
     _application("xception", "separable convolutions", 75),
     _application("inception_v3", "BatchNorm without scale", 75),
     _application("vgg11", "dropout on features"),
-    *UNSOUND,
 ]
+
+ENTRIES = [replace(entry, quick=entry.name in quick_names()) for entry in [*_SOUND, *UNSOUND]]

@@ -36,7 +36,6 @@ tensorflow_uniform = in_training(
     lambda _, x: x * tf.random.uniform([tf.shape(x)[0], 1], dtype=x.dtype, seed=3)
 )
 tensorflow_dropout = in_training(lambda _, x: tf.nn.dropout(x, 0.4))
-tensorflow_flip = in_training(lambda _, x: tf.image.random_flip_left_right(x), on_maps)
 gamma_draw = in_training(
     lambda self, x: x * random.gamma(ops.shape(x), 2.0, dtype=x.dtype, seed=self.seed)
 )
@@ -52,6 +51,15 @@ binomial_draw = in_training(
 def categorical_draw(self, x):
     chosen = random.categorical(x, 1, seed=self.seed)
     return x + ops.one_hot(chosen[:, 0], x.shape[1], dtype=x.dtype)
+
+
+class Flips(layers.Layer):
+    def call(self, x, training=False):
+        return tf.image.random_flip_left_right(x) if training else x
+
+
+def tensorflow_flip(num_classes, image_shape):
+    return on_maps(num_classes, image_shape, Flips(), layers.Conv2D(4, 3, activation="relu"))
 
 
 class ByGenerator(layers.Layer):

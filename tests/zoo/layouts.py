@@ -189,8 +189,12 @@ def kernel_of_seven_rows(num_classes, image_shape):
 class DropConnect(Seeded):
     """A dense layer that drops weights, not activations (Wan et al. 2013)."""
 
+    def __init__(self, units):
+        super().__init__()
+        self.units = units
+
     def build(self, shape):
-        self.kernel = self.add_weight(shape=(shape[-1], 4), name="kernel")
+        self.kernel = self.add_weight(shape=(shape[-1], self.units), name="kernel")
 
     def call(self, x, training=False):
         kernel = self.kernel
@@ -200,7 +204,7 @@ class DropConnect(Seeded):
 
 
 def drop_connect(num_classes, image_shape):
-    return on_rows(num_classes, image_shape, DropConnect(), DropConnect())
+    return on_rows(num_classes, image_shape, DropConnect(3), DropConnect(4))
 
 
 class NoisyPositions(Seeded):
@@ -217,7 +221,7 @@ class NoisyPositions(Seeded):
 
 
 def noisy_positions(num_classes, image_shape):
-    return on_rows(num_classes, image_shape, layers.MaxPooling1D(2), NoisyPositions())
+    return on_rows(num_classes, image_shape, layers.MaxPooling1D(4), NoisyPositions())
 
 
 class PairOfScales(Seeded):

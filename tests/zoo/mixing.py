@@ -166,6 +166,11 @@ def keras_mix_up(num_classes, image_shape):
     return _augmented(layers.MixUp(alpha=0.4), num_classes, image_shape)
 
 
+def keras_equalization(num_classes, image_shape):
+    bright = layers.Rescaling(40.0, offset=128.0)
+    return _augmented(keras.Sequential([bright, layers.Equalization()]), num_classes, image_shape)
+
+
 def keras_cut_mix(num_classes, image_shape):
     return _augmented(layers.CutMix(factor=0.9), num_classes, image_shape)
 

@@ -48,6 +48,7 @@ UNSOUND = [
         shuffled="keras.random.shuffle",
         manifold_mixup="mixes an example with another",
         keras_mix_up="Keras' layer mixes images",
+        keras_equalization="Keras' layer makes one histogram of all images",
         keras_cut_mix="Keras' layer cuts and pastes between images",
         until_all_are_done="the slowest decides when the loop ends",
         experts_with_capacity="who is first takes the room",
