@@ -1,0 +1,67 @@
+"""An entry of the zoo, the command line that tries it, and what that found."""
+
+import dataclasses
+import json
+
+MODULES = "tests.zoo"
+# What verify's cause begins with, before a colon, the layer's name and advice.
+CAUSES = (
+    "random op", "python code", "ambiguous draw", "state in Python", "tower-dependent branch",
+    "local BatchNorm", "BatchNorm in parts", "mixed examples", "batch size", "state", "rounding",
+    "added loss", "initial weights",
+)  # fmt: skip
+SAME, REFUSED = "same", "refused"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A model and the truth about it.
+
+    Attributes:
+        model: "norms:spectral" is tests.zoo.norms:spectral, as `--model` takes it.
+        expected: "same": N towers compute what one device computes; "refused": one line before
+            training, exit code 2; or the one of CAUSES that verify must name.
+        why: it is so, or is here.
+        flags: further ones, of verify.
+        quick: it takes part in the tests.
+        dataset: what it is tried on.
+    """
+
+    model: str
+    expected: str
+    why: str
+    flags: str = ""
+    quick: bool = False
+    dataset: str = "tests.tiny:images"
+
+    @property
+    def name(self) -> str:
+        """Return what tells it from all others: the model, and the flags if it has some."""
+        return f"{self.model} {self.flags}".strip()
+
+    def command(self) -> list[str]:
+        """Return the arguments of `towers` that try it on 2 and 3 towers."""
+        usual = "--augment=none --batch_size=7 --steps=2 --num_towers=2,3 --devices=cpu --json"
+        own = [f"--model={MODULES}.{self.model}", f"--dataset={self.dataset}"]
+        return ["verify", *own, *usual.split(), *self.flags.split()]
+
+
+def found(code: int, out: str, err: str) -> tuple[str, float | None]:
+    """Return what a command line found, in the words of `expected`, and the largest difference.
+
+    Args:
+        code: its exit code.
+        out: what it wrote to standard output: the JSON of verify.
+        err: what it wrote to standard error.
+    """
+    if not out.strip():
+        *_, last = err.strip().splitlines() or ["nothing was said"]
+        refused = code == 2 and last.startswith("towers: ") and "Traceback" not in err
+        return (REFUSED if refused else f"exit code {code}: {last}"), None
+    result = json.loads(out)
+    largest = max(result["max_relative_difference"].values())
+    if result["passed"]:
+        return (SAME if code == 0 else f"passed with exit code {code}"), largest
+    cause = result["first_difference"]["cause"]
+    key = cause.partition(":")[0]
+    return (key if key in CAUSES and code == 1 else cause), largest
