@@ -406,3 +406,15 @@ def test_an_error_from_further_down_is_left_as_it_is():
     with pytest.raises(ValueError, match="units") as error:
         build("deep")
     assert not isinstance(error.value, InputError)
+
+
+def test_floatx_is_float64_while_a_model_is_built_and_no_longer():
+    seen = []
+    with model.floatx_of("float64"):
+        seen.append(keras.config.floatx())
+        with model.floatx_of("mixed_bfloat16"):
+            seen.append(keras.config.floatx())
+    with pytest.raises(ZeroDivisionError):
+        build("fails", dtype="float64")
+    assert seen == ["float64"] * 2 and keras.config.floatx() == "float32"
+    assert keras.config.dtype_policy().name == "float32"
