@@ -368,7 +368,7 @@ def test_weights_that_begin_elsewhere_are_found_before_the_first_step(capsys):
     first = json.loads(out)["first_difference"]
     assert code == 1 and (first["step"], first["num_towers"]) == (-1, 1)
     assert first["name"] == "model/sequential/dense/kernel"
-    assert first["cause"].startswith("initial weights that no seed determines")
+    assert first["cause"].startswith("initial weights: ")
     assert "before the first step on 1 towers" in err
 
 

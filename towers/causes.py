@@ -30,17 +30,19 @@ def likely_cause(
     lane = make_lane(even_options, names, dataset, scaled)
     ops = dict(traced_ops(lane.step.graph))
     model = lane.run.masters.model
-    placed = [Op(name, op.type, "", "") for name, op in ops.items()]
-    if found := faults.random_ops(placed):
+    batch = next(iter(dataset.train.train_batches(options.batch_size, seed=options.seed)))
+    found = faults.find(lane.run.rehearse(batch), batch, thorough=True)
+    if found and found[0].startswith("mixed"):
         return found[0]
+    if drawing := faults.random_ops(Op(name, op.type, "", "") for name, op in ops.items()):
+        return drawing[0]
     if unlike := unlike_towers(ops):
         return (
             differs_from_itself(options, names[:1], dataset, make_lane, scaled, unlike)
             or f"tower-dependent branch: {unlike}; a model may not know its tower"
         )
-    batch = next(iter(dataset.train.train_batches(options.batch_size, seed=options.seed)))
     return (
-        next(iter(faults.find(lane.run.rehearse(batch), batch, thorough=True)), None)
+        next(iter(found), None)
         or local_batch_norm(model, options)
         or narrow_layers(model)
         or "unknown: no random op, no local BatchNorm, no difference between the towers' graphs"
@@ -90,7 +92,7 @@ def unlike_towers(ops: dict[str, tf.Operation]) -> str | None:
     towers: dict[int, list[tuple]] = {}
     for name, op in ops.items():
         placed = Op(name, op.type, "", "")
-        # Gradients share some constants; a placeholder is a master; draws and exchanges have places.
+        # Gradients share some constants; a placeholder is a master; draws have places.
         placeful = draws.SCOPE in name or exchange.SCOPE in name
         known = name.startswith("gradient_tape") or op.type == "Placeholder" or placeful
         if placed.tower is not None and not known:

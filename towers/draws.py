@@ -201,5 +201,6 @@ def _draw(
     if op_name == "stateless_truncated_normal_v2":
         count *= _COUNTS_OF_TRUNCATED * in_a_count
     counter += tf.cast(tf.stack([count, 0]), tf.uint64)
-    drawn = op([skipped + size * inner], counter=counter, alg=_PHILOX, **arguments)
+    number = tf.reduce_prod(shape)  # not size * inner where the layout was but guessed
+    drawn = op([skipped + number], counter=counter, alg=_PHILOX, **arguments)
     return tf.reshape(drawn[skipped:], given)

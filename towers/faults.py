@@ -5,7 +5,7 @@ then changed: what follows from that for the others, no tower can know that has 
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,15 +57,23 @@ def find(rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool = False) -> 
     Args:
         rehearsal: of the function.
         batch: some real examples: its arguments.
-        thorough: look for what depends on the number of examples, too.
+        thorough: look at the backward pass, and for what depends on the number of examples, too.
     """
-    found = rehearsal.doubts()
+    doubts, examples = rehearsal.doubts(), Examples(batch)
     if rehearsal.few is None or not rehearsal.by_example:
-        return found
-    examples = Examples(batch)
-    for look in (mixed, added_sums, *([batch_size] if thorough else [])):
-        with contextlib.suppress(Exception):  # it cannot be run here: the towers will say why
-            found += look(rehearsal, examples)
+        return doubts
+    later = [mixed_gradients, batch_size] if thorough else []
+    return _look([mixed], rehearsal, examples) + doubts + _look(
+        [added_sums, *later], rehearsal, examples
+    )  # fmt: skip
+
+
+def _look(finders: Sequence[Callable], rehearsal: Rehearsal, examples: "Examples") -> list[str]:
+    """Return what the finders find; where one cannot run, the towers themselves will say why."""
+    found = []
+    for finder in finders:
+        with contextlib.suppress(Exception):
+            found += finder(rehearsal, examples)
     return found
 
 
@@ -84,20 +92,48 @@ class Examples:
 def mixed(rehearsal: Rehearsal, examples: Examples) -> list[str]:
     """Name the layer by which the loss of an example depends on another example."""
     take = rehearsal.few
+    for before, after in _with_another_first(take, examples):
+        if _differ(before["rows"][1:], after["rows"][1:]):
+            pairs = zip(take.layers, before["layers"], after["layers"], strict=True)
+            layer = next((n for n, a, b in pairs if _differ(a[1:], b[1:])), NO_LAYER)
+            return [_MIXED.format(layer)]
+    return []
+
+
+def mixed_gradients(rehearsal: Rehearsal, examples: Examples) -> list[str]:
+    """Name the layer by which the gradient of an example depends on another example."""
+    take = rehearsal.stage.take(rehearsal.few.size, backward=True)
+    for before, after in _with_another_first(take, examples):
+        pairs = zip(before["layers"], after["layers"], strict=True)
+        if places := [i for i, (a, b) in enumerate(pairs) if _differ(a[1:], b[1:])]:
+            return [_MIXED.format(_after(take, places[-1]))]
+    return []
+
+
+_MIXED = (
+    "mixed examples: layer {} lets the examples of a batch see each other, and a tower has only "
+    "those of its slice; compute each example from itself alone (moments of the whole batch: "
+    "keras.layers.BatchNormalization, with --batch_norm=sync)"
+)
+
+
+def _with_another_first(take: Take, examples: Examples) -> Iterator[tuple[dict, dict]]:
+    """Yield the outcome for some examples, and that with another one in the first's place."""
     inputs, others = examples.take(0, take.size), examples.take(take.size, 1)
-    changed = [
-        _with_first(leaf, _unlike(other)) for leaf, other in zip(inputs, others, strict=True)
-    ]
-    before, after = run(take, inputs), run(take, changed)
-    if not _differ(before["rows"][1:], after["rows"][1:]):
-        return []
-    pairs = zip(take.layers, before["layers"], after["layers"], strict=True)
-    layer = next((n for n, a, b in pairs if _differ(a[1:], b[1:])), NO_LAYER)
-    return [
-        f"mixed examples: layer {layer} lets the examples of a batch see each other, and a tower "
-        "has only those of its slice; compute each example from itself alone (moments of the whole "
-        "batch: keras.layers.BatchNormalization, with --batch_norm=sync)"
-    ]
+    before = run(take, inputs)
+    if _differ(before["rows"], run(take, inputs)["rows"]):
+        return  # it draws with a state of its own
+    for unlike in _UNLIKE:
+        changed = [
+            tf.concat([unlike(other), leaf[1:]], axis=0)
+            for leaf, other in zip(inputs, others, strict=True)
+        ]
+        yield before, run(take, changed)
+
+
+def _after(take: Take, place: int) -> str:
+    """Return the layer that is called after the one whose output's gradient is wrong."""
+    return take.layers[place + 1] if place + 1 < len(take.layers) else NO_LAYER
 
 
 def added_sums(rehearsal: Rehearsal, examples: Examples) -> list[str]:
@@ -117,41 +153,51 @@ def added_sums(rehearsal: Rehearsal, examples: Examples) -> list[str]:
 
 
 def batch_size(rehearsal: Rehearsal, examples: Examples) -> list[str]:
-    """Name the layer that depends on the number of examples."""
-    takes, results, sizes = _two_and_both(rehearsal, examples)
-    few, _, both = results
-    if not _differ(few["rows"], both["rows"][: sizes[0]]):
-        return []
-    pairs = zip(takes[0].layers, few["layers"], both["layers"], strict=True)
-    layer = next((n for n, a, b in pairs if _differ(a, b[: sizes[0]])), NO_LAYER)
-    return [
-        f"batch size: layer {layer} depends on the number of examples that it is called with, and "
-        "a tower is called with those of its slice; leave that number out, the mean over all "
-        "examples is taken once, after the gather"
-    ]
+    """Name the layer that depends on the number of examples, forward or backward."""
+    for backward in (False, True):
+        takes, (few, _, both), (size, _) = _two_and_both(rehearsal, examples, backward)
+        pairs = zip(few["layers"], both["layers"], strict=True)
+        places = [i for i, (a, b) in enumerate(pairs) if _differ(a, b[:size])]
+        if backward and places:
+            return [_BATCH_SIZE.format(_after(takes[0], places[-1]))]
+        if not backward and _differ(few["rows"], both["rows"][:size]):
+            return [_BATCH_SIZE.format(takes[0].layers[places[0]] if places else NO_LAYER)]
+    return []
 
 
-def _two_and_both(rehearsal: Rehearsal, examples: Examples) -> tuple[list[Take], list, tuple]:
+_BATCH_SIZE = (
+    "batch size: layer {} depends on the number of examples that it is called with, and a tower is "
+    "called with those of its slice; leave that number out, the mean over all examples is taken "
+    "once, after the gather"
+)
+
+
+def _two_and_both(
+    rehearsal: Rehearsal, examples: Examples, backward: bool = False
+) -> tuple[list[Take], list, tuple]:
     """Run the function on two slices and on the batch that they make."""
     sizes = rehearsal.few.size, rehearsal.few.size // FEW * MORE
-    takes = two_and_both(rehearsal.stage, sizes, rehearsal.draws)
+    takes = two_and_both(rehearsal.stage, sizes, rehearsal.draws, backward=backward)
     parts = [examples.take(0, sizes[0]), examples.take(*sizes)]
     inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
     return takes, [run(take, own) for take, own in zip(takes, inputs, strict=True)], sizes
 
 
-def _with_first(leaf: tf.Tensor, example: tf.Tensor) -> tf.Tensor:
-    """Return a leaf with another first example."""
-    return tf.concat([example, leaf[1:]], axis=0)
+def _scaled(factor: float, offset: float) -> Callable:
+    """Return a function that makes an example like no other; whole numbers may have a meaning."""
+
+    def unlike(example: tf.Tensor) -> tf.Tensor:
+        if example.dtype.is_floating:
+            return example * factor + tf.cast(offset, example.dtype)
+        if example.dtype == tf.uint8:
+            value = 128 + 128 * offset + factor * (tf.cast(example, tf.float32) - 128)
+            return tf.cast(tf.clip_by_value(value, 0, 255), tf.uint8)
+        return example
+
+    return unlike
 
 
-def _unlike(example: tf.Tensor) -> tf.Tensor:
-    """Return an example that is like no other: images upside down and darker, numbers moved."""
-    if example.dtype.is_floating:
-        return example * 1.5 + 0.25
-    if example.dtype == tf.uint8:
-        return (255 - example) // 2
-    return example
+_UNLIKE = [_scaled(1.5, 0.25), _scaled(0.0, 0.0), _scaled(-4.0, -1.0)]
 
 
 def _differ(a: np.ndarray, b: np.ndarray) -> bool:

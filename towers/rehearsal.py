@@ -244,7 +244,11 @@ def _policies(stage: Stage, few: Take, more: Take, draws: Sequence[Drawn]) -> di
 
 
 def two_and_both(
-    stage: Stage, sizes: tuple[int, int], draws: Sequence[Drawn] | None, states: Sequence[Any] = ()
+    stage: Stage,
+    sizes: tuple[int, int],
+    draws: Sequence[Drawn] | None,
+    states: Sequence[Any] = (),
+    backward: bool = False,
 ) -> list[Take]:
     """Return takes of two slices, and of the batch that they make, which draw alike.
 
@@ -253,10 +257,11 @@ def two_and_both(
         sizes: of the slices.
         draws: what is known of them.
         states: variables whose values are inputs.
+        backward: see `Stage.take`.
     """
     total = sum(sizes)
     rows = [Rows(0, sizes[0], total), Rows(*sizes, total), Rows(0, total, total)]
-    return [stage.take(r.size, rows=r, known=draws, states=states) for r in rows]
+    return [stage.take(r.size, rows=r, known=draws, states=states, backward=backward) for r in rows]
 
 
 def agrees(policy: str, before: Any, values: Sequence[Any], counts: Any, both: Any) -> bool:

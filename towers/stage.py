@@ -89,6 +89,7 @@ class Stage:
         known: Sequence[Drawn] | None = None,
         states: Sequence[keras.Variable] = (),
         axes: Mapping[int, int] | None = None,
+        backward: bool = False,
     ) -> Take:
         """Trace the function for `size` examples.
 
@@ -98,6 +99,7 @@ class Stage:
             known: of those draws.
             states: variables whose values are inputs.
             axes: {place of a draw: its axis}, of draws that can be nudged.
+            backward: of layers' outputs, return the gradients of all that is returned.
         """
         take = Take(size)
         specs = [
@@ -120,7 +122,7 @@ class Stage:
                     stack.enter_context(of_rows(rows, known))
                 result = self.fn(*self._pack(inputs))
                 scope.close(size)
-            return _outcome(take, scope, result, added)
+                return _outcome(take, scope, result, added, backward)
 
         with tf.init_scope():
             function = tf.function(program, autograph=False)
@@ -246,9 +248,11 @@ def _on_stage(scope: TowerScope, take: Take) -> Iterator[list[tf.Tensor]]:
                 result = before(layer, *args, **kwargs)
             finally:
                 take.calls.pop()
-            if not scope._is_inside() and (rows := _rows(result, take.size)) is not None:
-                take.layers.append(layer.path)
-                outputs.append(rows)
+            if not scope._is_inside():
+                for leaf in tf.nest.flatten(result):
+                    if _is_by_example(leaf, take.size):
+                        take.layers.append(layer.path or layer.name)
+                        outputs.append(leaf)
             return result
 
         return call
@@ -264,31 +268,39 @@ def _on_stage(scope: TowerScope, take: Take) -> Iterator[list[tf.Tensor]]:
         yield added
 
 
-def _outcome(take: Take, scope: TowerScope, result: Any, added: list) -> dict[str, Any]:
+def _outcome(
+    take: Take, scope: TowerScope, result: Any, added: list, backward: bool
+) -> dict[str, Any]:
     """Return what `run` does, as tensors."""
     values = []
     for variable, value in scope.updates.values():
         if variable.name != _SEED_STATE and policy_of(variable) is None:
             take.states.append(variable)
             values.append(tf.convert_to_tensor(value))
-    rows = _rows(result, take.size)
-    take.by_example = rows is not None
+    leaves = [leaf for leaf in tf.nest.flatten(result) if _is_by_example(leaf, take.size)]
+    take.by_example = bool(leaves)
+    rows = [_rows(leaf, take.size) for leaf in leaves] or [tf.zeros([take.size, 0], tf.float64)]
+    layers = list(scope.outputs)
+    if backward:
+        layers = tf.gradients(rows, layers, unconnected_gradients="zero")
     return {
-        "rows": tf.zeros([take.size, 0], tf.float64) if rows is None else rows,
+        "rows": tf.concat(rows, axis=1),
         "states": values,
         "added": list(added),
-        "layers": list(scope.outputs),
+        "layers": [_rows(tf.convert_to_tensor(leaf), take.size) for leaf in layers],
     }
 
 
-def _rows(result: Any, size: int) -> tf.Tensor | None:
-    """Return what is of each example in a structure of tensors, [size, D], None for nothing."""
-    found = []
-    for leaf in tf.nest.flatten(result):
-        if isinstance(leaf, tf.Tensor) and leaf.shape.rank and leaf.shape[0] == size:
-            if leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool:
-                found.append(tf.cast(tf.reshape(leaf, [size, -1]), tf.float64))
-    return tf.concat(found, axis=1) if found else None
+def _is_by_example(leaf: Any, size: int) -> bool:
+    """Tell whether something is a tensor with a row for each example."""
+    if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank or leaf.shape[0] != size:
+        return False
+    return leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool
+
+
+def _rows(leaf: tf.Tensor, size: int) -> tf.Tensor:
+    """Return what is of each example, [size, D]."""
+    return tf.cast(tf.reshape(leaf, [size, -1]), tf.float64)
 
 
 # Inputs.

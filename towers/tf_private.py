@@ -18,6 +18,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.dtype_policies import DTypePolicyMap
 from keras.src.layers.core import input_layer
 from tensorflow.python.eager import cancellation
+from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as draw_ops
 from tensorflow.python.ops import resource_variable_ops as variable_ops
@@ -158,8 +159,7 @@ def functions_inlined() -> Iterator[None]:
                 return before(own, *args, **kwargs)
             inline = function.python_function
             if function._autograph:
-                context = tf.__internal__.autograph.control_status_ctx()
-                inline = tf.__internal__.autograph.tf_convert(inline, context)
+                inline = autograph_util.py_func_from_autograph(inline)
             return inline(*args, **kwargs)
 
         return call
@@ -180,7 +180,10 @@ ASSIGNMENTS = (
 @contextlib.contextmanager
 def assignments_replaced(make: Callable[[str, Callable], Callable]) -> Iterator[None]:
     """Replace the methods that assign to a `tf.Variable`, as `all_replaced` does."""
-    with all_replaced(variable_ops.BaseResourceVariable, make, ASSIGNMENTS):
+    with contextlib.ExitStack() as stack:
+        for owner in (variable_ops.BaseResourceVariable, variable_ops.ResourceVariable):
+            names = [name for name in ASSIGNMENTS if name in vars(owner)]
+            stack.enter_context(all_replaced(owner, make, names))
         yield
 
 

@@ -27,7 +27,7 @@ def cause_of(
         scaled: whether there is a loss scale.
     """
     if first.step < 0:
-        return "initial weights that no seed determines: make them by Keras' initializers"
+        return "initial weights: no seed determines them; make them by Keras' initializers"
     names = names[: max(first.num_towers, 2)]
     make_lane = EvaluationLane if kind_of(first.name) == "evaluation" else Lane
     cause = likely_cause(options, names, dataset, make_lane, scaled)
