@@ -166,9 +166,17 @@ def keras_mix_up(num_classes, image_shape):
     return _augmented(layers.MixUp(alpha=0.4), num_classes, image_shape)
 
 
+class Equalised(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.equalize = layers.Equalization()
+
+    def call(self, x, training=False):
+        return self.equalize(128 + 40 * x, training=training) / 128 - 1
+
+
 def keras_equalization(num_classes, image_shape):
-    bright = layers.Rescaling(40.0, offset=128.0)
-    return _augmented(keras.Sequential([bright, layers.Equalization()]), num_classes, image_shape)
+    return _augmented(Equalised(), num_classes, image_shape)
 
 
 def keras_cut_mix(num_classes, image_shape):
