@@ -79,11 +79,6 @@ def local_batch_norm(model: keras.Model, options: Options) -> str | None:
             f"local BatchNorm: {found[0]} takes its moments over a tower's slice; type "
             "--batch_norm=sync"
         )
-    if found and options.accumulate_steps > 1:
-        return (
-            f"BatchNorm in parts: {found[0]} takes its moments over one of the "
-            f"{options.accumulate_steps} parts of the batch; type --accumulate_steps=1"
-        )
     return None
 
 

@@ -9,6 +9,7 @@ count (Philox of Salmon et al. 2011), so a draw can begin anywhere.
 import contextlib
 import dataclasses
 import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ OTHERS = {
         _UNIFORM,
     ),
 }
+_HERE = threading.local()
 PYTHON = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
 
 
@@ -157,8 +159,24 @@ def of_rows(
     if rows is None and not by_xla:
         yield
         return
-    with tf_private.draws_replaced(Draws(rows, known, by_xla)):
-        yield
+    before = getattr(_HERE, "rows", None)
+    _HERE.rows = rows = _within(before, rows)
+    try:
+        with tf_private.draws_replaced(Draws(rows, known, by_xla)):
+            yield
+    finally:
+        _HERE.rows = before
+
+
+def _within(outer: Rows | None, rows: Rows | None) -> Rows | None:
+    """Return which rows of the outermost batch these are, if a tower itself splits its slice."""
+    if outer is None or rows is None:
+        return rows
+    if rows.total is not outer.size and (
+        tf.is_tensor(rows.total) or tf.is_tensor(outer.size) or rows.total != outer.size
+    ):
+        return rows  # another batch
+    return Rows(outer.start + rows.start, rows.size, outer.total)
 
 
 def static_shape(shape: Any) -> tf.TensorShape:

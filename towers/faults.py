@@ -5,6 +5,7 @@ then changed: what follows from that for the others, no tower can know that has 
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -62,10 +63,12 @@ def find(rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool = False) -> 
     doubts, examples = rehearsal.doubts(), Examples(batch)
     if rehearsal.few is None or not rehearsal.by_example:
         return doubts
-    later = [mixed_gradients, batch_size] if thorough else []
-    return _look([mixed], rehearsal, examples) + doubts + _look(
-        [added_sums, *later], rehearsal, examples
-    )  # fmt: skip
+    if any(of_draws(doubt) for doubt in doubts):
+        return doubts  # an example may then see others by their draws
+    finders = [mixed, mixed_among_more, batch_size, added_sums] if thorough else [mixed, added_sums]
+    found = _look(finders, rehearsal, examples)
+    first = [line for line in found if line.startswith("mixed")]  # this explains what comes next
+    return list(dict.fromkeys([*first, *doubts, *found]))
 
 
 def _look(finders: Sequence[Callable], rehearsal: Rehearsal, examples: "Examples") -> list[str]:
@@ -100,13 +103,16 @@ def mixed(rehearsal: Rehearsal, examples: Examples) -> list[str]:
     return []
 
 
-def mixed_gradients(rehearsal: Rehearsal, examples: Examples) -> list[str]:
-    """Name the layer by which the gradient of an example depends on another example."""
-    take = rehearsal.stage.take(rehearsal.few.size, backward=True)
-    for before, after in _with_another_first(take, examples):
+def mixed_among_more(rehearsal: Rehearsal, examples: Examples) -> list[str]:
+    """Name the layer by which an example's loss or gradient depends on another, among more."""
+    size = rehearsal.few.size // FEW * (FEW + MORE)
+    forward, backward = (rehearsal.stage.take(size, backward=b) for b in (False, True))
+    if found := mixed(dataclasses.replace(rehearsal, few=forward), examples):
+        return found
+    for before, after in _with_another_first(backward, examples):
         pairs = zip(before["layers"], after["layers"], strict=True)
         if places := [i for i, (a, b) in enumerate(pairs) if _differ(a[1:], b[1:])]:
-            return [_MIXED.format(_after(take, places[-1]))]
+            return [_MIXED.format(_after(backward, places[-1]))]
     return []
 
 

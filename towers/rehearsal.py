@@ -27,6 +27,7 @@ _MULTIPLES = (1, 2, 4, 8)  # some functions take even numbers only, and so on
 _EFFECT = 1e-4  # of the largest change: less is rounding
 _SAME = 1e-4  # of the largest change of a state that is computed in two ways
 _FAR = 100.0  # where running maxima and minima begin, too
+_TRIALS = 12  # the last of two examples is the larger one by chance: half of the time
 _POLICIES = ("first", "mean", "sum", "max", "min")
 
 
@@ -224,14 +225,15 @@ def _policies(stage: Stage, few: Take, more: Take, draws: Sequence[Drawn]) -> di
     The function is run on two slices and on both together, from several values of the variables.
     """
     sizes = few.size, more.size
-    parts = [stage.examples(size, seed) for seed, size in enumerate(sizes)]
     takes = two_and_both(stage, sizes, draws, few.states)
-    inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
     possible = {id(v): list(_POLICIES) for v in few.states}
-    for offset in (0.0, -_FAR, _FAR):
+    for trial in range(_TRIALS):
+        parts = [stage.examples(size, 2 * trial + i) for i, size in enumerate(sizes)]
+        inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
+        offset = _FAR * (trial % 3 - 1)
         before = [np.asarray(v.numpy() + offset, v.dtype) for v in few.states]
         *own, both = (
-            run(take, own, before)["states"] for take, own in zip(takes, inputs, strict=True)
+            run(take, part, before)["states"] for take, part in zip(takes, inputs, strict=True)
         )
         for place, variable in enumerate(few.states):
             values = [found[place] for found in own]

@@ -24,16 +24,21 @@ class TowerScope(keras.StatelessScope):
     that is not trained, has a stand-in there, a `tf.Variable` of this tower.
     """
 
-    def __init__(self, own: Mapping[int, Any] | None = None, device: str = "") -> None:
+    def __init__(
+        self, own: Mapping[int, Any] | None = None, device: str = "", *, outer: Any = ...
+    ) -> None:
         """Keep assignments from here on.
 
         Args:
             own: {id of a Keras variable: what the tower reads in its place}.
             device: of the stand-ins.
+            outer: the scope that says what all other variables are, as of a tower in which this one
+                is; None for the masters. By default the one that is open.
         """
         super().__init__(collect_losses=True)
         self.own = own or {}
         self.device = device
+        self.outer = tf_private.open_scope() if outer is ... else outer
         self.eager = tf.executing_eagerly()
         self.graph = tf.compat.v1.get_default_graph()
         self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
@@ -63,15 +68,21 @@ class TowerScope(keras.StatelessScope):
         value = super().get_current_value(variable)
         if value is not None:
             return value
-        source = self.own.get(id(variable))
         if self._is_inside() and not self.eager:
             if id(variable) not in self.copies:
                 with self.graph.as_default():
+                    source = self._source(variable)
                     self.copies[id(variable)] = tf.identity(
                         variable._value if source is None else source
                     )
             return self.copies[id(variable)]
-        return source
+        return self._source(variable)
+
+    def _source(self, variable: keras.Variable) -> Any:
+        """Return what a variable was before the tower, None for the master."""
+        if id(variable) in self.own:
+            return self.own[id(variable)]
+        return None if self.outer is None else self.outer.get_current_value(variable)
 
     def close(self, count: Any) -> None:
         """Note the tower's number of examples, and what its stand-ins hold at its end."""
@@ -85,8 +96,8 @@ class TowerScope(keras.StatelessScope):
             stand_in = tf_private.make_variable(tf.zeros(variable.shape, variable.dtype))
         with contextlib.nullcontext() if self.eager else self.graph.as_default():
             value = super().get_current_value(variable)
-            value = self.own.get(id(variable), variable._value) if value is None else value
-            _assign(stand_in, value)
+            value = self._source(variable) if value is None else value
+            _assign(stand_in, variable._value if value is None else value)
         self.stand_ins[id(variable)] = stand_in
         if not self.eager:
             _STAND_INS.setdefault(self.graph, []).append(stand_in)

@@ -257,13 +257,16 @@ def _wide(policy: Any) -> Any:
     return policy
 
 
-# The losses that layers add while they are called, by `add_loss` or an activity regularizer.
+# The scope that keeps what layers assign and the losses that they add: Keras hands it to those who
+# open one, and tells nobody else which is open.
+
+
+def open_scope() -> keras.StatelessScope | None:
+    """Return the `keras.StatelessScope` that is open in this thread."""
+    return get_stateless_scope()
 
 
 def added_losses() -> list[Any]:
-    """Return the losses that the current `keras.StatelessScope` has collected so far.
-
-    Keras hands a scope to those who open it, and tells nobody else which one is open.
-    """
+    """Return what `add_loss` and activity regularizers have added in the open scope so far."""
     scope = get_stateless_scope()
     return [] if scope is None else list(scope.losses)

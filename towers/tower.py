@@ -201,7 +201,7 @@ class TowerBuilder:
                         loss = tf.reduce_sum(losses)
                     # What is recomputed in the backward pass runs in what the forward pass ran in;
                     # what it assigns was assigned above.
-                    with TowerScope(scope.own, scope.device):
+                    with TowerScope(scope.own, scope.device, outer=scope.outer):
                         gradients = tape.gradient(loss, own)
                 count = tf.cast(tf.shape(losses)[0], loss.dtype)
                 if not tf.compat.dimension_value(losses.shape[0]):  # unknown, perhaps none

@@ -33,7 +33,20 @@ def cause_of(
     cause = likely_cause(options, names, dataset, make_lane, scaled)
     if not cause.startswith("unknown"):
         return cause
-    return rounding(make_lane(options, names, dataset, scaled)) or cause
+    lane = make_lane(options, names, dataset, scaled)
+    return rounding(lane) or state(first, lane) or cause
+
+
+def state(first: Difference, lane: Lane) -> str | None:
+    """Name a variable that towers assign, if that is what differs first."""
+    variables = lane.run.masters.model.non_trainable_variables
+    if first.name not in {f"model/{variable.path}" for variable in variables}:
+        return None
+    return (
+        f"state: the variable {first.name.partition('/')[2]} is assigned other values by other "
+        'towers; make it with aggregation="sum" (of the changes), "mean" (by examples) or '
+        '"only_first_replica"'
+    )
 
 
 def rounding(lane: Lane) -> str | None:

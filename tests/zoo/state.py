@@ -225,7 +225,7 @@ class Codebook(layers.Layer):
         )
 
     def call(self, x, training=False):
-        codes = ops.convert_to_tensor(self.codes)
+        codes = 1.0 * self.codes  # of before this step
         far = ops.sum(ops.square(x[:, None] - codes), axis=-1)
         chosen = ops.one_hot(ops.argmin(far, axis=-1), 5, dtype=x.dtype)
         if training:

@@ -1,6 +1,6 @@
 """The table of models that differ, each with the cause that verify must name, or are refused."""
 
-from tests.zoo.entry import REFUSED, Entry
+from tests.zoo.entry import REFUSED, SAME, Entry
 
 LOCAL, IN_PARTS = "--batch_norm=local", "--accumulate_steps=2"
 
@@ -16,8 +16,8 @@ def _fault(cause: str, module: str, **whys: str) -> list[Entry]:
 UNSOUND = [
     Entry("convolutions:first_cnn", "local BatchNorm", "moments of a slice", LOCAL),
     Entry("norms:batch_norm_ranks", "local BatchNorm", "moments of a slice", LOCAL),
-    Entry("norms:batch_norm_twice", "BatchNorm in parts", "moments of a half", IN_PARTS),
-    Entry("convolutions:dense_block", "BatchNorm in parts", "moments of a half", IN_PARTS),
+    Entry("norms:batch_norm_twice", SAME, "moments of a half, on one device, too", IN_PARTS),
+    Entry("convolutions:dense_block", SAME, "moments of a half, on one device, too", IN_PARTS),
     *_fault(
         "state",
         "state",
