@@ -1,11 +1,12 @@
-"""Precision that layers ask for: Keras still gives it by the ways that are known."""
+"""Private parts of Keras: they still are what towers take them for."""
 
 import threading
 
 import keras
 import pytest
+import tensorflow as tf
 
-from towers.tf_private import all_in_float64
+from towers.tf_private import added_losses, all_in_float64
 
 layers = keras.layers
 HALF = keras.DTypePolicy("float16")
@@ -67,3 +68,24 @@ def test_another_thread_and_an_error_are_left_alone():
         thread.join()
         raise ZeroDivisionError
     assert found == [("float32", "float32")] and dtypes("float16")[0] == "float16"
+
+
+class Adds(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(tf.reduce_sum(inputs))
+        return inputs
+
+
+def test_the_open_scope_has_what_layers_add_and_no_regularizer_of_weights():
+    dense = keras.layers.Dense(2, kernel_regularizer="l2", activity_regularizer="l1")
+    model = keras.Sequential([keras.Input((3,)), Adds(), dense])
+    inputs = tf.ones([4, 3])
+    assert added_losses() == []
+    with keras.StatelessScope(collect_losses=True):
+        outputs = model(inputs)
+        found = [float(loss) for loss in added_losses()]
+        with keras.StatelessScope():  # an inner one, which collects nothing
+            model(inputs)
+            assert added_losses() == []
+    assert found == [12.0, float(0.01 * tf.reduce_sum(tf.abs(outputs)) / 4)]
+    assert added_losses() == []

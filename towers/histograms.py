@@ -11,7 +11,6 @@ dropped. The two functions are compiled at the first call.
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
-from unittest import mock
 
 import keras
 import numpy as np
@@ -20,6 +19,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram import metadata
 from tensorboard.util import tensor_util
 
+from towers import tf_private
 from towers.data import augment
 from towers.run import Run
 from towers.samples import Batch
@@ -120,23 +120,24 @@ def outputs_of_layers(model: keras.Model, inputs: tf.Tensor) -> list[tuple[keras
     """
     graph = tf.compat.v1.get_default_graph()
     found: dict[int, tuple[keras.Layer, tf.Tensor]] = {}
-    call = keras.Layer.__call__
 
-    def caught(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
-        outputs = call(layer, *args, **kwargs)
-        leaves = tf.nest.flatten(outputs, expand_composites=True)
-        numbers = [
-            tf.reshape(leaf, [-1])
-            for leaf in leaves
-            if getattr(leaf, "graph", None) is graph
-            and (leaf.dtype.is_floating or leaf.dtype.is_integer)
-        ]
-        if layer is not model and numbers:
-            found.pop(id(layer), None)
-            found[id(layer)] = layer, tf.concat([_number(value) for value in numbers], axis=0)
-        return outputs
+    def make(call: Callable) -> Callable:
+        def caught(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+            outputs = call(layer, *args, **kwargs)
+            numbers = [
+                tf.reshape(leaf, [-1])
+                for leaf in tf.nest.flatten(outputs, expand_composites=True)
+                if getattr(leaf, "graph", None) is graph
+                and (leaf.dtype.is_floating or leaf.dtype.is_integer)
+            ]
+            if layer is not model and numbers:
+                found.pop(id(layer), None)
+                found[id(layer)] = layer, tf.concat([_number(v) for v in numbers], axis=0)
+            return outputs
 
-    with mock.patch.object(keras.Layer, "__call__", caught):
+        return caught
+
+    with tf_private.replaced(keras.Layer, "__call__", make):
         model(inputs, training=False)
     return list(found.values())
 

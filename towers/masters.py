@@ -7,10 +7,11 @@ They lie on the gather device; or each weight with its slots and its average on 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from unittest import mock
 
 import keras
 import tensorflow as tf
+
+from towers import tf_private
 
 VARIABLES = ("cpu", "sharded", "replicated")
 INITIAL_LOSS_SCALE = 2.0**15
@@ -147,13 +148,15 @@ def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]
 @contextlib.contextmanager
 def _slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """Let the optimizer make each slot on the device of its weight."""
-    make: Callable = optimizer.add_variable_from_reference
 
-    def beside(reference_variable: keras.Variable, *args: object, **kwargs: object) -> object:
-        with tf.device(reference_variable.value.device):
-            return make(reference_variable, *args, **kwargs)
+    def make(add: Callable) -> Callable:
+        def beside(reference_variable: keras.Variable, *args: object, **kwargs: object) -> object:
+            with tf.device(reference_variable.value.device):
+                return add(reference_variable, *args, **kwargs)
 
-    with mock.patch.object(optimizer, "add_variable_from_reference", beside):
+        return beside
+
+    with tf_private.replaced(optimizer, "add_variable_from_reference", make):
         yield
 
 

@@ -140,7 +140,7 @@ def check_numbers(run: Run, placement: Placement, batch: Batch | None, out: Text
         examples = batch.images, batch.labels, batch.draws
         found += faults.find(run.rehearse(examples), examples)
     if found:
-        print("numbers     depend on the number of towers:", file=out)
+        print("numbers     may depend on the number of towers:", file=out)
         print(*(f"  {line}" for line in found), sep="\n", file=out, flush=True)
     if run.options.draws == "strict" and (draws := [f for f in found if faults.of_draws(f)]):
         more = f", and {len(draws) - 1} more" if len(draws) > 1 else ""

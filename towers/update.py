@@ -8,11 +8,11 @@ the same gradients and make the same update.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import keras
 import tensorflow as tf
 
+from towers import tf_private
 from towers.gather import map_values
 from towers.masters import Masters, Replica
 from towers.options import Options
@@ -115,15 +115,17 @@ def _each_update_apart(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     last of them.
     """
     extended = tf.distribute.get_strategy().extended
-    update: Callable = extended.update  # which Keras hands each variable
 
-    def update_there(variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
-        with tf.device(variable.device):
-            return update(variable, *args, **kwargs)
+    def make(update: Callable) -> Callable:  # which Keras hands each variable
+        def update_there(variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
+            with tf.device(variable.device):
+                return update(variable, *args, **kwargs)
+
+        return update_there
 
     with (
-        mock.patch.object(extended, "update", update_there),
-        mock.patch.object(optimizer, "_all_reduce_sum_gradients", list),
+        tf_private.replaced(extended, "update", make),
+        tf_private.replaced(optimizer, "_all_reduce_sum_gradients", lambda _: list),
     ):
         yield
 
