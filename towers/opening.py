@@ -137,8 +137,7 @@ def check_numbers(run: Run, placement: Placement, batch: Batch | None, out: Text
         return []
     found = faults.random_ops(placement.ops + placement.compiled + placement.gone)
     if batch is not None:
-        examples = batch.images, batch.labels, batch.draws
-        found += faults.find(run.rehearse(examples), examples)
+        found += faults.find(run.rehearse(batch.tensors), batch.tensors)
     if found:
         print("numbers     may depend on the number of towers:", file=out)
         print(*(f"  {line}" for line in found), sep="\n", file=out, flush=True)

@@ -89,7 +89,7 @@ def rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
 
     Args:
         fn: a tower function.
-        batch: its arguments; of a tensor, only type and shape are used.
+        batch: its arguments; tensors of a graph stand for others of their type and shape.
     """
     return _rehearse(_converted(fn), batch)
 

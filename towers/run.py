@@ -67,7 +67,12 @@ class Run:
         )
 
     def rehearse(self, batch: Sequence[tf.Tensor]) -> Rehearsal:
-        """Return what is known of the towers' function; `batch` is that of a step."""
+        """Return what is known of the towers' function, tried on a batch of a step.
+
+        To be called before the step is traced, which else tries it on made-up examples.
+        """
+        if len(self.builder.devices) * self.builder.accumulate_steps == 1:
+            return Rehearsal()
         return self.builder.rehearse(make_loss_fn(self.masters, self.options), *batch)
 
     def _check_compiled(self) -> None:

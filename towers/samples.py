@@ -37,6 +37,11 @@ class Batch:
     draws: tf.Tensor
     step: int | None
 
+    @property
+    def tensors(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """What the function of a step takes."""
+        return self.images, self.labels, self.draws
+
 
 class Sampler:
     """Gives out the batches that a run trains on, at any step.

@@ -130,8 +130,12 @@ class Stage:
         return take
 
     def examples(self, size: int, seed: int = 0) -> list[Any]:
-        """Return made-up inputs for so many examples."""
+        """Return inputs for so many examples: real ones, or made up where only types are known."""
         random = np.random.default_rng(seed)
+        batch = [x for x, split in zip(self.leaves, self.is_batch, strict=True) if split]
+        if all(isinstance(x, tf.Tensor) and not tf.is_symbolic_tensor(x) for x in batch):
+            rows = random.permutation(np.resize(np.arange(len(batch[0])), size))
+            return [tf.gather(x, rows) for x in batch]
         specs = [_spec(x, size) for x, b in zip(self.leaves, self.is_batch, strict=True) if b]
         return [_sample(spec, random) for spec in specs]
 

@@ -170,7 +170,8 @@ class TowerBuilder:
 
         Args:
             fn: a tower function.
-            *batch: as it is split; of a tensor, only type and shape matter.
+            *batch: as it is split; where its values are known, they are tried, and made-up ones of
+                that type and shape where they are not.
         """
         parts, before = parts_of(fn), self._rehearsed[0]
         if len(parts) != len(before) or not all(map(operator.is_, parts, before)):

@@ -72,9 +72,10 @@ def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> di
     )
     start_lines = [*rule_book(run), *logits.notes(run), *devices.report(run.builder.devices)]
     print(*start_lines, sep="\n", file=out, flush=True)
-    placement, lines = opening.place(run, train_loop, batches, out)
     sampler = Sampler(run)
-    batch = sampler.batch(first, timetable.first_examples)
+    if batch := sampler.batch(first, timetable.first_examples):
+        run.rehearse(batch.tensors)
+    placement, lines = opening.place(run, train_loop, batches, out)
     lines += opening.check_numbers(run, placement, batch, out)
     opening.open_folder(run, folder, lock, checkpoints, restored, placement)
     for line in manifest.write(run, folder, restored, sampler):

@@ -46,6 +46,7 @@ class Lane:
     def _trace(self, dataset: data.Data) -> Callable:
         options = self.run.options
         batches = dataset.train.train_batches(options.batch_size, seed=options.seed)
+        self.run.rehearse(next(iter(batches)))
         compiled = tf.function(self.run.train_step(), autograph=False)
         return compiled.get_concrete_function(*batches.element_spec)
 
