@@ -35,6 +35,7 @@ DEFAULTS = """
 --num_towers=0
 --devices=
 --placement=report
+--draws=report
 --variables=cpu
 --jit_compile=false
 --log_device_placement=false

@@ -58,11 +58,11 @@ class DrawsItsGradient(keras.layers.Layer):
 
 
 class Narrow(keras.layers.Layer):
-    def __init__(self, **keywords):
-        super().__init__(dtype="float32", **keywords)
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
 
     def call(self, x):
-        return tf.cumsum(tf.cast(x, tf.float32) * 0.1, axis=0)
+        return tf.cast(tf.cast(x, tf.float32) * tf.cast(self.scale, tf.float32), x.dtype)
 
 
 class NarrowWeight(keras.layers.Layer):
@@ -301,11 +301,11 @@ def test_a_random_layer_does_not_hide_in_its_own_noise(capsys, layer):
 @pytest.mark.parametrize(
     "layer, flags, cause",
     [
-        ("ReadsItsTower", "", "a tower-dependent branch: layer sequential/guilty"),
-        ("CountsCalls", "", "a random layer, or state, in Python: layer sequential/guilty"),
-        ("DrawsInPython", "", "a random layer, or state, in Python: layer sequential/guilty"),
-        ("DrawsByNumpysSeed", "", "a random layer, or state, in Python: layer sequential/guilty"),
-        ("DrawsInTensorFlow", "", "a random layer: sequential/guilty"),
+        ("ReadsItsTower", "", "tower-dependent branch: layer sequential/guilty"),
+        ("CountsCalls", "", "state in Python: layer sequential/guilty"),
+        ("DrawsInPython", "", "state in Python: layer sequential/guilty"),
+        ("DrawsByNumpysSeed", "", "state in Python: layer sequential/guilty"),
+        ("DrawsInTensorFlow", "", "random op: layer sequential/guilty"),
         (
             "Norm",
             "--batch_norm=local",
@@ -338,7 +338,7 @@ def test_a_fault_in_evaluation_alone_is_found_and_named(capsys, flags):
     result = json.loads(out)
     first = result["first_difference"]
     assert code == 1 and first["name"] == "evaluation/loss" and first["step"] == 2
-    assert first["cause"].startswith("a tower-dependent branch: layer sequential/guilty")
+    assert first["cause"].startswith("tower-dependent branch: layer sequential/guilty")
     wrong = {name for name, row in result["differences"].items() if row["2"] > 1e-9}
     assert wrong == {"evaluation/loss"} | ({"evaluation/loss_ema"} if flags else set())
 
@@ -372,12 +372,43 @@ def test_weights_that_begin_elsewhere_are_found_before_the_first_step(capsys):
     assert "before the first step on 1 towers" in err
 
 
-def test_the_run_itself_says_what_draws_by_tower(tmp_path, capsys):
-    flags = ["--dataset=tests.tiny:images", "--augment=none", "--max_steps=1", "--num_towers=2"]
-    cli.main(["train", *flags, *of_net("DrawsInTensorFlow"), f"--train_dir={tmp_path}/a"])
-    assert "layer sequential/guilty/random_normal draws by tower" in capsys.readouterr().out
-    cli.main(["train", *flags, *of_net("Innocent"), f"--train_dir={tmp_path}/b"])
-    assert "draws by tower" not in capsys.readouterr().out
+@pytest.mark.parametrize(
+    "model, line",
+    [
+        ("zoo.faults:tensorflow_normal", "random op: layer sequential/guilty"),
+        ("zoo.faults:gamma_draw", "random op: layer sequential/guilty"),
+        ("zoo.faults:noise_by_numpy_function", "python code: layer sequential/guilty"),
+        ("zoo.faults:square_draw", "ambiguous draw: layer sequential/guilty"),
+        ("zoo.state:last_example", "state: the variable sequential/tracked/value"),
+        ("zoo.mixing:minus_mean", "mixed examples: layer sequential/"),
+        ("zoo.faults:added_sum", "added loss: layer sequential/"),
+        ("zoo.layouts:time_major", None),
+        ("zoo.state:histogram", None),
+    ],
+)
+def test_the_run_itself_says_what_depends_on_the_number_of_towers(tmp_path, capsys, model, line):
+    flags = ["--dataset=tests.tiny:images", "--augment=none", "--max_steps=1", "--batch_size=7"]
+    flags += [f"--model=tests.{model}", f"--train_dir={tmp_path}/run"]
+    assert cli.main(["train", "--num_towers=2", *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    header = [i for i, text in enumerate(lines) if text.startswith("numbers     may depend")]
+    assert len(header) == (line is not None)
+    if line:
+        assert lines[header[0] + 1].strip().startswith(line)
+        assert header[0] < next(i for i, text in enumerate(lines) if ": step 0" in text)
+    cli.main(["train", "--num_towers=1", "--overwrite", *flags])
+    assert "may depend" not in capsys.readouterr().out
+
+
+def test_strict_refuses_draws_that_do_not_follow_the_example(tmp_path, capsys):
+    flags = "--dataset=tests.tiny:images --augment=none --max_steps=1 --num_towers=2 --draws=strict"
+    for model in "tensorflow_normal", "square_draw", "noise_by_numpy_function":
+        argv = [*flags.split(), f"--model=tests.zoo.faults:{model}", f"--train_dir={tmp_path}/run"]
+        assert cli.main(["train", *argv]) == 1
+        assert capsys.readouterr().err.splitlines()[-1].startswith("towers: --draws=strict: ")
+        assert not (tmp_path / "run").exists()
+    sound = [f"--model={__name__}:net", "--model_args=layer=Innocent"]
+    assert cli.main(["train", *flags.split(), *sound, f"--train_dir={tmp_path}/run"]) == 0
 
 
 # ---------------------------------------------------------------------------- The comparison
