@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.exchange import Member
+from towers.scope import TowerScope
 
 MODES = ("sync", "local")
 
@@ -34,6 +35,8 @@ def over_all_towers(member: Member | None, mode: str) -> Iterator[None]:
 
     def make_call(keras_call: Callable) -> Callable:
         def call(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> Any:
+            if isinstance(scope := tf_private.open_scope(), TowerScope):
+                scope.averages |= {id(layer.moving_mean), id(layer.moving_variance)}
             if training is True and layer.trainable and mask is None and _has_kernel(layer, inputs):
                 return _call(layer, inputs, member_of(layer))
             return keras_call(layer, inputs, training=training, mask=mask)

@@ -31,10 +31,12 @@ def likely_cause(
     ops = dict(traced_ops(lane.step.graph))
     model = lane.run.masters.model
     batch = next(iter(dataset.train.train_batches(options.batch_size, seed=options.seed)))
-    found = faults.find(lane.run.rehearse(batch), batch, thorough=True)
+    found = [*faults.find(lane.run.rehearse(batch), batch, thorough=True), *lane.run.doubts]
+    drawing = [line for line in found if faults.of_draws(line)]
+    drawing += faults.random_ops_of(Op(name, op.type, "", "") for name, op in ops.items())
     if found and found[0].startswith("mixed"):
         return found[0]
-    if drawing := faults.random_ops(Op(name, op.type, "", "") for name, op in ops.items()):
+    if drawing:
         return drawing[0]
     if unlike := unlike_towers(ops):
         return (

@@ -18,13 +18,18 @@ from tensorflow.python.framework import tensor_util
 
 from towers import philox, tf_private
 
+SEEN = "seen_draw"  # of the draws that come through here
+SEEN_OPS = frozenset(
+    "StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessRandomUniformIntV2 "
+    "StatelessRandomUniformFullIntV2 StatelessTruncatedNormalV2".split()
+)
 SCOPE = "draw_by_example"  # of all that differs between towers in a graph
 _PHILOX = 1
 # A truncated normal draws again until it lies inside: so many counts are set aside for each number.
 _COUNTS_OF_TRUNCATED = 64
 
 # Ops whose numbers do not follow the example, and what to write in their place.
-_KERAS = "draw from a keras.random.SeedGenerator, by keras.random.uniform, normal or dropout"
+USE_KERAS = "draw from a keras.random.SeedGenerator, by keras.random.uniform, normal or dropout"
 _UNIFORM = "make them from numbers of keras.random.uniform or normal"
 OTHERS = {
     **dict.fromkeys(
@@ -33,7 +38,7 @@ OTHERS = {
         "StatefulUniform StatefulUniformInt StatefulUniformFullInt StatefulStandardNormal "
         "StatefulStandardNormalV2 StatefulTruncatedNormal StatefulRandomBinomial RngReadAndSkip "
         "RngSkip".split(),
-        _KERAS,
+        USE_KERAS,
     ),
     **dict.fromkeys(
         "StatelessMultinomial StatelessRandomGammaV2 StatelessRandomGammaV3 "
@@ -119,6 +124,7 @@ class Draws:
         """
         self.rows, self.known, self.by_xla = rows, known, by_xla
         self._places = itertools.count()
+        self.num_guessed = 0  # of which the rehearsal did not know
 
     def __call__(
         self, op_name: str, shape: Any, /, *, counter: Any, alg: Any, **arguments: Any
@@ -128,10 +134,11 @@ class Draws:
         if self.by_xla:
             op = getattr(philox, op_name, op)
         layout = WHOLE if self.rows is None else self._layout(op_name, shape)
-        if layout.axis is None:
-            return op(shape, counter=counter, alg=alg, **arguments)
-        with tf.name_scope(SCOPE):
-            return _draw(op, op_name, shape, layout, self.rows, counter=counter, **arguments)
+        with tf.name_scope(SEEN):
+            if layout.axis is None:
+                return op(shape, counter=counter, alg=alg, **arguments)
+            with tf.name_scope(SCOPE):
+                return _draw(op, op_name, shape, layout, self.rows, counter=counter, **arguments)
 
     def _layout(self, name: str, shape: Any) -> Layout:
         """Return the layout of the next draw."""
@@ -144,26 +151,29 @@ class Draws:
         layouts = {drawn.layout for drawn in found if drawn.fits(name, static, size)}
         if len(layouts) == 1 and None not in layouts:
             return layouts.pop()
+        if not found or None not in {drawn.layout for drawn in found}:
+            self.num_guessed += 1
         return guess(static, size)
 
 
 @contextlib.contextmanager
 def of_rows(
     rows: Rows | None, known: Sequence[Drawn] | None = None, by_xla: bool = False
-) -> Iterator[None]:
+) -> Iterator[Draws | None]:
     """Let draws in the block that are by example be those of `rows` of the global batch.
 
     What Keras draws from a `SeedGenerator` comes through here, and all of `tf.random.stateless_*`
     but gamma, binomial, poisson and categorical. Args as of `Draws`.
     """
     if rows is None and not by_xla:
-        yield
+        yield None
         return
     before = getattr(_HERE, "rows", None)
     _HERE.rows = rows = _within(before, rows)
     try:
-        with tf_private.draws_replaced(Draws(rows, known, by_xla)):
-            yield
+        draws = Draws(rows, known, by_xla)
+        with tf_private.draws_replaced(draws):
+            yield draws
     finally:
         _HERE.rows = before
 

@@ -12,38 +12,17 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.draws import OTHERS, PYTHON
 from towers.layers import NO_LAYER
 from towers.placement import Op
-from towers.rehearsal import FEW, MORE, Rehearsal, agrees, join, two_and_both
+from towers.rehearsal import FEW, MORE, Rehearsal, agrees, join, random_ops, two_and_both
 from towers.stage import Take, run
 
 _EFFECT = 1e-5  # of the largest value: less is rounding
 
 
-def random_ops(ops: Iterable[Op]) -> list[str]:
-    """Return a line for each layer of a tower whose draws do not follow the example.
-
-    Args:
-        ops: of the graph of a step.
-    """
-    found = {}
-    for op in ops:
-        if op.tower is not None and (op.type in OTHERS or op.type in PYTHON):
-            found.setdefault((op.layer, op.type))
-    lines = []
-    for layer, kind in sorted(found):
-        if kind in PYTHON:
-            lines.append(
-                f"python code: layer {layer} calls Python while it runs ({kind}), of which nothing "
-                "is known; write it in TensorFlow or keras.ops"
-            )
-        else:
-            lines.append(
-                f"random op: layer {layer} draws by {kind}, whose numbers do not follow the "
-                f"example; {OTHERS[kind]}"
-            )
-    return lines
+def random_ops_of(ops: Iterable[Op]) -> list[str]:
+    """Return a line for each layer of a tower whose draws do not follow the example."""
+    return random_ops((op.name, op.type) for op in ops if op.tower is not None)
 
 
 def of_draws(line: str) -> bool:
@@ -63,7 +42,7 @@ def find(rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool = False) -> 
     doubts, examples = rehearsal.doubts(), Examples(batch)
     if rehearsal.few is None or not rehearsal.by_example:
         return doubts
-    if any(of_draws(doubt) for doubt in doubts):
+    if any(doubt.startswith("ambiguous") for doubt in doubts):
         return doubts  # an example may then see others by their draws
     finders = [mixed, mixed_among_more, batch_size, added_sums] if thorough else [mixed, added_sums]
     found = _look(finders, rehearsal, examples)
@@ -159,15 +138,18 @@ def added_sums(rehearsal: Rehearsal, examples: Examples) -> list[str]:
 
 
 def batch_size(rehearsal: Rehearsal, examples: Examples) -> list[str]:
-    """Name the layer that depends on the number of examples, forward or backward."""
+    """Name the layer that depends on the number of examples or their places, or whose gradient."""
     for backward in (False, True):
-        takes, (few, _, both), (size, _) = _two_and_both(rehearsal, examples, backward)
-        pairs = zip(few["layers"], both["layers"], strict=True)
-        places = [i for i, (a, b) in enumerate(pairs) if _differ(a, b[:size])]
-        if backward and places:
-            return [_BATCH_SIZE.format(_after(takes[0], places[-1]))]
-        if not backward and _differ(few["rows"], both["rows"][:size]):
-            return [_BATCH_SIZE.format(takes[0].layers[places[0]] if places else NO_LAYER)]
+        takes, (first, second, both), (size, _) = _two_and_both(rehearsal, examples, backward)
+        for own, rows, line in (
+            (first, slice(0, size), _BATCH_SIZE), (second, slice(size, None), _PLACE),
+        ):  # fmt: skip
+            pairs = zip(own["layers"], both["layers"], strict=True)
+            places = [i for i, (a, b) in enumerate(pairs) if _differ(a, b[rows])]
+            if backward and places:
+                return [line.format(_after(takes[0], places[-1]))]
+            if not backward and _differ(own["rows"], both["rows"][rows]):
+                return [line.format(takes[0].layers[places[0]] if places else NO_LAYER)]
     return []
 
 
@@ -175,6 +157,11 @@ _BATCH_SIZE = (
     "batch size: layer {} depends on the number of examples that it is called with, and a tower is "
     "called with those of its slice; leave that number out, the mean over all examples is taken "
     "once, after the gather"
+)
+_PLACE = (
+    "place in the batch: layer {} depends on the places of examples in the batch, as by tf.range "
+    "or by draws inside of a map over examples, and a tower counts from the first of its slice; "
+    "hand such numbers over with the examples, draw for all of them at once"
 )
 
 

@@ -4,7 +4,8 @@ import re
 
 # Scopes that a tower, an inner function or a loop adds.
 _OF_CALLS = (
-    "PartitionedCall", "StatefulPartitionedCall", "while", "body", "cond", "gradient_tape", "",
+    "PartitionedCall", "StatefulPartitionedCall", "while", "body", "cond", "gradient_tape",
+    "seen_draw", "draw_by_example", "",
 )  # fmt: skip
 NO_LAYER = "the loss function itself"
 

@@ -135,9 +135,11 @@ def check_numbers(run: Run, placement: Placement, batch: Batch | None, out: Text
     """
     if len(run.builder.devices) * run.builder.accumulate_steps == 1:
         return []
-    found = faults.random_ops(placement.ops + placement.compiled + placement.gone)
+    found = list(run.doubts)
     if batch is not None:
         found += faults.find(run.rehearse(batch.tensors), batch.tensors)
+    found += faults.random_ops_of(placement.ops + placement.compiled + placement.gone)
+    found = list(dict.fromkeys(found))
     if found:
         print("numbers     may depend on the number of towers:", file=out)
         print(*(f"  {line}" for line in found), sep="\n", file=out, flush=True)

@@ -9,23 +9,25 @@ follows from that is looked at (`stage`).
 
 import contextlib
 import dataclasses
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.draws import WHOLE, Drawn, Layout, Rows
+from towers import tf_private
+from towers.draws import OTHERS, PYTHON, SEEN, SEEN_OPS, USE_KERAS, WHOLE, Drawn, Layout, Rows
 from towers.errors import InputError
+from towers.layers import layer_of
 from towers.scope import merge
 from towers.stage import Stage, Take, run
 
 FEW, MORE = 3, 5  # examples of the two traces, if the function takes any number of them
-_MULTIPLES = (1, 2, 4, 8)  # some functions take even numbers only, and so on
+_MULTIPLES = (1, 2, 4, 5, 7, 8, 10, 16)  # some functions take even numbers only, and so on
 _EFFECT = 1e-4  # of the largest change: less is rounding
 _SAME = 1e-4  # of the largest change of a state that is computed in two ways
+_SAME_IN_FLOAT64 = 1e-8
 _FAR = 100.0  # where running maxima and minima begin, too
 _TRIALS = 12  # the last of two examples is the larger one by chance: half of the time
 _POLICIES = ("first", "mean", "sum", "max", "min")
@@ -41,6 +43,7 @@ class Rehearsal:
         untold: variables that it assigns, of which that cannot be told.
         kept: what the ids belong to.
         by_example: whether what it returns has a row for each example; None: unknown.
+        reason: why the function could not be tried, "" if it could or need not.
         stage: where that was found.
         few: the function as it was traced there first; None: that failed.
     """
@@ -50,38 +53,90 @@ class Rehearsal:
     untold: tuple[keras.Variable, ...] = ()
     kept: tuple[keras.Variable, ...] = ()
     by_example: bool | None = None
+    reason: str = ""
     stage: Stage | None = None
     few: Take | None = None
 
     def doubts(self) -> list[str]:
         """Return in lines what several towers may not compute as one device does."""
-        found = [
-            f"ambiguous draw: layer {drawn.layer} draws numbers of which it cannot be told to "
-            "which example they belong; draw with the batch as the first axis, from a "
-            "keras.random.SeedGenerator"
-            for drawn in self.draws or ()
-            if drawn.layout is None
-        ]
-        found += [
-            f"state: the variable {variable.path} is assigned other values by other towers, and "
-            'how these make one cannot be told; make it with aggregation="sum" (of the changes), '
-            '"mean" (by examples) or "only_first_replica", or do not assign it in training'
-            for variable in self.untold
-        ]
+        why = f" (it could not be tried: {self.reason})" if self.reason else ""
+        found = random_ops(tf_private.ops_of(self.few.function.graph)) if self.few else []
+        found += [ambiguous(d.layer, why) for d in self.draws or () if d.layout is None]
+        found += [not_put_together(variable, why) for variable in self.untold]
         return list(dict.fromkeys(found))
 
 
-def parts_of(fn: Callable) -> list[Any]:
-    """Return what makes a function: equal parts, compared by `is`, make the same function.
+def random_ops(ops: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a line for each layer whose draws do not follow the example.
+
+    Args:
+        ops: (name, type) of those that run in a tower.
+    """
+    found = {
+        (layer_of(name), kind)
+        for name, kind in ops
+        if kind in OTHERS or kind in PYTHON or (kind in SEEN_OPS and SEEN not in name)
+    }
+    lines = []
+    for layer, kind in sorted(found):
+        if kind in PYTHON:
+            lines.append(
+                f"python code: layer {layer} calls Python while it runs ({kind}), of which nothing "
+                "is known; write it in TensorFlow or keras.ops"
+            )
+        else:
+            lines.append(
+                f"random op: layer {layer} draws by {kind}, whose numbers do not follow the "
+                f"example; {OTHERS.get(kind, USE_KERAS)}"
+            )
+    return lines
+
+
+def ambiguous(layer: str, why: str = "") -> str:
+    """Return the line for a draw whose layout cannot be told."""
+    return (
+        f"ambiguous draw: layer {layer} draws numbers of which it cannot be told to which example "
+        f"they belong{why}; draw with the batch as the first axis, from a "
+        "keras.random.SeedGenerator"
+    )
+
+
+def not_put_together(variable: keras.Variable, why: str = "") -> str:
+    """Return the line for state of which it cannot be told how towers put it together."""
+    return (
+        f"state: the variable {variable.path} is assigned other values by other towers, and how "
+        f'these make one cannot be told{why}; make it with aggregation="sum" (of the changes), '
+        '"mean" (by examples) or "only_first_replica", or do not assign it in training'
+    )
+
+
+def parts_of(fn: Callable, batch: Sequence[Any]) -> list[Any]:
+    """Return what makes a function and its batch: equal parts, by `is` or ==, mean the same.
 
     A loss function is often made anew in each step, of the same code around the same model.
     """
-    fn = inspect.unwrap(fn)
-    code = getattr(fn, "__code__", None)  # of a method, too
-    if code is None:
-        return [fn]
-    cells = [cell.cell_contents for cell in fn.__closure__ or ()]
-    return [code, getattr(fn, "__self__", None), *(fn.__defaults__ or ()), *cells]
+    shapes = [
+        (type(leaf).__name__, getattr(leaf, "dtype", None), _row_shape(leaf))
+        for leaf in tf.nest.flatten(list(batch))
+    ]
+    parts: list[Any] = [str((tf.nest.map_structure(lambda _: 0, list(batch)), shapes))]
+    while fn is not None:
+        code = getattr(fn, "__code__", None)  # of a method, too
+        if code is None:
+            return [*parts, fn]
+        parts += [code, getattr(fn, "__self__", None), *(fn.__defaults__ or ())]
+        parts += (fn.__kwdefaults__ or {}).values()
+        for cell in fn.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it is empty yet
+                parts.append(cell.cell_contents)
+        fn = getattr(fn, "__wrapped__", None)
+    return parts
+
+
+def _row_shape(leaf: Any) -> list[int | None] | None:
+    """Return the shape of an example, None if that is not known."""
+    shape = tf.TensorShape(getattr(leaf, "shape", None))
+    return shape.as_list()[1:] if shape.rank else None
 
 
 def rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
@@ -120,11 +175,27 @@ def _found(stage: Stage) -> Rehearsal:
         draws = tuple(Drawn(op, None, None, layer) for op, _, layer in few.draws)
         return dataclasses.replace(found, draws=draws, untold=tuple(few.states))
     draws = [_drawn(a, b, few.size, more.size) for a, b in zip(few.draws, more.draws, strict=True)]
-    draws = _with_order(stage, few, draws)
-    policies = _try(lambda: _policies(stage, few, more, draws)) if few.states else {}
-    policies = policies or {}
-    untold = tuple(v for v in few.states if id(v) not in policies)
-    return dataclasses.replace(found, draws=tuple(draws), policies=policies, untold=untold)
+    reasons, policies = [], {}
+    draws = _with_order(stage, few, draws, reasons)
+    with _noted(reasons):
+        policies = _policies(stage, few, more, draws) if few.states else {}
+    untold = tuple(variable for variable in few.states if id(variable) not in policies)
+    reason = "; ".join(dict.fromkeys(reasons))
+    return dataclasses.replace(
+        found, draws=tuple(draws), policies=policies, untold=untold, reason=reason
+    )
+
+
+@contextlib.contextmanager
+def _noted(reasons: list[str]) -> Iterator[None]:
+    """Note why what is in the block fails, if it does."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reasons.append((lines or [type(error).__name__])[0][:150])
 
 
 def first_take(stage: Stage) -> Take | None:
@@ -172,7 +243,9 @@ def _drawn(few: tuple, more: tuple, few_size: int, more_size: int) -> Drawn:
     return Drawn(op, dims, Layout(axes[0]), name)
 
 
-def _with_order(stage: Stage, few: Take, draws: Sequence[Drawn]) -> list[Drawn]:
+def _with_order(
+    stage: Stage, few: Take, draws: Sequence[Drawn], reasons: list[str]
+) -> list[Drawn]:
     """Find the order of examples in draws where each has several places along the axis."""
     axes = {
         place: drawn.layout.axis
@@ -182,7 +255,7 @@ def _with_order(stage: Stage, few: Take, draws: Sequence[Drawn]) -> list[Drawn]:
     if not axes:
         return list(draws)
     found = dict.fromkeys(axes)
-    with contextlib.suppress(Exception):  # it cannot be run: no order is known
+    with _noted(reasons):
         take = stage.take(few.size, axes=axes)
         inputs = stage.examples(few.size)
         for place, axis in axes.items():
@@ -226,23 +299,27 @@ def _policies(stage: Stage, few: Take, more: Take, draws: Sequence[Drawn]) -> di
     """
     sizes = few.size, more.size
     takes = two_and_both(stage, sizes, draws, few.states)
-    possible = {id(v): list(_POLICIES) for v in few.states}
+    possible, moved = {id(v): list(_POLICIES) for v in few.states}, set()
     for trial in range(_TRIALS):
         parts = [stage.examples(size, 2 * trial + i) for i, size in enumerate(sizes)]
         inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
         offset = _FAR * (trial % 3 - 1)
-        before = [np.asarray(v.numpy() + offset, v.dtype) for v in few.states]
+        values = [v.numpy() for v in few.states]  # where a long run is, small changes are lost
+        values = [v if np.max(np.abs(v), initial=0) < _FAR**2 else np.zeros_like(v) for v in values]
+        before = [np.asarray(v + offset, v.dtype) for v in values]
         *own, both = (
             run(take, part, before)["states"] for take, part in zip(takes, inputs, strict=True)
         )
         for place, variable in enumerate(few.states):
             values = [found[place] for found in own]
+            if not all(np.array_equal(v, before[place]) for v in (*values, both[place])):
+                moved.add(id(variable))
             possible[id(variable)] = [
                 policy
                 for policy in possible[id(variable)]
                 if agrees(policy, before[place], values, sizes, both[place])
             ]
-    return {key: policies[0] for key, policies in possible.items() if policies}
+    return {k: policies[0] for k, policies in possible.items() if policies and k in moved}
 
 
 def two_and_both(
@@ -268,13 +345,16 @@ def two_and_both(
 
 def agrees(policy: str, before: Any, values: Sequence[Any], counts: Any, both: Any) -> bool:
     """Tell whether a policy makes of the slices' values that of both together."""
+    exact = np.asarray(both).dtype
     wide = [np.asarray(value, np.float64) for value in values]
     found = merge(policy, np.asarray(before, np.float64), list(map(tf.constant, wide)), counts)
-    found = found.numpy()
-    both = np.asarray(both, np.float64)
+    found, both = found.numpy(), np.asarray(both, np.float64)
     change = max(np.max(np.abs(v - before), initial=0) for v in (*wide, both))
-    least = 1e-6 * np.max(np.abs(both), initial=0)
-    return bool(np.max(np.abs(found - both), initial=0) <= _SAME * change + least)
+    same = _SAME if exact.itemsize < 8 else _SAME_IN_FLOAT64
+    allowed = 0.0
+    if exact.kind == "f":
+        allowed = same * change + 10 * np.finfo(exact).eps * np.max(np.abs(both), initial=0)
+    return bool(np.max(np.abs(found - both), initial=0) <= allowed)
 
 
 def join(parts: Sequence[Any]) -> Any:

@@ -34,6 +34,7 @@ class Run:
         masters: model, optimizer and all else that changes.
         total_epochs: what the schedules go over.
         total_examples: where the run ends, unless `max_steps` ends it before.
+        doubts: what the builder says of the towers' function, while it is traced.
     """
 
     options: Options
@@ -42,6 +43,7 @@ class Run:
     masters: Masters
     total_epochs: float
     total_examples: int
+    doubts: list[str] = dataclasses.field(default_factory=list)
 
     def train_loop(self, *, telemetry: bool = True) -> Callable:
         """Return `step.make_train_loop` of this run."""
@@ -152,13 +154,14 @@ def assemble(
     Raises:
         InputError: the model cannot be had as the options say.
     """
+    doubts: list[str] = []
     builder = TowerBuilder(
         device_names,
         batch_norm=options.batch_norm,
         accumulate_steps=options.accumulate_steps,
         gather_at_variables=options.variables == "sharded",
         jit_compile=options.jit_compile,
-        on_doubt=lambda _: None,  # `opening.check_numbers` and `causes` say what there is to say
+        on_doubt=doubts.append,
     )
     image_shape = augment.output_shape(dataset.image_shape, options.augment)
     with one_line_errors(options), _names_as_in_a_new_process():
@@ -182,7 +185,7 @@ def assemble(
     else:
         total_examples = options.max_steps * options.batch_size
         total_epochs = total_examples / size
-    return Run(options, builder, dataset, masters, total_epochs, total_examples)
+    return Run(options, builder, dataset, masters, total_epochs, total_examples, doubts)
 
 
 def _make_masters(

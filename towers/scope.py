@@ -15,6 +15,10 @@ from towers.errors import InputError
 _STAND_INS: MutableMapping[tf.Graph, list[tf.Variable]] = weakref.WeakKeyDictionary()
 
 
+SEED_STATE = "seed_generator_state"  # as Keras names it; it follows no example
+KEPT = "keep_in_tower"  # names the ops that assign to stand-ins
+
+
 class TowerScope(keras.StatelessScope):
     """Keeps assignments to Keras variables in place of making them, and the losses of layers.
 
@@ -44,6 +48,7 @@ class TowerScope(keras.StatelessScope):
         self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
         self.copies: dict[int, tf.Tensor] = {}
         self.stand_ins: dict[int, tf.Variable] = {}
+        self.averages: set[int] = set()  # ids of what is known to be averages: BatchNorm's
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Keep an assignment; Keras calls this."""
@@ -54,7 +59,7 @@ class TowerScope(keras.StatelessScope):
             _assign(self.stand_ins[id(variable)], value)
             self.updates[id(variable)] = update  # the value follows when the tower is closed
             return
-        super().add_update(update)
+        super().add_update((variable, _as_read(variable, value, self._source(variable))))
         self.updates[id(variable)] = update
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
@@ -109,7 +114,16 @@ class TowerScope(keras.StatelessScope):
 def _assign(variable: tf.Variable, value: Any) -> None:
     """Assign by the op itself: in a tower, the methods are refused."""
     value = tf.cast(value, variable.dtype)
-    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value, name=KEPT)
+
+
+def _as_read(variable: keras.Variable, value: Any, before: Any) -> tf.Tensor:
+    """Return an assigned value as a variable gives it out: its gradient is the variable's own."""
+    value = tf.stop_gradient(tf.convert_to_tensor(value))
+    if not variable.trainable or not value.dtype.is_floating:
+        return value
+    before = tf.convert_to_tensor(variable._value if before is None else before)
+    return value + tf.cast(before - tf.stop_gradient(before), value.dtype)
 
 
 def refuse_variable(next_creator: Callable, **kwargs: Any) -> tf.Variable:
@@ -148,8 +162,12 @@ def assignments_refused() -> Iterator[None]:
         yield
 
 
-def assign_once(scopes: Sequence[TowerScope], policies: Mapping[int, str]) -> None:
+def assign_once(
+    scopes: Sequence[TowerScope], policies: Mapping[int, str]
+) -> list[keras.Variable]:
     """Make the assignments that the towers' scopes keep, one for each variable.
+
+    Returns the variables of which nothing said how several values make one.
 
     Args:
         scopes: of the towers, closed.
@@ -162,8 +180,14 @@ def assign_once(scopes: Sequence[TowerScope], policies: Mapping[int, str]) -> No
             _, values, counts = found.setdefault(key, (variable, [], []))
             values.append(value)
             counts.append(scope.count)
+    unknown = []
     for key, (variable, values, counts) in found.items():
-        variable.assign(_merge(variable, values, counts, policies.get(key)))
+        policy = policy_of(variable) or policies.get(key)
+        averaged = any(key in scope.averages for scope in scopes)
+        if len(values) > 1 and not (policy or averaged or variable.name == SEED_STATE):
+            unknown.append(variable)
+        variable.assign(_merge(variable, values, counts, policy))
+    return unknown
 
 
 def policy_of(variable: keras.Variable) -> str | None:
@@ -182,6 +206,11 @@ def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]
         values: of the towers.
         counts: their numbers of examples.
     """
+    if policy in ("sum", "max", "min"):  # of a tower without examples it may be anything
+        values = [values[0], *(
+            tf.where(count > 0, value, before if policy == "sum" else values[0])
+            for value, count in zip(values[1:], counts[1:], strict=True)
+        )]
     if policy == "sum":
         return tf.add_n([before, *(value - before for value in values)])
     if policy == "max":
@@ -206,7 +235,7 @@ def _merge(
     if len(values) == 1:
         return values[0]
     values = [tf.convert_to_tensor(value) for value in values]
-    return merge(policy_of(variable) or policy or "mean", variable.value, values, counts)
+    return merge(policy or "mean", variable.value, values, counts)
 
 
 def widen(value: tf.Tensor) -> tf.Tensor:

@@ -6,6 +6,7 @@ it has saved, so that examples do not see each other by it: that is exchanged be
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,15 +15,24 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_private
-from towers.draws import Drawn, Rows, of_rows
-from towers.layers import layer_of
-from towers.scope import TowerScope, assignments_refused, policy_of, refuse_variable
+from towers.draws import SEEN, Drawn, Rows, of_rows
+from towers.errors import InputError
+from towers.layers import NO_LAYER, layer_of
+from towers.scope import (
+    KEPT,
+    SEED_STATE,
+    TowerScope,
+    assignments_refused,
+    policy_of,
+    refuse_variable,
+)
 from towers.splitting import PerTower, as_leaves
 
 _UNKNOWN_DIM = 4  # stands for an unknown length that is not the batch
+_ASSIGNMENT = re.compile(r"Assign|Resource(StridedSliceAssign|Scatter|Apply)")
+_MOST_NOISY = 2**22  # elements of a weight: noise takes time
 _NOISE = 0.1  # is added to weights: a zero would hide what a layer does
-_SECONDS = 20.0  # for a run: a loop may have no end on made-up examples
-_SEED_STATE = "seed_generator_state"  # as Keras names it; it follows no example
+_SECONDS = 10.0  # for a run: a loop may have no end on made-up examples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +65,7 @@ class Take:
         adding: paths of the layers that add a loss.
         by_example: whether what it returns has a row for each example.
         calls: paths of the layers that are being called.
+        effects: types of ops that would leave a trace if the function ran.
     """
 
     size: int
@@ -65,6 +76,7 @@ class Take:
     layers: list[str] = dataclasses.field(default_factory=list)
     adding: list[str] = dataclasses.field(default_factory=list)
     calls: list[str] = dataclasses.field(default_factory=list)
+    effects: list[str] = dataclasses.field(default_factory=list)
 
 
 class Stage:
@@ -127,6 +139,15 @@ class Stage:
         with tf.init_scope():
             function = tf.function(program, autograph=False)
             take.function = function.get_concrete_function(specs, values, controls)
+        for kind, name in sorted(tf_private.effects_of(take.function.graph)):
+            if KEPT in name:
+                continue
+            if _ASSIGNMENT.match(kind):
+                raise InputError(
+                    f"a tower assigns a tf.Variable, by {kind} in layer {layer_of(name)}, and of "
+                    "several towers the last would win: make it a keras.Variable"
+                )
+            take.effects.append(kind)
         return take
 
     def examples(self, size: int, seed: int = 0) -> list[Any]:
@@ -158,6 +179,8 @@ def run(
         the values that it assigns; "added": for each of `take.adding` the loss, a scalar; "layers":
         for each of `take.layers` float64 [size, D].
     """
+    if take.effects:
+        raise RuntimeError(f"it cannot be tried without effects ({', '.join(take.effects)})")
     with tf.init_scope(), tf.device("/cpu:0"):
         captured = [_stand_in(c) for c in take.function.captured_inputs]
         take.function.set_external_captures(captured)
@@ -181,6 +204,7 @@ class _NoisyScope(TowerScope):
         """Return what a variable is; Keras calls this."""
         value = variable._value
         noisy = variable.trainable and value is not None and value.dtype.is_floating
+        noisy = noisy and value.shape.num_elements() <= _MOST_NOISY
         if noisy and id(variable) not in self.own:
             with self.graph.as_default():
                 count = tf.range(value.shape.num_elements(), dtype=tf.float32)
@@ -197,10 +221,11 @@ class _Recorder:
 
     def __call__(self, op_name: str, shape: Any, /, **arguments: Any) -> tf.Tensor:
         """Draw by one of TensorFlow's ops."""
-        drawn = tf_private.draw_op(op_name)(shape, **arguments)
+        with tf.name_scope(SEEN):
+            drawn = tf_private.draw_op(op_name)(shape, **arguments)
         place = len(self.take.draws)
         dims = None if drawn.shape.rank is None else drawn.shape.as_list()
-        layer = self.take.calls[-1] if self.take.calls else layer_of(drawn.op.name)
+        layer = self.take.calls[-1] if self.take.calls else NO_LAYER
         self.take.draws.append((op_name, dims, layer))
         if place not in self.axes:
             return drawn
@@ -278,7 +303,7 @@ def _outcome(
     """Return what `run` does, as tensors."""
     values = []
     for variable, value in scope.updates.values():
-        if variable.name != _SEED_STATE and policy_of(variable) is None:
+        if variable.name != SEED_STATE and policy_of(variable) is None:
             take.states.append(variable)
             values.append(tf.convert_to_tensor(value))
     leaves = [leaf for leaf in tf.nest.flatten(result) if _is_by_example(leaf, take.size)]

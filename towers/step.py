@@ -169,11 +169,11 @@ def make_loss_fn(masters: Masters, options: Options) -> Callable:
     """
     dtype = tf.float64 if options.dtype == "float64" else tf.float32
 
-    @floatx_of(options.dtype)
     def loss_fn(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
         inputs = augment.train_images(images, draws, options.augment, dtype=dtype)
         before = len(added_losses())
-        logits = masters.model(inputs, training=True)
+        with floatx_of(options.dtype):
+            logits = masters.model(inputs, training=True)
         losses = _cross_entropy(labels, logits, options.label_smoothing)
         # Keras has them over the batch. In the mean over all examples, towers weigh by theirs.
         for added in added_losses()[before:]:

@@ -7,6 +7,7 @@ towers of its own or a plain model, never meets it, and nothing is left behind.
 
 import contextlib
 import functools
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from keras.src.layers.core import input_layer
 from tensorflow.python.eager import cancellation
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+from tensorflow.python.framework import op_def_registry
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as draw_ops
 from tensorflow.python.ops import resource_variable_ops as variable_ops
 
@@ -148,24 +150,42 @@ def draw_op(name: str) -> Callable:
 def functions_inlined() -> Iterator[None]:
     """Let the thread run each `tf.function` as a part of what calls it, converted by AutoGraph.
 
-    One that XLA is to compile stays a function, with a trace for each block.
+    One that XLA is to compile, or that is called eagerly, stays a function, with a trace for each
+    block.
     """
-    compiled: dict[int, tuple[Function, Function]] = {}
+    own: dict[int, tuple[Function, Function]] = {}
 
     def make(before: Callable) -> Callable:
         def call(function: Function, *args: Any, **kwargs: Any) -> Any:
-            if function._jit_compile:
-                own = compiled.setdefault(id(function), (function._clone(None), function))[0]
-                return before(own, *args, **kwargs)
+            if function._jit_compile or tf.executing_eagerly():
+                twin = own.setdefault(id(function), (function._clone(None), function))[0]
+                return before(twin, *args, **kwargs)
             inline = function.python_function
             if function._autograph:
                 inline = autograph_util.py_func_from_autograph(inline)
-            return inline(*args, **kwargs)
+            if function.input_signature is not None and not kwargs:
+                args = _as_signed(function.input_signature, args)
+            result = inline(*args, **kwargs)
+            return tf.nest.map_structure(_as_returned, result)
 
         return call
 
     with replaced(Function, "__call__", make):
         yield
+
+
+def _as_signed(signature: Any, args: Any) -> Any:
+    """Return arguments as tensors where an input_signature makes them so."""
+    specs = [*signature, *[None] * (len(args) - len(signature))]
+    return [
+        tf.convert_to_tensor(arg, spec.dtype) if isinstance(spec, tf.TensorSpec) else arg
+        for arg, spec in zip(args, specs, strict=False)
+    ]
+
+
+def _as_returned(value: Any) -> Any:
+    """Return a number as the tensor that a function returns for it."""
+    return tf.convert_to_tensor(value) if isinstance(value, bool | int | float) else value
 
 
 # Assignments to a tf.Variable.
@@ -185,6 +205,34 @@ def assignments_replaced(make: Callable[[str, Callable], Callable]) -> Iterator[
             names = [name for name in ASSIGNMENTS if name in vars(owner)]
             stack.enter_context(all_replaced(owner, make, names))
         yield
+
+
+# What may run on made-up examples, of ops that TensorFlow counts as stateful: it leaves no trace.
+_HARMLESS = re.compile(
+    r"VarHandleOp|ReadVariableOp|DisableCopyOnRead|ResourceGather|Assert|StatefulPartitionedCall|"
+    r"(Stateful)?(While|If|Case)$|LookupTable(Find|Size)|AnonymousHashTable|TensorArray|Placeholder|"
+    r"Random(Uniform|UniformInt|StandardNormal|Shuffle|Gamma|Poisson)|TruncatedNormal|Multinomial"
+)
+
+
+def effects_of(graph: tf.Graph) -> set[tuple[str, str]]:
+    """Return (op type, name) of what leaves a trace when a graph runs; the registry tells of each.
+
+    `Operation.op_def` is public, but not of the ops in the functions that a graph calls.
+    """
+    found = set()
+    for name, kind in ops_of(graph):
+        known = op_def_registry.get(kind)
+        if known is not None and known.is_stateful and not _HARMLESS.match(kind):
+            found.add((kind, name))
+    return found
+
+
+def ops_of(graph: tf.Graph) -> list[tuple[str, str]]:
+    """Return (name, type) of the ops of a graph and of all functions that it calls."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+    return [(node.name, node.op) for node in nodes]
 
 
 def set_input(op: tf.Operation, tensor: tf.Tensor) -> None:

@@ -23,7 +23,6 @@ example), `batch_norm` (global moments); and so is `compiled` (towers as program
 
 import contextlib
 import dataclasses
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -36,7 +35,8 @@ from towers import compiled, gather, tf_private
 from towers.draws import Drawn, of_rows
 from towers.errors import InputError
 from towers.exchange import Exchange, Member
-from towers.rehearsal import Rehearsal, parts_of, rehearse
+from towers.layers import NO_LAYER
+from towers.rehearsal import Rehearsal, ambiguous, not_put_together, parts_of, rehearse
 from towers.scope import TowerScope, assign_once, assignments_refused, refuse_variable, widen
 from towers.splitting import PerTower, Slice, is_empty, occupied, split
 
@@ -115,7 +115,8 @@ class TowerBuilder:
         self.gather_at_variables = gather_at_variables
         self.jit_compile = jit_compile
         self.on_doubt = on_doubt
-        self._rehearsed: tuple[list[Any], Rehearsal] = [], Rehearsal()
+        self._rehearsed: list[tuple[list[Any], Rehearsal]] = []  # the newest first
+        self._told: set[str] = set()
 
     def map(self, fn: Callable, *batch: Any) -> list[Any]:
         """Return what `fn` returns for each tower, in tower order."""
@@ -165,20 +166,29 @@ class TowerBuilder:
     def rehearse(self, fn: Callable, *batch: Any) -> Rehearsal:
         """Find out what `fn` does with its examples; doubts go to `on_doubt`, once.
 
-        The other methods do so by themselves where there are several towers. What was found last is
-        kept.
+        The other methods do so by themselves where there are several towers. What was found of the
+        last functions is kept.
 
         Args:
             fn: a tower function.
             *batch: as it is split; where its values are known, they are tried, and made-up ones of
                 that type and shape where they are not.
         """
-        parts, before = parts_of(fn), self._rehearsed[0]
-        if len(parts) != len(before) or not all(map(operator.is_, parts, before)):
-            self._rehearsed = parts, rehearse(fn, batch)
-            for doubt in self._rehearsed[1].doubts():
+        parts = parts_of(fn, batch)
+        for before, found in self._rehearsed:
+            if len(parts) == len(before) and all(map(_is_same, parts, before)):
+                return found
+        found = rehearse(fn, batch)
+        self._rehearsed = [(parts, found), *self._rehearsed[:_NUM_KEPT]]
+        self._doubt(found.doubts())
+        return found
+
+    def _doubt(self, doubts: Iterable[str]) -> None:
+        """Tell what has not been told yet."""
+        for doubt in doubts:
+            if doubt not in self._told:
+                self._told.add(doubt)
                 self.on_doubt(doubt)
-        return self._rehearsed[1]
 
     def tower_sums(self, loss_fn: Callable, variables: Iterable[Any], *batch: Any) -> "TowerSums":
         """Return what each tower computes for `gradients`, before the gather.
@@ -225,7 +235,7 @@ class TowerBuilder:
         loss, count = self._gather(gather.add, sums.losses), self._gather(gather.add, sums.counts)
         gradients = self.gather_gradients(sums.gradients, variables, count)
         with tf.device(self.gather_device), tf.name_scope("gather"):
-            assign_once(sums.scopes, sums.policies)
+            self._doubt(map(not_put_together, assign_once(sums.scopes, sums.policies)))
             return loss / count, gradients
 
     def gather_gradients(
@@ -269,7 +279,7 @@ class TowerBuilder:
         if exchange:
             exchange.join(self.gather_device)
         with tf.device(self.gather_device), tf.name_scope("gather"):
-            assign_once(scopes, rehearsal.policies)
+            self._doubt(map(not_put_together, assign_once(scopes, rehearsal.policies)))
         return results
 
     def _copies(
@@ -279,8 +289,10 @@ class TowerBuilder:
         results = []
         for i, (device, part) in enumerate(zip(self.devices, slices, strict=False)):
             drawing = of_rows(part.rows, draws, self.jit_compile)
-            with tf.device(device), tf.name_scope(f"tower_{i}"), drawing:
+            with tf.device(device), tf.name_scope(f"tower_{i}"), drawing as drawn:
                 results.append(fn(i, part))
+                if drawn and drawn.num_guessed and len(slices) > 1:
+                    self._doubt([ambiguous(NO_LAYER, "; " + _OTHERWISE)])
         return results
 
     @contextlib.contextmanager
@@ -361,6 +373,15 @@ class TowerBuilder:
 def _with_member(fn: Callable, exchange: Exchange | None) -> Callable:
     """Return `fn` with each tower's part in the exchange as its second argument."""
     return lambda tower, part: fn(tower, exchange and exchange.member(tower), part)
+
+
+_NUM_KEPT = 3
+_OTHERWISE = "it drew otherwise than for a few examples, or could not be traced for those"
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Tell whether two parts of a function are the same; tensors cannot be compared by ==."""
+    return a is b or (isinstance(a, str | int | float) and type(a) is type(b) and a == b)
 
 
 # Gradients.
