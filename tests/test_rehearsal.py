@@ -305,3 +305,135 @@ def test_per_tower_values_stay_what_they_are():
     fn = lambda x, scale: x[:, 0, 0] * scale  # noqa: E731
     loss, _ = TowerBuilder(DEVICES[:2]).gradients(fn, [], X[:4], PerTower([1.0, 3.0]))
     np.testing.assert_allclose(loss, np.mean(X[:4, 0, 0] * [1, 1, 3, 3]), rtol=1e-6)
+
+
+# ---------------------------------------------------------------------------- What is not silent
+
+
+def test_what_is_assigned_is_read_without_its_gradient(float64):
+    """As with plain Keras: the power iteration of a spectral norm is no part of the gradient."""
+    dense = layers.Dense(3, dtype="float64")
+    norm = layers.SpectralNormalization(dense, dtype="float64")
+    x = tf.constant(X[:, 0].astype("float64"))
+    norm(x)
+    before = [v.numpy() for v in norm.variables]
+
+    def fn(x):
+        return tf.reduce_sum(norm(x, training=True) ** 2, axis=1)
+
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(fn(x))
+    expected = tape.gradient(loss, [v.value for v in norm.trainable_variables])
+    for num_towers in 1, 3:
+        for v, value in zip(norm.variables, before, strict=True):
+            v.assign(value)
+        _, found = TowerBuilder(DEVICES[:num_towers]).gradients(fn, norm.trainable_variables, x)
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-9)
+
+
+def test_a_function_that_cannot_be_rehearsed_is_told_of():
+    told = []
+    count = keras.Variable(0, dtype="int64", trainable=False, name="count")
+    builder = TowerBuilder(DEVICES, on_doubt=told.append)
+
+    def fn(x):
+        count.assign_add(int(x.numpy().shape[0]))  # in eager mode alone
+        return tf.reduce_sum(x * uniform(x.shape), [1, 2])
+
+    builder.gradients(fn, [], X)
+    assert {line.split(":")[0] for line in told} == {"ambiguous draw", "state"}
+
+
+def test_a_function_that_draws_otherwise_for_few_examples_is_told_of():
+    told = []
+    builder = TowerBuilder(DEVICES[:2], on_doubt=told.append)
+
+    def fn(x):
+        if x.shape[0] == 4:
+            x = x + uniform([1])
+        return tf.reduce_sum(x * uniform(tf.shape(x)), [1, 2])
+
+    builder.gradients(fn, [], X)
+    assert told and told[0].startswith("ambiguous draw: ")
+
+
+def test_functions_of_batches_of_five():
+    def fn(x):
+        groups = tf.reshape(x, [x.shape[0] // 5, 5, 24])
+        return tf.reshape(tf.reduce_sum(groups, 2), [-1]) * uniform([tf.shape(x)[0]])
+
+    x = tf.constant(np.random.default_rng(2).normal(size=(10, 4, 6)).astype("float32"))
+    loss, _ = TowerBuilder(DEVICES[:2]).gradients(fn, [], x)
+    np.testing.assert_allclose(loss, tf.reduce_mean(fn(x)), rtol=1e-5)
+
+
+def test_a_tower_without_examples_leaves_sums_alone():
+    total = keras.Variable(0.0, trainable=False)
+
+    def fn(x):
+        total.assign_add(tf.reduce_mean(x) * tf.cast(tf.shape(x)[0], tf.float32))
+        return x[:, 0, 0]
+
+    step = tf.function(
+        lambda x: TowerBuilder(DEVICES).gradients(fn, [], x), [tf.TensorSpec([None, 4, 6])]
+    )
+    step(X[:2])
+    np.testing.assert_allclose(total, X[:2].mean() * 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize("start", [0, 10**6, 10**8])
+def test_a_counter_counts_wherever_it_stands(start):
+    count = keras.Variable(start, dtype="int64", trainable=False)
+    fn = lambda x: (x[:, 0, 0], count.assign_add(x.shape[0]))[0]  # noqa: E731
+    TowerBuilder(DEVICES).gradients(fn, [], X)
+    assert count.numpy() == start + 7
+
+
+def test_a_rehearsal_leaves_no_trace():
+    """A counter makes it want to run: it must not, where that would be seen."""
+    calls, told = [], []
+    count = keras.Variable(0.0, trainable=False)
+    generator = tf.random.Generator.from_seed(1)
+    state = generator.state.numpy()
+
+    def fn(x):
+        count.assign_add(float(x.shape[0]))
+        tf.py_function(lambda: calls.append(0), [], [])
+        return x[:, 0, 0] + generator.uniform([])
+
+    builder = TowerBuilder(DEVICES, on_doubt=told.append)
+    builder.rehearse(fn, tf.constant(X))
+    assert not calls and np.array_equal(generator.state, state)
+    kinds = {line.split(":")[0] for line in told}
+    assert kinds == {"random op", "python code", "state"}
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: tf.nn.dropout(x, 0.5),
+        lambda x: x + tf.random.stateless_gamma((6,), SEED, 2.0),
+        lambda x: x + tf.raw_ops.StatelessRandomUniformV2(
+            shape=tf.shape(x), key=[1], counter=[1, 2], alg=1
+        ),
+    ],
+    ids=["tf.nn.dropout", "gamma", "a raw op"],
+)  # fmt: skip
+def test_draws_that_towers_cannot_follow_are_told_of(draw):
+    told = []
+    builder = TowerBuilder(DEVICES, on_doubt=told.append)
+    builder.gradients(lambda x: tf.reduce_sum(draw(x), [1, 2]), [], tf.constant(X))
+    assert [line.split(":")[0] for line in told] == ["random op"]
+
+
+@pytest.mark.parametrize("compiled", [lambda f: f, tf.function], ids=["eager", "function"])
+def test_functions_inside_of_a_tower_keep_their_meaning(compiled):
+    w = tf.Variable(2.0)
+    signed = tf.function(lambda a: a * tf.cast(a.shape.rank + 1, tf.float32), [tf.TensorSpec([])])
+    number = tf.function(lambda: 3.0)
+    rows = lambda x: tf.vectorized_map(lambda row: w * tf.reduce_sum(row), x)  # noqa: E731
+    fn = lambda x: rows(x) * signed(2.0) * tf.cast(number(), tf.float32)  # noqa: E731
+    loss, [gradient] = compiled(lambda x: TowerBuilder(DEVICES).gradients(fn, [w], x))(X)
+    np.testing.assert_allclose(loss, X.sum((1, 2)).mean() * 12, rtol=1e-5)
+    np.testing.assert_allclose(gradient, X.sum((1, 2)).mean() * 6, rtol=1e-5)

@@ -127,9 +127,10 @@ class Draws:
         self.num_guessed = 0  # of which the rehearsal did not know
 
     def __call__(
-        self, op_name: str, shape: Any, /, *, counter: Any, alg: Any, **arguments: Any
+        self, op_name: str, /, shape: Any, *, counter: Any, alg: Any, **arguments: Any
     ) -> tf.Tensor:
         """Draw by one of TensorFlow's ops, which counts up from `counter`."""
+        arguments.pop("name", None)  # a whole name, which would pass by the scope below
         op = tf_private.draw_op(op_name)
         if self.by_xla:
             op = getattr(philox, op_name, op)

@@ -219,8 +219,9 @@ class _Recorder:
     def __init__(self, take: Take, axes: Mapping[int, int], nudge: Nudge):
         self.take, self.axes, self.nudge = take, axes, nudge
 
-    def __call__(self, op_name: str, shape: Any, /, **arguments: Any) -> tf.Tensor:
+    def __call__(self, op_name: str, /, shape: Any, **arguments: Any) -> tf.Tensor:
         """Draw by one of TensorFlow's ops."""
+        arguments.pop("name", None)
         with tf.name_scope(SEEN):
             drawn = tf_private.draw_op(op_name)(shape, **arguments)
         place = len(self.take.draws)

@@ -7,7 +7,7 @@ MODULES = "tests.zoo"
 # What verify's cause begins with, before a colon, the layer's name and advice.
 CAUSES = (
     "random op", "python code", "ambiguous draw", "state in Python", "tower-dependent branch",
-    "local BatchNorm", "mixed examples", "batch size", "state", "rounding",
+    "local BatchNorm", "mixed examples", "batch size", "place in the batch", "state", "rounding",
     "added loss", "initial weights",
 )  # fmt: skip
 SAME, REFUSED = "same", "refused"

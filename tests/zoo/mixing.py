@@ -228,6 +228,33 @@ def hard_examples(num_classes, image_shape):
     return on_features(num_classes, image_shape, HardExamples())
 
 
+# -------------------------------------------------------------------------------- Where they are
+
+
+place_as_feature = with_features(
+    lambda x: x + 0.1 * tf.cast(tf.range(tf.shape(x)[0]), x.dtype)[:, None]
+)
+
+
+class DrawsOneByOne(layers.Layer):
+    """Adds noise to each example by itself, by a seed of its place."""
+
+    def call(self, x, training=False):
+        if not training:
+            return x
+
+        def with_noise(place):
+            seed = tf.random.fold_in([1, 2], place)
+            return x[place] + 0.1 * tf.random.stateless_normal(x.shape[1:], seed, dtype=x.dtype)
+
+        places = tf.range(tf.shape(x)[0])
+        return tf.ensure_shape(tf.map_fn(with_noise, places, fn_output_signature=x.dtype), x.shape)
+
+
+def draws_one_by_one(num_classes, image_shape):
+    return on_features(num_classes, image_shape, DrawsOneByOne())
+
+
 # ---------------------------------------------------------------------------- How many there are
 
 

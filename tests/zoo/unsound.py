@@ -55,6 +55,12 @@ UNSOUND = [
         hard_examples="the median decides whose gradient counts",
     ),
     *_fault(
+        "place in the batch",
+        "mixing",
+        place_as_feature="a tower counts from the first of its slice",
+        draws_one_by_one="seeds begin again in each tower",
+    ),
+    *_fault(
         "batch size",
         "mixing",
         divided_by_number="a sum where a mean is meant",
