@@ -73,7 +73,9 @@ def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> di
     start_lines = [*rule_book(run), *logits.notes(run), *devices.report(run.builder.devices)]
     print(*start_lines, sep="\n", file=out, flush=True)
     sampler = Sampler(run)
-    if batch := sampler.batch(first, timetable.first_examples):
+    with one_line_errors(options):
+        batch = sampler.batch(first, timetable.first_examples)
+    if batch is not None:
         run.rehearse(batch.tensors)
     placement, lines = opening.place(run, train_loop, batches, out)
     lines += opening.check_numbers(run, placement, batch, out)
