@@ -6,7 +6,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from towers.tf_private import added_losses, all_in_float64
+from towers.tf_private import added_losses, all_in_float64, floatx_set
 
 layers = keras.layers
 HALF = keras.DTypePolicy("float16")
@@ -89,3 +89,15 @@ def test_the_open_scope_has_what_layers_add_and_no_regularizer_of_weights():
             assert added_losses() == []
     assert found == [12.0, float(0.01 * tf.reduce_sum(tf.abs(outputs)) / 4)]
     assert added_losses() == []
+
+
+def test_augmentation_of_keras_works_while_floatx_is_float64():
+    images = tf.zeros((2, 8, 8, 3), tf.float64)
+    with floatx_set("float64"):
+        layer = layers.RandomRotation(0.1, dtype="float64")
+        assert layer(images, training=True).dtype == tf.float64
+        assert keras.random.uniform((2,)).dtype == tf.float64
+        with pytest.raises(IndexError):
+            layer(images[0, 0, 0, 0], training=True)
+        assert keras.config.floatx() == "float64"
+    assert keras.config.floatx() == "float32"

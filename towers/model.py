@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from towers.errors import InputError
 from towers.functions import load_function
-from towers.tf_private import all_in_float64
+from towers.tf_private import all_in_float64, floatx_set
 
 
 def build(
@@ -79,12 +79,8 @@ def floatx_of(dtype: str) -> Iterator[None]:
         yield
         return
     keras.config.dtype_policy()  # if none is set, Keras takes it from floatx and keeps it
-    before = keras.config.floatx()
-    keras.config.set_floatx(dtype)
-    try:
+    with floatx_set(dtype):
         yield
-    finally:
-        keras.config.set_floatx(before)
 
 
 def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:

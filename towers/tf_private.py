@@ -18,6 +18,7 @@ from keras.src import dtype_policies
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.dtype_policies import DTypePolicyMap
 from keras.src.layers.core import input_layer
+from keras.src.layers.preprocessing.data_layer import DataLayer
 from tensorflow.python.eager import cancellation
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
@@ -303,6 +304,33 @@ def _wide(policy: Any) -> Any:
     if policy.quantization_mode is None and "float" in policy.compute_dtype:
         return keras.DTypePolicy("float64")
     return policy
+
+
+@contextlib.contextmanager
+def floatx_set(dtype: str) -> Iterator[None]:
+    """Let what names no type have `dtype` in the block, except in Keras' augmentation.
+
+    Those layers mix floatx with float32: in Keras 3.15 RandomRotation and RandAugment raise a
+    TypeError unless floatx is float32. They compute in their own dtype policy all the same.
+    """
+    before = keras.config.floatx()
+
+    def make_call(call: Callable) -> Callable:
+        def call_with_float32(*args: Any, **kwargs: Any) -> Any:
+            keras.config.set_floatx("float32")
+            try:
+                return call(*args, **kwargs)
+            finally:
+                keras.config.set_floatx(dtype)
+
+        return call_with_float32
+
+    with replaced(DataLayer, "__call__", make_call):
+        keras.config.set_floatx(dtype)
+        try:
+            yield
+        finally:
+            keras.config.set_floatx(before)
 
 
 # The scope that keeps what layers assign and the losses that they add: Keras hands it to those who
