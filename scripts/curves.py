@@ -30,11 +30,11 @@ except ImportError:
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from towers import flags  # noqa: E402
-from towers.devices import tower_devices  # noqa: E402
+from towers.devices.selection import tower_devices  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
-from towers.options import Options  # noqa: E402
-from towers.run import prepare  # noqa: E402
+from towers.options import flags  # noqa: E402
+from towers.options.run import Options  # noqa: E402
+from towers.training.run import prepare  # noqa: E402
 
 # Each curve is narrower than the one below it, so that all of them are seen.
 STYLES = [

@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from towers import tower  # noqa: E402
-from towers.devices import tower_devices  # noqa: E402
+from towers.builder import tower  # noqa: E402
+from towers.devices.selection import tower_devices  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
-from towers.options import Options  # noqa: E402
-from towers.run import prepare  # noqa: E402
+from towers.options.run import Options  # noqa: E402
+from towers.training.run import prepare  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)

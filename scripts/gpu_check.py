@@ -27,14 +27,16 @@ import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 import towers  # noqa: E402
-from towers import devices, gpus, memory, nvml, profile_summary, runtime  # noqa: E402
-from towers.collectives import all_sum  # noqa: E402
+from towers import devices  # noqa: E402
+from towers.builder.collectives import all_sum  # noqa: E402
+from towers.devices import gpus, memory, nvml, runtime  # noqa: E402
+from towers.devices.nvml import MIB  # noqa: E402
 from towers.errors import RunError  # noqa: E402
-from towers.nvml import MIB  # noqa: E402
-from towers.options import Options  # noqa: E402
-from towers.placement import read_placement  # noqa: E402
-from towers.profiler import Profiler  # noqa: E402
-from towers.run import prepare  # noqa: E402
+from towers.graphs import profile_summary  # noqa: E402
+from towers.graphs.placement import read_placement  # noqa: E402
+from towers.monitoring.profiler import Profiler  # noqa: E402
+from towers.options.run import Options  # noqa: E402
+from towers.training.run import prepare  # noqa: E402
 
 EXIT_FAILED, EXIT_NO_GPU = 1, 3
 TIMEOUT_SECONDS = 600
@@ -218,7 +220,7 @@ def copies(kind: str) -> str:
 
 def training(kind: str, **options: object) -> str:
     """A short run of two towers, with the tutorial's network."""
-    from towers.train import train
+    from towers.training.train import train
 
     two_devices(kind)
     with tempfile.TemporaryDirectory() as folder:

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tensorflow as tf  # noqa: E402
 
 import towers  # noqa: E402
-from towers.devices import tower_devices  # noqa: E402
-from towers.placement import read_placement  # noqa: E402
+from towers.devices.selection import tower_devices  # noqa: E402
+from towers.graphs.placement import read_placement  # noqa: E402
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 import towers  # noqa: E402
-from towers.devices import tower_devices  # noqa: E402
+from towers.devices.selection import tower_devices  # noqa: E402
 
 
 def power(matrix: tf.Tensor, n: int) -> tf.Tensor:

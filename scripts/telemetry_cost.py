@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tensorflow as tf  # noqa: E402
 
-from towers import flags  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
-from towers.monitor import Monitor  # noqa: E402
-from towers.run import Run, prepare  # noqa: E402
-from towers.timetable import Timetable  # noqa: E402
+from towers.monitoring.monitor import Monitor  # noqa: E402
+from towers.options import flags  # noqa: E402
+from towers.options.timetable import Timetable  # noqa: E402
+from towers.training.run import Run, prepare  # noqa: E402
 
 
 def make_windows(run: Run, monitor: Monitor) -> tuple[Callable[[], float], Callable[[], float]]:

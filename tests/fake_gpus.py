@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import pynvml
 import tensorflow as tf
 
-from towers import gpus, runtime
-from towers.gpu_options import GpuOptions
+from towers.devices import gpus, runtime
+from towers.options.gpu import GpuOptions
 
 MIB = 2**20
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TF_FORCE_GPU_ALLOW_GROWTH")
@@ -116,7 +116,7 @@ class Machine:
             self.listed_at = self.listed_at or "program.py:1 (devices.configure())"
         return list(self._devices)
 
-    # What towers.gpus asks of its recorder.
+    # What towers.devices.gpus asks of its recorder.
 
     def listed_by(self):
         return self.listed_at

@@ -9,7 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
-from towers import files, flags
+from towers import files
+from towers.options import flags
 
 
 def main():

@@ -10,7 +10,7 @@ with warnings.catch_warnings():  # of what it brings along
     warnings.simplefilter("ignore", DeprecationWarning)
     from tensorboard import default, program
 
-from towers.tensorboard import arguments
+from towers.commands.tensorboard.command import arguments
 
 EVERY_STATUS = ("STATUS_UNKNOWN", "STATUS_SUCCESS", "STATUS_FAILURE", "STATUS_RUNNING")
 

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import towers
-from towers import cli, flags
-from towers.check import Check
+from towers import cli
+from towers.commands.doctor.check import Check
 from towers.errors import InputError, RunError
-from towers.options import Options
+from towers.options import flags
+from towers.options.run import Options
 
 ROOT = Path(__file__).resolve().parents[1]
 WRITTEN = "flags are written --name=value"

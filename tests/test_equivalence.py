@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tests import tiny
 from tests.catalogue import CASES, Case
-from tests.test_update import batches_with_overflow
+from tests.training.test_update import batches_with_overflow
 from towers import PerTower, TowerBuilder
 
 DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests import fake_gpus
-from towers import devices, gpus, nvml
+from towers import devices
+from towers.devices import gpus, nvml
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = """
@@ -140,7 +141,7 @@ def test_two_towers_without_a_session():
         import tensorflow as tf
         import towers
         from towers import devices
-        from towers.placement import read_placement
+        from towers.graphs.placement import read_placement
         devices.configure(allow_soft_placement=False)
         builder = towers.TowerBuilder(devices.tower_devices(2))
         a = tf.constant([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])

@@ -1,20 +1,16 @@
 """Which module may import which: read from the source, so that nothing need be imported."""
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "towers"
 
-# Each imports only from those before it, directly or by way of a module that is not named here.
-ORDER = (
-    "collectives tower devices data placement step checkpoint monitor evaluate train verify "
-    "benchmark plan doctor cluster flags cli __main__"
-).split()
+# A room imports from itself and from those before it; the files of the top row, which any room may
+# import, from none but each other. These three may import any room.
+ROOMS = "options builder devices data graphs monitoring training commands".split()
+DOORS = {"__init__", "__main__", "cli"}
 
 # The packages that setup.py installs, by the names they are imported under.
 INSTALLED = {"PIL", "absl", "keras", "numpy", "pynvml", "tensorboard", "tensorflow", "tqdm"}
@@ -44,9 +40,9 @@ def imported_names(path, package="", everywhere=True):
 
 
 def module_of(path):
-    """Return the module or subpackage of towers that a file belongs to: data for data/augment."""
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
+    """Return the dotted name of a file of towers, without towers: data.augment."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
 
 def imports_of_towers(everywhere=True):
@@ -54,8 +50,7 @@ def imports_of_towers(everywhere=True):
     result = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         package = ".".join(path.relative_to(ROOT).parent.parts)
-        names = imported_names(path, package, everywhere)
-        result.setdefault(module_of(path), set()).update(names)
+        result[module_of(path)] = imported_names(path, package, everywhere)
     return result
 
 
@@ -64,10 +59,19 @@ def internal_edges(everywhere=True):
     imports = imports_of_towers(everywhere)
     edges = {}
     for module, names in imports.items():
-        targets = {name.split(".")[1] for name in names if name.startswith("towers.")}
-        edges[module] = (targets & set(imports)) - {module, "__init__"}
+        names = {name.removeprefix("towers.") for name in names if name.startswith("towers.")}
+        found = {name if name in imports else name.rpartition(".")[0] for name in names}
+        edges[module] = (found & set(imports)) - {module, "__init__"}
     del edges["__init__"]
     return edges
+
+
+def place(module):
+    """Return where a module is in the house: its room, -1 for the top row, and its verb."""
+    room, _, rest = module.partition(".")
+    if room not in ROOMS:
+        return -1, ""
+    return ROOMS.index(room), rest.partition(".")[0] if room == "commands" else ""
 
 
 def reachable(module, edges):
@@ -95,13 +99,23 @@ def test_the_imports_are_found(tmp_path):
     assert internal_edges(), "no module of towers was found"
 
 
-def test_modules_import_only_from_those_above_them():
-    edges = internal_edges()
+def test_a_room_imports_only_from_those_above_it_and_no_verb_another():
     wrong = []
-    for module in sorted(edges.keys() & set(ORDER)):
-        below = reachable(module, edges) & set(ORDER[ORDER.index(module) :])
-        wrong += [f"{module} imports {other}, which stands below it" for other in sorted(below)]
-    assert not wrong, "; ".join(wrong)
+    for module, others in internal_edges().items():
+        for other in sorted(others):
+            (room, verb), (other_room, other_verb) = place(module), place(other)
+            if module not in DOORS and (other_room > room or other in DOORS):
+                wrong.append(f"{module} imports {other}, which stands below it")
+            if verb and other_verb and verb != other_verb:
+                wrong.append(f"{module} imports {other}, of another verb")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_house_has_eight_rooms():
+    entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
+    assert sorted(path.name for path in entries if path.is_dir()) == sorted(ROOMS)
+    assert len([path for path in entries if path.is_file()]) <= 7
+    assert [room for room in ROOMS if not (PACKAGE / room / "README.md").is_file()] == []
 
 
 def test_no_modules_import_each_other():
@@ -109,31 +123,13 @@ def test_no_modules_import_each_other():
     assert [module for module in sorted(edges) if module in reachable(module, edges)] == []
 
 
-# What the tower builder stands on, and each of these: the pattern is to be read without the rest.
-PATTERN = {
-    "tower": "batch_norm compiled draws errors exchange gather layers rehearsal scope splitting "
-    "tf_private",
-    "batch_norm": "exchange scope tf_private",
-    "collectives": "",
-    "compiled": "errors exchange scope tf_private",
-    "draws": "philox tf_private",
-    "errors": "",
-    "exchange": "errors tf_private",
-    "gather": "collectives scope",
-    "layers": "",
-    "philox": "",
-    "rehearsal": "draws errors layers scope stage tf_private",
-    "scope": "errors tf_private",
-    "splitting": "draws",
-    "stage": "draws errors layers scope splitting tf_private",
-    "tf_private": "",
-}
-
-
-def test_tower_needs_little_beside_itself():
+def test_the_pattern_is_read_without_the_rest_of_the_house():
     edges = internal_edges()
-    found = reachable("tower", edges) | {"tower"}
-    assert {module: " ".join(sorted(edges[module])) for module in found} == PATTERN
+    found = reachable("builder.tower", edges)
+    assert {module for module in found if not module.startswith("builder")} == {
+        "errors",
+        "tf_private",
+    }
 
 
 def test_the_library_knows_no_model_and_no_experiment():
@@ -154,11 +150,9 @@ def test_models_import_keras_and_tensorflow_only():
         assert top_level(imported_names(path, "models")) <= {"keras", "tensorflow"}, path.name
 
 
-@pytest.mark.skipif(not (PACKAGE / "flags.py").exists(), reason="towers.flags is not there yet")
-def test_flags_need_no_tensorflow():
+def test_options_need_no_tensorflow():
     imports, edges = imports_of_towers(everywhere=False), internal_edges(everywhere=False)
-    for module in {"__init__", "flags"} | reachable("flags", edges):
+    start = [module for module in edges if module == "cli" or module.startswith("options")]
+    start += [module for module in edges if module.endswith(".options")]
+    for module in set(start).union(*(reachable(module, edges) for module in start)):
         assert not top_level(imports[module]) & {"keras", "tensorflow"}, module
-
-    check = "import sys, towers, towers.flags; sys.exit('tensorflow' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT).returncode == 0

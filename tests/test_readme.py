@@ -14,8 +14,9 @@ import tensorflow as tf
 
 import towers
 from tests import fake_gpus
-from towers import cli, devices, flags
-from towers.options import Options
+from towers import cli, devices
+from towers.options import flags
+from towers.options.run import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ import pytest
 from tests import zoo
 from tests.zoo import entry as entries
 from towers import cli
-from towers.functions import load_function
+from towers.options.functions import load_function
 
 QUICK = [entry for entry in zoo.ENTRIES if entry.quick]
 

@@ -8,10 +8,10 @@ import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from towers import checkpoint
-from towers.options import Options
-from towers.run import prepare
-from towers.step import METRICS
+from towers.options.run import Options
+from towers.training import checkpoint
+from towers.training.run import prepare
+from towers.training.step import METRICS
 
 TRAIN_SIZE, TEST_SIZE, NUM_CLASSES, IMAGE_SHAPE = 60, 23, 3, (8, 8, 3)
 

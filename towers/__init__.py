@@ -12,16 +12,27 @@ Importing this package imports no TensorFlow, defines no flag and touches no dev
 below are loaded when they are first used.
 """
 
+import importlib
+
 __version__ = "0.1.0"
-__all__ = ["PerTower", "TowerBuilder"]
+_HOME = {
+    "InputError": "errors",
+    "Options": "options.run",
+    "PerTower": "builder.splitting",
+    "RunError": "errors",
+    "TowerBuilder": "builder.tower",
+    "devices": "devices",
+    "evaluate": "training.evaluate",
+    "train": "training.train",
+}
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> object:
     """Load the public names on first use, so that `towers --help` need not wait for TensorFlow."""
-    if name in __all__:
-        from towers import tower
-
-        return getattr(tower, name)
+    if name in _HOME:
+        module = importlib.import_module(f"towers.{_HOME[name]}")
+        return module if name == "devices" else getattr(module, name)
     raise AttributeError(f"module 'towers' has no attribute {name!r}")
 
 

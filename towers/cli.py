@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import towers
-from towers import flags
 from towers.errors import InputError, RunError
-from towers.options import Options
+from towers.options import flags
+from towers.options.run import Options
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_INTERRUPTED = 1, 2, 75, 130
 
@@ -86,14 +86,14 @@ def _run(verb: str, options: Options, start: float) -> int:
     if verb == "doctor":
         return _doctor(options, say)
     if verb == "tensorboard":
-        from towers.tensorboard import tensorboard
+        from towers.commands.tensorboard.command import tensorboard
 
         tensorboard(options, say)
         return 0
     if verb == "sweep":
         return _sweep(options, say)
     if verb == "compare":
-        from towers.compare import compare
+        from towers.commands.compare.command import compare
 
         result = compare(options, say)
         if options.json:
@@ -102,25 +102,25 @@ def _run(verb: str, options: Options, start: float) -> int:
     with _quiet_start():
         _start(dataclasses.replace(options, devices="cpu") if verb == "plan" else options)
     if verb == "train":
-        from towers.train import train
+        from towers.training.train import train
 
         result = train(options, start)
         if result is None:
             return EXIT_STOPPED
     elif verb == "verify":
-        from towers.verify import verify
+        from towers.commands.verify.command import verify
 
         result = verify(options, say)
     elif verb == "benchmark":
-        from towers.benchmark import benchmark
+        from towers.commands.benchmark.command import benchmark
 
         result = benchmark(options, say)
     elif verb == "plan":
-        from towers.plan import plan
+        from towers.commands.plan.command import plan
 
         result = plan(options, say)
     else:
-        from towers.evaluate import evaluate
+        from towers.training.evaluate import evaluate
 
         result = evaluate(options, say)
     if options.json:
@@ -143,7 +143,7 @@ def _start(options: Options) -> None:
 
 def _doctor(options: Options, say: Callable[[str], None]) -> int:
     """Check the machine. TensorFlow is not started here: that may be what is wrong."""
-    from towers.doctor import doctor
+    from towers.commands.doctor.command import doctor
 
     if options.dataset == "cifar10":  # which is looked for by a module that imports TensorFlow
         with contextlib.suppress(Exception), _quiet_start():
@@ -156,7 +156,7 @@ def _doctor(options: Options, say: Callable[[str], None]) -> int:
 
 def _sweep(options: Options, say: Callable[[str], None]) -> int:
     """Make the runs of a sweep, in processes of their own: TensorFlow is not started here."""
-    from towers.sweep import sweep
+    from towers.commands.sweep.command import sweep
 
     result = sweep(options, say)
     if options.json:

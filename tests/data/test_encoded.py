@@ -17,7 +17,7 @@ from tests.data.image_files import CLASSES, SHAPE, WRITE, image, numbers_of, png
 from towers import cli, data
 from towers.data import augment, encoded
 from towers.errors import InputError
-from towers.train import train
+from towers.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = list(WRITE)

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from towers.data.pipeline import ArraySplit, Data, DatasetSplit
 from towers.errors import InputError
-from towers.functions import load_function
+from towers.options.functions import load_function
 
 _ALLOWED_RESULT = (
     "return (train, test) or (train, test, num_classes), where train and test are each "

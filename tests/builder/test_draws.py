@@ -1,0 +1,150 @@
+"""Draws by example: N towers draw what one device draws for the whole batch."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from towers import TowerBuilder
+from towers.builder.draws import Rows, of_rows
+
+DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
+SEED = (3, 4)
+DRAWS = {
+    "uniform": lambda shape, dtype: tf.random.stateless_uniform(shape, SEED, dtype=dtype),
+    "normal": lambda shape, dtype: tf.random.stateless_normal(shape, SEED, dtype=dtype),
+    "truncated": lambda shape, dtype: tf.random.stateless_truncated_normal(
+        shape, SEED, dtype=dtype
+    ),
+    "integers": lambda shape, dtype: tf.random.stateless_uniform(
+        shape, SEED, 0, 1000, tf.int64 if dtype == tf.float64 else tf.int32
+    ),
+    "bits": lambda shape, dtype: tf.random.stateless_uniform(
+        shape, SEED, None, None, tf.uint64 if dtype == tf.float64 else tf.uint32
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float64, tf.float16, tf.bfloat16])
+@pytest.mark.parametrize("name", DRAWS)
+@settings(deadline=None, max_examples=15)
+@given(
+    before=st.integers(0, 50),
+    size=st.integers(1, 9),
+    after=st.integers(0, 9),
+    row=st.integers(1, 9),
+)
+def test_a_slice_gets_its_rows_of_the_whole_draw(name, dtype, before, size, after, row):
+    whole = DRAWS[name]([before + size + after, row], dtype)
+    with of_rows(Rows(before, size, before + size + after)):
+        part = DRAWS[name]([size, row], dtype)
+    np.testing.assert_array_equal(part, whole[before : before + size])
+
+
+def test_draws_far_into_a_large_batch():
+    whole = tf.random.stateless_uniform([50_001, 100], SEED)
+    with of_rows(Rows(tf.constant(49_999), 2, 50_001)):
+        np.testing.assert_array_equal(tf.random.stateless_uniform([2, 100], SEED), whole[-2:])
+
+
+def test_what_is_not_by_example_is_the_same_in_every_tower():
+    for shape in [], [3], [7, 5], [6, 2]:
+        whole = tf.random.stateless_uniform(shape, SEED)
+        with of_rows(Rows(10, 4, 20)):
+            np.testing.assert_array_equal(tf.random.stateless_uniform(shape, SEED), whole)
+
+
+def test_windows_and_heads_belong_to_their_example():
+    whole = tf.random.stateless_uniform([5 * 3, 2, 2], SEED)
+    with of_rows(Rows(2, 2, 5)):
+        part = tf.random.stateless_uniform([2 * 3, 2, 2], SEED)
+    np.testing.assert_array_equal(part, whole[6:12])
+
+
+def test_nothing_is_changed_outside():
+    before = tf.random.stateless_uniform([4, 2], SEED)
+    with pytest.raises(KeyError), of_rows(Rows(2, 4, 6)):
+        raise KeyError
+    np.testing.assert_array_equal(tf.random.stateless_uniform([4, 2], SEED), before)
+
+
+# ---------------------------------------------------------------------------- Layers, over towers
+
+LAYERS = {
+    "Dropout": lambda: keras.layers.Dropout(0.4, seed=1),
+    "Dropout of whole rows": lambda: keras.layers.Dropout(0.4, noise_shape=(None, 1, 1), seed=1),
+    "SpatialDropout1D": lambda: keras.layers.SpatialDropout1D(0.4, seed=1),
+    "AlphaDropout": lambda: keras.layers.AlphaDropout(0.4, seed=1),
+    "GaussianNoise": lambda: keras.layers.GaussianNoise(0.5, seed=1),
+    "GaussianDropout": lambda: keras.layers.GaussianDropout(0.4, seed=1),
+    "MultiHeadAttention": lambda: Attention(),
+    "RandomBrightness": lambda: Images(keras.layers.RandomBrightness(0.5, seed=1)),
+    "RandomContrast": lambda: Images(keras.layers.RandomContrast(0.5, seed=1)),
+    "RandomFlip": lambda: Images(keras.layers.RandomFlip(seed=1)),
+    "RandomTranslation": lambda: Images(keras.layers.RandomTranslation(0.3, 0.3, seed=1)),
+    "RandomRotation": lambda: Images(keras.layers.RandomRotation(0.3, seed=1)),
+    "RandomZoom": lambda: Images(keras.layers.RandomZoom(0.3, seed=1)),
+}
+
+
+class Attention(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        initializer = keras.initializers.GlorotUniform(seed=0)
+        self.inner = keras.layers.MultiHeadAttention(
+            2, 3, dropout=0.5, seed=1, kernel_initializer=initializer
+        )
+
+    def call(self, x, training):
+        return self.inner(x, x, training=training)
+
+
+class Images(keras.layers.Layer):
+    """An augmentation layer as part of a model."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x, training):
+        images = tf.stack([x, 2 * x, x - 1], axis=-1)
+        return tf.reduce_sum(self.inner(images, training=training), axis=-1)
+
+
+def outputs(layer, num_towers, x, num_steps, known_size):
+    """What a layer gives in training, joined from the towers, step by step."""
+    builder = TowerBuilder(DEVICES[:num_towers])
+    given = [None if known_size else None, *x.shape[1:]]
+    given[0] = len(x) if known_size else None
+    kept = []
+
+    @tf.function(input_signature=[tf.TensorSpec(given, tf.float32)])
+    def step(x):
+        return builder.concat(lambda x: layer(x, training=True), x)
+
+    for _ in range(num_steps):
+        kept.append(step(x).numpy())
+    return kept
+
+
+@pytest.mark.parametrize("known_size", [True, False], ids=["known size", "unknown size"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_draw_for_each_example_what_one_device_draws(name, known_size):
+    x = tf.random.stateless_uniform([7, 6, 5], [0, 0])
+    alone = LAYERS[name]()
+    alone(x, training=False)
+    plain = [alone(x, training=True).numpy() for _ in range(3)]
+    assert np.abs(plain[0] - plain[1]).max() > 0  # it does draw, anew in each step
+    for num_towers in 1, 2, 3, 4:
+        layer = LAYERS[name]()
+        layer(x, training=False)
+        found = outputs(layer, num_towers, x, 3, known_size)
+        np.testing.assert_allclose(found, plain, rtol=2e-5, atol=2e-5)
+
+
+def test_masks_differ_between_examples():
+    layer = keras.layers.Dropout(0.5, seed=1)
+    (found,) = outputs(layer, 4, tf.ones([8, 4, 4]), 1, True)
+    assert len({mask.tobytes() for mask in found}) == 8

@@ -1,0 +1,96 @@
+"""Values that towers exchange in the middle of a step."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from towers.builder.exchange import Exchange
+
+DEVICES = ["/cpu:1", "/cpu:2", "/cpu:3"]
+
+
+def on_towers(fn, *values):
+    """Run `fn(all_gather, value)` for each value on a tower of its own."""
+
+    @tf.function
+    def step():
+        exchange = Exchange(len(values))
+        results = []
+        for i, (device, value) in enumerate(zip(DEVICES, values, strict=False)):
+            with tf.device(device):
+                results.append(fn(exchange.member(i).all_gather, tf.identity(value)))
+        exchange.join("/cpu:0")
+        return results
+
+    return step()
+
+
+def test_each_tower_gets_what_each_has():
+    values = [tf.constant([i, 10.0 * i]) for i in range(3)]
+    for found in on_towers(lambda all_gather, value: all_gather(value), *values):
+        np.testing.assert_array_equal(found, [[0, 0], [1, 10], [2, 20]])
+
+
+def test_what_comes_after_an_exchange_takes_part_in_the_next():
+    def fn(all_gather, value):
+        mean = tf.reduce_mean(all_gather(value))
+        return tf.reduce_mean(all_gather((value - mean) ** 2))
+
+    values = [tf.constant(v) for v in (1.0, 2.0, 6.0)]
+    np.testing.assert_allclose(on_towers(fn, *values), [np.var([1, 2, 6])] * 3, rtol=1e-6)
+
+
+def test_gradients_go_through_it():
+    """Each tower's loss depends on all values; its gradient is that of the sum of the losses."""
+
+    def fn(all_gather, value):
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            everything = all_gather(value)
+            loss = value * tf.reduce_sum(everything**2)
+        return tape.gradient(loss, value)
+
+    numbers = [1.0, 2.0, 3.0]
+    values = [tf.Variable(v) for v in numbers]
+    with tf.GradientTape() as tape:
+        loss = sum(v * sum(w**2 for w in values) for v in values)
+    expected = tape.gradient(loss, values)
+    np.testing.assert_allclose(on_towers(fn, *map(tf.constant, numbers)), expected)
+
+
+def test_values_are_put_together_once_on_the_gather_device():
+    @tf.function
+    def step(x, y):
+        exchange, results = Exchange(2), []
+        for i, value in enumerate([x, y]):
+            with tf.device(DEVICES[i]):
+                results.append(exchange.member(i).meet(value, tf.add_n, []) * 2)
+        exchange.join("/cpu:0")
+        return results
+
+    found = step(tf.constant(1.0), tf.constant(2.0))
+    np.testing.assert_array_equal(found, [6.0, 6.0])
+    graph = step.get_concrete_function(tf.constant(1.0), tf.constant(2.0)).graph
+    (added,) = [op for op in graph.get_operations() if op.type == "AddN"]
+    assert added.device.endswith("CPU:0")
+
+
+def test_towers_that_make_other_calls_are_refused():
+    def of_other_shapes(all_gather, value):
+        return all_gather(value)
+
+    with pytest.raises(ValueError, match="2 of 2 towers met with values of 2 shapes"):
+        on_towers(of_other_shapes, tf.zeros([2]), tf.zeros([3]))
+    calls = []
+
+    def only_the_first(all_gather, value):
+        calls.append(value)
+        return all_gather(value) if len(calls) == 1 else value
+
+    with pytest.raises(ValueError, match="1 of 2 towers met"):
+        on_towers(only_the_first, tf.zeros([2]), tf.zeros([2]))
+
+
+def test_towers_that_run_one_after_the_other_are_refused():
+    with pytest.raises(ValueError, match=r"make a tf.function of the step"):
+        Exchange(2).member(0).all_gather(tf.zeros([2]))

@@ -1,0 +1,253 @@
+"""Which runs a sweep is made of: what --vary means, grids, random samples, names."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from towers.commands.sweep import combinations as sweep_plan
+from towers.commands.sweep.combinations import (
+    Varied,
+    describe,
+    grid,
+    name_of,
+    parse,
+    parse_all,
+    plan,
+    sample,
+)
+from towers.commands.sweep.options import SweepOptions
+from towers.errors import InputError
+from towers.options import flags
+from towers.options.run import Options
+
+
+def plan_of(*argv):
+    return plan(flags.parse("sweep", ["--sweep_dir=S", *argv]))
+
+
+def refusal(*argv):
+    """Return the message with which a sweep is refused."""
+    with pytest.raises(InputError) as error:
+        plan_of(*argv)
+    assert len(str(error.value).splitlines()) == 1
+    return str(error.value)
+
+
+# ---------------------------------------------------------------------------- What --vary means
+
+
+@pytest.mark.parametrize(
+    "text, values",
+    [
+        ("learning_rate:0.05,0.1,1e-3", (0.05, 0.1, 0.001)),
+        ("learning_rate: 0.05, 0.1", (0.05, 0.1)),
+        ("--learning_rate:1", (1.0,)),
+        ("seed:1,2", (1, 2)),
+        ("jit_compile:true,false", (True, False)),
+        ("schedule:cosine,constant", ("cosine", "constant")),
+        (
+            "model:models.cnn:cnn,models.resnet:resnet20",
+            ("models.cnn:cnn", "models.resnet:resnet20"),
+        ),
+        ("model_args:depth=20,width=8;depth=32,width=8", ("depth=20,width=8", "depth=32,width=8")),
+        ("model_args:depth=20,width=8;", ("depth=20,width=8",)),
+        ("model_args:;depth=20", ("", "depth=20")),
+        ("model_args:depth=20,depth=32", ("depth=20", "depth=32")),
+        ("decay_epochs:80,120;60,90", ("80,120", "60,90")),
+        ("devices:/gpu:0;/gpu:0,/gpu:1", ("/gpu:0", "/gpu:0,/gpu:1")),
+        ("data_dir:../a,../b", ("../a", "../b")),
+    ],
+)
+def test_lists(text, values):
+    varied = parse(text)
+    assert varied.values == values
+    assert [type(value) for value in varied.values] == [type(value) for value in values]
+
+
+def test_an_alias_is_the_flag():
+    assert parse("num_gpus:1,2") == Varied("num_towers", (1, 2))
+
+
+@pytest.mark.parametrize(
+    "text, low, high, log",
+    [
+        ("learning_rate:log(0.01..0.3)", 0.01, 0.3, True),
+        ("learning_rate:log( 1e-4 .. 1e-1 )", 1e-4, 0.1, True),
+        ("momentum:0.1..0.9", 0.1, 0.9, False),
+        ("momentum:.1...9", 0.1, 0.9, False),
+        ("batch_size:16..256", 16, 256, False),
+        ("batch_size:log(16..256)", 16, 256, True),
+    ],
+)
+def test_ranges(text, low, high, log):
+    varied = parse(text)
+    assert (varied.values, varied.low, varied.high, varied.log) == ((), low, high, log)
+    assert type(varied.low) is type(low)
+
+
+MESSAGES = {
+    "learning_rat:1": "--vary=learning_rat:1: there is no flag --learning_rat; did you mean "
+    "--learning_rate?",
+    "learning_rate": "--vary=learning_rate: FLAG:VALUE,VALUE is needed, as "
+    "--vary=learning_rate:0.05,0.1",
+    "train_dir:a,b": "--vary=train_dir:a,b: the sweep gives each run its own --train_dir",
+    "overwrite:true": "--vary=overwrite:true: the sweep gives each run its own --overwrite",
+    "json:true": "--vary=json:true: the sweep gives each run its own --json",
+    "flagfile:a": "--vary=flagfile:a: the sweep gives each run its own --flagfile",
+    "samples:1,2": "--vary=samples:1,2: there is no flag --samples; see towers train --help",
+    "batch_size:1.5": "--vary=batch_size:1.5: --batch_size=1.5: a whole number is needed",
+    "batch_size:8,": "--vary=batch_size:8,: --batch_size=: a whole number is needed",
+    "batch_size:8,0": "the run batch_size=0: --batch_size=0: a whole number of at least 1 is "
+    "needed",
+    "dtype:half": "the run dtype=half: --dtype=half: allowed are float32, float64, mixed_bfloat16, "
+    "mixed_float16",
+    "jit_compile:yes": "--vary=jit_compile:yes: --jit_compile=yes: true or false is needed",
+    "learning_rate:0.1,0.10": "--vary=learning_rate:0.1,0.10: 0.1 is given twice",
+    "schedule:step": "the run schedule=step: --schedule=step needs --decay_epochs, such as "
+    "--decay_epochs=80,120",
+    "learning_rate:0.1..0.3": "--vary=learning_rate is a range: give the number of random "
+    "combinations too, as --samples=20",
+    "learning_rate:0.3..0.1": "--vary=learning_rate:0.3..0.1: the first end of a range must be "
+    "less than the second",
+    "learning_rate:log(0..1)": "--vary=learning_rate:log(0..1): the ends of a log range must be "
+    "greater than 0",
+    "learning_rate:(0.1..0.3)": "--vary=learning_rate:(0.1..0.3): a range is LOW..HIGH or "
+    "log(LOW..HIGH) alone, of a flag that is a number",
+    "learning_rate:1,0.1..0.3": "--vary=learning_rate:1,0.1..0.3: a range is LOW..HIGH or "
+    "log(LOW..HIGH) alone, of a flag that is a number",
+    "batch_size:1.5..3": "--vary=batch_size:1.5..3: --batch_size=1.5: a whole number is needed",
+}
+
+
+@pytest.mark.parametrize("text, message", MESSAGES.items())
+def test_a_bad_vary_gets_one_line(text, message):
+    assert refusal(f"--vary={text}") == message
+
+
+def test_a_sweep_varies_something_and_each_flag_once():
+    assert "--vary=learning_rate:0.05,0.1,0.2" in refusal()
+    assert "--vary=seed:... is given twice" in refusal("--vary=seed:1", "--vary=seed:2")
+    assert "num_towers" in refusal("--vary=num_gpus:1", "--vary=num_towers:2")
+
+
+def test_ends_of_a_range_are_checked_as_values():
+    message = refusal("--vary=momentum:0.5..3", "--samples=20")
+    assert message.startswith("the run momentum=") and "from 0 to 1 is needed" in message
+
+
+def test_flags_that_are_whole_only_together(tmp_path):
+    runs = plan_of("--schedule=step", "--vary=decay_epochs:80,120;60,90")
+    assert [run.options.decay_epochs for run in runs] == ["80,120", "60,90"]
+
+
+def test_vary_may_stand_in_a_flagfile(tmp_path):
+    path = tmp_path / "sweep.cfg"
+    path.write_text("--batch_size=8\n--vary=seed:1,2\n--vary=model_args:a=1,b=2;a=2,b=2\n")
+    runs = plan_of(f"--flagfile={path}", "--vary", "momentum:0,0.9")
+    assert len(runs) == 8 and {run.options.batch_size for run in runs} == {8}
+    assert list(runs[0].flags) == ["seed", "model_args", "momentum"]
+
+
+# ---------------------------------------------------------------------------- Combinations
+
+
+def test_a_grid_is_all_combinations():
+    runs = plan_of("--batch_size=8", "--vary=learning_rate:0.05,0.1", "--vary=seed:1,2,3")
+    assert [run.name for run in runs] == [
+        f"learning_rate={rate},seed={seed}" for rate in ("0.05", "0.1") for seed in (1, 2, 3)
+    ]
+    assert runs[1].options == Options(
+        learning_rate=0.05, seed=2, batch_size=8, train_dir="S/learning_rate=0.05,seed=2"
+    )
+
+
+def test_huge_grids_are_refused():
+    numbers = ",".join(map(str, range(1000)))
+    message = refusal(f"--vary=seed:{numbers}", f"--vary=max_steps:{numbers}")
+    assert "1000000 combinations" in message
+
+
+def test_samples_are_the_same_after_a_restart_and_more_keep_the_first():
+    argv = ["--vary=learning_rate:log(0.01..0.3)", "--vary=batch_size:16..256", "--vary=seed:1,2"]
+    first = plan_of(*argv, "--samples=5")
+    assert plan_of(*argv, "--samples=5") == first
+    assert plan_of(*argv, "--samples=50")[:5] == first
+    other = plan_of(*argv, "--samples=5", "--sweep_seed=1")
+    assert not {run.name for run in first} & {run.name for run in other}
+    assert plan_of(*argv, "--samples=5", "--seed=7")[0].flags == first[0].flags
+
+
+def test_samples_fill_their_ranges():
+    varied = parse_all(
+        ["learning_rate:log(0.001..0.1)", "momentum:0.2..0.8", "batch_size:16..19", "seed:4,5"]
+    )
+    found = sample(varied, 400, seed=0)
+    rates = [combination["learning_rate"] for combination in found]
+    assert all(0.001 <= rate <= 0.1 for rate in rates)
+    assert 150 < sum(rate < 0.01 for rate in rates) < 250  # evenly in the logarithm
+    momenta = [combination["momentum"] for combination in found]
+    assert all(0.2 <= momentum <= 0.8 for momentum in momenta)
+    assert 150 < sum(momentum < 0.5 for momentum in momenta) < 250
+    for size in (16, 17, 18, 19):
+        assert 60 < sum(combination["batch_size"] == size for combination in found) < 140
+    assert {combination["seed"] for combination in found} == {4, 5}
+    assert all(len(str(rate)) <= 9 for rate in rates)
+
+
+def test_samples_differ_and_there_must_be_so_many():
+    varied = parse_all(["seed:1,2,3", "batch_size:1..2"])
+    assert len({describe(combination) for combination in sample(varied, 6, 0)}) == 6
+    assert {describe(c) for c in sample(varied, 6, 0)} == {
+        f"batch_size={size},seed={seed}" for size in (1, 2) for seed in (1, 2, 3)
+    }
+    with pytest.raises(InputError, match="--samples=7: only 6 different .* or --samples=6"):
+        sample(varied, 7, 0)
+    assert sorted(c["seed"] for c in grid(parse_all(["seed:1,2,3"]))) == [1, 2, 3]
+
+
+@settings(deadline=None)
+@given(
+    low=st.floats(1e-9, 1e9),
+    factor=st.floats(1.001, 1e6),
+    where=st.floats(0, 1, exclude_max=True),
+    log=st.booleans(),
+)
+def test_a_draw_stays_in_its_range(low, factor, where, log):
+    varied = Varied("learning_rate", low=low, high=low * factor, log=log)
+    assert low <= varied.draw(where) <= low * factor
+    whole = Varied("batch_size", low=int(low) + 1, high=int(low * factor) + 2, log=log)
+    assert whole.low <= whole.draw(where) <= whole.high and isinstance(whole.draw(where), int)
+
+
+# ---------------------------------------------------------------------------- Names
+
+
+def test_names_do_not_depend_on_how_flags_are_given():
+    left = plan_of("--vary=seed:1", "--vary=weight_decay:1e-4", "--vary=learning_rate:0.10")
+    right = plan_of("--vary=learning_rate:.1", "--vary=weight_decay:0.0001", "--vary=seed:1")
+    assert left[0].name == right[0].name == "learning_rate=0.1,weight_decay=0.0001,seed=1"
+
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=300)
+
+
+@settings(deadline=None)
+@given(left=TEXTS, right=TEXTS)
+def test_names_are_safe_short_and_different(left, right):
+    names = [name_of({"model_args": value, "seed": 3}) for value in (left, right)]
+    for name in names:
+        assert re.fullmatch(r"[a-z][A-Za-z0-9_.=,+-]*", name) and len(name) <= sweep_plan.MAX_NAME
+    assert (names[0] == names[1]) == (left == right)
+
+
+def test_the_flags_of_a_sweep():
+    options = flags.parse("sweep", ["--vary=seed:1", "--vary", "momentum:0"])
+    assert options == SweepOptions(vary=("seed:1", "momentum:0"))
+    with pytest.raises(InputError, match="towers sweep takes no --train_dir: .*--sweep_dir"):
+        flags.parse("sweep", ["--train_dir=a", "--vary=seed:1"])
+    with pytest.raises(InputError, match="--parallel=0: a whole number from 1"):
+        flags.parse("sweep", ["--parallel=0", "--vary=seed:1"])
+    with pytest.raises(InputError, match="unexpected argument 'seed:1'"):
+        flags.parse("sweep", ["--vary=seed:1", "seed:1"])

@@ -1,0 +1,271 @@
+"""`towers tensorboard`, and every tag of a real run through its HTTP interface."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from towers.commands.tensorboard.options import TensorboardOptions
+
+from tests import tiny
+from tests.tensorboard_server import Server, metrics
+from towers import cli
+from towers.commands.tensorboard import command as tensorboard
+from towers.errors import InputError
+from towers.options import flags
+from towers.training.train import train
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = dict(
+    max_steps=12,
+    log_every_steps=5,
+    checkpoint_every_steps=4,
+    histogram_every_epochs=1,
+    ema_decay=0.9,
+)
+AT = [0, 5, 10, 11]  # updates before the steps that get a point
+# What a run on two towers shows: {run: {tag: updates at which its points stand}}.
+SCALARS = {
+    "train": {
+        **dict.fromkeys(
+            "loss/data loss/regularisation loss/total learning_rate gradient_norm "
+            "update_to_weight_ratio progress/examples progress/epoch "
+            "tower_0/loss tower_0/gradient_norm tower_0/cosine_to_mean tower_0/memory_mib "
+            "tower_0/peak_memory_mib tower_1/loss tower_1/gradient_norm tower_1/cosine_to_mean "
+            "tower_1/memory_mib tower_1/peak_memory_mib towers/loss_spread "
+            "towers/gradient_norm_spread noise_scale/trace noise_scale/squared_norm".split(),
+            AT,
+        ),
+        **dict.fromkeys(  # between two points
+            "speed/examples_per_second speed/seconds_per_step speed/input_wait_seconds "
+            "speed/compute_seconds speed/gather_seconds speed/update_seconds tower_0/step_seconds "
+            "tower_1/step_seconds towers/step_seconds_spread".split(),
+            AT[1:],
+        ),
+        "checkpoint_seconds": [3, 7, 11],
+    },
+    "eval": dict.fromkeys("accuracy accuracy_ema loss loss_ema".split(), [12]),
+    ".": dict.fromkeys(
+        "result/test_accuracy result/test_accuracy_ema result/test_loss result/test_loss_ema "
+        "result/train_loss result/examples_per_second result/steps result/examples".split(),
+        [12],
+    ),
+}
+PICTURES = [
+    "train images/tower_0",
+    "train images/tower_1",
+    "train filters/",
+    "eval confusion_matrix",
+]
+HISTOGRAMS = ["train weights/", "train gradients/", "train activations/"]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    train(tiny.options(folder, model="tests.tiny:cnn", num_towers=2, devices="cpu", **STEPS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(run_dir):
+    return Server(run_dir)
+
+
+@pytest.fixture(scope="module")
+def sweep_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweep")
+    for rate in (0.1, 0.2):
+        options = {"num_towers": 2, "devices": "cpu", "learning_rate": rate, "max_steps": 3}
+        train(tiny.options(folder / f"learning_rate={rate}", **options))
+    return folder
+
+
+# ------------------------------------------------------------------------ What a run shows
+
+
+@pytest.mark.parametrize(
+    ("run", "tag", "steps"),
+    [(run, tag, steps) for run, tags in SCALARS.items() for tag, steps in tags.items()],
+)
+def test_every_curve_has_all_its_points(server, run, tag, steps):
+    assert [step for step, _ in server.points(run, tag)] == steps
+
+
+def test_the_noise_scale_has_a_curve(server):
+    # what is seen of it depends on how noisy the gradients are: at some steps it has no value
+    assert ("train", "noise_scale/trace") in server.tags("scalars")
+
+
+def test_no_curve_is_missing_in_the_list_above(server):
+    known = {(run, tag) for run, tags in SCALARS.items() for tag in tags}
+    known |= {("train", "noise_scale/examples")}
+    rest = {(run, tag) for run, tag in server.tags("scalars") - known}
+    assert {tag for _, tag in rest if not tag.startswith(("gpu_", "result/"))} == set()
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_the_pictures_are_there(server, picture):
+    run, name = picture.split()
+    tags = [tag for shown, tag in server.tags("images") if shown == run and tag.startswith(name)]
+    assert tags
+    assert server.get("plugin/images/images", run=run, tag=tags[0], sample="0")
+
+
+@pytest.mark.parametrize("histogram", HISTOGRAMS)
+def test_the_histograms_are_there(server, histogram):
+    run, name = histogram.split()
+    tags = [
+        tag for shown, tag in server.tags("histograms") if (shown, tag[: len(name)]) == (run, name)
+    ]
+    assert tags
+    assert server.get("plugin/histograms/histograms", run=run, tag=tags[0])
+
+
+@pytest.mark.parametrize("tag", ["rules", "flags", "placement", "environment", "model"])
+def test_the_texts_are_there(server, tag):
+    assert len(server.text(tag)) == 1
+
+
+def test_every_curve_of_training_is_in_the_layout(server):
+    layout = server.get("plugin/custom_scalars/layout")
+    charts = [chart for category in layout["category"] for chart in category["chart"]]
+    patterns = [tag for chart in charts for tag in chart["multiline"]["tag"]]
+    for run in ("train", "eval"):
+        for tag in SCALARS[run]:
+            assert any(re.match(pattern, tag) for pattern in patterns), tag
+
+
+def test_the_graph_and_the_table_are_there(server):
+    assert 'name: "tower_1/' in server.get("plugin/graphs/graph", run=".")
+    (row,) = server.rows().values()
+    assert row["hparams"]["num_towers"] == 2
+    assert set(SCALARS["."]) <= set(metrics(row))
+    assert row["sessions"][0]["status"] == "STATUS_SUCCESS"
+
+
+def test_a_folder_of_runs_shows_a_row_for_each(sweep_dir):
+    rows = Server(sweep_dir).rows()
+    assert {row["hparams"]["learning_rate"] for row in rows.values()} == {0.1, 0.2}
+    for row in rows.values():
+        assert {"result/test_accuracy", "result/test_loss"} <= set(metrics(row))
+
+
+def test_a_finished_run_that_is_asked_again_is_left_as_it_is(sweep_dir):
+    folder = sweep_dir / "learning_rate=0.1"
+    before = [path.read_bytes() for path in sorted(folder.glob("events*"))]
+    options = {"num_towers": 2, "devices": "cpu", "learning_rate": 0.1, "max_steps": 3}
+    train(tiny.options(folder, **options))
+    assert [path.read_bytes() for path in sorted(folder.glob("events*"))] == before
+
+
+# --------------------------------------------------------------------------------- The verb
+
+
+@pytest.fixture
+def event_dir(tmp_path):
+    """A folder in which TensorBoard finds something."""
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "events.out.tfevents.1.host").write_bytes(b"")
+    return tmp_path
+
+
+def test_it_serves_until_ctrl_c(event_dir):
+    command = [
+        sys.executable,
+        "-m",
+        "towers",
+        "tensorboard",
+        f"--train_dir={event_dir}",
+        "--port=0",
+    ]
+    with subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as server:
+        try:
+            address = re.search(r"http://localhost:(\d+)/", server.stdout.readline())
+            way = server.stdout.readline()
+            with urllib.request.urlopen(f"{address[0]}data/environment", timeout=30) as answer:
+                assert str(event_dir) in answer.read().decode()
+            server.send_signal(signal.SIGINT)
+            out, err = server.communicate(timeout=30)
+        finally:
+            server.kill()
+    assert f"ssh -N -L {address[1]}:localhost:{address[1]} " in way
+    assert server.returncode == 0
+    assert "Traceback" not in out + err
+
+
+def test_it_takes_no_gpu(event_dir, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    seen = {}
+    monkeypatch.setattr(
+        "tensorboard.program.TensorBoard.launch", lambda _: seen.update(os.environ) or "http://x:1/"
+    )
+    assert tensorboard.start(TensorboardOptions(train_dir=str(event_dir))) == "http://x:1/"
+    assert seen["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent", "--train_dir={}: there is no such folder; train first, or name one"),
+        ("empty", "--train_dir={}: there are no event files; train first, or name the folder of a "
+         "run or of a sweep"),
+    ],
+)  # fmt: skip
+def test_a_folder_with_nothing_to_show_is_refused(tmp_path, capsys, name, message):
+    (tmp_path / "empty").mkdir()
+    folder = tmp_path / name
+    assert cli.main(["tensorboard", f"--train_dir={folder}"]) == 2
+    assert capsys.readouterr().err == f"towers: {message.format(folder)}\n"
+
+
+def test_a_port_that_is_taken_is_refused(event_dir):
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "towers", "tensorboard", f"--train_dir={event_dir}"]
+        done = subprocess.run(
+            [*command, f"--port={port}"], cwd=ROOT, text=True, capture_output=True, timeout=60
+        )
+    assert done.returncode == 2
+    assert re.fullmatch(rf"towers: --port={port}: .*in use.*\n", done.stderr)
+
+
+@pytest.mark.parametrize("flag", ["--optimizer=sgd", "--json", "--max_steps=3"])
+def test_flags_of_training_are_refused(flag):
+    with pytest.raises(InputError, match="^towers tensorboard takes no --"):
+        flags.parse("tensorboard", [flag])
+
+
+def test_a_port_out_of_range_is_refused():
+    with pytest.raises(InputError, match="^--port=70000: a whole number from 0 to 65535"):
+        flags.parse("tensorboard", ["--port=70000"])
+
+
+def test_all_points_of_a_long_curve_are_shown(tmp_path):
+    import tensorflow as tf
+
+    writer = tf.summary.create_file_writer(str(tmp_path))
+    with writer.as_default():
+        for step in range(3000):
+            tf.summary.scalar("long", step, step=step)
+    writer.close()
+    assert [step for step, _ in Server(tmp_path).points(".", "long")] == list(range(3000))
+
+
+def test_screenshots_without_a_browser_say_what_to_install(tmp_path):
+    command = [sys.executable, str(ROOT / "scripts" / "screenshots"), f"--output={tmp_path}"]
+    environ = os.environ | {"PATH": str(tmp_path)}
+    done = subprocess.run(command, env=environ, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "apt-get install chromium chromium-driver" in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,217 @@
+"""The health of GPUs, with a made-up driver; the time between two samples is made up, too."""
+
+import threading
+
+import pynvml
+import pytest
+
+from tests import fake_gpus
+from tests.fake_gpus import A100, LOST, MIB, Card
+from towers.devices.gpu_health import PERIOD_SECONDS, GpuHealth
+
+TAGS = (
+    "utilisation_percent memory_utilisation_percent memory_used_mib power_watts "
+    "temperature_celsius sm_clock_mhz memory_clock_mhz"
+).split()
+CARD = Card(total_mib=1000, free_mib=300)
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "gpu_health"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    join()
+    assert threads() == []
+
+
+def join():
+    """Wait for the threads: `close` waits for some time only."""
+    for thread in threads():
+        thread.join(60)
+
+
+def watch(samples, between=lambda n: None, indices=None):
+    """Take so many samples; `between(n)` comes after the n-th. The thread has ended then."""
+    count, waited = [], []
+
+    def wait(seconds):
+        waited.append(seconds)
+        count.append(1)
+        between(len(count))
+        return len(count) == samples
+
+    health = GpuHealth(indices, wait=wait)
+    health.close()
+    join()
+    assert waited == [PERIOD_SECONDS] * samples
+    return health
+
+
+def test_all_that_the_driver_tells(monkeypatch):
+    still_open = fake_gpus.install_driver(monkeypatch, CARD, A100)
+    values = watch(1, indices=[0, 1]).read()
+    assert set(values) == {f"gpu_{i}/{tag}" for i in (0, 1) for tag in TAGS}
+    assert {tag: values[f"gpu_0/{tag}"] for tag in TAGS} == {
+        "utilisation_percent": 97,
+        "memory_utilisation_percent": 41,
+        "memory_used_mib": 700,
+        "power_watts": 250.5,
+        "temperature_celsius": 64,
+        "sm_clock_mhz": 1410,
+        "memory_clock_mhz": 1215,
+    }
+    assert {type(value) for value in values.values()} == {float}
+    assert not still_open
+
+
+def vary(monkeypatch, name, answers):
+    """Let one of NVML's functions give these answers, one after the other."""
+    answers = iter(answers)
+    monkeypatch.setattr(pynvml, name, lambda *_: next(answers))
+
+
+def test_means_and_peaks(monkeypatch):
+    fake_gpus.install_driver(monkeypatch, CARD)
+    vary(monkeypatch, "nvmlDeviceGetPowerUsage", [100_000, 400_000, 160_000])
+    vary(monkeypatch, "nvmlDeviceGetTemperature", [60, 71, 65])
+    memory = [fake_gpus.SimpleNamespace(total=9 * MIB, free=f * MIB) for f in (5, 2, 8)]
+    vary(monkeypatch, "nvmlDeviceGetMemoryInfo", memory)
+    values = watch(3, indices=[0]).read()
+    assert values["gpu_0/power_watts"] == 220
+    assert values["gpu_0/temperature_celsius"] == 71
+    assert values["gpu_0/memory_used_mib"] == 7
+
+
+def test_each_read_starts_a_new_window(monkeypatch):
+    fake_gpus.install_driver(monkeypatch, CARD)
+    vary(monkeypatch, "nvmlDeviceGetPowerUsage", [100_000, 400_000, 160_000])
+    vary(monkeypatch, "nvmlDeviceGetTemperature", [80, 71, 65])
+    started, seen = threading.Event(), []
+
+    def between(n):
+        started.wait(60)  # until there is something to call read of
+        if n == 1:
+            seen.append(holder[0].read())
+
+    holder = []
+    waits = iter([1, 2, 3])
+
+    def wait(seconds):
+        n = next(waits)
+        between(n)
+        return n == 3
+
+    holder.append(GpuHealth([0], wait=wait))
+    started.set()
+    holder[0].close()
+    join()
+    seen += [holder[0].read(), holder[0].read()]
+    assert [values.get("gpu_0/power_watts") for values in seen] == [100, 280, None]
+    assert [values.get("gpu_0/temperature_celsius") for values in seen] == [80, 71, None]
+    assert seen[2] == {}
+
+
+def test_only_what_this_process_sees_by_the_drivers_index(monkeypatch):
+    fake_gpus.install(monkeypatch, A100, A100, A100)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    values = watch(1).read()
+    assert {tag.split("/")[0] for tag in values} == {"gpu_1", "gpu_2"}
+
+
+@pytest.mark.parametrize(
+    "cards, driver", [((), True), ((A100,), False)], ids=["no GPU", "no driver"]
+)
+def test_nothing_to_read_and_no_thread(monkeypatch, cards, driver):
+    fake_gpus.install(monkeypatch, *cards, driver=driver)
+    health = GpuHealth()
+    assert threads() == []
+    assert health.read() == {}
+    health.close()
+
+
+@pytest.mark.parametrize(
+    "function, missing",
+    [
+        ("nvmlDeviceGetUtilizationRates", ("utilisation_percent", "memory_utilisation_percent")),
+        ("nvmlDeviceGetMemoryInfo", ("memory_used_mib",)),
+        ("nvmlDeviceGetPowerUsage", ("power_watts",)),
+        ("nvmlDeviceGetTemperature", ("temperature_celsius",)),
+        ("nvmlDeviceGetClockInfo", ("sm_clock_mhz", "memory_clock_mhz")),
+    ],
+)
+def test_what_is_not_supported_is_left_out(monkeypatch, function, missing):
+    fake_gpus.install_driver(monkeypatch, Card(silent=frozenset([function])), A100)
+    values = watch(1, indices=[0, 1]).read()
+    assert {tag for tag in TAGS if f"gpu_0/{tag}" not in values} == set(missing)
+    assert all(f"gpu_1/{tag}" in values for tag in TAGS)
+
+
+def test_a_gpu_that_does_nothing_is_told(monkeypatch):
+    fake_gpus.install_driver(monkeypatch, Card(percent=0, memory_percent=0, watts=0, celsius=0))
+    values = watch(1, indices=[0]).read()
+    assert values["gpu_0/utilisation_percent"] == values["gpu_0/power_watts"] == 0
+    assert values["gpu_0/temperature_celsius"] == 0
+
+
+def test_a_gpu_that_falls_off_the_bus(monkeypatch):
+    cards = [A100, A100]
+
+    def lose(n):
+        cards[0] = LOST if n == 1 else cards[0]
+
+    fake_gpus.install_driver(monkeypatch, *cards)
+    real = pynvml.nvmlDeviceGetHandleByIndex
+
+    def handle(index):
+        if cards[index].lost:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return real(index)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", handle)
+    vary(monkeypatch, "nvmlDeviceGetPowerUsage", [100_000, 200_000, 400_000])
+    values = watch(2, lose, indices=[0, 1]).read()
+    assert values["gpu_0/power_watts"] == 100
+    assert values["gpu_1/power_watts"] == 300
+
+
+def test_a_driver_that_goes_mad_ends_the_curves_only(monkeypatch):
+    fake_gpus.install_driver(monkeypatch, A100)
+    vary(monkeypatch, "nvmlDeviceGetUtilizationRates", [None])
+    vary(monkeypatch, "nvmlDeviceGetPowerUsage", ["?"])
+    health = GpuHealth([0])
+    join()
+    assert health.read() == {}
+
+
+def test_a_driver_that_hangs_holds_nobody_up(monkeypatch):
+    fake_gpus.install_driver(monkeypatch, A100)
+    monkeypatch.setattr("towers.devices.gpu_health._CLOSE_SECONDS", 0.01)
+    asked, answer = threading.Event(), threading.Event()
+
+    def hang(handle):
+        asked.set()
+        answer.wait(60)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", hang)
+    health = GpuHealth([0])
+    assert asked.wait(60)
+    assert health.read() == {}
+    health.close()
+    [thread] = threads()
+    assert thread.daemon
+    answer.set()
+    thread.join(60)
+
+
+def test_close_ends_the_thread_in_the_middle_of_a_wait_and_may_be_repeated(monkeypatch):
+    monkeypatch.setattr("towers.devices.gpu_health.PERIOD_SECONDS", 600)
+    monkeypatch.setattr("towers.devices.gpu_health._CLOSE_SECONDS", 60)
+    still_open = fake_gpus.install_driver(monkeypatch, A100)
+    health = GpuHealth([0])
+    assert len(threads()) == 1
+    health.close()
+    assert threads() == [] and not still_open
+    health.close()

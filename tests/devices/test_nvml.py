@@ -1,0 +1,89 @@
+"""The driver's view, with a made-up driver."""
+
+import pytest
+
+from tests.fake_gpus import A100, FULL, LOST, SMALL, Card, bus_id, install_driver, uuid
+from towers.devices import nvml
+from towers.devices.nvml import MIB, DriverGpu, Process
+
+
+def test_no_driver_no_gpus(monkeypatch):
+    install_driver(monkeypatch, A100, there=False)
+    assert nvml.gpus() == []
+    assert nvml.driver_version() is None
+
+
+@pytest.mark.parametrize("as_bytes", [False, True])
+def test_all_that_the_driver_tells(monkeypatch, as_bytes):
+    still_open = install_driver(monkeypatch, A100, FULL, as_bytes=as_bytes)
+    first, second = nvml.gpus()
+    assert first == DriverGpu(
+        index=0,
+        uuid=uuid(0),
+        pci_bus_id=bus_id(0),
+        name="NVIDIA A100",
+        compute_capability=(8, 0),
+        total_bytes=40960 * MIB,
+        free_bytes=40536 * MIB,
+    )
+    assert second.processes == (Process(17, "python", 39000 * MIB), Process(18, "blender", None))
+    assert nvml.driver_version() == "555.42.02"
+    assert not still_open
+
+
+def test_a_lost_gpu_keeps_its_number(monkeypatch):
+    install_driver(monkeypatch, LOST, SMALL)
+    assert nvml.gpus()[0] == DriverGpu(0)
+    assert [str(gpu) for gpu in nvml.gpus()] == ["0 (unreadable)", "1 (NVIDIA T400)"]
+
+
+@pytest.mark.parametrize(
+    "function, fields",
+    [
+        ("nvmlDeviceGetMemoryInfo", {"total_bytes": None, "free_bytes": None}),
+        ("nvmlDeviceGetPciInfo", {"pci_bus_id": None}),
+        ("nvmlDeviceGetCudaComputeCapability", {"compute_capability": None}),
+        ("nvmlDeviceGetUUID", {"uuid": None}),
+        ("nvmlDeviceGetName", {"name": None}),
+        ("nvmlDeviceGetComputeRunningProcesses", {"processes": ()}),
+    ],
+)
+def test_what_is_not_supported_is_none(monkeypatch, function, fields):
+    install_driver(monkeypatch, Card(silent=frozenset([function]), holders=((5, "x", 1),)))
+    [gpu] = nvml.gpus()
+    everything = DriverGpu(
+        index=0,
+        uuid=uuid(0),
+        pci_bus_id=bus_id(0),
+        name="NVIDIA A100",
+        compute_capability=(8, 0),
+        total_bytes=40960 * MIB,
+        free_bytes=40536 * MIB,
+        processes=(Process(5, "x", MIB),),
+    )
+    assert gpu == DriverGpu(**vars(everything) | fields)
+    assert not gpu.full
+
+
+def test_a_process_whose_name_cannot_be_read(monkeypatch):
+    install_driver(monkeypatch, Card(holders=((7, "", 3),)))
+    [process] = nvml.gpus()[0].processes
+    assert str(process) == "? (pid 7, 3 MiB)"
+
+    def undecodable(pid):
+        return b"\xff".decode()
+
+    monkeypatch.setattr(nvml.pynvml, "nvmlSystemGetProcessName", undecodable)
+    assert nvml.gpus()[0].processes[0].name == "?"
+    monkeypatch.setattr(nvml.pynvml, "nvmlSystemGetProcessName", lambda pid: b"caf\xe9")
+    assert nvml.gpus()[0].processes[0].name == "caf\N{REPLACEMENT CHARACTER}"
+
+
+def test_processes_in_words():
+    assert str(Process(17, "python", 3000 * MIB)) == "python (pid 17, 3000 MiB)"
+    assert str(Process(17, "python", None)) == "python (pid 17)"
+
+
+@pytest.mark.parametrize("free, full", [(0, True), (4, True), (5, False), (100, False)])
+def test_full_is_less_than_a_twentieth(free, full):
+    assert DriverGpu(0, total_bytes=100, free_bytes=free).full is full

@@ -1,0 +1,270 @@
+"""The probe of the devices: what it finds, and what becomes of a process that fails."""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from towers.devices import probe
+
+ROOT = Path(__file__).resolve().parents[2]
+CPUS = ["/cpu:0", "/cpu:1"]
+
+# Takes the place of TensorFlow in the process: two devices, results of its own.
+FAKE = """
+import json, os, sys, time
+devices = sys.argv[1:]
+results = {device: dict(errors=[], gflops={}) for device in devices}
+def finish():
+    print(json.dumps(dict(gpus=[], build={}, devices=results, copies={})))
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+@pytest.fixture
+def child(tmp_path, monkeypatch):
+    """Return `child(code)`, which lets the process run that code when it imports TensorFlow."""
+
+    def fake(code):
+        (tmp_path / "tensorflow.py").write_text(FAKE + code)
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return fake
+
+
+def test_devices_of_this_machine(tmp_path, monkeypatch, capfd):
+    """From another folder, which holds modules of the same names as those that are needed."""
+    for name in ("towers.py", "numpy.py", "json.py"):
+        (tmp_path / name).write_text("raise SystemExit('the wrong module')")
+    if sys.version_info >= (3, 11):
+        monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    found = probe.run_probe([*CPUS, "/gpu:7"])
+    assert list(found["devices"]) == [*CPUS, "/gpu:7"]
+    for device in CPUS:
+        result = found["devices"][device]
+        assert result["errors"] == []
+        assert result["gflops"].keys() == {"matmul", "convolution"}
+        assert all(gflops > 0.1 for gflops in result["gflops"].values())
+    assert found["build"] == dict(tf.sysconfig.get_build_info())
+    assert capfd.readouterr() == ("", "")
+
+    # What is wrong with one device hides nothing of the others.
+    wrong = found["devices"]["/gpu:7"]
+    assert [error.split(":")[0] for error in wrong["errors"]] == ["matmul", "convolution"]
+    pairs = list(itertools.permutations([*CPUS, "/gpu:7"], 2))
+    assert list(found["copies"]) == [f"{source} to {target}" for source, target in pairs]
+    for pair, error in found["copies"].items():
+        assert ("GPU:7" in error and "\n" not in error) if "gpu" in pair else error is None
+
+
+def test_the_process_takes_little_memory_and_none_of_the_terminal(child, monkeypatch):
+    child("""
+names = "TF_FORCE_GPU_ALLOW_GROWTH", "TF_CPP_MIN_LOG_LEVEL"
+results = {device: [os.environ[name] for name in names] + [sys.stdin.read()] for device in devices}
+finish()
+""")
+    monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "false")
+    terminal, keyboard = os.pipe()
+    os.write(keyboard, b"typed")
+    os.close(keyboard)
+    stdin = os.dup(0)
+    os.dup2(terminal, 0)
+    try:
+        found = probe.run_probe(["/cpu:0"])
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+        os.close(terminal)
+    assert found["devices"] == {"/cpu:0": ["true", "2", ""]}
+
+
+# ---------------------------------------------------------------------------- Processes that fail
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        ("print('CUDA is lost', file=sys.stderr, flush=True); os.abort()",
+         "was ended by SIGABRT: CUDA is lost"),
+        ("os.abort()", "was ended by SIGABRT: without a word"),
+        ("os.write(2, b'worse\\nI0000 00:00 port.cc\\n\\n'); os._exit(3)",
+         "ended with code 3: worse"),
+        ("os.write(2, b'F0000 no memory\\n*** Check failure stack: ***\\n  @  0x7f main\\n')\n"
+         "os.abort()", "was ended by SIGABRT: F0000 no memory"),
+        ("raise ImportError('libcudart.so')", "ended with code 1: ImportError: libcudart.so"),
+        ("print('rubbish', flush=True); os._exit(0)", "printed what is no result: rubbish"),
+        ("print('{}', flush=True); os._exit(0)", "printed what is no result: {}"),
+        ("print('{\"devices\": 1}', flush=True); os._exit(0)",
+         'printed what is no result: {"devices": 1}'),
+        ("print('[1]', flush=True); os._exit(0)", "printed what is no result: [1]"),
+        ("os.write(1, b'\\xff'); os._exit(0)", "printed what is no result: \ufffd"),
+        ("os._exit(0)", "printed what is no result: without a word"),
+    ],
+)  # fmt: skip
+def test_a_process_that_fails_is_one_line(child, code, end):
+    child(code)
+    assert probe.run_probe(["/gpu:0"]) == end
+
+
+def test_a_process_that_hangs_is_ended(child, tmp_path):
+    child(f"""
+open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
+print("waiting for the GPU", file=sys.stderr, flush=True)
+time.sleep(60)
+""")
+    start = time.monotonic()
+    found = probe.run_probe(["/gpu:0"], timeout_seconds=1)
+    assert found == "gave no answer within 1 s: waiting for the GPU"
+    assert time.monotonic() - start < 10
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_python_that_cannot_be_started(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    assert probe.run_probe(["/cpu:0"]) == "cannot be started: No such file or directory"
+
+
+def test_the_device_that_aborts_is_named(child):
+    child("""
+if "/gpu:1" in devices:
+    os.abort()
+finish()
+""")
+    found = probe.run_probe(["/cpu:0", "/gpu:0", "/gpu:1"])
+    assert [found["devices"][device]["errors"] for device in ("/cpu:0", "/gpu:0", "/gpu:1")] == [
+        [],
+        [],
+        ["the probe was ended by SIGABRT: without a word"],
+    ]
+    assert found["copies"] == {}
+
+
+def test_devices_that_fail_only_together(child):
+    child("""
+if len(devices) > 1:
+    os.abort()
+finish()
+""")
+    found = probe.run_probe(CPUS)
+    assert all(result["errors"] == [] for result in found["devices"].values())
+    assert found["copies"] == {"all together": "the probe was ended by SIGABRT: without a word"}
+
+
+def test_where_every_process_fails_that_is_said_once(child):
+    child("raise ImportError('no TensorFlow')")
+    assert probe.run_probe(CPUS) == "ended with code 1: ImportError: no TensorFlow"
+
+
+# ---------------------------------------------------------------------------- Wrong results
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(probe, "TIMED_SECONDS", 1e-9)
+
+
+def test_right_results(quick):
+    result = probe.probe_device("/cpu:1")
+    assert result["errors"] == [] and result["gflops"].keys() == {"matmul", "convolution"}
+
+
+def test_an_error_is_one_line(quick, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("CUDA is lost\n  somewhere")
+
+    monkeypatch.setattr(tf, "matmul", fail)
+    assert probe.probe_device("/cpu:0")["errors"] == ["matmul: CUDA is lost somewhere"]
+
+
+@pytest.mark.parametrize(("factor", "off"), [(1.02, "0.02"), (float("nan"), "nan")])
+def test_a_wrong_matmul_does_not_hide_the_convolution(quick, monkeypatch, factor, off):
+    right = tf.matmul
+    monkeypatch.setattr(tf, "matmul", lambda a, b: right(a, b) * factor)
+    result = probe.probe_device("/cpu:0")
+    assert result["errors"] == [f"matmul: the result is off by {off} of its largest value"]
+    assert result["gflops"].keys() == {"convolution"}
+
+
+def test_a_wrong_convolution(quick, monkeypatch):
+    right = tf.nn.conv2d
+    monkeypatch.setattr(tf.nn, "conv2d", lambda x, k, *rest: right(x, k[:, ::-1], *rest))
+    assert probe.probe_device("/cpu:0")["errors"][0].startswith("convolution: the result is off")
+
+
+def test_tensorfloat_32_is_no_mistake(quick, monkeypatch):
+    def rounded(array):  # to 10 bits
+        bits = (array.numpy().view(np.uint32) + 0x1000) & np.uint32(0xFFFFE000)
+        return tf.constant(bits.view(np.float32))
+
+    right = tf.matmul
+    monkeypatch.setattr(tf, "matmul", lambda a, b: right(rounded(a), rounded(b)))
+    assert probe.probe_device("/cpu:0")["errors"] == []
+
+
+def test_a_single_wrong_bit_of_a_copy(monkeypatch):
+    right, number = tf.identity, []
+
+    def identity(value):
+        number.append(value)
+        words = right(value).numpy()
+        words.view(np.uint32)[17] ^= len(number) == 2
+        return tf.constant(words)
+
+    assert probe._error(probe.probe_copy, "/cpu:0", "/cpu:1") is None
+    monkeypatch.setattr(tf, "identity", identity)
+    error = probe._error(probe.probe_copy, "/cpu:0", "/cpu:1")
+    assert error == f"1 of {probe.COPY_BYTES // 4} words arrived wrong"
+
+
+def test_copies_are_between_devices(monkeypatch):
+    right, devices = tf.identity, []
+
+    def identity(value):
+        result = right(value)
+        devices.append(result.backing_device.rpartition("device:")[2])
+        assert result.dtype != tf.int32  # which TensorFlow keeps on the host
+        return result
+
+    monkeypatch.setattr(tf, "identity", identity)
+    probe.probe_copy("/cpu:2", "/cpu:3")
+    assert devices == ["CPU:2", "CPU:3"]
+
+
+# ---------------------------------------------------------------------------- The GPUs it sees
+
+
+def test_only_the_gpus_that_are_asked_for_are_seen(monkeypatch):
+    """The others may be full: even to start on them may abort."""
+    gpus = [tf.config.PhysicalDevice(f"/physical_device:GPU:{i}", "GPU") for i in range(4)]
+    seen = {}
+    monkeypatch.setattr(tf.config, "set_soft_device_placement", lambda on: seen.update(soft=on))
+    monkeypatch.setattr(
+        tf.config, "set_visible_devices", lambda found, kind: seen.update({kind: found})
+    )
+    monkeypatch.setattr(
+        tf.config, "set_logical_device_configuration", lambda _, parts: seen.update(cpus=len(parts))
+    )
+    names = probe._make_visible(["/cpu:0", "/cpu:2", "/gpu:3", "/gpu:1", "/gpu:9"], gpus)
+    assert seen == {"soft": False, "GPU": [gpus[1], gpus[3]], "cpus": 3}
+    assert names == {
+        "/cpu:0": "/cpu:0",
+        "/cpu:2": "/cpu:2",
+        "/gpu:3": "/gpu:1",
+        "/gpu:1": "/gpu:0",
+        "/gpu:9": "/gpu:9",
+    }
+
+
+def test_importing_the_probe_is_cheap():
+    heavy = "{'tensorflow', 'numpy'} & set(sys.modules)"
+    code = f"import sys, towers.devices.probe; sys.exit({heavy} != set())"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

@@ -1,0 +1,246 @@
+"""What a run says of its placement, and that strict mode stops it before the first step."""
+
+import csv
+import re
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tests import tiny
+from towers import cli
+from towers.errors import InputError, RunError
+from towers.graphs import placement_report
+from towers.graphs.placement import Op, Placement, Transfer
+from towers.training.train import train
+
+
+class Pinned(keras.layers.Layer):
+    """A layer that insists on a device of its own."""
+
+    def __init__(self, device, **keywords):
+        super().__init__(**keywords)
+        self.device = device
+
+    def call(self, inputs):
+        with tf.device(self.device):
+            return tf.tanh(inputs) * 2.0
+
+
+def pinned(num_classes, image_shape, device="/cpu:1"):
+    block = keras.Sequential(
+        [keras.layers.Flatten(), Pinned(device, name="stubborn")], name="block"
+    )
+    return keras.Sequential([keras.Input(image_shape), block, keras.layers.Dense(num_classes)])
+
+
+def pinned_weights(num_classes, image_shape):
+    """A functional model: Keras keeps nothing of tf.device but the place of the weights."""
+    inputs = keras.Input(image_shape)
+    x = keras.layers.Flatten()(inputs)
+    with tf.device("/cpu:1"):
+        x = keras.layers.Dense(4, name="hidden")(x)
+    return keras.Model(inputs, keras.layers.Dense(num_classes)(x))
+
+
+def of_model(train_dir, model, **changes):
+    given = dict(num_towers=2, max_steps=5, batch_size=8, model=f"{__name__}:{model}")
+    return tiny.options(train_dir, **given | changes)
+
+
+def command(capsys, train_dir, *argv):
+    """Return the exit code, standard output and standard error of a short run."""
+    capsys.readouterr()
+    short = "--dataset=tests.tiny:images --augment=none --max_steps=5 --batch_size=8"
+    code = cli.main(["train", *short.split(), f"--train_dir={train_dir}", *argv])
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture
+def no_soft_placement():
+    """Runs set it for the whole process."""
+    yield
+    tf.config.set_soft_device_placement(True)
+
+
+# ---------------------------------------------------------------------------- Runs
+
+
+@pytest.mark.parametrize("model", ["tests.tiny:dense", "tests.tiny:cnn", "models.cnn:cnn"])
+@pytest.mark.parametrize("num_towers", [1, 2, 3])
+def test_a_model_that_chooses_no_device_passes_strict(tmp_path, capsys, model, num_towers):
+    flags = [f"--model={model}", f"--num_towers={num_towers}", "--placement=strict"]
+    code, out, err = command(capsys, tmp_path, *flags)
+    assert (code, err) == (0, "")
+    assert tiny.saved_steps(tmp_path)[-1] == 5
+    assert "ops in towers, each on its tower's device" in out
+
+
+@pytest.mark.parametrize(
+    "device, tower, where",
+    [
+        ("/cpu:1", 0, "/cpu:1, where a tf.device puts it"),
+        ("/cpu:0", 1, "/cpu:0, where a tf.device puts it"),
+        ("/cpu:3", 0, "/cpu:3, where a tf.device puts it"),
+        ("/gpu:7", 1, "/cpu:0, by soft placement: it asks for /gpu:7"),
+    ],
+)
+def test_a_pinned_layer_is_listed_and_strict_stops_the_run(tmp_path, capsys, device, tower, where):
+    flags = ["--num_towers=2", f"--model={__name__}:pinned", f"--model_args=device={device}"]
+    code, out, err = command(capsys, tmp_path / "strict", "--placement=strict", *flags)
+    assert code == 1
+    line = f"tower {tower} on /cpu:{tower}, layer sequential/block/stubborn: Tanh, Mul on {where}"
+    assert line in err and err.startswith("towers: --placement=strict: ")
+    assert len(err.splitlines()) == 1
+    assert "step 0" not in out
+    assert not (tmp_path / "strict").exists()
+
+    code, out, err = command(capsys, tmp_path / "report", *flags)
+    assert (code, err) == (0, "")
+    assert f"  {line}" in out and tiny.saved_steps(tmp_path / "report")[-1] == 5
+
+
+def test_weights_that_are_elsewhere_are_named_by_their_layer(tmp_path):
+    with pytest.raises(RunError) as error:
+        train(of_model(tmp_path / "run", "pinned_weights", placement="strict"))
+    assert "master variables of layer model/hidden: kernel, bias on /cpu:1, not /cpu:0" in str(
+        error.value
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_strict_leaves_an_old_run_as_it_was(tmp_path):
+    train(of_model(tmp_path / "run", "pinned"))
+    before = tiny.files(tmp_path)
+    for changes in {"max_steps": 9}, {"overwrite": True}:
+        with pytest.raises(RunError, match="placement=strict"):
+            train(of_model(tmp_path / "run", "pinned", placement="strict", **changes))
+        assert tiny.files(tmp_path) == before
+
+
+def test_placement_changes_no_number(tmp_path):
+    train(of_model(tmp_path / "report", "pinned"))
+    train(of_model(tmp_path / "log", "pinned", log_device_placement=True))
+    tiny.assert_identical(tiny.saved(tmp_path / "report"), tiny.saved(tmp_path / "log"))
+    assert not (tmp_path / "report/placement.tsv").exists()
+
+
+def test_the_bytes_of_a_step_are_said(tmp_path, capsys):
+    _, out, _ = command(capsys, tmp_path, "--model=tests.tiny:dense", "--num_towers=2")
+    weights = 4 * (192 * 5 + 5 + 5 * 3 + 3)
+    back, condition, loss = weights, 1, 4
+    a_slice = 4 * 192 + 4 * 4
+    sent = (weights + a_slice + condition) / 1e3
+    assert f"in a step cross {sent:.2f} kB /cpu:0 -> /cpu:1, {(back + loss) / 1e3:.2f} kB" in out
+
+
+def num_of_telemetry(folder, kind):
+    """Return how many ops of a type are telemetry's."""
+    rows = [line.split("\t") for line in (folder / "placement.tsv").read_text().splitlines()]
+    return sum("telemetry" in row[0] and row[1] == kind and row[-1] != "-" for row in rows)
+
+
+def test_log_device_placement(tmp_path, capsys):
+    flags = ["--model=tests.tiny:dense", "--num_towers=2", "--log_device_placement"]
+    code, out, _ = command(capsys, tmp_path, *flags)
+    assert code == 0
+    lines = out.splitlines()
+    mapping = lines.index("  device mapping:")
+    assert re.fullmatch(r"  /cpu:1 -> CPU, \d+ cores shared by all its devices", lines[mapping + 2])
+    header = next(
+        i for i, line in enumerate(lines) if line.split() == ["op", "type", "/cpu:0", "/cpu:1"]
+    )
+    table = {}
+    for line in lines[header + 1 :]:
+        if not line.startswith("  "):
+            break
+        table[line.split()[0]] = line
+    # Loss and gradients, 5; telemetry's sums of what is measured of towers and weights: on /cpu:0.
+    (count,) = table["AddN"].split()[1:]
+    assert int(count) - num_of_telemetry(tmp_path, "AddN") == 5
+    with open(tmp_path / "placement.tsv", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    assert list(rows[0]) == ["name", "type", "tower", "layer", "requested", "device"]
+    ran = [row for row in rows if row["device"] != "-"]
+    assert len(ran) == sum(map(int, table["all"].split()[1:]))
+    products = [row for row in ran if "MatMul" in row["type"] and row["tower"]]
+    assert {(row["tower"], row["requested"], row["device"]) for row in products} == {
+        ("0", "/cpu:0", "/cpu:0"),
+        ("1", "/cpu:1", "/cpu:1"),
+    }
+    assert {row["layer"].split("/")[-1] for row in products} >= {"dense", "dense_1"}
+    assert any(row["device"] == "-" for row in rows)  # what was folded, fused or pruned
+
+
+def test_without_soft_placement_the_error_lists_what_exists(tmp_path, capsys, no_soft_placement):
+    flags = ["--allow_soft_placement=false", "--num_towers=2"]
+    pin = [f"--model={__name__}:pinned", "--model_args=device=/gpu:7"]
+    code, _, err = command(capsys, tmp_path / "run", *flags, *pin)
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "layer sequential/block/stubborn asks for /gpu:7" in err
+    assert "TensorFlow has /cpu:0, /cpu:1, /cpu:2, /cpu:3: " in err
+    assert not (tmp_path / "run").exists()
+
+    code, _, err = command(capsys, tmp_path / "run", *flags, "--model=tests.tiny:cnn")
+    assert (code, err) == (0, "")
+
+
+def missing_at_once(num_classes, image_shape):
+    with tf.device("/gpu:7"):
+        scale = tf.Variable(1.0)
+    return keras.Sequential(
+        [keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(num_classes)],
+        name=f"net{int(scale.numpy())}",
+    )
+
+
+def test_without_soft_placement_a_variable_on_a_missing_device_is_one_line(
+    tmp_path, no_soft_placement
+):
+    train(of_model(tmp_path / "soft", "missing_at_once"))
+    with pytest.raises(InputError, match="the model asks for /gpu:7, which is not there"):
+        train(of_model(tmp_path / "hard", "missing_at_once", allow_soft_placement=False))
+
+
+# ---------------------------------------------------------------------------- Lines
+
+
+def ops(*cells):
+    return tuple(Op(*cell) for cell in cells)
+
+
+def test_an_op_without_a_kernel_is_told_apart():
+    placement = Placement(
+        ops(
+            ("while/tower_0/net_1/text_1/StringLower", "StringLower", "/gpu:0", "/cpu:0"),
+            ("while/tower_0/net_1/text_1/Substr", "Substr", "", "/cpu:0"),
+            ("while/tower_0/net_1/dense_1/MatMul", "MatMul", "/gpu:0", "/gpu:0"),
+            ("while/gather/AddN", "AddN", "/cpu:0", "/cpu:0"),
+        ),
+        gone=(),
+        transfers=(),
+    )
+    assert placement_report.strays(placement, ["/gpu:0"], {}, "/cpu:0") == [
+        "tower 0 on /gpu:0, layer net/text: Substr on /cpu:0",
+        "tower 0 on /gpu:0, layer net/text: StringLower on /cpu:0, by soft placement: /gpu:0 "
+        "cannot run it",
+    ]
+
+
+def test_many_strays_are_summed_up():
+    names = [f"while/tower_0/layer{i}x/Tanh" for i in range(30)]
+    placement = Placement(ops(*((n, "Tanh", "/cpu:1", "/cpu:1") for n in names)), (), ())
+    stray = placement_report.strays(placement, ["/cpu:0"], {}, "/cpu:0")
+    lines = placement_report.report(placement, stray)
+    assert len(lines) == 10
+    assert lines[-1] == "  and 22 more: see --log_device_placement"
+
+
+def test_sizes_that_are_not_known_are_said():
+    routes = [("/cpu:0", "/gpu:0", 4_370_000), ("/cpu:0", "/gpu:0", None), ("/gpu:0", "/cpu:0", 12)]
+    transfers = tuple(Transfer("x", *route) for route in routes)
+    lines = placement_report.report(Placement((), (), transfers), stray=[])
+    assert lines[-1] == (
+        "  in a step cross 4.37 MB /cpu:0 -> /gpu:0, 0.01 kB /gpu:0 -> /cpu:0 and 1 values of "
+        "unknown size"
+    )

@@ -1,0 +1,251 @@
+"""The event file of the run itself, as a TensorBoard server shows it."""
+
+import errno
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from google.protobuf import text_format
+from tensorboard.compat.proto.graph_pb2 import GraphDef
+
+from tests import tiny
+from tests.tensorboard_server import Server, metrics
+from towers.commands.sweep.hparams import sweep_hparams
+from towers.errors import RunError
+from towers.graphs.placement import read_placement
+from towers.graphs.step_graph import step_graph
+from towers.monitoring import dashboard
+from towers.monitoring.hparams import hparams_of
+from towers.options.run import Options
+from towers.training.run import prepare
+
+RESULT = {
+    "steps": 12,
+    "examples": 84,
+    "test_accuracy": 0.5,
+    "test_accuracy_ema": None,
+    "test_loss": 1.25,
+    "train_loss": 1.5,
+    "examples_per_second": 300.0,
+    "devices": ["/cpu:0", "/cpu:1"],
+}
+
+
+def traced(**changes):
+    """Return a run, where its ops ran, and its graph."""
+    run = prepare(tiny.options("unused", **({"num_towers": 2, "devices": "cpu"} | changes)))
+    loop = run.train_loop()
+    options = run.options
+    arguments = (
+        iter(run.data.train.train_batches(options.batch_size, seed=options.seed)),
+        tf.constant(0),
+    )
+    placement = read_placement(loop, *arguments)
+    return run, placement, loop.get_concrete_function(*arguments).graph
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return traced(model="tests.tiny:cnn", learning_rate=0.25, clip_norm=2.0)
+
+
+def open_root(parts, folder):
+    run, placement, graph = parts
+    dashboard.open_root(run, folder, placement, ["placement   all is well"], graph)
+
+
+@pytest.fixture(scope="module")
+def server(parts, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    open_root(parts, folder)
+    dashboard.close_root(folder, RESULT, 12)
+    return Server(folder)
+
+
+def graph_of(server):
+    return text_format.Parse(server.get("plugin/graphs/graph", run="."), GraphDef())
+
+
+# -------------------------------------------------------------------------- What is in the file
+
+
+def test_the_layout_has_its_four_categories(server):
+    found = server.get("plugin/custom_scalars/layout")
+    assert [c["title"] for c in found["category"]] == ["run", "towers", "GPUs", "speed"]
+    assert all(category["chart"] for category in found["category"])
+
+
+@pytest.mark.parametrize("tag", ["tower_0/loss", "tower_11/loss", "gpu_3/power_watts", "loss/data"])
+def test_a_tag_is_in_one_chart(server, tag):
+    charts = [
+        c for cat in server.get("plugin/custom_scalars/layout")["category"] for c in cat["chart"]
+    ]
+    found = [c["title"] for c in charts if any(re.match(t, tag) for t in c["multiline"]["tag"])]
+    assert len(found) == 1
+
+
+def test_the_charts_find_the_results_of_no_other_tag(server):
+    for tag in ("tower_0/gradient_norm", "loss/regularisation_2", "accuracy_of_tower_0"):
+        found = server.get("plugin/custom_scalars/scalars", run=".", tag=tag)
+        assert found["tag_to_events"] == {}
+
+
+def test_the_texts_say_what_the_run_is(server):
+    texts = {tag: server.text(tag) for _, tag in server.tags("text")}
+    assert set(texts) == {"rules", "flags", "placement", "environment", "model"}
+    assert all(len(entries) == 1 for entries in texts.values())
+    assert "the same at any number of towers" in texts["rules"][0]
+    assert "placement   all is well" in texts["placement"][0]
+    assert re.search(r"op type +/cpu:0 +/cpu:1", texts["placement"][0])
+    assert re.search(r"\n +AddN +\d+", texts["placement"][0])
+    assert tf.__version__ in texts["environment"][0]
+    assert "/cpu:1" in texts["environment"][0]
+    assert "Conv2D" in texts["model"][0]
+
+
+def test_the_table_of_flags_starts_with_those_that_are_no_defaults(server):
+    rows = re.findall(r"<tr>\n<td>(.*?)</td>", server.text("flags")[0])
+    bold = [row for row in rows if "<strong>" in row]
+    assert "<strong>--clip_norm</strong>" in bold
+    assert "--momentum" in rows
+    assert rows[: len(bold)] == bold
+    assert len(rows) == len(Options.__dataclass_fields__)
+
+
+def test_the_graph_has_towers_as_scopes_on_their_devices(server):
+    assert server.get("plugin/graphs/info")["."]["run_graph"]
+    graph = graph_of(server)
+    for tower in (0, 1):
+        types = {n.op for n in graph.node if n.name.startswith(f"tower_{tower}/")}
+        assert {"Conv2D", "MatMul", "Conv2DBackpropFilter"} <= types
+        heavy = [n for n in graph.node if n.op == "MatMul" and n.name.startswith(f"tower_{tower}/")]
+        assert {n.device for n in heavy} == {f"/device:CPU:{tower}"}
+
+
+def test_the_edges_of_the_graph_start_at_its_nodes(server):
+    graph = graph_of(server)
+    names = [node.name for node in graph.node]
+    assert len(set(names)) == len(names)
+    sources = {name.lstrip("^").partition(":")[0] for n in graph.node for name in n.input}
+    assert sources and sources <= set(names)
+
+
+@pytest.mark.parametrize("changes", [{"accumulate_steps": 2}, {"jit_compile": True}])
+def test_towers_inside_a_loop_or_a_call_are_drawn_with_their_devices(changes):
+    _, placement, graph = traced(batch_size=8, **changes)
+    nodes = step_graph(graph, placement).node
+    names = {node.name for node in nodes}
+    assert {name.partition(":")[0].lstrip("^") for n in nodes for name in n.input} <= names
+    for tower in (0, 1):
+        products = [
+            n for n in nodes if n.op == "MatMul" and re.search(rf"(^|/)tower_{tower}/", n.name)
+        ]
+        assert {n.device for n in products} == {f"/device:CPU:{tower}"}
+
+
+def test_a_large_constant_is_left_out_of_the_graph():
+    @tf.function(autograph=False)
+    def function(x):
+        return x + tf.constant(np.arange(10000.0), tf.float32)
+
+    argument = tf.zeros([10000])
+    placement = read_placement(function, argument)
+    found = step_graph(function.get_concrete_function(argument).graph, placement)
+    assert "AddV2" in {node.op for node in found.node}
+    assert found.ByteSize() < 10000
+
+
+# ------------------------------------------------------------------------------------ HParams
+
+
+def test_a_run_is_one_row_with_its_flags_and_results(server, parts):
+    rows = server.rows()
+    assert len(rows) == 1
+    (row,) = rows.values()
+    expected = hparams_of(parts[0].options, 2)
+    assert row["hparams"] == expected
+    assert not {"train_dir", "overwrite", "json"} & set(expected)
+    assert metrics(row) == {
+        f"result/{name}": value for name, value in RESULT.items() if isinstance(value, int | float)
+    }
+    assert [session["status"] for session in row["sessions"]] == ["STATUS_SUCCESS"]
+
+
+def test_a_run_that_goes_on_is_one_row_with_one_value(parts, tmp_path):
+    for accuracy in (0.5, 0.75):
+        open_root(parts, tmp_path)
+        dashboard.close_root(tmp_path, RESULT | {"test_accuracy": accuracy}, 12)
+    assert len(list(tmp_path.iterdir())) == 1
+    server = Server(tmp_path)
+    (row,) = server.rows().values()
+    assert metrics(row)["result/test_accuracy"] == 0.75
+    assert server.points(".", "result/test_accuracy") == [(12, 0.75)]
+    assert len(server.text("rules")) == 1
+
+
+def test_a_run_that_has_not_ended_has_no_results_yet(parts, tmp_path):
+    open_root(parts, tmp_path)
+    (row,) = Server(tmp_path).rows().values()
+    assert metrics(row) == {}
+    assert row["sessions"][0].get("status", "STATUS_UNKNOWN") == "STATUS_UNKNOWN"
+
+
+def test_a_failed_run_is_said_to_be_one(parts, tmp_path):
+    open_root(parts, tmp_path)
+    dashboard.close_root(tmp_path, None)
+    (row,) = Server(tmp_path).rows().values()
+    assert [session["status"] for session in row["sessions"]] == ["STATUS_FAILURE"]
+
+
+def test_a_sweep_shows_a_row_for_each_run_and_what_is_varied_first(tmp_path):
+    sweep_hparams(tmp_path, ["momentum", "seed"])
+    for seed in (1, 2):
+        folder = tmp_path / f"seed={seed}"
+        folder.mkdir()
+        open_root(traced(seed=seed, momentum=0.5), folder)
+        dashboard.close_root(folder, RESULT | {"test_loss": float(seed)}, 12)
+    server = Server(tmp_path)
+    rows = server.rows()
+    assert {name: row["hparams"]["seed"] for name, row in rows.items()} == {
+        "seed=1": 1,
+        "seed=2": 2,
+    }
+    assert {n: metrics(row)["result/test_loss"] for n, row in rows.items()} == {
+        "seed=1": 1,
+        "seed=2": 2,
+    }
+    shown = [column["name"] for column in server.columns()["hparamInfos"][:5]]  # at first
+    assert {"momentum", "seed"} < set(shown)
+    alone = Server(tmp_path / "seed=1").columns()["hparamInfos"]
+    assert [h["name"] for h in alone if h.get("differs")] == shown
+
+
+# ------------------------------------------------------------------------------------ The file
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_old_file(parts, tmp_path, monkeypatch):
+    open_root(parts, tmp_path)
+    before = tiny.files(tmp_path)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(RunError, match=f"^{tmp_path} cannot be written: No space left on device$"):
+        open_root(parts, tmp_path)
+    assert {p: content for p, (content, _) in tiny.files(tmp_path).items()} == {
+        p: content for p, (content, _) in before.items()
+    }
+
+
+def test_event_files_of_others_stay(parts, tmp_path):
+    other = tmp_path / "events.out.tfevents.1.somebody"
+    other.write_bytes(b"")
+    open_root(parts, tmp_path)
+    assert other.exists()
+
+
+def test_a_run_whose_file_was_deleted_ends_well(tmp_path):
+    dashboard.close_root(tmp_path, RESULT, 12)
+    assert Server(tmp_path).points(".", "result/test_loss") == [(12, 1.25)]

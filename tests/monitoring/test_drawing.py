@@ -1,0 +1,136 @@
+"""Pictures: bounded, readable, and of whatever images there are."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from towers.monitoring import drawing
+
+
+def pixels(summary, tag=None):
+    """Return the picture of a summary, uint8 [h, w, 3], having checked what it says of itself."""
+    (value,) = [v for v in summary.value if tag in (None, v.tag)]
+    width, height, png = value.tensor.string_val
+    picture = Image.open(io.BytesIO(png))
+    assert picture.size == (int(width), int(height))
+    assert value.metadata.plugin_data.plugin_name == "images"
+    return np.asarray(picture.convert("RGB"))
+
+
+def test_images_of_bytes_are_shown_as_they_are():
+    image = np.random.default_rng(0).integers(0, 256, (4, 5, 3)).astype(np.uint8)
+    np.testing.assert_array_equal(drawing.to_bytes(image), image)
+    np.testing.assert_array_equal(drawing.to_bytes(image, stretch=True), image)
+
+
+def test_floats_from_0_to_1_are_shown_as_they_are_unless_stretched():
+    image = np.array([[[0.2], [0.6]]], np.float32)
+    assert drawing.to_bytes(image)[0, :, 0].tolist() == [51, 153]
+    assert drawing.to_bytes(image, stretch=True)[0, :, 0].tolist() == [0, 255]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_standardised_image_is_mapped_back_to_what_a_person_knows(dtype):
+    image = np.random.default_rng(0).integers(0, 256, (6, 6, 3))
+    image.flat[:2] = 0, 255
+    standardised = ((image - image.mean()) / image.std()).astype(dtype)
+    np.testing.assert_array_equal(drawing.to_bytes(standardised), image)
+
+
+def test_one_colour_is_gray_and_what_is_not_finite_is_dark():
+    assert np.all(drawing.to_bytes(np.full((2, 2, 3), -3.0)) == 128)
+    image = np.array([[[-1.0], [np.nan], [np.inf], [3.0]]], np.float32)
+    assert drawing.to_bytes(image)[0, :, 0].tolist() == [0, 0, 0, 255]
+    assert np.all(drawing.to_bytes(np.full((2, 2, 1), np.nan)) == 0)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 5])
+def test_other_numbers_of_channels_show_the_first_in_gray(channels):
+    image = np.random.default_rng(0).integers(0, 256, (3, 4, channels)).astype(np.uint8)
+    shown = drawing.to_bytes(image)
+    assert shown.shape == (3, 4, 3)
+    for channel in range(3):
+        np.testing.assert_array_equal(shown[..., channel], image[..., 0])
+
+
+def test_a_fourth_channel_is_no_colour():
+    image = np.random.default_rng(0).integers(0, 256, (3, 4, 4)).astype(np.uint8)
+    np.testing.assert_array_equal(drawing.to_bytes(image), image[..., :3])
+
+
+def test_small_images_are_enlarged_pixel_by_pixel_with_their_captions_below():
+    images = [np.full((8, 8, 3), value, np.uint8) for value in (10, 20, 30)]
+    images[0][0, 0] = 200
+    bare = np.asarray(drawing.grid(images, [[""]] * 3, columns=2))
+    captioned = np.asarray(drawing.grid(images, [["cat"], ["dog"], ["bird"]], columns=2))
+    assert bare.shape == captioned.shape
+    for value in 10, 20, 30:
+        assert np.sum(np.all(captioned == value, axis=-1)) >= 128 * 128 - 16 * 16
+    assert np.sum(np.all(captioned == 200, axis=-1)) == 16 * 16
+    rows, columns = np.nonzero(np.any(bare != captioned, axis=-1))
+    under = (134 <= rows) & (rows < 148) | (282 <= rows) & (rows < 296)
+    assert np.all(under) and {6, 140} <= set(columns // 134 * 134 + 6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 300, 3), (500, 2, 3), (700, 900, 3), (129, 1, 5)])
+@pytest.mark.parametrize("num", [1, 7])
+def test_a_picture_is_bounded_whatever_the_images(shape, num):
+    images = np.zeros((num, *shape), np.float32)
+    picture = drawing.grid(images, [["a name " * 50, "日本語\nnew line", ""]] * num)
+    width, height = picture.size
+    assert 128 <= width <= 4 * 262 + 6 and 40 <= height <= 2 * 304 + 6
+
+
+NAMES = ["cat", "dog", "a name that is much too long to be shown beside any matrix at all", "鳥"]
+
+
+def test_a_matrix_shows_shares_of_rows():
+    counts = np.array([[9, 1, 0, 0], [0, 4, 0, 0], [5, 0, 0, 5], [0, 0, 0, 0]])
+    picture = np.asarray(drawing.matrix(counts, NAMES)).astype(int)
+    cell, side = 48, len(picture)
+    corner = side - 6 - 4 * cell
+
+    def colour(row, column):
+        return picture[corner + row * cell + 2, corner + column * cell + 2]
+
+    assert colour(1, 1).tolist() == [8, 81, 156]
+    red, _, blue = colour(0, 0)
+    assert blue > red  # mostly right
+    for row, column in (0, 1), (2, 0), (2, 3):
+        red, _, blue = colour(row, column)
+        assert red > blue
+    assert colour(2, 0).sum() < colour(0, 1).sum() < 3 * 255
+    for row, column in (0, 2), (2, 2), (3, 3), (3, 0):
+        assert colour(row, column).tolist() == [255, 255, 255]
+
+
+def test_numbers_and_names_are_there_as_far_as_they_fit():
+    small, large = np.diag([3, 4]), np.diag([3_000_000_000, 4_000_000_000])
+    names = ["cat", "dog"]
+    with_numbers, without = (np.asarray(drawing.matrix(c, names)) for c in (small, large))
+    assert with_numbers.shape == without.shape
+    corner = len(without) - 6 - 2 * 48
+    cells = np.unique(without[corner : corner + 96, corner : corner + 96].reshape(-1, 3), axis=0)
+    assert len(cells) == 2
+    assert len(np.unique(with_numbers[corner : corner + 96, corner : corner + 96])) > 6
+    assert not np.array_equal(without, np.asarray(drawing.matrix(large, ["cow", "dog"])))
+
+
+@pytest.mark.parametrize("num", [1, 30, 100, 500, 900])
+def test_a_matrix_is_bounded_at_any_number_of_classes(num):
+    counts = np.random.default_rng(0).integers(0, 9, (num, num))
+    picture = drawing.matrix(counts, [f"class {i}" for i in range(num)])
+    assert 48 < picture.width == picture.height <= 900 + 160
+    names = np.asarray(picture)[:, : picture.width - max(1, min(48, 900 // num)) * num - 6]
+    assert np.any(names < 128)
+
+
+def test_a_summary_is_a_png_with_its_size():
+    picture = drawing.grid([np.full((2, 2, 3), 7, np.uint8)], [["cat"]])
+    summary = drawing.summary("images/tower_0", picture, "what it is")
+    (value,) = summary.value
+    assert value.tag == "images/tower_0"
+    assert value.metadata.summary_description == "what it is"
+    np.testing.assert_array_equal(pixels(summary), np.asarray(picture))

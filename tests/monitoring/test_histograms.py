@@ -1,0 +1,303 @@
+"""Histograms: of the values that they name, whatever the model; looking changes nothing."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorboard.util import tensor_util
+
+from tests import tiny
+from towers.data import augment
+from towers.monitoring import histograms, samples
+from towers.monitoring.histograms import Histograms, buckets
+from towers.training.run import prepare
+
+
+def read(summary):
+    """Return {tag: rows of (left, right, count)}."""
+    found = {value.tag: tensor_util.make_ndarray(value.tensor) for value in summary.value}
+    assert len(found) == len(summary.value)
+    for value in summary.value:
+        assert value.metadata.plugin_data.plugin_name == "histograms"
+        assert found[value.tag].shape == (30, 3)
+    return found
+
+
+def of_first_step(run):
+    return read(Histograms(run).of_step(samples.Sampler(run).batch(0, 0)))
+
+
+def assert_shows(rows, values):
+    """Compare a histogram with the values that it is to be of."""
+    values = np.ravel(np.asarray(values, np.float64))
+    assert rows[:, 2].sum() == values.size
+    assert rows[0, 0] == pytest.approx(values.min(), rel=1e-4, abs=1e-6)
+    assert rows[-1, 1] == pytest.approx(values.max(), rel=1e-4, abs=1e-6)
+    middle = rows[:, :2].mean(axis=1)
+    tolerance = (values.max() - values.min()) / 60 + 1e-6
+    assert middle @ rows[:, 2] / values.size == pytest.approx(values.mean(), abs=tolerance)
+
+
+def gradients_of(run, batch):
+    """Return the gradients of one device, by a plain tape."""
+    model = run.masters.model
+    inputs = augment.train_images(batch.images, batch.draws, run.options.augment)
+    with tf.GradientTape() as tape:
+        logits = model(inputs, training=False)
+        loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(batch.labels, logits))
+    return tape.gradient(loss, [v.value for v in model.trainable_variables])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_towers": 3},
+        {"num_towers": 2, "variables": "sharded"},
+        {"num_towers": 2, "variables": "replicated"},
+        {"num_towers": 2, "accumulate_steps": 2, "augment": "resnet"},
+        {"num_towers": 2, "jit_compile": True},
+    ],
+)
+def test_weights_gathered_gradients_and_activations_are_shown(changes):
+    run = prepare(tiny.options("unused", **changes))
+    model = run.masters.model
+    batch = samples.Sampler(run).batch(0, 0)
+    found = read(Histograms(run).of_step(batch))
+    names = [v.path for v in model.trainable_variables]
+    layers = [layer.path for layer in model.layers]
+    assert list(found) == [
+        *(f"weights/{name}" for name in names),
+        *(f"gradients/{name}" for name in names),
+        *(f"activations/{name}" for name in layers),
+    ]
+    for variable, gradient in zip(model.trainable_variables, gradients_of(run, batch), strict=True):
+        assert_shows(found[f"weights/{variable.path}"], variable.numpy())
+        assert_shows(found[f"gradients/{variable.path}"], gradient)
+    values = augment.train_images(batch.images, batch.draws, run.options.augment)
+    for layer in model.layers:
+        values = layer(values)
+        assert_shows(found[f"activations/{layer.path}"], values)
+
+
+@pytest.mark.parametrize(
+    ("variables", "dtype"),
+    [("cpu", "float64"), ("sharded", "mixed_bfloat16"), ("replicated", "mixed_float16")],
+)
+def test_looking_changes_no_variable_and_no_step(variables, dtype):
+    given = dict(
+        batch_norm="sync" if variables == "cpu" else "local",
+        model="tests.tiny:cnn",
+        num_towers=2,
+        variables=variables,
+        dtype=dtype,
+        ema_decay=0.5,
+    )
+    states = []
+    for looks in False, True:
+        loop = tiny.Loop(tiny.options("unused", **given))
+        look = Histograms(loop.run)
+        for step in range(3):
+            if looks:
+                before = loop.state()
+                batch = samples.Sampler(loop.run).batch(step, 7 * step)
+                assert "gradients/sequential/conv2d/kernel" in read(look.of_step(batch))
+                samples.seen_by_towers(loop.run, batch, 8)
+                tiny.assert_identical(loop.state(), before)
+            loop.loop(loop.batches, tf.constant(1))
+        states.append(loop.state())
+    assert any("seed" in name for name in states[0])
+    tiny.assert_identical(*states)
+
+
+def test_the_loss_scale_is_not_in_the_gradients():
+    run = prepare(tiny.options("unused", dtype="mixed_float16"))
+    look, batch = Histograms(run), samples.Sampler(run).batch(0, 0)
+    first = read(look.of_step(batch))
+    run.masters.loss_scale.assign(2.0**3)
+    again = read(look.of_step(batch))
+    gradients = [name for name in first if name.startswith("gradients/")]
+    assert len(gradients) == 4
+    for name in gradients:
+        np.testing.assert_allclose(again[name][:, :2], first[name][:, :2], rtol=0.02, atol=1e-3)
+
+
+def test_a_second_look_shows_what_has_changed_and_compiles_nothing(monkeypatch):
+    run = prepare(tiny.options("unused", num_towers=2))
+    look = Histograms(run)
+    batch = samples.Sampler(run).batch(0, 0)
+    first = read(look.of_step(batch))
+    monkeypatch.setattr(tf, "function", None)
+    bias = run.masters.model.trainable_variables[1]
+    bias.assign(np.arange(5))
+    again = read(look.of_step(samples.Sampler(run).batch(1, 7)))
+    assert_shows(again[f"weights/{bias.path}"], range(5))
+    assert list(again) == list(first)
+    for name in first:
+        if not name.startswith("weights/"):
+            assert not np.array_equal(again[name], first[name]), name
+
+
+class Own(keras.Model):
+    """Calls its layers as it likes: one twice, one nested, one inside a loop."""
+
+    def __init__(self, num_classes):
+        super().__init__()
+        self.flatten = keras.layers.Flatten()
+        self.twice = keras.layers.Dense(4, name="twice")
+        self.first = keras.layers.Dense(4, name="first")
+        self.inner = keras.Sequential([keras.layers.ReLU(), keras.layers.Dense(6)], name="inner")
+        self.looped = keras.layers.Dense(6, name="looped")
+        self.head = keras.layers.Dense(num_classes, dtype="float32")
+
+    def call(self, inputs):
+        values = self.first(self.flatten(inputs))
+        values = self.inner(self.twice(self.twice(values)))
+        values = self.looped(values)
+        _, values = tf.while_loop(
+            lambda i, _: i < 2,
+            lambda i, v: (i + 1, self.looped(v)),
+            (tf.constant(0), values),
+        )
+        return self.head(values)
+
+
+def own(num_classes, image_shape):
+    model = Own(num_classes)
+    model(tf.zeros([1, *image_shape]))
+    return model
+
+
+def test_layers_of_a_subclassed_model_are_caught_wherever_they_are_called():
+    run = prepare(tiny.options("unused", model="tests.test_histograms:own", num_towers=2))
+    model, batch = run.masters.model, samples.Sampler(run).batch(0, 0)
+    found = read(Histograms(run).of_step(batch))
+    layers = [model.flatten, model.twice, model.first, model.looped, model.head, model.inner]
+    # A layer without weights that is built by nobody has no path.
+    paths = {layer.path or layer.name for layer in (*layers, *model.inner.layers)}
+    assert {n.removeprefix("activations/") for n in found if n.startswith("activations")} == paths
+    flat = model.flatten(augment.train_images(batch.images, batch.draws, "none"))
+    once = model.twice(model.first(flat))
+    assert_shows(found[f"activations/{model.twice.path}"], model.twice(once))
+    assert_shows(
+        found[f"activations/{model.looped.path}"], model.looped(model.inner(model.twice(once)))
+    )
+
+
+def branched(num_classes, image_shape):
+    inputs = keras.Input(image_shape)
+    inner = keras.Sequential([keras.Input(image_shape), keras.layers.Conv2D(2, 3, name="c")])
+    both = keras.layers.Concatenate()([inner(inputs), keras.layers.Conv2D(2, 3, name="c")(inputs)])
+    outputs = keras.layers.Dense(num_classes)(keras.layers.Flatten()(keras.ops.relu(both)))
+    return keras.Model(inputs, outputs)
+
+
+def test_nested_functional_models_show_every_layer_under_a_name_of_its_own():
+    found = of_first_step(prepare(tiny.options("unused", model="tests.test_histograms:branched")))
+    outputs = [name for name in found if name.startswith("activations/")]
+    ends = [name.rsplit("/", 1)[1] for name in outputs]
+    assert sorted(ends) == ["c", "c", "concatenate", "dense", "flatten", "sequential"]
+    assert len([n for n in found if n.startswith("weights/")]) == 6
+
+
+def looked_up(num_classes, image_shape):
+    """A model with sparse gradients, and a weight that it does not use."""
+    inputs = keras.Input(image_shape)
+    whole = keras.layers.Lambda(lambda x: tf.cast(tf.abs(x) * 4, tf.int32) % 9)(inputs)
+    embedded = keras.layers.Embedding(9, 2)(whole)
+    return keras.Model(inputs, keras.layers.Dense(num_classes)(keras.layers.Flatten()(embedded)))
+
+
+@pytest.mark.parametrize("num_towers", [1, 2])
+def test_sparse_gradients_are_shown_by_their_values(num_towers):
+    run = prepare(
+        tiny.options("unused", model="tests.test_histograms:looked_up", num_towers=num_towers)
+    )
+    found = of_first_step(run)
+    rows = found["gradients/embedding/embeddings"]
+    assert rows[:, 2].sum() == 7 * 8 * 8 * 3 * 2
+    assert rows[0, 0] < 0 < rows[-1, 1]
+
+
+def test_a_weight_that_is_not_used_has_no_gradient():
+    run = prepare(tiny.options("unused", model="tests.test_histograms:with_unused"))
+    found = of_first_step(run)
+    (unused,) = [v.path for v in run.masters.model.trainable_variables if "unused" in v.path]
+    assert f"weights/{unused}" in found and f"gradients/{unused}" not in found
+
+
+class Unused(keras.layers.Layer):
+    def build(self, shape):
+        self.weight = self.add_weight(shape=(3,), name="unused")
+
+    def call(self, inputs):
+        return inputs
+
+
+def with_unused(num_classes, image_shape):
+    layers = [keras.layers.Flatten(), Unused(), keras.layers.Dense(num_classes)]
+    return keras.Sequential([keras.Input(image_shape), *layers])
+
+
+def test_what_is_not_finite_is_left_out():
+    run = prepare(tiny.options("unused"))
+    kernel = run.masters.model.trainable_variables[2]
+    values = kernel.numpy()
+    values[0, 0], values[1, 1] = np.nan, np.inf
+    kernel.assign(values)
+    found = of_first_step(run)
+    assert_shows(found[f"weights/{kernel.path}"], values[np.isfinite(values)])
+    assert "gradients/sequential/dense/kernel" not in found  # NaN all over
+    kernel.assign(np.full_like(values, np.nan))
+    assert f"weights/{kernel.path}" not in of_first_step(run)
+
+
+def test_of_many_values_some_are_taken(monkeypatch):
+    monkeypatch.setattr(histograms, "_MAX_VALUES", 100)
+    monkeypatch.setattr(histograms, "_MAX_ACTIVATIONS", 50)
+    run = prepare(tiny.options("unused"))
+    found = of_first_step(run)
+    path = run.masters.model.layers[0].path
+    assert 50 <= found["weights/sequential/dense/kernel"][:, 2].sum() <= 100
+    assert 25 <= found[f"activations/{path}"][:, 2].sum() <= 50
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [3.0],
+        [0.0, 0.0],
+        [-1.0, 2.0, 0.5, 2.0],
+        [1.0, np.nextafter(1.0, 2.0)],
+        [5e-324, 0.0],
+        [-1.7e308, 1.7e308],
+        np.float16([-65504, 65504, 1]),
+        np.arange(1000),
+    ],
+)
+def test_buckets_count_every_value_between_the_least_and_the_greatest(values):
+    values = np.asarray(values)
+    rows = buckets(values)
+    assert rows.shape == (30, 3) and np.all(np.isfinite(rows))
+    assert rows[:, 2].sum() == values.size
+    assert (rows[0, 0], rows[-1, 1]) == (values.min(), values.max())
+    assert np.all(np.diff(rows[:, 0]) >= 0) and np.all(rows[:, 1] >= rows[:, 0])
+
+
+@pytest.mark.parametrize("values", [[], [np.nan], [np.inf, -np.inf]])
+def test_of_nothing_finite_there_are_no_buckets(values):
+    assert buckets(np.array(values)) is None
+
+
+def test_a_batch_of_few_examples_is_enough():
+    run = prepare(tiny.options("unused", batch_size=1, num_towers=2))
+    assert any(name.startswith("gradients/") for name in of_first_step(run))
+
+
+def test_without_a_batch_there_are_weights_alone():
+    found = read(Histograms(prepare(tiny.options("unused"))).of_step(None))
+    assert len(found) == 4 and all(name.startswith("weights/") for name in found)
+
+
+def test_no_name_is_given_twice():
+    assert histograms.unique(["a", "b", "a", "a~2", "a"]) == ["a", "b", "a~2", "a~2~2", "a~3"]

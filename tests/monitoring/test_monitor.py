@@ -1,0 +1,409 @@
+"""What a run shows: lines, event files, and a speed that leaves out what is not training."""
+
+import io
+import re
+import shlex
+import sys
+
+import pytest
+import tensorflow as tf
+
+from tests import tiny
+from towers.monitoring.monitor import Monitor, tensorboard_command
+from towers.options.run import Options
+from towers.options.timetable import Timetable
+
+METRICS = {
+    "loss": 1.25,
+    "penalty": 0.5,
+    "gradient_norm": 2.0,
+    "learning_rate": 0.05,
+    "update_to_weight_ratio": 0.001,
+    "data_gradient_norm": 1.5,
+    "tower_examples": [64.0, 64.0],
+    "tower_loss": [1.0, 1.5],
+    "tower_gradient_norm": [3.0, 2.0],
+    "tower_cosine": [0.5, 0.75],
+}
+DEVICES = ["/cpu:0", "/cpu:1"]
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+
+
+def timetable(first=0, last=100, batch_size=128, **options):
+    return Timetable(
+        first, first * batch_size, last, 10_000, Options(batch_size=batch_size, **options)
+    )
+
+
+def call(num_steps, **seconds):
+    """Return what the train loop gives for a call of so many steps."""
+    each = {"input_wait": 0.001, "compute": 0.3, "gather": 0.002, "update": 0.003} | seconds
+    values = {f"{name}_seconds": num_steps * value for name, value in each.items()}
+    values |= {"tower_seconds": [num_steps * 0.25, num_steps * 0.3], "tower_examples": [64.0, 64.0]}
+    return {name: tf.constant(value) for name, value in values.items()}
+
+
+class Clock:
+    """A clock that stands still until it is told to go on."""
+
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def out():
+    return io.StringIO()
+
+
+@pytest.fixture
+def monitor(tmp_path, clock, out):
+    monitor = Monitor(tmp_path, timetable(), DEVICES, out=out, clock=clock)
+    yield monitor
+    monitor.close()
+
+
+def step_to(monitor, before, step, metrics=METRICS):
+    """Make the steps from `before` to `step`, and a point of the last."""
+    monitor.progress(step, call(step - before))
+    monitor.train_point(step, metrics)
+
+
+def points(folder, tag):
+    return [(step, value) for step, name, value in tiny.events(folder) if name == tag]
+
+
+def values_at(folder, step):
+    return {tag: value for at, tag, value in tiny.events(folder) if at == step}
+
+
+def test_the_lines_in_full(monitor, clock, out):
+    step_to(monitor, 0, 1)
+    clock.now += 4
+    step_to(monitor, 1, 11, METRICS | {"loss": 0.5})
+    scalars = {"accuracy": 0.75, "accuracy_ema": None, "loss": 1.0, "loss_ema": None}
+    monitor.eval_point(11, scalars)
+    monitor.eval_point(12, scalars | {"accuracy_ema": 0.5, "loss_ema": 0.25})
+    start, trained, raw, both = out.getvalue().splitlines()
+    assert re.fullmatch(
+        rf"{TIME}: step 0, examples 128, loss = 1\.2500, learning rate 0\.05000", start
+    )
+    assert re.fullmatch(
+        rf"{TIME}: step 10, examples 1408, loss = 0\.5000, learning rate 0\.05000 "
+        r"\(320\.0 examples/s; 0\.400 s/step\)",
+        trained,
+    )
+    assert re.fullmatch(rf"{TIME}: epoch 0\.14, test: accuracy 0\.7500, loss 1\.0000", raw)
+    assert re.fullmatch(
+        rf"{TIME}: epoch 0\.15, test: accuracy 0\.7500, accuracy_ema 0\.5000, loss 1\.0000, "
+        r"loss_ema 0\.2500",
+        both,
+    )
+
+
+def test_a_point_of_training_in_full(monitor, clock, tmp_path):
+    step_to(monitor, 0, 1)
+    first = values_at(tmp_path / "train", 0)  # flushed at once
+    memory = {tag: value for tag, value in first.items() if tag.endswith("memory_mib")}
+    assert len(memory) == 4 and all(50 < value < 50_000 for value in memory.values())
+    assert memory["tower_0/memory_mib"] <= memory["tower_0/peak_memory_mib"]
+    trace = (6.5 - 2.25) / (1 / 64 - 1 / 128)
+    assert {tag: value for tag, value in first.items() if tag not in memory} == pytest.approx(
+        {
+            "loss/data": 1.25,
+            "loss/regularisation": 0.5,
+            "loss/total": 1.75,
+            "learning_rate": 0.05,
+            "gradient_norm": 2.0,
+            "update_to_weight_ratio": 0.001,
+            "progress/examples": 128,
+            "progress/epoch": 0.0128,
+            "tower_0/loss": 1.0,
+            "tower_1/loss": 1.5,
+            "tower_0/gradient_norm": 3.0,
+            "tower_1/gradient_norm": 2.0,
+            "tower_0/cosine_to_mean": 0.5,
+            "tower_1/cosine_to_mean": 0.75,
+            "towers/loss_spread": 0.5,
+            "towers/gradient_norm_spread": 1.0,
+            "noise_scale/trace": trace,
+            "noise_scale/squared_norm": 2.25 - trace / 128,
+        },
+        rel=1e-5,
+    )
+    clock.now += 4
+    monitor.progress(5, call(4))
+    step_to(monitor, 5, 11)  # several calls to a point
+    second = values_at(tmp_path / "train", 10)
+    assert {tag: value for tag, value in second.items() if tag not in first} == pytest.approx(
+        {
+            "speed/examples_per_second": 320.0,
+            "speed/seconds_per_step": 0.4,
+            "speed/input_wait_seconds": 0.001,
+            "speed/compute_seconds": 0.3,
+            "speed/gather_seconds": 0.002,
+            "speed/update_seconds": 0.003,
+            "tower_0/step_seconds": 0.25,
+            "tower_1/step_seconds": 0.3,
+            "towers/step_seconds_spread": 0.05,
+        },
+        rel=1e-5,
+    )
+    assert set(first) < set(second)
+
+
+def test_an_evaluation_stands_after_its_updates(monitor, tmp_path):
+    assert not monitor.evaluated(11)
+    monitor.eval_point(11, {"accuracy": 0.75, "accuracy_ema": None})
+    assert tiny.events(tmp_path / "eval") == [(11, "accuracy", 0.75)]
+    assert monitor.evaluated(11) and not monitor.evaluated(10)
+    monitor.eval_point(11, {"accuracy": 0.75})  # repeated after a crash: it is there once
+    assert points(tmp_path / "eval", "accuracy") == [(11, 0.75)]
+
+
+def test_the_noise_scale_is_drawn_and_explained(tmp_path, out):
+    monitor = Monitor(tmp_path, timetable(), DEVICES, out=out)
+    quiet = METRICS | {"tower_gradient_norm": [1.6, 1.6], "data_gradient_norm": 1.5}
+    for step in range(1, 4):
+        step_to(monitor, step - 1, step, quiet)
+    monitor.close()
+    trace = (1.6**2 - 1.5**2) * 128
+    expected = trace / (1.5**2 - trace / 128)
+    assert [value for _, value in points(tmp_path / "train", "noise_scale/examples")] == (
+        pytest.approx([expected] * 3, rel=1e-5)
+    )
+    assert monitor.noise_scale() == pytest.approx(expected, rel=1e-5)
+    assert f"about {expected:.0f} examples" in monitor.advice()
+    again = Monitor(tmp_path, timetable(first=3), DEVICES, out=out)  # it goes on from there
+    assert again.noise_scale() == pytest.approx(expected, rel=1e-5)
+    again.close()
+
+
+def test_one_tower_has_no_noise_scale(tmp_path, out):
+    monitor = Monitor(tmp_path, timetable(), DEVICES[:1], out=out)
+    alone = {name: METRICS[name][:1] for name in METRICS if name.startswith("tower_")}
+    monitor.progress(1, call(1))
+    monitor.train_point(1, METRICS | alone)
+    monitor.close()
+    tags = {tag for _, tag, _ in tiny.events(tmp_path / "train")}
+    assert "tower_0/loss" in tags and not any("noise" in tag or "tower_1" in tag for tag in tags)
+    assert monitor.advice() is None and monitor.noise_scale() is None
+
+
+def test_a_tower_without_examples_has_no_point(monitor, tmp_path):
+    alone = {"tower_examples": [128.0, 0.0], "tower_loss": [1.0, 0.0]}
+    monitor.progress(1, call(1))
+    monitor.train_point(1, METRICS | alone)
+    tags = {tag for _, tag, _ in tiny.events(tmp_path / "train")}
+    assert "tower_0/loss" in tags and not any("tower_1" in tag or "noise" in tag for tag in tags)
+    assert points(tmp_path / "train", "towers/loss_spread") == [(0, 0.0)]
+
+
+def test_a_gradient_that_is_not_finite_spoils_no_later_point(monitor):
+    step_to(monitor, 0, 1, METRICS | {"tower_gradient_norm": [float("inf"), float("nan")]})
+    step_to(monitor, 1, 2, METRICS | {"tower_gradient_norm": [1.6, 1.6]})
+    assert monitor.noise_scale() > 0
+
+
+def test_the_health_of_the_gpus_is_part_of_a_point(tmp_path, out):
+    windows = iter([{"gpu_3/power_watts": 250.0}, {}])
+    monitor = Monitor(tmp_path, timetable(), DEVICES, health=lambda: next(windows), out=out)
+    step_to(monitor, 0, 1)
+    step_to(monitor, 1, 2)
+    monitor.close()
+    assert points(tmp_path / "train", "gpu_3/power_watts") == [(0, 250.0)]
+
+
+def test_a_straggler_is_named(monitor, clock, out):
+    step_to(monitor, 0, 1)
+    for step in 2, 3, 4:
+        clock.now += 1
+        monitor.progress(step, call(1) | {"tower_seconds": tf.constant([0.1, 0.3])})
+        monitor.train_point(step, METRICS)
+    named = [line for line in out.getvalue().splitlines() if "straggler" in line]
+    assert len(named) == 1 and "tower 1 on /cpu:1" in named[0] and "0.300 s" in named[0]
+
+
+def test_the_time_of_a_checkpoint_is_a_point_and_no_training_time(monitor, clock, tmp_path):
+    step_to(monitor, 0, 1)
+    clock.now += 1
+    with monitor.saving(3):
+        clock.now += 20
+    clock.now += 1
+    step_to(monitor, 1, 5)
+    assert points(tmp_path / "train", "checkpoint_seconds") == [(2, 20.0)]
+    assert points(tmp_path / "train", "speed/seconds_per_step") == [(4, 0.5)]
+
+
+def test_curves_over_examples(tmp_path, out):
+    plan = timetable(tensorboard_x="examples")
+    monitor = Monitor(tmp_path, plan, DEVICES, out=out)
+    step_to(monitor, 0, 1)
+    step_to(monitor, 1, 11)
+    monitor.eval_point(11, {"accuracy": 0.5})
+    monitor.close()
+    assert [x for x, _ in points(tmp_path / "train", "loss/data")] == [0, 1280]
+    assert points(tmp_path / "eval", "accuracy") == [(1408, 0.5)]
+    Monitor(tmp_path, timetable(10, tensorboard_x="examples"), DEVICES, out=out).close()
+    assert [x for x, _ in points(tmp_path / "train", "loss/data")] == [0]
+
+
+def test_what_is_written_again_after_a_crash_is_there_once(tmp_path, clock, out):
+    monitor = Monitor(tmp_path, timetable(), DEVICES, out=out, clock=clock)
+    for step in 1, 11, 21, 31:
+        step_to(monitor, max(step - 10, 0), step)
+    for step in 10, 20, 30:
+        monitor.eval_point(step, {"accuracy": step / 100})
+    monitor.close()
+    again = Monitor(tmp_path, timetable(first=20), DEVICES, out=out, clock=clock)
+    assert again.evaluated(20) and not again.evaluated(30)
+    step_to(again, 20, 21)
+    again.eval_point(30, {"accuracy": 0.5})
+    again.close()
+    assert [x for x, _ in points(tmp_path / "train", "loss/data")] == [0, 10, 20]
+    evaluated = dict(points(tmp_path / "eval", "accuracy"))
+    assert evaluated == pytest.approx({10: 0.1, 20: 0.2, 30: 0.5})
+
+
+def test_an_evaluation_that_was_cut_short_is_drawn_anew(tmp_path, out):
+    """Its pictures come before its figures; a crash may come between."""
+    picture = tiny.summary("confusion_matrix", 100)
+    monitor = Monitor(tmp_path, timetable(), DEVICES, out=out)
+    for step in 10, 20:
+        monitor.show(step, test=[picture])
+        if step == 10:
+            monitor.eval_point(step, {"accuracy": 0.5})
+    monitor.close()
+    Monitor(tmp_path, timetable(first=20), DEVICES, out=out).close()
+    assert [(x, value.tag) for x, value in tiny.records(tmp_path / "eval")] == [
+        (10, "confusion_matrix"),
+        (10, "accuracy"),
+    ]
+
+
+def test_a_run_that_ended_in_its_last_evaluation_knows_its_figures(tmp_path, clock, out):
+    monitor = Monitor(tmp_path, timetable(last=3), DEVICES, out=out, clock=clock)
+    for step in 1, 2, 3:
+        step_to(monitor, step - 1, step, METRICS | {"loss": step / 2})
+        clock.now += 2
+    expected = monitor.examples_per_second()
+    monitor.close()
+    again = Monitor(tmp_path, timetable(first=3, last=3), DEVICES, out=out, clock=clock)
+    assert (again.last_loss(), again.examples_per_second()) == (1.5, expected)
+    again.close()
+    more = Monitor(tmp_path, timetable(first=3, last=9), DEVICES, out=out, clock=clock)
+    assert more.examples_per_second() is None  # which is to be that of its own steps
+    more.close()
+
+
+def test_pictures_stop_where_curves_go_on(tmp_path, out):
+    monitor = Monitor(tmp_path, timetable(max_event_mib=1), DEVICES, out=out)
+    picture = tiny.summary("picture", 200_000)
+    for step in range(6):
+        monitor.show(step, train=[picture], test=[picture])
+    step_to(monitor, 0, 1)
+    monitor.close()
+    found = [*tiny.records(tmp_path / "train"), *tiny.records(tmp_path / "eval")]
+    assert 2 <= sum(value.tag == "picture" for _, value in found) < 12
+    assert len(points(tmp_path / "train", "loss/data")) == 1
+    assert out.getvalue().count("--max_event_mib=1") == 1
+
+
+def test_pauses_are_no_training_time(tmp_path, clock, out):
+    monitor = Monitor(tmp_path, timetable(batch_size=10), DEVICES, out=out, clock=clock)
+    step_to(monitor, 0, 1)
+    for seconds in 30, 50:
+        clock.now += 1
+        with monitor.pause():
+            with monitor.pause():
+                clock.now += seconds - 1
+            clock.now += 1
+    step_to(monitor, 1, 5)  # 40 examples in 2 seconds
+    clock.now += 4
+    step_to(monitor, 5, 9)  # 40 in 4: the pauses before count no more
+    monitor.close()
+    assert points(tmp_path / "train", "speed/examples_per_second") == [(4, 20.0), (8, 10.0)]
+    assert points(tmp_path / "train", "speed/seconds_per_step") == [(4, 0.5), (8, 1.0)]
+
+
+def test_the_speed_is_the_median_without_the_first_window(tmp_path, clock, out):
+    monitor = Monitor(tmp_path, timetable(batch_size=100), DEVICES, out=out, clock=clock)
+    assert monitor.examples_per_second() is None
+    step_to(monitor, 0, 1)
+    medians = []
+    for step, rate in enumerate([1.0, 100.0, 300.0, 110.0], start=2):
+        clock.now += 100 / rate
+        step_to(monitor, step - 1, step)
+        medians.append(monitor.examples_per_second())
+    monitor.close()
+    assert medians == pytest.approx([1.0, 100.0, 200.0, 110.0])
+
+
+def test_a_clock_that_does_not_move_ends_no_run(monitor):
+    step_to(monitor, 0, 1)
+    step_to(monitor, 1, 2)
+
+
+def test_a_continued_run_has_no_speed_at_its_first_point(tmp_path, clock, out):
+    monitor = Monitor(tmp_path, timetable(first=50), DEVICES, out=out, clock=clock)
+    step_to(monitor, 50, 51)
+    monitor.close()
+    assert "examples/s" not in out.getvalue() and "step 50," in out.getvalue()
+    assert points(tmp_path / "train", "speed/examples_per_second") == []
+    assert points(tmp_path / "train", "loss/data") == [(50, 1.25)]
+
+
+def test_lines_may_follow_the_end_of_the_bar(tmp_path, out):
+    monitor = Monitor(tmp_path, timetable(last=3), DEVICES, out=out)
+    monitor.progress(2, call(2))
+    monitor.close()
+    monitor.say("done")
+    monitor.say()
+    assert out.getvalue() == "done\n\n"
+
+
+def test_lines_go_to_standard_output_unless_told_otherwise(tmp_path, capsys):
+    monitor = Monitor(tmp_path, timetable(last=3), DEVICES)
+    monitor.say("a line")
+    monitor.close()
+    assert capsys.readouterr() == ("a line\n", "")
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """An executable towers in a folder of its own."""
+    path = tmp_path / "the bin" / "towers"
+    path.parent.mkdir()
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", "/nowhere")
+    return path
+
+
+def test_the_command_is_named_as_it_is_found(program, monkeypatch):
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert tensorboard_command("runs/a") == "towers tensorboard --train_dir=runs/a"
+    command = tensorboard_command("my runs/it's")
+    assert shlex.split(command) == ["towers", "tensorboard", "--train_dir=my runs/it's"]
+
+
+def test_the_command_of_an_environment_that_is_not_active(program, monkeypatch):
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    command = shlex.split(tensorboard_command("runs/a"))
+    assert command == [str(program), "tensorboard", "--train_dir=runs/a"]
+    monkeypatch.chdir(program.parents[1])
+    command = tensorboard_command("runs/a")
+    assert command == "'the bin/towers' tensorboard --train_dir=runs/a"
+
+
+def test_the_command_without_its_program(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    command = shlex.split(tensorboard_command("runs/a"))
+    assert command == [sys.executable, "-m", "towers", "tensorboard", "--train_dir=runs/a"]

@@ -1,0 +1,186 @@
+"""What each tower has to tell, against the same computed by hand; and looking changes nothing."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import tiny
+from towers.training.run import prepare
+from towers.training.step import make_loss_fn
+
+BATCH = 8
+
+
+def embedding(num_classes, image_shape):
+    """Sparse gradients, of rows that several examples look up."""
+    inputs = keras.Input(image_shape)
+    rows = keras.layers.Rescaling(1 / 32)(keras.layers.Flatten()(inputs))
+    looked_up = keras.layers.Embedding(8, 4)(rows)
+    outputs = keras.layers.Dense(num_classes)(keras.layers.GlobalAveragePooling1D()(looked_up))
+    return keras.Model(inputs, outputs)
+
+
+class Slow(keras.layers.Layer):
+    """Computes for long in tower 1."""
+
+    def call(self, x):
+        if "tower_1" not in tf.get_current_name_scope():
+            return x
+        square = tf.ones([500, 500]) + x[0, 0, 0, 0] * 0
+        for _ in range(20):
+            square = tf.linalg.normalize(square @ square)[0]
+        return x + 0 * tf.reduce_sum(square)
+
+
+def uneven_work(num_classes, image_shape):
+    return keras.Sequential(
+        [keras.Input(image_shape), Slow(), keras.layers.Flatten(), keras.layers.Dense(num_classes)]
+    )
+
+
+class Constant(keras.layers.Layer):
+    """Has a weight that its output does not depend on."""
+
+    def build(self, shape):
+        self.unused = self.add_weight(shape=(3,), name="unused")
+
+    def call(self, x):
+        return tf.zeros([tf.shape(x)[0], tiny.NUM_CLASSES])
+
+
+def without_gradients(num_classes, image_shape):
+    return keras.Sequential([keras.Input(image_shape), Constant()])
+
+
+class Looked:
+    """One step of a run, and what it should say by hand."""
+
+    def __init__(self, **options):
+        options = {"batch_size": BATCH, "num_towers": 3, "max_steps": 3, **options}
+        self.run = prepare(tiny.options("unused", **options))
+        self.batches = self.run.data.train.train_batches(BATCH, seed=0)
+        self.loop = self.run.train_loop()
+        self.weights = self.run.masters.model.trainable_variables
+
+    def step(self, num_steps=1):
+        values = self.loop(iter(self.batches), tf.constant(num_steps))
+        return {name: value.numpy() for name, value in values.items()}
+
+    def by_hand(self, sizes):
+        """Return each tower's mean loss and gradient, as one vector."""
+        loss_fn = make_loss_fn(self.run.masters, self.run.options)
+        scale = self.run.masters.loss_scale
+        start, losses, gradients = 0, [], []
+        for size in sizes:
+            part = [value[start : start + size] for value in next(iter(self.batches))]
+            start += size
+            with tf.GradientTape() as tape, keras.StatelessScope():
+                loss = tf.reduce_mean(loss_fn(*part)) / (1 if scale is None else scale)
+            found = tape.gradient(loss, [w.value for w in self.weights])
+            losses.append(float(loss))
+            gradients.append(np.concatenate([np.ravel(tf.convert_to_tensor(g)) for g in found]))
+        return losses, gradients
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ([3, 3, 2], {}),
+        ([3, 3, 2], {"variables": "sharded"}),
+        ([3, 3, 2], {"variables": "replicated"}),
+        ([8], {"num_towers": 1}),
+        ([3, 3, 2], {"model": "tests.test_tower_stats:embedding", "augment": "off"}),
+        ([4, 4], {"num_towers": 2, "accumulate_steps": 2}),
+        ([4, 4], {"num_towers": 2, "dtype": "mixed_float16"}),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_each_towers_loss_gradient_and_angle(sizes, options):
+    looked = Looked(**options)
+    if options.get("accumulate_steps"):  # each part is split over the towers
+        losses, parts = looked.by_hand([2, 2, 2, 2])
+        losses = [(losses[i] + losses[i + 2]) / 2 for i in (0, 1)]
+        gradients = [(parts[i] + parts[i + 2]) / 2 for i in (0, 1)]
+    else:
+        losses, gradients = looked.by_hand(sizes)
+    mean = np.average(gradients, axis=0, weights=sizes)
+    before = [w.numpy() for w in looked.weights]
+    found = looked.step()
+    close = dict(rel=2e-2 if "dtype" in options else 1e-4)
+    norms = [np.linalg.norm(g) for g in gradients]
+    cosines = [g @ mean / np.linalg.norm(g) / np.linalg.norm(mean) for g in gradients]
+    assert found["tower_examples"].tolist() == sizes
+    assert found["tower_loss"] == pytest.approx(losses, **close)
+    assert found["tower_gradient_norm"] == pytest.approx(norms, **close)
+    assert found["tower_cosine"] == pytest.approx(cosines, **close)
+    assert found["data_gradient_norm"] == pytest.approx(np.linalg.norm(mean), **close)
+    changed = [w.numpy() - old for w, old in zip(looked.weights, before, strict=True)]
+    ratio = np.sqrt(sum(np.sum(c**2) for c in changed) / sum(np.sum(b**2) for b in before))
+    assert found["update_to_weight_ratio"] == pytest.approx(ratio, rel=1e-3)
+
+
+def test_of_several_steps_the_last_is_measured():
+    one, three = Looked(), Looked()
+    batches = iter(one.batches)
+    values = [one.loop(batches, tf.constant(1)) for _ in range(3)]
+    last = three.step(3)
+    for name in "tower_loss", "tower_gradient_norm", "tower_cosine", "update_to_weight_ratio":
+        assert last[name].tolist() == values[-1][name].numpy().tolist()
+        assert last[name].tolist() != values[0][name].numpy().tolist()
+
+
+def test_towers_without_examples_say_nothing():
+    looked = Looked(num_towers=4, batch_size=2)
+    looked.batches = looked.run.data.train.train_batches(2, seed=0)
+    found = looked.step()
+    assert found["tower_examples"].tolist() == [1, 1, 0, 0]
+    for name in "tower_loss", "tower_gradient_norm", "tower_cosine", "tower_seconds":
+        assert (found[name] > 0).tolist() == [True, True, False, False] or name == "tower_cosine"
+        assert found[name][2:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("variables", ["cpu", "sharded", "replicated"])
+def test_looking_changes_no_bit(variables):
+    options = tiny.options("unused", model="tests.tiny:cnn", num_towers=3, variables=variables)
+    states = []
+    for telemetry in True, False:
+        run = prepare(options)
+        loop = run.train_loop(telemetry=telemetry)
+        batches = iter(run.data.train.train_batches(7, seed=0))
+        for num_steps in 1, 4, 3:
+            loop(batches, tf.constant(num_steps))
+        states.append({name: v.numpy() for name, v in run.masters.variables().items()})
+    tiny.assert_identical(*states)
+
+
+def test_the_times_of_a_step_are_its_parts():
+    looked = Looked(num_towers=2)
+    looked.step()
+    clock = tf.timestamp()
+    found = looked.step(5)
+    wall = float(tf.timestamp() - clock)
+    parts = [found[f"{name}_seconds"] for name in ("input_wait", "compute", "gather", "update")]
+    assert all(part >= 0 for part in parts) and found["compute_seconds"] > 0
+    assert 0 < sum(parts) <= wall
+    assert (found["tower_seconds"] > 0).all()
+    assert found["tower_seconds"].max() <= found["compute_seconds"] * (1 + 1e-5)
+
+
+def test_the_slow_tower_takes_longer():
+    looked = Looked(num_towers=2, model="tests.test_tower_stats:uneven_work")
+    looked.step()
+    fast, slow = looked.step(3)["tower_seconds"]
+    assert slow > 1.5 * fast
+
+
+def test_a_model_without_gradients():
+    found = Looked(model="tests.test_tower_stats:without_gradients").step()
+    assert found["tower_gradient_norm"].tolist() == found["tower_cosine"].tolist() == [0, 0, 0]
+    assert found["tower_loss"] == pytest.approx([np.log(3)] * 3)
+
+
+def test_a_loop_without_telemetry_has_the_four_metrics_alone():
+    looked = Looked()
+    looked.loop = looked.run.train_loop(telemetry=False)
+    assert set(looked.step()) == {"loss", "penalty", "gradient_norm", "learning_rate"}

@@ -1,0 +1,268 @@
+"""scripts/peers: the lane protocol, and that the peers compute what they are compared with."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from models import cnn, resnet
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = ROOT / "scripts" / "peers"
+PACKAGES = {"torch_ddp": "torch", "jax_loop": "jax"}
+NAMES = ["mirrored", "mirrored_fit", "fit", "session", "torch_ddp", "jax_loop"]
+ODD_SHAPE = (9, 14, 3)  # "same" padding is another on odd sides
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """Return a function that imports a module of scripts/peers, or skips without its package."""
+    monkeypatch.syspath_prepend(PEERS)
+
+    def load(name):
+        if name.split("_")[0] in PACKAGES.values():
+            pytest.importorskip(name.split("_")[0])
+        return import_module(name)
+
+    return load
+
+
+def start(name, windows=(), environ=None, **config):
+    """Run a peer as the protocol says; returns the JSON lines that it printed."""
+    tiny = {
+        "model": "models.cnn:cnn", "model_args": {}, "image_shape": [8, 8, 3], "num_classes": 4,
+        "batch_size": 8, "num_devices": 2, "gpus": False, "dtype": "float32", "optimizer": "sgd",
+        "learning_rate": 0.05, "momentum": 0.9, "weight_decay": 0.0, "ema_decay": 0.0, "data": "",
+        "augment": "off", "steps_per_loop": 3, "seed": 0,
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, PEERS / f"{name}.py", json.dumps(tiny | config)],
+        cwd=ROOT,
+        input="".join(f"{seconds}\n" for seconds in windows),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=os.environ | (environ or {}),
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def trained(name, windows, **config):
+    """Run a peer, check the order and the kinds of its lines; returns (ready, its windows)."""
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
+    ready, *reports, memory = start(name, windows, **config)
+    assert ready["ready"] is True
+    versions = {"torch_ddp": {"torch"}, "jax_loop": {"jax"}, "session": {"tensorflow"}}
+    assert set(ready["versions"]) == versions.get(name, {"tensorflow", "keras"})
+    assert len(reports) == len(windows)
+    for report, seconds in zip(reports, windows, strict=True):
+        assert set(report) == {"steps", "seconds", "loss"}
+        assert report["steps"] > 0 and report["steps"] % config.get("steps_per_loop", 3) == 0
+        assert report["seconds"] >= seconds
+        assert math.isfinite(report["loss"])
+    assert 50 < memory["peak_memory_mib"] < 8000
+    return ready, reports
+
+
+@pytest.fixture(scope="module")
+def images_path(tmp_path_factory):
+    """Return the path of forty images in the file format of the protocol."""
+    path = tmp_path_factory.mktemp("peers") / "images.npz"
+    draw = np.random.default_rng(0)
+    images = draw.integers(256, size=(40, 12, 12, 3), dtype=np.uint8)
+    np.savez(path, images=images, labels=draw.integers(4, size=40).astype(np.int32))
+    return str(path)
+
+
+# ---------------------------------------------------------------------------- the protocol
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peer_trains_in_windows(name):
+    _, reports = trained(name, windows=(0, 0.2, 0), learning_rate=0.02, weight_decay=1e-4)
+    assert reports[0]["steps"] == 3
+    assert reports[-1]["loss"] < reports[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("name", "augment", "options"),
+    [
+        ("fit", "tutorial", {"dtype": "mixed_bfloat16", "optimizer": "adamw"}),
+        ("mirrored", "resnet", {"model": "models.resnet:resnet", "model_args": {"depth": 8}}),
+        ("session", "tutorial", {"dtype": "mixed_bfloat16", "optimizer": "momentum"}),
+        ("torch_ddp", "tutorial", {"dtype": "mixed_bfloat16", "optimizer": "adamw"}),
+        ("jax_loop", "tutorial", {"dtype": "mixed_bfloat16", "optimizer": "adamw"}),
+    ],
+)
+def test_peer_trains_on_images_of_a_file(name, augment, options, images_path):
+    shape = [9, 9, 3] if augment == "tutorial" else [12, 12, 3]
+    common = {"data": images_path, "augment": augment, "image_shape": shape, "ema_decay": 0.9}
+    ready, _ = trained(
+        name, windows=(0, 0), steps_per_loop=2, learning_rate=0.001, **common, **options
+    )
+    assert ("note" in ready) == (name in ("fit", "session"))
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("torch_ddp", "torch"), ("jax_loop", "jax"), ("mirrored", "tensorflow")],
+)
+def test_missing_package_is_skipped_by_name(name, package, tmp_path):
+    missing = f"raise ModuleNotFoundError('No module named {package}', name={package!r})"
+    (tmp_path / f"{package}.py").write_text(missing)
+    [line] = start(name, environ={"PYTHONPATH": str(tmp_path)})
+    assert line == {"skipped": f"{package} is not installed: pip install '.[peers]'"}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "words"),
+    [
+        ("session", {"model": "models.resnet:resnet20"}, "model=models.resnet:resnet20"),
+        ("torch_ddp", {"model": "tests.tiny:dense"}, "tests.tiny:dense is not written in PyTorch"),
+        ("jax_loop", {"batch_size": 7}, "batch_size=7 is not a multiple of num_devices=2"),
+    ],
+)
+def test_what_a_peer_cannot_do_is_skipped_with_a_reason(name, config, words):
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
+    [line] = start(name, **config)
+    assert set(line) == {"skipped"}
+    assert words in line["skipped"]
+
+
+# ---------------------------------------------------------------------------- the same functions
+
+
+def test_mirrored_takes_the_steps_that_one_device_takes(module):
+    loops = 3  # two that warm up, one in a window of no length
+    _, [report] = trained("mirrored", windows=(0,), weight_decay=0.01)
+    lane, tf_program = module("lane"), module("tf_program")
+    config = lane.Config(image_shape=(8, 8, 3), num_classes=4, batch_size=8)
+    model = tf_program.make_model(config)
+    images, labels = lane.synthetic_batch(config)
+    for _ in range(loops * 3):
+        with tf.GradientTape() as tape:
+            logits = model(images, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            loss = tf.reduce_mean(losses)
+            for variable in model.trainable_variables:
+                hidden = variable.path in ("dense1/kernel", "dense2/kernel")
+                decay = 0.004 * hidden + 0.01 * (len(variable.shape) > 1)
+                loss += decay * tf.nn.l2_loss(variable)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+            variable.assign_sub(0.05 * gradient)
+    assert report["loss"] == pytest.approx(float(loss), rel=1e-4)
+
+
+def test_tensorflows_normalization_is_the_same_function(module):
+    ours = cnn.cnn(image_shape=ODD_SHAPE)
+    theirs = module("tf_program").with_tensorflow_lrn(ours)
+    kinds = {type(layer).__name__ for layer in theirs.layers}
+    assert "TensorFlowLrn" in kinds and "LocalResponseNormalization" not in kinds
+    images = 100 * np.random.default_rng(0).standard_normal((4, *ODD_SHAPE), np.float32)
+    np.testing.assert_allclose(theirs(images), ours(images), rtol=1e-5, atol=1e-6)
+    without = cnn.cnn(image_shape=ODD_SHAPE, lrn=False)
+    without.set_weights(ours.get_weights())
+    assert np.abs(without(images) - ours(images)).max() > 1e-2
+    assert theirs.count_params() == ours.count_params()
+
+
+MODELS = {
+    "cnn": ("models.cnn:cnn", {}, cnn.cnn),
+    "cnn without lrn": ("models.cnn:cnn", {"lrn": False}, cnn.cnn),
+    "resnet20": ("models.resnet:resnet20", {}, resnet.resnet20),
+    "resnet": ("models.resnet:resnet", {"depth": 8, "width": 4}, resnet.resnet),
+}
+
+
+@pytest.fixture(params=MODELS)
+def ours(request):
+    """Return the arguments of a configuration, our model with drawn weights, and images."""
+    name, arguments, function = MODELS[request.param]
+    shape = (32, 32, 3) if request.param == "resnet20" else ODD_SHAPE
+    model = function(num_classes=4, image_shape=shape, **arguments)
+    draw = np.random.default_rng(0)
+    for variable in model.variables:
+        if "kernel" not in variable.path:
+            variable.assign(draw.uniform(0.5, 1.5, variable.shape))
+    config = {"model": name, "model_args": arguments, "image_shape": shape, "num_classes": 4}
+    return config, model, draw.standard_normal((6, *shape), np.float32)
+
+
+def assert_same_logits(theirs, ours):
+    """Compare logits; their size depends on the drawn weights."""
+    scale = np.abs(ours).max()
+    np.testing.assert_allclose(theirs / scale, ours / scale, atol=1e-5)
+
+
+def test_torch_model_is_the_same_function(ours, module):
+    models, lane = module("torch_models"), module("lane")
+    import torch
+
+    config, model, images = ours
+    theirs = models.make_model(lane.Config(**config))
+    assert sum(p.numel() for p in theirs.parameters()) == sum(
+        v.value.shape.num_elements() for v in model.trainable_variables
+    )
+    with_weights = [m for m in theirs.modules() if list(m.parameters(recurse=False))]
+    layers = [layer for layer in model.layers if layer.weights]
+    for their, layer in zip(with_weights, layers, strict=True):
+        values = [torch.from_numpy(np.array(v)) for v in layer.weights]
+        values[0] = values[0].permute({4: (3, 2, 0, 1), 2: (1, 0), 1: (0,)}[values[0].ndim])
+        targets = [v for v in their.state_dict().values() if v.ndim]  # not the counter of batches
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
+    inputs = torch.from_numpy(images).permute(0, 3, 1, 2)
+    for train in (False, True):  # in this order: a training step moves the statistics
+        theirs.train(train)
+        with torch.no_grad():
+            assert_same_logits(theirs(inputs).numpy(), np.array(model(images, training=train)))
+
+
+def test_jax_model_is_the_same_function(ours, module):
+    models, lane = module("jax_models"), module("lane")
+    import jax
+
+    config, model, images = ours
+    theirs = models.make_model(lane.Config(**config))
+    shapes = [{k: v.shape for k, v in part.items()} for part in theirs.init(jax.random.key(0))]
+    kinds = (model.trainable_variables, model.non_trainable_variables)
+    values = [{"/".join(v.path.split("/")[-2:]): np.array(v) for v in kind} for kind in kinds]
+    assert shapes == [{k: v.shape for k, v in part.items()} for part in values]
+    for train in (False, True):  # in this order: a training step moves the statistics
+        logits, _ = theirs.apply(*values, images, train)
+        assert_same_logits(np.array(logits), np.array(model(images, training=train)))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "nesterov", "adamw"])
+def test_updates_in_jax_are_those_of_keras(optimizer, module):
+    loop, lane, program = module("jax_loop"), module("lane"), module("tf_program")
+    config = lane.Config(optimizer=optimizer, learning_rate=0.1, weight_decay=0.01)
+    layer = keras.layers.Dense(3, kernel_initializer="ones", bias_initializer="ones")
+    model = keras.Sequential([keras.Input((2,)), layer])
+    keras_optimizer = program.make_optimizer(config, model)
+    weights = {"kernel": np.ones([2, 3], np.float32), "bias": np.ones([3], np.float32)}
+    jax_model = import_module("jax_models").Model(lambda key: (weights, {}), None, {})
+    state = loop.make_state(config, jax_model)
+    for step in range(4):
+        draws = np.random.default_rng(step)
+        gradients = {k: draws.standard_normal(v.shape, np.float32) for k, v in weights.items()}
+        new, slots = loop.update(config, {}, state, gradients)
+        state = state | {"weights": new, "slots": slots, "step": state["step"] + 1}
+        decay = 0.0 if optimizer == "adamw" else 0.01
+        penalised = gradients["kernel"] + decay * np.array(layer.kernel), gradients["bias"]
+        keras_optimizer.apply(list(map(tf.constant, penalised)), [layer.kernel, layer.bias])
+        # Keras adds AdamW's epsilon before it mends the bias of the moments.
+        np.testing.assert_allclose(new["kernel"], np.array(layer.kernel), rtol=1e-4)
+        np.testing.assert_allclose(new["bias"], np.array(layer.bias), rtol=1e-4)

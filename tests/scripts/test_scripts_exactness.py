@@ -1,0 +1,148 @@
+"""scripts/curves.py and scripts/exactness_cost.py: tables, figure, what they compare."""
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from matplotlib import image
+
+from scripts import curves as curves_script
+from scripts import exactness_cost
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTROL = "1 tower, changed in the last bit"
+TINY = ("--model=tests.tiny:dense", "--model_args=", "--dataset=tests.tiny:images")
+
+
+def script(name, *arguments):
+    return subprocess.run(
+        [sys.executable, ROOT / "scripts" / name, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def table(done):
+    """Return {heading: cell} of each row that a script printed."""
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    heading, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    assert set(rule) == {"---"}
+    return [dict(zip(heading, row, strict=True)) for row in rows]
+
+
+# ---------------------------------------------------------------------------- curves.py
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory):
+    """Return what curves.py printed of a few steps, and where its figure is."""
+    path = tmp_path_factory.mktemp("curves") / "new folder" / "curves.png"
+    arguments = ("--steps=5", "--num_towers=1,1,2", "--control", "--batch_size=7")
+    return script("curves.py", *arguments, f"--output={path}", *TINY), path
+
+
+def test_curves_are_real_and_differ_by_rounding(curves):
+    rows = table(curves[0])
+    assert [row["towers"] for row in rows] == ["1 tower", "1 tower, again", "2 towers", CONTROL]
+    one, again, two, control = rows
+    largest = "largest difference from 1 tower"
+    assert one[largest] == again[largest] == "0"
+    assert one["at step"] == "-"
+    assert 0 < float(two[largest]) < 1e-5
+    assert 0 < float(control[largest]) < 1e-5
+    assert 1 <= int(two["at step"]) <= 5
+    for row in rows:
+        assert abs(float(row["first loss"]) - float(row["last loss"])) > 1e-3
+    assert float(one["last loss"]) == pytest.approx(float(two["last loss"]), abs=1e-5)
+
+
+def test_title_says_what_was_trained(curves):
+    title = "tests.tiny:dense() on tests.tiny:images, batch size 7, float32, seed 0; 5 steps, "
+    assert curves[0].stdout.startswith(title)
+
+
+def test_figure_can_be_read(curves):
+    done, path = curves
+    assert done.stdout.splitlines()[-1] == str(path)
+    pixels = image.imread(path)
+    assert pixels.shape == (800, 1200, 4)
+    assert path.stat().st_size < 200_000
+    upper_panel = 255 * pixels[:400, :, :3]
+    for style in curves_script.STYLES[:4]:
+        colour = [int(style["color"][i : i + 2], 16) for i in (1, 3, 5)]
+        assert (abs(upper_panel - colour).max(axis=-1) < 30).any(), f"{style} is not seen"
+
+
+@pytest.mark.parametrize("value", ["2,4", "1,0", "1,2,3,4,5"])
+def test_numbers_of_towers_are_checked(value):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"^{value}: 1 must come first"):
+        curves_script.numbers(value)
+
+
+def test_bad_flags_are_one_line():
+    done = script("curves.py", "--batch_size=0")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("--batch_size=0")
+    assert "Traceback" not in done.stderr
+
+
+def test_without_matplotlib_one_line_says_what_to_type(tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')")
+    program = (
+        f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); "
+        "runpy.run_path('scripts/curves.py', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.endswith("type pip install 'towers[plot]'")
+
+
+# ---------------------------------------------------------------------------- exactness_cost.py
+
+
+def test_cost_is_a_table_of_pairs():
+    arguments = ("--windows=2", "--seconds=0.05", "--batch_size=8", "--num_towers=2", "--depth=8")
+    rows = table(script("exactness_cost.py", *arguments))
+    assert [row["variant"].split(", ")[1] for row in rows] == [
+        "batch_norm=sync", "batch_norm=local", "draws by example", "draws by tower"
+    ]  # fmt: skip
+    for row in rows:
+        assert row["towers"] == "2"
+        assert values(row["examples/s, median (range)"])[1] > 0
+    ratio = "exact / this, median (range)"
+    for exact, other in (rows[:2], rows[2:]):
+        assert exact[ratio] == "exact"
+        low, middle, high = values(other[ratio])
+        assert 0 < low <= middle <= high
+        # The ratio of the medians lies within the ratios of the windows, up to rounding.
+        ours, theirs = (values(r["examples/s, median (range)"])[1] for r in (exact, other))
+        assert low - 0.05 <= ours / theirs <= high + 0.05
+
+
+def values(cell):
+    """Return lowest, median and highest of "12 (10 to 13)"."""
+    found = re.fullmatch(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)", cell)
+    assert found, cell
+    middle, low, high = map(float, found.groups())
+    return low, middle, high
+
+
+@pytest.mark.parametrize("pair", exactness_cost.make_pairs(depth=8), ids=["BatchNorm", "dropout"])
+def test_only_the_exact_variant_computes_what_one_tower_computes(pair):
+    exact, other = pair
+
+    def first_loss(variant, num_towers):
+        return exactness_cost.make_step(variant, num_towers, batch_size=8)()
+
+    one = first_loss(exact, 1)
+    assert first_loss(exact, 2) == pytest.approx(one, abs=1e-5)
+    assert first_loss(other, 2) != pytest.approx(one, abs=1e-4)

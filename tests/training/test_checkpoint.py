@@ -1,0 +1,226 @@
+"""Checkpoints: whole or passed over, never mistaken for those of another run, never too many."""
+
+import re
+import resource
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import tiny
+from towers.errors import InputError, RunError
+from towers.training.checkpoint import Checkpoints, find, stored_variables
+
+
+def variables(value=1.0, **more):
+    return {
+        "model/a/kernel": tf.Variable(np.full([20, 30], float(value))),
+        "model/b.c/kernel~2": tf.Variable(np.full([3], value, np.float32)),
+        "step": tf.Variable(int(value), dtype=tf.int64),
+        **more,
+    }
+
+
+def opened(folder, value=0.0, keep=3, model="m:f", **more):
+    return Checkpoints(folder, variables(value, **more), {"model": model, "dataset": "d:f"}, keep)
+
+
+def save(folder, *steps, keep=3):
+    for step in steps:
+        opened(folder, step, keep).save(step)
+
+
+def restored(folder, warn=print):
+    """Return the step that is read, and the value that the variables then have."""
+    checkpoints = opened(folder, -1.0)
+    step = checkpoints.restore(warn)
+    values = {float(np.unique(v.numpy()).item()) for v in checkpoints.variables.values()}
+    assert len(values) == 1
+    return step, values.pop()
+
+
+DAMAGES = {
+    "data cut short": ("data-00000-of-00001", lambda old: old[: len(old) // 2]),
+    "data empty": ("data-00000-of-00001", lambda old: b""),
+    "data absent": ("data-00000-of-00001", lambda old: None),
+    "one bit of the data": (
+        "data-00000-of-00001",
+        lambda old: old[:1500] + bytes([old[1500] ^ 1]) + old[1501:],
+    ),
+    "index cut short": ("index", lambda old: old[:-1]),
+    "index empty": ("index", lambda old: b""),
+    "index of something else": ("index", lambda old: bytes(len(old))),
+}
+
+
+def damage(folder, step, kind):
+    suffix, change = DAMAGES[kind]
+    path = folder / f"ckpt-{step}.{suffix}"
+    new = change(path.read_bytes())
+    path.unlink() if new is None else path.write_bytes(new)
+
+
+def test_the_newest_is_restored_and_of_nothing_comes_none(tmp_path):
+    assert opened(tmp_path / "none").restore() is None
+    assert not (tmp_path / "none").exists()
+    save(tmp_path, 2, 10, 9)
+    assert restored(tmp_path) == (10, 10.0)
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_with_a_line(tmp_path, kind):
+    save(tmp_path, 1, 2, 3)
+    damage(tmp_path, 3, kind)
+    lines = []
+    assert restored(tmp_path, lines.append) == (2, 2.0)
+    assert len(lines) == 1 and "\n" not in lines[0]
+    assert re.match(rf"{tmp_path}/ckpt-3 cannot be read and is passed over: \S", lines[0])
+
+
+def test_a_run_does_not_start_anew_if_all_its_checkpoints_are_damaged(tmp_path):
+    save(tmp_path, 1, 2)
+    damage(tmp_path, 1, "data absent")
+    damage(tmp_path, 2, "index empty")
+    before = tiny.files(tmp_path)
+    with pytest.raises(InputError, match=f"none of the 2 checkpoints in {tmp_path} can be read: "):
+        restored(tmp_path)
+    assert tiny.files(tmp_path) == before
+
+
+def test_a_run_goes_on_below_a_damaged_checkpoint(tmp_path):
+    save(tmp_path, 10, 20)
+    damage(tmp_path, 20, "data empty")
+    checkpoints = opened(tmp_path, keep=1)
+    assert checkpoints.restore() == 10
+    checkpoints.save(15)  # older than the damaged one, and still the one to keep
+    assert restored(tmp_path)[0] == 15
+    assert tf.train.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-15")
+    checkpoints.save(20)
+    assert restored(tmp_path)[0] == 20 and len(find(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("state", [None, "", "garbage {{"])
+def test_the_state_file_is_not_needed(tmp_path, state):
+    save(tmp_path, 1, 2, 3)
+    (tmp_path / "checkpoint").unlink() if state is None else (tmp_path / "checkpoint").write_text(
+        state
+    )
+    assert restored(tmp_path) == (3, 3.0)
+    save(tmp_path, 4, keep=2)
+    assert [step for step, _ in find(tmp_path)] == [3, 4]
+
+
+def test_the_newest_are_kept_also_across_restarts(tmp_path):
+    for first in 1, 6:
+        checkpoints = opened(tmp_path, keep=3)
+        checkpoints.restore()
+        for step in range(first, first + 5):
+            checkpoints.save(step)
+    names = {path.name for path in tmp_path.iterdir()}
+    kept = {f"ckpt-{n}.{part}" for n in (8, 9, 10) for part in ("index", "data-00000-of-00001")}
+    assert names == kept | {"checkpoint"}
+    checkpoints.save(10)
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_tensorflow_reads_them_and_the_folder_may_be_moved(tmp_path):
+    save(tmp_path / "before", 1, 2)
+    folder = (tmp_path / "before").rename(tmp_path / "after")
+    latest = tf.train.latest_checkpoint(folder)
+    assert latest == str(folder / "ckpt-2")
+    state = tf.train.get_checkpoint_state(folder)
+    assert list(state.all_model_checkpoint_paths) == [str(folder / f"ckpt-{n}") for n in (1, 2)]
+    stored = tf.train.load_checkpoint(latest).get_variable_to_shape_map()
+    assert stored["variables/model.Sa.Skernel/.ATTRIBUTES/VARIABLE_VALUE"] == [20, 30]
+    assert restored(folder) == (2, 2.0)
+
+
+def test_names_come_back_as_they_were(tmp_path):
+    odd = {name: tf.Variable(1.0) for name in ("a.b/c", "a/.S/b", "x..y", "ü ~2", "/")}
+    Checkpoints(tmp_path, odd, {}).save(1)
+    assert stored_variables(str(tmp_path / "ckpt-1")) == dict.fromkeys(odd, ([], "float32"))
+    assert Checkpoints(tmp_path, odd, {}).restore() == 1
+
+
+REMEDY = "choose another --train_dir, or --overwrite, which moves the old run aside"
+
+
+def test_another_run_is_refused_by_the_option_that_differs(tmp_path):
+    save(tmp_path, 1, 2)
+    before = tiny.files(tmp_path)
+    with pytest.raises(InputError) as caught:
+        opened(tmp_path, model="other:f").restore()
+    assert str(caught.value) == (
+        f"{tmp_path}/ckpt-2 is of another run: --model=m:f there and --model=other:f here; {REMEDY}"
+    )
+    assert tiny.files(tmp_path) == before
+
+
+CHANGES = {
+    "shape": (
+        {"model/a/kernel": tf.Variable(np.ones([20, 31]))},
+        "model/a/kernel is float64[20, 30] there and float64[20, 31] here",
+    ),
+    "type": (
+        {"step": tf.Variable(0, dtype=tf.int32)},
+        "step is int64[] there and int32[] here",
+    ),
+    "one more": (
+        {"optimizer/slot": tf.Variable(0.0)},
+        "optimizer/slot is absent there and float32[] here",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_other_variables_are_refused_by_the_first_that_differs(tmp_path, kind):
+    save(tmp_path, 1)
+    more, difference = CHANGES[kind]
+    with pytest.raises(InputError) as caught:
+        opened(tmp_path, **more).restore()
+    assert str(caught.value) == (
+        f"{tmp_path}/ckpt-1 is of another model or optimizer: {difference}; {REMEDY}"
+    )
+
+
+def test_a_variable_too_many_in_the_checkpoint_is_refused_unless_it_does_not_matter(tmp_path):
+    opened(tmp_path, 5.0, extra=tf.Variable(5.0)).save(5)
+    with pytest.raises(InputError, match="extra is float32.. there and absent here"):
+        restored(tmp_path)
+    some = Checkpoints(tmp_path, variables(-1.0), {"model": "m:f"}, exact=False)
+    assert some.restore() == 5
+    assert some.variables["step"].numpy() == 5
+
+
+def test_a_full_disk_is_one_line_and_harms_no_older_checkpoint(tmp_path):
+    save(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(RunError) as caught:
+            save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert re.match(rf"{tmp_path}/ckpt-2 cannot be written: .*File too large", str(caught.value))
+    assert "\n" not in str(caught.value)
+    assert restored(tmp_path) == (1, 1.0)
+    save(tmp_path, 2)
+    assert restored(tmp_path) == (2, 2.0)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"ckpt-1 cannot be written: .*") as caught:
+        save(tmp_path / "file" / "checkpoints", 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_they_load_with_any_number_of_towers(tmp_path):
+    given = dict(model="tests.tiny:cnn", ema_decay=0.5, optimizer="adamw")
+    loop = tiny.Loop(tiny.options("unused", num_towers=4, **given))
+    loop(3)
+    Checkpoints(tmp_path, loop.masters.variables(), {}).save(3)
+    for num_towers in 1, 3:
+        other = tiny.Loop(tiny.options("unused", num_towers=num_towers, **given))
+        assert Checkpoints(tmp_path, other.masters.variables(), {}).restore() == 3
+        tiny.assert_identical(other.state(), loop.state())

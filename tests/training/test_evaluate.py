@@ -1,0 +1,285 @@
+"""Evaluation: every example of the test set counts once, whatever the batch and the towers."""
+
+import dataclasses
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import tiny
+from towers import cli
+from towers.data import ArraySplit
+from towers.errors import InputError
+from towers.training.evaluate import NUM_MISTAKES, Evaluation, evaluate, make_evaluator, table
+from towers.training.run import prepare
+from towers.training.step import make_eval_step
+from towers.training.train import train
+
+
+def with_tests(run, size, num_classes=tiny.NUM_CLASSES):
+    """Return the run with another test set, without examples of the last class."""
+    images, labels = tiny.arrays(size, seed=5)
+    labels %= num_classes
+    return dataclasses.replace(
+        run, data=dataclasses.replace(run.data, test=ArraySplit(images, labels))
+    ), (images, labels)
+
+
+def by_numpy(model, images, labels):
+    """Return the figures of an evaluation in numpy, all images at once."""
+    images = images.astype(np.float64)
+    mean, deviation = images.mean((1, 2, 3), keepdims=True), images.std((1, 2, 3), keepdims=True)
+    logits = model((images - mean) / deviation, training=False).numpy()
+    losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(labels)), labels]
+    right = logits.argmax(1) == labels
+    of_class = {
+        str(c): right[labels == c].mean() if np.any(labels == c) else None
+        for c in range(tiny.NUM_CLASSES)
+    }
+    return dict(accuracy=right.mean(), loss=losses.mean(), class_accuracy=of_class)
+
+
+@pytest.mark.parametrize(
+    ("num_towers", "batch_size"), [(1, 1), (1, 5), (2, 5), (3, 4), (4, 5), (4, 3), (4, 100)]
+)
+def test_counts_are_exact_at_every_remainder(num_towers, batch_size, monkeypatch):
+    options = tiny.options(
+        "unused", num_towers=num_towers, batch_size=batch_size, ema_decay=0.5, dtype="float64"
+    )
+    run = prepare(options)
+    for variable, average in run.masters.averages:
+        average.assign(np.flip(variable.numpy(), 0))  # so that the two differ
+    eval_step = make_eval_step(run.builder, run.masters, options)
+    # traced once
+    monkeypatch.setattr("towers.training.evaluate.make_eval_step", lambda *_: eval_step)
+    for size in range(10, 10 + min(batch_size, 5)):
+        smaller, examples = with_tests(run, size, num_classes=2)
+        result = make_evaluator(smaller)()
+        expected = by_numpy(run.masters.model, *examples)
+        assert result.examples == size
+        assert result.accuracy == expected["accuracy"]
+        assert result.class_accuracy == expected["class_accuracy"]
+        assert result.class_accuracy["2"] is None
+        assert result.loss == pytest.approx(expected["loss"], rel=1e-12)
+
+        turned = keras.models.clone_model(run.masters.model)
+        turned.set_weights([np.flip(w, 0) for w in run.masters.model.get_weights()])
+        expected = by_numpy(turned, *examples)
+        assert result.accuracy_ema == expected["accuracy"]
+        assert result.class_accuracy_ema == expected["class_accuracy"]
+        assert result.loss_ema == pytest.approx(expected["loss"], rel=1e-12)
+
+
+def test_without_averages_there_are_no_figures_of_them():
+    result = make_evaluator(prepare(tiny.options("unused")))()
+    assert (result.accuracy_ema, result.loss_ema, result.class_accuracy_ema) == (None, None, None)
+
+
+def test_an_evaluation_can_be_repeated_and_changes_nothing():
+    loop = tiny.Loop(tiny.options("unused", model="tests.tiny:cnn", ema_decay=0.5, num_towers=2))
+    loop(3)
+    before = loop.state()
+    evaluator = make_evaluator(loop.run)
+    first = evaluator()
+    assert evaluator() == first
+    tiny.assert_identical(loop.state(), before)
+    loop(3)  # it sees what training has changed since
+    assert evaluator().loss != first.loss
+
+
+def test_an_evaluation_can_be_stopped_before_each_batch():
+    run = prepare(tiny.options("unused", batch_size=5))  # 23 examples are 5 batches
+    for stop_at in range(1, 6):
+        asked = []
+        assert make_evaluator(run)(lambda a=asked, n=stop_at: a.append(1) or len(a) == n) is None
+        assert len(asked) == stop_at
+    assert make_evaluator(run)(lambda: False).examples == 23
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run that is finished: its folder, and its result.json."""
+    folder = tmp_path_factory.mktemp("runs") / "a run"
+    train(tiny.options(folder, num_towers=2, ema_decay=0.9, model="tests.tiny:cnn"))
+    return folder, json.loads((folder / "result.json").read_text())
+
+
+def run_command(capsys, *argv):
+    """Return the exit code, standard output and standard error of a command line."""
+    capsys.readouterr()
+    code = cli.main(list(argv))
+    return code, *capsys.readouterr()
+
+
+def test_the_command_repeats_the_numbers_of_the_run(trained, capsys):
+    folder, result = trained
+    before = tiny.files(folder)
+    code, out, err = run_command(capsys, "evaluate", f"--train_dir={folder}", "--json")
+    found = json.loads(out)
+    assert code == 0 and out.count("\n") == 1
+    for name in "accuracy", "accuracy_ema", "loss", "loss_ema":
+        assert found[name] == result[f"test_{name}"]
+    assert found["loss"] != found["loss_ema"]
+    assert (found["examples"], found["step"], found["num_towers"]) == (23, 12, 2)
+    assert "step 12, 23 test examples, 2 towers" in err
+    assert tiny.files(folder) == before
+
+
+@pytest.mark.parametrize("flag", ["--num_towers=1", "--num_towers=3", "--batch_size=23"])
+def test_towers_and_batches_change_only_roundings(trained, capsys, flag):
+    folder, result = trained
+    code, out, _ = run_command(capsys, "evaluate", f"--train_dir={folder}", "--json", flag)
+    found = json.loads(out)
+    assert code == 0
+    for name in "accuracy", "accuracy_ema":
+        assert found[name] == result[f"test_{name}"]
+    for name in "loss", "loss_ema":
+        assert found[name] == pytest.approx(result[f"test_{name}"], rel=1e-6)
+
+
+def test_another_test_set_and_precision_may_be_evaluated(tmp_path, capsys):
+    given = dict(dtype="mixed_float16", optimizer="adamw", max_steps=2)
+    train(tiny.options(tmp_path, **given))
+    flags = "--dataset=tests.tiny:other_images", "--dtype=float32"
+    code, out, _ = run_command(capsys, "evaluate", f"--train_dir={tmp_path}", "--json", *flags)
+    expected = prepare(tiny.options("unused"))
+    for variable in expected.masters.model.variables:
+        variable.assign(tiny.saved(tmp_path)[f"model.S{variable.path.replace('/', '.S')}"])
+    images, labels = tiny.other_images()[1]
+    assert code == 0
+    assert json.loads(out)["loss"] == pytest.approx(
+        by_numpy(expected.masters.model, images, labels)["loss"], rel=1e-5
+    )
+
+
+def test_a_folder_without_a_run_is_refused_and_left_alone(tmp_path, capsys):
+    for folder in tmp_path, tmp_path / "none":
+        with pytest.raises(InputError, match="there is no checkpoint in"):
+            evaluate(tiny.options(folder))
+        code, out, err = run_command(capsys, "evaluate", f"--train_dir={folder}")
+        assert (code, out) == (2, "")
+        assert err.startswith(f"towers: --train_dir={folder}: there is no ")
+        assert err.endswith("train first, or name the folder of a run\n") and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_model_is_refused(trained):
+    folder, _ = trained
+    with pytest.raises(InputError, match="--model=tests.tiny:cnn there and --model=tests.tiny:d"):
+        evaluate(tiny.options(folder))
+    with pytest.raises(InputError, match="--model_args= there and --model_args=width=4 here"):
+        evaluate(tiny.options(folder, model="tests.tiny:cnn", model_args="width=4"))
+
+
+def broken_tests():
+    """A test set whose reading fails in the middle, as with a damaged file."""
+    images, labels = tiny.arrays(20)
+
+    def check(image, label):
+        good = tf.debugging.assert_less(label, 9, "file 7 is bad")
+        with tf.control_dependencies([good]):
+            return image, tf.identity(label)
+
+    labels[13] = 9
+    dataset = tf.data.Dataset.from_tensor_slices((images, labels))
+    return tiny.arrays(60), (dataset.map(check), 20), tiny.NUM_CLASSES
+
+
+def test_a_test_set_that_cannot_be_read_is_one_line(trained, capsys):
+    folder, _ = trained
+    name = "tests.test_evaluate:broken_tests"
+    code, out, err = run_command(capsys, "evaluate", f"--train_dir={folder}", f"--dataset={name}")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"towers: --dataset={name} cannot be read: [file 7 is bad]")
+    assert err.count("\n") == 1
+
+
+def test_the_table_in_full():
+    raw = {"cat": 0.5, "dog": None}
+    result = Evaluation(0.5, 1.25, raw, 0.75, 1.0, {"cat": 0.75, "dog": None}, 4)
+    assert table(result) == [
+        "               weights       EMA",
+        "accuracy        0.5000    0.7500",
+        "loss            1.2500    1.0000",
+        "  cat           0.5000    0.7500",
+        "  dog                -         -",
+    ]
+    alone = dataclasses.replace(result, accuracy_ema=None, loss_ema=None, class_accuracy_ema=None)
+    assert table(alone)[:2] == ["               weights", "accuracy        0.5000"]
+
+
+# What is kept beside the figures
+
+
+def stored(run):
+    """Return the images and labels of a run's test set."""
+    batches = [tuple(v.numpy() for v in batch) for batch in run.data.test.eval_batches(1)]
+    images, labels, _ = (np.concatenate(values) for values in zip(*batches, strict=True))
+    return images, labels
+
+
+def probabilities(model, images):
+    images = images.astype(np.float32)
+    mean, deviation = images.mean((1, 2, 3), keepdims=True), images.std((1, 2, 3), keepdims=True)
+    return tf.nn.softmax(model((images - mean) / deviation, training=False)).numpy()
+
+
+@pytest.mark.parametrize("num_towers", [1, 3])
+@pytest.mark.parametrize("batch_size", [1, 4, 100])
+@pytest.mark.parametrize("ema_decay", [0.0, 0.5])
+def test_predictions_and_the_most_confident_mistakes_are_kept(num_towers, batch_size, ema_decay):
+    run = prepare(
+        tiny.options("x", num_towers=num_towers, batch_size=batch_size, ema_decay=ema_decay)
+    )
+    images, labels = stored(run)
+    # Padding, which is all zeros, would be a mistake.
+    run.masters.model.trainable_variables[-1].assign([0.1, 0.2, 0.9])
+    # Shown are the averages, if there are any; let them be the model's weights turned around.
+    expected = keras.models.clone_model(run.masters.model)
+    weights = run.masters.model.get_weights()
+    expected.set_weights([np.flip(w, 0) if ema_decay else w for w in weights])
+    for variable, average in run.masters.averages:
+        average.assign(np.flip(variable.numpy(), 0))
+    found = make_evaluator(run)().predictions
+    chances = probabilities(expected, images)
+    assert found.averaged == (ema_decay > 0)
+    np.testing.assert_array_equal(found.labels, labels)
+    np.testing.assert_array_equal(found.predicted, chances.argmax(1))
+
+    wrong = np.flatnonzero(chances.argmax(1) != labels)
+    wrong = wrong[np.argsort(-chances.max(1)[wrong])][:NUM_MISTAKES]
+    assert len(found.mistakes) == len(wrong) > 5
+    for mistake, row in zip(found.mistakes, wrong, strict=True):
+        np.testing.assert_array_equal(mistake.image, images[row])
+        assert (mistake.label, mistake.predicted) == (labels[row], chances[row].argmax())
+        assert mistake.confidence == pytest.approx(chances[row].max(), rel=1e-5)
+
+
+def test_only_so_many_mistakes_are_kept_and_the_figures_follow_from_the_predictions(monkeypatch):
+    monkeypatch.setattr("towers.training.evaluate.NUM_MISTAKES", 3)
+    result = make_evaluator(prepare(tiny.options("unused", batch_size=5)))()
+    confidence = [mistake.confidence for mistake in result.predictions.mistakes]
+    assert len(confidence) == 3 and confidence == sorted(confidence, reverse=True)
+    right = result.predictions.labels == result.predictions.predicted
+    assert result.examples == len(right) and result.accuracy == right.mean()
+
+
+def test_a_broken_model_makes_no_confident_mistakes():
+    run = prepare(tiny.options("unused"))
+    run.masters.model.trainable_variables[0].assign(np.full((192, 5), np.nan))
+    found = make_evaluator(run)().predictions
+    assert found.mistakes == [] and len(found.labels) == 23
+
+
+def test_predictions_are_no_figures(trained, capsys):
+    folder, _ = trained
+    _, out, _ = run_command(capsys, "evaluate", f"--train_dir={folder}", "--json")
+    assert (
+        list(json.loads(out))
+        == (
+            "accuracy loss class_accuracy accuracy_ema loss_ema class_accuracy_ema examples step "
+            "num_towers"
+        ).split()
+    )

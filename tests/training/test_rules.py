@@ -1,0 +1,62 @@
+"""The rule book as it is printed, with the numbers of the run."""
+
+from tests import tiny
+from towers.training.rules import rule_book
+from towers.training.run import prepare
+
+
+def test_the_rule_book_in_full():
+    assert rule_book(prepare(tiny.options("unused", num_towers=2))) == [
+        "towers      2: /cpu:0, /cpu:1; gather on /cpu:0",
+        "batch size  7 global (1 x 4 and 1 x 3 per tower), float32",
+        "data        tests.tiny:images: 60 training examples per epoch, 23 test; "
+        "8.6 steps per epoch",
+        "model       tests.tiny:dense(): 983 trainable weights",
+        "length      84 examples, 1.4 epochs, at most 12 steps",
+        "rules, the same at any number of towers:",
+        "  1 loss and gradients: mean over the global batch; towers give sums, add_n gathers them",
+        "  2 regularisation: once, on the master weights; weight decay 0 (L2), and the layers' own",
+        "  3 finite test: on the gathered gradient, not needed in this precision",
+        "  4 clipping: none, after the gather; then update, then EMA",
+        "  5 shuffling, augmentation, dropout: by (seed, step, place in the global batch), seed 0",
+        "  6 BatchNorm: sync, moments over the global batch; statistics gathered, assigned once a "
+        "step",
+        "  7 clock: examples; momentum, learning rate 0.1 cosine, EMA none",
+        "  8 the loss that is printed is that of all towers",
+    ]
+
+
+def line(start, **changes):
+    (found,) = [x for x in rule_book(prepare(tiny.options("t", **changes))) if x.startswith(start)]
+    return found
+
+
+def test_slices_are_told_as_they_are():
+    assert "(3 x 2 and 1 x 1 per tower)" in line("batch", num_towers=4)
+    assert "(1 x 7 per tower)" in line("batch")
+    assert "(2 x 1 and 2 x 0 per tower)" in line("batch", num_towers=4, batch_size=2)
+    assert "8 global (4 x 2 per tower)" in line("batch", num_towers=4, batch_size=8)
+
+
+def test_the_options_of_the_update_are_told():
+    assert "weight decay 0.01 (adamw, apart from" in line(
+        "  2", optimizer="adamw", weight_decay=0.01
+    )
+    assert "loss scale from 32768" in line("  3", dtype="mixed_float16")
+    assert "clip_norm=0.5, after" in line("  4", clip_norm=0.5)
+    assert "clip_global_norm=2, after" in line("  4", clip_global_norm=2)
+    assert "seed 9" in line("  5", seed=9)
+    assert "local, moments over a tower's slice;" in line("  6", batch_norm="local")
+    assert "over the global batch in 4 parts;" in line("  6", accumulate_steps=4)
+    assert "adamw, learning rate 0.5 constant, EMA 0.9" in line(
+        "  7", optimizer="adamw", learning_rate=0.5, schedule="constant", ema_decay=0.9
+    )
+    assert line("model", model_args="width=2,l2=0.5").endswith(
+        "tests.tiny:dense(width=2,l2=0.5): 395 trainable weights"
+    )
+
+
+def test_the_length_is_told_and_is_never_nothing():
+    assert line("length", num_epochs=2.5) == "length      150 examples, 2.5 epochs"
+    assert line("length", num_epochs=2, max_steps=9).endswith("2 epochs, at most 9 steps")
+    assert line("length", num_epochs=0.001) == "length      1 examples, 0.001 epochs"

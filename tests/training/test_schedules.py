@@ -1,0 +1,124 @@
+"""Learning rates against the formulas, in plain Python."""
+
+import itertools
+import math
+
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from towers.options.run import SCHEDULES
+from towers.training.schedules import schedule
+
+EPOCHS = [0.0, 1e-6, 0.5, 1.0, 2.4999, 2.5, 4.0, 5.0, 7.5, 9.999, 10.0, 12.0]
+
+
+def rates(kind, epochs, *, peak=0.1, total_epochs=10.0, **options):
+    rate = schedule(kind, peak=peak, total_epochs=total_epochs, **options)
+    results = [rate(tf.constant(epoch, tf.float64)) for epoch in epochs]
+    assert all(result.dtype == tf.float64 and result.shape == () for result in results)
+    return [float(result) for result in results]
+
+
+def half_cosine(done):
+    """Fall from 1 to 0 while `done` rises from 0 to 1; it stays there."""
+    return 0.5 * (1 + math.cos(math.pi * min(done, 1)))
+
+
+def expected(kind, epoch, warmup, peak=0.1, total=10.0):
+    if kind == "onecycle":
+        rise = warmup or total / 4
+        first, last = peak / 25, peak / 1e4
+        if epoch < rise:
+            return first + (peak - first) * epoch / rise
+        return last + (peak - last) * half_cosine((epoch - rise) / (total - rise))
+    if epoch < warmup:
+        return peak * epoch / warmup
+    if kind == "step":
+        return peak * 0.5 ** sum(epoch >= boundary for boundary in (2.5, 5, 7.5))
+    if kind == "cosine":
+        return peak * half_cosine((epoch - warmup) / (total - warmup))
+    return peak
+
+
+@pytest.mark.parametrize("warmup", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_formulas(kind, warmup):
+    found = rates(kind, EPOCHS, warmup_epochs=warmup, decay_epochs=[2.5, 5, 7.5], decay_factor=0.5)
+    assert found == pytest.approx([expected(kind, epoch, warmup) for epoch in EPOCHS], rel=1e-12)
+
+
+def test_landmarks():
+    assert rates("constant", [0, 5, 10]) == [0.1] * 3
+    assert rates("cosine", [0, 5, 10, 11]) == pytest.approx([0.1, 0.05, 0, 0])
+    assert rates("cosine", [0, 1, 2, 6, 10], warmup_epochs=2) == pytest.approx(
+        [0, 0.05, 0.1, 0.05, 0]
+    )
+    assert rates("onecycle", [0, 2.5, 10]) == pytest.approx([0.004, 0.1, 1e-5])
+    assert rates("onecycle", [0, 5, 10], warmup_epochs=5) == pytest.approx([0.004, 0.1, 1e-5])
+    assert rates("step", [79.99, 80, 119.99, 120], decay_epochs=[80, 120]) == pytest.approx(
+        [0.1, 0.01, 0.01, 0.001]
+    )
+    assert rates("step", [0, 9], decay_epochs=[], decay_factor=0.5) == [0.1, 0.1]
+    assert rates("step", [0, 1], decay_epochs=[1], decay_factor=0) == [0.1, 0]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    kind=st.sampled_from(SCHEDULES),
+    peak=st.floats(0, 1e3),
+    total=st.floats(0, 1e3),
+    warmup=st.just(0.0) | st.floats(0, 2e3),
+    parts=st.lists(st.floats(0, 1.2), min_size=2, max_size=6),
+)
+def test_the_rate_rises_to_the_peak_and_falls_from_there(kind, peak, total, warmup, parts):
+    epochs = sorted(part * total for part in parts)
+    found = rates(
+        kind,
+        epochs,
+        peak=peak,
+        total_epochs=total,
+        warmup_epochs=warmup,
+        decay_epochs=[total / 2],
+    )
+    rise = warmup or (total / 4 if kind == "onecycle" else 0)
+    slack = peak * 1e-12
+    assert all(0 <= rate <= peak + slack for rate in found)
+    points = zip(epochs, found, strict=True)
+    for (epoch, rate), (later, after) in itertools.pairwise(points):
+        if later < rise:
+            assert rate <= after + slack
+        elif epoch >= rise:
+            assert rate >= after - slack
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_run_of_no_length_has_a_rate(kind):
+    for warmup in (0.0, 1.0):
+        (rate,) = rates(kind, [0.0], total_epochs=0.0, warmup_epochs=warmup)
+        assert 0 <= rate <= 0.1
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_warmup_longer_than_the_run_goes_on_rising(kind):
+    found = rates(kind, [0, 5, 10], warmup_epochs=40)
+    first = 0.004 if kind == "onecycle" else 0
+    assert found == pytest.approx([first + (0.1 - first) * part for part in (0, 1 / 8, 1 / 4)])
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_continued_run_has_the_rates_of_an_uninterrupted_one(kind):
+    options = dict(warmup_epochs=2, decay_epochs=[5])
+    whole = rates(kind, EPOCHS, **options)
+    assert rates(kind, EPOCHS[6:], **options) == whole[6:]
+    assert rates(kind, EPOCHS[::-1], **options) == whole[::-1]
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_whole_numbers_and_graphs_will_do(kind):
+    options = dict(peak=1, total_epochs=8, warmup_epochs=2, decay_epochs=[4], decay_factor=0)
+    epochs = [0, 1, 2, 4, 8]
+    eager = rates(kind, epochs, **options)
+    compiled = tf.function(schedule(kind, **options))
+    assert [float(compiled(tf.constant(e, tf.float64))) for e in epochs] == pytest.approx(eager)

@@ -1,0 +1,365 @@
+"""The rule book, against formulas: clipping, weight decay, optimizers and the moving average."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import tiny
+from towers.data import augment
+from towers.options.run import Options
+from towers.training.run import prepare
+from towers.training.update import clip
+
+STEPS = 4
+# Keras rounds some constants to float32, in float64, too. The other options here are exact in it.
+ROUNDED_0_9, ROUNDED_0_999 = float(np.float32(0.9)), float(np.float32(0.999))
+
+
+class Tokens(keras.layers.Layer):
+    """Turns pixels into token numbers, few enough that a batch has each of them many times."""
+
+    def call(self, inputs):
+        return tf.cast(tf.abs(inputs[:, :2, :, 0]) * 3, tf.int32)
+
+
+class Unused(keras.layers.Layer):
+    """Has a variable that the loss does not depend on."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(2, 2), initializer="ones", name="kernel")
+
+    def call(self, inputs):
+        return inputs
+
+
+def embedding(num_classes, image_shape, l2=0.0):
+    return keras.Sequential(
+        [
+            keras.Input(image_shape),
+            Tokens(),
+            keras.layers.Embedding(
+                12, 3, embeddings_regularizer=keras.regularizers.L2(l2) if l2 else None
+            ),
+            keras.layers.Flatten(),
+            keras.layers.Dense(num_classes),
+        ]
+    )
+
+
+def partly_trained(num_classes, image_shape):
+    frozen = keras.layers.Dense(4, activation="tanh", trainable=False)
+    layers = [keras.layers.Flatten(), frozen, Unused(), keras.layers.Dense(num_classes)]
+    return keras.Sequential([keras.Input(image_shape), *layers])
+
+
+def by_formula(options):
+    """Train on one device by the book: the whole batch at once, formulas in numpy.
+
+    Returns:
+        {name: value} of weights and averages, and the metrics of the last step.
+    """
+    run = prepare(options)
+    model, size = run.masters.model, run.data.train.size
+    weights = {v.path: v.numpy() for v in model.trainable_variables}
+    slots = {path: [np.zeros_like(w), np.zeros_like(w)] for path, w in weights.items()}
+    averages = {v.path: v.numpy() for v in model.variables}
+    batches = iter(run.data.train.train_batches(options.batch_size, seed=options.seed))
+    decay = options.weight_decay
+    for step in range(STEPS):
+        images, labels, draws = next(batches)
+        inputs = augment.train_images(images, draws, options.augment, dtype=tf.float64)
+        l2 = 0.0 if options.optimizer == "adamw" else decay
+        with tf.GradientTape() as tape:
+            logits = model(inputs, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+            data_loss = tf.reduce_mean(tf.cast(losses, tf.float64))
+            kernels = [v for v in model.trainable_variables if len(v.shape) > 1]
+            kernels = [tf.cast(v.value, tf.float64) for v in kernels]
+            penalty = l2 * sum(0.5 * tf.reduce_sum(kernel**2) for kernel in kernels)
+            penalty += sum(tf.cast(loss, tf.float64) for loss in model.losses)
+            loss = data_loss + penalty
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        gradients = {
+            v.path: tf.convert_to_tensor(g).numpy().astype(np.float64)
+            for v, g in zip(model.trainable_variables, gradients, strict=True)
+            if g is not None
+        }
+        norm = np.sqrt(sum(np.sum(g**2) for g in gradients.values()))
+        for path, g in gradients.items():
+            if options.clip_norm:
+                g = g * min(1, options.clip_norm / np.linalg.norm(g))
+            if options.clip_value:
+                g = np.clip(g, -options.clip_value, options.clip_value)
+            if options.clip_global_norm:
+                g = g * min(1, options.clip_global_norm / norm)
+            gradients[path] = g
+
+        epoch = step * options.batch_size / size
+        rate = options.learning_rate * 0.5 * (1 + np.cos(np.pi * epoch / run.total_epochs))
+        rate = float(np.float32(rate))  # Keras keeps it so
+        for path, g in gradients.items():
+            w, (m, v) = weights[path], slots[path]
+            if options.optimizer == "sgd":
+                w = w - rate * g
+            elif options.optimizer == "momentum":
+                m = options.momentum * m - rate * g
+                w = w + m
+            elif options.optimizer == "nesterov":
+                m = options.momentum * m - rate * g
+                w = w + options.momentum * m - rate * g
+            else:
+                w = w - rate * decay * w if w.ndim > 1 else w
+                m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+                correction = np.sqrt(1 - ROUNDED_0_999 ** (step + 1)) / (
+                    1 - ROUNDED_0_9 ** (step + 1)
+                )
+                w = w - rate * correction * m / (np.sqrt(v) + 1e-7)
+            weights[path], slots[path] = w, [m, v]
+        for variable in model.trainable_variables:
+            variable.assign(weights[variable.path])
+
+        seen = step * options.batch_size / 128
+        ema = min(options.ema_decay, (1 + seen) / (10 + seen)) ** (options.batch_size / 128)
+        for variable in model.variables:
+            averages[variable.path] = ema * averages[variable.path] + (1 - ema) * variable.numpy()
+
+    state = {f"model/{v.path}": v.numpy() for v in model.variables}
+    if options.ema_decay:
+        state |= {f"average/{path}": value for path, value in averages.items()}
+    metrics = dict(loss=data_loss, penalty=penalty, gradient_norm=norm, learning_rate=rate)
+    return state, {name: float(value) for name, value in metrics.items()}
+
+
+def by_towers(options):
+    loop = tiny.Loop(options)
+    metrics = loop(STEPS)
+    return loop.state(), metrics
+
+
+def types(num_classes, image_shape, head="float32"):
+    """A head in a precision of its own, as Keras' guide to mixed precision has it; and a middle."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input(image_shape),
+            layers.Flatten(),
+            layers.Dense(5, "tanh", kernel_regularizer="l2"),
+            layers.Dense(4, "tanh", dtype="float32", kernel_regularizer="l2"),
+            layers.Dense(num_classes, dtype=head),
+        ]
+    )
+
+
+# A float32 layer rounds, and so does a formula that is computed in another order.
+OF_TYPES = {
+    "plain": {},
+    "clip_global_norm": dict(clip_global_norm=0.1),
+    "clip_norm, moving average": dict(clip_norm=0.1, ema_decay=0.9),
+    "adamw": dict(optimizer="adamw", weight_decay=0.1),
+    "sharded": dict(variables="sharded", weight_decay=0.1),
+    "replicated": dict(variables="replicated", weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("head", ["float32", "float64"])
+@pytest.mark.parametrize("name", OF_TYPES)
+def test_layers_may_have_a_precision_of_their_own(name, head):
+    given = dict(dtype="float64", max_steps=STEPS, model="tests.test_update:types")
+    given |= OF_TYPES[name] | dict(model_args=f"head={head}")
+    expected, expected_metrics = by_formula(tiny.options("unused", **given))
+    for num_towers in 1, 3:
+        state, metrics = by_towers(tiny.options("unused", num_towers=num_towers, **given))
+        assert {v.dtype.name for n, v in state.items() if n.startswith("model/")} == {
+            "float32", "float64"
+        }  # fmt: skip
+        tiny.assert_close({n: state[n] for n in expected}, expected, 1e-5)
+        assert metrics == pytest.approx(expected_metrics, rel=1e-5)
+
+
+CASES = {
+    "sgd": dict(optimizer="sgd"),
+    "momentum": dict(optimizer="momentum", momentum=0.75),
+    "nesterov": dict(optimizer="nesterov"),
+    "adamw": dict(optimizer="adamw", weight_decay=0.25),
+    "moving average": dict(optimizer="sgd", ema_decay=0.9),
+    "moving average after its ramp": dict(optimizer="sgd", ema_decay=0.15, batch_size=23),
+    "weight decay": dict(weight_decay=0.25),
+    "regularizer": dict(model_args="l2=0.25"),
+    "regularizer and weight decay": dict(model_args="l2=0.25", weight_decay=0.25),
+    "regularizer and adamw": dict(model_args="l2=0.25", optimizer="adamw", weight_decay=0.25),
+    "clip_norm": dict(clip_norm=0.3, model_args="scale=10"),
+    "clip_value": dict(clip_value=0.02, model_args="scale=10"),
+    "clip_global_norm": dict(clip_global_norm=0.5, weight_decay=0.1, model_args="scale=10"),
+    "fewer examples than towers": dict(batch_size=2),
+    "one example": dict(batch_size=1),
+    "batch larger than the data set": dict(batch_size=70),
+    "sparse": dict(model="tests.test_update:embedding"),
+    "sparse, clip_norm": dict(model="tests.test_update:embedding", clip_norm=0.02),
+    "sparse, clip_value": dict(model="tests.test_update:embedding", clip_value=0.003),
+    "sparse, clip_global_norm": dict(model="tests.test_update:embedding", clip_global_norm=0.1),
+    "sparse, regularizer": dict(model="tests.test_update:embedding", model_args="l2=0.25"),
+    "sparse, adamw": dict(model="tests.test_update:embedding", optimizer="adamw", clip_norm=0.02),
+    "frozen and unused": dict(model="tests.test_update:partly_trained", ema_decay=0.5),
+    "frozen, unused, decayed": dict(model="tests.test_update:partly_trained", weight_decay=0.25),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_towers_compute_what_the_book_says(name):
+    given = dict(dtype="float64", max_steps=STEPS, momentum=0.5) | CASES[name]
+    expected, expected_metrics = by_formula(tiny.options("unused", **given))
+    one_device = None
+    for num_towers in (1, 2, 3, 4) if name in ("momentum", "sparse, clip_norm") else (1, 4):
+        state, metrics = by_towers(tiny.options("unused", num_towers=num_towers, **given))
+        one_device = one_device or state
+        tiny.assert_close({n: state[n] for n in expected}, expected, 1e-10)
+        tiny.assert_close(state, one_device, 1e-10)  # the optimizer's slots, too
+        assert metrics == pytest.approx(expected_metrics, rel=1e-6)
+        assert state["examples"] == STEPS * given.get("batch_size", 7)
+        assert state["step"] == STEPS
+
+
+def test_clip_norm_limits_the_update_and_not_each_towers_share():
+    """MirroredStrategy with clipnorm=1 gives an update of norm 1.41 here on 2 replicas."""
+    given = dict(optimizer="sgd", schedule="constant", clip_norm=1.0)
+    given["model_args"] = "scale=100,activation=linear"
+    loop = tiny.Loop(tiny.options("unused", learning_rate=1.0, num_towers=2, **given))
+    before = loop.state()
+    assert loop()["gradient_norm"] > 10
+    after = loop.state()
+    norms = [np.linalg.norm(after[n] - before[n]) for n in after if n.startswith("model/")]
+    assert max(norms) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_frozen_layer_has_no_slots_and_stays():
+    options = tiny.options("unused", model="tests.test_update:partly_trained", weight_decay=0.1)
+    loop = tiny.Loop(options)
+    before = loop.state()
+    loop(3)
+    after = loop.state()
+    changed = {name for name in after if not np.array_equal(after[name], before[name])}
+    assert not [name for name in changed if "/dense/" in name]
+    assert {"model/sequential/dense_1/kernel", "model/sequential/unused/kernel"} < changed
+    assert not [name for name in after if name.startswith("optimizer/") and "dense_k" in name]
+
+
+def test_the_learning_rate_goes_by_examples():
+    rates = {}
+    for batch_size in 5, 10:
+        loop = tiny.Loop(tiny.options("unused", batch_size=batch_size, num_epochs=2))
+        for _ in range(60 // batch_size):
+            before = int(loop.masters.examples.numpy())
+            rates.setdefault(before, []).append(loop()["learning_rate"])
+    pairs = [pair for pair in rates.values() if len(pair) == 2]
+    assert len(pairs) == 6 and all(one == other for one, other in pairs)
+    assert rates[0][0] == pytest.approx(0.1) and rates[30][0] == pytest.approx(0.0853553)
+
+
+def test_the_average_starts_at_the_weights_and_moves_little_with_a_decay_of_one():
+    loop = tiny.Loop(tiny.options("unused", ema_decay=1.0, batch_size=60))
+    before = loop.state()
+    assert before["average/sequential/dense/kernel"] is not None
+    tiny.assert_identical(
+        {n.split("/", 1)[1]: v for n, v in before.items() if n.startswith("average/")},
+        {n.split("/", 1)[1]: v for n, v in before.items() if n.startswith("model/")},
+    )
+
+
+class Overflow(keras.layers.Layer):
+    """Has an infinite gradient where an image has a bright spot."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=shape[1:], initializer="ones", name="kernel")
+
+    def call(self, inputs):
+        spot = tf.reduce_max(inputs, axis=-1, keepdims=True) > 12
+
+        infinity = tf.constant(np.inf, inputs.dtype)
+
+        @tf.custom_gradient
+        def overflow(values):
+            return values, lambda upstream: upstream * tf.where(spot, infinity, 1)
+
+        return overflow(inputs * self.kernel)
+
+
+def overflowing(num_classes, image_shape):
+    layers = [
+        keras.layers.Flatten(),
+        Overflow(),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dense(num_classes),
+    ]
+    return keras.Sequential([keras.Input(image_shape), *layers])
+
+
+def batches_with_overflow(bad_steps, batch_size=8):
+    """Return batches whose last example, that of the last tower, overflows in some steps."""
+    images, labels = tiny.arrays(batch_size)
+    draws = np.zeros([batch_size, augment.NUM_DRAWS], np.float32)
+
+    def batch(step):
+        spot = np.zeros([batch_size, *tiny.IMAGE_SHAPE], np.uint8)
+        spot[-1, 0, 0, 0] = 255
+        bad = tf.reduce_any(step == list(bad_steps))
+        last = tf.range(batch_size)[:, None, None, None] == batch_size - 1
+        return tf.where(bad & last, spot, images), labels, draws
+
+    return tf.data.Dataset.counter().map(batch)
+
+
+def float16_loop(bad_steps, *, loss_scale=2.0**8, **changes):
+    given = dict(model="tests.test_update:overflowing", dtype="mixed_float16", batch_size=8)
+    options = tiny.options("unused", **(given | dict(num_towers=4, ema_decay=0.5) | changes))
+    loop = tiny.Loop(options, batches_with_overflow(bad_steps))
+    loop.masters.loss_scale.assign(loss_scale)
+    return loop
+
+
+def test_an_infinite_gradient_in_one_tower_skips_the_step_for_all():
+    loop = float16_loop({1})
+    assert np.isfinite(loop()["gradient_norm"])
+    before = loop.state()
+    assert before["loss_scale"] == 2**8 and before["good_steps"] == 1
+    assert not np.isfinite(loop()["gradient_norm"])
+    after = loop.state()
+    told = {"step": 2, "examples": 16, "loss_scale": 2**7, "good_steps": 0}
+    assert {name: after.pop(name) for name in told} == told
+    tiny.assert_identical(after, {name: before[name] for name in after})
+
+    assert np.isfinite(loop()["gradient_norm"])  # and goes on
+    changed = {name for name, value in loop.state().items() if np.any(value != before[name])}
+    weights = {"average/sequential/dense/kernel", "model/sequential/dense/kernel"}
+    statistics = {"model/sequential/batch_normalization/moving_mean"}
+    assert changed > weights | statistics | {"optimizer/sgd/iteration"}
+
+
+def test_the_loss_scale_doubles_after_good_steps(monkeypatch):
+    monkeypatch.setattr("towers.training.update.STEPS_TO_DOUBLE", 3)
+    loop = float16_loop({4, 5}, learning_rate=0.0)
+    scales = []
+    for _ in range(9):
+        loop()
+        scales.append(float(np.log2(loop.state()["loss_scale"])))
+    assert scales == [8, 8, 9, 9, 8, 7, 7, 7, 8]
+
+
+def test_the_loss_scale_changes_no_number():
+    losses, norms = [], []
+    for scale in 1.0, 256.0:
+        metrics = float16_loop((), loss_scale=scale, num_towers=2)()
+        losses.append(metrics["loss"])
+        norms.append(metrics["gradient_norm"])
+    assert losses[0] == losses[1]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)
+
+
+@pytest.mark.parametrize("clip_name", ["clip_norm", "clip_value", "clip_global_norm"])
+def test_clipping_keeps_what_is_within_the_limit(clip_name):
+    gradients = [tf.constant([0.3, -0.4]), tf.constant([0.1])]
+    norm = tf.linalg.global_norm(gradients)
+    weights = [keras.Variable(g) for g in gradients]
+    kept = clip(gradients, weights, norm, Options(**{clip_name: 0.6}))
+    for before, after in zip(gradients, kept, strict=True):
+        np.testing.assert_allclose(before, after, rtol=1e-6)

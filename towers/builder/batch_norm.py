@@ -1,0 +1,182 @@
+"""BatchNorm in a tower: over the global batch, and by TensorFlow's fused kernels.
+
+Keras' `BatchNormalization` layers need not know: while a tower is built, their moments are put
+together over the towers, forward and backward. Keras normalises by a chain of elementwise ops,
+which takes a third of ResNet-20's step; the fused kernels are used where they exist: in float32,
+over all axes but the last, for a known number of examples. Both give the same numbers up to
+rounding.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers import tf_private
+from towers.builder.assignments import TowerScope
+from towers.builder.exchange import Member
+
+MODES = ("sync", "local")
+
+
+@contextlib.contextmanager
+def over_all_towers(member: Member | None, mode: str) -> Iterator[None]:
+    """Let BatchNorm layers that are called in the block take their moments over all towers.
+
+    Args:
+        member: the tower's part in the exchanges; None if there is one tower.
+        mode: "sync", or "local" for those layers only that ask for it by `synchronized=True`.
+    """
+
+    def member_of(layer: Any) -> Member | None:
+        return member if mode == "sync" or layer.synchronized else None
+
+    def make_call(keras_call: Callable) -> Callable:
+        def call(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> Any:
+            if isinstance(scope := tf_private.open_scope(), TowerScope):
+                scope.averages |= {id(layer.moving_mean), id(layer.moving_variance)}
+            if training is True and layer.trainable and mask is None and _has_kernel(layer, inputs):
+                return _call(layer, inputs, member_of(layer))
+            return keras_call(layer, inputs, training=training, mask=mask)
+
+        return call
+
+    def make_moments(keras_moments: Callable) -> Callable:
+        def moments(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple:
+            if member_of(layer):
+                return _moments(layer, inputs, mask, member.all_gather)
+            return keras_moments(layer, inputs, mask)
+
+        return moments
+
+    with tf_private.batch_norm_replaced(make_call, make_moments):
+        yield
+
+
+# The fused kernels.
+
+
+def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
+    """Tell whether TensorFlow's fused kernels compute what the layer is to."""
+    last = layer.axis in (-1, inputs.shape.rank - 1)
+    wide = keras.backend.result_type(inputs.dtype, "float32") == "float32"
+    known = all(inputs.shape)  # of no example it has no moments: see `_moments`
+    return last and wide and known and not layer.renorm
+
+
+def _call(layer: Any, inputs: tf.Tensor, member: Member | None) -> tf.Tensor:
+    """Do what the layer does in training."""
+    num_channels = inputs.shape[-1]
+    shape = inputs.shape if inputs.shape.rank == 4 else [-1, 1, 1, num_channels]
+    x = tf.reshape(tf.cast(inputs, tf.float32), shape)
+    scale = tf.cast(layer.gamma, x.dtype) if layer.scale else tf.ones([num_channels])
+    offset = tf.cast(layer.beta, x.dtype) if layer.center else tf.zeros([num_channels])
+    if member is None:
+        y, mean, variance = _normalise(x, scale, offset, layer.epsilon)
+    else:
+        y, mean, variance = _normalise_together(x, scale, offset, layer.epsilon, member)
+    for moving, value in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
+        before = tf.cast(moving, x.dtype)
+        moving.assign(before * layer.momentum + value * (1.0 - layer.momentum))
+    return tf.cast(tf.reshape(y, tf.shape(inputs)), layer.compute_dtype)
+
+
+def _normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float) -> tuple:
+    """Return `x` [B, H, W, C] normalised by its own moments, and these, [C]."""
+    unknown = tf.zeros([0])
+    y, mean, variance, *_ = tf.raw_ops.FusedBatchNormV3(
+        x=x, scale=scale, offset=offset, mean=unknown, variance=unknown, epsilon=epsilon
+    )
+    number = x.shape.num_elements() // x.shape[-1]
+    # The kernel divides by one less than the number, Keras by the number.
+    return y, mean, variance * (max(number - 1, 1) / number)
+
+
+def _normalise_together(
+    x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, member: Member
+) -> tuple:
+    """Return `x` [B, H, W, C] normalised by the moments of all towers, and these, [C].
+
+    Forward and backward are one exchange each: of moments, then of the sums that they depend on.
+    """
+    num_channels, number = x.shape[-1], x.shape.num_elements() // x.shape[-1]
+
+    def by(scale: tf.Tensor, offset: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor) -> tf.Tensor:
+        return tf.raw_ops.FusedBatchNormV3(
+            x=x, scale=scale, offset=offset, mean=mean, variance=variance, epsilon=epsilon,
+            is_training=False,
+        ).y  # fmt: skip
+
+    @tf.custom_gradient
+    def normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple:
+        _, mean, variance = _normalise(x, scale, offset, epsilon)
+        own = tf.concat([mean, variance * number, [float(number)]], axis=0)
+
+        def combine(values: list[tf.Tensor]) -> tf.Tensor:
+            mean, variance, everything = _combine(tf.stack(values), num_channels)
+            return tf.concat([mean, variance, [everything]], axis=0)
+
+        together = member.meet(own, combine, own.shape)
+        mean, variance, everything = tf.split(together, [num_channels, num_channels, 1])
+
+        def gradient(upstream: tf.Tensor, *_: Any) -> tuple:
+            direct, of_scale, of_offset, *_ = tf.raw_ops.FusedBatchNormGradV3(
+                y_backprop=upstream, x=x, scale=scale, reserve_space_1=mean,
+                reserve_space_2=variance, reserve_space_3=variance, epsilon=epsilon,
+                is_training=False,
+            )  # fmt: skip
+            own = tf.stack([of_scale, of_offset])
+            sums = member.meet(own, tf.add_n, own.shape)
+            weight = -scale * tf.math.rsqrt(variance + epsilon) / everything
+            by_moments = by(weight * sums[0], weight * sums[1], mean, variance)
+            return direct + by_moments, of_scale, of_offset
+
+        return (by(scale, offset, mean, variance), mean, variance), gradient
+
+    return normalise(x, scale, offset)
+
+
+def _combine(gathered: tf.Tensor, num_channels: int, epsilon: float = 0.0) -> tuple:
+    """Return mean and variance [C] and number of all towers' values.
+
+    Each tower's mean, sum of squared differences from it, and number are put together as in Chan
+    et al. 1979: one exchange, and large means do not cancel.
+
+    Args:
+        gathered: [N, C + C + 1].
+        num_channels: C.
+        epsilon: is added to the number.
+    """
+    means, squares, numbers = tf.split(gathered, [num_channels, num_channels, 1], axis=1)
+    everything = tf.reduce_sum(numbers) + epsilon
+    mean = tf.reduce_sum(numbers * means, axis=0) / everything
+    squares += numbers * tf.math.squared_difference(means, mean)
+    return mean, tf.reduce_sum(squares, axis=0) / everything, everything
+
+
+# The formula, for all else.
+
+
+def _moments(
+    layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None, all_gather: Callable
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return mean and variance [C] over the batch and all axes but the layer's own."""
+    axes = layer._reduction_axes
+    (channels,) = set(range(inputs.shape.rank)) - set(axes)
+    size = inputs.shape[channels]
+    used, number, epsilon = None, tf.size(inputs, tf.int64) // size, 0.0
+    if mask is not None:
+        used = tf.broadcast_to(tf.cast(tf.expand_dims(mask, -1), tf.bool), tf.shape(inputs))
+        number, epsilon = tf.math.count_nonzero(used) // size, keras.config.epsilon()  # as in Keras
+
+    def total(values: tf.Tensor) -> tf.Tensor:
+        values = values if used is None else tf.where(used, values, tf.zeros_like(values))
+        return tf.reduce_sum(values, axes, keepdims=True)
+
+    number = tf.cast(number, inputs.dtype)
+    mean = tf.math.divide_no_nan(total(inputs), number)
+    squares = total(tf.math.squared_difference(inputs, mean))
+    own = tf.concat([tf.reshape(mean, [size]), tf.reshape(squares, [size]), [number]], axis=0)
+    return _combine(all_gather(own), size, epsilon)[:2]

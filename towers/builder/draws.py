@@ -1,0 +1,236 @@
+"""Random draws by example: a tower draws its rows of what one device draws for the whole batch.
+
+Dropout masks, noise and augmentation then depend on an example's place in the global batch, and not
+on the number of towers. Which axis of a draw is the batch is known from a rehearsal of the tower's
+function (`rehearsal`), not guessed from its size. Little is drawn in vain: TensorFlow's generators
+count (Philox of Salmon et al. 2011), so a draw can begin anywhere.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import tensor_util
+
+from towers import tf_private
+from towers.builder import philox
+
+SEEN = "seen_draw"  # of the draws that come through here
+SEEN_OPS = frozenset(
+    "StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessRandomUniformIntV2 "
+    "StatelessRandomUniformFullIntV2 StatelessTruncatedNormalV2".split()
+)
+SCOPE = "draw_by_example"  # of all that differs between towers in a graph
+_PHILOX = 1
+# A truncated normal draws again until it lies inside: so many counts are set aside for each number.
+_COUNTS_OF_TRUNCATED = 64
+
+# Ops whose numbers do not follow the example, and what to write in their place.
+USE_KERAS = "draw from a keras.random.SeedGenerator, by keras.random.uniform, normal or dropout"
+_UNIFORM = "make them from numbers of keras.random.uniform or normal"
+OTHERS = {
+    **dict.fromkeys(
+        "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal RandomShuffle "
+        "Multinomial RandomGamma RandomPoisson RandomPoissonV2 ParameterizedTruncatedNormal "
+        "StatefulUniform StatefulUniformInt StatefulUniformFullInt StatefulStandardNormal "
+        "StatefulStandardNormalV2 StatefulTruncatedNormal StatefulRandomBinomial RngReadAndSkip "
+        "RngSkip".split(),
+        USE_KERAS,
+    ),
+    **dict.fromkeys(
+        "StatelessMultinomial StatelessRandomGammaV2 StatelessRandomGammaV3 "
+        "StatelessRandomBinomial StatelessRandomPoisson StatelessParameterizedTruncatedNormal "
+        "StatelessRandomUniform StatelessRandomNormal StatelessTruncatedNormal".split(),
+        _UNIFORM,
+    ),
+}
+_HERE = threading.local()
+PYTHON = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A slice of the global batch; each is an int or a scalar tensor.
+
+    Attributes:
+        start: of the slice in the global batch.
+        size: number of its examples.
+        total: number of examples of the global batch.
+    """
+
+    start: Any
+    size: Any
+    total: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the examples are in a draw.
+
+    Attributes:
+        axis: the one that holds them; None: the draw is for the whole batch.
+        inner: how many neighbours along the axis are of one example: 1 if the examples alternate
+            (time * batch), None if all of an example are neighbours (batch * time).
+    """
+
+    axis: int | None
+    inner: int | None = None
+
+
+WHOLE = Layout(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """What a rehearsal knows of one draw.
+
+    Attributes:
+        op: its name in `tf_private.DRAWS`.
+        dims: its shape, each axis as (constant, factor of the number of examples); None: unknown.
+        layout: None if it cannot be told.
+        layer: that draws it.
+    """
+
+    op: str
+    dims: tuple[tuple[int, int] | None, ...] | None
+    layout: Layout | None
+    layer: str = ""
+
+    def fits(self, op: str, shape: tf.TensorShape, size: Any) -> bool:
+        """Tell whether a draw for `size` examples may be this one, by its op and shape."""
+        if op != self.op or self.dims is None or shape.rank != len(self.dims):
+            return False
+        known = not tf.is_tensor(size)
+        return all(
+            found is None or dim is None or (dim[1] and not known)
+            or found == dim[0] + dim[1] * (size if dim[1] else 0)
+            for found, dim in zip(shape, self.dims, strict=True)
+        )  # fmt: skip
+
+
+class Draws:
+    """Draws a tower's rows, draw by draw in the order of the rehearsal."""
+
+    def __init__(self, rows: Rows | None, known: Sequence[Drawn] | None, by_xla: bool = False):
+        """Set what is drawn.
+
+        Args:
+            rows: of the slice; None: nothing was split.
+            known: what the rehearsal found, in order; None: there was none that could tell.
+            by_xla: the draws are compiled, and are to be those of TensorFlow's kernels.
+        """
+        self.rows, self.known, self.by_xla = rows, known, by_xla
+        self._places = itertools.count()
+        self.num_guessed = 0  # of which the rehearsal did not know
+
+    def __call__(
+        self, op_name: str, /, shape: Any, *, counter: Any, alg: Any, **arguments: Any
+    ) -> tf.Tensor:
+        """Draw by one of TensorFlow's ops, which counts up from `counter`."""
+        arguments.pop("name", None)  # a whole name, which would pass by the scope below
+        op = tf_private.draw_op(op_name)
+        if self.by_xla:
+            op = getattr(philox, op_name, op)
+        layout = WHOLE if self.rows is None else self._layout(op_name, shape)
+        with tf.name_scope(SEEN):
+            if layout.axis is None:
+                return op(shape, counter=counter, alg=alg, **arguments)
+            with tf.name_scope(SCOPE):
+                return _draw(op, op_name, shape, layout, self.rows, counter=counter, **arguments)
+
+    def _layout(self, name: str, shape: Any) -> Layout:
+        """Return the layout of the next draw."""
+        static, size = static_shape(shape), self.rows.size
+        place = next(self._places)
+        if self.known is not None and place < len(self.known):
+            found = [self.known[place]]
+        else:  # what a backward pass computes again it draws again
+            found = [drawn for drawn in self.known or () if drawn.fits(name, static, size)]
+        layouts = {drawn.layout for drawn in found if drawn.fits(name, static, size)}
+        if len(layouts) == 1 and None not in layouts:
+            return layouts.pop()
+        if not found or None not in {drawn.layout for drawn in found}:
+            self.num_guessed += 1
+        return guess(static, size)
+
+
+@contextlib.contextmanager
+def of_rows(
+    rows: Rows | None, known: Sequence[Drawn] | None = None, by_xla: bool = False
+) -> Iterator[Draws | None]:
+    """Let draws in the block that are by example be those of `rows` of the global batch.
+
+    What Keras draws from a `SeedGenerator` comes through here, and all of `tf.random.stateless_*`
+    but gamma, binomial, poisson and categorical. Args as of `Draws`.
+    """
+    if rows is None and not by_xla:
+        yield None
+        return
+    before = getattr(_HERE, "rows", None)
+    _HERE.rows = rows = _within(before, rows)
+    try:
+        draws = Draws(rows, known, by_xla)
+        with tf_private.draws_replaced(draws):
+            yield draws
+    finally:
+        _HERE.rows = before
+
+
+def _within(outer: Rows | None, rows: Rows | None) -> Rows | None:
+    """Return which rows of the outermost batch these are, if a tower itself splits its slice."""
+    if outer is None or rows is None:
+        return rows
+    if rows.total is not outer.size and (
+        tf.is_tensor(rows.total) or tf.is_tensor(outer.size) or rows.total != outer.size
+    ):
+        return rows  # another batch
+    return Rows(outer.start + rows.start, rows.size, outer.total)
+
+
+def static_shape(shape: Any) -> tf.TensorShape:
+    """Return what is known of a shape, which may be a tensor."""
+    return tensor_util.constant_value_as_shape(tf.convert_to_tensor(shape, tf.int32))
+
+
+def guess(shape: tf.TensorShape, size: Any) -> Layout:
+    """Return the likely layout of a draw of which nothing else is known, by its first axis."""
+    if not shape.rank:
+        return WHOLE
+    first = shape[0]
+    if first is None or tf.is_tensor(size):
+        return Layout(0) if first is None else WHOLE  # what is unknown of a shape is its batch
+    folded = shape.rank > 2 and size > 1 and first % size == 0
+    return Layout(0) if first == size or folded else WHOLE
+
+
+def _draw(
+    op: Any, op_name: str, shape: Any, layout: Layout, rows: Rows, /, *, counter: Any,
+    **arguments: Any,
+) -> tf.Tensor:  # fmt: skip
+    """Draw the slice's rows of what `op` draws for the whole batch."""
+    given, shape = shape, tf.cast(shape, tf.int64)
+    size, total = (tf.cast(n, tf.int64) for n in (rows.size, rows.total))
+    start = tf.cast(rows.start, tf.int64)
+    after = tf.reduce_prod(shape[layout.axis + 1 :])
+    of_axis = shape[layout.axis] // tf.maximum(size, 1)  # of each example
+    inner = after * (of_axis if layout.inner is None else layout.inner)
+    if layout.axis or layout.inner is not None:  # not one piece: draw all, take these
+        outer = tf.reduce_prod(shape) // tf.maximum(size * inner, 1)
+        whole = op([outer * total * inner], counter=counter, alg=_PHILOX, **arguments)
+        whole = tf.reshape(whole, [outer, total, inner])
+        return tf.reshape(whole[:, start : start + size], given)
+    dtype = tf.as_dtype(arguments.get("dtype") or arguments["minval"].dtype)
+    in_a_count = 2 if dtype.size == 8 else 4
+    first = start * inner
+    skipped = first % in_a_count
+    count = (first - skipped) // in_a_count
+    if op_name == "stateless_truncated_normal_v2":
+        count *= _COUNTS_OF_TRUNCATED * in_a_count
+    counter += tf.cast(tf.stack([count, 0]), tf.uint64)
+    number = tf.reduce_prod(shape)  # not size * inner where the layout was but guessed
+    drawn = op([skipped + number], counter=counter, alg=_PHILOX, **arguments)
+    return tf.reshape(drawn[skipped:], given)

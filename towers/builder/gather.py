@@ -1,0 +1,130 @@
+"""Gather policies: pure functions from what each tower has to one value, or to one for each tower.
+
+`add_n` on the gather device is the pattern. Two others serve gradients of variables that lie
+elsewhere: each sum where its variable lies, and sums on every tower by collectives.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers.builder import collectives
+from towers.builder.assignments import widen
+
+
+def map_towers(policy: Callable, results: Sequence[Any]) -> Any:
+    """Apply `policy` to the towers' values at each place of the results' structure."""
+    for i, result in enumerate(results):
+        try:
+            tf.nest.assert_same_structure(results[0], result)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"towers must return the same structure: tower 0 returned {results[0]!r}, "
+                f"tower {i} returned {result!r}"
+            ) from None
+    return tf.nest.map_structure(lambda *values: policy(values), *results)
+
+
+def add(values: Sequence[Any]) -> Any:
+    """Sum per-tower values; None counts as nothing, and all-sparse values stay sparse."""
+    values = [value for value in values if value is not None]
+    if not values:
+        return None
+    if all(isinstance(value, tf.IndexedSlices) for value in values):
+        return tf.IndexedSlices(
+            tf.concat([value.values for value in values], axis=0),
+            tf.concat([value.indices for value in values], axis=0),
+            values[0].dense_shape,
+        )
+    # The name makes add_n move a single value to the gather device too.
+    return tf.add_n([tf.convert_to_tensor(value) for value in values], name="AddN")
+
+
+def join(values: Sequence[Any]) -> Any:
+    """Join per-tower values along axis 0; None counts as nothing."""
+    values = [
+        value if isinstance(value, tf.RaggedTensor) else tf.convert_to_tensor(value)
+        for value in values
+        if value is not None
+    ]
+    if any(value.shape.rank == 0 for value in values):
+        raise ValueError("concat joins along axis 0 and cannot join scalars: use sum or map")
+    return tf.concat(values, axis=0) if values else None
+
+
+def mean_at(
+    gradients: Sequence[Sequence[Any]], places: Sequence[str], count: tf.Tensor
+) -> list[Any]:
+    """Add up each gradient and divide it by the number of examples, on a device of its own.
+
+    Args:
+        gradients: of each tower a list, sums over its examples.
+        places: the device for each gradient.
+        count: number of all examples.
+    """
+    means = []
+    for values, place in zip(zip(*gradients, strict=True), places, strict=True):
+        with tf.device(place):
+            means.append(divide(add(values), count))
+    return means
+
+
+def mean_on_every_tower(
+    gradients: Sequence[Sequence[Any]], devices: Sequence[str], gather_device: str, count: tf.Tensor
+) -> list[list[Any]]:
+    """Add up the gradients by collectives; return for each device the means, on it.
+
+    Sparse ones, and those that not all towers have, are gathered with `add_n` and handed out.
+
+    Args:
+        gradients: of each tower a list, sums over its examples; the last towers may be missing, if
+            there was no example for them.
+        devices: all towers', in tower order.
+        gather_device: of `add_n`.
+        count: number of all examples.
+    """
+    columns = list(zip(*gradients, strict=True))
+    full = len(gradients) == len(devices)
+    dense = [full and all(isinstance(v, tf.Tensor) for v in values) for values in columns]
+    means: list[list[Any]] = [[None] * len(columns) for _ in devices]
+    packed = [i for i, together in enumerate(dense) if together]
+    if packed:
+        sums = collectives.all_sum([[own[i] for i in packed] for own in gradients], devices)
+        for device, own, result in zip(devices, sums, means, strict=True):
+            with tf.device(device):
+                for i, value in zip(packed, own, strict=True):
+                    result[i] = divide(value, count)
+    for i, values in enumerate(columns):
+        if not dense[i]:
+            with tf.device(gather_device):
+                mean = divide(add(values), count)
+            for result in means:
+                result[i] = mean
+    return means
+
+
+def divide(gradient: Any, count: tf.Tensor) -> Any:
+    """Divide a summed gradient by the number of examples, which 16 bits cannot hold."""
+
+    def quotient(values: tf.Tensor) -> tf.Tensor:
+        wide = widen(values)
+        return tf.cast(wide / tf.cast(count, wide.dtype), values.dtype)
+
+    return map_values(quotient, gradient)
+
+
+def zero_if_empty(gradient: Any, count: tf.Tensor) -> Any:
+    """Return zeros if the tower had no example: a mean over none has given NaN."""
+    return map_values(
+        lambda values: tf.math.multiply_no_nan(values, tf.cast(count > 0, values.dtype)), gradient
+    )
+
+
+def map_values(fn: Callable, gradient: Any) -> Any:
+    """Apply `fn` to the values of a gradient: dense, sparse or None."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(fn(gradient.values), gradient.indices, gradient.dense_shape)
+    return fn(gradient)

@@ -1,0 +1,127 @@
+"""Splitting a global batch into the towers' slices."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers.builder.draws import Rows
+
+
+class PerTower:
+    """A batch argument that hands tower i its own value instead of a slice."""
+
+    def __init__(self, values: Sequence[Any]):
+        """Hold `values`, one for each tower, in tower order."""
+        self.values = list(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A tower's part of the batch, and which rows of it these are; None: nothing was split."""
+
+    batch: Any
+    rows: Rows | None
+
+
+def split(batch: Sequence[Any], num_towers: int, num_rounds: int = 1) -> list[Slice]:
+    """Return each tower's slice of `batch`; with rounds, those of one after the other's."""
+    leaves = as_leaves(batch, num_towers)
+    num_rows = [_num_rows(leaf) for leaf in leaves if not isinstance(leaf, PerTower)]
+    if not num_rows:  # nothing to split: every tower runs once
+        values = [[leaf.values[i] for leaf in leaves] for i in range(num_towers)]
+        return [Slice(tf.nest.pack_sequence_as(batch, part), None) for part in values]
+    total = _check_rows(num_rows)
+    rounds = _slice_sizes(total, num_rounds)
+    sizes = [size for part in rounds for size in _slice_sizes(part, num_towers)]
+    slices = []
+    for i, (size, stop) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True)):
+        rows = Rows(stop - size, size, total)
+        part = [_part(leaf, i % num_towers, rows) for leaf in leaves]
+        slices.append(Slice(tf.nest.pack_sequence_as(batch, part), rows))
+    return slices
+
+
+def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
+    """Return the leaves of a batch as what can be split, or as `PerTower`s.
+
+    Args:
+        batch: any structure.
+        num_towers: for which these must have values; None: any number.
+    """
+    return [_check_leaf(leaf, num_towers) for leaf in tf.nest.flatten(batch)]
+
+
+def occupied(slices: Sequence[Slice]) -> list[Slice]:
+    """Leave out the slices, always the last ones, that surely hold no example; never all."""
+    return list(slices[: max(sum(not is_empty(part) for part in slices), 1)])
+
+
+def is_empty(part: Slice) -> bool:
+    """Tell whether a slice surely holds no example."""
+    return part.rows is not None and not tf.is_tensor(part.rows.size) and part.rows.size == 0
+
+
+def _part(leaf: Any, tower: int, rows: Rows) -> Any:
+    """Return a tower's part of a leaf of the batch."""
+    if isinstance(leaf, PerTower):
+        return leaf.values[tower]
+    if isinstance(leaf, tf.SparseTensor):
+        rest = leaf.dense_shape[1:]
+        start, size = (
+            tf.concat([tf.cast([first], tf.int64), others], axis=0)
+            for first, others in ((rows.start, tf.zeros_like(rest)), (rows.size, rest))
+        )
+        return tf.sparse.slice(leaf, start, size)
+    return leaf[rows.start : rows.start + rows.size]
+
+
+def _check_leaf(leaf: Any, num_towers: int | None) -> Any:
+    """Return a leaf of the batch as what can be split, or as a `PerTower`."""
+    if leaf is None:
+        return PerTower([None] * (num_towers or 1))
+    if isinstance(leaf, PerTower):
+        if num_towers not in (None, len(leaf.values)):
+            raise ValueError(
+                f"PerTower holds {len(leaf.values)} values for {num_towers} towers: "
+                "it must hold one for each"
+            )
+        return leaf
+    if not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
+        leaf = tf.convert_to_tensor(leaf)
+    if leaf.shape.rank == 0:
+        raise ValueError(
+            "a batch is split along axis 0 and cannot hold scalars: make a list of numbers an "
+            "array; capture a single value in the function, or hand it over as towers.PerTower"
+        )
+    return leaf
+
+
+def _num_rows(value: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> int | tf.Tensor:
+    """Return the size of axis 0, as an int where it is known."""
+    known = tf.compat.dimension_value(value.shape[0])
+    if known is not None:
+        return known
+    if isinstance(value, tf.SparseTensor):
+        return tf.cast(value.dense_shape[0], tf.int32)
+    return value.nrows(tf.int32) if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
+
+
+def _slice_sizes(total: int | tf.Tensor, num_slices: int) -> list[int | tf.Tensor]:
+    """Return the sizes of the slices of `total` rows."""
+    return [(total + num_slices - 1 - i) // num_slices for i in range(num_slices)]
+
+
+def _check_rows(rows: Sequence[int | tf.Tensor]) -> int | tf.Tensor:
+    """Return the number of examples of a batch whose tensors have `rows` rows."""
+    known = sorted({size for size in rows if isinstance(size, int)})
+    message = "the tensors of a batch must have the same size along axis 0"
+    if len(known) > 1:
+        raise ValueError(f"{message}, not {known}")
+    total = known[0] if known else rows[0]
+    for size in rows:
+        if tf.is_tensor(size) and size is not total:
+            tf.debugging.assert_equal(size, total, message)
+    return total

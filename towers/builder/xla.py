@@ -1,0 +1,119 @@
+"""A tower as one program of XLA's, for `TowerBuilder(..., jit_compile=True)`.
+
+XLA reads no variable that lies on another device, as masters do. So each variable that a compiled
+tower reads is read outside, once, on the tower's device, and comes in as a tensor.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+from tensorflow.python.framework.errors_impl import InaccessibleTensorError
+from tensorflow.python.ops import resource_variable_ops as variable_ops
+
+from towers import tf_private
+from towers.builder.assignments import TowerScope
+from towers.builder.exchange import Member
+from towers.errors import InputError
+
+
+def by_xla(fn: Callable) -> tuple[TowerScope, Any]:
+    """Return what `fn()` returns, a scope and a structure of tensors, computed by XLA.
+
+    Raises:
+        ValueError: `fn` uses a variable otherwise than by reading it, or calls a `tf.function` that
+            keeps another tower's weights.
+    """
+    outside = tf.init_scope if tf.executing_eagerly() else _current_graph().as_default
+    scopes: list[TowerScope] = []
+
+    def program() -> tuple[Any, list[tf.Tensor]]:
+        with _reads(outside):
+            scope, results = fn()
+        scopes.append(scope)
+        return results, [value for _, value in scope.updates.values()]
+
+    try:
+        function = tf.function(program, jit_compile=True, autograph=False).get_concrete_function()
+        _check_inputs(function)
+        results, assigned = function()
+    except InaccessibleTensorError as error:
+        raise ValueError(
+            "a tf.function that loss_fn calls was traced for one tower, and would use its weights "
+            "in the others: make a tf.function of the whole step instead"
+        ) from error
+    (scope,) = scopes
+    scope.updates = {
+        key: (variable, value)
+        for (key, (variable, _)), value in zip(scope.updates.items(), assigned, strict=True)
+    }
+    return scope, results
+
+
+@contextlib.contextmanager
+def _reads(outside: Callable) -> Iterator[None]:
+    """Let variables that are read in the block be read outside, each once.
+
+    Args:
+        outside: returns a context of the graph that calls the program.
+    """
+    program = _current_graph()
+    values: dict[int, tf.Tensor] = {}
+
+    def make_read(read_now: Callable) -> Callable:
+        def read(variable: tf.Variable, no_copy: bool = False) -> tf.Tensor:
+            variable_ops.variable_accessed(variable)
+            if id(variable) not in values:
+                with record.stop_recording():
+                    with outside():
+                        value = tf.identity(read_now(variable))  # moves it to the tower's device
+                    with program.as_default():
+                        values[id(variable)] = tf.identity(value)
+            value = values[id(variable)]
+            # As after TensorFlow's own read: a tape finds from the value to the variable.
+            record.record_operation(
+                "ReadVariableOp", [value], [variable.handle], lambda x: [x], lambda x: [x]
+            )
+            return value
+
+        return read
+
+    def make_read_rows(_: Callable) -> Callable:
+        return lambda variable, indices, name=None: tf.gather(
+            variable._read_variable_op(), indices, name=name
+        )
+
+    owner = variable_ops.BaseResourceVariable
+    with (
+        tf_private.replaced(owner, "_read_variable_op", make_read),
+        tf_private.replaced(owner, "sparse_read", make_read_rows),
+    ):
+        yield
+
+
+def _current_graph() -> tf.Graph:
+    return tf.compat.v1.get_default_graph()
+
+
+def _check_inputs(function: Any) -> None:
+    """Refuse what XLA cannot take from another device."""
+    for tensor, _ in function.graph.captures:
+        if tensor.dtype == tf.resource:
+            names = [v.name for v in function.graph.variables if v.handle is tensor]
+            raise ValueError(
+                f"jit_compile: a compiled tower reads variables, and can do nothing else with "
+                f"{names[0] if names else tensor.name!r}: read it by tf.convert_to_tensor or "
+                "tf.gather"
+            )
+
+
+def _refuse(*_: Any) -> tf.Tensor:
+    raise InputError(
+        "jit_compile: each tower is compiled as a whole, and BatchNorm over all towers meets in "
+        "its middle: set batch_norm='local', and no layer's synchronized=True"
+    )
+
+
+NO_EXCHANGE = Member(meet=_refuse, all_gather=_refuse)

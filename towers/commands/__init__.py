@@ -1,0 +1,1 @@
+"""The verbs beside train and evaluate, a folder each."""

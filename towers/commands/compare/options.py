@@ -1,0 +1,49 @@
+"""The options of `towers compare`."""
+
+import dataclasses
+from typing import ClassVar
+
+from towers.errors import InputError
+from towers.options.fields import check_value, option, same_option
+from towers.options.run import Options
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareOptions:
+    """What `towers compare` shows: of which runs, the accuracy to reach, and the picture."""
+
+    EXAMPLES: ClassVar[str] = """\
+Examples:
+  towers compare runs/a runs/b
+  towers compare runs/sweep --accuracy=0.7 --plot=curves.png
+RUN is the folder of a run, or of a sweep, which stands for all its runs. Accuracy is that of the
+moving average where a run has one. Seconds of training are examples by the speed at which they
+went, point by point: start, evaluation, saving, and the time between a stop and the next start are
+left out."""
+
+    runs: tuple = option((), "Compare", "Folders of runs or of sweeps.", positional="RUN...")
+    accuracy: float = option(
+        0.0, "Compare", "Test accuracy to which times are given; 0: the highest that all reached.",
+        minimum=0, maximum=1,
+    )  # fmt: skip
+    plot: str = option(
+        "", "Compare", "PNG file for the curves; default: compare.png in the folder that holds the "
+        "runs; none: no file.",
+    )  # fmt: skip
+    json: bool = same_option(Options, "json")
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, by the flag's name.
+
+        Raises:
+            InputError: one line: what was given and what is allowed.
+        """
+        for field in dataclasses.fields(self):
+            check_value(field, getattr(self, field.name))
+        if self.plot not in ("", "none") and not self.plot.lower().endswith(".png"):
+            raise InputError(f"--plot={self.plot}: a name that ends in .png is needed, or none")
+        if not self.runs:
+            raise InputError(
+                "towers compare needs the folders of runs: towers compare RUN RUN, or that of a "
+                "sweep"
+            )

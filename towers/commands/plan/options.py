@@ -1,0 +1,33 @@
+"""The options of `towers plan`."""
+
+import dataclasses
+
+from towers.options.fields import option
+from towers.options.run import Options
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions(Options):
+    """What `towers plan` reckons: the options of a run, and the GPUs that it is meant for."""
+
+    num_towers: int = option(
+        0, "Towers", "Towers of the run, each on a GPU that need not be there; 0: 8.", minimum=0,
+        alias="num_gpus",
+    )  # fmt: skip
+    gpu_memory_gib: float = option(
+        16.0, "Plan", "Memory of a GPU.", minimum=0.1, maximum=10**6, example=16
+    )
+    gpu_tflops: float = option(
+        19.5, "Plan", "10^12 operations a second of a GPU, as its maker says: 19.5 of an A100 in "
+        "float32.", minimum=0.001, maximum=10**6,
+    )  # fmt: skip
+    gpu_utilisation: float = option(
+        0.3, "Plan", "Part of that which the model reaches.", minimum=0.001, maximum=1
+    )
+    step_ms: float = option(
+        0.0, "Plan", "Measured time of a step of one tower with its part of the batch, in place of "
+        "the two flags above; 0: none.", minimum=0,
+    )  # fmt: skip
+    measure: bool = option(
+        True, "Plan", "Make a few steps on this machine, and say how far predicted ones are off."
+    )

@@ -1,0 +1,162 @@
+"""How far an array of a run is from that of the reference, and how far is too far.
+
+Two runs add in another order, so their last digits differ. Most arrays keep all others. One that
+is zero in theory, like the gradient of a bias in front of BatchNorm, is nothing but last digits:
+it is measured by what a tiny change of the weights makes of it (`rounding_noise`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from towers.commands.verify.lane import Lane
+
+TOLERANCE = 1e-9
+NUDGE = 1e-12  # of a weight in float64, and as many units of the last place in less
+_TRIALS = 3
+# What one device has exactly zero, however its weights are nudged, has no scale of its own.
+_OF_ITS_KIND = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far an array of one lane is from that of the reference.
+
+    Attributes:
+        num_towers: of the lane.
+        step: 0 for the first; -1 for the initial variables.
+        name: "loss", "gradient/conv1/kernel", "model/conv1/kernel", "optimizer/...",
+            "evaluation/loss".
+        relative: largest absolute difference, relative to the array's largest value; or, if an
+            array of that step differs by more than `TOLERANCE` of that, to 1e12 times what a change
+            of 1e-12 in the weights makes of the array on one device, where this is more. So an
+            array may differ by 1000 times its own rounding. One that is zero there in both ways is
+            measured by a millionth of the largest of its kind.
+        ulps: the same in units of the last place of that value, in the array's own precision.
+    """
+
+    num_towers: int
+    step: int
+    name: str
+    relative: float
+    ulps: float
+
+
+def differences(
+    found: Mapping[str, np.ndarray],
+    expected: Mapping[str, np.ndarray],
+    num_towers: int,
+    step: int,
+    noise: Mapping[str, float] | None = None,
+) -> Iterator[Difference]:
+    """Compare two dictionaries of arrays, one after the other.
+
+    Args:
+        found: of the lane.
+        expected: of the reference.
+        num_towers: of the lane.
+        step: that was made.
+        noise: of `rounding_noise`.
+    """
+    noise, largest = noise or {}, _largest_of_kinds(expected)
+    for name, array in expected.items():
+        if name not in found or found[name].shape != array.shape:
+            yield Difference(num_towers, step, name, float("inf"), float("inf"))
+            continue
+        off = _distance(found[name], array)
+        scale = max(_size(array), noise.get(name, 0.0)) or _OF_ITS_KIND * largest[kind_of(name)]
+        relative = off / scale if off and scale else off
+        kept = array.dtype if array.dtype.kind == "f" else np.dtype(np.float64)
+        ulps = off / float(np.spacing(np.asarray(scale, kept))) if off else 0.0
+        yield Difference(num_towers, step, name, relative, ulps)
+    for name in found.keys() - expected.keys():
+        yield Difference(num_towers, step, name, float("inf"), float("inf"))
+
+
+def rounding_noise(
+    reference: Lane,
+    before: dict[str, np.ndarray],
+    expected: dict[str, np.ndarray],
+    step: Callable[[], dict[str, np.ndarray]],
+) -> dict[str, float]:
+    """Return {name: what a change of 1 in all weights would make of an array}, as of tiny changes.
+
+    The step is repeated on the reference with each weight multiplied by 1 + NUDGE * (-1 to 1).
+
+    Args:
+        reference: one device, which has just made the step; it is left as it is.
+        before: its variables before the step.
+        expected: what the step gave.
+        step: makes it once more.
+
+    Returns:
+        Nothing at all if the step does not repeat itself: noise would hide a layer that draws by
+        itself, or counts its calls.
+    """
+    nudge = NUDGE * np.finfo(reference.precision).eps / np.finfo(np.float64).eps
+    random, noise = np.random.default_rng(0), dict.fromkeys(expected, 0.0)
+    try:
+        reference.take(before)
+        if not _repeats(step(), expected):
+            return {}
+        for _ in range(_TRIALS):
+            reference.take(before | _nudged(before, reference.weight_names(), nudge, random))
+            found = step()
+            for name, array in expected.items():
+                change = _distance(found[name], array) / nudge
+                if np.isfinite(change):
+                    noise[name] = max(noise[name], change)
+    finally:
+        reference.take(expected)
+    return noise
+
+
+def kind_of(name: str) -> str:
+    """Return "model" for "model/conv1/kernel"."""
+    return name.partition("/")[0]
+
+
+def _repeats(again: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> bool:
+    """Tell whether a step gave the same, but for the rounding of what is zero in theory."""
+    largest = _largest_of_kinds(expected)
+    return all(
+        _distance(again[name], array) <= TOLERANCE * largest[kind_of(name)]
+        for name, array in expected.items()
+    )
+
+
+def _nudged(
+    values: Mapping[str, np.ndarray],
+    names: set[str],
+    nudge: float,
+    random: np.random.Generator,
+) -> dict[str, np.ndarray]:
+    """Return the weights of these names, each changed a little; zeros stay zero."""
+    found = {}
+    for name in names:
+        factors = 1.0 + nudge * random.uniform(-1.0, 1.0, values[name].shape)
+        found[name] = (values[name] * factors).astype(values[name].dtype)
+    return found
+
+
+def _distance(found: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest absolute difference; infinity where only one is a number."""
+    wide = np.abs(found.astype(np.float64) - expected.astype(np.float64))
+    same = (found == expected) | (np.isnan(found) & np.isnan(expected))
+    off = float(np.max(np.where(same, 0.0, wide), initial=0.0))
+    return float("inf") if np.isnan(off) else off
+
+
+def _largest_of_kinds(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Return {kind: the largest value in any of its arrays}."""
+    largest: dict[str, float] = {}
+    for name, array in arrays.items():
+        largest[kind_of(name)] = max(largest.get(kind_of(name), 0.0), _size(array))
+    return largest
+
+
+def _size(array: np.ndarray) -> float:
+    """Return the largest finite absolute value, 0 for none."""
+    values = np.abs(array[np.isfinite(array)].astype(np.float64))
+    return float(values.max(initial=0.0))

@@ -1,0 +1,267 @@
+"""Which devices hold the towers, and what a process takes of them.
+
+    from towers import devices
+
+    devices.configure(visible_gpus="0,2", per_process_gpu_memory_fraction=0.4)
+    builder = towers.TowerBuilder(devices.tower_devices())
+    for line in devices.report(builder.devices):
+        print(line)
+
+Options become TensorFlow's settings before it starts, so `configure` comes before anything that
+creates a tensor; what is in force is read back. `config_proto` says the same to a session.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from towers.devices import nvml, visibility
+from towers.devices.gpus import (
+    configure,
+    cuda_environ,
+    driver_gpus,
+    missing_gpus,
+    read_back,
+    try_out,
+    visible_gpus,
+)
+from towers.devices.nvml import MIB, DriverGpu
+from towers.devices.sessions import config_proto
+from towers.errors import InputError
+
+__all__ = [
+    "Device",
+    "config_proto",
+    "configure",
+    "describe",
+    "read_back",
+    "report",
+    "tower_devices",
+    "try_out",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Where a tower is. What is not known, or does not apply to a CPU, is None.
+
+    Attributes:
+        tower: its number.
+        device: as TensorFlow names it, "/gpu:0".
+        name: of the product.
+        pci_bus_id: "00000000:65:00.0".
+        driver_index: the GPU's number in nvidia-smi.
+        total_bytes: of its memory.
+        free_bytes: of its memory, now.
+    """
+
+    tower: int
+    device: str
+    name: str | None
+    pci_bus_id: str | None = None
+    driver_index: int | None = None
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+
+    def __str__(self) -> str:
+        """Return "/gpu:0 -> NVIDIA A100, GPU 2 of the driver, PCI bus id 00000000:65:00.0"."""
+        where = f", GPU {self.driver_index} of the driver, PCI bus id {self.pci_bus_id}"
+        known = self.driver_index is not None
+        return f"{self.device} -> {self.name or 'unknown'}" + (where if known else "")
+
+
+def tower_devices(num_towers: int = 0, devices: str | Sequence[str] = "") -> list[str]:
+    """Return the device of each tower, making logical CPU devices where they stand in for GPUs.
+
+    Args:
+        num_towers: 0 for one tower on each visible GPU, else one on the CPU; N for exactly N GPUs,
+            or, where there is no GPU, N logical CPU devices.
+        devices: devices to use in place of the first ones ("/gpu:0,/gpu:2" or a list), or "cpu" for
+            logical CPU devices although there are GPUs.
+
+    Returns:
+        Device strings such as "/gpu:0", in tower order.
+
+    Raises:
+        InputError: more towers than GPUs, a device that does not exist, a malformed device, or
+            TensorFlow has started with fewer CPU devices than are needed.
+    """
+    if num_towers < 0:
+        raise InputError(f"--num_towers={num_towers}: 0 or more is needed")
+    gpus = [f"/gpu:{i}" for i in range(len(_logical_gpus()))]
+    names = devices.split(",") if isinstance(devices, str) else list(devices)
+    if names in ([""], []):
+        chosen = _first_devices(num_towers, gpus)
+    elif [name.strip().lower() for name in names] == ["cpu"]:
+        chosen = [f"/cpu:{i}" for i in range(num_towers or 1)]
+    else:
+        chosen = _named_devices(num_towers, names)
+    existing = gpus + [f"/cpu:{i}" for i in range(_provide_cpus(chosen))]
+    for device in chosen:
+        if device not in existing:
+            why = _why(nvml.gpus()) if "gpu" in device else ""
+            raise InputError(
+                f"--devices={','.join(names)}: there is no {device}; TensorFlow sees "
+                f"{', '.join(existing)}{why}; type --devices={existing[0]}, or --devices=cpu"
+            )
+    return chosen
+
+
+def describe(devices: Sequence[str] | None = None) -> list[Device]:
+    """Return what is known of each tower's device; nothing is started or taken.
+
+    Args:
+        devices: of the towers, as `tower_devices` returns them; by default all visible GPUs, or the
+            CPU where there is none.
+    """
+    gpus = _logical_gpus()
+    if devices is None:
+        devices = [f"/gpu:{i}" for i in range(len(gpus))] or ["/cpu:0"]
+    physical = list(dict.fromkeys(gpus))
+    seen = dict(zip(physical, driver_gpus(physical), strict=True))
+    return [_describe(tower, name, gpus, seen) for tower, name in enumerate(devices)]
+
+
+def _describe(
+    tower: int,
+    name: str,
+    gpus: Sequence[tf.config.PhysicalDevice],
+    seen: Mapping[tf.config.PhysicalDevice, DriverGpu | None],
+) -> Device:
+    """Return the row of one tower, whose device is called `name`."""
+    kind, _, number = name.strip("/").partition(":")
+    if kind == "cpu":
+        return Device(tower, name, f"CPU, {os.cpu_count()} cores shared by all its devices")
+    gpu = gpus[int(number)]
+    driver = seen[gpu]
+    if driver is None:
+        details = tf.config.experimental.get_device_details(gpu)
+        return Device(tower, name, details.get("device_name"))
+    return Device(
+        tower,
+        name,
+        driver.name,
+        pci_bus_id=driver.pci_bus_id,
+        driver_index=driver.index,
+        total_bytes=driver.total_bytes,
+        free_bytes=driver.free_bytes,
+    )
+
+
+def report(devices: Sequence[str]) -> list[str]:
+    """Return the lines that a run prints of its devices: the table, then what is in force.
+
+    Raises:
+        RunError: TensorFlow does not keep what `configure` was asked for.
+    """
+    rows = [("tower", "device", "PCI bus id", "driver", "total MiB", "free MiB", "name")]
+    for row in describe(devices):
+        memory = [b and b // MIB for b in (row.total_bytes, row.free_bytes)]
+        cells = (row.tower, row.device, row.pci_bus_id, row.driver_index, *memory, row.name)
+        rows.append(tuple("-" if cell is None else str(cell) for cell in cells))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    return ["devices"] + [f"  {line}" for line in lines] + read_back()
+
+
+def _logical_gpus() -> list[tf.config.PhysicalDevice]:
+    """Return the GPU behind each of /gpu:0, /gpu:1, ..., without starting TensorFlow.
+
+    `tf.config.list_logical_devices` would start it, and then no logical CPU device can be made. A
+    GPU that is split into several logical ones counts as those.
+    """
+    cuda_environ()  # settles how CUDA numbers them, before it lists them
+    return [
+        gpu
+        for gpu in tf.config.get_visible_devices("GPU")
+        for _ in tf.config.get_logical_device_configuration(gpu) or [None]
+    ]
+
+
+def _first_devices(num_towers: int, gpus: list[str]) -> list[str]:
+    """Return the first devices of the kind that this machine has, never fewer than asked for.
+
+    Raises:
+        InputError: there are too few, or TensorFlow sees none of the driver's GPUs and nobody hid
+            them: a run that was meant for them would take days on the CPU, and say nothing.
+    """
+    driver = nvml.gpus()
+    on_purpose = visibility.hides_all(cuda_environ()) or tf.config.list_physical_devices("GPU")
+    if not gpus and (on_purpose or not driver):
+        return [f"/cpu:{i}" for i in range(num_towers or 1)]
+    if gpus and num_towers <= len(gpus):
+        return gpus[: num_towers or len(gpus)]
+    see = f"{len(gpus)} GPU{'s' * (len(gpus) != 1)}" + (f" ({', '.join(gpus)})" if gpus else "")
+    asked = f"--num_towers={num_towers}, but " if num_towers else ""
+    raise InputError(
+        f"{asked}TensorFlow sees {see}{_why(driver)}"
+        + (f"; ask for at most {len(gpus)}" if gpus else "")
+        + f", or try it out on CPU devices with --devices=cpu --num_towers={num_towers or 1}"
+    )
+
+
+def _why(driver: Sequence[DriverGpu]) -> str:
+    """Return what the driver sees, and the likely cause if TensorFlow sees less."""
+    if not driver:
+        return "" if _logical_gpus() else ", no NVIDIA driver answers here"
+    visible = visible_gpus(driver)
+    missing = missing_gpus(visible)
+    says = f", the driver has {', '.join(map(str, driver))}"
+    if missing:
+        listed = len(visible) - len(missing)
+        cause, remedy = visibility.why_skipped(missing, listed, tf.sysconfig.get_build_info())
+        return f"{says}: {cause}; {remedy}"
+    if len(visible) < len(driver):
+        value = cuda_environ()["CUDA_VISIBLE_DEVICES"]
+        rest = "the rest" if visible else "all of them: type unset CUDA_VISIBLE_DEVICES"
+        return f"{says}; CUDA_VISIBLE_DEVICES={value} hides {rest}"
+    return says
+
+
+def _named_devices(num_towers: int, names: Sequence[str]) -> list[str]:
+    """Return "/gpu:0" for any of gpu:0, /GPU:0, /device:GPU:0, and so on for each name."""
+    option = f"--devices={','.join(names)}"
+    chosen = []
+    for name in names:
+        match = re.fullmatch(r"/?(?:device:)?(gpu|cpu):(\d{1,3})", name.strip().lower())
+        if not match:
+            raise InputError(
+                f"{option}: {name!r} is not a device; "
+                "name them as /gpu:0,/gpu:2 or /cpu:0, or give --devices=cpu"
+            )
+        device = f"/{match[1]}:{int(match[2])}"
+        if device in chosen:
+            raise InputError(f"{option}: {device} is named twice; each device takes one tower")
+        chosen.append(device)
+    if num_towers not in (0, len(chosen)):
+        raise InputError(
+            f"--num_towers={num_towers} and {option} disagree: {len(chosen)} "
+            f"device{'s are' if len(chosen) > 1 else ' is'} named; leave out --num_towers, or take "
+            "the first ones with --devices="
+        )
+    return chosen
+
+
+def _provide_cpus(chosen: Sequence[str]) -> int:
+    """Make as many logical CPU devices as `chosen` names; return how many there are."""
+    needed = max((int(d.split(":")[1]) + 1 for d in chosen if d.startswith("/cpu")), default=1)
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    configured = tf.config.get_logical_device_configuration(cpu)
+    if needed > len(configured or [None]):
+        try:
+            tf.config.set_logical_device_configuration(
+                cpu, [tf.config.LogicalDeviceConfiguration()] * needed
+            )
+        except RuntimeError:
+            raise InputError(
+                f"{needed} CPU devices are needed, but TensorFlow has started with "
+                f"{len(tf.config.list_logical_devices('CPU'))}: "
+                "call towers.devices.tower_devices() before anything creates a tensor"
+            ) from None
+    return len(tf.config.list_logical_devices("CPU"))

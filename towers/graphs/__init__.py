@@ -1,0 +1,1 @@
+"""Reading the graphs that TensorFlow executes."""

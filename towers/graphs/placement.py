@@ -1,0 +1,248 @@
+"""Where every op really ran, read from the graph that TensorFlow executed.
+
+    with executed_graphs() as graphs:
+        train_loop(batches, tf.constant(0))     # no step is made; the graph is built and placed
+    ops = read_ops(graphs)
+
+`op.device` of a traced function is only a request: soft placement and colocation change it. What
+comes here is taken after TensorFlow's placer, optimizer and partitioner.
+"""
+
+import contextlib
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2
+
+from towers.builder.layers import layer_of, tower_of
+
+# What moves values between devices or steers loops is of no tower; masters are read where they are.
+_NOT_OF_A_TOWER = frozenset(
+    "_Send _Recv _HostSend _HostRecv _Arg _Retval Const NoOp Enter Exit Merge Switch LoopCond "
+    "NextIteration ReadVariableOp VarHandleOp ResourceGather".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One op of an executed graph.
+
+    Attributes:
+        name: as in the function that was traced, or as TensorFlow named what it added.
+        type: "Conv2D".
+        requested: device that was asked for, "" where none was.
+        device: where it runs, "/cpu:0"; "" for an op that TensorFlow folded, fused or pruned.
+    """
+
+    name: str
+    type: str
+    requested: str
+    device: str
+
+    @property
+    def tower(self) -> int | None:
+        """The tower in whose scope the op stands, or None."""
+        return tower_of(self.name)
+
+    @property
+    def layer(self) -> str:
+        """The layers that the op stands in, outermost first: "cnn/block_2/conv1"."""
+        return layer_of(self.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A value that crosses from one device to another in each step; `bytes` None if unknown."""
+
+    name: str
+    source: str
+    target: str
+    bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The ops of an executed graph, and what crosses between its devices.
+
+    Attributes:
+        ops: that run.
+        gone: ops that were traced and do not run: their result was known, or unused, or another op
+            computes it, too.
+        transfers: between devices.
+        compiled: ops that were traced and are now part of a program of XLA's, on the device of the
+            op that calls it.
+    """
+
+    ops: tuple[Op, ...]
+    gone: tuple[Op, ...]
+    transfers: tuple[Transfer, ...]
+    compiled: tuple[Op, ...] = ()
+
+    def misplaced(self, devices: Sequence[str]) -> list[Op]:
+        """Return the ops in a tower's scope that do not run on that tower's device.
+
+        Args:
+            devices: of the towers, in tower order.
+        """
+        work = [op for op in self.ops if op.tower is not None and op.type not in _NOT_OF_A_TOWER]
+        return [op for op in work if op.device != devices[op.tower]]
+
+    def counts(self) -> Counter[tuple[str, str]]:
+        """Return {(device, op type): number of ops}."""
+        return Counter((op.device, op.type) for op in self.ops)
+
+    def crossing_bytes(self) -> Counter[tuple[str, str]]:
+        """Return {(source, target): bytes in a step}, as far as shapes are known."""
+        total: Counter[tuple[str, str]] = Counter()
+        for transfer in self.transfers:
+            total[transfer.source, transfer.target] += transfer.bytes or 0
+        return total
+
+
+def read_placement(function: Any, *arguments: Any) -> Placement:
+    """Call a `tf.function` once and return where its ops ran.
+
+    Args:
+        function: the `tf.function`. It is executed: hand it arguments that do no work, such as a
+            loop of 0 steps, whose graph is placed and optimised like any other.
+        *arguments: of the call.
+
+    Raises:
+        ValueError: the function has run with such arguments before; TensorFlow places a graph when
+            it first runs, and shows it only then.
+    """
+    with _executed_graphs() as graphs:
+        function(*arguments)
+    if not graphs:
+        raise ValueError("the function has run before: read its placement at its first call")
+    traced = dict(traced_ops(function.get_concrete_function(*arguments).graph))
+    ops, transfers, programs = [], [], {}
+    for graph in graphs:
+        for node in graph.node:
+            name = _traced_name(node.name, traced)
+            requested = traced[name].device if name in traced else ""
+            ops.append(Op(name, node.op, short(requested), short(node.device)))
+            if node.attr["_XlaMustCompile"].b:
+                programs[name] = short(node.device)
+            if node.op in ("_Send", "_HostSend") and not node.input[0].startswith("^"):
+                transfers.append(_transfer(node, traced))
+    there = {op.name for op in ops if op.type != "Const"}  # folding leaves a Const of that name
+    rest = [
+        Op(n, op.type, short(op.device), _device_of_program(n, programs))
+        for n, op in traced.items()
+        if n not in there
+    ]
+    return Placement(
+        tuple(ops),
+        tuple(op for op in rest if not op.device),
+        tuple(t for t in transfers if t.source != t.target),
+        tuple(op for op in rest if op.device),
+    )
+
+
+def _device_of_program(name: str, programs: Mapping[str, str]) -> str:
+    """Return the device of the program that an op is part of; "" if it is part of none.
+
+    Args:
+        name: of the op.
+        programs: {name of the op that calls a program of XLA's: its device}.
+    """
+    return next((device for call, device in programs.items() if name.startswith(f"{call}/")), "")
+
+
+def short(device: str) -> str:
+    """Return "/gpu:0" for "/job:localhost/replica:0/task:0/device:GPU:0"; "" for ""."""
+    match = re.search(r"device:([A-Za-z_]+):(\d+)$", device)
+    return f"/{match[1].lower()}:{match[2]}" if match else device
+
+
+@contextlib.contextmanager
+def _executed_graphs() -> Iterator[list[graph_pb2.GraphDef]]:
+    """Collect the graphs that are executed in the block, one for each device, after partitioning.
+
+    The only place that touches TensorFlow's private context: nothing public tells what ran.
+    """
+    from tensorflow.python.eager import context
+
+    private = context.context()
+    graphs: list[graph_pb2.GraphDef] = []
+    private.enable_graph_collection()
+    try:
+        yield graphs
+        for function_graphs in private.export_run_metadata().function_graphs:
+            graphs.extend(function_graphs.partition_graphs)
+    finally:
+        private.disable_graph_collection()
+
+
+def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Operation]]:
+    """Yield (name, op) of a graph and of the functions that it calls.
+
+    Inlining puts the name of a call in front of the names in the function. What it puts in front of
+    those in a loop or a branch, `_traced_name` takes away.
+    """
+    for op in graph.get_operations():
+        yield scope + op.name, op
+        for attribute in ("body", "cond", "then_branch", "else_branch", "f"):
+            with contextlib.suppress(ValueError):
+                inner = op.graph._get_function(op.get_attr(attribute).name)
+                if inner is not None:
+                    inside = f"{scope}{op.name}/" if attribute == "f" else ""
+                    yield from traced_ops(inner.graph, inside)
+
+
+def needed_ops(ops: Iterable[tf.Operation]) -> list[tf.Operation]:
+    """Return the ops of a graph that the given ones need, each after those it needs.
+
+    TensorFlow prunes the rest.
+    """
+    waiting = [(op, False) for op in ops]
+    found, opened = [], set()
+    while waiting:
+        op, ready = waiting.pop()
+        if ready:
+            found.append(op)
+        elif op not in opened:
+            opened.add(op)
+            waiting.append((op, True))
+            waiting += [(t.op, False) for t in op.inputs]
+            waiting += [(before, False) for before in op.control_inputs]
+    return found
+
+
+def _traced_name(name: str, traced: dict[str, tf.Operation]) -> str:
+    """Return a node's name as it was traced: inlining puts the call's scope in front of it."""
+    parts = re.split(r"/_\d+/", name)
+    return next((p for p in ("/".join(parts[i:]) for i in range(len(parts))) if p in traced), name)
+
+
+def _transfer(node: Any, traced: dict[str, tf.Operation]) -> Transfer:
+    """Return what a send carries: the tensor that was traced, where it is one."""
+    source, _, index = node.input[0].partition(":")
+    origin = node.attr["_src"].s.decode() or source
+    name = _traced_name(origin, traced)
+    dtype = tf.as_dtype(node.attr["T"].type)
+    num_bytes = None
+    if "/ctrl/" in source:  # only an order of execution crosses
+        num_bytes = 0
+    elif name in traced:
+        outputs = traced[name].outputs
+        tensor = outputs[int(index or 0)] if source == origin else outputs[0]
+        if tensor.shape.is_fully_defined() and tensor.dtype == dtype:
+            num_bytes = tensor.shape.num_elements() * dtype.size
+    elif dtype == tf.bool:  # a loop's condition
+        num_bytes = 1
+    elif branches := traced.get(_traced_name(origin.partition("/output/_")[0], traced)):
+        sizes = {(t.shape, t.dtype) for t in branches.outputs}  # which of them is not told
+        if len(sizes) == 1 and branches.outputs[0].shape.is_fully_defined():
+            num_bytes = branches.outputs[0].shape.num_elements() * dtype.size
+    return Transfer(
+        name,
+        short(node.attr["send_device"].s.decode()),
+        short(node.attr["recv_device"].s.decode()),
+        num_bytes,
+    )

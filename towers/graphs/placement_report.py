@@ -1,0 +1,130 @@
+"""What a run says of its placement: a few lines, an error in strict mode, a table and a file."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import tensorflow as tf
+
+from towers import files
+from towers.errors import RunError
+from towers.graphs.placement import Placement, short
+
+_MOST = 8  # lines of strays
+
+
+def report(placement: Placement, stray: Sequence[str]) -> list[str]:
+    """Return a few lines: what does not run where it belongs, and the bytes that cross in a step.
+
+    Args:
+        placement: of the train loop.
+        stray: what `strays` returns.
+    """
+    ours = [op for op in placement.ops if op.tower is not None]
+    lines = [f"placement   {len(ours)} ops in towers, each on its tower's device"]
+    if num_compiled := len({op.tower for op in placement.compiled} - {None}):
+        towers = "1 tower" if num_compiled == 1 else f"{num_compiled} towers, each"
+        lines = [f"placement   {towers} compiled by XLA on its tower's device"]
+    if stray:
+        lines = [f"placement   not everything runs where it belongs, of {len(ours)} ops in towers:"]
+        lines += [f"  {line}" for line in stray[:_MOST]]
+        if len(stray) > _MOST:
+            lines.append(f"  and {len(stray) - _MOST} more: see --log_device_placement")
+    crossing = placement.crossing_bytes()
+    unknown = sum(transfer.bytes is None for transfer in placement.transfers)
+    if crossing:
+        routes = [f"{_size(b)} {source} -> {to}" for (source, to), b in sorted(crossing.items())]
+        more = f" and {unknown} values of unknown size" if unknown else ""
+        lines.append(f"  in a step cross {', '.join(routes)}{more}")
+    return lines
+
+
+def check_strict(stray: Sequence[str]) -> None:
+    """Refuse strays, as `strays` returns them.
+
+    Raises:
+        RunError: there are some: one line that names the first, with its layer.
+    """
+    if stray:
+        more = f", and {len(stray) - 1} more" if len(stray) > 1 else ""
+        raise RunError(
+            f"--placement=strict: {stray[0]}{more}; let the model choose no device, or type "
+            "--placement=report"
+        )
+
+
+def strays(
+    placement: Placement,
+    devices: Sequence[str],
+    masters: Mapping[str, tf.Variable],
+    master_devices: Sequence[str],
+) -> list[str]:
+    """Return a line for each layer of a tower and each layer's masters that are elsewhere.
+
+    Args:
+        placement: of the train loop.
+        devices: of the towers, in tower order.
+        masters: the master variables by name.
+        master_devices: where these may be.
+    """
+    types: dict[tuple, list[str]] = defaultdict(list)
+    for op in placement.misplaced(devices):
+        types[op.tower, op.layer, op.device, op.requested].append(op.type.lstrip("_"))
+    lines = []
+    for (tower, layer, device, requested), names in sorted(types.items()):
+        names = ", ".join(dict.fromkeys(names))
+        why = _why(requested, device, devices[tower])
+        lines.append(f"tower {tower} on {devices[tower]}, layer {layer}: {names} on {device}{why}")
+    variables: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, variable in masters.items():
+        if (device := short(variable.device)) not in master_devices:
+            layer, _, own_name = name.rpartition("/")
+            variables[layer, device].append(own_name)
+    for (layer, device), names in variables.items():
+        names = ", ".join(names)
+        home = " or ".join(dict.fromkeys(master_devices))
+        lines.append(f"master variables of layer {layer}: {names} on {device}, not {home}")
+    return lines
+
+
+def _why(requested: str, device: str, tower: str) -> str:
+    """Return why an op is not on its tower's device, as far as its request tells."""
+    if requested == device:
+        return ", where a tf.device puts it"
+    if requested == tower:
+        return f", by soft placement: {tower} cannot run it"
+    return f", by soft placement: it asks for {requested}" if requested else ""
+
+
+def table(placement: Placement) -> list[str]:
+    """Return a table: a row for each op type, a column for each device, how many ops run there."""
+    counts = placement.counts()
+    devices = sorted({device for device, _ in counts})
+    types = sorted({kind for _, kind in counts})
+    rows = [("op type", *devices)]
+    rows += [(kind, *(str(counts[device, kind] or "") for device in devices)) for kind in types]
+    rows.append(("all", *(str(sum(counts[d, kind] for kind in types)) for d in devices)))
+    width = max(len(row[0]) for row in rows)
+    lines = [f"{name:{width}}" + "".join(f"{cell:>9}" for cell in cells) for name, *cells in rows]
+    return [f"  {line}".rstrip() for line in lines]
+
+
+def write_tsv(path: Path, placement: Placement) -> None:
+    """Write a row for every op: name, type, tower, layer, requested and actual device.
+
+    The actual device of an op that TensorFlow folded, fused or pruned is "-".
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    rows = [("name", "type", "tower", "layer", "requested", "device")]
+    for op in placement.ops + placement.compiled + placement.gone:
+        tower, layer = ("", "") if op.tower is None else (str(op.tower), op.layer)
+        rows.append((op.name, op.type, tower, layer, op.requested, op.device or "-"))
+    files.write_text(path, "".join("\t".join(row) + "\n" for row in rows))
+
+
+def _size(num_bytes: int) -> str:
+    """Return 4.37 MB for 4,370,000."""
+    unit, name = (1e6, "MB") if num_bytes >= 1e5 else (1e3, "kB")
+    return f"{num_bytes / unit:.2f} {name}"

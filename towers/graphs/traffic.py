@@ -1,0 +1,281 @@
+"""What a traced training step will move and hold, reckoned before anything runs.
+
+    step = read_step(train_loop.get_concrete_function(batches, tf.constant(0)))
+    step.crossing_bytes()       # {("/cpu:0", "/cpu:1"): 4_300_000, ...}
+
+This is the graph as it was traced. What TensorFlow makes of it (placer, optimizer, partitioner) is
+read by `towers.graphs.placement`; that both give the same bytes is a check of either.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from towers.graphs.placement import Op, Placement, needed_ops, short
+
+HOST = "/cpu:0"  # where TensorFlow puts an op that asks for nothing
+
+_COPIES = frozenset("Identity IdentityN StopGradient PreventGradient".split())
+_SAME_BUFFER = _COPIES | frozenset("Reshape Squeeze ExpandDims".split())
+_OF_SHAPES = frozenset("Shape ShapeN Size Rank BroadcastGradientArgs".split())
+_BRANCHES = frozenset(["If", "StatelessIf"])
+_CALLS = frozenset(["PartitionedCall", "StatefulPartitionedCall"])
+_LOOPS = frozenset(["While", "StatelessWhile", "Case", "StatelessCase"])
+_FUNCTIONS = _BRANCHES | _CALLS | _LOOPS
+
+
+class Step:
+    """The ops of one training step that TensorFlow will not prune.
+
+    Attributes:
+        ops: each after those that it needs, those of a branch before its condition.
+        devices: {op: "/cpu:0"}.
+        known: ops whose values follow from constants and shapes alone.
+        loops: types of ops whose insides are not looked into: loops, functions with variables.
+    """
+
+    def __init__(self, body: Any, homes: dict[tf.Operation, str]):
+        """Read a step.
+
+        Args:
+            body: its graph.
+            homes: {a placeholder for a variable: the variable's device}.
+        """
+        self.ops: list[tf.Operation] = []
+        self.devices: dict[tf.Operation, str] = {}
+        self.known: set[tf.Operation] = set()
+        self.loops: set[str] = set()
+        self._homes = homes
+        self._outer: dict[tf.Operation, tf.Tensor] = {}  # behind a placeholder
+        self._takers: list[tuple[list[tf.Tensor], str]] = []
+        self._read(body, HOST)
+        self._takers.append((body.outputs, HOST))
+
+    def crossing_bytes(self) -> Counter[tuple[str, str]]:
+        """Return {(source, target): bytes in a step}.
+
+        A value crosses once to each device, however many ops there take it. Values that are known
+        beforehand are left out: whether they cross is up to the optimizer, and they are scalars.
+        The loop's condition, 1 byte, goes to all devices.
+        """
+        total = Counter({(HOST, d): 1 for d in set(self.devices.values()) if d != HOST})
+        for tensor, target in self.crossings():
+            total[self.devices[tensor.op], target] += num_bytes(tensor)
+        return total
+
+    def crossings(self) -> Iterator[tuple[tf.Tensor, str]]:
+        """Yield each (tensor, another device that takes it), once."""
+        seen = set()
+        for tensors, target in self._takers:
+            for tensor in tensors:
+                tensor = self._behind(tensor, _COPIES)
+                place = (tensor.op, tensor.value_index, target)
+                crosses = self.devices[tensor.op] != target and tensor.dtype != tf.resource
+                if crosses and tensor.op not in self.known and place not in seen:
+                    seen.add(place)
+                    yield tensor, target
+
+    def collective_bytes(self) -> Counter[str]:
+        """Return {device: bytes that it sends, and as many receives, in collectives}.
+
+        A ring all-sum of N members moves 2 (N - 1) / N of the tensor over each member's link
+        (Patarasuk and Yuan 2009).
+        """
+        summed = self.summed_bytes()
+        members = max(len(summed), 1)
+        return Counter({d: round(2 * (members - 1) / members * b) for d, b in summed.items()})
+
+    def summed_bytes(self) -> Counter[str]:
+        """Return {device: bytes that it hands to collectives}."""
+        total: Counter[str] = Counter()
+        for op in self.ops:
+            if op.type == "CollectiveReduceV2":
+                total[self.devices[op]] += num_bytes(op.inputs[0])
+        return total
+
+    def received_bytes(self, device: str) -> Counter[str]:
+        """Return the bytes that a device receives: of "weights", of the "batch", and "other"."""
+        total: Counter[str] = Counter()
+        for tensor, target in self.crossings():
+            if target == device:
+                source = self._behind(tensor, _COPIES | {"Cast"}).op
+                kind = "batch" if "/split/" in source.name else "other"
+                total["weights" if source.type == "ReadVariableOp" else kind] += num_bytes(tensor)
+        return total
+
+    def num_exchanges(self) -> int:
+        """Return how often towers wait for each other's values in the middle of a step."""
+        return sum(op.type == "Pack" and "/exchange" in op.name for op in self.ops)
+
+    def tower_ops(self, tower: int) -> list[tf.Operation]:
+        """Return a tower's ops, but for those whose values are known, in the order of tracing."""
+        found = [op for op in self.ops if Op(op.name, "", "", "").tower == tower]
+        wanted = set(found) - self.known
+        graphs = dict.fromkeys(op.graph for op in found)
+        return [op for graph in graphs for op in graph.get_operations() if op in wanted]
+
+    def num_launches(self, tower: int) -> int:
+        """Return how many ops of a tower compute: other names of a buffer take no time."""
+        return sum(op.type not in _SAME_BUFFER | {"ReadVariableOp"} for op in self.tower_ops(tower))
+
+    def activation_bytes(self, tower: int) -> int:
+        """Return the most bytes that a tower's forward and backward hold at a time.
+
+        Its ops run in the order in which they were traced; a tensor lives from its op to the last
+        that takes it. Not counted: weights, the batch, and the gradients that leave the tower.
+        """
+        order = self.tower_ops(tower)
+        there = set(order)
+        last: dict[tuple[tf.Operation, int], int] = {}
+        for i, op in enumerate(order):
+            for tensor in op.inputs:
+                tensor = self._behind(tensor, _SAME_BUFFER)
+                if tensor.op in there:
+                    last[tensor.op, tensor.value_index] = i
+        ending: Counter[int] = Counter()
+        live = most = 0
+        for i, op in enumerate(order):
+            for tensor in op.outputs:
+                end = last.get((op, tensor.value_index))
+                # None: it leaves the tower, nobody takes it, or it is another name of its input
+                if end is not None and op.type != "ReadVariableOp":
+                    live += num_bytes(tensor)
+                    ending[end] += num_bytes(tensor)
+            most = max(most, live)
+            live -= ending[i]
+        return most
+
+    def _read(self, graph: Any, caller: str) -> None:
+        """Add a graph's ops, and those of its branches.
+
+        Args:
+            graph: to add.
+            caller: the device of ops that ask for none.
+        """
+        for op in needed_ops([*(t.op for t in graph.outputs), *graph.control_outputs]):
+            if op.type in _BRANCHES:
+                self._read_branches(op, short(op.device) or caller)
+            elif op.type in _LOOPS or (op.type in _CALLS and not self._is_local(op, caller)):
+                self.loops.add(op.type)
+            inputs = [self._behind(tensor, frozenset()) for tensor in op.inputs]
+            resources = [self.devices[t.op] for t in inputs if t.dtype == tf.resource]
+            if op.type in _FUNCTIONS:
+                resources = []
+            # An op on a variable runs where the variable lies, whatever it asks for.
+            home = self._homes.get(op) or short(op.device) or caller
+            self.devices[op] = resources[-1] if resources else home
+            self.ops.append(op)
+            if _is_known(op, inputs, self.known):
+                self.known.add(op)
+            elif op.type not in _COPIES | _BRANCHES:
+                self._takers.append((list(op.inputs), self.devices[op]))
+
+    def _read_branches(self, op: tf.Operation, device: str) -> None:
+        """Add the ops of both branches of a condition."""
+        condition, *arguments = op.inputs
+        before = len(self._takers)
+        for attribute in ("then_branch", "else_branch"):
+            inner = op.graph._get_function(op.get_attr(attribute).name).graph
+            pairs = zip(inner.inputs, arguments, strict=True)
+            self._outer |= {placeholder.op: tensor for placeholder, tensor in pairs}
+            self._read(inner, device)
+            self._takers.append((inner.outputs, device))
+        # Each device must know which one is taken.
+        used = {device for _, device in self._takers[before:]}
+        self._takers += [([condition], device) for device in used]
+
+    def _is_local(self, op: tf.Operation, caller: str) -> bool:
+        """Tell whether a called function runs on one device, like an op, and reads no variable."""
+        inner = op.graph._get_function(op.get_attr("f").name).graph
+        asked = {short(inside.device) for inside in inner.get_operations()}
+        variables = any(tensor.dtype == tf.resource for tensor in op.inputs)
+        return asked <= {"", short(op.device) or caller} and not variables
+
+    def _behind(self, tensor: tf.Tensor, kinds: frozenset[str]) -> tf.Tensor:
+        """Return the tensor that a placeholder, or ops of these kinds, hand on unchanged."""
+        while True:
+            if tensor.op in self._outer:
+                tensor = self._outer[tensor.op]
+            elif tensor.op.type in kinds:
+                tensor = tensor.op.inputs[
+                    tensor.value_index if tensor.op.type == "IdentityN" else 0
+                ]
+            else:
+                return tensor
+
+
+def read_step(function: Any) -> Step:
+    """Return the step inside a traced train loop.
+
+    Args:
+        function: the concrete function, whose only loop makes one step each time round.
+    """
+    loop = next(op for op in function.graph.get_operations() if op.type in _LOOPS)
+    body = function.graph._get_function(loop.get_attr("body").name).graph
+    outside = {inner.op: short(outer.device) for outer, inner in function.graph.captures}
+    homes = {
+        inner.op: outside[outer.op]
+        for outer, inner in zip(loop.inputs, body.inputs, strict=True)
+        if outer.op in outside
+    }
+    return Step(body, homes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Executed:
+    """What crosses in the executed graph.
+
+    Attributes:
+        crossing: {(source, target): bytes in a step}, without values known beforehand.
+        constants: bytes of these.
+        unknown: {(source, target): number of values whose size TensorFlow does not tell}.
+    """
+
+    crossing: Counter[tuple[str, str]]
+    constants: int
+    unknown: Counter[tuple[str, str]]
+
+    def agrees(self, planned: Counter[tuple[str, str]]) -> bool:
+        """Tell whether another count is the same on each route, as far as sizes are known."""
+        return all(
+            planned[route] == self.crossing[route]
+            or (self.unknown[route] and planned[route] > self.crossing[route])
+            for route in planned.keys() | self.crossing.keys()
+        )
+
+
+def executed_bytes(placement: Placement, step: Step) -> Executed:
+    """Return what crosses in an executed graph, for comparison with that of the traced one."""
+    known = {op.name for op in step.known}
+    found = Executed(Counter(), 0, Counter())
+    constants = 0
+    for transfer in placement.transfers:
+        route = transfer.source, transfer.target
+        if transfer.bytes is None:
+            found.unknown[route] += 1
+        elif transfer.name in known:
+            constants += transfer.bytes
+        elif transfer.bytes:
+            found.crossing[route] += transfer.bytes
+    return dataclasses.replace(found, constants=constants)
+
+
+def num_bytes(tensor: tf.Tensor) -> int:
+    """Return the bytes of a tensor, 0 if its shape is not known or it is a resource."""
+    if not tensor.shape.is_fully_defined() or tensor.dtype in (tf.resource, tf.variant, tf.string):
+        return 0
+    return tensor.shape.num_elements() * tensor.dtype.size
+
+
+def _is_known(op: tf.Operation, inputs: list[tf.Tensor], known: set[tf.Operation]) -> bool:
+    """Tell whether an op's value follows from constants and shapes alone."""
+    if op.type == "Const":
+        return True
+    if op.type in _OF_SHAPES:
+        return all(tensor.shape.is_fully_defined() for tensor in op.inputs)
+    if op.type == "Placeholder" or op.type in _FUNCTIONS or op.op_def.is_stateful or not inputs:
+        return False
+    return all(tensor.op in known for tensor in inputs)

@@ -1,0 +1,1 @@
+"""What a run shows, on the terminal and in TensorBoard."""

@@ -1,0 +1,68 @@
+"""Pictures and histograms of a run, made between its steps.
+
+What goes wrong in making one is a line: a run is worth more than its pictures. What cannot be
+written, as on a full disk, ends the run as it would without them.
+"""
+
+from collections.abc import Callable, Iterable
+
+from tensorboard.compat.proto.summary_pb2 import Summary
+
+from towers.monitoring import pictures
+from towers.monitoring.histograms import Histograms
+from towers.monitoring.monitor import Monitor
+from towers.monitoring.samples import Batch, Sampler
+from towers.options.timetable import Timetable
+from towers.training.evaluate import Evaluation
+from towers.training.run import Run
+
+
+class Gallery:
+    """Shows what towers see, what they got wrong, and how weights and gradients lie."""
+
+    def __init__(self, run: Run, sampler: Sampler, timetable: Timetable, monitor: Monitor):
+        """Show the first pictures: a data set that has one reader at a time is read here."""
+        self._run, self._timetable, self._monitor = run, timetable, monitor
+        self._sampler, self._histograms = sampler, Histograms(run)
+        self._failed: set[str] = set()
+        self._shown: set[tuple[str, int]] = set()
+        self.show_training(timetable.first_step)
+        if timetable.options.histogram_every_epochs:
+            self.show_histograms(timetable.first_step)
+
+    def show_training(self, step: int) -> None:
+        """Show the batch after `step` updates as the towers see it, and the first filters."""
+        found = self._made(
+            "pictures", step, lambda: pictures.of_training(self._run, self._batch(step))
+        )
+        self._monitor.show(step, train=found)
+
+    def show_histograms(self, step: int) -> None:
+        """Show how weights, gradients and activations lie after `step` updates."""
+        found = self._made(
+            "histograms", step, lambda: [self._histograms.of_step(self._batch(step))]
+        )
+        self._monitor.show(step, train=found)
+
+    def show_evaluation(self, step: int, evaluation: Evaluation) -> None:
+        """Show what an evaluation after `step` updates got wrong."""
+        found = self._made("mistakes", step, lambda: pictures.of_evaluation(self._run, evaluation))
+        self._monitor.show(step, test=found)
+
+    def _batch(self, step: int) -> Batch | None:
+        return self._sampler.batch(step, self._timetable.examples(step))
+
+    def _made(self, what: str, step: int, make: Callable[[], Iterable[Summary]]) -> list[Summary]:
+        """Return what `make` returns the first time; nothing, and once a line, if it fails."""
+        if (what, step) in self._shown:
+            return []
+        self._shown.add((what, step))
+        with self._monitor.pause():
+            try:
+                return list(make())
+            except Exception as error:  # of any kind: the user's own code may be in it
+                if what not in self._failed:
+                    self._failed.add(what)
+                    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                    self._monitor.say(f"no {what} {type(error).__name__}: {reason[:200]}")
+                return []

@@ -1,0 +1,205 @@
+"""Histograms for TensorBoard: of weights, of gathered gradients, and of what layers give out.
+
+    histograms = Histograms(run)                 # nothing is built yet
+    batch = sampler.batch(step, examples)        # of samples.Sampler
+    writer.heavy(histograms.of_step(batch), step)
+
+No variable is changed: what the towers of a step would assign (BatchNorm statistics, seeds) is
+dropped. The two functions are compiled at the first call.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.histogram import metadata
+from tensorboard.util import tensor_util
+
+from towers import tf_private
+from towers.builder.splitting import PerTower
+from towers.data import augment
+from towers.monitoring.samples import Batch
+from towers.training.run import Run
+from towers.training.step import make_loss_fn, weights_of
+
+NUM_BUCKETS = 30  # TensorBoard's default
+NUM_EXAMPLES = 16  # that activations are taken of
+# Of larger tensors every so-manieth value is taken, so that a look costs no gigabytes.
+_MAX_VALUES, _MAX_ACTIVATIONS = 2**22, 2**16
+
+
+class Histograms:
+    """The histograms of a run; holds its compiled functions."""
+
+    def __init__(self, run: Run) -> None:
+        """Note the run; build nothing."""
+        self.run = run
+
+    def of_step(self, batch: Batch | None) -> Summary:
+        """Return `weights/NAME`, `gradients/NAME` and `activations/LAYER`, as of now.
+
+        Infinities and NaN are left out, and a tag of which nothing else remains. The gradients are
+        those of the data's loss, as gathered from all towers, before regularisation and clipping.
+
+        Args:
+            batch: what gradients and activations are taken of; None: there are none of them.
+        """
+        model = self.run.masters.model
+        summary = Summary()
+        variables = model.trainable_variables
+        names = unique(v.path for v in variables)
+        weights = (_thinned(v.value, _MAX_VALUES) for v in variables)
+        _add(summary, "weights", zip(names, weights, strict=True))
+        if batch is None:
+            return summary
+        gradients = self._gradients(batch.images, batch.labels, batch.draws)
+        _add(summary, "gradients", ((names[i], value) for i, value in gradients.items()))
+        num = NUM_EXAMPLES
+        outputs = self._activations(batch.images[:num], batch.draws[:num])
+        layers = unique(self._layer_names)
+        _add(summary, "activations", zip(layers, outputs, strict=True))
+        return summary
+
+    @functools.cached_property
+    def _gradients(self) -> Callable[..., dict[int, tf.Tensor]]:
+        """The compiled function from a batch to {place of the variable: values of its gradient}."""
+        builder, masters = self.run.builder, self.run.masters
+        loss_fn = make_loss_fn(masters, self.run.options)
+
+        @tf.function(autograph=False)
+        def gradients(*batch: tf.Tensor) -> dict[int, tf.Tensor]:
+            with keras.StatelessScope():  # assignments end here
+                _, found = builder.gradients(loss_fn, weights_of(masters), *batch)
+            result = {}
+            with tf.device(builder.gather_device):
+                for i, gradient in enumerate(found):
+                    gradient = gradient.values[0] if isinstance(gradient, PerTower) else gradient
+                    if gradient is None:
+                        continue
+                    value = _thinned(gradient, _MAX_VALUES)
+                    if masters.loss_scale is not None:
+                        value /= tf.cast(masters.loss_scale, value.dtype)
+                    result[i] = value
+            return result
+
+        return gradients
+
+    @functools.cached_property
+    def _activations(self) -> Callable[..., list[tf.Tensor]]:
+        """The compiled function from (images, draws) to some values of each layer's output.
+
+        Tracing it sets `_layer_names`, in the order of its results.
+        """
+        masters, options = self.run.masters, self.run.options
+        dtype = tf.float64 if options.dtype == "float64" else tf.float32
+
+        @tf.function(autograph=False)
+        def activations(images: tf.Tensor, draws: tf.Tensor) -> list[tf.Tensor]:
+            with tf.device(self.run.builder.devices[0]), keras.StatelessScope():
+                inputs = augment.train_images(images, draws, options.augment, dtype=dtype)
+                found = outputs_of_layers(masters.model, inputs)
+                self._layer_names = [layer.path or layer.name for layer, _ in found]
+                return [_thinned(value, _MAX_ACTIVATIONS) for _, value in found]
+
+        return activations
+
+
+def outputs_of_layers(model: keras.Model, inputs: tf.Tensor) -> list[tuple[keras.Layer, tf.Tensor]]:
+    """Call a model in inference mode, while a graph is traced, and catch what its layers return.
+
+    Layers are caught wherever they are called from: in functional models, nested ones, and in a
+    `call` of the user's. What a layer returns inside a loop or a function of its own cannot be had.
+
+    Returns:
+        (layer, its outputs as one flat tensor), in the order of the calls; of a layer that is
+        called several times the last one.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    found: dict[int, tuple[keras.Layer, tf.Tensor]] = {}
+
+    def make(call: Callable) -> Callable:
+        def caught(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+            outputs = call(layer, *args, **kwargs)
+            numbers = [
+                tf.reshape(leaf, [-1])
+                for leaf in tf.nest.flatten(outputs, expand_composites=True)
+                if getattr(leaf, "graph", None) is graph
+                and (leaf.dtype.is_floating or leaf.dtype.is_integer)
+            ]
+            if layer is not model and numbers:
+                found.pop(id(layer), None)
+                found[id(layer)] = layer, tf.concat([_number(v) for v in numbers], axis=0)
+            return outputs
+
+        return caught
+
+    with tf_private.replaced(keras.Layer, "__call__", make):
+        model(inputs, training=False)
+    return list(found.values())
+
+
+def buckets(values: np.ndarray) -> np.ndarray | None:
+    """Return rows (left edge, right edge, count) of the finite values; None if there are none.
+
+    Args:
+        values: floats of any shape.
+
+    Returns:
+        float64 `[NUM_BUCKETS, 3]`. Where all values are equal, or too close for so many buckets,
+        all are counted in the last one, as TensorBoard expects it.
+    """
+    values = np.ravel(values).astype(np.float64)
+    values = values[np.isfinite(values)]
+    if not values.size:
+        return None
+    low, high = values.min(), values.max()
+    rows = np.tile([low, low, 0.0], (NUM_BUCKETS, 1))
+    rows[-1] = low, high, values.size
+    if low == high:
+        return rows
+    try:
+        with np.errstate(over="raise"):
+            counts, edges = np.histogram(values, NUM_BUCKETS, (low, high))
+    except (ValueError, FloatingPointError):  # too close, or further apart than a float64 tells
+        return rows
+    return np.stack([edges[:-1], edges[1:], counts], axis=1)
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """Return the names, each that was there before with `~2`, `~3` and so on behind it."""
+    result: dict[str, None] = {}
+    for name in names:
+        count, each = 1, name
+        while each in result:
+            count += 1
+            each = f"{name}~{count}"
+        result[each] = None
+    return list(result)
+
+
+def _add(summary: Summary, kind: str, named: Iterable[tuple[str, tf.Tensor]]) -> None:
+    """Add a histogram of each tensor of which there is something to show."""
+    about = metadata.create_summary_metadata(None, None)
+    for name, value in named:
+        rows = buckets(value.numpy())
+        if rows is not None:
+            tensor = tensor_util.make_tensor_proto(rows)
+            summary.value.add(tag=f"{kind}/{name}", metadata=about, tensor=tensor)
+
+
+def _thinned(value: Any, most: int) -> tf.Tensor:
+    """Return some values of a dense or sparse tensor, at most `most`, flat."""
+    value = value.values if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
+    value = tf.reshape(_number(value), [-1])
+    # An odd stride meets all of a power of 2 channels.
+    stride = -(-tf.size(value, tf.int64) // most)
+    return value[:: tf.bitwise.bitwise_or(stride, tf.constant(1, tf.int64))]
+
+
+def _number(value: tf.Tensor) -> tf.Tensor:
+    """Return a tensor in a type that NumPy and a histogram can take: float32 or float64."""
+    return value if value.dtype in (tf.float32, tf.float64) else tf.cast(value, tf.float32)

@@ -1,0 +1,118 @@
+"""What TensorBoard's HParams table holds of a run: its flags, and its final metrics.
+
+A run is one row, whose name is that of its folder. So `tensorboard --logdir RUN` shows one row, and
+--logdir of a folder of runs one for each. Nothing here needs TensorFlow.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+from tensorboard.plugins.hparams.summary_v2 import Metric, hparams_pb
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+
+from towers.options.run import Options
+
+# TensorBoard shows five columns of either kind, and the rest on a click.
+_SHOWN = 5
+_USUAL = ("batch_size", "learning_rate", "model", "num_towers", "optimizer")
+METRICS = {
+    "test_accuracy": "test accuracy",
+    "test_accuracy_ema": "test accuracy, EMA",
+    "test_loss": "test loss",
+    "train_loss": "train loss",
+    "examples_per_second": "examples/s",
+    "test_loss_ema": "test loss, EMA",
+    "seconds_to_first_step": "seconds to the first step",
+    "steps": "steps",
+    "examples": "examples",
+    "test_examples": "test examples",
+    "gradient_noise_scale": "gradient noise scale, examples",
+}
+_NOT_OF_THE_EXPERIMENT = ("train_dir", "overwrite", "json")
+
+
+def hparams_of(options: Options, num_towers: int | None = None) -> dict[str, Any]:
+    """Return {flag: value} of all flags that say what a run computes, and how.
+
+    Args:
+        options: of the run.
+        num_towers: that were taken; None: as the flag says.
+    """
+    names = [field.name for field in dataclasses.fields(Options)]
+    values = {n: getattr(options, n) for n in names if n not in _NOT_OF_THE_EXPERIMENT}
+    return values if num_towers is None else values | {"num_towers": num_towers}
+
+
+def experiment(first: Collection[str]) -> Summary:
+    """Return the Summary that declares the table's columns.
+
+    TensorBoard takes them from one run of all those it shows, so that they must be the same in
+    each; and a column with a set of values would hide the runs with others: none has one.
+
+    Args:
+        first: flags that stand first, as those that differ between runs.
+    """
+    kinds = {str: api_pb2.DATA_TYPE_STRING, bool: api_pb2.DATA_TYPE_BOOL}
+    first = list(first)
+    first += [name for name in _USUAL if name not in first][: max(_SHOWN - len(first), 0)]
+    flags = [
+        api_pb2.HParamInfo(
+            name=name,
+            type=kinds.get(type(value), api_pb2.DATA_TYPE_FLOAT64),
+            description=Options.__dataclass_fields__[name].metadata["help"],
+            differs=name in first,
+        )
+        for name, value in hparams_of(Options()).items()
+    ]
+    metrics = [
+        Metric(f"result/{name}", display_name=text).as_proto() for name, text in METRICS.items()
+    ]
+    declared = api_pb2.Experiment(
+        hparam_infos=flags, metric_infos=metrics, time_created_secs=time.time()
+    )
+    return _summary(metadata.EXPERIMENT_TAG, experiment=declared)
+
+
+def varied(events: Iterable[Any]) -> list[str]:
+    """Return the flags that stand first in the table which events declare; none: no such table."""
+    for event in events:
+        for value in event.summary.value:
+            if value.tag == metadata.EXPERIMENT_TAG:
+                content = value.metadata.plugin_data.content
+                infos = metadata.parse_experiment_plugin_data(content).hparam_infos
+                return [info.name for info in infos if info.differs]
+    return []
+
+
+def session_start(options: Options, num_towers: int) -> Summary:
+    """Return the Summary with which a run's row starts: its flags."""
+    own_row = ""  # else equal flags would make one row of two runs
+    return hparams_pb(hparams_of(options, num_towers), trial_id=own_row)
+
+
+def session_end(result: Mapping[str, Any] | None) -> list[Summary]:
+    """Return the Summaries with which a run's row ends: its final metrics, and how it ended.
+
+    Args:
+        result: what result.json holds; None of a run that failed.
+    """
+    status = api_pb2.STATUS_FAILURE if result is None else api_pb2.STATUS_SUCCESS
+    end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
+    values = {name: (result or {}).get(name) for name in METRICS}
+    scalars = [
+        scalar_pb(f"result/{name}", value)
+        for name, value in values.items()
+        if value is not None and math.isfinite(value)
+    ]
+    return [*scalars, _summary(metadata.SESSION_END_INFO_TAG, session_end_info=end)]
+
+
+def _summary(tag: str, **content: Any) -> Summary:
+    """Return a Summary of the HParams plugin."""
+    about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**content))
+    return Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)])

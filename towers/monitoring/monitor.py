@@ -1,0 +1,294 @@
+"""What a run shows: lines and a bar on the terminal, curves and pictures in TensorBoard.
+
+A point of training stands at the number of updates that the weights had had when it was measured:
+the loss of the first batch stands at step 0, as in the tutorial. With --tensorboard_x=examples it
+is the number of examples.
+"""
+
+import contextlib
+import datetime
+import math
+import re
+import shlex
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import tensorflow as tf
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tqdm import tqdm
+
+from towers.devices import memory
+from towers.monitoring import events, tower_stats
+from towers.monitoring.noise_scale import NoiseScale, advice, estimate
+from towers.monitoring.stragglers import Stragglers
+from towers.options.timetable import Timetable
+
+_PHASES = (*tower_stats.PHASES, "update_seconds")
+_CALLS = 100  # whose times are kept one by one
+_OF_NOISE = ("noise_scale/trace", "noise_scale/squared_norm")
+
+
+class Monitor:
+    """Writes the points of a run to its event files and to the terminal, and keeps its speed."""
+
+    def __init__(
+        self,
+        train_dir: Path,
+        timetable: Timetable,
+        devices: Sequence[str],
+        *,
+        health: Callable[[], Mapping[str, float]] = dict,
+        out: TextIO | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        """Open one event file each in train_dir/train and train_dir/eval.
+
+        What stands there at the step where a run goes on, or later, as after a crash, is dropped:
+        it is written again.
+
+        Args:
+            train_dir: folder of the run.
+            timetable: where the run starts and ends.
+            devices: of the towers.
+            health: returns {tag: value} of the GPUs since its last call.
+            out: of the lines, standard output by default.
+            clock: returns seconds.
+        """
+        self._timetable, self._devices, self._health = timetable, list(devices), health
+        self._out, self._clock = out or sys.stdout, clock
+        of_train, of_eval = train_dir / "train", train_dir / "eval"
+        self._evaluated = _cut(of_train, of_eval, timetable.x(timetable.first_step))
+        self._last_loss, self._rates, estimates = _earlier(of_train)
+        self._noise = NoiseScale(estimates)
+        if timetable.first_step < timetable.last_step:
+            self._rates = []  # this process makes steps of its own
+        max_bytes = timetable.options.max_event_mib * 2**20
+        budget = events.Budget([train_dir, of_train, of_eval], max_bytes, self.say)
+        self._train, self._eval = (events.Writer(part, budget) for part in (of_train, of_eval))
+        self._bar = tqdm(
+            total=timetable.last_step,
+            initial=timetable.first_step,
+            unit="step",
+            disable=not sys.stderr.isatty(),
+        )
+        self._stragglers = Stragglers(devices)
+        self._window_start: tuple[float, int] | None = None
+        self._calls: list[Mapping[str, tf.Tensor]] = []
+        self._paused_seconds = 0.0
+
+    def say(self, line: str = "") -> None:
+        """Print a line, above the bar if there is one."""
+        tqdm.write(line, file=self._out)
+        self._out.flush()
+
+    def progress(self, step: int, values: Mapping[str, tf.Tensor]) -> None:
+        """Move the bar to `step`, and keep what the train loop returned for the next point."""
+        self._calls.append({name: values[name] for name in (*_PHASES, "tower_seconds")})
+        if len(self._calls) == _CALLS:  # a point may be far away
+            self._calls = [_sum(self._calls)]
+        self._bar.update(step - self._bar.n)
+
+    def train_point(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write what was measured in step number `step`, which is done.
+
+        Args:
+            step: steps done; the point stands at `step` - 1, the updates before it.
+            metrics: what the train loop returned, as numbers and arrays.
+        """
+        examples = self._timetable.examples(step)
+        self._last_loss = metrics["loss"]
+        scalars = {
+            "loss/data": metrics["loss"],
+            "loss/regularisation": metrics["penalty"],
+            "loss/total": metrics["loss"] + metrics["penalty"],
+            "learning_rate": metrics["learning_rate"],
+            "gradient_norm": metrics["gradient_norm"],
+            "update_to_weight_ratio": metrics["update_to_weight_ratio"],
+            "progress/examples": examples,
+            "progress/epoch": self._timetable.epochs(step),
+        }
+        scalars |= self._of_towers(metrics) | self._of_noise(metrics) | self._health()
+        speed = self._speed(step, metrics)
+        self._train.scalars(self._timetable.x(step - 1), scalars | speed)
+        ending = ""
+        if speed:
+            rate, seconds = speed["speed/examples_per_second"], speed["speed/seconds_per_step"]
+            ending = f" ({rate:.1f} examples/s; {seconds:.3f} s/step)"
+        self.say(
+            f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}: step {step - 1}, examples {examples}, "
+            f"loss = {metrics['loss']:.4f}, learning rate {metrics['learning_rate']:.5f}{ending}"
+        )
+        own = [speed.get(f"tower_{i}/step_seconds", 0.0) for i in range(len(self._devices))]
+        if line := self._stragglers.line(own):
+            self.say(line)
+
+    def eval_point(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        """Write the figures of an evaluation after `step` updates; None is left out."""
+        known = {name: value for name, value in scalars.items() if value is not None}
+        if not self.evaluated(step):
+            self._eval.scalars(self._timetable.x(step), known)
+        self._evaluated.add(self._timetable.x(step))
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in known.items())
+        self.say(
+            f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}: epoch {self._timetable.epochs(step):.2f}"
+            f", test: {figures}"
+        )
+
+    def evaluated(self, step: int) -> bool:
+        """Tell whether the curves have an evaluation after `step` updates."""
+        return self._timetable.x(step) in self._evaluated
+
+    def show(
+        self, step: int, *, train: Iterable[Summary] = (), test: Iterable[Summary] = ()
+    ) -> None:
+        """Write pictures or histograms, of training or of the test set, after `step` updates."""
+        for writer, summaries in ((self._train, train), (self._eval, test)):
+            for summary in summaries:
+                last = step == self._timetable.last_step
+                writer.heavy(summary, self._timetable.x(step), last=last)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave the time of the block, which may hold others, out of the speed of training."""
+        start, before = self._clock(), self._paused_seconds
+        yield
+        self._paused_seconds = before + self._clock() - start
+
+    @contextlib.contextmanager
+    def saving(self, step: int) -> Iterator[None]:
+        """Take the time of a checkpoint after `step` updates, and leave it out of the speed."""
+        start = self._clock()
+        with self.pause():
+            yield
+        seconds = {"checkpoint_seconds": self._clock() - start}
+        self._train.scalars(self._timetable.x(step - 1), seconds)
+
+    def examples_per_second(self) -> float | None:
+        """Return the median over windows; the first is left out as warm-up if there are others."""
+        rates = self._rates[1:] or self._rates
+        return statistics.median(rates) if rates else None
+
+    def last_loss(self) -> float | None:
+        """Return the loss of the data at the last point, that of an earlier process if need be."""
+        return self._last_loss
+
+    def noise_scale(self) -> float | None:
+        """Return the gradient noise scale in examples, None where it cannot be told."""
+        return self._noise.examples()
+
+    def advice(self) -> str | None:
+        """Return one sentence on batch size and towers; one tower alone has nothing to compare."""
+        if len(self._devices) < 2:
+            return None
+        batch_size = self._timetable.options.batch_size
+        return advice(self._noise.examples(), batch_size, len(self._devices))
+
+    def close(self) -> None:
+        """Flush the event files and end the bar."""
+        self._bar.close()
+        self._train.close()
+        self._eval.close()
+
+    def _of_towers(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Return the scalars of each tower that had examples, and their spread."""
+        scalars = {}
+        for i in self._occupied(metrics):
+            scalars |= {
+                f"tower_{i}/loss": metrics["tower_loss"][i],
+                f"tower_{i}/gradient_norm": metrics["tower_gradient_norm"][i],
+                f"tower_{i}/cosine_to_mean": metrics["tower_cosine"][i],
+            }
+            if held := memory.of_device(self._devices[i]):
+                scalars[f"tower_{i}/memory_mib"], scalars[f"tower_{i}/peak_memory_mib"] = held
+        for name in ("loss", "gradient_norm"):
+            scalars[f"towers/{name}_spread"] = _spread(scalars, name)
+        return scalars
+
+    def _of_noise(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Return the scalars of the gradient noise scale."""
+        found = estimate(
+            metrics["tower_gradient_norm"], metrics["tower_examples"], metrics["data_gradient_norm"]
+        )
+        if not found or not all(map(math.isfinite, found)):
+            return {}
+        self._noise.add(*found)
+        scalars = dict(zip(_OF_NOISE, found, strict=True))
+        scale = self._noise.examples()
+        return scalars if scale is None else scalars | {"noise_scale/examples": scale}
+
+    def _speed(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Return the scalars of the speed since the last point; none at the first, a warm-up."""
+        now, scalars = self._clock(), {}
+        if self._window_start is not None:
+            start, start_step = self._window_start
+            seconds = max(now - start - self._paused_seconds, 1e-9)  # clocks have a resolution
+            num_steps = step - start_step
+            rate = num_steps * self._timetable.options.batch_size / seconds
+            self._rates.append(rate)
+            scalars["speed/examples_per_second"] = rate
+            scalars["speed/seconds_per_step"] = seconds / num_steps
+            total = {name: value.numpy() for name, value in _sum(self._calls).items()}
+            for name in _PHASES:
+                scalars[f"speed/{name}"] = total[name] / num_steps
+            for i in self._occupied(metrics):
+                scalars[f"tower_{i}/step_seconds"] = total["tower_seconds"][i] / num_steps
+            scalars["towers/step_seconds_spread"] = _spread(scalars, "step_seconds")
+        self._window_start, self._calls, self._paused_seconds = (now, step), [], 0.0
+        return scalars
+
+    def _occupied(self, values: Mapping[str, Any]) -> list[int]:
+        """Return the towers that had examples in the last step."""
+        return [i for i, count in enumerate(values["tower_examples"]) if count > 0]
+
+
+def _cut(of_train: Path, of_eval: Path, start: int) -> set[int]:
+    """Drop the points that are written again from `start` on; return where evaluations stand.
+
+    A point of training at `start` is of the next step. An evaluation there is of what the run goes
+    on with, and is kept if it is whole: its figures come last.
+    """
+    events.cut(of_train, start)
+    events.cut(of_eval, start + 1)
+    evaluated = {x for x, *_ in events.read(of_eval, {"accuracy"})}
+    if start not in evaluated:
+        events.cut(of_eval, start)
+    return evaluated
+
+
+def _earlier(of_train: Path) -> tuple[float | None, list[float], list[tuple[float, float]]]:
+    """Return the last loss, the speeds, and the estimates of the noise scale that were written."""
+    loss, rates, estimates = None, [], []
+    tags = {"loss/data", "speed/examples_per_second", *_OF_NOISE}
+    for _, _, point in events.read(of_train, tags):
+        loss = point.get("loss/data", loss)
+        if "speed/examples_per_second" in point:
+            rates.append(point["speed/examples_per_second"])
+        if _OF_NOISE[0] in point:
+            estimates.append(tuple(point[tag] for tag in _OF_NOISE))
+    return loss, rates, estimates
+
+
+def _sum(calls: Sequence[Mapping[str, tf.Tensor]]) -> dict[str, tf.Tensor]:
+    """Return the sums over calls of the train loop."""
+    return {name: tf.add_n([call[name] for call in calls]) for name in calls[0]}
+
+
+def _spread(scalars: Mapping[str, float], name: str) -> float:
+    """Return the largest minus the smallest value of the towers."""
+    values = [v for tag, v in scalars.items() if re.fullmatch(rf"tower_\d+/{name}", tag)]
+    return max(values) - min(values)
+
+
+def tensorboard_command(train_dir: str) -> str:
+    """Return the command that shows a run, as it can be typed here."""
+    command = ["towers"]
+    if not shutil.which(*command):  # a virtual environment that is not active
+        program, cwd = Path(sys.executable).with_name(*command), Path.cwd()
+        known = program.relative_to(cwd) if program.is_relative_to(cwd) else program
+        command = [str(known)] if program.exists() else [sys.executable, "-m", "towers"]
+    return shlex.join([*command, "tensorboard", f"--train_dir={train_dir}"])

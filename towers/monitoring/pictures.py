@@ -1,0 +1,146 @@
+"""What a run looks like: the images that towers see, first filters, and what evaluation gets wrong.
+
+    batch = sampler.batch(step, examples)                    # of samples.Sampler
+    for summary in pictures.of_training(run, batch): writer.heavy(summary, step)
+    for summary in pictures.of_evaluation(run, evaluation): ...
+
+Nothing is written here, and nothing that a run computes with is changed. All work is done at the
+call: there is nothing to prepare.
+"""
+
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+from tensorboard.compat.proto.summary_pb2 import Summary
+
+from towers.monitoring import drawing
+from towers.monitoring.samples import Batch, seen_by_towers
+from towers.training.evaluate import Evaluation, Mistake, Predictions
+from towers.training.run import Run
+
+NUM_IMAGES = 8  # of each tower
+_MAX_FILTERS = 256
+_MAX_CLASSES = 500  # rows of a confusion matrix
+
+
+def of_training(run: Run, batch: Batch | None) -> list[Summary]:
+    """Return the pictures of a training step: `images/tower_I`, and `filters/LAYER` if there are.
+
+    Args:
+        run: its weights are those before the step.
+        batch: of the step; None: there are no images.
+    """
+    seen = images(run, batch) if batch else []
+    found = filters(run.masters.model)
+    return seen + ([found] if found else [])
+
+
+def of_evaluation(run: Run, evaluation: Evaluation) -> list[Summary]:
+    """Return the pictures of an evaluation: `confusion_matrix`, and `mistakes` if there are any."""
+    predictions, names = evaluation.predictions, run.data.class_names
+    if predictions is None or not predictions.labels.size:
+        return []
+    pictures = [confusion_matrix(predictions, names)]
+    if predictions.mistakes:
+        pictures.append(mistakes(predictions, names))
+    return pictures
+
+
+def images(run: Run, batch: Batch) -> list[Summary]:
+    """Return for each tower with examples the first images of its slice, as its model gets them.
+
+    Each is enlarged, its values mapped to 0..255, and has the name of its class under it.
+    """
+    of_step = f"in step {batch.step}" if batch.step is not None else "(some, not of this step)"
+    found = []
+    for i, (seen, labels) in enumerate(seen_by_towers(run, batch, NUM_IMAGES)):
+        if not len(seen):
+            continue
+        names = [run.data.class_names[label] for label in labels]
+        about = f"Training images as tower {i} sees them {of_step}: {', '.join(names)}."
+        shown = [drawing.to_bytes(image, stretch=run.options.augment != "off") for image in seen]
+        picture = drawing.grid(shown, [[name] for name in names])
+        found.append(drawing.summary(f"images/tower_{i}", picture, about))
+    return found
+
+
+def filters(model: keras.Model) -> Summary | None:
+    """Return the filters of the model's first Conv2D layer, or None if it has none.
+
+    With 3 input channels they are shown in colour, else in gray, as their mean over the channels;
+    each is stretched from its least weight to its greatest.
+    """
+    layer = _first_convolution(model, set())
+    if layer is None:
+        return None
+    kernel = np.array(keras.ops.convert_to_numpy(layer.kernel), np.float64)  # [h, w, in, out]
+    if kernel.shape[2] != 3:
+        with np.errstate(invalid="ignore"):  # infinities
+            kernel = kernel.mean(axis=2, keepdims=True)
+    shown = [drawing.to_bytes(each, stretch=True) for each in np.moveaxis(kernel, -1, 0)]
+    num, shown = len(shown), shown[:_MAX_FILTERS]
+    height, width = kernel.shape[:2]
+    about = f"{len(shown)} of the {num} {height}x{width} filters of the first convolution."
+    picture = drawing.grid(shown, columns=max(4, round(len(shown) ** 0.5)))
+    return drawing.summary(f"filters/{layer.path or layer.name}", picture, about)
+
+
+def confusion_matrix(predictions: Predictions, names: Sequence[str]) -> Summary:
+    """Return the picture that shows how often each class was taken for which.
+
+    Args:
+        predictions: of at least one example.
+        names: of the classes. Where they are very many, each row and column is of several that
+            follow each other.
+    """
+    of_each = -(-len(names) // _MAX_CLASSES)
+    num = -(-len(names) // of_each)
+    places = predictions.labels // of_each * np.int64(num) + predictions.predicted // of_each
+    counts = np.bincount(places, minlength=num * num).reshape(num, num)
+    about = (
+        f"Rows are true classes, columns what the model says, with {_weights(predictions)}. The "
+        "deeper a colour, the greater the share of its row."
+    )
+    if of_each > 1:
+        about += f" Each row and column is of {of_each} classes, named after the first."
+    return drawing.summary("confusion_matrix", drawing.matrix(counts, names[::of_each]), about)
+
+
+def mistakes(predictions: Predictions, names: Sequence[str]) -> Summary:
+    """Return the most confident mistakes, each with what it is and what the model said.
+
+    Args:
+        predictions: with at least one mistake.
+        names: of the classes.
+    """
+
+    def caption(mistake: Mistake) -> list[str]:
+        said = f"said {names[mistake.predicted]} {mistake.confidence:.2f}"
+        return [f"true {names[mistake.label]},", said]
+
+    captions = [caption(mistake) for mistake in predictions.mistakes]
+    lines = [f"{i}. {' '.join(caption)}" for i, caption in enumerate(captions, 1)]
+    about = f"The most confident mistakes, with {_weights(predictions)}:\n\n" + "\n".join(lines)
+    picture = drawing.grid([mistake.image for mistake in predictions.mistakes], captions)
+    return drawing.summary("mistakes", picture, about)
+
+
+def _weights(predictions: Predictions) -> str:
+    """Return which weights the predictions are of."""
+    return (
+        "the moving average of the weights" if predictions.averaged else "the weights as they are"
+    )
+
+
+def _first_convolution(layer: keras.Layer, seen: set[int]) -> keras.layers.Conv2D | None:
+    """Return the first Conv2D with weights in a layer or below, in the order of the model."""
+    for child in layer._layers:
+        if id(child) in seen:  # shared, or a child that knows its parent
+            continue
+        seen.add(id(child))
+        if isinstance(child, keras.layers.Conv2D) and child.weights:
+            return child
+        if found := _first_convolution(child, seen):
+            return found
+    return None

@@ -1,0 +1,179 @@
+"""A profile on demand: --profile_steps=100:110, or the signal SIGUSR2 while a run is going on.
+
+    with Profiler(folder, (100, 110), last_step=5000, placement=placement, say=print) as profiler:
+        while step < 5000:
+            profiler.begin(step)
+            num_steps = ...  # so many that the call ends at any step that profiler.due() names
+            with profiler.trace(step):
+                train_loop(batches, num_steps)
+            step += num_steps
+            profiler.end(step)
+
+The trace is written where TensorBoard's profile plugin looks for it, and the most expensive ops as
+text. Whatever goes wrong here is a line, and never the end of a run.
+"""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import tensorflow as tf
+
+from towers import files
+from towers.graphs import profile_summary
+from towers.graphs.placement import Placement
+
+NUM_STEPS = 10  # of a profile that a signal asks for
+
+
+class Profiler:
+    """Profiles some steps of a run, between calls of its train loop."""
+
+    def __init__(
+        self,
+        train_dir: Path,
+        steps: tuple[int, int] | None,
+        *,
+        last_step: int,
+        placement: Placement,
+        say: Callable[[str], None],
+    ):
+        """Plan a profile; nothing is started.
+
+        Args:
+            train_dir: folder of the run.
+            steps: done when the profile starts and when it ends, None to wait for a signal.
+            last_step: steps done when the run ends.
+            placement: of the train loop, for the device of each op.
+            say: prints a line.
+        """
+        self._train_dir = train_dir
+        self._plan = steps
+        self._last_step = last_step
+        self._placement = placement
+        self._say = say
+        self._asked = False
+        self._running: tuple[int, int] | None = None
+        self._step = 0
+
+    def __enter__(self) -> "Profiler":
+        """Listen to SIGUSR2, where Python lets us: in the main thread."""
+        if self._plan and self._plan[0] >= self._last_step:
+            self._drop(f"the run ends at step {self._last_step}")
+        self._before = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGUSR2, self._ask) or signal.SIG_DFL
+            signal.siginterrupt(signal.SIGUSR2, False)  # nobody's reading or writing is cut short
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End a profile that is being made, and give the signal back."""
+        self.stop()
+        if self._before is not None:
+            signal.signal(signal.SIGUSR2, self._before)
+        if self._asked:
+            self._say("profile     SIGUSR2 came too late: there is no step left")
+
+    def due(self, step: int) -> bool:
+        """Tell whether a call of the train loop must end when `step` steps are done."""
+        return step in (self._running or ()) or step in (self._plan or ())
+
+    def begin(self, step: int) -> None:
+        """Start what is to start when `step` steps are done: just before the next call."""
+        self._step = step
+        if self._running is None and self._plan and self._plan[0] <= step:
+            first, last = self._plan
+            if last <= step:
+                self._drop(f"the run is at step {step}")
+            else:
+                self._plan = None
+                self._start(step, min(last, self._last_step))
+        elif self._running is None and self._asked:
+            self._asked = False
+            self._start(step, min(step + NUM_STEPS, self._last_step))
+        self._answer()
+
+    def trace(self, step: int) -> contextlib.AbstractContextManager:
+        """Return a context for the call that starts at `step`: the plugin shows it as a step."""
+        if self._running is None:
+            return contextlib.nullcontext()
+        return tf.profiler.experimental.Trace("train", step_num=step, _r=1)
+
+    def end(self, step: int) -> None:
+        """End what is to end when `step` steps are done: just after a call."""
+        self._step = step
+        self._answer()
+        if self._running and step >= self._running[1]:
+            self.stop()
+
+    def stop(self) -> None:
+        """End a profile that is being made, and write what there is; else do nothing."""
+        if self._running is None:
+            return
+        (first, _), self._running = self._running, None
+        try:
+            _stop(save=self._step > first)
+            if self._step > first:
+                self._write(first, self._step)
+            else:
+                self._say(f"profile     none: it ended before step {first} was made")
+        except Exception as error:  # of any kind: a run is worth more than its profile
+            self._say(f"profile     steps {first} to {self._step} failed: {_one_line(error)}")
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked = True
+
+    def _answer(self) -> None:
+        """Say to a signal that a profile is being made."""
+        if self._running and self._asked:
+            self._asked = False
+            first, last = self._running
+            self._say(f"profile     SIGUSR2: one of steps {first} to {last} is being made already")
+
+    def _drop(self, why: str) -> None:
+        """Say, once, that the planned profile is not made."""
+        first, last = self._plan
+        self._plan = None
+        self._say(f"profile     --profile_steps={first}:{last} is skipped: {why}")
+
+    def _start(self, first: int, last: int) -> None:
+        try:
+            tf.test.experimental.sync_devices()  # or kernels of the step before were in it
+            tf.profiler.experimental.start(str(self._train_dir / "train"))
+        except Exception as error:  # of any kind: a run is worth more than its profile
+            self._say(f"profile     none of steps {first} to {last}: {_one_line(error)}")
+            return
+        self._running = (first, last)
+        self._say(f"profile     of steps {first} to {last} has started")
+
+    def _write(self, first: int, last: int) -> None:
+        """Name the trace after its steps, and write its summary."""
+        folder = self._train_dir / "train" / "plugins" / "profile"
+        trace = max(folder.glob("*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
+        named = trace.parent.with_name(f"{trace.parent.name}_steps_{first}_{last}")
+        trace = trace.parent.rename(named) / trace.name
+        self._say(f"profile     steps {first} to {last}: {trace}")
+        space = profile_summary.read_trace(trace)
+        times = profile_summary.op_times(space, self._placement)
+        lines = profile_summary.report(times, last - first)
+        lines += profile_summary.problems(space, times, self._placement)
+        for line in lines:
+            self._say(f"  {line}")
+        path = self._train_dir / f"profile_{first}_{last}.txt"
+        files.write_text(path, "\n".join([f"steps {first} to {last}", *lines, ""]))
+
+
+def _stop(save: bool) -> None:
+    """Stop TensorFlow's profiler once the devices have done what they were given."""
+    try:
+        tf.test.experimental.sync_devices()
+    finally:
+        tf.profiler.experimental.stop(save=save)
+
+
+def _one_line(error: Exception) -> str:
+    """Return what went wrong: TensorFlow's errors have many lines."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

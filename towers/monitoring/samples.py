@@ -1,0 +1,123 @@
+"""Training examples to look at: the batch of a step, and what each tower sees of it.
+
+    sampler = Sampler(run)                                   # reads nothing
+    batch = sampler.batch(step=40, examples=5120)
+    for images, labels in seen_by_towers(run, batch, 8): ...
+
+Batches are read by a pipeline of their own: the run's iterator and its draws are as they were.
+"""
+
+import dataclasses
+
+import numpy as np
+import tensorflow as tf
+
+from towers.builder.tower import TowerBuilder
+from towers.data import DatasetSplit, augment
+from towers.training.run import Run
+
+# A user's `tf.data` pipeline cannot jump: what comes before a batch is read and dropped. Further
+# into an epoch than so many examples a look at a batch is not worth it.
+FAR_EXAMPLES = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A global batch of the training set.
+
+    Attributes:
+        images: `[B, H, W, C]`, as they are stored.
+        labels: int32 `[B]`.
+        draws: float32 `[B, augment.NUM_DRAWS]`.
+        step: that trains on this very batch; None: it stands for that of another step.
+    """
+
+    images: tf.Tensor
+    labels: tf.Tensor
+    draws: tf.Tensor
+    step: int | None
+
+    @property
+    def tensors(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """What the function of a step takes."""
+        return self.images, self.labels, self.draws
+
+
+class Sampler:
+    """Gives out the batches that a run trains on, at any step.
+
+    Those of a user's `tf.data` pipeline are read from the start of the epoch, and two readers at a
+    time may disturb each other: with `Dataset.cache(file)` the second one ends both. So such a
+    pipeline is read once, before the first step of training, and that batch kept. A run that goes
+    on more than `FAR_EXAMPLES` into an epoch gets the epoch's first batch.
+    """
+
+    def __init__(self, run: Run) -> None:
+        """Note where the run stands; read nothing."""
+        self._run, self._kept = run, None
+        self._first_step = int(run.masters.step.numpy())
+
+    def batch(self, step: int, examples: int) -> Batch | None:
+        """Return the batch of a step; or of a pipeline of the user's the one that is kept.
+
+        Args:
+            step: number of the step.
+            examples: seen before it.
+
+        Returns:
+            The batch; None where the first call for such a pipeline came after the first step.
+
+        Raises:
+            tf.errors.OpError: the data set cannot be read.
+        """
+        if not isinstance(self._run.data.train, DatasetSplit):
+            return Batch(*self._read(step, examples), step)
+        if self._kept is None and int(self._run.masters.step.numpy()) == self._first_step:
+            position = examples % self._run.data.train.size
+            if position <= FAR_EXAMPLES:
+                self._kept = Batch(*self._read(step, examples), step)
+            else:
+                self._kept = Batch(*self._read(step, examples - position), None)
+        return self._kept
+
+    def _read(self, step: int, examples: int) -> tuple[tf.Tensor, ...]:
+        options = self._run.options
+        batches = self._run.data.train.train_batches(
+            options.batch_size, seed=options.seed, step=step, examples=examples
+        )
+        return next(iter(batches))
+
+
+def seen_by_towers(run: Run, batch: Batch, num: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the first images of each tower's slice as its model gets them, with their labels.
+
+    Args:
+        run: of the batch.
+        batch: what the towers share.
+        num: at most so many images of each tower.
+
+    Returns:
+        (images `[n, h, w, C]`, labels int32 `[n]`) of each tower; n is 0 for one without examples.
+        Images are float, but uint8 where they are stored so and nothing is done to them.
+    """
+    options = run.options
+    dtype = tf.float64 if options.dtype == "float64" else tf.float32
+    as_stored = options.augment == "off" and batch.images.dtype == tf.uint8
+
+    def see(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        images, draws = images[:num], draws[:num]
+        seen = augment.train_images(images, draws, options.augment, dtype=dtype)
+        return (images if as_stored else seen), labels[:num]
+
+    # The parts that towers accumulate gradients over are split as towers are.
+    gather_device = run.builder.gather_device
+    parts = TowerBuilder([gather_device] * run.builder.accumulate_steps, gather_device)
+    split = parts.map(lambda *part: part, batch.images, batch.labels, batch.draws)
+    rounds = [run.builder.map(see, *part) for part in split]
+    return [
+        tuple(
+            np.concatenate([value.numpy() for value in values])[:num]
+            for values in zip(*own, strict=True)
+        )
+        for own in zip(*rounds, strict=True)
+    ]

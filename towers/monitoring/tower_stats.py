@@ -1,0 +1,232 @@
+"""What the towers of a step have to tell beside their sum: losses, gradients, times.
+
+Everything here looks on: nothing that a step computes depends on it. Norms are computed only in a
+step that is `measured`, by the same graph, so that a step's numbers do not depend on that.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers.builder import gather
+from towers.builder.tower import TowerBuilder, TowerSums
+
+PHASES = ("input_wait_seconds", "compute_seconds", "gather_seconds")
+
+
+def measured_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what is measured: `look` and `update_size` say what it is."""
+    of_towers = ("tower_examples", "tower_loss", "tower_gradient_norm", "tower_cosine")
+    scalars = ("data_gradient_norm", "update_to_weight_ratio")
+    return dict.fromkeys(of_towers, (num_towers,)) | dict.fromkeys(scalars, ())
+
+
+def shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the seconds: `look` says what they are."""
+    return {"tower_seconds": (num_towers,)} | dict.fromkeys(PHASES, ())
+
+
+def time_after(values: Any, device: str) -> tf.Tensor:
+    """Return the time at which `values` were there, in seconds, by the clock of `device`."""
+    waiting = tf.control_dependencies(_tensors(values))
+    with tf.device(device), tf.name_scope("telemetry"), waiting:
+        return tf.timestamp()
+
+
+def look(
+    batch: Any,
+    sums: TowerSums,
+    loss: tf.Tensor,
+    gradients: Sequence[Sequence[Any]],
+    builder: TowerBuilder,
+    measured: tf.Tensor,
+    loss_scale: tf.Tensor | None,
+) -> dict[str, tf.Tensor]:
+    """Return how long a step took up to its gathered gradients, and how its towers agree.
+
+    Args:
+        batch: which the step starts with.
+        sums: what the towers have.
+        loss: the gathered one.
+        gradients: gathered ones of the data's loss: one list, or one for each tower on its device.
+        builder: of the towers.
+        measured: bool scalar, whether norms are wanted; otherwise they are 0.
+        loss_scale: what losses and gradients are multiplied by; None: nothing.
+
+    Returns:
+        Of each tower, [towers], 0 for one without examples: "tower_seconds" (from the batch to its
+        gradients), "tower_examples", "tower_loss" (mean over its examples), "tower_gradient_norm"
+        (of the mean over its examples), "tower_cosine" (of the angle between its gradient and that
+        of all). Scalars: "compute_seconds" (until the last tower had its gradients),
+        "gather_seconds" (what the gather took after that: most of it runs while towers compute),
+        "data_gradient_norm" (of the gathered gradient).
+    """
+    clock = builder.gather_device
+    start = time_after(batch, clock)
+    ends = _ends(sums, builder)
+    gathered = time_after((gradients, ends), clock)
+    means = gradients if len(gradients) > 1 else list(gradients) * len(sums.losses)
+    products = [
+        _products(own, mean, measured, clock)
+        for own, mean in zip(sums.gradients, means, strict=False)
+    ]
+    with tf.device(clock):
+        own_seconds = tf.stack(ends) - start
+        compute = tf.reduce_max(own_seconds)
+        counts = tf.cast(tf.stack(sums.counts), tf.float32)
+        with tf.control_dependencies([loss]):  # as in `_products`
+            losses = tf.cast(tf.stack(sums.losses), tf.float32)
+        scale = 1.0 if loss_scale is None else tf.convert_to_tensor(loss_scale)
+        own, both, whole = (tf.stack(column) for column in zip(*products, strict=True))
+        of_towers = {
+            "tower_seconds": own_seconds,
+            "tower_examples": counts,
+            "tower_loss": tf.math.divide_no_nan(losses, counts * scale),
+            "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(own), counts * scale),
+            "tower_cosine": tf.math.divide_no_nan(both, tf.sqrt(own) * tf.sqrt(whole)),
+        }
+        num_missing = len(builder.devices) - len(ends)
+        padded = {n: tf.pad(values, [[0, num_missing]]) for n, values in of_towers.items()}
+        return padded | {
+            "compute_seconds": compute,
+            "gather_seconds": gathered - start - compute,
+            "data_gradient_norm": tf.sqrt(whole[0]) / scale,
+        }
+
+
+def _ends(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
+    """Return the times at which the towers' gradients were done.
+
+    A GPU's op is over for TensorFlow when its kernel is queued. A value that is copied from there
+    arrives when the kernels before it have run: so the loss is sent once more, after the gradients.
+    """
+    ends = []
+    for loss, own, device in zip(sums.losses, sums.gradients, builder.devices, strict=False):
+        with tf.device(device), tf.control_dependencies(_tensors(own)):
+            done = tf.identity(loss)
+        with tf.device(builder.gather_device):
+            arrived = tf.cast(tf.math.is_finite(done), tf.float64)
+            # That value has to be used: else only an order of execution would be sent.
+            end = time_after(arrived, builder.gather_device) + tf.minimum(arrived, 0.0)
+        ends.append(end)
+    return ends
+
+
+def weights_before(weights: Sequence[Any], measured: tf.Tensor) -> list[tuple[list[Any], Any]]:
+    """Return, for each device, the weights that lie there and their values as they are now.
+
+    The values are empty tensors if they are not wanted.
+    """
+    places: dict[str, list[Any]] = {}
+    for weight in weights:
+        places.setdefault(weight.value.device, []).append(weight)
+    before = []
+    for place, there in places.items():
+        with tf.device(place):
+            values = tf.cond(
+                measured,
+                lambda there=there: [tf.identity(w.value) for w in there],
+                lambda there=there: [tf.zeros([0], w.value.dtype) for w in there],
+            )
+        before.append((there, values))
+    return before
+
+
+def update_size(
+    before: Sequence[tuple[list[Any], Any]], measured: tf.Tensor
+) -> dict[str, tf.Tensor]:
+    """Return "update_to_weight_ratio": the norm of an update over that of the weights, else 0.
+
+    Args:
+        before: of `weights_before`, from before the update.
+        measured: bool scalar, whether it is wanted.
+    """
+    changes, sizes = [], []
+    for weights, values in before:
+
+        def squares(weights: Any = weights, values: Any = values) -> tuple[tf.Tensor, tf.Tensor]:
+            pairs = list(zip(weights, values, strict=True))
+            changed = [_square(tf.convert_to_tensor(weight.value) - old) for weight, old in pairs]
+            return tf.add_n(changed), tf.add_n([_square(old) for old in values])
+
+        with tf.device(weights[0].value.device):
+            change, size = tf.cond(measured, squares, lambda: (tf.zeros([]), tf.zeros([])))
+        changes.append(change)
+        sizes.append(size)
+    ratio = tf.math.divide_no_nan(tf.add_n(changes), tf.add_n(sizes))
+    return {"update_to_weight_ratio": tf.sqrt(ratio)}
+
+
+def _products(
+    own: Sequence[Any], mean: Sequence[Any], measured: tf.Tensor, device: str
+) -> tuple[tf.Tensor, ...]:
+    """Return own * own, own * mean and mean * mean, scalars, of two lists of gradients."""
+    places: dict[str, list[tuple[Any, Any]]] = {}
+    for one, other in zip(own, mean, strict=True):
+        if other is not None:
+            place = _values(other).device
+            # The tower's part has been sent there, for the sum. It is taken after the sum: add_n
+            # would begin with a buffer that nobody else holds, and which that is, is chance.
+            with tf.device(place), tf.control_dependencies([_values(other)]):
+                one = gather.map_values(_here, one)
+            places.setdefault(place, []).append((one, other))
+
+    def nothing() -> tuple[tf.Tensor, ...]:
+        return tuple(tf.zeros([]) for _ in range(3))
+
+    def compute() -> tuple[tf.Tensor, ...]:
+        products = []
+        for place, pairs in places.items():
+            with tf.device(place):  # three numbers leave it
+                products.append(_sums([_of_variable(one, other) for one, other in pairs]))
+        with tf.device(device):
+            return _sums(products)
+
+    return tf.cond(measured, compute, nothing) if places else nothing()
+
+
+def _sums(products: Sequence[tuple[tf.Tensor, ...]]) -> tuple[tf.Tensor, ...]:
+    return tuple(tf.add_n(column) for column in zip(*products, strict=True))
+
+
+def _of_variable(one: Any, other: Any) -> tuple[tf.Tensor, ...]:
+    """Return one * one, one * other and other * other of gradients; None is zero."""
+    if isinstance(other, tf.IndexedSlices):
+        one, other = _same_rows(one, other)
+    elif isinstance(one, tf.IndexedSlices):
+        one = tf.math.unsorted_segment_sum(one.values, one.indices, tf.shape(other)[0])
+    if one is None:
+        return tf.zeros([]), tf.zeros([]), _square(other)
+    one, other = tf.cast(one, tf.float32), tf.cast(other, tf.float32)
+    return _square(one), tf.reduce_sum(one * other), _square(other)
+
+
+def _same_rows(one: Any, other: tf.IndexedSlices) -> tuple[tf.Tensor | None, tf.Tensor]:
+    """Return two sparse gradients as arrays of the rows that either has: tables may be large."""
+    parts = [part for part in (one, other) if part is not None]
+    rows, places = tf.unique(tf.concat([part.indices for part in parts], axis=0))
+    places = tf.split(places, [tf.shape(part.indices)[0] for part in parts])
+    arrays = [
+        tf.math.unsorted_segment_sum(part.values, own, tf.size(rows))
+        for part, own in zip(parts, places, strict=True)
+    ]
+    return (None if one is None else arrays[0]), arrays[-1]
+
+
+def _here(value: tf.Tensor) -> tf.Tensor:
+    """Return `value` on the current device; of an Identity nothing would be left of that."""
+    return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
+
+
+def _square(value: tf.Tensor) -> tf.Tensor:
+    """Return the sum of squares, a float32 scalar."""
+    return 2.0 * tf.nn.l2_loss(tf.cast(value, tf.float32))
+
+
+def _values(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+
+
+def _tensors(structure: Any) -> list[tf.Tensor]:
+    return [t for t in tf.nest.flatten(structure, expand_composites=True) if t is not None]

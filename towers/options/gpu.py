@@ -1,0 +1,77 @@
+"""What a process may take of the GPUs: the options and their rules; no TensorFlow is needed."""
+
+import dataclasses
+
+from towers.errors import InputError
+from towers.options.fields import check_value, option
+
+_GROUP = "GPUs"
+_MEMORY = ("per_process_gpu_memory_fraction", "gpu_memory_limit_mib", "allow_growth")
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuOptions:
+    """What a process sees and takes of the GPUs. The fields are flags of the same name."""
+
+    visible_gpus: str = option(
+        "", _GROUP, "GPUs to use, by the driver's numbers in PCI bus order: 0,2; none for no GPU. "
+        "The rest is hidden. Default: what CUDA_VISIBLE_DEVICES leaves.",
+    )  # fmt: skip
+    per_process_gpu_memory_fraction: float = option(
+        0.0, _GROUP, "Part of each visible GPU's total memory to take; 0: all that is free.",
+        minimum=0, maximum=1, example=0.4,
+    )  # fmt: skip
+    gpu_memory_limit_mib: int = option(
+        0, _GROUP, "The same in MiB; 0: all that is free.", minimum=0, example=4096
+    )
+    allow_growth: bool = option(
+        False, _GROUP, "Take GPU memory as it is needed, and not all of it at the start."
+    )
+    allow_soft_placement: bool = option(
+        True, _GROUP, "Let TensorFlow choose another device for an op that cannot run on its own."
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range and pairs that exclude each other.
+
+        Raises:
+            InputError: one line: what was given, what is allowed and what to type.
+        """
+        for field in dataclasses.fields(self):
+            check_value(field, getattr(self, field.name))
+        given = [name for name in _MEMORY if getattr(self, name)]
+        if len(given) > 1:
+            raise InputError(
+                f"--{given[0]} and --{given[1]} exclude each other in TensorFlow: give one of them"
+            )
+        self.indices()
+
+    def indices(self) -> list[int] | None:
+        """Return `visible_gpus` as numbers: [] for "none", None for "".
+
+        Raises:
+            InputError: it is malformed.
+        """
+        if not self.visible_gpus:
+            return None
+        if self.visible_gpus.lower() == "none":
+            return []
+        parts = [part.strip() for part in self.visible_gpus.split(",")]
+        for part in parts:
+            if not (part.isascii() and part.isdecimal()):
+                raise InputError(
+                    f"--visible_gpus={self.visible_gpus}: {part!r} is not the number of a GPU; "
+                    "write them as --visible_gpus=0,2, or --visible_gpus=none"
+                )
+        numbers = [int(part) for part in parts]
+        if len(set(numbers)) < len(numbers):
+            raise InputError(
+                f"--visible_gpus={self.visible_gpus} names a GPU twice; "
+                f"type --visible_gpus={','.join(map(str, dict.fromkeys(numbers)))}"
+            )
+        return numbers
+
+    def demands(self) -> dict[str, object]:
+        """Return what must be set before TensorFlow starts: {option: value}, without defaults."""
+        values = {name: getattr(self, name) for name in ("visible_gpus", *_MEMORY)}
+        return {name: value for name, value in values.items() if value}

@@ -1,0 +1,323 @@
+"""The options of a run: names, defaults, ranges and help, in this one place.
+
+The command line makes a flag of each field, `flags.cfg` holds them, and a program of your own
+gives them as keyword arguments:
+
+    import towers
+
+    towers.train(towers.Options(train_dir="runs/mine", model="my_package.net:build", num_towers=2))
+"""
+
+import dataclasses
+import re
+from typing import Any
+
+from towers.errors import InputError
+from towers.options.fields import check_value, option, parse_numbers, same_option
+from towers.options.gpu import GpuOptions
+
+OPTIMIZERS = ("sgd", "momentum", "nesterov", "adamw")
+SCHEDULES = ("constant", "step", "cosine", "onecycle")
+AUGMENTATIONS = ("tutorial", "resnet", "none", "off")
+PLACEMENTS = ("report", "strict")
+DRAWS = ("report", "strict")
+BATCH_NORMS = ("sync", "local")
+VARIABLES = ("cpu", "sharded", "replicated", "auto")
+DTYPES = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
+TENSORBOARD_X = ("step", "examples")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a run is made of. Each field is a flag of the same name; its help says what it means."""
+
+    train_dir: str = option(
+        "runs/train", "The run", "Folder of the run: checkpoints, events, flags.cfg, result.json."
+    )
+    overwrite: bool = option(
+        False, "The run", "Move an existing train_dir aside and start anew; else it is continued."
+    )
+    seed: int = option(
+        0,
+        "The run",
+        "Of initial weights, shuffling and augmentation.",
+        minimum=0,
+        maximum=2**31 - 1,
+    )
+    json: bool = option(
+        False, "The run", "Print the result alone, as JSON, to standard output; the rest to stderr."
+    )
+
+    model: str = option(
+        "models.cnn:cnn", "Model", "module:function that returns a Keras model giving logits."
+    )
+    model_args: str = option("", "Model", "Keyword arguments of that function: depth=20,width=16.")
+    dtype: str = option(
+        "float32", "Model", "Precision of the towers; master weights are float32 at least.",
+        choices=DTYPES,
+    )  # fmt: skip
+
+    dataset: str = option(
+        "shapes", "Data", "shapes (drawn in code), cifar10, module:function of your own, or files "
+        "in data_dir: folder (train/CLASS/*.png, test/CLASS/*.png; jpg, bmp, gif), tfrecord "
+        "(train*.tfrecord, test*.tfrecord)."
+    )
+    data_dir: str = option(
+        "", "Data", "Where data files lie or go; default: the user's cache folder."
+    )
+    image_size: str = option(
+        "", "Data", "Size to which the images of folder and tfrecord are resized: 64, or height x "
+        "width, 48x64; without it they must be of one size.",
+    )  # fmt: skip
+    augment: str = option(
+        "tutorial", "Data",
+        "Of training images: tutorial (crop to 3/4, flip, brightness, contrast), resnet (pad 4, "
+        "crop, flip), none: each standardises; off: images are taken as they are.",
+        choices=AUGMENTATIONS,
+    )  # fmt: skip
+    batch_size: int = option(
+        128, "Data", "GLOBAL: all examples of one step, over all towers.", minimum=1
+    )
+
+    num_towers: int = option(
+        0, "Towers", "0: one for each visible GPU, else one on the CPU. N: exactly N GPUs, or "
+        "without any GPU N logical CPU devices.", minimum=0, alias="num_gpus",
+    )  # fmt: skip
+    devices: str = option(
+        "", "Towers", "Devices in place of the first ones: /gpu:0,/gpu:2; or cpu for logical CPUs."
+    )
+    placement: str = option(
+        "report", "Towers", "Ops of a tower that run elsewhere: report lists them before the first "
+        "step, strict makes them an error.", choices=PLACEMENTS,
+    )  # fmt: skip
+    draws: str = option(
+        "report", "Towers", "Random draws that do not follow the example, so that numbers depend "
+        "on the number of towers: report lists them before the first step, strict makes them an "
+        "error.", choices=DRAWS,
+    )  # fmt: skip
+    variables: str = option(
+        "cpu", "Towers", "Master variables: cpu, with add_n there; sharded, each with its add_n on "
+        "one of the towers; replicated, a copy on every tower, gradients summed by collectives; "
+        "auto, the fastest in a short trial.", choices=VARIABLES,
+    )  # fmt: skip
+    jit_compile: bool = option(
+        False, "Towers", "Let XLA compile each tower, forward and backward; BatchNorm in more than "
+        "one tower needs --batch_norm=local.",
+    )  # fmt: skip
+    log_device_placement: bool = option(
+        False, "Towers", "Print which device runs how many ops of each type, and write every op to "
+        "train_dir/placement.tsv.",
+    )  # fmt: skip
+    batch_norm: str = option(
+        "sync", "Towers", "BatchNorm's moments: sync over the global batch, the same at any number "
+        "of towers; local over a tower's slice.", choices=BATCH_NORMS,
+    )  # fmt: skip
+    accumulate_steps: int = option(
+        1, "Towers", "Take the batch of each step in so many parts, one after the other: less "
+        "memory, and the same update.", minimum=1,
+    )  # fmt: skip
+    steps_per_loop: int = option(
+        10, "Towers", "Steps inside one call of TensorFlow; changes no number.", minimum=1
+    )
+
+    visible_gpus: str = same_option(GpuOptions, "visible_gpus")
+    per_process_gpu_memory_fraction: float = same_option(
+        GpuOptions, "per_process_gpu_memory_fraction"
+    )
+    gpu_memory_limit_mib: int = same_option(GpuOptions, "gpu_memory_limit_mib")
+    allow_growth: bool = same_option(GpuOptions, "allow_growth")
+    allow_soft_placement: bool = same_option(GpuOptions, "allow_soft_placement")
+
+    num_epochs: float = option(
+        0.0,
+        "Length",
+        "Passes over the training set; 0: as max_steps says, else 10.",
+        minimum=0,
+        maximum=10**9,
+    )
+    max_steps: int = option(
+        0, "Length", "Stop at this step; 0: as num_epochs says. With both the first ends the run, "
+        "and schedules go by num_epochs.", minimum=0,
+    )  # fmt: skip
+
+    optimizer: str = option("momentum", "Update", "Keras' own.", choices=OPTIMIZERS)
+    learning_rate: float = option(0.05, "Update", "The highest of the run.", minimum=0)
+    schedule: str = option(
+        "cosine", "Update", "Of the learning rate, over the epochs of the run.", choices=SCHEDULES
+    )
+    warmup_epochs: float = option(
+        0.0,
+        "Update",
+        "Linear rise at the start; onecycle: 0 means a quarter of the run.",
+        minimum=0,
+    )
+    decay_epochs: str = option(
+        "", "Update", "Schedule step: epochs at which the rate is multiplied: 80,120.",
+        numbers=True,
+    )  # fmt: skip
+    decay_factor: float = option(
+        0.1, "Update", "Schedule step: what it is multiplied by.", minimum=0, maximum=1
+    )
+    momentum: float = option(0.9, "Update", "Of momentum and nesterov.", minimum=0, maximum=1)
+    weight_decay: float = option(
+        0.0, "Update", "On weights of two or more dimensions: added to the gradient (L2), or "
+        "decoupled in adamw.", minimum=0,
+    )  # fmt: skip
+    ema_decay: float = option(
+        0.0, "Update", "Moving average of the weights, evaluated beside them: decay for each 128 "
+        "examples; 0: none.", minimum=0, maximum=1,
+    )  # fmt: skip
+    label_smoothing: float = option(
+        0.0, "Update", "Part of each label that is spread over all classes.", minimum=0, maximum=1
+    )
+    clip_norm: float = option(
+        0.0, "Update", "Largest norm of each variable's gathered gradient; 0: any.", minimum=0
+    )
+    clip_value: float = option(
+        0.0, "Update", "Largest absolute value in a gathered gradient; 0: any.", minimum=0
+    )
+    clip_global_norm: float = option(
+        0.0, "Update", "Largest norm of all gathered gradients together; 0: any.", minimum=0
+    )
+
+    log_every_steps: int = option(100, "When", "Terminal line and TensorBoard point.", minimum=1)
+    evaluate_every_epochs: float = option(
+        1.0, "When", "Over the whole test set; 0: only at the end.", minimum=0
+    )
+    checkpoint_every_steps: int = option(
+        1000, "When", "Also at the end and on Ctrl-C or SIGTERM; 0: only then.", minimum=0
+    )
+    keep_checkpoints: int = option(3, "When", "The newest ones are kept.", minimum=1)
+
+    tensorboard_x: str = option(
+        "step", "TensorBoard", "What curves are drawn over: updates, or examples seen.",
+        choices=TENSORBOARD_X,
+    )  # fmt: skip
+    histogram_every_epochs: float = option(
+        0.0, "TensorBoard", "Histograms of weights, gradients and activations; 0: none.", minimum=0
+    )
+    profile_steps: str = option(
+        "", "TensorBoard", "First and last step of a profile, as 100:110; without it a running "
+        "process makes one of 10 steps on the signal SIGUSR2.",
+    )  # fmt: skip
+    max_event_mib: float = option(
+        200.0, "TensorBoard", "Size of the event files, in MiB: pictures and histograms, then "
+        "curves are thinned to stay below it.", minimum=1,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, by the flag's name.
+
+        Raises:
+            InputError: one line: what was given and what is allowed.
+        """
+        for field in dataclasses.fields(self):
+            check_value(field, getattr(self, field.name))
+        clips = [n for n in ("clip_norm", "clip_value", "clip_global_norm") if getattr(self, n)]
+        if len(clips) > 1:
+            raise InputError(
+                f"--{clips[0]} and --{clips[1]} exclude each other: give one of them, 0 is off"
+            )
+        if self.schedule == "step" and not self.decay_epochs:
+            raise InputError("--schedule=step needs --decay_epochs, such as --decay_epochs=80,120")
+        self.model_keywords()
+        self.image_height_width()
+        self.profile_range()
+        self.gpu_options()
+
+    def gpu_options(self) -> GpuOptions:
+        """Return what the process may take of the GPUs.
+
+        Raises:
+            InputError: two options exclude each other, or `visible_gpus` is malformed.
+        """
+        names = [field.name for field in dataclasses.fields(GpuOptions)]
+        return GpuOptions(**{name: getattr(self, name) for name in names})
+
+    def of_run(self, **changes: Any) -> "Options":
+        """Return the options of a run alone, with some changed: verbs have options of their own.
+
+        Raises:
+            InputError: they are out of range, or exclude each other.
+        """
+        names = [field.name for field in dataclasses.fields(Options)]
+        return Options(**{name: getattr(self, name) for name in names} | changes)
+
+    def to_flagfile(self) -> str:
+        """Return the text of a flagfile that repeats the run.
+
+        What concerns one call only, `overwrite` and `json`, is left out.
+        """
+        lines = [f"--{f.name}={_text(getattr(self, f.name))}" for f in dataclasses.fields(self)]
+        kept = [line for line in lines if not line.startswith(("--overwrite=", "--json="))]
+        return "# towers train --flagfile=THIS_FILE repeats the run\n" + "\n".join(kept) + "\n"
+
+    def decay_boundaries(self) -> list[float]:
+        """Return `decay_epochs` as numbers."""
+        return parse_numbers("decay_epochs", self.decay_epochs)
+
+    def image_height_width(self) -> tuple[int, int] | None:
+        """Return `image_size` as (height, width), None if none is given.
+
+        Raises:
+            InputError: it is not one whole number of at least 1, or two with an x.
+        """
+        if not self.image_size:
+            return None
+        match = re.fullmatch(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", self.image_size, re.ASCII)
+        if not match:
+            raise InputError(
+                f"--image_size={self.image_size}: a size in pixels is needed, as 64, or height x "
+                "width, as 48x64"
+            )
+        return int(match[1]), int(match[2] or match[1])
+
+    def profile_range(self) -> tuple[int, int] | None:
+        """Return `profile_steps` as (first, last), steps done when the profile starts and ends.
+
+        Raises:
+            InputError: it is not two whole numbers, the second greater, with a colon.
+        """
+        if not self.profile_steps:
+            return None
+        match = re.fullmatch(r"(\d{1,12}):(\d{1,12})", self.profile_steps, re.ASCII)
+        if not match or int(match[1]) >= int(match[2]):
+            raise InputError(
+                f"--profile_steps={self.profile_steps}: two steps are needed, the first before the "
+                "last, as 100:110"
+            )
+        return int(match[1]), int(match[2])
+
+    def model_keywords(self) -> dict[str, Any]:
+        """Return `model_args` as keyword arguments: numbers, booleans, else strings.
+
+        Raises:
+            InputError: a part is not `name=value`.
+        """
+        keywords = {}
+        for part in filter(None, self.model_args.split(",")):
+            name, equals, value = part.partition("=")
+            if not equals or not name.strip().isidentifier():
+                raise InputError(
+                    f"--model_args={self.model_args}: {part!r} is not name=value, "
+                    "as in --model_args=depth=20,width=16"
+                )
+            keywords[name.strip()] = _parse_argument(value.strip())
+        return keywords
+
+
+def _text(value: Any) -> str:
+    """Return an option's value as a flag takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _parse_argument(text: str) -> Any:
+    """Return a model argument as int, float or bool where it looks like one."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if re.fullmatch(r"[+-]?\d+", text):
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,1 @@
+"""One run: model, master variables, update, step, loop and folder."""

@@ -1,0 +1,192 @@
+"""Building the user's Keras model from its name."""
+
+import contextlib
+import inspect
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.errors import InputError
+from towers.options.functions import load_function
+from towers.tf_private import all_in_float64, floatx_set
+
+
+def build(
+    name: str,
+    keywords: Mapping[str, Any] | None = None,
+    *,
+    num_classes: int,
+    image_shape: Sequence[int],
+    dtype: str = "float32",
+    seed: int = 0,
+    exact: bool = False,
+) -> keras.Model:
+    """Build the model that `module:function` names, its variables on the CPU.
+
+    Args:
+        name: "models.cnn:cnn".
+        keywords: further keyword arguments of the function (`--model_args`).
+        num_classes: handed to the function if it takes it.
+        image_shape: (height, width, channels) after augmentation; handed over if it is taken.
+        dtype: Keras dtype policy of the layers.
+        seed: of the initial weights.
+        exact: with float64, layers that ask for another floating type get float64, too.
+
+    Returns:
+        A built Keras model that maps `[B, H, W, C]` to logits `[B, num_classes]`.
+
+    Raises:
+        InputError: no such function, an argument that it does not take, or what it returns is not
+            such a model.
+    """
+    function = load_function("model", name)
+    given = {"num_classes": num_classes, "image_shape": tuple(image_shape)}
+    arguments = _accepted(function, name, given, dict(keywords or {}))
+    keras.utils.set_random_seed(seed)
+    wide = all_in_float64() if exact and dtype == "float64" else contextlib.nullcontext()
+    with tf.device("/cpu:0"), _dtype_policy(dtype), floatx_of(dtype), wide:
+        model = _call(function, name, arguments)
+        if not isinstance(model, keras.Model):
+            raise InputError(
+                f"--model={name} returned {type(model).__name__}; a keras.Model is needed"
+            )
+        _check_inputs(model, name, tuple(image_shape))
+        outputs = _call_on_images(model, name, tuple(image_shape))  # builds it, too
+    shape = getattr(outputs, "shape", None)
+    if shape is None or tuple(shape[1:]) != (num_classes,):
+        given = type(outputs).__name__ if shape is None else f"shape {tuple(shape)}"
+        raise InputError(
+            f"--model={name} gives outputs of {given}; logits of shape "
+            f"(batch, {num_classes}) are needed: take num_classes={num_classes} as an argument"
+        )
+    if "float" not in str(outputs.dtype):
+        raise InputError(f"--model={name} gives outputs of type {outputs.dtype}; logits are floats")
+    return model
+
+
+@contextlib.contextmanager
+def floatx_of(dtype: str) -> Iterator[None]:
+    """Let what names no type, such as `keras.random.uniform(shape)`, be float64 in a float64 run.
+
+    To be used wherever a model's layers are built or called: `dtype` is the run's.
+    """
+    if dtype != "float64":
+        yield
+        return
+    keras.config.dtype_policy()  # if none is set, Keras takes it from floatx and keeps it
+    with floatx_set(dtype):
+        yield
+
+
+def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
+    """Call a model function; a ValueError that its own file raises is about its arguments.
+
+    Any other exception comes from deeper down and keeps its traceback.
+    """
+    try:
+        return function(**arguments)
+    except ValueError as error:
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        if raised_in != inspect.getsourcefile(inspect.unwrap(function)):
+            raise
+        raise InputError(f"--model={name}: {' '.join(str(error).split())}") from None
+
+
+def _check_inputs(model: keras.Model, name: str, image_shape: tuple[int, ...]) -> None:
+    """Refuse a model that takes something else than images of this shape, as far as it says so."""
+    inputs = getattr(model, "inputs", None) or []  # absent before a model is built
+    if len(inputs) > 1:
+        shapes = ", ".join(str(tuple(each.shape[1:])) for each in inputs)
+        raise InputError(
+            f"--model={name} takes {len(inputs)} inputs, of shapes {shapes}; towers train hands "
+            f"over one, images of shape {image_shape}: build a model of one input, or use "
+            "towers.TowerBuilder in a program of your own"
+        )
+    shape = tuple(inputs[0].shape[1:]) if inputs else image_shape
+    sizes = zip(shape, image_shape, strict=False)
+    if len(shape) != len(image_shape) or any(own not in (None, size) for own, size in sizes):
+        raise InputError(
+            f"--model={name} takes images of shape {shape}; they have shape {image_shape} "
+            "after augmentation: take image_shape as an argument"
+        )
+    more = [
+        parameter.name
+        for parameter in list(inspect.signature(model.call).parameters.values())[1:]
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.name != "training"
+    ]
+    if more:
+        raise InputError(
+            f"--model={name} returned a model whose call needs {more[0]}; towers train hands over "
+            f"the images alone: give {more[0]} a default"
+        )
+
+
+def _call_on_images(model: keras.Model, name: str, image_shape: tuple[int, ...]) -> Any:
+    """Call a model on what stands for a batch of images; Keras' refusal becomes one line.
+
+    Any other exception is a mistake in the model's own code and keeps its traceback.
+    """
+    images = keras.Input(image_shape)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            outputs = model(images, training=False)
+        except (ValueError, TypeError, NotImplementedError, tf.errors.OpError) as error:
+            raise InputError(
+                f"--model={name} cannot take images of shape {(None, *image_shape)}: "
+                f"{_reason(str(error))}"
+            ) from None
+    for warning in caught:  # of a model that is refused they would say the same at length
+        warnings.warn_explicit(
+            warning.message, warning.category, warning.filename, warning.lineno
+        )
+    return outputs
+
+
+def _reason(message: str) -> str:
+    """Return the sentence that says what is wrong, without what Keras puts around it."""
+    message = re.sub(r"\x1b\[\d*m", "", message).split("\n\nArguments received")[0]
+    parts = [part for part in message.split("\n\n") if part.strip()]
+    inner = [p for p in parts if not p.startswith(("Exception encountered", "Could not auto"))]
+    return " ".join((inner or parts or ["it raised an error"])[0].split())[:200]
+
+
+def _accepted(function: Any, name: str, given: dict, keywords: dict) -> dict[str, Any]:
+    """Return those of `given` that `function` takes and all of `keywords`, which it must take."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for keyword in keywords:
+        if keyword not in names and not takes_all:
+            raise InputError(
+                f"--model_args={keyword}=...: {name} takes {', '.join(names) or 'no arguments'}"
+            )
+    arguments = {k: v for k, v in given.items() if k in names or takes_all} | keywords
+    missing = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.name in names and p.name not in arguments
+    ]
+    if missing:
+        raise InputError(
+            f"--model={name} needs {missing[0]}: give it by --model_args={missing[0]}=..."
+        )
+    return arguments
+
+
+@contextlib.contextmanager
+def _dtype_policy(name: str) -> Iterator[None]:
+    """Let layers made in the block have a dtype policy."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(name)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)

@@ -1,0 +1,63 @@
+"""The rule book: what holds at any number of towers, printed at the start of each run."""
+
+from collections import Counter
+
+from towers.options.run import Options
+from towers.training.run import Run
+
+
+def rule_book(run: Run) -> list[str]:
+    """Return the rules as lines, with this run's numbers."""
+    options, size = run.options, run.data.train.size
+    towers = len(run.builder.devices)
+    small, more = divmod(options.batch_size, towers)
+    slices = Counter(small + (i < more) for i in range(towers))
+    per_tower = " and ".join(f"{n} x {examples}" for examples, n in slices.items())
+    weights = sum(v.value.shape.num_elements() for v in run.masters.model.trainable_variables)
+    clips = [
+        f"{name}={getattr(options, name)}"
+        for name in ("clip_norm", "clip_value", "clip_global_norm")
+        if getattr(options, name)
+    ]
+    decay = "adamw, apart from the gradient" if options.optimizer == "adamw" else "L2"
+    return [
+        f"towers      {towers}: {', '.join(run.builder.devices)}; {_gather(run)}",
+        f"batch size  {options.batch_size} global ({per_tower} per tower), {options.dtype}",
+        f"data        {run.data.name}: {size} training examples per epoch, {run.data.test.size} "
+        f"test; {size / options.batch_size:.1f} steps per epoch",
+        f"model       {options.model}({options.model_args}): {weights} trainable weights",
+        f"length      {run.total_examples} examples, {run.total_epochs:g} epochs"
+        + (f", at most {options.max_steps} steps" if options.max_steps else ""),
+        "rules, the same at any number of towers:",
+        "  1 loss and gradients: mean over the global batch; towers give sums, add_n gathers them",
+        f"  2 regularisation: once, on the master weights; weight decay {options.weight_decay:g} "
+        f"({decay}), and the layers' own",
+        "  3 finite test: on the gathered gradient"
+        + (
+            f"; loss scale from {run.masters.loss_scale.numpy():g}"
+            if run.masters.loss_scale is not None
+            else ", not needed in this precision"
+        ),
+        f"  4 clipping: {', '.join(clips) or 'none'}, after the gather; then update, then EMA",
+        "  5 shuffling, augmentation, dropout: by (seed, step, place in the global batch), "
+        f"seed {options.seed}",
+        f"  6 BatchNorm: {options.batch_norm}, moments over {_moments(options)}; statistics "
+        "gathered, assigned once a step",
+        f"  7 clock: examples; {options.optimizer}, learning rate {options.learning_rate:g} "
+        f"{options.schedule}, EMA {options.ema_decay or 'none'}",
+        "  8 the loss that is printed is that of all towers",
+    ]
+
+
+def _gather(run: Run) -> str:
+    """Return where gradients are gathered, and variables lie."""
+    return {
+        "sharded": "each gradient is gathered on its variable's tower",
+        "replicated": "gradients are summed by collectives, each tower has its variables",
+    }.get(run.options.variables, f"gather on {run.builder.gather_device}")
+
+
+def _moments(options: Options) -> str:
+    """Return what BatchNorm's moments are taken over."""
+    part = "the global batch" if options.batch_norm == "sync" else "a tower's slice"
+    return f"{part} in {options.accumulate_steps} parts" if options.accumulate_steps > 1 else part

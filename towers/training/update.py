@@ -1,0 +1,258 @@
+"""From gathered gradients to new master weights: rules 2, 3 and 4 of the rule book.
+
+Everything here happens once a step, where the weights lie, and never in a tower: regularisation,
+finite test, clipping, the optimizer's update, then the moving average. Copies of the weights get
+the same gradients and make the same update.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers import tf_private
+from towers.builder.gather import map_values
+from towers.options.run import Options
+from towers.training.masters import Masters, Replica
+
+# A loss scale doubles after this many steps without overflow (Micikevicius et al. 2018).
+STEPS_TO_DOUBLE = 2000
+EMA_EXAMPLES = 128  # `ema_decay` is per so many examples: the tutorial's batch
+
+
+def make_optimizer(
+    weights: Sequence[keras.Variable], options: Options
+) -> keras.optimizers.Optimizer:
+    """Return the Keras optimizer that `options` name; its learning rate is set every step."""
+    if options.optimizer == "adamw":
+        optimizer = keras.optimizers.AdamW(options.learning_rate, weight_decay=options.weight_decay)
+        optimizer.exclude_from_weight_decay(var_list=[v for v in weights if not is_decayed(v)])
+        return optimizer
+    return keras.optimizers.SGD(
+        options.learning_rate,
+        momentum=0.0 if options.optimizer == "sgd" else options.momentum,
+        nesterov=options.optimizer == "nesterov",
+    )
+
+
+def is_decayed(weight: keras.Variable) -> bool:
+    """Tell whether weight decay acts on a weight: on kernels, not on biases or norms' scales."""
+    return len(weight.shape) > 1
+
+
+def make_update(masters: Masters, options: Options) -> Callable:
+    """Return `update(gradients, learning_rate, statistics)`: one step of the master variables.
+
+    That function takes gathered mean gradients (scaled, where there is a loss scale) for each of
+    `masters.replicas`, the learning rate and, where there is a loss scale, `masters.statistics()`
+    from before the towers ran: a step that is skipped puts them back. It returns {"gradient_norm":
+    norm before clipping, "penalty": the regularisation loss}, both scalars.
+    """
+
+    def update(
+        gradients: Sequence[list[Any]],
+        learning_rate: tf.Tensor,
+        statistics: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
+    ) -> dict[str, tf.Tensor]:
+        scale = masters.loss_scale
+        updates = [
+            _replica_update(replica, own, learning_rate, scale, options)
+            for replica, own in zip(masters.replicas, gradients, strict=True)
+        ]
+        # Equal in all. If one replica alone had to give them, TensorFlow's optimizer would simplify
+        # the others' arithmetic, and the copies drift apart by roundings.
+        penalty, norm = (tf.reduce_max(tf.stack(v)) for v in list(zip(*updates, strict=True))[:2])
+
+        def apply() -> None:
+            for *_, apply_replica in updates:
+                apply_replica()
+            _update_averages(masters, options)
+
+        if scale is None:
+            apply()
+        else:
+            _apply_if_finite(masters, tf.math.is_finite(norm), apply, statistics)
+        return {"gradient_norm": norm, "penalty": penalty}
+
+    return update
+
+
+def _replica_update(
+    replica: Replica,
+    gradients: list[Any],
+    learning_rate: tf.Tensor,
+    loss_scale: tf.Variable | None,
+    options: Options,
+) -> tuple[tf.Tensor, tf.Tensor, Callable]:
+    """Return the regularisation loss, the gradients' norm, and a function that updates weights."""
+    weights = replica.weights
+    if loss_scale is not None:
+        # A power of 2: nothing is rounded.
+        gradients = _each(lambda g, _: _scale(g, 1.0 / loss_scale), gradients, weights)
+    gradients = _each(lambda g, _: _one_slice_a_row(g), gradients, weights)
+    with tf.device(replica.device):
+        penalty, gradients = regularise(weights, gradients, options)
+        used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
+        gradients, weights = [g for g, _ in used], [w for _, w in used]
+        norm = global_norm(gradients)
+
+    def apply() -> None:
+        rate = replica.optimizer.learning_rate
+        with tf.device(replica.device), _each_update_apart(replica.optimizer):
+            rate.assign(tf.cast(learning_rate, rate.dtype))
+            replica.optimizer.apply(clip(gradients, weights, norm, options), weights)
+
+    return penalty, norm, apply
+
+
+@contextlib.contextmanager
+def _each_update_apart(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Let a Keras optimizer compute each update on its variable's device, when that is ready.
+
+    Keras would hand all gradients through one op, which takes them to one device and waits for the
+    last of them.
+    """
+    extended = tf.distribute.get_strategy().extended
+
+    def make(update: Callable) -> Callable:  # which Keras hands each variable
+        def update_there(variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
+            with tf.device(variable.device):
+                return update(variable, *args, **kwargs)
+
+        return update_there
+
+    with (
+        tf_private.replaced(extended, "update", make),
+        tf_private.replaced(optimizer, "_all_reduce_sum_gradients", lambda _: list),
+    ):
+        yield
+
+
+def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> list[Any]:
+    """Return `fn(gradient, weight)` for each, computed where the weight lies."""
+    results = []
+    for gradient, weight in zip(gradients, weights, strict=True):
+        with tf.device(weight.value.device):
+            results.append(fn(gradient, weight))
+    return results
+
+
+def regularise(
+    weights: Sequence[keras.Variable], gradients: list[Any], options: Options
+) -> tuple[tf.Tensor, list[Any]]:
+    """Add the regularisation's gradients to those of the data, once, on the master variables.
+
+    Returns:
+        The regularisation loss of the layers' regularisers and of `weight_decay` (zero for adamw,
+        which decays apart from the gradient), and the gradients of the whole loss.
+    """
+    decay = 0.0 if options.optimizer == "adamw" else options.weight_decay
+    total = []
+
+    def add(gradient: Any, weight: keras.Variable) -> Any:
+        decayed = decay and is_decayed(weight)
+        if weight.regularizer is None and not decayed:
+            return gradient
+        value = tf.convert_to_tensor(weight.value)
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            penalty = tf.zeros([], value.dtype)
+            if weight.regularizer is not None:
+                penalty += tf.cast(weight.regularizer(value), value.dtype)
+            if decayed:
+                penalty += decay * tf.nn.l2_loss(value)
+        total.append(penalty)
+        of_penalty = tape.gradient(penalty, value)
+        return of_penalty if gradient is None else of_penalty + gradient
+
+    sums = _each(add, gradients, weights)
+    widest = _widest(total)
+    return tf.add_n([tf.cast(t, widest) for t in total]) if total else tf.zeros([]), sums
+
+
+def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
+    """Return the norm of all gradients together, in the widest of their types."""
+    widest = _widest(gradients)
+    return tf.linalg.global_norm([map_values(lambda g: tf.cast(g, widest), g) for g in gradients])
+
+
+def _widest(values: Sequence[Any]) -> tf.DType:
+    """Return the widest floating type: a layer may have one of its own. 16 bits are too few."""
+    return max([tf.float32, *(v.dtype for v in values)], key=lambda dtype: dtype.size)
+
+
+def clip(
+    gradients: list[Any], weights: Sequence[keras.Variable], norm: tf.Tensor, options: Options
+) -> list[Any]:
+    """Clip gathered gradients as the options say; `norm` is their global norm."""
+    if limit := options.clip_norm:
+        return _each(lambda g, _: tf.clip_by_norm(g, limit), gradients, weights)
+    if limit := options.clip_value:
+        return _each(lambda g, _: tf.clip_by_value(g, -limit, limit), gradients, weights)
+    if limit := options.clip_global_norm:
+        # As tf.clip_by_global_norm, which takes gradients of one type only; NaN if not finite.
+        factor = limit * tf.minimum(1.0 / norm, 1.0 / tf.constant(limit, norm.dtype))
+        factor += norm - norm
+        return _each(lambda g, _: _scale(g, factor), gradients, weights)
+    return gradients
+
+
+def _update_averages(masters: Masters, options: Options) -> None:
+    """Move each average towards its variable, which has just been updated.
+
+    The decay counts examples, and rises from 0.1 as in `tf.train.ExponentialMovingAverage` with
+    `num_updates`, so that a short run's average is not its initial weights.
+    """
+    if not masters.averages:
+        return
+    batches = tf.cast(masters.examples, tf.float64) / EMA_EXAMPLES
+    decay = tf.minimum((1.0 + batches) / (10.0 + batches), options.ema_decay)
+    rate = 1.0 - decay ** (options.batch_size / EMA_EXAMPLES)
+    for variable, average in masters.averages:
+        with tf.device(average.device):
+            value = tf.convert_to_tensor(variable.value)
+            average.assign_add((value - average) * tf.cast(rate, value.dtype))
+
+
+def _apply_if_finite(
+    masters: Masters,
+    finite: tf.Tensor,
+    apply: Callable,
+    statistics: Sequence[tuple[keras.Variable, tf.Tensor]],
+) -> None:
+    """Apply the update, or skip it for all towers and halve the loss scale."""
+
+    def good() -> None:
+        apply()
+        masters.good_steps.assign_add(1)
+
+    def bad() -> None:
+        masters.loss_scale.assign(tf.maximum(masters.loss_scale / 2.0, 1.0))
+        masters.good_steps.assign(0)
+        for variable, value in statistics:
+            variable.assign(value)
+
+    tf.cond(finite, lambda: (good(), tf.no_op())[1], lambda: (bad(), tf.no_op())[1])
+    double = masters.good_steps >= STEPS_TO_DOUBLE
+    masters.loss_scale.assign(tf.where(double, masters.loss_scale * 2.0, masters.loss_scale))
+    masters.good_steps.assign(masters.good_steps * tf.cast(~double, tf.int64))
+
+
+def _scale(gradient: Any, factor: tf.Tensor) -> Any:
+    """Multiply a dense or sparse gradient, or None, by a scalar."""
+    return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
+
+
+def _one_slice_a_row(gradient: Any) -> Any:
+    """Add up the slices of a sparse gradient that are of one row.
+
+    A row that several examples look up is there once for each of them. Norms, limits and AdamW's
+    squares are those of the sum.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows, positions = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
