@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from towers.monitoring.samples import Sampler
 from towers.options.run import Options
 from towers.training import checkpoint
 from towers.training.run import prepare
@@ -97,6 +98,11 @@ class Loop:
     def state(self):
         """Return {name: value} of the master variables."""
         return {name: v.numpy() for name, v in self.masters.variables().items()}
+
+
+def sampler(run):
+    """Return what gives out the batches that a run trains on."""
+    return Sampler(run.data.train, run.options, run.masters.step)
 
 
 def saved(train_dir, step=None):

@@ -1,5 +1,6 @@
 """`towers tensorboard`, and every tag of a real run through its HTTP interface."""
 
+import html
 import os
 import re
 import signal
@@ -127,9 +128,19 @@ def test_the_histograms_are_there(server, histogram):
     assert server.get("plugin/histograms/histograms", run=run, tag=tags[0])
 
 
-@pytest.mark.parametrize("tag", ["rules", "flags", "placement", "environment", "model"])
-def test_the_texts_are_there(server, tag):
-    assert len(server.text(tag)) == 1
+@pytest.mark.parametrize(
+    ("tag", "pattern"),
+    [
+        ("rules", "the same at any number of towers"),
+        ("flags", "--ema_decay"),
+        ("placement", r"each on its tower's device[^$]*op type +/cpu:0 +/cpu:1[^$]*\n +AddN +\d+"),
+        ("environment", "/cpu:1"),
+        ("model", "Conv2D"),
+    ],
+)
+def test_the_texts_are_there(server, tag, pattern):
+    (text,) = server.text(tag)
+    assert re.search(pattern, html.unescape(text))
 
 
 def test_every_curve_of_training_is_in_the_layout(server):

@@ -48,7 +48,7 @@ def test_a_picture_that_cannot_be_made_is_a_line_and_changes_nothing(
     def fail(*_):
         raise ZeroDivisionError("of a\npicture")
 
-    monkeypatch.setattr(pictures, "of_training", fail)
+    monkeypatch.setattr(pictures, "of_towers", fail)
     monkeypatch.setattr(pictures, "of_evaluation", fail)
     monkeypatch.setattr(histograms.Histograms, "of_step", fail)
     train(tiny.options(tmp_path, **GIVEN, histogram_every_epochs=1.0))

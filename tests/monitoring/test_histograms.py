@@ -11,6 +11,7 @@ from towers.data import augment
 from towers.monitoring import histograms, samples
 from towers.monitoring.histograms import Histograms, buckets
 from towers.training.run import prepare
+from towers.training.step import make_loss_fn, weights_of
 
 
 def read(summary):
@@ -23,8 +24,14 @@ def read(summary):
     return found
 
 
+def histograms_of(run):
+    loss_fn, masters = make_loss_fn(run.masters, run.options), run.masters
+    weights = weights_of(masters)
+    return Histograms(run.builder, masters.model, weights, loss_fn, masters.loss_scale, run.options)
+
+
 def of_first_step(run):
-    return read(Histograms(run).of_step(samples.Sampler(run).batch(0, 0)))
+    return read(histograms_of(run).of_step(tiny.sampler(run).batch(0, 0)))
 
 
 def assert_shows(rows, values):
@@ -62,8 +69,8 @@ def gradients_of(run, batch):
 def test_weights_gathered_gradients_and_activations_are_shown(changes):
     run = prepare(tiny.options("unused", **changes))
     model = run.masters.model
-    batch = samples.Sampler(run).batch(0, 0)
-    found = read(Histograms(run).of_step(batch))
+    batch = tiny.sampler(run).batch(0, 0)
+    found = read(histograms_of(run).of_step(batch))
     names = [v.path for v in model.trainable_variables]
     layers = [layer.path for layer in model.layers]
     assert list(found) == [
@@ -96,13 +103,13 @@ def test_looking_changes_no_variable_and_no_step(variables, dtype):
     states = []
     for looks in False, True:
         loop = tiny.Loop(tiny.options("unused", **given))
-        look = Histograms(loop.run)
+        look = histograms_of(loop.run)
         for step in range(3):
             if looks:
                 before = loop.state()
-                batch = samples.Sampler(loop.run).batch(step, 7 * step)
+                batch = tiny.sampler(loop.run).batch(step, 7 * step)
                 assert "gradients/sequential/conv2d/kernel" in read(look.of_step(batch))
-                samples.seen_by_towers(loop.run, batch, 8)
+                samples.seen_by_towers(loop.run.builder, loop.run.options, batch, 8)
                 tiny.assert_identical(loop.state(), before)
             loop.loop(loop.batches, tf.constant(1))
         states.append(loop.state())
@@ -112,7 +119,7 @@ def test_looking_changes_no_variable_and_no_step(variables, dtype):
 
 def test_the_loss_scale_is_not_in_the_gradients():
     run = prepare(tiny.options("unused", dtype="mixed_float16"))
-    look, batch = Histograms(run), samples.Sampler(run).batch(0, 0)
+    look, batch = histograms_of(run), tiny.sampler(run).batch(0, 0)
     first = read(look.of_step(batch))
     run.masters.loss_scale.assign(2.0**3)
     again = read(look.of_step(batch))
@@ -124,13 +131,13 @@ def test_the_loss_scale_is_not_in_the_gradients():
 
 def test_a_second_look_shows_what_has_changed_and_compiles_nothing(monkeypatch):
     run = prepare(tiny.options("unused", num_towers=2))
-    look = Histograms(run)
-    batch = samples.Sampler(run).batch(0, 0)
+    look = histograms_of(run)
+    batch = tiny.sampler(run).batch(0, 0)
     first = read(look.of_step(batch))
     monkeypatch.setattr(tf, "function", None)
     bias = run.masters.model.trainable_variables[1]
     bias.assign(np.arange(5))
-    again = read(look.of_step(samples.Sampler(run).batch(1, 7)))
+    again = read(look.of_step(tiny.sampler(run).batch(1, 7)))
     assert_shows(again[f"weights/{bias.path}"], range(5))
     assert list(again) == list(first)
     for name in first:
@@ -169,9 +176,11 @@ def own(num_classes, image_shape):
 
 
 def test_layers_of_a_subclassed_model_are_caught_wherever_they_are_called():
-    run = prepare(tiny.options("unused", model="tests.test_histograms:own", num_towers=2))
-    model, batch = run.masters.model, samples.Sampler(run).batch(0, 0)
-    found = read(Histograms(run).of_step(batch))
+    run = prepare(
+        tiny.options("unused", model="tests.monitoring.test_histograms:own", num_towers=2)
+    )
+    model, batch = run.masters.model, tiny.sampler(run).batch(0, 0)
+    found = read(histograms_of(run).of_step(batch))
     layers = [model.flatten, model.twice, model.first, model.looped, model.head, model.inner]
     # A layer without weights that is built by nobody has no path.
     paths = {layer.path or layer.name for layer in (*layers, *model.inner.layers)}
@@ -193,7 +202,9 @@ def branched(num_classes, image_shape):
 
 
 def test_nested_functional_models_show_every_layer_under_a_name_of_its_own():
-    found = of_first_step(prepare(tiny.options("unused", model="tests.test_histograms:branched")))
+    found = of_first_step(
+        prepare(tiny.options("unused", model="tests.monitoring.test_histograms:branched"))
+    )
     outputs = [name for name in found if name.startswith("activations/")]
     ends = [name.rsplit("/", 1)[1] for name in outputs]
     assert sorted(ends) == ["c", "c", "concatenate", "dense", "flatten", "sequential"]
@@ -211,7 +222,9 @@ def looked_up(num_classes, image_shape):
 @pytest.mark.parametrize("num_towers", [1, 2])
 def test_sparse_gradients_are_shown_by_their_values(num_towers):
     run = prepare(
-        tiny.options("unused", model="tests.test_histograms:looked_up", num_towers=num_towers)
+        tiny.options(
+            "unused", model="tests.monitoring.test_histograms:looked_up", num_towers=num_towers
+        )
     )
     found = of_first_step(run)
     rows = found["gradients/embedding/embeddings"]
@@ -220,7 +233,7 @@ def test_sparse_gradients_are_shown_by_their_values(num_towers):
 
 
 def test_a_weight_that_is_not_used_has_no_gradient():
-    run = prepare(tiny.options("unused", model="tests.test_histograms:with_unused"))
+    run = prepare(tiny.options("unused", model="tests.monitoring.test_histograms:with_unused"))
     found = of_first_step(run)
     (unused,) = [v.path for v in run.masters.model.trainable_variables if "unused" in v.path]
     assert f"weights/{unused}" in found and f"gradients/{unused}" not in found
@@ -295,7 +308,7 @@ def test_a_batch_of_few_examples_is_enough():
 
 
 def test_without_a_batch_there_are_weights_alone():
-    found = read(Histograms(prepare(tiny.options("unused"))).of_step(None))
+    found = read(histograms_of(prepare(tiny.options("unused"))).of_step(None))
     assert len(found) == 4 and all(name.startswith("weights/") for name in found)
 
 

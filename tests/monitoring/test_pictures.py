@@ -8,62 +8,45 @@ import pytest
 
 from tests import tiny
 from tests.monitoring.test_drawing import pixels
-from towers.monitoring import drawing, pictures, samples
-from towers.training.evaluate import Evaluation, Mistake, Predictions, make_evaluator
+from towers.monitoring import drawing, pictures
+from towers.monitoring.pictures import Mistake, Predictions
+from towers.training.evaluate import make_evaluator
 from towers.training.run import prepare
+
+NAMES = ("cat", "dog", "bird")
 
 
 def tags(summaries):
     return [value.tag for summary in summaries for value in summary.value]
 
 
-def test_each_tower_shows_its_images_with_their_names():
-    run = prepare(tiny.options("unused", num_towers=3, batch_size=22, model="tests.tiny:cnn"))
-    data = dataclasses.replace(run.data, class_names=("cat", "dog", "bird"))
-    run = dataclasses.replace(run, data=data)
-    batch = samples.Sampler(run).batch(2, 44)
-    summaries = pictures.of_training(run, batch)
-    assert tags(summaries) == [
-        *(f"images/tower_{i}" for i in range(3)),
-        "filters/sequential/conv2d",
+def examples(*numbers, shape=(8, 8, 3)):
+    """Return (images, labels) of towers with so many examples."""
+    random = np.random.default_rng(0)
+    return [
+        (random.random((num, *shape), np.float32), random.integers(0, 3, num)) for num in numbers
     ]
-    for i, (images, labels) in enumerate(samples.seen_by_towers(run, batch, 8)):
-        names = [data.class_names[label] for label in labels]
-        assert ", ".join(names) in summaries[i].value[0].metadata.summary_description
+
+
+def test_each_tower_with_examples_shows_its_images_with_their_names():
+    seen = examples(8, 2, 0)
+    summaries = pictures.of_towers(seen, NAMES, step=2)
+    assert tags(summaries) == ["images/tower_0", "images/tower_1"]
+    for i, summary in enumerate(summaries):
+        images, labels = seen[i]
+        names = [NAMES[label] for label in labels]
+        about = summary.value[0].metadata.summary_description
+        assert f"tower {i} sees them in step 2: {', '.join(names)}" in about
         shown = [drawing.to_bytes(image, stretch=True) for image in images]
         expected = drawing.grid(shown, [[name] for name in names])
-        np.testing.assert_array_equal(pixels(summaries[i]), np.asarray(expected))
+        np.testing.assert_array_equal(pixels(summary), np.asarray(expected))
 
 
-def test_a_tower_without_examples_has_no_picture():
-    run = prepare(tiny.options("unused", num_towers=3, batch_size=2))
-    summaries = pictures.of_training(run, samples.Sampler(run).batch(0, 0))
-    assert tags(summaries) == ["images/tower_0", "images/tower_1"]
-
-
-@pytest.mark.parametrize("kind", ["off", "none", "resnet", "tutorial"])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 3, 2), (3, 4, 5)])
-def test_images_of_any_shape_are_shown(kind, shape):
-    run = prepare(tiny.options("unused", augment=kind))
-    images = np.random.default_rng(0).random((7, *shape), np.float32)
-    batch = samples.Sampler(run).batch(0, 0)
-    (summary,) = pictures.images(run, dataclasses.replace(batch, images=images))
+def test_images_of_any_shape_are_shown(shape):
+    (summary,) = pictures.of_towers(examples(7, shape=shape), NAMES, step=None)
     assert pixels(summary).shape[1] > 4 * 128
-
-
-def test_a_batch_that_is_not_the_steps_is_said_to_be_another():
-    run = prepare(tiny.options("unused"))
-    batch = samples.Sampler(run).batch(0, 0)
-    (exact,) = pictures.images(run, batch)
-    (other,) = pictures.images(run, dataclasses.replace(batch, step=None))
-    assert "in step 0:" in exact.value[0].metadata.summary_description
-    assert "not of this step" in other.value[0].metadata.summary_description
-
-
-def test_without_a_batch_there_are_filters_alone():
-    assert pictures.of_training(prepare(tiny.options("unused")), None) == []
-    run = prepare(tiny.options("unused", model="tests.tiny:cnn"))
-    assert tags(pictures.of_training(run, None)) == ["filters/sequential/conv2d"]
+    assert "not of this step" in summary.value[0].metadata.summary_description
 
 
 def model_with(*layers, channels=3):
@@ -80,7 +63,7 @@ def distinct(picture):
 def test_filters_of_three_channels_are_in_colour_and_others_gray(channels, gray):
     layer = keras.layers.Conv2D(6, 3, name="first")
     model = model_with(layer, keras.layers.Conv2D(2, 3, name="second"), channels=channels)
-    summary = pictures.filters(model)
+    (summary,) = pictures.filters(model)
     assert tags([summary]) == [f"filters/{layer.path}"]
     colours = distinct(pixels(summary))
     assert len(colours) > 6 * 3
@@ -94,14 +77,14 @@ def test_each_filter_is_stretched_by_itself_and_one_that_is_constant_is_gray():
     kernel[0, 0, 0, 0], kernel[0, 0, 0, 1] = 0.01, 10.0
     kernel[..., 2] = 0.3
     layer.set_weights([kernel, np.zeros(3)])
-    picture = pixels(pictures.filters(model))
+    picture = pixels(*pictures.filters(model))
     tiles = [picture[6:38, 6 + 38 * i : 38 + 38 * i, 0] for i in range(3)]
     for tile in tiles[:2]:
         assert np.all(tile[:16, :16] == 255) and np.all(tile[16:] == 0)
     assert np.all(tiles[2] == 128)
     kernel[0, 0, 0, :2] = np.nan, np.inf
     layer.set_weights([kernel, np.zeros(3)])
-    assert pixels(pictures.filters(model)).shape == picture.shape
+    assert pixels(*pictures.filters(model)).shape == picture.shape
 
 
 class Nested(keras.Model):
@@ -119,17 +102,17 @@ class Nested(keras.Model):
 def test_the_first_convolution_is_found_in_nested_models():
     model = Nested()
     model(np.zeros((1, 8, 8, 3)))
-    summary = pictures.filters(model)
+    (summary,) = pictures.filters(model)
     assert tags([summary]) == [f"filters/{model.inner.layers[0].path}"]
     assert "2 of the 2 3x3 filters" in summary.value[0].metadata.summary_description
 
 
 def test_a_model_without_convolution_has_no_filters():
-    assert pictures.filters(model_with(keras.layers.Flatten(), keras.layers.Dense(3))) is None
+    assert pictures.filters(model_with(keras.layers.Flatten(), keras.layers.Dense(3))) == []
 
 
 def test_many_filters_make_a_bounded_picture():
-    picture = pixels(pictures.filters(model_with(keras.layers.Conv2D(1000, 3))))
+    picture = pixels(*pictures.filters(model_with(keras.layers.Conv2D(1000, 3))))
     assert max(picture.shape) < 16 * 40 + 20
 
 
@@ -175,12 +158,9 @@ def test_mistakes_say_what_it_is_and_what_was_said():
 
 def test_an_evaluation_has_its_pictures_and_a_perfect_one_no_mistakes():
     run = prepare(tiny.options("unused", ema_decay=0.5))
-    evaluation = make_evaluator(run)()
-    found = pictures.of_evaluation(run, evaluation)
+    found = pictures.of_evaluation(make_evaluator(run)().predictions, run.data.class_names)
     assert tags(found) == ["confusion_matrix", "mistakes"]
     assert "moving average" in found[0].value[0].metadata.summary_description
-    labels = evaluation.predictions.labels
-    perfect = dataclasses.replace(evaluation, predictions=predictions(labels, labels))
-    assert tags(pictures.of_evaluation(run, perfect)) == ["confusion_matrix"]
-    alone = Evaluation(1.0, 0.0, {}, None, None, None, 4)
-    assert pictures.of_evaluation(run, alone) == []
+    perfect = predictions([0, 1], [0, 1])
+    assert tags(pictures.of_evaluation(perfect, NAMES)) == ["confusion_matrix"]
+    assert pictures.of_evaluation(predictions([], []), NAMES) == []

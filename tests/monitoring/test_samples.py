@@ -9,7 +9,6 @@ import tensorflow as tf
 from tests import tiny
 from towers.data import ArraySplit, DatasetSplit, augment
 from towers.monitoring import samples
-from towers.monitoring.samples import Sampler
 from towers.training.run import prepare
 
 
@@ -37,29 +36,29 @@ def assert_equal(batch, expected):
 def test_the_batch_is_that_of_the_step(change):
     run = change(prepare(tiny.options("unused", seed=3)))
     for step in 0, 5, 20:
-        batch = Sampler(run).batch(step, step * 7)
+        batch = tiny.sampler(run).batch(step, step * 7)
         assert batch.step == step
         assert_equal(batch, trained_on(run, step))
 
 
 def test_a_pipeline_of_the_users_is_read_once_and_before_training():
     run = streamed(prepare(tiny.options("unused")))
-    early, late = Sampler(run), Sampler(run)
+    early, late = tiny.sampler(run), tiny.sampler(run)
     first = early.batch(0, 0)
     run.masters.step.assign(9)
     assert early.batch(9, 63) is first and first.step == 0
     assert late.batch(9, 63) is None
-    assert Sampler(run).batch(9, 63).step == 9  # continued there
+    assert tiny.sampler(run).batch(9, 63).step == 9  # continued there
 
 
 def test_far_into_an_epoch_of_a_pipeline_its_first_batch_stands_for_the_steps(monkeypatch):
     monkeypatch.setattr(samples, "FAR_EXAMPLES", 6)
     run = streamed(prepare(tiny.options("unused", batch_size=12)))
-    assert Sampler(run).batch(5, 60).step == 5  # an epoch is 60 examples
-    batch = Sampler(run).batch(6, 72)
+    assert tiny.sampler(run).batch(5, 60).step == 5  # an epoch is 60 examples
+    batch = tiny.sampler(run).batch(6, 72)
     assert batch.step is None
     assert_equal(batch, (*trained_on(run, 5)[:2], trained_on(run, 6)[2]))
-    assert Sampler(prepare(tiny.options("unused"))).batch(6, 42).step == 6  # it can jump
+    assert tiny.sampler(prepare(tiny.options("unused"))).batch(6, 42).step == 6  # it can jump
 
 
 def test_a_pipeline_that_is_cached_in_a_file_survives_a_look(tmp_path, monkeypatch):
@@ -71,7 +70,7 @@ def test_a_pipeline_that_is_cached_in_a_file_survives_a_look(tmp_path, monkeypat
         run, data=dataclasses.replace(run.data, train=DatasetSplit(dataset, 200))
     )
     batches = iter(run.data.train.train_batches(7, seed=0))
-    sampler = Sampler(run)
+    sampler = tiny.sampler(run)
     assert_equal(sampler.batch(0, 0), next(batches))
     for step in range(1, 60):
         run.masters.step.assign(step)
@@ -117,8 +116,8 @@ def test_the_images_are_those_that_each_towers_model_gets(num_towers, batch_size
     run = prepare(
         tiny.options("unused", num_towers=num_towers, batch_size=batch_size, seed=1, **changes)
     )
-    batch = Sampler(run).batch(4, 4 * batch_size)
-    seen = samples.seen_by_towers(run, batch, 8)
+    batch = tiny.sampler(run).batch(4, 4 * batch_size)
+    seen = samples.seen_by_towers(run.builder, run.options, batch, 8)
     expected = of_each_tower(run, batch)
     assert len(seen) == len(expected) == num_towers
     for (images, labels), (all_images, all_labels) in zip(seen, expected, strict=True):
@@ -129,19 +128,19 @@ def test_the_images_are_those_that_each_towers_model_gets(num_towers, batch_size
 
 def test_a_tower_without_examples_sees_none():
     run = prepare(tiny.options("unused", num_towers=4, batch_size=2))
-    seen = samples.seen_by_towers(run, Sampler(run).batch(0, 0), 8)
+    seen = samples.seen_by_towers(run.builder, run.options, tiny.sampler(run).batch(0, 0), 8)
     assert [len(images) for images, _ in seen] == [1, 1, 0, 0]
     assert [len(labels) for _, labels in seen] == [1, 1, 0, 0]
 
 
 def test_bytes_to_which_nothing_is_done_stay_bytes():
     run = prepare(tiny.options("unused", augment="off"))
-    batch = Sampler(run).batch(0, 0)
-    ((images, _),) = samples.seen_by_towers(run, batch, 3)
+    batch = tiny.sampler(run).batch(0, 0)
+    ((images, _),) = samples.seen_by_towers(run.builder, run.options, batch, 3)
     assert images.dtype == np.uint8
     np.testing.assert_array_equal(images, batch.images[:3])
     stored = ArraySplit(*(lambda i, n: (i.astype(np.float32) / 255, n))(*tiny.arrays(20)))
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, train=stored))
-    batch = Sampler(run).batch(0, 0)
-    ((images, _),) = samples.seen_by_towers(run, batch, 3)
+    batch = tiny.sampler(run).batch(0, 0)
+    ((images, _),) = samples.seen_by_towers(run.builder, run.options, batch, 3)
     np.testing.assert_array_equal(images, batch.images[:3])

@@ -3,7 +3,7 @@
 Layout of the curves, table of flags and results, texts, and the graph of a step. The file is made
 anew whenever a run starts or goes on, so that there is one of each, however often that was:
 
-    open_root(run, folder, placement, lines, graph)
+    open_root(folder, options, devices, texts, placement, graph)
     ...                                                 # training
     close_root(folder, result, step)
 """
@@ -25,13 +25,10 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from towers import devices
 from towers.devices import host
 from towers.errors import RunError
-from towers.graphs import placement_report
 from towers.graphs.placement import Placement
 from towers.graphs.step_graph import step_graph
 from towers.monitoring import hparams
 from towers.options.run import Options
-from towers.training.rules import rule_book
-from towers.training.run import Run
 
 # {category: {chart: regular expressions of its tags}}. TensorBoard tries them on the tags of every
 # run, from the tag's first letter on.
@@ -79,32 +76,35 @@ LAYOUT = {
 
 
 def open_root(
-    run: Run, folder: Path, placement: Placement, lines: Sequence[str], graph: tf.Graph
+    folder: Path,
+    options: Options,
+    tower_devices: Sequence[str],
+    texts: Mapping[str, Sequence[str]],
+    placement: Placement,
+    graph: tf.Graph,
 ) -> None:
     """Write the event file of the run itself; older ones are replaced.
 
     Args:
-        run: that starts, or goes on.
-        folder: its train_dir.
+        folder: train_dir of the run.
+        options: of the run.
+        tower_devices: in tower order.
+        texts: {tag: lines}, beside those of the flags and of the environment.
         placement: read from its train loop.
-        lines: what the terminal shows of that; the text has its table of op types, too.
         graph: of the train loop, as traced.
 
     Raises:
         RunError: the file cannot be written.
     """
-    options, num_towers = run.options, len(run.builder.devices)
     differing = [n for n, value in hparams.hparams_of(options).items() if value != _default(n)]
     varied = hparams.varied(_declared(folder.absolute().parent))  # by the sweep it is part of
     summaries = [
-        layout(any(name.startswith("/gpu") for name in run.builder.devices)),
+        layout(any(name.startswith("/gpu") for name in tower_devices)),
         hparams.experiment(varied or differing),
-        hparams.session_start(options, num_towers),
-        text_pb("rules", _verbatim(rule_book(run))),
+        hparams.session_start(options, len(tower_devices)),
+        *(text_pb(tag, _verbatim(lines)) for tag, lines in texts.items()),
         text_pb("flags", flags_table(options)),
-        text_pb("placement", _verbatim([*lines, "", *placement_report.table(placement)])),
-        text_pb("environment", environment(run)),
-        text_pb("model", _verbatim(_model_lines(run))),
+        text_pb("environment", environment(tower_devices)),
     ]
     step = step_graph(graph, placement)
     if step.ByteSize() > options.max_event_mib * 2**20 / 4:  # no browser would draw it either
@@ -172,22 +172,15 @@ def flags_table(options: Options) -> str:
     return _table(("flag", "value", "default"), rows)
 
 
-def environment(run: Run) -> str:
+def environment(tower_devices: Sequence[str]) -> str:
     """Return versions, machine, environment variables and devices, in markdown."""
     parts = (host.versions(), host.machine(), host.environment())
     rows = [(n, _code(value)) for part in parts for n, value in part.items() if value is not None]
-    return f"{_table(('', ''), rows)}\n\n{_verbatim(devices.report(run.builder.devices))}"
+    return f"{_table(('', ''), rows)}\n\n{_verbatim(devices.report(tower_devices))}"
 
 
 def _default(name: str) -> Any:
     return Options.__dataclass_fields__[name].default
-
-
-def _model_lines(run: Run) -> list[str]:
-    """Return Keras' summary of the model."""
-    lines: list[str] = []
-    run.masters.model.summary(line_length=100, print_fn=lambda line, **_: lines.append(line))
-    return [line for block in lines for line in block.splitlines()]
 
 
 def _verbatim(lines: Iterable[str]) -> str:

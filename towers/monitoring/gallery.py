@@ -4,26 +4,36 @@ What goes wrong in making one is a line: a run is worth more than its pictures. 
 written, as on a full disk, ends the run as it would without them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+import keras
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from towers.builder.tower import TowerBuilder
 from towers.monitoring import pictures
 from towers.monitoring.histograms import Histograms
 from towers.monitoring.monitor import Monitor
-from towers.monitoring.samples import Batch, Sampler
+from towers.monitoring.samples import Batch, Sampler, seen_by_towers
 from towers.options.timetable import Timetable
-from towers.training.evaluate import Evaluation
-from towers.training.run import Run
 
 
 class Gallery:
     """Shows what towers see, what they got wrong, and how weights and gradients lie."""
 
-    def __init__(self, run: Run, sampler: Sampler, timetable: Timetable, monitor: Monitor):
+    def __init__(
+        self,
+        monitor: Monitor,
+        timetable: Timetable,
+        sampler: Sampler,
+        histograms: Histograms,
+        builder: TowerBuilder,
+        model: keras.Model,
+        class_names: Sequence[str],
+    ):
         """Show the first pictures: a data set that has one reader at a time is read here."""
-        self._run, self._timetable, self._monitor = run, timetable, monitor
-        self._sampler, self._histograms = sampler, Histograms(run)
+        self._monitor, self._timetable = monitor, timetable
+        self._sampler, self._histograms = sampler, histograms
+        self._builder, self._model, self._class_names = builder, model, class_names
         self._failed: set[str] = set()
         self._shown: set[tuple[str, int]] = set()
         self.show_training(timetable.first_step)
@@ -32,34 +42,43 @@ class Gallery:
 
     def show_training(self, step: int) -> None:
         """Show the batch after `step` updates as the towers see it, and the first filters."""
-        found = self._made(
-            "pictures", step, lambda: pictures.of_training(self._run, self._batch(step))
-        )
-        self._monitor.show(step, train=found)
+        self._monitor.show(step, train=self._made("pictures", step, self._of_training))
 
     def show_histograms(self, step: int) -> None:
         """Show how weights, gradients and activations lie after `step` updates."""
         found = self._made(
-            "histograms", step, lambda: [self._histograms.of_step(self._batch(step))]
+            "histograms", step, lambda step: [self._histograms.of_step(self._batch(step))]
         )
         self._monitor.show(step, train=found)
 
-    def show_evaluation(self, step: int, evaluation: Evaluation) -> None:
+    def show_evaluation(self, step: int, predictions: pictures.Predictions) -> None:
         """Show what an evaluation after `step` updates got wrong."""
-        found = self._made("mistakes", step, lambda: pictures.of_evaluation(self._run, evaluation))
+        found = self._made(
+            "mistakes", step, lambda _: pictures.of_evaluation(predictions, self._class_names)
+        )
         self._monitor.show(step, test=found)
+
+    def _of_training(self, step: int) -> list[Summary]:
+        found, batch, options = [], self._batch(step), self._timetable.options
+        if batch is not None:
+            seen = seen_by_towers(self._builder, options, batch, pictures.NUM_IMAGES)
+            stretch = options.augment != "off"
+            found += pictures.of_towers(seen, self._class_names, batch.step, stretch)
+        return found + pictures.filters(self._model)
 
     def _batch(self, step: int) -> Batch | None:
         return self._sampler.batch(step, self._timetable.examples(step))
 
-    def _made(self, what: str, step: int, make: Callable[[], Iterable[Summary]]) -> list[Summary]:
+    def _made(
+        self, what: str, step: int, make: Callable[[int], Iterable[Summary]]
+    ) -> list[Summary]:
         """Return what `make` returns the first time; nothing, and once a line, if it fails."""
         if (what, step) in self._shown:
             return []
         self._shown.add((what, step))
         with self._monitor.pause():
             try:
-                return list(make())
+                return list(make(step))
             except Exception as error:  # of any kind: the user's own code may be in it
                 if what not in self._failed:
                     self._failed.add(what)

@@ -1,6 +1,6 @@
 """Histograms for TensorBoard: of weights, of gathered gradients, and of what layers give out.
 
-    histograms = Histograms(run)                 # nothing is built yet
+    histograms = Histograms(builder, model, weights, loss_fn, loss_scale, options)
     batch = sampler.batch(step, examples)        # of samples.Sampler
     writer.heavy(histograms.of_step(batch), step)
 
@@ -9,7 +9,7 @@ dropped. The two functions are compiled at the first call.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -21,10 +21,10 @@ from tensorboard.util import tensor_util
 
 from towers import tf_private
 from towers.builder.splitting import PerTower
+from towers.builder.tower import TowerBuilder
 from towers.data import augment
 from towers.monitoring.samples import Batch
-from towers.training.run import Run
-from towers.training.step import make_loss_fn, weights_of
+from towers.options.run import Options
 
 NUM_BUCKETS = 30  # TensorBoard's default
 NUM_EXAMPLES = 16  # that activations are taken of
@@ -35,9 +35,27 @@ _MAX_VALUES, _MAX_ACTIVATIONS = 2**22, 2**16
 class Histograms:
     """The histograms of a run; holds its compiled functions."""
 
-    def __init__(self, run: Run) -> None:
-        """Note the run; build nothing."""
-        self.run = run
+    def __init__(
+        self,
+        builder: TowerBuilder,
+        model: keras.Model,
+        weights: Sequence[Any],
+        loss_fn: Callable,
+        loss_scale: tf.Variable | None,
+        options: Options,
+    ):
+        """Note what a step is made of; build nothing.
+
+        Args:
+            builder: of the towers.
+            model: whose layers are looked at.
+            weights: its trainable variables, as the builder takes them.
+            loss_fn: the towers' function: (images, labels, draws) of a slice -> losses [b].
+            loss_scale: what `loss_fn` multiplies losses by; None: nothing.
+            options: of the run: how images are augmented, and their type.
+        """
+        self._builder, self._model, self._weights = builder, model, weights
+        self._loss_fn, self._loss_scale, self._options = loss_fn, loss_scale, options
 
     def of_step(self, batch: Batch | None) -> Summary:
         """Return `weights/NAME`, `gradients/NAME` and `activations/LAYER`, as of now.
@@ -48,9 +66,8 @@ class Histograms:
         Args:
             batch: what gradients and activations are taken of; None: there are none of them.
         """
-        model = self.run.masters.model
         summary = Summary()
-        variables = model.trainable_variables
+        variables = self._model.trainable_variables
         names = unique(v.path for v in variables)
         weights = (_thinned(v.value, _MAX_VALUES) for v in variables)
         _add(summary, "weights", zip(names, weights, strict=True))
@@ -67,13 +84,12 @@ class Histograms:
     @functools.cached_property
     def _gradients(self) -> Callable[..., dict[int, tf.Tensor]]:
         """The compiled function from a batch to {place of the variable: values of its gradient}."""
-        builder, masters = self.run.builder, self.run.masters
-        loss_fn = make_loss_fn(masters, self.run.options)
+        builder, scale = self._builder, self._loss_scale
 
         @tf.function(autograph=False)
         def gradients(*batch: tf.Tensor) -> dict[int, tf.Tensor]:
             with keras.StatelessScope():  # assignments end here
-                _, found = builder.gradients(loss_fn, weights_of(masters), *batch)
+                _, found = builder.gradients(self._loss_fn, self._weights, *batch)
             result = {}
             with tf.device(builder.gather_device):
                 for i, gradient in enumerate(found):
@@ -81,8 +97,8 @@ class Histograms:
                     if gradient is None:
                         continue
                     value = _thinned(gradient, _MAX_VALUES)
-                    if masters.loss_scale is not None:
-                        value /= tf.cast(masters.loss_scale, value.dtype)
+                    if scale is not None:
+                        value /= tf.cast(scale, value.dtype)
                     result[i] = value
             return result
 
@@ -94,14 +110,14 @@ class Histograms:
 
         Tracing it sets `_layer_names`, in the order of its results.
         """
-        masters, options = self.run.masters, self.run.options
-        dtype = tf.float64 if options.dtype == "float64" else tf.float32
+        kind = self._options.augment
+        dtype = tf.float64 if self._options.dtype == "float64" else tf.float32
 
         @tf.function(autograph=False)
         def activations(images: tf.Tensor, draws: tf.Tensor) -> list[tf.Tensor]:
-            with tf.device(self.run.builder.devices[0]), keras.StatelessScope():
-                inputs = augment.train_images(images, draws, options.augment, dtype=dtype)
-                found = outputs_of_layers(masters.model, inputs)
+            with tf.device(self._builder.devices[0]), keras.StatelessScope():
+                inputs = augment.train_images(images, draws, kind, dtype=dtype)
+                found = outputs_of_layers(self._model, inputs)
                 self._layer_names = [layer.path or layer.name for layer, _ in found]
                 return [_thinned(value, _MAX_ACTIVATIONS) for _, value in found]
 

@@ -1,45 +1,65 @@
 """What a run looks like: the images that towers see, first filters, and what evaluation gets wrong.
 
     batch = sampler.batch(step, examples)                    # of samples.Sampler
-    for summary in pictures.of_training(run, batch): writer.heavy(summary, step)
-    for summary in pictures.of_evaluation(run, evaluation): ...
+    seen = samples.seen_by_towers(builder, options, batch, pictures.NUM_IMAGES)
+    pictures.of_towers(seen, class_names, batch.step)        # a list of Summary protos
+    pictures.of_evaluation(predictions, class_names)
 
 Nothing is written here, and nothing that a run computes with is changed. All work is done at the
 call: there is nothing to prepare.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 
 import keras
 import numpy as np
 from tensorboard.compat.proto.summary_pb2 import Summary
 
 from towers.monitoring import drawing
-from towers.monitoring.samples import Batch, seen_by_towers
-from towers.training.evaluate import Evaluation, Mistake, Predictions
-from towers.training.run import Run
 
 NUM_IMAGES = 8  # of each tower
 _MAX_FILTERS = 256
 _MAX_CLASSES = 500  # rows of a confusion matrix
 
 
-def of_training(run: Run, batch: Batch | None) -> list[Summary]:
-    """Return the pictures of a training step: `images/tower_I`, and `filters/LAYER` if there are.
+@dataclasses.dataclass(frozen=True)
+class Mistake:
+    """An example that was taken for another class.
 
-    Args:
-        run: its weights are those before the step.
-        batch: of the step; None: there are no images.
+    Attributes:
+        image: as it is stored, `[H, W, C]`.
+        label: the true class.
+        predicted: the class that the model said.
+        confidence: the probability that it gave that class.
     """
-    seen = images(run, batch) if batch else []
-    found = filters(run.masters.model)
-    return seen + ([found] if found else [])
+
+    image: np.ndarray
+    label: int
+    predicted: int
+    confidence: float
 
 
-def of_evaluation(run: Run, evaluation: Evaluation) -> list[Summary]:
+@dataclasses.dataclass(frozen=True)
+class Predictions:
+    """What the model said of each example of the test set.
+
+    Attributes:
+        labels: the true classes, int32 `[N]`, in the order of the test set.
+        predicted: the classes that the model said, int32 `[N]`.
+        mistakes: the most confident ones, the most confident first.
+        averaged: whether this is of the moving average of the weights.
+    """
+
+    labels: np.ndarray
+    predicted: np.ndarray
+    mistakes: list[Mistake]
+    averaged: bool
+
+
+def of_evaluation(predictions: Predictions, names: Sequence[str]) -> list[Summary]:
     """Return the pictures of an evaluation: `confusion_matrix`, and `mistakes` if there are any."""
-    predictions, names = evaluation.predictions, run.data.class_names
-    if predictions is None or not predictions.labels.size:
+    if not predictions.labels.size:
         return []
     pictures = [confusion_matrix(predictions, names)]
     if predictions.mistakes:
@@ -47,33 +67,42 @@ def of_evaluation(run: Run, evaluation: Evaluation) -> list[Summary]:
     return pictures
 
 
-def images(run: Run, batch: Batch) -> list[Summary]:
-    """Return for each tower with examples the first images of its slice, as its model gets them.
+def of_towers(
+    seen: Iterable[tuple[np.ndarray, np.ndarray]],
+    class_names: Sequence[str],
+    step: int | None,
+    stretch: bool = True,
+) -> list[Summary]:
+    """Return `images/tower_I` of each tower with examples: its images, with their classes.
 
-    Each is enlarged, its values mapped to 0..255, and has the name of its class under it.
+    Args:
+        seen: (images, labels) of each tower, as `samples.seen_by_towers` returns them.
+        class_names: by label.
+        step: that trains on them; None: they stand for those of another step.
+        stretch: whether values from 0 to 1 are stretched as others are.
     """
-    of_step = f"in step {batch.step}" if batch.step is not None else "(some, not of this step)"
+    of_step = "(some, not of this step)" if step is None else f"in step {step}"
     found = []
-    for i, (seen, labels) in enumerate(seen_by_towers(run, batch, NUM_IMAGES)):
-        if not len(seen):
+    for i, (images, labels) in enumerate(seen):
+        if not len(images):
             continue
-        names = [run.data.class_names[label] for label in labels]
+        names = [class_names[label] for label in labels]
         about = f"Training images as tower {i} sees them {of_step}: {', '.join(names)}."
-        shown = [drawing.to_bytes(image, stretch=run.options.augment != "off") for image in seen]
+        shown = [drawing.to_bytes(image, stretch=stretch) for image in images]
         picture = drawing.grid(shown, [[name] for name in names])
         found.append(drawing.summary(f"images/tower_{i}", picture, about))
     return found
 
 
-def filters(model: keras.Model) -> Summary | None:
-    """Return the filters of the model's first Conv2D layer, or None if it has none.
+def filters(model: keras.Model) -> list[Summary]:
+    """Return `filters/LAYER` of the model's first Conv2D layer, or nothing if it has none.
 
     With 3 input channels they are shown in colour, else in gray, as their mean over the channels;
     each is stretched from its least weight to its greatest.
     """
     layer = _first_convolution(model, set())
     if layer is None:
-        return None
+        return []
     kernel = np.array(keras.ops.convert_to_numpy(layer.kernel), np.float64)  # [h, w, in, out]
     if kernel.shape[2] != 3:
         with np.errstate(invalid="ignore"):  # infinities
@@ -83,7 +112,7 @@ def filters(model: keras.Model) -> Summary | None:
     height, width = kernel.shape[:2]
     about = f"{len(shown)} of the {num} {height}x{width} filters of the first convolution."
     picture = drawing.grid(shown, columns=max(4, round(len(shown) ** 0.5)))
-    return drawing.summary(f"filters/{layer.path or layer.name}", picture, about)
+    return [drawing.summary(f"filters/{layer.path or layer.name}", picture, about)]
 
 
 def confusion_matrix(predictions: Predictions, names: Sequence[str]) -> Summary:

@@ -1,8 +1,8 @@
 """Training examples to look at: the batch of a step, and what each tower sees of it.
 
-    sampler = Sampler(run)                                   # reads nothing
+    sampler = Sampler(data.train, options, masters.step)     # reads nothing
     batch = sampler.batch(step=40, examples=5120)
-    for images, labels in seen_by_towers(run, batch, 8): ...
+    for images, labels in seen_by_towers(builder, options, batch, 8): ...
 
 Batches are read by a pipeline of their own: the run's iterator and its draws are as they were.
 """
@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from towers.builder.tower import TowerBuilder
-from towers.data import DatasetSplit, augment
-from towers.training.run import Run
+from towers.data import DatasetSplit, Split, augment
+from towers.options.run import Options
 
 # A user's `tf.data` pipeline cannot jump: what comes before a batch is read and dropped. Further
 # into an epoch than so many examples a look at a batch is not worth it.
@@ -52,10 +52,16 @@ class Sampler:
     on more than `FAR_EXAMPLES` into an epoch gets the epoch's first batch.
     """
 
-    def __init__(self, run: Run) -> None:
-        """Note where the run stands; read nothing."""
-        self._run, self._kept = run, None
-        self._first_step = int(run.masters.step.numpy())
+    def __init__(self, split: Split, options: Options, step: tf.Variable):
+        """Note where the run stands; read nothing.
+
+        Args:
+            split: the training set.
+            options: of the run.
+            step: the number of steps that are done, which training counts up.
+        """
+        self._split, self._options, self._step = split, options, step
+        self._first_step, self._kept = int(step.numpy()), None
 
     def batch(self, step: int, examples: int) -> Batch | None:
         """Return the batch of a step; or of a pipeline of the user's the one that is kept.
@@ -70,10 +76,10 @@ class Sampler:
         Raises:
             tf.errors.OpError: the data set cannot be read.
         """
-        if not isinstance(self._run.data.train, DatasetSplit):
+        if not isinstance(self._split, DatasetSplit):
             return Batch(*self._read(step, examples), step)
-        if self._kept is None and int(self._run.masters.step.numpy()) == self._first_step:
-            position = examples % self._run.data.train.size
+        if self._kept is None and int(self._step.numpy()) == self._first_step:
+            position = examples % self._split.size
             if position <= FAR_EXAMPLES:
                 self._kept = Batch(*self._read(step, examples), step)
             else:
@@ -81,18 +87,18 @@ class Sampler:
         return self._kept
 
     def _read(self, step: int, examples: int) -> tuple[tf.Tensor, ...]:
-        options = self._run.options
-        batches = self._run.data.train.train_batches(
-            options.batch_size, seed=options.seed, step=step, examples=examples
-        )
-        return next(iter(batches))
+        size, seed = self._options.batch_size, self._options.seed
+        return next(iter(self._split.train_batches(size, seed=seed, step=step, examples=examples)))
 
 
-def seen_by_towers(run: Run, batch: Batch, num: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def seen_by_towers(
+    builder: TowerBuilder, options: Options, batch: Batch, num: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the first images of each tower's slice as its model gets them, with their labels.
 
     Args:
-        run: of the batch.
+        builder: of the towers.
+        options: of the run: how images are augmented, and their type.
         batch: what the towers share.
         num: at most so many images of each tower.
 
@@ -100,7 +106,6 @@ def seen_by_towers(run: Run, batch: Batch, num: int) -> list[tuple[np.ndarray, n
         (images `[n, h, w, C]`, labels int32 `[n]`) of each tower; n is 0 for one without examples.
         Images are float, but uint8 where they are stored so and nothing is done to them.
     """
-    options = run.options
     dtype = tf.float64 if options.dtype == "float64" else tf.float32
     as_stored = options.augment == "off" and batch.images.dtype == tf.uint8
 
@@ -110,10 +115,10 @@ def seen_by_towers(run: Run, batch: Batch, num: int) -> list[tuple[np.ndarray, n
         return (images if as_stored else seen), labels[:num]
 
     # The parts that towers accumulate gradients over are split as towers are.
-    gather_device = run.builder.gather_device
-    parts = TowerBuilder([gather_device] * run.builder.accumulate_steps, gather_device)
+    gather_device = builder.gather_device
+    parts = TowerBuilder([gather_device] * builder.accumulate_steps, gather_device)
     split = parts.map(lambda *part: part, batch.images, batch.labels, batch.draws)
-    rounds = [run.builder.map(see, *part) for part in split]
+    rounds = [builder.map(see, *part) for part in split]
     return [
         tuple(
             np.concatenate([value.numpy() for value in values])[:num]

@@ -11,46 +11,13 @@ import tensorflow as tf
 from towers import devices
 from towers.data import Data
 from towers.errors import InputError
+from towers.monitoring.pictures import Mistake, Predictions
 from towers.options.run import Options
 from towers.training import checkpoint
 from towers.training.run import Run, one_line_errors, prepare
 from towers.training.step import make_eval_step
 
 NUM_MISTAKES = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Mistake:
-    """An example that was taken for another class.
-
-    Attributes:
-        image: as it is stored, `[H, W, C]`.
-        label: the true class.
-        predicted: the class that the model said.
-        confidence: the probability that it gave that class.
-    """
-
-    image: np.ndarray
-    label: int
-    predicted: int
-    confidence: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Predictions:
-    """What the model said of each example, with the averaged weights where there are any.
-
-    Attributes:
-        labels: the true classes, int32 `[N]`, in the order of the test set.
-        predicted: the classes that the model said, int32 `[N]`.
-        mistakes: the most confident ones, at most `NUM_MISTAKES`, the most confident first.
-        averaged: whether this is of the moving average of the weights.
-    """
-
-    labels: np.ndarray
-    predicted: np.ndarray
-    mistakes: list[Mistake]
-    averaged: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,7 +103,9 @@ def write(
         start["first_batch"] = start["initial_weights"] = None
         if step == 0:
             start["first_batch"] = _known(
-                lambda: _first_batch(sampler or Sampler(run)), "first_batch", lines
+                lambda: _first_batch(sampler or Sampler(run.data.train, options, run.masters.step)),
+                "first_batch",
+                lines,
             )
             start["initial_weights"] = _known(
                 lambda: weights_hash(run.masters.variables()), "initial_weights", lines

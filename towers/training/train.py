@@ -14,8 +14,10 @@ import tensorflow as tf
 from towers import devices, files
 from towers.devices.gpu_health import GpuHealth
 from towers.errors import RunError
+from towers.graphs import placement_report
 from towers.monitoring import dashboard
 from towers.monitoring.gallery import Gallery
+from towers.monitoring.histograms import Histograms
 from towers.monitoring.monitor import Monitor, tensorboard_command
 from towers.monitoring.profiler import Profiler
 from towers.monitoring.samples import Sampler
@@ -26,6 +28,7 @@ from towers.training.checkpoint import Checkpoints
 from towers.training.evaluate import Evaluation, make_evaluator
 from towers.training.rules import rule_book
 from towers.training.run import Run, one_line_errors
+from towers.training.step import make_loss_fn, weights_of
 from towers.training.stop import StopRequest
 
 
@@ -74,7 +77,7 @@ def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> di
     )
     start_lines = [*rule_book(run), *logits.notes(run), *devices.report(run.builder.devices)]
     print(*start_lines, sep="\n", file=out, flush=True)
-    sampler = Sampler(run)
+    sampler = Sampler(run.data.train, options, run.masters.step)
     with one_line_errors(options):
         batch = sampler.batch(first, timetable.first_examples)
     if batch is not None:
@@ -85,7 +88,12 @@ def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> di
     for line in manifest.write(run, folder, restored, sampler):
         print(line, file=out, flush=True)
     graph = train_loop.get_concrete_function(batches, tf.constant(0)).graph
-    dashboard.open_root(run, folder, placement, lines, graph)
+    texts = {
+        "rules": rule_book(run),
+        "placement": [*lines, "", *placement_report.table(placement)],
+        "model": model_lines(run),
+    }
+    dashboard.open_root(folder, options, run.builder.devices, texts, placement, graph)
     evaluator = make_evaluator(run)
     health = GpuHealth()
     monitor = Monitor(folder, timetable, run.builder.devices, health=health.read, out=out)
@@ -102,7 +110,7 @@ def _train(options: Options, folder: Path, lock: files.Lock, start: float) -> di
         profiler,
         StopRequest() as stop,
     ):
-        gallery = Gallery(run, sampler, timetable, monitor)
+        gallery = make_gallery(run, monitor, timetable, sampler)
         if timetable.evaluates(step) and not monitor.evaluated(step):  # it was stopped in that
             show_evaluation(monitor, gallery, step, evaluator(stop))
         while step < last and not stop():
@@ -169,6 +177,29 @@ def make_timetable(run: Run) -> Timetable:
     )
 
 
+def make_gallery(run: Run, monitor: Monitor, timetable: Timetable, sampler: Sampler) -> Gallery:
+    """Return what shows pictures and histograms of a run; the first ones are shown at once."""
+    masters = run.masters
+    histograms = Histograms(
+        run.builder,
+        masters.model,
+        weights_of(masters),
+        make_loss_fn(masters, run.options),
+        masters.loss_scale,
+        run.options,
+    )
+    return Gallery(
+        monitor, timetable, sampler, histograms, run.builder, masters.model, run.data.class_names
+    )
+
+
+def model_lines(run: Run) -> list[str]:
+    """Return Keras' summary of the model."""
+    blocks: list[str] = []
+    run.masters.model.summary(line_length=100, print_fn=lambda line, **_: blocks.append(line))
+    return "\n".join(blocks).splitlines()
+
+
 def finished(timetable: Timetable, folder: Path) -> dict[str, Any] | None:
     """Return the result of a run that has nothing left to do, None for any other."""
     result = files.read_json(folder / "result.json")
@@ -231,7 +262,7 @@ def show_evaluation(
         return
     if not monitor.evaluated(step):  # a crash came between this and what follows
         gallery.show_training(step)
-        gallery.show_evaluation(step, evaluation)
+        gallery.show_evaluation(step, evaluation.predictions)
     names = ("accuracy", "accuracy_ema", "loss", "loss_ema")
     monitor.eval_point(step, {name: getattr(evaluation, name) for name in names})
 
