@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=9)
     arguments, rest = parser.parse_known_args()
     try:
-        run = prepare(flags.parse("train", ["--num_towers=2", *rest]))
+        run = prepare(flags.parse(["--num_towers=2", *rest]))
     except (InputError, RunError) as error:
         sys.exit(f"telemetry_cost.py: {error}")
     plan = Timetable(0, 0, 10**9, run.data.train.size, run.options)

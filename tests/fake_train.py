@@ -14,7 +14,7 @@ from towers.options import flags
 
 
 def main():
-    options = flags.parse("train", sys.argv[1:])
+    options = flags.parse(sys.argv[1:])
     folder = Path(options.train_dir)
     with open(folder.parent / "started", "a") as started:
         started.write(f"{folder.name} {options.visible_gpus}\n")

@@ -7,19 +7,107 @@ import contextlib
 import dataclasses
 import json
 import os
+import pkgutil
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import towers
 from towers.errors import InputError, RunError
 from towers.options import flags
+from towers.options.gpu import GpuOptions
 from towers.options.run import Options
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_INTERRUPTED = 1, 2, 75, 130
+
+
+@dataclasses.dataclass(frozen=True)
+class Verb(flags.Verb):
+    """A verb, and what runs it; nothing of it is imported before it is called for.
+
+    Attributes:
+        function: "module:function", called with the options and a function that takes lines.
+        tensorflow: how TensorFlow is started before: "" not at all, "cpu" without GPUs, "options"
+            as the options say.
+    """
+
+    function: str = ""
+    tensorflow: str = ""
+
+
+_GPU_OPTIONS = tuple(field.name for field in dataclasses.fields(GpuOptions))
+_VERBS = (
+    Verb(
+        "train",
+        "train a model over towers, or continue a run",
+        function="towers.training.train:train",
+        tensorflow="options",
+    ),
+    Verb(
+        "evaluate",
+        "evaluate the newest checkpoint of a run on the test set",
+        takes=(
+            *("train_dir", "json", "dataset", "data_dir", "image_size", "batch_size", "dtype"),
+            *("num_towers", "devices"),
+            *_GPU_OPTIONS,
+        ),
+        completes=True,
+        function="towers.training.evaluate:evaluate",
+        tensorflow="options",
+    ),
+    Verb(
+        "verify",
+        "prove on your model that N towers compute what one device computes",
+        options="towers.commands.verify.options:VerifyOptions",
+        function="towers.commands.verify.command:verify",
+        tensorflow="options",
+    ),
+    Verb(
+        "benchmark",
+        "measure speed, scaling and where a step's time goes, also beside others",
+        options="towers.commands.benchmark.options:BenchmarkOptions",
+        function="towers.commands.benchmark.command:benchmark",
+        tensorflow="options",
+    ),
+    Verb(
+        "plan",
+        "say before a run how it would scale on GPUs: bytes, memory, step times",
+        options="towers.commands.plan.options:PlanOptions",
+        function="towers.commands.plan.command:plan",
+        tensorflow="cpu",
+    ),
+    Verb(
+        "doctor",
+        "check this machine: versions, GPUs, memory, computing, data, folders",
+        takes=("train_dir", "json", "dataset", "data_dir", "visible_gpus"),
+        function="towers.commands.doctor.command:doctor",
+    ),
+    Verb(
+        "sweep",
+        "train a run for each combination of flags, and say which is best",
+        options="towers.commands.sweep.options:SweepOptions",
+        refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir"),
+        function="towers.commands.sweep.command:sweep",
+    ),
+    Verb(
+        "compare",
+        "show what runs differ in: flags, results, time to an accuracy, curves",
+        options="towers.commands.compare.options:CompareOptions",
+        function="towers.commands.compare.command:compare",
+    ),
+    Verb(
+        "tensorboard",
+        "show a run, or a folder of runs, in TensorBoard",
+        options="towers.commands.tensorboard.options:TensorboardOptions",
+        takes=("train_dir", "port"),
+        function="towers.commands.tensorboard.command:tensorboard",
+    ),
+)
+VERBS = {verb.name: verb for verb in _VERBS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,28 +119,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("--help", "-h", "-help", "help"):
-        print(flags.main_help(towers.__version__), end="")
+        print(flags.main_help(towers.__version__, list(VERBS.values())), end="")
         return 0
     if argv[0] in ("--version", "-version"):
         print(f"towers {towers.__version__}")
         return 0
-    verb, rest = argv[0], argv[1:]
+    name, rest = argv[0], argv[1:]
     try:
-        if verb not in flags.VERBS:
+        if name not in VERBS:
             raise InputError(
-                f"there is no verb {verb!r}: towers {'|'.join(flags.VERBS)} --flag=value ..."
+                f"there is no verb {name!r}: towers {'|'.join(VERBS)} --flag=value ..."
             )
         if {"--help", "-h", "-help"} & set(rest):
-            print(flags.verb_help(verb), end="")
+            print(flags.verb_help(VERBS[name]), end="")
             return 0
-        with _no_end_by_sigusr2(verb):
-            return _run(verb, flags.parse(verb, rest), start)
+        with _no_end_by_sigusr2(name):
+            return _run(VERBS[name], parse(name, rest), start)
     except InputError as error:
         return _complain(error, EXIT_USAGE)
     except RunError as error:
         return _complain(error, EXIT_FAILED)
     except KeyboardInterrupt:
         return _complain("interrupted", EXIT_INTERRUPTED)
+
+
+def parse(name: str, argv: Sequence[str]) -> Any:
+    """Return the options that the command line of a verb gives; see `flags.parse`."""
+    return flags.parse(argv, VERBS[name])
 
 
 @contextlib.contextmanager
@@ -75,58 +168,40 @@ def _complain(message: object, exit_code: int) -> int:
     return exit_code
 
 
-def _run(verb: str, options: Options, start: float) -> int:
-    """Run a verb with its options."""
+def _run(verb: Verb, options: Any, start: float) -> int:
+    """Run a verb with its options; return its exit code."""
     sys.path.insert(0, os.getcwd())  # models.cnn:cnn is found where the user stands
-    out = sys.stderr if options.json else sys.stdout
+    of_run = getattr(options, "run", options)
+    as_json = options.json if hasattr(options, "json") else of_run.json
+    out = sys.stderr if as_json else sys.stdout
 
     def say(line: str) -> None:
         print(line, file=out, flush=True)
 
-    if verb == "doctor":
-        return _doctor(options, say)
-    if verb == "tensorboard":
-        from towers.commands.tensorboard.command import tensorboard
+    if verb.tensorflow:
+        with _quiet_start():
+            _start(
+                dataclasses.replace(of_run, devices="cpu") if verb.tensorflow == "cpu" else of_run
+            )
+    elif verb.name == "doctor" and options.dataset == "cifar10":
+        with contextlib.suppress(Exception), _quiet_start():
+            from towers import data  # noqa: F401  which imports TensorFlow: that may be wrong
+    function = pkgutil.resolve_name(verb.function)
+    result = function(options, start if verb.name == "train" else say)
+    if as_json and result:
+        print(json.dumps(result, default=dataclasses.asdict))
+    return _exit_code(result)
 
-        tensorboard(options, say)
-        return 0
-    if verb == "sweep":
-        return _sweep(options, say)
-    if verb == "compare":
-        from towers.commands.compare.command import compare
 
-        result = compare(options, say)
-        if options.json:
-            print(json.dumps(result))
-        return 0
-    with _quiet_start():
-        _start(dataclasses.replace(options, devices="cpu") if verb == "plan" else options)
-    if verb == "train":
-        from towers.training.train import train
-
-        result = train(options, start)
-        if result is None:
-            return EXIT_STOPPED
-    elif verb == "verify":
-        from towers.commands.verify.command import verify
-
-        result = verify(options, say)
-    elif verb == "benchmark":
-        from towers.commands.benchmark.command import benchmark
-
-        result = benchmark(options, say)
-    elif verb == "plan":
-        from towers.commands.plan.command import plan
-
-        result = plan(options, say)
-    else:
-        from towers.training.evaluate import evaluate
-
-        result = evaluate(options, say)
-    if options.json:
-        print(json.dumps(result))
-    failed = (verb == "verify" and not result["passed"]) or result.get("failed")
-    return EXIT_FAILED if failed else 0
+def _exit_code(result: Any) -> int:
+    """Return the exit code of what a verb returned; None: a run was stopped, after saving."""
+    if isinstance(result, list):
+        return EXIT_FAILED if any(check.status == "problem" for check in result) else 0
+    if result is None or result.get("interrupted"):
+        return EXIT_STOPPED
+    if result.get("failed") or not result.get("passed", True):
+        return EXIT_FAILED
+    return EXIT_STOPPED if result.get("stopped") else 0
 
 
 def _start(options: Options) -> None:
@@ -139,33 +214,6 @@ def _start(options: Options) -> None:
     if options.devices.strip().lower() == "cpu" and not options.visible_gpus:
         gpu_options = dataclasses.replace(gpu_options, visible_gpus="none")  # left to others
     devices.configure(**dataclasses.asdict(gpu_options))
-
-
-def _doctor(options: Options, say: Callable[[str], None]) -> int:
-    """Check the machine. TensorFlow is not started here: that may be what is wrong."""
-    from towers.commands.doctor.command import doctor
-
-    if options.dataset == "cifar10":  # which is looked for by a module that imports TensorFlow
-        with contextlib.suppress(Exception), _quiet_start():
-            from towers import data  # noqa: F401
-    checks = doctor(options, say)
-    if options.json:
-        print(json.dumps([dataclasses.asdict(check) for check in checks]))
-    return EXIT_FAILED if any(check.status == "problem" for check in checks) else 0
-
-
-def _sweep(options: Options, say: Callable[[str], None]) -> int:
-    """Make the runs of a sweep, in processes of their own: TensorFlow is not started here."""
-    from towers.commands.sweep.command import sweep
-
-    result = sweep(options, say)
-    if options.json:
-        print(json.dumps(result))
-    if result["interrupted"]:
-        return EXIT_STOPPED
-    if result["failed"]:
-        return EXIT_FAILED
-    return EXIT_STOPPED if result["stopped"] else 0
 
 
 @contextlib.contextmanager

@@ -1,12 +1,29 @@
 """The folder of a run: whole files or none, and an old run is moved aside, never deleted."""
 
+import contextlib
 import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from towers.errors import InputError, RunError
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield where to write what is to take the place of `path`: whole, or not at all.
+
+    A crash leaves the old file or the new one; other processes see all of one or of the other.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_text(path: Path, text: str) -> None:
@@ -15,15 +32,11 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         RunError: it cannot be written, as on a full disk.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise RunError(f"{path} cannot be written: {error.strerror}") from None
-        raise
+        with replacing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def write_json(path: Path, value: Any) -> None:

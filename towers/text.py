@@ -1,5 +1,6 @@
-"""Tables of text: columns as wide as they must be, numbers to the right."""
+"""Text for people: tables, numbers of things, an error in one line."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60
         ]
         lines.append("  ".join(padded).rstrip())
     return lines
+
+
+def count(number: int, noun: str) -> str:
+    """Return "1 tower", "2 towers"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def first_line(error: BaseException, widest: int = 200) -> str:
+    """Return the first line of an error that says something, without TensorFlow's names of nodes.
+
+    An error that says nothing gives the name of its class.
+    """
+    lines = re.sub(r"\{\{.*?\}\} *", "", str(error)).splitlines()
+    return next(filter(None, map(str.strip, lines)), type(error).__name__)[:widest]
 
 
 def cut(text: str, widest: int) -> str:

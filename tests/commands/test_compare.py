@@ -16,7 +16,6 @@ from towers import cli
 from towers.commands.compare import plot as compare_plot
 from towers.commands.compare.command import compare
 from towers.monitoring.curves import read_curves, training_seconds
-from towers.options import flags
 from towers.options.run import Options
 from towers.text import cut, table
 
@@ -83,7 +82,7 @@ def make_run(name, accuracies, result=None, rate=100.0, by_examples=False, **cha
 
 def compare_lines(*argv):
     lines = []
-    result = compare(flags.parse("compare", list(argv)), lines.append)
+    result = compare(cli.parse("compare", list(argv)), lines.append)
     return result, lines
 
 

@@ -45,7 +45,7 @@ def folder(tmp_path, monkeypatch):
 def run_fake(*argv):
     """Make a sweep of fake runs in S; return its result and its lines."""
     lines = []
-    options = flags.parse("sweep", ["--sweep_dir=S", *argv])
+    options = cli.parse("sweep", ["--sweep_dir=S", *argv])
     return sweep(options, lines.append, program=FAKE), lines
 
 
@@ -97,7 +97,7 @@ def test_the_best_is_a_command_that_can_be_typed(folder):
         ["sh", "-c", f'towers() {{ printf "%s\\n" "$@"; }}; {command}'],
         capture_output=True, text=True, check=True,
     ).stdout.splitlines()  # fmt: skip
-    options = flags.parse(words[0], words[1:])
+    options = cli.parse(words[0], words[1:])
     assert (options.model_args, options.seed, options.momentum) == ("a=1,b=x y", 1, 0.5)
     assert options.train_dir == "S-best"
 
@@ -199,8 +199,8 @@ def background(folder):
     def start(*argv, stderr=None):
         os.mkfifo("ready")
         code = (
-            "import sys; from towers import flags, sweep; "
-            f"result = sweep.sweep(flags.parse('sweep', sys.argv[1:]), program={FAKE!r}); "
+            "import sys; from towers import cli; from towers.commands.sweep import command; "
+            f"result = command.sweep(cli.parse('sweep', sys.argv[1:]), program={FAKE!r}); "
             "sys.exit(75 if result['interrupted'] else 0)"
         )
         process = subprocess.Popen(
@@ -426,8 +426,8 @@ def test_tensorboard_finds_the_varied_flags_first_in_one_file(folder):
 
 def test_a_sweep_needs_no_tensorflow(folder):
     code = (
-        "import sys; from towers import flags, sweep; "
-        f"sweep.sweep(flags.parse('sweep', sys.argv[1:]), program={FAKE!r}); "
+        "import sys; from towers import cli; from towers.commands.sweep import command; "
+        f"command.sweep(cli.parse('sweep', sys.argv[1:]), program={FAKE!r}); "
         "sys.exit('tensorflow' in sys.modules)"
     )
     argv = [sys.executable, "-c", code, "--sweep_dir=S", "--vary=seed:1"]
@@ -483,11 +483,11 @@ def test_a_killed_sweep_of_real_runs_repeats_nothing_that_was_finished(folder):
     assert [row["finished"] for row in result["summary"]] == [2, 2, 2]
     assert "learning_rate  accuracy" in again.stderr and "\r" not in again.stderr
     for run in result["runs"]:
-        options = flags.parse("train", [f"--flagfile=S/{run['name']}/flags.cfg"])
+        options = flags.parse([f"--flagfile=S/{run['name']}/flags.cfg"])
         assert {name: getattr(options, name) for name in run["flags"]} == run["flags"]
         assert dataclasses.replace(
             options, train_dir="x", learning_rate=1.0, seed=0
-        ) == flags.parse("train", [*TINY, "--train_dir=x", "--learning_rate=1", "--seed=0"])
+        ) == flags.parse([*TINY, "--train_dir=x", "--learning_rate=1", "--seed=0"])
 
 
 def test_flags_that_may_change_exist():

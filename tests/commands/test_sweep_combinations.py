@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from towers import cli
 from towers.commands.sweep import combinations as sweep_plan
 from towers.commands.sweep.combinations import (
     Varied,
@@ -19,12 +20,11 @@ from towers.commands.sweep.combinations import (
 )
 from towers.commands.sweep.options import SweepOptions
 from towers.errors import InputError
-from towers.options import flags
 from towers.options.run import Options
 
 
 def plan_of(*argv):
-    return plan(flags.parse("sweep", ["--sweep_dir=S", *argv]))
+    return plan(cli.parse("sweep", ["--sweep_dir=S", *argv]))
 
 
 def refusal(*argv):
@@ -243,11 +243,11 @@ def test_names_are_safe_short_and_different(left, right):
 
 
 def test_the_flags_of_a_sweep():
-    options = flags.parse("sweep", ["--vary=seed:1", "--vary", "momentum:0"])
+    options = cli.parse("sweep", ["--vary=seed:1", "--vary", "momentum:0"])
     assert options == SweepOptions(vary=("seed:1", "momentum:0"))
     with pytest.raises(InputError, match="towers sweep takes no --train_dir: .*--sweep_dir"):
-        flags.parse("sweep", ["--train_dir=a", "--vary=seed:1"])
+        cli.parse("sweep", ["--train_dir=a", "--vary=seed:1"])
     with pytest.raises(InputError, match="--parallel=0: a whole number from 1"):
-        flags.parse("sweep", ["--parallel=0", "--vary=seed:1"])
+        cli.parse("sweep", ["--parallel=0", "--vary=seed:1"])
     with pytest.raises(InputError, match="unexpected argument 'seed:1'"):
-        flags.parse("sweep", ["--vary=seed:1", "seed:1"])
+        cli.parse("sweep", ["--vary=seed:1", "seed:1"])

@@ -11,14 +11,13 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from towers.commands.tensorboard.options import TensorboardOptions
 
 from tests import tiny
 from tests.tensorboard_server import Server, metrics
 from towers import cli
 from towers.commands.tensorboard import command as tensorboard
+from towers.commands.tensorboard.options import TensorboardOptions
 from towers.errors import InputError
-from towers.options import flags
 from towers.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -253,12 +252,12 @@ def test_a_port_that_is_taken_is_refused(event_dir):
 @pytest.mark.parametrize("flag", ["--optimizer=sgd", "--json", "--max_steps=3"])
 def test_flags_of_training_are_refused(flag):
     with pytest.raises(InputError, match="^towers tensorboard takes no --"):
-        flags.parse("tensorboard", [flag])
+        cli.parse("tensorboard", [flag])
 
 
 def test_a_port_out_of_range_is_refused():
     with pytest.raises(InputError, match="^--port=70000: a whole number from 0 to 65535"):
-        flags.parse("tensorboard", ["--port=70000"])
+        cli.parse("tensorboard", ["--port=70000"])
 
 
 def test_all_points_of_a_long_curve_are_shown(tmp_path):

@@ -4,18 +4,21 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import towers
+from towers import cli
 from towers.commands.benchmark.options import BenchmarkOptions
 from towers.commands.compare.options import CompareOptions
 from towers.commands.plan.options import PlanOptions
 from towers.commands.verify.options import VerifyOptions
 from towers.errors import InputError
 from towers.options import flags
+from towers.options.fields import option
 from towers.options.run import Options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,10 +87,18 @@ def name_of(line):
     return line.removeprefix("--").partition("=")[0]
 
 
+def help_of(verb):
+    return flags.verb_help(cli.VERBS[verb])
+
+
+def main_help():
+    return flags.main_help("0", list(cli.VERBS.values()))
+
+
 def refusal(verb, *argv):
     """Return the message with which a command line is refused."""
     with pytest.raises(InputError) as error:
-        flags.parse(verb, argv)
+        cli.parse(verb, argv)
     return str(error.value)
 
 
@@ -103,55 +114,91 @@ def folder(tmp_path, monkeypatch):
 
 def test_the_verbs_are_frozen():
     verbs = "train evaluate verify benchmark plan doctor sweep compare tensorboard"
-    assert list(flags.VERBS) == verbs.split()
+    assert list(cli.VERBS) == verbs.split()
 
 
 def test_the_flags_and_their_defaults_are_frozen():
-    shown = [
-        line.split()[0] for line in flags.verb_help("train").splitlines() if line.startswith("  --")
-    ]
+    shown = [line.split()[0] for line in help_of("train").splitlines() if line.startswith("  --")]
     assert shown == DEFAULTS
 
 
 def test_the_defaults_that_are_shown_are_those_in_force():
-    assert flags.parse("train", DEFAULTS) == flags.parse("train", []) == Options()
+    assert flags.parse(DEFAULTS) == flags.parse([]) == Options()
 
 
 def test_verify_takes_a_list_of_towers_and_has_flags_of_its_own():
-    lines = flags.verb_help("verify").splitlines()
+    lines = help_of("verify").splitlines()
     shown = [line.split()[0] for line in lines if line.startswith("  --")]
     changed = [line.replace("--num_towers=0", "--num_towers=1,2,3,4") for line in DEFAULTS]
     assert shown == [*changed, "--steps=10", "--float32=false"]
-    options = flags.parse("verify", ["--num_gpus=1,2", "--steps=3", "--nojson", "--float32"])
+    options = cli.parse("verify", ["--num_gpus=1,2", "--steps=3", "--nojson", "--float32"])
     assert options == VerifyOptions(num_towers="1,2", steps=3, float32=True)
     assert options.of_run(num_towers=2) == Options(num_towers=2)
     assert "there is no flag --steps" in refusal("train", "--steps=3")
 
 
+@dataclasses.dataclass(frozen=True)
+class OfAVerb:
+    """Options of a verb that holds those of a run."""
+
+    num_towers: str = option("1,2", "Towers", "Numbers of towers.", alias="num_gpus")
+    steps: int = option(3, "Verb", "Steps to make.", minimum=1)
+    run: Options = Options()
+
+
+@dataclasses.dataclass(frozen=True)
+class OfAnyRun:
+    """Options of a verb that makes runs of what it is given."""
+
+    run: dict
+    steps: int = option(3, "Verb", "Steps to make.", minimum=1)
+
+
+@pytest.fixture
+def verb(monkeypatch):
+    """Return a function that gives a verb with the options of a class."""
+    here = SimpleNamespace(OfAVerb=OfAVerb, OfAnyRun=OfAnyRun)
+    monkeypatch.setitem(sys.modules, "here", here)
+    return lambda name: flags.Verb("try", options=f"here:{name}")
+
+
+def test_a_verb_may_hold_the_options_of_a_run(verb):
+    options = flags.parse(["--num_gpus=4", "--steps=5", "--seed=7"], verb("OfAVerb"))
+    assert options == OfAVerb(num_towers="4", steps=5, run=Options(seed=7))
+    assert flags.parse([], verb("OfAVerb")) == OfAVerb()
+    lines = flags.verb_help(verb("OfAVerb")).splitlines()
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    changed = [line.replace("--num_towers=0", "--num_towers=1,2") for line in DEFAULTS]
+    assert shown == [*changed, "--steps=3"]
+
+    options = flags.parse(["--schedule=step", "--steps=5"], verb("OfAnyRun"))  # no run by itself
+    assert options == OfAnyRun({"schedule": "step"}, steps=5)
+
+
 def test_plan_has_flags_of_its_own():
-    lines = flags.verb_help("plan").splitlines()
+    lines = help_of("plan").splitlines()
     shown = [line.split()[0] for line in lines if line.startswith("  --")]
     own = "--gpu_memory_gib=16 --gpu_tflops=19.5 --gpu_utilisation=0.3 --step_ms=0 --measure=true"
     assert shown == [*DEFAULTS, *own.split()]
-    options = flags.parse("plan", ["--num_gpus=8", "--gpu_memory_gib=80", "--nomeasure"])
+    options = cli.parse("plan", ["--num_gpus=8", "--gpu_memory_gib=80", "--nomeasure"])
     assert options == PlanOptions(num_towers=8, gpu_memory_gib=80.0, measure=False)
     assert "there is no flag --gpu_memory_gib" in refusal("train", "--gpu_memory_gib=80")
 
 
 def test_benchmark_takes_a_list_of_towers_and_has_flags_of_its_own():
-    lines = flags.verb_help("benchmark").splitlines()
+    lines = help_of("benchmark").splitlines()
     shown = [line.split()[0] for line in lines if line.startswith("  --")]
     others = {"--num_towers=0": "--num_towers=", "--dataset=shapes": "--dataset=synthetic"}
     own = ["--against=", "--windows=5", "--seconds=2", "--plot="]
     assert shown == [*(others.get(line, line) for line in DEFAULTS), *own]
-    options = flags.parse("benchmark", ["--num_gpus=1,2", "--against=jax, fit", "--windows=3"])
+    options = cli.parse("benchmark", ["--num_gpus=1,2", "--against=jax, fit", "--windows=3"])
     assert options == BenchmarkOptions(num_towers="1,2", against="jax, fit", windows=3)
     assert (options.tower_numbers(), options.peers()) == ([1, 2], ["jax", "fit"])
     assert "there is no flag --against" in refusal("train", "--against=jax")
 
 
 def test_sweep_has_flags_of_its_own_and_gives_runs_their_folders():
-    lines = flags.verb_help("sweep").splitlines()
+    lines = help_of("sweep").splitlines()
     shown = [line.split()[0] for line in lines if line.startswith("  --")]
     own = "--vary= --samples=0 --sweep_seed=0 --sweep_dir=runs/sweep --parallel=1".split()
     taken = [line for line in DEFAULTS if name_of(line) not in ("train_dir", "overwrite")]
@@ -160,17 +207,17 @@ def test_sweep_has_flags_of_its_own_and_gives_runs_their_folders():
 
 
 def test_compare_takes_folders_and_flags_of_its_own():
-    lines = flags.verb_help("compare").splitlines()
+    lines = help_of("compare").splitlines()
     shown = [line.split()[0] for line in lines if line.startswith("  --")]
     assert shown == ["--accuracy=0", "--plot=", "--json=false"]
     assert any(line.startswith("usage: towers compare RUN... [") for line in lines)
-    options = flags.parse("compare", ["a", "--accuracy", "0.5", "b", "--json"])
+    options = cli.parse("compare", ["a", "--accuracy", "0.5", "b", "--json"])
     assert options == CompareOptions(runs=("a", "b"), accuracy=0.5, json=True)
     assert "unexpected argument 'a'" in refusal("train", "a")
 
 
 def test_evaluate_takes_what_does_not_change_the_run():
-    text = flags.verb_help("evaluate")
+    text = help_of("evaluate")
     shown = [name_of(line.split()[0]) for line in text.splitlines() if line.startswith("  --")]
     assert sorted(shown) == sorted(OF_EVALUATE)
     assert "What is not given is as in the run's flags.cfg." in text
@@ -178,20 +225,20 @@ def test_evaluate_takes_what_does_not_change_the_run():
 
 @pytest.mark.parametrize("alias, name", ALIASES.items())
 def test_aliases(alias, name):
-    assert getattr(flags.parse("train", [f"--{alias}=3"]), name) == 3
-    assert getattr(flags.parse("train", [f"--{alias}=3", f"--{name}=4"]), name) == 4
-    assert getattr(flags.parse("train", [f"--{name}=4", f"--{alias}", "3"]), name) == 3
-    assert f"Also --{alias}." in flags.verb_help("train")
+    assert getattr(flags.parse([f"--{alias}=3"]), name) == 3
+    assert getattr(flags.parse([f"--{alias}=3", f"--{name}=4"]), name) == 4
+    assert getattr(flags.parse([f"--{name}=4", f"--{alias}", "3"]), name) == 3
+    assert f"Also --{alias}." in help_of("train")
 
 
 def test_help_is_narrow_and_names_every_choice():
-    for verb in flags.VERBS:
-        text = flags.verb_help(verb)
+    for verb in cli.VERBS:
+        text = help_of(verb)
         assert max(map(len, text.splitlines())) <= 100
-        assert verb in flags.main_help("0")
-    words = " ".join(flags.verb_help("train").split())
+        assert verb in main_help()
+    words = " ".join(help_of("train").split())
     assert "One of float32, float64, mixed_bfloat16, mixed_float16." in words
-    assert max(map(len, flags.main_help("0").splitlines())) <= 100
+    assert max(map(len, main_help().splitlines())) <= 100
 
 
 def test_the_ways_to_write_a_flag():
@@ -201,25 +248,23 @@ def test_the_ways_to_write_a_flag():
         ["-batch_size=3"],
         ["-batch_size", "3"],
     ):
-        assert flags.parse("train", argv).batch_size == 3
+        assert flags.parse(argv).batch_size == 3
     for argv in (["--overwrite"], ["--overwrite=true"], ["--overwrite=1"], ["--overwrite=T"]):
-        assert flags.parse("train", argv).overwrite is True
+        assert flags.parse(argv).overwrite is True
     for argv in (["--nooverwrite"], ["--overwrite=False"], ["--overwrite", "--nooverwrite"]):
-        assert flags.parse("train", argv).overwrite is False
-    assert (
-        flags.parse("train", ["--model_args=depth=20,width=16"]).model_args == "depth=20,width=16"
-    )
-    assert flags.parse("train", ["--train_dir=a b"]).train_dir == "a b"
+        assert flags.parse(argv).overwrite is False
+    assert flags.parse(["--model_args=depth=20,width=16"]).model_args == "depth=20,width=16"
+    assert flags.parse(["--train_dir=a b"]).train_dir == "a b"
 
 
 def test_the_last_one_wins():
-    assert flags.parse("train", ["--batch_size=3", "--json", "--batch_size=4"]).batch_size == 4
+    assert flags.parse(["--batch_size=3", "--json", "--batch_size=4"]).batch_size == 4
 
 
 def test_a_folder_may_lie_at_home(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert flags.parse("train", ["--train_dir=~/runs/a"]).train_dir == "/home/me/runs/a"
-    assert flags.parse("train", ["--train_dir", "~"]).train_dir == "/home/me"
+    assert flags.parse(["--train_dir=~/runs/a"]).train_dir == "/home/me/runs/a"
+    assert flags.parse(["--train_dir", "~"]).train_dir == "/home/me"
 
 
 # ---------------------------------------------------------------------------- Flagfiles
@@ -231,21 +276,21 @@ def test_flagfiles_nest_and_take_comments_and_blank_lines(folder):
         "\ufeff# a comment\n\n   \n// another\n  # indented\n--max_steps=2\n"
         "  --flagfile=inner.cfg  \r\n--seed=2\n--overwrite\n--train_dir=a b"
     )
-    options = flags.parse("train", ["--flagfile=outer.cfg"])
+    options = flags.parse(["--flagfile=outer.cfg"])
     assert options == Options(batch_size=1, max_steps=1, seed=2, overwrite=True, train_dir="a b")
 
 
 def test_a_flagfile_counts_where_it_stands(folder):
     (folder / "a.cfg").write_text("--batch_size=1\n--num_towers=2")
     for flag in (["--flagfile=a.cfg"], ["--flagfile", "a.cfg"], ["-flagfile=a.cfg"]):
-        options = flags.parse("train", ["--batch_size=3", *flag, "--num_gpus=4"])
+        options = flags.parse(["--batch_size=3", *flag, "--num_gpus=4"])
         assert (options.batch_size, options.num_towers) == (1, 4)
 
 
 def test_a_flagfile_may_be_read_twice_but_not_by_itself(folder):
     (folder / "a.cfg").write_text("--batch_size=1")
     (folder / "b.cfg").write_text("--flagfile=a.cfg\n--flagfile=a.cfg")
-    assert flags.parse("train", ["--flagfile=b.cfg", "--flagfile=a.cfg"]).batch_size == 1
+    assert flags.parse(["--flagfile=b.cfg", "--flagfile=a.cfg"]).batch_size == 1
 
     (folder / "c.cfg").write_text("--seed=1\n--flagfile=./d.cfg\n")
     (folder / "d.cfg").write_text(f"--flagfile={folder}/c.cfg\n")
@@ -258,7 +303,7 @@ def test_a_flagfile_may_be_read_twice_but_not_by_itself(folder):
 def test_a_flagfile_may_lie_at_home(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder))
     (folder / "a.cfg").write_text("--batch_size=1")
-    assert flags.parse("train", ["--flagfile=~/a.cfg"]).batch_size == 1
+    assert flags.parse(["--flagfile=~/a.cfg"]).batch_size == 1
 
 
 def test_flagfiles_that_cannot_be_read(folder):
@@ -302,7 +347,7 @@ def test_the_flagfiles_of_the_checkout_are_good(monkeypatch):
     paths = sorted((ROOT / "configs").glob("*.cfg"))
     assert paths
     for path in paths:
-        flags.parse("train", [f"--flagfile=configs/{path.name}"])
+        flags.parse([f"--flagfile=configs/{path.name}"])
 
 
 # ---------------------------------------------------------------------------- There and back
@@ -367,7 +412,7 @@ OPTIONS = st.builds(
 def test_a_run_is_repeated_by_its_flagfile(tmp_path_factory, options):
     path = tmp_path_factory.getbasetemp() / "flags.cfg"
     path.write_text(options.to_flagfile(), encoding="utf-8")
-    assert flags.parse("train", [f"--flagfile={path}"]) == options
+    assert flags.parse([f"--flagfile={path}"]) == options
 
 
 # ---------------------------------------------------------------------------- evaluate
@@ -381,7 +426,7 @@ def write_run(folder, **values):
 
 def test_evaluate_takes_the_run_and_then_its_own_flags(folder):
     run = write_run(folder / "run", batch_size=7, model="a.b:c", momentum=0.5, num_towers=2)
-    options = flags.parse("evaluate", [f"--train_dir={run}", "--num_gpus=4", "--json"])
+    options = cli.parse("evaluate", [f"--train_dir={run}", "--num_gpus=4", "--json"])
     assert options == Options(
         train_dir=str(run), batch_size=7, model="a.b:c", momentum=0.5, num_towers=4, json=True
     )
@@ -389,27 +434,27 @@ def test_evaluate_takes_the_run_and_then_its_own_flags(folder):
 
 def test_evaluate_finds_a_run_that_was_moved(folder):
     write_run(folder / "run", batch_size=7).rename(folder / "other")
-    options = flags.parse("evaluate", ["--train_dir=other"])
+    options = cli.parse("evaluate", ["--train_dir=other"])
     assert (options.train_dir, options.batch_size) == ("other", 7)
 
 
 def test_evaluate_finds_the_run_that_a_flagfile_names(folder):
     write_run(folder / "run", batch_size=7, seed=5)
     (folder / "a.cfg").write_text("--train_dir=run\n--seed=6\n")
-    options = flags.parse("evaluate", ["--flagfile=a.cfg"])
+    options = cli.parse("evaluate", ["--flagfile=a.cfg"])
     assert (options.train_dir, options.batch_size, options.seed) == ("run", 7, 6)
 
 
 def test_evaluate_finds_the_default_folder(folder):
     (folder / "runs").mkdir()
     write_run(folder / "elsewhere", batch_size=7).rename(folder / "runs" / "train")
-    options = flags.parse("evaluate", [])
+    options = cli.parse("evaluate", [])
     assert (options.train_dir, options.batch_size) == ("runs/train", 7)
 
 
 def test_evaluate_does_without_flags_cfg_where_there_are_checkpoints(folder):
     (folder / "run" / "checkpoints").mkdir(parents=True)
-    assert flags.parse("evaluate", ["--train_dir=run"]) == Options(train_dir="run")
+    assert cli.parse("evaluate", ["--train_dir=run"]) == Options(train_dir="run")
 
 
 def test_evaluate_needs_a_run(folder):
@@ -446,7 +491,7 @@ def test_doctor_takes_what_it_checks_and_no_more():
         "towers doctor takes no --num_towers: it takes --train_dir, --json, --dataset, --data_dir, "
         "--visible_gpus"
     )
-    assert flags.parse("doctor", ["--json", "--train_dir=a"]) == Options(json=True, train_dir="a")
+    assert cli.parse("doctor", ["--json", "--train_dir=a"]) == Options(json=True, train_dir="a")
 
 
 # ---------------------------------------------------------------------------- Importing
@@ -458,7 +503,7 @@ import sys
 from absl import flags
 before = set(flags.FLAGS)
 import towers, towers.options.flags, towers.options.run, towers.cli
-towers.options.flags.parse("train", [])
+towers.options.flags.parse([])
 assert set(flags.FLAGS) == before, set(flags.FLAGS) - before
 assert not {"tensorflow", "keras"} & set(sys.modules)
 """
@@ -468,7 +513,7 @@ assert not {"tensorflow", "keras"} & set(sys.modules)
 def test_the_public_names_are_loaded_on_first_use():
     code = """
 import sys, towers
-assert set(towers.__all__) == {"TowerBuilder", "PerTower"} <= set(dir(towers))
+assert {"TowerBuilder", "PerTower"} <= set(towers.__all__) <= set(dir(towers))
 assert "tensorflow" not in sys.modules and "towers.builder.tower" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

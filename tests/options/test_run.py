@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from towers.errors import InputError
-from towers.options.run import AUGMENTATIONS, DTYPES, OPTIMIZERS, SCHEDULES, Options
+from towers.options.run import DTYPES, SCHEDULES, Options
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,8 +107,8 @@ def test_numbers_of_numpy_will_do():
     "name, choices",
     [
         ("dtype", DTYPES),
-        ("augment", AUGMENTATIONS),
-        ("optimizer", OPTIMIZERS),
+        ("augment", ("tutorial", "resnet", "none", "off")),
+        ("optimizer", ("sgd", "momentum", "nesterov", "adamw")),
         ("schedule", SCHEDULES),
     ],
 )

@@ -11,11 +11,11 @@ shifted by a lost byte never gets through, for then the file's size is wrong.
 
 from __future__ import annotations
 
-import os
-import tempfile
+from pathlib import Path
 
 import numpy as np
 
+from towers import files
 from towers.errors import InputError
 
 IMAGE_SHAPE = (32, 32, 3)
@@ -76,16 +76,8 @@ def write(path: str, images: np.ndarray, labels: np.ndarray) -> None:
     records = np.empty((len(images), RECORD_BYTES), np.uint8)
     records[:, 0] = labels
     records[:, 1:] = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
-    # Another process may read or write the same file at this moment: it sees all of it or nothing.
-    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path) or ".", prefix=".towers-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(records)
-        os.chmod(temporary, 0o644)  # mkstemp's 0600 would lock other users out of a shared folder
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with files.replacing(Path(path)) as temporary:  # which another process may read or write, too
+        records.tofile(temporary)
 
 
 def check_labels(path: str, labels: np.ndarray) -> None:

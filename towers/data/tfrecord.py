@@ -26,13 +26,14 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 import zipfile
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
+from towers import files
 from towers.data import encoded
 from towers.data.pipeline import Data
 from towers.errors import InputError
@@ -246,13 +247,7 @@ def _keep(path: str, places: Sequence[Places]) -> None:
     arrays |= {f"labels{i}": labels for i, (_, labels) in enumerate(places)}
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".towers-")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez(file, **arrays)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with files.replacing(Path(path)) as temporary, open(temporary, "wb") as file:
+            np.savez(file, **arrays)
     except OSError:
         pass  # then the next run scans again

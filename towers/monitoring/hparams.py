@@ -4,7 +4,6 @@ A run is one row, whose name is that of its folder. So `tensorboard --logdir RUN
 --logdir of a folder of runs one for each. Nothing here needs TensorFlow.
 """
 
-import dataclasses
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -15,7 +14,7 @@ from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from tensorboard.plugins.hparams.summary_v2 import Metric, hparams_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
-from towers.options.run import Options
+from towers.options.run import Options, names_that_affect
 
 # TensorBoard shows five columns of either kind, and the rest on a click.
 _SHOWN = 5
@@ -33,7 +32,6 @@ METRICS = {
     "test_examples": "test examples",
     "gradient_noise_scale": "gradient noise scale, examples",
 }
-_NOT_OF_THE_EXPERIMENT = ("train_dir", "overwrite", "json")
 
 
 def hparams_of(options: Options, num_towers: int | None = None) -> dict[str, Any]:
@@ -43,8 +41,8 @@ def hparams_of(options: Options, num_towers: int | None = None) -> dict[str, Any
         options: of the run.
         num_towers: that were taken; None: as the flag says.
     """
-    names = [field.name for field in dataclasses.fields(Options)]
-    values = {n: getattr(options, n) for n in names if n not in _NOT_OF_THE_EXPERIMENT}
+    names = names_that_affect("result", "speed", "machine", "report")
+    values = {name: getattr(options, name) for name in names}
     return values if num_towers is None else values | {"num_towers": num_towers}
 
 

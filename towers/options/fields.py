@@ -7,17 +7,21 @@ from typing import Any
 from towers.errors import InputError
 
 
-def option(default: Any, group: str, help: str, **metadata: Any) -> Any:
+def option(default: Any, group: str, help: str, affects: str = "result", **metadata: Any) -> Any:
     """Return a dataclass field that says all about an option.
 
     Args:
         default: its value if none is given.
         group: heading under which its help stands.
         help: what it means.
+        affects: "result": what the run computes and leaves, so that another value is another run;
+            "speed": how fast it does that; "machine": what it takes of the machine; "report": what
+            it shows and keeps, and when; "call": where and how it is called this time.
         **metadata: "minimum", "maximum", "choices", "example" of a value, "alias" of the flag,
             "numbers" for a string of numbers with commas.
     """
-    return dataclasses.field(default=default, metadata=dict(group=group, help=help, **metadata))
+    about = dict(group=group, help=help, affects=affects, **metadata)
+    return dataclasses.field(default=default, metadata=about)
 
 
 def same_option(owner: type, name: str) -> Any:
@@ -61,6 +65,18 @@ def _check_number(field: dataclasses.Field, value: Any) -> None:
         example = field.metadata.get("example")
         such_as = f", as --{field.name}={example}" if example else ""
         raise InputError(f"--{field.name}={value}: {kind} {limits} is needed{such_as}")
+
+
+def parse_tower_numbers(text: str) -> list[int]:
+    """Return the numbers of towers of a comma-separated --num_towers.
+
+    Raises:
+        InputError: a part is no whole number of at least 1, or they do not rise.
+    """
+    numbers = parse_numbers("num_towers", text)
+    if not all(number >= 1 and number == int(number) for number in numbers):
+        raise InputError(f"--num_towers={text}: whole numbers of at least 1 are needed, as 1,2,4")
+    return [int(number) for number in numbers]
 
 
 def parse_numbers(name: str, text: str) -> list[float]:

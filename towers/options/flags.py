@@ -1,94 +1,105 @@
-"""The command line's flags: one for each field of `Options`, parsed by absl.
+"""The command line's flags: one for each option of a verb, also in flagfiles.
 
-They live in a `FlagValues` of their own, so that importing this module defines no flag in anybody's
-program; and it imports no TensorFlow, so that help and usage errors answer at once.
+absl's parsers read the values. No flag is defined in anybody's program, and no TensorFlow is
+imported, so that help and usage errors answer at once.
+
+In use:
+
+    options = flags.parse(["--flagfile=configs/quickstart.cfg", "--num_gpus=2"])     # of a run
+    options = flags.parse(["--steps=3"], Verb("verify", options="mine:VerifyOptions"))
+
+The options of a verb are a dataclass of `option` fields. A verb that works on a run holds the run's
+options in a field `run: Options`; its flags are then its own fields, and those of the run that it
+does not name itself. (`run: dict` takes the run's flags as {name: value}, unchecked, only those
+that were given.)
 """
 
 import dataclasses
 import difflib
 import os
+import pkgutil
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
 from towers import files
-from towers.commands.benchmark.options import BenchmarkOptions
-from towers.commands.compare.options import CompareOptions
-from towers.commands.plan.options import PlanOptions
-from towers.commands.sweep.options import SweepOptions
-from towers.commands.tensorboard.options import TensorboardOptions
-from towers.commands.verify.options import VerifyOptions
 from towers.errors import InputError
-from towers.options.gpu import GpuOptions
 from towers.options.run import Options
 
-# Which flags a verb takes on its command line. In a flagfile each verb takes all, so that one file
-# serves training and whatever is done with the run afterwards.
-VERBS: dict[str, tuple[str, tuple[str, ...] | None]] = {
-    "train": ("train a model over towers, or continue a run", None),
-    "evaluate": (
-        "evaluate the newest checkpoint of a run on the test set",
-        tuple("train_dir json dataset data_dir image_size batch_size dtype".split())
-        + ("num_towers", "devices")
-        + tuple(field.name for field in dataclasses.fields(GpuOptions)),
-    ),
-    "verify": ("prove on your model that N towers compute what one device computes", None),
-    "benchmark": ("measure speed, scaling and where a step's time goes, also beside others", None),
-    "plan": ("say before a run how it would scale on GPUs: bytes, memory, step times", None),
-    "doctor": (
-        "check this machine: versions, GPUs, memory, computing, data, folders",
-        tuple("train_dir json dataset data_dir visible_gpus".split()),
-    ),
-    "sweep": (
-        "train a run for each combination of flags, and say which is best",
-        tuple(
-            field.name
-            for field in dataclasses.fields(SweepOptions)
-            if field.name not in ("train_dir", "overwrite")
-        ),
-    ),
-    "compare": ("show what runs differ in: flags, results, time to an accuracy, curves", None),
-    "tensorboard": ("show a run, or a folder of runs, in TensorBoard", ("train_dir", "port")),
-}
 
-_FIELDS = {field.name: field for field in dataclasses.fields(Options)}
-# More than, or other than, the options of a run.
-_OF_VERB = {
-    "verify": VerifyOptions,
-    "benchmark": BenchmarkOptions,
-    "plan": PlanOptions,
-    "tensorboard": TensorboardOptions,
-    "sweep": SweepOptions,
-    "compare": CompareOptions,
+@dataclasses.dataclass(frozen=True)
+class Verb:
+    """A verb of the command line, described without importing it.
+
+    Attributes:
+        name: what is typed.
+        help: what it does, in one line.
+        options: "module:class" of its options.
+        takes: the options that its command line takes; None: all. In a flagfile each verb takes
+            all of a run, so that one file serves training and whatever is done with the run later.
+        refuses: {option of a run: the reason} for those that its command line does not take.
+        completes: whether what is not given is as in the flags.cfg of --train_dir.
+    """
+
+    name: str
+    help: str = ""
+    options: str = "towers.options.run:Options"
+    takes: Sequence[str] | None = None
+    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    completes: bool = False
+
+    def fields(self) -> dict[str, dataclasses.Field]:
+        """Return the options by name, as the help lists them."""
+        fields = {field.name: field for field in dataclasses.fields(self.options_class())}
+        if "run" in fields:
+            del fields["run"]
+            fields = {f.name: fields.pop(f.name, f) for f in dataclasses.fields(Options)} | fields
+        return fields
+
+    def options_class(self) -> type:
+        """Return the dataclass of the options."""
+        return pkgutil.resolve_name(self.options)
+
+
+_TRAIN = Verb("train")
+_OF_RUN = {field.name: field for field in dataclasses.fields(Options)}
+_PARSERS = {
+    bool: flags.BooleanParser(),
+    int: flags.IntegerParser(),
+    float: flags.FloatParser(),
+    str: flags.ArgumentParser(),
+    tuple: flags.ArgumentParser(),  # may be given several times
 }
-_ALIASES = {f.metadata["alias"]: n for n, f in _FIELDS.items() if "alias" in f.metadata}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def parse(verb: str, argv: Sequence[str]) -> Options:
+def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
     """Return the options that a verb's command line gives.
 
     Args:
-        verb: one of VERBS.
         argv: what stands after the verb.
+        verb: which options there are; those of a run by default.
 
     Raises:
         InputError: one line, for an unknown flag, a value of the wrong kind or out of range, a
             flagfile that cannot be read, or an argument that is no flag.
     """
-    values = _define(verb)
-    _set(values, argv, verb)
-    if verb == "evaluate":  # what the run was trained with, then what is given now
-        train_dir, values = values["train_dir"].value, _define(verb)
-        _set(values, [*_flags_of_run(train_dir), f"--train_dir={train_dir}", *argv], verb)
-    given = {name: values[name].value for name in _fields(verb)}
-    return _class_of(verb)(
-        **{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    )
+    reader = _Reader(verb)
+    reader.read(argv)
+    if verb.completes:  # what the run was trained with, then what is given now
+        train_dir = reader.values.get("train_dir", Options.train_dir)
+        reader = _Reader(verb)
+        reader.read([*_flags_of_run(train_dir), f"--train_dir={train_dir}", *argv])
+    kind, values = verb.options_class(), reader.values
+    kinds = {field.name: field.type for field in dataclasses.fields(kind)}
+    if "run" in kinds:
+        of_run = {name: values.pop(name) for name in values.keys() - kinds.keys()}
+        values["run"] = kinds["run"](**of_run)
+    return kind(**values)
 
 
 def option_name(flag: str) -> str:
@@ -97,14 +108,12 @@ def option_name(flag: str) -> str:
     Raises:
         InputError: there is no such flag.
     """
-    if flag not in _FIELDS and flag not in _ALIASES:
-        raise InputError(_unknown("train", flag))
-    return _ALIASES.get(flag, flag)
+    return _Reader(_TRAIN).name_of(flag)
 
 
 def option_type(name: str) -> type:
     """Return what the values of an option of a run are: int, float, bool or str."""
-    return _FIELDS[name].type
+    return _OF_RUN[name].type
 
 
 def parse_value(name: str, text: str) -> Any:
@@ -113,115 +122,126 @@ def parse_value(name: str, text: str) -> Any:
     Raises:
         InputError: it is not of the option's kind.
     """
-    values = _define("train")
-    _set(values, [f"--{name}={text}"], "train")
-    return values[name].value
+    reader = _Reader(_TRAIN)
+    reader.read([f"--{name}={text}"])
+    return reader.values[name]
 
 
-def _class_of(verb: str) -> type[Options]:
-    return _OF_VERB.get(verb, Options)
+class _Reader:
+    """Reads arguments and flagfiles: what comes later wins.
 
-
-def _fields(verb: str) -> dict[str, dataclasses.Field]:
-    """Return the options of a verb by name."""
-    return {field.name: field for field in dataclasses.fields(_class_of(verb))}
-
-
-def _positional(verb: str) -> dataclasses.Field | None:
-    """Return the option that arguments without a flag go to, if there is one."""
-    return next((f for f in _fields(verb).values() if "positional" in f.metadata), None)
-
-
-def _negations(verb: str) -> dict[str, str]:
-    """Return {"nojson": "json"} for each option that is true or false."""
-    return {f"no{name}": name for name, field in _fields(verb).items() if field.type is bool}
-
-
-def _define(verb: str) -> flags.FlagValues:
-    """Return the flags of a verb with their defaults."""
-    values = flags.FlagValues()
-    for field in _fields(verb).values():
-        define = {
-            bool: flags.DEFINE_boolean,
-            int: flags.DEFINE_integer,
-            float: flags.DEFINE_float,
-            str: flags.DEFINE_string,
-            tuple: flags.DEFINE_multi_string,  # may be given several times
-        }[field.type]
-        define(field.name, field.default, field.metadata["help"], flag_values=values)
-    for alias, name in _ALIASES.items():
-        if name in values:
-            flags.DEFINE_alias(alias, name, flag_values=values)
-    return values
-
-
-def _set(
-    values: flags.FlagValues, argv: Sequence[str], verb: str, opened: tuple[str, ...] = ()
-) -> None:
-    """Set flags from arguments, those of a flagfile in its place: what comes later wins.
-
-    absl reads the values. Its own reading of arguments would ignore a flagfile that includes itself
-    and whatever --undefok says, and take the next flag for a value that is missing.
-
-    Args:
-        values: what is set.
-        argv: the arguments.
-        verb: which flags are allowed, and for messages.
-        opened: the flagfiles that the arguments stand in, outermost first; none: the command line.
+    absl's own reading of arguments would ignore a flagfile that includes itself and whatever
+    --undefok says, and take the next flag for a value that is missing.
     """
-    waiting, positional = list(argv), _positional(verb)
-    while waiting:
-        argument = waiting.pop(0)
-        match = re.fullmatch(r"--?([^-=][^=]*)(?:=(.*))?", argument, re.DOTALL)
-        if positional and not opened and argument[:1] not in ("", "-"):
-            values[positional.name].parse(os.path.expanduser(argument))
-            continue
-        if not match:
-            raise InputError(f"unexpected argument {argument!r}: flags are written --name=value")
-        name, value = match.groups()
-        if name in _negations(verb) and value is None:
-            name, value = _negations(verb)[name], "false"
-        if (name not in values and name != "flagfile") or (positional and name == positional.name):
-            raise InputError(_unknown(verb, name))
-        if not opened:
-            _check_taken(verb, name)
-        if value is None and name in values and values[name].boolean:
-            value = "true"
-        if value is None:
-            if not waiting or waiting[0].startswith("--"):
-                raise InputError(f"--{name} needs a value: --{name}=...")
-            value = waiting.pop(0)
-        if name == "flagfile":
-            _set_from_file(values, value, verb, opened)
-            continue
-        if name in ("train_dir", "sweep_dir"):
-            value = os.path.expanduser(value)  # a shell leaves the ~ of --train_dir=~/runs alone
+
+    def __init__(self, verb: Verb):
+        self.values: dict[str, Any] = {}
+        self._verb, self._fields = verb, verb.fields()
+        self._positional = _positional(self._fields)
+        self._negations = {f"no{n}": n for n, field in self._fields.items() if field.type is bool}
+        self._aliases = {
+            field.metadata["alias"]: name
+            for name, field in self._fields.items()
+            if "alias" in field.metadata
+        }
+
+    def name_of(self, flag: str) -> str:
+        """Return the name of the option that a flag sets, an alias or not."""
+        name = self._aliases.get(flag, flag)
+        if name not in self._fields or name == self._positional:
+            raise InputError(self._unknown(flag))
+        return name
+
+    def read(self, argv: Sequence[str], opened: tuple[str, ...] = ()) -> None:
+        """Set values from arguments, those of a flagfile in its place.
+
+        Args:
+            argv: the arguments.
+            opened: the flagfiles that they stand in, outermost first; none: the command line.
+        """
+        waiting = list(argv)
+        while waiting:
+            argument = waiting.pop(0)
+            if self._positional and not opened and argument[:1] not in ("", "-"):
+                self._set(self._positional, os.path.expanduser(argument))
+                continue
+            match = re.fullmatch(r"--?([^-=][^=]*)(?:=(.*))?", argument, re.DOTALL)
+            if not match:
+                raise InputError(
+                    f"unexpected argument {argument!r}: flags are written --name=value"
+                )
+            flag, value = match.groups()
+            if flag in self._negations and value is None:
+                flag, value = self._negations[flag], "false"
+            name = flag if flag == "flagfile" else self.name_of(flag)
+            if not opened:
+                self._check_taken(name)
+            if value is None and name in self._negations.values():
+                value = "true"
+            if value is None:
+                if not waiting or waiting[0].startswith("--"):
+                    raise InputError(f"--{flag} needs a value: --{flag}=...")
+                value = waiting.pop(0)
+            if name == "flagfile":
+                self._read_file(value, opened)
+            else:
+                self._set(name, value, flag)
+
+    def _read_file(self, name: str, opened: tuple[str, ...]) -> None:
+        """Set values from the lines of a flagfile; messages name the file and the line."""
+        path = os.path.expanduser(name)
         try:
-            values[name].parse(value)
-        except flags.IllegalFlagValueError:
-            kind = _KINDS[_fields(verb)[_ALIASES.get(name, name)].type]
-            raise InputError(f"--{name}={value}: {kind} is needed") from None
+            with open(path, encoding="utf-8-sig") as file:
+                lines = file.readlines()
+        except OSError as error:
+            raise InputError(f"--flagfile={name} cannot be read: {error.strerror}") from None
+        except ValueError:
+            raise InputError(f"--flagfile={name} cannot be read: it is no text in UTF-8") from None
+        path = os.path.realpath(path)
+        if path in opened:
+            raise InputError(f"--flagfile={name}: a flagfile cannot include itself")
+        for number, line in enumerate(map(str.strip, lines), start=1):
+            if line and not line.startswith(("#", "//")):
+                try:
+                    self.read([line], (*opened, path))
+                except InputError as error:
+                    raise InputError(f"{name}, line {number}: {error}") from None
+
+    def _set(self, name: str, text: str, flag: str = "") -> None:
+        """Set the value of an option from what was typed."""
+        kind = self._fields[name].type
+        if name in ("train_dir", "sweep_dir"):
+            text = os.path.expanduser(text)  # a shell leaves the ~ of --train_dir=~/runs alone
+        try:
+            value = _PARSERS[kind].parse(text)
+        except ValueError:
+            raise InputError(f"--{flag}={text}: {_KINDS[kind]} is needed") from None
+        self.values[name] = (*self.values.get(name, ()), value) if kind is tuple else value
+
+    def _check_taken(self, name: str) -> None:
+        """Refuse an option of a run that the verb would ignore."""
+        verb = self._verb
+        reason = verb.refuses.get(name, "")
+        if verb.takes is not None and name in _OF_RUN and name not in verb.takes:
+            reason = f"it takes {', '.join(f'--{taken}' for taken in verb.takes)}"
+            reason += ", and the rest from the run's flags.cfg" if verb.completes else ""
+        if reason:
+            raise InputError(f"towers {verb.name} takes no --{name}: {reason}")
+
+    def _unknown(self, flag: str) -> str:
+        """Return the message for an unknown flag, with the nearest that exists."""
+        if flag in self._negations:
+            return f"--{flag} takes no value; did you mean --{self._negations[flag]}=...?"
+        names = [name for name in self._fields if name != self._positional]
+        known = [*names, *self._aliases, *self._negations, "flagfile"]
+        close = difflib.get_close_matches(flag, known, n=1)
+        hint = f"did you mean --{close[0]}?" if close else f"see towers {self._verb.name} --help"
+        return f"there is no flag --{flag}; {hint}"
 
 
-def _set_from_file(values: flags.FlagValues, name: str, verb: str, opened: tuple[str, ...]) -> None:
-    """Set flags from the lines of a flagfile; messages name the file and the line."""
-    path = os.path.expanduser(name)
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            lines = file.readlines()
-    except OSError as error:
-        raise InputError(f"--flagfile={name} cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise InputError(f"--flagfile={name} cannot be read: it is no text in UTF-8") from None
-    path = os.path.realpath(path)
-    if path in opened:
-        raise InputError(f"--flagfile={name}: a flagfile cannot include itself")
-    for number, line in enumerate(map(str.strip, lines), start=1):
-        if line and not line.startswith(("#", "//")):
-            try:
-                _set(values, [line], verb, (*opened, path))
-            except InputError as error:
-                raise InputError(f"{name}, line {number}: {error}") from None
+def _positional(fields: Mapping[str, dataclasses.Field]) -> str | None:
+    """Return the option that arguments without a flag go to, if there is one."""
+    return next((name for name, field in fields.items() if "positional" in field.metadata), None)
 
 
 def _flags_of_run(train_dir: str) -> list[str]:
@@ -242,60 +262,34 @@ def _flags_of_run(train_dir: str) -> list[str]:
     )
 
 
-def _check_taken(verb: str, name: str) -> None:
-    """Refuse a flag that the verb would ignore."""
-    allowed = VERBS[verb][1]
-    name = _ALIASES.get(name, name)
-    if allowed is not None and name in _FIELDS and name not in allowed:
-        if verb == "sweep":
-            raise InputError(f"towers sweep takes no --{name}: runs lie in --sweep_dir")
-        rest = ", and the rest from the run's flags.cfg" if verb == "evaluate" else ""
-        takes = ", ".join(f"--{a}" for a in allowed)
-        raise InputError(f"towers {verb} takes no --{name}: it takes {takes}{rest}")
-
-
-def _unknown(verb: str, name: str) -> str:
-    """Return the message for an unknown flag, with the nearest that exists."""
-    negations = _negations(verb)
-    if name in negations:
-        return f"--{name} takes no value; did you mean --{negations[name]}=...?"
-    names = [name for name, field in _fields(verb).items() if field != _positional(verb)]
-    known = [*names, *_ALIASES, *negations, "flagfile"]
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean --{close[0]}?" if close else f"see towers {verb} --help"
-    return f"there is no flag --{name}; {hint}"
-
-
-def main_help(version: str) -> str:
+def main_help(version: str, verbs: Sequence[Verb]) -> str:
     """Return what `towers --help` prints."""
-    verbs = "\n".join(f"  {verb:10} {text}" for verb, (text, _) in VERBS.items())
+    lines = "\n".join(f"  {verb.name:10} {verb.help}" for verb in verbs)
     return (
         f"towers {version}: data-parallel training, the same numbers at any number of towers\n\n"
-        f"usage: towers VERB [--flagfile=FILE] [--flag=value ...]\n\n{verbs}\n\n"
+        f"usage: towers VERB [--flagfile=FILE] [--flag=value ...]\n\n{lines}\n\n"
         "towers VERB --help lists the flags of a verb. A first run:\n\n"
         "  towers train --num_towers=2 --num_epochs=1 --train_dir=runs/first\n"
     )
 
 
-def verb_help(verb: str) -> str:
+def verb_help(verb: Verb) -> str:
     """Return what `towers VERB --help` prints: the flags in groups, with their defaults."""
-    text, allowed = VERBS[verb]
-    positional = _positional(verb)
-    words = f"{verb} {positional.metadata['positional']}" if positional else verb
+    fields = verb.fields()
+    positional = fields.pop(_positional(fields), None)
+    words = f"{verb.name} {positional.metadata['positional']}" if positional else verb.name
     usage = f"usage: towers {words} [--flagfile=FILE] [--flag=value ...]"
-    lines = [f"towers {verb}: {text}", "", usage]
-    examples = getattr(_class_of(verb), "EXAMPLES", "")
+    lines = [f"towers {verb.name}: {verb.help}", "", usage]
+    examples = getattr(verb.options_class(), "EXAMPLES", "")
     lines += ["", *examples.splitlines()] if examples else []
-    if verb == "evaluate":
+    if verb.completes:
         lines.append("What is not given is as in the run's flags.cfg.")
-    groups: dict[str, list[dataclasses.Field]] = {}
-    for name, field in _fields(verb).items():
-        if (allowed is None or name in allowed) and field != positional:
-            groups.setdefault(field.metadata["group"], []).append(field)
-    for group, fields in groups.items():
-        lines += ["", group]
-        for field in fields:
-            lines += _flag_help(field)
+    groups: dict[str, list[str]] = {}
+    for name, field in fields.items():
+        if (verb.takes is None or name in verb.takes) and name not in verb.refuses:
+            groups.setdefault(field.metadata["group"], []).extend(_flag_help(field))
+    for group, of_group in groups.items():
+        lines += ["", group, *of_group]
     return "\n".join(lines) + "\n"
 
 

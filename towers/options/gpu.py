@@ -15,21 +15,24 @@ class GpuOptions:
 
     visible_gpus: str = option(
         "", _GROUP, "GPUs to use, by the driver's numbers in PCI bus order: 0,2; none for no GPU. "
-        "The rest is hidden. Default: what CUDA_VISIBLE_DEVICES leaves.",
+        "The rest is hidden. Default: what CUDA_VISIBLE_DEVICES leaves.", affects="machine",
     )  # fmt: skip
     per_process_gpu_memory_fraction: float = option(
         0.0, _GROUP, "Part of each visible GPU's total memory to take; 0: all that is free.",
-        minimum=0, maximum=1, example=0.4,
+        affects="machine", minimum=0, maximum=1, example=0.4,
     )  # fmt: skip
     gpu_memory_limit_mib: int = option(
-        0, _GROUP, "The same in MiB; 0: all that is free.", minimum=0, example=4096
-    )
+        0, _GROUP, "MiB of each visible GPU's memory to take; 0: all that is free.",
+        affects="machine", minimum=0, example=4096,
+    )  # fmt: skip
     allow_growth: bool = option(
-        False, _GROUP, "Take GPU memory as it is needed, and not all of it at the start."
-    )
+        False, _GROUP, "Take GPU memory as it is needed, and not all of it at the start.",
+        affects="machine",
+    )  # fmt: skip
     allow_soft_placement: bool = option(
-        True, _GROUP, "Let TensorFlow choose another device for an op that cannot run on its own."
-    )
+        True, _GROUP, "Let TensorFlow choose another device for an op that cannot run on its own.",
+        affects="machine",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """Refuse values out of range and pairs that exclude each other.

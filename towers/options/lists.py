@@ -3,7 +3,7 @@
 import dataclasses
 
 from towers.errors import InputError
-from towers.options.fields import option, parse_numbers
+from towers.options.fields import option, parse_tower_numbers
 from towers.options.run import Options
 
 
@@ -32,9 +32,4 @@ class ListOptions(Options):
         Raises:
             InputError: a part is no whole number of at least 1, or they do not rise.
         """
-        numbers = parse_numbers("num_towers", self.num_towers)
-        if not all(number >= 1 and number == int(number) for number in numbers):
-            raise InputError(
-                f"--num_towers={self.num_towers}: whole numbers of at least 1 are needed, as 1,2,4"
-            )
-        return [int(number) for number in numbers]
+        return parse_tower_numbers(self.num_towers)

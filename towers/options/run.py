@@ -16,15 +16,8 @@ from towers.errors import InputError
 from towers.options.fields import check_value, option, parse_numbers, same_option
 from towers.options.gpu import GpuOptions
 
-OPTIMIZERS = ("sgd", "momentum", "nesterov", "adamw")
 SCHEDULES = ("constant", "step", "cosine", "onecycle")
-AUGMENTATIONS = ("tutorial", "resnet", "none", "off")
-PLACEMENTS = ("report", "strict")
-DRAWS = ("report", "strict")
-BATCH_NORMS = ("sync", "local")
-VARIABLES = ("cpu", "sharded", "replicated", "auto")
 DTYPES = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
-TENSORBOARD_X = ("step", "examples")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,93 +25,100 @@ class Options:
     """What a run is made of. Each field is a flag of the same name; its help says what it means."""
 
     train_dir: str = option(
-        "runs/train", "The run", "Folder of the run: checkpoints, events, flags.cfg, result.json."
-    )
+        "runs/train", "The run", "Folder of the run: checkpoints, events, flags.cfg, result.json.",
+        affects="call",
+    )  # fmt: skip
     overwrite: bool = option(
-        False, "The run", "Move an existing train_dir aside and start anew; else it is continued."
-    )
+        False, "The run", "Move an existing train_dir aside and start anew; else it is continued.",
+        affects="call",
+    )  # fmt: skip
     seed: int = option(
-        0,
-        "The run",
-        "Of initial weights, shuffling and augmentation.",
-        minimum=0,
+        0, "The run", "Seed of initial weights, shuffling and augmentation.", minimum=0,
         maximum=2**31 - 1,
-    )
+    )  # fmt: skip
     json: bool = option(
-        False, "The run", "Print the result alone, as JSON, to standard output; the rest to stderr."
-    )
+        False, "The run", "Print the result alone, as JSON, to standard output; the rest to "
+        "stderr.", affects="call",
+    )  # fmt: skip
 
     model: str = option(
-        "models.cnn:cnn", "Model", "module:function that returns a Keras model giving logits."
+        "models.cnn:cnn", "Model", "Function, as module:function, that returns a Keras model "
+        "giving logits."
+    )  # fmt: skip
+    model_args: str = option(
+        "", "Model", "Keyword arguments of the model function: depth=20,width=16."
     )
-    model_args: str = option("", "Model", "Keyword arguments of that function: depth=20,width=16.")
     dtype: str = option(
         "float32", "Model", "Precision of the towers; master weights are float32 at least.",
         choices=DTYPES,
     )  # fmt: skip
 
     dataset: str = option(
-        "shapes", "Data", "shapes (drawn in code), cifar10, module:function of your own, or files "
-        "in data_dir: folder (train/CLASS/*.png, test/CLASS/*.png; jpg, bmp, gif), tfrecord "
-        "(train*.tfrecord, test*.tfrecord)."
-    )
+        "shapes", "Data", "Training and test set: shapes (drawn in code), cifar10, module:function "
+        "of your own, or files in data_dir: folder (train/CLASS/*.png, test/CLASS/*.png; jpg, bmp, "
+        "gif), tfrecord (train*.tfrecord, test*.tfrecord)."
+    )  # fmt: skip
     data_dir: str = option(
-        "", "Data", "Where data files lie or go; default: the user's cache folder."
-    )
+        "", "Data", "Folder where data files lie or go; default: the user's cache folder.",
+        affects="machine",
+    )  # fmt: skip
     image_size: str = option(
         "", "Data", "Size to which the images of folder and tfrecord are resized: 64, or height x "
-        "width, 48x64; without it they must be of one size.",
+        "width, 48x64; without it they must be of one size."
     )  # fmt: skip
     augment: str = option(
-        "tutorial", "Data",
-        "Of training images: tutorial (crop to 3/4, flip, brightness, contrast), resnet (pad 4, "
-        "crop, flip), none: each standardises; off: images are taken as they are.",
-        choices=AUGMENTATIONS,
+        "tutorial", "Data", "Augmentation of training images: tutorial (crop to 3/4, flip, "
+        "brightness, contrast), resnet (pad 4, crop, flip), none: each standardises; off: images "
+        "are taken as they are.", choices=("tutorial", "resnet", "none", "off"),
     )  # fmt: skip
     batch_size: int = option(
-        128, "Data", "GLOBAL: all examples of one step, over all towers.", minimum=1
+        128, "Data", "Examples of one step, over all towers: the GLOBAL batch.", minimum=1
     )
 
     num_towers: int = option(
-        0, "Towers", "0: one for each visible GPU, else one on the CPU. N: exactly N GPUs, or "
-        "without any GPU N logical CPU devices.", minimum=0, alias="num_gpus",
+        0, "Towers", "Number of towers. 0: one for each visible GPU, else one on the CPU. N: "
+        "exactly N GPUs, or without any GPU N logical CPU devices.", affects="speed", minimum=0,
+        alias="num_gpus",
     )  # fmt: skip
     devices: str = option(
-        "", "Towers", "Devices in place of the first ones: /gpu:0,/gpu:2; or cpu for logical CPUs."
-    )
+        "", "Towers", "Devices in place of the first ones: /gpu:0,/gpu:2; or cpu for logical "
+        "CPUs.", affects="speed",
+    )  # fmt: skip
     placement: str = option(
         "report", "Towers", "Ops of a tower that run elsewhere: report lists them before the first "
-        "step, strict makes them an error.", choices=PLACEMENTS,
+        "step, strict makes them an error.", affects="report", choices=("report", "strict"),
     )  # fmt: skip
     draws: str = option(
         "report", "Towers", "Random draws that do not follow the example, so that numbers depend "
         "on the number of towers: report lists them before the first step, strict makes them an "
-        "error.", choices=DRAWS,
+        "error.", affects="report", choices=("report", "strict"),
     )  # fmt: skip
     variables: str = option(
         "cpu", "Towers", "Master variables: cpu, with add_n there; sharded, each with its add_n on "
         "one of the towers; replicated, a copy on every tower, gradients summed by collectives; "
-        "auto, the fastest in a short trial.", choices=VARIABLES,
+        "auto, the fastest in a short trial.", affects="speed",
+        choices=("cpu", "sharded", "replicated", "auto"),
     )  # fmt: skip
     jit_compile: bool = option(
         False, "Towers", "Let XLA compile each tower, forward and backward; BatchNorm in more than "
-        "one tower needs --batch_norm=local.",
+        "one tower needs --batch_norm=local.", affects="speed",
     )  # fmt: skip
     log_device_placement: bool = option(
         False, "Towers", "Print which device runs how many ops of each type, and write every op to "
-        "train_dir/placement.tsv.",
+        "train_dir/placement.tsv.", affects="report",
     )  # fmt: skip
     batch_norm: str = option(
         "sync", "Towers", "BatchNorm's moments: sync over the global batch, the same at any number "
-        "of towers; local over a tower's slice.", choices=BATCH_NORMS,
+        "of towers; local over a tower's slice.", choices=("sync", "local"),
     )  # fmt: skip
     accumulate_steps: int = option(
         1, "Towers", "Take the batch of each step in so many parts, one after the other: less "
         "memory, and the same update.", minimum=1,
     )  # fmt: skip
     steps_per_loop: int = option(
-        10, "Towers", "Steps inside one call of TensorFlow; changes no number.", minimum=1
-    )
+        10, "Towers", "Steps inside one call of TensorFlow; changes no number.", affects="speed",
+        minimum=1,
+    )  # fmt: skip
 
     visible_gpus: str = same_option(GpuOptions, "visible_gpus")
     per_process_gpu_memory_fraction: float = same_option(
@@ -129,43 +129,45 @@ class Options:
     allow_soft_placement: bool = same_option(GpuOptions, "allow_soft_placement")
 
     num_epochs: float = option(
-        0.0,
-        "Length",
-        "Passes over the training set; 0: as max_steps says, else 10.",
-        minimum=0,
+        0.0, "Length", "Passes over the training set; 0: as max_steps says, else 10.", minimum=0,
         maximum=10**9,
-    )
+    )  # fmt: skip
     max_steps: int = option(
-        0, "Length", "Stop at this step; 0: as num_epochs says. With both the first ends the run, "
-        "and schedules go by num_epochs.", minimum=0,
+        0, "Length", "Step at which the run stops; 0: as num_epochs says. With both the first ends "
+        "the run, and schedules go by num_epochs.", minimum=0,
     )  # fmt: skip
 
-    optimizer: str = option("momentum", "Update", "Keras' own.", choices=OPTIMIZERS)
-    learning_rate: float = option(0.05, "Update", "The highest of the run.", minimum=0)
+    optimizer: str = option(
+        "momentum", "Update", "Optimizer, of Keras.",
+        choices=("sgd", "momentum", "nesterov", "adamw"),
+    )  # fmt: skip
+    learning_rate: float = option(0.05, "Update", "Highest learning rate of the run.", minimum=0)
     schedule: str = option(
-        "cosine", "Update", "Of the learning rate, over the epochs of the run.", choices=SCHEDULES
-    )
+        "cosine", "Update", "Schedule of the learning rate, over the epochs of the run.",
+        choices=SCHEDULES,
+    )  # fmt: skip
     warmup_epochs: float = option(
-        0.0,
-        "Update",
-        "Linear rise at the start; onecycle: 0 means a quarter of the run.",
-        minimum=0,
-    )
+        0.0, "Update", "Epochs of the learning rate's linear rise at the start; onecycle: 0 means "
+        "a quarter of the run.", minimum=0,
+    )  # fmt: skip
     decay_epochs: str = option(
-        "", "Update", "Schedule step: epochs at which the rate is multiplied: 80,120.",
+        "", "Update", "Epochs at which schedule step multiplies the learning rate: 80,120.",
         numbers=True,
     )  # fmt: skip
     decay_factor: float = option(
-        0.1, "Update", "Schedule step: what it is multiplied by.", minimum=0, maximum=1
+        0.1, "Update", "Factor by which schedule step multiplies the learning rate.", minimum=0,
+        maximum=1,
+    )  # fmt: skip
+    momentum: float = option(
+        0.9, "Update", "Momentum of the optimizers momentum and nesterov.", minimum=0, maximum=1
     )
-    momentum: float = option(0.9, "Update", "Of momentum and nesterov.", minimum=0, maximum=1)
     weight_decay: float = option(
-        0.0, "Update", "On weights of two or more dimensions: added to the gradient (L2), or "
+        0.0, "Update", "Decay of weights of two or more dimensions: added to the gradient (L2), or "
         "decoupled in adamw.", minimum=0,
     )  # fmt: skip
     ema_decay: float = option(
-        0.0, "Update", "Moving average of the weights, evaluated beside them: decay for each 128 "
-        "examples; 0: none.", minimum=0, maximum=1,
+        0.0, "Update", "Decay, for each 128 examples, of the weights' moving average, which is "
+        "evaluated beside them; 0: no average.", minimum=0, maximum=1,
     )  # fmt: skip
     label_smoothing: float = option(
         0.0, "Update", "Part of each label that is spread over all classes.", minimum=0, maximum=1
@@ -180,29 +182,37 @@ class Options:
         0.0, "Update", "Largest norm of all gathered gradients together; 0: any.", minimum=0
     )
 
-    log_every_steps: int = option(100, "When", "Terminal line and TensorBoard point.", minimum=1)
+    log_every_steps: int = option(
+        100, "When", "Steps from one terminal line and TensorBoard point to the next.",
+        affects="report", minimum=1,
+    )  # fmt: skip
     evaluate_every_epochs: float = option(
-        1.0, "When", "Over the whole test set; 0: only at the end.", minimum=0
-    )
+        1.0, "When", "Epochs from one evaluation over the whole test set to the next; 0: only at "
+        "the end.", affects="report", minimum=0,
+    )  # fmt: skip
     checkpoint_every_steps: int = option(
-        1000, "When", "Also at the end and on Ctrl-C or SIGTERM; 0: only then.", minimum=0
+        1000, "When", "Steps from one checkpoint to the next; there is also one at the end and on "
+        "Ctrl-C or SIGTERM; 0: only then.", affects="report", minimum=0,
+    )  # fmt: skip
+    keep_checkpoints: int = option(
+        3, "When", "Number of checkpoints that are kept: the newest.", affects="report", minimum=1
     )
-    keep_checkpoints: int = option(3, "When", "The newest ones are kept.", minimum=1)
 
-    tensorboard_x: str = option(
+    tensorboard_x: str = option(  # which cannot change within a curve
         "step", "TensorBoard", "What curves are drawn over: updates, or examples seen.",
-        choices=TENSORBOARD_X,
+        choices=("step", "examples"),
     )  # fmt: skip
     histogram_every_epochs: float = option(
-        0.0, "TensorBoard", "Histograms of weights, gradients and activations; 0: none.", minimum=0
-    )
+        0.0, "TensorBoard", "Epochs from one set of histograms, of weights, gradients and "
+        "activations, to the next; 0: none.", affects="report", minimum=0,
+    )  # fmt: skip
     profile_steps: str = option(
         "", "TensorBoard", "First and last step of a profile, as 100:110; without it a running "
-        "process makes one of 10 steps on the signal SIGUSR2.",
+        "process makes one of 10 steps on the signal SIGUSR2.", affects="report",
     )  # fmt: skip
     max_event_mib: float = option(
         200.0, "TensorBoard", "Size of the event files, in MiB: pictures and histograms, then "
-        "curves are thinned to stay below it.", minimum=1,
+        "curves are thinned to stay below it.", affects="report", minimum=1,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -246,11 +256,11 @@ class Options:
     def to_flagfile(self) -> str:
         """Return the text of a flagfile that repeats the run.
 
-        What concerns one call only, `overwrite` and `json`, is left out.
+        What concerns one call only is left out, but for the folder that it goes on in.
         """
-        lines = [f"--{f.name}={_text(getattr(self, f.name))}" for f in dataclasses.fields(self)]
-        kept = [line for line in lines if not line.startswith(("--overwrite=", "--json="))]
-        return "# towers train --flagfile=THIS_FILE repeats the run\n" + "\n".join(kept) + "\n"
+        names = ["train_dir", *names_that_affect("result", "speed", "machine", "report")]
+        lines = [f"--{name}={_text(getattr(self, name))}" for name in names]
+        return "# towers train --flagfile=THIS_FILE repeats the run\n" + "\n".join(lines) + "\n"
 
     def decay_boundaries(self) -> list[float]:
         """Return `decay_epochs` as numbers."""
@@ -304,6 +314,12 @@ class Options:
                 )
             keywords[name.strip()] = _parse_argument(value.strip())
         return keywords
+
+
+def names_that_affect(*what: str) -> tuple[str, ...]:
+    """Return the options of a run that affect one of these: see `fields.option`."""
+    fields = dataclasses.fields(Options)
+    return tuple(field.name for field in fields if field.metadata["affects"] in what)
 
 
 def _text(value: Any) -> str:

@@ -263,7 +263,7 @@ def _check_same(run: PlannedRun) -> None:
     path = Path(run.options.train_dir) / "flags.cfg"
     if not path.exists():
         return
-    before = flags.parse("train", [f"--flagfile={path}"])
+    before = flags.parse([f"--flagfile={path}"])
     for field in dataclasses.fields(Options):
         old, new = getattr(before, field.name), getattr(run.options, field.name)
         chosen = field.name == "variables" and new == "auto"  # what the run's own trial chose

@@ -8,6 +8,7 @@ import socket
 import threading
 import urllib.parse
 from collections.abc import Callable
+from typing import Any
 
 from towers.commands.tensorboard.options import TensorboardOptions
 from towers.errors import InputError
@@ -17,8 +18,8 @@ from towers.errors import InputError
 SAMPLES = "scalars=1000000,images=50,histograms=200"
 
 
-def tensorboard(options: TensorboardOptions, say: Callable[[str], None] = print) -> None:
-    """Serve until Ctrl-C.
+def tensorboard(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Serve until Ctrl-C; return {}.
 
     Args:
         options: which folder, which port.
@@ -38,6 +39,7 @@ def tensorboard(options: TensorboardOptions, say: Callable[[str], None] = print)
         threading.Event().wait()
     except KeyboardInterrupt:
         say("ended")
+    return {}
 
 
 def start(options: TensorboardOptions) -> str:
