@@ -1,4 +1,4 @@
-"""README.md: what it says can be typed, and does what it says."""
+"""README.md and the pages of the rooms: what they say can be typed, and does what they say."""
 
 import dataclasses
 import os
@@ -20,25 +20,59 @@ from towers.options.run import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PATHS = [ROOT / "README.md", ROOT / "scripts/README.md", *sorted(ROOT.glob("towers/*/README.md"))]
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in PATHS}
+ALL = "\n".join(PAGES.values())
 
 
-def blocks(language):
+def blocks(language, page=README):
     """Return the code blocks of a language."""
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
 
 
-def commands():
+def commands(page=ALL):
     """Return the lines of the shell blocks, without comments."""
-    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    lines = [line for block in blocks("bash", page) for line in block.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if line.strip()]
 
 
 TOWERS = [words for words in commands() if words[0] == "towers"]
 
 
-def test_the_first_command_is_the_quickstart():
-    assert commands()[0] == ["scripts/quickstart"]
-    assert commands()[1] == ["scripts/test"]
+def test_the_first_commands_are_the_quickstart_and_the_tests():
+    assert commands(README)[:2] == [["scripts/quickstart"], ["scripts/test", "--fast"]]
+
+
+def test_it_is_read_in_ten_minutes():
+    assert len(README) <= 10_000
+
+
+def test_the_chinese_page_has_the_same_code():
+    chinese = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
+    assert re.findall(r"```.*?```", chinese, re.DOTALL) == re.findall(
+        r"```.*?```", README, re.DOTALL
+    )
+    headings = re.compile(r"^#+ |^\| ", re.MULTILINE)
+    assert len(headings.findall(chinese)) == len(headings.findall(README))
+
+
+@pytest.mark.parametrize("page", [*PAGES, "README.zh-CN.md"])
+def test_links_and_pictures_are_there(page):
+    path = ROOT / page
+    targets = re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8"))
+    assert [target for target in targets if not (path.parent / target).is_file()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_files_that_a_page_names_are_there(page):
+    folder = (ROOT / page).parent
+    if folder != ROOT:
+        named = re.findall(r"`([\w/]+\.py)`", PAGES[page])
+        assert [n for n in named if not any((top / n).is_file() for top in places(folder))] == []
+
+
+def places(folder):
+    return [folder, ROOT / "towers", ROOT, *folder.glob("*/")]
 
 
 def test_the_scripts_are_there():
@@ -80,12 +114,12 @@ def test_a_flagfile_opens_with_command_hardware_time_and_accuracy(path, monkeypa
 
 
 def test_every_flag_that_is_named_exists():
-    for name in set(re.findall(r"--(\w+)", README)) - {"flagfile", "help", "version"}:
+    for name in set(re.findall(r"--(\w+)", ALL)) - {"flagfile", "help", "version"}:
         known = any(f"--{name}" in flags.verb_help(verb) for verb in cli.VERBS.values())
         assert known or name in SCRIPT_FLAGS, name
 
 
-SCRIPT_FLAGS = {
+SCRIPT_FLAGS = {"fast"} | {
     name
     for path in [*(ROOT / "scripts").glob("*.py"), ROOT / "scripts/catalogue"]
     for name in re.findall(r'"--(\w+)"', path.read_text())
