@@ -27,9 +27,9 @@ import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 import towers  # noqa: E402
-from towers import devices  # noqa: E402
+from towers import devices, tf_private  # noqa: E402
 from towers.builder.collectives import all_sum  # noqa: E402
-from towers.devices import gpus, memory, nvml, runtime  # noqa: E402
+from towers.devices import gpus, memory, nvml  # noqa: E402
 from towers.devices.nvml import MIB  # noqa: E402
 from towers.errors import RunError  # noqa: E402
 from towers.graphs import profile_summary  # noqa: E402
@@ -78,7 +78,7 @@ def fraction() -> str:
     devices.configure(per_process_gpu_memory_fraction=0.25)
     [line, *_] = devices.read_back()
     total = devices.describe()[0].total_bytes // MIB
-    limit = runtime.device_memory_bytes()["/gpu:0"] // MIB
+    limit = tf_private.device_memory_bytes()["/gpu:0"] // MIB
     expect(limit == total // 4, f"{limit} MiB of {total} MiB")
     return f"{line.split(maxsplit=1)[1]}, of {total} MiB"
 
@@ -116,7 +116,7 @@ def visible() -> str:
     seen = [gpu.driver_index for gpu in devices.describe()]
     expect(seen == [largest], f"--visible_gpus={largest}, and TensorFlow sees {seen}")
     devices.read_back()
-    started = [name for name in runtime.device_memory_bytes() if name.startswith("/gpu")]
+    started = [name for name in tf_private.device_memory_bytes() if name.startswith("/gpu")]
     expect(started == ["/gpu:0"], f"--visible_gpus={largest}, and {started} have started")
     return f"GPU {largest} of {len(everything)}"
 

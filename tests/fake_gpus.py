@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pynvml
 import tensorflow as tf
 
-from towers.devices import gpus, runtime
+from towers import tf_private
+from towers.devices import gpus
 from towers.options.gpu import GpuOptions
 
 MIB = 2**20
@@ -164,7 +165,7 @@ def install(monkeypatch, *cards, driver=True, build=CUDA_BUILD):
     install_driver(monkeypatch, *cards, there=driver)
     monkeypatch.setattr(gpus, "_recorder", machine)
     monkeypatch.setattr(gpus, "_in_force", GpuOptions())
-    monkeypatch.setattr(runtime, "device_memory_bytes", machine.device_memory_bytes)
+    monkeypatch.setattr(tf_private, "device_memory_bytes", machine.device_memory_bytes)
     monkeypatch.setattr(tf.sysconfig, "get_build_info", lambda: build)
     config = tf.config
     for name, found in {

@@ -1,14 +1,421 @@
-"""Private parts of Keras: they still are what towers take them for."""
+"""Private parts of TensorFlow and Keras: they still are what towers take them for.
 
+Whatever of this fails with a new release is to be mended in `towers/tf_private.py` alone.
+"""
+
+import ast
 import threading
+from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+from towers import tf_private
 from towers.tf_private import added_losses, all_in_float64, floatx_set
 
+PACKAGE = Path(tf_private.__file__).parent
 layers = keras.layers
+
+
+# One place.
+
+
+def private_parts(sources):
+    """Return what of TensorFlow and Keras a program of these sources uses, and they do not publish.
+
+    An attribute with an underscore is the program's own if one of its classes or modules has it.
+    """
+    trees = [ast.parse(source) for source in sources]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    of_self = [n for n in attributes if isinstance(n.value, ast.Name) and n.value.id == "self"]
+    own = {node.name for node in nodes if hasattr(node, "name")} | {n.attr for n in of_self}
+    modules = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules += [f"{node.module}.{alias.name}" for alias in node.names]
+    hidden = {m for m in modules if m.startswith(("tensorflow.python", "keras.src", "unittest"))}
+    private = {n.attr for n in attributes if n.attr.startswith("_") and not n.attr.endswith("__")}
+    return hidden | private - own - {"_exit"} | {"__internal__"} & {n.attr for n in attributes}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from tensorflow.python.eager import context",
+        "def f():\n    import keras.src.layers",
+        "from unittest import mock",
+        "from unittest.mock import patch",
+        "def f(layer): return layer._layers",
+        "def f(variable): variable._value = 0",
+        "import tensorflow as tf\ntf.__internal__.autograph",
+    ],
+)
+def test_a_private_part_is_found(source):
+    assert len(private_parts([source])) == 1
+
+
+def test_private_parts_are_in_one_place():
+    paths = [path for path in PACKAGE.rglob("*.py") if path.name != "tf_private.py"]
+    assert private_parts(path.read_text(encoding="utf-8") for path in paths) == set()
+
+
+# What is replaced, for one thread and one block.
+
+
+def in_a_thread(function):
+    """Return what a function returns in a thread of its own."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_replacements_are_nested_and_taken_back():
+    class Owner:
+        def say(self):
+            return "own"
+
+    def saying(word):
+        return Owner, "say", lambda before: lambda owner: f"{word} {before(owner)}"
+
+    with pytest.raises(KeyError), tf_private._replaced(saying("outer")):
+        with tf_private._replaced(saying("inner"), saying("innermost")):
+            assert Owner().say() == "innermost inner outer own"
+            assert in_a_thread(Owner().say) == "own"
+        assert Owner().say() == "outer own"
+        raise KeyError
+    assert Owner().say() == "own" and not tf_private._SWITCHES
+
+
+def noted(calls, name):
+    """Return a replacement that notes what it is called with."""
+
+    def make(before):
+        def call(*args, **kwargs):
+            calls.append((name, *args[1:]))
+            return before(*args, **kwargs)
+
+        return call
+
+    return make
+
+
+class Adds(layers.Layer):
+    def call(self, inputs):
+        self.add_loss(tf.reduce_sum(inputs))
+        return inputs
+
+
+def test_calls_of_layers_added_losses_and_moments():
+    model = keras.Sequential([keras.Input((3,)), Adds(), layers.BatchNormalization()])
+    calls = []
+    with (
+        tf_private.layer_calls_replaced(noted(calls, "layer")),
+        tf_private.add_loss_replaced(noted(calls, "loss")),
+        tf_private.batch_norm_replaced(noted(calls, "call"), noted(calls, "moments")),
+    ):
+        model(tf.ones([2, 3]), training=True)
+    names = [name for name, *_ in calls]
+    assert names == ["layer", "layer", "loss", "layer", "call", "moments"]
+    assert float(calls[2][1]) == 6.0
+    number = len(calls)
+    model(tf.ones([2, 3]), training=True)
+    assert len(calls) == number
+
+
+def test_draws_come_through_the_ops():
+    draws = {
+        "stateless_random_uniform_v2": lambda: tf.random.stateless_uniform([2], [1, 2]),
+        "stateless_random_normal_v2": lambda: keras.random.normal([2], seed=1),
+        "stateless_random_uniform_int_v2": lambda: keras.random.randint([2], 0, 9, seed=1),
+        "stateless_random_uniform_full_int_v2": lambda: tf.random.stateless_uniform(
+            [2], [1, 2], minval=None, maxval=None, dtype=tf.int32
+        ),
+        "stateless_truncated_normal_v2": lambda: keras.random.truncated_normal([2], seed=1),
+    }
+    calls = []
+
+    def draw(name, /, shape, *, key, counter, **arguments):
+        calls.append(name)
+        return tf_private.draw_op(name)(shape, key=key, counter=counter, **arguments)
+
+    for name, function in draws.items():
+        expected = function()
+        with tf_private.draws_replaced(draw):
+            np.testing.assert_array_equal(function(), expected)
+        assert calls.pop() == name and not calls
+    assert tuple(draws) == tf_private.DRAWS
+    with tf_private.draws_replaced(draw):
+        layers.Dropout(0.5, seed=1)(tf.ones([4]), training=True)
+    assert calls == ["stateless_random_uniform_v2"]
+
+
+def test_functions_are_a_part_of_what_calls_them():
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
+    def inner(x):
+        if tf.reduce_sum(x) > 0:  # AutoGraph
+            x = x + 1.0
+        return x, 2
+
+    compiled = tf.function(lambda x: x + 1.0, jit_compile=True)
+
+    def outer(x):
+        y, two = inner([1.0, 2.0])
+        assert tf.is_tensor(two)
+        return compiled(x) + y + tf.cast(two, tf.float32)
+
+    def calls_in(function):
+        graph = tf.function(function).get_concrete_function(tf.zeros([2])).graph
+        return sum(op.type.endswith("PartitionedCall") for op in graph.get_operations())
+
+    with tf_private.functions_inlined():
+        assert calls_in(outer) == 1
+        np.testing.assert_array_equal(inner(tf.ones([2]))[0], [2.0, 2.0])
+    assert calls_in(outer) == 2
+    assert inner.experimental_get_tracing_count() == 1
+
+
+def test_autograph_is_taken_over_where_it_is_on():
+    def own(x):
+        return x
+
+    on, off = [], []
+    tf.function(lambda: on.append(tf_private.converted_as_here(own)))()
+    tf.function(lambda: off.append(tf_private.converted_as_here(own)), autograph=False)()
+    assert off == [own] and on != [own] and on[0](1) == 1
+
+
+# Layers.
+
+
+def test_layers_are_found_in_order_each_once():
+    shared = layers.Dense(2, name="shared")
+    inner = keras.Sequential(
+        [layers.Dense(2, name="a"), shared, layers.Dense(2, name="b")], name="in"
+    )
+    model = keras.Sequential(
+        [keras.Input((2,)), inner, shared, layers.Dense(2, name="c")], name="out"
+    )
+    names = [x.name for x in tf_private.layers_of(model) if not isinstance(x, layers.InputLayer)]
+    assert [name for name in names if name != "functional"] == "out in a shared b c".split()
+
+
+def test_layers_are_numbered_from_the_start():
+    layers.Dense(1), layers.Dense(1)
+    with tf_private.named_as_in_a_new_process():
+        assert [layers.Dense(1).name for _ in range(2)] == ["dense", "dense_1"]
+    assert int(layers.Dense(1).name.partition("_")[2]) >= 2
+
+
+def test_the_open_scope_has_what_layers_add_and_no_regularizer_of_weights():
+    dense = keras.layers.Dense(2, kernel_regularizer="l2", activity_regularizer="l1")
+    model = keras.Sequential([keras.Input((3,)), Adds(), dense])
+    inputs = tf.ones([4, 3])
+    assert added_losses() == [] and tf_private.open_scope() is None
+    with keras.StatelessScope(collect_losses=True) as scope:
+        assert tf_private.open_scope() is scope
+        outputs = model(inputs)
+        found = [float(loss) for loss in added_losses()]
+        with keras.StatelessScope():  # an inner one, which collects nothing
+            model(inputs)
+            assert added_losses() == []
+    assert found == [12.0, float(0.01 * tf.reduce_sum(tf.abs(outputs)) / 4)]
+    assert added_losses() == []
+
+
+# Variables and optimizers.
+
+
+def test_a_variable_has_its_own_value_and_gets_another():
+    variable = keras.Variable(1.0)
+    with keras.StatelessScope([(variable, tf.constant(2.0))]):
+        assert float(variable) == 2.0 and float(tf_private.value_of(variable)) == 1.0
+    with tf.device("/cpu:1"):
+        tf_private.set_value_of(variable, tf.Variable(3.0))
+    assert variable.value.device.endswith("CPU:1") and float(variable) == 3.0
+    layer = layers.Dense(1)
+    with keras.StatelessScope():
+        assert tf_private.value_of(keras.Variable("zeros", shape=[2])) is None
+    assert not layer.built
+
+
+def test_a_variable_is_made_in_any_trace():
+    def refuse(*_, **__):
+        raise AssertionError("a creator scope sees it")
+
+    made = []
+
+    @tf.function
+    def function(x):
+        with tf.init_scope(), tf.variable_creator_scope(refuse):
+            made.append(tf_private.make_variable(tf.zeros([])))
+        return x + made[-1]
+
+    assert float(function(tf.constant(1.0))) == float(function(tf.constant([1.0]))[0]) == 1.0
+    assert len(made) == 2
+
+
+def test_assignments_of_all_kinds_are_seen():
+    calls = []
+
+    def make(name):
+        return lambda before: lambda *args, **kwargs: calls.append(name)
+
+    slices = tf.IndexedSlices(tf.ones([1]), tf.constant([0]))
+    for variable in (tf.Variable([0.0]), tf_private.make_variable(tf.zeros([1]))):
+        kinds = [name for name in dir(variable) if name.startswith(("assign", "scatter"))]
+        with tf_private.assignments_replaced(make):
+            for kind in kinds:
+                getattr(variable, kind)(slices)
+            variable.batch_scatter_update(slices)
+        assert sorted(calls) == sorted([*kinds, "batch_scatter_update"])
+        calls.clear()
+        variable.assign([1.0])
+        assert float(variable[0]) == 1.0
+
+
+def test_reads_are_replaced_and_a_tape_finds_the_variable():
+    variable, table, read = tf.Variable(2.0), tf.Variable([[3.0], [5.0]]), []
+
+    def twice(variable, own):
+        read.append(id(variable))
+        return 2.0 * own(variable)
+
+    @tf.function
+    def function():
+        with tf_private.reads_replaced(twice), tf.GradientTape() as tape:
+            value = variable * variable + tf.reduce_sum(tf.gather(table, [1]))
+        return value, tape.gradient(value, variable), variable + 0.0
+
+    value, gradient, after = function()
+    assert float(value) == 4.0 * 4.0 + 10.0
+    assert float(gradient) == 8.0  # by the value that was read
+    assert float(after) == 2.0 and set(read) == {id(variable), id(table)}
+
+
+def test_an_optimizer_keeps_slots_and_updates_beside_weights():
+    weights = []
+    for device in ("/cpu:1", "/cpu:2"):
+        with tf.device(device):
+            weights.append(keras.Variable(tf.identity(tf.ones([2]))))
+    optimizer = keras.optimizers.Adam(1.0)
+    with tf_private.slots_beside_weights(optimizer):
+        optimizer.build(weights)
+    slots = [v.value.device[-5:] for v in optimizer.variables if v.shape == (2,)]
+    assert slots == ["CPU:1", "CPU:1", "CPU:2", "CPU:2"]
+
+    @tf.function
+    def update():
+        with tf_private.each_update_apart(optimizer):
+            optimizer.apply([tf.ones([2])] * 2, weights)
+
+    ops = update.get_concrete_function().graph.get_operations()
+    assert {op.device[-5:] for op in ops if op.type == "AssignSubVariableOp"} >= {"CPU:1", "CPU:2"}
+    update()
+    np.testing.assert_allclose([w.numpy() for w in weights], 0.0, atol=1e-4)
+
+
+# Graphs.
+
+
+def traced(function, *arguments):
+    return tf.function(function).get_concrete_function(*arguments)
+
+
+def test_effects_are_told_from_what_leaves_no_trace():
+    variable, table = (
+        tf.Variable(0.0),
+        tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1], [2]), 0),
+    )
+
+    @tf.function
+    def inner():
+        return variable.assign_add(1.0)
+
+    harmless = traced(lambda: (variable + 1.0, tf.random.normal([2]), table.lookup(tf.constant(1))))
+    assert tf_private.effects_of(harmless.graph) == set()
+    found = tf_private.effects_of(traced(lambda: (inner(), [tf.print("said")])[0]).graph)
+    assert {kind for kind, _ in found} >= {"AssignAddVariableOp", "PrintV2"}
+    assert "AssignAddVariableOp" in [kind for _, kind in tf_private.ops_of(traced(inner).graph)]
+
+
+def test_the_graph_of_a_called_function_is_found():
+    function = traced(lambda x: tf.while_loop(lambda x: x < 9.0, lambda x: [x + 2.0], [x]), 1.0)
+    (loop,) = (op for op in function.graph.get_operations() if op.type.endswith("While"))
+    types = [op.type for op in tf_private.called_graph(loop, "body").get_operations()]
+    assert "AddV2" in types
+    assert tf_private.called_graph(loop, "then_branch") is None
+    assert tf_private.called_graph(loop, "parallel_iterations") is None
+
+
+def test_an_op_gets_an_input_that_was_made_later():
+    def function(x):
+        early = tf.identity(tf.zeros([]))
+        result = early + 1.0
+        tf_private.set_input(early.op, x * 2.0)
+        return result
+
+    assert float(tf.function(function)(tf.constant(3.0))) == 7.0
+
+
+def test_a_tensor_of_another_graph_is_told_from_other_errors():
+    kept = []
+
+    @tf.function
+    def function(x):
+        tf.function(lambda x: kept.append(x + 1.0))(x)
+        return kept[0] * 2.0
+
+    with pytest.raises(tf_private.InaccessibleTensorError):
+        function(tf.zeros([]))
+
+
+def test_a_shape_is_known_in_part():
+    found = []
+    spec = tf.TensorSpec([None, 3], tf.float32)
+    traced(lambda x: found.append(tf_private.static_shape([tf.shape(x)[0], 2, 5])), spec)
+    assert [shape.as_list() for shape in found] == [[None, 2, 5]]
+    assert tf_private.static_shape((2, 3)).as_list() == [2, 3]
+
+
+def test_a_function_without_an_end_is_ended():
+    forever = traced(
+        lambda x: tf.while_loop(lambda x: x >= 0.0, lambda x: [x + 1.0], [x]), tf.zeros([])
+    )
+    assert float(tf_private.call_for_at_most(600.0, forever, tf.constant(-1.0))[0]) == -1.0
+    with pytest.raises(tf.errors.CancelledError):
+        tf_private.call_for_at_most(0.5, forever, tf.constant(0.0))
+
+
+def test_graphs_that_ran_tell_their_devices():
+    @tf.function
+    def function(x):
+        with tf.device("/cpu:1"):
+            return tf.sqrt(x)
+
+    with tf_private.executed_graphs() as graphs:
+        function(tf.ones([2, 2]))
+    devices = [node.device for graph in graphs for node in graph.node if node.op == "Sqrt"]
+    assert [device[-5:] for device in devices] == ["CPU:1"]
+
+
+def test_the_start_and_the_devices():  # who started it: tests/devices/test_runtime.py
+    tf.config.list_logical_devices()
+    assert tf_private.has_listed_devices() and tf_private.has_started()
+    memory = tf_private.device_memory_bytes()
+    assert list(memory) == ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
+    assert set(memory.values()) == {256 * 2**20}  # what TensorFlow says of any CPU
+
+
+# Precision.
+
+
 HALF = keras.DTypePolicy("float16")
 POLICIES = {
     "name": lambda: "float32",
@@ -61,34 +468,10 @@ def test_inputs_get_float64_and_whole_numbers_stay():
 
 
 def test_another_thread_and_an_error_are_left_alone():
-    found = []
     with pytest.raises(ZeroDivisionError), all_in_float64():
-        thread = threading.Thread(target=lambda: found.append(dtypes("float32")))
-        thread.start()
-        thread.join()
+        assert in_a_thread(lambda: dtypes("float32")) == ("float32", "float32")
         raise ZeroDivisionError
-    assert found == [("float32", "float32")] and dtypes("float16")[0] == "float16"
-
-
-class Adds(keras.layers.Layer):
-    def call(self, inputs):
-        self.add_loss(tf.reduce_sum(inputs))
-        return inputs
-
-
-def test_the_open_scope_has_what_layers_add_and_no_regularizer_of_weights():
-    dense = keras.layers.Dense(2, kernel_regularizer="l2", activity_regularizer="l1")
-    model = keras.Sequential([keras.Input((3,)), Adds(), dense])
-    inputs = tf.ones([4, 3])
-    assert added_losses() == []
-    with keras.StatelessScope(collect_losses=True):
-        outputs = model(inputs)
-        found = [float(loss) for loss in added_losses()]
-        with keras.StatelessScope():  # an inner one, which collects nothing
-            model(inputs)
-            assert added_losses() == []
-    assert found == [12.0, float(0.01 * tf.reduce_sum(tf.abs(outputs)) / 4)]
-    assert added_losses() == []
+    assert dtypes("float16")[0] == "float16"
 
 
 def test_augmentation_of_keras_works_while_floatx_is_float64():

@@ -1,8 +1,10 @@
-"""What towers replace inside of TensorFlow and Keras while they trace, bound to one thread.
+"""Every private part of TensorFlow and Keras that towers use, and what they replace there.
 
 Keras layers and TensorFlow's functions know nothing of towers: how a tower draws, normalises or
-calls an inner `tf.function` is put in the place of what they call. Another thread, which may trace
-towers of its own or a plain model, never meets it, and nothing is left behind.
+calls an inner `tf.function` is put in the place of what they call. What is replaced is replaced for
+one thread: another, which may trace towers of its own or a plain model, never meets it, and nothing
+is left behind. Each function here says which public interface would do instead, if there were one;
+`tests/test_tf_private.py` fails when a release changes what it stands on.
 """
 
 import contextlib
@@ -15,16 +17,22 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import dtype_policies
+from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.dtype_policies import DTypePolicyMap
 from keras.src.layers.core import input_layer
 from keras.src.layers.preprocessing.data_layer import DataLayer
-from tensorflow.python.eager import cancellation
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.client import pywrap_tf_session
+from tensorflow.python.eager import cancellation, context, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
-from tensorflow.python.framework import op_def_registry
+from tensorflow.python.framework import errors_impl, op_def_registry, tensor_util
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as draw_ops
 from tensorflow.python.ops import resource_variable_ops as variable_ops
+
+Make = Callable[[Callable], Callable]  # from what a thread has called until here to what it calls
+Block = contextlib.AbstractContextManager[None]
 
 _LOCK = threading.Lock()
 _SWITCHES: dict[tuple[int, str], "_Switch"] = {}
@@ -51,70 +59,198 @@ class _Switch:
         stack = getattr(self.here, "stack", None)
         return stack[-1] if stack else self.original
 
-    def remove(self) -> None:
-        """Put the function back."""
-        if self.inherited:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.original)
+    def leave(self) -> None:
+        """Put the function back if nobody else replaces it."""
+        with _LOCK:
+            self.num_users -= 1
+            if self.num_users:
+                return
+            del _SWITCHES[id(self.owner), self.name]
+            if self.inherited:
+                delattr(self.owner, self.name)
+            else:
+                setattr(self.owner, self.name, self.original)
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
-    """Let the calling thread call something else in place of `owner.name` in the block.
+def _replaced(*changes: tuple[Any, str, Make]) -> Iterator[None]:
+    """Let the calling thread call something else in place of functions, in the block.
 
     Args:
-        owner: a module, class or object.
-        name: of one of its functions.
-        make: gets what this thread has called until here, which may be an outer block's
-            replacement, and returns what it is to call.
+        *changes: (a module, class or object; the name of one of its functions; `make`), where
+            `make(before)` returns what to call, and `before` may be an outer block's replacement.
     """
-    key = id(owner), name
-    with _LOCK:
-        switch = _SWITCHES.get(key)
-        if switch is None:
-            switch = _SWITCHES[key] = _Switch(owner, name)
-        switch.num_users += 1
-    try:
-        replacement = make(switch.current())
-        stack = vars(switch.here).setdefault("stack", [])
-        stack.append(replacement)
-        try:
-            yield
-        finally:
-            stack.pop()
-    finally:
-        with _LOCK:
-            switch.num_users -= 1
-            if not switch.num_users:
-                switch.remove()
-                del _SWITCHES[key]
-
-
-@contextlib.contextmanager
-def all_replaced(
-    owner: Any, make: Callable[[str, Callable], Callable], names: Any
-) -> Iterator[None]:
-    """Replace several functions of `owner`, as `replaced` does; `make` gets the name, too."""
     with contextlib.ExitStack() as stack:
-        for name in names:
-            stack.enter_context(replaced(owner, name, functools.partial(make, name)))
+        for owner, name, make in changes:
+            with _LOCK:
+                key = id(owner), name
+                switch = _SWITCHES[key] = _SWITCHES.get(key) or _Switch(owner, name)
+                switch.num_users += 1
+            stack.callback(switch.leave)
+            replacements = vars(switch.here).setdefault("stack", [])
+            replacements.append(make(switch.current()))
+            stack.callback(replacements.pop)
         yield
 
 
-# Keras' BatchNorm: no public place gives a layer its moments from elsewhere.
+# Layers.
+
+
+def layer_calls_replaced(make: Make) -> Block:
+    """Replace the call of all Keras layers. Public: a hook that sees each layer's outputs."""
+    return _replaced((keras.Layer, "__call__", make))
+
+
+def add_loss_replaced(make: Make) -> Block:
+    """Replace `add_loss` of all Keras layers. Public: a hook that knows which layer adds a loss."""
+    return _replaced((keras.Layer, "add_loss", make))
+
+
+def batch_norm_replaced(make_call: Make, make_moments: Make) -> Block:
+    """Replace BatchNormalization's `call` and `_moments`. Public: moments from elsewhere."""
+    layer = keras.layers.BatchNormalization
+    return _replaced((layer, "call", make_call), (layer, "_moments", make_moments))
+
+
+def layers_of(layer: keras.Layer) -> list[keras.Layer]:
+    """Return a layer and all below it, each once, in order. Public: `layers`, of models only."""
+    found: dict[int, keras.Layer] = {}
+    waiting = [layer]
+    while waiting:
+        layer = waiting.pop()
+        if id(layer) not in found:  # shared, or a child that knows its parent
+            found[id(layer)] = layer
+            waiting += reversed(layer._layers)
+    return list(found.values())
 
 
 @contextlib.contextmanager
-def batch_norm_replaced(make_call: Callable, make_moments: Callable) -> Iterator[None]:
-    """Replace `call` and `_moments` of Keras' BatchNormalization, as `replaced` does."""
-    layer = keras.layers.BatchNormalization
-    with replaced(layer, "call", make_call), replaced(layer, "_moments", make_moments):
+def named_as_in_a_new_process() -> Iterator[None]:
+    """Let Keras number layers from dense, dense_1 on. Public: clear_session, which drops more."""
+    before = global_state.get_global_attribute("object_name_uids")
+    global_state.set_global_attribute("object_name_uids", None)
+    try:
         yield
+    finally:
+        global_state.set_global_attribute("object_name_uids", before)
 
 
-# TensorFlow's draws: all of tf.random.stateless_* and of Keras come through these ops, which take
-# key and counter. The public functions take a seed, from which no draw can begin in the middle.
+# The scope that keeps what layers assign, and the losses that they add.
+
+
+def open_scope() -> keras.StatelessScope | None:
+    """Return the `keras.StatelessScope` of this thread. Public: Keras tells nobody."""
+    return get_stateless_scope()
+
+
+def added_losses() -> list[Any]:
+    """Return what `add_loss` and activity regularizers have added in the open scope so far."""
+    scope = get_stateless_scope()
+    return [] if scope is None else list(scope.losses)
+
+
+# Variables.
+
+
+def value_of(variable: keras.Variable) -> tf.Variable | None:
+    """Return a variable's own value, None before it has one. Public: `value` asks the scope."""
+    return variable._value
+
+
+def set_value_of(variable: keras.Variable, value: tf.Variable) -> None:
+    """Let a Keras variable stand for another `tf.Variable`. Public: a device for add_weight."""
+    variable._value = value
+
+
+def make_variable(value: tf.Tensor) -> tf.Variable:
+    """Return a variable that no creator scope sees; public ones a `tf.function` makes but once.
+
+    To be called outside of the function's graph, and to be kept by whoever uses it there.
+    """
+    return variable_ops.ResourceVariable(value, trainable=False)
+
+
+_ASSIGNMENTS = (
+    "assign assign_add assign_sub scatter_add scatter_sub scatter_max scatter_min scatter_mul "
+    "scatter_div scatter_update batch_scatter_update scatter_nd_add scatter_nd_sub "
+    "scatter_nd_max scatter_nd_min scatter_nd_update"
+).split()
+
+
+def assignments_replaced(make: Callable[[str], Make]) -> Block:
+    """Replace the methods, by name, that assign to a `tf.Variable`. Public: a scope of its own."""
+    owners = variable_ops.BaseResourceVariable, variable_ops.ResourceVariable
+    names = [(owner, name) for owner in owners for name in _ASSIGNMENTS if name in vars(owner)]
+    return _replaced(*((owner, name, make(name)) for owner, name in names))
+
+
+def reads_replaced(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
+    """Let each `tf.Variable` be read by `read(variable, own)`, where `own(variable)` is TensorFlow.
+
+    A tape finds from the value to the variable, as after TensorFlow's own read. Public: none; a
+    variable creator could only make variables of another class.
+    """
+
+    def make_read(own: Callable) -> Callable:
+        def read_recorded(variable: tf.Variable, no_copy: bool = False) -> tf.Tensor:
+            variable_ops.variable_accessed(variable)
+            with record.stop_recording():
+                value = read(variable, own)
+            record.record_operation(
+                "ReadVariableOp", [value], [variable.handle], lambda x: [x], lambda x: [x]
+            )
+            return value
+
+        return read_recorded
+
+    def make_read_rows(_: Callable) -> Callable:
+        return lambda variable, indices, name=None: tf.gather(
+            variable._read_variable_op(), indices, name=name
+        )
+
+    owner = variable_ops.BaseResourceVariable
+    return _replaced(
+        (owner, "_read_variable_op", make_read), (owner, "sparse_read", make_read_rows)
+    )
+
+
+# Keras' optimizers, which know one device.
+
+
+def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:
+    """Let an optimizer make each slot on its weight's device. Public: a device for its slots."""
+
+    def make(add: Callable) -> Callable:
+        def beside(reference_variable: keras.Variable, *args: object, **kwargs: object) -> object:
+            with tf.device(reference_variable.value.device):
+                return add(reference_variable, *args, **kwargs)
+
+        return beside
+
+    return _replaced((optimizer, "add_variable_from_reference", make))
+
+
+def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
+    """Let a Keras optimizer compute each update on its variable's device, when that is ready.
+
+    Keras would hand all gradients through one op, which takes them to one device and waits for the
+    last of them. Public: an `apply` for one variable.
+    """
+
+    def make(update: Callable) -> Callable:  # which Keras hands each variable
+        def update_there(variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
+            with tf.device(variable.device):
+                return update(variable, *args, **kwargs)
+
+        return update_there
+
+    extended = tf.distribute.get_strategy().extended
+    gathered = lambda _: list  # noqa: E731
+    return _replaced((extended, "update", make), (optimizer, "_all_reduce_sum_gradients", gathered))
+
+
+# Random draws: all of tf.random.stateless_* and of Keras come through these ops, which take key and
+# counter. Public: these functions take a seed, from which no draw can begin in the middle.
 
 DRAWS = (
     "stateless_random_uniform_v2",
@@ -125,34 +261,27 @@ DRAWS = (
 )
 
 
-@contextlib.contextmanager
-def draws_replaced(draw: Callable) -> Iterator[None]:
-    """Let the thread call `draw(name, ...)` in place of the ops in DRAWS.
-
-    The ops themselves, whoever has replaced them, are what `draw_op` returns.
-    """
-    make = lambda name, _: functools.partial(draw, name)  # noqa: E731
-    with all_replaced(draw_ops, make, DRAWS):
-        yield
+def draws_replaced(draw: Callable) -> Block:
+    """Let the thread call `draw(name, ...)` in place of the ops in DRAWS."""
+    makes = {name: lambda _, name=name: functools.partial(draw, name) for name in DRAWS}
+    return _replaced(*((draw_ops, name, make) for name, make in makes.items()))
 
 
 def draw_op(name: str) -> Callable:
-    """Return TensorFlow's own op of one of the names in DRAWS."""
+    """Return TensorFlow's own op of one of the names in DRAWS, whoever has replaced it."""
     switch = _SWITCHES.get((id(draw_ops), name))
     return switch.original if switch else getattr(draw_ops, name)
 
 
-# A tf.function inside of a tower: its one trace would serve all towers, with the first one's rows
-# of each draw. TensorFlow has a switch for inlining, tf.config.run_functions_eagerly, but for the
-# whole process, and it leaves AutoGraph out.
+# Functions and graphs.
 
 
-@contextlib.contextmanager
-def functions_inlined() -> Iterator[None]:
+def functions_inlined() -> Block:
     """Let the thread run each `tf.function` as a part of what calls it, converted by AutoGraph.
 
-    One that XLA is to compile, or that is called eagerly, stays a function, with a trace for each
-    block.
+    Its one trace would serve all towers, with the first one's rows of each draw. One that XLA is to
+    compile, or that is called eagerly, stays a function, with a trace for each block. Public:
+    tf.config.run_functions_eagerly, but it is for all threads, and leaves AutoGraph out.
     """
     own: dict[int, tuple[Function, Function]] = {}
 
@@ -171,8 +300,7 @@ def functions_inlined() -> Iterator[None]:
 
         return call
 
-    with replaced(Function, "__call__", make):
-        yield
+    return _replaced((Function, "__call__", make))
 
 
 def _as_signed(signature: Any, args: Any) -> Any:
@@ -189,23 +317,16 @@ def _as_returned(value: Any) -> Any:
     return tf.convert_to_tensor(value) if isinstance(value, bool | int | float) else value
 
 
-# Assignments to a tf.Variable.
+def converted_as_here(fn: Callable) -> Callable:
+    """Return `fn` as AutoGraph has it where this is called. Public: none tells whether it is on."""
+    status = tf.__internal__.autograph.control_status_ctx()
+    if status.status.name != "ENABLED":
+        return fn
+    return tf.__internal__.autograph.tf_convert(fn, status)
 
-ASSIGNMENTS = (
-    "assign assign_add assign_sub scatter_add scatter_sub scatter_max scatter_min scatter_mul "
-    "scatter_div scatter_update batch_scatter_update scatter_nd_add scatter_nd_sub "
-    "scatter_nd_max scatter_nd_min scatter_nd_update"
-).split()
 
-
-@contextlib.contextmanager
-def assignments_replaced(make: Callable[[str, Callable], Callable]) -> Iterator[None]:
-    """Replace the methods that assign to a `tf.Variable`, as `all_replaced` does."""
-    with contextlib.ExitStack() as stack:
-        for owner in (variable_ops.BaseResourceVariable, variable_ops.ResourceVariable):
-            names = [name for name in ASSIGNMENTS if name in vars(owner)]
-            stack.enter_context(all_replaced(owner, make, names))
-        yield
+# Public: tf.errors has all others. A graph uses a tensor of another graph.
+InaccessibleTensorError = errors_impl.InaccessibleTensorError
 
 
 # What may run on made-up examples, of ops that TensorFlow counts as stateful: it leaves no trace.
@@ -236,21 +357,27 @@ def ops_of(graph: tf.Graph) -> list[tuple[str, str]]:
     return [(node.name, node.op) for node in nodes]
 
 
+def called_graph(op: tf.Operation, attribute: str) -> tf.Graph | None:
+    """Return the graph of the function that an attribute of an op names. Public: its name alone."""
+    try:
+        function = op.graph._get_function(op.get_attr(attribute).name)
+    except (ValueError, AttributeError):
+        return None
+    return function and function.graph
+
+
 def set_input(op: tf.Operation, tensor: tf.Tensor) -> None:
-    """Give an op another first input, which may have been made after it; nothing public does."""
+    """Give an op another first input, which may have been made after it. Public: none."""
     op._update_input(0, tensor)
 
 
-def make_variable(value: tf.Tensor) -> tf.Variable:
-    """Return a variable that no creator scope sees: a `tf.function` refuses them after one trace.
-
-    To be called outside of the function's graph, and to be kept by whoever uses it there.
-    """
-    return variable_ops.ResourceVariable(value, trainable=False)
+def static_shape(shape: Any) -> tf.TensorShape:
+    """Return what is known of a shape, perhaps a tensor. Public: get_static_value: all or none."""
+    return tensor_util.constant_value_as_shape(tf.convert_to_tensor(shape, tf.int32))
 
 
 def call_for_at_most(seconds: float, function: Any, *arguments: Any) -> Any:
-    """Return what a concrete function returns; nothing public ends one that runs too long.
+    """Return what a concrete function returns. Public: none ends one that runs too long.
 
     Raises:
         tf.errors.CancelledError: it did not end in time.
@@ -265,17 +392,84 @@ def call_for_at_most(seconds: float, function: Any, *arguments: Any) -> Any:
         timer.cancel()
 
 
-# Layers that ask for a precision of their own.
-
-
 @contextlib.contextmanager
-def all_in_float64() -> Iterator[None]:
+def executed_graphs() -> Iterator[list[tf.compat.v1.GraphDef]]:
+    """Collect the graphs that are executed in the block, one for each device, after partitioning.
+
+    Public: none tells what ran.
+    """
+    graphs: list[tf.compat.v1.GraphDef] = []
+    context.context().enable_graph_collection()
+    try:
+        yield graphs
+        for function_graphs in context.context().export_run_metadata().function_graphs:
+            graphs.extend(function_graphs.partition_graphs)
+    finally:
+        context.context().disable_graph_collection()
+
+
+# The start of TensorFlow, and its devices.
+
+
+def has_listed_devices() -> bool:
+    """Tell whether TensorFlow has listed the devices. Public: none."""
+    return context.context()._physical_devices is not None
+
+
+def has_started() -> bool:
+    """Tell whether TensorFlow has started. Public: none."""
+    return context.context()._initialized
+
+
+def watch_start(before_listing: Callable, before_starting: Callable) -> None:
+    """Call these functions before TensorFlow lists its devices, and starts, for the first time."""
+    _call_before("_initialize_physical_devices", has_listed_devices, before_listing)
+    _call_before("ensure_initialized", has_started, before_starting)
+
+
+def _call_before(method: str, happened: Callable[[], bool], tell: Callable[[], None]) -> None:
+    """Wrap a method of TensorFlow's context until it has done its work once."""
+    if happened():
+        return
+    cls = type(context.context())
+    original = getattr(cls, method)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not happened():
+            tell()
+        result = original(*args, **kwargs)
+        if happened() and getattr(cls, method) is wrapper:
+            setattr(cls, method, original)  # eager ops call it each time
+        return result
+
+    setattr(cls, method, wrapper)
+
+
+def device_memory_bytes() -> dict[str, int]:
+    """Return {"/gpu:0": bytes that TensorFlow may take}, once it has started. Public: none."""
+    devices = pywrap_tfe.TFE_ContextListDevices(context.context()._handle)
+    try:
+        result = {}
+        for i in range(pywrap_tf_session.TF_DeviceListCount(devices)):
+            name = pywrap_tf_session.TF_DeviceListName(devices, i)
+            kind, _, number = name.rpartition("device:")[2].partition(":")
+            memory = pywrap_tf_session.TF_DeviceListMemoryBytes(devices, i)
+            result[f"/{kind.lower()}:{number}"] = memory
+        return result
+    finally:
+        pywrap_tf_session.TF_DeleteDeviceList(devices)
+
+
+# Precision.
+
+
+def all_in_float64() -> Block:
     """Let layers that are made in the block, by this thread, compute and keep weights in float64.
 
     Guides tell users to make the last layer of a model in mixed precision with dtype="float32". In
     float64 it would round, and rounding hides faults. Keras gives each layer its policy by
-    `dtype_policies.get`, and each `keras.Input` its dtype through `InputLayer`; nothing public lets
-    one choose.
+    `dtype_policies.get`, and each `keras.Input` its dtype through `InputLayer`. Public: the global
+    policy, which yields to what a layer asks for.
     """
 
     def make_get(get: Callable) -> Callable:
@@ -289,11 +483,7 @@ def all_in_float64() -> Iterator[None]:
 
         return make_wide_input
 
-    with (
-        replaced(dtype_policies, "get", make_get),
-        replaced(input_layer, "InputLayer", make_input),
-    ):
-        yield
+    return _replaced((dtype_policies, "get", make_get), (input_layer, "InputLayer", make_input))
 
 
 def _wide(policy: Any) -> Any:
@@ -325,24 +515,9 @@ def floatx_set(dtype: str) -> Iterator[None]:
 
         return call_with_float32
 
-    with replaced(DataLayer, "__call__", make_call):
+    with _replaced((DataLayer, "__call__", make_call)):
         keras.config.set_floatx(dtype)
         try:
             yield
         finally:
             keras.config.set_floatx(before)
-
-
-# The scope that keeps what layers assign and the losses that they add: Keras hands it to those who
-# open one, and tells nobody else which is open.
-
-
-def open_scope() -> keras.StatelessScope | None:
-    """Return the `keras.StatelessScope` that is open in this thread."""
-    return get_stateless_scope()
-
-
-def added_losses() -> list[Any]:
-    """Return what `add_loss` and activity regularizers have added in the open scope so far."""
-    scope = get_stateless_scope()
-    return [] if scope is None else list(scope.losses)

@@ -101,22 +101,6 @@ def test_nothing_is_left_behind_by_an_error(error):
     assert not tf_private._SWITCHES
 
 
-def test_replacements_are_nested_and_taken_back():
-    class Owner:
-        def say(self):
-            return "own"
-
-    def saying(word):
-        return lambda before: lambda owner: f"{word} {before(owner)}"
-
-    with tf_private.replaced(Owner, "say", saying("outer")):
-        with tf_private.replaced(Owner, "say", saying("inner")):
-            assert Owner().say() == "inner outer own"
-            assert in_threads(lambda: Owner().say()) == ["own"]
-        assert Owner().say() == "outer own"
-    assert Owner().say() == "own" and not tf_private._SWITCHES
-
-
 @pytest.mark.parametrize("inner_towers", [1, 2, 3])
 def test_towers_in_towers_draw_by_example_and_assign_once(inner_towers):
     """Four examples for each of two towers, which split them again."""

@@ -7,13 +7,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from towers.commands.verify.options import VerifyOptions
 
 from tests import tiny
 from towers import cli
 from towers.builder import philox
 from towers.builder.tower import TowerBuilder
 from towers.commands.verify.command import verify
+from towers.commands.verify.options import VerifyOptions
 from towers.graphs.placement import read_placement, traced_ops
 from towers.training.train import train
 

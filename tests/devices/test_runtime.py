@@ -1,4 +1,4 @@
-"""TensorFlow's private runtime, as this release has it: who started it, and devices' memory.
+"""Which line of a program started TensorFlow, as it is said to who configures it too late.
 
 Programs run in a process of their own, where TensorFlow has not started.
 """
@@ -8,10 +8,6 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-
-import tensorflow as tf
-
-from towers.devices import runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = f"CPU, {os.cpu_count()} cores shared by all its devices"
@@ -129,10 +125,3 @@ def test_the_first_call_of_a_program_is_in_time(tmp_path):
         f"  1      /cpu:1  -           -       -          -         {CPU}",
         "memory      no GPU here: --per_process_gpu_memory_fraction=0.4 has nothing to act on",
     ]
-
-
-def test_memory_of_devices():
-    tf.config.list_logical_devices()
-    memory = runtime.device_memory_bytes()
-    assert list(memory) == ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
-    assert set(memory.values()) == {256 * 2**20}  # what TensorFlow says of any CPU

@@ -53,7 +53,7 @@ class TowerScope(keras.StatelessScope):
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Keep an assignment; Keras calls this."""
         variable, value = update
-        if self._is_inside() and id(variable) not in self.stand_ins:
+        if self.is_inside() and id(variable) not in self.stand_ins:
             self._make_stand_in(variable)
         if id(variable) in self.stand_ins:
             _assign(self.stand_ins[id(variable)], value)
@@ -64,21 +64,21 @@ class TowerScope(keras.StatelessScope):
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """Return what a variable is in this tower, None for the master; Keras calls this."""
-        if variable.trainable and variable._value is None:  # not initialized
+        if variable.trainable and tf_private.value_of(variable) is None:  # not initialized
             raise _creation_error(variable.path)
-        if self._is_inside() and not variable.trainable and id(variable) not in self.stand_ins:
+        if self.is_inside() and not variable.trainable and id(variable) not in self.stand_ins:
             self._make_stand_in(variable)  # a loop may assign it later, and read it again
         if id(variable) in self.stand_ins:
             return self.stand_ins[id(variable)].read_value()
         value = super().get_current_value(variable)
         if value is not None:
             return value
-        if self._is_inside() and not self.eager:
+        if self.is_inside() and not self.eager:
             if id(variable) not in self.copies:
                 with self.graph.as_default():
                     source = self._source(variable)
                     self.copies[id(variable)] = tf.identity(
-                        variable._value if source is None else source
+                        tf_private.value_of(variable) if source is None else source
                     )
             return self.copies[id(variable)]
         return self._source(variable)
@@ -102,12 +102,13 @@ class TowerScope(keras.StatelessScope):
         with contextlib.nullcontext() if self.eager else self.graph.as_default():
             value = super().get_current_value(variable)
             value = self._source(variable) if value is None else value
-            _assign(stand_in, variable._value if value is None else value)
+            _assign(stand_in, tf_private.value_of(variable) if value is None else value)
         self.stand_ins[id(variable)] = stand_in
         if not self.eager:
             _STAND_INS.setdefault(self.graph, []).append(stand_in)
 
-    def _is_inside(self) -> bool:
+    def is_inside(self) -> bool:
+        """Tell whether what is called now is in a loop, a branch or a function of its own."""
         return tf.compat.v1.get_default_graph() is not self.graph
 
 
@@ -122,7 +123,7 @@ def _as_read(variable: keras.Variable, value: Any, before: Any) -> tf.Tensor:
     value = tf.stop_gradient(tf.convert_to_tensor(value))
     if not variable.trainable or not value.dtype.is_floating:
         return value
-    before = tf.convert_to_tensor(variable._value if before is None else before)
+    before = tf.convert_to_tensor(tf_private.value_of(variable) if before is None else before)
     return value + tf.cast(before - tf.stop_gradient(before), value.dtype)
 
 
@@ -148,7 +149,7 @@ def assignments_refused() -> Iterator[None]:
         InputError: something does.
     """
 
-    def make(name: str, _: Callable) -> Callable:
+    def make(name: str) -> Callable:
         def refuse(variable: tf.Variable, *_: Any, **__: Any) -> None:
             raise InputError(
                 f"a tower assigns the tf.Variable {variable.name!r} ({name}), and of several "
@@ -156,7 +157,7 @@ def assignments_refused() -> Iterator[None]:
                 "step (add_weight(trainable=False) in a layer)"
             )
 
-        return refuse
+        return lambda _: refuse
 
     with tf_private.assignments_replaced(make):
         yield

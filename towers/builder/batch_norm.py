@@ -163,9 +163,8 @@ def _moments(
     layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None, all_gather: Callable
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return mean and variance [C] over the batch and all axes but the layer's own."""
-    axes = layer._reduction_axes
-    (channels,) = set(range(inputs.shape.rank)) - set(axes)
-    size = inputs.shape[channels]
+    axes = list(range(inputs.shape.rank))
+    size = inputs.shape[axes.pop(layer.axis)]
     used, number, epsilon = None, tf.size(inputs, tf.int64) // size, 0.0
     if mask is not None:
         used = tf.broadcast_to(tf.cast(tf.expand_dims(mask, -1), tf.bool), tf.shape(inputs))

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import tensor_util
 
 from towers import tf_private
 from towers.builder import philox
@@ -144,7 +143,7 @@ class Draws:
 
     def _layout(self, name: str, shape: Any) -> Layout:
         """Return the layout of the next draw."""
-        static, size = static_shape(shape), self.rows.size
+        static, size = tf_private.static_shape(shape), self.rows.size
         place = next(self._places)
         if self.known is not None and place < len(self.known):
             found = [self.known[place]]
@@ -189,11 +188,6 @@ def _within(outer: Rows | None, rows: Rows | None) -> Rows | None:
     ):
         return rows  # another batch
     return Rows(outer.start + rows.start, rows.size, outer.total)
-
-
-def static_shape(shape: Any) -> tf.TensorShape:
-    """Return what is known of a shape, which may be a tensor."""
-    return tensor_util.constant_value_as_shape(tf.convert_to_tensor(shape, tf.int32))
 
 
 def guess(shape: tf.TensorShape, size: Any) -> Layout:

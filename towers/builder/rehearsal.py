@@ -156,15 +156,7 @@ def rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
         fn: a tower function.
         batch: its arguments; tensors of a graph stand for others of their type and shape.
     """
-    return _rehearse(_converted(fn), batch)
-
-
-def _converted(fn: Callable) -> Callable:
-    """Return `fn` as AutoGraph has it where it is called, if that is in use there."""
-    context = tf.__internal__.autograph.control_status_ctx()
-    if context.status.name != "ENABLED":
-        return fn
-    return tf.__internal__.autograph.tf_convert(fn, context)
+    return _rehearse(tf_private.converted_as_here(fn), batch)
 
 
 @tf.autograph.experimental.do_not_convert

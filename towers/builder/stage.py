@@ -202,7 +202,7 @@ class _NoisyScope(TowerScope):
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """Return what a variable is; Keras calls this."""
-        value = variable._value
+        value = tf_private.value_of(variable)
         noisy = variable.trainable and value is not None and value.dtype.is_floating
         noisy = noisy and value.shape.num_elements() <= _MOST_NOISY
         if noisy and id(variable) not in self.own:
@@ -263,7 +263,7 @@ def _on_stage(scope: TowerScope, take: Take) -> Iterator[list[tf.Tensor]]:
 
     def make_add_loss(before: Callable) -> Callable:
         def add_loss(layer: keras.Layer, loss: Any) -> None:
-            if not scope._is_inside():
+            if not scope.is_inside():
                 for part in tf.nest.flatten(loss):
                     added.append(tf.cast(tf.reduce_sum(part), tf.float64))
                     take.adding.append(layer.path or layer.name)
@@ -278,7 +278,7 @@ def _on_stage(scope: TowerScope, take: Take) -> Iterator[list[tf.Tensor]]:
                 result = before(layer, *args, **kwargs)
             finally:
                 take.calls.pop()
-            if not scope._is_inside():
+            if not scope.is_inside():
                 for leaf in tf.nest.flatten(result):
                     if _is_by_example(leaf, take.size):
                         take.layers.append(layer.path or layer.name)
@@ -292,8 +292,8 @@ def _on_stage(scope: TowerScope, take: Take) -> Iterator[list[tf.Tensor]]:
         assignments_refused(),
         tf.variable_creator_scope(refuse_variable),
         tf_private.batch_norm_replaced(make_call, lambda before: before),
-        tf_private.replaced(keras.Layer, "add_loss", make_add_loss),
-        tf_private.replaced(keras.Layer, "__call__", make_layer_call),
+        tf_private.add_loss_replaced(make_add_loss),
+        tf_private.layer_calls_replaced(make_layer_call),
     ):
         yield added
 

@@ -9,9 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record
-from tensorflow.python.framework.errors_impl import InaccessibleTensorError
-from tensorflow.python.ops import resource_variable_ops as variable_ops
 
 from towers import tf_private
 from towers.builder.assignments import TowerScope
@@ -39,7 +36,7 @@ def by_xla(fn: Callable) -> tuple[TowerScope, Any]:
         function = tf.function(program, jit_compile=True, autograph=False).get_concrete_function()
         _check_inputs(function)
         results, assigned = function()
-    except InaccessibleTensorError as error:
+    except tf_private.InaccessibleTensorError as error:
         raise ValueError(
             "a tf.function that loss_fn calls was traced for one tower, and would use its weights "
             "in the others: make a tf.function of the whole step instead"
@@ -62,34 +59,15 @@ def _reads(outside: Callable) -> Iterator[None]:
     program = _current_graph()
     values: dict[int, tf.Tensor] = {}
 
-    def make_read(read_now: Callable) -> Callable:
-        def read(variable: tf.Variable, no_copy: bool = False) -> tf.Tensor:
-            variable_ops.variable_accessed(variable)
-            if id(variable) not in values:
-                with record.stop_recording():
-                    with outside():
-                        value = tf.identity(read_now(variable))  # moves it to the tower's device
-                    with program.as_default():
-                        values[id(variable)] = tf.identity(value)
-            value = values[id(variable)]
-            # As after TensorFlow's own read: a tape finds from the value to the variable.
-            record.record_operation(
-                "ReadVariableOp", [value], [variable.handle], lambda x: [x], lambda x: [x]
-            )
-            return value
+    def read(variable: tf.Variable, own: Callable) -> tf.Tensor:
+        if id(variable) not in values:
+            with outside():
+                value = tf.identity(own(variable))  # moves it to the tower's device
+            with program.as_default():
+                values[id(variable)] = tf.identity(value)
+        return values[id(variable)]
 
-        return read
-
-    def make_read_rows(_: Callable) -> Callable:
-        return lambda variable, indices, name=None: tf.gather(
-            variable._read_variable_op(), indices, name=name
-        )
-
-    owner = variable_ops.BaseResourceVariable
-    with (
-        tf_private.replaced(owner, "_read_variable_op", make_read),
-        tf_private.replaced(owner, "sparse_read", make_read_rows),
-    ):
+    with tf_private.reads_replaced(read):
         yield
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towers import tf_private
 from towers.devices import nvml, probe, runtime, visibility
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError, RunError
@@ -71,7 +72,7 @@ def read_back() -> list[str]:
     """
     asked = _in_force
     tf.config.list_logical_devices()
-    actual = runtime.device_memory_bytes()
+    actual = tf_private.device_memory_bytes()
     lines, wrong, number = [], [], 0
     gpus = tf.config.get_visible_devices("GPU")
     for gpu, seen in zip(gpus, driver_gpus(gpus), strict=True):

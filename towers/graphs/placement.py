@@ -8,7 +8,6 @@
 comes here is taken after TensorFlow's placer, optimizer and partitioner.
 """
 
-import contextlib
 import dataclasses
 import re
 from collections import Counter
@@ -16,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import graph_pb2
 
+from towers import tf_private
 from towers.builder.layers import layer_of, tower_of
 
 # What moves values between devices or steers loops is of no tower; masters are read where they are.
@@ -115,7 +114,7 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
         ValueError: the function has run with such arguments before; TensorFlow places a graph when
             it first runs, and shows it only then.
     """
-    with _executed_graphs() as graphs:
+    with tf_private.executed_graphs() as graphs:
         function(*arguments)
     if not graphs:
         raise ValueError("the function has run before: read its placement at its first call")
@@ -160,25 +159,6 @@ def short(device: str) -> str:
     return f"/{match[1].lower()}:{match[2]}" if match else device
 
 
-@contextlib.contextmanager
-def _executed_graphs() -> Iterator[list[graph_pb2.GraphDef]]:
-    """Collect the graphs that are executed in the block, one for each device, after partitioning.
-
-    The only place that touches TensorFlow's private context: nothing public tells what ran.
-    """
-    from tensorflow.python.eager import context
-
-    private = context.context()
-    graphs: list[graph_pb2.GraphDef] = []
-    private.enable_graph_collection()
-    try:
-        yield graphs
-        for function_graphs in private.export_run_metadata().function_graphs:
-            graphs.extend(function_graphs.partition_graphs)
-    finally:
-        private.disable_graph_collection()
-
-
 def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Operation]]:
     """Yield (name, op) of a graph and of the functions that it calls.
 
@@ -188,11 +168,10 @@ def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Opera
     for op in graph.get_operations():
         yield scope + op.name, op
         for attribute in ("body", "cond", "then_branch", "else_branch", "f"):
-            with contextlib.suppress(ValueError):
-                inner = op.graph._get_function(op.get_attr(attribute).name)
-                if inner is not None:
-                    inside = f"{scope}{op.name}/" if attribute == "f" else ""
-                    yield from traced_ops(inner.graph, inside)
+            inner = tf_private.called_graph(op, attribute)
+            if inner is not None:
+                inside = f"{scope}{op.name}/" if attribute == "f" else ""
+                yield from traced_ops(inner, inside)
 
 
 def needed_ops(ops: Iterable[tf.Operation]) -> list[tf.Operation]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
 
+from towers import tf_private
 from towers.graphs.placement import Placement, short
 
 MAX_VALUE_BYTES = 1024  # of a constant or another attribute; nobody reads more of it in a graph
@@ -31,7 +32,7 @@ def step_graph(graph: tf.Graph, placement: Placement) -> tf.compat.v1.GraphDef:
     loop = _loop(graph)
     scope = f"{loop.name}/" if loop else ""
     nodes = []
-    for traced_name, node in _nodes(_inner(loop, "body") if loop else graph):
+    for traced_name, node in _nodes(tf_private.called_graph(loop, "body") if loop else graph):
         device = ran.get(traced_name) or short(node.device)
         node.device = re.sub(r"^/(\w+):(\d+)$", _full_device, device)
         node.name = _drawn(node.name, scope)
@@ -56,16 +57,11 @@ def _without_plumbing(nodes: list[tf.compat.v1.NodeDef]) -> list[tf.compat.v1.No
 def _loop(graph: tf.Graph) -> tf.Operation | None:
     """Return the loop over the steps: the one with most ops in it."""
     loops = [op for op in graph.get_operations() if op.type in ("While", "StatelessWhile")]
-    return max(loops, key=lambda op: len(_inner(op, "body").get_operations()), default=None)
-
-
-def _inner(op: tf.Operation, attribute: str) -> tf.Graph | None:
-    """Return the graph of the function that an attribute of an op names, None if there is none."""
-    try:
-        function = op.graph._get_function(op.get_attr(attribute).name)
-    except (ValueError, AttributeError):
-        return None
-    return function and function.graph
+    return max(
+        loops,
+        key=lambda op: len(tf_private.called_graph(op, "body").get_operations()),
+        default=None,
+    )
 
 
 def _nodes(
@@ -92,7 +88,7 @@ def _nodes(
         op = graph.get_operation_by_name(node.name)
         handed = [renamed(name) for name in node.input if not name.startswith("^")]
         for attribute in _CALLS:
-            if inner := _inner(op, attribute):
+            if inner := tf_private.called_graph(op, attribute):
                 names = [tensor.op.name for tensor in inner.inputs]
                 branches = attribute.endswith("_branch")  # an If's first input is its condition
                 edges = dict(zip(names, handed[branches:], strict=False))

@@ -14,6 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from towers import tf_private
 from towers.graphs.placement import Op, Placement, needed_ops, short
 
 HOST = "/cpu:0"  # where TensorFlow puts an op that asks for nothing
@@ -178,7 +179,7 @@ class Step:
         condition, *arguments = op.inputs
         before = len(self._takers)
         for attribute in ("then_branch", "else_branch"):
-            inner = op.graph._get_function(op.get_attr(attribute).name).graph
+            inner = tf_private.called_graph(op, attribute)
             pairs = zip(inner.inputs, arguments, strict=True)
             self._outer |= {placeholder.op: tensor for placeholder, tensor in pairs}
             self._read(inner, device)
@@ -189,7 +190,7 @@ class Step:
 
     def _is_local(self, op: tf.Operation, caller: str) -> bool:
         """Tell whether a called function runs on one device, like an op, and reads no variable."""
-        inner = op.graph._get_function(op.get_attr("f").name).graph
+        inner = tf_private.called_graph(op, "f")
         asked = {short(inside.device) for inside in inner.get_operations()}
         variables = any(tensor.dtype == tf.resource for tensor in op.inputs)
         return asked <= {"", short(op.device) or caller} and not variables
@@ -214,7 +215,7 @@ def read_step(function: Any) -> Step:
         function: the concrete function, whose only loop makes one step each time round.
     """
     loop = next(op for op in function.graph.get_operations() if op.type in _LOOPS)
-    body = function.graph._get_function(loop.get_attr("body").name).graph
+    body = tf_private.called_graph(loop, "body")
     outside = {inner.op: short(outer.device) for outer, inner in function.graph.captures}
     homes = {
         inner.op: outside[outer.op]

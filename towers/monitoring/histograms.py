@@ -153,7 +153,7 @@ def outputs_of_layers(model: keras.Model, inputs: tf.Tensor) -> list[tuple[keras
 
         return caught
 
-    with tf_private.replaced(keras.Layer, "__call__", make):
+    with tf_private.layer_calls_replaced(make):
         model(inputs, training=False)
     return list(found.values())
 

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from towers import tf_private
 from towers.monitoring import drawing
 
 NUM_IMAGES = 8  # of each tower
@@ -100,7 +101,9 @@ def filters(model: keras.Model) -> list[Summary]:
     With 3 input channels they are shown in colour, else in gray, as their mean over the channels;
     each is stretched from its least weight to its greatest.
     """
-    layer = _first_convolution(model, set())
+    layers = tf_private.layers_of(model)
+    found = (x for x in layers if isinstance(x, keras.layers.Conv2D) and x.weights)
+    layer = next(found, None)
     if layer is None:
         return []
     kernel = np.array(keras.ops.convert_to_numpy(layer.kernel), np.float64)  # [h, w, in, out]
@@ -160,16 +163,3 @@ def _weights(predictions: Predictions) -> str:
     return (
         "the moving average of the weights" if predictions.averaged else "the weights as they are"
     )
-
-
-def _first_convolution(layer: keras.Layer, seen: set[int]) -> keras.layers.Conv2D | None:
-    """Return the first Conv2D with weights in a layer or below, in the order of the model."""
-    for child in layer._layers:
-        if id(child) in seen:  # shared, or a child that knows its parent
-            continue
-        seen.add(id(child))
-        if isinstance(child, keras.layers.Conv2D) and child.weights:
-            return child
-        if found := _first_convolution(child, seen):
-            return found
-    return None

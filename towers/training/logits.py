@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from towers import tf_private
 from towers.data import augment
 from towers.training.model import floatx_of
 from towers.training.run import Run
@@ -57,7 +58,7 @@ def _source(tensor: tf.Tensor) -> tf.Operation:
     if op.type in _PASSING:
         return _source(op.inputs[0])
     if op.type in _CALLS:
-        inner = op.graph._get_function(op.get_attr("f").name)
+        inner = tf_private.called_graph(op, "f")
         if inner is not None:
-            return _source(inner.graph.outputs[tensor.value_index])
+            return _source(inner.outputs[tensor.value_index])
     return op

@@ -4,9 +4,8 @@ They lie on the gather device; or each weight with its slots and its average on 
 ("sharded"); or on the first tower, with a copy of weights and slots on each other ("replicated").
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -64,7 +63,7 @@ class Masters:
         self.model, self.optimizer = model, optimizer
         self.replicas = [Replica(model.trainable_variables, optimizer, device), *copies]
         for replica in self.replicas:
-            with tf.device(replica.device), _slots_beside_weights(replica.optimizer):
+            with tf.device(replica.device), tf_private.slots_beside_weights(replica.optimizer):
                 replica.optimizer.build(list(replica.weights))
         with tf.device(device):
             # BatchNorm statistics are averaged, too: they belong to the weights of their time.
@@ -128,9 +127,8 @@ def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> None:
 def move(variable: keras.Variable, device: str) -> None:
     """Move a Keras variable's value to a device; nothing may have read it before."""
     with tf.device(device):
-        variable._value = tf.Variable(
-            variable.value, trainable=variable.trainable, name=variable.name
-        )
+        value = tf.Variable(variable.value, trainable=variable.trainable, name=variable.name)
+    tf_private.set_value_of(variable, value)
 
 
 def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]:
@@ -143,21 +141,6 @@ def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]
         twin.regularizer = weight.regularizer
         copies.append(twin)
     return copies
-
-
-@contextlib.contextmanager
-def _slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Let the optimizer make each slot on the device of its weight."""
-
-    def make(add: Callable) -> Callable:
-        def beside(reference_variable: keras.Variable, *args: object, **kwargs: object) -> object:
-            with tf.device(reference_variable.value.device):
-                return add(reference_variable, *args, **kwargs)
-
-        return beside
-
-    with tf_private.replaced(optimizer, "add_variable_from_reference", make):
-        yield
 
 
 def _beside(variable: tf.Variable) -> tf.Variable:

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
 
-from towers import data, devices
+from towers import data, devices, tf_private
 from towers.builder.rehearsal import Rehearsal
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, augment
@@ -87,7 +86,7 @@ class Run:
         if not self.builder.jit_compile or len(self.builder.devices) == 1:
             return
         sync = self.options.batch_norm == "sync"
-        for layer in self.masters.model._flatten_layers():
+        for layer in tf_private.layers_of(self.masters.model):
             is_norm = isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
             if is_norm and (sync or layer.synchronized):
                 alone = f"build layer {layer.path} without synchronized=True"
@@ -165,7 +164,7 @@ def assemble(
         on_doubt=doubts.append,
     )
     image_shape = augment.output_shape(dataset.image_shape, options.augment)
-    with one_line_errors(options), _names_as_in_a_new_process():
+    with one_line_errors(options), tf_private.named_as_in_a_new_process():
         network = model.build(
             options.model,
             options.model_keywords(),
@@ -278,17 +277,6 @@ def one_line_errors(options: Options) -> Iterator[None]:
         lines = [line.strip() for line in _NOISE.sub("", str(error)).splitlines()]
         reason = next(filter(None, lines), type(error).__name__)
         raise RunError(f"{what}: {reason[:300]}") from None
-
-
-@contextlib.contextmanager
-def _names_as_in_a_new_process() -> Iterator[None]:
-    """Let Keras number its layers from dense, dense_1 on: checkpoints know variables by name."""
-    before = global_state.get_global_attribute("object_name_uids")
-    global_state.set_global_attribute("object_name_uids", None)
-    try:
-        yield
-    finally:
-        global_state.set_global_attribute("object_name_uids", before)
 
 
 def _check_model(network: keras.Model, name: str) -> None:

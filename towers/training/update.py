@@ -5,8 +5,7 @@ finite test, clipping, the optimizer's update, then the moving average. Copies o
 the same gradients and make the same update.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -100,34 +99,11 @@ def _replica_update(
 
     def apply() -> None:
         rate = replica.optimizer.learning_rate
-        with tf.device(replica.device), _each_update_apart(replica.optimizer):
+        with tf.device(replica.device), tf_private.each_update_apart(replica.optimizer):
             rate.assign(tf.cast(learning_rate, rate.dtype))
             replica.optimizer.apply(clip(gradients, weights, norm, options), weights)
 
     return penalty, norm, apply
-
-
-@contextlib.contextmanager
-def _each_update_apart(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Let a Keras optimizer compute each update on its variable's device, when that is ready.
-
-    Keras would hand all gradients through one op, which takes them to one device and waits for the
-    last of them.
-    """
-    extended = tf.distribute.get_strategy().extended
-
-    def make(update: Callable) -> Callable:  # which Keras hands each variable
-        def update_there(variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
-            with tf.device(variable.device):
-                return update(variable, *args, **kwargs)
-
-        return update_there
-
-    with (
-        tf_private.replaced(extended, "update", make),
-        tf_private.replaced(optimizer, "_all_reduce_sum_gradients", lambda _: list),
-    ):
-        yield
 
 
 def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> list[Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from towers import tf_private
 from towers.builder import draws, exchange
 from towers.data import Data
 from towers.graphs.placement import Op, traced_ops
@@ -74,7 +75,7 @@ def local_batch_norm(model: keras.Model, options: Options) -> str | None:
     """Name a BatchNorm layer whose moments are those of a slice."""
     found = [
         layer.path
-        for layer in model._flatten_layers()
+        for layer in tf_private.layers_of(model)
         if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
     ]
     if found and options.batch_norm == "local":
@@ -111,7 +112,7 @@ def _signature(placed: Op, op: tf.Operation) -> tuple[str, str, bytes]:
 
 def narrow_layers(model: keras.Model) -> str | None:
     """Name a layer that computes in less than float64 whatever the run says."""
-    for layer in model._flatten_layers():
+    for layer in tf_private.layers_of(model):
         if layer.compute_dtype in ("float16", "bfloat16", "float32"):
             return (
                 f"rounding: layer {layer.path} computes in {layer.compute_dtype} although the "
