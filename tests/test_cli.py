@@ -355,10 +355,10 @@ def test_the_lines_are_shown_if_the_start_fails(folder):
     assert NOISE in failed.stderr and "ImportError: libcudart.so is missing" in failed.stderr
 
 
-def test_the_lines_are_shown_if_the_start_kills_the_process(folder):
+def test_a_start_that_kills_the_process_says_where(folder):
     failed = start_with(folder, "os.abort()")
     assert failed.returncode < 0
-    assert NOISE in failed.stderr
+    assert "Fatal Python error: Aborted" in failed.stderr and "keras.py" in failed.stderr
 
 
 def test_the_lines_are_not_shown_at_ctrl_c(folder):

@@ -5,13 +5,13 @@ Exit codes: 0 done; 1 a check failed; 2 bad input or flags; 75 stopped on reques
 
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import os
 import pkgutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -39,74 +39,37 @@ class Verb(flags.Verb):
     tensorflow: str = ""
 
 
-_GPU_OPTIONS = tuple(field.name for field in dataclasses.fields(GpuOptions))
+_OF_EVALUATE = "train_dir json dataset data_dir image_size batch_size dtype num_towers devices"
 _VERBS = (
-    Verb(
-        "train",
-        "train a model over towers, or continue a run",
-        function="towers.training.train:train",
-        tensorflow="options",
-    ),
-    Verb(
-        "evaluate",
-        "evaluate the newest checkpoint of a run on the test set",
-        takes=(
-            *("train_dir", "json", "dataset", "data_dir", "image_size", "batch_size", "dtype"),
-            *("num_towers", "devices"),
-            *_GPU_OPTIONS,
-        ),
-        completes=True,
-        function="towers.training.evaluate:evaluate",
-        tensorflow="options",
-    ),
-    Verb(
-        "verify",
-        "prove on your model that N towers compute what one device computes",
-        options="towers.commands.verify.options:VerifyOptions",
-        function="towers.commands.verify.command:verify",
-        tensorflow="options",
-    ),
-    Verb(
-        "benchmark",
-        "measure speed, scaling and where a step's time goes, also beside others",
-        options="towers.commands.benchmark.options:BenchmarkOptions",
-        function="towers.commands.benchmark.command:benchmark",
-        tensorflow="options",
-    ),
-    Verb(
-        "plan",
-        "say before a run how it would scale on GPUs: bytes, memory, step times",
-        options="towers.commands.plan.options:PlanOptions",
-        function="towers.commands.plan.command:plan",
-        tensorflow="cpu",
-    ),
-    Verb(
-        "doctor",
-        "check this machine: versions, GPUs, memory, computing, data, folders",
-        takes=("train_dir", "json", "dataset", "data_dir", "visible_gpus"),
-        function="towers.commands.doctor.command:doctor",
-    ),
-    Verb(
-        "sweep",
-        "train a run for each combination of flags, and say which is best",
-        options="towers.commands.sweep.options:SweepOptions",
-        refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir"),
-        function="towers.commands.sweep.command:sweep",
-    ),
-    Verb(
-        "compare",
-        "show what runs differ in: flags, results, time to an accuracy, curves",
-        options="towers.commands.compare.options:CompareOptions",
-        function="towers.commands.compare.command:compare",
-    ),
-    Verb(
-        "tensorboard",
-        "show a run, or a folder of runs, in TensorBoard",
-        options="towers.commands.tensorboard.options:TensorboardOptions",
-        takes=("train_dir", "port"),
-        function="towers.commands.tensorboard.command:tensorboard",
-    ),
-)
+    Verb("train", "train a model over towers, or continue a run",
+         function="towers.training.train:train", tensorflow="options"),
+    Verb("evaluate", "evaluate the newest checkpoint of a run on the test set",
+         takes=(*_OF_EVALUATE.split(), *GpuOptions.__dataclass_fields__), completes=True,
+         function="towers.training.evaluate:evaluate", tensorflow="options"),
+    Verb("verify", "prove on your model that N towers compute what one device computes",
+         options="towers.commands.verify.options:VerifyOptions",
+         function="towers.commands.verify.command:verify", tensorflow="options"),
+    Verb("benchmark", "measure speed, scaling and where a step's time goes, also beside others",
+         options="towers.commands.benchmark.options:BenchmarkOptions",
+         function="towers.commands.benchmark.command:benchmark", tensorflow="options"),
+    Verb("plan", "say before a run how it would scale on GPUs: bytes, memory, step times",
+         options="towers.commands.plan.options:PlanOptions",
+         function="towers.commands.plan.command:plan", tensorflow="cpu"),
+    Verb("doctor", "check this machine: versions, GPUs, memory, computing, data, folders",
+         takes=("train_dir", "json", "dataset", "data_dir", "visible_gpus"),
+         function="towers.commands.doctor.command:doctor"),
+    Verb("sweep", "train a run for each combination of flags, and say which is best",
+         options="towers.commands.sweep.options:SweepOptions",
+         refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir"),
+         function="towers.commands.sweep.command:sweep"),
+    Verb("compare", "show what runs differ in: flags, results, time to an accuracy, curves",
+         options="towers.commands.compare.options:CompareOptions",
+         function="towers.commands.compare.command:compare"),
+    Verb("tensorboard", "show a run, or a folder of runs, in TensorBoard",
+         options="towers.commands.tensorboard.options:TensorboardOptions",
+         takes=("train_dir", "port"),
+         function="towers.commands.tensorboard.command:tensorboard"),
+)  # fmt: skip
 VERBS = {verb.name: verb for verb in _VERBS}
 
 
@@ -119,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("--help", "-h", "-help", "help"):
-        print(flags.main_help(towers.__version__, list(VERBS.values())), end="")
+        print(flags.main_help(towers.__version__, _VERBS), end="")
         return 0
     if argv[0] in ("--version", "-version"):
         print(f"towers {towers.__version__}")
@@ -133,8 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if {"--help", "-h", "-help"} & set(rest):
             print(flags.verb_help(VERBS[name]), end="")
             return 0
-        with _no_end_by_sigusr2(name):
-            return _run(VERBS[name], parse(name, rest), start)
+        return _run(VERBS[name], parse(name, rest), start)
     except InputError as error:
         return _complain(error, EXIT_USAGE)
     except RunError as error:
@@ -146,20 +108,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(name: str, argv: Sequence[str]) -> Any:
     """Return the options that the command line of a verb gives; see `flags.parse`."""
     return flags.parse(argv, VERBS[name])
-
-
-@contextlib.contextmanager
-def _no_end_by_sigusr2(verb: str) -> Iterator[None]:
-    """Let the signal that asks a run for a profile not end it while it starts or ends."""
-    here = threading.current_thread() is threading.main_thread()
-    if verb != "train" or not here:
-        yield
-        return
-    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGUSR2, before)
 
 
 def _complain(message: object, exit_code: int) -> int:
@@ -178,6 +126,10 @@ def _run(verb: Verb, options: Any, start: float) -> int:
     def say(line: str) -> None:
         print(line, file=out, flush=True)
 
+    if verb.name == "train":
+        with contextlib.suppress(ValueError):  # not in the main thread
+            # It asks a run for a profile, and ends none that is not listening yet, or no more.
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if verb.tensorflow:
         with _quiet_start():
             _start(
@@ -185,7 +137,7 @@ def _run(verb: Verb, options: Any, start: float) -> int:
             )
     elif verb.name == "doctor" and options.dataset == "cifar10":
         with contextlib.suppress(Exception), _quiet_start():
-            from towers import data  # noqa: F401  which imports TensorFlow: that may be wrong
+            from towers import data  # noqa: F401  which imports TensorFlow: that may be what is wrong
     function = pkgutil.resolve_name(verb.function)
     result = function(options, start if verb.name == "train" else say)
     if as_json and result:
@@ -195,7 +147,7 @@ def _run(verb: Verb, options: Any, start: float) -> int:
 
 def _exit_code(result: Any) -> int:
     """Return the exit code of what a verb returned; None: a run was stopped, after saving."""
-    if isinstance(result, list):
+    if isinstance(result, list):  # of the doctor's checks
         return EXIT_FAILED if any(check.status == "problem" for check in result) else 0
     if result is None or result.get("interrupted"):
         return EXIT_STOPPED
@@ -220,39 +172,25 @@ def _start(options: Options) -> None:
 def _quiet_start() -> Iterator[None]:
     """Hold back what TensorFlow's C++ writes while it starts; show it if the start fails.
 
-    A failure may be an abort in C++, after which nothing runs in this process; so a process of its
-    own waits for the outcome. A user who sets TF_CPP_MIN_LOG_LEVEL gets what it says.
+    If C++ ends the process itself, Python's fault handler says where. A user who sets
+    TF_CPP_MIN_LOG_LEVEL gets all lines.
     """
     if "TF_CPP_MIN_LOG_LEVEL" in os.environ or "tensorflow" in sys.modules:
         yield
         return
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # errors only, once it has started
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as held:
-        outcome, started = os.pipe()
-        watcher = os.fork()
-        if watcher == 0:
-            try:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)
-                os.close(started)
-                if not os.read(outcome, 1):
-                    held.seek(0)
-                    os.write(2, held.read())
-            finally:
-                os._exit(0)
-        stderr = os.dup(2)
+    with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb") as stderr:
         os.dup2(held.fileno(), 2)
-        well = b"1"
+        faulthandler.enable(stderr)
         try:
             yield
         except InputError:  # which says all itself
             raise
         except Exception:
-            well = b""
+            held.seek(0)
+            stderr.write(held.read())
             raise
         finally:
-            os.dup2(stderr, 2)
-            os.write(started, well)
-            for descriptor in (stderr, outcome, started):
-                os.close(descriptor)
-            os.waitpid(watcher, 0)
+            faulthandler.disable()
+            os.dup2(stderr.fileno(), 2)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import numbers
+from collections.abc import Callable
 from typing import Any
 
 from towers.errors import InputError
@@ -22,6 +23,15 @@ def option(default: Any, group: str, help: str, affects: str = "result", **metad
     """
     about = dict(group=group, help=help, affects=affects, **metadata)
     return dataclasses.field(default=default, metadata=about)
+
+
+def group(name: str, **metadata: Any) -> Callable[..., Any]:
+    """Return `option` for those under one heading, which have this metadata unless they differ."""
+
+    def option_of_group(default: Any, help: str, **differing: Any) -> Any:
+        return option(default, name, help, **metadata | differing)
+
+    return option_of_group
 
 
 def same_option(owner: type, name: str) -> Any:

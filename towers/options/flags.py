@@ -1,17 +1,14 @@
 """The command line's flags: one for each option of a verb, also in flagfiles.
 
-absl's parsers read the values. No flag is defined in anybody's program, and no TensorFlow is
-imported, so that help and usage errors answer at once.
-
-In use:
-
     options = flags.parse(["--flagfile=configs/quickstart.cfg", "--num_gpus=2"])     # of a run
     options = flags.parse(["--steps=3"], Verb("verify", options="mine:VerifyOptions"))
 
 The options of a verb are a dataclass of `option` fields. A verb that works on a run holds the run's
 options in a field `run: Options`; its flags are then its own fields, and those of the run that it
-does not name itself. (`run: dict` takes the run's flags as {name: value}, unchecked, only those
-that were given.)
+does not name itself. (`run: dict` takes those that were given as {name: value}, unchecked.)
+
+absl's parsers read the values; no flag is defined in anybody's program. No TensorFlow is imported,
+so that help and usage errors answer at once.
 """
 
 import dataclasses
@@ -33,24 +30,16 @@ from towers.options.run import Options
 
 @dataclasses.dataclass(frozen=True)
 class Verb:
-    """A verb of the command line, described without importing it.
-
-    Attributes:
-        name: what is typed.
-        help: what it does, in one line.
-        options: "module:class" of its options.
-        takes: the options that its command line takes; None: all. In a flagfile each verb takes
-            all of a run, so that one file serves training and whatever is done with the run later.
-        refuses: {option of a run: the reason} for those that its command line does not take.
-        completes: whether what is not given is as in the flags.cfg of --train_dir.
-    """
+    """A verb of the command line, described without importing it."""
 
     name: str
-    help: str = ""
-    options: str = "towers.options.run:Options"
+    help: str = ""  # one line
+    options: str = "towers.options.run:Options"  # "module:class"
+    # The options that its command line takes; None: all. In a flagfile each verb takes all of a
+    # run, so that one file serves training and whatever is done with the run later.
     takes: Sequence[str] | None = None
-    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    completes: bool = False
+    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {option: the reason}
+    completes: bool = False  # whether what is not given is as in the flags.cfg of --train_dir
 
     def fields(self) -> dict[str, dataclasses.Field]:
         """Return the options by name, as the help lists them."""
@@ -153,12 +142,7 @@ class _Reader:
         return name
 
     def read(self, argv: Sequence[str], opened: tuple[str, ...] = ()) -> None:
-        """Set values from arguments, those of a flagfile in its place.
-
-        Args:
-            argv: the arguments.
-            opened: the flagfiles that they stand in, outermost first; none: the command line.
-        """
+        """Set values from arguments: of the command line, or of the last flagfile in `opened`."""
         waiting = list(argv)
         while waiting:
             argument = waiting.pop(0)
@@ -245,11 +229,7 @@ def _positional(fields: Mapping[str, dataclasses.Field]) -> str | None:
 
 
 def _flags_of_run(train_dir: str) -> list[str]:
-    """Return the flag that reads the run's flags.cfg.
-
-    Raises:
-        InputError: the folder holds no run.
-    """
+    """Return the flag that reads the run's flags.cfg, if it has one; refuse what is no run."""
     folder = Path(train_dir)
     try:
         if files.is_run(folder):

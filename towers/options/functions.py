@@ -8,11 +8,7 @@ from towers.errors import InputError
 
 
 def load_function(flag: str, name: str) -> Callable:
-    """Return the function that `name` says.
-
-    Args:
-        flag: the flag that named it, for messages: "model".
-        name: "package.module:function".
+    """Return the function that a flag names as "package.module:function".
 
     Raises:
         InputError: one line: the name is malformed, or there is no such module or function. What

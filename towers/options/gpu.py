@@ -3,36 +3,33 @@
 import dataclasses
 
 from towers.errors import InputError
-from towers.options.fields import check_value, option
+from towers.options.fields import check_value, group
 
-_GROUP = "GPUs"
 _MEMORY = ("per_process_gpu_memory_fraction", "gpu_memory_limit_mib", "allow_growth")
+_gpus = group("GPUs", affects="machine", minimum=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuOptions:
     """What a process sees and takes of the GPUs. The fields are flags of the same name."""
 
-    visible_gpus: str = option(
-        "", _GROUP, "GPUs to use, by the driver's numbers in PCI bus order: 0,2; none for no GPU. "
-        "The rest is hidden. Default: what CUDA_VISIBLE_DEVICES leaves.", affects="machine",
+    visible_gpus: str = _gpus(
+        "", "GPUs to use, by the driver's numbers in PCI bus order: 0,2; none for no GPU. The rest "
+        "is hidden. Default: what CUDA_VISIBLE_DEVICES leaves.",
     )  # fmt: skip
-    per_process_gpu_memory_fraction: float = option(
-        0.0, _GROUP, "Part of each visible GPU's total memory to take; 0: all that is free.",
-        affects="machine", minimum=0, maximum=1, example=0.4,
+    per_process_gpu_memory_fraction: float = _gpus(
+        0.0, "Part of each visible GPU's total memory to take; 0: all that is free.", maximum=1,
+        example=0.4,
     )  # fmt: skip
-    gpu_memory_limit_mib: int = option(
-        0, _GROUP, "MiB of each visible GPU's memory to take; 0: all that is free.",
-        affects="machine", minimum=0, example=4096,
-    )  # fmt: skip
-    allow_growth: bool = option(
-        False, _GROUP, "Take GPU memory as it is needed, and not all of it at the start.",
-        affects="machine",
-    )  # fmt: skip
-    allow_soft_placement: bool = option(
-        True, _GROUP, "Let TensorFlow choose another device for an op that cannot run on its own.",
-        affects="machine",
-    )  # fmt: skip
+    gpu_memory_limit_mib: int = _gpus(
+        0, "MiB of each visible GPU's memory to take; 0: all that is free.", example=4096
+    )
+    allow_growth: bool = _gpus(
+        False, "Take GPU memory as it is needed, and not all of it at the start."
+    )
+    allow_soft_placement: bool = _gpus(
+        True, "Let TensorFlow choose another device for an op that cannot run on its own."
+    )
 
     def __post_init__(self) -> None:
         """Refuse values out of range and pairs that exclude each other.
@@ -50,11 +47,7 @@ class GpuOptions:
         self.indices()
 
     def indices(self) -> list[int] | None:
-        """Return `visible_gpus` as numbers: [] for "none", None for "".
-
-        Raises:
-            InputError: it is malformed.
-        """
+        """Return `visible_gpus` as numbers: [] for "none", None for ""."""
         if not self.visible_gpus:
             return None
         if self.visible_gpus.lower() == "none":

@@ -13,112 +13,108 @@ import re
 from typing import Any
 
 from towers.errors import InputError
-from towers.options.fields import check_value, option, parse_numbers, same_option
+from towers.options.fields import check_value, group, parse_numbers, same_option
 from towers.options.gpu import GpuOptions
 
 SCHEDULES = ("constant", "step", "cosine", "onecycle")
 DTYPES = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
+
+_run = group("The run", affects="call")
+_model, _data = group("Model"), group("Data")
+_towers = group("Towers", affects="speed")
+_length, _update = group("Length", minimum=0), group("Update", minimum=0)
+_when = group("When", affects="report", minimum=0)
+_tensorboard = group("TensorBoard", affects="report", minimum=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What a run is made of. Each field is a flag of the same name; its help says what it means."""
 
-    train_dir: str = option(
-        "runs/train", "The run", "Folder of the run: checkpoints, events, flags.cfg, result.json.",
-        affects="call",
-    )  # fmt: skip
-    overwrite: bool = option(
-        False, "The run", "Move an existing train_dir aside and start anew; else it is continued.",
-        affects="call",
-    )  # fmt: skip
-    seed: int = option(
-        0, "The run", "Seed of initial weights, shuffling and augmentation.", minimum=0,
+    train_dir: str = _run(
+        "runs/train", "Folder of the run: checkpoints, events, flags.cfg, result.json."
+    )
+    overwrite: bool = _run(
+        False, "Move an existing train_dir aside and start anew; else it is continued."
+    )
+    seed: int = _run(
+        0, "Seed of initial weights, shuffling and augmentation.", affects="result", minimum=0,
         maximum=2**31 - 1,
     )  # fmt: skip
-    json: bool = option(
-        False, "The run", "Print the result alone, as JSON, to standard output; the rest to "
-        "stderr.", affects="call",
-    )  # fmt: skip
-
-    model: str = option(
-        "models.cnn:cnn", "Model", "Function, as module:function, that returns a Keras model "
-        "giving logits."
-    )  # fmt: skip
-    model_args: str = option(
-        "", "Model", "Keyword arguments of the model function: depth=20,width=16."
+    json: bool = _run(
+        False, "Print the result alone, as JSON, to standard output; the rest to stderr."
     )
-    dtype: str = option(
-        "float32", "Model", "Precision of the towers; master weights are float32 at least.",
-        choices=DTYPES,
-    )  # fmt: skip
 
-    dataset: str = option(
-        "shapes", "Data", "Training and test set: shapes (drawn in code), cifar10, module:function "
-        "of your own, or files in data_dir: folder (train/CLASS/*.png, test/CLASS/*.png; jpg, bmp, "
-        "gif), tfrecord (train*.tfrecord, test*.tfrecord)."
+    model: str = _model(
+        "models.cnn:cnn", "Function, as module:function, that returns a Keras model giving logits."
+    )
+    model_args: str = _model("", "Keyword arguments of the model function: depth=20,width=16.")
+    dtype: str = _model(
+        "float32", "Precision of the towers; master weights are float32 at least.", choices=DTYPES
+    )
+
+    dataset: str = _data(
+        "shapes", "Training and test set: shapes (drawn in code), cifar10, module:function of your "
+        "own, or files in data_dir: folder (train/CLASS/*.png, test/CLASS/*.png; jpg, bmp, gif), "
+        "tfrecord (train*.tfrecord, test*.tfrecord).",
     )  # fmt: skip
-    data_dir: str = option(
-        "", "Data", "Folder where data files lie or go; default: the user's cache folder.",
+    data_dir: str = _data(
+        "", "Folder where data files lie or go; default: the user's cache folder.",
         affects="machine",
     )  # fmt: skip
-    image_size: str = option(
-        "", "Data", "Size to which the images of folder and tfrecord are resized: 64, or height x "
-        "width, 48x64; without it they must be of one size."
+    image_size: str = _data(
+        "", "Size to which the images of folder and tfrecord are resized: 64, or height x width, "
+        "48x64; without it they must be of one size.",
     )  # fmt: skip
-    augment: str = option(
-        "tutorial", "Data", "Augmentation of training images: tutorial (crop to 3/4, flip, "
-        "brightness, contrast), resnet (pad 4, crop, flip), none: each standardises; off: images "
-        "are taken as they are.", choices=("tutorial", "resnet", "none", "off"),
+    augment: str = _data(
+        "tutorial", "Augmentation of training images: tutorial (crop to 3/4, flip, brightness, "
+        "contrast), resnet (pad 4, crop, flip), none: each standardises; off: images are taken as "
+        "they are.", choices=("tutorial", "resnet", "none", "off"),
     )  # fmt: skip
-    batch_size: int = option(
-        128, "Data", "Examples of one step, over all towers: the GLOBAL batch.", minimum=1
+    batch_size: int = _data(
+        128, "Examples of one step, over all towers: the GLOBAL batch.", minimum=1
     )
 
-    num_towers: int = option(
-        0, "Towers", "Number of towers. 0: one for each visible GPU, else one on the CPU. N: "
-        "exactly N GPUs, or without any GPU N logical CPU devices.", affects="speed", minimum=0,
-        alias="num_gpus",
+    num_towers: int = _towers(
+        0, "Number of towers. 0: one for each visible GPU, else one on the CPU. N: exactly N GPUs, "
+        "or without any GPU N logical CPU devices.", minimum=0, alias="num_gpus",
     )  # fmt: skip
-    devices: str = option(
-        "", "Towers", "Devices in place of the first ones: /gpu:0,/gpu:2; or cpu for logical "
-        "CPUs.", affects="speed",
+    devices: str = _towers(
+        "", "Devices in place of the first ones: /gpu:0,/gpu:2; or cpu for logical CPUs."
+    )
+    placement: str = _towers(
+        "report", "Ops of a tower that run elsewhere: report lists them before the first step, "
+        "strict makes them an error.", affects="report", choices=("report", "strict"),
     )  # fmt: skip
-    placement: str = option(
-        "report", "Towers", "Ops of a tower that run elsewhere: report lists them before the first "
-        "step, strict makes them an error.", affects="report", choices=("report", "strict"),
+    draws: str = _towers(
+        "report", "Random draws that do not follow the example, so that numbers depend on the "
+        "number of towers: report lists them before the first step, strict makes them an error.",
+        affects="report", choices=("report", "strict"),
     )  # fmt: skip
-    draws: str = option(
-        "report", "Towers", "Random draws that do not follow the example, so that numbers depend "
-        "on the number of towers: report lists them before the first step, strict makes them an "
-        "error.", affects="report", choices=("report", "strict"),
+    variables: str = _towers(
+        "cpu", "Master variables: cpu, with add_n there; sharded, each with its add_n on one of "
+        "the towers; replicated, a copy on every tower, gradients summed by collectives; auto, the "
+        "fastest in a short trial.", choices=("cpu", "sharded", "replicated", "auto"),
     )  # fmt: skip
-    variables: str = option(
-        "cpu", "Towers", "Master variables: cpu, with add_n there; sharded, each with its add_n on "
-        "one of the towers; replicated, a copy on every tower, gradients summed by collectives; "
-        "auto, the fastest in a short trial.", affects="speed",
-        choices=("cpu", "sharded", "replicated", "auto"),
+    jit_compile: bool = _towers(
+        False, "Let XLA compile each tower, forward and backward; BatchNorm in more than one tower "
+        "needs --batch_norm=local.",
     )  # fmt: skip
-    jit_compile: bool = option(
-        False, "Towers", "Let XLA compile each tower, forward and backward; BatchNorm in more than "
-        "one tower needs --batch_norm=local.", affects="speed",
-    )  # fmt: skip
-    log_device_placement: bool = option(
-        False, "Towers", "Print which device runs how many ops of each type, and write every op to "
+    log_device_placement: bool = _towers(
+        False, "Print which device runs how many ops of each type, and write every op to "
         "train_dir/placement.tsv.", affects="report",
     )  # fmt: skip
-    batch_norm: str = option(
-        "sync", "Towers", "BatchNorm's moments: sync over the global batch, the same at any number "
-        "of towers; local over a tower's slice.", choices=("sync", "local"),
+    batch_norm: str = _towers(
+        "sync", "BatchNorm's moments: sync over the global batch, the same at any number of "
+        "towers; local over a tower's slice.", affects="result", choices=("sync", "local"),
     )  # fmt: skip
-    accumulate_steps: int = option(
-        1, "Towers", "Take the batch of each step in so many parts, one after the other: less "
-        "memory, and the same update.", minimum=1,
+    accumulate_steps: int = _towers(
+        1, "Take the batch of each step in so many parts, one after the other: less memory, and "
+        "the same update.", affects="result", minimum=1,
     )  # fmt: skip
-    steps_per_loop: int = option(
-        10, "Towers", "Steps inside one call of TensorFlow; changes no number.", affects="speed",
-        minimum=1,
-    )  # fmt: skip
+    steps_per_loop: int = _towers(
+        10, "Steps inside one call of TensorFlow; changes no number.", minimum=1
+    )
 
     visible_gpus: str = same_option(GpuOptions, "visible_gpus")
     per_process_gpu_memory_fraction: float = same_option(
@@ -128,91 +124,76 @@ class Options:
     allow_growth: bool = same_option(GpuOptions, "allow_growth")
     allow_soft_placement: bool = same_option(GpuOptions, "allow_soft_placement")
 
-    num_epochs: float = option(
-        0.0, "Length", "Passes over the training set; 0: as max_steps says, else 10.", minimum=0,
-        maximum=10**9,
-    )  # fmt: skip
-    max_steps: int = option(
-        0, "Length", "Step at which the run stops; 0: as num_epochs says. With both the first ends "
-        "the run, and schedules go by num_epochs.", minimum=0,
+    num_epochs: float = _length(
+        0.0, "Passes over the training set; 0: as max_steps says, else 10.", maximum=10**9
+    )
+    max_steps: int = _length(
+        0, "Step at which the run stops; 0: as num_epochs says. With both the first ends the run, "
+        "and schedules go by num_epochs.",
     )  # fmt: skip
 
-    optimizer: str = option(
-        "momentum", "Update", "Optimizer, of Keras.",
-        choices=("sgd", "momentum", "nesterov", "adamw"),
-    )  # fmt: skip
-    learning_rate: float = option(0.05, "Update", "Highest learning rate of the run.", minimum=0)
-    schedule: str = option(
-        "cosine", "Update", "Schedule of the learning rate, over the epochs of the run.",
-        choices=SCHEDULES,
-    )  # fmt: skip
-    warmup_epochs: float = option(
-        0.0, "Update", "Epochs of the learning rate's linear rise at the start; onecycle: 0 means "
-        "a quarter of the run.", minimum=0,
-    )  # fmt: skip
-    decay_epochs: str = option(
-        "", "Update", "Epochs at which schedule step multiplies the learning rate: 80,120.",
-        numbers=True,
-    )  # fmt: skip
-    decay_factor: float = option(
-        0.1, "Update", "Factor by which schedule step multiplies the learning rate.", minimum=0,
-        maximum=1,
-    )  # fmt: skip
-    momentum: float = option(
-        0.9, "Update", "Momentum of the optimizers momentum and nesterov.", minimum=0, maximum=1
+    optimizer: str = _update(
+        "momentum", "Optimizer, of Keras.", choices=("sgd", "momentum", "nesterov", "adamw")
     )
-    weight_decay: float = option(
-        0.0, "Update", "Decay of weights of two or more dimensions: added to the gradient (L2), or "
-        "decoupled in adamw.", minimum=0,
+    learning_rate: float = _update(0.05, "Highest learning rate of the run.")
+    schedule: str = _update(
+        "cosine", "Schedule of the learning rate, over the epochs of the run.", choices=SCHEDULES
+    )
+    warmup_epochs: float = _update(
+        0.0, "Epochs of the learning rate's linear rise at the start; onecycle: 0 means a quarter "
+        "of the run.",
     )  # fmt: skip
-    ema_decay: float = option(
-        0.0, "Update", "Decay, for each 128 examples, of the weights' moving average, which is "
-        "evaluated beside them; 0: no average.", minimum=0, maximum=1,
+    decay_epochs: str = _update(
+        "", "Epochs at which schedule step multiplies the learning rate: 80,120.", numbers=True
+    )
+    decay_factor: float = _update(
+        0.1, "Factor by which schedule step multiplies the learning rate.", maximum=1
+    )
+    momentum: float = _update(0.9, "Momentum of the optimizers momentum and nesterov.", maximum=1)
+    weight_decay: float = _update(
+        0.0, "Decay of weights of two or more dimensions: added to the gradient (L2), or decoupled "
+        "in adamw.",
     )  # fmt: skip
-    label_smoothing: float = option(
-        0.0, "Update", "Part of each label that is spread over all classes.", minimum=0, maximum=1
+    ema_decay: float = _update(
+        0.0, "Decay, for each 128 examples, of the weights' moving average, which is evaluated "
+        "beside them; 0: no average.", maximum=1,
+    )  # fmt: skip
+    label_smoothing: float = _update(
+        0.0, "Part of each label that is spread over all classes.", maximum=1
     )
-    clip_norm: float = option(
-        0.0, "Update", "Largest norm of each variable's gathered gradient; 0: any.", minimum=0
-    )
-    clip_value: float = option(
-        0.0, "Update", "Largest absolute value in a gathered gradient; 0: any.", minimum=0
-    )
-    clip_global_norm: float = option(
-        0.0, "Update", "Largest norm of all gathered gradients together; 0: any.", minimum=0
+    clip_norm: float = _update(0.0, "Largest norm of each variable's gathered gradient; 0: any.")
+    clip_value: float = _update(0.0, "Largest absolute value in a gathered gradient; 0: any.")
+    clip_global_norm: float = _update(
+        0.0, "Largest norm of all gathered gradients together; 0: any."
     )
 
-    log_every_steps: int = option(
-        100, "When", "Steps from one terminal line and TensorBoard point to the next.",
-        affects="report", minimum=1,
-    )  # fmt: skip
-    evaluate_every_epochs: float = option(
-        1.0, "When", "Epochs from one evaluation over the whole test set to the next; 0: only at "
-        "the end.", affects="report", minimum=0,
-    )  # fmt: skip
-    checkpoint_every_steps: int = option(
-        1000, "When", "Steps from one checkpoint to the next; there is also one at the end and on "
-        "Ctrl-C or SIGTERM; 0: only then.", affects="report", minimum=0,
-    )  # fmt: skip
-    keep_checkpoints: int = option(
-        3, "When", "Number of checkpoints that are kept: the newest.", affects="report", minimum=1
+    log_every_steps: int = _when(
+        100, "Steps from one terminal line and TensorBoard point to the next.", minimum=1
     )
+    evaluate_every_epochs: float = _when(
+        1.0, "Epochs from one evaluation over the whole test set to the next; 0: only at the end."
+    )
+    checkpoint_every_steps: int = _when(
+        1000, "Steps from one checkpoint to the next; there is also one at the end and on Ctrl-C "
+        "or SIGTERM; 0: only then.",
+    )  # fmt: skip
+    keep_checkpoints: int = _when(3, "Number of checkpoints that are kept: the newest.", minimum=1)
 
-    tensorboard_x: str = option(  # which cannot change within a curve
-        "step", "TensorBoard", "What curves are drawn over: updates, or examples seen.",
+    tensorboard_x: str = _tensorboard(
+        "step", "What curves are drawn over: updates, or examples seen.", affects="result",
         choices=("step", "examples"),
     )  # fmt: skip
-    histogram_every_epochs: float = option(
-        0.0, "TensorBoard", "Epochs from one set of histograms, of weights, gradients and "
-        "activations, to the next; 0: none.", affects="report", minimum=0,
+    histogram_every_epochs: float = _tensorboard(
+        0.0, "Epochs from one set of histograms, of weights, gradients and activations, to the "
+        "next; 0: none.",
     )  # fmt: skip
-    profile_steps: str = option(
-        "", "TensorBoard", "First and last step of a profile, as 100:110; without it a running "
-        "process makes one of 10 steps on the signal SIGUSR2.", affects="report",
+    profile_steps: str = _tensorboard(
+        "", "First and last step of a profile, as 100:110; without it a running process makes one "
+        "of 10 steps on the signal SIGUSR2.",
     )  # fmt: skip
-    max_event_mib: float = option(
-        200.0, "TensorBoard", "Size of the event files, in MiB: pictures and histograms, then "
-        "curves are thinned to stay below it.", affects="report", minimum=1,
+    max_event_mib: float = _tensorboard(
+        200.0, "Size of the event files, in MiB: pictures and histograms, then curves are thinned "
+        "to stay below it.", minimum=1,
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -241,8 +222,7 @@ class Options:
         Raises:
             InputError: two options exclude each other, or `visible_gpus` is malformed.
         """
-        names = [field.name for field in dataclasses.fields(GpuOptions)]
-        return GpuOptions(**{name: getattr(self, name) for name in names})
+        return GpuOptions(**{f.name: getattr(self, f.name) for f in dataclasses.fields(GpuOptions)})
 
     def of_run(self, **changes: Any) -> "Options":
         """Return the options of a run alone, with some changed: verbs have options of their own.
@@ -250,8 +230,8 @@ class Options:
         Raises:
             InputError: they are out of range, or exclude each other.
         """
-        names = [field.name for field in dataclasses.fields(Options)]
-        return Options(**{name: getattr(self, name) for name in names} | changes)
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Options)}
+        return Options(**values | changes)
 
     def to_flagfile(self) -> str:
         """Return the text of a flagfile that repeats the run.
@@ -259,19 +239,18 @@ class Options:
         What concerns one call only is left out, but for the folder that it goes on in.
         """
         names = ["train_dir", *names_that_affect("result", "speed", "machine", "report")]
-        lines = [f"--{name}={_text(getattr(self, name))}" for name in names]
-        return "# towers train --flagfile=THIS_FILE repeats the run\n" + "\n".join(lines) + "\n"
+        lines = ["# towers train --flagfile=THIS_FILE repeats the run"]
+        for name in names:
+            value = getattr(self, name)
+            lines.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
+        return "\n".join(lines) + "\n"
 
     def decay_boundaries(self) -> list[float]:
         """Return `decay_epochs` as numbers."""
         return parse_numbers("decay_epochs", self.decay_epochs)
 
     def image_height_width(self) -> tuple[int, int] | None:
-        """Return `image_size` as (height, width), None if none is given.
-
-        Raises:
-            InputError: it is not one whole number of at least 1, or two with an x.
-        """
+        """Return `image_size` as (height, width), None if none is given."""
         if not self.image_size:
             return None
         match = re.fullmatch(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", self.image_size, re.ASCII)
@@ -283,11 +262,7 @@ class Options:
         return int(match[1]), int(match[2] or match[1])
 
     def profile_range(self) -> tuple[int, int] | None:
-        """Return `profile_steps` as (first, last), steps done when the profile starts and ends.
-
-        Raises:
-            InputError: it is not two whole numbers, the second greater, with a colon.
-        """
+        """Return `profile_steps` as (first, last), steps done when the profile starts and ends."""
         if not self.profile_steps:
             return None
         match = re.fullmatch(r"(\d{1,12}):(\d{1,12})", self.profile_steps, re.ASCII)
@@ -299,11 +274,7 @@ class Options:
         return int(match[1]), int(match[2])
 
     def model_keywords(self) -> dict[str, Any]:
-        """Return `model_args` as keyword arguments: numbers, booleans, else strings.
-
-        Raises:
-            InputError: a part is not `name=value`.
-        """
+        """Return `model_args` as keyword arguments: numbers, booleans, else strings."""
         keywords = {}
         for part in filter(None, self.model_args.split(",")):
             name, equals, value = part.partition("=")
@@ -316,15 +287,9 @@ class Options:
         return keywords
 
 
-def names_that_affect(*what: str) -> tuple[str, ...]:
-    """Return the options of a run that affect one of these: see `fields.option`."""
-    fields = dataclasses.fields(Options)
-    return tuple(field.name for field in fields if field.metadata["affects"] in what)
-
-
-def _text(value: Any) -> str:
-    """Return an option's value as a flag takes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def names_that_affect(*what: str) -> list[str]:
+    """Return the options of a run that affect one of these, as `fields.option` has them."""
+    return [f.name for f in dataclasses.fields(Options) if f.metadata["affects"] in what]
 
 
 def _parse_argument(text: str) -> Any:

@@ -9,20 +9,12 @@ from towers.options.run import Options
 
 @dataclasses.dataclass(frozen=True)
 class Timetable:
-    """The calendar of one process's part of a run, from `first_step` to `last_step`.
+    """The calendar of one process's part of a run, from `first_step` to `last_step`."""
 
-    Attributes:
-        first_step: steps done when it starts.
-        first_examples: examples seen by then.
-        last_step: steps done when it ends.
-        train_size: examples of an epoch.
-        options: of the run.
-    """
-
-    first_step: int
-    first_examples: int
-    last_step: int
-    train_size: int
+    first_step: int  # steps done when it starts
+    first_examples: int  # seen by then
+    last_step: int  # steps done when it ends
+    train_size: int  # examples of an epoch
     options: Options
 
     def examples(self, step: int) -> int:
