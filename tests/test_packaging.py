@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import towers
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ["scripts/quickstart", "scripts/test", ".ci/run"]
 TOP_LEVEL = "setup.py README.md pyproject.toml LICENSE towers models configs scripts tests".split()
@@ -49,11 +51,6 @@ def files_of(wheel):
         return set(archive.namelist())
 
 
-def version():
-    source = (ROOT / "towers" / "__init__.py").read_text(encoding="utf-8")
-    return re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)[1]
-
-
 def run(folder, *command, **environment):
     keep = {key: os.environ[key] for key in ("PATH", "HOME", "LANG") if key in os.environ}
     return subprocess.run(
@@ -86,15 +83,15 @@ def dirty_wheel(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def metadata(dirty_wheel):
+def about(dirty_wheel):
+    """Return a function that reads a file of the wheel's metadata."""
     with zipfile.ZipFile(dirty_wheel) as archive:
-        return email.message_from_bytes(archive.read(f"towers-{version()}.dist-info/METADATA"))
+        yield lambda name: archive.read(f"towers-{towers.__version__}.dist-info/{name}").decode()
 
 
 def test_wheel_holds_the_package_and_nothing_else(dirty_wheel):
-    assert dirty_wheel.name == f"towers-{version()}-py3-none-any.whl"
-    dist_info = f"towers-{version()}.dist-info/"
-    files = {name for name in files_of(dirty_wheel) if not name.startswith(dist_info)}
+    assert dirty_wheel.name == f"towers-{towers.__version__}-py3-none-any.whl"
+    files = {name for name in files_of(dirty_wheel) if ".dist-info/" not in name}
     assert files == {str(path.relative_to(ROOT)) for path in (ROOT / "towers").rglob("*.py")}
 
 
@@ -105,18 +102,12 @@ def test_source_distribution_is_enough_to_build_the_same_wheel(dirty_wheel, tmp_
     assert len(list((tmp_path / "dist").glob("*.tar.gz"))) == 1
 
 
-def test_metadata(metadata):
-    assert metadata["Name"] == "towers"
-    assert metadata["Version"] == version()
+def test_metadata(about):
+    metadata = email.message_from_string(about("METADATA"))
+    assert (metadata["Name"], metadata["Version"]) == ("towers", towers.__version__)
     assert metadata["Requires-Python"] == ">=3.10"
     assert "Apache-2.0" in (metadata["License"], metadata["License-Expression"])
-    readme = ROOT / "README.md"
-    if readme.exists():
-        described = metadata.get_payload(decode=True).decode("utf-8")
-        assert described.strip() == readme.read_text(encoding="utf-8").strip()
-
-
-def test_requirements(metadata):
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text("utf-8").strip()
     required = {}
     for line in metadata.get_all("Requires-Dist"):
         requirement, _, marker = line.partition(";")
@@ -129,10 +120,7 @@ def test_requirements(metadata):
         "tensorflow": tensorflow_2_21,
         "keras": {">=3.15", "<4"},
         "tensorboard": tensorflow_2_21,
-        "numpy": set(),
-        "absl-py": set(),
-        "nvidia-ml-py": set(),
-        "tqdm": set(),
+        **dict.fromkeys(("numpy", "absl-py", "nvidia-ml-py", "tqdm"), set()),
     }
     assert required["gpu"] == {"tensorflow[and-cuda]": tensorflow_2_21}
     assert required["profile"] == {"tensorboard-plugin-profile": {">=2.24", "<3"}}
@@ -140,9 +128,8 @@ def test_requirements(metadata):
     assert tools <= set(required["test"])
 
 
-def test_command_is_installed(dirty_wheel):
-    with zipfile.ZipFile(dirty_wheel) as archive:
-        text = archive.read(f"towers-{version()}.dist-info/entry_points.txt").decode()
+def test_command_is_installed(about):
+    text = about("entry_points.txt")
     assert text.split() == ["[console_scripts]", "towers", "=", "towers.cli:main"]
 
 
@@ -195,32 +182,23 @@ def num_installations(python):
     return sum("-m pip install" in call for call in calls(python))
 
 
-@pytest.mark.parametrize("number", ["2.7", "3.6", "3.9"])
-def test_quickstart_refuses_an_old_python_in_one_line(checkout, tmp_path, number):
-    old = executable(tmp_path / "bin" / "python", f"echo {number}\n")
-    done = run(checkout, "scripts/quickstart", PYTHON=str(old))
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == (
-        f"quickstart: {old} is Python {number}, towers needs 3.10 or newer; "
-        "set PYTHON to its path\n"
-    )
+@pytest.mark.parametrize(
+    "version_printed, message",
+    [
+        ("3.9", r"/\S+ is Python 3\.9, towers needs 3\.10 or newer; set PYTHON to its path"),
+        ("", r"cannot run /\S+; install .*"),  # there is no such program
+        ("3.12", r"/\S+ has no venv module; type: apt-get install python3\.12-venv"),
+    ],
+)
+def test_quickstart_refuses_a_python_that_will_not_do(checkout, tmp_path, version_printed, message):
+    text = f'case "$*" in *version_info*) echo {version_printed} ;; *ensurepip*) exit 1 ;; esac\n'
+    found = tmp_path / "bin" / "python"
+    if version_printed:
+        executable(found, text)
+    done = run(checkout, "scripts/quickstart", PYTHON=str(found))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(f"quickstart: {message}\n", done.stderr)
     assert not (checkout / ".venv").exists()
-
-
-def test_quickstart_names_a_missing_python(checkout):
-    done = run(checkout, "scripts/quickstart", PYTHON="/no/python")
-    assert done.returncode == 2
-    assert re.fullmatch(r"quickstart: cannot run /no/python; install .*\n", done.stderr)
-
-
-def test_quickstart_names_a_missing_venv_module(checkout, tmp_path):
-    text = 'case "$*" in *version_info*) echo 3.12 ;; *ensurepip*) exit 1 ;; esac\n'
-    bare = executable(tmp_path / "bin" / "python", text)
-    done = run(checkout, "scripts/quickstart", PYTHON=str(bare))
-    assert done.returncode == 2
-    assert done.stderr == (
-        f"quickstart: {bare} has no venv module; type: apt-get install python3.12-venv\n"
-    )
 
 
 def test_quickstart_trains_with_its_config_and_the_flags_given(checkout, python, tmp_path):
