@@ -287,6 +287,7 @@ def test_the_lines_of_a_start_are_shown_if_it_fails(folder, ending, environment,
     assert (NOISE in ended.stderr) == (NOISE in shown)
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_there_is_one_line_and_nothing_is_written(folder):
     refused = shell("train", "--train_dir=run", "--visible_gpus=7")
     assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
@@ -296,6 +297,7 @@ def test_a_device_that_is_not_there_is_one_line_and_nothing_is_written(folder):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_healthy_run_shows_its_own_lines_only(folder):
     (folder / "mine.py").write_text(
         "import keras, numpy as np, tensorflow as tf\n"
