@@ -12,8 +12,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60
 
     What is longer than `widest` characters is cut in its middle.
     """
-    rows = [["-" if cell is None else cell for cell in row] for row in rows]
-    cells = [[cut(str(cell), widest) for cell in row] for row in [header, *rows]]
+    cells = [[cut(_text(cell), widest) for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = [all(_is_number(c) for c in column) for column in zip(*rows, strict=True)]
     right = right if rows else [False] * len(widths)
@@ -49,9 +48,13 @@ def cut(text: str, widest: int) -> str:
     return f"{text[:head]}...{text[len(text) - (widest - 3 - head) :]}"
 
 
+def _text(cell: Any) -> str:
+    return "-" if cell is None else str(cell)
+
+
 def _is_number(cell: Any) -> bool:
     try:
-        float("0" if cell == "-" else cell)
+        float("0" if cell in (None, "-") else cell)
     except (TypeError, ValueError):
         return False
     return True

@@ -239,11 +239,8 @@ class Options:
         What concerns one call only is left out, but for the folder that it goes on in.
         """
         names = ["train_dir", *names_that_affect("result", "speed", "machine", "report")]
-        lines = ["# towers train --flagfile=THIS_FILE repeats the run"]
-        for name in names:
-            value = getattr(self, name)
-            lines.append(f"--{name}={str(value).lower() if isinstance(value, bool) else value}")
-        return "\n".join(lines) + "\n"
+        lines = [f"--{name}={text_of(getattr(self, name))}" for name in names]
+        return "# towers train --flagfile=THIS_FILE repeats the run\n" + "\n".join(lines) + "\n"
 
     def decay_boundaries(self) -> list[float]:
         """Return `decay_epochs` as numbers."""
@@ -290,6 +287,11 @@ class Options:
 def names_that_affect(*what: str) -> list[str]:
     """Return the options of a run that affect one of these, as `fields.option` has them."""
     return [f.name for f in dataclasses.fields(Options) if f.metadata["affects"] in what]
+
+
+def text_of(value: Any) -> str:
+    """Return an option's value as a flag takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _parse_argument(text: str) -> Any:
