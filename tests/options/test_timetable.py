@@ -107,6 +107,7 @@ def test_examples_and_epochs():
     plan = timetable(first=10, first_examples=600, batch_size=64, size=128)
     assert [plan.examples(step) for step in (10, 11, 20)] == [600, 664, 1240]
     assert plan.epochs(20) == 1240 / 128
+    assert not plan.evaluates(0)
 
 
 EVALUATIONS = {  # of 50 steps of 100 examples, 10 steps an epoch
@@ -142,11 +143,6 @@ def test_something_else_may_end_a_call():
     plan = timetable(steps_per_loop=10, log_every_steps=100, evaluate_every_epochs=0)
     assert plan.num_steps(1) == 10
     assert plan.num_steps(1, lambda step: step in (4, 7)) == 3
-
-
-def test_nothing_is_evaluated_before_the_first_step():
-    plan = timetable(evaluate_every_epochs=1.0, histogram_every_epochs=1.0)
-    assert not plan.evaluates(0) and not plan.draws_histograms(0)
 
 
 def test_where_points_stand():
