@@ -13,10 +13,7 @@ from towers.errors import InputError, RunError
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write what is to take the place of `path`: whole, or not at all.
-
-    A crash leaves the old file or the new one; other processes see all of one or of the other.
-    """
+    """Yield where to write what is to take the place of `path`, for all at once or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
@@ -27,11 +24,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old one or the new one, whole.
-
-    Raises:
-        RunError: it cannot be written, as on a full disk.
-    """
+    """Write a file so that a crash leaves the old one or the new one, whole; RunError if not."""
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
@@ -40,7 +33,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON, as `write_text` does."""
+    """Write a value as JSON, as `write_text` does."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
@@ -101,28 +94,22 @@ def check_train_dir(folder: Path, overwrite: bool) -> None:
         existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
         if not existing.is_dir():
             raise InputError(f"--train_dir={folder}: {existing} is a file; name a folder")
-        holds_files = existing == folder and any(folder.iterdir())
-        if holds_files and overwrite:
-            _check_move(folder)
+        moved = overwrite and existing == folder and any(folder.iterdir())
     except OSError as error:
         raise InputError(f"--train_dir={folder}: {error.strerror}") from None
-    written = folder.absolute().parent if holds_files and overwrite else existing
-    if not os.access(written, os.W_OK | os.X_OK):
-        raise InputError(f"--train_dir={folder}: no permission to write in {written}")
-
-
-def _check_move(folder: Path) -> None:
-    """Refuse to move aside what is no run, or what the current folder lies in."""
-    if not is_run(folder):
+    if moved and not is_run(folder):
         raise InputError(
             f"--overwrite: {folder} holds files but no run (no flags.cfg), and is not moved aside: "
             "name another --train_dir"
         )
-    if Path.cwd().is_relative_to(folder.resolve()):
+    if moved and Path.cwd().is_relative_to(folder.resolve()):
         raise InputError(
             f"--overwrite: {folder} cannot be moved aside, it holds the current folder: "
             "name another --train_dir"
         )
+    written = folder.absolute().parent if moved else existing
+    if not os.access(written, os.W_OK | os.X_OK):
+        raise InputError(f"--train_dir={folder}: no permission to write in {written}")
 
 
 def is_run(folder: Path) -> bool:
@@ -144,7 +131,6 @@ def move_aside(folder: Path) -> Path | None:
     try:
         folder.rename(aside)
     except OSError as error:
-        raise InputError(
-            f"--overwrite: {folder} cannot be moved to {aside}: {error.strerror}"
-        ) from None
+        reason = f"{folder} cannot be moved to {aside}: {error.strerror}"
+        raise InputError(f"--overwrite: {reason}") from None
     return aside
