@@ -359,51 +359,30 @@ def test_a_continued_run_has_no_speed_at_its_first_point(tmp_path, clock, out):
     assert points(tmp_path / "train", "loss/data") == [(50, 1.25)]
 
 
-def test_lines_may_follow_the_end_of_the_bar(tmp_path, out):
-    monitor = Monitor(tmp_path, timetable(last=3), DEVICES, out=out)
+def test_lines_go_to_standard_output_and_may_follow_the_end_of_the_bar(tmp_path, capsys):
+    monitor = Monitor(tmp_path, timetable(last=3), DEVICES)
     monitor.progress(2, call(2))
     monitor.close()
     monitor.say("done")
     monitor.say()
-    assert out.getvalue() == "done\n\n"
+    assert capsys.readouterr() == ("done\n\n", "")
 
 
-def test_lines_go_to_standard_output_unless_told_otherwise(tmp_path, capsys):
-    monitor = Monitor(tmp_path, timetable(last=3), DEVICES)
-    monitor.say("a line")
-    monitor.close()
-    assert capsys.readouterr() == ("a line\n", "")
-
-
-@pytest.fixture
-def program(tmp_path, monkeypatch):
-    """An executable towers in a folder of its own."""
-    path = tmp_path / "the bin" / "towers"
-    path.parent.mkdir()
-    path.write_text("#!/bin/sh\n")
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", "/nowhere")
-    return path
-
-
-def test_the_command_is_named_as_it_is_found(program, monkeypatch):
-    monkeypatch.setenv("PATH", str(program.parent))
-    assert tensorboard_command("runs/a") == "towers tensorboard --train_dir=runs/a"
-    command = tensorboard_command("my runs/it's")
-    assert shlex.split(command) == ["towers", "tensorboard", "--train_dir=my runs/it's"]
-
-
-def test_the_command_of_an_environment_that_is_not_active(program, monkeypatch):
+@pytest.mark.parametrize("found", ["on the path", "beside python", "below this folder", "nowhere"])
+def test_the_command_is_named_as_it_can_be_typed(tmp_path, monkeypatch, found):
+    program = tmp_path / "the bin" / "towers"
+    program.parent.mkdir()
+    if found != "nowhere":
+        program.touch(0o755)
+    monkeypatch.setenv("PATH", str(program.parent) if found == "on the path" else "/nowhere")
     monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
-    command = shlex.split(tensorboard_command("runs/a"))
-    assert command == [str(program), "tensorboard", "--train_dir=runs/a"]
-    monkeypatch.chdir(program.parents[1])
-    command = tensorboard_command("runs/a")
-    assert command == "'the bin/towers' tensorboard --train_dir=runs/a"
-
-
-def test_the_command_without_its_program(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    command = shlex.split(tensorboard_command("runs/a"))
-    assert command == [sys.executable, "-m", "towers", "tensorboard", "--train_dir=runs/a"]
+    if found == "below this folder":
+        monkeypatch.chdir(tmp_path)
+    expected = {
+        "on the path": ["towers"],
+        "beside python": [str(program)],
+        "below this folder": ["the bin/towers"],
+        "nowhere": [sys.executable, "-m", "towers"],
+    }[found]
+    command = shlex.split(tensorboard_command("my runs/it's"))
+    assert command == [*expected, "tensorboard", "--train_dir=my runs/it's"]

@@ -90,7 +90,7 @@ class Looked:
         ([3, 3, 2], {"variables": "sharded"}),
         ([3, 3, 2], {"variables": "replicated"}),
         ([8], {"num_towers": 1}),
-        ([3, 3, 2], {"model": "tests.test_tower_stats:embedding", "augment": "off"}),
+        ([3, 3, 2], {"model": "tests.monitoring.test_tower_stats:embedding", "augment": "off"}),
         ([4, 4], {"num_towers": 2, "accumulate_steps": 2}),
         ([4, 4], {"num_towers": 2, "dtype": "mixed_float16"}),
     ],
@@ -168,14 +168,14 @@ def test_the_times_of_a_step_are_its_parts():
 
 
 def test_the_slow_tower_takes_longer():
-    looked = Looked(num_towers=2, model="tests.test_tower_stats:uneven_work")
+    looked = Looked(num_towers=2, model="tests.monitoring.test_tower_stats:uneven_work")
     looked.step()
     fast, slow = looked.step(3)["tower_seconds"]
     assert slow > 1.5 * fast
 
 
 def test_a_model_without_gradients():
-    found = Looked(model="tests.test_tower_stats:without_gradients").step()
+    found = Looked(model="tests.monitoring.test_tower_stats:without_gradients").step()
     assert found["tower_gradient_norm"].tolist() == found["tower_cosine"].tolist() == [0, 0, 0]
     assert found["tower_loss"] == pytest.approx([np.log(3)] * 3)
 

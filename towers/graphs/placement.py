@@ -1,8 +1,7 @@
 """Where every op really ran, read from the graph that TensorFlow executed.
 
-    with executed_graphs() as graphs:
-        train_loop(batches, tf.constant(0))     # no step is made; the graph is built and placed
-    ops = read_ops(graphs)
+    placement = read_placement(train_loop, batches, tf.constant(0))     # no step is made
+    placement.misplaced(["/cpu:0", "/cpu:1"])                           # []
 
 `op.device` of a traced function is only a request: soft placement and colocation change it. What
 comes here is taken after TensorFlow's placer, optimizer and partitioner.
@@ -11,7 +10,7 @@ comes here is taken after TensorFlow's placer, optimizer and partitioner.
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -32,7 +31,6 @@ class Op:
 
     Attributes:
         name: as in the function that was traced, or as TensorFlow named what it added.
-        type: "Conv2D".
         requested: device that was asked for, "" where none was.
         device: where it runs, "/cpu:0"; "" for an op that TensorFlow folded, fused or pruned.
     """
@@ -68,10 +66,8 @@ class Placement:
     """The ops of an executed graph, and what crosses between its devices.
 
     Attributes:
-        ops: that run.
         gone: ops that were traced and do not run: their result was known, or unused, or another op
             computes it, too.
-        transfers: between devices.
         compiled: ops that were traced and are now part of a program of XLA's, on the device of the
             op that calls it.
     """
@@ -82,11 +78,7 @@ class Placement:
     compiled: tuple[Op, ...] = ()
 
     def misplaced(self, devices: Sequence[str]) -> list[Op]:
-        """Return the ops in a tower's scope that do not run on that tower's device.
-
-        Args:
-            devices: of the towers, in tower order.
-        """
+        """Return the ops in a tower's scope that do not run on that tower's device."""
         work = [op for op in self.ops if op.tower is not None and op.type not in _NOT_OF_A_TOWER]
         return [op for op in work if op.device != devices[op.tower]]
 
@@ -120,37 +112,26 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
         raise ValueError("the function has run before: read its placement at its first call")
     traced = dict(traced_ops(function.get_concrete_function(*arguments).graph))
     ops, transfers, programs = [], [], {}
-    for graph in graphs:
-        for node in graph.node:
-            name = _traced_name(node.name, traced)
-            requested = traced[name].device if name in traced else ""
-            ops.append(Op(name, node.op, short(requested), short(node.device)))
-            if node.attr["_XlaMustCompile"].b:
-                programs[name] = short(node.device)
-            if node.op in ("_Send", "_HostSend") and not node.input[0].startswith("^"):
-                transfers.append(_transfer(node, traced))
+    for node in (node for graph in graphs for node in graph.node):
+        name = traced_name(node.name, traced)
+        requested = traced[name].device if name in traced else ""
+        ops.append(Op(name, node.op, short(requested), short(node.device)))
+        if node.attr["_XlaMustCompile"].b:
+            programs[f"{name}/"] = short(node.device)
+        if node.op in ("_Send", "_HostSend") and not node.input[0].startswith("^"):
+            transfers.append(_transfer(node, traced))
     there = {op.name for op in ops if op.type != "Const"}  # folding leaves a Const of that name
-    rest = [
-        Op(n, op.type, short(op.device), _device_of_program(n, programs))
-        for n, op in traced.items()
-        if n not in there
-    ]
+    rest = []
+    for name, op in traced.items():
+        if name not in there:
+            of_program = (programs[call] for call in programs if name.startswith(call))
+            rest.append(Op(name, op.type, short(op.device), next(of_program, "")))
     return Placement(
         tuple(ops),
         tuple(op for op in rest if not op.device),
         tuple(t for t in transfers if t.source != t.target),
         tuple(op for op in rest if op.device),
     )
-
-
-def _device_of_program(name: str, programs: Mapping[str, str]) -> str:
-    """Return the device of the program that an op is part of; "" if it is part of none.
-
-    Args:
-        name: of the op.
-        programs: {name of the op that calls a program of XLA's: its device}.
-    """
-    return next((device for call, device in programs.items() if name.startswith(f"{call}/")), "")
 
 
 def short(device: str) -> str:
@@ -163,15 +144,13 @@ def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Opera
     """Yield (name, op) of a graph and of the functions that it calls.
 
     Inlining puts the name of a call in front of the names in the function. What it puts in front of
-    those in a loop or a branch, `_traced_name` takes away.
+    those in a loop or a branch, `traced_name` takes away.
     """
     for op in graph.get_operations():
         yield scope + op.name, op
         for attribute in ("body", "cond", "then_branch", "else_branch", "f"):
-            inner = tf_private.called_graph(op, attribute)
-            if inner is not None:
-                inside = f"{scope}{op.name}/" if attribute == "f" else ""
-                yield from traced_ops(inner, inside)
+            if inner := tf_private.called_graph(op, attribute):
+                yield from traced_ops(inner, f"{scope}{op.name}/" if attribute == "f" else "")
 
 
 def needed_ops(ops: Iterable[tf.Operation]) -> list[tf.Operation]:
@@ -193,17 +172,17 @@ def needed_ops(ops: Iterable[tf.Operation]) -> list[tf.Operation]:
     return found
 
 
-def _traced_name(name: str, traced: dict[str, tf.Operation]) -> str:
+def traced_name(name: str, traced: Container[str]) -> str:
     """Return a node's name as it was traced: inlining puts the call's scope in front of it."""
     parts = re.split(r"/_\d+/", name)
     return next((p for p in ("/".join(parts[i:]) for i in range(len(parts))) if p in traced), name)
 
 
-def _transfer(node: Any, traced: dict[str, tf.Operation]) -> Transfer:
+def _transfer(node: Any, traced: Mapping[str, tf.Operation]) -> Transfer:
     """Return what a send carries: the tensor that was traced, where it is one."""
     source, _, index = node.input[0].partition(":")
     origin = node.attr["_src"].s.decode() or source
-    name = _traced_name(origin, traced)
+    name = traced_name(origin, traced)
     dtype = tf.as_dtype(node.attr["T"].type)
     num_bytes = None
     if "/ctrl/" in source:  # only an order of execution crosses
@@ -215,7 +194,7 @@ def _transfer(node: Any, traced: dict[str, tf.Operation]) -> Transfer:
             num_bytes = tensor.shape.num_elements() * dtype.size
     elif dtype == tf.bool:  # a loop's condition
         num_bytes = 1
-    elif branches := traced.get(_traced_name(origin.partition("/output/_")[0], traced)):
+    elif branches := traced.get(traced_name(origin.partition("/output/_")[0], traced)):
         sizes = {(t.shape, t.dtype) for t in branches.outputs}  # which of them is not told
         if len(sizes) == 1 and branches.outputs[0].shape.is_fully_defined():
             num_bytes = branches.outputs[0].shape.num_elements() * dtype.size

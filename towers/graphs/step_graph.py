@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
 
-from towers import tf_private
 from towers.graphs.placement import Placement, short
+from towers.tf_private import called_graph
 
 MAX_VALUE_BYTES = 1024  # of a constant or another attribute; nobody reads more of it in a graph
 _PLUMBING = ("Identity", "NoOp", "Placeholder")
@@ -32,9 +32,10 @@ def step_graph(graph: tf.Graph, placement: Placement) -> tf.compat.v1.GraphDef:
     loop = _loop(graph)
     scope = f"{loop.name}/" if loop else ""
     nodes = []
-    for traced_name, node in _nodes(tf_private.called_graph(loop, "body") if loop else graph):
+    for traced_name, node in _nodes(called_graph(loop, "body") if loop else graph):
         device = ran.get(traced_name) or short(node.device)
-        node.device = re.sub(r"^/(\w+):(\d+)$", _full_device, device)
+        # "/device:GPU:0" for "/gpu:0": TensorBoard has a name for no other form.
+        node.device = re.sub(r"^/(\w+):(\d+)$", lambda m: f"/device:{m[1].upper()}:{m[2]}", device)
         node.name = _drawn(node.name, scope)
         node.input[:] = [_drawn(name, scope) for name in node.input]
         _strip(node)
@@ -57,11 +58,8 @@ def _without_plumbing(nodes: list[tf.compat.v1.NodeDef]) -> list[tf.compat.v1.No
 def _loop(graph: tf.Graph) -> tf.Operation | None:
     """Return the loop over the steps: the one with most ops in it."""
     loops = [op for op in graph.get_operations() if op.type in ("While", "StatelessWhile")]
-    return max(
-        loops,
-        key=lambda op: len(tf_private.called_graph(op, "body").get_operations()),
-        default=None,
-    )
+    size = {op: len(called_graph(op, "body").get_operations()) for op in loops}
+    return max(loops, key=size.get, default=None)
 
 
 def _nodes(
@@ -69,12 +67,8 @@ def _nodes(
 ) -> Iterator[tuple[str, tf.compat.v1.NodeDef]]:
     """Yield (name as `placement` has it, node) of a graph and of all that it calls.
 
-    Args:
-        graph: whose nodes are wanted.
-        scope: put in front of names.
-        traced: what `placement.traced_ops` puts there.
-        values: {name of a parameter of `graph`: what the caller hands in}; such a parameter becomes
-            an edge, and no node.
+    `scope` is put in front of names, `traced` is what `placement.traced_ops` puts there. `values`
+    is {name of a parameter of `graph`: what the caller hands in}: such a parameter becomes an edge.
     """
     values = values or {}
 
@@ -88,7 +82,7 @@ def _nodes(
         op = graph.get_operation_by_name(node.name)
         handed = [renamed(name) for name in node.input if not name.startswith("^")]
         for attribute in _CALLS:
-            if inner := tf_private.called_graph(op, attribute):
+            if inner := called_graph(op, attribute):
                 names = [tensor.op.name for tensor in inner.inputs]
                 branches = attribute.endswith("_branch")  # an If's first input is its condition
                 edges = dict(zip(names, handed[branches:], strict=False))
@@ -102,10 +96,9 @@ def _nodes(
 
 
 def _drawn(name: str, scope: str) -> str:
-    """Return a name as it is drawn.
+    """Return a name without the loop's scope; the gradient of a tower's ops stands in that tower.
 
-    Without the loop's scope; the gradient of a tower's ops stands in that tower, and what was made
-    many times in one scope: gather/gather_2.
+    What was made many times stands in one scope: gather/gather_2.
     """
     caret, bare = re.match(r"(\^?)(.*)", name).groups()
     bare = bare.removeprefix(scope)
@@ -114,11 +107,6 @@ def _drawn(name: str, scope: str) -> str:
         tower, rest = re.match(r"(tower_\d+/)?(.*)", below).groups()
         bare = f"{tower or ''}gradient_tape/{rest}"
     return caret + re.sub(r"^(?!tower_)(([A-Za-z_]+)_\d+/)", r"\2/\1", bare)
-
-
-def _full_device(match: re.Match) -> str:
-    """Return "/device:GPU:0" for "/gpu:0": TensorBoard has a name for no other form."""
-    return f"/device:{match[1].upper()}:{match[2]}"
 
 
 def _strip(node: tf.compat.v1.NodeDef) -> None:

@@ -3,23 +3,17 @@
     picture = drawing.grid([image, ...], [["cat"], ...])
     summary = drawing.summary("images/tower_0", picture, "what tower 0 sees")
 
-Nothing here knows of towers. Every picture is bounded, whatever it is made of. Pillow comes with
-TensorBoard; it is imported when the first picture is drawn.
+Nothing here knows of towers. Every picture is bounded, whatever it is made of.
 """
-
-from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from PIL import Image, ImageDraw
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.image import metadata
 from tensorboard.util import tensor_util
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 _SIDE, _MAX_SIDE = 128, 256  # pixels: small images are enlarged to the one, large ones shrunk
 _GAP, _LINE = 6, 14  # pixels between images, and of a line of text
@@ -41,21 +35,19 @@ def to_bytes(image: np.ndarray, stretch: bool = False) -> np.ndarray:
     image = np.asarray(image)
     image = image[..., :3] if image.shape[-1] in (3, 4) else image[..., :1]
     if image.dtype != np.uint8:
-        finite = np.isfinite(image)
-        image = np.clip(image.astype(np.float64), -1e100, 1e100)  # their range is finite
-        low = image.min(where=finite, initial=1e100) if finite.any() else 0.0
-        high = image.max(where=finite, initial=low)
-        image = np.where(finite, image, low)
+        image = np.where(np.isfinite(image), image, np.nan).astype(np.float64)
+        known = image[np.isfinite(image)] if np.isfinite(image).any() else np.array([0.0, 1.0])
+        low, high = known.min(), known.max()
         if not stretch and low >= 0 and high <= 1:
             low, high = 0.0, 1.0
-        share = (image - low) / (high - low) if high > low else np.full_like(image, 0.5)
-        image = np.round(255 * share).astype(np.uint8)
+        share = (image - low) / (high - low) if high > low else 0.5 + 0 * image
+        image = np.round(255 * np.nan_to_num(share)).astype(np.uint8)
     return np.broadcast_to(image, (*image.shape[:2], 3))
 
 
 def grid(
     images: Sequence[np.ndarray], captions: Sequence[Sequence[str]] = (), columns: int = 4
-) -> Image:
+) -> Image.Image:
     """Draw images in rows, each large enough to be read, with its lines of text under it.
 
     Args:
@@ -63,8 +55,6 @@ def grid(
         captions: lines for each image; without any, images stand close together.
         columns: at most so many in a row.
     """
-    from PIL import Image, ImageDraw
-
     side = _SIDE if captions else _SIDE // 4
     tiles = [_tile(to_bytes(image), side) for image in images]
     num_lines = max((len(lines) for lines in captions), default=0)
@@ -83,7 +73,7 @@ def grid(
     return picture
 
 
-def matrix(counts: np.ndarray, names: Sequence[str]) -> Image:
+def matrix(counts: np.ndarray, names: Sequence[str]) -> Image.Image:
     """Draw a square matrix: rows and columns named, as far as names and numbers fit.
 
     A cell's colour is the deeper, the greater its share of its row: blue on the diagonal, red
@@ -93,8 +83,6 @@ def matrix(counts: np.ndarray, names: Sequence[str]) -> Image:
         counts: integers `[n, n]`, n at most 900.
         names: of rows and columns.
     """
-    from PIL import Image, ImageDraw
-
     num = len(counts)
     cell = max(1, min(48, _MATRIX // num))
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
@@ -125,39 +113,26 @@ def matrix(counts: np.ndarray, names: Sequence[str]) -> Image:
     return picture
 
 
-def summary(tag: str, picture: Image, description: str = "") -> Summary:
-    """Return a picture as TensorBoard's image plugin takes it.
-
-    Args:
-        tag: of the summary.
-        picture: what is shown.
-        description: Markdown, shown beside it.
-    """
+def summary(tag: str, picture: Image.Image, description: str) -> Summary:
+    """Return a picture as TensorBoard's image plugin takes it; the description is Markdown."""
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
     width, height = (str(size).encode() for size in picture.size)
     tensor = tensor_util.make_tensor_proto([width, height, buffer.getvalue()])
     about = metadata.create_summary_metadata(None, description, converted_to_tensor=True)
-    result = Summary()
-    result.value.add(tag=tag, metadata=about, tensor=tensor)
-    return result
+    return Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=tensor)])
 
 
-def _tile(image: np.ndarray, side: int) -> Image:
+def _tile(image: np.ndarray, side: int) -> Image.Image:
     """Enlarge a small image by a whole number, so that its pixels are sharp; shrink a large one."""
-    from PIL import Image
-
     scale = max(1, side // max(image.shape[:2]))
     tile = Image.fromarray(image.repeat(scale, axis=0).repeat(scale, axis=1))
     tile.thumbnail((_MAX_SIDE, _MAX_SIDE))
     return tile
 
 
-def _fitting(draw: object, text: str, width: float) -> str:
-    """Return as much of a text as is not wider than so many pixels.
-
-    Pillow's own font has no more than Latin letters.
-    """
+def _fitting(draw: ImageDraw.ImageDraw, text: str, width: float) -> str:
+    """Return a text in Latin letters, which are all that Pillow's own font has, cut to a width."""
     text = " ".join(text.split()).encode("latin-1", "replace").decode("latin-1")
     if draw.textlength(text) <= width:
         return text

@@ -15,6 +15,7 @@ from towers.monitoring.histograms import Histograms
 from towers.monitoring.monitor import Monitor
 from towers.monitoring.samples import Batch, Sampler, seen_by_towers
 from towers.options.timetable import Timetable
+from towers.text import first_line
 
 
 class Gallery:
@@ -82,6 +83,5 @@ class Gallery:
             except Exception as error:  # of any kind: the user's own code may be in it
                 if what not in self._failed:
                     self._failed.add(what)
-                    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                    self._monitor.say(f"no {what} {type(error).__name__}: {reason[:200]}")
+                    self._monitor.say(f"no {what} {type(error).__name__}: {first_line(error)}")
                 return []

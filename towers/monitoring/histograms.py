@@ -9,15 +9,15 @@ dropped. The two functions are compiled at the first call.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.histogram import metadata
-from tensorboard.util import tensor_util
+from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
 from towers import tf_private
 from towers.builder.splitting import PerTower
@@ -26,10 +26,9 @@ from towers.data import augment
 from towers.monitoring.samples import Batch
 from towers.options.run import Options
 
-NUM_BUCKETS = 30  # TensorBoard's default
 NUM_EXAMPLES = 16  # that activations are taken of
 # Of larger tensors every so-manieth value is taken, so that a look costs no gigabytes.
-_MAX_VALUES, _MAX_ACTIVATIONS = 2**22, 2**16
+_MAX_VALUES, _MAX_ACTIVATIONS = 2**20, 2**16
 
 
 class Histograms:
@@ -68,17 +67,15 @@ class Histograms:
         """
         summary = Summary()
         variables = self._model.trainable_variables
-        names = unique(v.path for v in variables)
+        names = list(_unique(v.path for v in variables))
         weights = (_thinned(v.value, _MAX_VALUES) for v in variables)
         _add(summary, "weights", zip(names, weights, strict=True))
         if batch is None:
             return summary
-        gradients = self._gradients(batch.images, batch.labels, batch.draws)
+        gradients = self._gradients(*batch.tensors)
         _add(summary, "gradients", ((names[i], value) for i, value in gradients.items()))
-        num = NUM_EXAMPLES
-        outputs = self._activations(batch.images[:num], batch.draws[:num])
-        layers = unique(self._layer_names)
-        _add(summary, "activations", zip(layers, outputs, strict=True))
+        outputs = self._activations(batch.images[:NUM_EXAMPLES], batch.draws[:NUM_EXAMPLES])
+        _add(summary, "activations", zip(_unique(self._layer_names), outputs, strict=True))
         return summary
 
     @functools.cached_property
@@ -97,9 +94,7 @@ class Histograms:
                     if gradient is None:
                         continue
                     value = _thinned(gradient, _MAX_VALUES)
-                    if scale is not None:
-                        value /= tf.cast(scale, value.dtype)
-                    result[i] = value
+                    result[i] = value if scale is None else value / tf.cast(scale, value.dtype)
             return result
 
         return gradients
@@ -117,22 +112,21 @@ class Histograms:
         def activations(images: tf.Tensor, draws: tf.Tensor) -> list[tf.Tensor]:
             with tf.device(self._builder.devices[0]), keras.StatelessScope():
                 inputs = augment.train_images(images, draws, kind, dtype=dtype)
-                found = outputs_of_layers(self._model, inputs)
+                found = _outputs_of_layers(self._model, inputs)
                 self._layer_names = [layer.path or layer.name for layer, _ in found]
                 return [_thinned(value, _MAX_ACTIVATIONS) for _, value in found]
 
         return activations
 
 
-def outputs_of_layers(model: keras.Model, inputs: tf.Tensor) -> list[tuple[keras.Layer, tf.Tensor]]:
-    """Call a model in inference mode, while a graph is traced, and catch what its layers return.
+def _outputs_of_layers(
+    model: keras.Model, inputs: tf.Tensor
+) -> list[tuple[keras.Layer, tf.Tensor]]:
+    """Call a model in inference mode, and return (layer, its outputs as one flat tensor).
 
     Layers are caught wherever they are called from: in functional models, nested ones, and in a
-    `call` of the user's. What a layer returns inside a loop or a function of its own cannot be had.
-
-    Returns:
-        (layer, its outputs as one flat tensor), in the order of the calls; of a layer that is
-        called several times the last one.
+    `call` of the user's; of several calls the last counts. What a layer returns inside a loop or a
+    function of its own cannot be had.
     """
     graph = tf.compat.v1.get_default_graph()
     found: dict[int, tuple[keras.Layer, tf.Tensor]] = {}
@@ -141,14 +135,14 @@ def outputs_of_layers(model: keras.Model, inputs: tf.Tensor) -> list[tuple[keras
         def caught(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
             outputs = call(layer, *args, **kwargs)
             numbers = [
-                tf.reshape(leaf, [-1])
+                tf.reshape(_number(leaf), [-1])
                 for leaf in tf.nest.flatten(outputs, expand_composites=True)
                 if getattr(leaf, "graph", None) is graph
                 and (leaf.dtype.is_floating or leaf.dtype.is_integer)
             ]
             if layer is not model and numbers:
                 found.pop(id(layer), None)
-                found[id(layer)] = layer, tf.concat([_number(v) for v in numbers], axis=0)
+                found[id(layer)] = layer, tf.concat(numbers, axis=0)
             return outputs
 
         return caught
@@ -158,53 +152,21 @@ def outputs_of_layers(model: keras.Model, inputs: tf.Tensor) -> list[tuple[keras
     return list(found.values())
 
 
-def buckets(values: np.ndarray) -> np.ndarray | None:
-    """Return rows (left edge, right edge, count) of the finite values; None if there are none.
-
-    Args:
-        values: floats of any shape.
-
-    Returns:
-        float64 `[NUM_BUCKETS, 3]`. Where all values are equal, or too close for so many buckets,
-        all are counted in the last one, as TensorBoard expects it.
-    """
-    values = np.ravel(values).astype(np.float64)
-    values = values[np.isfinite(values)]
-    if not values.size:
-        return None
-    low, high = values.min(), values.max()
-    rows = np.tile([low, low, 0.0], (NUM_BUCKETS, 1))
-    rows[-1] = low, high, values.size
-    if low == high:
-        return rows
-    try:
-        with np.errstate(over="raise"):
-            counts, edges = np.histogram(values, NUM_BUCKETS, (low, high))
-    except (ValueError, FloatingPointError):  # too close, or further apart than a float64 tells
-        return rows
-    return np.stack([edges[:-1], edges[1:], counts], axis=1)
-
-
-def unique(names: Iterable[str]) -> list[str]:
-    """Return the names, each that was there before with `~2`, `~3` and so on behind it."""
-    result: dict[str, None] = {}
+def _unique(names: Iterable[str]) -> Iterator[str]:
+    """Yield the names, each that was there before with `~2`, `~3` and so on behind it."""
+    counts = Counter()
     for name in names:
-        count, each = 1, name
-        while each in result:
-            count += 1
-            each = f"{name}~{count}"
-        result[each] = None
-    return list(result)
+        counts[name] += 1
+        yield name if counts[name] == 1 else f"{name}~{counts[name]}"
 
 
 def _add(summary: Summary, kind: str, named: Iterable[tuple[str, tf.Tensor]]) -> None:
     """Add a histogram of each tensor of which there is something to show."""
-    about = metadata.create_summary_metadata(None, None)
     for name, value in named:
-        rows = buckets(value.numpy())
-        if rows is not None:
-            tensor = tensor_util.make_tensor_proto(rows)
-            summary.value.add(tag=f"{kind}/{name}", metadata=about, tensor=tensor)
+        values = value.numpy()
+        values = values[np.isfinite(values)]
+        if values.size:
+            summary.MergeFrom(histogram_pb(f"{kind}/{name}", values))
 
 
 def _thinned(value: Any, most: int) -> tf.Tensor:

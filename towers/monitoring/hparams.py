@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from tensorboard.plugins.hparams.summary_v2 import Metric, hparams_pb
@@ -76,14 +77,13 @@ def experiment(first: Collection[str]) -> Summary:
     return _summary(metadata.EXPERIMENT_TAG, experiment=declared)
 
 
-def varied(events: Iterable[Any]) -> list[str]:
+def varied(events: Iterable[Event]) -> list[str]:
     """Return the flags that stand first in the table which events declare; none: no such table."""
-    for event in events:
-        for value in event.summary.value:
-            if value.tag == metadata.EXPERIMENT_TAG:
-                content = value.metadata.plugin_data.content
-                infos = metadata.parse_experiment_plugin_data(content).hparam_infos
-                return [info.name for info in infos if info.differs]
+    for value in (value for event in events for value in event.summary.value):
+        if value.tag == metadata.EXPERIMENT_TAG:
+            content = value.metadata.plugin_data.content
+            infos = metadata.parse_experiment_plugin_data(content).hparam_infos
+            return [info.name for info in infos if info.differs]
     return []
 
 

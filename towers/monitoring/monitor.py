@@ -8,7 +8,6 @@ is the number of examples.
 import contextlib
 import datetime
 import math
-import re
 import shlex
 import shutil
 import statistics
@@ -23,14 +22,15 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
 from towers.devices import memory
-from towers.monitoring import events, tower_stats
+from towers.monitoring import charts, events, tower_stats
+from towers.monitoring.event_writer import Budget, Writer
 from towers.monitoring.noise_scale import NoiseScale, advice, estimate
 from towers.monitoring.stragglers import Stragglers
 from towers.options.timetable import Timetable
 
 _PHASES = (*tower_stats.PHASES, "update_seconds")
 _CALLS = 100  # whose times are kept one by one
-_OF_NOISE = ("noise_scale/trace", "noise_scale/squared_norm")
+_RATE, _OF_NOISE = "speed/examples_per_second", ("noise_scale/trace", "noise_scale/squared_norm")
 
 
 class Monitor:
@@ -61,15 +61,17 @@ class Monitor:
         """
         self._timetable, self._devices, self._health = timetable, list(devices), health
         self._out, self._clock = out or sys.stdout, clock
-        of_train, of_eval = train_dir / "train", train_dir / "eval"
+        folders = of_train, of_eval = train_dir / "train", train_dir / "eval"
         self._evaluated = _cut(of_train, of_eval, timetable.x(timetable.first_step))
-        self._last_loss, self._rates, estimates = _earlier(of_train)
-        self._noise = NoiseScale(estimates)
+        before = events.read(of_train, {"loss/data", _RATE, *_OF_NOISE}).values()
+        self._last_loss = next((p["loss/data"] for p in reversed(before) if "loss/data" in p), None)
+        self._noise = NoiseScale([p[tag] for tag in _OF_NOISE] for p in before if _OF_NOISE[0] in p)
+        self._rates = [p[_RATE] for p in before if _RATE in p]
         if timetable.first_step < timetable.last_step:
             self._rates = []  # this process makes steps of its own
         max_bytes = timetable.options.max_event_mib * 2**20
-        budget = events.Budget([train_dir, of_train, of_eval], max_bytes, self.say)
-        self._train, self._eval = (events.Writer(part, budget) for part in (of_train, of_eval))
+        budget = Budget([train_dir, *folders], max_bytes, self.say)
+        self._train, self._eval = (Writer(folder, budget) for folder in folders)
         self._bar = tqdm(
             total=timetable.last_step,
             initial=timetable.first_step,
@@ -98,33 +100,34 @@ class Monitor:
 
         Args:
             step: steps done; the point stands at `step` - 1, the updates before it.
-            metrics: what the train loop returned, as numbers and arrays.
+            metrics: what the train loop returned, as numbers and lists.
         """
-        examples = self._timetable.examples(step)
-        self._last_loss = metrics["loss"]
-        scalars = {
-            "loss/data": metrics["loss"],
-            "loss/regularisation": metrics["penalty"],
-            "loss/total": metrics["loss"] + metrics["penalty"],
-            "learning_rate": metrics["learning_rate"],
-            "gradient_norm": metrics["gradient_norm"],
-            "update_to_weight_ratio": metrics["update_to_weight_ratio"],
-            "progress/examples": examples,
-            "progress/epoch": self._timetable.epochs(step),
+        speed, own_seconds = self._speed(step)
+        held = [memory.of_device(device) or (None, None) for device in self._devices]
+        values = {
+            **metrics,
+            "total_loss": metrics["loss"] + metrics["penalty"],
+            "examples": self._timetable.examples(step),
+            "epoch": self._timetable.epochs(step),
+            "tower_memory_mib": [now for now, _ in held],
+            "tower_peak_memory_mib": [peak for _, peak in held],
         }
-        scalars |= self._of_towers(metrics) | self._of_noise(metrics) | self._health()
-        speed = self._speed(step, metrics)
-        self._train.scalars(self._timetable.x(step - 1), scalars | speed)
+        if own_seconds:
+            values["tower_step_seconds"] = own_seconds
+        self._last_loss = metrics["loss"]
+        occupied = [i for i, count in enumerate(metrics["tower_examples"]) if count > 0]
+        scalars = charts.scalars(values, occupied) | speed
+        scalars |= self._of_noise(metrics) | self._health()
+        self._train.scalars(self._timetable.x(step - 1), scalars)
         ending = ""
         if speed:
-            rate, seconds = speed["speed/examples_per_second"], speed["speed/seconds_per_step"]
+            rate, seconds = speed[_RATE], speed["speed/seconds_per_step"]
             ending = f" ({rate:.1f} examples/s; {seconds:.3f} s/step)"
         self.say(
-            f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}: step {step - 1}, examples {examples}, "
+            f"{_now()}: step {step - 1}, examples {values['examples']}, "
             f"loss = {metrics['loss']:.4f}, learning rate {metrics['learning_rate']:.5f}{ending}"
         )
-        own = [speed.get(f"tower_{i}/step_seconds", 0.0) for i in range(len(self._devices))]
-        if line := self._stragglers.line(own):
+        if own_seconds and (line := self._stragglers.line(own_seconds)):
             self.say(line)
 
     def eval_point(self, step: int, scalars: Mapping[str, float | None]) -> None:
@@ -134,10 +137,7 @@ class Monitor:
             self._eval.scalars(self._timetable.x(step), known)
         self._evaluated.add(self._timetable.x(step))
         figures = ", ".join(f"{name} {value:.4f}" for name, value in known.items())
-        self.say(
-            f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}: epoch {self._timetable.epochs(step):.2f}"
-            f", test: {figures}"
-        )
+        self.say(f"{_now()}: epoch {self._timetable.epochs(step):.2f}, test: {figures}")
 
     def evaluated(self, step: int) -> bool:
         """Tell whether the curves have an evaluation after `step` updates."""
@@ -147,9 +147,9 @@ class Monitor:
         self, step: int, *, train: Iterable[Summary] = (), test: Iterable[Summary] = ()
     ) -> None:
         """Write pictures or histograms, of training or of the test set, after `step` updates."""
+        last = step == self._timetable.last_step
         for writer, summaries in ((self._train, train), (self._eval, test)):
             for summary in summaries:
-                last = step == self._timetable.last_step
                 writer.heavy(summary, self._timetable.x(step), last=last)
 
     @contextlib.contextmanager
@@ -194,21 +194,6 @@ class Monitor:
         self._train.close()
         self._eval.close()
 
-    def _of_towers(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Return the scalars of each tower that had examples, and their spread."""
-        scalars = {}
-        for i in self._occupied(metrics):
-            scalars |= {
-                f"tower_{i}/loss": metrics["tower_loss"][i],
-                f"tower_{i}/gradient_norm": metrics["tower_gradient_norm"][i],
-                f"tower_{i}/cosine_to_mean": metrics["tower_cosine"][i],
-            }
-            if held := memory.of_device(self._devices[i]):
-                scalars[f"tower_{i}/memory_mib"], scalars[f"tower_{i}/peak_memory_mib"] = held
-        for name in ("loss", "gradient_norm"):
-            scalars[f"towers/{name}_spread"] = _spread(scalars, name)
-        return scalars
-
     def _of_noise(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Return the scalars of the gradient noise scale."""
         found = estimate(
@@ -221,29 +206,21 @@ class Monitor:
         scale = self._noise.examples()
         return scalars if scale is None else scalars | {"noise_scale/examples": scale}
 
-    def _speed(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Return the scalars of the speed since the last point; none at the first, a warm-up."""
-        now, scalars = self._clock(), {}
+    def _speed(self, step: int) -> tuple[dict[str, float], list[float]]:
+        """Return scalars, and seconds of each tower's step; none at the first point, a warm-up."""
+        now, scalars, own_seconds = self._clock(), {}, []
         if self._window_start is not None:
             start, start_step = self._window_start
             seconds = max(now - start - self._paused_seconds, 1e-9)  # clocks have a resolution
             num_steps = step - start_step
             rate = num_steps * self._timetable.options.batch_size / seconds
             self._rates.append(rate)
-            scalars["speed/examples_per_second"] = rate
-            scalars["speed/seconds_per_step"] = seconds / num_steps
-            total = {name: value.numpy() for name, value in _sum(self._calls).items()}
-            for name in _PHASES:
-                scalars[f"speed/{name}"] = total[name] / num_steps
-            for i in self._occupied(metrics):
-                scalars[f"tower_{i}/step_seconds"] = total["tower_seconds"][i] / num_steps
-            scalars["towers/step_seconds_spread"] = _spread(scalars, "step_seconds")
+            scalars = {_RATE: rate, "speed/seconds_per_step": seconds / num_steps}
+            total = {name: value.numpy() / num_steps for name, value in _sum(self._calls).items()}
+            scalars |= {f"speed/{name}": total[name] for name in _PHASES}
+            own_seconds = total["tower_seconds"].tolist()
         self._window_start, self._calls, self._paused_seconds = (now, step), [], 0.0
-        return scalars
-
-    def _occupied(self, values: Mapping[str, Any]) -> list[int]:
-        """Return the towers that had examples in the last step."""
-        return [i for i, count in enumerate(values["tower_examples"]) if count > 0]
+        return scalars, own_seconds
 
 
 def _cut(of_train: Path, of_eval: Path, start: int) -> set[int]:
@@ -254,23 +231,10 @@ def _cut(of_train: Path, of_eval: Path, start: int) -> set[int]:
     """
     events.cut(of_train, start)
     events.cut(of_eval, start + 1)
-    evaluated = {x for x, *_ in events.read(of_eval, {"accuracy"})}
+    evaluated = set(events.read(of_eval, {"accuracy"}))
     if start not in evaluated:
         events.cut(of_eval, start)
     return evaluated
-
-
-def _earlier(of_train: Path) -> tuple[float | None, list[float], list[tuple[float, float]]]:
-    """Return the last loss, the speeds, and the estimates of the noise scale that were written."""
-    loss, rates, estimates = None, [], []
-    tags = {"loss/data", "speed/examples_per_second", *_OF_NOISE}
-    for _, _, point in events.read(of_train, tags):
-        loss = point.get("loss/data", loss)
-        if "speed/examples_per_second" in point:
-            rates.append(point["speed/examples_per_second"])
-        if _OF_NOISE[0] in point:
-            estimates.append(tuple(point[tag] for tag in _OF_NOISE))
-    return loss, rates, estimates
 
 
 def _sum(calls: Sequence[Mapping[str, tf.Tensor]]) -> dict[str, tf.Tensor]:
@@ -278,10 +242,8 @@ def _sum(calls: Sequence[Mapping[str, tf.Tensor]]) -> dict[str, tf.Tensor]:
     return {name: tf.add_n([call[name] for call in calls]) for name in calls[0]}
 
 
-def _spread(scalars: Mapping[str, float], name: str) -> float:
-    """Return the largest minus the smallest value of the towers."""
-    values = [v for tag, v in scalars.items() if re.fullmatch(rf"tower_\d+/{name}", tag)]
-    return max(values) - min(values)
+def _now() -> str:
+    return f"{datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
 
 
 def tensorboard_command(train_dir: str) -> str:

@@ -28,11 +28,9 @@ def estimate(
     pairs = [(norm, count) for norm, count in zip(norms, examples, strict=True) if count > 0]
     if len(pairs) < 2:
         return None
-    small = sum(norm**2 for norm, _ in pairs) / len(pairs)
-    big = norm_of_all**2
+    small, big = sum(norm**2 for norm, _ in pairs) / len(pairs), norm_of_all**2
     # What the towers' mean squared norm has of S, and what that of all has.
-    of_small = sum(1 / count for _, count in pairs) / len(pairs)
-    of_big = 1 / sum(count for _, count in pairs)
+    of_small, of_big = sum(1 / n for _, n in pairs) / len(pairs), 1 / sum(n for _, n in pairs)
     trace = (small - big) / (of_small - of_big)
     return trace, big - trace * of_big
 
@@ -59,37 +57,27 @@ class NoiseScale:
 
 
 def advice(examples: float | None, batch_size: int, num_towers: int) -> str:
-    """Return one sentence on the batch size and on another tower.
-
-    Args:
-        examples: the scale.
-        batch_size: the global batch.
-        num_towers: over which it is split.
-    """
+    """Return one sentence on the global batch size, and on another tower, at a scale."""
     if examples is None:
         return (
             "cannot be told from these steps: the towers' gradients are mostly noise, or agree "
             "fully"
         )
-    more = f"{num_towers + 1} towers with --batch_size={_grown(batch_size, num_towers)}"
+    batch = f"the batch size of {batch_size}"
     if batch_size < examples / 2:
-        return (
-            f"about {examples:.0f} examples, well above the batch size of {batch_size}: larger "
-            f"batches pay nearly in full, so another tower would help ({more}, with a learning "
-            "rate to match)"
+        grown = batch_size + -(-batch_size // num_towers)  # each tower's part as it is
+        place = (
+            f"well above {batch}: larger batches pay nearly in full, so another tower would help "
+            f"({num_towers + 1} towers with --batch_size={grown}, with a learning rate to match)"
         )
-    if batch_size <= 2 * examples:
-        return (
-            f"about {examples:.0f} examples, near the batch size of {batch_size}: a good place; "
-            "another tower helps if it takes a part of this batch, and less by a larger batch"
+    elif batch_size <= 2 * examples:
+        place = (
+            f"near {batch}: a good place; another tower helps if it takes a part of this batch, "
+            "and less by a larger batch"
         )
-    return (
-        f"about {examples:.0f} examples, well below the batch size of {batch_size}: "
-        f"--batch_size={max(round(examples), num_towers)} would learn as much with fewer examples, "
-        "and another tower helps only by taking a part of the batch"
-    )
-
-
-def _grown(batch_size: int, num_towers: int) -> int:
-    """Return the batch size with one more tower, each tower's part as it is."""
-    return batch_size + -(-batch_size // num_towers)
+    else:
+        place = (
+            f"well below {batch}: --batch_size={max(round(examples), num_towers)} would learn as "
+            "much with fewer examples, and another tower helps only by taking a part of the batch"
+        )
+    return f"about {examples:.0f} examples, {place}"

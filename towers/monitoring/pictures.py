@@ -5,8 +5,7 @@
     pictures.of_towers(seen, class_names, batch.step)        # a list of Summary protos
     pictures.of_evaluation(predictions, class_names)
 
-Nothing is written here, and nothing that a run computes with is changed. All work is done at the
-call: there is nothing to prepare.
+Nothing is written here, and nothing that a run computes with is changed.
 """
 
 import dataclasses
@@ -16,8 +15,8 @@ import keras
 import numpy as np
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from towers import tf_private
 from towers.monitoring import drawing
+from towers.tf_private import layers_of
 
 NUM_IMAGES = 8  # of each tower
 _MAX_FILTERS = 256
@@ -26,36 +25,22 @@ _MAX_CLASSES = 500  # rows of a confusion matrix
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
-    """An example that was taken for another class.
+    """An example that was taken for another class."""
 
-    Attributes:
-        image: as it is stored, `[H, W, C]`.
-        label: the true class.
-        predicted: the class that the model said.
-        confidence: the probability that it gave that class.
-    """
-
-    image: np.ndarray
-    label: int
-    predicted: int
-    confidence: float
+    image: np.ndarray  # as it is stored, `[H, W, C]`
+    label: int  # the true class
+    predicted: int  # the class that the model said
+    confidence: float  # the probability that it gave that class
 
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """What the model said of each example of the test set.
+    """What the model said of each example of the test set."""
 
-    Attributes:
-        labels: the true classes, int32 `[N]`, in the order of the test set.
-        predicted: the classes that the model said, int32 `[N]`.
-        mistakes: the most confident ones, the most confident first.
-        averaged: whether this is of the moving average of the weights.
-    """
-
-    labels: np.ndarray
-    predicted: np.ndarray
-    mistakes: list[Mistake]
-    averaged: bool
+    labels: np.ndarray  # the true classes, int32 `[N]`, in the order of the test set
+    predicted: np.ndarray  # the classes that the model said, int32 `[N]`
+    mistakes: list[Mistake]  # the most confident ones, the most confident first
+    averaged: bool  # whether this is of the moving average of the weights
 
 
 def of_evaluation(predictions: Predictions, names: Sequence[str]) -> list[Summary]:
@@ -101,9 +86,8 @@ def filters(model: keras.Model) -> list[Summary]:
     With 3 input channels they are shown in colour, else in gray, as their mean over the channels;
     each is stretched from its least weight to its greatest.
     """
-    layers = tf_private.layers_of(model)
-    found = (x for x in layers if isinstance(x, keras.layers.Conv2D) and x.weights)
-    layer = next(found, None)
+    kind = keras.layers.Conv2D
+    layer = next((x for x in layers_of(model) if isinstance(x, kind) and x.weights), None)
     if layer is None:
         return []
     kernel = np.array(keras.ops.convert_to_numpy(layer.kernel), np.float64)  # [h, w, in, out]
@@ -146,20 +130,15 @@ def mistakes(predictions: Predictions, names: Sequence[str]) -> Summary:
         predictions: with at least one mistake.
         names: of the classes.
     """
-
-    def caption(mistake: Mistake) -> list[str]:
-        said = f"said {names[mistake.predicted]} {mistake.confidence:.2f}"
-        return [f"true {names[mistake.label]},", said]
-
-    captions = [caption(mistake) for mistake in predictions.mistakes]
+    found = predictions.mistakes
+    captions = [
+        [f"true {names[m.label]},", f"said {names[m.predicted]} {m.confidence:.2f}"] for m in found
+    ]
     lines = [f"{i}. {' '.join(caption)}" for i, caption in enumerate(captions, 1)]
     about = f"The most confident mistakes, with {_weights(predictions)}:\n\n" + "\n".join(lines)
-    picture = drawing.grid([mistake.image for mistake in predictions.mistakes], captions)
-    return drawing.summary("mistakes", picture, about)
+    return drawing.summary("mistakes", drawing.grid([m.image for m in found], captions), about)
 
 
 def _weights(predictions: Predictions) -> str:
-    """Return which weights the predictions are of."""
-    return (
-        "the moving average of the weights" if predictions.averaged else "the weights as they are"
-    )
+    averaged = predictions.averaged
+    return "the moving average of the weights" if averaged else "the weights as they are"

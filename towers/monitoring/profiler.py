@@ -25,6 +25,7 @@ import tensorflow as tf
 from towers import files
 from towers.graphs import profile_summary
 from towers.graphs.placement import Placement
+from towers.text import first_line
 
 NUM_STEPS = 10  # of a profile that a signal asks for
 
@@ -50,14 +51,9 @@ class Profiler:
             placement: of the train loop, for the device of each op.
             say: prints a line.
         """
-        self._train_dir = train_dir
-        self._plan = steps
-        self._last_step = last_step
-        self._placement = placement
-        self._say = say
-        self._asked = False
-        self._running: tuple[int, int] | None = None
-        self._step = 0
+        self._train_dir, self._last_step, self._placement = train_dir, last_step, placement
+        self._print, self._plan, self._running = say, steps, None
+        self._asked, self._step = False, 0
 
     def __enter__(self) -> "Profiler":
         """Listen to SIGUSR2, where Python lets us: in the main thread."""
@@ -75,7 +71,7 @@ class Profiler:
         if self._before is not None:
             signal.signal(signal.SIGUSR2, self._before)
         if self._asked:
-            self._say("profile     SIGUSR2 came too late: there is no step left")
+            self._say("SIGUSR2 came too late: there is no step left")
 
     def due(self, step: int) -> bool:
         """Tell whether a call of the train loop must end when `step` steps are done."""
@@ -119,9 +115,12 @@ class Profiler:
             if self._step > first:
                 self._write(first, self._step)
             else:
-                self._say(f"profile     none: it ended before step {first} was made")
+                self._say(f"none: it ended before step {first} was made")
         except Exception as error:  # of any kind: a run is worth more than its profile
-            self._say(f"profile     steps {first} to {self._step} failed: {_one_line(error)}")
+            self._say(f"steps {first} to {self._step} failed: {first_line(error, 300)}")
+
+    def _say(self, line: str) -> None:
+        self._print(f"profile     {line}")
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
@@ -131,23 +130,23 @@ class Profiler:
         if self._running and self._asked:
             self._asked = False
             first, last = self._running
-            self._say(f"profile     SIGUSR2: one of steps {first} to {last} is being made already")
+            self._say(f"SIGUSR2: one of steps {first} to {last} is being made already")
 
     def _drop(self, why: str) -> None:
         """Say, once, that the planned profile is not made."""
         first, last = self._plan
         self._plan = None
-        self._say(f"profile     --profile_steps={first}:{last} is skipped: {why}")
+        self._say(f"--profile_steps={first}:{last} is skipped: {why}")
 
     def _start(self, first: int, last: int) -> None:
         try:
             tf.test.experimental.sync_devices()  # or kernels of the step before were in it
             tf.profiler.experimental.start(str(self._train_dir / "train"))
         except Exception as error:  # of any kind: a run is worth more than its profile
-            self._say(f"profile     none of steps {first} to {last}: {_one_line(error)}")
+            self._say(f"none of steps {first} to {last}: {first_line(error, 300)}")
             return
         self._running = (first, last)
-        self._say(f"profile     of steps {first} to {last} has started")
+        self._say(f"of steps {first} to {last} has started")
 
     def _write(self, first: int, last: int) -> None:
         """Name the trace after its steps, and write its summary."""
@@ -155,13 +154,13 @@ class Profiler:
         trace = max(folder.glob("*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
         named = trace.parent.with_name(f"{trace.parent.name}_steps_{first}_{last}")
         trace = trace.parent.rename(named) / trace.name
-        self._say(f"profile     steps {first} to {last}: {trace}")
+        self._say(f"steps {first} to {last}: {trace}")
         space = profile_summary.read_trace(trace)
         times = profile_summary.op_times(space, self._placement)
         lines = profile_summary.report(times, last - first)
         lines += profile_summary.problems(space, times, self._placement)
         for line in lines:
-            self._say(f"  {line}")
+            self._print(f"  {line}")
         path = self._train_dir / f"profile_{first}_{last}.txt"
         files.write_text(path, "\n".join([f"steps {first} to {last}", *lines, ""]))
 
@@ -172,8 +171,3 @@ def _stop(save: bool) -> None:
         tf.test.experimental.sync_devices()
     finally:
         tf.profiler.experimental.stop(save=save)
-
-
-def _one_line(error: Exception) -> str:
-    """Return what went wrong: TensorFlow's errors have many lines."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

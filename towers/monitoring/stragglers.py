@@ -16,9 +16,7 @@ class Stragglers:
 
     def __init__(self, devices: Sequence[str]):
         """Watch the towers on these devices."""
-        self._devices = list(devices)
-        self._last: int | None = None
-        self._points_in_a_row = 0
+        self._devices, self._slowest, self._points_in_a_row = list(devices), None, 0
 
     def line(self, seconds: Sequence[float]) -> str | None:
         """Return a line when a tower has become the straggler, None otherwise.
@@ -26,28 +24,16 @@ class Stragglers:
         Args:
             seconds: of a step, for each tower, from the batch to its gradients; 0: had no example.
         """
-        slowest = self._slowest(seconds)
-        self._points_in_a_row = self._points_in_a_row + 1 if slowest == self._last else 1
-        self._last = slowest
+        known = [value for value in seconds if value > 0] or [0.0]
+        # The median of all, not of the others: on devices that share cores it is one tower that
+        # ends before the rest. Of two the smaller one.
+        usual = min(known) if len(known) == 2 else statistics.median(known)
+        slowest = seconds.index(max(known)) if max(known) > _SLOWER * usual else None
+        self._points_in_a_row = self._points_in_a_row + 1 if slowest == self._slowest else 1
+        self._slowest = slowest
         if slowest is None or self._points_in_a_row != _POINTS:
             return None
         return (
             f"straggler   tower {slowest} on {self._devices[slowest]} takes {seconds[slowest]:.3f} "
-            f"s a step, {_usual(seconds):.3f} s is usual: all wait for it"
+            f"s a step, {usual:.3f} s is usual: all wait for it"
         )
-
-    def _slowest(self, seconds: Sequence[float]) -> int | None:
-        """Return the tower that is much slower than the others."""
-        if sum(value > 0 for value in seconds) < 2:
-            return None
-        slowest = max(range(len(seconds)), key=lambda i: seconds[i])
-        return slowest if seconds[slowest] > _SLOWER * _usual(seconds) else None
-
-
-def _usual(seconds: Sequence[float]) -> float:
-    """Return the median of the towers' times; of two the smaller one.
-
-    Not that of the others: on devices that share cores it is one tower that ends before the rest.
-    """
-    known = [value for value in seconds if value > 0]
-    return min(known) if len(known) == 2 else statistics.median(known)

@@ -16,14 +16,14 @@ PHASES = ("input_wait_seconds", "compute_seconds", "gather_seconds")
 
 
 def measured_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what is measured: `look` and `update_size` say what it is."""
+    """Return the shapes of what is measured: `measure` and `update_size` say what it is."""
     of_towers = ("tower_examples", "tower_loss", "tower_gradient_norm", "tower_cosine")
     scalars = ("data_gradient_norm", "update_to_weight_ratio")
     return dict.fromkeys(of_towers, (num_towers,)) | dict.fromkeys(scalars, ())
 
 
-def shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the seconds: `look` says what they are."""
+def timed_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the seconds: `measure` says what they are."""
     return {"tower_seconds": (num_towers,)} | dict.fromkeys(PHASES, ())
 
 
@@ -34,7 +34,7 @@ def time_after(values: Any, device: str) -> tf.Tensor:
         return tf.timestamp()
 
 
-def look(
+def measure(
     batch: Any,
     sums: TowerSums,
     loss: tf.Tensor,
@@ -67,10 +67,8 @@ def look(
     ends = _ends(sums, builder)
     gathered = time_after((gradients, ends), clock)
     means = gradients if len(gradients) > 1 else list(gradients) * len(sums.losses)
-    products = [
-        _products(own, mean, measured, clock)
-        for own, mean in zip(sums.gradients, means, strict=False)
-    ]
+    pairs = zip(sums.gradients, means, strict=False)
+    products = [_products(own, mean, measured, clock) for own, mean in pairs]
     with tf.device(clock):
         own_seconds = tf.stack(ends) - start
         compute = tf.reduce_max(own_seconds)
@@ -136,11 +134,9 @@ def weights_before(weights: Sequence[Any], measured: tf.Tensor) -> list[tuple[li
 def update_size(
     before: Sequence[tuple[list[Any], Any]], measured: tf.Tensor
 ) -> dict[str, tf.Tensor]:
-    """Return "update_to_weight_ratio": the norm of an update over that of the weights, else 0.
+    """Return "update_to_weight_ratio": the norm of an update over that of the weights.
 
-    Args:
-        before: of `weights_before`, from before the update.
-        measured: bool scalar, whether it is wanted.
+    `before` is what `weights_before` returned; the ratio is 0 where it is not wanted.
     """
     changes, sizes = [], []
     for weights, values in before:

@@ -51,7 +51,10 @@ def make_train_loop(
     clock, num_towers = builder.gather_device, len(builder.devices)
     last, sums = dict.fromkeys(METRICS, ()), {}
     if telemetry:
-        last, sums = last | tower_stats.measured_shapes(num_towers), tower_stats.shapes(num_towers)
+        last, sums = (
+            last | tower_stats.measured_shapes(num_towers),
+            tower_stats.timed_shapes(num_towers),
+        )
 
     @tf.function(autograph=False)
     def train_loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -105,8 +108,8 @@ def make_train_step(
         A function that returns the scalars "loss" (mean over the examples of all towers),
         "penalty" (regularisation), "gradient_norm" and "learning_rate"; and the gathered gradients
         of the data's loss, in the order of the trainable variables. With `measured`, a bool scalar
-        that tells whether norms are wanted, there are also the values of `tower_stats.shapes` and
-        `tower_stats.measured_shapes`.
+        that tells whether norms are wanted, there are also the values of
+        `tower_stats.timed_shapes` and `tower_stats.measured_shapes`.
     """
     rate_at = schedule(
         options.schedule,
@@ -132,7 +135,7 @@ def make_train_step(
         if measured is not None:
             with tf.name_scope("telemetry"):
                 batch, scale = (images, labels, draws), masters.loss_scale
-                seen = tower_stats.look(batch, sums, loss, gradients, builder, measured, scale)
+                seen = tower_stats.measure(batch, sums, loss, gradients, builder, measured, scale)
                 before = tower_stats.weights_before(masters.replicas[0].weights, measured)
         with tf.device(builder.gather_device), tf.name_scope("update"):
             if masters.loss_scale is not None:

@@ -1,0 +1,118 @@
+"""The curves of a run in one table: where each value comes from, and in which chart it is shown.
+
+Who adds a curve adds a row to `CHARTS`, and the value to what the train loop returns.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import summary as layout_summary
+
+# What is written by its tag, and not by `scalars`: it is no value of a step.
+_CLOCK, _NOISE, _EVALUATION, _DRIVER = "the clock", "noise scale", "evaluation", "GPU health"
+
+# {category: {chart: {tag: name of the value of a step}}}. A tag with {} is of each tower, or GPU;
+# towers/..._spread is the greatest value of a tower minus the least.
+CHARTS = {
+    "run": {
+        "loss": {
+            "loss/data": "loss",
+            "loss/total": "total_loss",
+            "loss": _EVALUATION,
+            "loss_ema": _EVALUATION,
+        },
+        "test accuracy": {"accuracy": _EVALUATION, "accuracy_ema": _EVALUATION},
+        "learning rate": {"learning_rate": "learning_rate"},
+        "gradient norm": {"gradient_norm": "gradient_norm"},
+        "update to weight ratio": {"update_to_weight_ratio": "update_to_weight_ratio"},
+        "regularisation": {"loss/regularisation": "penalty"},
+        "noise scale, in examples": {"noise_scale/examples": _NOISE},
+        "noise scale: trace of the covariance, squared norm of the gradient": {
+            "noise_scale/trace": _NOISE,
+            "noise_scale/squared_norm": _NOISE,
+        },
+        "epoch": {"progress/epoch": "epoch"},
+        "examples": {"progress/examples": "examples"},
+    },
+    "towers": {
+        "loss of each tower": {"tower_{}/loss": "tower_loss"},
+        "gradient norm of each tower": {"tower_{}/gradient_norm": "tower_gradient_norm"},
+        "cosine between a tower's gradient and the mean": {
+            "tower_{}/cosine_to_mean": "tower_cosine"
+        },
+        "seconds of each tower's step": {"tower_{}/step_seconds": "tower_step_seconds"},
+        "memory of each tower, MiB": {"tower_{}/memory_mib": "tower_memory_mib"},
+        "peak memory of each tower, MiB": {"tower_{}/peak_memory_mib": "tower_peak_memory_mib"},
+        "spread of losses": {"towers/loss_spread": "tower_loss"},
+        "spread of gradient norms": {"towers/gradient_norm_spread": "tower_gradient_norm"},
+        "spread of step seconds": {"towers/step_seconds_spread": "tower_step_seconds"},
+    },
+    "GPUs": {
+        "utilisation, %": {"gpu_{}/utilisation_percent": _DRIVER},
+        "memory utilisation, %": {"gpu_{}/memory_utilisation_percent": _DRIVER},
+        "memory used, MiB": {"gpu_{}/memory_used_mib": _DRIVER},
+        "power, W": {"gpu_{}/power_watts": _DRIVER},
+        "temperature, °C": {"gpu_{}/temperature_celsius": _DRIVER},
+        "clocks, MHz": {"gpu_{}/sm_clock_mhz": _DRIVER, "gpu_{}/memory_clock_mhz": _DRIVER},
+    },
+    "speed": {
+        "examples/s": {"speed/examples_per_second": _CLOCK},
+        "seconds of a step": {"speed/seconds_per_step": _CLOCK},
+        "where a step's seconds go": {
+            "speed/input_wait_seconds": _CLOCK,
+            "speed/compute_seconds": _CLOCK,
+            "speed/gather_seconds": _CLOCK,
+            "speed/update_seconds": _CLOCK,
+        },
+        "seconds of a checkpoint": {"checkpoint_seconds": _CLOCK},
+    },
+}
+
+
+def scalars(values: Mapping[str, Any], towers: Sequence[int]) -> dict[str, float]:
+    """Return {tag: value} of a point, as far as its values are known.
+
+    Args:
+        values: by the names that `CHARTS` has; those of towers as one list of all towers.
+        towers: that had examples; the others have no curve at this point.
+    """
+    curves = [row for charts in CHARTS.values() for tags in charts.values() for row in tags.items()]
+    found = {}
+    for tag, name in curves:
+        if name not in values:
+            continue
+        if not tag.startswith("tower"):
+            found[tag] = values[name]
+            continue
+        own = {i: values[name][i] for i in towers if values[name][i] is not None}
+        if tag.startswith("tower_{}"):
+            found |= {tag.format(i): value for i, value in own.items()}
+        else:
+            found[tag] = max(own.values()) - min(own.values())
+    return found
+
+
+def layout(gpus: bool) -> Any:
+    """Return the Summary of the custom-scalars dashboard, the same at any number of towers.
+
+    TensorBoard tries the patterns on the tags of every run, from the tag's first letter on.
+
+    Args:
+        gpus: whether there are any; without, their empty charts are folded up.
+    """
+
+    def chart(title: str, tags: Sequence[str]) -> layout_pb2.Chart:
+        patterns = [tag.replace("{}", r"\d+") + "$" for tag in tags]
+        lines = layout_pb2.MultilineChartContent(tag=patterns)
+        return layout_pb2.Chart(title=title, multiline=lines)
+
+    categories = [
+        layout_pb2.Category(
+            title=category,
+            closed=category == "GPUs" and not gpus,
+            chart=[chart(title, list(tags)) for title, tags in charts.items()],
+        )
+        for category, charts in CHARTS.items()
+    ]
+    return layout_summary.pb(layout_pb2.Layout(category=categories))
