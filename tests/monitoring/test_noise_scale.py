@@ -24,22 +24,6 @@ def test_expected_norms_give_the_numbers_they_were_made_of(trace, squared, sizes
     assert found == pytest.approx((trace, squared), rel=1e-6)
 
 
-def test_gradients_with_known_noise():
-    """Examples' gradients are G + noise: the scale is the noise's trace over |G|^2."""
-    random = np.random.default_rng(0)
-    true = random.normal(size=50)
-    deviations = np.linspace(0.5, 3, 50)
-    expected = np.sum(deviations**2) / np.sum(true**2)
-    scale = NoiseScale()
-    for _ in range(400):
-        sizes = [24, 20, 20]
-        examples = true + random.normal(size=(64, 50)) * deviations
-        parts = np.split(examples, np.cumsum(sizes)[:-1])
-        norms = [np.linalg.norm(part.mean(axis=0)) for part in parts]
-        scale.add(*estimate(norms, sizes, np.linalg.norm(examples.mean(axis=0))))
-    assert scale.examples() == pytest.approx(expected, rel=0.15)
-
-
 def test_a_continued_run_goes_on_with_what_was_written():
     random = np.random.default_rng(1)
     pairs = random.uniform(1, 2, (20, 2)).tolist()

@@ -129,7 +129,7 @@ def test_the_confusion_matrix_counts_what_was_taken_for_what():
     assert tags([summary]) == ["confusion_matrix"]
 
 
-@pytest.mark.parametrize("num", [100, 1000, 1501, 21_841])
+@pytest.mark.parametrize("num", [100, 1501])
 def test_a_confusion_matrix_of_many_classes_is_bounded_and_still_tells(num):
     labels = np.arange(num, dtype=np.int32)
     names = [str(i) for i in range(num)]

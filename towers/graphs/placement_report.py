@@ -14,12 +14,7 @@ _MOST = 8  # lines of strays
 
 
 def report(placement: Placement, stray: Sequence[str]) -> list[str]:
-    """Return a few lines: what does not run where it belongs, and the bytes that cross in a step.
-
-    Args:
-        placement: of the train loop.
-        stray: what `strays` returns.
-    """
+    """Return a few lines: the strays that `strays` found, and the bytes that cross in a step."""
     ours = [op for op in placement.ops if op.tower is not None]
     lines = [f"placement   {len(ours)} ops in towers, each on its tower's device"]
     if num_compiled := len({op.tower for op in placement.compiled} - {None}):
@@ -40,11 +35,7 @@ def report(placement: Placement, stray: Sequence[str]) -> list[str]:
 
 
 def check_strict(stray: Sequence[str]) -> None:
-    """Refuse strays, as `strays` returns them.
-
-    Raises:
-        RunError: there are some: one line that names the first, with its layer.
-    """
+    """Raise a RunError that names the first of the strays, with its layer, if there are any."""
     if stray:
         more = f", and {len(stray) - 1} more" if len(stray) > 1 else ""
         raise RunError(

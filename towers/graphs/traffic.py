@@ -14,9 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.builder.layers import tower_of
-from towers.graphs.placement import Placement, needed_ops, short
-from towers.tf_private import called_graph
+from towers import tf_private
+from towers.graphs.placement import Op, Placement, needed_ops, short
 
 HOST = "/cpu:0"  # where TensorFlow puts an op that asks for nothing
 
@@ -39,8 +38,13 @@ class Step:
         loops: types of ops whose insides are not looked into: loops, functions with variables.
     """
 
-    def __init__(self, body: tf.Graph, homes: dict[tf.Operation, str]):
-        """Read the graph of a step; `homes` is {a placeholder for a variable: its device}."""
+    def __init__(self, body: Any, homes: dict[tf.Operation, str]):
+        """Read a step.
+
+        Args:
+            body: its graph.
+            homes: {a placeholder for a variable: the variable's device}.
+        """
         self.ops: list[tf.Operation] = []
         self.devices: dict[tf.Operation, str] = {}
         self.known: set[tf.Operation] = set()
@@ -109,7 +113,7 @@ class Step:
 
     def tower_ops(self, tower: int) -> list[tf.Operation]:
         """Return a tower's ops, but for those whose values are known, in the order of tracing."""
-        found = [op for op in self.ops if tower_of(op.name) == tower]
+        found = [op for op in self.ops if Op(op.name, "", "", "").tower == tower]
         wanted = set(found) - self.known
         graphs = dict.fromkeys(op.graph for op in found)
         return [op for graph in graphs for op in graph.get_operations() if op in wanted]
@@ -145,8 +149,13 @@ class Step:
             live -= ending[i]
         return most
 
-    def _read(self, graph: tf.Graph, caller: str) -> None:
-        """Add a graph's ops, and those of its branches; `caller` is the device of those without."""
+    def _read(self, graph: Any, caller: str) -> None:
+        """Add a graph's ops, and those of its branches.
+
+        Args:
+            graph: to add.
+            caller: the device of ops that ask for none.
+        """
         for op in needed_ops([*(t.op for t in graph.outputs), *graph.control_outputs]):
             if op.type in _BRANCHES:
                 self._read_branches(op, short(op.device) or caller)
@@ -170,7 +179,7 @@ class Step:
         condition, *arguments = op.inputs
         before = len(self._takers)
         for attribute in ("then_branch", "else_branch"):
-            inner = called_graph(op, attribute)
+            inner = tf_private.called_graph(op, attribute)
             pairs = zip(inner.inputs, arguments, strict=True)
             self._outer |= {placeholder.op: tensor for placeholder, tensor in pairs}
             self._read(inner, device)
@@ -181,7 +190,7 @@ class Step:
 
     def _is_local(self, op: tf.Operation, caller: str) -> bool:
         """Tell whether a called function runs on one device, like an op, and reads no variable."""
-        inner = called_graph(op, "f")
+        inner = tf_private.called_graph(op, "f")
         asked = {short(inside.device) for inside in inner.get_operations()}
         variables = any(tensor.dtype == tf.resource for tensor in op.inputs)
         return asked <= {"", short(op.device) or caller} and not variables
@@ -200,9 +209,13 @@ class Step:
 
 
 def read_step(function: Any) -> Step:
-    """Return the step inside a traced train loop, a concrete function: the body of its loop."""
+    """Return the step inside a traced train loop.
+
+    Args:
+        function: the concrete function, whose only loop makes one step each time round.
+    """
     loop = next(op for op in function.graph.get_operations() if op.type in _LOOPS)
-    body = called_graph(loop, "body")
+    body = tf_private.called_graph(loop, "body")
     outside = {inner.op: short(outer.device) for outer, inner in function.graph.captures}
     homes = {
         inner.op: outside[outer.op]
@@ -218,13 +231,13 @@ class Executed:
 
     Attributes:
         crossing: {(source, target): bytes in a step}, without values known beforehand.
+        constants: bytes of these.
         unknown: {(source, target): number of values whose size TensorFlow does not tell}.
-        constants: bytes of values known beforehand.
     """
 
     crossing: Counter[tuple[str, str]]
-    unknown: Counter[tuple[str, str]]
     constants: int
+    unknown: Counter[tuple[str, str]]
 
     def agrees(self, planned: Counter[tuple[str, str]]) -> bool:
         """Tell whether another count is the same on each route, as far as sizes are known."""
@@ -238,16 +251,17 @@ class Executed:
 def executed_bytes(placement: Placement, step: Step) -> Executed:
     """Return what crosses in an executed graph, for comparison with that of the traced one."""
     known = {op.name for op in step.known}
-    crossing, unknown, constants = Counter(), Counter(), 0
+    found = Executed(Counter(), 0, Counter())
+    constants = 0
     for transfer in placement.transfers:
         route = transfer.source, transfer.target
         if transfer.bytes is None:
-            unknown[route] += 1
+            found.unknown[route] += 1
         elif transfer.name in known:
             constants += transfer.bytes
         elif transfer.bytes:
-            crossing[route] += transfer.bytes
-    return Executed(crossing, unknown, constants)
+            found.crossing[route] += transfer.bytes
+    return dataclasses.replace(found, constants=constants)
 
 
 def num_bytes(tensor: tf.Tensor) -> int:

@@ -38,9 +38,7 @@ METRICS = {
 def hparams_of(options: Options, num_towers: int | None = None) -> dict[str, Any]:
     """Return {flag: value} of all flags that say what a run computes, and how.
 
-    Args:
-        options: of the run.
-        num_towers: that were taken; None: as the flag says.
+    `num_towers` is how many were taken; None: as the flag says.
     """
     names = names_that_affect("result", "speed", "machine", "report")
     values = {name: getattr(options, name) for name in names}
@@ -51,10 +49,8 @@ def experiment(first: Collection[str]) -> Summary:
     """Return the Summary that declares the table's columns.
 
     TensorBoard takes them from one run of all those it shows, so that they must be the same in
-    each; and a column with a set of values would hide the runs with others: none has one.
-
-    Args:
-        first: flags that stand first, as those that differ between runs.
+    each; and a column with a set of values would hide the runs with others: none has one. The flags
+    in `first` stand first, as those that differ between runs.
     """
     kinds = {str: api_pb2.DATA_TYPE_STRING, bool: api_pb2.DATA_TYPE_BOOL}
     first = list(first)
@@ -94,11 +90,7 @@ def session_start(options: Options, num_towers: int) -> Summary:
 
 
 def session_end(result: Mapping[str, Any] | None) -> list[Summary]:
-    """Return the Summaries with which a run's row ends: its final metrics, and how it ended.
-
-    Args:
-        result: what result.json holds; None of a run that failed.
-    """
+    """Return the Summaries with which a run's row ends; the result of one that failed is None."""
     status = api_pb2.STATUS_FAILURE if result is None else api_pb2.STATUS_SUCCESS
     end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
     values = {name: (result or {}).get(name) for name in METRICS}

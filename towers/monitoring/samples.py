@@ -23,19 +23,12 @@ FAR_EXAMPLES = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A global batch of the training set.
+    """A global batch of the training set."""
 
-    Attributes:
-        images: `[B, H, W, C]`, as they are stored.
-        labels: int32 `[B]`.
-        draws: float32 `[B, augment.NUM_DRAWS]`.
-        step: that trains on this very batch; None: it stands for that of another step.
-    """
-
-    images: tf.Tensor
-    labels: tf.Tensor
-    draws: tf.Tensor
-    step: int | None
+    images: tf.Tensor  # `[B, H, W, C]`, as they are stored
+    labels: tf.Tensor  # int32 `[B]`
+    draws: tf.Tensor  # float32 `[B, augment.NUM_DRAWS]`
+    step: int | None  # that trains on this very batch; None: it stands for that of another step
 
     @property
     def tensors(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
@@ -53,13 +46,7 @@ class Sampler:
     """
 
     def __init__(self, split: Split, options: Options, step: tf.Variable):
-        """Note where the run stands; read nothing.
-
-        Args:
-            split: the training set.
-            options: of the run.
-            step: the number of steps that are done, which training counts up.
-        """
+        """Note where the run stands, by the number of steps that training counts; read nothing."""
         self._split, self._options, self._step = split, options, step
         self._first_step, self._kept = int(step.numpy()), None
 
@@ -77,30 +64,25 @@ class Sampler:
             tf.errors.OpError: the data set cannot be read.
         """
         if not isinstance(self._split, DatasetSplit):
-            return Batch(*self._read(step, examples), step)
+            return self._read(step, examples, step)
         if self._kept is None and int(self._step.numpy()) == self._first_step:
             position = examples % self._split.size
             if position <= FAR_EXAMPLES:
-                self._kept = Batch(*self._read(step, examples), step)
+                self._kept = self._read(step, examples, step)
             else:
-                self._kept = Batch(*self._read(step, examples - position), None)
+                self._kept = self._read(step, examples - position, None)
         return self._kept
 
-    def _read(self, step: int, examples: int) -> tuple[tf.Tensor, ...]:
+    def _read(self, step: int, examples: int, known_as: int | None) -> Batch:
         size, seed = self._options.batch_size, self._options.seed
-        return next(iter(self._split.train_batches(size, seed=seed, step=step, examples=examples)))
+        batches = self._split.train_batches(size, seed=seed, step=step, examples=examples)
+        return Batch(*next(iter(batches)), known_as)
 
 
 def seen_by_towers(
     builder: TowerBuilder, options: Options, batch: Batch, num: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the first images of each tower's slice as its model gets them, with their labels.
-
-    Args:
-        builder: of the towers.
-        options: of the run: how images are augmented, and their type.
-        batch: what the towers share.
-        num: at most so many images of each tower.
+    """Return at most `num` images of each tower's slice as its model gets them, with their labels.
 
     Returns:
         (images `[n, h, w, C]`, labels int32 `[n]`) of each tower; n is 0 for one without examples.
@@ -117,8 +99,7 @@ def seen_by_towers(
     # The parts that towers accumulate gradients over are split as towers are.
     gather_device = builder.gather_device
     parts = TowerBuilder([gather_device] * builder.accumulate_steps, gather_device)
-    split = parts.map(lambda *part: part, batch.images, batch.labels, batch.draws)
-    rounds = [builder.map(see, *part) for part in split]
+    rounds = [builder.map(see, *part) for part in parts.map(lambda *part: part, *batch.tensors)]
     return [
         tuple(
             np.concatenate([value.numpy() for value in values])[:num]
