@@ -81,8 +81,6 @@ def test_a_model_that_chooses_no_device_passes_strict(tmp_path, capsys, model, n
     "device, tower, where",
     [
         ("/cpu:1", 0, "/cpu:1, where a tf.device puts it"),
-        ("/cpu:0", 1, "/cpu:0, where a tf.device puts it"),
-        ("/cpu:3", 0, "/cpu:3, where a tf.device puts it"),
         ("/gpu:7", 1, "/cpu:0, by soft placement: it asks for /gpu:7"),
     ],
 )

@@ -10,7 +10,7 @@ from towers.graphs.placement import Op, Placement
 from towers.graphs.profile_summary import OUTSIDE, op_times, problems, report
 
 MS = 10**9  # picoseconds
-BODY = "while/body/_1/while"
+BODY, FILTER = "while/body/_1/while", "while/tower_0/net/conv/Filter"
 
 
 def plane(space, name, **lines):
@@ -74,11 +74,7 @@ def test_ops_go_to_the_device_of_their_name():
         one=[
             (0, 2, f"{BODY}/tower_0/net/conv/convolution:Conv2D"),
             (5, 1, f"{BODY}/tower_0/net/conv/convolution:Conv2D"),
-            (
-                7,
-                3,
-                "while/body/_1/gradient_tape/while/tower_0/net/conv/Filter:Conv2DBackpropFilter",
-            ),
+            (7, 3, f"while/body/_1/gradient_tape/{FILTER}:Conv2DBackpropFilter"),
             (10, 0.5, f"{BODY}/gather/AddN:AddN"),
             (12, 0.25, f"{BODY}/update/sgd/Sub:Sub"),
         ],

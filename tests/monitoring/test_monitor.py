@@ -185,24 +185,18 @@ def test_the_noise_scale_is_drawn_and_explained(tmp_path, out):
     again.close()
 
 
-def test_one_tower_has_no_noise_scale(tmp_path, out):
-    monitor = Monitor(tmp_path, timetable(), DEVICES[:1], out=out)
-    alone = {name: METRICS[name][:1] for name in METRICS if name.startswith("tower_")}
-    monitor.progress(1, call(1))
-    monitor.train_point(1, METRICS | alone)
+@pytest.mark.parametrize("num_towers", [1, 2])
+def test_one_tower_with_examples_has_no_noise_scale(tmp_path, out, num_towers):
+    alone = METRICS | {"tower_examples": [128.0, 0.0]}
+    alone = {n: value[:num_towers] if "tower_" in n else value for n, value in alone.items()}
+    monitor = Monitor(tmp_path, timetable(), DEVICES[:num_towers], out=out)
+    step_to(monitor, 0, 1, alone)
     monitor.close()
     tags = {tag for _, tag, _ in tiny.events(tmp_path / "train")}
     assert "tower_0/loss" in tags and not any("noise" in tag or "tower_1" in tag for tag in tags)
-    assert monitor.advice() is None and monitor.noise_scale() is None
-
-
-def test_a_tower_without_examples_has_no_point(monitor, tmp_path):
-    alone = {"tower_examples": [128.0, 0.0], "tower_loss": [1.0, 0.0]}
-    monitor.progress(1, call(1))
-    monitor.train_point(1, METRICS | alone)
-    tags = {tag for _, tag, _ in tiny.events(tmp_path / "train")}
-    assert "tower_0/loss" in tags and not any("tower_1" in tag or "noise" in tag for tag in tags)
     assert points(tmp_path / "train", "towers/loss_spread") == [(0, 0.0)]
+    assert monitor.noise_scale() is None
+    assert (monitor.advice() is None) == (num_towers == 1)
 
 
 def test_a_gradient_that_is_not_finite_spoils_no_later_point(monitor):
@@ -302,19 +296,6 @@ def test_a_run_that_ended_in_its_last_evaluation_knows_its_figures(tmp_path, clo
     more.close()
 
 
-def test_pictures_stop_where_curves_go_on(tmp_path, out):
-    monitor = Monitor(tmp_path, timetable(max_event_mib=1), DEVICES, out=out)
-    picture = tiny.summary("picture", 200_000)
-    for step in range(6):
-        monitor.show(step, train=[picture], test=[picture])
-    step_to(monitor, 0, 1)
-    monitor.close()
-    found = [*tiny.records(tmp_path / "train"), *tiny.records(tmp_path / "eval")]
-    assert 2 <= sum(value.tag == "picture" for _, value in found) < 12
-    assert len(points(tmp_path / "train", "loss/data")) == 1
-    assert out.getvalue().count("--max_event_mib=1") == 1
-
-
 def test_pauses_are_no_training_time(tmp_path, clock, out):
     monitor = Monitor(tmp_path, timetable(batch_size=10), DEVICES, out=out, clock=clock)
     step_to(monitor, 0, 1)
@@ -343,11 +324,6 @@ def test_the_speed_is_the_median_without_the_first_window(tmp_path, clock, out):
         medians.append(monitor.examples_per_second())
     monitor.close()
     assert medians == pytest.approx([1.0, 100.0, 200.0, 110.0])
-
-
-def test_a_clock_that_does_not_move_ends_no_run(monitor):
-    step_to(monitor, 0, 1)
-    step_to(monitor, 1, 2)
 
 
 def test_a_continued_run_has_no_speed_at_its_first_point(tmp_path, clock, out):

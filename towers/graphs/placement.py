@@ -27,18 +27,12 @@ _NOT_OF_A_TOWER = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """One op of an executed graph.
+    """One op of an executed graph."""
 
-    Attributes:
-        name: as in the function that was traced, or as TensorFlow named what it added.
-        requested: device that was asked for, "" where none was.
-        device: where it runs, "/cpu:0"; "" for an op that TensorFlow folded, fused or pruned.
-    """
-
-    name: str
+    name: str  # as in the function that was traced, or as TensorFlow named what it added
     type: str
-    requested: str
-    device: str
+    requested: str  # device that was asked for, "" where none was
+    device: str  # where it runs, "/cpu:0"; "" if TensorFlow folded, fused or pruned it
 
     @property
     def tower(self) -> int | None:
@@ -63,18 +57,13 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The ops of an executed graph, and what crosses between its devices.
-
-    Attributes:
-        gone: ops that were traced and do not run: their result was known, or unused, or another op
-            computes it, too.
-        compiled: ops that were traced and are now part of a program of XLA's, on the device of the
-            op that calls it.
-    """
+    """The ops of an executed graph, and what crosses between its devices."""
 
     ops: tuple[Op, ...]
+    # Traced, and do not run: their result was known, or unused, or another op computes it, too.
     gone: tuple[Op, ...]
     transfers: tuple[Transfer, ...]
+    # Traced, and now part of a program of XLA's, on the device of the op that calls it.
     compiled: tuple[Op, ...] = ()
 
     def misplaced(self, devices: Sequence[str]) -> list[Op]:

@@ -25,36 +25,22 @@ Points = Mapping[float, Mapping[str, float]]  # {x: {tag: value}}
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """Values over the course of a run, each [N].
+    """Values over the course of a run, each [N]."""
 
-    Attributes:
-        x: as TensorBoard shows it: updates, or examples, before the value was measured.
-        examples: seen before that.
-        values: of the curve.
-    """
-
-    x: np.ndarray
-    examples: np.ndarray
+    x: np.ndarray  # as TensorBoard shows it: updates, or examples, before the value was measured
+    examples: np.ndarray  # seen before that
     values: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
 class Curves:
-    """The curves of a run; each may be empty.
+    """The curves of a run; each may be empty."""
 
-    Attributes:
-        loss: of training, on the data alone.
-        accuracy: on the test set, of the moving average where there is one.
-        examples: seen at points of training, with 0 at the start, [N].
-        seconds: of training up to there, [N]; NaN where the speed is not known.
-        epochs: up to there, [N].
-    """
-
-    loss: Curve
-    accuracy: Curve
-    examples: np.ndarray
-    seconds: np.ndarray
-    epochs: np.ndarray
+    loss: Curve  # of training, on the data alone
+    accuracy: Curve  # on the test set, of the moving average where there is one
+    examples: np.ndarray  # seen at points of training, with 0 at the start, [N]
+    seconds: np.ndarray  # of training up to there, [N]; NaN where the speed is not known
+    epochs: np.ndarray  # up to there, [N]
 
     def seconds_at(self, examples: float) -> float | None:
         """Return the seconds of training after so many examples, None if they are not known."""

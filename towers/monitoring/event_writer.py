@@ -27,10 +27,7 @@ class Budget:
     def __init__(
         self, folders: Iterable[Path], max_bytes: float, say: Callable[[str], None] = print
     ):
-        """Set the limit in bytes of all event files in these folders.
-
-        `say` gets a line when the first of a kind is left out.
-        """
+        """Set the limit of all event files there; `say` gets a line when the first is left out."""
         found = [path for folder in folders for path in events.paths(folder)]
         self._used_bytes = sum(path.stat().st_size for path in found)
         self._max_bytes, self._say = max_bytes, say
