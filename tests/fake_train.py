@@ -32,7 +32,9 @@ def main():
     if options.model == "nothing":
         return 0
     if options.model == "waits" and not (folder / "saved").exists():
-        return wait(folder)
+        with files.Lock() as lock:
+            lock.take(folder)
+            return wait(folder)
     accuracy = options.learning_rate + options.seed / 100
     result = {"steps": 20, "test_accuracy": accuracy, "test_accuracy_ema": None}
     result |= {"test_loss": 1.0, "train_loss": 1.0, "examples_per_second": 100.0 * options.seed}

@@ -61,14 +61,14 @@ _VERBS = (
     Verb("sweep", "train a run for each combination of flags, and say which is best",
          options="towers.commands.sweep.options:SweepOptions",
          refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir"),
-         function="towers.commands.sweep.command:sweep"),
+         function="towers.commands.sweep.command:run"),
     Verb("compare", "show what runs differ in: flags, results, time to an accuracy, curves",
          options="towers.commands.compare.options:CompareOptions",
-         function="towers.commands.compare.command:compare"),
+         function="towers.commands.compare.command:run"),
     Verb("tensorboard", "show a run, or a folder of runs, in TensorBoard",
          options="towers.commands.tensorboard.options:TensorboardOptions",
          takes=("train_dir", "port"),
-         function="towers.commands.tensorboard.command:tensorboard"),
+         function="towers.commands.tensorboard.command:run"),
 )  # fmt: skip
 VERBS = {verb.name: verb for verb in _VERBS}
 

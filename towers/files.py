@@ -47,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Lock:
-    """Keeps other processes from training in a folder, for the length of a `with` block."""
+    """Keeps other processes from working in a folder, for the length of a `with` block."""
 
     def __enter__(self) -> "Lock":
         """Hold nothing yet."""
@@ -59,11 +59,11 @@ class Lock:
         for descriptor in self._held.values():
             os.close(descriptor)
 
-    def take(self, folder: Path) -> None:
+    def take(self, folder: Path, flag: str = "--train_dir") -> None:
         """Lock a folder, if there is one, and its file system has locks.
 
         Raises:
-            InputError: another process trains there.
+            InputError: another process trains there; the line begins with the flag.
         """
         try:
             descriptor = os.open(folder, os.O_RDONLY)
@@ -77,7 +77,7 @@ class Lock:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(
-                f"--train_dir={folder}: another process trains there; wait for it, or name another "
+                f"{flag}={folder}: another process trains there; wait for it, or name another "
                 "folder"
             ) from None
         except OSError:  # no locks there

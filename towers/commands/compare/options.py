@@ -33,11 +33,7 @@ left out."""
     json: bool = same_option(Options, "json")
 
     def __post_init__(self) -> None:
-        """Refuse values out of range, by the flag's name.
-
-        Raises:
-            InputError: one line: what was given and what is allowed.
-        """
+        """Refuse values out of range, by an InputError."""
         for field in dataclasses.fields(self):
             check_value(field, getattr(self, field.name))
         if self.plot not in ("", "none") and not self.plot.lower().endswith(".png"):

@@ -11,41 +11,29 @@ from typing import Any
 import numpy as np
 
 from towers import files
-from towers.commands.sweep.report import accuracy, noted_runs, number
 from towers.errors import InputError
 from towers.monitoring.curves import Curves, read_curves
+from towers.monitoring.results import accuracy, number
+from towers.options.run import names_that_affect
 
-_OF_ONE_RUN = ("train_dir", "overwrite", "json", "visible_gpus")
+_OF_ONE_RUN = (*names_that_affect("call"), "visible_gpus")  # which a sweep deals out
 _ROUNDING = 1e-6  # event files hold 32 bits: 0.9 is a little less there
 
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """A run that is compared.
+    """A run that is compared."""
 
-    Attributes:
-        name: that tells it from the others.
-        folder: of the run.
-        status: "finished", "unfinished" or "empty", which has no curves.
-        flags: {flag: value} of flags.cfg, as text.
-        result: of result.json, {} if it is not finished.
-        curves: of training and evaluation.
-    """
-
-    name: str
+    name: str  # that tells it from the others
     folder: Path
-    status: str
-    flags: dict[str, str]
-    result: dict[str, Any]
+    status: str  # "finished", "unfinished" or "empty", which has no curves
+    flags: dict[str, str]  # of flags.cfg, as text
+    result: dict[str, Any]  # of result.json, {} if it is not finished
     curves: Curves
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
-    """Return the folders of the runs that are meant; a folder of runs stands for all of them.
-
-    Raises:
-        InputError: a folder holds no run.
-    """
+    """Return the folders of the runs that are meant; a folder of runs stands for all of them."""
     found: dict[str, Path] = {}
     for name in names:
         folder = Path(name)
@@ -62,47 +50,39 @@ def find_runs(names: Sequence[str]) -> list[Path]:
 
 def _runs_inside(folder: Path) -> list[Path]:
     """Return the runs in a folder, 2 after 1 and not after 10."""
-    runs = [path for path in folder.iterdir() if path.is_dir() and files.is_run(path)]
 
     def natural(path: Path) -> list[tuple[float, str]]:
         parts = re.findall(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?|\D", path.name)
         return [(float(p), "") if p[0].isdigit() else (math.inf, p) for p in parts]
 
-    return sorted(runs, key=natural)
+    return sorted(filter(files.is_run, folder.iterdir()), key=natural)
 
 
 def read_run(folder: Path, name: str) -> Compared:
     """Return what the folder of a run tells; what is not there is empty."""
-    flags = read_flags(folder / "flags.cfg")
+    path = folder / "flags.cfg"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    pairs = [line[2:].partition("=") for line in lines if line.startswith("--")]
+    flags = {flag: value for flag, _, value in pairs if flag not in _OF_ONE_RUN}
     result = files.read_json(folder / "result.json")
-    size = flags.get("batch_size", "")
-    curves = read_curves(
-        folder, int(size) if size.isdecimal() else 1, flags.get("tensorboard_x") == "examples"
-    )
+    curves = read_curves(folder, _batch_size(flags), flags.get("tensorboard_x") == "examples")
     examples = number(result, "examples") or 0
     if len(curves.examples) and curves.examples[-1] > examples * (1 + _ROUNDING):
         result = {}  # of before the run went on
-    steps = curves.loss.x
-    status = "finished" if accuracy(result) is not None else "unfinished"
-    if status == "unfinished" and not len(steps) and not len(curves.accuracy.x):
-        status = "empty"
+    status = "finished"
+    if accuracy(result) is None:
+        status = "unfinished" if len(curves.loss.x) or len(curves.accuracy.x) else "empty"
     return Compared(name, folder, status, flags, result, curves)
 
 
-def read_flags(path: Path) -> dict[str, str]:
-    """Return {flag: value} of a flagfile that a run wrote, as text: of whatever version."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError):
-        return {}
-    pairs = [line[2:].partition("=") for line in lines if line.startswith("--")]
-    return {name: value for name, _, value in pairs if name not in _OF_ONE_RUN}
+def _batch_size(flags: dict[str, str]) -> int:
+    return int(flags.get("batch_size", 1))
 
 
 def differing_flags(runs: Sequence[Compared]) -> list[str]:
     """Return the names of the flags that are not the same in all runs that have any."""
     known = [run.flags for run in runs if run.flags]
-    names = list(dict.fromkeys(name for flags in known for name in flags))
+    names = dict.fromkeys(name for flags in known for name in flags)
     return [name for name in names if len({flags.get(name) for flags in known}) > 1]
 
 
@@ -115,54 +95,40 @@ def common_accuracy(runs: Sequence[Compared]) -> float | None:
 def metrics_of(run: Compared) -> dict[str, float | None]:
     """Return the last known metrics of a run: of its result, else of its curves."""
     curves, result = run.curves, run.result
-    examples = float(curves.examples[-1]) if len(curves.examples) > 1 else None
-    last_accuracy = float(curves.accuracy.values[-1]) if len(curves.accuracy.values) else None
-    last_loss = float(curves.loss.values[-1]) if len(curves.loss.values) else None
-    final = accuracy(result)
-    at = number(result, "examples") or examples
+    at = number(result, "examples") or (curves.examples[-1] if len(curves.examples) > 1 else None)
     seconds = curves.seconds_at(at) if at else None
+    final = accuracy(result)
     return {
         "steps": number(result, "steps"),
         "examples": at,
         "epochs": curves.epochs_at(at) if at else None,
-        "accuracy": last_accuracy if final is None else final,
+        "accuracy": _last(curves.accuracy.values) if final is None else final,
         "test_loss": number(result, "test_loss"),
-        "train_loss": number(result, "train_loss") or last_loss,
+        "train_loss": number(result, "train_loss") or _last(curves.loss.values),
         "examples_per_second": number(result, "examples_per_second")
         or (at / seconds if seconds else None),
         "seconds": seconds,
     }
 
 
+def _last(values: np.ndarray) -> float | None:
+    return float(values[-1]) if len(values) else None
+
+
 def to_accuracy(run: Compared, target: float) -> dict[str, float | None] | None:
     """Return when an evaluation first gave that accuracy, None if none did.
 
-    Returns:
-        {"seconds": of training, "examples", "steps", "epochs"}; None where it is not known.
+    It says {"seconds": of training, "examples", "steps", "epochs"}; None where it is not known.
     """
-    reached = np.flatnonzero(run.curves.accuracy.values >= target - _ROUNDING)
+    curve = run.curves.accuracy
+    reached = np.flatnonzero(curve.values >= target - _ROUNDING)
     if not len(reached):
         return None
-    first = reached[0]
-    examples = float(run.curves.accuracy.examples[first])
-    size = run.flags.get("batch_size", "")
+    examples, x = float(curve.examples[reached[0]]), float(curve.x[reached[0]])
     by_examples = run.flags.get("tensorboard_x") == "examples"
-    steps = float(run.curves.accuracy.x[first])
-    if by_examples:
-        steps = examples / int(size) if size.isdecimal() and int(size) else None
     return {
         "seconds": run.curves.seconds_at(examples),
         "examples": round(examples),
-        "steps": None if steps is None else round(steps),
+        "steps": round(x / _batch_size(run.flags) if by_examples else x),
         "epochs": run.curves.epochs_at(examples),
-    }
-
-
-def failures(names: Sequence[str]) -> dict[str, str]:
-    """Return {name: error} of the runs that failed, as the sweeps among the folders noted it."""
-    return {
-        run["name"]: str(run.get("error"))
-        for name in names
-        for run in noted_runs(Path(name))
-        if run.get("status") == "failed"
     }

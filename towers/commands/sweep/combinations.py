@@ -2,7 +2,7 @@
 
 In use:
 
-    varied = parse_all(["learning_rate:0.05,0.1", "seed:1,2"])
+    varied = [parse("learning_rate:0.05,0.1"), parse("seed:1,2")]
     runs = plan(options)        # [PlannedRun("learning_rate=0.05,seed=1", {...}, Options(...)), ..]
 """
 
@@ -12,45 +12,32 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from towers.commands.sweep.options import SweepOptions
 from towers.errors import InputError
 from towers.options import flags
-from towers.options.run import Options
+from towers.options.run import Options, names_that_affect, text_of
 
-OWN = ("train_dir", "overwrite", "json", "flagfile")  # which the sweep gives each run
+OWN = (*names_that_affect("call"), "flagfile")  # which the sweep gives each run
 MAX_NAME = 100  # characters, for people; a file system takes 255 bytes
-MAX_RUNS = 10**5
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"(log)?(\()?\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*(\))?", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
 class Varied:
-    """A flag that is varied: over a list of values, or a range.
-
-    Attributes:
-        flag: its name.
-        values: of the list; () for a range.
-        low: least value of the range.
-        high: greatest value of the range.
-        log: whether the range is drawn from evenly in the logarithm.
-    """
+    """A flag that is varied: over a list of values, or a range with both ends."""
 
     flag: str
     values: tuple[Any, ...] = ()
     low: float = 0
     high: float = 0
-    log: bool = False
+    log: bool = False  # whether the range is drawn from evenly in the logarithm
 
     def draw(self, where: float) -> Any:
-        """Return the value at `where`, from 0 to 1 without 1; floats have 4 digits.
-
-        So few digits that names can be read and typed; what rounding takes out of the range goes
-        back to its end.
-        """
+        """Return the value at `where`, from 0 to 1 without 1; floats have 4 digits, for names."""
         if self.values:
             return self.values[int(where * len(self.values))]
         whole = isinstance(self.low, int)
@@ -65,16 +52,10 @@ class Varied:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """A run of a sweep.
+    """A run of a sweep."""
 
-    Attributes:
-        name: of its folder in the sweep's.
-        flags: {flag: value} of those that are varied.
-        options: all of it.
-    """
-
-    name: str
-    flags: Mapping[str, Any]
+    name: str  # of its folder in the sweep's
+    flags: Mapping[str, Any]  # that are varied
     options: Options
 
 
@@ -84,36 +65,24 @@ def plan(options: SweepOptions) -> list[PlannedRun]:
     Raises:
         InputError: one line: a value is not of the flag's kind, or a combination is no valid run.
     """
-    varied = parse_all(options.vary)
+    varied = [parse(text) for text in options.vary]
+    names = [v.flag for v in varied]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"--vary={twice[0]}:... is given twice: write all its values in one")
     if options.samples:
         combinations = sample(varied, options.samples, options.sweep_seed)
     else:
         combinations = grid(varied)
-    runs = {}
+    runs = []
     for combination in combinations:
         name = name_of(combination)
+        own = {"train_dir": f"{options.sweep_dir}/{name}", "overwrite": False, "json": False}
         try:
-            run = options.of_run(
-                **combination, train_dir=f"{options.sweep_dir}/{name}", overwrite=False, json=False
-            )
+            run = Options(**options.run | combination | own)
         except InputError as error:
             raise InputError(f"the run {describe(combination)}: {error}") from None
-        runs[name] = PlannedRun(name, combination, run)
-    return list(runs.values())
-
-
-def parse_all(texts: Sequence[str]) -> list[Varied]:
-    """Return what all --vary mean.
-
-    Raises:
-        InputError: one of them is malformed, or a flag is varied twice.
-    """
-    varied = [parse(text) for text in texts]
-    names = [v.flag for v in varied]
-    for name in names:
-        if names.count(name) > 1:
-            raise InputError(f"--vary={name}:... is given twice: write all its values in one")
-    return varied
+        runs.append(PlannedRun(name, combination, run))
+    return runs
 
 
 def parse(text: str) -> Varied:
@@ -145,16 +114,13 @@ def parse(text: str) -> Varied:
 
 def _list(flag: str, text: str, kind: type) -> tuple[Any, ...]:
     """Return the values of a list: between semicolons if there is one, else between commas."""
-    separator = ";" if ";" in text else ","
-    parts = text.split(separator)
-    if separator == ";" and len(parts) > 1 and not parts[-1].strip():
-        parts.pop()  # which ends a single value that has commas
     if kind is not str and ".." in text:
         raise InputError("a range is LOW..HIGH or log(LOW..HIGH) alone, of a flag that is a number")
+    several = text.strip().removesuffix(";")  # which ends a single value that has commas
+    parts = several.split(";" if ";" in text else ",")
     values = [flags.parse_value(flag, part.strip()) for part in parts]
-    for value in values:
-        if values.count(value) > 1:
-            raise InputError(f"{text_of(value)} is given twice")
+    if twice := [value for value in values if values.count(value) > 1]:
+        raise InputError(f"{text_of(twice[0])} is given twice")
     return tuple(values)
 
 
@@ -169,23 +135,15 @@ def _range(flag: str, match: re.Match) -> Varied:
 
 
 def grid(varied: Sequence[Varied]) -> list[dict[str, Any]]:
-    """Return all combinations, that of the last flag changing first.
-
-    Raises:
-        InputError: a flag has a range, or there are very many combinations.
-    """
+    """Return all combinations of lists, the last flag changing first."""
     for v in varied:
         if not v.values:
             raise InputError(
                 f"--vary={v.flag} is a range: give the number of random combinations too, as "
                 "--samples=20"
             )
-    number = math.prod(len(v.values) for v in varied)
-    if number > MAX_RUNS:
-        raise InputError(f"these --vary give {number} combinations: take --samples=20 of them")
-    names = [v.flag for v in varied]
     products = itertools.product(*(v.values for v in varied))
-    return [dict(zip(names, values, strict=True)) for values in products]
+    return [{v.flag: value for v, value in zip(varied, p, strict=True)} for p in products]
 
 
 def sample(varied: Sequence[Varied], number: int, seed: int) -> list[dict[str, Any]]:
@@ -193,12 +151,12 @@ def sample(varied: Sequence[Varied], number: int, seed: int) -> list[dict[str, A
 
     Each draw depends on `seed`, its own number and the flag alone: a higher `number` keeps the
     first ones, and they are the same whenever the command is given.
-
-    Raises:
-        InputError: there are not so many.
     """
     found: dict[str, dict[str, Any]] = {}
-    for combination in itertools.islice(_draws(varied, seed), 100 * number + 1000):
+    for draw in range(100 * number + 1000):
+        combination = {
+            v.flag: v.draw(random.Random(f"{seed} {draw} {v.flag}").random()) for v in varied
+        }
         found.setdefault(describe(combination), combination)
         if len(found) == number:
             return list(found.values())
@@ -208,12 +166,6 @@ def sample(varied: Sequence[Varied], number: int, seed: int) -> list[dict[str, A
     )
 
 
-def _draws(varied: Sequence[Varied], seed: int) -> Iterator[dict[str, Any]]:
-    """Yield random combinations, the same ones for the same seed."""
-    for number in itertools.count():
-        yield {v.flag: v.draw(random.Random(f"{seed} {number} {v.flag}").random()) for v in varied}
-
-
 def describe(combination: Mapping[str, Any]) -> str:
     """Return "learning_rate=0.05,seed=1": by name, the seed last, however they were given."""
     names = sorted(combination, key=lambda name: (name == "seed", name))
@@ -221,18 +173,10 @@ def describe(combination: Mapping[str, Any]) -> str:
 
 
 def name_of(combination: Mapping[str, Any]) -> str:
-    """Return the name of a folder: `describe`, if that is safe and short, else made so.
-
-    A number made from the whole of it then tells it from others.
-    """
+    """Return the name of a folder: `describe`, or if that is unsafe or long, with a digest."""
     text = describe(combination)
     safe = re.sub(r"[^\w.=,+-]", "_", text, flags=re.ASCII)
     if safe == text and len(safe) <= MAX_NAME:
         return safe
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     return f"{safe[: MAX_NAME - 9]}-{digest}"
-
-
-def text_of(value: Any) -> str:
-    """Return a value as its flag takes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)

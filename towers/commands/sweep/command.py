@@ -10,7 +10,6 @@ it is killed, its runs save and end by themselves, and the same command goes on.
 """
 
 import contextlib
-import dataclasses
 import os
 import sys
 import time
@@ -21,39 +20,25 @@ from typing import Any
 from tqdm import tqdm
 
 from towers import files
-from towers.commands.sweep import report as sweep_report
+from towers.commands.sweep import report
+from towers.commands.sweep.child import Child
 from towers.commands.sweep.combinations import PlannedRun, plan
 from towers.commands.sweep.gpus import deal, on_cpu
 from towers.commands.sweep.options import SweepOptions
-from towers.commands.sweep.processes import (
-    POLL_SECONDS,
-    Child,
-    StopRequest,
-    how_it_ended,
-    lock,
-    wait_for_orphans,
-)
 from towers.devices import nvml
 from towers.errors import InputError
+from towers.monitoring.results import accuracy, noted_runs
 from towers.options import flags
-from towers.options.run import Options
+from towers.options.run import names_that_affect, text_of
+from towers.training.stop import StopRequest
 
 PROGRAM = (sys.executable, "-m", "towers", "train")
+POLL_SECONDS = 0.1
 STOPPED = 75  # exit code of a run that saved
-# What a run may go on with as the user likes: it changes no result, and hardly the speed.
-_FREE = frozenset(
-    "train_dir overwrite json data_dir visible_gpus per_process_gpu_memory_fraction "
-    "gpu_memory_limit_mib allow_growth allow_soft_placement placement log_device_placement "
-    "log_every_steps evaluate_every_epochs checkpoint_every_steps keep_checkpoints "
-    "histogram_every_epochs profile_steps max_event_mib".split()
-)
 
 
-def sweep(
-    options: SweepOptions,
-    say: Callable[[str], None] = print,
-    program: Sequence[str] = PROGRAM,
-    clock: Callable[[], float] = time.monotonic,
+def run(
+    options: SweepOptions, say: Callable[[str], None] = print, program: Sequence[str] = PROGRAM
 ) -> dict[str, Any]:
     """Make all runs that are not finished, and compare them.
 
@@ -61,11 +46,9 @@ def sweep(
         options: base flags, what is varied, and where.
         say: takes the lines that tell what happens.
         program: the command that trains; a flagfile and flags are added.
-        clock: returns seconds.
 
     Returns:
-        What sweep.json holds; "failed" and "stopped" count runs, and "interrupted" tells whether
-        a signal ended it.
+        What sweep.json holds, and "interrupted": whether a signal ended it.
 
     Raises:
         InputError: the options cannot be had; nothing was written.
@@ -73,107 +56,38 @@ def sweep(
     """
     runs = plan(options)
     folder = Path(options.sweep_dir)
-    _check_folder(folder)
     places = deal(runs, options.parallel, nvml.gpus(), os.environ)
-    for run in runs:
-        _check_same(run)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--sweep_dir={folder}: {error.strerror}") from None
-    with lock(folder / ".lock", f"--sweep_dir={folder}"), StopRequest() as stop:
-        wait_for_orphans([_log_of(folder, run) for run in runs], say, lambda: stop.times > 0)
-        work = _Sweep(options, runs, say, program, clock)
-        work.announce()
-        with contextlib.closing(work):
-            work.make_runs(places, stop)
-        result = work.write()
-    unfinished = result["total"] - result["finished"] - result["failed"]
-    for line in sweep_report.closing_lines(result):
+    for planned in runs:
+        _check_same(planned)
+    _make_folder(folder)
+    with files.Lock() as lock, StopRequest() as stop:
+        lock.take(folder, "--sweep_dir")
+        with contextlib.closing(_Sweep(options, runs, say)) as work:
+            work.announce()
+            work.make_runs(places, stop, program)
+            result = work.write()
+    for line in report.closing_lines(result):
         say(line)
-    if unfinished:
-        say(
-            f"stopped     {result['finished']} of {result['total']} runs are finished; the same "
-            "command goes on"
-        )
-    return result | {"interrupted": stop.times > 0 and unfinished > 0}
+    unfinished = result["total"] > result["finished"] + result["failed"]
+    return result | {"interrupted": stop() and unfinished}
 
 
 class _Sweep:
     """The runs of a sweep, those that are going, and what is known of all."""
 
     def __init__(
-        self,
-        options: SweepOptions,
-        runs: Sequence[PlannedRun],
-        say: Callable[[str], None],
-        program: Sequence[str],
-        clock: Callable[[], float],
+        self, options: SweepOptions, runs: Sequence[PlannedRun], say: Callable[[str], None]
     ):
-        self._options, self._runs, self._program, self._clock = options, runs, program, clock
+        self._options, self._runs, self._say = options, runs, say
         self._folder = Path(options.sweep_dir)
-        self._say = say
-        before = {entry["name"]: entry for entry in sweep_report.noted_runs(self._folder)}
-        self._entries = {run.name: self._entry(run, before.get(run.name, {})) for run in runs}
-        self._children: list[tuple[PlannedRun, Child, list[int]]] = []
-        done = self._count("finished")
-        self._bar = tqdm(
-            total=len(runs), initial=done, disable=not sys.stderr.isatty(), smoothing=0,
-            bar_format="{percentage:3.0f}%|{bar}| {n:.2f} of {total} runs [{elapsed}<{remaining}]",
-        )  # fmt: skip
+        seconds = {entry["name"]: entry["seconds"] for entry in noted_runs(self._folder)}
+        self._entries = {run.name: self._entry(run, seconds.get(run.name, 0.0)) for run in runs}
+        self._waiting = [r for r in runs if self._entries[r.name]["status"] == "waiting"]
+        self._going: list[Child] = []
+        self._done = len(runs) - len(self._waiting)
+        self._bar = tqdm(total=len(runs), initial=self._done, unit="run", disable=None)
 
-    def announce(self) -> None:
-        """Say what is to be done, and write what does not wait for the first run's end."""
-        from towers.commands.sweep.hparams import (
-            sweep_hparams,
-        )  # TensorBoard's modules take a while
-
-        done = self._count("finished")
-        begun = f", {done} of them finished before" if done else ""
-        self._say(f"sweep       {self._folder}: {len(self._runs)} runs{begun}")
-        self._say(f"watch it    towers tensorboard --train_dir={self._folder}")
-        others = {path.name for path in self._folder.iterdir() if files.is_run(path)}
-        if others := others - self._entries.keys():
-            self._say(
-                f"kept        {len(others)} runs in {self._folder} that are not of this sweep"
-            )
-        sweep_hparams(self._folder, list(self._runs[0].flags))
-        self.write()
-
-    def make_runs(self, places: Sequence[list[int]], stop: StopRequest) -> None:
-        """Make the runs that are not finished, as many at a time as there are places."""
-        waiting = [r for r in self._runs if self._entries[r.name]["status"] != "finished"]
-        free = list(places)
-        while self._children or (waiting and not stop.times):
-            while waiting and free and not stop.times:
-                self._start(waiting.pop(0), free.pop(0))
-            for run, child, place in list(self._children):
-                child.stop(stop.times)
-                code = child.poll()
-                child.follow()
-                if code is not None:
-                    self._children.remove((run, child, place))
-                    free.append(place)
-                    self._end(run, child, code, asked=stop.times > 0)
-            self._move_bar()
-            time.sleep(POLL_SECONDS)
-
-    def write(self) -> dict[str, Any]:
-        """Write sweep.json as things stand; return what it holds."""
-        entries = list(self._entries.values())
-        result = sweep_report.document(self._options, self._runs, entries)
-        files.write_json(self._folder / "sweep.json", result)
-        return result
-
-    def close(self) -> None:
-        """End the bar, and let save what still runs: that is so after an error alone."""
-        self._bar.close()
-        for _, child, _ in self._children:
-            child.stop(1)
-        for _, child, _ in self._children:
-            child.close()
-
-    def _entry(self, run: PlannedRun, before: dict[str, Any]) -> dict[str, Any]:
+    def _entry(self, run: PlannedRun, seconds: float) -> dict[str, Any]:
         """Return what is known of a run before it is started."""
         result = _result_of(run)
         return {
@@ -181,96 +95,118 @@ class _Sweep:
             "flags": dict(run.flags),
             "status": "finished" if result else "waiting",
             "exit_code": 0 if result else None,
-            "seconds": sweep_report.number(before, "seconds") or 0.0,
+            "seconds": seconds,
             "result": result,
             "error": None,
             "train_dir": run.options.train_dir,
-            "log": str(_log_of(self._folder, run)),
+            "log": str(self._folder / f"{run.name}.log"),
         }
 
-    def _start(self, run: PlannedRun, place: list[int]) -> None:
-        """Start a run on the GPUs of a place."""
-        flagfile = Path(sweep_report.flagfile_of(self._folder, run.name))
+    def announce(self) -> None:
+        """Say what is to be done, and write what does not wait for the first run's end."""
+        from towers.commands.sweep.hparams import sweep_hparams  # takes a while, by TensorBoard
+
+        begun = f", {self._done} of them finished before" if self._done else ""
+        self._say(f"sweep       {self._folder}: {len(self._runs)} runs{begun}")
+        self._say(f"watch it    towers tensorboard --train_dir={self._folder}")
+        others = {path.name for path in self._folder.iterdir() if files.is_run(path)}
+        if others := others - self._entries.keys():
+            self._say(f"kept        {len(others)} runs that are not of this sweep")
+        sweep_hparams(self._folder, list(self._runs[0].flags))
+        self.write()
+
+    def make_runs(
+        self, places: Sequence[list[int]], stop: Callable[[], bool], program: Sequence[str]
+    ) -> None:
+        """Make the runs that are not finished, as many at a time as there are places."""
+        free, passed_on = list(places), False
+        while self._going or (self._waiting and not stop()):
+            while self._waiting and free and not stop():
+                self._start(self._waiting.pop(0), free.pop(0), program)
+            if stop() and not passed_on:
+                self._terminate()
+                passed_on = True
+            for child in [child for child in self._going if child.poll() is not None]:
+                self._going.remove(child)
+                free.append(child.place)
+                self._end(child, asked=stop())
+            self._bar.refresh()
+            time.sleep(POLL_SECONDS)
+
+    def _start(self, run: PlannedRun, place: list[int], program: Sequence[str]) -> None:
+        flagfile = self._folder / f"{run.name}.cfg"
         files.write_text(flagfile, run.options.to_flagfile())
-        command = [*self._program, f"--flagfile={flagfile}"]
+        command = [*program, f"--flagfile={flagfile}"]
         if place and not on_cpu(run.options):
             command.append(f"--visible_gpus={','.join(map(str, place))}")
-        child = Child(command, _log_of(self._folder, run), self._clock)
-        self._children.append((run, child, place))
+        self._going.append(Child(run, place, command, Path(self._entries[run.name]["log"])))
         self._entries[run.name]["status"] = "running"
 
-    def _end(self, run: PlannedRun, child: Child, code: int, asked: bool) -> None:
+    def _end(self, child: Child, asked: bool) -> None:
         """Note how a run ended, and say so."""
-        entry, result = self._entries[run.name], _result_of(run)
-        entry |= {"exit_code": code, "seconds": entry["seconds"] + child.seconds()}
+        entry, result = self._entries[child.run.name], _result_of(child.run)
+        entry["exit_code"] = code = child.returncode
+        entry["seconds"] += time.monotonic() - child.started
         if code == 0 and result:
             entry |= {"status": "finished", "result": result}
-        elif code == STOPPED or (asked and code != 1 and code != 2):
+        elif code == STOPPED or (asked and code not in (1, 2)):
             entry |= {"status": "stopped", "error": "the same command goes on"}
         else:
-            entry |= {"status": "failed", "error": f"{how_it_ended(code)}: {child.last_line()}"}
-        child.close()
+            entry |= {"status": "failed", "error": child.how_it_ended()}
         self.write()
-        number = self._runs.index(run) + 1
         self._bar.clear()
-        self._say(sweep_report.line_of(entry, number, len(self._runs)))
+        self._say(report.line_of(entry, self._runs.index(child.run) + 1, len(self._runs)))
+        self._bar.update()
 
-    def _count(self, status: str) -> int:
-        return sum(entry["status"] == status for entry in self._entries.values())
+    def _terminate(self) -> None:
+        """Send SIGTERM to what runs: at the first it saves and ends, at a second it ends."""
+        for child in self._going:
+            child.terminate()
 
-    def _move_bar(self) -> None:
-        """Show the runs that have ended, and what those that are going have done."""
-        ended = self._count("finished") + self._count("failed") + self._count("stopped")
-        self._bar.n = ended + sum(child.fraction for _, child, _ in self._children)
-        self._bar.refresh()
+    def write(self) -> dict[str, Any]:
+        """Write sweep.json as things stand; return what it holds."""
+        result = report.document(self._options, self._runs, list(self._entries.values()))
+        files.write_json(self._folder / "sweep.json", result)
+        return result
 
-
-def _log_of(folder: Path, run: PlannedRun) -> Path:
-    return folder / f"{run.name}.log"
+    def close(self) -> None:
+        """End the bar, and let save what still runs: that is so after an error alone."""
+        self._bar.close()
+        self._terminate()
+        for child in self._going:
+            child.wait()
 
 
 def _result_of(run: PlannedRun) -> dict[str, Any] | None:
     """Return the result of a run that is finished."""
     result = files.read_json(Path(run.options.train_dir) / "result.json")
-    return result if "steps" in result and sweep_report.accuracy(result) is not None else None
+    return result if "steps" in result and accuracy(result) is not None else None
 
 
-def _check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be that of a sweep.
-
-    Raises:
-        InputError: one line.
-    """
+def _make_folder(folder: Path) -> None:
+    """Make the folder of a sweep; an InputError refuses one that cannot be it."""
     given = f"--sweep_dir={folder}"
     try:
-        existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
-        if not existing.is_dir():
-            raise InputError(f"{given}: {existing} is a file; name a folder")
         if files.is_run(folder):
             raise InputError(f"{given} is the folder of a run; name another, or one in which it is")
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{given}: {error.strerror}") from None
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise InputError(f"{given}: no permission to write in {existing}")
+        raise InputError(f"{given}: {error.strerror}; name another folder") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"{given}: no permission to write there; name another folder")
 
 
 def _check_same(run: PlannedRun) -> None:
-    """Refuse to go on with a run that was begun as another experiment.
-
-    Raises:
-        InputError: a flag that changes results was another one; the line has both values.
-    """
+    """Refuse by an InputError to go on with a run that was begun as another experiment."""
     path = Path(run.options.train_dir) / "flags.cfg"
     if not path.exists():
         return
     before = flags.parse([f"--flagfile={path}"])
-    for field in dataclasses.fields(Options):
-        old, new = getattr(before, field.name), getattr(run.options, field.name)
-        chosen = field.name == "variables" and new == "auto"  # what the run's own trial chose
-        if old != new and field.name not in _FREE and not chosen:
-            text = sweep_report.text_of
+    for name in names_that_affect("result", "speed"):
+        old, new = getattr(before, name), getattr(run.options, name)
+        chosen = name == "variables" and new == "auto"  # what the run's own trial chose
+        if old != new and not chosen:
             raise InputError(
-                f"--{field.name}={text(new)}: the run {path.parent} was made with "
-                f"--{field.name}={text(old)}: name another --sweep_dir, or give "
-                f"--{field.name}={text(old)} again"
+                f"--{name}={text_of(new)}: the run {path.parent} was made with "
+                f"--{name}={text_of(old)}: name another --sweep_dir, or give that again"
             )

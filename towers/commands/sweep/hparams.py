@@ -18,11 +18,7 @@ from towers.monitoring import hparams
 
 
 def sweep_hparams(folder: Path, varied: Sequence[str]) -> None:
-    """Write the event file of a sweep's folder; older ones are replaced.
-
-    Args:
-        folder: which holds the folder of each run.
-        varied: names of the flags that stand first.
+    """Write the event file of a sweep's folder, with these flags first; older ones are replaced.
 
     Raises:
         RunError: it cannot be written.
@@ -30,14 +26,13 @@ def sweep_hparams(folder: Path, varied: Sequence[str]) -> None:
     now = time.time()
     old = list(folder.glob("events.out.tfevents.*.sweep"))  # others' files stay
     path = folder / f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}.sweep"
+    header = Event(wall_time=now, file_version="brain.Event:2")
+    columns = Event(wall_time=now, summary=hparams.experiment(varied))
     try:
         with open(path, "wb") as file:
-            for event in (
-                Event(wall_time=now, file_version="brain.Event:2"),
-                Event(wall_time=now, summary=hparams.experiment(varied)),
-            ):
+            for event in (header, columns):
                 RecordWriter(file).write(event.SerializeToString())
-        for other in old:
-            other.unlink(missing_ok=True)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}") from None
+    for other in old:
+        other.unlink(missing_ok=True)

@@ -4,16 +4,16 @@ import dataclasses
 from typing import ClassVar
 
 from towers.errors import InputError
-from towers.options.fields import check_value, option
+from towers.options.fields import check_value, option, same_option
 from towers.options.run import Options
 
 
 @dataclasses.dataclass(frozen=True)
-class SweepOptions(Options):
-    """What `towers sweep` runs: the options of a run, what is varied of them, and where.
+class SweepOptions:
+    """What `towers sweep` runs: flags of the runs, what is varied of them, and where.
 
-    The options of the run are checked with each combination: a base that is whole only together
-    with what is varied, as --schedule=step with --vary=decay_epochs:..., is no error.
+    `run` holds {flag: value}, which is checked with each combination: --schedule=step is whole only
+    together with --vary=decay_epochs:...
     """
 
     EXAMPLES: ClassVar[str] = """\
@@ -29,6 +29,7 @@ Runs lie in sweep_dir/NAME, with their output in sweep_dir/NAME.log. The same co
 a sweep was stopped: what is finished is kept, what failed is tried again.
 Exit codes: 0 all runs are finished; 1 a run failed; 2 bad input; 75 stopped, runs were saved."""
 
+    run: dict = dataclasses.field(default_factory=dict)
     vary: tuple = option(
         (), "Sweep", "A flag of the run and its values, as learning_rate:0.05,0.1; give it once "
         "for each flag that is varied.",
@@ -38,25 +39,21 @@ Exit codes: 0 all runs are finished; 1 a run failed; 2 bad input; 75 stopped, ru
         minimum=0, maximum=10**5,
     )  # fmt: skip
     sweep_seed: int = option(
-        0, "Sweep", "Of the random combinations; the runs' own is --seed.", minimum=0
+        0, "Sweep", "Seed of the random combinations; the runs' own is --seed.", minimum=0
     )
     sweep_dir: str = option(
         "runs/sweep", "Sweep", "Folder of the sweep: a folder for each run, and sweep.json."
     )
     parallel: int = option(
-        1, "Sweep", "Runs at a time. Visible GPUs are dealt out evenly, so that none is shared; "
-        "without GPUs the runs share the CPU.", minimum=1, maximum=1000,
+        1, "Sweep", "Number of runs at a time. Visible GPUs are dealt out evenly, so that none is "
+        "shared; without GPUs the runs share the CPU.", minimum=1, maximum=1000,
     )  # fmt: skip
+    json: bool = same_option(Options, "json")
 
     def __post_init__(self) -> None:
-        """Refuse values out of range of the sweep's own options.
-
-        Raises:
-            InputError: one line: what was given and what is allowed.
-        """
+        """Refuse values of the sweep's own options that are out of range, by an InputError."""
         for field in dataclasses.fields(self):
-            if field.metadata["group"] == "Sweep":
-                check_value(field, getattr(self, field.name))
+            check_value(field, getattr(self, field.name))
         if not self.vary:
             raise InputError(
                 "towers sweep needs a flag to vary, as --vary=learning_rate:0.05,0.1,0.2"

@@ -6,41 +6,19 @@ failed come after those of which none did.
 """
 
 import dataclasses
-import math
 import os
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from towers import files
-from towers.commands.sweep.combinations import OWN, PlannedRun, describe, text_of
+from towers.commands.sweep.combinations import OWN, PlannedRun, describe
 from towers.commands.sweep.options import SweepOptions
-from towers.options.run import Options
+from towers.monitoring.results import accuracy, number
+from towers.options.run import Options, text_of
 from towers.text import table
 
 METRICS = ("accuracy", "test_loss", "train_loss", "examples_per_second")
-
-
-def noted_runs(folder: Path) -> list[dict[str, Any]]:
-    """Return the runs that sweep.json of a folder names, whatever else may stand in that file."""
-    runs = files.read_json(folder / "sweep.json").get("runs")
-    runs = runs if isinstance(runs, list) else []
-    return [run for run in runs if isinstance(run, dict) and isinstance(run.get("name"), str)]
-
-
-def accuracy(result: Mapping[str, Any] | None) -> float | None:
-    """Return the test accuracy of a run: of the moving average if there is one."""
-    averaged = number(result, "test_accuracy_ema")
-    return number(result, "test_accuracy") if averaged is None else averaged
-
-
-def number(result: Mapping[str, Any] | None, name: str) -> float | None:
-    """Return a figure of a result that was read from a file; None if it is no finite number."""
-    value = (result or {}).get(name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
 
 
 def summarise(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -56,22 +34,20 @@ def summarise(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:
-        rest = {name: value for name, value in entry["flags"].items() if name != "seed"}
-        groups.setdefault(describe(rest), []).append(entry)
-    rows = [_row(group) for group in groups.values()]
-    return sorted(rows, key=_rank)
+        groups.setdefault(describe(entry["flags"] | {"seed": 0}), []).append(entry)
+    return sorted(map(_row, groups.values()), key=_rank)
 
 
 def _row(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     results = [entry["result"] for entry in group if entry["status"] == "finished"]
-    numbers = {name: [number(result, name) for result in results] for name in METRICS[1:]}
+    numbers = {name: [number(result, name) for result in results] for name in METRICS}
     numbers["accuracy"] = [accuracy(result) for result in results]
     return {
-        "flags": {name: value for name, value in group[0]["flags"].items() if name != "seed"},
+        "flags": {flag: value for flag, value in group[0]["flags"].items() if flag != "seed"},
         "runs": [entry["name"] for entry in group],
         "finished": len(results),
         "failed": sum(entry["status"] == "failed" for entry in group),
-        **{name: _spread(numbers[name]) for name in METRICS},
+        **{name: _spread(values) for name, values in numbers.items()},
     }
 
 
@@ -93,86 +69,50 @@ def _rank(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
     return (found is None, row["failed"] > 0, -found["mean"] if found else 0.0)
 
 
-def best_of(
-    rows: Sequence[Mapping[str, Any]], runs: Mapping[str, PlannedRun], sweep_dir: str
-) -> dict[str, Any] | None:
-    """Return what is best, with the command that makes it again; None if no run is finished.
-
-    Args:
-        rows: of `summarise`.
-        runs: of the sweep, by name.
-        sweep_dir: where their flagfiles are.
-    """
-    if not rows or rows[0]["accuracy"] is None:
-        return None
-    row = rows[0]
-    changed = [f"--{name}={text_of(value)}" for name, value in row["flags"].items()]
-    if "seed" in runs[row["runs"][0]].flags:
-        changed.append(f"--seed={runs[row['runs'][0]].flags['seed']}")
-    folder = f"{os.path.normpath(sweep_dir)}-best"
-    flagfile = f"--flagfile={flagfile_of(sweep_dir, row['runs'][0])}"
-    return {
-        "flags": row["flags"],
-        "runs": row["runs"],
-        "accuracy": row["accuracy"],
-        "command": shlex.join(["towers", "train", flagfile, *changed, f"--train_dir={folder}"]),
-    }
-
-
-def flagfile_of(sweep_dir: str | Path, name: str) -> str:
-    """Return the path of the flagfile with which a run is started."""
-    return f"{sweep_dir}/{name}.cfg"
-
-
-def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the table of `summarise` for a person."""
-    names = list(rows[0]["flags"]) if rows else []
-    header = [*names, "accuracy", "std", "min", "max", "n", "examples/s", "failed"]
-    lines = []
-    for row in rows:
-        found, rate = row["accuracy"] or {}, row["examples_per_second"] or {}
-        lines.append(
-            [text_of(row["flags"][name]) for name in names]
-            + [_figure(found.get(key)) for key in ("mean", "std", "min", "max")]
-            + [row["finished"], _figure(rate.get("mean"), 1), row["failed"]]
-        )
-    return table(header, lines)
-
-
-def _figure(value: float | None, digits: int = 4) -> str | None:
-    return None if value is None else f"{value:.{digits}f}"
-
-
-def line_of(entry: Mapping[str, Any], number: int, total: int) -> str:
-    """Return the line that tells how a run ended."""
-    head = f"run {number} of {total} {entry['name']}:"
-    if entry["status"] == "finished":
-        return f"{head} accuracy {accuracy(entry['result']):.4f} ({entry['seconds']:.0f} s)"
-    return f"{head} {entry['status']} ({entry['seconds']:.0f} s), {entry['error']}"
-
-
 def document(
-    options: SweepOptions,
-    runs: Sequence[PlannedRun],
-    entries: Sequence[Mapping[str, Any]],
+    options: SweepOptions, runs: Sequence[PlannedRun], entries: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Return what sweep.json holds, and --json prints."""
-    varied = {name for run in runs for name in run.flags}
-    base = {f.name: getattr(options, f.name) for f in dataclasses.fields(Options)}
+    base = {field.name: field.default for field in dataclasses.fields(Options)} | options.run
+    left_out = {*runs[0].flags, *OWN}
     rows = summarise(entries)
-    counts = [entry["status"] for entry in entries]
+    ends = [entry["status"] for entry in entries]
     return {
         "sweep_dir": options.sweep_dir,
-        "base_flags": {n: v for n, v in base.items() if n not in varied and n not in OWN},
+        "base_flags": {name: value for name, value in base.items() if name not in left_out},
         "vary": list(options.vary),
         "samples": options.samples,
         "sweep_seed": options.sweep_seed,
         "total": len(entries),
-        **{status: counts.count(status) for status in ("finished", "failed", "stopped")},
+        **{status: ends.count(status) for status in ("finished", "failed", "stopped")},
         "runs": list(entries),
         "summary": rows,
-        "best": best_of(rows, {run.name: run for run in runs}, options.sweep_dir),
+        "best": _best(rows[0], entries, options.sweep_dir) if rows[0]["accuracy"] else None,
     }
+
+
+def _best(
+    row: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], sweep_dir: str
+) -> dict[str, Any]:
+    """Return what is best, with the command that makes it again."""
+    name = row["runs"][0]
+    (flags,) = (entry["flags"] for entry in entries if entry["name"] == name)
+    changed = [f"--{flag}={text_of(value)}" for flag, value in (row["flags"] | flags).items()]
+    words = ["towers", "train", f"--flagfile={sweep_dir}/{name}.cfg", *changed]
+    return {
+        "flags": row["flags"],
+        "runs": row["runs"],
+        "accuracy": row["accuracy"],
+        "command": shlex.join([*words, f"--train_dir={os.path.normpath(sweep_dir)}-best"]),
+    }
+
+
+def line_of(entry: Mapping[str, Any], place: int, total: int) -> str:
+    """Return the line that tells how a run ended."""
+    head = f"run {place} of {total} {entry['name']}:"
+    if entry["status"] == "finished":
+        return f"{head} accuracy {accuracy(entry['result']):.4f} ({entry['seconds']:.0f} s)"
+    return f"{head} {entry['status']} ({entry['seconds']:.0f} s), {entry['error']}"
 
 
 def closing_lines(result: Mapping[str, Any]) -> list[str]:
@@ -187,7 +127,31 @@ def closing_lines(result: Mapping[str, Any]) -> list[str]:
         if entry["status"] == "failed":
             lines.append(f"failed      {entry['name']}: {entry['error']} ({entry['log']})")
     if best := result["best"]:
-        found = best["accuracy"]
         what = describe(best["flags"]) or "as the flags are"
-        lines += [f"best        {what}: accuracy {found['mean']:.4f}", f"  {best['command']}"]
+        lines.append(f"best        {what}: accuracy {best['accuracy']['mean']:.4f}")
+        lines.append(f"  {best['command']}")
+    if result["total"] > result["finished"] + result["failed"]:
+        lines.append(
+            f"stopped     {result['finished']} of {result['total']} runs are finished; the same "
+            "command goes on"
+        )
     return lines
+
+
+def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the table of `summarise` for a person."""
+    names = list(rows[0]["flags"])
+    header = [*names, "accuracy", "std", "min", "max", "n", "examples/s", "failed"]
+    lines = []
+    for row in rows:
+        found, rate = row["accuracy"] or {}, row["examples_per_second"] or {}
+        lines.append(
+            [text_of(row["flags"][name]) for name in names]
+            + [_figure(found.get(key)) for key in ("mean", "std", "min", "max")]
+            + [row["finished"], _figure(rate.get("mean"), 1), row["failed"]]
+        )
+    return table(header, lines)
+
+
+def _figure(value: float | None, digits: int = 4) -> str | None:
+    return None if value is None else f"{value:.{digits}f}"

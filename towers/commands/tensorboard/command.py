@@ -2,6 +2,7 @@
 
 import contextlib
 import getpass
+import glob
 import io
 import os
 import socket
@@ -18,12 +19,8 @@ from towers.errors import InputError
 SAMPLES = "scalars=1000000,images=50,histograms=200"
 
 
-def tensorboard(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Serve until Ctrl-C; return {}.
-
-    Args:
-        options: which folder, which port.
-        say: takes the lines that tell where it is.
 
     Raises:
         InputError: the folder holds nothing to show, or the port is taken.
@@ -43,18 +40,19 @@ def tensorboard(options: TensorboardOptions, say: Callable[[str], None] = print)
 
 
 def start(options: TensorboardOptions) -> str:
-    """Start a server in threads of this process, and return its address.
-
-    Raises:
-        InputError: the folder holds nothing to show, or the port is taken.
-    """
-    _check_folder(options.train_dir)
+    """Start a server in threads of this process, and return its address; raises as `run` does."""
+    if not any(glob.iglob("**/*tfevents*", root_dir=options.train_dir, recursive=True)):
+        raise InputError(
+            f"--train_dir={options.train_dir}: there are no event files; train first, or name the "
+            "folder of a run or of a sweep"
+        )
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it may load TensorFlow, and takes no GPU from a run
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from tensorboard import default, program
 
     server = program.TensorBoard(default.get_plugins())
-    port = [f"--port={options.port}"] if options.port != _DEFAULT_PORT else []  # or the next free
+    by_default = options.port == TensorboardOptions.port  # it takes the next free one itself
+    port = [] if by_default else [f"--port={options.port}"]
     server.configure(argv=["tensorboard", *arguments(options.train_dir), *port])
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # a note on how it reads files
@@ -71,23 +69,3 @@ def arguments(folder: str) -> list[str]:
         "--reload_multifile=true",  # a continued run has several event files
         f"--samples_per_plugin={SAMPLES}",
     ]
-
-
-_DEFAULT_PORT = TensorboardOptions.port
-
-
-def _check_folder(folder: str) -> None:
-    """Refuse a folder without event files.
-
-    Raises:
-        InputError: one line.
-    """
-    if not os.path.isdir(folder):
-        raise InputError(f"--train_dir={folder}: there is no such folder; train first, or name one")
-    for _, _, names in os.walk(folder, followlinks=True):
-        if any("tfevents" in name for name in names):
-            return
-    raise InputError(
-        f"--train_dir={folder}: there are no event files; train first, or name the folder of a run "
-        "or of a sweep"
-    )
