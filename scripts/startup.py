@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = """
 import time, tensorflow as tf
-from towers.options import Options
-from towers.run import prepare
+from towers.options.run import Options
+from towers.training.run import prepare
 run = prepare(Options(model="{model}", num_towers={towers}, devices="cpu"))
 batches = iter(run.data.train.train_batches(128, seed=0))
 start = time.perf_counter()

@@ -1,7 +1,7 @@
 """Text for people: tables, numbers of things, an error in one line."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -24,6 +24,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60
         ]
         lines.append("  ".join(padded).rstrip())
     return lines
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Return the lines of a table in markdown; None is shown as "-"."""
+    cells = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(map(_text, row))} |" for row in cells]
 
 
 def count(number: int, noun: str) -> str:

@@ -17,14 +17,9 @@ CONTROL = "1 tower, changed in the last bit"
 TINY = ("--model=tests.tiny:dense", "--model_args=", "--dataset=tests.tiny:images")
 
 
-def script(name, *arguments):
-    return subprocess.run(
-        [sys.executable, ROOT / "scripts" / name, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def script(*arguments):
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 def table(done):
@@ -44,7 +39,7 @@ def curves(tmp_path_factory):
     """Return what curves.py printed of a few steps, and where its figure is."""
     path = tmp_path_factory.mktemp("curves") / "new folder" / "curves.png"
     arguments = ("--steps=5", "--num_towers=1,1,2", "--control", "--batch_size=7")
-    return script("curves.py", *arguments, f"--output={path}", *TINY), path
+    return script("scripts/curves.py", *arguments, f"--output={path}", *TINY), path
 
 
 def test_curves_are_real_and_differ_by_rounding(curves):
@@ -62,14 +57,10 @@ def test_curves_are_real_and_differ_by_rounding(curves):
     assert float(one["last loss"]) == pytest.approx(float(two["last loss"]), abs=1e-5)
 
 
-def test_title_says_what_was_trained(curves):
-    title = "tests.tiny:dense() on tests.tiny:images, batch size 7, float32, seed 0; 5 steps, "
-    assert curves[0].stdout.startswith(title)
-
-
 def test_figure_can_be_read(curves):
     done, path = curves
-    assert done.stdout.splitlines()[-1] == str(path)
+    title = "tests.tiny:dense() on tests.tiny:images, batch size 7, float32, seed 0; 5 steps, "
+    assert done.stdout.startswith(title) and done.stdout.splitlines()[-1] == str(path)
     pixels = image.imread(path)
     assert pixels.shape == (800, 1200, 4)
     assert path.stat().st_size < 200_000
@@ -79,17 +70,13 @@ def test_figure_can_be_read(curves):
         assert (abs(upper_panel - colour).max(axis=-1) < 30).any(), f"{style} is not seen"
 
 
-@pytest.mark.parametrize("value", ["2,4", "1,0", "1,2,3,4,5"])
-def test_numbers_of_towers_are_checked(value):
-    with pytest.raises(argparse.ArgumentTypeError, match=f"^{value}: 1 must come first"):
-        curves_script.numbers(value)
-
-
-def test_bad_flags_are_one_line():
-    done = script("curves.py", "--batch_size=0")
-    assert done.returncode == 2
+def test_bad_input_is_one_line():
+    for value in ("2,4", "1,0", "1,2,3,4,5"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"^{value}: 1 must come first"):
+            curves_script.numbers(value)
+    done = script("scripts/curves.py", "--batch_size=0")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("--batch_size=0")
-    assert "Traceback" not in done.stderr
 
 
 def test_without_matplotlib_one_line_says_what_to_type(tmp_path):
@@ -98,9 +85,7 @@ def test_without_matplotlib_one_line_says_what_to_type(tmp_path):
         f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); "
         "runpy.run_path('scripts/curves.py', run_name='__main__')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = script("-c", program)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert line.endswith("type pip install 'towers[plot]'")
@@ -111,13 +96,11 @@ def test_without_matplotlib_one_line_says_what_to_type(tmp_path):
 
 def test_cost_is_a_table_of_pairs():
     arguments = ("--windows=2", "--seconds=0.05", "--batch_size=8", "--num_towers=2", "--depth=8")
-    rows = table(script("exactness_cost.py", *arguments))
-    assert [row["variant"].split(", ")[1] for row in rows] == [
-        "batch_norm=sync", "batch_norm=local", "draws by example", "draws by tower"
-    ]  # fmt: skip
+    rows = table(script("scripts/exactness_cost.py", *arguments))
+    variants = ["batch_norm=sync", "batch_norm=local", "draws by example", "draws by tower"]
+    assert [row["variant"].split(", ")[1] for row in rows] == variants
     for row in rows:
-        assert row["towers"] == "2"
-        assert values(row["examples/s, median (range)"])[1] > 0
+        assert row["towers"] == "2" and values(row["examples/s, median (range)"])[1] > 0
     ratio = "exact / this, median (range)"
     for exact, other in (rows[:2], rows[2:]):
         assert exact[ratio] == "exact"

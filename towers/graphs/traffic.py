@@ -7,20 +7,21 @@ This is the graph as it was traced. What TensorFlow makes of it (placer, optimiz
 read by `towers.graphs.placement`; that both give the same bytes is a check of either.
 """
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from towers import tf_private
-from towers.graphs.placement import Op, Placement, needed_ops, short
+from towers.builder.layers import tower_of
+from towers.graphs.placement import Placement, needed_ops, short
+from towers.tf_private import called_graph
 
 HOST = "/cpu:0"  # where TensorFlow puts an op that asks for nothing
 
 _COPIES = frozenset("Identity IdentityN StopGradient PreventGradient".split())
 _SAME_BUFFER = _COPIES | frozenset("Reshape Squeeze ExpandDims".split())
+_NO_WORK = _SAME_BUFFER | {"ReadVariableOp"}
 _OF_SHAPES = frozenset("Shape ShapeN Size Rank BroadcastGradientArgs".split())
 _BRANCHES = frozenset(["If", "StatelessIf"])
 _CALLS = frozenset(["PartitionedCall", "StatefulPartitionedCall"])
@@ -32,20 +33,14 @@ class Step:
     """The ops of one training step that TensorFlow will not prune.
 
     Attributes:
-        ops: each after those that it needs, those of a branch before its condition.
-        devices: {op: "/cpu:0"}.
+        devices: {op: "/cpu:0"}, each after those that it needs, those of a branch before its
+            condition.
         known: ops whose values follow from constants and shapes alone.
         loops: types of ops whose insides are not looked into: loops, functions with variables.
     """
 
-    def __init__(self, body: Any, homes: dict[tf.Operation, str]):
-        """Read a step.
-
-        Args:
-            body: its graph.
-            homes: {a placeholder for a variable: the variable's device}.
-        """
-        self.ops: list[tf.Operation] = []
+    def __init__(self, body: tf.Graph, homes: dict[tf.Operation, str]):
+        """Read the graph of a step; `homes` is {a placeholder for a variable: its device}."""
         self.devices: dict[tf.Operation, str] = {}
         self.known: set[tf.Operation] = set()
         self.loops: set[str] = set()
@@ -71,30 +66,19 @@ class Step:
         """Yield each (tensor, another device that takes it), once."""
         seen = set()
         for tensors, target in self._takers:
-            for tensor in tensors:
-                tensor = self._behind(tensor, _COPIES)
+            for tensor in (self._behind(tensor, _COPIES) for tensor in tensors):
                 place = (tensor.op, tensor.value_index, target)
                 crosses = self.devices[tensor.op] != target and tensor.dtype != tf.resource
                 if crosses and tensor.op not in self.known and place not in seen:
                     seen.add(place)
                     yield tensor, target
 
-    def collective_bytes(self) -> Counter[str]:
-        """Return {device: bytes that it sends, and as many receives, in collectives}.
-
-        A ring all-sum of N members moves 2 (N - 1) / N of the tensor over each member's link
-        (Patarasuk and Yuan 2009).
-        """
-        summed = self.summed_bytes()
-        members = max(len(summed), 1)
-        return Counter({d: round(2 * (members - 1) / members * b) for d, b in summed.items()})
-
     def summed_bytes(self) -> Counter[str]:
         """Return {device: bytes that it hands to collectives}."""
         total: Counter[str] = Counter()
-        for op in self.ops:
+        for op, device in self.devices.items():
             if op.type == "CollectiveReduceV2":
-                total[self.devices[op]] += num_bytes(op.inputs[0])
+                total[device] += num_bytes(op.inputs[0])
         return total
 
     def received_bytes(self, device: str) -> Counter[str]:
@@ -109,18 +93,11 @@ class Step:
 
     def num_exchanges(self) -> int:
         """Return how often towers wait for each other's values in the middle of a step."""
-        return sum(op.type == "Pack" and "/exchange" in op.name for op in self.ops)
-
-    def tower_ops(self, tower: int) -> list[tf.Operation]:
-        """Return a tower's ops, but for those whose values are known, in the order of tracing."""
-        found = [op for op in self.ops if Op(op.name, "", "", "").tower == tower]
-        wanted = set(found) - self.known
-        graphs = dict.fromkeys(op.graph for op in found)
-        return [op for graph in graphs for op in graph.get_operations() if op in wanted]
+        return sum(op.type == "Pack" and "/exchange" in op.name for op in self.devices)
 
     def num_launches(self, tower: int) -> int:
         """Return how many ops of a tower compute: other names of a buffer take no time."""
-        return sum(op.type not in _SAME_BUFFER | {"ReadVariableOp"} for op in self.tower_ops(tower))
+        return sum(op.type not in _NO_WORK for op in self._tower_ops(tower))
 
     def activation_bytes(self, tower: int) -> int:
         """Return the most bytes that a tower's forward and backward hold at a time.
@@ -128,14 +105,11 @@ class Step:
         Its ops run in the order in which they were traced; a tensor lives from its op to the last
         that takes it. Not counted: weights, the batch, and the gradients that leave the tower.
         """
-        order = self.tower_ops(tower)
-        there = set(order)
-        last: dict[tuple[tf.Operation, int], int] = {}
+        order = self._tower_ops(tower)
+        last = {}
         for i, op in enumerate(order):
-            for tensor in op.inputs:
-                tensor = self._behind(tensor, _SAME_BUFFER)
-                if tensor.op in there:
-                    last[tensor.op, tensor.value_index] = i
+            for tensor in (self._behind(tensor, _SAME_BUFFER) for tensor in op.inputs):
+                last[tensor.op, tensor.value_index] = i
         ending: Counter[int] = Counter()
         live = most = 0
         for i, op in enumerate(order):
@@ -149,37 +123,38 @@ class Step:
             live -= ending[i]
         return most
 
-    def _read(self, graph: Any, caller: str) -> None:
-        """Add a graph's ops, and those of its branches.
+    def _tower_ops(self, tower: int) -> list[tf.Operation]:
+        """Return a tower's ops, but for those whose values are known, in the order of tracing."""
+        found = dict.fromkeys(op for op in self.devices if tower_of(op.name) == tower)
+        graphs = dict.fromkeys(op.graph for op in found)
+        ops = (op for graph in graphs for op in graph.get_operations())
+        return [op for op in ops if op in found and op not in self.known]
 
-        Args:
-            graph: to add.
-            caller: the device of ops that ask for none.
-        """
+    def _read(self, graph: tf.Graph, caller: str) -> None:
+        """Add a graph's ops, and those of its branches; `caller` is the device of those without."""
         for op in needed_ops([*(t.op for t in graph.outputs), *graph.control_outputs]):
             if op.type in _BRANCHES:
                 self._read_branches(op, short(op.device) or caller)
-            elif op.type in _LOOPS or (op.type in _CALLS and not self._is_local(op, caller)):
+            elif op.type in _LOOPS or (op.type in _CALLS and not _is_local(op, caller)):
                 self.loops.add(op.type)
             inputs = [self._behind(tensor, frozenset()) for tensor in op.inputs]
             resources = [self.devices[t.op] for t in inputs if t.dtype == tf.resource]
-            if op.type in _FUNCTIONS:
-                resources = []
             # An op on a variable runs where the variable lies, whatever it asks for.
-            home = self._homes.get(op) or short(op.device) or caller
-            self.devices[op] = resources[-1] if resources else home
-            self.ops.append(op)
+            device = self._homes.get(op) or short(op.device) or caller
+            if resources and op.type not in _FUNCTIONS:
+                device = resources[-1]
+            self.devices[op] = device
             if _is_known(op, inputs, self.known):
                 self.known.add(op)
             elif op.type not in _COPIES | _BRANCHES:
-                self._takers.append((list(op.inputs), self.devices[op]))
+                self._takers.append((list(op.inputs), device))
 
     def _read_branches(self, op: tf.Operation, device: str) -> None:
         """Add the ops of both branches of a condition."""
         condition, *arguments = op.inputs
         before = len(self._takers)
         for attribute in ("then_branch", "else_branch"):
-            inner = tf_private.called_graph(op, attribute)
+            inner = called_graph(op, attribute)
             pairs = zip(inner.inputs, arguments, strict=True)
             self._outer |= {placeholder.op: tensor for placeholder, tensor in pairs}
             self._read(inner, device)
@@ -188,83 +163,57 @@ class Step:
         used = {device for _, device in self._takers[before:]}
         self._takers += [([condition], device) for device in used]
 
-    def _is_local(self, op: tf.Operation, caller: str) -> bool:
-        """Tell whether a called function runs on one device, like an op, and reads no variable."""
-        inner = tf_private.called_graph(op, "f")
-        asked = {short(inside.device) for inside in inner.get_operations()}
-        variables = any(tensor.dtype == tf.resource for tensor in op.inputs)
-        return asked <= {"", short(op.device) or caller} and not variables
-
     def _behind(self, tensor: tf.Tensor, kinds: frozenset[str]) -> tf.Tensor:
         """Return the tensor that a placeholder, or ops of these kinds, hand on unchanged."""
         while True:
-            if tensor.op in self._outer:
-                tensor = self._outer[tensor.op]
-            elif tensor.op.type in kinds:
-                tensor = tensor.op.inputs[
-                    tensor.value_index if tensor.op.type == "IdentityN" else 0
-                ]
+            op = tensor.op
+            if op in self._outer:
+                tensor = self._outer[op]
+            elif op.type in kinds:
+                tensor = op.inputs[tensor.value_index if op.type == "IdentityN" else 0]
             else:
                 return tensor
 
 
 def read_step(function: Any) -> Step:
-    """Return the step inside a traced train loop.
-
-    Args:
-        function: the concrete function, whose only loop makes one step each time round.
-    """
+    """Return the step inside a traced train loop: a concrete function with one loop over steps."""
     loop = next(op for op in function.graph.get_operations() if op.type in _LOOPS)
-    body = tf_private.called_graph(loop, "body")
+    body = called_graph(loop, "body")
     outside = {inner.op: short(outer.device) for outer, inner in function.graph.captures}
-    homes = {
-        inner.op: outside[outer.op]
-        for outer, inner in zip(loop.inputs, body.inputs, strict=True)
-        if outer.op in outside
-    }
-    return Step(body, homes)
+    pairs = zip(loop.inputs, body.inputs, strict=True)
+    return Step(body, {i.op: outside[o.op] for o, i in pairs if o.op in outside})
 
 
-@dataclasses.dataclass(frozen=True)
-class Executed:
-    """What crosses in the executed graph.
+def executed_bytes(
+    placement: Placement, step: Step
+) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]], int]:
+    """Return what crosses in an executed graph, for comparison with that of the traced one.
 
-    Attributes:
-        crossing: {(source, target): bytes in a step}, without values known beforehand.
-        constants: bytes of these.
-        unknown: {(source, target): number of values whose size TensorFlow does not tell}.
+    Returns:
+        {(source, target): bytes in a step}, without values known beforehand; {(source, target):
+        number of values whose size TensorFlow does not tell}; bytes of the values known beforehand.
     """
-
-    crossing: Counter[tuple[str, str]]
-    constants: int
-    unknown: Counter[tuple[str, str]]
-
-    def agrees(self, planned: Counter[tuple[str, str]]) -> bool:
-        """Tell whether another count is the same on each route, as far as sizes are known."""
-        return all(
-            planned[route] == self.crossing[route]
-            or (self.unknown[route] and planned[route] > self.crossing[route])
-            for route in planned.keys() | self.crossing.keys()
-        )
-
-
-def executed_bytes(placement: Placement, step: Step) -> Executed:
-    """Return what crosses in an executed graph, for comparison with that of the traced one."""
     known = {op.name for op in step.known}
-    found = Executed(Counter(), 0, Counter())
-    constants = 0
+    crossing, unknown, constants = Counter(), Counter(), 0
     for transfer in placement.transfers:
         route = transfer.source, transfer.target
         if transfer.bytes is None:
-            found.unknown[route] += 1
+            unknown[route] += 1
         elif transfer.name in known:
             constants += transfer.bytes
-        elif transfer.bytes:
-            found.crossing[route] += transfer.bytes
-    return dataclasses.replace(found, constants=constants)
+        else:
+            crossing[route] += transfer.bytes
+    return +crossing, unknown, constants
 
 
-def num_bytes(tensor: tf.Tensor) -> int:
+def _is_local(op: tf.Operation, caller: str) -> bool:
+    """Tell whether a called function runs on one device, like an op, and reads no variable."""
+    asked = {short(inside.device) for inside in called_graph(op, "f").get_operations()}
+    variables = any(tensor.dtype == tf.resource for tensor in op.inputs)
+    return asked <= {"", short(op.device) or caller} and not variables
+
+
+def num_bytes(tensor: tf.Tensor | tf.Variable) -> int:
     """Return the bytes of a tensor, 0 if its shape is not known or it is a resource."""
     if not tensor.shape.is_fully_defined() or tensor.dtype in (tf.resource, tf.variant, tf.string):
         return 0
@@ -273,10 +222,8 @@ def num_bytes(tensor: tf.Tensor) -> int:
 
 def _is_known(op: tf.Operation, inputs: list[tf.Tensor], known: set[tf.Operation]) -> bool:
     """Tell whether an op's value follows from constants and shapes alone."""
-    if op.type == "Const":
-        return True
     if op.type in _OF_SHAPES:
         return all(tensor.shape.is_fully_defined() for tensor in op.inputs)
-    if op.type == "Placeholder" or op.type in _FUNCTIONS or op.op_def.is_stateful or not inputs:
+    if op.type == "Placeholder" or op.type in _FUNCTIONS or op.op_def.is_stateful:
         return False
-    return all(tensor.op in known for tensor in inputs)
+    return op.type == "Const" or bool(inputs) and all(tensor.op in known for tensor in inputs)

@@ -128,10 +128,27 @@ def find(options: Options) -> tuple[list[str], Data]:
     """
     devices.configure(**dataclasses.asdict(options.gpu_options()))
     devices.try_out()
-    names = devices.tower_devices(options.num_towers, options.devices)
+    return devices.tower_devices(options.num_towers, options.devices), load_data(options)
+
+
+def load_data(options: Options, say: Callable[[str], None] | None = None) -> Data:
+    """Return the data set.
+
+    Args:
+        options: of the run.
+        say: prints a line. With it nothing is downloaded: images drawn in code stand in for
+            CIFAR-10 where that is not at hand, since what is to be found out depends on no image.
+
+    Raises:
+        InputError: the data set cannot be had.
+        RunError: the data set cannot be read.
+    """
+    name, folder = options.dataset, options.data_dir or None
     with one_line_errors(options):
-        size = options.image_height_width()
-        return names, data.load(options.dataset, options.data_dir or None, size)
+        if say and not data.is_there(name, folder):
+            say("data        cifar10 is not at hand: shapes, drawn in code, stand in for it")
+            return data.load("shapes")
+        return data.load(name, folder, options.image_height_width())
 
 
 def assemble(

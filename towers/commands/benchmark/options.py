@@ -3,18 +3,17 @@
 import dataclasses
 
 from towers.errors import InputError
-from towers.options.fields import option
-from towers.options.lists import ListOptions
+from towers.options.fields import check_value, option, parse_tower_numbers
+from towers.options.run import Options
 
-PEERS = (
-    "mirrored", "mirrored_own_layers", "mirrored_fit", "fit", "torch_ddp", "jax", "session",
-)  # fmt: skip
+PEERS = "mirrored mirrored_own_layers mirrored_fit fit torch_ddp jax session".split()
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchmarkOptions(ListOptions):
-    """What `towers benchmark` measures: the options of a run, beside what, and how long."""
+class BenchmarkOptions:
+    """What `towers benchmark` measures: a run with numbers of towers, beside what, how long."""
 
+    run: Options = Options()
     dataset: str = option(
         "synthetic", "Data", "synthetic (one random batch, nothing is read or augmented), or what "
         "train takes: then its reading and augmentation are measured, too.",
@@ -34,28 +33,23 @@ class BenchmarkOptions(ListOptions):
     plot: str = option("", "Benchmark", "PNG file for a picture of the result.")
 
     def __post_init__(self) -> None:
-        """Refuse values out of range, by the flag's name.
-
-        Raises:
-            InputError: one line: what was given and what is allowed.
-        """
-        super().__post_init__()
-        self.peers()
-        if self.plot and not self.plot.lower().endswith(".png"):
-            raise InputError(f"--plot={self.plot}: a name that ends in .png is needed")
-
-    def peers(self) -> list[str]:
-        """Return `against` as names.
-
-        Raises:
-            InputError: a name is unknown, or given twice.
-        """
-        names = [name.strip() for name in self.against.split(",")] if self.against else []
-        for name in names:
+        """Refuse values out of range, by the flag's name, in one line."""
+        for field in dataclasses.fields(self):
+            check_value(field, getattr(self, field.name))
+        if self.run.variables == "auto":
+            raise InputError(
+                "--variables=auto is a run's own trial: name cpu, sharded or replicated here"
+            )
+        parse_tower_numbers(self.num_towers)
+        for name in self.peers():
             if name not in PEERS:
                 raise InputError(
                     f"--against={self.against}: {name!r} is unknown; allowed are {', '.join(PEERS)}"
                 )
-        if len(set(names)) < len(names):
-            raise InputError(f"--against={self.against}: each name once")
-        return names
+        if self.plot and not self.plot.lower().endswith(".png"):
+            raise InputError(f"--plot={self.plot}: a name that ends in .png is needed")
+
+    def peers(self) -> list[str]:
+        """Return `against` as names, each once."""
+        names = self.against.split(",") if self.against else []
+        return list(dict.fromkeys(map(str.strip, names)))

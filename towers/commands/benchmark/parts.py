@@ -25,28 +25,20 @@ Loop = Callable[[tf.Tensor], tf.Tensor]
 
 
 def make_parts(run: Run, options: Options, matmul_size: int) -> dict[str, Loop]:
-    """Return {part: its loop}, in the order above.
-
-    Args:
-        run: whose towers, model and data.
-        options: of the run.
-        matmul_size: rows and columns of a matrix.
-    """
-    builder, model = run.builder, run.masters.model
-    weights = weights_of(run.masters)
-    train_step = run.train_step()
-    loss_fn = make_loss_fn(run.masters, options)
-    alone = make_alone(run, loss_fn)
+    """Return {part: its loop}, in the order above; matrices are `[matmul_size, matmul_size]`."""
+    builder = run.builder
+    weights, loss_fn = weights_of(run.masters), make_loss_fn(run.masters, options)
+    train_step, alone = run.train_step(), _make_alone(run, loss_fn)
     batch = next(iter(run.data.train.train_batches(options.batch_size, seed=options.seed)))
     return {
         "constant": _repeat(lambda *batch: train_step(*batch)[0], batch),
         "gather": _repeat(lambda *batch: builder.gradients(loss_fn, weights, *batch), batch),
         "control": _repeat(alone, batch),
-        "matmul": _make_matmuls(builder.devices, model.compute_dtype, matmul_size),
+        "matmul": _repeat(_make_matmuls(run, matmul_size), batch),
     }
 
 
-def make_alone(run: Run, loss_fn: Callable) -> Callable:
+def _make_alone(run: Run, loss_fn: Callable) -> Callable:
     """Return `alone(images, labels, draws)`: each tower's gradients, from its own weights.
 
     What a layer assigns is dropped, and BatchNorm's moments are those of the tower's slice: there
@@ -75,6 +67,17 @@ def make_alone(run: Run, loss_fn: Callable) -> Callable:
     return lambda *batch: run.builder.map(backward, PerTower(copies), *batch)
 
 
+def _make_matmuls(run: Run, size: int) -> Callable:
+    """Return `multiply(*_)`: a matrix product `[size, size]` on each device."""
+    matrices = []
+    for i, device in enumerate(run.builder.devices):
+        with tf.device(device):
+            matrix = tf.random.stateless_normal([size, size], seed=[i, 0])
+            matrix = tf.cast(matrix, run.masters.model.compute_dtype)
+            matrices.append(tf.Variable(matrix, trainable=False))
+    return lambda *_: run.builder.map(lambda x: tf.matmul(x, x), PerTower(matrices))
+
+
 def _repeat(step: Callable, batch: Sequence[tf.Tensor]) -> Loop:
     """Return a loop of `step` on one batch.
 
@@ -82,7 +85,8 @@ def _repeat(step: Callable, batch: Sequence[tf.Tensor]) -> Loop:
     out of the loop.
     """
     batches = iter(tf.data.Dataset.from_tensors(tuple(batch)).repeat())
-    sink = _make_sink()
+    with tf.device("/cpu:0"):
+        sink = tf.Variable(0.0, trainable=False)
 
     @tf.function(autograph=False)
     def loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> tf.Tensor:
@@ -97,11 +101,6 @@ def _repeat(step: Callable, batch: Sequence[tf.Tensor]) -> Loop:
         return sink.read_value()
 
     return lambda num_steps: loop(batches, num_steps)
-
-
-def _make_sink() -> tf.Variable:
-    with tf.device("/cpu:0"):
-        return tf.Variable(0.0, trainable=False)
 
 
 def _touch(results: Any) -> tf.Tensor:
@@ -122,32 +121,3 @@ def _touch(results: Any) -> tf.Tensor:
             first = tf.concat([tf.reshape(tensor, [-1])[:1] for tensor in tensors], axis=0)
             sums.append(tf.cast(tf.reduce_sum(first), tf.float32))
     return tf.add_n(sums)
-
-
-def _make_matmuls(devices: Sequence[str], dtype: str, size: int) -> Loop:
-    """Return a loop of matrix products `[size, size]`, one on each device in each step."""
-    pairs = []
-    for i, device in enumerate(devices):
-        with tf.device(device):
-            shape = [size, size]
-            x = tf.random.stateless_normal(shape, seed=[i, 0])
-            # Scaled so that a product keeps the size of its factor.
-            factor = tf.random.stateless_normal(shape, seed=[i, 1]) * size**-0.5
-            pairs.append((tf.cast(x, dtype), tf.cast(factor, dtype)))
-    sink = _make_sink()
-
-    @tf.function(autograph=False)
-    def loop(num_steps: tf.Tensor) -> tf.Tensor:
-        def body(i: tf.Tensor, *values: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            products = []
-            for device, value, (_, factor) in zip(devices, values, pairs, strict=True):
-                with tf.device(device):
-                    products.append(tf.matmul(value, factor))
-            sink.assign_add(_touch(products))
-            return i + 1, *products
-
-        start = (tf.constant(0), *(x for x, _ in pairs))
-        tf.while_loop(lambda i, *_: i < num_steps, body, start, parallel_iterations=1)
-        return sink.read_value()
-
-    return loop

@@ -1,173 +1,102 @@
-"""What the windows of `towers benchmark` say: rates, the split of a step, ratios, the limit."""
+"""What `towers benchmark` prints: tables in markdown, a sentence, and the picture."""
 
-import dataclasses
-import statistics
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-SPLIT = ("input", "compute", "gather", "update")
-LARGE_PERCENT = 5.0  # of a step that is no computing: from here on it is named as the limit
+from towers.commands.benchmark.options import BenchmarkOptions
+from towers.commands.benchmark.results import SPLIT
+from towers.text import count, markdown
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """The windows of one of our lanes.
-
-    Attributes:
-        num_towers: of the lane.
-        scaling: "strong" for the global batch of the options, "weak" for that batch on each tower.
-        batch_size: global.
-        ready: what the lane said before its first window.
-        windows: {part: [seconds of a step, one for each window]}, "" for the whole step.
-    """
-
-    num_towers: int
-    scaling: str
-    batch_size: int
-    ready: Mapping[str, Any]
-    windows: Mapping[str, Sequence[float]]
-
-    def rates(self, part: str = "") -> list[float]:
-        """Return the examples/s of each window."""
-        return [self.batch_size / seconds for seconds in self.windows[part]]
-
-
-def result_of(lane: Measured, one_tower: float | None) -> dict[str, Any]:
-    """Return the entry of a lane in `results`.
-
-    Args:
-        lane: what was measured.
-        one_tower: examples/s of one tower, None if it was not measured.
-
-    Returns:
-        Beside what the lane said of itself: "examples_per_second" and "control", {"median", "min",
-        "max"}; "efficiency": rate / control, window by window, the median; "speedup": rate over
-        that of one tower; "scaling_efficiency": speedup / towers, None where devices share their
-        hardware and it could not be 1; "split": {"input": {"seconds", "percent"}, ...}; "clipped":
-        parts whose difference came out below 0; "gflops", "matmul_gflops" and "arithmetic_rate",
-        their ratio.
-    """
-    full, control = lane.rates(), lane.rates("control")
-    speedup = statistics.median(full) / one_tower if one_tower else None
-    split, clipped = split_of(lane.windows)
-    flop = lane.ready["flop_per_example"]
-    gflops = statistics.median(full) * flop / 1e9
-    matmul = [lane.ready["matmul_flop"] / seconds / 1e9 for seconds in lane.windows["matmul"]]
-    shared = lane.ready["shared"]
-    said = ("devices", "shared", "graph_seconds", "first_step_seconds", "peak_memory_mib")
-    return {
-        "num_towers": lane.num_towers,
-        "scaling": lane.scaling,
-        "batch_size": lane.batch_size,
-        "examples_per_second": spread(full),
-        "control": spread(control),
-        "efficiency": spread([a / b for a, b in zip(full, control, strict=True)])["median"],
-        "speedup": speedup,
-        "scaling_efficiency": None if shared or not speedup else speedup / lane.num_towers,
-        "split": split,
-        "clipped": clipped,
-        "flop_per_example": flop,
-        "gflops": gflops,
-        "matmul_gflops": statistics.median(matmul),
-        "arithmetic_rate": gflops / statistics.median(matmul),
-        **{name: lane.ready[name] for name in (*said, "precision", "variables")},
-    }
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median and range."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def split_of(windows: Mapping[str, Sequence[float]]) -> tuple[dict[str, Any], list[str]]:
-    """Return the split of a step, and the parts whose difference noise made negative: they are 0.
-
-    A loop that leaves something out cannot take longer than one that does not: where it did, in the
-    noise, it counts as long as that. So the parts add up to the whole step.
-
-    Args:
-        windows: as of `Measured`; without "constant" nothing was read, and input is 0.
-    """
-    middle = {part: statistics.median(seconds) for part, seconds in windows.items()}
-    full = middle[""]
-    found = [full, middle.get("constant", full), middle["gather"], middle["control"]]
-    capped = [min(found[: i + 1]) for i in range(len(found))]
-    _, constant, gather, control = capped
-    seconds = {
-        "input": full - constant,
-        "compute": control,
-        "gather": gather - control,
-        "update": constant - gather,
-    }
-    split = {n: {"seconds": s, "percent": 100 * s / full} for n, s in seconds.items()}
-    names = ("input", "update", "gather")
-    longer = [n for n, before, own in zip(names, capped, found[1:], strict=False) if own > before]
-    return split, longer
-
-
-def limit(result: Mapping[str, Any], hints: Mapping[str, str]) -> str:
-    """Return the sentence that says what limits a configuration, and which flag to try.
-
-    Args:
-        result: one of `result_of`.
-        hints: {"input" | "gather" | "update" | "compute": what to try}.
-    """
-    towers, percents = result["num_towers"], {n: s["percent"] for n, s in result["split"].items()}
-    where = f"{towers} tower{'s' * (towers > 1)} at batch size {result['batch_size']}"
-    worst = max(("input", "gather", "update"), key=lambda name: percents[name])
-    if 100 - percents["compute"] > LARGE_PERCENT:
-        what = {
-            "input": "the wait for input",
-            "gather": "the gather",
-            "update": "the update",
-        }[worst]
-        return f"{what} limits {where}: {percents[worst]:.0f} % of a step; try {hints[worst]}"
-    within = f"{abs(100 * (1 - result['efficiency'])):.0f} %"
-    if result["shared"]:
-        return (
-            f"the hardware that the devices share limits {where}: within {within} of the control, "
-            f"so more towers cannot help; try {hints['compute']}"
-        )
-    return (
-        f"nothing but computing limits {where}: within {within} of the control; try "
-        f"{hints['compute']}, or more devices"
+def lines(options: BenchmarkOptions, result: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of the result of `results.collect`."""
+    where, versions, run = result["machine"], result["versions"], options.run
+    yield ""
+    yield (
+        f"{run.model}({run.model_args}), {run.dtype}, {options.dataset} data; "
+        f"{where['cores']} cores, {where['processor']}; {', '.join(where['devices'])}; "
+        f"Python {versions['python']}, TensorFlow {versions['tensorflow']}; "
+        f"{options.windows} interleaved windows of {options.seconds:g} s"
     )
-
-
-def ratios_of(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """Return median and range of the window-by-window ratios ours / theirs."""
-    return spread([a / b for a, b in zip(ours, theirs, strict=True)])
-
-
-def table(result: Mapping[str, Any]) -> list[str]:
-    """Return the tables of a benchmark's result, in markdown."""
-    lines = [
-        "| scaling | towers | batch | examples/s, median (range) | control | of control | input | "
-        "compute | gather | update | of matmul | graph, first step | peak MiB |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    yield ""
+    header = ["scaling", "towers", "batch", "examples/s, median (range)", "control", "of control"]
+    header += [*SPLIT, "of matmul", "graph, first step", "peak MiB"]
+    rows = []
     for row in result["results"]:
-        split = " | ".join(f"{row['split'][name]['percent']:.1f} %" for name in SPLIT)
-        lines.append(
-            f"| {row['scaling']} | {row['num_towers']} | {row['batch_size']} "
-            f"| {range_text(row['examples_per_second'])} | {row['control']['median']:.0f} "
-            f"| {100 * row['efficiency']:.0f} % | {split} | {100 * row['arithmetic_rate']:.0f} % "
-            f"| {row['graph_seconds']:.1f} s, {row['first_step_seconds']:.2f} s "
-            f"| {row['peak_memory_mib']:.0f} |"
-        )
+        rates = _range(row["examples_per_second"]), f"{row['control']['median']:.0f}"
+        parts = [f"{row['split'][name]['percent']:.1f} %" for name in SPLIT]
+        times = f"{row['graph_seconds']:.1f} s, {row['first_step_seconds']:.2f} s"
+        cells = [*rates, f"{100 * row['efficiency']:.0f} %", *parts]
+        cells += [f"{100 * row['arithmetic_rate']:.0f} %", times, f"{row['peak_memory_mib']:.0f}"]
+        rows.append([row["scaling"], row["num_towers"], row["batch_size"], *cells])
+    yield from markdown(header, rows)
+    yield ""
     if result["peers"]:
-        lines += ["", "| beside | examples/s, median (range) | ours / this, median (range) | MiB |"]
-        lines.append("|---|---|---|---|")
+        header = ["beside", "examples/s, median (range)", "ours / this, median (range)", "MiB"]
+        rows = []
         for name, peer in result["peers"].items():
-            ratio, memory = result["ratio_ranges"][name], peer["peak_memory_mib"]
-            lines.append(
-                f"| {name} | {range_text(peer['examples_per_second'])} | {range_text(ratio, 2)} "
-                f"| {'-' if memory is None else format(memory, '.0f')} |"
-            )
-    return lines
+            rate, ratio = peer["examples_per_second"], result["ratio_ranges"][name]
+            memory = peer["peak_memory_mib"]
+            rows.append([name, _range(rate), _range(ratio, 2), memory and f"{memory:.0f}"])
+        yield from markdown(header, rows)
+        yield ""
+    for note in result["notes"]:
+        yield f"note        {note}"
+    for kind in ("skipped", "failed"):
+        for name, reason in result[kind].items():
+            yield f"{kind:11} {name}: {reason}"
+    yield f"limit       {result['limit']}"
 
 
-def range_text(values: Mapping[str, float], digits: int = 0) -> str:
+def _range(values: Mapping[str, float], digits: int = 0) -> str:
     """Return "3210 (3100 to 3300)"."""
     low, middle, high = (f"{values[key]:.{digits}f}" for key in ("min", "median", "max"))
     return f"{middle} ({low} to {high})"
+
+
+def draw(result: Mapping[str, Any], path: str) -> None:
+    """Write a PNG file: examples/s beside other programs, and scaling beside the control."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    bars, scaling = figure.subplots(1, 2, width_ratios=[3, 2])
+    strong = [row for row in result["results"] if row["scaling"] == "strong"]
+    rates = {count(row["num_towers"], "tower"): row["examples_per_second"] for row in strong} | {
+        name: peer["examples_per_second"] for name, peer in result["peers"].items()
+    }
+    colours = ["tab:blue" if i < len(strong) else "tab:gray" for i in range(len(rates))]
+    middles, errors = _bars(list(rates.values()))
+    bars.barh(list(rates), middles, color=colours, xerr=errors, capsize=3)
+    for i, values in enumerate(rates.values()):
+        bars.text(values["max"], i, f"  {values['median']:.0f}", va="center", fontsize=9)
+    bars.invert_yaxis()
+    bars.margins(x=0.15)
+    bars.set_xlabel(f"examples/s at batch size {strong[-1]['batch_size']}: median and range")
+    labels = {"strong": "the same global batch", "weak": "that batch on each tower"}
+    for (kind, label), colour in zip(labels.items(), ("tab:blue", "tab:orange"), strict=True):
+        if kind not in {row["scaling"] for row in result["results"]}:
+            continue
+        rows = [r for r in result["results"] if r["scaling"] == kind or r["num_towers"] == 1]
+        towers = [row["num_towers"] for row in rows]
+        for key, style, name in (
+            ("examples_per_second", "-o", f"{kind}: {label}"),
+            ("control", "--x", "its control: gradients alone"),
+        ):
+            middles, errors = _bars([row[key] for row in rows])
+            scaling.errorbar(
+                towers, middles, errors, fmt=style, color=colour, capsize=3, label=name
+            )
+    scaling.set_xticks(sorted({row["num_towers"] for row in result["results"]}))
+    scaling.set(xlabel="towers", ylabel="examples/s", ylim=(0, None))
+    scaling.legend(fontsize=8, loc="lower right")
+    where = result["machine"]
+    figure.suptitle(f"{where['cores']} cores, {where['processor']}", fontsize=9)
+    figure.savefig(os.path.expanduser(path), dpi=120)
+
+
+def _bars(spreads: Sequence[Mapping[str, float]]) -> tuple[list[float], list[list[float]]]:
+    """Return the medians, and how far each is from the least and from the greatest value."""
+    middles = [s["median"] for s in spreads]
+    below = [s["median"] - s["min"] for s in spreads]
+    return middles, [below, [s["max"] - s["median"] for s in spreads]]

@@ -2,14 +2,15 @@
 
 import dataclasses
 
-from towers.options.fields import option
+from towers.options.fields import check_value, option
 from towers.options.run import Options
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanOptions(Options):
+class PlanOptions:
     """What `towers plan` reckons: the options of a run, and the GPUs that it is meant for."""
 
+    run: Options = Options()
     num_towers: int = option(
         0, "Towers", "Towers of the run, each on a GPU that need not be there; 0: 8.", minimum=0,
         alias="num_gpus",
@@ -31,3 +32,8 @@ class PlanOptions(Options):
     measure: bool = option(
         True, "Plan", "Make a few steps on this machine, and say how far predicted ones are off."
     )
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, by the flag's name, in one line."""
+        for field in dataclasses.fields(self):
+            check_value(field, getattr(self, field.name))

@@ -22,7 +22,7 @@ from towers.commands.verify.options import VerifyOptions
 from towers.commands.verify.report import by_name, by_number, table
 from towers.options.run import Options
 from towers.training import logits
-from towers.training.run import one_line_errors
+from towers.training.run import load_data
 
 
 def verify(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -89,23 +89,6 @@ def verify(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[s
                 f"last place, relative {relative[number]:.1e}"
             )
     return result
-
-
-def load_data(options: Options, say: Callable[[str], None]) -> data.Data:
-    """Load the data set; images drawn in code stand in for CIFAR-10 where that is not at hand.
-
-    Towers compute the same as one device, or do not, whatever the images: nothing is downloaded.
-
-    Raises:
-        InputError: the data set cannot be had.
-        RunError: the data set cannot be read.
-    """
-    name = options.dataset
-    with one_line_errors(options):
-        if name == "cifar10" and not data.is_there(name, options.data_dir or None):
-            say("data        cifar10 is not at hand: shapes, drawn in code, stand in for it")
-            return data.load("shapes")
-        return data.load(name, options.data_dir or None, options.image_height_width())
 
 
 def compare(
