@@ -10,6 +10,7 @@ import tensorflow as tf
 from tests import tiny
 from towers.errors import InputError, RunError
 from towers.training.checkpoint import Checkpoints, find, stored_variables
+from towers.training.run import prepare
 
 
 def variables(value=1.0, **more):
@@ -39,14 +40,12 @@ def restored(folder, warn=print):
     return step, values.pop()
 
 
+DATA = "data-00000-of-00001"
 DAMAGES = {
-    "data cut short": ("data-00000-of-00001", lambda old: old[: len(old) // 2]),
-    "data empty": ("data-00000-of-00001", lambda old: b""),
-    "data absent": ("data-00000-of-00001", lambda old: None),
-    "one bit of the data": (
-        "data-00000-of-00001",
-        lambda old: old[:1500] + bytes([old[1500] ^ 1]) + old[1501:],
-    ),
+    "data cut short": (DATA, lambda old: old[: len(old) // 2]),
+    "data empty": (DATA, lambda old: b""),
+    "data absent": (DATA, lambda old: None),
+    "one bit of the data": (DATA, lambda old: old[:1500] + bytes([old[1500] ^ 1]) + old[1501:]),
     "index cut short": ("index", lambda old: old[:-1]),
     "index empty": ("index", lambda old: b""),
     "index of something else": ("index", lambda old: bytes(len(old))),
@@ -75,16 +74,6 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_line(tmp_path, kind):
     assert restored(tmp_path, lines.append) == (2, 2.0)
     assert len(lines) == 1 and "\n" not in lines[0]
     assert re.match(rf"{tmp_path}/ckpt-3 cannot be read and is passed over: \S", lines[0])
-
-
-def test_a_run_does_not_start_anew_if_all_its_checkpoints_are_damaged(tmp_path):
-    save(tmp_path, 1, 2)
-    damage(tmp_path, 1, "data absent")
-    damage(tmp_path, 2, "index empty")
-    before = tiny.files(tmp_path)
-    with pytest.raises(InputError, match=f"none of the 2 checkpoints in {tmp_path} can be read: "):
-        restored(tmp_path)
-    assert tiny.files(tmp_path) == before
 
 
 def test_a_run_goes_on_below_a_damaged_checkpoint(tmp_path):
@@ -138,49 +127,29 @@ def test_tensorflow_reads_them_and_the_folder_may_be_moved(tmp_path):
 def test_names_come_back_as_they_were(tmp_path):
     odd = {name: tf.Variable(1.0) for name in ("a.b/c", "a/.S/b", "x..y", "ü ~2", "/")}
     Checkpoints(tmp_path, odd, {}).save(1)
-    assert stored_variables(str(tmp_path / "ckpt-1")) == dict.fromkeys(odd, ([], "float32"))
+    assert stored_variables(str(tmp_path / "ckpt-1")) == dict.fromkeys(odd, "float32[]")
     assert Checkpoints(tmp_path, odd, {}).restore() == 1
 
 
-REMEDY = "choose another --train_dir, or --overwrite, which moves the old run aside"
-
-
-def test_another_run_is_refused_by_the_option_that_differs(tmp_path):
-    save(tmp_path, 1, 2)
-    before = tiny.files(tmp_path)
-    with pytest.raises(InputError) as caught:
-        opened(tmp_path, model="other:f").restore()
-    assert str(caught.value) == (
-        f"{tmp_path}/ckpt-2 is of another run: --model=m:f there and --model=other:f here; {REMEDY}"
-    )
-    assert tiny.files(tmp_path) == before
-
-
-CHANGES = {
-    "shape": (
-        {"model/a/kernel": tf.Variable(np.ones([20, 31]))},
-        "model/a/kernel is float64[20, 30] there and float64[20, 31] here",
-    ),
-    "type": (
-        {"step": tf.Variable(0, dtype=tf.int32)},
-        "step is int64[] there and int32[] here",
-    ),
-    "one more": (
-        {"optimizer/slot": tf.Variable(0.0)},
-        "optimizer/slot is absent there and float32[] here",
-    ),
+OTHERS = {
+    "of another run: --model=m:f there and --model=other:f here": dict(model="other:f"),
+    "model/a/kernel is float64[20, 30] there and float64[20, 31] here": {
+        "model/a/kernel": tf.Variable(np.ones([20, 31]))
+    },
+    "step is int64[] there and int32[] here": dict(step=tf.Variable(0, dtype=tf.int32)),
+    "slot is absent there and float32[] here": dict(slot=tf.Variable(0.0)),
 }
 
 
-@pytest.mark.parametrize("kind", CHANGES)
-def test_other_variables_are_refused_by_the_first_that_differs(tmp_path, kind):
-    save(tmp_path, 1)
-    more, difference = CHANGES[kind]
+@pytest.mark.parametrize("words", OTHERS)
+def test_another_run_is_refused_by_the_first_that_differs(tmp_path, words):
+    save(tmp_path, 1, 2)
+    before = tiny.files(tmp_path)
     with pytest.raises(InputError) as caught:
-        opened(tmp_path, **more).restore()
-    assert str(caught.value) == (
-        f"{tmp_path}/ckpt-1 is of another model or optimizer: {difference}; {REMEDY}"
-    )
+        opened(tmp_path, **OTHERS[words]).restore()
+    assert str(caught.value).startswith(f"{tmp_path}/ckpt-2 is of another ")
+    assert f"{words}; choose another --train_dir, or --overwrite" in str(caught.value)
+    assert tiny.files(tmp_path) == before
 
 
 def test_a_variable_too_many_in_the_checkpoint_is_refused_unless_it_does_not_matter(tmp_path):
@@ -204,15 +173,6 @@ def test_a_full_disk_is_one_line_and_harms_no_older_checkpoint(tmp_path):
     assert re.match(rf"{tmp_path}/ckpt-2 cannot be written: .*File too large", str(caught.value))
     assert "\n" not in str(caught.value)
     assert restored(tmp_path) == (1, 1.0)
-    save(tmp_path, 2)
-    assert restored(tmp_path) == (2, 2.0)
-
-
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"ckpt-1 cannot be written: .*") as caught:
-        save(tmp_path / "file" / "checkpoints", 1)
-    assert "\n" not in str(caught.value)
 
 
 def test_they_load_with_any_number_of_towers(tmp_path):
@@ -221,6 +181,7 @@ def test_they_load_with_any_number_of_towers(tmp_path):
     loop(3)
     Checkpoints(tmp_path, loop.masters.variables(), {}).save(3)
     for num_towers in 1, 3:
-        other = tiny.Loop(tiny.options("unused", num_towers=num_towers, **given))
-        assert Checkpoints(tmp_path, other.masters.variables(), {}).restore() == 3
-        tiny.assert_identical(other.state(), loop.state())
+        masters = prepare(tiny.options("unused", num_towers=num_towers, **given)).masters
+        assert Checkpoints(tmp_path, masters.variables(), {}).restore() == 3
+        state = {name: v.numpy() for name, v in masters.variables().items()}
+        tiny.assert_identical(state, loop.state())

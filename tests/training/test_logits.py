@@ -93,8 +93,7 @@ def test_training_says_so_once_before_the_first_step(tmp_path, capsys, model, dt
     assert line not in out[out.index("new run") :]
 
 
-@pytest.mark.parametrize("model, lines", [("last_layer", 1), ("attends", 0)])
-def test_verify_says_so_once(capsys, model, lines):
-    flags = [*FLAGS, f"--model={__name__}:{model}", "--steps=1", "--num_towers=2", "--float32"]
+def test_verify_says_so_once(capsys):
+    flags = [*FLAGS, f"--model={__name__}:last_layer", "--steps=1", "--num_towers=2", "--float32"]
     assert cli.main(["verify", *flags]) == 0
-    assert capsys.readouterr().out.count("ends in a softmax") == lines
+    assert capsys.readouterr().out.count("ends in a softmax") == 1

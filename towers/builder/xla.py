@@ -90,7 +90,7 @@ def _check_inputs(function: Any) -> None:
 def _refuse(*_: Any) -> tf.Tensor:
     raise InputError(
         "jit_compile: each tower is compiled as a whole, and BatchNorm over all towers meets in "
-        "its middle: set batch_norm='local', and no layer's synchronized=True"
+        "its middle: set batch_norm='local' (--batch_norm=local), and no layer's synchronized=True"
     )
 
 

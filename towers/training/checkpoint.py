@@ -15,7 +15,11 @@ _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 
 
 class Checkpoints:
-    """The checkpoints of one run, as TensorFlow checkpoints `ckpt-STEP` in one folder."""
+    """The checkpoints of one run, as TensorFlow checkpoints `ckpt-STEP` in one folder.
+
+    `tf.train.CheckpointManager` keeps its list in a file and would write a counter of its own; here
+    the folder itself is the list, which a crash or a damaged file cannot bring out of step.
+    """
 
     def __init__(
         self,
@@ -27,24 +31,19 @@ class Checkpoints:
     ):
         """Set what is saved and restored; write nothing yet.
 
-        Args:
-            directory: of the checkpoints.
-            variables: by name.
-            identity: options that say what run this is. They are saved, too, and a checkpoint with
-                others is refused: two models may have the same variables.
-            keep: how many of the newest checkpoints are kept.
-            exact: refuse a checkpoint that holds other variables beside these.
+        `identity` are options that say what run this is. They are saved, too, and a checkpoint with
+        others is refused: two models may have the same variables. `keep` of the newest checkpoints
+        are kept; `exact` refuses one that holds other variables beside these.
         """
         self.directory = Path(directory)
-        self.variables = dict(variables)
-        self.identity = dict(identity)
+        self.variables, self.identity = dict(variables), dict(identity)
         self.keep, self.exact = keep, exact
         self._checkpoint = tf.train.Checkpoint(
             variables=self.variables, identity=tf.Variable(json.dumps(self.identity))
         )
 
-    def save(self, step: int) -> str:
-        """Write the variables as the checkpoint of `step`; return its path.
+    def save(self, step: int) -> None:
+        """Write the variables as the checkpoint of `step`.
 
         TensorFlow writes the `.index` file last, by renaming: a checkpoint with an index is whole.
 
@@ -57,16 +56,9 @@ class Checkpoints:
             self._keep_newest(step)
         except (tf.errors.OpError, OSError) as error:
             raise RunError(f"{prefix} cannot be written: {_first_line(error)}") from None
-        return prefix
 
     def restore(self, warn: Callable[[str], None] = print) -> int | None:
-        """Read the newest checkpoint that can be read.
-
-        Args:
-            warn: gets a line for each newer one that is damaged.
-
-        Returns:
-            Its step, or None if the folder holds no checkpoint.
+        """Read the newest checkpoint that can be read; return its step, None if there is none.
 
         Raises:
             InputError: the checkpoint holds other variables than this run has, or all are damaged.
@@ -112,13 +104,13 @@ class Checkpoints:
                     f"here; {_REMEDY}"
                 )
         saved = stored_variables(prefix)
-        ours = {name: (v.shape.as_list(), v.dtype.name) for name, v in self.variables.items()}
+        ours = {name: f"{v.dtype.name}{v.shape.as_list()}" for name, v in self.variables.items()}
         for name in [*ours, *(saved if self.exact else ())]:
-            if ours.get(name) != saved.get(name):
+            here, there = ours.get(name, "absent"), saved.get(name, "absent")
+            if here != there:
                 raise InputError(
-                    f"{prefix} is of another model or optimizer: {name} is "
-                    f"{_describe(saved.get(name))} there and {_describe(ours.get(name))} here; "
-                    f"{_REMEDY}"
+                    f"{prefix} is of another model or optimizer: {name} is {there} there and "
+                    f"{here} here; {_REMEDY}"
                 )
 
 
@@ -129,27 +121,16 @@ def find(directory: Path) -> list[tuple[int, str]]:
     return [(step, str(Path(directory) / f"ckpt-{step}")) for step in steps]
 
 
-def stored_variables(prefix: str) -> dict[str, tuple[list[int], str]]:
-    """Return {name: (shape, dtype)} of the variables in a checkpoint."""
+def stored_variables(prefix: str) -> dict[str, str]:
+    """Return {name: "float32[4, 3]"} of the variables in a checkpoint."""
     reader = tf.train.load_checkpoint(prefix)
-    shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-    return {
-        _unescape(key.removeprefix("variables/").removesuffix(_SUFFIX)): (
-            shapes[key],
-            dtypes[key].name,
-        )
-        for key in shapes
-        if key.startswith("variables/") and key.endswith(_SUFFIX)
-    }
-
-
-def _unescape(key: str) -> str:
-    """Undo TensorFlow's escaping of names in checkpoint keys."""
-    return re.sub(r"\.(\.|S)", lambda match: {".": ".", "S": "/"}[match[1]], key)
-
-
-def _describe(kind: tuple[list[int], str] | None) -> str:
-    return "absent" if kind is None else f"{kind[1]}{kind[0]}"
+    dtypes, found = reader.get_variable_to_dtype_map(), {}
+    for key, shape in reader.get_variable_to_shape_map().items():
+        if match := re.fullmatch(f"variables/(.*){_SUFFIX}", key):
+            # TensorFlow escapes "/" as ".S", and "." as ".."
+            name = re.sub(r"\.(\.|S)", lambda m: "/" if m[1] == "S" else ".", match[1])
+            found[name] = f"{dtypes[key].name}{shape}"
+    return found
 
 
 def _first_line(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """Evaluation: output towers over the whole test set, every example counted once."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,13 @@ import numpy as np
 import tensorflow as tf
 
 from towers import devices
-from towers.data import Data
 from towers.errors import InputError
 from towers.monitoring.pictures import Mistake, Predictions
 from towers.options.run import Options
 from towers.training import checkpoint
-from towers.training.run import Run, one_line_errors, prepare
+from towers.training.run import Run, prepare
 from towers.training.step import make_eval_step
+from towers.training.tensorflow_errors import one_line_errors
 
 NUM_MISTAKES = 16
 
@@ -24,15 +24,8 @@ NUM_MISTAKES = 16
 class Evaluation:
     """Figures over a whole test set; those of the moving average are None where there is none.
 
-    Attributes:
-        accuracy: correct / examples, with the weights as they are.
-        loss: mean cross entropy in nats.
-        class_accuracy: {class name: accuracy}, None for a class without examples.
-        accuracy_ema: as `accuracy`, with the moving average of the weights.
-        loss_ema: as `loss`.
-        class_accuracy_ema: as `class_accuracy`.
-        examples: how many were counted.
-        predictions: of each example; no figure, and no part of what `figures` returns.
+    `accuracy` is correct / examples, `loss` the mean cross entropy in nats, and `class_accuracy`
+    {class name: accuracy}, None for a class without examples. `predictions` are no figure.
     """
 
     accuracy: float
@@ -46,8 +39,7 @@ class Evaluation:
 
     def figures(self) -> dict[str, Any]:
         """Return what `towers evaluate --json` prints of it."""
-        fields = [field.name for field in dataclasses.fields(self) if field.name != "predictions"]
-        return {name: getattr(self, name) for name in fields}
+        return {name: value for name, value in vars(self).items() if name != "predictions"}
 
 
 def make_evaluator(run: Run) -> Callable[..., Evaluation | None]:
@@ -60,15 +52,12 @@ def make_evaluator(run: Run) -> Callable[..., Evaluation | None]:
     batches = run.data.test.eval_batches(run.options.batch_size)
 
     def evaluator(stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        totals: dict[str, Any] = {}
         found = _Found()
         for batch in batches:
             if stop():
                 return None
-            values = eval_step(*batch)
-            found.add(*batch, values.pop("predicted"), values.pop("confidence"))
-            _accumulate(totals, values)
-        return _summarise(totals, found.predictions(averaged="ema" in totals), run.data)
+            found.add(*batch, eval_step(*batch))
+        return found.evaluation(run.data.class_names)
 
     return evaluator
 
@@ -83,109 +72,92 @@ def evaluate(options: Options, say: Callable[[str], None] = print) -> dict[str, 
         InputError: there is no checkpoint, or it is of another model.
         RunError: the test set cannot be read.
     """
-    folder = Path(options.train_dir)
-    if not checkpoint.find(folder / "checkpoints"):
+    folder = Path(options.train_dir, "checkpoints")
+    if not checkpoint.find(folder):
         raise InputError(
-            f"--train_dir={options.train_dir}: there is no checkpoint in {folder / 'checkpoints'}; "
-            "train first, or name the folder of a run"
+            f"--train_dir={options.train_dir}: there is no checkpoint in {folder}; train first, or "
+            "name the folder of a run"
         )
     run = prepare(dataclasses.replace(options, variables="cpu"))  # they are only read
     variables = run.masters.variables().items()
     step = checkpoint.Checkpoints(
-        folder / "checkpoints",
+        folder,
         {name: v for name, v in variables if name.startswith(("model/", "average/"))},
         {name: getattr(options, name) for name in ("model", "model_args", "augment")},
         exact=False,  # the optimizer and the loss scale matter no more
     ).restore(say)
     with one_line_errors(options):
         result = make_evaluator(run)()
-    for line in devices.report(run.builder.devices):
+    num_towers = len(run.builder.devices)
+    heading = f"step {step}, {result.examples} test examples, {num_towers} towers"
+    for line in [*devices.report(run.builder.devices), heading, *table(result)]:
         say(line)
-    say(f"step {step}, {result.examples} test examples, {len(run.builder.devices)} towers")
-    for line in table(result):
-        say(line)
-    return result.figures() | {"step": step, "num_towers": len(run.builder.devices)}
+    return result.figures() | {"step": step, "num_towers": num_towers}
 
 
 def table(result: Evaluation) -> list[str]:
     """Return `result` as the lines of a table for a person."""
     ema = result.class_accuracy_ema
+    rows = [
+        ("accuracy", result.accuracy, result.accuracy_ema),
+        ("loss", result.loss, result.loss_ema),
+        *((f"  {name}", v, ema and ema[name]) for name, v in result.class_accuracy.items()),
+    ]
     lines = [f"{'':12}{'weights':>10}" + (f"{'EMA':>10}" if ema else "")]
-
-    def row(name: str, value: float | None, averaged: float | None) -> str:
-        cells = [value] + ([averaged] if ema else [])
-        return f"{name:12}" + "".join(f"{'-' if c is None else f'{c:.4f}':>10}" for c in cells)
-
-    lines.append(row("accuracy", result.accuracy, result.accuracy_ema))
-    lines.append(row("loss", result.loss, result.loss_ema))
-    for name, value in result.class_accuracy.items():
-        lines.append(row(f"  {name}", value, ema[name] if ema else None))
+    for name, *cells in rows:
+        shown = ["-" if cell is None else f"{cell:.4f}" for cell in cells[: 2 if ema else 1]]
+        lines.append(f"{name:12}" + "".join(f"{text:>10}" for text in shown))
     return lines
 
 
-def _accumulate(totals: dict[str, Any], sums: dict[str, Any]) -> None:
-    """Add one batch's sums, in numpy's float64 and int64."""
-    for key, value in sums.items():
-        if isinstance(value, dict):
-            _accumulate(totals.setdefault(key, {}), value)
-        else:
-            totals[key] = totals.get(key, 0) + value.numpy()
-
-
-def _summarise(totals: dict[str, Any], predictions: Predictions, data: Data) -> Evaluation:
-    """Divide the sums over the test set."""
-    examples: np.ndarray = totals["examples"]
-    count = int(examples.sum())
-
-    def figures(name: str) -> tuple[Any, Any, Any]:
-        if name not in totals:
-            return None, None, None
-        correct = totals[name]["correct"]
-        of_class = {
-            class_name: float(right / total) if total else None
-            for class_name, right, total in zip(data.class_names, correct, examples, strict=True)
-        }
-        return float(correct.sum() / count), float(totals[name]["loss"] / count), of_class
-
-    return Evaluation(*figures("raw"), *figures("ema"), count, predictions)
-
-
 class _Found:
-    """Collects the predictions of one evaluation, and the images of few."""
+    """Adds up what the batches of one evaluation give, in numpy's float64 and int64."""
 
     def __init__(self) -> None:
         self._labels: list[np.ndarray] = []
         self._predicted: list[np.ndarray] = []
         self._mistakes: list[Mistake] = []
+        self._examples: Any = 0
+        self._sums: dict[str, dict[str, Any]] = {}
 
     def add(
-        self,
-        images: tf.Tensor,
-        labels: tf.Tensor,
-        weights: tf.Tensor,
-        predicted: tf.Tensor,
-        confidence: tf.Tensor,
+        self, images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor, values: dict[str, Any]
     ) -> None:
-        """Add a batch; only images that are among the worst so far are looked at."""
-        counted = weights.numpy() > 0
-        labels, predicted, confidence = labels.numpy(), predicted.numpy(), confidence.numpy()
+        """Add a batch, and what the step says of it."""
+        self._examples = self._examples + values["examples"].numpy()
+        for name in {"raw", "ema"} & values.keys():
+            sums = self._sums.setdefault(name, {"loss": 0, "correct": 0})
+            for key in sums:
+                sums[key] = sums[key] + values[name][key].numpy()
+        counted, labels = weights.numpy() > 0, labels.numpy()
+        predicted, confidence = values["predicted"].numpy(), values["confidence"].numpy()
         self._labels.append(labels[counted])
         self._predicted.append(predicted[counted])
+        # Images are copied only of those that are among the worst so far. NaN is above no number:
+        # what a broken model says is no confident mistake.
         full = len(self._mistakes) == NUM_MISTAKES
         least = self._mistakes[-1].confidence if full else -1.0
-        # NaN is above no number: what a broken model says is no confident mistake
         rows = np.flatnonzero(counted & (labels != predicted) & (confidence > least))
-        if not rows.size:
-            return
         rows = rows[np.argsort(-confidence[rows], kind="stable")[:NUM_MISTAKES]]
-        with tf.device("/cpu:0"):  # where the batch is
-            pictures = tf.gather(images, rows).numpy()
-        found = zip(pictures, labels[rows], predicted[rows], confidence[rows], strict=True)
-        self._mistakes += [Mistake(p, int(a), int(b), float(c)) for p, a, b, c in found]
-        self._mistakes.sort(key=lambda mistake: -mistake.confidence)
-        del self._mistakes[NUM_MISTAKES:]
+        if rows.size:
+            with tf.device("/cpu:0"):  # where the batch is
+                pictures = tf.gather(images, rows).numpy()
+            found = zip(pictures, labels[rows], predicted[rows], confidence[rows], strict=True)
+            self._mistakes += [Mistake(p, int(a), int(b), float(c)) for p, a, b, c in found]
+            self._mistakes.sort(key=lambda mistake: -mistake.confidence)
+            del self._mistakes[NUM_MISTAKES:]
 
-    def predictions(self, averaged: bool) -> Predictions:
-        """Return what was found."""
+    def evaluation(self, class_names: Sequence[str]) -> Evaluation:
+        """Divide the sums over the test set."""
+        count, figures = int(self._examples.sum()), []
+        for name in ("raw", "ema"):
+            if name not in self._sums:
+                figures += [None, None, None]
+                continue
+            correct, loss = self._sums[name]["correct"], self._sums[name]["loss"]
+            pairs = zip(class_names, correct, self._examples, strict=True)
+            of_class = {c: float(right / of) if of else None for c, right, of in pairs}
+            figures += [float(correct.sum() / count), float(loss / count), of_class]
         labels, predicted = np.concatenate(self._labels), np.concatenate(self._predicted)
-        return Predictions(labels, predicted, self._mistakes, averaged)
+        predictions = Predictions(labels, predicted, self._mistakes, "ema" in self._sums)
+        return Evaluation(*figures, count, predictions)

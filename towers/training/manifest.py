@@ -1,14 +1,9 @@
 """`train_dir/manifest.json`: what a run was made from, so that it can be made again.
 
-    manifest.write(run, folder, restored)               # when the folder of a run is opened
-    manifest.finish(folder, run.masters.variables())    # at the end of the run
-    manifest.differences(manifest.read(one), manifest.read(other))
-
 The file holds one object. What it says of the first start is never changed afterwards:
 
     format           1
-    time             of the start, UTC
-    step             that it started at, 0 unless the manifest was lost on the way
+    time, step       of the start, UTC; 0 unless the manifest was lost on the way
     command, folder  what was typed, and where
     flags            in force, by name
     versions         of Python, packages, the CUDA build and the driver
@@ -20,12 +15,8 @@ The file holds one object. What it says of the first start is never changed afte
     data             {"train": "test":} kind, sha256 and size, see `towers.data.checksum`
     first_batch      {"sha256"} of images, labels and draws of step 0; null in a run that was older
     initial_weights  sha256 of the model's variables before step 0, or null
-
-What goes on:
-
-    sessions         a list, one for each start: time, step, command, folder, changed_flags (those
-                     that differ from the first start's), versions, git, devices, host, environment,
-                     data; and `final`, where the run had ended before it was continued
+    sessions         one for each start: of the above what may change, and changed_flags, those that
+                     differ from the first start's; and final, where the run ended in between
     final            null until the run ends; then time, step, weights: the sha256 of the model's
                      variables, and state: that of all master variables, slots and averages too
 
@@ -36,8 +27,9 @@ be had is null; a manifest that is missing or damaged is written anew, and ends 
 import dataclasses
 import datetime
 import hashlib
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,89 +38,64 @@ import tensorflow as tf
 from towers import devices, files
 from towers.data.checksum import digest
 from towers.devices import host
-from towers.monitoring.samples import Sampler
 from towers.options.run import Options
 from towers.training import repository
 from towers.training.run import Run
 
 NAME = "manifest.json"
 _FORMAT = 1
-# What is compared, by the last parts of the names, so that a warning means that numbers may differ:
-# not the number of towers, which changes none, nor what only says where and when.
-_COMPARED = {
-    "versions": None,
-    "git": ("commit", "diff"),
-    "devices": None,  # their names alone
-    "host": ("processor", "cores", "usable_cores"),
-    "environment": None,
-    "data": ("kind", "sha256", "examples", "shape"),
-    "first_batch": ("sha256",),
-    "initial_weights": None,
-}
-_MAY_BE_UNSET = ("environment",)  # elsewhere null means that it is not known
-_ONLY_WHERE = (
-    "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "XDG_CACHE_HOME"
-)  # fmt: skip
+# What is compared, so that a warning means that numbers may differ: not the number of towers, which
+# changes none, nor what only says where and when.
+_COMPARED = re.compile(
+    r"versions\..*|git\..*\.(commit|diff)|devices|host\.(processor|cores|usable_cores)"
+    r"|environment\.(?!CUDA_DEVICE_ORDER|CUDA_VISIBLE|NVIDIA_VISIBLE|XDG_CACHE_HOME).*"
+    r"|data\..*\.(kind|sha256|examples|shape)|first_batch\.sha256|initial_weights"
+)
 
 
 def write(
-    run: Run, folder: Path, restored: int | None, sampler: Sampler | None = None
+    run: Run, folder: Path, restored: int | None, batch: Sequence[tf.Tensor] | None
 ) -> list[str]:
     """Write or extend the manifest of a run whose folder was just opened, before any step.
 
-    Args:
-        run: its variables as they were initialised or restored.
-        folder: of the run; it exists.
-        restored: the step of the checkpoint, None for a new run.
-        sampler: which gives the first batch; None: one of its own.
-
-    Returns:
-        Lines that say on what else the run is continued than it was started on, to be printed.
-
-    Raises:
-        RunError: the file cannot be written.
+    `restored` is the step of the checkpoint, None for a new run, and `batch` images, labels and
+    draws of the next step. What is returned are lines that say on what else the run is continued
+    than it was started on.
     """
-    lines: list[str] = []
-    options, step = run.options, int(run.masters.step.numpy())
-    now = _start(run, folder, step, lines)
-    before = {} if restored is None else read(folder)
-    flags = dataclasses.asdict(options)
-    if before:
-        lines += differences(now, before, ("now", "at the run's start"))
-        start = before
-        if before.get("final"):
-            start["sessions"][-1]["final"] = before["final"]
+    step = int(run.masters.step.numpy())
+    found = {} if restored is None else read(folder)
+    flags = dataclasses.asdict(run.options)
+    now, lines = _known(
+        {
+            "command": host.command,
+            "folder": lambda: str(Path.cwd()),
+            "versions": host.versions,
+            "git": lambda: _repositories(run.options, folder),
+            "devices": lambda: _devices(run),
+            "host": host.machine,
+            "environment": host.environment,
+            "data": lambda: {"train": run.data.train.checksum(), "test": run.data.test.checksum()},
+        }
+    )
+    now = {"time": _time(), "step": step, **now}
+    if found:
+        lines += differences(now, found)
+        if found.get("final"):
+            found["sessions"][-1]["final"] = found["final"]
     else:
-        start = {"format": _FORMAT, **now, "flags": flags}
-        start["first_batch"] = start["initial_weights"] = None
+        found = {"format": _FORMAT, **now, "flags": flags}
+        found |= {"first_batch": None, "initial_weights": None, "sessions": []}
         if step == 0:
-            start["first_batch"] = _known(
-                lambda: _first_batch(sampler or Sampler(run.data.train, options, run.masters.step)),
-                "first_batch",
-                lines,
-            )
-            start["initial_weights"] = _known(
-                lambda: weights_hash(run.masters.variables()), "initial_weights", lines
-            )
-        start["sessions"] = []
-    first = start.get("flags")
-    first = first if isinstance(first, dict) else {}
-    now["changed_flags"] = {n: v for n, v in flags.items() if first.get(n) != v}
-    start["sessions"].append(now)
-    files.write_json(folder / NAME, start | {"final": None})
+            found["first_batch"] = _checksums(batch)
+            found["initial_weights"] = weights_hash(run.masters.variables())
+    now["changed_flags"] = {n: v for n, v in flags.items() if found["flags"].get(n) != v}
+    found["sessions"].append(now)
+    files.write_json(folder / NAME, found | {"final": None})
     return [f"warning     {line}" for line in lines]
 
 
 def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
-    """Write into the manifest of a run what it ended with.
-
-    Args:
-        folder: of the run.
-        variables: its master variables, by `Masters.variables`.
-
-    Raises:
-        RunError: the file cannot be written.
-    """
+    """Write into the manifest of a run what it ended with, by `Masters.variables`."""
     final = {
         "time": _time(),
         "step": int(variables["step"].numpy()),
@@ -141,44 +108,21 @@ def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
 def read(folder: Path) -> dict[str, Any]:
     """Return the manifest of a run, {} if it is missing or damaged."""
     found = files.read_json(folder / NAME)
-    whole = (
-        isinstance(found, dict)
-        and found.get("format") == _FORMAT
-        and isinstance(sessions := found.get("sessions"), list)
-        and sessions
-        and all(isinstance(session, dict) for session in sessions)
-    )
-    return found if whole else {}
+    sessions, flags = found.get("sessions"), found.get("flags")
+    whole = isinstance(sessions, list) and sessions and isinstance(flags, dict)
+    return found if whole and found.get("format") == _FORMAT else {}
 
 
-def differences(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any], names: tuple[str, str] = ("here", "there")
-) -> list[str]:
-    """Return lines that say in what two manifests differ that may change numbers.
-
-    Versions, git, the kinds of devices, processor, environment, data, first batch and initial
-    weights are compared; flags and the number of towers are not, nor what one of the two does not
-    know.
-
-    Args:
-        ours: a manifest, or as much of it as there is.
-        theirs: the other.
-        names: what the lines call the two.
-    """
+def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """Return lines that say in what two starts of a run differ, as far as both know it."""
+    ours, theirs = (dict(_leaves("", manifest)) for manifest in (now, before))
     lines = []
-    for part, fields in _COMPARED.items():
-        if ours.get(part) is None or theirs.get(part) is None:
-            continue
-        left, right = (dict(_leaves(part, manifest[part])) for manifest in (ours, theirs))
-        for name in dict.fromkeys([*left, *right]):
-            last = name.rpartition(".")[2]
-            if last in _ONLY_WHERE or (fields and last not in fields):
-                continue
-            values = left.get(name), right.get(name)
-            known = None not in values or part in _MAY_BE_UNSET
-            if known and values[0] != values[1]:
-                texts = [f"{_text(v)} {n}" for v, n in zip(values, names, strict=True)]
-                lines.append(f"{name} differs: {', '.join(texts)}")
+    for name in filter(_COMPARED.fullmatch, dict.fromkeys([*ours, *theirs])):
+        here, there = ours.get(name), theirs.get(name)
+        known = None not in (here, there) or name.startswith("environment.")
+        if known and here != there:
+            text = f"{_text(here)} now, {_text(there)} at the run's start"
+            lines.append(f"{name} differs: {text}")
     return lines
 
 
@@ -194,30 +138,16 @@ def _hash(variables: Mapping[str, tf.Variable]) -> str:
     return found.hexdigest()
 
 
-def _start(run: Run, folder: Path, step: int, lines: list[str]) -> dict[str, Any]:
-    """Return what is to be said of a start; a line for each part that cannot be had."""
-    parts: dict[str, Callable[[], Any]] = {
-        "command": host.command,
-        "folder": lambda: str(Path.cwd()),
-        "versions": host.versions,
-        "git": lambda: _repositories(run.options, folder),
-        "devices": lambda: _devices(run),
-        "host": host.machine,
-        "environment": host.environment,
-        "data": lambda: {"train": run.data.train.checksum(), "test": run.data.test.checksum()},
-    }
-    found = {name: _known(function, name, lines) for name, function in parts.items()}
-    return {"time": _time(), "step": step, **found}
-
-
-def _known(function: Callable[[], Any], name: str, lines: list[str]) -> Any:
-    """Return what the function returns; None and a line if it cannot."""
-    try:
-        return function()
-    except Exception as error:  # whatever it is, it is no reason not to train
-        reason = " ".join(str(error).split())[:200]
-        lines.append(f"{NAME} does without {name}: {type(error).__name__}: {reason}")
-        return None
+def _known(parts: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Any], list[str]]:
+    """Return what the functions return; None and a line for each that cannot."""
+    found, lines = {}, []
+    for name, function in parts.items():
+        try:
+            found[name] = function()
+        except Exception as error:  # whatever it is, it is no reason not to train
+            found[name], reason = None, " ".join(str(error).split())[:200]
+            lines.append(f"{NAME} does without {name}: {type(error).__name__}: {reason}")
+    return found, lines
 
 
 def _devices(run: Run) -> list[dict[str, Any]]:
@@ -228,51 +158,44 @@ def _devices(run: Run) -> list[dict[str, Any]]:
 
 def _repositories(options: Options, folder: Path) -> dict[str, Any]:
     """Return the state of each repository that code of the run comes from."""
-    found = {"folder": repository.state(Path.cwd(), without=folder)}
-    for role, place in _code(options):
-        root = repository.root(place)
-        if root and root not in [state["root"] for state in found.values() if state]:
-            found[role] = repository.state(place, without=folder)
-    return found
-
-
-def _code(options: Options) -> Iterator[tuple[str, Path]]:
-    """Yield where the model's code lies, and that of a data set of the user's, and our own."""
+    places = {"folder": Path.cwd()}
     for role, name in {"model": options.model, "dataset": options.dataset}.items():
         module = sys.modules.get(name.partition(":")[0]) if ":" in name else None
         if file := getattr(module, "__file__", None):
-            yield role, Path(file).resolve().parent
-    yield "towers", Path(__file__).resolve().parents[1]
+            places[role] = Path(file).resolve().parent
+    places["towers"] = Path(__file__).resolve().parents[1]
+    found, roots = {}, set()
+    for role, place in places.items():
+        top = repository.root(place)
+        if role == "folder" or top not in (None, *roots):
+            found[role] = repository.state(place, without=folder)
+        roots.add(top)
+    return found
 
 
-def _first_batch(sampler: Sampler) -> dict[str, Any]:
-    """Return the checksum of what step 0 is given: a pure function of data, seed and batch size."""
-    batch = sampler.batch(step=0, examples=0)
-    arrays = {name: getattr(batch, name).numpy() for name in ("images", "labels", "draws")}
-    each = {name: digest(array) for name, array in arrays.items()}
-    return {"sha256": digest(*arrays.values()), **each}
+def _checksums(batch: Sequence[tf.Tensor] | None) -> dict[str, str] | None:
+    """Return the checksums of what step 0 is given."""
+    if batch is None:
+        return None
+    arrays = [tensor.numpy() for tensor in batch]
+    each = zip(("images", "labels", "draws"), map(digest, arrays), strict=True)
+    return {"sha256": digest(*arrays), **dict(each)}
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield ("git.folder.commit", "9f2c...") for everything in nested dictionaries.
-
-    Of a list of dictionaries, as the devices are, come the different names.
-    """
+    """Yield ("git.folder.commit", "9f2c..."); of a list, as the devices are, the names."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _leaves(f"{name}.{key}", inner)
-    elif isinstance(value, list) and any(isinstance(row, dict) for row in value):
-        rows = [row for row in value if isinstance(row, dict)]
-        yield name, " and ".join(sorted({str(row.get("name")) for row in rows}))
+            yield from _leaves(f"{name}.{key}" if name else key, inner)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        yield name, " and ".join(sorted({str(row.get("name")) for row in value}))
     else:
         yield name, value
 
 
 def _text(value: Any) -> str:
     """Return a value for a line: of a checksum the beginning."""
-    text = str(value)
-    if value is None:
-        return "not set"
+    text = "not set" if value is None else str(value)
     return f"{text[:12]}..." if len(text) in (40, 64) and text.isalnum() else text[:100]
 
 

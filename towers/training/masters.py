@@ -20,10 +20,8 @@ INITIAL_LOSS_SCALE = 2.0**15
 class Replica:
     """Weights and the optimizer that updates them; the first of a run's are the masters.
 
-    Attributes:
-        weights: the model's trainable variables, or copies in that order.
-        optimizer: a Keras optimizer, its slots beside the weights.
-        device: of what is of no weight in particular.
+    `weights` are the model's trainable variables, or copies in that order; the optimizer has its
+    slots beside them, and what is of no weight in particular lies on `device`.
     """
 
     weights: Sequence[keras.Variable]
@@ -39,8 +37,6 @@ class Masters:
     """All that a step changes and a checkpoint holds; it knows nothing of towers.
 
     Attributes:
-        model: the Keras model, built once.
-        optimizer: the Keras optimizer, its slots built.
         replicas: what each step updates: the masters, then the copies on other towers.
         averages: list of (variable, its moving average); empty without EMA.
         step: int64, updates so far.
@@ -82,7 +78,7 @@ class Masters:
         variables = self.model.non_trainable_variables
         return [(v, tf.identity(v.value)) for v in variables if v.value.dtype.is_floating]
 
-    def spread(self) -> None:
+    def set_copies(self) -> None:
         """Give the copies the values of the masters, after these were set."""
         values = self.replicas[0].variables()
         for replica in self.replicas[1:]:

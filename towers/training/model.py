@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import re
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -48,20 +47,24 @@ def build(
     given = {"num_classes": num_classes, "image_shape": tuple(image_shape)}
     arguments = _accepted(function, name, given, dict(keywords or {}))
     keras.utils.set_random_seed(seed)
-    wide = all_in_float64() if exact and dtype == "float64" else contextlib.nullcontext()
-    with tf.device("/cpu:0"), _dtype_policy(dtype), floatx_of(dtype), wide:
+    with contextlib.ExitStack() as stack:
+        stack.callback(keras.config.set_dtype_policy, keras.config.dtype_policy())
+        keras.config.set_dtype_policy(dtype)
+        stack.enter_context(floatx_of(dtype))
+        if exact and dtype == "float64":
+            stack.enter_context(all_in_float64())
+        stack.enter_context(tf.device("/cpu:0"))
         model = _call(function, name, arguments)
         if not isinstance(model, keras.Model):
             raise InputError(
                 f"--model={name} returned {type(model).__name__}; a keras.Model is needed"
             )
-        _check_inputs(model, name, tuple(image_shape))
         outputs = _call_on_images(model, name, tuple(image_shape))  # builds it, too
     shape = getattr(outputs, "shape", None)
     if shape is None or tuple(shape[1:]) != (num_classes,):
-        given = type(outputs).__name__ if shape is None else f"shape {tuple(shape)}"
+        found = type(outputs).__name__ if shape is None else f"shape {tuple(shape)}"
         raise InputError(
-            f"--model={name} gives outputs of {given}; logits of shape "
+            f"--model={name} gives outputs of {found}; logits of shape "
             f"(batch, {num_classes}) are needed: take num_classes={num_classes} as an argument"
         )
     if "float" not in str(outputs.dtype):
@@ -75,12 +78,21 @@ def floatx_of(dtype: str) -> Iterator[None]:
 
     To be used wherever a model's layers are built or called: `dtype` is the run's.
     """
-    if dtype != "float64":
-        yield
-        return
     keras.config.dtype_policy()  # if none is set, Keras takes it from floatx and keeps it
-    with floatx_set(dtype):
+    with floatx_set(dtype) if dtype == "float64" else contextlib.nullcontext():
         yield
+
+
+def _accepted(function: Callable, name: str, given: dict, keywords: dict) -> dict[str, Any]:
+    """Return those of `given` that `function` takes and all of `keywords`, which it must take."""
+    signature = inspect.signature(function)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    given = {k: v for k, v in given.items() if k in signature.parameters or takes_all}
+    try:
+        signature.bind(**given | keywords)
+    except TypeError as error:
+        raise InputError(f"--model_args: {name} takes {signature}: {error}") from None
+    return given | keywords
 
 
 def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
@@ -97,57 +109,28 @@ def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
         raise InputError(f"--model={name}: {' '.join(str(error).split())}") from None
 
 
-def _check_inputs(model: keras.Model, name: str, image_shape: tuple[int, ...]) -> None:
-    """Refuse a model that takes something else than images of this shape, as far as it says so."""
-    inputs = getattr(model, "inputs", None) or []  # absent before a model is built
-    if len(inputs) > 1:
-        shapes = ", ".join(str(tuple(each.shape[1:])) for each in inputs)
-        raise InputError(
-            f"--model={name} takes {len(inputs)} inputs, of shapes {shapes}; towers train hands "
-            f"over one, images of shape {image_shape}: build a model of one input, or use "
-            "towers.TowerBuilder in a program of your own"
-        )
-    shape = tuple(inputs[0].shape[1:]) if inputs else image_shape
-    sizes = zip(shape, image_shape, strict=False)
-    if len(shape) != len(image_shape) or any(own not in (None, size) for own, size in sizes):
-        raise InputError(
-            f"--model={name} takes images of shape {shape}; they have shape {image_shape} "
-            "after augmentation: take image_shape as an argument"
-        )
-    more = [
-        parameter.name
-        for parameter in list(inspect.signature(model.call).parameters.values())[1:]
-        if parameter.default is parameter.empty
-        and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        and parameter.name != "training"
-    ]
-    if more:
-        raise InputError(
-            f"--model={name} returned a model whose call needs {more[0]}; towers train hands over "
-            f"the images alone: give {more[0]} a default"
-        )
-
-
 def _call_on_images(model: keras.Model, name: str, image_shape: tuple[int, ...]) -> Any:
     """Call a model on what stands for a batch of images; Keras' refusal becomes one line.
 
     Any other exception is a mistake in the model's own code and keeps its traceback.
     """
-    images = keras.Input(image_shape)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            outputs = model(images, training=False)
-        except (ValueError, TypeError, NotImplementedError, tf.errors.OpError) as error:
-            raise InputError(
-                f"--model={name} cannot take images of shape {(None, *image_shape)}: "
-                f"{_reason(str(error))}"
-            ) from None
-    for warning in caught:  # of a model that is refused they would say the same at length
-        warnings.warn_explicit(
-            warning.message, warning.category, warning.filename, warning.lineno
-        )
-    return outputs
+    try:
+        _check_shape(model, image_shape)
+        return model(keras.Input(image_shape), training=False)
+    except (ValueError, TypeError, NotImplementedError, tf.errors.OpError) as error:
+        raise InputError(
+            f"--model={name} cannot take images of shape {image_shape} alone (its function may "
+            f"take image_shape as an argument): {_reason(str(error))}"
+        ) from None
+
+
+def _check_shape(model: keras.Model, image_shape: tuple[int, ...]) -> None:
+    """Raise ValueError if a model says that it takes other images: Keras lets some of them pass."""
+    inputs = getattr(model, "inputs", None) or []  # absent before a model is built
+    shape = tuple(inputs[0].shape[1:]) if len(inputs) == 1 else image_shape
+    sizes = zip(shape, image_shape, strict=False)
+    if len(shape) != len(image_shape) or any(own not in (None, size) for own, size in sizes):
+        raise ValueError(f"it takes images of shape {shape}")
 
 
 def _reason(message: str) -> str:
@@ -156,37 +139,3 @@ def _reason(message: str) -> str:
     parts = [part for part in message.split("\n\n") if part.strip()]
     inner = [p for p in parts if not p.startswith(("Exception encountered", "Could not auto"))]
     return " ".join((inner or parts or ["it raised an error"])[0].split())[:200]
-
-
-def _accepted(function: Any, name: str, given: dict, keywords: dict) -> dict[str, Any]:
-    """Return those of `given` that `function` takes and all of `keywords`, which it must take."""
-    parameters = inspect.signature(function).parameters.values()
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    for keyword in keywords:
-        if keyword not in names and not takes_all:
-            raise InputError(
-                f"--model_args={keyword}=...: {name} takes {', '.join(names) or 'no arguments'}"
-            )
-    arguments = {k: v for k, v in given.items() if k in names or takes_all} | keywords
-    missing = [
-        p.name
-        for p in parameters
-        if p.default is p.empty and p.name in names and p.name not in arguments
-    ]
-    if missing:
-        raise InputError(
-            f"--model={name} needs {missing[0]}: give it by --model_args={missing[0]}=..."
-        )
-    return arguments
-
-
-@contextlib.contextmanager
-def _dtype_policy(name: str) -> Iterator[None]:
-    """Let layers made in the block have a dtype policy."""
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(name)
-    try:
-        yield
-    finally:
-        keras.config.set_dtype_policy(before)

@@ -14,16 +14,15 @@ _LEAD_ELSEWHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR
 
 def root(folder: Path) -> str | None:
     """Return the root of the repository that a folder lies in, None if git knows of none."""
-    found = _git(folder, "rev-parse", "--show-toplevel")
-    return os.fsdecode(found.removesuffix(b"\n")) if found else None
+    return _line(folder, "rev-parse", "--show-toplevel")
 
 
-def state(folder: Path, without: Path | None = None) -> dict[str, Any] | None:
+def state(folder: Path, without: Path) -> dict[str, Any] | None:
     """Return the state of the repository that a folder lies in; nothing is changed.
 
     Args:
         folder: anywhere in it.
-        without: a folder that is not counted among the untracked files, that of the run.
+        without: a folder in which nothing is looked at, that of the run.
 
     Returns:
         "root"; "commit", None before the first; "branch", None if detached; "dirty"; "changed", the
@@ -31,26 +30,27 @@ def state(folder: Path, without: Path | None = None) -> dict[str, Any] | None:
         sha256 of how they differ, "clean" if none does, None if git does not say. None in place of
         all this where there is no git, no repository, or no answer in time.
     """
-    top = root(folder)
-    found = top and _git(
-        folder, "status", "--porcelain=v2", "--branch", "-z", "--untracked-files=normal"
-    )
-    if not found:
+    if (top := root(folder)) is None:
         return None
-    headers, changed, untracked = _parse(found)
-    commit, branch = headers.get("branch.oid"), headers.get("branch.head")
-    if without is not None:
-        without = without.resolve()
-        untracked = [name for name in untracked if not _overlap(Path(top, name), without)]
-    diff = "clean"
+    paths, without = [":/"], without.resolve()
+    if without.is_relative_to(top):
+        paths.append(f":(exclude,literal){without}")
+    kinds = ("--porcelain", "-z", "--no-renames", "--untracked-files=normal")
+    found = _git(folder, "status", *kinds, "--", *paths)
+    if found is None:
+        return None
+    entries = os.fsdecode(found).split("\0")[:-1]  # such as " M towers/cli.py"
+    untracked = [entry[3:] for entry in entries if entry.startswith("??")]
+    changed = [entry[3:] for entry in entries if not entry.startswith("??")]
+    diff: str | None = "clean"
     if changed:
         text = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "--full-index", "HEAD")
         diff = None if text is None else hashlib.sha256(text).hexdigest()
     return {
         "root": top,
-        "commit": None if commit == "(initial)" else commit,
-        "branch": None if branch == "(detached)" else branch,
-        "dirty": bool(changed or untracked),
+        "commit": _line(folder, "rev-parse", "--verify", "HEAD"),
+        "branch": _line(folder, "symbolic-ref", "--short", "HEAD"),
+        "dirty": bool(entries),
         "changed": _first(changed),
         "untracked": _first(untracked),
         "diff": diff,
@@ -61,7 +61,7 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     """Return what git prints, None if there is none, it fails, or does not answer in time."""
     environ = {name: value for name, value in os.environ.items() if name not in _LEAD_ELSEWHERE}
     try:
-        done = subprocess.run(
+        return subprocess.run(
             ["git", "-c", "core.fsmonitor=false", *arguments],
             cwd=folder,
             env=environ | {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"},
@@ -70,36 +70,14 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
             stderr=subprocess.DEVNULL,
             timeout=_SECONDS,
             check=True,
-        )
+        ).stdout
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return done.stdout
 
 
-def _parse(status: bytes) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return the headers, the changed and the untracked files of `git status --porcelain=v2 -z`."""
-    headers: dict[str, str] = {}
-    changed: list[str] = []
-    untracked: list[str] = []
-    entries = iter(os.fsdecode(status).split("\0"))
-    for entry in entries:
-        kind, _, rest = entry.partition(" ")
-        if kind == "#":
-            name, _, value = rest.partition(" ")
-            headers[name] = value
-        elif kind == "?":
-            untracked.append(rest)
-        elif kind in ("1", "2", "u"):  # fields before the name: 7, of renames 8, of conflicts 9
-            changed.append(rest.split(" ", {"1": 7, "2": 8, "u": 9}[kind])[-1])
-            if kind == "2":
-                next(entries, None)  # the old name
-    return headers, changed, untracked
-
-
-def _overlap(path: Path, folder: Path) -> bool:
-    """Tell whether one lies in the other; git names a folder that is untracked as a whole."""
-    path = path.resolve()
-    return path == folder or path in folder.parents or folder in path.parents
+def _line(folder: Path, *arguments: str) -> str | None:
+    found = _git(folder, *arguments)
+    return os.fsdecode(found.removesuffix(b"\n")) if found else None
 
 
 def _first(names: list[str]) -> list[str]:

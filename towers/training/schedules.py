@@ -31,31 +31,23 @@ def schedule(
         total_epochs: length of the run.
         warmup_epochs: linear rise from zero before the schedule proper, which then goes over the
             epochs that are left. For "onecycle" the length of its rise; 0 is a quarter of the run.
-        decay_epochs: rising, for "step".
-        decay_factor: for "step".
-
-    Returns:
-        A function of a float64 scalar tensor that gives a float64 scalar tensor.
+        decay_epochs: rising, for "step", as is `decay_factor`.
+        decay_factor: of the rate.
     """
+    rise, first, last = warmup_epochs, 0.0, 0.0
     if kind == "onecycle":
-        rise = warmup_epochs or total_epochs / 4
-        first = peak / 25
-    else:
-        rise, first = warmup_epochs, 0.0
+        rise, first, last = warmup_epochs or total_epochs / 4, peak / 25, peak / 1e4
     fall = max(total_epochs - rise, 1e-9)
 
     def after_rise(epoch: tf.Tensor) -> tf.Tensor:
-        done = tf.clip_by_value((epoch - rise) / fall, 0.0, 1.0)
         if kind == "step":
             boundaries = tf.constant(list(decay_epochs), tf.float64)
             passed = tf.reduce_sum(tf.cast(epoch >= boundaries, tf.float64))
             return peak * tf.constant(decay_factor, tf.float64) ** passed
-        if kind == "cosine":
-            return peak * 0.5 * (1.0 + tf.cos(math.pi * done))
-        if kind == "onecycle":
-            last = peak / 1e4
-            return last + (peak - last) * 0.5 * (1.0 + tf.cos(math.pi * done))
-        return tf.constant(peak, tf.float64)
+        if kind == "constant":
+            return tf.constant(peak, tf.float64)
+        done = tf.clip_by_value((epoch - rise) / fall, 0.0, 1.0)
+        return last + (peak - last) * 0.5 * (1.0 + tf.cos(math.pi * done))
 
     def rate(epoch: tf.Tensor) -> tf.Tensor:
         if not rise:

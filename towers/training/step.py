@@ -15,70 +15,50 @@ from towers.options.run import Options
 from towers.tf_private import added_losses
 from towers.training.masters import Masters
 from towers.training.model import floatx_of
-from towers.training.schedules import schedule
 from towers.training.update import make_update
 
 METRICS = ("loss", "penalty", "gradient_norm", "learning_rate")
 
 
 def make_train_loop(
-    builder: TowerBuilder,
-    masters: Masters,
-    options: Options,
-    *,
-    train_size: int,
-    total_epochs: float,
-    telemetry: bool = True,
+    builder: TowerBuilder, train_step: Callable, *, telemetry: bool = True
 ) -> Callable[[tf.data.Iterator, tf.Tensor], dict[str, tf.Tensor]]:
     """Return `train_loop(iterator, num_steps)`, one compiled call that makes `num_steps` steps.
 
-    Args:
-        builder: where the towers are.
-        masters: what the steps change.
-        options: of the run.
-        train_size: examples of an epoch.
-        total_epochs: what the learning-rate schedule goes over.
-        telemetry: whether times are taken, and what `tower_stats` measures in the last step.
-
-    Returns:
-        A function that returns the metrics of its last step, as `make_train_step` has them; with
-        telemetry those of a measured one. Seconds are sums over its steps: those of
-        `make_train_step`, "input_wait_seconds", and "update_seconds", which is the rest.
+    It returns the metrics of its last step, as `make_train_step` has them; with telemetry those of
+    a measured one, and seconds as sums over its steps: those of `make_train_step`,
+    "input_wait_seconds", and "update_seconds", which is the rest.
     """
-    train_step = make_train_step(
-        builder, masters, options, train_size=train_size, total_epochs=total_epochs
-    )
     clock, num_towers = builder.gather_device, len(builder.devices)
     last, sums = dict.fromkeys(METRICS, ()), {}
     if telemetry:
-        last, sums = (
-            last | tower_stats.measured_shapes(num_towers),
-            tower_stats.timed_shapes(num_towers),
-        )
+        last |= tower_stats.measured_shapes(num_towers)
+        sums = tower_stats.timed_shapes(num_towers)
+
+    def next_step(iterator: tf.data.Iterator, measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
+        start = tower_stats.time_after([], clock) if telemetry else None
+        with tf.device("/cpu:0"):
+            batch = iterator.get_next()
+        if not telemetry:
+            return train_step(*batch)[0]
+        arrived = tower_stats.time_after(batch, clock)
+        with tf.name_scope("telemetry"):
+            waited = arrived - start
+        return train_step(*batch, measured=measured)[0] | {"input_wait_seconds": waited}
 
     @tf.function(autograph=False)
     def train_loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> dict[str, tf.Tensor]:
         def body(i: tf.Tensor, before: dict) -> tuple[tf.Tensor, dict]:
-            if telemetry:
-                start = tower_stats.time_after([], clock)
-            with tf.device("/cpu:0"):
-                batch = iterator.get_next()
-            if not telemetry:
-                values, _ = train_step(*batch)
-            else:
-                arrived = tower_stats.time_after(batch, clock)
-                with tf.name_scope("telemetry"):
-                    waited, measured = arrived - start, i + 1 >= num_steps
-                values, _ = train_step(*batch, measured=measured)
-                values["input_wait_seconds"] = waited
+            with tf.name_scope("telemetry"):
+                measured = i + 1 >= num_steps if telemetry else None
+            values = next_step(iterator, measured)
             with tf.name_scope("telemetry"):
                 values = {name: tf.cast(values[name], tf.float32) for name in before}
                 values |= {name: before[name] + values[name] for name in sums}
             return i + 1, values
 
         values = {name: tf.zeros(shape) for name, shape in (last | sums).items()}
-        if telemetry:
-            start = tower_stats.time_after([], clock)
+        start = tower_stats.time_after([], clock) if telemetry else None
         values = tf.while_loop(
             lambda i, _: i < num_steps, body, (tf.constant(0), values), parallel_iterations=1
         )[1]
@@ -93,54 +73,39 @@ def make_train_loop(
 
 
 def make_train_step(
-    builder: TowerBuilder,
-    masters: Masters,
-    options: Options,
-    *,
-    train_size: int,
-    total_epochs: float,
+    builder: TowerBuilder, masters: Masters, options: Options, learning_rate: Callable
 ) -> Callable[..., tuple[dict[str, tf.Tensor], list[Any]]]:
     """Return `train_step(images, labels, draws, measured=None)`: one update, to be compiled.
 
-    Args as of `make_train_loop`.
-
-    Returns:
-        A function that returns the scalars "loss" (mean over the examples of all towers),
-        "penalty" (regularisation), "gradient_norm" and "learning_rate"; and the gathered gradients
-        of the data's loss, in the order of the trainable variables. With `measured`, a bool scalar
-        that tells whether norms are wanted, there are also the values of
-        `tower_stats.timed_shapes` and `tower_stats.measured_shapes`.
+    It returns the scalars "loss" (mean over the examples of all towers), "penalty"
+    (regularisation), "gradient_norm" and "learning_rate"; and the gathered gradients of the data's
+    loss, in the order of the trainable variables. With `measured`, a bool scalar that tells whether
+    norms are wanted, there are also the values of `tower_stats.timed_shapes` and
+    `measured_shapes`.
+    `learning_rate` gives that after a number of examples.
     """
-    rate_at = schedule(
-        options.schedule,
-        peak=options.learning_rate,
-        total_epochs=total_epochs,
-        warmup_epochs=options.warmup_epochs,
-        decay_epochs=options.decay_boundaries(),
-        decay_factor=options.decay_factor,
-    )
     loss_fn = make_loss_fn(masters, options)
     update = make_update(masters, options)
 
     def train_step(
         images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor, measured: tf.Tensor | None = None
     ) -> tuple[dict[str, tf.Tensor], list[Any]]:
-        statistics = masters.statistics() if masters.loss_scale is not None else []
+        scale, seen = masters.loss_scale, {}
+        statistics = masters.statistics() if scale is not None else []
         variables = weights_of(masters)
         with floatx_of(options.dtype):  # backward, too: layers may be called again there
             sums = builder.tower_sums(loss_fn, variables, images, labels, draws)
         loss, gradients = builder.gather_sums(sums, variables)
         gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
-        seen: dict[str, tf.Tensor] = {}
         if measured is not None:
             with tf.name_scope("telemetry"):
-                batch, scale = (images, labels, draws), masters.loss_scale
-                seen = tower_stats.measure(batch, sums, loss, gradients, builder, measured, scale)
+                batch = images, labels, draws
+                seen = tower_stats.look(batch, sums, loss, gradients, builder, measured, scale)
                 before = tower_stats.weights_before(masters.replicas[0].weights, measured)
         with tf.device(builder.gather_device), tf.name_scope("update"):
-            if masters.loss_scale is not None:
-                loss = loss / tf.cast(masters.loss_scale, loss.dtype)
-            rate = rate_at(tf.cast(masters.examples, tf.float64) / train_size)
+            if scale is not None:
+                loss = loss / tf.cast(scale, loss.dtype)
+            rate = learning_rate(masters.examples)
             metrics = update(gradients, rate, statistics)
             masters.step.assign_add(1)
             masters.examples.assign_add(tf.shape(labels, tf.int64)[0])
@@ -191,15 +156,11 @@ def make_loss_fn(masters: Masters, options: Options) -> Callable:
 def make_eval_step(builder: TowerBuilder, masters: Masters, options: Options) -> Callable:
     """Return `eval_step(images, labels, weights)`, compiled.
 
-    Its towers return logits, which are joined in the order of the batch. `weights` are 1 for an
-    example and 0 for padding, which counts nowhere.
-
-    Returns:
-        A function that returns {"raw": sums, "ema": sums}, "ema" only where there are averages;
-        sums are {"loss": sum of losses, float64 scalar, "correct": int64 [classes]}, and under
-        "examples" int64 [classes]. And for each example of the batch, padding too, with the
-        averages where there are any: "predicted", the class, int32 [b], and "confidence", its
-        probability, float32 [b].
+    `weights` are 1 for an example and 0 for padding, which counts nowhere. It returns {"raw": sums,
+    "ema": sums}, "ema" only where there are averages; sums are {"loss": sum of losses, float64
+    scalar, "correct": int64 [classes]}, and under "examples" int64 [classes]. And for each example,
+    padding too, with the averages where there are any: "predicted", the class, int32 [b], and
+    "confidence", its probability, float32 [b].
     """
     dtype = tf.float64 if options.dtype == "float64" else tf.float32
 

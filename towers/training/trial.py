@@ -28,7 +28,8 @@ def check_gather(run: Run) -> None:
     """
     if run.options.variables == "cpu" or len(run.builder.devices) == 1:
         return
-    difference = float(tf.function(lambda: gather_difference(run), autograph=False)())
+    # Compiled: towers sum together only where they run side by side.
+    difference = float(tf.function(lambda: _gather_difference(run), autograph=False)())
     if not difference <= TOLERANCE:
         raise RunError(
             f"--variables={run.options.variables}: gathered gradients differ from add_n's by "
@@ -37,21 +38,15 @@ def check_gather(run: Run) -> None:
         )
 
 
-def gather_difference(run: Run) -> tf.Tensor:
-    """Return how far random gradients are from `add_n`'s after the run's gather, relative.
-
-    To be compiled: towers sum together only where they run side by side.
-    """
+def _gather_difference(run: Run) -> tf.Tensor:
+    """Return how far random gradients are from `add_n`'s after the run's gather, relative."""
     builder, weights = run.builder, weights_of(run.masters)
+    shapes = [(w.shape, w.dtype) for w in run.masters.model.trainable_variables]
     gradients = []
     for tower, device in enumerate(builder.devices):
         with tf.device(device):
-            gradients.append(
-                [
-                    tf.random.stateless_normal(w.shape, [tower, place], dtype=w.dtype)
-                    for place, w in enumerate(run.masters.model.trainable_variables)
-                ]
-            )
+            draw = tf.random.stateless_normal
+            gradients.append([draw(s, [tower, i], dtype=d) for i, (s, d) in enumerate(shapes)])
     count = tf.constant(float(len(builder.devices)))
     found = builder.gather_gradients(gradients, weights, count)
     expected = gather.mean_at(gradients, [builder.gather_device] * len(weights), count)
@@ -65,10 +60,7 @@ def gather_difference(run: Run) -> tf.Tensor:
 
 
 def fastest(
-    options: Options,
-    device_names: Sequence[str],
-    dataset: Data,
-    say: Callable[[str], None],
+    options: Options, device_names: Sequence[str], dataset: Data, say: Callable[[str], None]
 ) -> Options:
     """Return the options with that `variables` which makes the steps of this run fastest.
 
@@ -85,14 +77,12 @@ def fastest(
             check_gather(run)
         except RunError as error:
             say(f"variables   {mode} is left out: {error}")
-            continue
-        windows[mode] = _window(run)
-    rates: dict[str, list[float]] = {mode: [] for mode in windows}
-    for _ in range(WINDOWS):
-        for mode, window in windows.items():
-            rates[mode].append(window())
+        else:
+            windows[mode] = _window(run)
+    rounds = [{mode: window() for mode, window in windows.items()} for _ in range(WINDOWS)]
+    rates = {mode: [rate[mode] for rate in rounds] for mode in windows}
     medians = {mode: statistics.median(values) for mode, values in rates.items()}
-    best = max(medians, key=lambda mode: medians[mode])
+    best = max(medians, key=medians.__getitem__)
     figures = ", ".join(
         f"{mode} {medians[mode]:.0f} ({min(values):.0f} to {max(values):.0f})"
         for mode, values in rates.items()

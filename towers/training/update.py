@@ -21,19 +21,25 @@ STEPS_TO_DOUBLE = 2000
 EMA_EXAMPLES = 128  # `ema_decay` is per so many examples: the tutorial's batch
 
 
+_SGD, _ADAMW = keras.optimizers.SGD, keras.optimizers.AdamW
+# {name: (how it is made, whether it decays weights apart from the gradient)}
+OPTIMIZERS = {
+    "sgd": (lambda o: _SGD(o.learning_rate), False),
+    "momentum": (lambda o: _SGD(o.learning_rate, o.momentum), False),
+    "nesterov": (lambda o: _SGD(o.learning_rate, o.momentum, nesterov=True), False),
+    "adamw": (lambda o: _ADAMW(o.learning_rate, o.weight_decay), True),
+}
+
+
 def make_optimizer(
     weights: Sequence[keras.Variable], options: Options
 ) -> keras.optimizers.Optimizer:
     """Return the Keras optimizer that `options` name; its learning rate is set every step."""
-    if options.optimizer == "adamw":
-        optimizer = keras.optimizers.AdamW(options.learning_rate, weight_decay=options.weight_decay)
+    make, decays_apart = OPTIMIZERS[options.optimizer]
+    optimizer = make(options)
+    if decays_apart:
         optimizer.exclude_from_weight_decay(var_list=[v for v in weights if not is_decayed(v)])
-        return optimizer
-    return keras.optimizers.SGD(
-        options.learning_rate,
-        momentum=0.0 if options.optimizer == "sgd" else options.momentum,
-        nesterov=options.optimizer == "nesterov",
-    )
+    return optimizer
 
 
 def is_decayed(weight: keras.Variable) -> bool:
@@ -44,10 +50,9 @@ def is_decayed(weight: keras.Variable) -> bool:
 def make_update(masters: Masters, options: Options) -> Callable:
     """Return `update(gradients, learning_rate, statistics)`: one step of the master variables.
 
-    That function takes gathered mean gradients (scaled, where there is a loss scale) for each of
-    `masters.replicas`, the learning rate and, where there is a loss scale, `masters.statistics()`
-    from before the towers ran: a step that is skipped puts them back. It returns {"gradient_norm":
-    norm before clipping, "penalty": the regularisation loss}, both scalars.
+    It takes gathered mean gradients (scaled, where there is a loss scale) for each of
+    `masters.replicas`, and `masters.statistics()` from before the towers ran: a step that is
+    skipped puts them back. It returns the scalars "gradient_norm", before clipping, and "penalty".
     """
 
     def update(
@@ -118,13 +123,13 @@ def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variab
 def regularise(
     weights: Sequence[keras.Variable], gradients: list[Any], options: Options
 ) -> tuple[tf.Tensor, list[Any]]:
-    """Add the regularisation's gradients to those of the data, once, on the master variables.
+    """Return the regularisation loss, and the gradients with its own added.
 
-    Returns:
-        The regularisation loss of the layers' regularisers and of `weight_decay` (zero for adamw,
-        which decays apart from the gradient), and the gradients of the whole loss.
+    It is that of the layers' regularisers and of `weight_decay`, unless the optimizer decays
+    weights apart from the gradient.
     """
-    decay = 0.0 if options.optimizer == "adamw" else options.weight_decay
+    _, decays_apart = OPTIMIZERS[options.optimizer]
+    decay = 0.0 if decays_apart else options.weight_decay
     total = []
 
     def add(gradient: Any, weight: keras.Variable) -> Any:
@@ -222,11 +227,7 @@ def _scale(gradient: Any, factor: tf.Tensor) -> Any:
 
 
 def _one_slice_a_row(gradient: Any) -> Any:
-    """Add up the slices of a sparse gradient that are of one row.
-
-    A row that several examples look up is there once for each of them. Norms, limits and AdamW's
-    squares are those of the sum.
-    """
+    """Add up what several examples have for one row: limits and squares are those of the sum."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     rows, positions = tf.unique(gradient.indices)

@@ -63,7 +63,7 @@ class Lane:
         """Set the master variables."""
         for name, variable in self.run.masters.variables().items():
             variable.assign(values[name])
-        self.run.masters.spread()
+        self.run.masters.set_copies()
 
     def make_step(self, batch: Sequence[tf.Tensor]) -> dict[str, np.ndarray]:
         """Make a step; return the loss, the gathered gradients, then the master variables."""

@@ -1,0 +1,192 @@
+"""How a run begins: built, restored, placed; and only then is its folder written to."""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import tensorflow as tf
+
+from towers import devices, files
+from towers.errors import InputError, RunError
+from towers.graphs import placement_report
+from towers.graphs.placement import Placement, read_placement, short
+from towers.monitoring import dashboard, events
+from towers.monitoring.samples import Batch, Sampler
+from towers.options.run import Options
+from towers.options.timetable import Timetable
+from towers.training import faults, logits, manifest, trial
+from towers.training.checkpoint import Checkpoints
+from towers.training.rules import rule_book
+from towers.training.run import Run, assemble, find
+from towers.training.tensorflow_errors import one_line_errors
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A run before its next step, and what that step needs.
+
+    `restored` is the step of the checkpoint that it goes on with, None for a new run; the train
+    loop is traced, and `sampler` gives out its batches once more, to look at.
+    """
+
+    run: Run
+    folder: Path
+    checkpoints: Checkpoints
+    restored: int | None
+    timetable: Timetable
+    train_loop: Callable
+    batches: Iterator
+    sampler: Sampler
+    placement: Placement
+
+
+def build(options: Options, say: Say) -> Run:
+    """Build the run, its variables where they are fastest if the options leave that open.
+
+    Raises:
+        InputError: a device, the data or the model cannot be had as the options say.
+        RunError: the data set cannot be read, a GPU does not compute, or gradients are gathered
+            wrong.
+    """
+    names, dataset = find(options)
+    if options.variables == "auto":
+        options = trial.fastest(options, names, dataset, say)
+    run = assemble(options, names, dataset)
+    trial.check_gather(run)
+    return run
+
+
+def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
+    """Restore the newest checkpoint of the folder, if it is to be continued; write nothing."""
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        run.masters.variables(),
+        {n: getattr(run.options, n) for n in ("model", "model_args", "augment", "dataset")},
+        run.options.keep_checkpoints,
+    )
+    if run.options.overwrite:
+        return checkpoints, None
+    restored = checkpoints.restore(lambda line: print(line, file=sys.stderr))
+    run.masters.set_copies()
+    _check_curves(folder, restored, run.options.tensorboard_x)
+    return checkpoints, restored
+
+
+def _check_curves(folder: Path, restored: int | None, over: str) -> None:
+    """Refuse curves that are another program's, or over something else than they would go on."""
+    if restored is None:
+        if any(events.paths(folder / part) for part in ("train", "eval")):
+            raise InputError(
+                f"--train_dir={folder}: there are event files in its train or eval, and no "
+                "checkpoint that they belong to: name another folder"
+            )
+        return
+    lines = []
+    with contextlib.suppress(OSError, ValueError):
+        lines = (folder / "flags.cfg").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        before = line.removeprefix("--tensorboard_x=")
+        if before not in (line, over):
+            raise InputError(
+                f"--tensorboard_x={over}: the curves in {folder} are over {before}; go on "
+                f"with --tensorboard_x={before}, or --overwrite moves the run aside"
+            )
+
+
+def begin(
+    run: Run,
+    folder: Path,
+    lock: files.Lock,
+    checkpoints: Checkpoints,
+    restored: int | None,
+    say: Say,
+) -> Start:
+    """Build and place the graph, say what there is to say, and make the folder that of this run."""
+    options, timetable, train_loop = run.options, run.timetable(), run.train_loop()
+    step, examples = timetable.first_step, timetable.first_examples
+    rules = rule_book(run)
+    for line in [*rules, *logits.notes(run), *devices.report(run.builder.devices)]:
+        say(line)
+    size, seed = options.batch_size, options.seed
+    batches = iter(run.data.train.train_batches(size, seed=seed, step=step, examples=examples))
+    sampler = Sampler(run.data.train, options, run.masters.step)
+    with one_line_errors(options):
+        batch = sampler.batch(step, examples)
+    if batch is not None:
+        run.rehearse(batch.tensors)
+    placement, lines = _place(run, train_loop, batches, say)
+    lines += _check_numbers(run, placement, batch, say)
+    # Until here, nothing was written. The checkpoint comes first: a folder that cannot be written,
+    # or a full disk, is found now and not after an hour.
+    if options.overwrite:
+        files.move_aside(folder)
+    with contextlib.suppress(OSError):  # the checkpoint says it better
+        folder.mkdir(parents=True, exist_ok=True)
+    lock.take(folder)
+    if restored is None:
+        checkpoints.save(0)
+    files.write_text(folder / "flags.cfg", options.to_flagfile())
+    if options.log_device_placement:
+        placement_report.write_tsv(folder / "placement.tsv", placement)
+    for line in manifest.write(run, folder, restored, batch and batch.tensors):
+        say(line)
+    graph = train_loop.get_concrete_function(batches, tf.constant(0)).graph
+    summary: list[str] = []
+    run.masters.model.summary(line_length=100, print_fn=lambda line, **_: summary.append(line))
+    texts = {
+        "rules": rules,
+        "placement": [*lines, "", *placement_report.table(placement)],
+        "model": "\n".join(summary).splitlines(),
+    }
+    dashboard.open_root(folder, options, run.builder.devices, texts, placement, graph)
+    return Start(
+        run, folder, checkpoints, restored, timetable, train_loop, batches, sampler, placement
+    )
+
+
+def _place(
+    run: Run, train_loop: Callable, batches: Iterator, say: Say
+) -> tuple[Placement, list[str]]:
+    """Build the graph of a step, and say where TensorFlow put it; return that and what was said."""
+    options, towers = run.options, run.builder.devices
+    say(f"building    the graph of {len(towers)} tower{'s' * (len(towers) > 1)} ...")
+    with one_line_errors(options):
+        placement = read_placement(train_loop, batches, tf.constant(0))
+    of_masters = {"sharded": towers, "replicated": towers[:1]}.get(options.variables, [])
+    stray = placement_report.strays(
+        placement, towers, run.masters.variables(), [run.builder.gather_device, *of_masters]
+    )
+    lines = placement_report.report(placement, stray)
+    more = []
+    if options.log_device_placement:
+        everything = [short(d.name) for d in tf.config.list_logical_devices()]
+        more = ["  device mapping:", *(f"  {row}" for row in devices.describe(everything))]
+        more += placement_report.table(placement)
+    for line in [*lines, *more]:
+        say(line)
+    if options.placement == "strict":
+        placement_report.check_strict(stray)
+    return placement, lines
+
+
+def _check_numbers(run: Run, placement: Placement, batch: Batch | None, say: Say) -> list[str]:
+    """Say what makes the numbers depend on the number of towers; return these lines."""
+    if len(run.builder.devices) * run.builder.accumulate_steps == 1:
+        return []
+    found = list(run.doubts)
+    if batch is not None:
+        found += faults.find(run.rehearse(batch.tensors), batch.tensors)
+    found += faults.random_ops_of(placement.ops + placement.compiled + placement.gone)
+    found = list(dict.fromkeys(found))
+    if found:
+        say("numbers     may depend on the number of towers:")
+    for line in found:
+        say(f"  {line}")
+    if run.options.draws == "strict" and (draws := [f for f in found if faults.of_draws(f)]):
+        more = f", and {len(draws) - 1} more" if len(draws) > 1 else ""
+        raise RunError(f"--draws=strict: {draws[0]}{more}; or type --draws=report")
+    return found
