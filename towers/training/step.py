@@ -100,7 +100,7 @@ def make_train_step(
         if measured is not None:
             with tf.name_scope("telemetry"):
                 batch = images, labels, draws
-                seen = tower_stats.look(batch, sums, loss, gradients, builder, measured, scale)
+                seen = tower_stats.measure(batch, sums, loss, gradients, builder, measured, scale)
                 before = tower_stats.weights_before(masters.replicas[0].weights, measured)
         with tf.device(builder.gather_device), tf.name_scope("update"):
             if scale is not None:

@@ -1,0 +1,76 @@
+"""What every model of the project does."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from models.cnn import cnn
+from models.resnet import resnet
+
+MODELS = {"cnn": (cnn, 24), "resnet": (functools.partial(resnet, depth=8), 32)}
+POLICIES = {
+    "float32": ("float32", "float32"),
+    "float64": ("float64", "float64"),
+    "mixed_bfloat16": ("bfloat16", "float32"),
+    "mixed_float16": ("float16", "float32"),
+}
+
+pytestmark = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture
+def policy(request):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(request.param)
+    yield request.param
+    keras.config.set_dtype_policy(before)
+
+
+def images(name, dtype=tf.float32):
+    size = MODELS[name][1]
+    return tf.random.stateless_normal([4, size, size, 3], seed=(1, 2), dtype=dtype)
+
+
+@pytest.mark.parametrize("policy", POLICIES, indirect=True)
+def test_layers_compute_in_the_policys_type_and_logits_in_full_precision(name, policy):
+    compute_dtype, full_precision = POLICIES[policy]
+    model = MODELS[name][0]()
+    dtypes = {layer.compute_dtype for layer in model.layers if layer.weights}
+    assert dtypes == {compute_dtype, full_precision}  # the last layer's
+    with tf.GradientTape() as tape:
+        logits = model(images(name), training=True)
+        loss = tf.reduce_sum(logits**2)
+    assert logits.dtype == full_precision
+    gradients = tape.gradient(loss, model.trainable_variables)
+    assert {gradient.dtype.name for gradient in gradients} == {full_precision}
+    assert all(np.all(np.isfinite(gradient)) for gradient in gradients)
+
+
+@pytest.mark.parametrize("policy", ["float64"], indirect=True)
+def test_float64_images_are_not_rounded_to_float32(name, policy):
+    model, exact = MODELS[name][0](), images(name, tf.float64)
+    assert np.any(model(exact) != model(tf.cast(tf.cast(exact, tf.float32), tf.float64)))
+
+
+def test_the_seed_decides_the_initial_values(name):
+    weights = []
+    for seed in (5, 5, 6):
+        keras.utils.set_random_seed(seed)
+        weights.append([w for w in MODELS[name][0]().get_weights() if w.ndim > 1])
+    assert all(np.array_equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
+    assert not any(np.array_equal(a, b) for a, b in zip(weights[0], weights[2], strict=True))
+
+
+def test_image_shape_and_num_classes_are_arguments(name):
+    model = MODELS[name][0](num_classes=7, image_shape=(32, 30, 1))
+    assert model(tf.zeros([3, 32, 30, 1])).shape == (3, 7)
+
+
+def test_survives_saving(name, tmp_path):
+    model = MODELS[name][0]()
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded(images(name)), model(images(name)))
