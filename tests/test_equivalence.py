@@ -12,9 +12,9 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
-from tests.catalogue import CASES, Case
+from tests.catalogue import CASES
 from tests.training.test_update import batches_with_overflow
-from towers import PerTower, TowerBuilder
+from towers import TowerBuilder
 
 DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
 TOLERANCE = 1e-9  # in float64, of an array's largest value
@@ -149,23 +149,6 @@ def test_parts_add_up_to_the_batch(float64, name):
         assert_same(train(case, on_towers(case, n, 3, size=7), sizes), expected)
 
 
-def test_variables_that_are_not_in_every_towers_graph(float64):
-    """Towers 1 and 3 use w, in each part: of 7 examples in parts of 4 and 3, those."""
-    w, nowhere = tf.Variable(2.0, dtype=tf.float64), tf.Variable(1.0)
-    x = tf.constant([1.0, 2, 3, 4, 5, 6, 7], tf.float64)
-    builder = TowerBuilder(DEVICES, accumulate_steps=2)
-
-    @tf.function
-    def step(x):
-        loss_fn = lambda x, use: x * w * w if use else x  # noqa: E731
-        return builder.gradients(loss_fn, [w, nowhere], x, PerTower([False, True, False, True]))
-
-    loss, gradients = step(x)
-    assert float(loss) == pytest.approx((1 + 2 * 4 + 3 + 4 * 4 + 5 + 6 * 4 + 7) / 7, abs=1e-12)
-    assert float(gradients[0]) == pytest.approx((2 + 4 + 6) * 2 * 2 / 7, abs=1e-12)
-    assert gradients[1] is None
-
-
 # -------------------------------------------------------------------- What would be found, if wrong
 
 
@@ -173,32 +156,6 @@ def test_local_batch_norm_is_not_the_same(float64):
     case = make("resnet")
     expected = train(case, one_device(case), [7])
     assert_not_same(train(case, on_towers(case, 2, batch_norm="local"), [7]), expected)
-
-
-def test_a_model_that_draws_by_its_tower_is_not_the_same(float64):
-    w = keras.Variable(np.ones(tiny.IMAGE_SHAPE))
-
-    def loss_fn(images, labels):
-        random = np.random.default_rng(0).normal(size=images.shape)  # as each tower's trace has it
-        return tf.reduce_sum(images * w * random, [1, 2, 3])
-
-    case = Case(loss_fn, [w], [])
-    expected = train(case, one_device(case), [7])
-    assert_same(train(case, on_towers(case, 1, size=7), [7]), expected)
-    assert_not_same(train(case, on_towers(case, 2, size=7), [7]), expected)
-
-
-def test_a_loss_that_divides_by_its_slice_is_not_the_same(float64):
-    case = make("two_outputs")
-
-    def loss_fn(images, labels):
-        losses = case.loss_fn(images, labels)
-        return losses / tf.cast(tf.size(losses), losses.dtype)
-
-    wrong = case._replace(loss_fn=loss_fn)
-    expected = train(wrong, one_device(wrong), [7])
-    assert_same(train(wrong, on_towers(wrong, 1), [7]), expected)
-    assert_not_same(train(wrong, on_towers(wrong, 2), [7]), expected)
 
 
 # ------------------------------------------------------------------------------------------ The run
@@ -239,6 +196,7 @@ OF_MODELS = {
     ),
 }
 RUNS = MODELS | OPTIONS | OF_MODELS
+OVERFLOWING = "tests.training.test_update:overflowing"
 
 
 def run(num_towers=1, batches=None, loss_scale=None, num_calls=(3,), **options):
@@ -283,7 +241,7 @@ def test_a_run_in_parts_is_that_of_whole_batches(model, num_towers):
 
 def test_the_loss_scale_and_a_skipped_step_are_those_of_one_tower():
     """The overflow is in the last tower's slice, the second step of four."""
-    given = dict(model="tests.test_update:overflowing", batch_size=8, loss_scale=2.0**8)
+    given = dict(model=OVERFLOWING, batch_size=8, loss_scale=2.0**8)
     runs = [run(n, batches_with_overflow({1}), num_calls=(4,), **given) for n in (1, 2, 3, 4)]
     expected, metrics = runs[0]
     assert expected["loss_scale"] == 2**7 and expected["good_steps"] == 2
@@ -307,7 +265,7 @@ def test_clipping_comes_after_the_sum():
 
 
 def test_an_infinite_gradient_on_the_second_tower_skips_the_step_for_all():
-    given = dict(model="tests.test_update:overflowing", dtype="mixed_float16", batch_size=8)
+    given = dict(model=OVERFLOWING, dtype="mixed_float16", batch_size=8)
     batches = batches_with_overflow({1})
     before, after = (
         run(2, batches, 2.0**8, num_calls=calls, **given)[0] for calls in [(1,), (1, 1)]
@@ -315,14 +273,3 @@ def test_an_infinite_gradient_on_the_second_tower_skips_the_step_for_all():
     told = {"step": 2, "examples": 16, "loss_scale": 2**7, "good_steps": 0}
     assert {name: after.pop(name) for name in told} == told
     tiny.assert_identical(after, {name: before[name] for name in after})
-
-
-def test_batch_norm_saves_the_statistics_of_all_towers_not_of_the_first(float64):
-    layer = keras.layers.BatchNormalization(momentum=0.5)
-    layer.build([None, 1])
-    builder = TowerBuilder(DEVICES[:2], batch_norm="sync")
-    loss_fn = lambda x: layer(x, training=True)[:, 0]  # noqa: E731
-    x = tf.constant([[0.0], [2.0], [10.0], [20.0]], tf.float64)
-    tf.function(lambda: builder.gradients(loss_fn, [layer.gamma, layer.beta], x))()
-    np.testing.assert_allclose(layer.moving_mean, [8 / 2], rtol=1e-12)  # the first's is 1 / 2
-    np.testing.assert_allclose(layer.moving_variance, [(1 + np.var(x)) / 2], rtol=1e-12)

@@ -9,7 +9,6 @@ is left behind. Each function here says which public interface would do instead,
 
 import contextlib
 import functools
-import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,12 +73,7 @@ class _Switch:
 
 @contextlib.contextmanager
 def _replaced(*changes: tuple[Any, str, Make]) -> Iterator[None]:
-    """Let the calling thread call something else in place of functions, in the block.
-
-    Args:
-        *changes: (a module, class or object; the name of one of its functions; `make`), where
-            `make(before)` returns what to call, and `before` may be an outer block's replacement.
-    """
+    """Let the calling thread call `make(before)` for each (owner, name of its function, make)."""
     with contextlib.ExitStack() as stack:
         for owner, name, make in changes:
             with _LOCK:
@@ -145,8 +139,7 @@ def open_scope() -> keras.StatelessScope | None:
 
 def added_losses() -> list[Any]:
     """Return what `add_loss` and activity regularizers have added in the open scope so far."""
-    scope = get_stateless_scope()
-    return [] if scope is None else list(scope.losses)
+    return list(getattr(get_stateless_scope(), "losses", []))
 
 
 # Variables.
@@ -233,8 +226,7 @@ def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:
 def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
     """Let a Keras optimizer compute each update on its variable's device, when that is ready.
 
-    Keras would hand all gradients through one op, which takes them to one device and waits for the
-    last of them. Public: an `apply` for one variable.
+    Keras takes all gradients through one op of one device. Public: an `apply` for one variable.
     """
 
     def make(update: Callable) -> Callable:  # which Keras hands each variable
@@ -279,8 +271,8 @@ def draw_op(name: str) -> Callable:
 def functions_inlined() -> Block:
     """Let the thread run each `tf.function` as a part of what calls it, converted by AutoGraph.
 
-    Its one trace would serve all towers, with the first one's rows of each draw. One that XLA is to
-    compile, or that is called eagerly, stays a function, with a trace for each block. Public:
+    Its one trace would serve all towers with the first one's draws. One that XLA is to compile, or
+    that is called eagerly, stays a function, traced for each block. Public:
     tf.config.run_functions_eagerly, but it is for all threads, and leaves AutoGraph out.
     """
     own: dict[int, tuple[Function, Function]] = {}
@@ -329,32 +321,10 @@ def converted_as_here(fn: Callable) -> Callable:
 InaccessibleTensorError = errors_impl.InaccessibleTensorError
 
 
-# What may run on made-up examples, of ops that TensorFlow counts as stateful: it leaves no trace.
-_HARMLESS = re.compile(
-    r"VarHandleOp|ReadVariableOp|DisableCopyOnRead|ResourceGather|Assert|StatefulPartitionedCall|"
-    r"(Stateful)?(While|If|Case)$|LookupTable(Find|Size)|AnonymousHashTable|TensorArray|Placeholder|"
-    r"Random(Uniform|UniformInt|StandardNormal|Shuffle|Gamma|Poisson)|TruncatedNormal|Multinomial"
-)
-
-
-def effects_of(graph: tf.Graph) -> set[tuple[str, str]]:
-    """Return (op type, name) of what leaves a trace when a graph runs; the registry tells of each.
-
-    `Operation.op_def` is public, but not of the ops in the functions that a graph calls.
-    """
-    found = set()
-    for name, kind in ops_of(graph):
-        known = op_def_registry.get(kind)
-        if known is not None and known.is_stateful and not _HARMLESS.match(kind):
-            found.add((kind, name))
-    return found
-
-
-def ops_of(graph: tf.Graph) -> list[tuple[str, str]]:
-    """Return (name, type) of the ops of a graph and of all functions that it calls."""
-    definition = graph.as_graph_def()
-    nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-    return [(node.name, node.op) for node in nodes]
+def is_stateful(op_type: str) -> bool:
+    """Tell whether an op may leave a trace. Public: `op_def`, but of no op in a function."""
+    known = op_def_registry.get(op_type)
+    return known is not None and known.is_stateful
 
 
 def called_graph(op: tf.Operation, attribute: str) -> tf.Graph | None:
@@ -466,10 +436,8 @@ def device_memory_bytes() -> dict[str, int]:
 def all_in_float64() -> Block:
     """Let layers that are made in the block, by this thread, compute and keep weights in float64.
 
-    Guides tell users to make the last layer of a model in mixed precision with dtype="float32". In
-    float64 it would round, and rounding hides faults. Keras gives each layer its policy by
-    `dtype_policies.get`, and each `keras.Input` its dtype through `InputLayer`. Public: the global
-    policy, which yields to what a layer asks for.
+    One that asks for float32, as guides tell users of mixed precision, would round, and rounding
+    hides faults. Public: the global policy, which yields to what a layer asks for.
     """
 
     def make_get(get: Callable) -> Callable:

@@ -59,8 +59,7 @@ def largest_difference(found, expected):
 
 
 @pytest.mark.parametrize("known_size", [True, False], ids=["known size", "unknown size"])
-@pytest.mark.parametrize("size", [7, 8, 2])
-@pytest.mark.parametrize("num_towers", [1, 2, 3, 4])
+@pytest.mark.parametrize("size, num_towers", [(7, 1), (7, 3), (8, 2), (2, 4)])
 def test_sync_is_what_one_device_computes(float64, num_towers, size, known_size):
     x = batch(size)
     expected = on_one_device(build(), x)
@@ -68,9 +67,12 @@ def test_sync_is_what_one_device_computes(float64, num_towers, size, known_size)
     assert largest_difference(on_towers(build(), x, builder, known_size), expected) < 1e-9
 
 
-@pytest.mark.parametrize("num_towers", [1, 2, 3])
-@pytest.mark.parametrize("shape", [(3,), (5, 3), (4, 4, 3), (2, 4, 4, 3)])
-@pytest.mark.parametrize("keywords", [{}, {"scale": False}, {"center": False}], ids=str)
+@pytest.mark.parametrize("num_towers", [1, 3])
+@pytest.mark.parametrize(
+    "shape, keywords",
+    [((3,), {}), ((5, 3), {"scale": False}), ((4, 4, 3), {"center": False}), ((2, 4, 4, 3), {})],
+    ids=str,
+)
 def test_the_fused_kernels_compute_what_keras_does(num_towers, shape, keywords):
     """In float32, where they are used; a mean of 15 deviations must cost few digits."""
     x = tf.random.stateless_normal([7, *shape], [1, 2], 30.0, 2.0)
@@ -86,25 +88,10 @@ def test_the_fused_kernels_compute_what_keras_does(num_towers, shape, keywords):
     assert largest_difference(found, expected) < 1e-4
 
 
-def test_local_is_not(float64):
-    found = on_towers(build(), batch(), TowerBuilder(DEVICES[:2], batch_norm="local"))
-    assert largest_difference(found, on_one_device(build(), batch())) > 1e-3
-
-
 def test_a_layer_that_asks_for_it_is_synchronized_anyway(float64):
     builder = TowerBuilder(DEVICES[:3], batch_norm="local")
     found = on_towers(build(synchronized=True), batch(), builder)
     assert largest_difference(found, on_one_device(build(), batch())) < 1e-9
-
-
-def test_a_frozen_layer_keeps_its_statistics(float64):
-    models = build(), build()
-    for model in models:
-        model.layers[0].trainable = False
-        model.layers[0].moving_mean.assign([4.0, 5.0, 6.0])
-    found = on_towers(models[0], batch(), TowerBuilder(DEVICES[:3], batch_norm="sync"))
-    assert largest_difference(found, on_one_device(models[1], batch())) < 1e-9
-    np.testing.assert_array_equal(models[0].layers[0].moving_mean, [4.0, 5.0, 6.0])
 
 
 def test_a_shared_layer_and_another_axis(float64):

@@ -63,13 +63,6 @@ def test_windows_and_heads_belong_to_their_example():
     np.testing.assert_array_equal(part, whole[6:12])
 
 
-def test_nothing_is_changed_outside():
-    before = tf.random.stateless_uniform([4, 2], SEED)
-    with pytest.raises(KeyError), of_rows(Rows(2, 4, 6)):
-        raise KeyError
-    np.testing.assert_array_equal(tf.random.stateless_uniform([4, 2], SEED), before)
-
-
 # ---------------------------------------------------------------------------- Layers, over towers
 
 LAYERS = {
@@ -116,17 +109,13 @@ class Images(keras.layers.Layer):
 def outputs(layer, num_towers, x, num_steps, known_size):
     """What a layer gives in training, joined from the towers, step by step."""
     builder = TowerBuilder(DEVICES[:num_towers])
-    given = [None if known_size else None, *x.shape[1:]]
-    given[0] = len(x) if known_size else None
-    kept = []
+    given = [len(x) if known_size else None, *x.shape[1:]]
 
     @tf.function(input_signature=[tf.TensorSpec(given, tf.float32)])
     def step(x):
         return builder.concat(lambda x: layer(x, training=True), x)
 
-    for _ in range(num_steps):
-        kept.append(step(x).numpy())
-    return kept
+    return [step(x).numpy() for _ in range(num_steps)]
 
 
 @pytest.mark.parametrize("known_size", [True, False], ids=["known size", "unknown size"])
@@ -137,7 +126,7 @@ def test_layers_draw_for_each_example_what_one_device_draws(name, known_size):
     alone(x, training=False)
     plain = [alone(x, training=True).numpy() for _ in range(3)]
     assert np.abs(plain[0] - plain[1]).max() > 0  # it does draw, anew in each step
-    for num_towers in 1, 2, 3, 4:
+    for num_towers in (1, 3) if known_size else (2, 4):
         layer = LAYERS[name]()
         layer(x, training=False)
         found = outputs(layer, num_towers, x, 3, known_size)

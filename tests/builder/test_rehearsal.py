@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers import PerTower, TowerBuilder
+from towers import TowerBuilder
 from towers.builder.draws import Layout
 from towers.builder.rehearsal import parts_of, rehearse
 
@@ -66,36 +66,27 @@ def per_example(fn):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_layout_of_a_draw_is_found(name):
-    fn, expected = LAYOUTS[name]
-    (drawn,) = rehearse(per_example(fn), [tf.constant(X)]).draws
-    assert drawn.layout == (None if expected == "untold" else expected)
-
-
-@pytest.mark.parametrize("size", [7, None], ids=["known size", "unknown size"])
-@pytest.mark.parametrize("name", [n for n, (_, layout) in LAYOUTS.items() if layout != "untold"])
-def test_towers_draw_in_any_layout_what_one_device_draws(name, size):
-    fn = per_example(LAYOUTS[name][0])
-    builder = TowerBuilder(DEVICES, accumulate_steps=2)
-
-    @tf.function(input_signature=[tf.TensorSpec([size, 4, 6])])
-    def step(x):
-        return builder.concat(fn, x), builder.gradients(fn, [], x)[0]
-
-    for found in step(X):
-        expected = fn(tf.constant(X))
-        expected = expected if found.shape.rank else tf.reduce_mean(expected)
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", [n for n, (_, layout) in LAYOUTS.items() if layout == "untold"])
-def test_what_cannot_be_told_is_told(name):
+def test_the_layout_of_a_draw_is_found_or_told_of(name):
+    """Towers then draw what one device draws, of slices of known and of unknown sizes."""
+    fn, layout = per_example(LAYOUTS[name][0]), LAYOUTS[name][1]
     told = []
-    builder = TowerBuilder(DEVICES, on_doubt=told.append)
-    fn = per_example(LAYOUTS[name][0])
-    builder.gradients(fn, [], tf.constant(X))
-    builder.gradients(fn, [], tf.constant(X))
-    assert len(told) == 1 and told[0].startswith("ambiguous draw: ")
+    builder = TowerBuilder(DEVICES, accumulate_steps=2, on_doubt=told.append)
+    (drawn,) = builder.rehearse(fn, tf.constant(X)).draws
+    if layout == "untold":
+        assert drawn.layout is None
+        builder.gradients(fn, [], tf.constant(X))
+        assert len(told) == 1 and told[0].startswith("ambiguous draw: ")
+        return
+    assert drawn.layout == layout and not told
+    expected = fn(tf.constant(X))
+    some = tf.function(lambda x: builder.gradients(fn, [], x)[0], [tf.TensorSpec([7, 4, 6])])
+    anything = tf.function(lambda x: builder.concat(fn, x), [tf.TensorSpec([None, 4, 6])])
+    np.testing.assert_allclose(some(X), tf.reduce_mean(expected), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(anything(X), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_doubts_are_warnings():
+    fn = per_example(LAYOUTS["pairs"][0])
     with pytest.warns(UserWarning, match="ambiguous draw"):
         TowerBuilder(DEVICES).gradients(fn, [], tf.constant(X))
 
@@ -121,14 +112,15 @@ def test_the_same_function_made_anew_is_rehearsed_once():
     assert parts_of(make(model), [])[1:] != parts_of(make(layers.Dropout(0.5)), [])[1:]
 
 
-def test_functions_of_even_batches():
+@pytest.mark.parametrize("multiple, size, few", [(2, 8, 6), (5, 10, 15)])
+def test_functions_of_batches_of_some_sizes_only(multiple, size, few):
     def fn(x):
         noise = tf.transpose(uniform([4, tf.shape(x)[0], 6]), [1, 0, 2])
-        pairs = tf.reshape(x + noise, [x.shape[0] // 2, 2, 24])
-        return tf.reshape(tf.reduce_sum(tf.sin(pairs), 2), [-1])
+        groups = tf.reshape(x + noise, [x.shape[0] // multiple, multiple, 24])
+        return tf.reshape(tf.reduce_sum(tf.sin(groups), 2), [-1])
 
-    x = tf.concat([X, X[:1]], axis=0)
-    assert rehearse(fn, [x]).few.size == 6
+    x = tf.concat([X, X], axis=0)[:size]
+    assert rehearse(fn, [x]).few.size == few
     loss, _ = TowerBuilder(DEVICES[:2]).gradients(fn, [], x)
     np.testing.assert_allclose(loss, tf.reduce_mean(fn(x)), rtol=1e-5)
 
@@ -203,8 +195,7 @@ def test_state_that_cannot_be_put_together_is_named():
     ],
     ids=["[1]", "axis 0 is gone", "as long as a slice", "integers", "bools", "[b, 1]"],
 )
-@pytest.mark.parametrize("num_towers", [1, 3])
-@pytest.mark.parametrize("size", [7, None], ids=["known size", "unknown size"])
+@pytest.mark.parametrize("num_towers, size", [(1, 7), (3, None)])
 def test_losses_that_are_not_one_for_each_example(losses, num_towers, size):
     builder = TowerBuilder(DEVICES[:num_towers])
     spec = tf.TensorSpec([size, 4, 6])
@@ -301,12 +292,6 @@ def test_assignments_are_caught_by_every_method():
     )  # fmt: skip
 
 
-def test_per_tower_values_stay_what_they_are():
-    fn = lambda x, scale: x[:, 0, 0] * scale  # noqa: E731
-    loss, _ = TowerBuilder(DEVICES[:2]).gradients(fn, [], X[:4], PerTower([1.0, 3.0]))
-    np.testing.assert_allclose(loss, np.mean(X[:4, 0, 0] * [1, 1, 3, 3]), rtol=1e-6)
-
-
 # ---------------------------------------------------------------------------- What is not silent
 
 
@@ -356,16 +341,6 @@ def test_a_function_that_draws_otherwise_for_few_examples_is_told_of():
 
     builder.gradients(fn, [], X)
     assert told and told[0].startswith("ambiguous draw: ")
-
-
-def test_functions_of_batches_of_five():
-    def fn(x):
-        groups = tf.reshape(x, [x.shape[0] // 5, 5, 24])
-        return tf.reshape(tf.reduce_sum(groups, 2), [-1]) * uniform([tf.shape(x)[0]])
-
-    x = tf.constant(np.random.default_rng(2).normal(size=(10, 4, 6)).astype("float32"))
-    loss, _ = TowerBuilder(DEVICES[:2]).gradients(fn, [], x)
-    np.testing.assert_allclose(loss, tf.reduce_mean(fn(x)), rtol=1e-5)
 
 
 def test_a_tower_without_examples_leaves_sums_alone():

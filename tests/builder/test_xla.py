@@ -66,8 +66,8 @@ def draws(num_classes, image_shape):
         dict(model="tests.tiny:dense", model_args="l2=0.1", variables="sharded"),
         dict(model="tests.tiny:dense", variables="replicated", accumulate_steps=2, batch_size=5),
         dict(model="tests.tiny:cnn", num_towers="1"),  # one tower's BatchNorm is over all of them
-        dict(model="tests.test_jit:draws", dtype="mixed_float16", num_towers="3"),
-        dict(model="tests.test_variables:embedding", weight_decay=0.01, augment="resnet"),
+        dict(model="tests.builder.test_xla:draws", dtype="mixed_float16", num_towers="3"),
+        dict(model="tests.training.test_variables:embedding", weight_decay=0.01, augment="resnet"),
     ],
     ids=["sharded", "replicated in parts", "BatchNorm", "draws", "embedding"],
 )
@@ -297,6 +297,6 @@ def test_batch_norm_over_all_towers_is_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("layer, op", [("text", "AsString"), ("python", "PyFunc")])
 def test_what_xla_cannot_compile_is_one_line(tmp_path, capsys, layer, op):
-    assert towers_train(tmp_path, f"--model=tests.test_jit:{layer}") == 1
+    assert towers_train(tmp_path, f"--model=tests.builder.test_xla:{layer}") == 1
     line = r"towers: --jit_compile: XLA cannot compile {}, of layer \S*{}: leave the flag out.*\n"
     assert re.search(line.format(op, layer), capsys.readouterr().err)

@@ -168,12 +168,15 @@ def assign_once(
 ) -> list[keras.Variable]:
     """Make the assignments that the towers' scopes keep, one for each variable.
 
-    Returns the variables of which nothing said how several values make one.
+    What nobody knows better is taken for an average if it is a float, else for a counter of steps.
 
     Args:
         scopes: of the towers, closed.
-        policies: {id of a variable: how the towers' values make one}, for those that do not say
-            it themselves; see `_merge`.
+        policies: {id of a variable: how the towers' values make one, see `merge`}, for those that
+            do not say it themselves.
+
+    Returns:
+        The variables of which nothing said how several values make one.
     """
     found = {}
     for scope in scopes:
@@ -187,15 +190,17 @@ def assign_once(
         averaged = any(key in scope.averages for scope in scopes)
         if len(values) > 1 and not (policy or averaged or variable.name == SEED_STATE):
             unknown.append(variable)
-        variable.assign(_merge(variable, values, counts, policy))
+        if len(values) > 1:
+            values = [tf.convert_to_tensor(value) for value in values]
+            values = [merge(policy or "mean", variable.value, values, counts)]
+        variable.assign(values[0])
     return unknown
 
 
 def policy_of(variable: keras.Variable) -> str | None:
     """Return how a variable itself says that the values of several towers make one, or None."""
-    aggregation = getattr(variable, "aggregation", None)
-    names = {"sum": "sum", "mean": "mean", "only_first_replica": "first"}
-    return names.get(aggregation)
+    policies = {"sum": "sum", "mean": "mean", "only_first_replica": "first"}
+    return policies.get(getattr(variable, "aggregation", None))
 
 
 def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]) -> tf.Tensor:
@@ -224,19 +229,6 @@ def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]
         weighted = [tf.math.multiply_no_nan(v, w) for v, w in zip(values, weights, strict=True)]
         return tf.add_n(weighted) / tf.add_n(weights)
     return values[0]
-
-
-def _merge(
-    variable: keras.Variable, values: list[tf.Tensor], counts: list[Any], policy: str | None
-) -> tf.Tensor:
-    """Return the one value for a variable that the towers assigned.
-
-    What nobody knows better is taken for an average if it is a float, else for a counter of steps.
-    """
-    if len(values) == 1:
-        return values[0]
-    values = [tf.convert_to_tensor(value) for value in values]
-    return merge(policy or "mean", variable.value, values, counts)
 
 
 def widen(value: tf.Tensor) -> tf.Tensor:

@@ -18,7 +18,11 @@ from towers import tf_private
 from towers.builder.assignments import TowerScope
 from towers.builder.exchange import Member
 
-MODES = ("sync", "local")
+
+def check_mode(mode: str) -> None:
+    """Refuse what says not which examples moments are taken over."""
+    if mode not in ("sync", "local"):
+        raise ValueError(f"batch_norm={mode!r} must be 'sync' or 'local'")
 
 
 @contextlib.contextmanager

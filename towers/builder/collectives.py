@@ -25,10 +25,7 @@ _FIRST_GROUP_KEY = 1_000
 def all_sum(values: Sequence[Sequence[tf.Tensor]], devices: Sequence[str]) -> list[list[tf.Tensor]]:
     """Return for each tower the sums over all towers, on its own device.
 
-    Args:
-        values: of each tower a list of tensors, of the same shapes and types in all; the last are
-            summed first: gradients come in that order.
-        devices: one for each tower.
+    The last tensors of each tower's list are summed first: gradients come in that order.
 
     Raises:
         ValueError: two towers share a device, or the function is not compiled.
@@ -73,13 +70,11 @@ def buckets(values: Sequence[tf.Tensor]) -> list[list[int]]:
 
 
 def _pack(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Lay tensors behind each other, flat."""
     flat = [tf.reshape(value, [-1]) for value in values]
     return tf.concat(flat, axis=0) if len(flat) > 1 else flat[0]
 
 
 def _unpack(packed: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Undo `_pack` for tensors of the shapes of `like`."""
     sizes = [value.shape.num_elements() for value in like]
     parts = tf.split(packed, sizes) if len(sizes) > 1 else [packed]
     return [tf.reshape(part, value.shape) for part, value in zip(parts, like, strict=True)]

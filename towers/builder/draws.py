@@ -28,42 +28,16 @@ _PHILOX = 1
 # A truncated normal draws again until it lies inside: so many counts are set aside for each number.
 _COUNTS_OF_TRUNCATED = 64
 
-# Ops whose numbers do not follow the example, and what to write in their place.
-USE_KERAS = "draw from a keras.random.SeedGenerator, by keras.random.uniform, normal or dropout"
-_UNIFORM = "make them from numbers of keras.random.uniform or normal"
-OTHERS = {
-    **dict.fromkeys(
-        "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal RandomShuffle "
-        "Multinomial RandomGamma RandomPoisson RandomPoissonV2 ParameterizedTruncatedNormal "
-        "StatefulUniform StatefulUniformInt StatefulUniformFullInt StatefulStandardNormal "
-        "StatefulStandardNormalV2 StatefulTruncatedNormal StatefulRandomBinomial RngReadAndSkip "
-        "RngSkip".split(),
-        USE_KERAS,
-    ),
-    **dict.fromkeys(
-        "StatelessMultinomial StatelessRandomGammaV2 StatelessRandomGammaV3 "
-        "StatelessRandomBinomial StatelessRandomPoisson StatelessParameterizedTruncatedNormal "
-        "StatelessRandomUniform StatelessRandomNormal StatelessTruncatedNormal".split(),
-        _UNIFORM,
-    ),
-}
 _HERE = threading.local()
-PYTHON = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """A slice of the global batch; each is an int or a scalar tensor.
-
-    Attributes:
-        start: of the slice in the global batch.
-        size: number of its examples.
-        total: number of examples of the global batch.
-    """
+    """A slice of the global batch, in numbers of examples: ints or scalar tensors."""
 
     start: Any
     size: Any
-    total: Any
+    total: Any  # of the global batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,17 +59,10 @@ WHOLE = Layout(None)
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """What a rehearsal knows of one draw.
+    """What a rehearsal knows of one draw; None is what cannot be told."""
 
-    Attributes:
-        op: its name in `tf_private.DRAWS`.
-        dims: its shape, each axis as (constant, factor of the number of examples); None: unknown.
-        layout: None if it cannot be told.
-        layer: that draws it.
-    """
-
-    op: str
-    dims: tuple[tuple[int, int] | None, ...] | None
+    op: str  # one of `tf_private.DRAWS`
+    dims: tuple[tuple[int, int] | None, ...] | None  # (constant, factor of the number of examples)
     layout: Layout | None
     layer: str = ""
 
@@ -112,16 +79,10 @@ class Drawn:
 
 
 class Draws:
-    """Draws a tower's rows, draw by draw in the order of the rehearsal."""
+    """Draws a tower's rows, draw by draw in the order of the rehearsal: see `of_rows`."""
 
     def __init__(self, rows: Rows | None, known: Sequence[Drawn] | None, by_xla: bool = False):
-        """Set what is drawn.
-
-        Args:
-            rows: of the slice; None: nothing was split.
-            known: what the rehearsal found, in order; None: there was none that could tell.
-            by_xla: the draws are compiled, and are to be those of TensorFlow's kernels.
-        """
+        """Set what is drawn."""
         self.rows, self.known, self.by_xla = rows, known, by_xla
         self._places = itertools.count()
         self.num_guessed = 0  # of which the rehearsal did not know
@@ -164,7 +125,12 @@ def of_rows(
     """Let draws in the block that are by example be those of `rows` of the global batch.
 
     What Keras draws from a `SeedGenerator` comes through here, and all of `tf.random.stateless_*`
-    but gamma, binomial, poisson and categorical. Args as of `Draws`.
+    but gamma, binomial, poisson and categorical.
+
+    Args:
+        rows: of the slice; None: nothing was split.
+        known: what the rehearsal found, in order; None: there was none that could tell.
+        by_xla: the draws are compiled, and are to be those of TensorFlow's kernels.
     """
     if rows is None and not by_xla:
         yield None

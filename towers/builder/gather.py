@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from towers.builder import collectives
 from towers.builder.assignments import widen
+from towers.builder.splitting import PerTower
 
 
 def map_towers(policy: Callable, results: Sequence[Any]) -> Any:
@@ -53,16 +54,30 @@ def join(values: Sequence[Any]) -> Any:
     return tf.concat(values, axis=0) if values else None
 
 
+def means(
+    gradients: Sequence[Sequence[Any]],
+    variables: Sequence[Any],
+    devices: Sequence[str],
+    gather_device: str,
+    places: Sequence[str] | None,
+    count: tf.Tensor,
+) -> list[Any]:
+    """Return the mean gradients of variables, from each tower's sums over its examples.
+
+    A `PerTower` is a variable with copies, and its means are one, too; without these each gradient
+    is gathered at a place of its own if there are `places`, else on the gather device.
+    """
+    if not any(isinstance(v, PerTower) for v in variables):
+        return mean_at(gradients, places or [gather_device] * len(variables), count)
+    on_towers = mean_on_every_tower(gradients, devices, gather_device, count)
+    pairs = zip(zip(*on_towers, strict=True), variables, strict=True)
+    return [PerTower(mean) if isinstance(v, PerTower) else mean[0] for mean, v in pairs]
+
+
 def mean_at(
     gradients: Sequence[Sequence[Any]], places: Sequence[str], count: tf.Tensor
 ) -> list[Any]:
-    """Add up each gradient and divide it by the number of examples, on a device of its own.
-
-    Args:
-        gradients: of each tower a list, sums over its examples.
-        places: the device for each gradient.
-        count: number of all examples.
-    """
+    """Add up each gradient and divide it by the number of examples, on a device of its own."""
     means = []
     for values, place in zip(zip(*gradients, strict=True), places, strict=True):
         with tf.device(place):
@@ -75,14 +90,8 @@ def mean_on_every_tower(
 ) -> list[list[Any]]:
     """Add up the gradients by collectives; return for each device the means, on it.
 
-    Sparse ones, and those that not all towers have, are gathered with `add_n` and handed out.
-
-    Args:
-        gradients: of each tower a list, sums over its examples; the last towers may be missing, if
-            there was no example for them.
-        devices: all towers', in tower order.
-        gather_device: of `add_n`.
-        count: number of all examples.
+    Sparse ones, and those that not all towers have, are gathered with `add_n` and handed out; the
+    last towers have none if there was no example for them.
     """
     columns = list(zip(*gradients, strict=True))
     full = len(gradients) == len(devices)
@@ -128,3 +137,9 @@ def map_values(fn: Callable, gradient: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(fn(gradient.values), gradient.indices, gradient.dense_shape)
     return fn(gradient)
+
+
+def tensors(structure: Any) -> list[tf.Tensor]:
+    """Return the tensors of a structure, those of sparse ones too."""
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    return [leaf for leaf in leaves if leaf is not None]

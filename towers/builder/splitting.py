@@ -18,6 +18,17 @@ class PerTower:
         self.values = list(values)
 
 
+def as_devices(devices: Sequence[str]) -> list[str]:
+    """Return the towers' devices as a list; refuse a string, and none."""
+    found = [] if isinstance(devices, str) else list(devices)
+    if not found:
+        raise ValueError(
+            f"devices={devices!r} must be a list with one device for each tower, "
+            'such as ["/gpu:0", "/gpu:1"]'
+        )
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Slice:
     """A tower's part of the batch, and which rows of it these are; None: nothing was split."""
@@ -44,13 +55,13 @@ def split(batch: Sequence[Any], num_towers: int, num_rounds: int = 1) -> list[Sl
     return slices
 
 
-def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
-    """Return the leaves of a batch as what can be split, or as `PerTower`s.
+def is_split(batch: Sequence[Any]) -> bool:
+    """Tell whether anything in a batch is split, and not handed over as it is."""
+    return not all(isinstance(leaf, PerTower | None) for leaf in tf.nest.flatten(batch))
 
-    Args:
-        batch: any structure.
-        num_towers: for which these must have values; None: any number.
-    """
+
+def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
+    """Return the leaves of a batch as what can be split, or as `PerTower`s for so many towers."""
     return [_check_leaf(leaf, num_towers) for leaf in tf.nest.flatten(batch)]
 
 

@@ -16,7 +16,7 @@ from towers.builder.exchange import Member
 from towers.errors import InputError
 
 
-def by_xla(fn: Callable) -> tuple[TowerScope, Any]:
+def compiled(fn: Callable) -> tuple[TowerScope, Any]:
     """Return what `fn()` returns, a scope and a structure of tensors, computed by XLA.
 
     Raises:

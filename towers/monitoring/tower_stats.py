@@ -10,7 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from towers.builder import gather
-from towers.builder.tower import TowerBuilder, TowerSums
+from towers.builder.backward import TowerSums
+from towers.builder.tower import TowerBuilder
 
 PHASES = ("input_wait_seconds", "compute_seconds", "gather_seconds")
 

@@ -5,19 +5,41 @@ then changed: what follows from that for the others, no tower can know that has 
 """
 
 import contextlib
-import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from towers.builder.doubts import random_ops
 from towers.builder.layers import NO_LAYER
-from towers.builder.rehearsal import FEW, MORE, Rehearsal, agrees, join, random_ops, two_and_both
-from towers.builder.stage import Take, run
+from towers.builder.rehearsal import FEW, MORE, Rehearsal
+from towers.builder.states import agrees, join, two_and_both
+from towers.builder.tracing import Trace, run
 from towers.graphs.placement import Op
 
 _EFFECT = 1e-5  # of the largest value: less is rounding
+
+_MIXED = (
+    "mixed examples: layer {} lets the examples of a batch see each other, and a tower has only "
+    "those of its slice; compute each example from itself alone (moments of the whole batch: "
+    "keras.layers.BatchNormalization, with --batch_norm=sync)"
+)
+_ADDED = (
+    "added loss: layer {} adds a loss that is no mean over the examples of a batch, so it depends "
+    "on how many a tower has; divide by their number (keras.ops.mean)"
+)
+_BATCH_SIZE = (
+    "batch size: layer {} depends on the number of examples that it is called with, and a tower is "
+    "called with those of its slice; leave that number out, the mean over all examples is taken "
+    "once, after the gather"
+)
+_PLACE = (
+    "place in the batch: layer {} depends on the places of examples in the batch, as by tf.range "
+    "or by draws inside of a map over examples, and a tower counts from the first of its slice; "
+    "hand such numbers over with the examples, draw for all of them at once"
+)
 
 
 def random_ops_of(ops: Iterable[Op]) -> list[str]:
@@ -39,141 +61,106 @@ def find(rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool = False) -> 
         batch: some real examples: its arguments.
         thorough: look at the backward pass, and for what depends on the number of examples, too.
     """
-    doubts, examples = rehearsal.doubts(), Examples(batch)
+    doubts = rehearsal.doubts
     if rehearsal.few is None or not rehearsal.by_example:
         return doubts
     if any(doubt.startswith("ambiguous") for doubt in doubts):
         return doubts  # an example may then see others by their draws
-    finders = [mixed, mixed_among_more, batch_size, added_sums] if thorough else [mixed, added_sums]
-    found = _look(finders, rehearsal, examples)
+    trials, found = _Trials(rehearsal, batch), []
+    finders = [trials.mixed, trials.mixed_among_more, trials.batch_size, trials.added_sums]
+    for finder in finders if thorough else [trials.mixed, trials.added_sums]:
+        with contextlib.suppress(Exception):  # the towers themselves will say why
+            found += finder()
     first = [line for line in found if line.startswith("mixed")]  # this explains what comes next
     return list(dict.fromkeys([*first, *doubts, *found]))
 
 
-def _look(finders: Sequence[Callable], rehearsal: Rehearsal, examples: "Examples") -> list[str]:
-    """Return what the finders find; where one cannot run, the towers themselves will say why."""
-    found = []
-    for finder in finders:
-        with contextlib.suppress(Exception):
-            found += finder(rehearsal, examples)
-    return found
+class _Trials:
+    """Runs of a rehearsed function on real examples, of which there are as many as one likes."""
 
-
-class Examples:
-    """Real examples, of which there are as many as one likes."""
-
-    def __init__(self, batch: Sequence[Any]):
-        """Set the batch, whose leaves have examples along axis 0."""
+    def __init__(self, rehearsal: Rehearsal, batch: Sequence[Any]):
+        self.tracer, self.few, self.draws = rehearsal.tracer, rehearsal.few, rehearsal.draws
+        self.sizes = self.few.size, self.few.size // FEW * MORE
         self.leaves = tf.nest.flatten(list(batch))
+        self.two_and_both = functools.cache(self._two_and_both)
 
-    def take(self, start: int, size: int) -> list[Any]:
+    def examples(self, start: int, size: int) -> list[Any]:
         """Return `size` examples, from the number `start` on, and again from the first."""
         return [tf.gather(leaf, np.arange(start, start + size) % len(leaf)) for leaf in self.leaves]
 
+    def with_another_first(self, trace: Trace) -> Iterator[tuple[dict, dict]]:
+        """Yield the outcome for some examples, and that with another one in the first's place."""
+        inputs, others = self.examples(0, trace.size), self.examples(trace.size, 1)
+        before = run(trace, inputs)
+        if _differ(before["rows"], run(trace, inputs)["rows"]):
+            return  # it draws with a state of its own
+        for unlike in _UNLIKE:
+            changed = [
+                tf.concat([unlike(other), leaf[1:]], axis=0)
+                for leaf, other in zip(inputs, others, strict=True)
+            ]
+            yield before, run(trace, changed)
 
-def mixed(rehearsal: Rehearsal, examples: Examples) -> list[str]:
-    """Name the layer by which the loss of an example depends on another example."""
-    take = rehearsal.few
-    for before, after in _with_another_first(take, examples):
-        if _differ(before["rows"][1:], after["rows"][1:]):
-            pairs = zip(take.layers, before["layers"], after["layers"], strict=True)
-            layer = next((n for n, a, b in pairs if _differ(a[1:], b[1:])), NO_LAYER)
-            return [_MIXED.format(layer)]
-    return []
+    def _two_and_both(self, backward: bool) -> tuple[list[Trace], list[dict]]:
+        """Return traces of two slices and of the batch that they make, and what these give."""
+        traces = two_and_both(self.tracer, self.sizes, self.draws, backward=backward)
+        parts = [self.examples(0, self.sizes[0]), self.examples(*self.sizes)]
+        inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
+        return traces, [run(trace, own) for trace, own in zip(traces, inputs, strict=True)]
 
-
-def mixed_among_more(rehearsal: Rehearsal, examples: Examples) -> list[str]:
-    """Name the layer by which an example's loss or gradient depends on another, among more."""
-    size = rehearsal.few.size // FEW * (FEW + MORE)
-    forward, backward = (rehearsal.stage.take(size, backward=b) for b in (False, True))
-    if found := mixed(dataclasses.replace(rehearsal, few=forward), examples):
-        return found
-    for before, after in _with_another_first(backward, examples):
-        pairs = zip(before["layers"], after["layers"], strict=True)
-        if places := [i for i, (a, b) in enumerate(pairs) if _differ(a[1:], b[1:])]:
-            return [_MIXED.format(_after(backward, places[-1]))]
-    return []
-
-
-_MIXED = (
-    "mixed examples: layer {} lets the examples of a batch see each other, and a tower has only "
-    "those of its slice; compute each example from itself alone (moments of the whole batch: "
-    "keras.layers.BatchNormalization, with --batch_norm=sync)"
-)
-
-
-def _with_another_first(take: Take, examples: Examples) -> Iterator[tuple[dict, dict]]:
-    """Yield the outcome for some examples, and that with another one in the first's place."""
-    inputs, others = examples.take(0, take.size), examples.take(take.size, 1)
-    before = run(take, inputs)
-    if _differ(before["rows"], run(take, inputs)["rows"]):
-        return  # it draws with a state of its own
-    for unlike in _UNLIKE:
-        changed = [
-            tf.concat([unlike(other), leaf[1:]], axis=0)
-            for leaf, other in zip(inputs, others, strict=True)
-        ]
-        yield before, run(take, changed)
-
-
-def _after(take: Take, place: int) -> str:
-    """Return the layer that is called after the one whose output's gradient is wrong."""
-    return take.layers[place + 1] if place + 1 < len(take.layers) else NO_LAYER
-
-
-def added_sums(rehearsal: Rehearsal, examples: Examples) -> list[str]:
-    """Name the layers that add a loss which is no mean over examples."""
-    if not rehearsal.few.adding:
+    def mixed(self, trace: Trace | None = None) -> list[str]:
+        """Name the layer by which the loss of an example depends on another example."""
+        trace = trace or self.few
+        for before, after in self.with_another_first(trace):
+            if _differ(before["rows"][1:], after["rows"][1:]):
+                pairs = zip(trace.layers, before["layers"], after["layers"], strict=True)
+                layer = next((n for n, a, b in pairs if _differ(a[1:], b[1:])), NO_LAYER)
+                return [_MIXED.format(layer)]
         return []
-    takes, results, sizes = _two_and_both(rehearsal, examples)
-    lines = []
-    for layer, *values in zip(takes[0].adding, *(r["added"] for r in results), strict=True):
-        if not agrees("mean", 0.0, values[:2], sizes, values[2]):
-            lines.append(
-                f"added loss: layer {layer} adds a loss that is no mean over the examples of a "
-                "batch, so it depends on how many a tower has; divide by their number "
-                "(keras.ops.mean)"
-            )
-    return lines
+
+    def mixed_among_more(self) -> list[str]:
+        """Name the layer by which an example's loss or gradient depends on another, among more."""
+        forward, backward = (self.tracer.trace(sum(self.sizes), backward=b) for b in (False, True))
+        if found := self.mixed(forward):
+            return found
+        for before, after in self.with_another_first(backward):
+            pairs = zip(before["layers"], after["layers"], strict=True)
+            if places := [i for i, (a, b) in enumerate(pairs) if _differ(a[1:], b[1:])]:
+                return [_MIXED.format(_after(backward, places[-1]))]
+        return []
+
+    def added_sums(self) -> list[str]:
+        """Name the layers that add a loss which is no mean over examples."""
+        if not self.few.adding:
+            return []
+        traces, results = self.two_and_both(False)
+        added = zip(traces[0].adding, *(result["added"] for result in results), strict=True)
+        return [
+            _ADDED.format(layer)
+            for layer, *own, both in added
+            if not agrees("mean", 0.0, own, self.sizes, both)
+        ]
+
+    def batch_size(self) -> list[str]:
+        """Name the layer that depends on the number or places of examples, or whose gradient."""
+        size = self.sizes[0]
+        for backward in (False, True):
+            traces, (first, second, both) = self.two_and_both(backward)
+            for own, rows, line in (
+                (first, slice(0, size), _BATCH_SIZE), (second, slice(size, None), _PLACE),
+            ):  # fmt: skip
+                pairs = zip(own["layers"], both["layers"], strict=True)
+                places = [i for i, (a, b) in enumerate(pairs) if _differ(a, b[rows])]
+                if backward and places:
+                    return [line.format(_after(traces[0], places[-1]))]
+                if not backward and _differ(own["rows"], both["rows"][rows]):
+                    return [line.format(traces[0].layers[places[0]] if places else NO_LAYER)]
+        return []
 
 
-def batch_size(rehearsal: Rehearsal, examples: Examples) -> list[str]:
-    """Name the layer that depends on the number of examples or their places, or whose gradient."""
-    for backward in (False, True):
-        takes, (first, second, both), (size, _) = _two_and_both(rehearsal, examples, backward)
-        for own, rows, line in (
-            (first, slice(0, size), _BATCH_SIZE), (second, slice(size, None), _PLACE),
-        ):  # fmt: skip
-            pairs = zip(own["layers"], both["layers"], strict=True)
-            places = [i for i, (a, b) in enumerate(pairs) if _differ(a, b[rows])]
-            if backward and places:
-                return [line.format(_after(takes[0], places[-1]))]
-            if not backward and _differ(own["rows"], both["rows"][rows]):
-                return [line.format(takes[0].layers[places[0]] if places else NO_LAYER)]
-    return []
-
-
-_BATCH_SIZE = (
-    "batch size: layer {} depends on the number of examples that it is called with, and a tower is "
-    "called with those of its slice; leave that number out, the mean over all examples is taken "
-    "once, after the gather"
-)
-_PLACE = (
-    "place in the batch: layer {} depends on the places of examples in the batch, as by tf.range "
-    "or by draws inside of a map over examples, and a tower counts from the first of its slice; "
-    "hand such numbers over with the examples, draw for all of them at once"
-)
-
-
-def _two_and_both(
-    rehearsal: Rehearsal, examples: Examples, backward: bool = False
-) -> tuple[list[Take], list, tuple]:
-    """Run the function on two slices and on the batch that they make."""
-    sizes = rehearsal.few.size, rehearsal.few.size // FEW * MORE
-    takes = two_and_both(rehearsal.stage, sizes, rehearsal.draws, backward=backward)
-    parts = [examples.take(0, sizes[0]), examples.take(*sizes)]
-    inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
-    return takes, [run(take, own) for take, own in zip(takes, inputs, strict=True)], sizes
+def _after(trace: Trace, place: int) -> str:
+    """Return the layer that is called after the one whose output's gradient is wrong."""
+    return trace.layers[place + 1] if place + 1 < len(trace.layers) else NO_LAYER
 
 
 def _scaled(factor: float, offset: float) -> Callable:

@@ -175,7 +175,7 @@ def _place(
 
 def _check_numbers(run: Run, placement: Placement, batch: Batch | None, say: Say) -> list[str]:
     """Say what makes the numbers depend on the number of towers; return these lines."""
-    if len(run.builder.devices) * run.builder.accumulate_steps == 1:
+    if run.builder.num_slices == 1:
         return []
     found = list(run.doubts)
     if batch is not None:

@@ -1,0 +1,111 @@
+"""The gradients of one tower's slice, and what is asked of a loss function and its variables."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.builder import xla
+from towers.builder.assignments import TowerScope, widen
+from towers.builder.gather import zero_if_empty
+from towers.builder.splitting import PerTower, Slice
+from towers.errors import InputError
+
+_NO_LOSSES = (
+    "loss_fn must return one loss for each example, shape [b], not {}: reduce all axes but the "
+    "first, the builder takes the mean over all towers (a Keras loss: reduction=None)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TowerSums:
+    """What each tower has of its examples; the last towers may be missing, if there was none."""
+
+    losses: list[tf.Tensor]  # sums, scalars
+    counts: list[tf.Tensor]  # numbers of examples, scalars
+    gradients: list[list[Any]]  # of each tower a list like the variables: sums
+    scopes: list[TowerScope]  # what the towers assigned
+    policies: dict[int, str]  # how these values make one, see `assignments.assign_once`
+
+
+def sums_of_slice(
+    loss_fn: Callable,
+    variables: Sequence[tf.Variable],
+    part: Slice,
+    inside: contextlib.AbstractContextManager[TowerScope],
+    by_xla: bool,
+) -> tuple[TowerScope, tuple]:
+    """Return what `loss_fn` assigns, and (sum of losses, their number, gradients of the sum).
+
+    It is called with the slice in the block of `inside`, see there, and may be compiled by XLA.
+    """
+
+    def compute() -> tuple:
+        with inside as scope:
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(variables)
+                losses = _checked(loss_fn(*part.batch), part)
+                loss = tf.reduce_sum(losses)
+            # What is recomputed in the backward pass runs in what the forward pass ran in; what it
+            # assigns was assigned above.
+            with TowerScope(scope.own, scope.device, outer=scope.outer):
+                gradients = tape.gradient(loss, variables)
+        count = tf.cast(tf.shape(losses)[0], loss.dtype)
+        if not tf.compat.dimension_value(losses.shape[0]):  # unknown, perhaps none
+            gradients = [zero_if_empty(g, count) for g in gradients]
+        scope.close(count)
+        return scope, (loss, count, gradients)
+
+    scope, sums = xla.compiled(compute) if by_xla else compute()
+    scope.count = sums[1]
+    return scope, sums
+
+
+def check_rehearsed(by_example: bool | None) -> None:
+    """Refuse a loss function whose rehearsal has given no row for each example."""
+    if by_example is False:
+        raise InputError(_NO_LOSSES.format("another shape"))
+
+
+def _checked(losses: Any, part: Slice) -> tf.Tensor:
+    """Return `losses` as a tensor [b], in float32 at least: sums in 16 bits lose examples."""
+    losses = tf.convert_to_tensor(losses)
+    if not losses.dtype.is_floating:
+        raise InputError(
+            f"loss_fn must return floating-point losses, not {losses.dtype.name}, which have no "
+            "gradients: cast what they are computed from to float32"
+        )
+    if losses.shape.rank not in (None, 1):
+        raise InputError(_NO_LOSSES.format(losses.shape))
+    size = None if part.rows is None else part.rows.size
+    known = tf.compat.dimension_value(losses.shape[0])
+    if isinstance(size, int) and known not in (None, size):
+        raise InputError(_NO_LOSSES.format(f"{losses.shape} for {size} examples"))
+    if size is not None and (known is None or tf.is_tensor(size)):
+        tf.debugging.assert_equal(tf.shape(losses)[0], size, _NO_LOSSES.format("fewer or more"))
+    return widen(losses)
+
+
+def variables_and_copies(
+    variables: Sequence[Any], tower: int
+) -> tuple[list[tf.Variable], dict[int, tf.Variable]]:
+    """Return the variables that a tower reads, and {id of what `loss_fn` uses: its own copy}."""
+    own = [_tf_variable(v.values[tower] if isinstance(v, PerTower) else v) for v in variables]
+    pairs = zip(variables, own, strict=True)
+    return own, {id(v.values[0]): copy for v, copy in pairs if isinstance(v, PerTower)}
+
+
+def devices_of(variables: Sequence[Any]) -> list[str]:
+    """Return where variables, of which none has copies, lie."""
+    return [v.device for v in variables_and_copies(variables, 0)[0]]
+
+
+def _tf_variable(variable: Any) -> tf.Variable:
+    if not isinstance(variable, keras.Variable | tf.Variable):
+        raise ValueError(
+            f"variables must be a list of tf.Variables or keras.Variables, but holds {variable!r}"
+        )
+    return variable.value if isinstance(variable, keras.Variable) else variable

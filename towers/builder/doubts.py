@@ -1,0 +1,77 @@
+"""What is said of a tower function that several towers may not compute as one device does."""
+
+from collections.abc import Iterable
+
+import keras
+
+from towers.builder.draws import SEEN, SEEN_OPS
+from towers.builder.layers import NO_LAYER, layer_of
+
+# Ops whose numbers do not follow the example, and what to write in their place.
+_USE_KERAS = "draw from a keras.random.SeedGenerator, by keras.random.uniform, normal or dropout"
+_UNIFORM = "make them from numbers of keras.random.uniform or normal"
+_OTHERS = {
+    **dict.fromkeys(
+        "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal RandomShuffle "
+        "Multinomial RandomGamma RandomPoisson RandomPoissonV2 ParameterizedTruncatedNormal "
+        "StatefulUniform StatefulUniformInt StatefulUniformFullInt StatefulStandardNormal "
+        "StatefulStandardNormalV2 StatefulTruncatedNormal StatefulRandomBinomial RngReadAndSkip "
+        "RngSkip".split(),
+        _USE_KERAS,
+    ),
+    **dict.fromkeys(
+        "StatelessMultinomial StatelessRandomGammaV2 StatelessRandomGammaV3 "
+        "StatelessRandomBinomial StatelessRandomPoisson StatelessParameterizedTruncatedNormal "
+        "StatelessRandomUniform StatelessRandomNormal StatelessTruncatedNormal".split(),
+        _UNIFORM,
+    ),
+}
+_PYTHON = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
+
+
+def random_ops(ops: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a line for each layer whose draws do not follow the example.
+
+    Args:
+        ops: (name, type) of those that run in a tower.
+    """
+    found = set()
+    for name, kind in ops:
+        if kind in _OTHERS or kind in _PYTHON or (kind in SEEN_OPS and SEEN not in name):
+            found.add((layer_of(name), kind))
+    lines = []
+    for layer, kind in sorted(found):
+        if kind in _PYTHON:
+            lines.append(
+                f"python code: layer {layer} calls Python while it runs ({kind}), of which nothing "
+                "is known; write it in TensorFlow or keras.ops"
+            )
+        else:
+            lines.append(
+                f"random op: layer {layer} draws by {kind}, whose numbers do not follow the "
+                f"example; {_OTHERS.get(kind, _USE_KERAS)}"
+            )
+    return lines
+
+
+def ambiguous(layer: str, why: str = "") -> str:
+    """Return the line for a draw whose layout cannot be told."""
+    return (
+        f"ambiguous draw: layer {layer} draws numbers of which it cannot be told to which example "
+        f"they belong{why}; draw with the batch as the first axis, from a "
+        "keras.random.SeedGenerator"
+    )
+
+
+UNFORESEEN_DRAW = ambiguous(
+    NO_LAYER, "; it drew otherwise than for a few examples, or could not be traced for those"
+)
+
+
+def not_put_together(variable: keras.Variable, why: str = "") -> str:
+    """Return the line for state of which it cannot be told how towers put it together."""
+    return (
+        f"state: the variable {variable.path} is assigned other values by other towers, and how "
+        f'these make one cannot be told{why}; make it with aggregation="sum" (of the changes), '
+        '"mean" (by examples) or "only_first_replica", or do not assign it in training'
+    )

@@ -1,0 +1,90 @@
+"""How the values that towers assign to a variable make that of one device, as trials show it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towers.builder.assignments import merge
+from towers.builder.draws import Drawn, Rows
+from towers.builder.tracing import Trace, Tracer, run
+
+_SAME = 1e-4  # of the largest change of a state that is computed in two ways
+_SAME_IN_FLOAT64 = 1e-8
+_FAR = 100.0  # where running maxima and minima begin, too
+_TRIALS = 12  # the last of two examples is the larger one by chance: half of the time
+_POLICIES = ("first", "mean", "sum", "max", "min")
+
+
+def policies_of(tracer: Tracer, few: Trace, more: Trace, draws: Sequence[Drawn]) -> dict[int, str]:
+    """Return {id of a variable: how several towers' values make one}, of those that can be told.
+
+    The function is run on two slices and on both together, from several values of the variables.
+    """
+    sizes = few.size, more.size
+    traces = two_and_both(tracer, sizes, draws, few.states)
+    possible, moved = {id(v): list(_POLICIES) for v in few.states}, set()
+    for trial in range(_TRIALS):
+        parts = [tracer.examples(size, 2 * trial + i) for i, size in enumerate(sizes)]
+        inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
+        before = _start(few.states, _FAR * (trial % 3 - 1))
+        *own, both = (
+            run(trace, part, before)["states"] for trace, part in zip(traces, inputs, strict=True)
+        )
+        for place, variable in enumerate(few.states):
+            values = [found[place] for found in own]
+            if not all(np.array_equal(v, before[place]) for v in (*values, both[place])):
+                moved.add(id(variable))
+            possible[id(variable)] = [
+                policy
+                for policy in possible[id(variable)]
+                if agrees(policy, before[place], values, sizes, both[place])
+            ]
+    return {k: policies[0] for k, policies in possible.items() if policies and k in moved}
+
+
+def _start(states: Sequence[Any], offset: float) -> list[np.ndarray]:
+    """Return values near those of variables; where a long run is, small changes are lost."""
+    values = [v.numpy() for v in states]
+    near = [v if np.max(np.abs(v), initial=0) < _FAR**2 else np.zeros_like(v) for v in values]
+    return [np.asarray(v + offset, v.dtype) for v in near]
+
+
+def two_and_both(
+    tracer: Tracer,
+    sizes: tuple[int, int],
+    draws: Sequence[Drawn] | None,
+    states: Sequence[Any] = (),
+    backward: bool = False,
+) -> list[Trace]:
+    """Return traces of two slices of these sizes, and of the batch that they make: they draw alike.
+
+    For `states` and `backward` see `Tracer.trace`; `draws` are known from a rehearsal.
+    """
+    total = sum(sizes)
+    rows = [Rows(0, sizes[0], total), Rows(*sizes, total), Rows(0, total, total)]
+    return [
+        tracer.trace(r.size, rows=r, known=draws, states=states, backward=backward) for r in rows
+    ]
+
+
+def agrees(policy: str, before: Any, values: Sequence[Any], counts: Any, both: Any) -> bool:
+    """Tell whether a policy makes of the slices' values that of both together."""
+    exact = np.asarray(both).dtype
+    wide = [np.asarray(value, np.float64) for value in values]
+    found = merge(policy, np.asarray(before, np.float64), list(map(tf.constant, wide)), counts)
+    found, both = found.numpy(), np.asarray(both, np.float64)
+    change = max(np.max(np.abs(v - before), initial=0) for v in (*wide, both))
+    same = _SAME if exact.itemsize < 8 else _SAME_IN_FLOAT64
+    allowed = 0.0
+    if exact.kind == "f":
+        allowed = same * change + 10 * np.finfo(exact).eps * np.max(np.abs(both), initial=0)
+    return bool(np.max(np.abs(found - both), initial=0) <= allowed)
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """Return the parts of a batch's leaf as one."""
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(parts))
+    return tf.concat(list(parts), axis=0)

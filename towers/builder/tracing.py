@@ -1,0 +1,171 @@
+"""A tower function traced for a few examples, in a graph of its own, and run there.
+
+Nothing of it remains: assignments are kept in a scope that is dropped. BatchNorm normalises by what
+it has saved, so that examples do not see each other by it: that is exchanged between towers anyway.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import tf_private
+from towers.builder.assignments import KEPT
+from towers.builder.draws import Drawn, Rows, of_rows
+from towers.builder.examples import sample, spec_of, stand_in
+from towers.builder.layers import layer_of
+from towers.builder.splitting import PerTower, as_leaves
+from towers.builder.watch import NoisyScope, Watch
+from towers.errors import InputError
+
+_ASSIGNMENT = re.compile(r"Assign|Resource(StridedSliceAssign|Scatter|Apply)")
+# What may run on made-up examples, of ops that TensorFlow counts as stateful: it leaves no trace.
+_HARMLESS = re.compile(
+    r"VarHandleOp|ReadVariableOp|DisableCopyOnRead|ResourceGather|Assert|StatefulPartitionedCall|"
+    r"(Stateful)?(While|If|Case)$|LookupTable(Find|Size)|AnonymousHashTable|TensorArray|Placeholder|"
+    r"Random(Uniform|UniformInt|StandardNormal|Shuffle|Gamma|Poisson)|TruncatedNormal|Multinomial"
+)
+_SECONDS = 10.0  # for a run: a loop may have no end on made-up examples
+
+
+@dataclasses.dataclass
+class Trace:
+    """A tower function, traced for a number of examples."""
+
+    size: int
+    function: Any = None  # which `run` calls
+    ops: Sequence[tuple[str, str]] = ()  # (name, type) of all that it runs
+    effects: Sequence[str] = ()  # types of ops that would leave a trace if it ran
+    by_example: bool = False  # whether what it returns has a row for each example
+    # (op, shape or None, layer) of what it draws, in order.
+    draws: list[tuple[str, list[int | None] | None, str]] = dataclasses.field(default_factory=list)
+    # Variables that it assigns, without seeds and those that say how towers merge.
+    states: list[keras.Variable] = dataclasses.field(default_factory=list)
+    # Paths of the layers whose outputs are by example, innermost first, and of those that add a
+    # loss.
+    layers: list[str] = dataclasses.field(default_factory=list)
+    adding: list[str] = dataclasses.field(default_factory=list)
+
+
+class Tracer:
+    """Traces a tower function for as many examples as one likes."""
+
+    def __init__(self, fn: Callable, batch: Sequence[Any]):
+        """Set the function and its arguments, of whose tensors only type and shape must be known.
+
+        Args:
+            fn: a tower function.
+            batch: its arguments; a `PerTower` in it stands for its first value.
+        """
+        self.fn, self.structure = fn, batch
+        self.leaves = as_leaves(batch)
+        self.batch = [leaf for leaf in self.leaves if not isinstance(leaf, PerTower)]
+
+    def trace(
+        self,
+        size: int,
+        *,
+        rows: Rows | None = None,
+        known: Sequence[Drawn] | None = None,
+        states: Sequence[keras.Variable] = (),
+        nudged: Mapping[int, Sequence[int]] | None = None,
+        backward: bool = False,
+    ) -> Trace:
+        """Trace the function for `size` examples.
+
+        Args:
+            size: number of examples.
+            rows: what is drawn are these rows of a larger batch's draw.
+            known: of those draws.
+            states: variables whose values are inputs.
+            nudged: {place of a draw: its shape}, of draws that `run` can nudge.
+            backward: of layers' outputs, return the gradients of all that is returned.
+
+        Raises:
+            InputError: the function assigns a `tf.Variable`.
+        """
+        trace, nudged = Trace(size), nudged or {}
+
+        def program(inputs: list, values: list, nudges: list) -> dict[str, Any]:
+            own = {id(v): value for v, value in zip(states, values, strict=True)}
+            inputs = iter(inputs)
+            leaves = [x.values[0] if isinstance(x, PerTower) else next(inputs) for x in self.leaves]
+            with tf.device("/cpu:0"), NoisyScope(own, "/cpu:0") as scope:
+                watch = Watch(trace, scope, dict(zip(nudged, nudges, strict=True)))
+                drawing = tf_private.draws_replaced(watch.draw)
+                with watch.watching(), drawing if rows is None else of_rows(rows, known):
+                    result = self.fn(*tf.nest.pack_sequence_as(self.structure, leaves))
+                    scope.close(size)
+                    return watch.outcome(result, backward)
+
+        with tf.init_scope():
+            trace.function = tf.function(program, autograph=False).get_concrete_function(
+                [spec_of(leaf, size) for leaf in self.batch],
+                [tf.TensorSpec(v.shape, v.dtype) for v in states],
+                [tf.TensorSpec(shape, tf.int8) for shape in nudged.values()],
+            )
+        trace.ops = _ops_of(trace.function.graph)
+        trace.effects = _effects_of(trace.ops)
+        return trace
+
+    def examples(self, size: int, seed: int = 0) -> list[Any]:
+        """Return inputs for so many examples: real ones, or made up where only types are known."""
+        random = np.random.default_rng(seed)
+        if all(isinstance(x, tf.Tensor) and not tf.is_symbolic_tensor(x) for x in self.batch):
+            rows = random.permutation(np.resize(np.arange(len(self.batch[0])), size))
+            return [tf.gather(x, rows) for x in self.batch]
+        return [sample(spec_of(x, size), random) for x in self.batch]
+
+
+def run(
+    trace: Trace, inputs: Sequence[Any], states: Sequence[Any] = (), nudges: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """Run a trace on inputs; return arrays.
+
+    Args:
+        trace: of a function.
+        inputs: as `Tracer.examples` gives them.
+        states: values of the variables that are inputs.
+        nudges: for each draw that can be nudged an array of its shape: which numbers are replaced
+            by about the largest that can be drawn (1) or the least (-1).
+
+    Returns:
+        "rows": float64 [size, D], what the function returns of each example; "states": the values
+        that it assigns; "added": for each of `trace.adding` the loss, a scalar; "layers": for each
+        of `trace.layers` float64 [size, D].
+    """
+    if trace.effects:
+        raise RuntimeError(f"it cannot be tried without effects ({', '.join(trace.effects)})")
+    function = trace.function
+    with tf.init_scope(), tf.device("/cpu:0"):
+        function.set_external_captures([stand_in(c) for c in function.captured_inputs])
+        values = [tf.cast(value, v.dtype) for value, v in zip(states, trace.states, strict=False)]
+        nudges = [tf.constant(nudge, tf.int8) for nudge in nudges]
+        found = tf_private.call_for_at_most(_SECONDS, function, list(inputs), values, nudges)
+    return tf.nest.map_structure(lambda x: x.numpy(), found)
+
+
+def _ops_of(graph: tf.Graph) -> list[tuple[str, str]]:
+    """Return (name, type) of the ops of a graph and of all functions that it calls."""
+    definition = graph.as_graph_def()
+    nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+    return [(node.name, node.op) for node in nodes]
+
+
+def _effects_of(ops: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the types of ops that leave a trace when they run; refuse to assign variables."""
+    found = []
+    for kind, name in sorted({(kind, name) for name, kind in ops if KEPT not in name}):
+        if _HARMLESS.match(kind) or not tf_private.is_stateful(kind):
+            continue
+        if _ASSIGNMENT.match(kind):
+            raise InputError(
+                f"a tower assigns a tf.Variable, by {kind} in layer {layer_of(name)}, and of "
+                "several towers the last would win: make it a keras.Variable"
+            )
+        found.append(kind)
+    return found
