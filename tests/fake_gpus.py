@@ -31,32 +31,21 @@ CUDA_BUILD = {
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """One GPU: what the driver tells of it, and whether TensorFlow takes it.
-
-    Attributes:
-        holders: (pid, name, MiB) of the processes on it; MiB may be None.
-        lost: it has fallen off the bus.
-        silent: names of NVML's functions that it does not support.
-        listed: by TensorFlow.
-        percent: of the time in which a kernel runs; `memory_percent` in which memory is used.
-        watts: that it draws.
-        celsius: its temperature.
-        mhz: clocks of its processors and of its memory.
-    """
+    """One GPU: what the driver tells of it, and whether TensorFlow takes it."""
 
     name: str = "NVIDIA A100"
     capability: tuple[int, int] = (8, 0)
     total_mib: int = 40960
     free_mib: int = 40536
-    holders: tuple[tuple[int, str, int | None], ...] = ()
-    lost: bool = False
-    silent: frozenset[str] = frozenset()
-    listed: bool = True
-    percent: int = 97
+    holders: tuple[tuple[int, str, int | None], ...] = ()  # pid, name, MiB of the processes on it
+    lost: bool = False  # it has fallen off the bus
+    silent: frozenset[str] = frozenset()  # names of NVML's functions that it does not support
+    listed: bool = True  # by TensorFlow
+    percent: int = 97  # of the time in which a kernel runs
     memory_percent: int = 41
     watts: float = 250.5
     celsius: int = 64
-    mhz: tuple[int, int] = (1410, 1215)
+    mhz: tuple[int, int] = (1410, 1215)  # of its processors and of its memory
 
 
 A100 = Card()
@@ -71,13 +60,12 @@ class Machine:
 
     def __init__(self, cards):
         self.cards = cards
-        self.listed_at = None  # the user's line
-        self.started_at = None
+        self.started = False
         self.extra = 0  # GPUs that CUDA shows in spite of CUDA_VISIBLE_DEVICES
         self.hidden = []  # places of those that tf.config.set_visible_devices leaves out
         self.soft_placement = True
         self.memory = {}  # bytes that TensorFlow takes in place of what was set
-        self._environ = self._shown = self._devices = None
+        self._shown = self._devices = None
         self._growth, self._parts = {}, {}
 
     @property
@@ -97,14 +85,8 @@ class Machine:
             tf.config.LogicalDeviceConfiguration(memory_limit=limit) for limit in limits_mib
         ]
 
-    def list_gpus(self, line="program.py:3 (gpus = tf.config.list_physical_devices('GPU'))"):
-        """List them, as the user's program does on `line`."""
-        self.physical()
-        self.listed_at = line
-
     def physical(self):
         if self._devices is None:
-            self._environ = dict(os.environ)
             value = os.environ.get("CUDA_VISIBLE_DEVICES")
             shown = list(self.cards)
             if value is not None:  # what is wrong is left out: CUDA's rules are tested elsewhere
@@ -114,19 +96,7 @@ class Machine:
             self._shown = [card for card in shown if card.listed]
             names = [f"/physical_device:GPU:{i}" for i in range(len(self._shown))]
             self._devices = [tf.config.PhysicalDevice(name, "GPU") for name in names]
-            self.listed_at = self.listed_at or "program.py:1 (devices.configure())"
         return list(self._devices)
-
-    # What towers.devices.gpus asks of its recorder.
-
-    def listed_by(self):
-        return self.listed_at
-
-    def started_by(self):
-        return self.started_at
-
-    def environ(self):
-        return self._environ if self.listed_at else os.environ
 
     # What stands in for functions of TensorFlow.
 
@@ -141,15 +111,15 @@ class Machine:
         return self._parts.get(gpu)
 
     def set_parts(self, gpu, parts):
-        assert not self.started_at and not self._growth.get(gpu)
+        assert not self.started and not self._growth.get(gpu)
         self._parts[gpu] = parts
 
     def set_growth(self, gpu, value):
-        assert not self.started_at and not self._parts.get(gpu)
+        assert not self.started and not self._parts.get(gpu)
         self._growth[gpu] = value
 
     def device_memory_bytes(self):
-        self.started_at = self.started_at or "program.py:9 (devices.read_back())"
+        self.started = True
         result = {"/cpu:0": 256 * MIB}
         for gpu in self.visible():
             card = self._shown[self.physical().index(gpu)]
@@ -163,8 +133,10 @@ def install(monkeypatch, *cards, driver=True, build=CUDA_BUILD):
     """Let this process have `cards`, fresh: nothing listed, nothing set; return the `Machine`."""
     machine = Machine(cards)
     install_driver(monkeypatch, *cards, there=driver)
-    monkeypatch.setattr(gpus, "_recorder", machine)
+    monkeypatch.setattr(gpus, "_environ", {})
     monkeypatch.setattr(gpus, "_in_force", GpuOptions())
+    monkeypatch.setattr(tf_private, "has_listed_devices", lambda: machine._devices is not None)
+    monkeypatch.setattr(tf_private, "has_started", lambda: machine.started)
     monkeypatch.setattr(tf_private, "device_memory_bytes", machine.device_memory_bytes)
     monkeypatch.setattr(tf.sysconfig, "get_build_info", lambda: build)
     config = tf.config
@@ -198,15 +170,12 @@ def install(monkeypatch, *cards, driver=True, build=CUDA_BUILD):
     return machine
 
 
-def install_driver(monkeypatch, *cards, there=True, as_bytes=False):
-    """Let NVML have `cards`, as text or, as old releases do, as bytes; or let it not be there."""
+def install_driver(monkeypatch, *cards, there=True):
+    """Let NVML have `cards`, or let it not be there."""
     for name in VARIABLES:  # set first: only then is it put back at the end
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     open_count = []
-
-    def text(value):
-        return value.encode() if as_bytes and isinstance(value, str) else value
 
     def init():
         if not there:
@@ -222,7 +191,7 @@ def install_driver(monkeypatch, *cards, there=True, as_bytes=False):
         for card in cards:
             for holder, name, _ in card.holders:
                 if holder == pid and name:
-                    return text(name)
+                    return name
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
 
     def of_card(name, answer):
@@ -244,14 +213,14 @@ def install_driver(monkeypatch, *cards, there=True, as_bytes=False):
         "nvmlInit": init,
         "nvmlShutdown": open_count.pop,
         "nvmlDeviceGetCount": lambda: len(cards),
-        "nvmlSystemGetDriverVersion": lambda: text("555.42.02"),
+        "nvmlSystemGetDriverVersion": lambda: "555.42.02",
         "nvmlDeviceGetHandleByIndex": handle,
         "nvmlSystemGetProcessName": process_name,
     }
     answers = {
-        "nvmlDeviceGetName": lambda i, card: text(card.name),
-        "nvmlDeviceGetUUID": lambda i, card: text(uuid(i)),
-        "nvmlDeviceGetPciInfo": lambda i, card: SimpleNamespace(busId=text(bus_id(i))),
+        "nvmlDeviceGetName": lambda i, card: card.name,
+        "nvmlDeviceGetUUID": lambda i, card: uuid(i),
+        "nvmlDeviceGetPciInfo": lambda i, card: SimpleNamespace(busId=bus_id(i)),
         "nvmlDeviceGetCudaComputeCapability": lambda i, card: list(card.capability),
         "nvmlDeviceGetMemoryInfo": lambda i, card: SimpleNamespace(
             total=card.total_mib * MIB, free=card.free_mib * MIB

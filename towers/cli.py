@@ -135,9 +135,6 @@ def _run(verb: Verb, options: Any, start: float) -> int:
             _start(
                 dataclasses.replace(of_run, devices="cpu") if verb.tensorflow == "cpu" else of_run
             )
-    elif verb.name == "doctor" and options.dataset == "cifar10":
-        with contextlib.suppress(Exception), _quiet_start():
-            from towers import data  # noqa: F401  which imports TensorFlow: that may be what is wrong
     function = pkgutil.resolve_name(verb.function)
     result = function(options, start if verb.name == "train" else say)
     if as_json and result:

@@ -391,30 +391,6 @@ def has_started() -> bool:
     return context.context()._initialized
 
 
-def watch_start(before_listing: Callable, before_starting: Callable) -> None:
-    """Call these functions before TensorFlow lists its devices, and starts, for the first time."""
-    _call_before("_initialize_physical_devices", has_listed_devices, before_listing)
-    _call_before("ensure_initialized", has_started, before_starting)
-
-
-def _call_before(method: str, happened: Callable[[], bool], tell: Callable[[], None]) -> None:
-    """Wrap a method of TensorFlow's context until it has done its work once."""
-    if happened():
-        return
-    cls = type(context.context())
-    original = getattr(cls, method)
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not happened():
-            tell()
-        result = original(*args, **kwargs)
-        if happened() and getattr(cls, method) is wrapper:
-            setattr(cls, method, original)  # eager ops call it each time
-        return result
-
-    setattr(cls, method, wrapper)
-
-
 def device_memory_bytes() -> dict[str, int]:
     """Return {"/gpu:0": bytes that TensorFlow may take}, once it has started. Public: none."""
     devices = pywrap_tfe.TFE_ContextListDevices(context.context()._handle)

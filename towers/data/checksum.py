@@ -17,11 +17,7 @@ _SIZED_FILES = 20_000  # of more, so many are looked at: a file system may take 
 
 
 def digest(*arrays: object) -> str:
-    """Return the sha256 of the arrays' types, shapes and values, as 64 hexadecimal digits.
-
-    Args:
-        *arrays: numpy arrays, or tensors in host memory, which are not copied.
-    """
+    """Return the sha256 of the types, shapes and values of arrays or tensors, in 64 digits."""
     found = hashlib.sha256()
     for array in map(_host_array, arrays):
         found.update(f"{array.dtype.name}{list(array.shape)};".encode())
@@ -30,12 +26,7 @@ def digest(*arrays: object) -> str:
 
 
 def of_arrays(images: object, labels: object) -> dict[str, Any]:
-    """Return the checksum of examples that are held in memory.
-
-    Args:
-        images: `[N, H, W, C]`.
-        labels: `[N]`.
-    """
+    """Return the checksum of images `[N, H, W, C]` and labels `[N]` that are held in memory."""
     images, labels = _host_array(images), _host_array(labels)
     return {
         "kind": "arrays",
@@ -57,12 +48,16 @@ def of_files(folder: str, names: Sequence[str], labels: object) -> dict[str, Any
     found = hashlib.sha256("\0".join(names).encode(errors="surrogateescape"))
     places = np.linspace(0, len(names) - 1, min(len(names), _SIZED_FILES)).astype(int).tolist()
     for place in places:
-        found.update(b"%d;" % _size(os.path.join(folder, names[place])))
+        try:
+            size = os.path.getsize(os.path.join(folder, names[place]))
+        except OSError:  # it has gone: a run that needs it says so
+            size = -1
+        found.update(b"%d;" % size)
     found.update(digest(labels).encode())
     return {
         "kind": "names, sizes and labels",
         "sha256": found.hexdigest(),
-        "examples": len(_host_array(labels)),
+        "examples": len(labels),
         "files": len(names),
         "files_whose_size_counts": len(places),
     }
@@ -74,17 +69,9 @@ def of_pipeline(size: int) -> dict[str, Any]:
     return {"kind": "pipeline", "sha256": None, "reason": reason, "examples": size}
 
 
-def _size(path: str) -> int:
-    """Return a file's size in bytes, -1 if it cannot be looked at."""
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return -1
-
-
 def _host_array(array: object) -> np.ndarray:
     """Return an array or a tensor as an array, without a copy where that can be had."""
     try:
         return np.asarray(memoryview(array))
     except (TypeError, ValueError, BufferError):  # on a GPU, or bfloat16, which has no buffer
-        return np.asarray(array.numpy() if hasattr(array, "numpy") else array)
+        return np.asarray(array)

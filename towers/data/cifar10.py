@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import collections
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from towers.data import download, pickles, records
-from towers.data.pipeline import ArraySplit, Data
 from towers.errors import InputError
+
+if TYPE_CHECKING:
+    from towers.data.pipeline import Data
 
 CLASS_NAMES = (
     "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
@@ -30,27 +34,23 @@ _BINARIES = tuple(f"{name}.bin" for name in _PICKLES)
 def load(data_dir: str) -> Data:
     """Read CIFAR-10 from wherever it lies under `data_dir`; download it if it is not there.
 
-    Args:
-        data_dir: a folder; created if there is something to put into it.
-
     Returns:
         The data set, in memory (180 MB).
 
     Raises:
         InputError: a file is damaged or missing from its set, or the download failed.
     """
-    paths = find(data_dir)
-    if not paths:
-        folder = os.path.join(data_dir, FOLDER)
+    from towers.data.pipeline import ArraySplit, Data  # `find` needs no TensorFlow
+
+    if not find(data_dir):
         try:
-            size = RECORDS_PER_FILE * records.RECORD_BYTES
-            download.fetch(URL, MD5, dict.fromkeys(_BINARIES, size), folder)
+            download.fetch(URL, MD5, os.path.join(data_dir, FOLDER))
         except InputError as error:
             raise InputError(
                 f"{error}; put {FOLDER} (data_batch_1.bin ... test_batch.bin) under {data_dir}, "
                 "or use --dataset=shapes"
             ) from None
-        paths = [os.path.join(folder, name) for name in _BINARIES]
+    paths = find(data_dir)
     read = records.read if paths[0].endswith(".bin") else pickles.read
     try:
         parts = [read(path, RECORDS_PER_FILE) for path in paths]
@@ -73,34 +73,30 @@ def find(data_dir: str) -> list[str]:
     Raises:
         InputError: some of the six files are there, but no folder has them all.
     """
-    complete, incomplete = {}, None
+    pickled, incomplete = [], None
     for folder, files in _walk(data_dir):
         for names in (_BINARIES, _PICKLES):
             missing = [name for name in names if name not in files]
+            if not missing and names is _BINARIES:
+                return [os.path.join(folder, name) for name in names]
             if not missing:
-                complete.setdefault(names, folder)
-            elif len(missing) < len(names) and not incomplete:
-                incomplete = folder, missing
-        if _BINARIES in complete:
-            break
-    for names in (_BINARIES, _PICKLES):
-        if names in complete:
-            return [os.path.join(complete[names], name) for name in names]
-    if incomplete:
+                pickled = pickled or [os.path.join(folder, name) for name in names]
+            elif len(missing) < len(names):
+                incomplete = incomplete or (folder, missing)
+    if incomplete and not pickled:
         folder, missing = incomplete
         raise InputError(
-            f"CIFAR-10 in {folder} is incomplete: {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} missing; add "
-            "what is missing, or move the rest away to have CIFAR-10 downloaded"
+            f"CIFAR-10 in {folder} lacks {', '.join(missing)}; add what is missing, or move the "
+            "rest away to have CIFAR-10 downloaded"
         )
-    return []
+    return pickled
 
 
-def _walk(top: str):
-    """Yield (folder, set of its files), shallowest first, in the order of their names."""
-    queue, seen = collections.deque([top]), set()
-    while queue:
-        folder = queue.popleft()
+def _walk(top: str) -> Iterator[tuple[str, set[str]]]:
+    """Yield (folder, its files), shallowest first, in the order of their names."""
+    waiting, seen = collections.deque([top]), set()
+    while waiting:
+        folder = waiting.popleft()
         real = os.path.realpath(folder)
         if real in seen:  # a link back up
             continue
@@ -109,9 +105,7 @@ def _walk(top: str):
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError:
             if folder == top and os.path.isdir(top):
-                raise InputError(
-                    f"--data_dir={top} cannot be read; check its permissions"
-                ) from None
+                raise InputError(f"--data_dir={top} cannot be read; check permissions") from None
             continue
         yield folder, {entry.name for entry in entries if not entry.is_dir()}
-        queue.extend(e.path for e in entries if e.is_dir() and not e.name.startswith("."))
+        waiting.extend(e.path for e in entries if e.is_dir() and not e.name.startswith("."))

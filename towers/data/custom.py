@@ -27,6 +27,7 @@ _ALLOWED_RESULT = (
     "(images, labels), (tf.data.Dataset, size) or a tf.data.Dataset"
 )
 _COUNT_BATCH = 1024
+_MAX_LABEL = np.iinfo(np.int32).max - 1
 
 
 def load(dataset: str) -> Data:
@@ -66,14 +67,9 @@ def load(dataset: str) -> Data:
         num_classes = _whole_number(f"{dataset}: num_classes", result[2])
     else:
         num_classes = 1 + max(train.max_label(), test.max_label())
-    return Data(
-        name=dataset,
-        train=train.split(num_classes),
-        test=test.split(num_classes),
-        num_classes=num_classes,
-        image_shape=train.image_shape,
-        class_names=tuple(map(str, range(num_classes))),
-    )
+    splits = train.split(num_classes), test.split(num_classes)
+    names = tuple(map(str, range(num_classes)))
+    return Data(dataset, *splits, num_classes, train.image_shape, names)
 
 
 class _Arrays:
@@ -82,25 +78,36 @@ class _Arrays:
     def __init__(self, name: str, images: object, labels: object):
         self._name = name
         self._images = _images(name, _array(f"{name} images", images))
-        self._labels = _labels(name, _array(f"{name} labels", labels))
+        self._labels = _array(f"{name} labels", labels)
+        if self._labels.shape[1:] == (1,):
+            self._labels = self._labels[:, 0]
+        if self._labels.ndim != 1 or self._labels.dtype.kind not in "iu":
+            raise InputError(
+                f"{name} labels are {_describe(self._labels)}; return integers, [N] or [N, 1] "
+                "(labels.argmax(axis=1) of one-hot ones)"
+            )
         if len(self._images) != len(self._labels):
             raise InputError(
                 f"{name} has {len(self._images)} images but {len(self._labels)} labels; return one "
                 "label for each image"
             )
+        self._check_labels(_MAX_LABEL)
         self.image_shape, self.dtype = self._images.shape[1:], self._images.dtype.name
 
     def max_label(self) -> int:
         return int(self._labels.max())
 
     def split(self, num_classes: int) -> ArraySplit:
-        if self.max_label() >= num_classes:
-            index = int(np.argmax(self._labels >= num_classes))
+        self._check_labels(num_classes - 1)
+        return ArraySplit(self._images, self._labels.astype(np.int32))
+
+    def _check_labels(self, largest: int) -> None:
+        wrong = np.flatnonzero((self._labels < 0) | (self._labels > largest))
+        if wrong.size:
             raise InputError(
-                f"{self._name} label {index} (counted from 0) is {self._labels[index]}; with "
-                f"{num_classes} classes, labels are 0..{num_classes - 1}"
+                f"{self._name} label {wrong[0]} (counted from 0) is {self._labels[wrong[0]]}; "
+                f"allowed are 0..{largest}"
             )
-        return ArraySplit(self._images, self._labels)
 
 
 class _Dataset:
@@ -116,24 +123,21 @@ class _Dataset:
             )
         if size is None and known == tf.data.UNKNOWN_CARDINALITY:
             raise InputError(f"{name} dataset does not know its size; return (dataset, size)")
-        self._size = known if size is None else _whole_number(f"{name} size", size)
+        self._size = _whole_number(f"{name} size", known if size is None else size)
         if known not in (tf.data.UNKNOWN_CARDINALITY, self._size):
             raise InputError(f"{name} dataset has {known} examples but size is {self._size}")
-        if self._size == 0:
-            raise InputError(f"{name} dataset is empty; return 1 example or more")
 
     def max_label(self) -> int:
         """Read the dataset once; count it on the way."""
         labels = self._dataset.map(lambda image, label: tf.reshape(tf.cast(label, tf.int64), []))
-        count, lowest, highest = 0, 0, 0
-        for batch in labels.batch(_COUNT_BATCH).as_numpy_iterator():
-            count += len(batch)
-            lowest, highest = min(lowest, int(batch.min())), max(highest, int(batch.max()))
+        batches = list(labels.batch(_COUNT_BATCH).as_numpy_iterator())
+        count = sum(map(len, batches))
         if count != self._size:
             raise InputError(f"{self._name} dataset has {count} examples but size is {self._size}")
+        lowest = min(int(batch.min()) for batch in batches)
         if lowest < 0:
             raise InputError(f"{self._name} labels go down to {lowest}; labels are 0, 1, 2, ...")
-        return highest
+        return max(int(batch.max()) for batch in batches)
 
     def split(self, num_classes: int) -> DatasetSplit:
         def check(image, label):
@@ -154,12 +158,8 @@ def _half(name: str, half: object) -> _Arrays | _Dataset:
         return _Dataset(name, half)
     if not isinstance(half, tuple | list) or len(half) != 2:
         raise InputError(f"{name} is {_describe(half)}; {_ALLOWED_RESULT}")
-    first, second = half
-    return (
-        _Dataset(name, first, second)
-        if isinstance(first, tf.data.Dataset)
-        else _Arrays(name, *half)
-    )
+    kind = _Dataset if isinstance(half[0], tf.data.Dataset) else _Arrays
+    return kind(name, *half)
 
 
 def _array(name: str, value: object) -> np.ndarray:
@@ -169,18 +169,21 @@ def _array(name: str, value: object) -> np.ndarray:
         reason = " ".join(str(error).split())
         raise InputError(f"{name} are {_describe(value)}, not an array: {reason}") from None
     if array.dtype.kind not in "iuf":
-        raise InputError(f"{name} are {array.dtype} {list(array.shape)}; return numbers")
+        raise InputError(f"{name} are {_describe(array)}; return numbers")
     return array
 
 
 def _images(name: str, images: np.ndarray) -> np.ndarray:
     """Check images; return them as uint8 or float32 `[N, H, W, C]`."""
-    _check_rank(name, images.shape, batched=True)
-    if 0 in images.shape:
-        raise InputError(f"{name} images are {list(images.shape)}: empty; return 1 or more")
+    if images.ndim != 4 or 0 in images.shape:
+        raise InputError(
+            f"{name} images are {list(images.shape)}; return 1 or more, [N, H, W, C]"
+            + "; add a channel axis, images[..., None]" * (images.ndim == 3)
+        )
     if images.dtype.kind == "f":
-        if not np.isfinite(images).all():
-            index = int(np.argmin(np.isfinite(images).all(axis=(1, 2, 3))))
+        finite = np.isfinite(images).all(axis=(1, 2, 3))
+        if not finite.all():
+            index = int(np.argmin(finite))
             raise InputError(f"{name} image {index} (counted from 0) has a NaN or an infinity")
         return images.astype(np.float32, copy=False)
     if images.min() < 0 or images.max() > 255:
@@ -189,26 +192,6 @@ def _images(name: str, images: np.ndarray) -> np.ndarray:
             "uint8, or float32 for other ranges"
         )
     return images.astype(np.uint8, copy=False)
-
-
-def _labels(name: str, labels: np.ndarray) -> np.ndarray:
-    """Check labels; return them as int32 `[N]`."""
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        labels = labels[:, 0]
-    if labels.ndim != 1:
-        hint = "; return labels.argmax(axis=1)" if labels.ndim == 2 else ""
-        raise InputError(
-            f"{name} labels are {list(labels.shape)}; allowed are [N] and [N, 1]{hint}"
-        )
-    if labels.dtype.kind not in "iu":
-        raise InputError(f"{name} labels are {labels.dtype}; return integers")
-    largest = np.iinfo(np.int32).max - 1
-    if labels.size and (labels.min() < 0 or labels.max() > largest):
-        index = int(np.argmax((labels < 0) | (labels > largest)))
-        raise InputError(
-            f"{name} label {index} (counted from 0) is {labels[index]}; labels are 0, 1, 2, ..."
-        )
-    return labels.astype(np.int32)
 
 
 def _check_spec(name: str, spec: object) -> tuple[tuple[int, int, int], str]:
@@ -220,11 +203,10 @@ def _check_spec(name: str, spec: object) -> tuple[tuple[int, int, int], str]:
     ):
         raise InputError(f"{name} dataset gives {_describe(spec)}; give (image, label) pairs")
     image, label = spec
-    if image.shape.rank is not None:
-        _check_rank(name, image.shape, batched=False)
-    if not image.shape.is_fully_defined():
+    if not image.shape.is_fully_defined() or image.shape.rank != 3:
         raise InputError(
-            f"{name} dataset's images have shape {image.shape}; fix it with tf.ensure_shape"
+            f"{name} dataset's images have shape {image.shape}; give single ones, [H, W, C], by "
+            "dataset.unbatch(), image[..., None] or tf.ensure_shape"
         )
     if image.dtype != tf.uint8 and not image.dtype.is_floating:
         raise InputError(f"{name} dataset's images are {image.dtype.name}; give uint8 or float32")
@@ -233,16 +215,6 @@ def _check_spec(name: str, spec: object) -> tuple[tuple[int, int, int], str]:
             f"{name} dataset's labels are {label.dtype.name} {label.shape}; give one integer each"
         )
     return tuple(image.shape), "uint8" if image.dtype == tf.uint8 else "float32"
-
-
-def _check_rank(name: str, shape: tuple, batched: bool) -> None:
-    allowed = "[N, H, W, C]" if batched else "[H, W, C]"
-    extra = len(shape) - (4 if batched else 3)
-    if extra:
-        hint = {-1: "; add a channel axis, images[..., None]"}.get(extra, "")
-        if extra == 1 and not batched:
-            hint = "; use dataset.unbatch()"
-        raise InputError(f"{name} images are {list(shape)}; expected {allowed}{hint}")
 
 
 def _whole_number(name: str, value: object) -> int:
@@ -254,9 +226,8 @@ def _whole_number(name: str, value: object) -> int:
 def _describe(value: object) -> str:
     """Say what a value is, in a few words on one line."""
     if isinstance(value, tuple | list):
-        if len(value) > 4:
-            return f"a {type(value).__name__} of {len(value)}"
-        return f"({', '.join(_describe(item) for item in value)})"
+        items = ", ".join(map(_describe, value[:4]))
+        return f"({items}{', ...' * (len(value) > 4)})"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} {getattr(value.dtype, 'name', '')} {value.shape}"
     return type(value).__name__

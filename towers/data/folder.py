@@ -17,11 +17,12 @@ import tensorflow as tf
 
 from towers.data import encoded
 from towers.data.pipeline import Data
+from towers.data.registry import DATA_SETS
 from towers.errors import InputError
 
 _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
 _TEST_NAMES = ("test", "validation", "val")
-LAYOUT = "DIR/train/CLASS/*.png (or .jpg, .jpeg, .bmp, .gif) and DIR/test/CLASS/*.png"
+_EXPECTED = f"expected {DATA_SETS['folder'].layout}"
 
 
 def load(folder: str, size: encoded.Size | None = None) -> Data:
@@ -38,36 +39,28 @@ def load(folder: str, size: encoded.Size | None = None) -> Data:
         InputError: a folder is missing, empty or cannot be read, test has a class that train has
             not, sizes differ and `size` is None, or one of the images that are tried is damaged.
     """
-    train_dir = os.path.join(folder, "train")
-    test_dir = _test_dir(folder)
-    class_names = _class_names(train_dir)
-    train, train_labels = _find(train_dir, class_names, class_names)
-    of_test = _class_names(test_dir)
-    for name in of_test:
-        if name not in class_names:
-            raise InputError(
-                f"{os.path.join(test_dir, name)} is a class that {train_dir} has not; it has "
-                f"{_some(class_names)}"
-            )
-    test, test_labels = _find(test_dir, of_test, class_names)
-    shape = encoded.common_shape([train, test], size)
-    return Data(
-        name="folder",
-        train=encoded.EncodedSplit(train, train_labels, shape, resize=size is not None),
-        test=encoded.EncodedSplit(test, test_labels, shape, resize=size is not None),
-        num_classes=len(class_names),
-        image_shape=shape,
-        class_names=tuple(class_names),
-    )
+    train = os.path.join(folder, "train")
+    tests = [path for name in _TEST_NAMES if os.path.isdir(path := os.path.join(folder, name))]
+    if not tests:
+        raise InputError(f"--data_dir={folder} has no folder test, validation or val; {_EXPECTED}")
+    class_names, of_test = _class_names(train), _class_names(tests[0])
+    unknown = sorted(set(of_test) - set(class_names))
+    if unknown:
+        some = ", ".join(class_names[:5]) + ", ..." * (len(class_names) > 5)
+        raise InputError(
+            f"{os.path.join(tests[0], unknown[0])} is a class that {train} has not; it has {some}"
+        )
+    sources = _find(train, class_names, class_names), _find(tests[0], of_test, class_names)
+    return encoded.data_set("folder", *sources, class_names, size)
 
 
 class _Files:
     """Files of one image each."""
 
-    def __init__(self, folder: str, names: list[str]):
+    def __init__(self, folder: str, names: list[str], labels: list[int]):
         self._folder = folder
         self._names = np.array([os.fsencode(name) for name in names])  # compact: no object each
-        self.size = len(names)
+        self.labels = np.array(labels, np.int32)
 
     def read(self, row: int) -> bytes:
         with open(self.name(row), "rb") as file:
@@ -83,34 +76,22 @@ class _Files:
         return self._folder, [os.fsdecode(bytes(name)) for name in self._names]
 
 
-def _test_dir(folder: str) -> str:
-    """Return the folder of the test images."""
-    for name in _TEST_NAMES:
-        if os.path.isdir(path := os.path.join(folder, name)):
-            return path
-    raise InputError(
-        f"--data_dir={folder} has no folder test (or validation, or val); expected {LAYOUT}"
-    )
-
-
 def _class_names(folder: str) -> list[str]:
     """Return the folders in a split's folder, sorted."""
     try:
         with os.scandir(folder) as entries:
             names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
     except OSError as error:
-        raise InputError(f"{folder}: {error.strerror}; expected {LAYOUT}") from None
+        raise InputError(f"{folder}: {error.strerror}; {_EXPECTED}") from None
     if not names:
-        raise InputError(f"{folder} has no folders of classes; expected {LAYOUT}")
+        raise InputError(f"{folder} has no folders of classes; {_EXPECTED}")
     return sorted(names)
 
 
-def _find(
-    folder: str, names: Sequence[str], class_names: Sequence[str]
-) -> tuple[_Files, np.ndarray]:
-    """Return the images of these classes in order, and their labels, int32 `[N]`."""
+def _find(folder: str, names: Sequence[str], class_names: Sequence[str]) -> _Files:
+    """Return the images of these classes, in order."""
     found: list[str] = []
-    labels: list[np.ndarray] = []
+    labels: list[int] = []
     for name in names:
         of_class = _images_below(os.path.join(folder, name))
         if not of_class:
@@ -119,8 +100,8 @@ def _find(
                 "there, or remove it"
             )
         found += [os.path.join(name, path) for path in of_class]
-        labels.append(np.full(len(of_class), class_names.index(name), np.int32))
-    return _Files(folder, found), np.concatenate(labels)
+        labels += [class_names.index(name)] * len(of_class)
+    return _Files(folder, found, labels)
 
 
 def _images_below(folder: str) -> list[str]:
@@ -129,15 +110,9 @@ def _images_below(folder: str) -> list[str]:
     def refuse(error: OSError) -> None:
         raise InputError(f"{error.filename}: {error.strerror}; check its permissions")
 
-    found = []
-    for parent, _, names in os.walk(folder, onerror=refuse):
-        below = os.path.relpath(parent, folder)
-        for name in names:  # ._a.png is what macOS puts beside a.png, and no image
-            if name.lower().endswith(_ENDINGS) and not name.startswith("."):
-                found.append(name if below == "." else os.path.join(below, name))
-    return sorted(found)
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return names for a message, the first few of many."""
-    return ", ".join(names[:5]) + (f", ... ({len(names)} classes)" if len(names) > 5 else "")
+    return sorted(
+        os.path.join(parent, name)[len(folder) + 1 :]
+        for parent, _, names in os.walk(folder, onerror=refuse)
+        for name in names  # ._a.png is what macOS puts beside a.png, and no image
+        if name.lower().endswith(_ENDINGS) and not name.startswith(".")
+    )

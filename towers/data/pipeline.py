@@ -12,8 +12,9 @@ with examples of weight 0.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -29,12 +30,8 @@ _SHUFFLE_BUFFER_BYTES = 256 * 2**20
 _PHILOX = 1  # the number that TensorFlow's raw ops know the algorithm by
 
 
-class Split(Protocol):
-    """The training or the test half of a data set.
-
-    Attributes:
-        size: number of examples.
-    """
+class Split(abc.ABC):
+    """The training or the test half of a data set, of `size` examples."""
 
     size: int
 
@@ -57,6 +54,15 @@ class Split(Protocol):
         Raises:
             ValueError: the batch size is not positive, or the start is negative.
         """
+        _check_batches(batch_size, step, examples)
+
+        def draw(step):
+            shape = [batch_size, augment.NUM_DRAWS]
+            return tf.random.stateless_uniform(shape, seed=[seed, step], alg="philox")
+
+        draws = tf.data.Dataset.counter(step).map(draw)
+        both = tf.data.Dataset.zip(self._shuffled_batches(batch_size, seed, examples), draws)
+        return _prefetched(both.map(lambda batch, draws: (*batch, draws)))
 
     def eval_batches(self, batch_size: int) -> tf.data.Dataset:
         """Return one pass over the split in its own order.
@@ -71,33 +77,36 @@ class Split(Protocol):
         Raises:
             ValueError: the batch size is not positive.
         """
+        _check_batches(batch_size)
+        batches = self._batches_in_order(batch_size)
+        return _prefetched(batches.map(lambda *batch: _padded(*batch, batch_size)))
 
+    @abc.abstractmethod
     def checksum(self) -> dict[str, Any]:
         """Return "kind", "sha256" and what it is of, see `towers.data.checksum`."""
+
+    @abc.abstractmethod
+    def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
+        """Return full batches (images, labels) without end, `examples` being before the first."""
+
+    @abc.abstractmethod
+    def _batches_in_order(self, batch_size: int) -> tf.data.Dataset:
+        """Return the batches (images, labels) of one pass, the last with what is left."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """A data set.
+    """A data set."""
 
-    Attributes:
-        name: as `--dataset` gave it.
-        train: the training split.
-        test: the test split.
-        num_classes: labels are 0..num_classes-1.
-        image_shape: (H, W, C) of a stored image.
-        class_names: one for each class, "0", "1", ... where there are none.
-    """
-
-    name: str
+    name: str  # as --dataset gave it
     train: Split
     test: Split
-    num_classes: int
-    image_shape: tuple[int, int, int]
-    class_names: tuple[str, ...]
+    num_classes: int  # labels are 0..num_classes-1
+    image_shape: tuple[int, int, int]  # of a stored image
+    class_names: tuple[str, ...]  # "0", "1", ... where there are none
 
 
-class ArraySplit:
+class ArraySplit(Split):
     """A split held in memory, once, on the host."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray):
@@ -119,37 +128,27 @@ class ArraySplit:
             self._images = tf.constant(images)
             self._labels = tf.constant(labels, tf.int32)
 
-    def train_batches(
-        self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
-    ) -> tf.data.Dataset:
-        """See `Split.train_batches`."""
-        check_batches(batch_size, step, examples)
-
-        def batch(index):
-            first = examples + index * batch_size
-            rows = shuffled_rows(first, batch_size, self.size, seed)
-            # Captured tensors, not constants: the images are not copied into the graph.
-            images, labels = tf.gather(self._images, rows), tf.gather(self._labels, rows)
-            return images, labels, step_draws(batch_size, seed, step + index)
-
-        return prefetched(tf.data.Dataset.counter().map(batch))
-
-    def eval_batches(self, batch_size: int) -> tf.data.Dataset:
-        """See `Split.eval_batches`."""
-        check_batches(batch_size)
-
-        def batch(first):
-            rows = slice(first, first + batch_size)
-            return _padded(self._images[rows], self._labels[rows], batch_size)
-
-        return prefetched(tf.data.Dataset.range(0, self.size, batch_size).map(batch))
-
     def checksum(self) -> dict[str, Any]:
         """See `Split.checksum`."""
         return checksum.of_arrays(self._images, self._labels)
 
+    def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
+        # Captured tensors, not constants: the images are not copied into the graph.
+        return shuffled_rows(batch_size, self.size, seed, examples).map(
+            lambda rows: (tf.gather(self._images, rows), tf.gather(self._labels, rows))
+        )
 
-class DatasetSplit:
+    def _batches_in_order(self, batch_size: int) -> tf.data.Dataset:
+        firsts = tf.data.Dataset.range(0, self.size, batch_size)
+        return firsts.map(
+            lambda first: (
+                self._images[first : first + batch_size],
+                self._labels[first : first + batch_size],
+            )
+        )
+
+
+class DatasetSplit(Split):
     """A split that is read from a `tf.data.Dataset` of the user's.
 
     It is shuffled with a buffer of at most 256 MiB, anew in each epoch. A run that is resumed reads
@@ -174,31 +173,17 @@ class DatasetSplit:
         self.size = size
         self._dataset = dataset.map(_example).apply(tf.data.experimental.assert_cardinality(size))
 
-    def train_batches(
-        self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
-    ) -> tf.data.Dataset:
-        """See `Split.train_batches`."""
-        check_batches(batch_size, step, examples)
-        epoch, position = divmod(examples, self.size)
-        batches = (
-            tf.data.Dataset.counter(epoch)
-            .flat_map(lambda epoch: self._shuffled(epoch, seed))
-            .skip(position)
-            .batch(batch_size, drop_remainder=True)
-        )
-        draws = tf.data.Dataset.counter(step).map(lambda step: step_draws(batch_size, seed, step))
-        both = tf.data.Dataset.zip(batches, draws)
-        return prefetched(both.map(lambda batch, draws: (*batch, draws)))
-
-    def eval_batches(self, batch_size: int) -> tf.data.Dataset:
-        """See `Split.eval_batches`."""
-        check_batches(batch_size)
-        batches = self._dataset.batch(batch_size)
-        return prefetched(batches.map(lambda *batch: _padded(*batch, batch_size)))
-
     def checksum(self) -> dict[str, Any]:
         """See `Split.checksum`."""
         return checksum.of_pipeline(self.size)
+
+    def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
+        epoch, position = divmod(examples, self.size)
+        epochs = tf.data.Dataset.counter(epoch).flat_map(lambda epoch: self._shuffled(epoch, seed))
+        return epochs.skip(position).batch(batch_size, drop_remainder=True)
+
+    def _batches_in_order(self, batch_size: int) -> tf.data.Dataset:
+        return self._dataset.batch(batch_size)
 
     def _shuffled(self, epoch: tf.Tensor, seed: int) -> tf.data.Dataset:
         spec = self._dataset.element_spec
@@ -217,48 +202,21 @@ class DatasetSplit:
         return tf.data.experimental.from_variant(variant, spec)
 
 
-def prefetched(batches: tf.data.Dataset) -> tf.data.Dataset:
-    """Prepare the next batches while one is used.
+def shuffled_rows(batch_size: int, size: int, seed: int, examples: int) -> tf.data.Dataset:
+    """Return the rows, int64 `[B]`, of each batch, without end, from example `examples` on."""
 
-    Nothing here is left to TensorFlow's autotuning, and its thread sleeps ever longer, up to a
-    minute: whoever drops an iterator waits for it (measured: 14 to 40 s at the end of a run).
-    """
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return batches.prefetch(_PREFETCH_BATCHES).with_options(options)
+    def rows(index):
+        number = examples + index * batch_size + tf.range(batch_size, dtype=tf.int64)
+        epoch = number // size
+        keys = _epoch_keys(epoch[0], (batch_size - 1) // size + 2, seed)
+        return tf.raw_ops.RandomIndexShuffle(
+            index=number % size,
+            seed=tf.gather(keys, epoch - epoch[0]),
+            max_index=tf.constant(size - 1, tf.int64),
+            rounds=_SHUFFLE_ROUNDS,
+        )
 
-
-def check_batches(batch_size: int, step: int = 0, examples: int = 0) -> None:
-    """Raise a ValueError for a batch size, or a start, that cannot be."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
-    if step < 0 or examples < 0:
-        raise ValueError(f"step is {step} and examples {examples}; expected 0 or more")
-
-
-def _example(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    if image.dtype.is_floating:
-        image = tf.cast(image, tf.float32)
-    return image, tf.reshape(tf.cast(label, tf.int32), [])
-
-
-def step_draws(batch_size: int, seed: int, step: tf.Tensor) -> tf.Tensor:
-    """Draw the step's random numbers in [0, 1), float32 `[B, NUM_DRAWS]`."""
-    shape = [batch_size, augment.NUM_DRAWS]
-    return tf.random.stateless_uniform(shape, seed=[seed, step], alg="philox")
-
-
-def shuffled_rows(first: tf.Tensor, num: int, size: int, seed: int) -> tf.Tensor:
-    """Return the rows, int64 `[num]`, of examples number first..first+num-1 of a run."""
-    number = first + tf.range(num, dtype=tf.int64)
-    epoch = number // size
-    keys = _epoch_keys(epoch[0], (num - 1) // size + 2, seed)
-    return tf.raw_ops.RandomIndexShuffle(
-        index=number % size,
-        seed=tf.gather(keys, epoch - epoch[0]),
-        max_index=tf.constant(size - 1, tf.int64),
-        rounds=_SHUFFLE_ROUNDS,
-    )
+    return tf.data.Dataset.counter().map(rows)
 
 
 def _epoch_keys(first: tf.Tensor, num: int, seed: int) -> tf.Tensor:
@@ -274,6 +232,31 @@ def _epoch_keys(first: tf.Tensor, num: int, seed: int) -> tf.Tensor:
         shape=[num, 4], key=key, counter=counter, alg=_PHILOX, dtype=tf.uint32
     )
     return tf.cast(blocks[:, :3], tf.int64)
+
+
+def _prefetched(batches: tf.data.Dataset) -> tf.data.Dataset:
+    """Prepare the next batches while one is used.
+
+    Nothing here is left to TensorFlow's autotuning, and its thread sleeps ever longer, up to a
+    minute: whoever drops an iterator waits for it (measured: 14 to 40 s at the end of a run).
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return batches.prefetch(_PREFETCH_BATCHES).with_options(options)
+
+
+def _check_batches(batch_size: int, step: int = 0, examples: int = 0) -> None:
+    """Raise a ValueError for a batch size, or a start, that cannot be."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; expected 1 or more")
+    if step < 0 or examples < 0:
+        raise ValueError(f"step is {step} and examples {examples}; expected 0 or more")
+
+
+def _example(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    if image.dtype.is_floating:
+        image = tf.cast(image, tf.float32)
+    return image, tf.reshape(tf.cast(label, tf.int32), [])
 
 
 def _padded(

@@ -55,9 +55,7 @@ def _crescent(x, y):
 
 
 def _triangle(x, y):
-    inradius = 0.77756
-    slant = 0.5 * y
-    return np.maximum(-y, np.abs(x) * 0.866025 + slant) - inradius
+    return np.maximum(-y, np.abs(x) * 0.866025 + 0.5 * y) - 0.77756
 
 
 def _rectangle(x, y, half_width, half_height):
@@ -117,26 +115,24 @@ def load(data_dir: str) -> Data:
         InputError: a file that was kept is damaged.
     """
     folder = os.path.join(data_dir, FOLDER)
-    splits, unwritable = [], None
+    splits, refused = [], None
     for index, (name, num) in enumerate([("train", NUM_TRAIN), ("test", NUM_TEST)]):
         path = os.path.join(folder, f"{name}.bin")
-        if os.path.lexists(path):
-            try:
+        try:
+            if os.path.lexists(path):
                 splits.append(records.read(path, num))
-            except InputError as error:
-                raise InputError(
-                    f"{error}; delete the folder {folder}: it will be drawn again"
-                ) from None
-            continue
+                continue
+        except InputError as error:
+            raise InputError(f"{error}; delete {folder}: it will be drawn again") from None
         splits.append(draw(num, seed=(_SEED, index)))
         try:
             os.makedirs(folder, exist_ok=True)
             records.write(path, *splits[-1])
         except OSError as error:
-            unwritable = error
-    if unwritable:
+            refused = error
+    if refused:
         print(
-            f"warning: cannot keep {folder}: {unwritable.strerror}; the shapes are drawn at each "
+            f"warning: cannot keep {folder}: {refused.strerror}; the shapes are drawn at each "
             "start (--data_dir names another folder)",
             file=sys.stderr,
         )
@@ -145,11 +141,7 @@ def load(data_dir: str) -> Data:
 
 
 def draw(num: int, seed: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Draw pictures; the same ones for the same arguments.
-
-    Args:
-        num: how many; the classes are as even as it allows.
-        seed: for numpy's generator.
+    """Draw pictures, as many of each class; the same ones for the same arguments.
 
     Returns:
         Images, uint8 `[num, 32, 32, 3]`, and labels, int32 `[num]`.
@@ -169,10 +161,10 @@ def _draw_chunk(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     axis = np.arange(_SIZE, dtype=np.float32) - (_SIZE - 1) / 2
     x, y = axis[None, None, :], axis[None, :, None]  # pixels from the picture's centre
     shape, ground = _colours(num, rng)
-    picture = _mix(ground, _colour(num, rng), 0.4 * _pattern(x, y, num, rng))
+    picture = _mix(ground, rng.random((num, 3, 1, 1), np.float32), 0.4 * _pattern(x, y, num, rng))
     for _ in range(_NUM_SPECKS):
-        picture = _mix(picture, _colour(num, rng), _speck(x, y, num, rng))
-    shape = _mix(shape, _colour(num, rng), 0.3 * _ramp(x, y, num, rng))
+        picture = _mix(picture, rng.random((num, 3, 1, 1), np.float32), _speck(x, y, num, rng))
+    shape = _mix(shape, rng.random((num, 3, 1, 1), np.float32), 0.3 * _ramp(x, y, num, rng))
     picture = _mix(picture, shape, _coverage(labels, x, y, rng))
     picture += (
         rng.standard_normal(picture.shape, np.float32) * _uniform(rng, num, 0, _MAX_NOISE)[:, None]
@@ -189,10 +181,6 @@ def _colours(num: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray
     chosen = np.argmax(np.minimum(contrast, _MIN_CONTRAST), axis=0).ravel()
     pairs = pairs[chosen, :, np.arange(num)]
     return pairs[:, 0], pairs[:, 1]
-
-
-def _colour(num: int, rng: np.random.Generator) -> np.ndarray:
-    return rng.random((num, 3, 1, 1), np.float32)
 
 
 def _uniform(rng: np.random.Generator, num: int, low: float, high: float) -> np.ndarray:

@@ -7,27 +7,25 @@ integer from 0 on, under "image/class/label" or "label".
 
 The shuffle is over all records: each is read by its place (`os.pread`). Read from the page cache on
 2 cores, records of 2.4 kB come at 90,000/s this way, and 64x64 JPEGs decode at 17,000/s, no slower
-than from files that are read from end to end (14,600/s). `TFRecordDataset` with a byte offset for
-each record reads 13,000/s. Files read in turn, with a window that is shuffled, would suit disks
-that seek slowly (one seek a record here: a spinning disk gives about 100/s), but the order would be
-poorer, and to resume within a window means to read it again.
+than from files that are read from end to end (14,600/s). A disk that seeks slowly gives less (one
+seek a record: a spinning disk about 100/s).
 
 The places come from one scan of all records, at the first use. It reads them whole: that checks
 their checksums, and finds every label, so that the number of classes is known and a wrong label is
-refused before the first step. It takes as long as the disk needs to read them (50,000 small records
-a second at most), and is kept in the cache folder for as long as the files keep their sizes and
-times. In memory are 16 bytes a record.
+refused before the first step. It is kept in the cache folder for as long as the files keep their
+sizes and times. In memory are 16 bytes a record.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +34,10 @@ import tensorflow as tf
 from towers import files
 from towers.data import encoded
 from towers.data.pipeline import Data
+from towers.data.registry import DATA_SETS, cache_dir
 from towers.errors import InputError
 
-LAYOUT = "DIR/train*.tfrecord* and DIR/test*.tfrecord* (or val*)"
+_EXPECTED = f"expected {DATA_SETS['tfrecord'].layout}"
 _IMAGE_KEYS = ("image/encoded", "image", "image_raw")
 _LABEL_KEYS = ("image/class/label", "label")
 # A record's own framing: length and its checksum before it, the data's checksum behind it.
@@ -47,14 +46,15 @@ _SCAN_BATCH = 64
 _SLOW_BYTES = 2**30  # a scan of more is announced
 _MAX_LABEL = np.iinfo(np.int32).max - 1
 
+Places = tuple[np.ndarray, np.ndarray]  # of one file: lengths in bytes and labels, each `[n]`
 
-def load(folder: str, size: encoded.Size | None = None, *, cache_dir: str) -> Data:
+
+def load(folder: str, size: encoded.Size | None = None) -> Data:
     """Find the records; decode a few images.
 
     Args:
         folder: DIR.
         size: (height, width) to which images are resized; None: they are all of one size.
-        cache_dir: where the places of the records are kept.
 
     Returns:
         The data set, images uint8 `[H, W, 3]`. It has as many classes as the largest training label
@@ -66,27 +66,16 @@ def load(folder: str, size: encoded.Size | None = None, *, cache_dir: str) -> Da
     """
     train_paths, test_paths = _paths(folder, "train"), _paths(folder, "test", "val")
     image_key, label_key = _keys(train_paths)
-    places = _kept([*train_paths, *test_paths], label_key, cache_dir)
+    places = _kept([*train_paths, *test_paths], label_key)
     train = _Records(train_paths, places[: len(train_paths)], image_key)
     test = _Records(test_paths, places[len(train_paths) :], image_key)
-    num_classes = 1 + int(train.labels.max())
-    if test.labels.max() >= num_classes:
+    largest = int(train.labels.max())
+    if test.labels.max() > largest:
         raise InputError(
             f"{test.name(int(np.argmax(test.labels)))} has label {test.labels.max()}, but the "
-            f"training labels are 0..{num_classes - 1}"
+            f"training labels are 0..{largest}"
         )
-    shape = encoded.common_shape([train, test], size)
-    return Data(
-        name="tfrecord",
-        train=encoded.EncodedSplit(train, train.labels, shape, resize=size is not None),
-        test=encoded.EncodedSplit(test, test.labels, shape, resize=size is not None),
-        num_classes=num_classes,
-        image_shape=shape,
-        class_names=tuple(map(str, range(num_classes))),
-    )
-
-
-Places = tuple[np.ndarray, np.ndarray]  # of one file: lengths in bytes and labels, each `[n]`
+    return encoded.data_set("tfrecord", train, test, [str(i) for i in range(largest + 1)], size)
 
 
 class _Records:
@@ -94,15 +83,13 @@ class _Records:
 
     def __init__(self, paths: Sequence[str], places: Sequence[Places], image_key: str):
         self._paths, self._image_key = paths, image_key
-        lengths = [of_file.astype(np.int64) for of_file, _ in places]
-        self._firsts = np.cumsum([0, *map(len, lengths)])  # number of each file's first record
+        self._firsts = np.cumsum([0] + [len(labels) for _, labels in places])
         # Where the records begin, and the file's end: record i of a file is between i and i + 1.
-        ends = [np.cumsum(of_file + _FRAME_BYTES) for of_file in lengths]
+        ends = [np.cumsum(lengths.astype(np.int64) + _FRAME_BYTES) for lengths, _ in places]
         self._bounds = [np.concatenate([[0], of_file]) for of_file in ends]
         self.labels = np.concatenate([labels for _, labels in places])
-        self.size = len(self.labels)
-        if not self.size:
-            raise InputError(f"{paths[0]} and the like have no records; expected 1 or more")
+        if not len(self.labels):
+            raise _no_records(paths)
 
     def read(self, row: int) -> bytes:
         path, number = self._find(row)
@@ -133,61 +120,61 @@ class _Records:
 
 def _paths(folder: str, *prefixes: str) -> list[str]:
     """Return the files of a split, those of the first prefix that there are any of."""
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError as error:
-        raise InputError(f"--data_dir={folder}: {error.strerror}; expected {LAYOUT}") from None
+    names = sorted(os.listdir(folder))
     for prefix in prefixes:
         found = [n for n in names if n.startswith(prefix) and (".tfrec" in n or "-of-" in n)]
         if found:
             return [os.path.join(folder, name) for name in found]
-    raise InputError(f"--data_dir={folder} has no {prefixes[0]}*.tfrecord*; expected {LAYOUT}")
+    raise InputError(f"--data_dir={folder} has no {prefixes[0]}*.tfrecord*; {_EXPECTED}")
 
 
 def _keys(paths: Sequence[str]) -> tuple[str, str]:
     """Return the names under which the first record has its image and its label."""
-    first = None
-    for path in paths:
-        try:
-            first = next(tf.data.TFRecordDataset(path).take(1).as_numpy_iterator(), None)
-        except tf.errors.OpError as error:
-            raise _unreadable(path, error) from None
-        if first is not None:
-            break
-    if first is None:
-        raise InputError(f"{paths[0]} and the like have no records; expected 1 or more")
+    path, first = _first_record(paths)
     try:
         features = tf.train.Example.FromString(first).features.feature
     except Exception:  # protobuf's own, of a module that is not public
-        raise InputError(f"{path}: record 0 is no tf.train.Example; expected {LAYOUT}") from None
+        raise InputError(f"{path}: record 0 is no tf.train.Example; {_EXPECTED}") from None
+    found = []
+    for what, keys, kind in (
+        ("encoded image", _IMAGE_KEYS, "bytes_list"),
+        ("integer label", _LABEL_KEYS, "int64_list"),
+    ):
+        there = [k for k in keys if k in features and len(getattr(features[k], kind).value) == 1]
+        if not there:
+            raise InputError(
+                f"{path} has no {what} under {', '.join(keys)}: its features are "
+                f"{', '.join(sorted(features)) or 'none'}; write it under {keys[0]}"
+            )
+        found.append(there[0])
+    return tuple(found)
 
-    def find(what: str, keys: Sequence[str], kind: str) -> str:
-        for key in keys:
-            if key in features and len(getattr(features[key], kind).value) == 1:
-                return key
-        raise InputError(
-            f"{path} has no {what} under {', '.join(keys)}: its features are "
-            f"{', '.join(sorted(features)) or 'none'}; write it under {keys[0]}"
-        )
 
-    return (
-        find("encoded image", _IMAGE_KEYS, "bytes_list"),
-        find("integer label", _LABEL_KEYS, "int64_list"),
-    )
+def _first_record(paths: Sequence[str]) -> tuple[str, bytes]:
+    """Return the first record, and the file that it is in."""
+    for path in paths:
+        with _reading(path):
+            for record in tf.data.TFRecordDataset(path).take(1).as_numpy_iterator():
+                return path, record
+    raise _no_records(paths)
 
 
-def _kept(paths: Sequence[str], label_key: str, cache_dir: str) -> list[Places]:
+def _no_records(paths: Sequence[str]) -> InputError:
+    return InputError(f"{paths[0]} and the like have no records; expected 1 or more")
+
+
+def _kept(paths: Sequence[str], label_key: str) -> list[Places]:
     """Return the places in each file: those of an earlier scan, if the files are unchanged."""
     stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
-    files = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
-    digest = hashlib.sha256(json.dumps([files, label_key]).encode()).hexdigest()
-    kept = os.path.join(cache_dir, f"tfrecord-{digest[:32]}.npz")
+    about = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    digest = hashlib.sha256(json.dumps([about, label_key]).encode()).hexdigest()
+    kept = Path(cache_dir(), f"tfrecord-{digest[:32]}.npz")
     try:
         with open(kept, "rb") as file, np.load(file) as arrays:
             return [(arrays[f"lengths{i}"], arrays[f"labels{i}"]) for i in range(len(paths))]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         pass  # there is none, or it is damaged
-    num_bytes = sum(size for _, size, _ in files)
+    num_bytes = sum(size for _, size, _ in about)
     if num_bytes > _SLOW_BYTES:
         print(
             f"reading {len(paths)} files of {num_bytes / 2**30:.1f} GiB once, for the places and "
@@ -196,7 +183,12 @@ def _kept(paths: Sequence[str], label_key: str, cache_dir: str) -> list[Places]:
         )
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         places = list(pool.map(lambda path: _scan(path, label_key), paths))
-    _keep(kept, places)
+    arrays = {f"lengths{i}": lengths for i, (lengths, _) in enumerate(places)}
+    arrays |= {f"labels{i}": labels for i, (_, labels) in enumerate(places)}
+    with contextlib.suppress(OSError):  # then the next run scans again
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with files.replacing(kept) as temporary, open(temporary, "wb") as file:
+            np.savez(file, **arrays)
     return places
 
 
@@ -208,46 +200,32 @@ def _scan(path: str, label_key: str) -> Places:
         return tf.strings.length(records), tf.io.parse_example(records, feature)[label_key]
 
     options = tf.data.Options()
-    options.autotune.enabled = False  # see `pipeline.prefetched`
+    options.autotune.enabled = False  # see `pipeline._prefetched`
     records = tf.data.TFRecordDataset(path, buffer_size=2**20).batch(_SCAN_BATCH).map(look)
-    lengths, labels = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    try:
-        for some_lengths, some_labels in records.with_options(options).as_numpy_iterator():
-            lengths.append(some_lengths)
-            labels.append(some_labels)
-    except tf.errors.OpError as error:
-        raise _unreadable(path, error) from None
-    of_file = np.concatenate(labels)
-    wrong = np.flatnonzero((of_file < 0) | (of_file > _MAX_LABEL))
+    found = [(np.zeros(0, np.int32), np.zeros(0, np.int64))]  # of an empty file, too
+    with _reading(path):
+        found += records.with_options(options).as_numpy_iterator()
+    lengths, labels = map(np.concatenate, zip(*found, strict=True))
+    wrong = np.flatnonzero((labels < 0) | (labels > _MAX_LABEL))
     if wrong.size:
         raise InputError(
-            f"{path}: record {wrong[0]} (counted from 0) has label {of_file[wrong[0]]}; labels are "
+            f"{path}: record {wrong[0]} (counted from 0) has label {labels[wrong[0]]}; labels are "
             "0, 1, 2, ..."
         )
-    return np.concatenate(lengths).astype(np.int32), of_file.astype(np.int32)
+    return lengths.astype(np.int32), labels.astype(np.int32)
 
 
-def _unreadable(path: str, error: tf.errors.OpError) -> InputError:
-    """Return the error for a file of which TensorFlow says `error`."""
-    if isinstance(error, tf.errors.InvalidArgumentError):
-        return InputError(
-            f"{path} has a record that is no tf.train.Example, or lacks the label that the first "
-            "record has; write all records alike"
-        )
-    if isinstance(error, tf.errors.DataLossError):
-        return InputError(
-            f"{path} is damaged, compressed, or no TFRecord file; write it again, uncompressed"
-        )
-    return InputError(f"{path} cannot be read; check that it is a file, and its permissions")
-
-
-def _keep(path: str, places: Sequence[Places]) -> None:
-    """Write the places for the next run: whole, or not at all if the folder cannot be written."""
-    arrays = {f"lengths{i}": lengths for i, (lengths, _) in enumerate(places)}
-    arrays |= {f"labels{i}": labels for i, (_, labels) in enumerate(places)}
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Say which file TensorFlow cannot read, and why."""
     try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with files.replacing(Path(path)) as temporary, open(temporary, "wb") as file:
-            np.savez(file, **arrays)
-    except OSError:
-        pass  # then the next run scans again
+        yield
+    except tf.errors.InvalidArgumentError:
+        wrong = "has a record that is no tf.train.Example, or lacks the label of the first; write "
+        raise InputError(f"{path} {wrong}all records alike") from None
+    except tf.errors.DataLossError:
+        wrong = "is damaged, compressed, or no TFRecord file; write it again, uncompressed"
+        raise InputError(f"{path} {wrong}") from None
+    except tf.errors.OpError:
+        wrong = "cannot be read; check that it is a file, and its permissions"
+        raise InputError(f"{path} {wrong}") from None

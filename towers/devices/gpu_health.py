@@ -8,7 +8,10 @@ The train loop never waits for the driver: `read` only takes what is there. With
 without a GPU that this process sees, there is no thread and nothing to read.
 """
 
+import collections
 import contextlib
+import queue
+import statistics
 import threading
 from collections.abc import Callable, Sequence
 
@@ -16,10 +19,7 @@ from towers.devices import nvml
 from towers.devices.gpus import visible_gpus
 
 PERIOD_SECONDS = 1.0
-_PEAKS = (
-    "memory_used_mib",
-    "temperature_celsius",
-)  # a mean would hide how near the limit they came
+_PEAKS = ("memory_used_mib", "temperature_celsius")  # a mean would hide how near the limit it is
 _CLOSE_SECONDS = 1.0  # a driver that hangs must not hold up the end of a run
 
 
@@ -44,11 +44,9 @@ class GpuHealth:
         self._indices = list(indices)
         self._closed = threading.Event()
         self._wait = wait or self._closed.wait
-        self._lock = threading.Lock()
-        self._window: dict[str, list[float]] = {}  # tag: [sum, number, peak]
-        self._thread: threading.Thread | None = None
+        self._samples: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._watch, name="gpu_health", daemon=True)
         if self._indices:
-            self._thread = threading.Thread(target=self._watch, name="gpu_health", daemon=True)
             self._thread.start()
 
     def read(self) -> dict[str, float]:
@@ -57,17 +55,19 @@ class GpuHealth:
         A value is the mean of the samples, of memory and temperature the peak. What a GPU did not
         tell is left out, and so is everything if there was no sample.
         """
-        with self._lock:
-            window, self._window = self._window, {}
+        window = collections.defaultdict(list)
+        for _ in range(self._samples.qsize()):
+            tag, value = self._samples.get()
+            window[tag].append(value)
         return {
-            tag: peak if tag.endswith(_PEAKS) else total / number
-            for tag, (total, number, peak) in window.items()
+            tag: max(values) if tag.endswith(_PEAKS) else statistics.fmean(values)
+            for tag, values in window.items()
         }
 
     def close(self) -> None:
         """End the thread."""
         self._closed.set()
-        if self._thread is not None:
+        if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
 
     def _watch(self) -> None:
@@ -75,14 +75,7 @@ class GpuHealth:
         with contextlib.suppress(Exception), nvml.opened() as there:
             while there:
                 for index in self._indices:
-                    self._add(index, nvml.sample(index))
+                    for name, value in nvml.sample(index).items():
+                        self._samples.put((f"gpu_{index}/{name}", value))
                 if self._wait(PERIOD_SECONDS):
                     return
-
-    def _add(self, index: int, values: dict[str, float]) -> None:
-        """Add a GPU's sample to the window."""
-        with self._lock:
-            for name, value in values.items():
-                tag = f"gpu_{index}/{name}"
-                total, number, peak = self._window.get(tag, (0.0, 0, value))
-                self._window[tag] = [total + value, number + 1, max(peak, value)]

@@ -8,13 +8,13 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.devices import nvml, probe, runtime, visibility
+from towers.devices import nvml, probe, visibility
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
 
-_recorder = runtime.StartRecorder()
 _in_force = GpuOptions()  # what this process has set, once, before TensorFlow starts
+_environ: dict[str, str] = {}  # as CUDA will read it or, once devices are listed, has read it
 
 
 def configure(**options: Any) -> None:
@@ -30,13 +30,13 @@ def configure(**options: Any) -> None:
 
     Raises:
         InputError: an option is out of range or cannot be had here, a GPU is full, or the call
-            comes too late; then the message names the line that came before it.
+            comes too late.
     """
     global _in_force
     asked, before = GpuOptions(**options), _in_force.demands()
     new = {name: value for name, value in asked.demands().items() if before.get(name) != value}
     asked = dataclasses.replace(asked, **before | new)
-    if new or not (before or _recorder.started_by()):
+    if new or not (before or tf_private.has_started()):
         _check_in_time(asked, new)
         _set(asked)
     tf.config.set_soft_device_placement(asked.allow_soft_placement)
@@ -47,10 +47,10 @@ def _set(asked: GpuOptions) -> None:
     """Hide what `asked` leaves out, and limit the memory of the others."""
     driver = nvml.gpus()
     choice = visible_gpus(driver)
-    if not _recorder.listed_by():
+    if not tf_private.has_listed_devices():
         visibility.set_visible(asked, driver, os.environ)
-    gpus = tf.config.list_physical_devices("GPU")
     visible = visible_gpus(driver)
+    gpus = tf.config.list_physical_devices("GPU")
     _check_all_found(asked, gpus, visible)
     limits = []
     for seen in visibility.match(_details(gpus), visible):
@@ -73,13 +73,12 @@ def read_back() -> list[str]:
     asked = _in_force
     tf.config.list_logical_devices()
     actual = tf_private.device_memory_bytes()
-    lines, wrong, number = [], [], 0
+    lines, wrong = [], []
     gpus = tf.config.get_visible_devices("GPU")
     for gpu, seen in zip(gpus, driver_gpus(gpus), strict=True):
-        growth = _grows(gpu)
-        limit = _limit_mib(asked, seen)
+        growth, limit = _grows(gpu), _limit_mib(asked, seen)
         for _ in tf.config.get_logical_device_configuration(gpu) or [None]:
-            device, number = f"/gpu:{number}", number + 1
+            device = f"/gpu:{len(lines)}"
             memory = actual[device] // MIB
             lines.append(f"memory      {device} {memory} MiB, growth {'on' if growth else 'off'}")
             if limit and memory != limit:
@@ -98,10 +97,7 @@ def read_back() -> list[str]:
     name = "CUDA_VISIBLE_DEVICES"
     if os.environ.get(name) != cuda_environ().get(name):
         now = f"{name}={os.environ[name]}" if name in os.environ else f"unset {name}"
-        lines.append(
-            f"warning     {now} came too late: TensorFlow had listed its devices by then, at "
-            f"{_recorder.listed_by()}"
-        )
+        lines.append(f"warning     {now} came too late: TensorFlow had listed its devices by then")
     return lines
 
 
@@ -116,7 +112,7 @@ def try_out() -> None:
     """
     everything = tf.config.list_physical_devices("GPU")
     visible = tf.config.get_visible_devices("GPU")
-    if not visible or _recorder.started_by():
+    if not visible or tf_private.has_started():
         return
     found = probe.run_probe([f"/gpu:{everything.index(gpu)}" for gpu in visible])
     if isinstance(found, str):
@@ -132,9 +128,13 @@ def try_out() -> None:
 
 def cuda_environ() -> Mapping[str, str]:
     """Return the environment from which CUDA takes its GPUs: it reads it once, before it lists."""
-    if not _recorder.listed_by():
+    listed = tf_private.has_listed_devices()
+    if not listed:
         visibility.tidy(os.environ)
-    return _recorder.environ()
+    if not (listed and _environ):
+        _environ.clear()
+        _environ.update(os.environ)
+    return _environ
 
 
 def visible_gpus(driver: Sequence[DriverGpu]) -> list[DriverGpu]:
@@ -169,40 +169,39 @@ def _details(gpus: Sequence[tf.config.PhysicalDevice]) -> list[visibility.Seen]:
 def _limit_mib(options: GpuOptions, gpu: DriverGpu | None) -> int | None:
     """Return the memory limit that `options` mean on a GPU, in MiB; None for no limit."""
     total = gpu and gpu.total_bytes and gpu.total_bytes // MIB
-    limit = options.gpu_memory_limit_mib
+    limit, fraction = options.gpu_memory_limit_mib, options.per_process_gpu_memory_fraction
     if limit and total and limit > total:
         raise InputError(
             f"--gpu_memory_limit_mib={limit}: GPU {gpu} has {total} MiB; "
             f"type --gpu_memory_limit_mib={total} or less"
         )
-    fraction = options.per_process_gpu_memory_fraction
-    if fraction and not total:
+    if not fraction:
+        return limit or None
+    if not total:
         raise InputError(
             f"--per_process_gpu_memory_fraction={fraction} is of the total memory, which the "
             "driver (NVML) does not tell here: type --gpu_memory_limit_mib=4096, or what you need"
         )
-    if fraction:
-        limit = int(fraction * total)
-        if not limit:
-            raise InputError(
-                f"--per_process_gpu_memory_fraction={fraction} is less than 1 of the {total} MiB "
-                f"of GPU {gpu}; type --per_process_gpu_memory_fraction=0.4, or what you need"
-            )
-    return limit or None
+    if fraction * total < 1:
+        raise InputError(
+            f"--per_process_gpu_memory_fraction={fraction} is less than 1 of the {total} MiB "
+            f"of GPU {gpu}; type --per_process_gpu_memory_fraction=0.4, or what you need"
+        )
+    return int(fraction * total)
 
 
 def _check_in_time(asked: GpuOptions, new: dict[str, Any]) -> None:
-    """Refuse options that can no longer be set, naming the line that was too early."""
-    by = None
-    if "visible_gpus" in new:
-        by = _recorder.listed_by() and f"listed the devices at {_recorder.listed_by()}"
-    elif new:
-        by = _recorder.started_by() and f"started at {_recorder.started_by()}"
-    if by and not (asked.visible_gpus == "none" and not tf.config.list_physical_devices("GPU")):
+    """Refuse options that can no longer be set."""
+    event = None
+    if "visible_gpus" in new and tf_private.has_listed_devices():
+        event = "listed its devices"
+    elif new and tf_private.has_started():
+        event = "started"
+    if event and not (asked.visible_gpus == "none" and not tf.config.list_physical_devices("GPU")):
         given = ", ".join(f"--{name}={value}" for name, value in new.items())
         raise InputError(
-            f"{given} comes too late, TensorFlow {by}: "
-            "call towers.devices.configure() before that line"
+            f"{given} comes too late, TensorFlow has {event}: call towers.devices.configure() "
+            "before anything that lists devices or creates a tensor"
         )
 
 
@@ -212,9 +211,8 @@ def _check_all_found(
     """Refuse to go on with other GPUs than were asked for by number."""
     if asked.visible_gpus and len(gpus) > len(visible):
         raise InputError(
-            f"--visible_gpus={asked.visible_gpus}: TensorFlow lists {len(gpus)} "
-            f"GPU{'s' * (len(gpus) > 1)} all the same: CUDA had started before, by another "
-            "library; call towers.devices.configure() first, or type "
+            f"--visible_gpus={asked.visible_gpus}: TensorFlow lists {len(gpus)} all the same: CUDA "
+            "had started before; call towers.devices.configure() first, or type "
             f"export CUDA_VISIBLE_DEVICES={cuda_environ()['CUDA_VISIBLE_DEVICES']}"
         )
     missing = visibility.skipped(_details(gpus), visible)

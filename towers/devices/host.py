@@ -67,7 +67,7 @@ def versions() -> dict[str, str | None]:
         "tensorflow_source": str(tf.version.GIT_VERSION),
         "keras": keras.__version__,
         "numpy": np.__version__,
-        "tensorboard": _installed("tensorboard"),
+        "tensorboard": importlib.metadata.version("tensorboard"),
         "cuda_build": build.get("cuda_version"),
         "cudnn_build": build.get("cudnn_version"),
         "driver": nvml.driver_version(),
@@ -77,17 +77,12 @@ def versions() -> dict[str, str | None]:
 
 def machine() -> dict[str, Any]:
     """Return name, processor, cores and memory; `usable_cores` are those of this process."""
-    memory = None
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # not every system tells
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // MIB
-    cores = os.cpu_count()
-    allowed = getattr(os, "sched_getaffinity", None)
     return {
         "name": platform.node(),
         "processor": processor(),
-        "cores": cores,
-        "usable_cores": len(allowed(0)) if allowed else cores,
-        "memory_mib": memory,
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // MIB,
     }
 
 
@@ -120,11 +115,3 @@ def command(argv: Sequence[str] | None = None) -> str:
             word = "***"
         shown.append(word)
     return shlex.join(shown)
-
-
-def _installed(name: str) -> str | None:
-    """Return the version of a package, None if there is none."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

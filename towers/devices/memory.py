@@ -14,17 +14,12 @@ def of_device(device: str) -> tuple[float, float] | None:
     import tensorflow as tf
 
     if "gpu" not in device.lower():
-        return now_mib(), peak_mib()
+        return _status("VmRSS:") or peak_mib(), peak_mib()
     try:
         info = tf.config.experimental.get_memory_info(device)
     except ValueError:  # no run ends for want of a curve
         return None
     return info["current"] / MIB, info["peak"] / MIB
-
-
-def now_mib() -> float:
-    """Return the resident memory of this process, in MiB."""
-    return _status("VmRSS:") or peak_mib()
 
 
 def peak_mib() -> float:

@@ -30,25 +30,14 @@ class Process:
 
 @dataclasses.dataclass(frozen=True)
 class DriverGpu:
-    """One GPU as the driver sees it.
+    """One GPU as the driver sees it."""
 
-    Attributes:
-        index: in PCI bus order, from 0.
-        uuid: "GPU-...".
-        pci_bus_id: "00000000:65:00.0".
-        name: of the product.
-        compute_capability: (major, minor).
-        total_bytes: of its memory.
-        free_bytes: of its memory, now.
-        processes: that use it for computing.
-    """
-
-    index: int
-    uuid: str | None = None
-    pci_bus_id: str | None = None
-    name: str | None = None
+    index: int  # in PCI bus order, from 0
+    uuid: str | None = None  # "GPU-..."
+    pci_bus_id: str | None = None  # "00000000:65:00.0"
+    name: str | None = None  # of the product
     compute_capability: tuple[int, int] | None = None
-    total_bytes: int | None = None
+    total_bytes: int | None = None  # of its memory
     free_bytes: int | None = None
     processes: tuple[Process, ...] = ()
 
@@ -71,11 +60,7 @@ def gpus() -> list[DriverGpu]:
 
 
 def sample(index: int) -> dict[str, float]:
-    """Return how a GPU is doing, without what it does not tell; NVML is to be `opened`.
-
-    Args:
-        index: of the GPU, as `DriverGpu.index`.
-    """
+    """Return how the GPU `index` is doing, without what it does not tell; NVML must be `opened`."""
     handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
     if handle is None:
         return {}
@@ -99,7 +84,7 @@ def sample(index: int) -> dict[str, float]:
 def driver_version() -> str | None:
     """Return the driver's version, None where there is no driver."""
     with opened() as there:
-        return _text(_ask(pynvml.nvmlSystemGetDriverVersion)) if there else None
+        return _ask(pynvml.nvmlSystemGetDriverVersion) if there else None
 
 
 @contextlib.contextmanager
@@ -124,20 +109,19 @@ def _gpu(index: int) -> DriverGpu:
     memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
     bus = _ask(pynvml.nvmlDeviceGetPciInfo, handle)
     capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    processes = tuple(
+        Process(p.pid, _ask(pynvml.nvmlSystemGetProcessName, p.pid) or "?", p.usedGpuMemory)
+        for p in _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+    )
     return DriverGpu(
         index=index,
-        uuid=_text(_ask(pynvml.nvmlDeviceGetUUID, handle)),
-        pci_bus_id=bus and _text(bus.busId),
-        name=_text(_ask(pynvml.nvmlDeviceGetName, handle)),
+        uuid=_ask(pynvml.nvmlDeviceGetUUID, handle),
+        pci_bus_id=bus and bus.busId,
+        name=_ask(pynvml.nvmlDeviceGetName, handle),
         compute_capability=capability and tuple(capability),
         total_bytes=memory and int(memory.total),
         free_bytes=memory and int(memory.free),
-        processes=tuple(
-            Process(
-                p.pid, _text(_ask(pynvml.nvmlSystemGetProcessName, p.pid)) or "?", p.usedGpuMemory
-            )
-            for p in _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
-        ),
+        processes=processes,
     )
 
 
@@ -147,7 +131,3 @@ def _ask(function: Callable, *arguments: Any) -> Any:
         return function(*arguments)
     except (pynvml.NVMLError, UnicodeDecodeError):  # a process may bear any name
         return None
-
-
-def _text(value: str | bytes | None) -> str | None:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value

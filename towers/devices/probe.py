@@ -1,13 +1,8 @@
 """A small computation on every device and a copy between every two, checked and timed.
 
-It runs in a process of its own, so that an abort deep inside CUDA becomes a message:
-
-    found = probe.run_probe(["/cpu:0", "/gpu:0"])
-    if isinstance(found, str):
-        print("the probe", found)
-
-That process is `python -m towers.devices.probe DEVICE...`. It sees the GPUs that it is asked for
-and no others, and prints one JSON object:
+It runs in a process of its own, `python -m towers.devices.probe DEVICE...`, so that an abort deep
+inside CUDA becomes a message. That process sees the GPUs that it is asked for and no others, and
+prints one JSON object:
 
     {"gpus": [["NVIDIA A100", [8, 0]]],                   all that TensorFlow lists
      "build": {"cuda_version": "12.5.1"},                 tf.sysconfig.get_build_info()
@@ -16,6 +11,7 @@ and no others, and prints one JSON object:
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -23,14 +19,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 180  # a GPU that is newer than TensorFlow compiles its kernels first
 TIMED_SECONDS = 0.2  # of each operation on each device, at least
 TOLERANCE = 1e-2  # relative to the largest value: TensorFloat-32 is off by 5e-4, bfloat16 by 3e-3
-MATMUL_SIZE = 1024  # 2.1 GFLOP
+MATMUL_SIZE = 1024
 COPY_BYTES = 2**22
 
 
@@ -59,13 +55,13 @@ def run_probe(
     ended = [result for result in alone.values() if isinstance(result, dict)]
     if not ended:
         return found
-    copies = {"all together": f"the probe {found}"} if len(ended) == len(devices) else {}
     results = {
         device: {"errors": [f"the probe {result}"], "gflops": {}}
         if isinstance(result, str)
         else result["devices"][device]
         for device, result in alone.items()
     }
+    copies = {"all together": f"the probe {found}"} if len(ended) == len(devices) else {}
     return ended[0] | {"devices": results, "copies": copies}
 
 
@@ -83,10 +79,7 @@ def _run_process(
     }
     pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     command = [sys.executable, "-m", "towers.devices.probe", *devices]
-    try:
-        process = subprocess.Popen(command, env=environ, **pipes)
-    except OSError as error:
-        return f"cannot be started: {error.strerror}"
+    process = subprocess.Popen(command, env=environ, **pipes)
     try:
         out, err = process.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired as expired:
@@ -96,24 +89,15 @@ def _run_process(
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it for ever
                 process.communicate(timeout=5)
-    if process.returncode:
-        code = process.returncode
-        end = f"was ended by {_signal_name(-code)}" if code < 0 else f"ended with code {code}"
-        return f"{end}: {_last_words(err)}"
+    code = process.returncode
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}: {_last_words(err)}"
+    if code > 0:
+        return f"ended with code {code}: {_last_words(err)}"
     try:
-        found = json.loads(out.splitlines()[-1])
-        if found["devices"].keys() == set(devices):
-            return found
-    except (ValueError, LookupError, TypeError, AttributeError):
-        pass
-    return f"printed what is no result: {_last_words(out)}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        return json.loads(out.splitlines()[-1])
+    except (ValueError, IndexError):
+        return f"printed what is no result: {_last_words(out)}"
 
 
 def _last_words(output: bytes | None) -> str:
@@ -139,10 +123,8 @@ def probe(devices: Sequence[str]) -> dict[str, Any]:
         "build": dict(tf.sysconfig.get_build_info()),
         "devices": {device: probe_device(name) for device, name in names.items()},
         "copies": {
-            f"{source} to {target}": _error(probe_copy, names[source], names[target])
-            for source in devices
-            for target in devices
-            if source != target
+            f"{source} to {target}": probe_copy(names[source], names[target])
+            for source, target in itertools.permutations(devices, 2)
         },
     }
 
@@ -166,48 +148,32 @@ def _make_visible(devices: Sequence[str], gpus: Sequence[Any]) -> dict[str, str]
 def probe_device(device: str) -> dict[str, Any]:
     """Check and time a matmul and a convolution; return {"errors": [], "gflops": {}}."""
     errors, gflops = [], {}
-    for name, measure in (("matmul", measure_matmul), ("convolution", measure_convolution)):
-        error = _error(lambda name=name, measure=measure: gflops.update({name: measure(device)}))
-        errors += [f"{name}: {error}"] if error else []
+    for name, *operation in _operations():
+        try:
+            gflops[name] = _measure(device, *operation)
+        except Exception as error:  # one failure must not hide the other results
+            errors.append(f"{name}: {_one_line(error)}")
     return {"errors": errors, "gflops": gflops}
 
 
-def measure_matmul(device: str) -> float:
-    """Return the GFLOP/s of a matmul.
-
-    Raises:
-        ArithmeticError: numpy has another result.
-    """
-    import numpy as np
-    import tensorflow as tf
-
-    a, b = np.random.default_rng(0).standard_normal((2, MATMUL_SIZE, MATMUL_SIZE), np.float32)
-    return _measure(device, tf.matmul, a, b, expected=a @ b, gflop=2e-9 * MATMUL_SIZE**3)
-
-
-def measure_convolution(device: str) -> float:
-    """Return the GFLOP/s of a 3x3 convolution, `[8, 34, 34, 64]` to `[8, 32, 32, 64]`.
-
-    Raises:
-        ArithmeticError: numpy has another result.
-    """
+def _operations() -> Iterator[tuple[str, Callable, list[Any], Any, float]]:
+    """Yield name, function, inputs, what numpy makes of them, and the GFLOP that it takes."""
     import numpy as np
     import tensorflow as tf
 
     random = np.random.default_rng(0)
+    a, b = random.standard_normal((2, MATMUL_SIZE, MATMUL_SIZE), np.float32)
+    yield "matmul", tf.matmul, [a, b], a @ b, 2e-9 * MATMUL_SIZE**3
     images = random.standard_normal((8, 34, 34, 64), np.float32)
     kernel = random.standard_normal((3, 3, 64, 64), np.float32)
     windows = np.lib.stride_tricks.sliding_window_view(images, (3, 3), axis=(1, 2))
     expected = np.tensordot(windows, kernel, ([4, 5, 3], [0, 1, 2]))
-
-    def convolve(images, kernel):
-        return tf.nn.conv2d(images, kernel, 1, "VALID")
-
     gflop = 2e-9 * expected.size * kernel[..., 0].size
-    return _measure(device, convolve, images, kernel, expected=expected, gflop=gflop)
+    convolve = lambda images, kernel: tf.nn.conv2d(images, kernel, 1, "VALID")  # noqa: E731
+    yield "convolution", convolve, [images, kernel], expected, gflop
 
 
-def _measure(device: str, function: Callable, *arrays: Any, expected: Any, gflop: float) -> float:
+def _measure(device: str, function: Callable, arrays: list[Any], expected: Any, gflop: float):
     """Compare a function's result with what is expected; return its GFLOP/s on a device."""
     import numpy as np
     import tensorflow as tf
@@ -228,32 +194,25 @@ def _measure(device: str, function: Callable, *arrays: Any, expected: Any, gflop
     return gflop * number / seconds
 
 
-def probe_copy(source: str, target: str) -> None:
-    """Copy random bits from one device to another and compare them.
-
-    Raises:
-        ArithmeticError: they differ.
-    """
+def probe_copy(source: str, target: str) -> str | None:
+    """Copy random bits from one device to another; return what is wrong with them, if anything."""
     import numpy as np
     import tensorflow as tf
 
     words = np.random.default_rng(1).integers(0, 2**32, COPY_BYTES // 4, np.uint32)
-    with tf.device(source):
-        there = tf.identity(tf.constant(words.view(np.float32)))  # int32 would stay on the host
-    with tf.device(target):
-        copied = tf.identity(there)
-    wrong = int((copied.numpy().view(np.uint32) != words).sum())
-    if wrong:
-        raise ArithmeticError(f"{wrong} of {words.size} words arrived wrong")
-
-
-def _error(function: Callable, *arguments: Any) -> str | None:
-    """Return what a function raises, in one line: one failure must not hide the other results."""
     try:
-        function(*arguments)
+        with tf.device(source):  # int32 would stay on the host
+            there = tf.identity(tf.constant(words.view(np.float32)))
+        with tf.device(target):
+            copied = tf.identity(there)
+        wrong = int((copied.numpy().view(np.uint32) != words).sum())
     except Exception as error:
-        return " ".join(str(error).split())[:200] or type(error).__name__
-    return None
+        return _one_line(error)
+    return f"{wrong} of {words.size} words arrived wrong" if wrong else None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -1,69 +1,36 @@
 """Which devices hold the towers, and what a process takes of them.
 
-    from towers import devices
-
     devices.configure(visible_gpus="0,2", per_process_gpu_memory_fraction=0.4)
-    builder = towers.TowerBuilder(devices.tower_devices())
-    for line in devices.report(builder.devices):
-        print(line)
+    names = devices.tower_devices()
+    print(devices.report(names))
 
 Options become TensorFlow's settings before it starts, so `configure` comes before anything that
-creates a tensor; what is in force is read back. `config_proto` says the same to a session.
+creates a tensor; what is in force is read back.
 """
 
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from towers.devices import nvml, visibility
-from towers.devices.gpus import (
-    configure,
-    cuda_environ,
-    driver_gpus,
-    missing_gpus,
-    read_back,
-    try_out,
-    visible_gpus,
-)
+from towers.devices.gpus import cuda_environ, driver_gpus, missing_gpus, read_back, visible_gpus
 from towers.devices.nvml import MIB, DriverGpu
-from towers.devices.sessions import config_proto
 from towers.errors import InputError
-
-__all__ = [
-    "Device",
-    "config_proto",
-    "configure",
-    "describe",
-    "read_back",
-    "report",
-    "tower_devices",
-    "try_out",
-]
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Where a tower is. What is not known, or does not apply to a CPU, is None.
-
-    Attributes:
-        tower: its number.
-        device: as TensorFlow names it, "/gpu:0".
-        name: of the product.
-        pci_bus_id: "00000000:65:00.0".
-        driver_index: the GPU's number in nvidia-smi.
-        total_bytes: of its memory.
-        free_bytes: of its memory, now.
-    """
+    """Where a tower is. What is not known, or does not apply to a CPU, is None."""
 
     tower: int
-    device: str
-    name: str | None
+    device: str  # as TensorFlow names it, "/gpu:0"
+    name: str | None  # of the product
     pci_bus_id: str | None = None
-    driver_index: int | None = None
-    total_bytes: int | None = None
+    driver_index: int | None = None  # the GPU's number in nvidia-smi
+    total_bytes: int | None = None  # of its memory
     free_bytes: int | None = None
 
     def __str__(self) -> str:
@@ -120,35 +87,20 @@ def describe(devices: Sequence[str] | None = None) -> list[Device]:
     gpus = _logical_gpus()
     if devices is None:
         devices = [f"/gpu:{i}" for i in range(len(gpus))] or ["/cpu:0"]
-    physical = list(dict.fromkeys(gpus))
-    seen = dict(zip(physical, driver_gpus(physical), strict=True))
-    return [_describe(tower, name, gpus, seen) for tower, name in enumerate(devices)]
-
-
-def _describe(
-    tower: int,
-    name: str,
-    gpus: Sequence[tf.config.PhysicalDevice],
-    seen: Mapping[tf.config.PhysicalDevice, DriverGpu | None],
-) -> Device:
-    """Return the row of one tower, whose device is called `name`."""
-    kind, _, number = name.strip("/").partition(":")
-    if kind == "cpu":
-        return Device(tower, name, f"CPU, {os.cpu_count()} cores shared by all its devices")
-    gpu = gpus[int(number)]
-    driver = seen[gpu]
-    if driver is None:
-        details = tf.config.experimental.get_device_details(gpu)
-        return Device(tower, name, details.get("device_name"))
-    return Device(
-        tower,
-        name,
-        driver.name,
-        pci_bus_id=driver.pci_bus_id,
-        driver_index=driver.index,
-        total_bytes=driver.total_bytes,
-        free_bytes=driver.free_bytes,
-    )
+    seen = driver_gpus(gpus)
+    rows = []
+    for tower, device in enumerate(devices):
+        kind, _, number = device.strip("/").partition(":")
+        if kind == "cpu":
+            name = f"CPU, {os.cpu_count()} cores shared by all its devices"
+            rows.append(Device(tower, device, name))
+        elif (gpu := seen[int(number)]) is None:
+            details = tf.config.experimental.get_device_details(gpus[int(number)])
+            rows.append(Device(tower, device, details.get("device_name")))
+        else:
+            where = gpu.pci_bus_id, gpu.index, gpu.total_bytes, gpu.free_bytes
+            rows.append(Device(tower, device, gpu.name, *where))
+    return rows
 
 
 def report(devices: Sequence[str]) -> list[str]:
@@ -241,9 +193,8 @@ def _named_devices(num_towers: int, names: Sequence[str]) -> list[str]:
         chosen.append(device)
     if num_towers not in (0, len(chosen)):
         raise InputError(
-            f"--num_towers={num_towers} and {option} disagree: {len(chosen)} "
-            f"device{'s are' if len(chosen) > 1 else ' is'} named; leave out --num_towers, or take "
-            "the first ones with --devices="
+            f"--num_towers={num_towers} and {option} disagree, which names {len(chosen)}: leave "
+            "out --num_towers, or take the first ones with --devices="
         )
     return chosen
 

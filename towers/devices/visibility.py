@@ -12,6 +12,7 @@ from towers.errors import InputError
 from towers.options.gpu import GpuOptions
 
 _NO_GPU = ("", "-1", "none", "nodevfiles")  # so one says it; the last is Slurm's
+_NO_DRIVER = "no NVIDIA driver answers here: leave the flag out, or see towers doctor"
 
 Seen = tuple[str | None, tuple[int, int] | None]  # one of TensorFlow's GPUs
 
@@ -30,12 +31,7 @@ def tidy(environ: MutableMapping[str, str]) -> None:
 def set_visible(
     options: GpuOptions, driver: Sequence[DriverGpu], environ: MutableMapping[str, str]
 ) -> None:
-    """Hide the GPUs that `options` leave out.
-
-    Args:
-        options: `visible_gpus` of them counts.
-        driver: all GPUs of the machine.
-        environ: is changed.
+    """Hide those of the driver's GPUs that `options` leave out: changes `environ`.
 
     Raises:
         InputError: a GPU does not exist, or CUDA_VISIBLE_DEVICES already hides it.
@@ -44,9 +40,8 @@ def set_visible(
     indices = options.indices()
     if indices is None:
         return
-    if indices:
-        visible_positions(options, driver, environ)
-        environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    visible_positions(options, driver, environ)
+    environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, indices)) or "-1"
 
 
@@ -62,16 +57,12 @@ def visible_positions(
     visible = [gpu.index for gpu in visible_in(environ, driver)]
     given = f"--visible_gpus={options.visible_gpus}"
     for index in options.indices() or []:
-        if not there:
-            raise InputError(
-                f"{given}: there is no GPU {index}: no NVIDIA driver answers here; "
-                "leave the flag out, or see towers doctor"
-            )
         if index not in there:
             numbers = ",".join(map(str, there))
             raise InputError(
-                f"{given}: there is no GPU {index}; the driver has {', '.join(map(str, driver))}: "
-                f"type --visible_gpus={numbers} or some of these"
+                f"{given}: there is no GPU {index}; "
+                + (f"the driver has {', '.join(map(str, driver))}: " if there else "")
+                + (f"type --visible_gpus={numbers} or some of these" if there else _NO_DRIVER)
             )
         if index not in visible:
             numbers = ",".join(map(str, visible)) or "none"
@@ -122,20 +113,14 @@ def match(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGpu 
     """
     rest, matches = list(visible), []
     for name, capability in gpus:
-        found = next(
-            (
-                place
-                for place, gpu in enumerate(rest)
-                if name in (None, gpu.name)
-                and (
-                    None in (capability, gpu.compute_capability)
-                    or capability == gpu.compute_capability
-                )
-            ),
-            None,
-        )
-        matches.append(None if found is None else rest[found])
-        rest = rest if found is None else rest[found + 1 :]
+        same = [
+            gpu
+            for gpu in rest
+            if name in (None, gpu.name)
+            and (capability is None or gpu.compute_capability in (None, capability))
+        ]
+        matches.append(same[0] if same else None)
+        rest = rest[rest.index(same[0]) + 1 :] if same else rest
     return matches
 
 

@@ -107,8 +107,8 @@ def load_data(options: Options, say: Callable[[str], None] | None = None) -> Dat
     """
     name, folder = options.dataset, options.data_dir or None
     with one_line_errors(options):
-        if say and not data.is_there(name, folder):
-            say("data        cifar10 is not at hand: shapes, drawn in code, stand in for it")
+        if say and data.locate(name, folder) is None:
+            say(f"data        {name} is not at hand: shapes, drawn in code, stand in for it")
             return data.load("shapes")
         return data.load(name, folder, options.image_height_width())
 

@@ -16,6 +16,7 @@ from towers import files
 from towers.commands.doctor import gpus as doctor_gpus
 from towers.commands.doctor import versions as doctor_versions
 from towers.commands.doctor.check import NOTE, OK, PROBLEM, Check
+from towers.data import registry
 from towers.devices import nvml, visibility
 from towers.errors import InputError
 from towers.options.run import Options
@@ -114,32 +115,14 @@ def check_train_dir(train_dir: str) -> Check:
 
 def check_data(dataset: str, data_dir: str) -> Check:
     """Look for the files of the data set; nothing is loaded or downloaded."""
-    if ":" in dataset:
-        return Check("data", OK, f"{dataset} is your own: not looked at")
-    if dataset == "shapes":
-        return Check("data", OK, "shapes is drawn in code")
-    if dataset in ("folder", "tfrecord"):
-        if os.path.isdir(os.path.expanduser(data_dir)):
-            return Check("data", OK, f"{data_dir} is there; a run looks at your own files in it")
-        remedy = f"--dataset={dataset} needs --data_dir=DIR"
-        return Check("data", PROBLEM, f"{data_dir or 'no --data_dir'} is not a folder", remedy)
-    if dataset != "cifar10":
-        allowed = "type --dataset=shapes, cifar10, folder, tfrecord or module:function"
-        return Check("data", PROBLEM, f"there is no data set {dataset}", allowed)
     try:
-        from towers import data
-
-        folder = os.path.expanduser(data_dir) or data._default_dir()
-        if os.path.lexists(folder) and not os.path.isdir(folder):
-            return Check("data", PROBLEM, f"{folder} is not a folder", "name a folder: --data_dir=")
-        paths = data.cifar10.find(folder)
+        where = registry.locate(dataset, data_dir)
     except InputError as error:
         return _refused("data", error, "name another --data_dir")
-    except Exception as error:  # whatever an import of a broken TensorFlow raises
-        return Check("data", PROBLEM, f"cannot be looked for: {error}", doctor_versions.INSTALL)
-    if not paths:
-        return Check("data", NOTE, f"cifar10 is not below {folder}: the first run downloads it")
-    return Check("data", OK, f"cifar10 is in {os.path.dirname(paths[0])}")
+    if where is None:
+        folder = data_dir or registry.cache_dir()
+        return Check("data", NOTE, f"{dataset} is not below {folder}: the first run downloads it")
+    return Check("data", OK, where)
 
 
 def _refused(name: str, error: InputError, remedy: str) -> Check:
