@@ -13,9 +13,8 @@ def test_no_driver_no_gpus(monkeypatch):
     assert nvml.driver_version() is None
 
 
-@pytest.mark.parametrize("as_bytes", [False, True])
-def test_all_that_the_driver_tells(monkeypatch, as_bytes):
-    still_open = install_driver(monkeypatch, A100, FULL, as_bytes=as_bytes)
+def test_all_that_the_driver_tells(monkeypatch):
+    still_open = install_driver(monkeypatch, A100, FULL)
     first, second = nvml.gpus()
     assert first == DriverGpu(
         index=0,
@@ -37,32 +36,11 @@ def test_a_lost_gpu_keeps_its_number(monkeypatch):
     assert [str(gpu) for gpu in nvml.gpus()] == ["0 (unreadable)", "1 (NVIDIA T400)"]
 
 
-@pytest.mark.parametrize(
-    "function, fields",
-    [
-        ("nvmlDeviceGetMemoryInfo", {"total_bytes": None, "free_bytes": None}),
-        ("nvmlDeviceGetPciInfo", {"pci_bus_id": None}),
-        ("nvmlDeviceGetCudaComputeCapability", {"compute_capability": None}),
-        ("nvmlDeviceGetUUID", {"uuid": None}),
-        ("nvmlDeviceGetName", {"name": None}),
-        ("nvmlDeviceGetComputeRunningProcesses", {"processes": ()}),
-    ],
-)
-def test_what_is_not_supported_is_none(monkeypatch, function, fields):
-    install_driver(monkeypatch, Card(silent=frozenset([function]), holders=((5, "x", 1),)))
-    [gpu] = nvml.gpus()
-    everything = DriverGpu(
-        index=0,
-        uuid=uuid(0),
-        pci_bus_id=bus_id(0),
-        name="NVIDIA A100",
-        compute_capability=(8, 0),
-        total_bytes=40960 * MIB,
-        free_bytes=40536 * MIB,
-        processes=(Process(5, "x", MIB),),
-    )
-    assert gpu == DriverGpu(**vars(everything) | fields)
-    assert not gpu.full
+def test_what_is_not_supported_is_none(monkeypatch):
+    names = "MemoryInfo PciInfo CudaComputeCapability UUID Name ComputeRunningProcesses".split()
+    silent = frozenset(f"nvmlDeviceGet{name}" for name in names)
+    install_driver(monkeypatch, Card(silent=silent, holders=((5, "x", 1),)))
+    assert nvml.gpus() == [DriverGpu(0)] and not nvml.gpus()[0].full
 
 
 def test_a_process_whose_name_cannot_be_read(monkeypatch):
@@ -75,8 +53,6 @@ def test_a_process_whose_name_cannot_be_read(monkeypatch):
 
     monkeypatch.setattr(nvml.pynvml, "nvmlSystemGetProcessName", undecodable)
     assert nvml.gpus()[0].processes[0].name == "?"
-    monkeypatch.setattr(nvml.pynvml, "nvmlSystemGetProcessName", lambda pid: b"caf\xe9")
-    assert nvml.gpus()[0].processes[0].name == "caf\N{REPLACEMENT CHARACTER}"
 
 
 def test_processes_in_words():

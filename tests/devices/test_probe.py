@@ -101,11 +101,6 @@ finish()
          "os.abort()", "was ended by SIGABRT: F0000 no memory"),
         ("raise ImportError('libcudart.so')", "ended with code 1: ImportError: libcudart.so"),
         ("print('rubbish', flush=True); os._exit(0)", "printed what is no result: rubbish"),
-        ("print('{}', flush=True); os._exit(0)", "printed what is no result: {}"),
-        ("print('{\"devices\": 1}', flush=True); os._exit(0)",
-         'printed what is no result: {"devices": 1}'),
-        ("print('[1]', flush=True); os._exit(0)", "printed what is no result: [1]"),
-        ("os.write(1, b'\\xff'); os._exit(0)", "printed what is no result: \ufffd"),
         ("os._exit(0)", "printed what is no result: without a word"),
     ],
 )  # fmt: skip
@@ -126,11 +121,6 @@ time.sleep(60)
     assert time.monotonic() - start < 10
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
-
-
-def test_python_that_cannot_be_started(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/no/python")
-    assert probe.run_probe(["/cpu:0"]) == "cannot be started: No such file or directory"
 
 
 def test_the_device_that_aborts_is_named(child):
@@ -170,11 +160,6 @@ def test_where_every_process_fails_that_is_said_once(child):
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(probe, "TIMED_SECONDS", 1e-9)
-
-
-def test_right_results(quick):
-    result = probe.probe_device("/cpu:1")
-    assert result["errors"] == [] and result["gflops"].keys() == {"matmul", "convolution"}
 
 
 def test_an_error_is_one_line(quick, monkeypatch):
@@ -219,9 +204,9 @@ def test_a_single_wrong_bit_of_a_copy(monkeypatch):
         words.view(np.uint32)[17] ^= len(number) == 2
         return tf.constant(words)
 
-    assert probe._error(probe.probe_copy, "/cpu:0", "/cpu:1") is None
+    assert probe.probe_copy("/cpu:0", "/cpu:1") is None
     monkeypatch.setattr(tf, "identity", identity)
-    error = probe._error(probe.probe_copy, "/cpu:0", "/cpu:1")
+    error = probe.probe_copy("/cpu:0", "/cpu:1")
     assert error == f"1 of {probe.COPY_BYTES // 4} words arrived wrong"
 
 

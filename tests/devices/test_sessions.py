@@ -73,7 +73,8 @@ def test_cuda_reads_what_the_options_were_checked_against(four, monkeypatch):
 
 def test_after_listing_cuda_does_not_read_again(four, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    four.list_gpus()
+    config_proto()
+    four.physical()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert config_proto(visible_gpus="3").gpu_options.visible_device_list == "1"
 

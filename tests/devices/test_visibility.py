@@ -142,7 +142,7 @@ def test_positions_are_among_the_visible():
 
 def test_a_gpu_without_any_driver():
     assert refusal("0", driver=[]) == (
-        "--visible_gpus=0: there is no GPU 0: no NVIDIA driver answers here; "
+        "--visible_gpus=0: there is no GPU 0; no NVIDIA driver answers here: "
         "leave the flag out, or see towers doctor"
     )
 
@@ -203,52 +203,35 @@ def test_what_either_side_does_not_tell_is_no_difference():
 INSTALL = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
 
 
-def test_a_build_without_cuda():
-    assert visibility.why_skipped(DRIVER, 0, {"is_cuda_build": False}) == (
-        "this TensorFlow was built without CUDA",
-        INSTALL,
-    )
-
-
 @pytest.mark.parametrize("num_listed", [0, 1])
-def test_a_gpu_too_old_for_the_build(num_listed):
-    assert visibility.why_skipped([SMALL, OLD], num_listed, CUDA_BUILD) == (
-        "GPU 1 (K80) has compute capability 3.7, this TensorFlow needs 6.0",
-        "leave it out with --visible_gpus, or use the CPU with --devices=cpu",
-    )
-
-
-def test_a_gpu_of_the_oldest_capability_is_not_too_old():
-    oldest = DriverGpu(0, name="P100", compute_capability=(6, 0))
-    assert "compute capability" not in visibility.why_skipped([oldest], 0, CUDA_BUILD)[0]
-
-
-@pytest.mark.parametrize("names", [["sm_90a", "compute_120f"], ["compute_120", "sm_90"]])
-def test_capabilities_of_a_build(names):
-    build = CUDA_BUILD | {"cuda_compute_capabilities": names}
-    assert (
-        "has compute capability 8.0, this TensorFlow needs 9.0"
-        in (visibility.why_skipped(DRIVER, 0, build)[0])
-    )
-
-
-def test_a_gpu_much_smaller_than_another():
-    assert visibility.why_skipped([SMALL], 1, CUDA_BUILD) == (
-        "it leaves out GPUs with far fewer multiprocessors than the largest",
-        "type export TF_MIN_GPU_MULTIPROCESSOR_COUNT=1, or leave them out with --visible_gpus",
-    )
+@pytest.mark.parametrize(
+    "missing, build, cause, remedy",
+    [
+        (DRIVER, {"is_cuda_build": False}, "this TensorFlow was built without CUDA", INSTALL),
+        ([DRIVER[0], DriverGpu(1)], CUDA_BUILD, "the driver cannot read GPU 1", "see nvidia-smi"),
+        (
+            [SMALL, OLD],
+            CUDA_BUILD,
+            "GPU 1 (K80) has compute capability 3.7, this TensorFlow needs 6.0",
+            "leave it out with --visible_gpus",
+        ),
+        (
+            DRIVER,
+            CUDA_BUILD | {"cuda_compute_capabilities": ["sm_90a", "compute_120f"]},
+            "GPU 0 (A100) has compute capability 8.0, this TensorFlow needs 9.0",
+            "leave it out with --visible_gpus",
+        ),
+    ],
+)
+def test_why_gpus_are_left_out(missing, build, cause, remedy, num_listed):
+    found = visibility.why_skipped(missing, num_listed, build)
+    assert found[0] == cause and found[1].startswith(remedy)
 
 
 @pytest.mark.parametrize("build", [CUDA_BUILD, CUDA_BUILD | {"cuda_compute_capabilities": []}])
-def test_cuda_or_cudnn_is_not_found(build):
-    assert visibility.why_skipped(DRIVER, 0, build) == (
-        "CUDA 12.5.1 or cuDNN 9 is not found, or the driver is too old for it",
-        INSTALL,
-    )
-
-
-def test_a_gpu_that_the_driver_cannot_read():
-    assert visibility.why_skipped([DRIVER[0], DriverGpu(1)], 1, CUDA_BUILD) == (
-        "the driver cannot read GPU 1",
-        "see nvidia-smi, and restart the machine",
-    )
+def test_why_gpus_of_a_good_capability_are_left_out(build):
+    oldest = DriverGpu(0, name="P100", compute_capability=(6, 0))
+    cause, remedy = visibility.why_skipped([oldest], 0, build)
+    assert cause.startswith("CUDA 12.5.1 or cuDNN 9 is not found") and remedy == INSTALL
+    cause, remedy = visibility.why_skipped([oldest], 1, build)
+    assert "far fewer multiprocessors" in cause and "TF_MIN_GPU_MULTIPROCESSOR_COUNT=1" in remedy

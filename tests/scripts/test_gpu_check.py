@@ -136,7 +136,7 @@ def test_growth(install, monkeypatch, taken_mib, good):
     real = nvml.gpus
 
     def after():
-        taken = taken_mib * MIB if machine.started_at else 0
+        taken = taken_mib * MIB if machine.started else 0
         return [dataclasses.replace(gpu, free_bytes=gpu.free_bytes - taken) for gpu in real()]
 
     monkeypatch.setattr(nvml, "gpus", after)
