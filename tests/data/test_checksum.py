@@ -37,14 +37,11 @@ def test_shapes_and_types_count():
     assert checksum.digest(zeros, zeros) != checksum.digest(np.zeros([4, 6], np.float32))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64", "bool", "int64"])
-@pytest.mark.parametrize("shape", [[], [0], [2, 3]])
-def test_any_tensor_has_one(dtype, shape):
-    tensor = tf.cast(tf.zeros(shape), dtype)
-    assert checksum.digest(tensor) == checksum.digest(tensor.numpy())
-
-
-def test_views_that_are_not_contiguous_count_as_what_they_hold():
+def test_tensors_and_views_count_as_what_they_hold():
+    for dtype in "bfloat16", "float64", "bool", "int64":
+        for shape in [], [0], [2, 3]:
+            tensor = tf.cast(tf.zeros(shape), dtype)
+            assert checksum.digest(tensor) == checksum.digest(tensor.numpy())
     array = np.arange(12, dtype=np.int32).reshape(3, 4)
     assert checksum.digest(array.T) == checksum.digest(np.ascontiguousarray(array.T))
 

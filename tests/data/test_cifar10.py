@@ -65,46 +65,16 @@ def test_skips_hidden_folders(tmp_path):
     assert fails(tmp_path).startswith("cannot download ")
 
 
-def test_expands_the_home_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    write_binaries(tmp_path / "here")
-    assert_is_cifar10(data.load("cifar10", "~/here"))
-
-
-@pytest.mark.parametrize(
-    ("environment", "folder"),
-    [
-        ({"XDG_CACHE_HOME": "{}/cache"}, "cache/towers"),
-        ({"XDG_CACHE_HOME": "relative", "HOME": "{}/home"}, "home/.cache/towers"),
-        ({"XDG_CACHE_HOME": "", "HOME": "{}/home"}, "home/.cache/towers"),
-    ],
-)
-@pytest.mark.parametrize("given", [None, ""])
-def test_default_folder(tmp_path, monkeypatch, environment, folder, given):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value.format(tmp_path))
-    write_binaries(tmp_path / folder)
-    assert_is_cifar10(data.load("cifar10", given))
-
-
 def test_an_incomplete_set_is_named_and_not_downloaded(tmp_path):
     write_binaries(tmp_path / "a", NAMES[:5])
-    assert fails(tmp_path) == (
-        f"CIFAR-10 in {tmp_path}/a is incomplete: test_batch.bin is missing; add what is missing, "
-        "or move the rest away to have CIFAR-10 downloaded"
-    )
+    message = fails(tmp_path)
+    assert message.startswith(f"CIFAR-10 in {tmp_path}/a lacks test_batch.bin; add what is missing")
     (tmp_path / "a/data_batch_2.bin").unlink()
-    assert "data_batch_2.bin, test_batch.bin are missing" in fails(tmp_path)
+    assert "lacks data_batch_2.bin, test_batch.bin; add" in fails(tmp_path)
     write_pickles(tmp_path / "b", NAMES[1:])
-    assert f"CIFAR-10 in {tmp_path}/a is incomplete" in fails(tmp_path)
+    assert f"CIFAR-10 in {tmp_path}/a lacks" in fails(tmp_path)
     write_pickles(tmp_path / "b")
     assert_is_cifar10(data.load("cifar10", str(tmp_path)))
-
-
-def test_a_data_dir_that_is_no_folder(tmp_path):
-    (tmp_path / "file").write_text("")
-    message = f"--data_dir={tmp_path}/file is not a folder; name a folder"
-    assert fails(tmp_path / "file") == message
 
 
 def test_a_damaged_binary_is_named(tmp_path):
@@ -112,8 +82,8 @@ def test_a_damaged_binary_is_named(tmp_path):
     path = tmp_path / "data_batch_3.bin"
     path.write_bytes(path.read_bytes()[:-1000])
     assert fails(tmp_path) == (
-        f"{path}: record 19 (counted from 0) is cut off after 2073 of 3073 bytes; expected 20 "
-        "records of 3073 bytes; put an intact copy in its place"
+        f"{path} has 60,460 bytes; expected 20 records of 3073 bytes; put an intact copy in its "
+        "place"
     )
 
 

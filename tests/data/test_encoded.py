@@ -15,7 +15,7 @@ import tensorflow as tf
 from tests import tiny
 from tests.data.image_files import CLASSES, SHAPE, WRITE, image, numbers_of, png
 from towers import cli, data
-from towers.data import augment, encoded
+from towers.data import encoded
 from towers.errors import InputError
 from towers.training.train import train
 
@@ -56,10 +56,6 @@ def take(split, batch_size, num_batches, **start):
     return [tuple(part.numpy() for part in batch) for batch in batches]
 
 
-def order(batches):
-    return np.concatenate([numbers_of(images) for images, *_ in batches])
-
-
 def assert_same(batches, others):
     for batch, other in zip(batches, others, strict=True):
         for part, same in zip(batch, other, strict=True):
@@ -82,34 +78,6 @@ def test_images_come_as_they_were_written_with_their_labels(loaded):
         for pixels, label, number in zip(images, labels, numbers_of(images), strict=True):
             np.testing.assert_array_equal(pixels, image(number))
             assert label == number % 3
-
-
-# Training
-
-
-@pytest.mark.parametrize("batch_size", [4, 7, 32])
-def test_every_epoch_has_every_image_once_in_another_order(loaded, batch_size):
-    num_epochs = 3
-    numbers = order(take(loaded.train, batch_size, -(-num_epochs * TRAIN // batch_size), seed=1))
-    epochs = numbers[: num_epochs * TRAIN].reshape(num_epochs, TRAIN)
-    np.testing.assert_array_equal(np.sort(epochs, axis=1), [range(TRAIN)] * num_epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == num_epochs
-    other = order(take(loaded.train, TRAIN, 1, seed=2))
-    assert tuple(other) not in {tuple(epoch) for epoch in epochs}
-
-
-def test_resuming_at_any_step_gives_exactly_the_tail(loaded):
-    whole = take(loaded.train, 4, 10, seed=5)  # epochs end inside steps 3 and in step 7
-    for step in (0, 1, 2, 3, 4, 6, 7):
-        tail = take(loaded.train, 4, 2, seed=5, step=step, examples=4 * step)
-        assert_same(whole[step : step + 2], tail)
-
-
-def test_the_order_goes_by_examples_so_the_batch_size_may_change(loaded):
-    whole = order(take(loaded.train, 1, 48, seed=5))
-    for batch_size, examples in [(4, 0), (3, 7), (16, 12), (5, 28), (20, 27)]:
-        part = order(take(loaded.train, batch_size, 1, seed=5, step=99, examples=examples))
-        np.testing.assert_array_equal(part, whole[examples : examples + batch_size])
 
 
 @pytest.mark.parametrize("cores", [1, 5])
@@ -135,39 +103,6 @@ def test_slow_reads_change_no_order(loaded, monkeypatch):
     monkeypatch.setattr(encoded, "_CORES", 2)
     monkeypatch.setattr(loaded.train._source, "read", read)
     assert_same(take(loaded.train, 4, 4, seed=3), expected)
-
-
-def test_draws_go_by_seed_and_step_alone(loaded):
-    for step, (_, _, draws) in enumerate(
-        take(loaded.train, 6, 3, seed=7, step=40, examples=3), start=40
-    ):
-        expected = tf.random.stateless_uniform([6, augment.NUM_DRAWS], [7, step], alg="philox")
-        np.testing.assert_array_equal(draws, expected)
-
-
-def test_batches_are_full_and_static(loaded):
-    images, labels = tf.TensorSpec([4, *SHAPE], tf.uint8), tf.TensorSpec([4], tf.int32)
-    draws = tf.TensorSpec([4, augment.NUM_DRAWS], tf.float32)
-    assert loaded.train.train_batches(4, seed=1).element_spec == (images, labels, draws)
-    weights = tf.TensorSpec([4], tf.float32)
-    assert loaded.test.eval_batches(4).element_spec == (images, labels, weights)
-
-
-def test_nonsense_is_refused(loaded):
-    for call in (
-        lambda: loaded.train.train_batches(0, seed=1),
-        lambda: loaded.test.eval_batches(0),
-    ):
-        with pytest.raises(ValueError, match="^batch_size is 0; expected 1 or more$"):
-            call()
-    with pytest.raises(ValueError, match="^step is -1 and examples 0; expected 0 or more$"):
-        loaded.train.train_batches(1, seed=1, step=-1)
-
-
-def test_an_iterator_is_dropped_at_once(loaded):
-    """With autotuning the end of a long run waits up to a minute for a thread that sleeps."""
-    for batches in (loaded.train.train_batches(4, seed=0), loaded.test.eval_batches(4)):
-        assert batches.options().autotune.enabled is False
 
 
 # Evaluation

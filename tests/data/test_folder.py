@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tests.data.image_files import CLASSES, SHAPE, image, numbers_of, png, write_folder
 from towers import data
-from towers.data import folder
 from towers.errors import InputError
 
 
@@ -102,30 +101,12 @@ def test_an_image_that_changes_its_size_is_named(top):
 # Errors
 
 
-def test_a_folder_must_be_given():
-    for given in None, "":
-        with pytest.raises(InputError) as error:
-            data.load("folder", given)
-        assert str(error.value) == (
-            f"--dataset=folder needs --data_dir=DIR; expected {folder.LAYOUT}"
-        )
-
-
-def test_a_size_is_for_files_of_images():
-    for dataset in "shapes", "cifar10", "mine:load":
-        with pytest.raises(InputError, match=f"^--image_size is for .* not {dataset}: leave it"):
-            data.load(dataset, None, (8, 8))
-
-
 def test_missing_folders(top):
     os.rename(top / "test", top / "elsewhere")
-    assert refusal(top) == (
-        f"--data_dir={top} has no folder test (or validation, or val); expected {folder.LAYOUT}"
-    )
+    assert refusal(top).startswith(f"--data_dir={top} has no folder test, validation or val; ")
     os.rename(top / "elsewhere", top / "test")
     os.rename(top / "train", top / "elsewhere")
-    assert refusal(top) == (f"{top}/train: No such file or directory; expected {folder.LAYOUT}")
-    assert refusal(top / "nowhere").startswith(f"--data_dir={top}/nowhere has no folder test")
+    assert refusal(top).startswith(f"{top}/train: No such file or directory; expected DIR/train")
     (top / "train").write_text("a file")
     assert refusal(top).startswith(f"{top}/train: Not a directory; expected DIR/train/CLASS/*.png")
 
@@ -134,7 +115,7 @@ def test_images_without_classes(top):
     os.rename(top / "train", top / "elsewhere")
     (top / "train").mkdir()
     (top / "train/a.png").write_bytes(png(image(0)))
-    assert refusal(top) == f"{top}/train has no folders of classes; expected {folder.LAYOUT}"
+    assert refusal(top).startswith(f"{top}/train has no folders of classes; expected DIR/train")
 
 
 @pytest.mark.parametrize("split", ["train", "test"])

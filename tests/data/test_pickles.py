@@ -8,6 +8,7 @@ import pytest
 
 from tests.data.tiny_cifar10 import NAMES, NUM, assert_is_cifar10, batch, fails, rows, write_pickles
 from towers import data
+from towers.data import pickles
 from towers.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -56,56 +57,43 @@ class Evil:
 
 IMAGES, LABELS = batch(5)
 GOOD = {b"data": rows(IMAGES), b"labels": LABELS.tolist()}
-BAD_LABELS = "labels is {}; expected a list of 20 ints"
+WRONG = "; expected a dict with data, uint8 [20, 3072], and as many labels"
 BAD_PICKLES = {
-    "empty": (b"", "is not a whole CIFAR-10 pickle: Ran out of input"),
-    "text": (b"<html>not found</html>", "is not a whole CIFAR-10 pickle: "),
-    "truncated": (pickle.dumps(GOOD, 2)[:-100], "is not a whole CIFAR-10 pickle: "),
-    "half": (pickle.dumps(GOOD, 5)[:30000], "is not a whole CIFAR-10 pickle: "),
+    "empty": (b"", "Ran out of input"),
+    "text": (b"<html>not found</html>", WRONG),
+    "truncated": (pickle.dumps(GOOD, 2)[:-100], WRONG),
+    "half": (pickle.dumps(GOOD, 5)[:30000], WRONG),
     "runs a command": (pickle.dumps(Evil()), "posix.system is not allowed in it"),
     "runs a command within": (
         pickle.dumps({**GOOD, b"extra": Evil()}, 2),
         "posix.system is not allowed in it",
     ),
     "eval": (b"cbuiltins\neval\n(S'1'\ntR.", "builtins.eval is not allowed in it"),
-    "another of numpy's": (
-        b"cnumpy\nfromfile\n(S'x'\ntR.",
-        "numpy.fromfile is not allowed in it",
-    ),
-    "a known name of another module": (
-        b"cos\nencode\n(S'1'\ntR.",
-        "os.encode is not allowed in it",
-    ),
+    "another of numpy's": (b"cnumpy\nfromfile\n(S'x'\ntR.", "numpy.fromfile is not allowed in it"),
+    "a known name elsewhere": (b"cos\nencode\n(S'1'\ntR.", "os.encode is not allowed in it"),
     "dotted name": (
         b"\x80\x04\x8c\x05numpy\x8c\x0fndarray.tofile_\x93.",
         "numpy.ndarray.tofile_ is not allowed in it",
     ),
+    "persistent id": (b"Pevil\n.", "a persistent id is not allowed in it"),
     "object array": (
         {**GOOD, b"data": np.full((NUM, 3072), 3, object)},
         "the dtype 'O8' is not allowed",
     ),
     "object labels": ({**GOOD, b"labels": np.array(LABELS, object)}, "'O8' is not allowed"),
-    "a list": ([GOOD], " holds a list; expected a dict with data and labels"),
-    "no data": ({b"labels": LABELS.tolist()}, ": the dict has no 'data'; expected a dict with "),
-    "no labels": ({b"data": rows(IMAGES)}, ": the dict has no 'labels'; expected a dict with "),
-    "data a list": (
-        {**GOOD, b"data": rows(IMAGES).tolist()},
-        ": data is a list of 20 (list); expected a uint8 array [20, 3072]",
-    ),
-    "data too short": (
-        {**GOOD, b"data": rows(IMAGES)[1:]},
-        ": data is a uint8 array [19, 3072]; expected a uint8 array [20, 3072]",
-    ),
-    "data of another shape": ({**GOOD, b"data": IMAGES}, ": data is a uint8 array [20, 32, 32, 3]"),
-    "data signed": ({**GOOD, b"data": rows(IMAGES).view(np.int8)}, ": data is a int8 array"),
-    "labels too few": ({**GOOD, b"labels": [1] * 19}, BAD_LABELS.format("a list of 19 (int)")),
-    "labels float": ({**GOOD, b"labels": [1.0] * 20}, BAD_LABELS.format("a list of 20 (float)")),
-    "labels bool": ({**GOOD, b"labels": [True] * 20}, BAD_LABELS.format("a list of 20 (bool)")),
-    "labels text": ({**GOOD, b"labels": "01234567890123456789"}, BAD_LABELS.format("a str")),
-    "labels float array": (
-        {**GOOD, b"labels": np.ones(20)},
-        BAD_LABELS.format("a float64 array [20]"),
-    ),
+    "a list": ([GOOD], WRONG),
+    "no data": ({b"labels": LABELS.tolist()}, WRONG),
+    "no labels": ({b"data": rows(IMAGES)}, WRONG),
+    "data a list": ({**GOOD, b"data": rows(IMAGES).tolist()}, WRONG),
+    "data too short": ({**GOOD, b"data": rows(IMAGES)[1:]}, WRONG),
+    "data of another shape": ({**GOOD, b"data": IMAGES}, WRONG),
+    "data signed": ({**GOOD, b"data": rows(IMAGES).view(np.int8)}, WRONG),
+    "labels too few": ({**GOOD, b"labels": [1] * 19}, WRONG),
+    "labels float": ({**GOOD, b"labels": [1.0] * 20}, WRONG),
+    "labels bool": ({**GOOD, b"labels": [True] * 20}, WRONG),
+    "labels text": ({**GOOD, b"labels": "01234567890123456789"}, WRONG),
+    "labels ragged": ({**GOOD, b"labels": [[1], [1, 2]] * 10}, WRONG),
+    "label beyond 64 bits": ({**GOOD, b"labels": [0] * 19 + [2**80]}, WRONG),
     "label 10": (
         {**GOOD, b"labels": [0, 1, 10] + [0] * 17},
         ": record 2 (counted from 0) has label 10; allowed are 0..9",
@@ -113,10 +101,6 @@ BAD_PICKLES = {
     "label -1": (
         {**GOOD, b"labels": [-1] + [0] * 19},
         ": record 0 (counted from 0) has label -1; allowed are 0..9",
-    ),
-    "label beyond 64 bits": (
-        {**GOOD, b"labels": [0] * 19 + [2**80]},
-        ": record 19 (counted from 0) has label 1208925819614629174706176; allowed are 0..9",
     ),
 }
 
@@ -146,7 +130,7 @@ def test_a_pickle_with_any_byte_changed_is_an_error_or_a_valid_set(tmp_path, pro
             damaged[index] = value
             path.write_bytes(damaged)
             try:
-                images, labels = data.pickles.read(str(path), NUM)
+                images, labels = pickles.read(str(path), NUM)
             except InputError as error:
                 assert str(path) in str(error) and "\n" not in str(error)  # noqa: PT017
             else:

@@ -2,15 +2,13 @@
 
 import hashlib
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from towers import data
-from towers.data import records, shapes
+from towers.data import cifar10, records, shapes
 from towers.errors import InputError
 
 
@@ -94,19 +92,10 @@ def test_a_linear_model_cannot_tell_them_apart(loaded):
     assert best < 0.4
 
 
-def test_the_same_bytes_in_another_process():
-    program = (
-        "import hashlib; from towers.data import shapes\n"
-        "images, labels = shapes.draw(300, (5, 6))\n"
-        "print(hashlib.md5(images.tobytes() + labels.tobytes()).hexdigest())"
-    )
-    there = subprocess.check_output([sys.executable, "-c", program], text=True).strip()
-    images, labels = shapes.draw(300, (5, 6))
-    assert there == hashlib.md5(images.tobytes() + labels.tobytes()).hexdigest()
-
-
 def test_a_seed_is_one_set_and_any_number_can_be_drawn():
     images, labels = shapes.draw(105, (1, 2))
+    found = hashlib.md5(images.tobytes() + labels.tobytes()).hexdigest()
+    assert found == "e8bb0587d5a8bc6c9fc43e3d78c800b6"
     assert images.shape == (105, 32, 32, 3) and images.dtype == np.uint8
     assert labels.dtype == np.int32
     assert np.bincount(labels).tolist() == [11] * 5 + [10] * 5
@@ -144,47 +133,17 @@ def test_shapes_are_the_default_and_are_not_taken_for_cifar10(tmp_path, few, mon
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert data.load().name == "shapes"
     assert (tmp_path / "towers/shapes-v1/train.bin").exists()
-    assert data.cifar10.find(str(tmp_path)) == []
+    assert cifar10.find(str(tmp_path)) == []
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda content: b"", "is empty; expected 50 records of 3073 bytes"),
-        (
-            lambda content: content[:-1],
-            ": record 49 (counted from 0) is cut off after 3072 of 3073 bytes; expected 50 records "
-            "of 3073 bytes",
-        ),
-        (lambda content: content[3073:], " holds 49 records; expected 50 records of 3073 bytes"),
-        (
-            lambda content: b"\x0c" + content[1:],
-            ": record 0 (counted from 0) has label 12; allowed are 0..9",
-        ),
-    ],
-)
-def test_damage_is_named_with_the_way_out(tmp_path, few, damage, message):
+def test_damage_is_named_with_the_way_out(tmp_path, few):
     load_few(tmp_path)
     path = tmp_path / "shapes-v1/train.bin"
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(InputError) as error:
         load_few(tmp_path)
-    hint = f"; delete the folder {tmp_path}/shapes-v1: it will be drawn again"
-    assert str(error.value).startswith(str(path))
-    assert str(error.value).endswith(f"{message}{hint}")
-
-
-def test_a_folder_that_cannot_be_written_is_done_without(tmp_path, few, capsys):
-    (tmp_path / "file").write_text("")
-    folder = tmp_path / "file/below"
-    kept = load_few(tmp_path)
-    assert_same(load_few(folder), kept)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == (
-        f"warning: cannot keep {folder}/shapes-v1: Not a directory; the shapes are drawn at each "
-        "start (--data_dir names another folder)\n"
-    )
+    assert str(error.value).startswith(f"{path} has ")
+    assert str(error.value).endswith(f"; delete {tmp_path}/shapes-v1: it will be drawn again")
 
 
 def test_a_full_disk_is_done_without(tmp_path, few, monkeypatch, capsys):
@@ -193,7 +152,11 @@ def test_a_full_disk_is_done_without(tmp_path, few, monkeypatch, capsys):
 
     monkeypatch.setattr(os, "replace", full)
     kept = load_few(tmp_path)
-    assert capsys.readouterr().err.count("No space left on device") == 1
+    assert capsys.readouterr() == (
+        "",
+        f"warning: cannot keep {tmp_path}/shapes-v1: No space left on device; the shapes are drawn "
+        "at each start (--data_dir names another folder)\n",
+    )
     assert os.listdir(tmp_path / "shapes-v1") == []
     monkeypatch.undo()
     assert len(kept) == 4

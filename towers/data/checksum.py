@@ -74,4 +74,4 @@ def _host_array(array: object) -> np.ndarray:
     try:
         return np.asarray(memoryview(array))
     except (TypeError, ValueError, BufferError):  # on a GPU, or bfloat16, which has no buffer
-        return np.asarray(array)
+        return np.asarray(array.numpy() if hasattr(array, "numpy") else array)
