@@ -226,10 +226,18 @@ def test_few_images_are_all_tried_before_a_run(kind, tmp_path, number):
 
 
 def options(kind, folder, train_dir, **changes):
-    given = dict(model="tests.tiny:cnn", num_towers=2, ema_decay=0.9, batch_size=5, num_epochs=3.0)
+    given = dict(
+        model="tests.tiny:dense",
+        augment="none",
+        num_towers=2,
+        ema_decay=0.9,
+        batch_size=5,
+        num_epochs=3.0,
+    )
     return tiny.options(train_dir, dataset=kind, data_dir=str(folder), **(given | changes))
 
 
+@pytest.mark.parametrize("kind", ["folder"], indirect=True)
 def test_a_run_over_two_towers_that_is_continued_ends_the_same(kind, folder, tmp_path):
     train(options(kind, folder, tmp_path / "whole"))
     for max_steps in 4, 0:  # an epoch is 2.8 steps
@@ -238,6 +246,7 @@ def test_a_run_over_two_towers_that_is_continued_ends_the_same(kind, folder, tmp
     tiny.assert_identical(tiny.saved(tmp_path / "parts"), tiny.saved(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize("kind", ["tfrecord"], indirect=True)
 def test_the_verbs_take_it(kind, folder, tmp_path, capsys):
     given = [f"--dataset={kind}", f"--data_dir={folder}", "--model=tests.tiny:dense"]
     small = [*given, "--batch_size=5", "--augment=none"]
@@ -251,13 +260,14 @@ def test_the_verbs_take_it(kind, folder, tmp_path, capsys):
     assert "passed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", ["tfrecord"], indirect=True)
 def test_a_run_that_meets_a_damaged_image_says_so_in_one_line(kind, tmp_path, capsys):
     def encode(pixels):  # number 4 is not one of those that are tried
         return damaged(png(pixels)) if numbers_of(pixels[None])[0] == 4 else png(pixels)
 
     WRITE[kind](tmp_path, range(60), encode=encode)
     WRITE[kind](tmp_path, range(500, 500 + TEST), split="test")
-    name = "/train/cat/00004.png" if kind == "folder" else "-00000-of-00003.tfrecord: record 4 "
+    name = "-00000-of-00003.tfrecord: record 4 "
     given = f"--dataset={kind} --data_dir={tmp_path} --train_dir={tmp_path}/run --max_steps=30"
     given += " --model=tests.tiny:dense --augment=none --batch_size=7"
     assert cli.main(["train", *given.split()]) == 1

@@ -90,7 +90,7 @@ def test_the_program_s_own_seed_changes_nothing(kind):
 def test_resuming_gives_exactly_the_tail(kind, size, batch_size):
     split = make(size, kind)
     whole = take(split, batch_size, 12, seed=5)
-    for step in range(9):
+    for step in (0, 1, 3, 8):
         tail = take(split, batch_size, 3, seed=5, step=step, examples=step * batch_size)
         for batch, same in zip(whole[step : step + 3], tail, strict=True):
             for part, same_part in zip(batch, same, strict=True):
@@ -226,8 +226,6 @@ def test_an_empty_or_uneven_split_is_refused():
         ArraySplit(images, [0, 1])
     with pytest.raises(ValueError, match="^0 images and 0 labels; expected as many, at least 1$"):
         ArraySplit(images[:0], [])
-    with pytest.raises(ValueError, match="^size is 0; expected 1 example or more$"):
-        DatasetSplit(tf.data.Dataset.from_tensor_slices((images, [0, 1, 2])), 0)
 
 
 @pytest.mark.parametrize(("size", "says"), [(9, "at least 10 elements"), (11, "only 10 elements")])

@@ -110,7 +110,7 @@ def test_the_cache_need_not_be_writable(top, cache):
 def test_a_long_scan_is_announced(top, monkeypatch, capsys):
     monkeypatch.setattr(tfrecord, "_SLOW_BYTES", 100)
     data.load("tfrecord", str(top))
-    assert capsys.readouterr().err.startswith("reading 4 files of 0.0 GiB once, for the places")
+    assert capsys.readouterr().err.startswith("reading 4 files of 0.0 GiB once")
     data.load("tfrecord", str(top))
     assert capsys.readouterr().err == ""
 

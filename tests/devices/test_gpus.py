@@ -425,7 +425,10 @@ def test_each_gpu_is_tried_out_before_it_is_used(install, monkeypatch):
     "found, message",
     [
         ("was ended by SIGABRT: bad ptx", "the GPUs cannot be used: the probe was ended by SIGAB"),
-        (found_on([], ["matmul: off", "convolution: off"]), "/gpu:1: matmul: off, and 1 more; lea"),
+        (
+            found_on([], ["matmul: off", "convolution: off"]),
+            "/gpu:1: matmul: off (2 faults in all)",
+        ),
         (found_on([], [], copies={"/gpu:0 to /gpu:1": "3 words"}), "copy from /gpu:0 to /gpu:1: 3"),
     ],
 )

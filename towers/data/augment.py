@@ -36,23 +36,20 @@ _PADDING = 4  # pixels on each side, "resnet"
 def train_images(
     images: tf.Tensor, draws: tf.Tensor, kind: str, dtype: tf.DType = tf.float32
 ) -> tf.Tensor:
-    """Augment a batch for training.
+    """Augment a batch for training: `[b, H, W, C]` to `[b, h, w, C]` of `output_shape`.
 
     Args:
-        images: `[b, H, W, C]`, uint8 or float; H, W and C are static, b may be 0.
+        images: uint8 or float; H, W and C are static, b may be 0.
         draws: float32 `[b, NUM_DRAWS]`, uniform in [0, 1).
         kind: one of `names`.
         dtype: of the result and of all arithmetic: tf.float32 or tf.float64.
 
-    Returns:
-        `[b, h, w, C]`, with h and w of `output_shape`.
-
     Raises:
         ValueError: `kind` is unknown.
     """
-    height, width, _ = output_shape(images.shape[1:], kind)
     if kind in ("none", "off"):
-        return _standardised(tf.cast(images, dtype), kind)
+        return eval_images(images, kind, dtype)
+    height, width, _ = output_shape(images.shape[1:], kind)
     if kind == "resnet":
         margin = [_PADDING, _PADDING]
         images = tf.pad(images, [[0, 0], margin, margin, [0, 0]])
@@ -65,31 +62,16 @@ def train_images(
 
 
 def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType = tf.float32) -> tf.Tensor:
-    """Prepare a batch for evaluation: nothing is random.
-
-    Args:
-        images: `[b, H, W, C]`, uint8 or float.
-        kind: one of `names`.
-        dtype: of the result and of all arithmetic.
-
-    Returns:
-        `[b, h, w, C]`, with h and w of `output_shape`.
-
-    Raises:
-        ValueError: `kind` is unknown.
-    """
+    """Prepare a batch for evaluation, as `train_images`, but nothing is random."""
     height, width, _ = output_shape(images.shape[1:], kind)
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
     images = images[:, top : top + height, left : left + width]
-    return _standardised(tf.cast(images, dtype), kind)
+    images = tf.cast(images, dtype)
+    return images if kind == "off" else _standardise(images)
 
 
 def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int, int]:
-    """Return the shape (h, w, C) of an image after `train_images` and `eval_images`.
-
-    Args:
-        image_shape: (H, W, C) of a stored image.
-        kind: one of `names`.
+    """Return the shape (h, w, C) that `train_images` and `eval_images` give to (H, W, C).
 
     Raises:
         ValueError: `kind` is unknown.
@@ -120,20 +102,11 @@ def _random_crop_and_flip(
     return tf.gather(pixels, y[:, :, None] * columns + x[:, None, :])
 
 
-def _standardised(images: tf.Tensor, kind: str) -> tf.Tensor:
-    """Standardise images, unless their kind leaves them as they are."""
-    return images if kind == "off" else _standardise(images)
-
-
 def _standardise(images: tf.Tensor, contrast: tf.Tensor | float = 1.0) -> tf.Tensor:
     """Stretch each channel about its mean by `contrast`, then give each image mean 0, deviation 1.
 
     `tf.image.adjust_contrast`, then `tf.image.per_image_standardization`, in one pass less: the
     stretched image's mean and variance follow from those of its channels.
-
-    Args:
-        images: float `[b, h, w, C]`.
-        contrast: one factor for each image, `[b, 1, 1, 1]`.
     """
     height, width, channels = images.shape[1:]
     num = height * width * channels

@@ -36,12 +36,6 @@ def load(dataset: str) -> Data:
     Arrays are checked in full. The examples of a `tf.data.Dataset` are checked as they are read: a
     label or a value that is not allowed raises `tf.errors.InvalidArgumentError` then.
 
-    Args:
-        dataset: "module:function".
-
-    Returns:
-        The data set; its classes are named "0", "1", ...
-
     Raises:
         InputError: the module or the function is not there, or what the function returned is not
             data to train on. What the function itself raises is left as it is.

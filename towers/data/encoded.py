@@ -26,7 +26,7 @@ from towers.errors import InputError
 
 Size = tuple[int, int]  # (height, width)
 
-_CORES = os.cpu_count() or 1  # not left to autotuning: see `pipeline._prefetched`
+_CORES = os.cpu_count() or 1  # not left to autotuning: see `pipeline.prefetched`
 _SAMPLES = 16  # images of each split that are decoded at the start
 
 
@@ -53,12 +53,7 @@ def data_set(
 ) -> Data:
     """Return a data set of encoded images; try some of them.
 
-    Args:
-        name: of the data set.
-        train: where its images are.
-        test: the same.
-        class_names: of the labels.
-        size: what images are resized to; None: they must be of one size.
+    They are resized to `size`; where that is None they must be of one size.
 
     Raises:
         InputError: one of those that are tried is damaged, or sizes differ and none is given.
@@ -80,13 +75,7 @@ class EncodedSplit(Split):
     """A split whose images are read and decoded as they are needed."""
 
     def __init__(self, source: Source, image_shape: tuple[int, int, int], resize: bool):
-        """Keep the labels; read nothing.
-
-        Args:
-            source: the images.
-            image_shape: (H, W, 3) of each image.
-            resize: whether images of other sizes are resized to that shape. Else they are errors.
-        """
+        """Keep the labels; read nothing. Images of another shape are resized, or are errors."""
         self.size = len(source.labels)
         self._source, self._shape, self._resize = source, image_shape, resize
         with tf.device("/cpu:0"):
@@ -197,9 +186,8 @@ def _shape_of(source: Source, row: int) -> tuple[int, int, int]:
 
 
 def _sizes_differ(name: str, shape: Sequence[int], expected: Sequence[int]) -> str:
-    height, width = expected[:2]
-    wanted = f"{height}" if height == width else f"{height}x{width}"
+    wanted = f"{expected[0]}x{expected[1]}"
     return (
-        f"{name} is {shape[0]}x{shape[1]} (height x width), but others are {height}x{width}: give "
-        f"one size to which all are resized, as --image_size={wanted}"
+        f"{name} is {shape[0]}x{shape[1]} (height x width), but others are {wanted}: give one size "
+        f"to which all are resized, as --image_size={wanted}"
     )

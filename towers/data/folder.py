@@ -26,14 +26,7 @@ _EXPECTED = f"expected {DATA_SETS['folder'].layout}"
 
 
 def load(folder: str, size: encoded.Size | None = None) -> Data:
-    """Find the images; decode a few of them.
-
-    Args:
-        folder: DIR.
-        size: (height, width) to which images are resized; None: they are all of one size.
-
-    Returns:
-        The data set, images uint8 `[H, W, 3]`.
+    """Find the images in DIR; decode a few of them. They become uint8 `[H, W, 3]`.
 
     Raises:
         InputError: a folder is missing, empty or cannot be read, test has a class that train has

@@ -66,30 +66,21 @@ def _encode(text: str, encoding: str) -> bytes:
 # What stands for each name that an array, list or byte string is pickled with. Arrays get their
 # shape, dtype and bytes in a later step (numpy's __setstate__, which checks that they agree).
 _STAND_INS = {
-    "dtype": _dtype,
-    "ndarray": None,
-    "_reconstruct": lambda *_: np.empty(0, np.uint8),
-    "_frombuffer": _frombuffer,
-    "encode": _encode,
-    "bytes": lambda *_: b"",
-}
-_ALLOWED = {
-    "numpy": ("dtype", "ndarray"),
-    "numpy.core.multiarray": ("_reconstruct",),
-    "numpy._core.multiarray": ("_reconstruct",),
-    "numpy.core.numeric": ("_frombuffer",),
-    "numpy._core.numeric": ("_frombuffer",),
-    "_codecs": ("encode",),
-    "__builtin__": ("bytes",),
-    "builtins": ("bytes",),
+    ("numpy", "dtype"): _dtype,
+    ("numpy", "ndarray"): None,
+    ("numpy._core.multiarray", "_reconstruct"): lambda *_: np.empty(0, np.uint8),
+    ("numpy._core.numeric", "_frombuffer"): _frombuffer,
+    ("_codecs", "encode"): _encode,
+    ("builtins", "bytes"): lambda *_: b"",
 }
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
-        if name not in _ALLOWED.get(module, ()):
+        known = module.replace("numpy.core", "numpy._core").replace("__builtin__", "builtins")
+        if (known, name) not in _STAND_INS:
             raise ValueError(f"{module}.{name} is not allowed in it")
-        return _STAND_INS[name]
+        return _STAND_INS[known, name]
 
     def persistent_load(self, pid: object) -> object:
         raise ValueError("a persistent id is not allowed in it")

@@ -62,13 +62,10 @@ class Split(abc.ABC):
 
         draws = tf.data.Dataset.counter(step).map(draw)
         both = tf.data.Dataset.zip(self._shuffled_batches(batch_size, seed, examples), draws)
-        return _prefetched(both.map(lambda batch, draws: (*batch, draws)))
+        return prefetched(both.map(lambda batch, draws: (*batch, draws)))
 
     def eval_batches(self, batch_size: int) -> tf.data.Dataset:
         """Return one pass over the split in its own order.
-
-        Args:
-            batch_size: B, any positive number.
 
         Returns:
             A dataset of (images `[B, H, W, C]`, labels int32 `[B]`, weights float32 `[B]`): weight
@@ -79,7 +76,7 @@ class Split(abc.ABC):
         """
         _check_batches(batch_size)
         batches = self._batches_in_order(batch_size)
-        return _prefetched(batches.map(lambda *batch: _padded(*batch, batch_size)))
+        return prefetched(batches.map(lambda *batch: _padded(*batch, batch_size)))
 
     @abc.abstractmethod
     def checksum(self) -> dict[str, Any]:
@@ -110,11 +107,7 @@ class ArraySplit(Split):
     """A split held in memory, once, on the host."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray):
-        """Copy the arrays into host memory.
-
-        Args:
-            images: uint8 or float32 `[N, H, W, C]`.
-            labels: integers `[N]`.
+        """Copy images, uint8 or float32 `[N, H, W, C]`, and labels, integers `[N]`, to the host.
 
         Raises:
             ValueError: there is no example, or not one label for each image.
@@ -140,12 +133,8 @@ class ArraySplit(Split):
 
     def _batches_in_order(self, batch_size: int) -> tf.data.Dataset:
         firsts = tf.data.Dataset.range(0, self.size, batch_size)
-        return firsts.map(
-            lambda first: (
-                self._images[first : first + batch_size],
-                self._labels[first : first + batch_size],
-            )
-        )
+        slices = firsts.map(lambda first: (first, first + batch_size))
+        return slices.map(lambda start, end: (self._images[start:end], self._labels[start:end]))
 
 
 class DatasetSplit(Split):
@@ -161,15 +150,10 @@ class DatasetSplit(Split):
         """Wrap a dataset.
 
         Args:
-            dataset: single examples (image `[H, W, C]` uint8 or float, label, an integer, `[]` or
-                `[1]`), finite. Float images are read as float32.
-            size: how many examples it gives.
-
-        Raises:
-            ValueError: there is no example.
+            dataset: finite, of single examples: image `[H, W, C]`, uint8 or float (read as
+                float32), and label, an integer, `[]` or `[1]`.
+            size: how many examples it gives, 1 or more.
         """
-        if size < 1:
-            raise ValueError(f"size is {size}; expected 1 example or more")
         self.size = size
         self._dataset = dataset.map(_example).apply(tf.data.experimental.assert_cardinality(size))
 
@@ -234,7 +218,7 @@ def _epoch_keys(first: tf.Tensor, num: int, seed: int) -> tf.Tensor:
     return tf.cast(blocks[:, :3], tf.int64)
 
 
-def _prefetched(batches: tf.data.Dataset) -> tf.data.Dataset:
+def prefetched(batches: tf.data.Dataset) -> tf.data.Dataset:
     """Prepare the next batches while one is used.
 
     Nothing here is left to TensorFlow's autotuning, and its thread sleeps ever longer, up to a
@@ -259,9 +243,7 @@ def _example(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return image, tf.reshape(tf.cast(label, tf.int32), [])
 
 
-def _padded(
-    images: tf.Tensor, labels: tf.Tensor, batch_size: int
-) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+def _padded(images: tf.Tensor, labels: tf.Tensor, batch_size: int) -> tuple[tf.Tensor, ...]:
     """Fill a batch up with zeros; return it with its weights."""
     num = tf.shape(labels)[0]
 

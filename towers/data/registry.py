@@ -57,14 +57,13 @@ def load(
         InputError: there is no such data set, or it is damaged or cannot be had.
     """
     path = _check(dataset, data_dir)
-    own_files = ":" not in dataset and DATA_SETS[dataset].layout
-    if image_size and not own_files:
+    if ":" not in dataset and DATA_SETS[dataset].layout:
+        return _module(dataset).load(path, image_size)
+    if image_size:
         raise InputError(
             f"--image_size is for --dataset=folder and tfrecord, not {dataset}: leave it out"
         )
-    if ":" in dataset:
-        return _module("custom").load(dataset)
-    return _module(dataset).load(path, *([image_size] if own_files else []))
+    return _module("custom").load(dataset) if ":" in dataset else _module(dataset).load(path)
 
 
 def locate(dataset: str, data_dir: str | None = None) -> str | None:

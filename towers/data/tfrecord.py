@@ -5,10 +5,8 @@
 Each record has an encoded image under "image/encoded", "image" or "image_raw", and a label, one
 integer from 0 on, under "image/class/label" or "label".
 
-The shuffle is over all records: each is read by its place (`os.pread`). Read from the page cache on
-2 cores, records of 2.4 kB come at 90,000/s this way, and 64x64 JPEGs decode at 17,000/s, no slower
-than from files that are read from end to end (14,600/s). A disk that seeks slowly gives less (one
-seek a record: a spinning disk about 100/s).
+The shuffle is over all records: each is read by its place (`os.pread`), from the page cache no
+slower than files are read from end to end. A spinning disk gives about 100 records a second.
 
 The places come from one scan of all records, at the first use. It reads them whole: that checks
 their checksums, and finds every label, so that the number of classes is known and a wrong label is
@@ -33,7 +31,7 @@ import tensorflow as tf
 
 from towers import files
 from towers.data import encoded
-from towers.data.pipeline import Data
+from towers.data.pipeline import Data, prefetched
 from towers.data.registry import DATA_SETS, cache_dir
 from towers.errors import InputError
 
@@ -50,15 +48,9 @@ Places = tuple[np.ndarray, np.ndarray]  # of one file: lengths in bytes and labe
 
 
 def load(folder: str, size: encoded.Size | None = None) -> Data:
-    """Find the records; decode a few images.
+    """Find the records in DIR; decode a few images. They become uint8 `[H, W, 3]`.
 
-    Args:
-        folder: DIR.
-        size: (height, width) to which images are resized; None: they are all of one size.
-
-    Returns:
-        The data set, images uint8 `[H, W, 3]`. It has as many classes as the largest training label
-        says, named "0", "1", ...
+    There are as many classes as the largest training label says, named "0", "1", ...
 
     Raises:
         InputError: files are missing, empty, compressed or damaged, a feature or a label is not as
@@ -176,11 +168,8 @@ def _kept(paths: Sequence[str], label_key: str) -> list[Places]:
         pass  # there is none, or it is damaged
     num_bytes = sum(size for _, size, _ in about)
     if num_bytes > _SLOW_BYTES:
-        print(
-            f"reading {len(paths)} files of {num_bytes / 2**30:.1f} GiB once, for the places and "
-            "the labels of their records",
-            file=sys.stderr,
-        )
+        gib = f"{num_bytes / 2**30:.1f} GiB"
+        print(f"reading {len(paths)} files of {gib} once, for their labels", file=sys.stderr)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         places = list(pool.map(lambda path: _scan(path, label_key), paths))
     arrays = {f"lengths{i}": lengths for i, (lengths, _) in enumerate(places)}
@@ -199,12 +188,10 @@ def _scan(path: str, label_key: str) -> Places:
     def look(records):
         return tf.strings.length(records), tf.io.parse_example(records, feature)[label_key]
 
-    options = tf.data.Options()
-    options.autotune.enabled = False  # see `pipeline._prefetched`
     records = tf.data.TFRecordDataset(path, buffer_size=2**20).batch(_SCAN_BATCH).map(look)
     found = [(np.zeros(0, np.int32), np.zeros(0, np.int64))]  # of an empty file, too
     with _reading(path):
-        found += records.with_options(options).as_numpy_iterator()
+        found += prefetched(records).as_numpy_iterator()
     lengths, labels = map(np.concatenate, zip(*found, strict=True))
     wrong = np.flatnonzero((labels < 0) | (labels > _MAX_LABEL))
     if wrong.size:

@@ -35,8 +35,7 @@ class GpuHealth:
         """Start the thread, if there is a GPU to ask for.
 
         Args:
-            indices: of the driver's GPUs; by default all that this process sees, whether a tower
-                uses them or not.
+            indices: of the driver's GPUs; by default all that this process sees.
             wait: waits so many seconds between two samples, and returns whether to end.
         """
         if indices is None:

@@ -120,10 +120,8 @@ def try_out() -> None:
     faults = [f"{name}: {e}" for name, device in found["devices"].items() for e in device["errors"]]
     faults += [f"copy from {pair}: {error}" for pair, error in found["copies"].items() if error]
     if faults:
-        more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
-        raise RunError(
-            f"{faults[0]}{more}; leave that GPU out with --visible_gpus, or type towers doctor"
-        )
+        remedy = "leave that GPU out with --visible_gpus, or type towers doctor"
+        raise RunError(f"{faults[0]} ({len(faults)} faults in all); {remedy}")
 
 
 def cuda_environ() -> Mapping[str, str]:

@@ -115,18 +115,14 @@ def report(devices: Sequence[str]) -> list[str]:
         cells = (row.tower, row.device, row.pci_bus_id, row.driver_index, *memory, row.name)
         rows.append(tuple("-" if cell is None else str(cell) for cell in cells))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return ["devices"] + [f"  {line}" for line in lines] + read_back()
 
 
 def _logical_gpus() -> list[tf.config.PhysicalDevice]:
-    """Return the GPU behind each of /gpu:0, /gpu:1, ..., without starting TensorFlow.
+    """Return the GPU, or its logical parts, behind each of /gpu:0, /gpu:1, ...
 
-    `tf.config.list_logical_devices` would start it, and then no logical CPU device can be made. A
-    GPU that is split into several logical ones counts as those.
+    `tf.config.list_logical_devices` would start TensorFlow: no logical CPU can be made then.
     """
     cuda_environ()  # settles how CUDA numbers them, before it lists them
     return [

@@ -133,13 +133,7 @@ def skipped(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGp
 def why_skipped(
     missing: Sequence[DriverGpu], num_listed: int, build: Mapping[str, object]
 ) -> tuple[str, str]:
-    """Return the likely cause why TensorFlow leaves GPUs out, and what to type.
-
-    Args:
-        missing: GPUs that CUDA shows and TensorFlow does not list, one at least.
-        num_listed: how many TensorFlow does list.
-        build: `tf.sysconfig.get_build_info()`.
-    """
+    """Return the likely cause why TensorFlow, of that build, leaves GPUs out, and what to type."""
     install = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
     lost = [gpu.index for gpu in missing if gpu.name is None]
     if lost:
