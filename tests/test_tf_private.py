@@ -394,7 +394,7 @@ def test_graphs_that_ran_tell_their_devices():
     assert [device[-5:] for device in devices] == ["CPU:1"]
 
 
-def test_the_start_and_the_devices():  # who started it: tests/devices/test_runtime.py
+def test_the_start_and_the_devices():  # before it: tests/devices/test_gpus.py
     tf.config.list_logical_devices()
     assert tf_private.has_listed_devices() and tf_private.has_started()
     memory = tf_private.device_memory_bytes()

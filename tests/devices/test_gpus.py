@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tests import fake_gpus
 from tests.fake_gpus import A100, FULL, LOST, MIB, OLD, SMALL, Card
-from towers import tf_private
 from towers.devices import gpus
 from towers.errors import InputError, RunError
 
@@ -269,10 +268,10 @@ def try_to(**options):
     except ValueError as error:
         print(str(error).split(":")[0])
 
-assert not tf_private.has_listed(), "importing lists devices"
+assert not tf_private.has_listed_devices(), "importing lists devices"
 devices.configure(gpu_memory_limit_mib=512)
 devices.describe()
-assert tf_private.has_listed() and not tf_private.has_started(), "this starts nothing"
+assert tf_private.has_listed_devices() and not tf_private.has_started(), "this starts nothing"
 os.environ["CUDA_VISIBLE_DEVICES"] = "0"
 print(devices.tower_devices(2))
 try_to(gpu_memory_limit_mib=600)
@@ -297,12 +296,6 @@ def test_a_program_with_the_real_tensorflow():
         "warning     CUDA_VISIBLE_DEVICES=0 came too late: TensorFlow had listed its devices by "
         "then",
     ], done.stderr
-
-
-def test_memory_of_devices():
-    tf.config.list_logical_devices()
-    memory = tf_private.device_memory_bytes()
-    assert memory == {f"/cpu:{i}": 256 * MIB for i in range(4)}  # TensorFlow says so of any CPU
 
 
 # ---------------------------------------------------------------------------- Read back
