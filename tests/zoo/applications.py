@@ -3,7 +3,9 @@
 import keras
 import numpy as np
 
-layers, applications = keras.layers, keras.applications
+from tests.zoo.entry import SAME, entry
+
+layers = keras.layers
 NUM_CLASSES = 3
 
 
@@ -26,11 +28,12 @@ def images_75():
     return _images(75)
 
 
-def _application(name, **keywords):
+def _application(name, why, size=32, **keywords):
     """Return a model function of one of Keras' networks, without its trained weights."""
 
+    @entry(SAME, why, dataset=f"tests.zoo.applications:images_{size}")
     def model(num_classes, image_shape):
-        return getattr(applications, name)(
+        return getattr(keras.applications, name)(
             weights=None,
             input_shape=image_shape,
             classes=num_classes,
@@ -41,19 +44,22 @@ def _application(name, **keywords):
     return model
 
 
-mobilenet = _application("MobileNet", alpha=0.25)
-mobilenet_v2 = _application("MobileNetV2", alpha=0.35)
-mobilenet_v3_small = _application("MobileNetV3Small", alpha=0.75, minimalistic=True)
-efficientnet_b0 = _application("EfficientNetB0")
-efficientnet_v2_b0 = _application("EfficientNetV2B0")
-resnet50_v2 = _application("ResNet50V2")
-densenet121 = _application("DenseNet121")
-convnext_tiny = _application("ConvNeXtTiny")
-nasnet_mobile = _application("NASNetMobile")
-xception = _application("Xception")
-inception_v3 = _application("InceptionV3")
+mobilenet = _application("MobileNet", "depthwise convolutions", alpha=0.25)
+mobilenet_v2 = _application("MobileNetV2", "inverted residuals", alpha=0.35)
+mobilenet_v3_small = _application(
+    "MobileNetV3Small", "squeeze and excite", alpha=0.75, minimalistic=True
+)
+efficientnet_b0 = _application("EfficientNetB0", "whole branches dropped by example")
+efficientnet_v2_b0 = _application("EfficientNetV2B0", "fused blocks")
+resnet50_v2 = _application("ResNet50V2", "deep, BatchNorm before each convolution")
+densenet121 = _application("DenseNet121", "121 BatchNorms")
+convnext_tiny = _application("ConvNeXtTiny", "LayerNorm and LayerScale")
+nasnet_mobile = _application("NASNetMobile", "two thousand layers")
+xception = _application("Xception", "separable convolutions", 75)
+inception_v3 = _application("InceptionV3", "BatchNorm without scale", 75)
 
 
+@entry(SAME, "dropout on features", dataset="tests.zoo.applications:images_32")
 def vgg11(num_classes, image_shape):
     """VGG11 with an eighth of its channels."""
     model = keras.Sequential([keras.Input(image_shape)])

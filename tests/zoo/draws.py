@@ -3,179 +3,137 @@
 import keras
 import tensorflow as tf
 
-from tests.zoo.parts import Seeded, on_features, on_maps, on_rows
+from tests.zoo.entry import SAME, entry
+from tests.zoo.parts import Seeded, of_images, on_features, on_images, on_maps, on_rows
 
 layers, ops, random = keras.layers, keras.ops, keras.random
 
-
-def dropouts(num_classes, image_shape):
-    return on_maps(
-        num_classes,
-        image_shape,
+dropouts = on_maps(
+    SAME,
+    "each of Keras' noise layers",
+    lambda: [
         layers.SpatialDropout2D(0.3),
         layers.Conv2D(4, 3, padding="same"),
         layers.Dropout(0.3, noise_shape=(None, 1, None, 1)),
         layers.AlphaDropout(0.2),
         layers.GaussianDropout(0.3),
         layers.GaussianNoise(0.2),
-    )
-
-
-def dropout_shared_by_all(num_classes, image_shape):
-    return on_maps(num_classes, image_shape, layers.Dropout(0.5, noise_shape=(1, None, None, 4)))
-
-
-def dropout_of_rows(num_classes, image_shape):
-    return on_rows(
-        num_classes,
-        image_shape,
+    ],
+)
+entry(SAME, "a part has its own place", "--accumulate_steps=2", quick=True)(dropouts)
+dropout_shared_by_all = on_maps(
+    SAME,
+    "one mask for the batch, by noise_shape",
+    lambda: layers.Dropout(0.5, noise_shape=(1, None, None, 4)),
+)
+dropout_of_rows = on_rows(
+    SAME,
+    "one mask for all times of an example",
+    lambda: [
         layers.SpatialDropout1D(0.3, seed=1),
         layers.Dense(4, activation="selu"),
         layers.AlphaDropout(0.3, noise_shape=(None, 1, None)),
-    )
+    ],
+)
+entry(SAME, "a loss scale", "--dtype=mixed_float16")(dropout_of_rows)
 
 
-def dropout_used_twice(num_classes, image_shape):
-    inputs = keras.Input(image_shape)
+@of_images(SAME, "two draws of one generator in a step")
+def dropout_used_twice(images):
     dropout, dense = layers.Dropout(0.4), layers.Dense(5, activation="tanh")
-    x = dropout(dense(layers.Flatten()(inputs)))
-    return keras.Model(inputs, layers.Dense(num_classes)(dropout(layers.Dense(4)(x))))
+    return dropout(layers.Dense(4)(dropout(dense(layers.Flatten()(images)))))
 
 
-def flips_and_turns(num_classes, image_shape):
-    return keras.Sequential(
-        [
-            keras.Input(image_shape),
-            layers.RandomFlip("horizontal"),
-            layers.RandomTranslation(0.2, 0.2),
-            layers.RandomRotation(0.1, fill_mode="nearest"),
-            layers.RandomZoom(0.2),
-            layers.Conv2D(4, 3, activation="relu"),
-            layers.GlobalAveragePooling2D(),
-            layers.Dense(num_classes),
-        ]
-    )
+# ------------------------------------------------------------------------------------ Augmentation
+
+flips_and_turns = on_images(
+    SAME,
+    "Keras' geometric augmentation",
+    lambda: [
+        layers.RandomFlip("horizontal"),
+        layers.RandomTranslation(0.2, 0.2),
+        layers.RandomRotation(0.1, fill_mode="nearest"),
+        layers.RandomZoom(0.2),
+        layers.Conv2D(4, 3, activation="relu"),
+        layers.GlobalAveragePooling2D(),
+    ],
+)
+crop = on_images(
+    SAME,
+    "RandomCrop draws one place for the batch",
+    lambda: [
+        layers.RandomCrop(6, 6),  # of square images, in evaluation, Keras 3.15 crops nothing
+        layers.Conv2D(4, 3, activation="relu"),
+        layers.GlobalAveragePooling2D(),
+    ],
+)
+colours = on_images(
+    SAME,
+    "Keras' colour augmentation",
+    lambda: [
+        layers.Rescaling(0.25, offset=0.5),
+        layers.RandomBrightness(0.2, value_range=(0, 1)),
+        layers.RandomContrast(0.4, value_range=(0, 1)),
+        layers.RandomSaturation(0.5, value_range=(0, 1)),
+        layers.RandomGrayscale(0.3),
+        layers.Conv2D(4, 3, activation="relu"),
+        layers.GlobalMaxPooling2D(),
+    ],
+)
+erasing = on_images(
+    SAME,
+    "places [B], and noise of whole images",
+    lambda: [
+        layers.RandomErasing(1.0, scale=(0.2, 0.6), value_range=(-2, 2)),
+        layers.RandomShear(0.3, 0.3),
+    ],
+)
+rand_augment = on_images(
+    SAME,
+    "which operations is drawn for the batch, how much by example",
+    lambda: [
+        layers.Rescaling(40.0, offset=128.0),
+        # This seed does not draw the equalization, whose histogram is of the whole batch.
+        layers.RandAugment(num_ops=2, factor=0.4, seed=3),
+        layers.Rescaling(1 / 128, offset=-1.0),
+    ],
+)
 
 
-def crop(num_classes, image_shape):
-    return keras.Sequential(
-        [
-            keras.Input(image_shape),
-            layers.RandomCrop(6, 6),  # of square images, in evaluation, Keras 3.15 crops nothing
-            layers.Conv2D(4, 3, activation="relu"),
-            layers.GlobalAveragePooling2D(),
-            layers.Dense(num_classes),
-        ]
-    )
+# ------------------------------------------------------------------------------------- Own layers
 
 
-def colours(num_classes, image_shape):
-    return keras.Sequential(
-        [
-            keras.Input(image_shape),
-            layers.Rescaling(0.25, offset=0.5),
-            layers.RandomBrightness(0.2, value_range=(0, 1)),
-            layers.RandomContrast(0.4, value_range=(0, 1)),
-            layers.RandomSaturation(0.5, value_range=(0, 1)),
-            layers.RandomGrayscale(0.3),
-            layers.Conv2D(4, 3, activation="relu"),
-            layers.GlobalMaxPooling2D(),
-            layers.Dense(num_classes),
-        ]
-    )
-
-
-def erasing(num_classes, image_shape):
-    return keras.Sequential(
-        [
-            keras.Input(image_shape),
-            layers.RandomErasing(1.0, scale=(0.2, 0.6), value_range=(-2, 2)),
-            layers.RandomShear(0.3, 0.3),
-            layers.Flatten(),
-            layers.Dense(num_classes),
-        ]
-    )
-
-
-def rand_augment(num_classes, image_shape):
-    return keras.Sequential(
-        [
-            keras.Input(image_shape),
-            layers.Rescaling(40.0, offset=128.0),
-            # This seed does not draw the equalization, whose histogram is of the whole batch.
-            layers.RandAugment(num_ops=2, factor=0.4, seed=3),
-            layers.Rescaling(1 / 128, offset=-1.0),
-            layers.Flatten(),
-            layers.Dense(num_classes),
-        ]
-    )
-
-
-def train_only(draw):
-    """Return a layer that adds what `draw(x, seed)` returns while the model is trained."""
+def adding(why, draw, **keywords):
+    """Put in a layer that adds what `draw(x, seed)` returns while the model is trained."""
 
     class Adds(Seeded):
         def call(self, x, training=False):
             return x + draw(x, self.seed) if training else x
 
-    return Adds()
+    return on_features(SAME, why, Adds, **keywords)
 
 
-def fixed_seed(num_classes, image_shape):
-    layer = train_only(lambda x, _: random.normal(ops.shape(x), dtype=x.dtype, seed=7))
-    return on_features(num_classes, image_shape, layer)
+fixed_seed = adding(
+    "the same draw in each step",
+    lambda x, _: random.normal(ops.shape(x), dtype=x.dtype, seed=7),
+)
+without_dtype = adding(
+    "a draw of floatx's type", lambda x, seed: random.uniform(ops.shape(x), seed=seed), quick=True
+)
+without_seed = adding(
+    "Keras' global generator, which is no layer's",
+    lambda x, _: random.uniform(ops.shape(x), dtype=x.dtype),
+    quick=True,
+)
 
 
-def without_dtype(num_classes, image_shape):
-    layer = train_only(lambda x, seed: random.uniform(ops.shape(x), seed=seed))
-    return on_features(num_classes, image_shape, layer)
+def _whole_numbers(x, seed):
+    factor = random.randint((ops.shape(x)[0], 1), 0, 3, seed=seed)
+    noise = random.truncated_normal(ops.shape(x), 0, 0.2, x.dtype, seed)
+    return ops.cast(factor, x.dtype) * noise
 
 
-def without_seed(num_classes, image_shape):
-    layer = train_only(lambda x, _: random.uniform(ops.shape(x), dtype=x.dtype))
-    return on_features(num_classes, image_shape, layer)
-
-
-def whole_numbers(num_classes, image_shape):
-    def draw(x, seed):
-        factor = random.randint((ops.shape(x)[0], 1), 0, 3, seed=seed)
-        return ops.cast(factor, x.dtype) * draw_noise(x, seed)
-
-    def draw_noise(x, seed):
-        return random.truncated_normal(ops.shape(x), 0, 0.2, x.dtype, seed)
-
-    return on_features(num_classes, image_shape, train_only(draw))
-
-
-def gumbel(num_classes, image_shape):
-    def draw(x, seed):
-        uniform = random.uniform(ops.shape(x), 1e-6, 1.0, dtype=x.dtype, seed=seed)
-        return -ops.log(-ops.log(uniform)) - x + ops.softmax(x)
-
-    return on_features(num_classes, image_shape, train_only(draw))
-
-
-class Reparameterised(Seeded):
-    """Draws around a mean, as variational autoencoders do, several times an example."""
-
-    def __init__(self):
-        super().__init__()
-        self.mean, self.log_scale = layers.Dense(4), layers.Dense(4)
-
-    def build(self, shape):
-        self.mean.build(shape)
-        self.log_scale.build(shape)
-
-    def call(self, x, training=False):
-        mean = self.mean(x)
-        if not training:
-            return mean
-        noise = random.normal((ops.shape(x)[0], 5, 4), dtype=x.dtype, seed=self.seed)
-        return ops.mean(mean[:, None] + ops.exp(self.log_scale(x))[:, None] * noise, axis=1)
-
-
-def reparameterised(num_classes, image_shape):
-    return on_features(num_classes, image_shape, Reparameterised())
+whole_numbers = adding("integers and a truncated normal from one generator", _whole_numbers)
 
 
 class ByTensorFlow(layers.Layer):
@@ -196,10 +154,6 @@ class ByTensorFlow(layers.Layer):
         return tf.nn.experimental.stateless_dropout(x, 0.3, seed + 2)
 
 
-def by_tensorflow(num_classes, image_shape):
-    return on_maps(num_classes, image_shape, ByTensorFlow())
-
-
 class RandomLayerDrop(Seeded):
     """Leaves a whole layer out for all examples at once (Fan et al. 2019)."""
 
@@ -217,25 +171,9 @@ class RandomLayerDrop(Seeded):
         return ops.where(kept, self.dense(x), x)
 
 
-def layer_drop(num_classes, image_shape):
-    return on_features(num_classes, image_shape, RandomLayerDrop(), RandomLayerDrop())
-
-
-class NoisyRouter(Seeded):
-    """A mixture of experts, two for each example, chosen with noise (Shazeer et al. 2017)."""
-
-    def build(self, shape):
-        self.gate = self.add_weight(shape=(shape[-1], 4), name="gate")
-        self.experts = self.add_weight(shape=(4, shape[-1], 5), name="experts")
-
-    def call(self, x, training=False):
-        scores = ops.matmul(x, self.gate)
-        if training:
-            scores += 0.5 * random.normal(ops.shape(scores), dtype=x.dtype, seed=self.seed)
-        best, places = ops.top_k(scores, 2)
-        chosen = ops.take(self.experts, places, axis=0)
-        return ops.einsum("be,bi,beio->bo", ops.softmax(best), x, chosen)
-
-
-def noisy_experts(num_classes, image_shape):
-    return on_features(num_classes, image_shape, NoisyRouter())
+by_tensorflow = on_maps(SAME, "stateless draws by a counter of calls", ByTensorFlow)
+layer_drop = on_features(
+    SAME,
+    "one number for the batch leaves a layer out",
+    lambda: [RandomLayerDrop(), RandomLayerDrop()],
+)

@@ -15,24 +15,24 @@ SAME, REFUSED = "same", "refused"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A model and the truth about it.
+    """The truth about a model.
 
     Attributes:
-        model: "norms:spectral" is tests.zoo.norms:spectral, as `--model` takes it.
         expected: "same": N towers compute what one device computes; "refused": one line before
             training, exit code 2; or the one of CAUSES that verify must name.
         why: it is so, or is here.
         flags: further ones, of verify.
         quick: it takes part in the tests.
         dataset: what it is tried on.
+        model: "norms:spectral" is tests.zoo.norms:spectral, as `--model` takes it.
     """
 
-    model: str
     expected: str
     why: str
     flags: str = ""
     quick: bool = False
     dataset: str = "tests.tiny:images"
+    model: str = ""
 
     @property
     def name(self) -> str:
@@ -44,6 +44,16 @@ class Entry:
         usual = "--augment=none --batch_size=7 --steps=2 --num_towers=2,3 --devices=cpu --json"
         own = [f"--model={MODULES}.{self.model}", f"--dataset={self.dataset}"]
         return ["verify", *own, *usual.split(), *self.flags.split()]
+
+
+def entry(expected, why, flags="", **keywords):
+    """Return a decorator that puts a model function into the zoo, with the truth about it."""
+
+    def note(model):
+        model.entries = [*getattr(model, "entries", []), Entry(expected, why, flags, **keywords)]
+        return model
+
+    return note
 
 
 def found(code: int, out: str, err: str) -> tuple[str, float | None]:

@@ -1,7 +1,6 @@
 """Models whose draws, code, precision or weights no number of towers can follow."""
 
 import itertools
-import os
 import random as python_random
 import zlib
 
@@ -14,40 +13,50 @@ from tests.zoo.parts import Seeded, on_features, on_maps, on_rows
 layers, ops, random = keras.layers, keras.ops, keras.random
 
 
-def in_training(change, on=on_features):
-    """Return a model function around a layer: `change(layer, x)` in training, else x."""
+def in_training(cause, why, on=on_features, **keywords):
+    """Return a decorator that puts in a layer: `change(layer, x)` in training, else x."""
 
-    class Guilty(Seeded):
-        calls = 0
+    def decorate(change):
+        class Guilty(Seeded):
+            calls = 0
 
-        def call(self, x, training=False):
-            return change(self, x) if training else x
+            def call(self, x, training=False):
+                return change(self, x) if training else x
 
-    def model(num_classes, image_shape):
-        return on(num_classes, image_shape, Guilty(name="guilty"))
+        return on(cause, why, lambda: Guilty(name="guilty"), **keywords)
 
-    return model
+    return decorate
 
 
 # ------------------------------------------------------------------------------------- Random ops
 
-tensorflow_normal = in_training(lambda _, x: x + tf.random.normal(tf.shape(x), dtype=x.dtype))
-tensorflow_uniform = in_training(
-    lambda _, x: x * tf.random.uniform([tf.shape(x)[0], 1], dtype=x.dtype, seed=3)
-)
-tensorflow_dropout = in_training(lambda _, x: tf.nn.dropout(x, 0.4))
-gamma_draw = in_training(
-    lambda self, x: x * random.gamma(ops.shape(x), 2.0, dtype=x.dtype, seed=self.seed)
-)
-beta_draw = in_training(
-    lambda self, x: x * random.beta((ops.shape(x)[0], 1), 0.4, 0.4, dtype=x.dtype, seed=self.seed)
-)
-binomial_draw = in_training(
-    lambda self, x: x * random.binomial(ops.shape(x), 5.0, 0.5, dtype=x.dtype, seed=self.seed)
-)
+
+@in_training("random op", "a generator with state of its own")
+def tensorflow_normal(_, x):
+    return x + tf.random.normal(tf.shape(x), dtype=x.dtype)
 
 
-@in_training
+@in_training("random op", "a seed does not help")
+def tensorflow_uniform(_, x):
+    return x * tf.random.uniform([tf.shape(x)[0], 1], dtype=x.dtype, seed=3)
+
+
+@in_training("random op", "tf.nn.dropout draws so")
+def tensorflow_dropout(_, x):
+    return tf.nn.dropout(x, 0.4)
+
+
+@in_training("random op", "how many numbers it takes is not known before", quick=True)
+def gamma_draw(self, x):
+    return x * random.gamma(ops.shape(x), 2.0, dtype=x.dtype, seed=self.seed)
+
+
+@in_training("random op", "how many numbers it takes is not known before")
+def binomial_draw(self, x):
+    return x * random.binomial(ops.shape(x), 5.0, 0.5, dtype=x.dtype, seed=self.seed)
+
+
+@in_training("random op", "rows begin at the slice's start")
 def categorical_draw(self, x):
     chosen = random.categorical(x, 1, seed=self.seed)
     return x + ops.one_hot(chosen[:, 0], x.shape[1], dtype=x.dtype)
@@ -56,10 +65,6 @@ def categorical_draw(self, x):
 class Flips(layers.Layer):
     def call(self, x, training=False):
         return tf.image.random_flip_left_right(x) if training else x
-
-
-def tensorflow_flip(num_classes, image_shape):
-    return on_maps(num_classes, image_shape, Flips(), layers.Conv2D(4, 3, activation="relu"))
 
 
 class ByGenerator(layers.Layer):
@@ -73,25 +78,21 @@ class ByGenerator(layers.Layer):
         return x + self.generator.normal(tf.shape(x), dtype=x.dtype) if training else x
 
 
-def tensorflow_generator(num_classes, image_shape):
-    return on_features(num_classes, image_shape, ByGenerator())
+tensorflow_flip = on_maps(
+    "random op",
+    "tf.image.random_* draw so",
+    lambda: [Flips(), layers.Conv2D(4, 3, activation="relu")],
+)
+tensorflow_generator = on_features("random op", "tf.random.Generator", ByGenerator)
 
 
 # ------------------------------------------------------------------------------------ Python code
 
 
-@in_training
+@in_training("python code", "draws while it runs", quick=True)
 def noise_by_numpy_function(_, x):
     noise = tf.numpy_function(lambda x: np.random.normal(size=x.shape), [x], tf.float64)
     return x + tf.cast(tf.ensure_shape(noise, x.shape), x.dtype)
-
-
-@in_training
-def dropout_by_py_function(_, x):
-    def dropped(x):
-        return tf.constant(np.random.binomial(1, 0.5, x.shape), x.dtype) * x
-
-    return tf.ensure_shape(tf.py_function(dropped, [x], x.dtype), x.shape)
 
 
 NUMBERS = itertools.count()
@@ -101,7 +102,7 @@ def _shift(x):
     return x * np.asarray(1 + 0.01 * next(NUMBERS), x.dtype)
 
 
-@in_training
+@in_training("python code", "counts while it runs")
 def counter_by_numpy_function(_, x):
     return x + tf.ensure_shape(tf.numpy_function(_shift, [x], x.dtype), x.shape)
 
@@ -109,27 +110,28 @@ def counter_by_numpy_function(_, x):
 # -------------------------------------------------------------------------------- Ambiguous draws
 
 
-@in_training
+@in_training("ambiguous draw", "[B, B]", quick=True)
 def square_draw(self, x):
     num = ops.shape(x)[0]
     return x + ops.mean(random.normal((num, num), dtype=x.dtype, seed=self.seed), 1, keepdims=True)
 
 
-@in_training
+@in_training("ambiguous draw", "[2 * B - 1, C]")
 def one_row_less_than_twice(self, x):
     num = ops.shape(x)[0]
     noise = random.normal((2 * num - 1, x.shape[1]), dtype=x.dtype, seed=self.seed)
     return x + noise[num - 1 :]
 
 
-@in_training
+@in_training("ambiguous draw", "as many as are positive")
 def noise_where_positive(self, x):
     places = tf.where(x > 0)
     noise = random.normal((tf.shape(places)[0],), dtype=x.dtype, seed=self.seed)
     return tf.tensor_scatter_nd_add(x, places, noise)
 
 
-def _ragged_noise(self, x):
+@in_training("ambiguous draw", "as many as the lengths add up to", on_rows)
+def noise_on_ragged(self, x):
     lengths = 1 + tf.cast(tf.argmax(x[:, :, 0], axis=1), tf.int32)
     ragged = tf.RaggedTensor.from_tensor(x, lengths)
     noise = random.normal(tf.shape(ragged.flat_values), dtype=x.dtype, seed=self.seed)
@@ -137,48 +139,42 @@ def _ragged_noise(self, x):
     return tf.ensure_shape(noisy, x.shape)
 
 
-noise_on_ragged = in_training(_ragged_noise, on_rows)
+# ------------------------------------------------------------- State in Python, unlike code by name
 
 
-# ------------------------------------------------------------------------------- State in Python
-
-
-@in_training
+@in_training("state in Python", "towers are calls", quick=True)
 def counts_its_calls(self, x):
     self.__class__.calls += 1
     return x + 0.01 * self.__class__.calls
 
 
-@in_training
+@in_training("state in Python", "a constant for each tower")
 def noise_by_numpy(_, x):
     return x + np.random.normal(size=x.shape[1:]).astype(x.dtype.name)
 
 
-@in_training
+@in_training("state in Python", "a constant for each tower")
 def factor_by_python(_, x):
     return x * python_random.choice([0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5])
 
 
-@in_training
+@in_training("state in Python", "even and odd towers")
 def every_other_call(self, x):
     self.__class__.calls += 1
     return tf.sin(x) if self.__class__.calls % 2 else 2 * x
 
 
-# ------------------------------------------------------------------------ Tower-dependent branches
-
-
-@in_training
+@in_training("tower-dependent branch", "tower_1")
 def reads_its_scope(_, x):
     return x * (1.01 if "tower_1" in tf.get_current_name_scope() else 1.0)
 
 
-@in_training
+@in_training("tower-dependent branch", "CPU:1")
 def reads_its_device(_, x):
     return tf.sin(x) if x.device.endswith(":1") else x
 
 
-@in_training
+@in_training("tower-dependent branch", "a seed made of the scope's name", quick=True)
 def seed_by_its_name(_, x):
     seed = zlib.crc32(tf.get_current_name_scope().encode()) % 1000
     return x + random.normal(ops.shape(x), dtype=x.dtype, seed=seed)
@@ -196,20 +192,6 @@ class Float32Inside(layers.Layer):
         return tf.cast(tf.matmul(tf.cast(x, tf.float32), kernel), x.dtype)
 
 
-def float32_inside(num_classes, image_shape):
-    return on_features(num_classes, image_shape, Float32Inside())
-
-
-class Float32Conv(layers.Conv2D):
-    def convolution_op(self, inputs, kernel):
-        narrow = super().convolution_op(ops.cast(inputs, "float32"), ops.cast(kernel, "float32"))
-        return ops.cast(narrow, inputs.dtype)
-
-
-def float32_convolution(num_classes, image_shape):
-    return on_maps(num_classes, image_shape, Float32Conv(4, 3, use_bias=False))
-
-
 class Quantised(layers.Layer):
     """Learned limits of a quantisation that TensorFlow has in float32 only."""
 
@@ -223,8 +205,8 @@ class Quantised(layers.Layer):
         return tf.cast(tf.quantization.fake_quant_with_min_max_vars(*given), x.dtype)
 
 
-def quantised(num_classes, image_shape):
-    return on_maps(num_classes, image_shape, Quantised())
+float32_inside = on_features("rounding", "a product over the slice in float32", Float32Inside)
+quantised = on_maps("rounding", "an op that exists in float32 alone", Quantised, quick=True)
 
 
 # ------------------------------------------------------------------- Added losses, initial weights
@@ -234,10 +216,6 @@ class SumOfSquares(layers.Layer):
     def call(self, x):
         self.add_loss(0.01 * tf.nn.l2_loss(x))
         return x
-
-
-def added_sum(num_classes, image_shape):
-    return on_features(num_classes, image_shape, SumOfSquares())
 
 
 class Divergence(Seeded):
@@ -260,24 +238,23 @@ class Divergence(Seeded):
         return mean + ops.exp(log_variance / 2) * noise
 
 
-def added_divergence(num_classes, image_shape):
-    return on_features(num_classes, image_shape, Divergence())
-
-
-def weights_of_the_system(num_classes, image_shape):
-    seed = int.from_bytes(os.urandom(3), "little")
-    start = keras.initializers.RandomNormal(seed=seed)
-    return on_features(num_classes, image_shape, layers.Dense(5, kernel_initializer=start))
-
-
-def weights_by_numpys_new_generator(num_classes, image_shape):
+def _by_new_generator():
     def start(shape, dtype=None):
         return ops.cast(np.random.default_rng().normal(size=shape), dtype)
 
-    return on_maps(num_classes, image_shape, layers.Conv2D(4, 3, kernel_initializer=start))
+    return layers.Conv2D(4, 3, kernel_initializer=start)
 
 
-def projection_that_stays(num_classes, image_shape):
+def _projection():
     start = keras.initializers.Constant(np.random.default_rng().normal(size=(6, 5)))
-    layer = layers.Dense(5, kernel_initializer=start, trainable=False)
-    return on_features(num_classes, image_shape, layer)
+    return layers.Dense(5, kernel_initializer=start, trainable=False)
+
+
+added_sum = on_features("added loss", "l2_loss adds up", SumOfSquares)
+added_divergence = on_features("added loss", "a sum over examples", Divergence, quick=True)
+weights_by_numpys_new_generator = on_maps(
+    "initial weights", "default_rng() without a seed", _by_new_generator
+)
+projection_that_stays = on_features(
+    "initial weights", "fixed weights, too", _projection, quick=True
+)

@@ -3,150 +3,98 @@
 import keras
 import tensorflow as tf
 
+from tests.zoo.entry import SAME
 from tests.zoo.parts import Seeded, on_features, on_maps, on_rows
 
 layers, ops, random = keras.layers, keras.ops, keras.random
 
 
-class Dropped(layers.Layer):
-    """Has one dropout layer; its children lay the values out before it, and back after it."""
+def dropped(on, why, call, **keywords):
+    """Put in `call(x, dropout)`, which lays x out before dropout, and back after it."""
 
-    def __init__(self):
-        super().__init__()
-        self.dropout = layers.Dropout(0.4, seed=1)
+    class Guilty(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.dropout = layers.Dropout(0.4, seed=1)
 
+        def call(self, x, training=False):
+            return call(x, lambda y: self.dropout(y, training=training))
 
-class ByTime(Dropped):
-    def call(self, x, training=False):
-        flat = tf.reshape(x, [-1, x.shape[2]])
-        return tf.reshape(self.dropout(flat, training=training), tf.shape(x))
-
-
-def times_in_rows(num_classes, image_shape):
-    return on_rows(num_classes, image_shape, ByTime())
+    return on(SAME, why, Guilty, **keywords)
 
 
-class TimeMajor(Dropped):
-    def call(self, x, training=False):
-        x = self.dropout(tf.transpose(x, [1, 0, 2]), training=training)
-        return tf.transpose(x, [1, 0, 2])
+def _time_major_rows(x, dropout):
+    by_time = tf.transpose(x, [1, 0, 2])
+    rows = dropout(tf.reshape(by_time, [-1, x.shape[2]]))
+    return tf.transpose(tf.reshape(rows, tf.shape(by_time)), [1, 0, 2])
 
 
-def time_major(num_classes, image_shape):
-    return on_rows(num_classes, image_shape, TimeMajor())
+def _heads_first(x, dropout):
+    """Attention whose heads are joined along the batch."""
+    heads = tf.concat(tf.split(x, 2, axis=2), axis=0)
+    weights = tf.nn.softmax(tf.matmul(heads, heads, transpose_b=True))
+    return tf.concat(tf.split(tf.matmul(dropout(weights), heads), 2, axis=0), axis=2)
 
 
-class TimeMajorRows(Dropped):
-    def call(self, x, training=False):
-        by_time = tf.transpose(x, [1, 0, 2])
-        dropped = self.dropout(tf.reshape(by_time, [-1, x.shape[2]]), training=training)
-        return tf.transpose(tf.reshape(dropped, tf.shape(by_time)), [1, 0, 2])
+def _heads_last(x, dropout):
+    """Attention whose heads are folded into the batch."""
+    times, size = x.shape[1:]
+    heads = tf.transpose(tf.reshape(x, [-1, times, 2, size // 2]), [0, 2, 1, 3])
+    heads = tf.reshape(heads, [-1, times, size // 2])
+    weights = tf.nn.softmax(tf.matmul(heads, heads, transpose_b=True))
+    heads = tf.reshape(tf.matmul(dropout(weights), heads), [-1, 2, times, size // 2])
+    return tf.reshape(tf.transpose(heads, [0, 2, 1, 3]), tf.shape(x))
 
 
-def time_major_rows(num_classes, image_shape):
-    return on_rows(num_classes, image_shape, TimeMajorRows())
+def _windows(x, dropout):
+    """Attention inside of windows of 3 x 3 places (Liu et al. 2021)."""
+    _, height, width, size = x.shape
+    split = ops.reshape(x, (-1, height // 3, 3, width // 3, 3, size))
+    windows = ops.reshape(ops.transpose(split, (0, 1, 3, 2, 4, 5)), (-1, 9, size))
+    weights = ops.softmax(ops.matmul(windows, ops.transpose(windows, (0, 2, 1))))
+    windows = ops.matmul(dropout(weights), windows)
+    split = ops.reshape(windows, (-1, height // 3, width // 3, 3, 3, size))
+    return ops.reshape(ops.transpose(split, (0, 1, 3, 2, 4, 5)), (-1, height, width, size))
 
 
-class HeadsFirst(Dropped):
-    """Attention whose heads are joined along the batch: [heads * B, T, T]."""
-
-    def call(self, x, training=False):
-        heads = tf.concat(tf.split(x, 2, axis=2), axis=0)
-        weights = tf.nn.softmax(tf.matmul(heads, heads, transpose_b=True))
-        heads = tf.matmul(self.dropout(weights, training=training), heads)
-        return tf.concat(tf.split(heads, 2, axis=0), axis=2)
+def _two_views(x, dropout):
+    first, second = tf.split(dropout(tf.concat([x, x], axis=0)), 2, axis=0)
+    return (first + tf.tanh(second)) / 2
 
 
-def heads_first(num_classes, image_shape):
-    return on_rows(num_classes, image_shape, HeadsFirst())
+def _repeated(x, dropout):
+    copies = dropout(tf.repeat(x, 2, axis=0))
+    return tf.reduce_max(tf.reshape(copies, [-1, 2, x.shape[1]]), axis=1)
 
 
-class HeadsLast(Dropped):
-    """Attention whose heads are folded into the batch: [B * heads, T, T]."""
-
-    def call(self, x, training=False):
-        times, size = x.shape[1:]
-        heads = tf.transpose(tf.reshape(x, [-1, times, 2, size // 2]), [0, 2, 1, 3])
-        heads = tf.reshape(heads, [-1, times, size // 2])
-        weights = tf.nn.softmax(tf.matmul(heads, heads, transpose_b=True))
-        heads = tf.matmul(self.dropout(weights, training=training), heads)
-        heads = tf.reshape(heads, [-1, 2, times, size // 2])
-        return tf.reshape(tf.transpose(heads, [0, 2, 1, 3]), tf.shape(x))
-
-
-def heads_last(num_classes, image_shape):
-    return on_rows(num_classes, image_shape, HeadsLast())
-
-
-class Windows(Dropped):
-    """Attention inside of windows of 3 x 3 places: [B * windows, 9, C] (Liu et al. 2021)."""
-
-    def call(self, x, training=False):
-        _, height, width, size = x.shape
-        split = ops.reshape(x, (-1, height // 3, 3, width // 3, 3, size))
-        windows = ops.reshape(ops.transpose(split, (0, 1, 3, 2, 4, 5)), (-1, 9, size))
-        weights = ops.softmax(ops.matmul(windows, ops.transpose(windows, (0, 2, 1))))
-        windows = ops.matmul(self.dropout(weights, training=training), windows)
-        split = ops.reshape(windows, (-1, height // 3, width // 3, 3, 3, size))
-        return ops.reshape(ops.transpose(split, (0, 1, 3, 2, 4, 5)), (-1, height, width, size))
-
-
-def windows(num_classes, image_shape):
-    return on_maps(num_classes, image_shape, Windows())
-
-
-class Flat(Dropped):
-    def call(self, x, training=False):
-        return tf.reshape(self.dropout(tf.reshape(x, [-1]), training=training), tf.shape(x))
-
-
-def flat(num_classes, image_shape):
-    return on_rows(num_classes, image_shape, Flat())
-
-
-class FeaturesFirst(Dropped):
-    def call(self, x, training=False):
-        return tf.transpose(self.dropout(tf.transpose(x), training=training))
-
-
-def features_first(num_classes, image_shape):
-    return on_features(num_classes, image_shape, FeaturesFirst())
-
-
-class TwoViews(Dropped):
-    """Sends each example through dropout twice, one copy of the batch after the other."""
-
-    def call(self, x, training=False):
-        views = self.dropout(tf.concat([x, x], axis=0), training=training)
-        first, second = tf.split(views, 2, axis=0)
-        return (first + tf.tanh(second)) / 2
-
-
-def two_views(num_classes, image_shape):
-    return on_features(num_classes, image_shape, TwoViews())
-
-
-class Repeated(Dropped):
-    """Sends each example through dropout twice, its copies side by side."""
-
-    def call(self, x, training=False):
-        copies = self.dropout(tf.repeat(x, 2, axis=0), training=training)
-        return tf.reduce_max(tf.reshape(copies, [-1, 2, x.shape[1]]), axis=1)
-
-
-def repeated(num_classes, image_shape):
-    return on_features(num_classes, image_shape, Repeated())
-
-
-class OneMore(Dropped):
-    """Has an axis of one before that of the batch."""
-
-    def call(self, x, training=False):
-        return self.dropout(x[None], training=training)[0]
-
-
-def one_more_axis(num_classes, image_shape):
-    return on_rows(num_classes, image_shape, OneMore())
+times_in_rows = dropped(
+    on_rows,
+    "[B * T, C]",
+    lambda x, dropout: tf.reshape(dropout(tf.reshape(x, [-1, x.shape[2]])), tf.shape(x)),
+    quick=True,
+)
+time_major = dropped(
+    on_rows,
+    "[T, B, C]",
+    lambda x, dropout: tf.transpose(dropout(tf.transpose(x, [1, 0, 2])), [1, 0, 2]),
+)
+time_major_rows = dropped(on_rows, "[T * B, C]", _time_major_rows)
+heads_first = dropped(on_rows, "[heads * B, T, T]", _heads_first, quick=True)
+heads_last = dropped(on_rows, "[B * heads, T, T]", _heads_last)
+windows = dropped(on_maps, "[B * windows, 9, 9]", _windows)
+flat = dropped(
+    on_rows,
+    "[B * T * C]",
+    lambda x, dropout: tf.reshape(dropout(tf.reshape(x, [-1])), tf.shape(x)),
+)
+features_first = dropped(
+    on_features, "[C, B]", lambda x, dropout: tf.transpose(dropout(tf.transpose(x)))
+)
+two_views = dropped(
+    on_features, "[2 * B, C], one copy of the batch after the other", _two_views, quick=True
+)
+repeated = dropped(on_features, "[B * 2, C], an example's copies side by side", _repeated)
+one_more_axis = dropped(on_rows, "[1, B, T, C]", lambda x, dropout: dropout(x[None])[0])
 
 
 # ---------------------------------------------------- Of the whole batch, as long as a slice or not
@@ -170,20 +118,16 @@ class SampledKernel(Seeded):
         return ops.matmul(ops.matmul(x, self.inner), kernel)
 
 
-def kernel_of_two_rows(num_classes, image_shape):
-    return on_features(num_classes, image_shape, SampledKernel(2))
+def _kernel(num_rows, **keywords):
+    as_long_as = "the batch" if num_rows == 7 else "a slice"
+    why = f"[{num_rows}, 5] for all, as long as {as_long_as}"
+    return on_features(SAME, why, lambda: SampledKernel(num_rows), **keywords)
 
 
-def kernel_of_three_rows(num_classes, image_shape):
-    return on_features(num_classes, image_shape, SampledKernel(3))
-
-
-def kernel_of_four_rows(num_classes, image_shape):
-    return on_features(num_classes, image_shape, SampledKernel(4))
-
-
-def kernel_of_seven_rows(num_classes, image_shape):
-    return on_features(num_classes, image_shape, SampledKernel(7))
+kernel_of_two_rows = _kernel(2)
+kernel_of_three_rows = _kernel(3, quick=True)
+kernel_of_four_rows = _kernel(4)
+kernel_of_seven_rows = _kernel(7)
 
 
 class DropConnect(Seeded):
@@ -203,27 +147,6 @@ class DropConnect(Seeded):
         return ops.matmul(x, kernel)
 
 
-def drop_connect(num_classes, image_shape):
-    return on_rows(num_classes, image_shape, DropConnect(3), DropConnect(4))
-
-
-class NoisyPositions(Seeded):
-    """Adds a table of positions [T, C] with noise that all examples share."""
-
-    def build(self, shape):
-        self.table = self.add_weight(shape=shape[1:], name="table")
-
-    def call(self, x, training=False):
-        if not training:
-            return x + self.table
-        noise = random.normal(x.shape[1:], stddev=0.3, dtype=x.dtype, seed=self.seed)
-        return x + self.table * (1 + noise)
-
-
-def noisy_positions(num_classes, image_shape):
-    return on_rows(num_classes, image_shape, layers.MaxPooling1D(4), NoisyPositions())
-
-
 class PairOfScales(Seeded):
     """Draws a range of two numbers for the batch, then one in it for each example."""
 
@@ -235,19 +158,9 @@ class PairOfScales(Seeded):
         return x * (low + (high - low) * each)
 
 
-def pair_of_scales(num_classes, image_shape):
-    return on_features(num_classes, image_shape, PairOfScales())
-
-
-class RandomProjections(Seeded):
-    """Draws a stack of kernels [4, C, C], of which each example takes one."""
-
-    def call(self, x, training=False):
-        size = x.shape[-1]
-        kernels = random.normal((4, size, size), dtype=x.dtype, seed=self.seed)
-        chosen = ops.cast(ops.argmax(x, axis=-1) % 4, "int32")
-        return ops.einsum("bi,bij->bj", x, ops.take(kernels, chosen, axis=0)) / size
-
-
-def random_projections(num_classes, image_shape):
-    return on_features(num_classes, image_shape, RandomProjections())
+drop_connect = on_rows(
+    SAME, "[4, 3] and [3, 4], masks of weights", lambda: [DropConnect(3), DropConnect(4)]
+)
+pair_of_scales = on_features(
+    SAME, "[2], then [B, 1] from the same generator", PairOfScales, quick=True
+)

@@ -3,29 +3,28 @@
 import keras
 import tensorflow as tf
 
-from tests.zoo.parts import Seeded, on_features, on_maps, on_rows
+from tests.zoo.parts import Seeded, on_features, on_images, on_maps
 
 layers, ops = keras.layers, keras.ops
+MIXED = "mixed examples"
 
 
-def with_features(function):
-    """Return a model function around a layer that computes `function`."""
-
-    def model(num_classes, image_shape):
-        return on_features(num_classes, image_shape, layers.Lambda(function, name="guilty"))
-
-    return model
+def computing(cause, why, function, **keywords):
+    """Put in a layer that computes `function` of features."""
+    return on_features(cause, why, lambda: layers.Lambda(function, name="guilty"), **keywords)
 
 
-minus_mean = with_features(lambda x: x - tf.reduce_mean(x, axis=0))
-batch_softmax = with_features(lambda x: tf.nn.softmax(x, axis=0))
-running_sum = with_features(lambda x: tf.cumsum(x, axis=0) / 4)
-rolled = with_features(lambda x: x + 0.5 * tf.roll(x, 1, axis=0))
-reversed_batch = with_features(lambda x: tf.concat([x, x[::-1]], axis=1))
-sorted_batch = with_features(lambda x: ops.sort(x, axis=0))
-whole_norm = with_features(tf.math.l2_normalize)
-by_largest = with_features(lambda x: x / tf.reduce_max(tf.abs(x)))
-first_as_reference = with_features(lambda x: x - x[:1])
+minus_mean = computing(MIXED, "the batch's mean", lambda x: x - tf.reduce_mean(x, axis=0))
+batch_softmax = computing(MIXED, "softmax along the batch", lambda x: tf.nn.softmax(x, axis=0))
+running_sum = computing(MIXED, "cumsum along the batch", lambda x: tf.cumsum(x, axis=0) / 4)
+rolled = computing(MIXED, "takes from its neighbour", lambda x: x + 0.5 * tf.roll(x, 1, axis=0))
+reversed_batch = computing(
+    MIXED, "the last meets the first", lambda x: tf.concat([x, x[::-1]], axis=1)
+)
+sorted_batch = computing(MIXED, "places change", lambda x: ops.sort(x, axis=0))
+whole_norm = computing(MIXED, "a norm without an axis", tf.math.l2_normalize)
+by_largest = computing(MIXED, "the largest of all examples", lambda x: x / tf.reduce_max(tf.abs(x)))
+first_as_reference = computing(MIXED, "all look at the first", lambda x: x - x[:1])
 
 
 class OwnBatchNorm(layers.Layer):
@@ -48,30 +47,6 @@ class OwnBatchNorm(layers.Layer):
         return (x - mean) / tf.sqrt(variance + 1e-3) * self.gamma + self.beta
 
 
-def own_batch_norm(num_classes, image_shape):
-    return on_maps(num_classes, image_shape, OwnBatchNorm(), layers.ReLU())
-
-
-class GhostBatchNorm(layers.Layer):
-    """Normalises the halves of a batch apart."""
-
-    def build(self, shape):
-        self.gamma = self.add_weight(shape=(shape[-1],), initializer="ones", name="gamma")
-
-    def call(self, x, training=False):
-        if not training:
-            return x * self.gamma
-        half, parts = (tf.shape(x)[0] + 1) // 2, []
-        for part in (x[:half], x[half:]):
-            mean, variance = tf.nn.moments(part, axes=[0, 1, 2])
-            parts.append((part - mean) * tf.math.rsqrt(variance + 1e-3))
-        return tf.concat(parts, axis=0) * self.gamma
-
-
-def ghost_batch_norm(num_classes, image_shape):
-    return on_maps(num_classes, image_shape, GhostBatchNorm(), layers.ReLU())
-
-
 class Similarities(layers.Layer):
     """Each example takes from those that are like it."""
 
@@ -88,52 +63,9 @@ class Similarities(layers.Layer):
         return x + tf.matmul(tf.nn.softmax(scores), x)
 
 
-def pairwise(num_classes, image_shape):
-    return on_features(num_classes, image_shape, Similarities())
-
-
-class Discrimination(layers.Layer):
-    """Minibatch discrimination (Salimans et al. 2016)."""
-
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(shape[-1], 3, 2), name="kernel")
-
-    def call(self, x):
-        y = tf.einsum("bi,ijk->bjk", x, self.kernel)
-        far = tf.reduce_sum(tf.abs(y[:, None] - y[None]), axis=3)
-        return tf.concat([x, tf.reduce_sum(tf.exp(-far), axis=1)], axis=1)
-
-
-def discrimination(num_classes, image_shape):
-    return on_features(num_classes, image_shape, Discrimination())
-
-
-class OverTheWrongAxis(layers.Layer):
-    """Attention that takes the batch for the time."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = layers.MultiHeadAttention(1, 4)
-
-    def build(self, shape):
-        self.attention.build((shape[1], None, shape[2]), (shape[1], None, shape[2]))
-
-    def call(self, x):
-        x = ops.transpose(x, (1, 0, 2))
-        return ops.transpose(self.attention(x, x), (1, 0, 2))
-
-
-def attention_over_the_batch(num_classes, image_shape):
-    return on_rows(num_classes, image_shape, OverTheWrongAxis())
-
-
 class Shuffled(Seeded):
     def call(self, x, training=False):
         return x + 0.3 * keras.random.shuffle(x, seed=self.seed) if training else x
-
-
-def shuffled(num_classes, image_shape):
-    return on_features(num_classes, image_shape, Shuffled())
 
 
 class ManifoldMixup(Seeded):
@@ -146,26 +78,6 @@ class ManifoldMixup(Seeded):
         return weights * x + (1 - weights) * x[::-1]
 
 
-def manifold_mixup(num_classes, image_shape):
-    return on_maps(num_classes, image_shape, ManifoldMixup())
-
-
-def _augmented(layer, num_classes, image_shape):
-    return keras.Sequential(
-        [
-            keras.Input(image_shape),
-            layer,
-            layers.Conv2D(4, 3, activation="relu"),
-            layers.Flatten(),
-            layers.Dense(num_classes),
-        ]
-    )
-
-
-def keras_mix_up(num_classes, image_shape):
-    return _augmented(layers.MixUp(alpha=0.4), num_classes, image_shape)
-
-
 class Equalised(layers.Layer):
     def __init__(self):
         super().__init__()
@@ -173,14 +85,6 @@ class Equalised(layers.Layer):
 
     def call(self, x, training=False):
         return self.equalize(128 + 40 * x, training=training) / 128 - 1
-
-
-def keras_equalization(num_classes, image_shape):
-    return _augmented(Equalised(), num_classes, image_shape)
-
-
-def keras_cut_mix(num_classes, image_shape):
-    return _augmented(layers.CutMix(factor=0.9), num_classes, image_shape)
 
 
 class UntilAllAreDone(layers.Layer):
@@ -193,29 +97,6 @@ class UntilAllAreDone(layers.Layer):
         return tf.while_loop(going_on, lambda y: [0.9 * y], [x])[0]
 
 
-def until_all_are_done(num_classes, image_shape):
-    return on_features(num_classes, image_shape, UntilAllAreDone())
-
-
-class Experts(layers.Layer):
-    """Experts with room for two examples each: who comes late goes without."""
-
-    def build(self, shape):
-        self.gate = self.add_weight(shape=(shape[-1], 2), name="gate")
-        self.experts = self.add_weight(shape=(2, shape[-1], shape[-1]), name="experts")
-
-    def call(self, x):
-        scores = tf.nn.softmax(tf.matmul(x, self.gate))
-        chosen = tf.one_hot(tf.argmax(scores, axis=-1), 2, dtype=x.dtype)
-        place = tf.cumsum(chosen, axis=0)
-        kept = chosen * tf.cast(place <= 2, x.dtype) * scores
-        return x + tf.einsum("be,bi,eio->bo", kept, x, self.experts)
-
-
-def experts_with_capacity(num_classes, image_shape):
-    return on_features(num_classes, image_shape, Experts())
-
-
 class HardExamples(layers.Layer):
     """Lets gradients through for the larger half of the batch alone."""
 
@@ -224,16 +105,34 @@ class HardExamples(layers.Layer):
         return ops.where(sizes >= ops.median(sizes), x, ops.stop_gradient(x))
 
 
-def hard_examples(num_classes, image_shape):
-    return on_features(num_classes, image_shape, HardExamples())
-
-
-# -------------------------------------------------------------------------------- Where they are
-
-
-place_as_feature = with_features(
-    lambda x: x + 0.1 * tf.cast(tf.range(tf.shape(x)[0]), x.dtype)[:, None]
+own_batch_norm = on_maps(
+    MIXED, "moments by tf.nn.moments", lambda: [OwnBatchNorm(), layers.ReLU()], quick=True
 )
+pairwise = on_features(MIXED, "similarity of all pairs", Similarities)
+shuffled = on_features(MIXED, "keras.random.shuffle", Shuffled)
+manifold_mixup = on_maps(MIXED, "mixes an example with another", ManifoldMixup)
+keras_mix_up = on_images(
+    MIXED,
+    "Keras' layer mixes images",
+    lambda: [layers.MixUp(alpha=0.4), layers.Conv2D(4, 3, activation="relu")],
+)
+keras_cut_mix = on_images(
+    MIXED,
+    "Keras' layer cuts and pastes between images",
+    lambda: [layers.CutMix(factor=0.9), layers.Conv2D(4, 3, activation="relu")],
+)
+keras_equalization = on_images(
+    MIXED,
+    "Keras' layer makes one histogram of all images",
+    lambda: [Equalised(), layers.Conv2D(4, 3, activation="relu")],
+)
+until_all_are_done = on_features(MIXED, "the slowest decides when the loop ends", UntilAllAreDone)
+hard_examples = on_features(
+    MIXED, "the median decides whose gradient counts", HardExamples, quick=True
+)
+
+
+# -------------------------------------------------------------- Where they are, how many there are
 
 
 class DrawsOneByOne(layers.Layer):
@@ -251,34 +150,8 @@ class DrawsOneByOne(layers.Layer):
         return tf.ensure_shape(tf.map_fn(with_noise, places, fn_output_signature=x.dtype), x.shape)
 
 
-def draws_one_by_one(num_classes, image_shape):
-    return on_features(num_classes, image_shape, DrawsOneByOne())
-
-
-# ---------------------------------------------------------------------------- How many there are
-
-
 def _number(x):
     return tf.cast(tf.shape(x)[0], x.dtype)
-
-
-divided_by_number = with_features(lambda x: x / _number(x))
-times_root_of_number = with_features(lambda x: x * tf.sqrt(_number(x)))
-
-
-class SizeAsFeature(layers.Layer):
-    """Appends a learned multiple of the logarithm of the batch size."""
-
-    def build(self, shape):
-        self.weight = self.add_weight(shape=(2,), initializer="ones", name="weight")
-
-    def call(self, x):
-        size = ops.log(ops.cast(ops.shape(x)[0], x.dtype)) * self.weight
-        return ops.concatenate([x, ops.zeros_like(x[:, :2]) + size], axis=1)
-
-
-def size_as_feature(num_classes, image_shape):
-    return on_features(num_classes, image_shape, SizeAsFeature())
 
 
 @tf.custom_gradient
@@ -286,4 +159,19 @@ def _mean_gradient(x):
     return tf.identity(x), lambda upstream: upstream / tf.cast(tf.shape(x)[0], x.dtype)
 
 
-mean_gradient = with_features(lambda x: _mean_gradient(x))
+place_as_feature = computing(
+    "place in the batch",
+    "a tower counts from the first of its slice",
+    lambda x: x + 0.1 * tf.cast(tf.range(tf.shape(x)[0]), x.dtype)[:, None],
+    quick=True,
+)
+draws_one_by_one = on_features(
+    "place in the batch", "seeds begin again in each tower", DrawsOneByOne
+)
+divided_by_number = computing("batch size", "a sum where a mean is meant", lambda x: x / _number(x))
+times_root_of_number = computing(
+    "batch size", "grows with the slice", lambda x: x * tf.sqrt(_number(x))
+)
+mean_gradient = computing(
+    "batch size", "the gradient alone is divided", lambda x: _mean_gradient(x), quick=True
+)

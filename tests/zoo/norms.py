@@ -3,39 +3,43 @@
 import keras
 import tensorflow as tf
 
-from tests.zoo.parts import on_features, on_maps, on_rows
+from tests.zoo.entry import SAME, entry
+from tests.zoo.parts import of_images, on_features, on_images, on_maps, on_rows
 
 layers = keras.layers
+BatchNorm = layers.BatchNormalization
+LOCAL, IN_PARTS = "--batch_norm=local", "--accumulate_steps=2"
 
 
-def batch_norm_ranks(num_classes, image_shape):
-    inputs = keras.Input(image_shape)
-    x = layers.BatchNormalization()(layers.Conv2D(4, 3, activation="tanh")(inputs))
-    volumes = layers.BatchNormalization()(layers.Reshape((3, 2, 6, 4))(x))
-    rows = layers.BatchNormalization()(layers.Reshape((9, 16))(volumes))
-    features = layers.BatchNormalization()(layers.Dense(6)(layers.Flatten()(rows)))
-    return keras.Model(inputs, layers.Dense(num_classes)(features))
+@of_images(SAME, "BatchNorm of 2, 3, 4 and 5 axes")
+def batch_norm_ranks(images):
+    x = BatchNorm()(layers.Conv2D(4, 3, activation="tanh")(images))
+    volumes = BatchNorm()(layers.Reshape((3, 2, 6, 4))(x))
+    rows = BatchNorm()(layers.Reshape((9, 16))(volumes))
+    return BatchNorm()(layers.Dense(6)(layers.Flatten()(rows)))
 
 
-def batch_norm_axes(num_classes, image_shape):
-    return on_maps(
-        num_classes,
-        image_shape,
-        layers.BatchNormalization(axis=1),
+entry("local BatchNorm", "moments of a slice", LOCAL, quick=True)(batch_norm_ranks)
+
+batch_norm_axes = on_maps(
+    SAME,
+    "BatchNorm of an axis that is not the last",
+    lambda: [
+        BatchNorm(axis=1),
         layers.Conv2D(4, 3, padding="same", activation="relu"),
-        layers.BatchNormalization(axis=2),
+        BatchNorm(axis=2),
         layers.Conv2D(4, 3, activation="relu"),
-        layers.BatchNormalization(axis=-1, center=False),
-    )
-
-
-def batch_norm_plain(num_classes, image_shape):
-    return on_rows(
-        num_classes,
-        image_shape,
-        layers.BatchNormalization(scale=False, center=False, momentum=0.5, epsilon=1e-2),
-        layers.BatchNormalization(momentum=0.0, gamma_initializer="zeros"),
-    )
+        BatchNorm(axis=-1, center=False),
+    ],
+)
+batch_norm_plain = on_rows(
+    SAME,
+    "neither scale nor offset; momentum 0",
+    lambda: [
+        BatchNorm(scale=False, center=False, momentum=0.5, epsilon=1e-2),
+        BatchNorm(momentum=0.0, gamma_initializer="zeros"),
+    ],
+)
 
 
 class Padding(layers.Layer):
@@ -48,21 +52,10 @@ class Padding(layers.Layer):
         return x
 
 
-def batch_norm_masked(num_classes, image_shape):
-    inputs = keras.Input(image_shape)
-    x = Padding()(layers.Reshape((image_shape[0], -1))(inputs))
-    x = layers.BatchNormalization()(layers.Dense(4)(x))
-    return keras.Model(inputs, layers.Dense(num_classes)(layers.GlobalAveragePooling1D()(x)))
-
-
-def batch_norm_frozen(num_classes, image_shape):
-    start = keras.initializers.Constant(0.25)
-    return on_maps(
-        num_classes,
-        image_shape,
-        layers.BatchNormalization(trainable=False, moving_mean_initializer=start),
-        layers.Conv2D(3, 3, activation="tanh"),
-    )
+@of_images(SAME, "moments over the unmasked alone, unlike in number")
+def batch_norm_masked(images):
+    x = Padding()(layers.Reshape((8, -1))(images))
+    return layers.GlobalAveragePooling1D()(BatchNorm()(layers.Dense(4)(x)))
 
 
 class Inference(layers.Layer):
@@ -70,80 +63,99 @@ class Inference(layers.Layer):
 
     def __init__(self):
         super().__init__()
-        self.norm = layers.BatchNormalization()
+        self.norm = BatchNorm()
 
     def call(self, x):
         return self.norm(x, training=False)
 
 
-def batch_norm_in_inference(num_classes, image_shape):
-    return on_maps(num_classes, image_shape, Inference(), layers.Conv2D(3, 3))
-
-
-class Norm(layers.BatchNormalization):
+class Norm(BatchNorm):
     def call(self, x, training=None, mask=None):
         return tf.nn.relu(super().call(x, training=training, mask=mask))
 
 
-def batch_norm_subclass(num_classes, image_shape):
-    return on_maps(num_classes, image_shape, Norm(), layers.Conv2D(4, 3), Norm(momentum=0.9))
+batch_norm_frozen = on_maps(
+    SAME,
+    "statistics stay, nothing is averaged",
+    lambda: [
+        BatchNorm(trainable=False, moving_mean_initializer=keras.initializers.Constant(0.25)),
+        layers.Conv2D(3, 3, activation="tanh"),
+    ],
+)
+entry(SAME, "no moments are taken", LOCAL)(batch_norm_frozen)
+batch_norm_in_inference = on_maps(
+    SAME, "called with training=False in training", lambda: [Inference(), layers.Conv2D(3, 3)]
+)
+entry(SAME, "no moments are taken", IN_PARTS)(batch_norm_in_inference)
+batch_norm_subclass = on_maps(
+    SAME,
+    "a layer that inherits from BatchNorm",
+    lambda: [Norm(), layers.Conv2D(4, 3), Norm(momentum=0.9)],
+)
 
 
-def batch_norm_twice(num_classes, image_shape):
-    inputs = keras.Input(image_shape)
-    norm, conv = layers.BatchNormalization(), layers.Conv2D(3, 3, padding="same")
-    x = norm(conv(norm(conv(inputs))))
-    return keras.Model(inputs, layers.Dense(num_classes)(layers.GlobalMaxPooling2D()(x)))
+@entry(SAME, "moments of a half, on one device, too", IN_PARTS)
+@of_images(SAME, "two assignments of one statistic in a step")
+def batch_norm_twice(images):
+    norm, conv = BatchNorm(), layers.Conv2D(3, 3, padding="same")
+    return layers.GlobalMaxPooling2D()(norm(conv(norm(conv(images)))))
 
 
-def batch_norm_synchronized(num_classes, image_shape):
-    norm = layers.BatchNormalization(synchronized=True)
-    return on_maps(num_classes, image_shape, norm, layers.ReLU())
-
-
-def batch_norm_renorm(num_classes, image_shape):
-    return on_maps(num_classes, image_shape, layers.BatchNormalization(renorm=True), layers.ReLU())
-
-
-def batch_norm_float32(num_classes, image_shape):
-    norm = layers.BatchNormalization(dtype="float32")
-    return on_maps(num_classes, image_shape, norm, layers.ReLU())
-
-
-def batch_norm_after_dropout(num_classes, image_shape):
-    middle = (layers.Dropout(0.3), layers.BatchNormalization(), layers.ReLU())
-    return on_features(num_classes, image_shape, *middle)
-
-
-def by_example(num_classes, image_shape):
-    return on_maps(
-        num_classes,
-        image_shape,
+batch_norm_synchronized = on_maps(
+    SAME, "asks for all towers", lambda: [BatchNorm(synchronized=True), layers.ReLU()], LOCAL
+)
+batch_norm_renorm = on_maps(
+    SAME,
+    "moments of the batch beside moving ones",
+    lambda: [BatchNorm(renorm=True), layers.ReLU()],
+)
+batch_norm_float32 = on_maps(
+    SAME,
+    "the layer's own dtype: widened for the comparison",
+    lambda: [BatchNorm(dtype="float32"), layers.ReLU()],
+    quick=True,
+)
+batch_norm_after_dropout = on_features(
+    SAME,
+    "draws by example, then moments of all",
+    lambda: [layers.Dropout(0.3), BatchNorm(), layers.ReLU()],
+)
+by_example = on_maps(
+    SAME,
+    "LayerNorm, GroupNorm, UnitNorm, RMSNorm: one example alone",
+    lambda: [
         layers.LayerNormalization(axis=[1, 2, 3]),
         layers.GroupNormalization(2),
         layers.Conv2D(4, 3, padding="same"),
         layers.UnitNormalization(),
         layers.RMSNormalization(),
         layers.GroupNormalization(-1),
-    )
-
-
-def spectral(num_classes, image_shape):
-    return on_maps(
-        num_classes,
-        image_shape,
+    ],
+)
+spectral = on_maps(
+    SAME,
+    "assigns its kernel and a vector, from weights alone",
+    lambda: [
         layers.SpectralNormalization(layers.Conv2D(4, 3, activation="relu")),
         layers.SpectralNormalization(layers.Conv2D(4, 1), power_iterations=2),
-    )
-
-
-class InstanceNorm(layers.Layer):
-    def build(self, shape):
-        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones", name="scale")
-
-    def call(self, x):
-        mean, variance = tf.nn.moments(x, axes=[1, 2], keepdims=True)
-        return (x - mean) * tf.math.rsqrt(variance + 1e-3) * self.scale
+    ],
+)
+weight_normalised_head = on_features(
+    SAME,
+    "a constraint acts on the master",
+    lambda: [
+        layers.Dense(5, kernel_constraint=keras.constraints.UnitNorm()),
+        layers.UnitNormalization(),
+    ],
+)
+given_statistics = on_images(
+    SAME,
+    "Normalization with numbers given: fixed weights",
+    lambda: [
+        layers.Normalization(mean=[0.1, 0.0, -0.1], variance=[1.0, 0.5, 2.0]),
+        layers.Conv2D(3, 3, activation="relu"),
+    ],
+)
 
 
 class FilterResponseNorm(layers.Layer):
@@ -157,24 +169,4 @@ class FilterResponseNorm(layers.Layer):
         return tf.maximum(x * tf.math.rsqrt(squares + 1e-3) * self.gamma, self.tau)
 
 
-def by_hand(num_classes, image_shape):
-    layer = layers.Conv2D(4, 3, padding="same")
-    return on_maps(num_classes, image_shape, InstanceNorm(), layer, FilterResponseNorm())
-
-
-def weight_normalised_head(num_classes, image_shape):
-    norm = keras.constraints.UnitNorm()
-    middle = (layers.Dense(5, kernel_constraint=norm), layers.UnitNormalization())
-    return on_features(num_classes, image_shape, *middle)
-
-
-def given_statistics(num_classes, image_shape):
-    return keras.Sequential(
-        [
-            keras.Input(image_shape),
-            layers.Normalization(mean=[0.1, 0.0, -0.1], variance=[1.0, 0.5, 2.0]),
-            layers.Conv2D(3, 3, activation="relu"),
-            layers.Flatten(),
-            layers.Dense(num_classes),
-        ]
-    )
+by_hand = on_maps(SAME, "moments within an example", FilterResponseNorm)

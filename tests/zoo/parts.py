@@ -1,51 +1,68 @@
-"""What models of the zoo share: a small network around the layer that an entry is about.
+"""What models of the zoo share: a small network around the layers that an entry is about.
 
-The layer gets what its name says: `maps` [B, 6, 6, 4], `rows` [B, 8, 4], or `features` [B, 6].
+    spectral = on_maps(SAME, "why", lambda: [layers.Conv2D(4, 3), Special()])
+    other = on_rows(SAME, "why", Special)
+
+The layers get what the name says: `images` [B, 8, 8, 3], `maps` [B, 6, 6, 4], `rows` [B, 8, 4], or
+`features` [B, 6].
 """
 
 import keras
 
+from tests.zoo.entry import entry
+
 layers = keras.layers
 
 
-def on_maps(num_classes, image_shape, *middle):
-    """Convolution, the layers in question, pooling, a dense head."""
-    return keras.Sequential(
-        [
-            keras.Input(image_shape),
-            layers.Conv2D(4, 3, activation="tanh"),
-            *middle,
-            layers.GlobalAveragePooling2D(),
-            layers.Dense(num_classes),
-        ]
-    )
+def _around(before, after):
+    """Return what makes an entry of layers that stand between others."""
+
+    def put(expected, why, make, flags="", **keywords):
+        """Make a model of the layer, or the list of layers, that `make()` returns."""
+
+        @entry(expected, why, flags, **keywords)
+        def model(num_classes, image_shape):
+            made = make()
+            middle = made if isinstance(made, list) else [made]
+            every = [*before(), *middle, *after(), layers.Dense(num_classes)]
+            return keras.Sequential([keras.Input(image_shape), *every])
+
+        return model
+
+    return put
 
 
-def on_rows(num_classes, image_shape, *middle):
-    """Rows of pixels as a sequence of vectors, the layers in question, a dense head."""
-    return keras.Sequential(
-        [
-            keras.Input(image_shape),
-            layers.Reshape((image_shape[0], -1)),
-            layers.Dense(4, activation="tanh"),
-            *middle,
-            layers.Flatten(),
-            layers.Dense(num_classes),
-        ]
-    )
+def _rows():
+    return [layers.Reshape((8, -1)), layers.Dense(4, activation="tanh")]
 
 
-def on_features(num_classes, image_shape, *middle):
-    """A dense layer, the layers in question, another dense layer."""
-    return keras.Sequential(
-        [
-            keras.Input(image_shape),
-            layers.Flatten(),
-            layers.Dense(6, activation="tanh"),
-            *middle,
-            layers.Dense(num_classes),
-        ]
-    )
+def _maps():
+    return [layers.Conv2D(4, 3, activation="tanh")]
+
+
+def _features():
+    return [layers.Flatten(), layers.Dense(6, activation="tanh")]
+
+
+on_images = _around(list, lambda: [layers.Flatten()])
+on_maps = _around(_maps, lambda: [layers.GlobalAveragePooling2D()])
+on_rows = _around(_rows, lambda: [layers.Flatten()])
+on_features = _around(_features, list)
+
+
+def of_images(expected, why, flags="", **keywords):
+    """Return a decorator that makes a model of a function of Keras' images, and a dense head."""
+
+    def decorate(function):
+        @entry(expected, why, flags, **keywords)
+        def model(num_classes, image_shape):
+            images = keras.Input(image_shape)
+            features = layers.Flatten()(function(images))
+            return keras.Model(images, layers.Dense(num_classes)(features))
+
+        return model
+
+    return decorate
 
 
 class Seeded(layers.Layer):

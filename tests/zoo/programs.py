@@ -4,7 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.zoo.parts import on_features, on_maps, on_rows
+from tests.zoo.entry import SAME, entry
+from tests.zoo.parts import of_images, on_features, on_maps
 
 layers, ops = keras.layers, keras.ops
 
@@ -30,20 +31,12 @@ class Compiled(Holder):
         return self.masked(x) if training else self.dense(x)
 
 
-def dropout_in_function(num_classes, image_shape):
-    return on_features(num_classes, image_shape, Compiled())
-
-
 class InBranch(Holder):
     def call(self, x, training=False):
         if not training:
             return x
         positive = tf.reduce_sum(ops.convert_to_tensor(self.dense.kernel)) > -100
         return tf.cond(positive, lambda: self.dropout(x, training=True), lambda: self.dense(x))
-
-
-def dropout_in_cond(num_classes, image_shape):
-    return on_features(num_classes, image_shape, InBranch())
 
 
 class InLoop(Holder):
@@ -54,21 +47,12 @@ class InLoop(Holder):
         return tf.while_loop(lambda i, y: i < 3, body, (0, x))[1]
 
 
-def dropout_in_while(num_classes, image_shape):
-    return on_features(num_classes, image_shape, InLoop())
-
-
-class InScan(Holder):
+class Recomputed(Holder):
     def call(self, x, training=False):
-        def step(state, at_time):
-            return self.dropout(self.dense(state + at_time), training=training)
+        def block(x):
+            return self.dropout(self.dense(x), training=training)
 
-        states = tf.scan(step, tf.transpose(x, [1, 0, 2]), tf.zeros_like(x[:, 0]))
-        return states[-1]
-
-
-def dropout_in_scan(num_classes, image_shape):
-    return on_rows(num_classes, image_shape, layers.Dense(6), InScan())
+        return keras.remat(block)(x)
 
 
 class Loops(Holder):
@@ -80,44 +64,25 @@ class Loops(Holder):
         return ops.cond(large, lambda: ops.sin(x), lambda: ops.cos(x) * 2)
 
 
-def loop_and_branch(num_classes, image_shape):
-    return on_features(num_classes, image_shape, Loops())
+dropout_in_function = on_features(
+    SAME, "a tf.function that is traced for one tower", Compiled, quick=True
+)
+dropout_in_cond = on_features(SAME, "a seed is assigned in a branch", InBranch)
+dropout_in_while = on_features(SAME, "a seed is assigned in a loop", InLoop, quick=True)
+dropout_recomputed = on_features(
+    SAME, "the mask must be the same the second time", Recomputed, quick=True
+)
+loop_and_branch = on_features(SAME, "keras.ops' loop and branch, with weights in them", Loops)
 
 
-class EachUntilItIsDone(layers.Layer):
-    """Repeats a map of each example until that example has converged; the others wait."""
-
-    def call(self, x):
-        def body(i, y):
-            return i + 1, tf.where(tf.norm(y, axis=1, keepdims=True) > 0.5, y * 0.8, y)
-
-        return tf.while_loop(lambda i, _: i < 20, body, (0, x))[1]
-
-
-def loop_by_example(num_classes, image_shape):
-    return on_features(num_classes, image_shape, EachUntilItIsDone())
-
-
-def remat(num_classes, image_shape):
-    inputs = keras.Input(image_shape)
+@of_images(SAME, "layers that are computed again for the gradient")
+def remat(images):
     with keras.RematScope(mode="full"):  # Keras' takes no layers that know of training
-        x = layers.ReLU()(layers.Conv2D(4, 3)(inputs))
+        x = layers.ReLU()(layers.Conv2D(4, 3)(images))
     x = layers.Dropout(0.3)(layers.BatchNormalization()(x))
     with keras.RematScope(mode="activations"):
         x = layers.Dense(4, activation="gelu")(x)
-    return keras.Model(inputs, layers.Dense(num_classes)(layers.GlobalAveragePooling2D()(x)))
-
-
-class Recomputed(Holder):
-    def call(self, x, training=False):
-        def block(x):
-            return self.dropout(self.dense(x), training=training)
-
-        return keras.remat(block)(x)
-
-
-def dropout_recomputed(num_classes, image_shape):
-    return on_features(num_classes, image_shape, Recomputed())
+    return layers.GlobalAveragePooling2D()(x)
 
 
 class RecomputedNorm(layers.Layer):
@@ -133,10 +98,6 @@ class RecomputedNorm(layers.Layer):
         return tf.recompute_grad(lambda x: self.norm(self.conv(x), training=training))(x)
 
 
-def batch_norm_recomputed(num_classes, image_shape):
-    return on_maps(num_classes, image_shape, RecomputedNorm(), layers.ReLU())
-
-
 class PerExample(layers.Layer):
     """Functions of one example, mapped over the batch in two ways."""
 
@@ -150,20 +111,18 @@ class PerExample(layers.Layer):
         return ops.vectorized_map(gram, x) + ops.map(lambda row: ops.sort(row), x)
 
 
-def mapped_over_examples(num_classes, image_shape):
-    return on_features(num_classes, image_shape, PerExample())
+batch_norm_recomputed = on_maps(
+    SAME, "moments of all towers, taken twice", lambda: [RecomputedNorm(), layers.ReLU()]
+)
+mapped_over_examples = on_features(SAME, "vectorized_map and map", PerExample)
+
+
+# ------------------------------------------------------------------------ Tables and shared parts
 
 
 class Bins(layers.Layer):
     def call(self, x):
         return ops.cast(ops.clip(ops.floor((x[:, ::2, :, 0] + 2) * 2), 0, 7), "int32")
-
-
-def embedding_twice(num_classes, image_shape):
-    inputs = keras.Input(image_shape)
-    bins, table = Bins()(inputs), layers.Embedding(8, 3)
-    x = layers.Add()([table(bins), table(7 - bins)])
-    return keras.Model(inputs, layers.Dense(num_classes)(layers.Flatten()(x)))
 
 
 class Tied(layers.Layer):
@@ -177,27 +136,40 @@ class Tied(layers.Layer):
         return tf.matmul(tf.reduce_mean(found, [1, 2]), self.table, transpose_b=True)
 
 
-def tied_embedding(num_classes, image_shape):
-    inputs = keras.Input(image_shape)
-    return keras.Model(inputs, layers.Dense(num_classes)(Tied()(Bins()(inputs))))
+@entry(SAME, "sharded masters", "--variables=sharded")
+@of_images(SAME, "sparse gradients of two look-ups", quick=True)
+def embedding_twice(images):
+    bins, table = Bins()(images), layers.Embedding(8, 3)
+    return layers.Add()([table(bins), table(7 - bins)])
 
 
-def shared_layers(num_classes, image_shape):
-    inputs = keras.Input(image_shape)
+@entry(SAME, "a copy on each tower", "--variables=replicated", quick=True)
+@of_images(SAME, "a sparse and a dense gradient of one table")
+def tied_embedding(images):
+    return Tied()(Bins()(images))
+
+
+@of_images(SAME, "an encoder with BatchNorm that is used twice")
+def shared_layers(images):
     encoder = keras.Sequential(
         [layers.Conv2D(3, 3, activation="relu"), layers.BatchNormalization(), layers.Flatten()]
     )
-    left, right = encoder(inputs[:, :, :4]), encoder(inputs[:, :, 4:])
+    left, right = encoder(images[:, :, :4]), encoder(images[:, :, 4:])
     x = layers.Dot(axes=1, normalize=True)([left, right])
-    x = layers.Concatenate()([x, layers.Subtract()([left, right])])
-    return keras.Model(inputs, layers.Dense(num_classes)(x))
+    return layers.Concatenate()([x, layers.Subtract()([left, right])])
 
 
-def nested_models(num_classes, image_shape):
+@of_images(SAME, "a model within a model, used twice")
+def nested_models(images):
     small = keras.Input((6,))
     inner = keras.Model(small, small + layers.Dense(6)(layers.Dropout(0.3)(small)), name="inner")
     outer = keras.Sequential([layers.Dense(6, activation="tanh"), inner, inner])
-    return on_features(num_classes, image_shape, outer, layers.Lambda(lambda x: ops.abs(x) + x))
+    return layers.Lambda(lambda x: ops.abs(x) + x)(outer(layers.Flatten()(images)))
+
+
+@entry(SAME, "a model without a graph of layers")
+def subclassed(num_classes):
+    return Subclassed(num_classes)
 
 
 class Subclassed(keras.Model):
@@ -214,32 +186,13 @@ class Subclassed(keras.Model):
         return self.head(self.norm(x, training=training))
 
 
-def subclassed(num_classes):
-    return Subclassed(num_classes)
-
-
-def penalised_weights(num_classes, image_shape):
-    return on_features(
-        num_classes,
-        image_shape,
-        layers.Dense(5, kernel_regularizer="l2", bias_regularizer=keras.regularizers.L1(0.1)),
-        layers.Dense(4, kernel_regularizer=keras.regularizers.L1L2(0.1, 0.2)),
-    )
-
-
-def activity_regularizer(num_classes, image_shape):
-    layer = layers.Dense(5, activation="relu", activity_regularizer=keras.regularizers.L2(0.1))
-    return on_features(num_classes, image_shape, layer, layers.ActivityRegularization(l1=0.01))
+# ------------------------------------------------------- Losses of layers, precision, fixed weights
 
 
 class MeanSquare(layers.Layer):
     def call(self, x):
         self.add_loss(0.1 * ops.mean(ops.square(x)))
         return x
-
-
-def added_mean(num_classes, image_shape):
-    return on_features(num_classes, image_shape, MeanSquare())
 
 
 class PenaltyOfItsWeights(layers.Layer):
@@ -251,23 +204,52 @@ class PenaltyOfItsWeights(layers.Layer):
         return ops.matmul(x, self.kernel)
 
 
-def added_penalty(num_classes, image_shape):
-    return on_features(num_classes, image_shape, PenaltyOfItsWeights())
+penalised_weights = on_features(
+    SAME,
+    "regularizers act once, on the masters",
+    lambda: [
+        layers.Dense(5, kernel_regularizer="l2", bias_regularizer=keras.regularizers.L1(0.1)),
+        layers.Dense(4, kernel_regularizer=keras.regularizers.L1L2(0.1, 0.2)),
+    ],
+)
+entry(SAME, "decay, too", "--optimizer=adamw --weight_decay=0.1")(penalised_weights)
+activity_regularizer = on_features(
+    SAME,
+    "Keras divides it by the number of examples",
+    lambda: [
+        layers.Dense(5, activation="relu", activity_regularizer=keras.regularizers.L2(0.1)),
+        layers.ActivityRegularization(l1=0.01),
+    ],
+    quick=True,
+)
+added_mean = on_features(SAME, "add_loss of a mean over examples", MeanSquare)
+added_penalty = on_features(SAME, "add_loss of what no example enters", PenaltyOfItsWeights)
+float32_head = on_features(
+    SAME,
+    "layers with a dtype of their own",
+    lambda: [
+        layers.Dropout(0.2),
+        layers.Dense(5, activation="tanh", dtype="float32"),
+        layers.Dense(4, dtype="float32"),
+    ],
+)
 
 
-def float32_head(num_classes, image_shape):
-    middle = (layers.Dropout(0.2), layers.Dense(5, activation="tanh", dtype="float32"))
-    return on_features(num_classes, image_shape, *middle, layers.Dense(4, dtype="float32"))
-
-
-def fixed_features(num_classes, image_shape):
+def _fixed_features():
     """Random features that NumPy's seed determines, and a tf.Variable that stays."""
     kernel = np.random.normal(size=(6, 9)) / 3
     factor = tf.Variable(0.5, trainable=False, dtype=keras.config.dtype_policy().variable_dtype)
-    layer = layers.Lambda(lambda x: tf.cos(tf.matmul(x, tf.cast(kernel, x.dtype)) * factor))
-    return on_features(num_classes, image_shape, layer)
+    return layers.Lambda(lambda x: tf.cos(tf.matmul(x, tf.cast(kernel, x.dtype)) * factor))
 
 
-def weights_by_tensorflows_seed(num_classes, image_shape):
+def _seeded_dense():
     start = keras.initializers.Constant(tf.random.normal([6, 5]).numpy())
-    return on_features(num_classes, image_shape, layers.Dense(5, kernel_initializer=start))
+    return layers.Dense(5, kernel_initializer=start)
+
+
+fixed_features = on_features(
+    SAME, "constants by NumPy's seed, a tf.Variable that stays", _fixed_features
+)
+weights_by_tensorflows_seed = on_features(
+    SAME, "initial weights that the seed determines", _seeded_dense
+)
