@@ -73,6 +73,7 @@ setup(
         "numpy",
         "absl-py",
         "nvidia-ml-py",
+        "packaging",
         "tqdm",
     ],
     extras_require={

@@ -13,7 +13,17 @@ ROOMS = "options builder devices data graphs monitoring training commands".split
 DOORS = {"__init__", "__main__", "cli"}
 
 # The packages that setup.py installs, by the names they are imported under.
-INSTALLED = {"PIL", "absl", "keras", "numpy", "pynvml", "tensorboard", "tensorflow", "tqdm"}
+INSTALLED = {
+    "PIL",
+    "absl",
+    "keras",
+    "numpy",
+    "packaging",
+    "pynvml",
+    "tensorboard",
+    "tensorflow",
+    "tqdm",
+}
 
 
 def imported_names(path, package="", everywhere=True):

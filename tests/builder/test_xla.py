@@ -12,9 +12,10 @@ from tests import tiny
 from towers import cli
 from towers.builder import philox
 from towers.builder.tower import TowerBuilder
-from towers.commands.verify.command import verify
+from towers.commands.verify.command import run as verify
 from towers.commands.verify.options import VerifyOptions
 from towers.graphs.placement import read_placement, traced_ops
+from towers.options.run import Options
 from towers.training.train import train
 
 layers = keras.layers
@@ -74,7 +75,10 @@ def draws(num_classes, image_shape):
 def test_compiled_towers_compute_what_one_device_computes(changes):
     """That device is not compiled: a number that XLA makes otherwise would be seen."""
     given = dict(dataset="tests.tiny:images", augment="none", batch_size=7, num_towers="1,2,3")
-    result = verify(VerifyOptions(steps=2, jit_compile=True, **(given | changes)), lambda _: None)
+    given |= changes
+    num_towers = given.pop("num_towers")
+    options = VerifyOptions(Options(jit_compile=True, **given), num_towers, steps=2)
+    result = verify(options, lambda _: None)
     assert result["passed"], result["first_difference"]
 
 

@@ -6,128 +6,36 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from towers.commands.verify.options import VerifyOptions
 
 from tests import tiny
 from towers import cli
 from towers.commands.verify import command as verify
+from towers.commands.verify.differences import differences, kind_of
+from towers.options.run import Options
 
-# ---------------------------------------------------------------------------- Models with a fault
-
-
-class ReadsItsTower(keras.layers.Layer):
-    def call(self, x):
-        return x * (1.001 if "tower_1" in tf.get_current_name_scope() else 1.0)
+layers = keras.layers
 
 
-class ReadsItsTowerInEvaluation(keras.layers.Layer):
-    def call(self, x, training=False):
-        return x if training else ReadsItsTower.call(self, x)
+def command(capsys, model, *argv):
+    """Verify one of this module's models, or another one that has a module; return its JSON."""
+    capsys.readouterr()
+    small = "--dataset=tests.tiny:images --augment=none --batch_size=7 --steps=2 --num_towers=2"
+    model = model if ":" in model else f"{__name__}:{model}"
+    code = cli.main(["verify", *small.split(), f"--model={model}", "--json", *argv])
+    out, err = capsys.readouterr()
+    return code, json.loads(out), err
 
 
-class CountsCalls(keras.layers.Layer):
-    number = 0
-
-    def call(self, x):
-        CountsCalls.number += 1
-        return x + 0.001 * CountsCalls.number
-
-
-class DrawsInPython(keras.layers.Layer):
-    def call(self, x, training=False):
-        noise = np.random.default_rng().normal(size=x.shape[1:])
-        return x + tf.constant(noise, x.dtype) if training else x
-
-
-class DrawsByNumpysSeed(keras.layers.Layer):
-    def call(self, x, training=False):
-        return x + tf.constant(np.random.normal(size=x.shape[1:]), x.dtype) if training else x
-
-
-class DrawsInTensorFlow(keras.layers.Layer):
-    def call(self, x, training=False):
-        return x + tf.random.normal(tf.shape(x), dtype=x.dtype) if training else x
-
-
-class DrawsItsGradient(keras.layers.Layer):
-    def call(self, x):
-        @tf.custom_gradient
-        def noisy(x):
-            return tf.identity(x), lambda dy: dy * tf.random.uniform(tf.shape(x), dtype=x.dtype)
-
-        return noisy(x)
-
-
-class Narrow(keras.layers.Layer):
-    def build(self, shape):
-        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
-
-    def call(self, x):
-        return tf.cast(tf.cast(x, tf.float32) * tf.cast(self.scale, tf.float32), x.dtype)
-
-
-class NarrowWeight(keras.layers.Layer):
-    def build(self, shape):
-        initializer = keras.initializers.Constant(1 / 3)
-        self.kernel = self.add_weight(shape=(1, 1, 3), dtype="float32", initializer=initializer)
-
-    def call(self, x):
-        return x * tf.cast(self.kernel, x.dtype)
-
-
-class NamesNoType(keras.layers.Layer):
-    """Draws and makes constants in Keras' floatx."""
-
-    def call(self, x):
-        x = x * keras.random.uniform((1, 1, 1, 3), seed=7) + keras.ops.zeros((3,))
-        return keras.remat(lambda x: x + keras.ops.ones((3,)))(x)
-
-
-class Innocent(keras.layers.Layer):
-    def __init__(self, **keywords):
-        super().__init__(**keywords)
-        self.dropout = keras.layers.Dropout(0.4)
-        self.noise = keras.layers.GaussianNoise(0.3)
-
-    def call(self, x, training=False):
-        return self.noise(self.dropout(x, training=training), training=training)
-
-
-class Norm(keras.layers.BatchNormalization):
-    pass
-
-
-LAYERS = {
-    kind.__name__: kind
-    for kind in (
-        ReadsItsTower, ReadsItsTowerInEvaluation, CountsCalls, DrawsInPython, DrawsByNumpysSeed,
-        DrawsInTensorFlow, DrawsItsGradient, Narrow, NarrowWeight, NamesNoType,
-        Innocent, Norm,
-    )
-}  # fmt: skip
-
-
-def net(num_classes, image_shape, layer):
+def net(image_shape, num_classes, *middle):
     return keras.Sequential(
         [
             keras.Input(image_shape),
-            keras.layers.Conv2D(3, 3, activation="tanh"),
-            LAYERS[layer](name="guilty"),
-            keras.layers.GlobalAveragePooling2D(),
-            keras.layers.Dense(num_classes),
+            layers.Conv2D(3, 3, activation="tanh"),
+            *middle,
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(num_classes),
         ]
     )
-
-
-def command(capsys, *argv):
-    capsys.readouterr()
-    small = "--dataset=tests.tiny:images --augment=none --batch_size=7 --steps=3 --num_towers=1,2,3"
-    code = cli.main(["verify", *small.split(), *argv])
-    return code, *capsys.readouterr()
-
-
-def of_net(layer):
-    return [f"--model={__name__}:net", f"--model_args=layer={layer}"]
 
 
 # ---------------------------------------------------------------------------- What passes
@@ -138,39 +46,62 @@ ALL_OPTIONS = (
 ).split()
 
 
-@pytest.mark.parametrize("layer", ["Innocent", "Norm"])
-def test_a_sound_model_passes_with_all_options(capsys, layer):
-    code, out, err = command(capsys, *of_net(layer), *ALL_OPTIONS, "--json")
-    result = json.loads(out)
+class Noise(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.dropout, self.noise = layers.Dropout(0.4), layers.GaussianNoise(0.3)
+
+    def call(self, x, training=False):
+        return self.noise(self.dropout(x, training=training), training=training)
+
+
+def sound(num_classes, image_shape):
+    return net(image_shape, num_classes, Noise(), layers.BatchNormalization(name="norm"))
+
+
+def test_a_sound_model_passes_with_all_options_and_nothing_is_written(capsys, tmp_path):
+    before = tiny.files(tmp_path)
+    flags = [*ALL_OPTIONS, "--float32", "--num_towers=1,3", f"--train_dir={tmp_path}/run"]
+    code, result, err = command(capsys, "sound", *flags)
+    assert tiny.files(tmp_path) == before
     assert code == 0 and result["passed"] is True and result["first_difference"] is None
-    assert list(result["max_relative_difference"]) == ["1", "2", "3"]
+    assert list(result["max_relative_difference"]) == list(result["ulps"]) == ["1", "3"]
     assert all(value < 1e-11 for value in result["max_relative_difference"].values())
     names = set(result["differences"])
+    of_evaluation = {f"evaluation/{name}" for name in "loss loss_ema correct correct_ema".split()}
     assert {
         "loss",
         "gradient/sequential/conv2d/kernel",
         "model/sequential/dense/bias",
+        "model/sequential/norm/moving_mean",
         "average/sequential/conv2d/kernel",
         "evaluation/examples",
-        "evaluation/loss",
-        "evaluation/loss_ema",
-        "evaluation/correct",
-        "evaluation/correct_ema",
-    } <= names
+    } | of_evaluation <= names
     assert any(name.startswith("optimizer/") and "momentum" in name for name in names)
-    assert ("model/sequential/guilty/moving_mean" in names) == (layer == "Norm")
+    assert 0 < result["ulps"]["3"] < 1e4
+    assert "float32     3 towers: " in err
     assert "passed      the largest relative difference is" in err
-    assert "float32" not in err
+    lines = [line.split() for line in err.splitlines()]
+    header = next(line for line in lines if line[:3] == ["largest", "relative", "difference,"])
+    assert header[-2:] == ["1", "3"]
+    assert ["loss"] in [line[:1] for line in lines]
+
+
+class NamesNoType(layers.Layer):
+    """Draws and makes constants in Keras' floatx."""
+
+    def call(self, x):
+        x = x * keras.random.uniform((1, 6), seed=7) + keras.ops.zeros((6,))
+        return keras.remat(lambda x: x + keras.ops.ones((6,)))(x)
 
 
 def guide(num_classes, image_shape):
     """Layers with a precision of their own, by all ways in which Keras takes it."""
-    layers = keras.layers
     images = keras.Input(image_shape, dtype="float32")
     x = layers.Flatten()(images)
     x = layers.Dense(6, "tanh", dtype=keras.DTypePolicy("mixed_bfloat16"))(x)
     inner = keras.Input((6,), dtype="float32")  # what comes in is cast
-    x = keras.Model(inner, layers.Dense(5, "tanh", dtype="float16")(inner))(x)
+    x = keras.Model(inner, layers.Dense(5, "tanh", dtype="float16")(NamesNoType()(inner)))(x)
     policy = keras.DTypePolicy("float32")
     by_path = keras.dtype_policies.DTypePolicyMap("mixed_float16", {"head": policy})
     x = layers.Dense(4, "tanh", dtype=by_path)(x)
@@ -180,36 +111,16 @@ def guide(num_classes, image_shape):
     return keras.Model(images, layers.Activation("linear", dtype="float32")(x))
 
 
-@pytest.mark.parametrize("model", [[f"--model={__name__}:guide"], of_net("NamesNoType")])
-def test_layers_with_a_precision_of_their_own_compute_in_float64(capsys, model):
-    code, out, _ = command(capsys, *model, *ALL_OPTIONS, "--json")
-    result = json.loads(out)
-    assert code == 0 and 0 < result["max_relative_difference"]["3"] < 1e-11
+def test_layers_with_a_precision_of_their_own_compute_in_float64(capsys):
+    code, result, _ = command(capsys, "guide", *ALL_OPTIONS)
+    assert code == 0 and 0 < result["max_relative_difference"]["2"] < 1e-11
     assert keras.config.floatx() == "float32"
 
 
-@pytest.mark.parametrize("options", ["--optimizer=adamw", "--accumulate_steps=3 --clip_norm=0.01"])
-def test_other_options_pass(capsys, options):
-    code, out, _ = command(capsys, *of_net("Innocent"), *options.split())
-    assert code == 0
-    lines = [line.split() for line in out.splitlines()]
-    header = next(line for line in lines if line[:3] == ["largest", "relative", "difference,"])
-    assert header[-3:] == ["1", "2", "3"]
-    assert ["loss"] in [line[:1] for line in lines]
-
-
-def test_a_loss_scale_is_in_force(capsys):
-    code, out, _ = command(capsys, *of_net("Innocent"), "--dtype=mixed_float16", "--json")
-    assert code == 0
-    assert "loss_scale" in json.loads(out)["differences"]
-
-
-def test_float32_repeats_it_in_units_of_the_last_place(capsys):
-    code, out, err = command(capsys, *of_net("Norm"), "--float32", "--json")
-    ulps = json.loads(out)["ulps"]
-    assert code == 0 and list(ulps) == ["1", "2", "3"]
-    assert 0 < ulps["3"] < 1e4
-    assert "float32     3 towers: " in err
+def test_other_options_and_a_loss_scale_pass(capsys):
+    flags = "--optimizer=adamw --accumulate_steps=3 --clip_norm=0.01 --dtype=mixed_float16"
+    code, result, _ = command(capsys, "sound", *flags.split())
+    assert code == 0 and "loss_scale" in result["differences"]
 
 
 # ------------------------------------------------------------------- What is zero in theory
@@ -217,132 +128,123 @@ def test_float32_repeats_it_in_units_of_the_last_place(capsys):
 
 def first_cnn(num_classes, image_shape):
     """A bias in front of BatchNorm: its gradient is nothing but rounding."""
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input(image_shape),
-            *(layers.Conv2D(4, 3), layers.BatchNormalization(), layers.ReLU()),
-            *(layers.Conv2D(4, 3), layers.BatchNormalization(), layers.ReLU()),
-            *(layers.GlobalAveragePooling2D(), layers.Dense(num_classes)),
-        ]
-    )
+    norm = layers.BatchNormalization()
+    return net(image_shape, num_classes, layers.Conv2D(4, 3), norm, layers.ReLU())
 
 
 def attention(num_classes, image_shape):
     """A bias of keys: softmax does not see it."""
-    layers = keras.layers
     images = keras.Input(image_shape)
     x = layers.Dense(6)(layers.Reshape((-1, image_shape[-1]))(images))
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 3)(x, x))
     return keras.Model(images, layers.Dense(num_classes)(layers.GlobalAveragePooling1D()(x)))
 
 
-ZEROS = [
-    pytest.param(model, optimizer, id=f"{model}-{optimizer}")
-    for model, optimizer in [
-        ("first_cnn", "sgd"),
-        ("first_cnn", "momentum"),
-        ("first_cnn", "adamw"),
-        ("attention", "momentum"),
-        ("attention", "adamw"),
-    ]
-]
-
-
-@pytest.mark.parametrize("model, optimizer", ZEROS)
-def test_what_is_zero_in_theory_passes(capsys, model, optimizer):
-    flags = [f"--model={__name__}:{model}", f"--optimizer={optimizer}", "--ema_decay=0.9"]
-    code, out, _ = command(capsys, *flags, "--json")
-    assert code == 0 and json.loads(out)["passed"] is True
-
-
-@pytest.mark.parametrize("model, optimizer", ZEROS)
-def test_an_error_of_a_millionth_is_found_in_every_array(capsys, monkeypatch, model, optimizer):
+@pytest.mark.parametrize(
+    "model, optimizer",
+    [("first_cnn", "momentum"), ("first_cnn", "adamw"), ("attention", "adamw")],
+)
+def test_rounding_passes_and_an_error_of_a_millionth_is_found_in_every_array(
+    capsys, monkeypatch, model, optimizer
+):
     results_of = verify.results_of
 
     def wrong_on_two_towers(lane, *batches):
         found = results_of(lane, *batches)
-        if lane.num_towers == 2:
-            kinds = {name: name.partition("/")[0] for name in found}
-            largest = {
-                kind: max(np.abs(found[n].astype(float)).max() for n in found if kinds[n] == kind)
-                for kind in kinds.values()
-            }
-            for name in [n for n in found if found[n].dtype.kind == "f"]:
-                found[name] = np.array(found[name])
-                found[name].flat[-1] += 1e-6 * largest[kinds[name]]
+        sizes = {name: np.abs(array.astype(float)).max() for name, array in found.items()}
+        for name in [n for n in found if lane.num_towers == 2 and found[n].dtype.kind == "f"]:
+            of_kind = [size for n, size in sizes.items() if kind_of(n) == kind_of(name)]
+            found[name] = np.array(found[name])
+            found[name].flat[-1] += 1e-6 * max(of_kind)
         return found
 
     monkeypatch.setattr(verify, "results_of", wrong_on_two_towers)
-    flags = [f"--model={__name__}:{model}", f"--optimizer={optimizer}", "--ema_decay=0.9"]
-    code, out, _ = command(capsys, *flags, "--json", "--num_towers=2,3")
-    result = json.loads(out)
+    flags = [f"--optimizer={optimizer}", "--ema_decay=0.9", "--num_towers=2,3"]
+    code, result, _ = command(capsys, model, *flags)
     floats = {
         name: row
         for name, row in result["differences"].items()
         if not name.endswith(("step", "examples", "/iteration", "/correct", "/correct_ema"))
     }
     assert code == 1 and result["first_difference"]["name"] == "loss"
-    assert {name.partition("/")[0] for name in floats} == {
-        "loss", "gradient", "model", "optimizer", "average", "evaluation"
-    }  # fmt: skip
+    kinds = {"loss", "gradient", "model", "optimizer", "average", "evaluation"}
+    assert {kind_of(name) for name in floats} == kinds
     assert not [name for name, row in floats.items() if row["2"] < 1e-8]
     assert not [name for name, row in floats.items() if row["3"] > 1e-9]
-
-
-@pytest.mark.parametrize("layer", ["DrawsInTensorFlow", "DrawsItsGradient"])
-def test_a_random_layer_does_not_hide_in_its_own_noise(capsys, layer):
-    code, out, _ = command(capsys, *of_net(layer), "--json", "--num_towers=2")
-    assert code == 1 and json.loads(out)["first_difference"]["relative_difference"] > 1e-3
 
 
 # ---------------------------------------------------------------------------- What fails
 
 
+class DrawsItsGradient(layers.Layer):
+    def call(self, x):
+        @tf.custom_gradient
+        def noisy(x):
+            return tf.identity(x), lambda dy: dy * tf.random.uniform(tf.shape(x), dtype=x.dtype)
+
+        return noisy(x)
+
+
+class NarrowWeight(layers.Layer):
+    def build(self, shape):
+        start = keras.initializers.Constant(1 / 3)
+        self.kernel = self.add_weight(shape=(1, 1, 3), dtype="float32", initializer=start)
+
+    def call(self, x):
+        return x * tf.cast(self.kernel, x.dtype)
+
+
+class ReadsItsTowerInEvaluation(layers.Layer):
+    def call(self, x, training=False):
+        return x if training or "tower_1" not in tf.get_current_name_scope() else x * 1.001
+
+
+def random_gradient(num_classes, image_shape):
+    return net(image_shape, num_classes, DrawsItsGradient(name="guilty"))
+
+
+def narrow_weight(num_classes, image_shape):
+    return net(image_shape, num_classes, NarrowWeight(name="guilty"))
+
+
+def unlike_in_evaluation(num_classes, image_shape):
+    return net(image_shape, num_classes, ReadsItsTowerInEvaluation(name="guilty"))
+
+
+FAULTS, LOCAL = "tests.zoo.faults", "--batch_norm=local"
+
+
 @pytest.mark.parametrize(
-    "layer, flags, cause",
+    "model, flags, name, cause",
     [
-        ("ReadsItsTower", "", "tower-dependent branch: layer sequential/guilty"),
-        ("CountsCalls", "", "state in Python: layer sequential/guilty"),
-        ("DrawsInPython", "", "state in Python: layer sequential/guilty"),
-        ("DrawsByNumpysSeed", "", "state in Python: layer sequential/guilty"),
-        ("DrawsInTensorFlow", "", "random op: layer sequential/guilty"),
-        (
-            "Norm",
-            "--batch_norm=local",
-            "local BatchNorm: sequential/guilty takes its moments over a tower",
-        ),
-        ("Narrow", "", "rounding: layer sequential/guilty computes in float32"),
+        (f"{FAULTS}:reads_its_scope", "", "loss", "tower-dependent branch: layer sequential/gui"),
+        (f"{FAULTS}:noise_by_numpy", "", "loss", "state in Python: layer sequential/guilty"),
+        (f"{FAULTS}:tensorflow_normal", "", "loss", "random op: layer sequential/guilty"),
+        ("random_gradient", "", "gradient/", ""),
+        ("sound", LOCAL, "loss", "local BatchNorm: sequential/norm takes its moments over a tower"),
+        (f"{FAULTS}:float32_inside", "", "", "rounding: layer sequential/float32_inside computes"),
+        ("narrow_weight", "", "gradient/sequential/guilty/variable",
+         "rounding: weight sequential/guilty/variable is kept in float32"),
     ],
-)
-def test_a_fault_is_found_and_named(capsys, layer, flags, cause):
-    code, out, err = command(capsys, *of_net(layer), *flags.split(), "--json")
-    result = json.loads(out)
-    assert code == 1 and result["passed"] is False
+)  # fmt: skip
+def test_a_fault_is_found_and_named(capsys, model, flags, name, cause):
+    code, result, err = command(capsys, model, *flags.split())
     first = result["first_difference"]
-    assert first["step"] == 0 and first["relative_difference"] > 1e-9
+    assert code == 1 and result["passed"] is False
+    assert first["step"] == 0 and first["name"].startswith(name)
+    # A random layer does not hide in its own noise.
+    assert first["relative_difference"] > (1e-3 if "random" in f"{model} {cause}" else 1e-9)
     assert first["cause"].startswith(cause)
-    rounds = "gradient/sequential/guilty/variable"  # each example's loss is the same
-    assert first["name"] == (rounds if layer == "Narrow" else "loss")
     assert f"likely      {first['cause']}" in err
 
 
-def test_a_weight_in_float32_is_named(capsys):
-    code, out, _ = command(capsys, *of_net("NarrowWeight"), "--json")
-    first = json.loads(out)["first_difference"]
-    assert code == 1 and first["name"] == "gradient/sequential/guilty/variable"
-    assert first["cause"].startswith("rounding: weight sequential/guilty/variable is kept in float")
-
-
-@pytest.mark.parametrize("flags", ["", "--ema_decay=0.9"])
-def test_a_fault_in_evaluation_alone_is_found_and_named(capsys, flags):
-    code, out, _ = command(capsys, *of_net("ReadsItsTowerInEvaluation"), *flags.split(), "--json")
-    result = json.loads(out)
+def test_a_fault_in_evaluation_alone_is_found_and_named(capsys):
+    code, result, _ = command(capsys, "unlike_in_evaluation", "--ema_decay=0.9")
     first = result["first_difference"]
-    assert code == 1 and first["name"] == "evaluation/loss" and first["step"] == 2
+    assert code == 1 and first["name"] == "evaluation/loss" and first["step"] == 1
     assert first["cause"].startswith("tower-dependent branch: layer sequential/guilty")
     wrong = {name for name, row in result["differences"].items() if row["2"] > 1e-9}
-    assert wrong == {"evaluation/loss"} | ({"evaluation/loss_ema"} if flags else set())
+    assert wrong == {"evaluation/loss", "evaluation/loss_ema"}
 
 
 def test_padding_that_counts_is_found(capsys, monkeypatch):
@@ -351,46 +253,42 @@ def test_padding_that_counts_is_found(capsys, monkeypatch):
     def all_count(lane, batch):
         images, labels, weights = batch
         assert weights.numpy().tolist() == [1] * 6 + [0]
-        return evaluate(lane, (images, labels, weights if lane.num_towers < 3 else weights * 0 + 1))
+        return evaluate(lane, (images, labels, weights if lane.num_towers < 2 else weights * 0 + 1))
 
     monkeypatch.setattr(verify.Lane, "evaluate", all_count)
-    code, out, _ = command(capsys, *of_net("Innocent"), "--json")
-    first = json.loads(out)["first_difference"]
-    assert code == 1 and (first["name"], first["num_towers"]) == ("evaluation/examples", 3)
-
-
-def unseeded(num_classes, image_shape):
-    weights = np.random.default_rng().normal(size=[np.prod(image_shape), num_classes])
-    layer = keras.layers.Dense(num_classes, kernel_initializer=keras.initializers.Constant(weights))
-    return keras.Sequential([keras.Input(image_shape), keras.layers.Flatten(), layer])
+    code, result, _ = command(capsys, "tests.tiny:dense")
+    first = result["first_difference"]
+    assert code == 1 and (first["name"], first["num_towers"]) == ("evaluation/examples", 2)
 
 
 def test_weights_that_begin_elsewhere_are_found_before_the_first_step(capsys):
-    code, out, err = command(capsys, f"--model={__name__}:unseeded", "--json")
-    first = json.loads(out)["first_difference"]
-    assert code == 1 and (first["step"], first["num_towers"]) == (-1, 1)
-    assert first["name"] == "model/sequential/dense/kernel"
+    code, result, err = command(capsys, f"{FAULTS}:weights_by_numpys_new_generator")
+    first = result["first_difference"]
+    assert code == 1 and (first["step"], first["num_towers"]) == (-1, 2)
+    assert first["name"] == "model/sequential/conv2d/kernel"
     assert first["cause"].startswith("initial weights: ")
-    assert "before the first step on 1 towers" in err
+    assert "before the first step on 2 towers" in err
+
+
+# ---------------------------------------------------------------------------- What train says
+
+TRAIN = "--dataset=tests.tiny:images --augment=none --max_steps=1 --batch_size=7".split()
 
 
 @pytest.mark.parametrize(
     "model, line",
     [
-        ("zoo.faults:tensorflow_normal", "random op: layer sequential/guilty"),
-        ("zoo.faults:gamma_draw", "random op: layer sequential/guilty"),
-        ("zoo.faults:noise_by_numpy_function", "python code: layer sequential/guilty"),
-        ("zoo.faults:square_draw", "ambiguous draw: layer sequential/guilty"),
-        ("zoo.state:last_example", "state: the variable sequential/tracked/value"),
-        ("zoo.mixing:minus_mean", "mixed examples: layer sequential/"),
-        ("zoo.faults:added_sum", "added loss: layer sequential/"),
-        ("zoo.layouts:time_major", None),
-        ("zoo.state:histogram", None),
+        ("faults:tensorflow_normal", "random op: layer sequential/guilty"),
+        ("faults:noise_by_numpy_function", "python code: layer sequential/guilty"),
+        ("faults:square_draw", "ambiguous draw: layer sequential/guilty"),
+        ("state:last_example", "state: the variable sequential/tracked/value"),
+        ("mixing:minus_mean", "mixed examples: layer sequential/"),
+        ("faults:added_sum", "added loss: layer sequential/"),
+        ("state:histogram", None),
     ],
 )
 def test_the_run_itself_says_what_depends_on_the_number_of_towers(tmp_path, capsys, model, line):
-    flags = ["--dataset=tests.tiny:images", "--augment=none", "--max_steps=1", "--batch_size=7"]
-    flags += [f"--model=tests.{model}", f"--train_dir={tmp_path}/run"]
+    flags = [*TRAIN, f"--model=tests.zoo.{model}", f"--train_dir={tmp_path}/run"]
     assert cli.main(["train", "--num_towers=2", *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
     header = [i for i, text in enumerate(lines) if text.startswith("numbers     may depend")]
@@ -398,53 +296,47 @@ def test_the_run_itself_says_what_depends_on_the_number_of_towers(tmp_path, caps
     if line:
         assert lines[header[0] + 1].strip().startswith(line)
         assert header[0] < next(i for i, text in enumerate(lines) if ": step 0" in text)
-    cli.main(["train", "--num_towers=1", "--overwrite", *flags])
-    assert "may depend" not in capsys.readouterr().out
+    if model == "mixing:minus_mean":  # is nothing to one tower
+        cli.main(["train", "--num_towers=1", "--overwrite", *flags])
+        assert "may depend" not in capsys.readouterr().out
 
 
 def test_strict_refuses_draws_that_do_not_follow_the_example(tmp_path, capsys):
-    flags = "--dataset=tests.tiny:images --augment=none --max_steps=1 --num_towers=2 --draws=strict"
+    flags = [*TRAIN, "--num_towers=2", "--draws=strict", f"--train_dir={tmp_path}/run"]
     for model in "tensorflow_normal", "square_draw", "noise_by_numpy_function":
-        argv = [*flags.split(), f"--model=tests.zoo.faults:{model}", f"--train_dir={tmp_path}/run"]
-        assert cli.main(["train", *argv]) == 1
+        assert cli.main(["train", *flags, f"--model={FAULTS}:{model}"]) == 1
         assert capsys.readouterr().err.splitlines()[-1].startswith("towers: --draws=strict: ")
         assert not (tmp_path / "run").exists()
-    sound = [f"--model={__name__}:net", "--model_args=layer=Innocent"]
-    assert cli.main(["train", *flags.split(), *sound, f"--train_dir={tmp_path}/run"]) == 0
+    assert cli.main(["train", *flags, f"--model={__name__}:sound"]) == 0
 
 
 # ---------------------------------------------------------------------------- The comparison
 
 
-def test_differences_are_relative_to_the_array_or_to_its_noise():
-    expected = {
-        "loss": np.array(2.0),
-        "gradient/a": np.array([4.0, 0.0]),
-        "gradient/noise": np.array([1e-17, 0.0]),
-        "gradient/zero": np.zeros(2),
-        "model/nan": np.array([np.nan, 1.0]),
-    }
-    found = {
-        "loss": np.array(2.5),
-        "gradient/a": np.array([4.0, 2.0]),
-        "gradient/noise": np.array([-1e-17, 0.0]),
-        "gradient/zero": np.array([0.0, 4e-16]),
-        "model/nan": np.array([np.nan, 1.0]),
-    }
-    by_name = {d.name: d for d in verify.differences(found, expected, 2, 0)}
-    assert by_name["loss"].relative == 0.25
-    assert by_name["gradient/a"].relative == 0.5
-    assert by_name["gradient/noise"].relative == 2
-    assert by_name["gradient/zero"].relative == pytest.approx(1e-10)
-    assert by_name["model/nan"].relative == 0
-    assert by_name["loss"].ulps == 0.5 / np.spacing(2.0)
+@pytest.mark.parametrize(
+    "expected, found, noise, relative, with_noise",
+    [
+        (2.0, 2.5, 1.0, 0.25, 0.25),
+        ([4.0, 0.0], [4.0, 2.0], 5.0, 0.5, 0.4),
+        ([1e-17, 0.0], [-1e-17, 0.0], 1e-5, 2, 2e-12),
+        ([0.0, 0.0], [0.0, 4e-16], 1e-3, 1e-10, 4e-13),  # to a millionth of its kind, or to noise
+        ([np.nan, 1.0], [np.nan, 1.0], 0.0, 0, 0),
+    ],
+)
+def test_differences_are_relative_to_the_array_or_to_its_noise(
+    expected, found, noise, relative, with_noise
+):
+    expected = {"gradient/it": np.array(expected), "gradient/largest": np.array(4.0)}
+    found = {"gradient/it": np.array(found), "gradient/largest": np.array(4.0)}
+    first, _ = differences(found, expected, 2, 0)
+    assert first.relative == pytest.approx(relative)
+    first, _ = differences(found, expected, 2, 0, {"gradient/it": noise})
+    assert first.relative == pytest.approx(with_noise)
 
-    noise = {"loss": 1.0, "gradient/a": 5.0, "gradient/noise": 1e-5, "gradient/zero": 1e-3}
-    by_name = {d.name: d for d in verify.differences(found, expected, 2, 0, noise)}
-    assert by_name["loss"].relative == 0.25
-    assert by_name["gradient/a"].relative == 0.4
-    assert by_name["gradient/noise"].relative == pytest.approx(2e-12)
-    assert by_name["gradient/zero"].relative == pytest.approx(4e-13)
+
+def test_units_of_the_last_place_are_those_of_the_largest_value():
+    (found,) = differences({"loss": np.array(2.5)}, {"loss": np.array(2.0)}, 2, 0)
+    assert found.ulps == 0.5 / np.spacing(2.0)
 
 
 @pytest.mark.parametrize(
@@ -452,30 +344,22 @@ def test_differences_are_relative_to_the_array_or_to_its_noise():
 )
 def test_what_cannot_be_compared_differs(array):
     found = {} if array is None else {"loss": array}
-    (difference,) = verify.differences(found, {"loss": np.array([1.0, 1.0])}, 2, 0)
+    (difference,) = differences(found, {"loss": np.array([1.0, 1.0])}, 2, 0)
     assert difference.relative == float("inf")
 
 
 def test_no_data_is_downloaded(tmp_path):
     said = []
-    options = VerifyOptions(dataset="cifar10", data_dir=str(tmp_path / "none"))
+    options = Options(dataset="cifar10", data_dir=str(tmp_path / "none"))
     assert verify.load_data(options, said.append).name == "shapes"
     assert said == ["data        cifar10 is not at hand: shapes, drawn in code, stand in for it"]
-    assert (
-        verify.load_data(VerifyOptions(dataset="tests.tiny:images"), said.append).train.size == 60
-    )
+    assert verify.load_data(Options(dataset="tests.tiny:images"), said.append).train.size == 60
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("numbers", ["0", "1,x", "2,1", "1.5", "-1", "1,,2"])
+@pytest.mark.parametrize("numbers", ["0", "2,1", "1.5"])
 def test_numbers_of_towers(capsys, numbers):
     code = cli.main(["verify", f"--num_towers={numbers}"])
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
     assert err.startswith(f"towers: --num_towers={numbers}: ") and len(err.splitlines()) == 1
-
-
-def test_nothing_is_written(capsys, tmp_path, monkeypatch):
-    before = tiny.files(tmp_path)
-    command(capsys, *of_net("Innocent"), f"--train_dir={tmp_path}/run")
-    assert tiny.files(tmp_path) == before

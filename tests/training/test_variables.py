@@ -7,10 +7,11 @@ import tensorflow as tf
 
 from tests import tiny
 from towers.builder import collectives, gather
-from towers.commands.verify.command import verify
+from towers.commands.verify.command import run as verify
 from towers.commands.verify.options import VerifyOptions
 from towers.errors import InputError, RunError
 from towers.graphs.placement import read_placement, short
+from towers.options.run import Options
 from towers.training import trial
 from towers.training.start import build
 from towers.training.train import train
@@ -43,8 +44,9 @@ CASES = {
 def test_towers_compute_what_one_device_computes(variables, name):
     """That device has its variables on the CPU: a rule that a place breaks would be seen."""
     given = dict(model="tests.tiny:dense", dataset="tests.tiny:images", augment="none")
-    given |= dict(batch_size=7, steps=2, num_towers="1,3", variables=variables)
-    result = verify(VerifyOptions(**(given | CASES[name])), say=lambda line: None)
+    given |= dict(batch_size=7, variables=variables) | CASES[name]
+    options = VerifyOptions(Options(**given), num_towers="1,3", steps=2)
+    result = verify(options, say=lambda line: None)
     assert result["passed"], result["first_difference"]
 
 
@@ -148,7 +150,7 @@ def test_one_tower_needs_no_trial(tmp_path, capsys):
 
 def test_what_compares_needs_a_name():
     with pytest.raises(InputError, match="--variables=auto.*cpu, sharded or replicated"):
-        VerifyOptions(variables="auto")
+        VerifyOptions(Options(variables="auto"))
 
 
 # The all-sum itself.

@@ -1,14 +1,12 @@
 """What the driver, CUDA and TensorFlow say of the GPUs, and whether the devices compute right."""
 
 import ctypes.util
-import importlib.metadata
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from towers.commands.doctor.check import NOTE, OK, PROBLEM, Check
-from towers.commands.doctor.versions import INSTALL
+from towers.commands.doctor.checks import INSTALL, NOTE, OK, PROBLEM, Check, installed
 from towers.devices import nvml, probe, visibility
 from towers.devices.nvml import MIB, DriverGpu
 
@@ -16,18 +14,10 @@ _LIBRARIES = {  # library: (its name, key of TensorFlow's build info, package of
     "cudart": ("CUDA", "cuda_version", "nvidia-cuda-runtime-cu12"),
     "cudnn": ("cuDNN", "cudnn_version", "nvidia-cudnn-cu12"),
 }
-_LEAVE_OUT = (
-    "leave it out with --visible_gpus, or type --devices=cpu; do driver and CUDA fit, above?"
-)
 
 
 def check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> Iterator[Check]:
-    """Look at the GPUs from the driver's side and from TensorFlow's, then use all devices.
-
-    Args:
-        driver: all GPUs of the machine.
-        environ: what a run would see.
-    """
+    """Look at all GPUs as the driver and as TensorFlow sees them, then use what a run would use."""
     visible = visibility.visible_in(environ, driver)
     start = probe.run_probe([], environ=environ)
     if isinstance(start, str):
@@ -36,7 +26,7 @@ def check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> It
         return
     gpus = [(name, capability and tuple(capability)) for name, capability in start["gpus"]]
     yield check_gpus(driver, gpus, start["build"], environ)
-    if visible:
+    if visible and start["build"].get("is_cuda_build"):
         yield from check_libraries(start["build"], bool(gpus))
     yield from check_memory(driver, visible)
     numbered = enumerate(visibility.match(gpus, visible))
@@ -52,69 +42,47 @@ def check_gpus(
     environ: Mapping[str, str],
 ) -> Check:
     """Compare the driver's GPUs with those that TensorFlow lists."""
-    visible = visibility.visible_in(environ, driver)
-    value = environ.get("CUDA_VISIBLE_DEVICES")
     version = nvml.driver_version()
-    says = f"the driver ({version}) has {', '.join(map(str, driver))}"
     if not driver and gpus:
         return Check("GPUs", NOTE, f"TensorFlow lists {len(gpus)}, the driver (NVML) none")
     if not driver:
         none = "no GPU here, only its driver" if version else "no GPU and no NVIDIA driver here"
         return Check("GPUs", OK, f"{none}: towers run on the CPU")
-    missing = visibility.skipped(gpus, visible)
+    says = f"the driver ({version}) has {', '.join(map(str, driver))}; TensorFlow"
+    missing = visibility.skipped(gpus, visibility.visible_in(environ, driver))
     if missing:
         cause, remedy = visibility.why_skipped(missing, len(gpus), build)
         names = ", ".join(map(str, missing))
-        return Check("GPUs", PROBLEM, f"{says}; TensorFlow leaves out {names}: {cause}", remedy)
-    if value is not None and len(gpus) < len(_entries(value)):
-        shown = ",".join(str(gpu.index) for gpu in driver)
-        detail = f"{says}; CUDA_VISIBLE_DEVICES={value} names others, which hides all from there on"
-        remedy = f"unset CUDA_VISIBLE_DEVICES, or export CUDA_VISIBLE_DEVICES={shown} or fewer"
-        return Check("GPUs", PROBLEM, detail, remedy)
-    if not gpus:
-        return Check("GPUs", OK, f"{says}; all are hidden by CUDA_VISIBLE_DEVICES={value}")
-    hidden = f"; CUDA_VISIBLE_DEVICES={value} hides the rest" if len(gpus) < len(driver) else ""
-    return Check("GPUs", OK, f"{says}; TensorFlow lists {len(gpus)}{hidden}")
-
-
-def _entries(value: str) -> list[str]:
-    """Return what CUDA_VISIBLE_DEVICES means to show: all before an empty entry or -1."""
+        return Check("GPUs", PROBLEM, f"{says} leaves out {names}: {cause}", remedy)
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return Check("GPUs", OK, f"{says} lists {len(gpus)}")
     entries = map(str.strip, value.split(","))
-    return list(itertools.takewhile(lambda entry: entry not in ("", "-1"), entries))
+    meant = list(itertools.takewhile(lambda entry: entry not in ("", "-1"), entries))
+    says += f" lists {len(gpus)}; CUDA_VISIBLE_DEVICES={value}"
+    if len(gpus) < len(meant):
+        shown = ",".join(str(gpu.index) for gpu in driver)
+        remedy = f"unset CUDA_VISIBLE_DEVICES, or export CUDA_VISIBLE_DEVICES={shown} or fewer"
+        return Check("GPUs", PROBLEM, f"{says} names others, which hides all from there on", remedy)
+    return Check("GPUs", OK, says + (" hides the rest" if len(gpus) < len(driver) else ""))
 
 
 def check_libraries(build: Mapping[str, Any], found_by_tensorflow: bool) -> Iterator[Check]:
     """Compare CUDA and cuDNN with those that TensorFlow was built for.
 
-    Args:
-        build: of TensorFlow.
-        found_by_tensorflow: it lists a GPU, so it has found them, if not where they are looked for.
+    If it lists a GPU, it has found them, though maybe not where they are looked for here.
     """
-    if not build.get("is_cuda_build"):
-        yield Check("CUDA", PROBLEM, "this TensorFlow was built without CUDA", INSTALL)
-        return
     for library, (name, key, package) in _LIBRARIES.items():
         needed = str(build.get(key, "?"))
-        found = _pip_version(package) or _system_version(library)
+        on_system = re.search(r"\.so\.([\d.]+)$", ctypes.util.find_library(library) or "")
+        found = installed(package) or (on_system and on_system[1])  # "12" of libcudart.so.12
         detail = f"built for {needed}, found {found or 'none by pip or ldconfig'}"
-        fits = found is not None and found.split(".")[0] == needed.split(".")[0]
-        if fits or found_by_tensorflow:
-            yield Check(name, OK if fits else NOTE, detail)
+        if found and found.split(".")[0] == needed.split(".")[0]:
+            yield Check(name, OK, detail)
+        elif found_by_tensorflow:
+            yield Check(name, NOTE, detail)
         else:
             yield Check(name, PROBLEM, detail, INSTALL)
-
-
-def _pip_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _system_version(library: str) -> str | None:
-    """Return "12" for libcudart.so.12."""
-    match = re.search(r"\.so\.([\d.]+)$", ctypes.util.find_library(library) or "")
-    return match and match[1]
 
 
 def check_memory(driver: Sequence[DriverGpu], visible: Sequence[DriverGpu]) -> Iterator[Check]:
@@ -151,7 +119,8 @@ def check_probe(found: dict[str, Any] | str, devices: Sequence[str]) -> Iterator
         detail = "; ".join(result["errors"] + speeds)
         name = f"computing on {device}"
         if result["errors"]:
-            yield Check(name, PROBLEM, detail, _LEAVE_OUT if "gpu" in device else INSTALL)
+            leave_out = "leave it out with --visible_gpus, or type --devices=cpu"
+            yield Check(name, PROBLEM, detail, leave_out if "gpu" in device else INSTALL)
         else:
             yield Check(name, OK, detail)
     broken = {pair: error for pair, error in found["copies"].items() if error}

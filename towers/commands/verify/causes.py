@@ -1,89 +1,81 @@
-"""Why towers differ from one device: what their graphs and layers give away."""
+"""The likely cause of a difference: what the towers' graphs and layers give away."""
 
 import dataclasses
+import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
 
 from towers import tf_private
 from towers.builder import draws, exchange
+from towers.commands.verify.differences import Difference, kind_of
+from towers.commands.verify.lane import EvaluationLane, Lane
 from towers.data import Data
 from towers.graphs.placement import Op, traced_ops
 from towers.options.run import Options
 from towers.training import faults
 
+_NARROW = (tf.float32, tf.float16, tf.bfloat16)
+
 
 def likely_cause(
-    options: Options, names: Sequence[str], dataset: Data, make_lane: Callable, scaled: bool
+    first: Difference, options: Options, names: Sequence[str], dataset: Data, scaled: bool
 ) -> str:
-    """Return in one line what most likely makes towers on the devices `names` differ.
+    """Return in one line what most likely makes the first difference.
 
     Args:
-        options: of the runs that differ.
-        names: one device for each tower.
+        first: to differ.
+        options: of the runs that differ, in float64.
+        names: the towers' devices, at least two if there are as many.
         dataset: of the runs.
-        make_lane: `make_lane(options, names, dataset, scaled)` builds a run as verify does.
         scaled: whether there is a loss scale.
     """
+    if first.step < 0:
+        return "initial weights: no seed determines them; make them by Keras' initializers"
+    names = names[: max(first.num_towers, 2)]
+    kind = EvaluationLane if kind_of(first.name) == "evaluation" else Lane
+    make_lane = functools.partial(kind, dataset=dataset, scaled=scaled)
+    return next(_causes(first, options, names, dataset, make_lane))
+
+
+def _causes(
+    first: Difference, options: Options, names: Sequence[str], dataset: Data, make_lane: Callable
+) -> Iterator[str]:
+    """Yield all causes that are found, the likeliest first."""
     even = options.batch_size - options.batch_size % len(names)  # slices of one size: one graph
-    even_options = dataclasses.replace(options, batch_size=even or options.batch_size)
-    lane = make_lane(even_options, names, dataset, scaled)
+    lane = make_lane(dataclasses.replace(options, batch_size=even or options.batch_size), names)
     ops = dict(traced_ops(lane.step.graph))
     model = lane.run.masters.model
     batch = next(iter(dataset.train.train_batches(options.batch_size, seed=options.seed)))
     found = [*faults.find(lane.run.rehearse(batch), batch, thorough=True), *lane.run.doubts]
-    drawing = [line for line in found if faults.of_draws(line)]
-    drawing += faults.random_ops_of(Op(name, op.type, "", "") for name, op in ops.items())
     if found and found[0].startswith("mixed"):
-        return found[0]
-    if drawing:
-        return drawing[0]
+        yield found[0]
+    yield from filter(faults.of_draws, found)
+    yield from faults.random_ops_of(Op(name, op.type, "", "") for name, op in ops.items())
     if unlike := unlike_towers(ops):
-        return (
-            differs_from_itself(options, names[:1], dataset, make_lane, scaled, unlike)
-            or f"tower-dependent branch: {unlike}; a model may not know its tower"
+        # A lane makes its weights by the run's seed, and its step by Python's own of this number.
+        alone = [make_lane(options, names[:1], python_seed=seed) for seed in (1, 2)]
+        losses = [lane.make_step(batch)["loss"] for lane in alone]
+        if losses[0] != losses[1]:
+            yield (
+                f"state in Python: {unlike}, and a step that is built twice on one "
+                "device differs from itself; draw from a keras.random.SeedGenerator"
+            )
+        yield f"tower-dependent branch: {unlike}; a model may not know its tower"
+    yield from found
+    if options.batch_norm == "local":
+        yield from local_batch_norm(model)
+    yield from narrow_casts(ops)
+    yield from narrow_weights(model)
+    if first.name in {f"model/{variable.path}" for variable in model.non_trainable_variables}:
+        yield (
+            f"state: the variable {first.name.partition('/')[2]} is assigned other values by other "
+            'towers; make it with aggregation="sum" (of the changes), "mean" (by examples) or '
+            '"only_first_replica"'
         )
-    return (
-        next(iter(found), None)
-        or local_batch_norm(model, options)
-        or narrow_layers(model)
-        or "unknown: no random op, no local BatchNorm, no difference between the towers' graphs"
-    )
-
-
-def differs_from_itself(
-    options: Options, names: Sequence[str], dataset: Data, make_lane: Callable, scaled: bool,
-    unlike: str,
-) -> str | None:  # fmt: skip
-    """Tell whether one device computes something else if Python or NumPy draw something else."""
-    batch = next(iter(dataset.train.train_batches(options.batch_size, seed=options.seed)))
-    losses = []
-    for seed in (1, 2):
-        lane = make_lane(options, names, dataset, scaled, python_seed=seed)
-        losses.append(lane.make_step(batch)["loss"])
-    if losses[0] == losses[1]:
-        return None
-    return (
-        f"state in Python: {unlike}, and a step that is built twice on one "
-        "device differs from itself; draw from a keras.random.SeedGenerator"
-    )
-
-
-def local_batch_norm(model: keras.Model, options: Options) -> str | None:
-    """Name a BatchNorm layer whose moments are those of a slice."""
-    found = [
-        layer.path
-        for layer in tf_private.layers_of(model)
-        if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
-    ]
-    if found and options.batch_norm == "local":
-        return (
-            f"local BatchNorm: {found[0]} takes its moments over a tower's slice; type "
-            "--batch_norm=sync"
-        )
-    return None
+    yield "unknown: no random op, no local BatchNorm, no difference between the towers' graphs"
 
 
 def unlike_towers(ops: dict[str, tf.Operation]) -> str | None:
@@ -95,7 +87,8 @@ def unlike_towers(ops: dict[str, tf.Operation]) -> str | None:
         placeful = draws.SCOPE in name or exchange.SCOPE in name
         known = name.startswith("gradient_tape") or op.type == "Placeholder" or placeful
         if placed.tower is not None and not known:
-            towers.setdefault(placed.tower, []).append(_signature(placed, op))
+            value = op.get_attr("value").SerializeToString() if op.type == "Const" else b""
+            towers.setdefault(placed.tower, []).append((placed.layer, op.type, value))
     first = towers.pop(0, [])
     for tower, found in sorted(towers.items()):
         more, fewer = Counter(found) - Counter(first), Counter(first) - Counter(found)
@@ -104,18 +97,35 @@ def unlike_towers(ops: dict[str, tf.Operation]) -> str | None:
     return None
 
 
-def _signature(placed: Op, op: tf.Operation) -> tuple[str, str, bytes]:
-    """Return layer, type and, of a constant, value."""
-    value = op.get_attr("value").SerializeToString() if op.type == "Const" else b""
-    return placed.layer, op.type, value
-
-
-def narrow_layers(model: keras.Model) -> str | None:
-    """Name a layer that computes in less than float64 whatever the run says."""
+def local_batch_norm(model: keras.Model) -> Iterator[str]:
+    """Name the BatchNorm layers whose moments are those of a slice."""
     for layer in tf_private.layers_of(model):
-        if layer.compute_dtype in ("float16", "bfloat16", "float32"):
-            return (
-                f"rounding: layer {layer.path} computes in {layer.compute_dtype} although the "
-                "comparison is in float64; leave out its dtype"
+        if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized:
+            yield (
+                f"local BatchNorm: {layer.path} takes its moments over a tower's slice; type "
+                "--batch_norm=sync"
             )
-    return None
+
+
+def narrow_casts(ops: dict[str, tf.Operation]) -> Iterator[str]:
+    """Name the layers that cast to less than float64, although that is their policy here."""
+    for name, op in ops.items():
+        placed = Op(name, op.type, "", "")
+        forward = placed.tower is not None and not name.startswith("gradient_tape")
+        if not (forward and op.type == "Cast" and op.inputs[0].dtype == tf.float64):
+            continue
+        if op.outputs[0].dtype in _NARROW:
+            yield (
+                f"rounding: layer {placed.layer} computes in {op.outputs[0].dtype.name} although "
+                "the comparison is in float64; cast to the layer's compute_dtype instead"
+            )
+
+
+def narrow_weights(model: keras.Model) -> Iterator[str]:
+    """Name the weights that are kept in less than float64."""
+    for weight in model.trainable_variables:
+        if weight.value.dtype in _NARROW:
+            yield (
+                f"rounding: weight {weight.path} is kept in {weight.dtype} although the comparison "
+                "is in float64; make it by add_weight without dtype"
+            )

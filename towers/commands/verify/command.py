@@ -15,17 +15,18 @@ import numpy as np
 import tensorflow as tf
 
 from towers import data, devices
+from towers.commands.verify import report
+from towers.commands.verify.causes import likely_cause
 from towers.commands.verify.differences import TOLERANCE, Difference, differences, rounding_noise
 from towers.commands.verify.lane import Lane
-from towers.commands.verify.likely_cause import cause_of
 from towers.commands.verify.options import VerifyOptions
-from towers.commands.verify.report import by_name, by_number, table
+from towers.options.fields import parse_tower_numbers
 from towers.options.run import Options
 from towers.training import logits
 from towers.training.run import load_data
 
 
-def verify(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Compare runs with the towers of `options.num_towers` with one device.
 
     Returns:
@@ -38,55 +39,39 @@ def verify(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[s
         InputError: the options cannot be had.
         RunError: the data set cannot be read.
     """
-    numbers = options.tower_numbers()
-    devices.configure(**dataclasses.asdict(options.gpu_options()))
+    of_run, numbers = options.run, parse_tower_numbers(options.num_towers)
+    devices.configure(**dataclasses.asdict(of_run.gpu_options()))
     devices.try_out()
-    names = devices.tower_devices(max(numbers), options.devices)
-    dataset = load_data(options, say)
-    exact = options.of_run(dtype="float64", num_towers=max(numbers))
-    scaled = options.dtype == "mixed_float16"
+    names = devices.tower_devices(max(numbers), of_run.devices)
+    dataset = load_data(of_run, say)
+    own = dataclasses.replace(of_run, num_towers=max(numbers))
+    exact = dataclasses.replace(own, dtype="float64")
+    scaled = of_run.dtype == "mixed_float16"
     say(
-        f"verify      {options.model} on {dataset.name}: {options.steps} steps of batch size "
-        f"{options.batch_size} in float64, one device against {options.num_towers} towers"
+        f"verify      {of_run.model} on {dataset.name}: {options.steps} steps of batch size "
+        f"{of_run.batch_size} in float64, one device against {options.num_towers} towers"
     )
     found = list(compare(exact, names, numbers, dataset, options.steps, scaled, say))
     failed = [d for d in found if not d.relative <= TOLERANCE]
     result = {
         "passed": not failed,
         "first_difference": None,
-        "max_relative_difference": by_number(found, numbers, "relative"),
-        "differences": by_name(found, numbers),
+        "max_relative_difference": report.by_number(found, numbers, "relative"),
+        "differences": report.by_name(found, numbers),
     }
-    for line in table(result, numbers):
-        say(line)
+    report.say_table(result["differences"], numbers, say)
     if failed:
         first = min(failed, key=lambda d: d.step)  # the order within a step is kept
-        cause = cause_of(first, exact, names, dataset, scaled)
-        result["first_difference"] = {
-            "num_towers": first.num_towers,
-            "step": first.step,
-            "name": first.name,
-            "relative_difference": first.relative,
-            "cause": cause,
-        }
-        when = f"at step {first.step}" if first.step >= 0 else "before the first step"
-        say(
-            f"FAILED      {first.name} is the first to differ, by {first.relative:.1e} {when} on "
-            f"{first.num_towers} towers"
-        )
-        say(f"likely      {cause}")
-    else:
-        largest = max(result["max_relative_difference"].values())
-        say(f"passed      the largest relative difference is {largest:.1e}, under {TOLERANCE:g}")
+        cause = likely_cause(first, exact, names, dataset, scaled)
+        result["first_difference"] = report.first_difference(first, cause)
+    report.say_outcome(result, say)
     if options.float32:
-        own = options.of_run(num_towers=max(numbers))
         again = list(compare(own, names, numbers, dataset, options.steps, scaled, say))
-        result["ulps"] = by_number(again, numbers, "ulps")
-        relative = by_number(again, numbers, "relative")
-        for number in map(str, numbers):
+        result["ulps"] = report.by_number(again, numbers, "ulps")
+        for number, relative in report.by_number(again, numbers, "relative").items():
             say(
-                f"{options.dtype:11} {number} towers: {result['ulps'][number]:.1f} units of the "
-                f"last place, relative {relative[number]:.1e}"
+                f"{of_run.dtype:11} {number} towers: {result['ulps'][number]:.1f} units of the "
+                f"last place, relative {relative:.1e}"
             )
     return result
 
@@ -117,14 +102,15 @@ def compare(
     for step, batch in enumerate(batches):
         # Evaluation is the same graph after any step. After the last, BatchNorm's statistics and
         # the averages are what training made of them, and its tracing and its pass cost once.
-        tests = [first_test_batch(dataset, options.batch_size)] if step == num_steps - 1 else []
-        before, expected, noise = expected, results_of(reference, batch, tests), None
+        last = step == num_steps - 1
+        test = first_test_batch(dataset, options.batch_size) if last else None
+        before, expected, noise = expected, results_of(reference, batch, test), None
         for lane in lanes:
-            found = results_of(lane, batch, tests)
+            found = results_of(lane, batch, test)
             result = list(differences(found, expected, lane.num_towers, step))
             if any(not d.relative <= TOLERANCE for d in result):  # sound models mostly never pay
                 if noise is None:
-                    repeat = functools.partial(results_of, reference, batch, tests)
+                    repeat = functools.partial(results_of, reference, batch, test)
                     noise = rounding_noise(reference, before, expected, repeat)
                 result = list(differences(found, expected, lane.num_towers, step, noise))
             yield from result
@@ -134,13 +120,10 @@ def compare(
 
 
 def results_of(
-    lane: Lane, batch: Sequence[tf.Tensor], tests: Sequence[Sequence[tf.Tensor]]
+    lane: Lane, batch: Sequence[tf.Tensor], test: Sequence[tf.Tensor] | None
 ) -> dict[str, np.ndarray]:
-    """Make a step, then evaluate the batches of the test set; return all that comes of it."""
-    found = lane.make_step(batch)
-    for test in tests:
-        found |= lane.evaluate(test)
-    return found
+    """Make a step, then evaluate a batch of the test set; return all that comes of it."""
+    return lane.make_step(batch) | (lane.evaluate(test) if test else {})
 
 
 def first_test_batch(dataset: data.Data, batch_size: int) -> tuple[tf.Tensor, ...]:

@@ -18,6 +18,8 @@ _TRIALS = 3
 # What one device has exactly zero, however its weights are nudged, has no scale of its own.
 _OF_ITS_KIND = 1e-6
 
+Arrays = Mapping[str, np.ndarray]
+
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
@@ -44,21 +46,13 @@ class Difference:
 
 
 def differences(
-    found: Mapping[str, np.ndarray],
-    expected: Mapping[str, np.ndarray],
+    found: Arrays,
+    expected: Arrays,
     num_towers: int,
     step: int,
     noise: Mapping[str, float] | None = None,
 ) -> Iterator[Difference]:
-    """Compare two dictionaries of arrays, one after the other.
-
-    Args:
-        found: of the lane.
-        expected: of the reference.
-        num_towers: of the lane.
-        step: that was made.
-        noise: of `rounding_noise`.
-    """
+    """Compare the arrays of a lane with those of the reference; `noise` is of `rounding_noise`."""
     noise, largest = noise or {}, _largest_of_kinds(expected)
     for name, array in expected.items():
         if name not in found or found[name].shape != array.shape:
@@ -75,10 +69,7 @@ def differences(
 
 
 def rounding_noise(
-    reference: Lane,
-    before: dict[str, np.ndarray],
-    expected: dict[str, np.ndarray],
-    step: Callable[[], dict[str, np.ndarray]],
+    reference: Lane, before: Arrays, expected: Arrays, step: Callable[[], Arrays]
 ) -> dict[str, float]:
     """Return {name: what a change of 1 in all weights would make of an array}, as of tiny changes.
 
@@ -96,15 +87,20 @@ def rounding_noise(
     """
     nudge = NUDGE * np.finfo(reference.precision).eps / np.finfo(np.float64).eps
     random, noise = np.random.default_rng(0), dict.fromkeys(expected, 0.0)
+    largest = _largest_of_kinds(expected)
     try:
         reference.take(before)
-        if not _repeats(step(), expected):
-            return {}
+        for name, array in step().items():  # what is zero in theory repeats but for its rounding
+            if not _distance(array, expected[name]) <= TOLERANCE * largest[kind_of(name)]:
+                return {}
         for _ in range(_TRIALS):
-            reference.take(before | _nudged(before, reference.weight_names(), nudge, random))
-            found = step()
-            for name, array in expected.items():
-                change = _distance(found[name], array) / nudge
+            nudged = dict(before)
+            for name in reference.weight_names():  # zeros stay zero
+                factors = 1.0 + nudge * random.uniform(-1.0, 1.0, before[name].shape)
+                nudged[name] = (before[name] * factors).astype(before[name].dtype)
+            reference.take(nudged)
+            for name, array in step().items():
+                change = _distance(array, expected[name]) / nudge
                 if np.isfinite(change):
                     noise[name] = max(noise[name], change)
     finally:
@@ -117,29 +113,6 @@ def kind_of(name: str) -> str:
     return name.partition("/")[0]
 
 
-def _repeats(again: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> bool:
-    """Tell whether a step gave the same, but for the rounding of what is zero in theory."""
-    largest = _largest_of_kinds(expected)
-    return all(
-        _distance(again[name], array) <= TOLERANCE * largest[kind_of(name)]
-        for name, array in expected.items()
-    )
-
-
-def _nudged(
-    values: Mapping[str, np.ndarray],
-    names: set[str],
-    nudge: float,
-    random: np.random.Generator,
-) -> dict[str, np.ndarray]:
-    """Return the weights of these names, each changed a little; zeros stay zero."""
-    found = {}
-    for name in names:
-        factors = 1.0 + nudge * random.uniform(-1.0, 1.0, values[name].shape)
-        found[name] = (values[name] * factors).astype(values[name].dtype)
-    return found
-
-
 def _distance(found: np.ndarray, expected: np.ndarray) -> float:
     """Return the largest absolute difference; infinity where only one is a number."""
     wide = np.abs(found.astype(np.float64) - expected.astype(np.float64))
@@ -148,7 +121,7 @@ def _distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float("inf") if np.isnan(off) else off
 
 
-def _largest_of_kinds(arrays: Mapping[str, np.ndarray]) -> dict[str, float]:
+def _largest_of_kinds(arrays: Arrays) -> dict[str, float]:
     """Return {kind: the largest value in any of its arrays}."""
     largest: dict[str, float] = {}
     for name, array in arrays.items():

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from towers import data
 from towers.options.run import Options
-from towers.training.run import Run, assemble, one_line_errors
+from towers.training.run import assemble, one_line_errors
 from towers.training.step import make_eval_step
 
 
@@ -24,19 +24,13 @@ class Lane:
         scaled: bool,
         python_seed: int | None = None,
     ):
-        """Build the run.
+        """Build the run, with a loss scale if it is `scaled`, on one device for each tower.
 
-        Args:
-            options: of the run.
-            names: one device for each tower.
-            dataset: its data.
-            scaled: whether there is a loss scale.
-            python_seed: of Python's and NumPy's generators while the step is built.
+        `python_seed` is that of Python's and NumPy's generators while the step is built.
         """
-        self.run: Run = assemble(options, names, dataset, loss_scaling=scaled, exact=True)
+        self.run = run = assemble(options, names, dataset, loss_scaling=scaled, exact=True)
         self.num_towers = len(names)
         self.precision = "float64" if options.dtype == "float64" else "float32"  # of the weights
-        run = self.run
         self.eval_step = make_eval_step(run.builder, run.masters, options)  # traced when called
         if python_seed is not None:
             random.seed(python_seed)
@@ -54,10 +48,10 @@ class Lane:
         """Return the master variables by name, those of the weights first."""
         return {name: v.numpy() for name, v in self.run.masters.variables().items()}
 
-    def weight_names(self) -> set[str]:
+    def weight_names(self) -> list[str]:
         """Return the names of the trainable weights among the master variables."""
         weights = {id(weight.value) for weight in self.run.masters.model.trainable_variables}
-        return {name for name, v in self.run.masters.variables().items() if id(v) in weights}
+        return [name for name, v in self.run.masters.variables().items() if id(v) in weights]
 
     def take(self, values: dict[str, np.ndarray]) -> None:
         """Set the master variables."""
@@ -70,9 +64,8 @@ class Lane:
         with one_line_errors(self.run.options):
             metrics, gradients = self.step(*batch)
         found = {"loss": metrics["loss"].numpy()}
-        for variable, gradient in zip(
-            self.run.masters.model.trainable_variables, gradients, strict=True
-        ):
+        weights = self.run.masters.model.trainable_variables
+        for variable, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:
                 found[f"gradient/{variable.path}"] = tf.convert_to_tensor(gradient).numpy()
         return found | self.variables()

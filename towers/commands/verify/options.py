@@ -2,14 +2,16 @@
 
 import dataclasses
 
-from towers.options.fields import option
-from towers.options.lists import ListOptions
+from towers.errors import InputError
+from towers.options.fields import check_value, option, parse_tower_numbers
+from towers.options.run import Options
 
 
 @dataclasses.dataclass(frozen=True)
-class VerifyOptions(ListOptions):
-    """What `towers verify` compares: the options of a run, and how much of it."""
+class VerifyOptions:
+    """What `towers verify` compares: a run with numbers of towers, and how much of it."""
 
+    run: Options = Options()
     num_towers: str = option(
         "1,2,3,4", "Towers", "Numbers of towers that are compared with one device.",
         alias="num_gpus",
@@ -18,3 +20,13 @@ class VerifyOptions(ListOptions):
     float32: bool = option(
         False, "Verify", "Compare in the run's own precision too, in units of its last place."
     )
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, by the flag's name, in one line."""
+        for field in dataclasses.fields(self):
+            check_value(field, getattr(self, field.name))
+        if self.run.variables == "auto":
+            raise InputError(
+                "--variables=auto is a run's own trial: name cpu, sharded or replicated here"
+            )
+        parse_tower_numbers(self.num_towers)
