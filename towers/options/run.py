@@ -224,15 +224,6 @@ class Options:
         """
         return GpuOptions(**{f.name: getattr(self, f.name) for f in dataclasses.fields(GpuOptions)})
 
-    def of_run(self, **changes: Any) -> "Options":
-        """Return the options of a run alone, with some changed: verbs have options of their own.
-
-        Raises:
-            InputError: they are out of range, or exclude each other.
-        """
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(Options)}
-        return Options(**values | changes)
-
     def to_flagfile(self) -> str:
         """Return the text of a flagfile that repeats the run.
 
