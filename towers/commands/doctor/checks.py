@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import importlib.metadata
-import os
 import platform
 import shutil
 from collections.abc import Iterator, Mapping
