@@ -1,15 +1,23 @@
 """Every test process sees four CPU devices, which stand in for GPUs."""
 
 import os
+import signal
+import sys
+
+import pytest
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So a shell starts what runs in the background, and so would all that the tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
-import pytest  # noqa: E402
-import tensorflow as tf  # noqa: E402
 
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
-)
+def pytest_collection_finish():
+    """Make the devices, where the tests that were collected need TensorFlow at all."""
+    if tf := sys.modules.get("tensorflow"):
+        tf.config.set_logical_device_configuration(
+            tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
+        )
 
 
 @pytest.fixture
