@@ -1,6 +1,8 @@
 """Which module may import which: read from the source, so that nothing need be imported."""
 
 import ast
+import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -140,6 +142,15 @@ def test_the_pattern_is_read_without_the_rest_of_the_house():
         "errors",
         "tf_private",
     }
+
+
+def test_modules_that_programs_in_strings_import_are_there():
+    """No other test sees some of those: they are run by hand."""
+    paths = [path for top in ("scripts", "tests") for path in (ROOT / top).rglob("*.py")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    named = set(re.findall(r"(?:from|-m\",?) \"?(towers[\w.]+)", text))
+    assert len(named) > 20
+    assert [name for name in sorted(named) if importlib.util.find_spec(name) is None] == []
 
 
 def test_the_library_knows_no_model_and_no_experiment():
