@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 
 import pytest
 
@@ -12,12 +11,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish():
-    """Make the devices, where the tests that were collected need TensorFlow at all."""
-    if tf := sys.modules.get("tensorflow"):
-        tf.config.set_logical_device_configuration(
-            tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
-        )
+def pytest_configure(config):
+    """Make the devices before a test is read, which may make tensors; the options need none."""
+    if all("tests/options" in argument for argument in config.args):
+        return
+    import tensorflow as tf
+
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
+    )
 
 
 @pytest.fixture

@@ -91,8 +91,9 @@ class _Trials:
     def with_another_first(self, trace: Trace) -> Iterator[tuple[dict, dict]]:
         """Yield the outcome for some examples, and that with another one in the first's place."""
         inputs, others = self.examples(0, trace.size), self.examples(trace.size, 1)
-        before = run(trace, inputs)
-        if _differ(before["rows"], run(trace, inputs)["rows"]):
+        before, again = run(trace, inputs), run(trace, inputs)
+        seen = [[result["rows"], *result["layers"]] for result in (before, again)]
+        if any(_differ(once, twice) for once, twice in zip(*seen, strict=True)):
             return  # it draws with a state of its own
         for unlike in _UNLIKE:
             changed = [
