@@ -50,7 +50,7 @@ def test_a_picture_that_cannot_be_made_is_a_line_and_changes_nothing(
 
     monkeypatch.setattr(pictures, "of_towers", fail)
     monkeypatch.setattr(pictures, "of_evaluation", fail)
-    monkeypatch.setattr(histograms.Histograms, "of_step", fail)
+    monkeypatch.setattr(histograms, "_add", fail)
     train(tiny.options(tmp_path, **GIVEN, histogram_every_epochs=1.0))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no ")]
     assert lines == [

@@ -9,7 +9,6 @@ from tensorboard.util import tensor_util
 from tests import tiny
 from towers.data import augment
 from towers.monitoring import histograms, samples
-from towers.monitoring.histograms import Histograms
 from towers.training.run import prepare
 from towers.training.step import make_loss_fn, weights_of
 
@@ -25,13 +24,17 @@ def read(summary):
 
 
 def histograms_of(run):
+    """Return what draws histograms of a batch, as {tag: rows}."""
     loss_fn, masters = make_loss_fn(run.masters, run.options), run.masters
-    weights = weights_of(masters)
-    return Histograms(run.builder, masters.model, weights, loss_fn, masters.loss_scale, run.options)
+    weights, scale = weights_of(masters), masters.loss_scale
+    draw = histograms.make_histograms(
+        run.builder, masters.model, weights, loss_fn, scale, run.options
+    )
+    return lambda batch: read(draw(batch))
 
 
 def of_first_step(run):
-    return read(histograms_of(run).of_step(tiny.sampler(run).batch(0, 0)))
+    return histograms_of(run)(tiny.sampler(run).batch(0, 0))
 
 
 def assert_shows(rows, values):
@@ -69,7 +72,7 @@ def test_weights_gathered_gradients_and_activations_are_shown(changes):
     run = prepare(tiny.options("unused", **changes))
     model = run.masters.model
     batch = tiny.sampler(run).batch(0, 0)
-    found = read(histograms_of(run).of_step(batch))
+    found = histograms_of(run)(batch)
     names = [v.path for v in model.trainable_variables]
     layers = [layer.path for layer in model.layers]
     assert list(found) == [
@@ -107,7 +110,7 @@ def test_looking_changes_no_variable_and_no_step(variables, dtype):
             if looks:
                 before = loop.state()
                 batch = tiny.sampler(loop.run).batch(step, 7 * step)
-                assert "gradients/sequential/conv2d/kernel" in read(look.of_step(batch))
+                assert "gradients/sequential/conv2d/kernel" in look(batch)
                 samples.seen_by_towers(loop.run.builder, loop.run.options, batch, 8)
                 tiny.assert_identical(loop.state(), before)
             loop.loop(loop.batches, tf.constant(1))
@@ -119,9 +122,9 @@ def test_looking_changes_no_variable_and_no_step(variables, dtype):
 def test_the_loss_scale_is_not_in_the_gradients():
     run = prepare(tiny.options("unused", dtype="mixed_float16"))
     look, batch = histograms_of(run), tiny.sampler(run).batch(0, 0)
-    first = read(look.of_step(batch))
+    first = look(batch)
     run.masters.loss_scale.assign(2.0**3)
-    again = read(look.of_step(batch))
+    again = look(batch)
     gradients = [name for name in first if name.startswith("gradients/")]
     assert len(gradients) == 4
     for name in gradients:
@@ -163,7 +166,7 @@ def test_layers_of_a_subclassed_model_are_caught_wherever_they_are_called():
         tiny.options("unused", model="tests.monitoring.test_histograms:own", num_towers=2)
     )
     model, batch = run.masters.model, tiny.sampler(run).batch(0, 0)
-    found = read(histograms_of(run).of_step(batch))
+    found = histograms_of(run)(batch)
     layers = [model.flatten, model.twice, model.first, model.looped, model.head, model.inner]
     # A layer without weights that is built by nobody has no path.
     paths = {layer.path or layer.name for layer in (*layers, *model.inner.layers)}
@@ -176,47 +179,6 @@ def test_layers_of_a_subclassed_model_are_caught_wherever_they_are_called():
     )
 
 
-def branched(num_classes, image_shape):
-    inputs = keras.Input(image_shape)
-    inner = keras.Sequential([keras.Input(image_shape), keras.layers.Conv2D(2, 3, name="c")])
-    both = keras.layers.Concatenate()([inner(inputs), keras.layers.Conv2D(2, 3, name="c")(inputs)])
-    outputs = keras.layers.Dense(num_classes)(keras.layers.Flatten()(keras.ops.relu(both)))
-    return keras.Model(inputs, outputs)
-
-
-def test_nested_functional_models_show_every_layer_under_a_name_of_its_own():
-    found = of_first_step(
-        prepare(tiny.options("unused", model="tests.monitoring.test_histograms:branched"))
-    )
-    outputs = [name for name in found if name.startswith("activations/")]
-    ends = [name.rsplit("/", 1)[1] for name in outputs]
-    assert sorted(ends) == ["c", "c", "concatenate", "dense", "flatten", "sequential"]
-    assert len([n for n in found if n.startswith("weights/")]) == 6
-
-
-def looked_up(num_classes, image_shape):
-    """A model with sparse gradients, and a weight that it does not use."""
-    inputs = keras.Input(image_shape)
-    whole = keras.layers.Lambda(lambda x: tf.cast(tf.abs(x) * 4, tf.int32) % 9)(inputs)
-    embedded = keras.layers.Embedding(9, 2)(whole)
-    return keras.Model(inputs, keras.layers.Dense(num_classes)(keras.layers.Flatten()(embedded)))
-
-
-def test_sparse_gradients_are_shown_by_their_values():
-    model = "tests.monitoring.test_histograms:looked_up"
-    found = of_first_step(prepare(tiny.options("unused", model=model, num_towers=2)))
-    rows = found["gradients/embedding/embeddings"]
-    assert rows[:, 2].sum() == 7 * 8 * 8 * 3 * 2
-    assert rows[0, 0] < 0 < rows[-1, 1]
-
-
-def test_a_weight_that_is_not_used_has_no_gradient():
-    run = prepare(tiny.options("unused", model="tests.monitoring.test_histograms:with_unused"))
-    found = of_first_step(run)
-    (unused,) = [v.path for v in run.masters.model.trainable_variables if "unused" in v.path]
-    assert f"weights/{unused}" in found and f"gradients/{unused}" not in found
-
-
 class Unused(keras.layers.Layer):
     def build(self, shape):
         self.weight = self.add_weight(shape=(3,), name="unused")
@@ -225,9 +187,27 @@ class Unused(keras.layers.Layer):
         return inputs
 
 
-def with_unused(num_classes, image_shape):
-    layers = [keras.layers.Flatten(), Unused(), keras.layers.Dense(num_classes)]
-    return keras.Sequential([keras.Input(image_shape), *layers])
+def odd(num_classes, image_shape):
+    """Has two layers of one name, sparse gradients, and a weight that it does not use."""
+    inputs = keras.Input(image_shape)
+    inner = keras.Sequential([keras.Input(image_shape), keras.layers.Conv2D(2, 3, name="c")])
+    both = [inner(inputs), keras.layers.Conv2D(2, 3, name="c")(inputs)]
+    rows = keras.layers.Lambda(lambda x: tf.cast(tf.abs(x) * 4, tf.int32) % 9)(inputs)
+    flat = [keras.layers.Flatten()(x) for x in (*both, keras.layers.Embedding(9, 2)(rows))]
+    joined = Unused()(keras.layers.Concatenate()(flat))
+    return keras.Model(inputs, keras.layers.Dense(num_classes)(joined))
+
+
+def test_layers_of_one_name_sparse_gradients_and_a_weight_that_is_not_used():
+    model = "tests.monitoring.test_histograms:odd"
+    found = of_first_step(prepare(tiny.options("unused", model=model, num_towers=2)))
+    ends = [name.rsplit("/", 1)[1] for name in found if name.startswith("activations/")]
+    assert ends.count("c") == 2 and {"sequential", "embedding", "concatenate", "dense"} < set(ends)
+    assert len([name for name in found if name.startswith("weights/")]) == 8
+    assert "weights/unused/unused" in found and "gradients/unused/unused" not in found
+    rows = found["gradients/embedding/embeddings"]
+    assert rows[:, 2].sum() == 7 * 8 * 8 * 3 * 2
+    assert rows[0, 0] < 0 < rows[-1, 1]
 
 
 def test_what_is_not_finite_is_left_out():
@@ -254,5 +234,5 @@ def test_of_many_values_some_are_taken(monkeypatch):
 
 
 def test_without_a_batch_there_are_weights_alone():
-    found = read(histograms_of(prepare(tiny.options("unused"))).of_step(None))
+    found = histograms_of(prepare(tiny.options("unused")))(None)
     assert len(found) == 4 and all(name.startswith("weights/") for name in found)

@@ -1,17 +1,12 @@
 """The pictures of a run: of each tower's images, of filters, and of what evaluation gets wrong."""
 
-import dataclasses
-
 import keras
 import numpy as np
 import pytest
 
-from tests import tiny
 from tests.monitoring.test_drawing import pixels
 from towers.monitoring import drawing, pictures
 from towers.monitoring.pictures import Mistake, Predictions
-from towers.training.evaluate import make_evaluator
-from towers.training.run import prepare
 
 NAMES = ("cat", "dog", "bird")
 
@@ -87,27 +82,11 @@ def test_each_filter_is_stretched_by_itself_and_one_that_is_constant_is_gray():
     assert pixels(*pictures.filters(model)).shape == picture.shape
 
 
-class Nested(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.rescale = keras.layers.Rescaling(2.0)
-        self.inner = keras.Sequential(
-            [keras.layers.Conv2D(2, 3, name="a"), keras.layers.Conv2D(4, 3, name="b")]
-        )
-
-    def call(self, inputs):
-        return self.inner(self.rescale(inputs))
-
-
-def test_the_first_convolution_is_found_in_nested_models():
-    model = Nested()
-    model(np.zeros((1, 8, 8, 3)))
-    (summary,) = pictures.filters(model)
-    assert tags([summary]) == [f"filters/{model.inner.layers[0].path}"]
+def test_the_first_convolution_is_found_in_nested_models_and_may_be_missing():
+    inner = keras.Sequential([keras.layers.Conv2D(2, 3, name="a"), keras.layers.Conv2D(4, 3)])
+    (summary,) = pictures.filters(model_with(keras.layers.Rescaling(2.0), inner))
+    assert tags([summary]) == [f"filters/{inner.layers[0].path}"]
     assert "2 of the 2 3x3 filters" in summary.value[0].metadata.summary_description
-
-
-def test_a_model_without_convolution_has_no_filters():
     assert pictures.filters(model_with(keras.layers.Flatten(), keras.layers.Dense(3))) == []
 
 
@@ -120,47 +99,38 @@ def predictions(labels, predicted, mistakes=(), averaged=False):
     return Predictions(np.array(labels), np.array(predicted), list(mistakes), averaged)
 
 
-def test_the_confusion_matrix_counts_what_was_taken_for_what():
-    found = predictions([0, 0, 1, 2, 2, 2], [0, 1, 1, 0, 0, 2])
-    summary = pictures.confusion_matrix(found, ["cat", "dog", "bird"])
-    counts = np.array([[1, 1, 0], [0, 1, 0], [2, 0, 1]])
-    expected = drawing.matrix(counts, ["cat", "dog", "bird"])
-    np.testing.assert_array_equal(pixels(summary), np.asarray(expected))
-    assert tags([summary]) == ["confusion_matrix"]
-
-
 @pytest.mark.parametrize("num", [100, 1501])
 def test_a_confusion_matrix_of_many_classes_is_bounded_and_still_tells(num):
     labels = np.arange(num, dtype=np.int32)
     names = [str(i) for i in range(num)]
-    right = pixels(pictures.confusion_matrix(predictions(labels, labels), names))
+    right, wrong = (
+        pixels(*pictures.of_evaluation(predictions(labels, said), names))
+        for said in (labels, labels[::-1])
+    )
     assert max(right.shape) <= 1100
     colours = distinct(right)
     assert [8, 81, 156] in colours.tolist() and not np.any(colours[:, 0] > colours[:, 2])
-    wrong = pixels(pictures.confusion_matrix(predictions(labels, labels[::-1]), names))
     assert [165, 15, 21] in distinct(wrong).tolist()
 
 
-def test_mistakes_say_what_it_is_and_what_was_said():
+@pytest.mark.parametrize("averaged", [False, True])
+def test_an_evaluation_counts_what_was_taken_for_what_and_shows_mistakes(averaged):
     image = np.random.default_rng(0).integers(0, 256, (4, 4, 3)).astype(np.uint8)
-    found = predictions([0, 1], [1, 2], [Mistake(image, 0, 1, 0.984), Mistake(image, 1, 2, 0.5)])
-    summary = pictures.mistakes(found, ["cat", "dog", "bird"])
-    about = summary.value[0].metadata.summary_description
-    assert "1. true cat, said dog 0.98\n2. true dog, said bird 0.50" in about
-    assert "weights as they are" in about and "average" not in about
-    averaged = pictures.mistakes(dataclasses.replace(found, averaged=True), ["cat", "dog", "bird"])
-    assert "moving average" in averaged.value[0].metadata.summary_description
-    expected = drawing.grid(
-        [image, image], [["true cat,", "said dog 0.98"], ["true dog,", "said bird 0.50"]]
-    )
-    np.testing.assert_array_equal(pixels(summary), np.asarray(expected))
-
-
-def test_an_evaluation_has_its_pictures_and_a_perfect_one_no_mistakes():
-    run = prepare(tiny.options("unused", ema_decay=0.5))
-    found = pictures.of_evaluation(make_evaluator(run)().predictions, run.data.class_names)
+    wrong = [Mistake(image, 0, 1, 0.984), Mistake(image, 1, 2, 0.5)]
+    said = predictions([0, 0, 1, 2, 2, 2], [0, 1, 1, 0, 0, 2], wrong, averaged)
+    found = pictures.of_evaluation(said, NAMES)
     assert tags(found) == ["confusion_matrix", "mistakes"]
-    assert "moving average" in found[0].value[0].metadata.summary_description
+    counts = np.array([[1, 1, 0], [0, 1, 0], [2, 0, 1]])
+    captions = [["true cat,", "said dog 0.98"], ["true dog,", "said bird 0.50"]]
+    expected = drawing.matrix(counts, NAMES), drawing.grid([image, image], captions)
+    for summary, picture in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(pixels(summary), np.asarray(picture))
+        about = summary.value[0].metadata.summary_description
+        assert ("moving average" in about) == averaged
+    assert "1. true cat, said dog 0.98\n2. true dog, said bird 0.50" in about
+
+
+def test_a_perfect_evaluation_has_no_mistakes_and_an_empty_one_no_pictures():
     perfect = predictions([0, 1], [0, 1])
     assert tags(pictures.of_evaluation(perfect, NAMES)) == ["confusion_matrix"]
     assert pictures.of_evaluation(predictions([], []), NAMES) == []

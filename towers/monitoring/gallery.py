@@ -11,7 +11,6 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from towers.builder.tower import TowerBuilder
 from towers.monitoring import pictures
-from towers.monitoring.histograms import Histograms
 from towers.monitoring.monitor import Monitor
 from towers.monitoring.samples import Batch, Sampler, seen_by_towers
 from towers.options.timetable import Timetable
@@ -26,14 +25,14 @@ class Gallery:
         monitor: Monitor,
         timetable: Timetable,
         sampler: Sampler,
-        histograms: Histograms,
+        draw_histograms: Callable[[Batch | None], Summary],
         builder: TowerBuilder,
         model: keras.Model,
         class_names: Sequence[str],
     ):
         """Show the first pictures: a data set that has one reader at a time is read here."""
         self._monitor, self._timetable = monitor, timetable
-        self._sampler, self._histograms = sampler, histograms
+        self._sampler, self._draw_histograms = sampler, draw_histograms
         self._builder, self._model, self._class_names = builder, model, class_names
         self._failed: set[str] = set()
         self._shown: set[tuple[str, int]] = set()
@@ -43,21 +42,16 @@ class Gallery:
 
     def show_training(self, step: int) -> None:
         """Show the batch after `step` updates as the towers see it, and the first filters."""
-        self._monitor.show(step, train=self._made("pictures", step, self._of_training))
+        self._show("pictures", step, lambda: self._of_training(step))
 
     def show_histograms(self, step: int) -> None:
         """Show how weights, gradients and activations lie after `step` updates."""
-        found = self._made(
-            "histograms", step, lambda step: [self._histograms.of_step(self._batch(step))]
-        )
-        self._monitor.show(step, train=found)
+        self._show("histograms", step, lambda: [self._draw_histograms(self._batch(step))])
 
     def show_evaluation(self, step: int, predictions: pictures.Predictions) -> None:
         """Show what an evaluation after `step` updates got wrong."""
-        found = self._made(
-            "mistakes", step, lambda _: pictures.of_evaluation(predictions, self._class_names)
-        )
-        self._monitor.show(step, test=found)
+        names = self._class_names
+        self._show("mistakes", step, lambda: pictures.of_evaluation(predictions, names), "eval")
 
     def _of_training(self, step: int) -> list[Summary]:
         found, batch, options = [], self._batch(step), self._timetable.options
@@ -70,18 +64,19 @@ class Gallery:
     def _batch(self, step: int) -> Batch | None:
         return self._sampler.batch(step, self._timetable.examples(step))
 
-    def _made(
-        self, what: str, step: int, make: Callable[[int], Iterable[Summary]]
-    ) -> list[Summary]:
-        """Return what `make` returns the first time; nothing, and once a line, if it fails."""
+    def _show(
+        self, what: str, step: int, make: Callable[[], Iterable[Summary]], part: str = "train"
+    ) -> None:
+        """Show what `make` returns, once for a step; say a line, once, if it fails."""
         if (what, step) in self._shown:
-            return []
+            return
         self._shown.add((what, step))
         with self._monitor.pause():
             try:
-                return list(make(step))
+                summaries = make()
             except Exception as error:  # of any kind: the user's own code may be in it
+                summaries = []
                 if what not in self._failed:
                     self._failed.add(what)
                     self._monitor.say(f"no {what} {type(error).__name__}: {first_line(error)}")
-                return []
+            self._monitor.show(step, summaries, part)

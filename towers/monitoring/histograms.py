@@ -1,14 +1,12 @@
 """Histograms for TensorBoard: of weights, of gathered gradients, and of what layers give out.
 
-    histograms = Histograms(builder, model, weights, loss_fn, loss_scale, options)
-    batch = sampler.batch(step, examples)        # of samples.Sampler
-    writer.heavy(histograms.of_step(batch), step)
+    draw = make_histograms(builder, model, weights, loss_fn, loss_scale, options)
+    writer.heavy(draw(sampler.batch(step, examples)), step)      # of samples.Sampler
 
 No variable is changed: what the towers of a step would assign (BatchNorm statistics, seeds) is
-dropped. The two functions are compiled at the first call.
+dropped.
 """
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -22,8 +20,7 @@ from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from towers import tf_private
 from towers.builder.splitting import PerTower
 from towers.builder.tower import TowerBuilder
-from towers.data import augment
-from towers.monitoring.samples import Batch
+from towers.monitoring.samples import Batch, model_inputs
 from towers.options.run import Options
 
 NUM_EXAMPLES = 16  # that activations are taken of
@@ -31,92 +28,61 @@ NUM_EXAMPLES = 16  # that activations are taken of
 _MAX_VALUES, _MAX_ACTIVATIONS = 2**20, 2**16
 
 
-class Histograms:
-    """The histograms of a run; holds its compiled functions."""
+def make_histograms(
+    builder: TowerBuilder,
+    model: keras.Model,
+    weights: Sequence[Any],
+    loss_fn: Callable,
+    loss_scale: tf.Variable | None,
+    options: Options,
+) -> Callable[[Batch | None], Summary]:
+    """Return a function from a batch to `weights/NAME`, `gradients/NAME`, `activations/LAYER`.
 
-    def __init__(
-        self,
-        builder: TowerBuilder,
-        model: keras.Model,
-        weights: Sequence[Any],
-        loss_fn: Callable,
-        loss_scale: tf.Variable | None,
-        options: Options,
-    ):
-        """Note what a step is made of; build nothing.
+    The gradients are those of the data's loss, as gathered from all towers, before regularisation
+    and clipping. Infinities and NaN are left out, and a tag of which nothing else remains; without
+    a batch there are weights alone.
 
-        Args:
-            builder: of the towers.
-            model: whose layers are looked at.
-            weights: its trainable variables, as the builder takes them.
-            loss_fn: the towers' function: (images, labels, draws) of a slice -> losses [b].
-            loss_scale: what `loss_fn` multiplies losses by; None: nothing.
-            options: of the run: how images are augmented, and their type.
-        """
-        self._builder, self._model, self._weights = builder, model, weights
-        self._loss_fn, self._loss_scale, self._options = loss_fn, loss_scale, options
+    Args:
+        builder: of the towers.
+        model: whose layers are looked at.
+        weights: its trainable variables, as the builder takes them.
+        loss_fn: (images, labels, draws) of a slice -> losses [b].
+        loss_scale: what `loss_fn` multiplies losses by; None: nothing.
+        options: of the run: how images are augmented, and their type.
+    """
+    layer_names: list[str] = []  # set by tracing
 
-    def of_step(self, batch: Batch | None) -> Summary:
-        """Return `weights/NAME`, `gradients/NAME` and `activations/LAYER`, as of now.
+    @tf.function(autograph=False)
+    def look(*batch: tf.Tensor) -> tuple[dict[int, tf.Tensor], list[tf.Tensor]]:
+        with keras.StatelessScope():  # assignments end here
+            _, found = builder.gradients(loss_fn, weights, *batch)
+            images, _, draws = (value[:NUM_EXAMPLES] for value in batch)
+            with tf.device(builder.devices[0]):
+                outputs = _outputs_of_layers(model, model_inputs(images, draws, options))
+                activations = [_thinned(value, _MAX_ACTIVATIONS) for _, value in outputs]
+        layer_names[:] = [layer.path or layer.name for layer, _ in outputs]
+        gradients = {}  # by the place of the variable
+        with tf.device(builder.gather_device):
+            for i, gradient in enumerate(found):
+                gradient = gradient.values[0] if isinstance(gradient, PerTower) else gradient
+                if gradient is not None:
+                    value = _thinned(gradient, _MAX_VALUES)
+                    scale = 1 if loss_scale is None else tf.cast(loss_scale, value.dtype)
+                    gradients[i] = value / scale
+        return gradients, activations
 
-        Infinities and NaN are left out, and a tag of which nothing else remains. The gradients are
-        those of the data's loss, as gathered from all towers, before regularisation and clipping.
-
-        Args:
-            batch: what gradients and activations are taken of; None: there are none of them.
-        """
+    def draw(batch: Batch | None) -> Summary:
         summary = Summary()
-        variables = self._model.trainable_variables
-        names = list(_unique(v.path for v in variables))
-        weights = (_thinned(v.value, _MAX_VALUES) for v in variables)
-        _add(summary, "weights", zip(names, weights, strict=True))
-        if batch is None:
-            return summary
-        gradients = self._gradients(*batch.tensors)
-        _add(summary, "gradients", ((names[i], value) for i, value in gradients.items()))
-        outputs = self._activations(batch.images[:NUM_EXAMPLES], batch.draws[:NUM_EXAMPLES])
-        _add(summary, "activations", zip(_unique(self._layer_names), outputs, strict=True))
+        names = list(_unique(v.path for v in model.trainable_variables))
+        values = (_thinned(v.value, _MAX_VALUES) for v in model.trainable_variables)
+        _add(summary, "weights", zip(names, values, strict=True))
+        if batch is not None:
+            gradients, activations = look(*batch.tensors)
+            _add(summary, "gradients", ((names[i], value) for i, value in gradients.items()))
+            _add(summary, "activations", zip(_unique(layer_names), activations, strict=True))
         return summary
 
-    @functools.cached_property
-    def _gradients(self) -> Callable[..., dict[int, tf.Tensor]]:
-        """The compiled function from a batch to {place of the variable: values of its gradient}."""
-        builder, scale = self._builder, self._loss_scale
-
-        @tf.function(autograph=False)
-        def gradients(*batch: tf.Tensor) -> dict[int, tf.Tensor]:
-            with keras.StatelessScope():  # assignments end here
-                _, found = builder.gradients(self._loss_fn, self._weights, *batch)
-            result = {}
-            with tf.device(builder.gather_device):
-                for i, gradient in enumerate(found):
-                    gradient = gradient.values[0] if isinstance(gradient, PerTower) else gradient
-                    if gradient is None:
-                        continue
-                    value = _thinned(gradient, _MAX_VALUES)
-                    result[i] = value if scale is None else value / tf.cast(scale, value.dtype)
-            return result
-
-        return gradients
-
-    @functools.cached_property
-    def _activations(self) -> Callable[..., list[tf.Tensor]]:
-        """The compiled function from (images, draws) to some values of each layer's output.
-
-        Tracing it sets `_layer_names`, in the order of its results.
-        """
-        kind = self._options.augment
-        dtype = tf.float64 if self._options.dtype == "float64" else tf.float32
-
-        @tf.function(autograph=False)
-        def activations(images: tf.Tensor, draws: tf.Tensor) -> list[tf.Tensor]:
-            with tf.device(self._builder.devices[0]), keras.StatelessScope():
-                inputs = augment.train_images(images, draws, kind, dtype=dtype)
-                found = _outputs_of_layers(self._model, inputs)
-                self._layer_names = [layer.path or layer.name for layer, _ in found]
-                return [_thinned(value, _MAX_ACTIVATIONS) for _, value in found]
-
-        return activations
+    return draw
 
 
 def _outputs_of_layers(

@@ -7,7 +7,6 @@ is the number of examples.
 
 import contextlib
 import datetime
-import math
 import shlex
 import shutil
 import statistics
@@ -23,7 +22,7 @@ from tqdm import tqdm
 
 from towers.devices import memory
 from towers.monitoring import charts, events, tower_stats
-from towers.monitoring.event_writer import Budget, Writer
+from towers.monitoring.event_writer import PARTS, EventWriter
 from towers.monitoring.noise_scale import NoiseScale, advice, estimate
 from towers.monitoring.stragglers import Stragglers
 from towers.options.timetable import Timetable
@@ -46,22 +45,15 @@ class Monitor:
         out: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """Open one event file each in train_dir/train and train_dir/eval.
+        """Open an event file each in train_dir/train and train_dir/eval.
 
         What stands there at the step where a run goes on, or later, as after a crash, is dropped:
-        it is written again.
-
-        Args:
-            train_dir: folder of the run.
-            timetable: where the run starts and ends.
-            devices: of the towers.
-            health: returns {tag: value} of the GPUs since its last call.
-            out: of the lines, standard output by default.
-            clock: returns seconds.
+        it is written again. `health` returns {tag: value} of the GPUs since its last call, `clock`
+        seconds; `out` is standard output by default.
         """
         self._timetable, self._devices, self._health = timetable, list(devices), health
         self._out, self._clock = out or sys.stdout, clock
-        folders = of_train, of_eval = train_dir / "train", train_dir / "eval"
+        of_train, of_eval = (train_dir / part for part in PARTS)
         self._evaluated = _cut(of_train, of_eval, timetable.x(timetable.first_step))
         before = events.read(of_train, {"loss/data", _RATE, *_OF_NOISE}).values()
         self._last_loss = next((p["loss/data"] for p in reversed(before) if "loss/data" in p), None)
@@ -69,9 +61,7 @@ class Monitor:
         self._rates = [p[_RATE] for p in before if _RATE in p]
         if timetable.first_step < timetable.last_step:
             self._rates = []  # this process makes steps of its own
-        max_bytes = timetable.options.max_event_mib * 2**20
-        budget = Budget([train_dir, *folders], max_bytes, self.say)
-        self._train, self._eval = (Writer(folder, budget) for folder in folders)
+        self._writer = EventWriter(train_dir, timetable.options.max_event_mib, self.say)
         self._bar = tqdm(
             total=timetable.last_step,
             initial=timetable.first_step,
@@ -96,11 +86,9 @@ class Monitor:
         self._bar.update(step - self._bar.n)
 
     def train_point(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write what was measured in step number `step`, which is done.
+        """Write what the train loop returned, as numbers and lists, after `step` steps.
 
-        Args:
-            step: steps done; the point stands at `step` - 1, the updates before it.
-            metrics: what the train loop returned, as numbers and lists.
+        The point stands at `step` - 1, the updates before what was measured.
         """
         speed, own_seconds = self._speed(step)
         held = [memory.of_device(device) or (None, None) for device in self._devices]
@@ -118,7 +106,7 @@ class Monitor:
         occupied = [i for i, count in enumerate(metrics["tower_examples"]) if count > 0]
         scalars = charts.scalars(values, occupied) | speed
         scalars |= self._of_noise(metrics) | self._health()
-        self._train.scalars(self._timetable.x(step - 1), scalars)
+        self._writer.scalars("train", self._timetable.x(step - 1), scalars)
         ending = ""
         if speed:
             rate, seconds = speed[_RATE], speed["speed/seconds_per_step"]
@@ -134,7 +122,7 @@ class Monitor:
         """Write the figures of an evaluation after `step` updates; None is left out."""
         known = {name: value for name, value in scalars.items() if value is not None}
         if not self.evaluated(step):
-            self._eval.scalars(self._timetable.x(step), known)
+            self._writer.scalars("eval", self._timetable.x(step), known)
         self._evaluated.add(self._timetable.x(step))
         figures = ", ".join(f"{name} {value:.4f}" for name, value in known.items())
         self.say(f"{_now()}: epoch {self._timetable.epochs(step):.2f}, test: {figures}")
@@ -143,14 +131,11 @@ class Monitor:
         """Tell whether the curves have an evaluation after `step` updates."""
         return self._timetable.x(step) in self._evaluated
 
-    def show(
-        self, step: int, *, train: Iterable[Summary] = (), test: Iterable[Summary] = ()
-    ) -> None:
-        """Write pictures or histograms, of training or of the test set, after `step` updates."""
+    def show(self, step: int, summaries: Iterable[Summary], part: str = "train") -> None:
+        """Write pictures or histograms, of "train" or "eval", after `step` updates."""
         last = step == self._timetable.last_step
-        for writer, summaries in ((self._train, train), (self._eval, test)):
-            for summary in summaries:
-                writer.heavy(summary, self._timetable.x(step), last=last)
+        for summary in summaries:
+            self._writer.heavy(part, self._timetable.x(step), summary, last=last)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -166,7 +151,7 @@ class Monitor:
         with self.pause():
             yield
         seconds = {"checkpoint_seconds": self._clock() - start}
-        self._train.scalars(self._timetable.x(step - 1), seconds)
+        self._writer.scalars("train", self._timetable.x(step - 1), seconds)
 
     def examples_per_second(self) -> float | None:
         """Return the median over windows; the first is left out as warm-up if there are others."""
@@ -191,15 +176,14 @@ class Monitor:
     def close(self) -> None:
         """Flush the event files and end the bar."""
         self._bar.close()
-        self._train.close()
-        self._eval.close()
+        self._writer.close()
 
     def _of_noise(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Return the scalars of the gradient noise scale."""
         found = estimate(
             metrics["tower_gradient_norm"], metrics["tower_examples"], metrics["data_gradient_norm"]
         )
-        if not found or not all(map(math.isfinite, found)):
+        if not found:
             return {}
         self._noise.add(*found)
         scalars = dict(zip(_OF_NOISE, found, strict=True))

@@ -7,6 +7,7 @@ expected squared norm |G|^2 + S / b. Two sizes of batch give both, and the scale
 Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 _DECAY = 0.95  # of the averages, per point: one point's estimate is mostly noise
@@ -23,7 +24,7 @@ def estimate(
         norm_of_all: of the mean gradient over all examples.
 
     Returns:
-        None if fewer than two towers had examples.
+        None if fewer than two towers had examples, or a norm is infinite or NaN.
     """
     pairs = [(norm, count) for norm, count in zip(norms, examples, strict=True) if count > 0]
     if len(pairs) < 2:
@@ -32,11 +33,11 @@ def estimate(
     # What the towers' mean squared norm has of S, and what that of all has.
     of_small, of_big = sum(1 / n for _, n in pairs) / len(pairs), 1 / sum(n for _, n in pairs)
     trace = (small - big) / (of_small - of_big)
-    return trace, big - trace * of_big
+    return (trace, big - trace * of_big) if math.isfinite(trace) else None
 
 
 class NoiseScale:
-    """Averages the estimates of a run's points: numerator and denominator apart, as their ratio."""
+    """Averages the estimates of points, numerator and denominator apart, as their ratio."""
 
     def __init__(self, earlier: Iterable[tuple[float, float]] = ()):
         """Start with the estimates of earlier points, so that a continued run's curve goes on."""
@@ -51,33 +52,24 @@ class NoiseScale:
 
     def examples(self) -> float | None:
         """Return the scale in examples; None while noise hides one of the two."""
-        if self._trace <= 0 or self._squared_norm <= 0:
-            return None
-        return self._trace / self._squared_norm
+        known = self._trace > 0 and self._squared_norm > 0
+        return self._trace / self._squared_norm if known else None
 
 
 def advice(examples: float | None, batch_size: int, num_towers: int) -> str:
     """Return one sentence on the global batch size, and on another tower, at a scale."""
     if examples is None:
-        return (
-            "cannot be told from these steps: the towers' gradients are mostly noise, or agree "
-            "fully"
-        )
-    batch = f"the batch size of {batch_size}"
+        return "cannot be told from these steps: the gradients are mostly noise, or agree fully"
+    about, batch = f"about {examples:.0f} examples", f"the batch size of {batch_size}"
     if batch_size < examples / 2:
         grown = batch_size + -(-batch_size // num_towers)  # each tower's part as it is
-        place = (
-            f"well above {batch}: larger batches pay nearly in full, so another tower would help "
-            f"({num_towers + 1} towers with --batch_size={grown}, with a learning rate to match)"
+        return (
+            f"{about}, well above {batch}: another tower would help ({num_towers + 1} towers with "
+            f"--batch_size={grown}, with a learning rate to match)"
         )
-    elif batch_size <= 2 * examples:
-        place = (
-            f"near {batch}: a good place; another tower helps if it takes a part of this batch, "
-            "and less by a larger batch"
-        )
-    else:
-        place = (
-            f"well below {batch}: --batch_size={max(round(examples), num_towers)} would learn as "
-            "much with fewer examples, and another tower helps only by taking a part of the batch"
-        )
-    return f"about {examples:.0f} examples, {place}"
+    if batch_size <= 2 * examples:
+        return f"{about}, near {batch}: a good place; another tower helps most by taking part of it"
+    return (
+        f"{about}, well below {batch}: --batch_size={max(round(examples), num_towers)} would learn "
+        "as much with fewer examples, and another tower helps only by taking a part of the batch"
+    )

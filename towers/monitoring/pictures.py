@@ -47,9 +47,30 @@ def of_evaluation(predictions: Predictions, names: Sequence[str]) -> list[Summar
     """Return the pictures of an evaluation: `confusion_matrix`, and `mistakes` if there are any."""
     if not predictions.labels.size:
         return []
-    pictures = [confusion_matrix(predictions, names)]
-    if predictions.mistakes:
-        pictures.append(mistakes(predictions, names))
+    averaged = predictions.averaged
+    weights = "the moving average of the weights" if averaged else "the weights as they are"
+    # Where classes are very many, each row and column is of several that follow each other.
+    of_each = -(-len(names) // _MAX_CLASSES)
+    num = -(-len(names) // of_each)
+    places = predictions.labels // of_each * np.int64(num) + predictions.predicted // of_each
+    counts = np.bincount(places, minlength=num * num).reshape(num, num)
+    about = (
+        f"Rows are true classes, columns what the model says, with {weights}. The deeper a colour, "
+        "the greater the share of its row."
+    )
+    if of_each > 1:
+        about += f" Each row and column is of {of_each} classes, named after the first."
+    matrix = drawing.matrix(counts, names[::of_each])
+    pictures = [drawing.summary("confusion_matrix", matrix, about)]
+    if found := predictions.mistakes:
+        captions = [
+            [f"true {names[m.label]},", f"said {names[m.predicted]} {m.confidence:.2f}"]
+            for m in found
+        ]
+        lines = [f"{i}. {' '.join(caption)}" for i, caption in enumerate(captions, 1)]
+        about = f"The most confident mistakes, with {weights}:\n\n" + "\n".join(lines)
+        grid = drawing.grid([m.image for m in found], captions)
+        pictures.append(drawing.summary("mistakes", grid, about))
     return pictures
 
 
@@ -100,45 +121,3 @@ def filters(model: keras.Model) -> list[Summary]:
     about = f"{len(shown)} of the {num} {height}x{width} filters of the first convolution."
     picture = drawing.grid(shown, columns=max(4, round(len(shown) ** 0.5)))
     return [drawing.summary(f"filters/{layer.path or layer.name}", picture, about)]
-
-
-def confusion_matrix(predictions: Predictions, names: Sequence[str]) -> Summary:
-    """Return the picture that shows how often each class was taken for which.
-
-    Args:
-        predictions: of at least one example.
-        names: of the classes. Where they are very many, each row and column is of several that
-            follow each other.
-    """
-    of_each = -(-len(names) // _MAX_CLASSES)
-    num = -(-len(names) // of_each)
-    places = predictions.labels // of_each * np.int64(num) + predictions.predicted // of_each
-    counts = np.bincount(places, minlength=num * num).reshape(num, num)
-    about = (
-        f"Rows are true classes, columns what the model says, with {_weights(predictions)}. The "
-        "deeper a colour, the greater the share of its row."
-    )
-    if of_each > 1:
-        about += f" Each row and column is of {of_each} classes, named after the first."
-    return drawing.summary("confusion_matrix", drawing.matrix(counts, names[::of_each]), about)
-
-
-def mistakes(predictions: Predictions, names: Sequence[str]) -> Summary:
-    """Return the most confident mistakes, each with what it is and what the model said.
-
-    Args:
-        predictions: with at least one mistake.
-        names: of the classes.
-    """
-    found = predictions.mistakes
-    captions = [
-        [f"true {names[m.label]},", f"said {names[m.predicted]} {m.confidence:.2f}"] for m in found
-    ]
-    lines = [f"{i}. {' '.join(caption)}" for i, caption in enumerate(captions, 1)]
-    about = f"The most confident mistakes, with {_weights(predictions)}:\n\n" + "\n".join(lines)
-    return drawing.summary("mistakes", drawing.grid([m.image for m in found], captions), about)
-
-
-def _weights(predictions: Predictions) -> str:
-    averaged = predictions.averaged
-    return "the moving average of the weights" if averaged else "the weights as they are"

@@ -51,17 +51,10 @@ class Sampler:
         self._first_step, self._kept = int(step.numpy()), None
 
     def batch(self, step: int, examples: int) -> Batch | None:
-        """Return the batch of a step; or of a pipeline of the user's the one that is kept.
+        """Return the batch of step number `step`, before which `examples` were seen.
 
-        Args:
-            step: number of the step.
-            examples: seen before it.
-
-        Returns:
-            The batch; None where the first call for such a pipeline came after the first step.
-
-        Raises:
-            tf.errors.OpError: the data set cannot be read.
+        Of a pipeline of the user's it is the one that is kept; None where the first call came after
+        the first step.
         """
         if not isinstance(self._split, DatasetSplit):
             return self._read(step, examples, step)
@@ -79,6 +72,12 @@ class Sampler:
         return Batch(*next(iter(batches)), known_as)
 
 
+def model_inputs(images: tf.Tensor, draws: tf.Tensor, options: Options) -> tf.Tensor:
+    """Return what a model is given of these training images."""
+    dtype = tf.float64 if options.dtype == "float64" else tf.float32
+    return augment.train_images(images, draws, options.augment, dtype=dtype)
+
+
 def seen_by_towers(
     builder: TowerBuilder, options: Options, batch: Batch, num: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -88,22 +87,17 @@ def seen_by_towers(
         (images `[n, h, w, C]`, labels int32 `[n]`) of each tower; n is 0 for one without examples.
         Images are float, but uint8 where they are stored so and nothing is done to them.
     """
-    dtype = tf.float64 if options.dtype == "float64" else tf.float32
     as_stored = options.augment == "off" and batch.images.dtype == tf.uint8
 
     def see(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        images, draws = images[:num], draws[:num]
-        seen = augment.train_images(images, draws, options.augment, dtype=dtype)
-        return (images if as_stored else seen), labels[:num]
+        seen = model_inputs(images[:num], draws[:num], options)
+        return (images[:num] if as_stored else seen), labels[:num]
 
     # The parts that towers accumulate gradients over are split as towers are.
     gather_device = builder.gather_device
     parts = TowerBuilder([gather_device] * builder.accumulate_steps, gather_device)
     rounds = [builder.map(see, *part) for part in parts.map(lambda *part: part, *batch.tensors)]
     return [
-        tuple(
-            np.concatenate([value.numpy() for value in values])[:num]
-            for values in zip(*own, strict=True)
-        )
+        tuple(np.concatenate(values)[:num] for values in zip(*own, strict=True))
         for own in zip(*rounds, strict=True)
     ]

@@ -17,7 +17,7 @@ from towers.devices.gpu_health import GpuHealth
 from towers.errors import RunError
 from towers.monitoring import dashboard
 from towers.monitoring.gallery import Gallery
-from towers.monitoring.histograms import Histograms
+from towers.monitoring.histograms import make_histograms
 from towers.monitoring.monitor import Monitor, tensorboard_command
 from towers.monitoring.profiler import Profiler
 from towers.options.run import Options
@@ -156,7 +156,7 @@ def make_gallery(begun: Start, monitor: Monitor) -> Gallery:
     """Return what shows pictures and histograms of a run; the first ones are shown at once."""
     run, masters, builder = begun.run, begun.run.masters, begun.run.builder
     weights, loss_fn = weights_of(masters), make_loss_fn(masters, run.options)
-    histograms = Histograms(
+    histograms = make_histograms(
         builder, masters.model, weights, loss_fn, masters.loss_scale, run.options
     )
     names, sampler = run.data.class_names, begun.sampler
