@@ -1,6 +1,7 @@
 """What a run says of its placement, and that strict mode stops it before the first step."""
 
 import csv
+import itertools
 import re
 
 import keras
@@ -117,12 +118,6 @@ def test_strict_leaves_an_old_run_as_it_was(tmp_path):
         assert tiny.files(tmp_path) == before
 
 
-def num_of_telemetry(folder, kind):
-    """Return how many ops of a type are telemetry's."""
-    rows = [line.split("\t") for line in (folder / "placement.tsv").read_text().splitlines()]
-    return sum("telemetry" in row[0] and row[1] == kind and row[-1] != "-" for row in rows)
-
-
 def test_log_device_placement(tmp_path, capsys):
     flags = ["--model=tests.tiny:dense", "--num_towers=2"]
     command(capsys, tmp_path / "plain", *flags)
@@ -136,19 +131,15 @@ def test_log_device_placement(tmp_path, capsys):
     header = next(
         i for i, line in enumerate(lines) if line.split() == ["op", "type", "/cpu:0", "/cpu:1"]
     )
-    table = {}
-    for line in lines[header + 1 :]:
-        if not line.startswith("  "):
-            break
-        table[line.split()[0]] = line
-    # Loss and gradients, 5; telemetry's sums of what is measured of towers and weights: on /cpu:0.
-    (count,) = table["AddN"].split()[1:]
-    assert int(count) - num_of_telemetry(tmp_path, "AddN") == 5
+    rows_of_table = itertools.takewhile(lambda x: x.startswith("  "), lines[header + 1 :])
+    table = {line.split()[0]: line.split()[1:] for line in rows_of_table}
     with open(tmp_path / "placement.tsv", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     assert list(rows[0]) == ["name", "type", "tower", "layer", "requested", "device"]
     ran = [row for row in rows if row["device"] != "-"]
-    assert len(ran) == sum(map(int, table["all"].split()[1:]))
+    assert len(ran) == sum(map(int, table["all"]))
+    sums = [row["device"] for row in ran if row["type"] == "AddN"]
+    assert set(sums) == {"/cpu:0"} and table["AddN"] == [str(len(sums))]
     products = [row for row in ran if "MatMul" in row["type"] and row["tower"]]
     assert {(row["tower"], row["requested"], row["device"]) for row in products} == {
         ("0", "/cpu:0", "/cpu:0"),
@@ -167,17 +158,13 @@ def test_without_soft_placement_the_error_lists_what_exists(tmp_path, capsys, no
     assert "TensorFlow has /cpu:0, /cpu:1, /cpu:2, /cpu:3: " in err
     assert not (tmp_path / "run").exists()
 
-    code, _, err = command(capsys, tmp_path / "run", *flags, "--model=tests.tiny:cnn")
-    assert (code, err) == (0, "")
+    assert command(capsys, tmp_path / "run", *flags, "--model=tests.tiny:cnn")[::2] == (0, "")
 
 
 def missing_at_once(num_classes, image_shape):
     with tf.device("/gpu:7"):
         scale = tf.Variable(1.0)
-    return keras.Sequential(
-        [keras.Input(image_shape), keras.layers.Flatten(), keras.layers.Dense(num_classes)],
-        name=f"net{int(scale.numpy())}",
-    )
+    return tiny.dense(num_classes, image_shape, width=int(scale.numpy()))
 
 
 def test_without_soft_placement_a_variable_on_a_missing_device_is_one_line(
@@ -191,20 +178,16 @@ def test_without_soft_placement_a_variable_on_a_missing_device_is_one_line(
 # ---------------------------------------------------------------------------- Lines
 
 
-def ops(*cells):
-    return tuple(Op(*cell) for cell in cells)
+def placement_of(*cells, transfers=()):
+    return Placement(tuple(Op(*cell) for cell in cells), (), transfers)
 
 
 def test_an_op_without_a_kernel_is_told_apart():
-    placement = Placement(
-        ops(
-            ("while/tower_0/net_1/text_1/StringLower", "StringLower", "/gpu:0", "/cpu:0"),
-            ("while/tower_0/net_1/text_1/Substr", "Substr", "", "/cpu:0"),
-            ("while/tower_0/net_1/dense_1/MatMul", "MatMul", "/gpu:0", "/gpu:0"),
-            ("while/gather/AddN", "AddN", "/cpu:0", "/cpu:0"),
-        ),
-        gone=(),
-        transfers=(),
+    placement = placement_of(
+        ("while/tower_0/net_1/text_1/StringLower", "StringLower", "/gpu:0", "/cpu:0"),
+        ("while/tower_0/net_1/text_1/Substr", "Substr", "", "/cpu:0"),
+        ("while/tower_0/net_1/dense_1/MatMul", "MatMul", "/gpu:0", "/gpu:0"),
+        ("while/gather/AddN", "AddN", "/cpu:0", "/cpu:0"),
     )
     assert placement_report.strays(placement, ["/gpu:0"], {}, "/cpu:0") == [
         "tower 0 on /gpu:0, layer net/text: Substr on /cpu:0",
@@ -213,20 +196,18 @@ def test_an_op_without_a_kernel_is_told_apart():
     ]
 
 
-def test_many_strays_are_summed_up():
+def test_many_strays_are_summed_up_and_sizes_that_are_not_known_are_said():
     names = [f"while/tower_0/layer{i}x/Tanh" for i in range(30)]
-    placement = Placement(ops(*((n, "Tanh", "/cpu:1", "/cpu:1") for n in names)), (), ())
+    routes = [("/cpu:0", "/gpu:0", 4_370_000), ("/cpu:0", "/gpu:0", None), ("/gpu:0", "/cpu:0", 12)]
+    placement = placement_of(
+        *((name, "Tanh", "/cpu:1", "/cpu:1") for name in names),
+        transfers=tuple(Transfer("x", *route) for route in routes),
+    )
     stray = placement_report.strays(placement, ["/cpu:0"], {}, "/cpu:0")
     lines = placement_report.report(placement, stray)
-    assert len(lines) == 10
-    assert lines[-1] == "  and 22 more: see --log_device_placement"
-
-
-def test_sizes_that_are_not_known_are_said():
-    routes = [("/cpu:0", "/gpu:0", 4_370_000), ("/cpu:0", "/gpu:0", None), ("/gpu:0", "/cpu:0", 12)]
-    transfers = tuple(Transfer("x", *route) for route in routes)
-    lines = placement_report.report(Placement((), (), transfers), stray=[])
-    assert lines[-1] == (
+    assert len(lines) == 11
+    assert lines[-2:] == [
+        "  and 22 more: see --log_device_placement",
         "  in a step cross 4.37 MB /cpu:0 -> /gpu:0, 0.01 kB /gpu:0 -> /cpu:0 and 1 values of "
-        "unknown size"
-    )
+        "unknown size",
+    ]

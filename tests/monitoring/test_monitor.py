@@ -1,5 +1,6 @@
 """What a run shows: lines, event files, and a speed that leaves out what is not training."""
 
+import contextlib
 import io
 import re
 import shlex
@@ -63,10 +64,21 @@ def out():
 
 
 @pytest.fixture
-def monitor(tmp_path, clock, out):
-    monitor = Monitor(tmp_path, timetable(), DEVICES, out=out, clock=clock)
-    yield monitor
-    monitor.close()
+def make(tmp_path, clock, out):
+    """Make monitors of the run, which are closed at the end."""
+    with contextlib.ExitStack() as made:
+
+        def monitor(first=0, last=100, devices=DEVICES, health=dict, **options):
+            plan = timetable(first, last, **options)
+            found = Monitor(tmp_path, plan, devices, health=health, out=out, clock=clock)
+            return made.enter_context(contextlib.closing(found))
+
+        yield monitor
+
+
+@pytest.fixture
+def monitor(make):
+    return make()
 
 
 def step_to(monitor, before, step, metrics=METRICS):
@@ -158,21 +170,19 @@ def test_a_point_of_training_in_full(monitor, clock, tmp_path):
     assert set(first) < set(second)
 
 
-def test_an_evaluation_stands_after_its_updates(monitor, tmp_path):
+def test_an_evaluation_stands_after_its_updates_once(monitor, tmp_path):
     assert not monitor.evaluated(11)
-    monitor.eval_point(11, {"accuracy": 0.75, "accuracy_ema": None})
+    for _ in range(2):  # repeated after a crash
+        monitor.eval_point(11, {"accuracy": 0.75, "accuracy_ema": None})
     assert tiny.events(tmp_path / "eval") == [(11, "accuracy", 0.75)]
     assert monitor.evaluated(11) and not monitor.evaluated(10)
-    monitor.eval_point(11, {"accuracy": 0.75})  # repeated after a crash: it is there once
-    assert points(tmp_path / "eval", "accuracy") == [(11, 0.75)]
 
 
-def test_the_noise_scale_is_drawn_and_explained(tmp_path, out):
-    monitor = Monitor(tmp_path, timetable(), DEVICES, out=out)
+def test_the_noise_scale_is_drawn_and_explained(tmp_path, make):
+    monitor = make()
     quiet = METRICS | {"tower_gradient_norm": [1.6, 1.6], "data_gradient_norm": 1.5}
     for step in range(1, 4):
         step_to(monitor, step - 1, step, quiet)
-    monitor.close()
     trace = (1.6**2 - 1.5**2) * 128
     expected = trace / (1.5**2 - trace / 128)
     assert [value for _, value in points(tmp_path / "train", "noise_scale/examples")] == (
@@ -180,18 +190,15 @@ def test_the_noise_scale_is_drawn_and_explained(tmp_path, out):
     )
     assert monitor.noise_scale() == pytest.approx(expected, rel=1e-5)
     assert f"about {expected:.0f} examples" in monitor.advice()
-    again = Monitor(tmp_path, timetable(first=3), DEVICES, out=out)  # it goes on from there
-    assert again.noise_scale() == pytest.approx(expected, rel=1e-5)
-    again.close()
+    assert make(3).noise_scale() == pytest.approx(expected, rel=1e-5)  # it goes on from there
 
 
 @pytest.mark.parametrize("num_towers", [1, 2])
-def test_one_tower_with_examples_has_no_noise_scale(tmp_path, out, num_towers):
+def test_one_tower_with_examples_has_no_noise_scale(tmp_path, make, num_towers):
     alone = METRICS | {"tower_examples": [128.0, 0.0]}
     alone = {n: value[:num_towers] if "tower_" in n else value for n, value in alone.items()}
-    monitor = Monitor(tmp_path, timetable(), DEVICES[:num_towers], out=out)
+    monitor = make(devices=DEVICES[:num_towers])
     step_to(monitor, 0, 1, alone)
-    monitor.close()
     tags = {tag for _, tag, _ in tiny.events(tmp_path / "train")}
     assert "tower_0/loss" in tags and not any("noise" in tag or "tower_1" in tag for tag in tags)
     assert points(tmp_path / "train", "towers/loss_spread") == [(0, 0.0)]
@@ -205,12 +212,11 @@ def test_a_gradient_that_is_not_finite_spoils_no_later_point(monitor):
     assert monitor.noise_scale() > 0
 
 
-def test_the_health_of_the_gpus_is_part_of_a_point(tmp_path, out):
+def test_the_health_of_the_gpus_is_part_of_a_point(tmp_path, make):
     windows = iter([{"gpu_3/power_watts": 250.0}, {}])
-    monitor = Monitor(tmp_path, timetable(), DEVICES, health=lambda: next(windows), out=out)
+    monitor = make(health=lambda: next(windows))
     step_to(monitor, 0, 1)
     step_to(monitor, 1, 2)
-    monitor.close()
     assert points(tmp_path / "train", "gpu_3/power_watts") == [(0, 250.0)]
 
 
@@ -224,97 +230,78 @@ def test_a_straggler_is_named(monitor, clock, out):
     assert len(named) == 1 and "tower 1 on /cpu:1" in named[0] and "0.300 s" in named[0]
 
 
-def test_the_time_of_a_checkpoint_is_a_point_and_no_training_time(monitor, clock, tmp_path):
-    step_to(monitor, 0, 1)
-    clock.now += 1
-    with monitor.saving(3):
-        clock.now += 20
-    clock.now += 1
-    step_to(monitor, 1, 5)
-    assert points(tmp_path / "train", "checkpoint_seconds") == [(2, 20.0)]
-    assert points(tmp_path / "train", "speed/seconds_per_step") == [(4, 0.5)]
-
-
-def test_curves_over_examples(tmp_path, out):
-    plan = timetable(tensorboard_x="examples")
-    monitor = Monitor(tmp_path, plan, DEVICES, out=out)
+def test_curves_over_examples(tmp_path, make):
+    monitor = make(tensorboard_x="examples")
     step_to(monitor, 0, 1)
     step_to(monitor, 1, 11)
     monitor.eval_point(11, {"accuracy": 0.5})
     monitor.close()
     assert [x for x, _ in points(tmp_path / "train", "loss/data")] == [0, 1280]
     assert points(tmp_path / "eval", "accuracy") == [(1408, 0.5)]
-    Monitor(tmp_path, timetable(10, tensorboard_x="examples"), DEVICES, out=out).close()
+    make(10, tensorboard_x="examples")
     assert [x for x, _ in points(tmp_path / "train", "loss/data")] == [0]
 
 
-def test_what_is_written_again_after_a_crash_is_there_once(tmp_path, clock, out):
-    monitor = Monitor(tmp_path, timetable(), DEVICES, out=out, clock=clock)
+def test_what_is_written_again_after_a_crash_is_there_once(tmp_path, make):
+    monitor = make()
     for step in 1, 11, 21, 31:
         step_to(monitor, max(step - 10, 0), step)
     for step in 10, 20, 30:
         monitor.eval_point(step, {"accuracy": step / 100})
     monitor.close()
-    again = Monitor(tmp_path, timetable(first=20), DEVICES, out=out, clock=clock)
+    again = make(20)
     assert again.evaluated(20) and not again.evaluated(30)
     step_to(again, 20, 21)
     again.eval_point(30, {"accuracy": 0.5})
-    again.close()
     assert [x for x, _ in points(tmp_path / "train", "loss/data")] == [0, 10, 20]
     evaluated = dict(points(tmp_path / "eval", "accuracy"))
     assert evaluated == pytest.approx({10: 0.1, 20: 0.2, 30: 0.5})
 
 
-def test_an_evaluation_that_was_cut_short_is_drawn_anew(tmp_path, out):
+def test_an_evaluation_that_was_cut_short_is_drawn_anew(tmp_path, make):
     """Its pictures come before its figures; a crash may come between."""
-    picture = tiny.summary("confusion_matrix", 100)
-    monitor = Monitor(tmp_path, timetable(), DEVICES, out=out)
+    monitor = make()
     for step in 10, 20:
-        monitor.show(step, test=[picture])
+        monitor.show(step, [tiny.summary("confusion_matrix", 100)], "eval")
         if step == 10:
             monitor.eval_point(step, {"accuracy": 0.5})
     monitor.close()
-    Monitor(tmp_path, timetable(first=20), DEVICES, out=out).close()
+    make(20)
     assert [(x, value.tag) for x, value in tiny.records(tmp_path / "eval")] == [
         (10, "confusion_matrix"),
         (10, "accuracy"),
     ]
 
 
-def test_a_run_that_ended_in_its_last_evaluation_knows_its_figures(tmp_path, clock, out):
-    monitor = Monitor(tmp_path, timetable(last=3), DEVICES, out=out, clock=clock)
+def test_a_run_that_ended_in_its_last_evaluation_knows_its_figures(clock, make):
+    monitor = make(last=3)
     for step in 1, 2, 3:
         step_to(monitor, step - 1, step, METRICS | {"loss": step / 2})
         clock.now += 2
     expected = monitor.examples_per_second()
     monitor.close()
-    again = Monitor(tmp_path, timetable(first=3, last=3), DEVICES, out=out, clock=clock)
+    again = make(3, last=3)
     assert (again.last_loss(), again.examples_per_second()) == (1.5, expected)
-    again.close()
-    more = Monitor(tmp_path, timetable(first=3, last=9), DEVICES, out=out, clock=clock)
-    assert more.examples_per_second() is None  # which is to be that of its own steps
-    more.close()
+    assert make(3, last=9).examples_per_second() is None  # which is to be that of its own steps
 
 
-def test_pauses_are_no_training_time(tmp_path, clock, out):
-    monitor = Monitor(tmp_path, timetable(batch_size=10), DEVICES, out=out, clock=clock)
+def test_pauses_and_checkpoints_are_no_training_time(tmp_path, clock, make):
+    monitor = make(batch_size=10)
     step_to(monitor, 0, 1)
     for seconds in 30, 50:
         clock.now += 1
-        with monitor.pause():
-            with monitor.pause():
-                clock.now += seconds - 1
-            clock.now += 1
+        with monitor.pause(), monitor.saving(3):
+            clock.now += seconds
     step_to(monitor, 1, 5)  # 40 examples in 2 seconds
     clock.now += 4
     step_to(monitor, 5, 9)  # 40 in 4: the pauses before count no more
-    monitor.close()
+    assert points(tmp_path / "train", "checkpoint_seconds") == [(2, 30.0), (2, 50.0)]
     assert points(tmp_path / "train", "speed/examples_per_second") == [(4, 20.0), (8, 10.0)]
     assert points(tmp_path / "train", "speed/seconds_per_step") == [(4, 0.5), (8, 1.0)]
 
 
-def test_the_speed_is_the_median_without_the_first_window(tmp_path, clock, out):
-    monitor = Monitor(tmp_path, timetable(batch_size=100), DEVICES, out=out, clock=clock)
+def test_the_speed_is_the_median_without_the_first_window(clock, make):
+    monitor = make(batch_size=100)
     assert monitor.examples_per_second() is None
     step_to(monitor, 0, 1)
     medians = []
@@ -322,14 +309,11 @@ def test_the_speed_is_the_median_without_the_first_window(tmp_path, clock, out):
         clock.now += 100 / rate
         step_to(monitor, step - 1, step)
         medians.append(monitor.examples_per_second())
-    monitor.close()
     assert medians == pytest.approx([1.0, 100.0, 200.0, 110.0])
 
 
-def test_a_continued_run_has_no_speed_at_its_first_point(tmp_path, clock, out):
-    monitor = Monitor(tmp_path, timetable(first=50), DEVICES, out=out, clock=clock)
-    step_to(monitor, 50, 51)
-    monitor.close()
+def test_a_continued_run_has_no_speed_at_its_first_point(tmp_path, out, make):
+    step_to(make(50), 50, 51)
     assert "examples/s" not in out.getvalue() and "step 50," in out.getvalue()
     assert points(tmp_path / "train", "speed/examples_per_second") == []
     assert points(tmp_path / "train", "loss/data") == [(50, 1.25)]
@@ -344,21 +328,24 @@ def test_lines_go_to_standard_output_and_may_follow_the_end_of_the_bar(tmp_path,
     assert capsys.readouterr() == ("done\n\n", "")
 
 
-@pytest.mark.parametrize("found", ["on the path", "beside python", "below this folder", "nowhere"])
-def test_the_command_is_named_as_it_can_be_typed(tmp_path, monkeypatch, found):
-    program = tmp_path / "the bin" / "towers"
-    program.parent.mkdir()
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ("on the path", ["towers"]),
+        ("beside python", ["{bin}/towers"]),
+        ("below this folder", ["the bin/towers"]),
+        ("nowhere", ["{bin}/python", "-m", "towers"]),
+    ],
+)
+def test_the_command_is_named_as_it_can_be_typed(tmp_path, monkeypatch, found, expected):
+    folder = tmp_path / "the bin"
+    folder.mkdir()
     if found != "nowhere":
-        program.touch(0o755)
-    monkeypatch.setenv("PATH", str(program.parent) if found == "on the path" else "/nowhere")
-    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+        (folder / "towers").touch(0o755)
+    monkeypatch.setenv("PATH", str(folder) if found == "on the path" else "/nowhere")
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
     if found == "below this folder":
         monkeypatch.chdir(tmp_path)
-    expected = {
-        "on the path": ["towers"],
-        "beside python": [str(program)],
-        "below this folder": ["the bin/towers"],
-        "nowhere": [sys.executable, "-m", "towers"],
-    }[found]
     command = shlex.split(tensorboard_command("my runs/it's"))
-    assert command == [*expected, "tensorboard", "--train_dir=my runs/it's"]
+    named = [word.format(bin=folder) for word in expected]
+    assert command == [*named, "tensorboard", "--train_dir=my runs/it's"]

@@ -60,13 +60,12 @@ class Run:
         return self
 
     def texts(self):
-        """Return {name: text} of the summaries."""
         return {path.name: path.read_text() for path in sorted(self.folder.glob("profile_*"))}
 
     def traces(self):
         """Return the last words of the folders of traces."""
-        found = sorted(self.folder.glob("train/plugins/profile/*/*.xplane.pb"))
-        return [path.parent.name.partition("_steps_")[2] for path in found]
+        found = self.folder.glob("train/plugins/profile/*/*.xplane.pb")
+        return sorted(path.parent.name.partition("_steps_")[2] for path in found)
 
     def lines(self, words):
         return [line for line in self.said if words in line]
@@ -94,27 +93,19 @@ def test_exactly_the_steps_asked_for(tmp_path, step):
     heading = " ".join(text.splitlines()[2].split())
     assert heading == "calls total ms % of busy ms/step pass type op"
     assert all(f"  {line}" in run.said for line in text.splitlines()[1:])
+    [path] = tmp_path.glob("train/plugins/profile/*/*.xplane.pb")
+    [plane] = [p for p in profile_summary.read_trace(path).planes if p.name == "/host:CPU"]
+    names = {m.name: m.id for m in plane.event_metadata.values()}
+    events = [e for line in plane.lines for e in line.events if e.metadata_id == names["train"]]
+    number = {m.name: m.id for m in plane.stat_metadata.values()}["step_num"]
+    shown = [s.int64_value for e in events for s in e.stats if s.metadata_id == number]
+    assert sorted(shown) == [6, 10]  # steps of the plugin
 
 
 def test_no_profile_without_being_asked(tmp_path, step):
     run = Run(tmp_path, step)()
     assert run.said == [] and list(tmp_path.iterdir()) == []
     assert {b - a for a, b in run.calls} == {4}
-
-
-def test_the_plugin_is_shown_steps(tmp_path, step):
-    Run(tmp_path, step, (6, 11))()
-    [path] = tmp_path.glob("train/plugins/profile/*/*.xplane.pb")
-    [plane] = [p for p in profile_summary.read_trace(path).planes if p.name == "/host:CPU"]
-    events = [e for line in plane.lines for e in line.events]
-    steps = [e for e in events if plane.event_metadata[e.metadata_id].name == "train"]
-    numbers = [
-        s.int64_value
-        for e in steps
-        for s in e.stats
-        if plane.stat_metadata[s.metadata_id].name == "step_num"
-    ]
-    assert sorted(numbers) == [6, 10]
 
 
 # ---------------------------------------------------------------------------- Signals
@@ -135,9 +126,7 @@ def test_a_signal_while_one_is_made_is_answered(tmp_path, step):
 
 
 def test_a_signal_near_the_end(tmp_path, step):
-    run = Run(tmp_path, step, last_step=12)(signals=(4,))
-    assert run.traces() == ["8_12"]
-    assert run.lines("steps 8 to 12 has started")
+    assert Run(tmp_path, step, last_step=12)(signals=(4,)).traces() == ["8_12"]
     run = Run(tmp_path / "late", step, last_step=12)(signals=(8,))
     assert run.traces() == []
     assert "too late" in run.said[-1]
@@ -145,10 +134,7 @@ def test_a_signal_near_the_end(tmp_path, step):
 
 def test_a_plan_and_a_signal(tmp_path, step):
     run = Run(tmp_path, step, (6, 20))(signals=(0,))
-    assert sorted(run.traces()) == ["14_20", "4_14"]  # folders are named after the second, first
-    run = Run(tmp_path / "same", step, (4, 6))(signals=(0,))
-    assert run.traces() == ["4_6"]
-    assert len(run.lines("already")) == 1
+    assert run.traces() == ["14_20", "4_14"]
 
 
 def test_another_thread_takes_no_signal(tmp_path, step):
@@ -176,23 +162,17 @@ def test_a_stop_in_the_middle_writes_what_there_is(tmp_path, step):
     assert matmuls(run.texts()["profile_6_9.txt"]) == {"/cpu:0": 3, "/cpu:1": 3}
 
 
-def test_an_error_passes_and_the_profile_is_written(tmp_path, step):
+@pytest.mark.parametrize(("num_steps", "traces"), [(1, ["0_1"]), (0, [])])
+def test_an_error_passes_and_the_steps_before_it_are_written(tmp_path, step, num_steps, traces):
     run = Run(tmp_path, step, (0, 20))
     with pytest.raises(ZeroDivisionError), run.profiler as profiler:
         profiler.begin(0)
-        run.make_step()
-        profiler.end(1)
+        for done in range(num_steps):
+            run.make_step()
+            profiler.end(done + 1)
         raise ZeroDivisionError
-    assert run.traces() == ["0_1"]
-
-
-def test_an_error_in_the_first_step(tmp_path, step):
-    run = Run(tmp_path, step, (0, 20))
-    with pytest.raises(ZeroDivisionError), run.profiler as profiler:
-        profiler.begin(0)
-        raise ZeroDivisionError
-    assert list(tmp_path.iterdir()) == []
-    assert Run(tmp_path, step, (0, 2))().traces() == ["0_2"]
+    assert run.traces() == traces
+    assert Run(tmp_path / "next", step, (0, 2))().traces() == ["0_2"]
 
 
 @pytest.mark.parametrize(
@@ -235,23 +215,22 @@ def test_no_permission(tmp_path, step, monkeypatch):
     assert run.said == ["profile     none of steps 2 to 5: CUPTI_ERROR_INSUFFICIENT"]
 
 
-def test_the_folder_cannot_be_written(tmp_path, step):
-    (tmp_path / "train").write_text("a file")
+@pytest.mark.parametrize(
+    ("hindrance", "said", "traces"),
+    [
+        ("no folder", "steps 2 to 5 failed", []),
+        ("no summary", "profile_2_5.txt cannot be written", ["2_5"]),
+        ("too large", "too much for a summary", ["2_5"]),
+    ],
+)
+def test_what_cannot_be_written(tmp_path, step, monkeypatch, hindrance, said, traces):
+    if hindrance == "no folder":
+        (tmp_path / "train").write_text("a file")
+    elif hindrance == "no summary":
+        (tmp_path / "profile_2_5.txt").mkdir()
+    else:
+        monkeypatch.setattr(profile_summary, "_MAX_MIB", 0)
     run = Run(tmp_path, step, (2, 5))()
-    assert "steps 2 to 5 failed" in run.said[-1]
+    assert said in run.said[-1]
     assert run.calls[-1][1] == 40
-    assert Run(tmp_path / "next", step, (2, 5))().traces() == ["2_5"]
-
-
-def test_the_summary_cannot_be_written(tmp_path, step):
-    (tmp_path / "profile_2_5.txt").mkdir()
-    run = Run(tmp_path, step, (2, 5))()
-    assert "profile_2_5.txt cannot be written" in run.said[-1]
-    assert run.traces() == ["2_5"]
-
-
-def test_a_trace_that_is_too_large_for_a_summary(tmp_path, step, monkeypatch):
-    monkeypatch.setattr(profile_summary, "_MAX_MIB", 0)
-    run = Run(tmp_path, step, (2, 5))()
-    assert "too much for a summary" in run.said[-1]
-    assert run.traces() == ["2_5"] and run.texts() == {}
+    assert run.traces() == traces

@@ -16,12 +16,7 @@ def flop_per_example(
 
     Counted are the convolutions and matrix products that gradients need, a multiplication and an
     addition as two. What happens inside a loop or a function of the model's own is not seen.
-
-    Args:
-        model: whose trainable variables the gradients are of.
-        loss_fn: (images `[b, H, W, C]`, labels `[b]`, draws) -> losses `[b]`.
-        image_shape: (H, W, C) of a stored image.
-        dtype: of the images.
+    `loss_fn` leads from (images `[b, H, W, C]`, labels `[b]`, draws) to losses `[b]`.
     """
 
     @tf.function(autograph=False)

@@ -86,10 +86,8 @@ class Placement:
 def read_placement(function: Any, *arguments: Any) -> Placement:
     """Call a `tf.function` once and return where its ops ran.
 
-    Args:
-        function: the `tf.function`. It is executed: hand it arguments that do no work, such as a
-            loop of 0 steps, whose graph is placed and optimised like any other.
-        *arguments: of the call.
+    It is executed: hand it arguments that do no work, such as a loop of 0 steps, whose graph is
+    placed and optimised like any other.
 
     Raises:
         ValueError: the function has run with such arguments before; TensorFlow places a graph when

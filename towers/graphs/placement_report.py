@@ -52,11 +52,8 @@ def strays(
 ) -> list[str]:
     """Return a line for each layer of a tower and each layer's masters that are elsewhere.
 
-    Args:
-        placement: of the train loop.
-        devices: of the towers, in tower order.
-        masters: the master variables by name.
-        master_devices: where these may be.
+    `devices` are those of the towers, in their order; `master_devices` where `masters`, which are
+    {name: variable}, may be.
     """
     types: dict[tuple, list[str]] = defaultdict(list)
     for op in placement.misplaced(devices):

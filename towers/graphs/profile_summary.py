@@ -75,12 +75,9 @@ def read_trace(path: Path) -> Any:
 def op_times(trace: Any, placement: Placement) -> list[OpTime]:
     """Return the time of each op, of each device, the most expensive ones first.
 
-    Logical CPU devices share the host's threads: an op's device is known by its name. What the host
-    does for an op of a GPU is to launch it, and does not count.
-
-    Args:
-        trace: as `read_trace` returns it.
-        placement: of the train loop; ops that are not in it are `OUTSIDE`.
+    Logical CPU devices share the host's threads: an op's device is known by its name, and one that
+    is not in the placement is `OUTSIDE`. What the host does for an op of a GPU is to launch it, and
+    does not count.
     """
     devices = {op.name: op.device for op in (*placement.compiled, *placement.ops) if op.device}
     gpus = {plane.name: match for plane in trace.planes if (match := _gpu(plane.name))}

@@ -14,19 +14,12 @@ _CALLS = ("body", "then_branch", "else_branch", "f")  # attributes that name an 
 
 
 def step_graph(graph: tf.Graph, placement: Placement) -> tf.compat.v1.GraphDef:
-    """Return the graph of one step, without tracing anything anew.
+    """Return the ops of one step, for looking at, from the graph of the train loop as traced.
 
-    Each loop, branch and call of the step is drawn as a scope with what is in it, so that a tower
-    which is inside one is seen like any other.
-
-    Args:
-        graph: of the train loop, as traced: the body of its loop is the step. A graph without a
-            loop is taken as a step itself.
-        placement: read from that train loop. An op stands on the device where it ran, one that
-            TensorFlow folded or pruned on that which was asked for.
-
-    Returns:
-        A GraphDef of ops alone, for looking at; large constants are left out.
+    The body of its loop is the step; a graph without a loop is taken as a step itself. Each loop,
+    branch and call of the step is drawn as a scope with what is in it. An op stands on the device
+    where it ran, one that TensorFlow folded or pruned on that which was asked for. Large constants
+    are left out.
     """
     ran = {op.name: op.device for op in placement.compiled + placement.ops}
     loop = _loop(graph)

@@ -73,46 +73,33 @@ CHARTS = {
 def scalars(values: Mapping[str, Any], towers: Sequence[int]) -> dict[str, float]:
     """Return {tag: value} of a point, as far as its values are known.
 
-    Args:
-        values: by the names that `CHARTS` has; those of towers as one list of all towers.
-        towers: that had examples; the others have no curve at this point.
+    Values of towers are lists over all of them; only those of `towers`, which had examples, are
+    shown.
     """
     curves = [row for charts in CHARTS.values() for tags in charts.values() for row in tags.items()]
     found = {}
     for tag, name in curves:
-        if name not in values:
-            continue
-        if not tag.startswith("tower"):
+        if name in values and tag.startswith("tower"):
+            own = {i: values[name][i] for i in towers if values[name][i] is not None}
+            if tag.startswith("tower_{}"):
+                found |= {tag.format(i): value for i, value in own.items()}
+            else:
+                found[tag] = max(own.values()) - min(own.values())
+        elif name in values:
             found[tag] = values[name]
-            continue
-        own = {i: values[name][i] for i in towers if values[name][i] is not None}
-        if tag.startswith("tower_{}"):
-            found |= {tag.format(i): value for i, value in own.items()}
-        else:
-            found[tag] = max(own.values()) - min(own.values())
     return found
 
 
 def layout(gpus: bool) -> Any:
     """Return the Summary of the custom-scalars dashboard, the same at any number of towers.
 
-    TensorBoard tries the patterns on the tags of every run, from the tag's first letter on.
-
-    Args:
-        gpus: whether there are any; without, their empty charts are folded up.
+    TensorBoard tries the patterns on the tags of every run, from the tag's first letter on. Without
+    GPUs their empty charts are folded up.
     """
-
-    def chart(title: str, tags: Sequence[str]) -> layout_pb2.Chart:
-        patterns = [tag.replace("{}", r"\d+") + "$" for tag in tags]
-        lines = layout_pb2.MultilineChartContent(tag=patterns)
-        return layout_pb2.Chart(title=title, multiline=lines)
-
-    categories = [
-        layout_pb2.Category(
-            title=category,
-            closed=category == "GPUs" and not gpus,
-            chart=[chart(title, list(tags)) for title, tags in charts.items()],
-        )
-        for category, charts in CHARTS.items()
-    ]
-    return layout_summary.pb(layout_pb2.Layout(category=categories))
+    found = layout_pb2.Layout()
+    for title, charts in CHARTS.items():
+        category = found.category.add(title=title, closed=title == "GPUs" and not gpus)
+        for name, tags in charts.items():
+            patterns = [tag.replace("{}", r"\d+") + "$" for tag in tags]
+            category.chart.add(title=name).multiline.tag.extend(patterns)
+    return layout_summary.pb(found)

@@ -57,12 +57,10 @@ def _at(examples: float, xs: np.ndarray, ys: np.ndarray) -> float | None:
 
 
 def read_curves(folder: Path, batch_size: int = 1, by_examples: bool = False) -> Curves:
-    """Return the curves of a run.
+    """Return the curves of the run in a folder.
 
-    Args:
-        folder: of the run.
-        batch_size: of the run, for points whose examples are not known otherwise.
-        by_examples: whether x is examples (--tensorboard_x=examples), else it is updates.
+    Its batch size tells examples that are not known otherwise; `by_examples` is whether x is
+    examples (--tensorboard_x=examples), else it is updates.
     """
     train = events.read(folder / "train", _TRAIN_TAGS)
     evaluated = events.read(folder / "eval", _EVAL_TAGS)
@@ -96,18 +94,12 @@ def training_seconds(examples: np.ndarray, rates: np.ndarray) -> np.ndarray:
     """Return the seconds of training after each number of examples, beginning with 0.
 
     The examples between two points went at the speed that the second one has. A point without
-    speed is the first after a start: the next one's stands for it.
-
-    Args:
-        examples: seen at each point, [N].
-        rates: examples/s between each point and the one before, NaN where it is not known, [N].
-
-    Returns:
-        [N + 1], or [0] for no points. NaN if no speed is known.
+    speed (NaN) is the first after a start: the next one's stands for it. Of [N] points come [N + 1]
+    seconds, none of none; NaN if no speed is known.
     """
     if not len(examples):
         return np.array([])
-    known = np.flatnonzero(np.isfinite(rates) & (rates > 0))
+    known = np.flatnonzero(rates > 0)
     if not len(known):
         return _from_zero(np.full(len(examples), np.nan))
     following = np.minimum(np.searchsorted(known, np.arange(len(rates))), len(known) - 1)

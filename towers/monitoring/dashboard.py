@@ -39,15 +39,10 @@ def open_root(
     placement: Placement,
     graph: tf.Graph,
 ) -> None:
-    """Write the event file of the run itself; older ones are replaced.
+    """Write the event file of the run in `folder`; older ones are replaced.
 
-    Args:
-        folder: train_dir of the run.
-        options: of the run.
-        tower_devices: in tower order.
-        texts: {tag: lines}, beside those of the flags and of the environment.
-        placement: read from its train loop.
-        graph: of the train loop, as traced.
+    `texts` are {tag: lines}, beside those of the flags and of the environment; `graph` is that of
+    the train loop, as traced, and `placement` is read from it.
 
     Raises:
         RunError: the file cannot be written.
@@ -71,21 +66,15 @@ def open_root(
 
 
 def close_root(folder: Path, result: Mapping[str, Any] | None, step: int = 0) -> None:
-    """Add the final metrics to what `open_root` wrote.
-
-    Args:
-        folder: train_dir of the run.
-        result: what result.json is to hold; None for a run that failed.
-        step: where the points of the metrics stand.
+    """Add the final metrics, at `step`, to what `open_root` wrote; those of a failure are None.
 
     Raises:
         RunError: the file cannot be written.
     """
     end = _event(hparams.session_end(result), step)
     with _one_line_errors(folder):
-        if not (files := _event_files(folder)):  # somebody has tidied up
-            return _replace(folder, [end])
-        with files[-1].open("ab") as file:
+        path = [_new_path(folder), *_event_files(folder)][-1]  # somebody may have tidied up
+        with path.open("ab") as file:
             RecordWriter(file).write(end.SerializeToString())
 
 
@@ -162,7 +151,6 @@ def _replace(folder: Path, parts: Sequence[Event]) -> None:
     """
     start = SessionLog(status=SessionLog.START)
     head = Event(file_version="brain.Event:2"), Event(session_log=start)
-    name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}.root"
     old = _event_files(folder)
     with tempfile.TemporaryDirectory(prefix=".root.", dir=folder) as place:
         path = Path(place) / "records"  # a name that TensorBoard passes over
@@ -170,13 +158,18 @@ def _replace(folder: Path, parts: Sequence[Event]) -> None:
             for event in (*head, *parts):
                 event.wall_time = time.time()
                 writer.write(event.SerializeToString())
-        os.replace(path, folder / name)
-    for path in old:
-        path.unlink(missing_ok=True)
+        os.replace(path, _new_path(folder))
+    for other in old:
+        other.unlink(missing_ok=True)
+
+
+def _new_path(folder: Path) -> Path:
+    name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}.root"
+    return folder / name
 
 
 def _event_files(folder: Path) -> list[Path]:
-    """Return what `_replace` wrote there, the newest last."""
+    """Return what this wrote there, the newest last."""
     return [path for path in events.paths(folder) if path.suffix == ".root"]
 
 

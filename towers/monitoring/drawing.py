@@ -23,14 +23,12 @@ _MAX_NAME = 130  # pixels
 
 
 def to_bytes(image: np.ndarray, stretch: bool = False) -> np.ndarray:
-    """Return an image as uint8 `[h, w, 3]` for a person to recognise.
+    """Return an image `[h, w, C]` as uint8 `[h, w, 3]` for a person to recognise.
 
-    Args:
-        image: `[h, w, C]`. Of 3 or 4 channels the first three are red, green and blue; of any other
-            number the first is shown, in gray. uint8 is shown as it is, and so are floats from 0 to
-            1; other floats are stretched from their least to their greatest. What is not finite is
-            shown as the least.
-        stretch: whether floats from 0 to 1 are stretched, too, as those of a standardised image.
+    Of 3 or 4 channels the first three are red, green and blue; of any other number the first is
+    shown, in gray. uint8 is shown as it is, and so are floats from 0 to 1, unless `stretch`; other
+    floats are stretched from their least to their greatest. What is not finite is shown as the
+    least.
     """
     image = np.asarray(image)
     image = image[..., :3] if image.shape[-1] in (3, 4) else image[..., :1]
@@ -48,12 +46,9 @@ def to_bytes(image: np.ndarray, stretch: bool = False) -> np.ndarray:
 def grid(
     images: Sequence[np.ndarray], captions: Sequence[Sequence[str]] = (), columns: int = 4
 ) -> Image.Image:
-    """Draw images in rows, each large enough to be read, with its lines of text under it.
+    """Draw images, as `to_bytes` takes them, in rows, each with its lines of text under it.
 
-    Args:
-        images: at least one, as `to_bytes` takes them.
-        captions: lines for each image; without any, images stand close together.
-        columns: at most so many in a row.
+    Without any captions, images stand close together.
     """
     side = _SIDE if captions else _SIDE // 4
     tiles = [_tile(to_bytes(image), side) for image in images]
@@ -77,11 +72,8 @@ def matrix(counts: np.ndarray, names: Sequence[str]) -> Image.Image:
     """Draw a square matrix: rows and columns named, as far as names and numbers fit.
 
     A cell's colour is the deeper, the greater its share of its row: blue on the diagonal, red
-    elsewhere. It goes by the root of the share, so that rare mistakes are seen.
-
-    Args:
-        counts: integers `[n, n]`, n at most 900.
-        names: of rows and columns.
+    elsewhere. It goes by the root of the share, so that rare mistakes are seen. Counts are integers
+    `[n, n]`, n at most 900.
     """
     num = len(counts)
     cell = max(1, min(48, _MATRIX // num))

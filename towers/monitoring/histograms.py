@@ -42,13 +42,8 @@ def make_histograms(
     and clipping. Infinities and NaN are left out, and a tag of which nothing else remains; without
     a batch there are weights alone.
 
-    Args:
-        builder: of the towers.
-        model: whose layers are looked at.
-        weights: its trainable variables, as the builder takes them.
-        loss_fn: (images, labels, draws) of a slice -> losses [b].
-        loss_scale: what `loss_fn` multiplies losses by; None: nothing.
-        options: of the run: how images are augmented, and their type.
+    `weights` are the model's trainable variables, as the builder takes them; `loss_fn` leads from
+    (images, labels, draws) of a slice to losses [b], which `loss_scale`, if any, is a factor of.
     """
     layer_names: list[str] = []  # set by tracing
 

@@ -82,11 +82,8 @@ def of_towers(
 ) -> list[Summary]:
     """Return `images/tower_I` of each tower with examples: its images, with their classes.
 
-    Args:
-        seen: (images, labels) of each tower, as `samples.seen_by_towers` returns them.
-        class_names: by label.
-        step: that trains on them; None: they stand for those of another step.
-        stretch: whether values from 0 to 1 are stretched as others are.
+    `seen` is what `samples.seen_by_towers` returns, `step` that which trains on them, None if they
+    stand for those of another step; `stretch` is as in `drawing.to_bytes`.
     """
     of_step = "(some, not of this step)" if step is None else f"in step {step}"
     found = []

@@ -3,7 +3,7 @@
     with Profiler(folder, (100, 110), last_step=5000, placement=placement, say=print) as profiler:
         while step < 5000:
             profiler.begin(step)
-            num_steps = ...  # so many that the call ends at any step that profiler.due() names
+            num_steps = ...  # the call ends at any step that profiler.due() names
             with profiler.trace(step):
                 train_loop(batches, num_steps)
             step += num_steps
@@ -42,15 +42,7 @@ class Profiler:
         placement: Placement,
         say: Callable[[str], None],
     ):
-        """Plan a profile; nothing is started.
-
-        Args:
-            train_dir: folder of the run.
-            steps: done when the profile starts and when it ends, None to wait for a signal.
-            last_step: steps done when the run ends.
-            placement: of the train loop, for the device of each op.
-            say: prints a line.
-        """
+        """Plan a profile of `steps`, (first, last), or wait for a signal; nothing is started."""
         self._train_dir, self._last_step, self._placement = train_dir, last_step, placement
         self._print, self._plan, self._running = say, steps, None
         self._asked, self._step = False, 0
@@ -81,12 +73,11 @@ class Profiler:
         """Start what is to start when `step` steps are done: just before the next call."""
         self._step = step
         if self._running is None and self._plan and self._plan[0] <= step:
-            first, last = self._plan
+            _, last = self._plan
             if last <= step:
-                self._drop(f"the run is at step {step}")
-            else:
-                self._plan = None
-                self._start(step, min(last, self._last_step))
+                return self._drop(f"the run is at step {step}")
+            self._plan = None
+            self._start(step, min(last, self._last_step))
         elif self._running is None and self._asked:
             self._asked = False
             self._start(step, min(step + NUM_STEPS, self._last_step))
@@ -111,11 +102,12 @@ class Profiler:
             return
         (first, _), self._running = self._running, None
         try:
-            _stop(save=self._step > first)
+            try:
+                tf.test.experimental.sync_devices()
+            finally:
+                tf.profiler.experimental.stop(save=self._step > first)
             if self._step > first:
                 self._write(first, self._step)
-            else:
-                self._say(f"none: it ended before step {first} was made")
         except Exception as error:  # of any kind: a run is worth more than its profile
             self._say(f"steps {first} to {self._step} failed: {first_line(error, 300)}")
 
@@ -163,11 +155,3 @@ class Profiler:
             self._print(f"  {line}")
         path = self._train_dir / f"profile_{first}_{last}.txt"
         files.write_text(path, "\n".join([f"steps {first} to {last}", *lines, ""]))
-
-
-def _stop(save: bool) -> None:
-    """Stop TensorFlow's profiler once the devices have done what they were given."""
-    try:
-        tf.test.experimental.sync_devices()
-    finally:
-        tf.profiler.experimental.stop(save=save)

@@ -46,14 +46,8 @@ def measure(
 ) -> dict[str, tf.Tensor]:
     """Return how long a step took up to its gathered gradients, and how its towers agree.
 
-    Args:
-        batch: which the step starts with.
-        sums: what the towers have.
-        loss: the gathered one.
-        gradients: gathered ones of the data's loss: one list, or one for each tower on its device.
-        builder: of the towers.
-        measured: bool scalar, whether norms are wanted; otherwise they are 0.
-        loss_scale: what losses and gradients are multiplied by; None: nothing.
+    `loss` is the gathered one; `gradients` are the gathered ones of the data's loss: one list, or
+    one for each tower on its device. Norms are 0 unless the bool scalar `measured` wants them.
 
     Returns:
         Of each tower, [towers], 0 for one without examples: "tower_seconds" (from the batch to its
