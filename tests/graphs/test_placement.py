@@ -46,12 +46,13 @@ def test_a_request_is_not_the_device():
         with tf.device("/cpu:1"):
             kept = tf.tanh(x)
         with tf.device("/gpu:0"):
-            return tf.sinh(kept)
+            return kept + tf.matmul(x, x)
 
     builder = towers.TowerBuilder(["/cpu:0"])
-    placement = read_placement(tf.function(lambda x: builder.sum(inner, x)), tf.ones([4]))
+    placement = read_placement(tf.function(lambda x: builder.sum(inner, x)), tf.ones([4, 4]))
     assert ops_of(placement, "Tanh") == [("/cpu:1", "/cpu:1")]
-    assert ops_of(placement, "Sinh") == [("/gpu:0", "/cpu:0")]
+    (product,) = [op for op in placement.ops if "MatMul" in op.type]
+    assert (product.requested, product.device) == ("/gpu:0", "/cpu:0")
     assert [op.type for op in placement.misplaced(["/cpu:0"])] == ["Tanh"]
 
 

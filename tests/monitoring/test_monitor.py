@@ -203,7 +203,6 @@ def test_one_tower_with_examples_has_no_noise_scale(tmp_path, make, num_towers):
     assert "tower_0/loss" in tags and not any("noise" in tag or "tower_1" in tag for tag in tags)
     assert points(tmp_path / "train", "towers/loss_spread") == [(0, 0.0)]
     assert monitor.noise_scale() is None
-    assert (monitor.advice() is None) == (num_towers == 1)
 
 
 def test_a_gradient_that_is_not_finite_spoils_no_later_point(monitor):
@@ -281,7 +280,7 @@ def test_a_run_that_ended_in_its_last_evaluation_knows_its_figures(clock, make):
     expected = monitor.examples_per_second()
     monitor.close()
     again = make(3, last=3)
-    assert (again.last_loss(), again.examples_per_second()) == (1.5, expected)
+    assert (again.last_loss, again.examples_per_second()) == (1.5, expected)
     assert make(3, last=9).examples_per_second() is None  # which is to be that of its own steps
 
 

@@ -130,8 +130,8 @@ def short(device: str) -> str:
 def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Operation]]:
     """Yield (name, op) of a graph and of the functions that it calls.
 
-    Inlining puts the name of a call in front of the names in the function. What it puts in front of
-    those in a loop or a branch, `traced_name` takes away.
+    Inlining puts the name of a call in front of the names in the function, as here; what it puts in
+    front of those in a loop or a branch, `traced_name` takes away.
     """
     for op in graph.get_operations():
         yield scope + op.name, op
@@ -141,10 +141,7 @@ def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Opera
 
 
 def needed_ops(ops: Iterable[tf.Operation]) -> list[tf.Operation]:
-    """Return the ops of a graph that the given ones need, each after those it needs.
-
-    TensorFlow prunes the rest.
-    """
+    """Return the ops that the given ones need, each after those it needs; the rest is pruned."""
     waiting = [(op, False) for op in ops]
     found, opened = [], set()
     while waiting:

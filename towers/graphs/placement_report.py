@@ -98,9 +98,7 @@ def table(placement: Placement) -> list[str]:
 
 
 def write_tsv(path: Path, placement: Placement) -> None:
-    """Write a row for every op: name, type, tower, layer, requested and actual device.
-
-    The actual device of an op that TensorFlow folded, fused or pruned is "-".
+    """Write a row for every op; "-" is the device of one that was folded, fused or pruned.
 
     Raises:
         RunError: the file cannot be written.

@@ -44,16 +44,15 @@ class Curves:
 
     def seconds_at(self, examples: float) -> float | None:
         """Return the seconds of training after so many examples, None if they are not known."""
-        return _at(examples, self.examples, self.seconds)
+        return self._at(examples, self.seconds)
 
     def epochs_at(self, examples: float) -> float | None:
         """Return the epochs after so many examples, None if they are not known."""
-        return _at(examples, self.examples, self.epochs)
+        return self._at(examples, self.epochs)
 
-
-def _at(examples: float, xs: np.ndarray, ys: np.ndarray) -> float | None:
-    value = float(np.interp(examples, xs, ys)) if len(xs) > 1 else np.nan
-    return value if np.isfinite(value) else None
+    def _at(self, examples: float, values: np.ndarray) -> float | None:
+        value = np.interp(examples, self.examples, values) if len(self.examples) > 1 else np.nan
+        return float(value) if np.isfinite(value) else None
 
 
 def read_curves(folder: Path, batch_size: int = 1, by_examples: bool = False) -> Curves:

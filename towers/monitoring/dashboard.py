@@ -28,6 +28,7 @@ from towers.errors import RunError
 from towers.graphs.placement import Placement
 from towers.graphs.step_graph import step_graph
 from towers.monitoring import charts, events, hparams
+from towers.monitoring.results import noted_runs
 from towers.options.run import Options
 
 
@@ -47,7 +48,8 @@ def open_root(
     Raises:
         RunError: the file cannot be written.
     """
-    columns = _columns_of_sweep(folder.absolute().parent)
+    of_sweep = noted_runs(folder.absolute().parent)
+    columns = [name for run in of_sweep[:1] for name in run.get("flags", ())]  # that are varied
     if not columns:
         columns = [n for n, value in hparams.hparams_of(options).items() if value != _default(n)]
     summaries = [
@@ -132,15 +134,6 @@ def _event(summaries: Iterable[Any], step: int = 0) -> Event:
     for summary in summaries:
         event.summary.MergeFromString(summary.SerializeToString())
     return event
-
-
-def _columns_of_sweep(folder: Path) -> list[str]:
-    """Return the flags that stand first in the table of a sweep; none: the folder is of none."""
-    with contextlib.suppress(OSError):
-        for path in events.paths(folder):
-            if path.suffix == ".sweep":
-                return hparams.varied(event for event, _ in events.records(path))
-    return []
 
 
 def _replace(folder: Path, parts: Sequence[Event]) -> None:

@@ -97,9 +97,7 @@ def _cut_file(path: Path, x: int) -> None:
 
 def _number(value: Summary.Value) -> float | None:
     """Return a finite scalar, None for anything else."""
-    number = math.nan
-    if value.WhichOneof("value") == "simple_value":
-        number = value.simple_value
-    elif value.HasField("tensor") and not value.tensor.tensor_shape.dim:
+    if value.HasField("tensor") and not value.tensor.tensor_shape.dim:
         number = float(make_ndarray(value.tensor))
-    return number if math.isfinite(number) else None
+        return number if math.isfinite(number) else None
+    return None

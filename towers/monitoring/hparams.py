@@ -4,17 +4,16 @@ A run is one row, whose name is that of its folder. So `tensorboard --logdir RUN
 --logdir of a folder of runs one for each. Nothing here needs TensorFlow.
 """
 
-import math
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from tensorboard.plugins.hparams.summary_v2 import Metric, hparams_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
+from towers.monitoring.results import number
 from towers.options.run import Options, names_that_affect
 
 # TensorBoard shows five columns of either kind, and the rest on a click.
@@ -46,11 +45,10 @@ def hparams_of(options: Options, num_towers: int | None = None) -> dict[str, Any
 
 
 def experiment(first: Collection[str]) -> Summary:
-    """Return the Summary that declares the table's columns.
+    """Return the Summary that declares the table's columns, the flags in `first` before the others.
 
     TensorBoard takes them from one run of all those it shows, so that they must be the same in
-    each; and a column with a set of values would hide the runs with others: none has one. The flags
-    in `first` stand first, as those that differ between runs.
+    each; and a column with a set of values would hide the runs with others: none has one.
     """
     kinds = {str: api_pb2.DATA_TYPE_STRING, bool: api_pb2.DATA_TYPE_BOOL}
     first = list(first)
@@ -73,16 +71,6 @@ def experiment(first: Collection[str]) -> Summary:
     return _summary(metadata.EXPERIMENT_TAG, experiment=declared)
 
 
-def varied(events: Iterable[Event]) -> list[str]:
-    """Return the flags that stand first in the table which events declare; none: no such table."""
-    for value in (value for event in events for value in event.summary.value):
-        if value.tag == metadata.EXPERIMENT_TAG:
-            content = value.metadata.plugin_data.content
-            infos = metadata.parse_experiment_plugin_data(content).hparam_infos
-            return [info.name for info in infos if info.differs]
-    return []
-
-
 def session_start(options: Options, num_towers: int) -> Summary:
     """Return the Summary with which a run's row starts: its flags."""
     own_row = ""  # else equal flags would make one row of two runs
@@ -93,12 +81,8 @@ def session_end(result: Mapping[str, Any] | None) -> list[Summary]:
     """Return the Summaries with which a run's row ends; the result of one that failed is None."""
     status = api_pb2.STATUS_FAILURE if result is None else api_pb2.STATUS_SUCCESS
     end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
-    values = {name: (result or {}).get(name) for name in METRICS}
-    scalars = [
-        scalar_pb(f"result/{name}", value)
-        for name, value in values.items()
-        if value is not None and math.isfinite(value)
-    ]
+    values = {name: number(result or {}, name) for name in METRICS}
+    scalars = [scalar_pb(f"result/{n}", value) for n, value in values.items() if value is not None]
     return [*scalars, _summary(metadata.SESSION_END_INFO_TAG, session_end_info=end)]
 
 

@@ -56,11 +56,14 @@ class Monitor:
         of_train, of_eval = (train_dir / part for part in PARTS)
         self._evaluated = _cut(of_train, of_eval, timetable.x(timetable.first_step))
         before = events.read(of_train, {"loss/data", _RATE, *_OF_NOISE}).values()
-        self._last_loss = next((p["loss/data"] for p in reversed(before) if "loss/data" in p), None)
-        self._noise = NoiseScale([p[tag] for tag in _OF_NOISE] for p in before if _OF_NOISE[0] in p)
-        self._rates = [p[_RATE] for p in before if _RATE in p]
-        if timetable.first_step < timetable.last_step:
-            self._rates = []  # this process makes steps of its own
+        self.last_loss: float | None = None  # of the data at the last point, of whatever process
+        self._noise, self._rates = NoiseScale(), []
+        for point in before:  # a continued run's curve goes on
+            self.last_loss = point.get("loss/data", self.last_loss)
+            if _OF_NOISE[0] in point:
+                self._noise.add(*(point[tag] for tag in _OF_NOISE))
+            if _RATE in point and timetable.first_step == timetable.last_step:
+                self._rates.append(point[_RATE])  # this process makes no steps of its own
         self._writer = EventWriter(train_dir, timetable.options.max_event_mib, self.say)
         self._bar = tqdm(
             total=timetable.last_step,
@@ -102,7 +105,7 @@ class Monitor:
         }
         if own_seconds:
             values["tower_step_seconds"] = own_seconds
-        self._last_loss = metrics["loss"]
+        self.last_loss = metrics["loss"]
         occupied = [i for i, count in enumerate(metrics["tower_examples"]) if count > 0]
         scalars = charts.scalars(values, occupied) | speed
         scalars |= self._of_noise(metrics) | self._health()
@@ -158,18 +161,12 @@ class Monitor:
         rates = self._rates[1:] or self._rates
         return statistics.median(rates) if rates else None
 
-    def last_loss(self) -> float | None:
-        """Return the loss of the data at the last point, that of an earlier process if need be."""
-        return self._last_loss
-
     def noise_scale(self) -> float | None:
         """Return the gradient noise scale in examples, None where it cannot be told."""
         return self._noise.examples()
 
-    def advice(self) -> str | None:
-        """Return one sentence on batch size and towers; one tower alone has nothing to compare."""
-        if len(self._devices) < 2:
-            return None
+    def advice(self) -> str:
+        """Return one sentence on batch size and towers."""
         batch_size = self._timetable.options.batch_size
         return advice(self._noise.examples(), batch_size, len(self._devices))
 

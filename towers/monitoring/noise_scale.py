@@ -8,7 +8,7 @@ Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", ap
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 _DECAY = 0.95  # of the averages, per point: one point's estimate is mostly noise
 
@@ -39,11 +39,7 @@ def estimate(
 class NoiseScale:
     """Averages the estimates of points, numerator and denominator apart, as their ratio."""
 
-    def __init__(self, earlier: Iterable[tuple[float, float]] = ()):
-        """Start with the estimates of earlier points, so that a continued run's curve goes on."""
-        self._trace = self._squared_norm = 0.0
-        for trace, squared_norm in earlier:
-            self.add(trace, squared_norm)
+    _trace = _squared_norm = 0.0
 
     def add(self, trace: float, squared_norm: float) -> None:
         """Take one point's estimates in."""

@@ -19,11 +19,7 @@ class Stragglers:
         self._devices, self._slowest, self._points_in_a_row = list(devices), None, 0
 
     def line(self, seconds: Sequence[float]) -> str | None:
-        """Return a line when a tower has become the straggler, None otherwise.
-
-        Args:
-            seconds: of a step, for each tower, from the batch to its gradients; 0: had no example.
-        """
+        """Return a line when a tower has become the straggler; 0 seconds: it had no example."""
         known = [value for value in seconds if value > 0] or [0.0]
         # The median of all, not of the others: on devices that share cores it is one tower that
         # ends before the rest. Of two the smaller one.

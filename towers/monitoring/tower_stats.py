@@ -107,10 +107,7 @@ def _ends(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
 
 
 def weights_before(weights: Sequence[Any], measured: tf.Tensor) -> list[tuple[list[Any], Any]]:
-    """Return, for each device, the weights that lie there and their values as they are now.
-
-    The values are empty tensors if they are not wanted.
-    """
+    """Return, for each device, the weights there and their values, empty if not measured."""
     places: dict[str, list[Any]] = {}
     for weight in weights:
         places.setdefault(weight.value.device, []).append(weight)
@@ -129,10 +126,7 @@ def weights_before(weights: Sequence[Any], measured: tf.Tensor) -> list[tuple[li
 def update_size(
     before: Sequence[tuple[list[Any], Any]], measured: tf.Tensor
 ) -> dict[str, tf.Tensor]:
-    """Return "update_to_weight_ratio": the norm of an update over that of the weights.
-
-    `before` is what `weights_before` returned; the ratio is 0 where it is not wanted.
-    """
+    """Return "update_to_weight_ratio": the norm of an update over that of the weights before it."""
     changes, sizes = [], []
     for weights, values in before:
 

@@ -22,7 +22,7 @@ def result_of(
         "examples": timetable.examples(timetable.last_step),
         "examples_per_second": monitor.examples_per_second(),
         "seconds_to_first_step": seconds,
-        "train_loss": monitor.last_loss(),
+        "train_loss": monitor.last_loss,
         "gradient_noise_scale": monitor.noise_scale(),
         "test_accuracy": evaluation.accuracy,
         "test_accuracy_ema": evaluation.accuracy_ema,
