@@ -35,7 +35,6 @@ def test_the_ops_of_two_towers_and_their_sum():
         ("/cpu:0", "/cpu:1"): 2 * 6 * 4,
         ("/cpu:1", "/cpu:0"): 4 * 4,
     }
-    assert placement.counts()["/cpu:0", "AddN"] == 1
 
 
 def test_a_request_is_not_the_device():

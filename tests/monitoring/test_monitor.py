@@ -27,7 +27,6 @@ METRICS = {
     "tower_cosine": [0.5, 0.75],
 }
 DEVICES = ["/cpu:0", "/cpu:1"]
-TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
 
 def timetable(first=0, last=100, batch_size=128, **options):
@@ -103,20 +102,16 @@ def test_the_lines_in_full(monitor, clock, out):
     monitor.eval_point(11, scalars)
     monitor.eval_point(12, scalars | {"accuracy_ema": 0.5, "loss_ema": 0.25})
     start, trained, raw, both = out.getvalue().splitlines()
-    assert re.fullmatch(
-        rf"{TIME}: step 0, examples 128, loss = 1\.2500, learning rate 0\.05000", start
-    )
-    assert re.fullmatch(
-        rf"{TIME}: step 10, examples 1408, loss = 0\.5000, learning rate 0\.05000 "
-        r"\(320\.0 examples/s; 0\.400 s/step\)",
-        trained,
-    )
-    assert re.fullmatch(rf"{TIME}: epoch 0\.14, test: accuracy 0\.7500, loss 1\.0000", raw)
-    assert re.fullmatch(
-        rf"{TIME}: epoch 0\.15, test: accuracy 0\.7500, accuracy_ema 0\.5000, loss 1\.0000, "
+    point = r"step {}, examples {}, loss = {}, learning rate 0\.05000"
+    expected = {
+        start: point.format(0, 128, r"1\.2500"),
+        trained: point.format(10, 1408, r"0\.5000") + r" \(320\.0 examples/s; 0\.400 s/step\)",
+        raw: r"epoch 0\.14, test: accuracy 0\.7500, loss 1\.0000",
+        both: r"epoch 0\.15, test: accuracy 0\.7500, accuracy_ema 0\.5000, loss 1\.0000, "
         r"loss_ema 0\.2500",
-        both,
-    )
+    }
+    for line, pattern in expected.items():
+        assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d: {pattern}", line)
 
 
 def test_a_point_of_training_in_full(monitor, clock, tmp_path):
@@ -219,14 +214,12 @@ def test_the_health_of_the_gpus_is_part_of_a_point(tmp_path, make):
     assert points(tmp_path / "train", "gpu_3/power_watts") == [(0, 250.0)]
 
 
-def test_a_straggler_is_named(monitor, clock, out):
-    step_to(monitor, 0, 1)
-    for step in 2, 3, 4:
-        clock.now += 1
+def test_a_straggler_is_named(monitor, out):
+    for step in 1, 2, 3, 4:
         monitor.progress(step, call(1) | {"tower_seconds": tf.constant([0.1, 0.3])})
         monitor.train_point(step, METRICS)
-    named = [line for line in out.getvalue().splitlines() if "straggler" in line]
-    assert len(named) == 1 and "tower 1 on /cpu:1" in named[0] and "0.300 s" in named[0]
+    (line,) = [line for line in out.getvalue().splitlines() if "straggler" in line]
+    assert "tower 1 on /cpu:1" in line and "0.300 s" in line
 
 
 def test_curves_over_examples(tmp_path, make):

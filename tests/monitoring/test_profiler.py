@@ -13,7 +13,9 @@ from towers.graphs import profile_summary
 from towers.graphs.placement import read_placement
 from towers.monitoring.profiler import Profiler
 
-HANDLER = signal.getsignal(signal.SIGUSR2)
+
+def handler():
+    return signal.getsignal(signal.SIGUSR2)
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +114,11 @@ def test_no_profile_without_being_asked(tmp_path, step):
 
 
 def test_a_signal_profiles_the_next_ten_steps(tmp_path, step):
+    before = handler()
     run = Run(tmp_path, step)(signals=(8,))
     assert run.traces() == ["12_22"]
     assert matmuls(run.texts()["profile_12_22.txt"]) == {"/cpu:0": 10, "/cpu:1": 10}
-    assert signal.getsignal(signal.SIGUSR2) == HANDLER
+    assert handler() == before
 
 
 def test_a_signal_while_one_is_made_is_answered(tmp_path, step):
@@ -139,17 +142,17 @@ def test_a_plan_and_a_signal(tmp_path, step):
 
 def test_another_thread_takes_no_signal(tmp_path, step):
     run = Run(tmp_path, step, (2, 5))
-    seen = []
+    before, seen = handler(), []
 
     def work():
         with run.profiler:
-            seen.append(signal.getsignal(signal.SIGUSR2))
+            seen.append(handler())
         run()
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert seen == [HANDLER]
+    assert seen == [before]
     assert run.traces() == ["2_5"]
 
 

@@ -12,7 +12,7 @@ def lines(*points):
     return [watch.line(point) for point in points]
 
 
-def test_the_slow_tower_is_named_with_its_device_and_times():
+def test_the_slow_tower_is_named_once_with_its_device_and_times():
     first, second, third = lines(*[[0.1, 0.2, 0.12]] * 3)
     assert first is None and third is None
     assert "tower 1 on /gpu:1" in second and "0.200" in second and "0.120" in second

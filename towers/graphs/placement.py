@@ -71,10 +71,6 @@ class Placement:
         work = [op for op in self.ops if op.tower is not None and op.type not in _NOT_OF_A_TOWER]
         return [op for op in work if op.device != devices[op.tower]]
 
-    def counts(self) -> Counter[tuple[str, str]]:
-        """Return {(device, op type): number of ops}."""
-        return Counter((op.device, op.type) for op in self.ops)
-
     def crossing_bytes(self) -> Counter[tuple[str, str]]:
         """Return {(source, target): bytes in a step}, as far as shapes are known."""
         total: Counter[tuple[str, str]] = Counter()

@@ -1,6 +1,6 @@
 """What a run says of its placement: a few lines, an error in strict mode, a table and a file."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def _why(requested: str, device: str, tower: str) -> str:
 
 def table(placement: Placement) -> list[str]:
     """Return a table: a row for each op type, a column for each device, how many ops run there."""
-    counts = placement.counts()
+    counts = Counter((op.device, op.type) for op in placement.ops)
     devices = sorted({device for device, _ in counts})
     types = sorted({kind for _, kind in counts})
     rows = [("op type", *devices)]

@@ -18,13 +18,13 @@ from typing import Any
 
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
+from towers import text
 from towers.builder.layers import tower_of
 from towers.errors import RunError
 from towers.graphs.placement import Op, Placement, traced_name
 
 NUM_OPS = 10  # of each device
 OUTSIDE = "outside of the step (input, evaluation, checkpoints)"
-_TYPE_WIDTH = 40  # of a kernel without an op, the type is its name, and C++ has long ones
 _MAX_MIB = 512  # in memory, a trace takes several times its size on disk
 _OP = re.compile(r"([\w./>\\-]+):(\w+)(#.*)?")  # "tower_0/conv1/convolution:Conv2D"
 _BACKWARD = re.compile(r"Grad(?!ient)|Backprop")  # but not StopGradient
@@ -115,20 +115,17 @@ def report(times: Sequence[OpTime], num_steps: int) -> list[str]:
     for device in dict.fromkeys(row.device for row in times):
         rows = [row for row in times if row.device == device]
         busy = sum(row.seconds for row in rows)
-        shown = rows[:NUM_OPS]
-        width = max(len(row.type[:_TYPE_WIDTH]) for row in shown)
-        lines += [
+        lines.append(
             f"{device}: busy {1e3 * busy:.3f} ms, {1e3 * busy / num_steps:.3f} ms a step; "
-            f"{len(shown)} of {len(rows)} ops",
-            f"{'calls':>10}{'total ms':>12}{'% of busy':>11}{'ms/step':>11}  pass      "
-            f"{'type':{width}}  op",
-        ]
-        lines += [
-            f"{row.calls:10}{1e3 * row.seconds:12.3f}{100 * row.seconds / (busy or 1):11.1f}"
-            f"{1e3 * row.seconds / num_steps:11.3f}  {row.stage or '-':10}"
-            f"{row.type[:_TYPE_WIDTH]:{width}}  {row.layer}"
-            for row in shown
-        ]
+            f"{len(rows[:NUM_OPS])} of {len(rows)} ops"
+        )
+        header = ("calls", "total ms", "% of busy", "ms/step", "pass", "type", "op")
+        cells = []
+        for row in rows[:NUM_OPS]:
+            share, ms = 100 * row.seconds / (busy or 1), 1e3 * row.seconds
+            numbers = (row.calls, f"{ms:.3f}", f"{share:.1f}", f"{ms / num_steps:.3f}")
+            cells.append((*numbers, row.stage or "-", row.type, row.layer))
+        lines += text.table(header, cells)
     note = "on a CPU, TensorFlow records no op that it has found to take some microseconds only"
     return [*lines, note]
 
@@ -136,7 +133,7 @@ def report(times: Sequence[OpTime], num_steps: int) -> list[str]:
 def problems(trace: Any, times: Sequence[OpTime], placement: Placement) -> list[str]:
     """Return what the profiler complains of, and the GPUs of which nothing was recorded."""
     used = {op.device for op in placement.ops if op.device.startswith("/gpu")}
-    found = [text.splitlines()[0] for text in (*trace.errors, *trace.warnings) if text]
+    found = [said.splitlines()[0] for said in (*trace.errors, *trace.warnings) if said]
     if silent := sorted(used - {row.device for row in times}):
         found.append(
             f"no kernel of {', '.join(silent)} was recorded; the driver may keep its "
