@@ -9,28 +9,21 @@ from typing import Any
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import summary as layout_summary
 
-# What is written by its tag, and not by `scalars`: it is no value of a step.
-_CLOCK, _NOISE, _EVALUATION, _DRIVER = "the clock", "noise scale", "evaluation", "GPU health"
-
-# {category: {chart: {tag: name of the value of a step}}}. A tag with {} is of each tower, or GPU;
-# towers/..._spread is the greatest value of a tower minus the least.
+# {category: {chart: {tag: name of the value of a step}}}; None is written by its tag, and not by
+# `scalars`. A tag with {} is of each tower, or GPU; towers/..._spread is the greatest value of a
+# tower minus the least.
 CHARTS = {
     "run": {
-        "loss": {
-            "loss/data": "loss",
-            "loss/total": "total_loss",
-            "loss": _EVALUATION,
-            "loss_ema": _EVALUATION,
-        },
-        "test accuracy": {"accuracy": _EVALUATION, "accuracy_ema": _EVALUATION},
+        "loss": {"loss/data": "loss", "loss/total": "total_loss", "loss": None, "loss_ema": None},
+        "test accuracy": {"accuracy": None, "accuracy_ema": None},
         "learning rate": {"learning_rate": "learning_rate"},
         "gradient norm": {"gradient_norm": "gradient_norm"},
         "update to weight ratio": {"update_to_weight_ratio": "update_to_weight_ratio"},
         "regularisation": {"loss/regularisation": "penalty"},
-        "noise scale, in examples": {"noise_scale/examples": _NOISE},
+        "noise scale, in examples": {"noise_scale/examples": None},
         "noise scale: trace of the covariance, squared norm of the gradient": {
-            "noise_scale/trace": _NOISE,
-            "noise_scale/squared_norm": _NOISE,
+            "noise_scale/trace": None,
+            "noise_scale/squared_norm": None,
         },
         "epoch": {"progress/epoch": "epoch"},
         "examples": {"progress/examples": "examples"},
@@ -49,23 +42,23 @@ CHARTS = {
         "spread of step seconds": {"towers/step_seconds_spread": "tower_step_seconds"},
     },
     "GPUs": {
-        "utilisation, %": {"gpu_{}/utilisation_percent": _DRIVER},
-        "memory utilisation, %": {"gpu_{}/memory_utilisation_percent": _DRIVER},
-        "memory used, MiB": {"gpu_{}/memory_used_mib": _DRIVER},
-        "power, W": {"gpu_{}/power_watts": _DRIVER},
-        "temperature, °C": {"gpu_{}/temperature_celsius": _DRIVER},
-        "clocks, MHz": {"gpu_{}/sm_clock_mhz": _DRIVER, "gpu_{}/memory_clock_mhz": _DRIVER},
+        "utilisation, %": {"gpu_{}/utilisation_percent": None},
+        "memory utilisation, %": {"gpu_{}/memory_utilisation_percent": None},
+        "memory used, MiB": {"gpu_{}/memory_used_mib": None},
+        "power, W": {"gpu_{}/power_watts": None},
+        "temperature, °C": {"gpu_{}/temperature_celsius": None},
+        "clocks, MHz": {"gpu_{}/sm_clock_mhz": None, "gpu_{}/memory_clock_mhz": None},
     },
     "speed": {
-        "examples/s": {"speed/examples_per_second": _CLOCK},
-        "seconds of a step": {"speed/seconds_per_step": _CLOCK},
+        "examples/s": {"speed/examples_per_second": None},
+        "seconds of a step": {"speed/seconds_per_step": None},
         "where a step's seconds go": {
-            "speed/input_wait_seconds": _CLOCK,
-            "speed/compute_seconds": _CLOCK,
-            "speed/gather_seconds": _CLOCK,
-            "speed/update_seconds": _CLOCK,
+            "speed/input_wait_seconds": None,
+            "speed/compute_seconds": None,
+            "speed/gather_seconds": None,
+            "speed/update_seconds": None,
         },
-        "seconds of a checkpoint": {"checkpoint_seconds": _CLOCK},
+        "seconds of a checkpoint": {"checkpoint_seconds": None},
     },
 }
 

@@ -1,11 +1,7 @@
 """What a run looks like: the images that towers see, first filters, and what evaluation gets wrong.
 
-    batch = sampler.batch(step, examples)                    # of samples.Sampler
-    seen = samples.seen_by_towers(builder, options, batch, pictures.NUM_IMAGES)
-    pictures.of_towers(seen, class_names, batch.step)        # a list of Summary protos
-    pictures.of_evaluation(predictions, class_names)
-
-Nothing is written here, and nothing that a run computes with is changed.
+Each function returns a list of Summary protos. Nothing is written here, and nothing that a run
+computes with is changed.
 """
 
 import dataclasses

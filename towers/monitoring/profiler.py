@@ -1,16 +1,8 @@
 """A profile on demand: --profile_steps=100:110, or the signal SIGUSR2 while a run is going on.
 
-    with Profiler(folder, (100, 110), last_step=5000, placement=placement, say=print) as profiler:
-        while step < 5000:
-            profiler.begin(step)
-            num_steps = ...  # the call ends at any step that profiler.due() names
-            with profiler.trace(step):
-                train_loop(batches, num_steps)
-            step += num_steps
-            profiler.end(step)
-
-The trace is written where TensorBoard's profile plugin looks for it, and the most expensive ops as
-text. Whatever goes wrong here is a line, and never the end of a run.
+A call of the train loop ends at any step that `due` names, is made within `trace`, and stands
+between `begin` and `end`. The trace is written where TensorBoard's profile plugin looks for it, and
+the most expensive ops as text. Whatever goes wrong here is a line, and never the end of a run.
 """
 
 import contextlib
