@@ -5,6 +5,23 @@ import signal
 
 import pytest
 
+# Modules whose tests train for long or start processes; in others single tests are marked.
+SLOW = {
+    "test_equivalence.py", "test_guides.py", "test_packaging.py", "test_real_images.py",
+    "test_zoo.py", "builder/test_batch_norm.py", "builder/test_draws.py",
+    "builder/test_rehearsal.py", "builder/test_threads.py", "builder/test_tower.py",
+    "builder/test_xla.py", "commands/test_benchmark.py", "commands/test_plan.py",
+    "commands/test_sweep.py", "commands/test_tensorboard.py", "commands/test_verify.py",
+    "data/test_encoded.py", "data/test_pipeline.py", "devices/test_probe.py",
+    "graphs/test_placement.py", "graphs/test_placement_report.py",
+    "graphs/test_profile_summary.py", "models/test_models.py", "monitoring/test_gallery.py",
+    "monitoring/test_histograms.py", "monitoring/test_profiler.py",
+    "monitoring/test_tower_stats.py", "scripts/test_gpu_check.py", "scripts/test_peers.py",
+    "scripts/test_scripts_exactness.py", "training/test_checkpoint.py", "training/test_evaluate.py",
+    "training/test_logits.py", "training/test_manifest.py", "training/test_step.py",
+    "training/test_train.py", "training/test_update.py", "training/test_variables.py",
+}  # fmt: skip
+
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So a shell starts what runs in the background, and so would all that the tests start.
@@ -20,6 +37,14 @@ def pytest_configure(config):
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 4
     )
+
+
+def pytest_collection_modifyitems(items):
+    """Mark the tests that `scripts/test --fast` leaves out."""
+    folder = os.path.dirname(__file__)
+    for item in items:
+        if os.path.relpath(item.path, folder) in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

@@ -292,7 +292,7 @@ def test_a_device_that_is_not_there_is_one_line_and_nothing_is_written(folder):
     refused = shell("train", "--train_dir=run", "--visible_gpus=7")
     assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
     assert (
-        refused.stderr.startswith("towers: ") and "there is no GPU 7: no NVIDIA" in refused.stderr
+        refused.stderr.startswith("towers: ") and "there is no GPU 7; no NVIDIA" in refused.stderr
     )
     assert list(folder.iterdir()) == []
 

@@ -126,6 +126,7 @@ SCRIPT_FLAGS = {"fast"} | {
 }
 
 
+@pytest.mark.slow
 def test_the_program_that_uses_the_builder_runs(tmp_path):
     program = next(block for block in blocks("python") if "TowerBuilder" in block)
     (tmp_path / "program.py").write_text(program)

@@ -95,6 +95,7 @@ def problems(checks):
 # ---------------------------------------------------------------------------- This machine
 
 
+@pytest.mark.slow
 def test_this_machine_has_no_problem(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     lines = []

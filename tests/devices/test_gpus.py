@@ -280,6 +280,7 @@ print(*devices.report(["/cpu:1"])[2:], sep="\\n")
 """
 
 
+@pytest.mark.slow
 def test_a_program_with_the_real_tensorflow():
     root = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": '"0,1"'}
