@@ -56,3 +56,11 @@ def float64():
     keras.config.set_dtype_policy("float64")
     yield
     keras.config.set_dtype_policy(before)
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Return `install(*cards)`, which lets this process have those GPUs."""
+    from tests import fake_gpus
+
+    return lambda *cards, **details: fake_gpus.install(monkeypatch, *cards, **details)

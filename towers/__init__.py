@@ -9,10 +9,11 @@ what they return with `tf.add_n`; the rest of the package trains with it from th
     loss, gradients = builder.gradients(loss_fn, model.trainable_variables, images, labels)
 
 Importing this package imports no TensorFlow, defines no flag and touches no device: the names
-below are loaded when they are first used.
+below, and those of `devices`, are loaded when they are first used.
 """
 
-import importlib
+from towers import devices as devices
+from towers.options.functions import lazily
 
 __version__ = "0.1.0"
 _HOME = {
@@ -21,19 +22,11 @@ _HOME = {
     "PerTower": "builder.splitting",
     "RunError": "errors",
     "TowerBuilder": "builder.tower",
-    "devices": "devices",
     "evaluate": "training.evaluate",
     "train": "training.train",
 }
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    """Load the public names on first use, so that `towers --help` need not wait for TensorFlow."""
-    if name in _HOME:
-        module = importlib.import_module(f"towers.{_HOME[name]}")
-        return module if name == "devices" else getattr(module, name)
-    raise AttributeError(f"module 'towers' has no attribute {name!r}")
+__all__ = sorted([*_HOME, "devices"])
+__getattr__ = lazily(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from tests import fake_gpus
 from tests.fake_gpus import A100, FULL, LOST, MIB, OLD, SMALL, Card
 from towers.devices import gpus
 from towers.errors import InputError, RunError
@@ -25,11 +24,6 @@ def refusal(**options):
     message = str(error.value)
     assert len(message.splitlines()) == 1
     return message
-
-
-@pytest.fixture
-def install(monkeypatch):
-    return lambda *cards, **details: fake_gpus.install(monkeypatch, *cards, **details)
 
 
 # ---------------------------------------------------------------------------- Which are seen

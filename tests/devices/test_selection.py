@@ -24,12 +24,6 @@ def refusal(*args, **kwargs):
     return message
 
 
-@pytest.fixture
-def install(monkeypatch):
-    """Return `install(*cards)`, which lets this process have those GPUs."""
-    return lambda *cards, **details: fake_gpus.install(monkeypatch, *cards, **details)
-
-
 # ---------------------------------------------------------------------------- Without GPUs
 
 

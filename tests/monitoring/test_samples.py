@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
-from towers.data import ArraySplit, DatasetSplit
+from towers.data import ArraySplit, DatasetSplit, augment
 from towers.monitoring import samples
 from towers.training.run import prepare
 
@@ -95,7 +95,8 @@ def of_each_tower(run, batch):
         images, labels, draws = (
             tf.concat(v, 0) for v in zip(*slices[tower::num_towers], strict=True)
         )
-        result.append((samples.model_inputs(images, draws, run.options).numpy(), labels))
+        kind, dtype = run.options.augment, run.options.input_dtype
+        result.append((augment.train_images(images, draws, kind, dtype).numpy(), labels))
     return result
 
 

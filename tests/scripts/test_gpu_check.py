@@ -7,17 +7,11 @@ import pytest
 import tensorflow as tf
 
 from scripts import gpu_check
-from tests import fake_gpus
 from tests.fake_gpus import A100, MIB, SMALL, Card
 from towers.devices import nvml
 from towers.errors import RunError
 
 TINY = {"model": "tests.tiny:dense", "dataset": "tests.tiny:images", "augment": "none"}
-
-
-@pytest.fixture
-def install(monkeypatch):
-    return lambda *cards: fake_gpus.install(monkeypatch, *cards)
 
 
 # ---------------------------------------------------------------------------- Towers, on CPUs

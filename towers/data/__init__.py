@@ -6,7 +6,7 @@
 The names are loaded when they are first used: files can be looked for without TensorFlow.
 """
 
-import importlib
+from towers.options.functions import lazily
 
 _HOME = {
     "ArraySplit": "pipeline",
@@ -17,10 +17,4 @@ _HOME = {
     "locate": "registry",
 }
 __all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    """Load a public name on first use."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'towers.data' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"towers.data.{_HOME[name]}"), name)
+__getattr__ = lazily(__name__, _HOME)

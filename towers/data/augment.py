@@ -34,7 +34,7 @@ _PADDING = 4  # pixels on each side, "resnet"
 
 
 def train_images(
-    images: tf.Tensor, draws: tf.Tensor, kind: str, dtype: tf.DType = tf.float32
+    images: tf.Tensor, draws: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32
 ) -> tf.Tensor:
     """Augment a batch for training: `[b, H, W, C]` to `[b, h, w, C]` of `output_shape`.
 
@@ -42,7 +42,7 @@ def train_images(
         images: uint8 or float; H, W and C are static, b may be 0.
         draws: float32 `[b, NUM_DRAWS]`, uniform in [0, 1).
         kind: one of `names`.
-        dtype: of the result and of all arithmetic: tf.float32 or tf.float64.
+        dtype: of the result and of all arithmetic: float32 or float64.
 
     Raises:
         ValueError: `kind` is unknown.
@@ -61,7 +61,7 @@ def train_images(
     return _standardise(images, contrast[:, None, None, None])
 
 
-def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType = tf.float32) -> tf.Tensor:
+def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32) -> tf.Tensor:
     """Prepare a batch for evaluation, as `train_images`, but nothing is random."""
     height, width, _ = output_shape(images.shape[1:], kind)
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2

@@ -4,7 +4,7 @@ The public functions are loaded when they are first used: some modules of this r
 TensorFlow, and those who import them do not wait for it.
 """
 
-import importlib
+from towers.options.functions import lazily
 
 _HOME = {
     "Device": "selection",
@@ -21,10 +21,4 @@ _HOME = {
     "visible_gpus": "gpus",
 }
 __all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    """Load a public function on first use."""
-    if name not in _HOME:
-        raise AttributeError(f"module 'towers.devices' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"towers.devices.{_HOME[name]}"), name)
+__getattr__ = lazily(__name__, _HOME)

@@ -19,6 +19,7 @@ from towers.devices import nvml, visibility
 from towers.devices.gpus import cuda_environ, driver_gpus, missing_gpus, read_back, visible_gpus
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError
+from towers.text import count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _first_devices(num_towers: int, gpus: list[str]) -> list[str]:
         return [f"/cpu:{i}" for i in range(num_towers or 1)]
     if gpus and num_towers <= len(gpus):
         return gpus[: num_towers or len(gpus)]
-    see = f"{len(gpus)} GPU{'s' * (len(gpus) != 1)}" + (f" ({', '.join(gpus)})" if gpus else "")
+    see = count(len(gpus), "GPU") + (f" ({', '.join(gpus)})" if gpus else "")
     asked = f"--num_towers={num_towers}, but " if num_towers else ""
     raise InputError(
         f"{asked}TensorFlow sees {see}{_why(driver)}"

@@ -20,7 +20,8 @@ from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from towers import tf_private
 from towers.builder.splitting import PerTower
 from towers.builder.tower import TowerBuilder
-from towers.monitoring.samples import Batch, model_inputs
+from towers.data import augment
+from towers.monitoring.samples import Batch
 from towers.options.run import Options
 
 NUM_EXAMPLES = 16  # that activations are taken of
@@ -53,7 +54,8 @@ def make_histograms(
             _, found = builder.gradients(loss_fn, weights, *batch)
             images, _, draws = (value[:NUM_EXAMPLES] for value in batch)
             with tf.device(builder.devices[0]):
-                outputs = _outputs_of_layers(model, model_inputs(images, draws, options))
+                inputs = augment.train_images(images, draws, options.augment, options.input_dtype)
+                outputs = _outputs_of_layers(model, inputs)
                 activations = [_thinned(value, _MAX_ACTIVATIONS) for _, value in outputs]
         layer_names[:] = [layer.path or layer.name for layer, _ in outputs]
         gradients = {}  # by the place of the variable

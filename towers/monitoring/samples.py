@@ -12,6 +12,7 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
+from towers.builder.splitting import split
 from towers.builder.tower import TowerBuilder
 from towers.data import DatasetSplit, Split, augment
 from towers.options.run import Options
@@ -72,12 +73,6 @@ class Sampler:
         return Batch(*next(iter(batches)), known_as)
 
 
-def model_inputs(images: tf.Tensor, draws: tf.Tensor, options: Options) -> tf.Tensor:
-    """Return what a model is given of these training images."""
-    dtype = tf.float64 if options.dtype == "float64" else tf.float32
-    return augment.train_images(images, draws, options.augment, dtype=dtype)
-
-
 def seen_by_towers(
     builder: TowerBuilder, options: Options, batch: Batch, num: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -90,14 +85,17 @@ def seen_by_towers(
     as_stored = options.augment == "off" and batch.images.dtype == tf.uint8
 
     def see(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        seen = model_inputs(images[:num], draws[:num], options)
-        return (images[:num] if as_stored else seen), labels[:num]
+        images, draws = images[:num], draws[:num]
+        kind, dtype = options.augment, options.input_dtype
+        return (
+            images if as_stored else augment.train_images(images, draws, kind, dtype),
+            labels[:num],
+        )
 
-    # The parts that towers accumulate gradients over are split as towers are.
-    gather_device = builder.gather_device
-    parts = TowerBuilder([gather_device] * builder.accumulate_steps, gather_device)
-    rounds = [builder.map(see, *part) for part in parts.map(lambda *part: part, *batch.tensors)]
-    return [
-        tuple(np.concatenate(values)[:num] for values in zip(*own, strict=True))
-        for own in zip(*rounds, strict=True)
-    ]
+    found, num_towers = [], len(builder.devices)
+    slices = split(batch.tensors, num_towers, builder.accumulate_steps)
+    for tower, device in enumerate(builder.devices):
+        with tf.device(device):
+            own = [see(*part.batch) for part in slices[tower::num_towers]]
+        found.append(tuple(np.concatenate(values)[:num] for values in zip(*own, strict=True)))
+    return found

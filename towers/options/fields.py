@@ -40,6 +40,12 @@ def same_option(owner: type, name: str) -> Any:
     return dataclasses.field(default=field.default, metadata=field.metadata)
 
 
+def check_values(options: Any) -> None:
+    """Raise a one-line InputError if a value in a dataclass of options is not allowed."""
+    for field in dataclasses.fields(options):
+        check_value(field, getattr(options, field.name))
+
+
 def check_value(field: dataclasses.Field, value: Any) -> None:
     """Raise a one-line InputError if `value` is not allowed for the option `field`."""
     choices = field.metadata.get("choices")

@@ -1,10 +1,26 @@
-"""Functions named on the command line as `module:function`."""
+"""What is loaded by its name: functions of the command line, and public names on first use."""
 
 import difflib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from towers.errors import InputError
+
+
+def lazily(package: str, home: Mapping[str, str]) -> Callable[[str], object]:
+    """Return the `__getattr__` of a package that loads its public names when they are first used.
+
+    Args:
+        package: its name.
+        home: in which of its modules each name is.
+    """
+
+    def load(name: str) -> object:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{home[name]}"), name)
+
+    return load
 
 
 def load_function(flag: str, name: str) -> Callable:

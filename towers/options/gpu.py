@@ -3,7 +3,7 @@
 import dataclasses
 
 from towers.errors import InputError
-from towers.options.fields import check_value, group
+from towers.options.fields import check_values, group
 
 _MEMORY = ("per_process_gpu_memory_fraction", "gpu_memory_limit_mib", "allow_growth")
 _gpus = group("GPUs", affects="machine", minimum=0)
@@ -37,8 +37,7 @@ class GpuOptions:
         Raises:
             InputError: one line: what was given, what is allowed and what to type.
         """
-        for field in dataclasses.fields(self):
-            check_value(field, getattr(self, field.name))
+        check_values(self)
         given = [name for name in _MEMORY if getattr(self, name)]
         if len(given) > 1:
             raise InputError(

@@ -13,7 +13,13 @@ import re
 from typing import Any
 
 from towers.errors import InputError
-from towers.options.fields import check_value, group, parse_numbers, same_option
+from towers.options.fields import (
+    check_values,
+    group,
+    parse_numbers,
+    parse_tower_numbers,
+    same_option,
+)
 from towers.options.gpu import GpuOptions
 
 SCHEDULES = ("constant", "step", "cosine", "onecycle")
@@ -202,8 +208,7 @@ class Options:
         Raises:
             InputError: one line: what was given and what is allowed.
         """
-        for field in dataclasses.fields(self):
-            check_value(field, getattr(self, field.name))
+        check_values(self)
         clips = [n for n in ("clip_norm", "clip_value", "clip_global_norm") if getattr(self, n)]
         if len(clips) > 1:
             raise InputError(
@@ -223,6 +228,19 @@ class Options:
             InputError: two options exclude each other, or `visible_gpus` is malformed.
         """
         return GpuOptions(**{f.name: getattr(self, f.name) for f in dataclasses.fields(GpuOptions)})
+
+    def check_tower_numbers(self, text: str) -> None:
+        """Refuse what no verb can try with several numbers of towers, as `text` lists them."""
+        if self.variables == "auto":
+            raise InputError(
+                "--variables=auto is a run's own trial: name cpu, sharded or replicated here"
+            )
+        parse_tower_numbers(text)
+
+    @property
+    def input_dtype(self) -> str:
+        """The type of the images that a model is given, and of its loss: float64 or float32."""
+        return "float64" if self.dtype == "float64" else "float32"
 
     def to_flagfile(self) -> str:
         """Return the text of a flagfile that repeats the run.

@@ -19,7 +19,7 @@ def notes(run: Run) -> list[str]:
     """Return a line for a model that ends in a softmax or a sigmoid, none for any other."""
     shape = augment.output_shape(run.data.image_shape, run.options.augment)
     with floatx_of(run.options.dtype):
-        found = final_activation(run.masters.model, shape, run.options.dtype)
+        found = final_activation(run.masters.model, shape, run.options.input_dtype)
     if found is None:
         return []
     return [
@@ -35,7 +35,7 @@ def final_activation(
 
     The logarithm of a softmax gives logits as good as any other: None.
     """
-    images = tf.TensorSpec([None, *image_shape], "float64" if dtype == "float64" else "float32")
+    images = tf.TensorSpec([None, *image_shape], dtype)
 
     @tf.function(autograph=False)
     def call(images: tf.Tensor) -> tf.Tensor:

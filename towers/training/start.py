@@ -16,6 +16,7 @@ from towers.monitoring import dashboard, events
 from towers.monitoring.samples import Batch, Sampler
 from towers.options.run import Options
 from towers.options.timetable import Timetable
+from towers.text import count
 from towers.training import faults, logits, manifest, trial
 from towers.training.checkpoint import Checkpoints
 from towers.training.rules import rule_book
@@ -153,7 +154,7 @@ def _place(
 ) -> tuple[Placement, list[str]]:
     """Build the graph of a step, and say where TensorFlow put it; return that and what was said."""
     options, towers = run.options, run.builder.devices
-    say(f"building    the graph of {len(towers)} tower{'s' * (len(towers) > 1)} ...")
+    say(f"building    the graph of {count(len(towers), 'tower')} ...")
     with one_line_errors(options):
         placement = read_placement(train_loop, batches, tf.constant(0))
     of_masters = {"sharded": towers, "replicated": towers[:1]}.get(options.variables, [])

@@ -135,10 +135,9 @@ def make_loss_fn(masters: Masters, options: Options) -> Callable:
     What layers add by `add_loss` or an activity regularizer is a part of each example's loss, where
     a scope collects it.
     """
-    dtype = tf.float64 if options.dtype == "float64" else tf.float32
 
     def loss_fn(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
-        inputs = augment.train_images(images, draws, options.augment, dtype=dtype)
+        inputs = augment.train_images(images, draws, options.augment, options.input_dtype)
         before = len(added_losses())
         with floatx_of(options.dtype):
             logits = masters.model(inputs, training=True)
@@ -162,11 +161,10 @@ def make_eval_step(builder: TowerBuilder, masters: Masters, options: Options) ->
     padding too, with the averages where there are any: "predicted", the class, int32 [b], and
     "confidence", its probability, float32 [b].
     """
-    dtype = tf.float64 if options.dtype == "float64" else tf.float32
 
     @floatx_of(options.dtype)
     def forward(images: tf.Tensor) -> dict[str, tf.Tensor]:
-        inputs = augment.eval_images(images, options.augment, dtype=dtype)
+        inputs = augment.eval_images(images, options.augment, options.input_dtype)
         with TowerScope():  # a layer that counts its calls, or draws, changes no master
             outputs = {"raw": masters.model(inputs, training=False)}
         if masters.averages:

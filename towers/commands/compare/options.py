@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from towers.errors import InputError
-from towers.options.fields import check_value, option, same_option
+from towers.options.fields import check_values, option, same_option
 from towers.options.run import Options
 
 
@@ -34,8 +34,7 @@ left out."""
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by an InputError."""
-        for field in dataclasses.fields(self):
-            check_value(field, getattr(self, field.name))
+        check_values(self)
         if self.plot not in ("", "none") and not self.plot.lower().endswith(".png"):
             raise InputError(f"--plot={self.plot}: a name that ends in .png is needed, or none")
         if not self.runs:

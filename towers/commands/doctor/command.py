@@ -12,6 +12,7 @@ from towers.commands.doctor.checks import NOTE, PROBLEM, Check
 from towers.devices import nvml, visibility
 from towers.errors import InputError
 from towers.options.run import Options
+from towers.text import count
 
 
 def run(options: Options, say: Callable[[str], None]) -> list[Check]:
@@ -32,9 +33,9 @@ def run(options: Options, say: Callable[[str], None]) -> list[Check]:
             say(f"{'':8} {'':22} -> {check.remedy}")
     problems, notes = ([c.status for c in found].count(status) for status in (PROBLEM, NOTE))
     if problems:
-        say(f"{problems} problem{'s' * (problems > 1)} of {len(found)} checks")
+        say(f"{count(problems, 'problem')} of {len(found)} checks")
     else:
-        to_know = f", {notes} note{'s' * (notes > 1)}" if notes else ""
+        to_know = f", {count(notes, 'note')}" if notes else ""
         say(f"{len(found)} checks: all ok{to_know}")
     return found
 

@@ -12,7 +12,8 @@ from towers.data import Data
 from towers.graphs.placement import read_placement, short
 from towers.graphs.traffic import HOST, Step, executed_bytes, num_bytes, read_step
 from towers.options.run import Options
-from towers.training.run import Run, assemble, one_line_errors
+from towers.training.run import Run, assemble
+from towers.training.tensorflow_errors import one_line_errors
 
 GIB = 2**30
 # Of a GPU's memory, for CUDA's context, its libraries and their workspaces: an estimate.

@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from towers.errors import InputError
-from towers.options.fields import check_value, option, same_option
+from towers.options.fields import check_values, option, same_option
 from towers.options.run import Options
 
 
@@ -52,8 +52,7 @@ Exit codes: 0 all runs are finished; 1 a run failed; 2 bad input; 75 stopped, ru
 
     def __post_init__(self) -> None:
         """Refuse values of the sweep's own options that are out of range, by an InputError."""
-        for field in dataclasses.fields(self):
-            check_value(field, getattr(self, field.name))
+        check_values(self)
         if not self.vary:
             raise InputError(
                 "towers sweep needs a flag to vary, as --vary=learning_rate:0.05,0.1,0.2"

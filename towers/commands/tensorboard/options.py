@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from towers.options.fields import check_value, option
+from towers.options.fields import check_values, option
 from towers.options.run import Options
 
 
@@ -21,5 +21,4 @@ class TensorboardOptions:
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by an InputError."""
-        for field in dataclasses.fields(self):
-            check_value(field, getattr(self, field.name))
+        check_values(self)

@@ -9,8 +9,9 @@ import tensorflow as tf
 
 from towers import data
 from towers.options.run import Options
-from towers.training.run import assemble, one_line_errors
+from towers.training.run import assemble
 from towers.training.step import make_eval_step
+from towers.training.tensorflow_errors import one_line_errors
 
 
 class Lane:
@@ -30,7 +31,7 @@ class Lane:
         """
         self.run = run = assemble(options, names, dataset, loss_scaling=scaled, exact=True)
         self.num_towers = len(names)
-        self.precision = "float64" if options.dtype == "float64" else "float32"  # of the weights
+        self.precision = options.input_dtype  # of the weights
         self.eval_step = make_eval_step(run.builder, run.masters, options)  # traced when called
         if python_seed is not None:
             random.seed(python_seed)

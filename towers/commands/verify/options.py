@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from towers.errors import InputError
-from towers.options.fields import check_value, option, parse_tower_numbers
+from towers.options.fields import check_values, option
 from towers.options.run import Options
 
 
@@ -23,10 +22,5 @@ class VerifyOptions:
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by the flag's name, in one line."""
-        for field in dataclasses.fields(self):
-            check_value(field, getattr(self, field.name))
-        if self.run.variables == "auto":
-            raise InputError(
-                "--variables=auto is a run's own trial: name cpu, sharded or replicated here"
-            )
-        parse_tower_numbers(self.num_towers)
+        check_values(self)
+        self.run.check_tower_numbers(self.num_towers)
