@@ -7,7 +7,7 @@ import pytest
 
 # Modules whose tests train for long or start processes; in others single tests are marked.
 SLOW = {
-    "test_equivalence.py", "test_guides.py", "test_packaging.py", "test_real_images.py",
+    "test_equivalence.py", "test_packaging.py", "test_real_images.py",
     "test_zoo.py", "builder/test_batch_norm.py", "builder/test_draws.py",
     "builder/test_rehearsal.py", "builder/test_threads.py", "builder/test_tower.py",
     "builder/test_xla.py", "commands/test_benchmark.py", "commands/test_plan.py",
@@ -29,8 +29,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config):
-    """Make the devices before a test is read, which may make tensors; the options need none."""
-    if all("tests/options" in argument for argument in config.args):
+    """Make the devices before a test is read, which may make tensors.
+
+    The options need none, nor does the process that hands tests out to the others.
+    """
+    starts_others = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if starts_others or all("tests/options" in argument for argument in config.args):
         return
     import tensorflow as tf
 

@@ -1,10 +1,11 @@
-"""N towers compute what one device computes: every model, every option, several steps.
+"""N towers compute what one device computes: models, options, numbers of towers, several steps.
 
 Two levels. The builder's gradients are compared with a plain GradientTape over the whole batch on
 one device, which knows nothing of towers; a run's steps with those of the run on one tower.
 """
 
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -18,8 +19,6 @@ from towers import TowerBuilder
 
 DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
 TOLERANCE = 1e-9  # in float64, of an array's largest value
-# These models' gradients are taken on 2 and 4 towers, and their runs on 3.
-SLOW_TO_BUILD = ("resnet", "lstm", "transformer", "much at once")
 FLOOR = 1e-3  # gradients that are zero in theory are not compared with their own rounding
 
 
@@ -76,7 +75,6 @@ def train(case, compute, sizes):
 
 def one_device(case, num_parts=1):
     """Compute loss and gradients by a tape; in parts for those whose BatchNorm sees a part."""
-
     sources = [v.value if isinstance(v, keras.Variable) else v for v in case.variables]
 
     def compute(*batch):
@@ -107,14 +105,11 @@ def on_towers(case, num_towers, accumulate_steps=1, size=None, batch_norm="sync"
     )
     images = tf.TensorSpec([size, *tiny.IMAGE_SHAPE], tf.float64)
 
-    @tf.function(input_signature=[images, tf.TensorSpec([size], tf.int32)])
+    @tf.function(autograph=False, input_signature=[images, tf.TensorSpec([size], tf.int32)])
     def step(images, labels):
         return builder.gradients(case.loss_fn, case.variables, images, labels)
 
     return step
-
-
-CHEAP = [name for name in CASES if name != "resnet"]  # frozen has BatchNorm, too
 
 
 def make(name):
@@ -124,29 +119,35 @@ def make(name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_one_device(float64, name):
-    case = make(name)
-    for size, num_towers in (7, (1, 2, 3, 4)), (2, (4,)):
-        sizes = [size] * 3
-        expected = train(case, one_device(case), sizes)
-        for n in set(num_towers) & {2, 4} if name in SLOW_TO_BUILD else num_towers:
-            assert_same(train(case, on_towers(case, n, size=size), sizes), expected)
-
-
-@pytest.mark.parametrize("name", CHEAP)
-def test_batches_of_any_size_may_leave_towers_without_examples(float64, name):
-    case, sizes = make(name), [7, 2, 5]
+    case, sizes = make(name), [7] * 3
+    num_towers = 2 if name in ("resnet", "transformer") else 3  # those that are slow to build
     expected = train(case, one_device(case), sizes)
-    assert_same(train(case, on_towers(case, 4), sizes), expected)
+    assert_same(train(case, on_towers(case, num_towers, size=7), sizes), expected)
 
 
-@pytest.mark.parametrize("name", CHEAP)
-def test_parts_add_up_to_the_batch(float64, name):
+FEW = ["cnn", "embedding", "frozen", "partly_used", "two_outputs"]
+
+
+@pytest.mark.parametrize(
+    "name, size",
+    [(name, None) for name in CASES if name != "resnet"] + [(name, 2) for name in FEW],
+)
+def test_towers_may_be_left_without_examples(float64, name, size):
+    """In batches of any size, and where two examples for four towers are all there is."""
+    case, sizes = make(name), [size] * 2 if size else [7, 2, 5]
+    expected = train(case, one_device(case), sizes)
+    assert_same(train(case, on_towers(case, 4, size=size), sizes), expected)
+
+
+@pytest.mark.parametrize(
+    "name, num_towers",
+    [("cnn", 4), ("embedding", 4), ("partly_used", 4), ("module", 2), ("frozen", 1), ("frozen", 4)],
+)
+def test_parts_add_up_to_the_batch(float64, name, num_towers):
     """BatchNorm sees a part at a time: the same parts at any number of towers."""
     case, sizes = make(name), [7] * 2
-    num_parts = 3 if name == "frozen" else 1
-    expected = train(case, one_device(case, num_parts), sizes)
-    for n in 1, 4:
-        assert_same(train(case, on_towers(case, n, 3, size=7), sizes), expected)
+    expected = train(case, one_device(case, num_parts=3 if name == "frozen" else 1), sizes)
+    assert_same(train(case, on_towers(case, num_towers, 3, size=7), sizes), expected)
 
 
 # -------------------------------------------------------------------- What would be found, if wrong
@@ -160,26 +161,16 @@ def test_local_batch_norm_is_not_the_same(float64):
 
 # ------------------------------------------------------------------------------------------ The run
 
-MODELS = {
-    name: dict(model=f"tests.catalogue:{name}")
-    for name in ("cnn", "resnet", "embedding", "lstm", "transformer", "frozen", "partly_used")
-}
-OPTIONS = {
-    "sgd": dict(optimizer="sgd"),
-    "momentum": dict(momentum=0.5),
-    "nesterov": dict(optimizer="nesterov"),
-    "adamw": dict(optimizer="adamw", weight_decay=0.25),
-    "weight decay": dict(weight_decay=0.25),
-    "regularizer": dict(model_args="l2=0.25"),
-    "clip_norm": dict(clip_norm=0.02),
+MODELS = {name: dict(model=f"tests.catalogue:{name}") for name in ("cnn", "embedding", "frozen")}
+RUNS = MODELS | {
+    "partly used": dict(model="tests.catalogue:partly_used"),
+    "sgd, smooth labels": dict(optimizer="sgd", label_smoothing=0.2),
+    "momentum, two examples": dict(momentum=0.5, batch_size=2),
+    "nesterov, resnet's crops": dict(optimizer="nesterov", augment="resnet"),
+    "adamw, regularizer": dict(optimizer="adamw", weight_decay=0.25, model_args="l2=0.25"),
+    "clip_norm, the tutorial's crops": dict(clip_norm=0.02, augment="tutorial"),
     "clip_value": dict(clip_value=0.002),
-    "clip_global_norm": dict(clip_global_norm=0.1),
-    "label smoothing": dict(label_smoothing=0.2),
-    "augment tutorial": dict(augment="tutorial"),
-    "augment resnet": dict(augment="resnet"),
-    "two examples": dict(batch_size=2),
-}
-OF_MODELS = {
+    "clip_global_norm, weight decay": dict(clip_global_norm=0.1, weight_decay=0.25),
     "sparse slots": MODELS["embedding"] | dict(optimizer="adamw", weight_decay=0.1),
     "sparse momentum, clipped": MODELS["embedding"] | dict(optimizer="nesterov", clip_norm=0.02),
     "moments of parts": MODELS["frozen"] | dict(accumulate_steps=3),
@@ -195,59 +186,63 @@ OF_MODELS = {
         schedule="onecycle",
     ),
 }
-RUNS = MODELS | OPTIONS | OF_MODELS
 OVERFLOWING = "tests.training.test_update:overflowing"
 
 
-def run(num_towers=1, batches=None, loss_scale=None, num_calls=(3,), **options):
-    """Return the state after some steps in float64, and the metrics of the last."""
+def make_loop(num_towers=1, batches=None, loss_scale=None, **options):
+    """Return the loop of a run in float64."""
     given = dict(dtype="float64", ema_decay=0.9, learning_rate=0.25) | options
     loop = tiny.Loop(tiny.options("unused", num_towers=num_towers, **given), batches)
     if loss_scale:
         loop.masters.loss_scale = tf.Variable(loss_scale, trainable=False)
         loop.masters.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64)
-    metrics = None
-    for num_steps in num_calls:
-        metrics = loop(num_steps)
+    return loop
+
+
+def run(num_towers=1, batches=None, num_steps=3, **options):
+    """Return the state after some steps, and the metrics of the last."""
+    loop = make_loop(num_towers, batches, **options)
+    metrics = loop(num_steps)
     return loop.state(), metrics
 
 
 @functools.cache
 def without_options(model="tests.tiny:dense"):
-    return run(model=model)[0]
+    return run(model=model)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_is_that_of_one_tower(name):
+@pytest.mark.parametrize("name, num_towers", list(zip(RUNS, itertools.cycle([3, 2, 4]))))
+def test_a_run_is_that_of_one_tower(name, num_towers):
+    """A model, or options that do not hide each other, on one of the numbers of towers."""
     options = RUNS[name]
-    expected, metrics = run(**options)
+    plain, _ = without_options(options.get("model", "tests.tiny:dense"))
+    expected, metrics = without_options(options["model"]) if name in MODELS else run(**options)
     assert expected["step"] == 3 and expected["examples"] == 3 * options.get("batch_size", 7)
-    if name not in MODELS:
-        plain = without_options(options.get("model", "tests.tiny:dense"))
+    if set(options) != {"model"}:
         biases = [n for n in expected if n.startswith("model/") and n.endswith("bias")]
-        # The option does something here.
+        # The options do something here.
         assert_not_same({n: expected[n] for n in biases}, {n: plain[n] for n in biases})
-    for num_towers in (3,) if name in SLOW_TO_BUILD else (2, 3, 4):
-        state, found = run(num_towers, **options)
-        assert_same(state, expected)
-        assert found == pytest.approx(metrics, rel=1e-6)
+    state, found = run(num_towers, **options)
+    assert_same(state, expected)
+    assert found == pytest.approx(metrics, rel=1e-6)
 
 
-@pytest.mark.parametrize("num_towers", [1, 3])
-@pytest.mark.parametrize("model", ["tests.catalogue:cnn", "tests.catalogue:embedding"])
-def test_a_run_in_parts_is_that_of_whole_batches(model, num_towers):
-    assert_same(run(num_towers, model=model, accumulate_steps=3)[0], without_options(model))
+@pytest.mark.parametrize("name, num_towers", [("cnn", 3), ("embedding", 1)])
+def test_a_run_in_parts_is_that_of_whole_batches(name, num_towers):
+    model = MODELS[name]["model"]
+    state, _ = run(num_towers, model=model, accumulate_steps=3)
+    assert_same(state, without_options(model)[0])
 
 
 def test_the_loss_scale_and_a_skipped_step_are_those_of_one_tower():
     """The overflow is in the last tower's slice, the second step of four."""
-    given = dict(model=OVERFLOWING, batch_size=8, loss_scale=2.0**8)
-    runs = [run(n, batches_with_overflow({1}), num_calls=(4,), **given) for n in (1, 2, 3, 4)]
-    expected, metrics = runs[0]
+    given = dict(model=OVERFLOWING, batch_size=8, loss_scale=2.0**8, num_steps=4)
+    (expected, metrics), (state, found) = (
+        run(n, batches_with_overflow({1}), **given) for n in (1, 3)
+    )
     assert expected["loss_scale"] == 2**7 and expected["good_steps"] == 2
-    for state, found in runs[1:]:
-        assert_same(state, expected)
-        assert found == pytest.approx(metrics, rel=1e-6)
+    assert_same(state, expected)
+    assert found == pytest.approx(metrics, rel=1e-6)
 
 
 # -------------------------------------- What MirroredStrategy with Keras 3 gets wrong on 2 replicas
@@ -256,20 +251,21 @@ def test_the_loss_scale_and_a_skipped_step_are_those_of_one_tower():
 def test_clipping_comes_after_the_sum():
     """The update's norm is the limit: with each tower's gradient clipped it would be up to 1.41."""
     options = dict(optimizer="sgd", schedule="constant", learning_rate=1.0, clip_norm=1.0)
-    options["model_args"] = "scale=100,activation=linear"
-    before = run(2, num_calls=(), **options)[0]
-    after, metrics = run(2, num_calls=(1,), **options)
-    assert metrics["gradient_norm"] > 10
+    loop = make_loop(2, model_args="scale=100,activation=linear", **options)
+    before = loop.state()
+    assert loop()["gradient_norm"] > 10
+    after = loop.state()
     norms = [np.linalg.norm(after[n] - before[n]) for n in after if n.endswith("dense/kernel")]
     assert norms[0] == pytest.approx(1.0, abs=1e-9)
 
 
 def test_an_infinite_gradient_on_the_second_tower_skips_the_step_for_all():
-    given = dict(model=OVERFLOWING, dtype="mixed_float16", batch_size=8)
-    batches = batches_with_overflow({1})
-    before, after = (
-        run(2, batches, 2.0**8, num_calls=calls, **given)[0] for calls in [(1,), (1, 1)]
-    )
+    given = dict(model=OVERFLOWING, dtype="mixed_float16", batch_size=8, loss_scale=2.0**8)
+    loop = make_loop(2, batches_with_overflow({1}), **given)
+    loop()
+    before = loop.state()
+    loop()
+    after = loop.state()
     told = {"step": 2, "examples": 16, "loss_scale": 2**7, "good_steps": 0}
     assert {name: after.pop(name) for name in told} == told
     tiny.assert_identical(after, {name: before[name] for name in after})

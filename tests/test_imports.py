@@ -1,6 +1,7 @@
 """Which module may import which: read from the source, so that nothing need be imported."""
 
 import ast
+import functools
 import importlib.util
 import re
 import sys
@@ -28,6 +29,7 @@ INSTALLED = {
 }
 
 
+@functools.cache
 def imported_names(path, package="", everywhere=True):
     """Return the dotted names that a file imports.
 

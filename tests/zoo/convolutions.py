@@ -22,7 +22,6 @@ first_cnn = on_images(
         layers.Dropout(0.5),
     ],
 )
-entry("local BatchNorm", "moments of a slice", "--batch_norm=local")(first_cnn)
 
 dilated = on_maps(
     SAME,
@@ -89,7 +88,7 @@ def u_net(images):
     return layers.GlobalAveragePooling2D()(layers.Conv2D(3, 1)(x))
 
 
-@of_images(SAME, "grouped convolution, which Keras compiles by itself on CPUs", quick=True)
+@of_images(SAME, "grouped convolution, which Keras compiles by itself on CPUs")
 def resnext_block(images):
     x = shortcut = layers.Conv2D(4, 3, use_bias=False)(images)
     x = layers.ReLU()(layers.BatchNormalization()(x))

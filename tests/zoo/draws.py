@@ -20,7 +20,7 @@ dropouts = on_maps(
         layers.GaussianNoise(0.2),
     ],
 )
-entry(SAME, "a part has its own place", "--accumulate_steps=2", quick=True)(dropouts)
+entry(SAME, "a part has its own place", "--accumulate_steps=2")(dropouts)
 dropout_shared_by_all = on_maps(
     SAME,
     "one mask for the batch, by noise_shape",
@@ -118,7 +118,7 @@ fixed_seed = adding(
     lambda x, _: random.normal(ops.shape(x), dtype=x.dtype, seed=7),
 )
 without_dtype = adding(
-    "a draw of floatx's type", lambda x, seed: random.uniform(ops.shape(x), seed=seed), quick=True
+    "a draw of floatx's type", lambda x, seed: random.uniform(ops.shape(x), seed=seed)
 )
 without_seed = adding(
     "Keras' global generator, which is no layer's",

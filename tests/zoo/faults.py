@@ -1,7 +1,5 @@
 """Models whose draws, code, precision or weights no number of towers can follow."""
 
-import itertools
-import random as python_random
 import zlib
 
 import keras
@@ -41,30 +39,15 @@ def tensorflow_uniform(_, x):
     return x * tf.random.uniform([tf.shape(x)[0], 1], dtype=x.dtype, seed=3)
 
 
-@in_training("random op", "tf.nn.dropout draws so")
-def tensorflow_dropout(_, x):
-    return tf.nn.dropout(x, 0.4)
-
-
 @in_training("random op", "how many numbers it takes is not known before", quick=True)
 def gamma_draw(self, x):
     return x * random.gamma(ops.shape(x), 2.0, dtype=x.dtype, seed=self.seed)
-
-
-@in_training("random op", "how many numbers it takes is not known before")
-def binomial_draw(self, x):
-    return x * random.binomial(ops.shape(x), 5.0, 0.5, dtype=x.dtype, seed=self.seed)
 
 
 @in_training("random op", "rows begin at the slice's start")
 def categorical_draw(self, x):
     chosen = random.categorical(x, 1, seed=self.seed)
     return x + ops.one_hot(chosen[:, 0], x.shape[1], dtype=x.dtype)
-
-
-class Flips(layers.Layer):
-    def call(self, x, training=False):
-        return tf.image.random_flip_left_right(x) if training else x
 
 
 class ByGenerator(layers.Layer):
@@ -78,11 +61,6 @@ class ByGenerator(layers.Layer):
         return x + self.generator.normal(tf.shape(x), dtype=x.dtype) if training else x
 
 
-tensorflow_flip = on_maps(
-    "random op",
-    "tf.image.random_* draw so",
-    lambda: [Flips(), layers.Conv2D(4, 3, activation="relu")],
-)
 tensorflow_generator = on_features("random op", "tf.random.Generator", ByGenerator)
 
 
@@ -93,18 +71,6 @@ tensorflow_generator = on_features("random op", "tf.random.Generator", ByGenerat
 def noise_by_numpy_function(_, x):
     noise = tf.numpy_function(lambda x: np.random.normal(size=x.shape), [x], tf.float64)
     return x + tf.cast(tf.ensure_shape(noise, x.shape), x.dtype)
-
-
-NUMBERS = itertools.count()
-
-
-def _shift(x):
-    return x * np.asarray(1 + 0.01 * next(NUMBERS), x.dtype)
-
-
-@in_training("python code", "counts while it runs")
-def counter_by_numpy_function(_, x):
-    return x + tf.ensure_shape(tf.numpy_function(_shift, [x], x.dtype), x.shape)
 
 
 # -------------------------------------------------------------------------------- Ambiguous draws
@@ -151,11 +117,6 @@ def counts_its_calls(self, x):
 @in_training("state in Python", "a constant for each tower")
 def noise_by_numpy(_, x):
     return x + np.random.normal(size=x.shape[1:]).astype(x.dtype.name)
-
-
-@in_training("state in Python", "a constant for each tower")
-def factor_by_python(_, x):
-    return x * python_random.choice([0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5])
 
 
 @in_training("state in Python", "even and odd towers")
@@ -238,13 +199,6 @@ class Divergence(Seeded):
         return mean + ops.exp(log_variance / 2) * noise
 
 
-def _by_new_generator():
-    def start(shape, dtype=None):
-        return ops.cast(np.random.default_rng().normal(size=shape), dtype)
-
-    return layers.Conv2D(4, 3, kernel_initializer=start)
-
-
 def _projection():
     start = keras.initializers.Constant(np.random.default_rng().normal(size=(6, 5)))
     return layers.Dense(5, kernel_initializer=start, trainable=False)
@@ -252,9 +206,6 @@ def _projection():
 
 added_sum = on_features("added loss", "l2_loss adds up", SumOfSquares)
 added_divergence = on_features("added loss", "a sum over examples", Divergence, quick=True)
-weights_by_numpys_new_generator = on_maps(
-    "initial weights", "default_rng() without a seed", _by_new_generator
-)
 projection_that_stays = on_features(
     "initial weights", "fixed weights, too", _projection, quick=True
 )

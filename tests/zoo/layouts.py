@@ -71,7 +71,6 @@ times_in_rows = dropped(
     on_rows,
     "[B * T, C]",
     lambda x, dropout: tf.reshape(dropout(tf.reshape(x, [-1, x.shape[2]])), tf.shape(x)),
-    quick=True,
 )
 time_major = dropped(
     on_rows,
@@ -90,9 +89,7 @@ flat = dropped(
 features_first = dropped(
     on_features, "[C, B]", lambda x, dropout: tf.transpose(dropout(tf.transpose(x)))
 )
-two_views = dropped(
-    on_features, "[2 * B, C], one copy of the batch after the other", _two_views, quick=True
-)
+two_views = dropped(on_features, "[2 * B, C], one copy of the batch after the other", _two_views)
 repeated = dropped(on_features, "[B * 2, C], an example's copies side by side", _repeated)
 one_more_axis = dropped(on_rows, "[1, B, T, C]", lambda x, dropout: dropout(x[None])[0])
 
@@ -161,6 +158,4 @@ class PairOfScales(Seeded):
 drop_connect = on_rows(
     SAME, "[4, 3] and [3, 4], masks of weights", lambda: [DropConnect(3), DropConnect(4)]
 )
-pair_of_scales = on_features(
-    SAME, "[2], then [B, 1] from the same generator", PairOfScales, quick=True
-)
+pair_of_scales = on_features(SAME, "[2], then [B, 1] from the same generator", PairOfScales)

@@ -14,15 +14,13 @@ def computing(cause, why, function, **keywords):
     return on_features(cause, why, lambda: layers.Lambda(function, name="guilty"), **keywords)
 
 
-minus_mean = computing(MIXED, "the batch's mean", lambda x: x - tf.reduce_mean(x, axis=0))
+minus_mean = computing(
+    MIXED, "the batch's mean", lambda x: x - tf.reduce_mean(x, axis=0), quick=True
+)
 batch_softmax = computing(MIXED, "softmax along the batch", lambda x: tf.nn.softmax(x, axis=0))
 running_sum = computing(MIXED, "cumsum along the batch", lambda x: tf.cumsum(x, axis=0) / 4)
 rolled = computing(MIXED, "takes from its neighbour", lambda x: x + 0.5 * tf.roll(x, 1, axis=0))
-reversed_batch = computing(
-    MIXED, "the last meets the first", lambda x: tf.concat([x, x[::-1]], axis=1)
-)
 sorted_batch = computing(MIXED, "places change", lambda x: ops.sort(x, axis=0))
-whole_norm = computing(MIXED, "a norm without an axis", tf.math.l2_normalize)
 by_largest = computing(MIXED, "the largest of all examples", lambda x: x / tf.reduce_max(tf.abs(x)))
 first_as_reference = computing(MIXED, "all look at the first", lambda x: x - x[:1])
 
@@ -68,16 +66,6 @@ class Shuffled(Seeded):
         return x + 0.3 * keras.random.shuffle(x, seed=self.seed) if training else x
 
 
-class ManifoldMixup(Seeded):
-    """Mixes each example with its neighbour, by a weight of its own."""
-
-    def call(self, x, training=False):
-        if not training:
-            return x
-        weights = keras.random.uniform((ops.shape(x)[0], 1, 1, 1), dtype=x.dtype, seed=self.seed)
-        return weights * x + (1 - weights) * x[::-1]
-
-
 class Equalised(layers.Layer):
     def __init__(self):
         super().__init__()
@@ -105,21 +93,13 @@ class HardExamples(layers.Layer):
         return ops.where(sizes >= ops.median(sizes), x, ops.stop_gradient(x))
 
 
-own_batch_norm = on_maps(
-    MIXED, "moments by tf.nn.moments", lambda: [OwnBatchNorm(), layers.ReLU()], quick=True
-)
+own_batch_norm = on_maps(MIXED, "moments by tf.nn.moments", lambda: [OwnBatchNorm(), layers.ReLU()])
 pairwise = on_features(MIXED, "similarity of all pairs", Similarities)
 shuffled = on_features(MIXED, "keras.random.shuffle", Shuffled)
-manifold_mixup = on_maps(MIXED, "mixes an example with another", ManifoldMixup)
 keras_mix_up = on_images(
     MIXED,
     "Keras' layer mixes images",
     lambda: [layers.MixUp(alpha=0.4), layers.Conv2D(4, 3, activation="relu")],
-)
-keras_cut_mix = on_images(
-    MIXED,
-    "Keras' layer cuts and pastes between images",
-    lambda: [layers.CutMix(factor=0.9), layers.Conv2D(4, 3, activation="relu")],
 )
 keras_equalization = on_images(
     MIXED,
@@ -127,9 +107,7 @@ keras_equalization = on_images(
     lambda: [Equalised(), layers.Conv2D(4, 3, activation="relu")],
 )
 until_all_are_done = on_features(MIXED, "the slowest decides when the loop ends", UntilAllAreDone)
-hard_examples = on_features(
-    MIXED, "the median decides whose gradient counts", HardExamples, quick=True
-)
+hard_examples = on_features(MIXED, "the median decides whose gradient counts", HardExamples)
 
 
 # -------------------------------------------------------------- Where they are, how many there are
@@ -169,9 +147,6 @@ draws_one_by_one = on_features(
     "place in the batch", "seeds begin again in each tower", DrawsOneByOne
 )
 divided_by_number = computing("batch size", "a sum where a mean is meant", lambda x: x / _number(x))
-times_root_of_number = computing(
-    "batch size", "grows with the slice", lambda x: x * tf.sqrt(_number(x))
-)
 mean_gradient = computing(
     "batch size", "the gradient alone is divided", lambda x: _mean_gradient(x), quick=True
 )

@@ -19,8 +19,6 @@ def batch_norm_ranks(images):
     return BatchNorm()(layers.Dense(6)(layers.Flatten()(rows)))
 
 
-entry("local BatchNorm", "moments of a slice", LOCAL, quick=True)(batch_norm_ranks)
-
 batch_norm_axes = on_maps(
     SAME,
     "BatchNorm of an axis that is not the last",
@@ -113,13 +111,13 @@ batch_norm_float32 = on_maps(
     SAME,
     "the layer's own dtype: widened for the comparison",
     lambda: [BatchNorm(dtype="float32"), layers.ReLU()],
-    quick=True,
 )
 batch_norm_after_dropout = on_features(
     SAME,
     "draws by example, then moments of all",
     lambda: [layers.Dropout(0.3), BatchNorm(), layers.ReLU()],
 )
+entry("local BatchNorm", "moments of a slice", LOCAL, quick=True)(batch_norm_after_dropout)
 by_example = on_maps(
     SAME,
     "LayerNorm, GroupNorm, UnitNorm, RMSNorm: one example alone",
@@ -156,17 +154,3 @@ given_statistics = on_images(
         layers.Conv2D(3, 3, activation="relu"),
     ],
 )
-
-
-class FilterResponseNorm(layers.Layer):
-    def build(self, shape):
-        size = {"shape": (shape[-1],)}
-        self.gamma = self.add_weight(**size, initializer="ones", name="gamma")
-        self.tau = self.add_weight(**size, initializer="zeros", name="tau")
-
-    def call(self, x):
-        squares = tf.reduce_mean(tf.square(x), axis=[1, 2], keepdims=True)
-        return tf.maximum(x * tf.math.rsqrt(squares + 1e-3) * self.gamma, self.tau)
-
-
-by_hand = on_maps(SAME, "moments within an example", FilterResponseNorm)

@@ -64,9 +64,7 @@ class Loops(Holder):
         return ops.cond(large, lambda: ops.sin(x), lambda: ops.cos(x) * 2)
 
 
-dropout_in_function = on_features(
-    SAME, "a tf.function that is traced for one tower", Compiled, quick=True
-)
+dropout_in_function = on_features(SAME, "a tf.function that is traced for one tower", Compiled)
 dropout_in_cond = on_features(SAME, "a seed is assigned in a branch", InBranch)
 dropout_in_while = on_features(SAME, "a seed is assigned in a loop", InLoop, quick=True)
 dropout_recomputed = on_features(
@@ -137,7 +135,7 @@ class Tied(layers.Layer):
 
 
 @entry(SAME, "sharded masters", "--variables=sharded")
-@of_images(SAME, "sparse gradients of two look-ups", quick=True)
+@of_images(SAME, "sparse gradients of two look-ups")
 def embedding_twice(images):
     bins, table = Bins()(images), layers.Embedding(8, 3)
     return layers.Add()([table(bins), table(7 - bins)])

@@ -27,11 +27,6 @@ class LayerInCall(layers.Layer):
         return layers.Dense(5, activation="tanh")(x)
 
 
-class VariableInCall(layers.Layer):
-    def call(self, x):
-        return x * tf.Variable(lambda: tf.ones([x.shape[-1]], x.dtype))
-
-
 class SometimesNorm(layers.Layer):
     """Normalises in a branch."""
 
@@ -71,8 +66,7 @@ class Branch(layers.Layer):
 tensorflow_variable = on_features(
     REFUSED, "a tf.Variable is assigned in each tower", CountsInATensorFlowVariable, quick=True
 )
-layer_in_call = on_features(REFUSED, "weights that are new in each call", LayerInCall, quick=True)
-variable_in_call = on_features(REFUSED, "a tf.Variable that is new in each call", VariableInCall)
+layer_in_call = on_features(REFUSED, "weights that are new in each call", LayerInCall)
 batch_norm_in_cond = on_maps(REFUSED, "towers cannot meet in a branch", SometimesNorm, quick=True)
 batch_norm_beside_cond = on_maps(
     SAME,

@@ -105,7 +105,7 @@ def multi_head_attention(images):
     return layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
 
 
-@of_images(SAME, "dropout of scores [B, T, T]", quick=True)
+@of_images(SAME, "dropout of scores [B, T, T]")
 def additive_attention(images):
     x = _rows(images)
     y = layers.AdditiveAttention(dropout=0.3)([x, layers.Dense(4, "tanh")(x)])

@@ -114,18 +114,11 @@ running_range = on_features(
         ),
         tracked((6,), lambda value, x: ops.minimum(value, ops.min(x, axis=0)), initializer="ones"),
     ],
-    quick=True,
 )
 moving_mean = on_maps(
     SAME,
     "the mean of the towers, by examples",
     lambda: [Centred(), layers.Conv2D(4, 3), Centred()],
-    quick=True,
-)
-float_sums = on_features(
-    SAME,
-    "sums of floats are added up",
-    lambda: tracked((6,), lambda value, x: value + ops.sum(ops.square(x), axis=0)),
 )
 given_policies = on_features(
     SAME,
@@ -135,11 +128,6 @@ given_policies = on_features(
         tracked((6,), lambda v, x: 0.9 * v + 0.1 * ops.mean(x, axis=0), aggregation="mean"),
         tracked((), lambda v, x: 2 * v + 1, aggregation="only_first_replica"),
     ],
-)
-constant_state = on_features(
-    SAME,
-    "does not depend on the batch",
-    lambda: tracked((2,), lambda value, x: value * [0.9, 0.99], initializer="ones"),
 )
 growing_noise = on_features(SAME, "state and draws together", NoiseByState)
 
@@ -153,13 +141,12 @@ def _newest(queue, x):
 
 
 last_example = on_features(
-    "state", "one tower alone has it", lambda: tracked((6,), lambda value, x: x[-1])
+    "state", "one tower alone has it", lambda: tracked((6,), lambda value, x: x[-1]), quick=True
 )
 moving_variance = on_maps(
     "state",
     "a variance is not the mean of variances",
     lambda: tracked((4,), lambda v, x: 0.9 * v + 0.1 * ops.var(x, axis=(0, 1, 2))),
-    quick=True,
 )
 memory_bank = on_features(
     "state", "a queue takes from the first tower alone", lambda: tracked((16, 6), _newest)
