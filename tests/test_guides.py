@@ -2,13 +2,8 @@
 
 Their programs run as they stand, with sessions; only the `ConfigProto` is ours. CPU devices stand
 in for GPUs, so "/gpu:2" is a device that is missing. Choosing GPUs and their memory is tried on a
-made-up driver.
+made-up driver; test_readme.py has what is done without a session.
 """
-
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 import tensorflow.compat.v1 as tf
@@ -16,7 +11,6 @@ from google.protobuf.json_format import MessageToDict
 
 from tests import fake_gpus
 from towers import devices
-from towers.devices import gpus, nvml
 
 A = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
 B = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
@@ -102,10 +96,7 @@ def test_two_towers_and_add_n():
 @pytest.mark.parametrize(
     "options, expected",
     [
-        (
-            dict(per_process_gpu_memory_fraction=0.4),
-            {"per_process_gpu_memory_fraction": 0.4},
-        ),
+        (dict(per_process_gpu_memory_fraction=0.4), {"per_process_gpu_memory_fraction": 0.4}),
         (dict(allow_growth=True), {"allow_growth": True}),
         (dict(visible_gpus="0,2"), {"visible_device_list": "0,2"}),
         (
@@ -124,63 +115,3 @@ def test_memory_and_visible_devices_of_a_session(monkeypatch, options, expected)
     with tf.Session(config=config) as session:
         assert session.run(tf.constant(42)) == 42
     assert MessageToDict(config.gpu_options, preserving_proto_field_name=True) == expected
-
-
-@pytest.mark.parametrize(
-    "value, driver_indices",
-    [
-        ('"0,1"', [0, 1]),
-        ("0,2,3", [0, 2, 3]),
-        ("", []),
-        ("GPU-2a5b0c3d-0000-4000-8000-000000000000", [2]),
-        (None, [0, 1, 2, 3]),
-    ],
-)
-def test_cuda_visible_devices(monkeypatch, value, driver_indices):
-    fake_gpus.install(monkeypatch, *[fake_gpus.A100] * 4)
-    if value is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    devices.configure()
-    assert [gpu.index for gpu in gpus.visible_gpus(nvml.gpus())] == driver_indices
-    if not (value or "").startswith("GPU-"):  # which the made-up TensorFlow does not read
-        towers = [f"/gpu:{i}" for i in range(len(driver_indices))] or ["/cpu:0"]
-        assert devices.tower_devices() == towers
-        seen = [device.driver_index for device in devices.describe()]
-        assert seen == (driver_indices or [None])
-
-
-@pytest.mark.slow
-def test_cuda_visible_devices_where_there_is_no_gpu():
-    """The guides' command lines also run on a machine without GPUs."""
-    program = """
-import json
-import tensorflow.compat.v1 as tf
-from towers import devices
-tf.disable_eager_execution()
-names = devices.tower_devices(2)
-a = tf.placeholder(tf.float32, [])
-with tf.Session(config=devices.config_proto(num_cpus=2)) as session:
-    print(json.dumps([names, float(session.run(a + 1, {a: 1.0}))]))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": '"0,1"'},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [["/cpu:0", "/cpu:1"], 2.0]
-
-
-@pytest.mark.parametrize(
-    "options, memory",
-    [
-        (dict(per_process_gpu_memory_fraction=0.4), "16384 MiB, growth off"),
-        (dict(gpu_memory_limit_mib=4096), "4096 MiB, growth off"),
-        (dict(allow_growth=True), "40036 MiB, growth on"),
-    ],
-)
-def test_memory_without_a_session(monkeypatch, options, memory):
-    fake_gpus.install(monkeypatch, *[fake_gpus.A100] * 3)
-    devices.configure(visible_gpus="0,2", **options)
-    assert devices.read_back() == [f"memory      /gpu:{i} {memory}" for i in (0, 1)]

@@ -16,17 +16,7 @@ ROOMS = "options builder devices data graphs monitoring training commands".split
 DOORS = {"__init__", "__main__", "cli"}
 
 # The packages that setup.py installs, by the names they are imported under.
-INSTALLED = {
-    "PIL",
-    "absl",
-    "keras",
-    "numpy",
-    "packaging",
-    "pynvml",
-    "tensorboard",
-    "tensorflow",
-    "tqdm",
-}
+INSTALLED = set("PIL absl keras numpy packaging pynvml tensorboard tensorflow tqdm".split())
 
 
 @functools.cache

@@ -236,7 +236,7 @@ def test_test_script_checks_the_style_and_passes_arguments_on(checkout, python):
     assert calls(python)[-3:] == [
         "-m pip install -qq --disable-pip-version-check --no-input -e .[test]",
         "-m ruff check .",
-        "-m pytest -n 2 tests/models -k cnn",
+        "-m pytest -n 2 --dist=worksteal tests/models -k cnn",
     ]
     # What the tests need includes what quickstart needs.
     run(checkout, "scripts/quickstart", PYTHON=str(python))
@@ -254,4 +254,4 @@ def test_ci_unpacks_the_images_if_they_are_beside_the_checkout(checkout, python,
     done = run(tmp_path, "bash", checkout / ".ci/run", **environment)
     assert done.returncode == 0, done.stderr
     assert "../shared/cifar10/unpack.py .cifar10" in calls(python)
-    assert calls(python)[-1] == "-m pytest -n 2"
+    assert calls(python)[-1] == "-m pytest -n 2 --dist=worksteal"

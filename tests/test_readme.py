@@ -128,12 +128,13 @@ SCRIPT_FLAGS = {"fast"} | {
 
 @pytest.mark.slow
 def test_the_program_that_uses_the_builder_runs(tmp_path):
+    """Also where the guides' line chooses GPUs and there is none."""
     program = next(block for block in blocks("python") if "TowerBuilder" in block)
     (tmp_path / "program.py").write_text(program)
     done = subprocess.run(  # devices are configured before TensorFlow starts
         [sys.executable, "program.py"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": '"0,1"'},
         capture_output=True,
         text=True,
     )

@@ -25,7 +25,7 @@ def test_the_fast_recipe_learns(monkeypatch, tmp_path, capsys):
     assert trained["examples"] == 98 * 256
     assert trained["test_accuracy"] > 0.3  # 0.1 is chance
 
-    for towers, tolerance in ((2, 0), (1, 2), (3, 2)):
+    for towers, tolerance in ((2, 0), (3, 2)):
         assert cli.main(["evaluate", *where, f"--num_towers={towers}"]) == 0
         evaluated = json.loads(capsys.readouterr().out)
         assert evaluated["examples"] == 10_000
