@@ -7,8 +7,8 @@ import pytest
 
 # Modules whose tests train for long or start processes; in others single tests are marked.
 SLOW = {
-    "test_equivalence.py", "test_packaging.py", "test_real_images.py",
-    "test_zoo.py", "builder/test_batch_norm.py", "builder/test_draws.py",
+    "test_equivalence.py", "test_packaging.py", "test_real_images.py", "test_zoo.py",
+    "monitoring/test_dashboard.py", "builder/test_batch_norm.py", "builder/test_draws.py",
     "builder/test_rehearsal.py", "builder/test_threads.py", "builder/test_tower.py",
     "builder/test_xla.py", "commands/test_benchmark.py", "commands/test_plan.py",
     "commands/test_sweep.py", "commands/test_tensorboard.py", "commands/test_verify.py",
