@@ -199,6 +199,13 @@ class Divergence(Seeded):
         return mean + ops.exp(log_variance / 2) * noise
 
 
+def _by_new_generator():
+    def start(shape, dtype=None):
+        return ops.cast(np.random.default_rng().normal(size=shape), dtype)
+
+    return layers.Conv2D(4, 3, kernel_initializer=start)
+
+
 def _projection():
     start = keras.initializers.Constant(np.random.default_rng().normal(size=(6, 5)))
     return layers.Dense(5, kernel_initializer=start, trainable=False)
@@ -206,6 +213,9 @@ def _projection():
 
 added_sum = on_features("added loss", "l2_loss adds up", SumOfSquares)
 added_divergence = on_features("added loss", "a sum over examples", Divergence, quick=True)
+weights_by_numpys_new_generator = on_maps(
+    "initial weights", "default_rng() without a seed", _by_new_generator
+)
 projection_that_stays = on_features(
     "initial weights", "fixed weights, too", _projection, quick=True
 )
