@@ -23,12 +23,6 @@ def dropped(on, why, call, **keywords):
     return on(SAME, why, Guilty, **keywords)
 
 
-def _time_major_rows(x, dropout):
-    by_time = tf.transpose(x, [1, 0, 2])
-    rows = dropout(tf.reshape(by_time, [-1, x.shape[2]]))
-    return tf.transpose(tf.reshape(rows, tf.shape(by_time)), [1, 0, 2])
-
-
 def _heads_first(x, dropout):
     """Attention whose heads are joined along the batch."""
     heads = tf.concat(tf.split(x, 2, axis=2), axis=0)
@@ -77,7 +71,6 @@ time_major = dropped(
     "[T, B, C]",
     lambda x, dropout: tf.transpose(dropout(tf.transpose(x, [1, 0, 2])), [1, 0, 2]),
 )
-time_major_rows = dropped(on_rows, "[T * B, C]", _time_major_rows)
 heads_first = dropped(on_rows, "[heads * B, T, T]", _heads_first, quick=True)
 heads_last = dropped(on_rows, "[B * heads, T, T]", _heads_last)
 windows = dropped(on_maps, "[B * windows, 9, 9]", _windows)
