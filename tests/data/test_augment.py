@@ -47,12 +47,10 @@ def standardised(image):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", augment.names)
-@pytest.mark.parametrize("stored", ["uint8", "float 0..1", "float with an offset"])
+@pytest.mark.parametrize("stored", ["uint8", "float with an offset"])
 def test_train_images_are_tensorflows(shape, kind, stored):
     images, draws = make(12, shape)
-    if stored == "float 0..1":
-        images = images.astype(np.float32) / 255
-    elif stored == "float with an offset":
+    if stored != "uint8":
         images = images.astype(np.float32) - 1000
     result = augment.train_images(images, draws, kind)
     assert result.dtype == tf.float32
@@ -74,17 +72,6 @@ def test_eval_images_are_tensorflows(shape, kind):
     assert result.dtype == tf.float32
 
 
-def test_contrast_is_tensorflows():
-    images, draws = make(6)
-    images = images[:, :24, :24].astype(np.float32)
-    for image, draw in zip(images, draws, strict=True):
-        factor = 0.2 + 1.6 * draw[3]
-        expected = tf.image.adjust_contrast(tf.image.adjust_brightness(image, 63.0), factor)
-        expected = tf.image.per_image_standardization(expected)
-        result = augment._standardise(image[None], factor)[0]
-        np.testing.assert_allclose(result, expected, atol=1e-5)
-
-
 def test_shapes_after_augmentation():
     assert augment.output_shape((32, 32, 3), "tutorial") == (24, 24, 3)
     assert augment.output_shape((28, 29, 1), "tutorial") == (21, 21, 1)
@@ -95,41 +82,27 @@ def test_shapes_after_augmentation():
 
 @pytest.mark.parametrize("kind", augment.names)
 @pytest.mark.parametrize("dtype", [tf.float32, tf.float64])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_slice_gives_the_same_bits(kind, dtype, compiled):
-    def train(images, draws):
-        return augment.train_images(images, draws, kind, dtype=dtype)
-
-    def evaluate(images):
-        return augment.eval_images(images, kind, dtype=dtype)
-
-    if compiled:
-        train = tf.function(train, reduce_retracing=True)
-        evaluate = tf.function(evaluate, reduce_retracing=True)
+def test_a_slice_of_any_size_gives_the_same_bits_in_one_function(kind, dtype):
     images, draws = map(tf.constant, make(37))
+    specs = [tf.TensorSpec([None, *part.shape[1:]], part.dtype) for part in (images, draws)]
+    train = tf.function(
+        lambda *batch: augment.train_images(*batch, kind, dtype=dtype), input_signature=specs
+    )
+    evaluate = tf.function(
+        lambda images: augment.eval_images(images, kind, dtype=dtype), input_signature=specs[:1]
+    )
     all_train, all_eval = train(images, draws), evaluate(images)
     assert all_train.dtype == all_eval.dtype == dtype
+    shape = augment.output_shape((32, 32, 3), kind)
+    assert train.get_concrete_function().output_shapes.as_list() == [None, *shape]
     for start, stop in [(0, 1), (0, 18), (18, 37), (5, 8), (36, 37), (7, 7)]:
         part = slice(start, stop)
         assert np.array_equal(train(images[part], draws[part]), all_train[part])
         assert np.array_equal(evaluate(images[part]), all_eval[part])
 
 
-@pytest.mark.parametrize("kind", augment.names)
-def test_any_batch_size_in_one_function(kind):
-    specs = [
-        tf.TensorSpec([None, 32, 32, 3], tf.uint8),
-        tf.TensorSpec([None, augment.NUM_DRAWS], tf.float32),
-    ]
-    train = tf.function(lambda *batch: augment.train_images(*batch, kind), input_signature=specs)
-    shape = augment.output_shape((32, 32, 3), kind)
-    for num in (0, 1, 5):
-        assert train(*make(num)).shape == (num, *shape)
-    assert train.get_concrete_function().output_shapes.as_list() == [None, *shape]
-
-
-@pytest.mark.parametrize(("kind", "offsets"), [("tutorial", 9), ("resnet", 9)])
-def test_every_place_is_as_likely(kind, offsets):
+@pytest.mark.parametrize("kind", ["tutorial", "resnet"])
+def test_every_place_is_as_likely(kind):
     # One bright pixel in a dark image shows where the crop lies.
     images = np.zeros((9000, 32, 32, 1), np.uint8)
     images[:, 15, 16] = 255
@@ -139,7 +112,7 @@ def test_every_place_is_as_likely(kind, offsets):
     rows, columns = result.max(2).argmax(1), result.max(1).argmax(1)
     for places in (rows, columns):
         _, counts = np.unique(places, return_counts=True)
-        assert len(counts) == offsets
+        assert len(counts) == 9
         assert counts.min() > 850 and counts.max() < 1150
 
 
@@ -157,7 +130,7 @@ def test_half_of_the_images_are_mirrored(kind):
 
 @pytest.mark.parametrize("kind", augment.names)
 @pytest.mark.parametrize("draw", [0, ALMOST_ONE])
-@pytest.mark.parametrize("side", [9, 28, 32, 224])
+@pytest.mark.parametrize("side", [9, 32])
 def test_extreme_draws_stay_within_the_image(kind, draw, side):
     images, _ = make(2, (side, side, 2))
     draws = np.full((2, augment.NUM_DRAWS), draw, np.float32)
@@ -184,16 +157,6 @@ def test_the_padding_is_zero():
     assert (result[inside] > 1).all() and (result[~inside] < 0).all()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: augment.output_shape((32, 32, 3), "tutorail"),
-        lambda: augment.train_images(*make(1), "tutorail"),
-        lambda: augment.eval_images(make(1)[0], "tutorail"),
-    ],
-)
-def test_an_unknown_kind(call):
-    with pytest.raises(ValueError) as error:
-        call()
-    message = "unknown augmentation 'tutorail'; allowed are tutorial, resnet, none, off"
-    assert str(error.value) == message
+def test_an_unknown_kind():
+    with pytest.raises(ValueError, match="allowed are tutorial, resnet, none, off"):
+        augment.output_shape((32, 32, 3), "tutorail")

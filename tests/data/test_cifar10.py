@@ -1,6 +1,13 @@
-"""CIFAR-10: found under a folder, wherever it lies and in either form."""
+"""CIFAR-10: found under a folder, wherever it lies and in either form, or downloaded."""
 
+import functools
+import gc
+import hashlib
+import http.server
 import os
+import pickle
+import tarfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +17,16 @@ from tests.data.tiny_cifar10 import (
     NAMES,
     NUM,
     assert_is_cifar10,
+    batch,
     everything,
     fails,
+    rows,
     write_binaries,
     write_pickles,
 )
 from towers import data
-from towers.data import cifar10
+from towers.data import cifar10, pickles
+from towers.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -30,61 +40,233 @@ def test_describes_itself(tmp_path):
     assert loaded.class_names == tuple(names.split())
 
 
+@pytest.mark.parametrize("write", [write_binaries, write_pickles])
 @pytest.mark.parametrize("folder", [".", "cifar-10-batches-bin", "some/where/below"])
-def test_finds_binaries_anywhere(tmp_path, folder):
-    write_binaries(tmp_path / folder)
+def test_is_found_anywhere(tmp_path, write, folder):
+    write(tmp_path / folder)
     assert_is_cifar10(data.load("cifar10", str(tmp_path)))
 
 
-def test_prefers_binaries_to_pickles_and_the_nearest_folder(tmp_path):
-    write_binaries(tmp_path / "a/deep/folder")
-    write_binaries(tmp_path / "z")
-    (tmp_path / "a/deep/folder/test_batch.bin").write_bytes(b"never read")
-    write_pickles(tmp_path)
-    (tmp_path / "test_batch").write_bytes(b"never read")
+def test_the_nearest_folder_and_in_it_the_binary_form_is_taken(tmp_path):
+    write_binaries(tmp_path / "a")
+    write_pickles(tmp_path / "a")
+    write_binaries(tmp_path / "b/deep")
+    for path in (tmp_path / "a/test_batch", tmp_path / "b/deep/test_batch.bin"):
+        path.write_bytes(b"never read")
     assert_is_cifar10(data.load("cifar10", str(tmp_path)))
 
 
-def test_follows_links_and_is_not_caught_in_a_loop(tmp_path):
+def test_links_are_followed_once_and_hidden_folders_are_not(tmp_path):
+    write_binaries(tmp_path / "data/.towers-x1")
+    for name in "abc":
+        (tmp_path / "data" / name).symlink_to(tmp_path / "data")
+    assert fails(tmp_path / "data").startswith("cannot download ")
     write_binaries(tmp_path / "disk/cifar")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data/loop").symlink_to(tmp_path / "data")
     (tmp_path / "data/linked").symlink_to(tmp_path / "disk")
     (tmp_path / "link").symlink_to(tmp_path / "data")
     assert_is_cifar10(data.load("cifar10", str(tmp_path / "link")))
 
 
-def test_links_that_lead_back_end_the_search(tmp_path):
-    for name in "abc":
-        (tmp_path / name).symlink_to(tmp_path)
-    assert fails(tmp_path).startswith("cannot download ")
-
-
-def test_skips_hidden_folders(tmp_path):
-    write_binaries(tmp_path / ".towers-x1")
-    assert fails(tmp_path).startswith("cannot download ")
-
-
 def test_an_incomplete_set_is_named_and_not_downloaded(tmp_path):
-    write_binaries(tmp_path / "a", NAMES[:5])
+    write_binaries(tmp_path / "a", NAMES[:1] + NAMES[2:5])
     message = fails(tmp_path)
-    assert message.startswith(f"CIFAR-10 in {tmp_path}/a lacks test_batch.bin; add what is missing")
-    (tmp_path / "a/data_batch_2.bin").unlink()
-    assert "lacks data_batch_2.bin, test_batch.bin; add" in fails(tmp_path)
-    write_pickles(tmp_path / "b", NAMES[1:])
-    assert f"CIFAR-10 in {tmp_path}/a lacks" in fails(tmp_path)
+    assert f"CIFAR-10 in {tmp_path}/a lacks data_batch_2.bin, test_batch.bin; add" in message
     write_pickles(tmp_path / "b")
     assert_is_cifar10(data.load("cifar10", str(tmp_path)))
+
+
+# Damage
 
 
 def test_a_damaged_binary_is_named(tmp_path):
     write_binaries(tmp_path)
     path = tmp_path / "data_batch_3.bin"
-    path.write_bytes(path.read_bytes()[:-1000])
-    assert fails(tmp_path) == (
-        f"{path} has 60,460 bytes; expected 20 records of 3073 bytes; put an intact copy in its "
-        "place"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1000])
+    message = fails(tmp_path)
+    assert message.startswith(f"{path} has 60,460 bytes; expected 20 records of 3073 bytes")
+    path.write_bytes(content[:6146] + b"\x0a" + content[6147:])
+    assert f"{path}: record 2 (counted from 0) has label 10; allowed are 0..9" in fails(tmp_path)
+
+
+def python2_pickle(images, labels):
+    """Write protocol 2 as Python 2 did: all strings, the array's bytes too, are byte strings."""
+
+    def string(value):
+        return b"T" + len(value).to_bytes(4, "little") + value
+
+    def integer(value):
+        return b"J" + value.to_bytes(4, "little", signed=True)
+
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
+        + (integer(0) + b"\x85" + string(b"b") + b"\x87R")
+        + (b"(" + integer(1) + integer(len(labels)) + integer(3072) + b"\x86")
+        + (b"cnumpy\ndtype\n" + string(b"u1") + integer(0) + integer(1) + b"\x87R")
+        + (b"(" + integer(3) + string(b"|") + b"NNN" + integer(-1) * 2 + integer(0) + b"tb")
+        + (b"\x89" + string(rows(images).tobytes()) + b"tb")
     )
+    numbers = b"](" + b"".join(map(integer, labels.tolist())) + b"e"
+    return b"\x80\x02}(" + string(b"data") + array + string(b"labels") + numbers + b"u."
+
+
+def test_reads_the_official_pickles_of_python_2(tmp_path):
+    for index, name in enumerate(NAMES):
+        (tmp_path / name).write_bytes(python2_pickle(*batch(index)))
+    assert_is_cifar10(data.load("cifar10", str(tmp_path)))
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+
+IMAGES, LABELS = batch(5)
+GOOD = {b"data": rows(IMAGES), b"labels": LABELS.tolist()}
+WRONG = "is no pickle of CIFAR-10: "
+
+BAD_PICKLES = {
+    "empty": (b"", "Ran out of input"),
+    "truncated": (pickle.dumps(GOOD, 4)[:-100], WRONG),
+    "runs a command": (Evil(), "posix.system is not allowed in it"),
+    "runs a command within": ({**GOOD, b"extra": Evil()}, "posix.system is not allowed in it"),
+    "eval": (b"cbuiltins\neval\n(S'1'\ntR.", "builtins.eval is not allowed in it"),
+    "another of numpy's": (b"cnumpy\nfromfile\n(S'x'\ntR.", "numpy.fromfile is not allowed in it"),
+    "persistent id": (b"Pevil\n.", WRONG),
+    "object array": ({**GOOD, b"data": np.full((NUM, 3072), 3, object)}, "O8"),
+    "a list": ([GOOD], WRONG),
+    "no labels": ({b"data": rows(IMAGES)}, WRONG),
+    "data of another shape": ({**GOOD, b"data": IMAGES}, "expected a dict with data, uint8 [20, "),
+    "data signed": ({**GOOD, b"data": rows(IMAGES).view(np.int8)}, "as many labels"),
+    "labels too few": ({**GOOD, b"labels": [1] * 19}, "as many labels"),
+    "labels float": ({**GOOD, b"labels": [1.0] * 20}, "as many labels"),
+    "label 10": ({**GOOD, b"labels": [0, 1, 10] + [0] * 17}, "record 2 (counted from 0) has label"),
+    "label -1": ({**GOOD, b"labels": [-1] + [0] * 19}, "record 0 (counted from 0) has label -1"),
+}
+
+
+@pytest.mark.parametrize("damage", BAD_PICKLES)
+def test_a_bad_pickle_is_named_and_nothing_in_it_runs(tmp_path, monkeypatch, damage):
+    content, expected = BAD_PICKLES[damage]
+    monkeypatch.chdir(tmp_path)
+    write_pickles(tmp_path / "data")
+    path = tmp_path / "data/data_batch_4"
+    path.write_bytes(content if isinstance(content, bytes) else pickle.dumps(content, 4))
+    message = fails(tmp_path)
+    assert message.startswith(str(path)) and expected in message
+    assert message.endswith("; put an intact copy in its place")
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_pickle_with_any_byte_changed_is_an_error_or_a_valid_set(tmp_path, monkeypatch):
+    monkeypatch.setattr(cifar10, "RECORDS_PER_FILE", 2)
+    images, labels = np.zeros((2, 32, 32, 3), np.uint8), np.array([1, 2])
+    content = bytearray(python2_pickle(images, labels))
+    path = tmp_path / "data_batch_1"
+    for index in [i for i, byte in enumerate(content) if byte]:  # all but the pixels
+        for value in (0, 0x2E, 0x80, 0xFF):
+            damaged = bytearray(content)
+            damaged[index] = value
+            path.write_bytes(damaged)
+            try:
+                planes, _ = pickles.read(str(path), 2, 3072)
+            except InputError as error:
+                assert str(path) in str(error) and "\n" not in str(error)  # noqa: PT017
+            else:
+                assert planes.shape == (2, 3072) and planes.dtype == np.uint8
+
+
+# The download
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """An archive of the binary set, which is where CIFAR-10 is downloaded from."""
+    write_binaries(tmp_path / "server" / cifar10.FOLDER)
+    path = tmp_path / "server/cifar-10-binary.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        tar.add(tmp_path / "server" / cifar10.FOLDER, cifar10.FOLDER)
+    monkeypatch.setattr(cifar10, "URL", path.as_uri())
+    monkeypatch.setattr(cifar10, "MD5", hashlib.md5(path.read_bytes()).hexdigest())
+    return path
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """Serve on 127.0.0.1 what the test puts into `answer`."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.server.answer(self)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(cifar10, "URL", f"http://127.0.0.1:{server.server_port}/cifar.tar.gz")
+        yield server
+        server.shutdown()
+
+
+def send(handler, content=b"", length=None):
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(content) if length is None else length))
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
+def test_downloads_what_is_nowhere(tmp_path, source, server, capsys):
+    server.answer = functools.partial(send, content=source.read_bytes())
+    folder = tmp_path / "new/folder"
+    assert_is_cifar10(data.load("cifar10", str(folder)))
+    assert os.listdir(folder) == [cifar10.FOLDER]
+    assert capsys.readouterr().out == ""  # where --json writes
+    server.answer = None  # the second time needs no server
+    assert_is_cifar10(data.load("cifar10", str(folder)))
+
+
+def assert_download_fails(folder, reason):
+    message = fails(folder)
+    assert message.startswith(f"cannot download {cifar10.URL} to {folder}/{cifar10.FOLDER}: ")
+    assert reason in message and message.endswith("or use --dataset=shapes")
+    assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (lambda handler: send(handler, bytes(1000), length=5000), "1000 out of 5000 bytes"),
+        (lambda handler: handler.connection.close(), "closed connection without response"),
+        (lambda handler: handler.send_error(404), "Not Found"),
+    ],
+    ids=["hangs up", "hangs up at once", "not found"],
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Keras' sockets
+def test_a_failing_server(tmp_path, server, answer, reason):
+    server.answer = answer
+    assert_download_fails(tmp_path / "data", reason)
+    gc.collect()
+
+
+def test_an_archive_that_is_not_the_one(tmp_path, source):
+    source.write_bytes(source.read_bytes()[:-100])
+    assert_download_fails(tmp_path / "data", "hash does not match")
+
+
+@pytest.mark.parametrize("interrupted", ["tarfile.TarFile.extractall", "os.replace"])
+def test_an_interrupted_download_leaves_nothing(tmp_path, monkeypatch, source, interrupted):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(interrupted, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            data.load("cifar10", str(tmp_path / "data"))
+    assert os.listdir(tmp_path / "data") == []
+    assert_is_cifar10(data.load("cifar10", str(tmp_path / "data")))
 
 
 # The real one

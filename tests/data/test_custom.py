@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.data.tiny_cifar10 import everything
 from towers import data
 from towers.errors import InputError
 
@@ -20,10 +21,10 @@ def unsized(dataset):
     return dataset.filter(lambda *_: True)
 
 
-def everything(split):
-    images, labels, weights = next(iter(split.eval_batches(split.size)))
-    assert weights.numpy().all()
-    return images.numpy(), labels.numpy()
+def shapeless():
+    return unsized(examples()).map(
+        lambda image, label: (tf.py_function(abs, [image], tf.uint8), label)
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,13 +74,6 @@ def test_the_number_of_classes_is_the_given_one_or_that_of_both_halves(load):
     assert load((few, many, np.int32(9))).class_names == tuple("012345678")
 
 
-def test_the_caller_s_arrays_are_copied(load):
-    images = IMAGES.copy()
-    loaded = load(((images, LABELS), HALF))
-    images[:] = 0
-    np.testing.assert_array_equal(everything(loaded.train)[0], IMAGES)
-
-
 def test_a_module_in_the_current_folder(tmp_path, monkeypatch):
     (tmp_path / "data_of_the_user.py").write_text(
         "import numpy as np\n"
@@ -120,59 +114,46 @@ def test_a_name_that_leads_nowhere(dataset, message):
 WRONG = {
     "nothing": (None, "mine:load returned NoneType; return (train, test) or (train, test, num_cl"),
     "one half": ((HALF,), "returned ((ndarray uint8 (4, 5, 6, 3), ndarray int64 (4,)))"),
-    "five": ((HALF, 1, 2, 3, 4), "returned ((ndarray uint8 (4, 5, 6, 3), ndarray int64 (4,)), int"),
     "images only": ((IMAGES, IMAGES), "mine:load: train is ndarray uint8 (4, 5, 6, 3); return ("),
     "three arrays": (((IMAGES, LABELS, LABELS), HALF), "train is (ndarray uint8 (4, 5, 6, 3), nd"),
     "a dict": ((HALF, {"images": IMAGES}), "mine:load: test is dict; return ("),
-    "lengths": ((HALF, (IMAGES, LABELS[:3])), "test has 4 images but 3 labels"),
+    "lengths": ((HALF, (IMAGES, LABELS[:3])), "one integer for each of the 4 images"),
     "no channels": (((IMAGES[..., 0], LABELS), HALF), "add a channel axis, images[..., None]"),
-    "flat": (((IMAGES.reshape(4, -1), LABELS), HALF), "train images are [4, 90]; return 1 or more"),
     "ragged": ((([[1], [1, 2]], [0, 1]), HALF), "train images are ((int), (int, int)), not an a"),
     "text": (((["a", "b"], [0, 1]), HALF), "(2,); return numbers"),
-    "bool images": (((IMAGES > 3, LABELS), HALF), "ndarray bool (4, 5, 6, 3); return numbers"),
     "ints beyond a byte": (((IMAGES.astype(int) * 256, LABELS), HALF), "int64 from 0 to 65280; "),
-    "negative ints": (((IMAGES.astype(np.int16) - 1, LABELS), HALF), "int16 from -1 to 254; retu"),
     "no examples": (((IMAGES[:0], LABELS[:0]), HALF), "images are [0, 5, 6, 3]; return 1 or more"),
-    "no pixels": (((IMAGES[:, :0], LABELS), HALF), "images are [4, 0, 6, 3]; return 1 or more"),
-    "float labels": (((IMAGES, LABELS / 1), HALF), "labels are ndarray float64 (4,); return inte"),
+    "float labels": (((IMAGES, LABELS / 1), HALF), "labels are ndarray float64 (4,); return one"),
     "one-hot labels": (((IMAGES, np.eye(3)[LABELS]), HALF), "labels.argmax(axis=1)"),
-    "label axes": (((IMAGES, LABELS[:, None, None]), HALF), "int64 (4, 1, 1); return integers, ["),
     "negative label": ((HALF, (IMAGES, [0, 1, -1, 0])), "test label 2 (counted from 0) is -1; al"),
-    "label beyond int32": ((HALF, (IMAGES, [0, 1, 2, 2**31])), "label 3 (counted from 0) is 21474"),
-    "label beyond the classes": (
-        (HALF, HALF, 2),
-        "train label 1 (counted from 0) is 2; allow",
+    "label beyond the classes": ((HALF, HALF, 2), "train label 1 (counted from 0) is 2; allowed"),
+    "classes 0": ((HALF, HALF, 0), "num_classes is 0; return 1 or more"),
+    "classes float": ((HALF, HALF, 3.0), "num_classes is 3.0; return 1 or more"),
+    "other shape": ((HALF, (IMAGES[:, 1:], LABELS)), "make them alike"),
+    "other type": ((HALF, (IMAGES / 255, LABELS)), "make them alike"),
+    "an image that is not finite": (
+        ((np.where(IMAGES == 200, np.nan, IMAGES), LABELS), HALF),
+        "train image 2 (counted from 0) has a NaN or an infinity",
     ),
-    "classes 0": ((HALF, HALF, 0), "num_classes is 0; return a whole number, 1 or more"),
-    "classes float": ((HALF, HALF, 3.0), "num_classes is 3.0; return a whole number, 1 or more"),
-    "classes bool": ((HALF, HALF, True), "num_classes is True; return a whole number, 1 or more"),
-    "other shape": ((HALF, (IMAGES[:, 1:], LABELS)), "uint8 [5, 6, 3] but test images uint8 [4, 6"),
-    "other type": ((HALF, (IMAGES / 255, LABELS)), "uint8 [5, 6, 3] but test images float32 [5, 6"),
-    "no size": ((unsized(examples()), HALF), "does not know its size; return (dataset, size)"),
-    "endless": ((examples().repeat(), HALF), "train dataset is endless; return dataset.take(size)"),
-    "endless with size": (((examples().repeat(), 4), HALF), "train dataset is endless"),
-    "another size": ((HALF, (examples(), 5)), "test dataset has 4 examples but size is 5"),
+    "no size": ((unsized(examples()), HALF), "does not know its size, the size given is None"),
+    "endless": ((examples().repeat(), HALF), "train dataset is endless"),
+    "endless with size": (((examples().repeat(), 4), HALF), "is endless, the size given is 4"),
+    "another size": ((HALF, (examples(), 5)), "test dataset has 4 examples, the size given is 5"),
     "counted": ((HALF, (unsized(examples()), 5)), "test dataset has 4 examples but size is 5"),
-    "size 0": ((HALF, (unsized(examples()), 0)), "test size is 0; return a whole number, 1 or mo"),
-    "empty": ((HALF, examples().take(0)), "test size is 0; return a whole number, 1 or more"),
-    "size a string": ((HALF, (examples(), "4")), "test size is '4'; return a whole number, 1 or"),
+    "size 0": ((HALF, (unsized(examples()), 0)), "the size given is 0; return (dataset.take(size)"),
+    "empty": ((HALF, examples().take(0)), "test dataset has 0 examples"),
+    "size a string": ((HALF, (unsized(examples()), "4")), "the size given is 4"),
     "batched": ((examples().batch(2), HALF), "(None, 5, 6, 3); give single ones, [H, W, C], by d"),
-    "dataset without channels": ((examples(IMAGES[..., 0]), HALF), "(5, 6); give single ones, [H"),
-    "dataset of images": (
-        (tf.data.Dataset.from_tensor_slices(IMAGES), HALF),
-        "give (image, label)",
-    ),
+    "of an unknown shape": ((shapeless(), HALF), "images have shape <unknown>; give single ones"),
     "dataset of dicts": (
         (tf.data.Dataset.from_tensor_slices({"image": IMAGES, "label": LABELS}), HALF),
         "train dataset gives dict; give (image, label) pairs",
     ),
     "dataset of ints": ((examples(IMAGES.astype(int)), HALF), "are int64; give uint8 or float32"),
-    "dataset of float labels": ((examples(labels=LABELS / 1), HALF), "are float64 (); give one in"),
     "dataset of one-hot labels": (
         (examples(labels=np.eye(3, dtype=int)[LABELS]), HALF),
         "labels are int64 (3,); give one integer each",
     ),
-    "dataset of negative labels": ((examples(labels=LABELS - 1), HALF), "labels go down to -1; "),
 }
 
 
@@ -182,26 +163,6 @@ def test_what_cannot_be_used_is_said_in_one_line(load, wrong):
     with pytest.raises(InputError, match="^mine:load") as error:
         load(result)
     assert message in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_an_image_that_is_not_finite_is_named(load, value):
-    images = IMAGES.astype(np.float64)
-    images[2, 3, 1, 0] = value
-    with pytest.raises(InputError) as error:
-        load(((images, LABELS), HALF))
-    message = "mine:load: train image 2 (counted from 0) has a NaN or an infinity"
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize(("shape", "shown"), [(None, "<unknown>"), ([None, 8, 3], "(None, 8, 3)")])
-def test_a_dataset_whose_image_shape_is_not_fixed(load, shape, shown):
-    spec = (tf.TensorSpec(shape, tf.uint8), tf.TensorSpec([], tf.int32))
-    dataset = tf.data.Dataset.from_generator(lambda: iter(()), output_signature=spec)
-    with pytest.raises(InputError) as error:
-        load(((dataset, 4), HALF))
-    assert f"images have shape {shown}; " in str(error.value)
-    assert "tf.ensure_shape" in str(error.value)
 
 
 @pytest.mark.parametrize(

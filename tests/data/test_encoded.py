@@ -3,23 +3,17 @@
 import itertools
 import json
 import pickle
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import tiny
 from tests.data.image_files import CLASSES, SHAPE, WRITE, image, numbers_of, png
 from towers import cli, data
 from towers.data import encoded
 from towers.errors import InputError
-from towers.training.train import train
 
-ROOT = Path(__file__).resolve().parents[2]
 KINDS = list(WRITE)
 TRAIN, TEST = 14, 10
 
@@ -80,10 +74,9 @@ def test_images_come_as_they_were_written_with_their_labels(loaded):
             assert label == number % 3
 
 
-@pytest.mark.parametrize("cores", [1, 5])
-def test_the_number_of_readers_changes_nothing(loaded, cores, monkeypatch):
+def test_the_number_of_readers_changes_nothing(loaded, monkeypatch):
     expected = take(loaded.train, 4, 8, seed=3), [*loaded.test.eval_batches(3).as_numpy_iterator()]
-    monkeypatch.setattr(encoded, "_CORES", cores)
+    monkeypatch.setattr(encoded, "_CORES", 5)
     assert_same(take(loaded.train, 4, 8, seed=3), expected[0])
     assert_same(loaded.test.eval_batches(3).as_numpy_iterator(), expected[1])
 
@@ -108,7 +101,7 @@ def test_slow_reads_change_no_order(loaded, monkeypatch):
 # Evaluation
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 5, 10, 11, 64])
+@pytest.mark.parametrize("batch_size", [3, 11])
 def test_one_pass_in_order_counts_each_image_once(kind, loaded, batch_size):
     batches = list(loaded.test.eval_batches(batch_size).as_numpy_iterator())
     images, labels, weights = (np.concatenate(parts) for parts in zip(*batches, strict=True))
@@ -174,8 +167,9 @@ def damage(top, kind, number):
     raise AssertionError
 
 
-@pytest.mark.parametrize("batch_size", [1, 5])
-@pytest.mark.parametrize(("split", "number"), [("train", 3), ("test", 500), ("test", 509)])
+@pytest.mark.parametrize(
+    ("split", "number", "batch_size"), [("train", 3, 5), ("test", 500, 1), ("test", 509, 5)]
+)
 def test_a_damaged_image_is_named(kind, tmp_path, split, number, batch_size):
     WRITE[kind](tmp_path, range(TRAIN))
     WRITE[kind](tmp_path, range(500, 500 + TEST), split="test")
@@ -191,22 +185,21 @@ def test_a_damaged_image_is_named(kind, tmp_path, split, number, batch_size):
     assert name in str(error.value) and "is damaged, or no PNG" in str(error.value)
 
 
-@pytest.mark.parametrize("batch_size", [1, 5])
-def test_all_images_go_away(kind, tmp_path, batch_size):
+def test_all_images_go_away(kind, tmp_path):
     """As on a disk that is gone: no endless search for one that can be read."""
     WRITE[kind](tmp_path, range(TRAIN))
     WRITE[kind](tmp_path, range(500, 500 + TEST), split="test")
     loaded = data.load(kind, str(tmp_path))
     tmp_path.rename(tmp_path.with_suffix(".gone"))
     for batches in (
-        loaded.train.train_batches(batch_size, seed=1),
-        loaded.test.eval_batches(batch_size),
+        loaded.train.train_batches(5, seed=1),
+        loaded.test.eval_batches(5),
     ):
         with pytest.raises(tf.errors.InvalidArgumentError, match="cannot be read: No such file"):
             next(batches.as_numpy_iterator())
 
 
-@pytest.mark.parametrize("number", [0, 7, 509])
+@pytest.mark.parametrize("number", [0, 509])
 def test_few_images_are_all_tried_before_a_run(kind, tmp_path, number):
     def encode(pixels):
         return damaged(png(pixels)) if numbers_of(pixels[None])[0] == number else png(pixels)
@@ -225,39 +218,16 @@ def test_few_images_are_all_tried_before_a_run(kind, tmp_path, number):
 # Runs
 
 
-def options(kind, folder, train_dir, **changes):
-    given = dict(
-        model="tests.tiny:dense",
-        augment="none",
-        num_towers=2,
-        ema_decay=0.9,
-        batch_size=5,
-        num_epochs=3.0,
-    )
-    return tiny.options(train_dir, dataset=kind, data_dir=str(folder), **(given | changes))
-
-
-@pytest.mark.parametrize("kind", ["folder"], indirect=True)
-def test_a_run_over_two_towers_that_is_continued_ends_the_same(kind, folder, tmp_path):
-    train(options(kind, folder, tmp_path / "whole"))
-    for max_steps in 4, 0:  # an epoch is 2.8 steps
-        train(options(kind, folder, tmp_path / "parts", max_steps=max_steps))
-    assert tiny.saved_steps(tmp_path / "parts") == [0, 4, 9]
-    tiny.assert_identical(tiny.saved(tmp_path / "parts"), tiny.saved(tmp_path / "whole"))
-
-
 @pytest.mark.parametrize("kind", ["tfrecord"], indirect=True)
 def test_the_verbs_take_it(kind, folder, tmp_path, capsys):
-    given = [f"--dataset={kind}", f"--data_dir={folder}", "--model=tests.tiny:dense"]
-    small = [*given, "--batch_size=5", "--augment=none"]
     where = f"--train_dir={tmp_path}"
-    assert cli.main(["train", *small, where, "--max_steps=2", "--num_towers=2", "--json"]) == 0
+    given = f"--dataset={kind} --data_dir={folder} --model=tests.tiny:dense --augment=none"
+    given += " --batch_size=5 --max_steps=2 --num_towers=2 --json"
+    assert cli.main(["train", where, *given.split()]) == 0
     result = json.loads(capsys.readouterr().out)
     assert cli.main(["evaluate", where, "--batch_size=3", "--num_towers=1", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["accuracy"] == result["test_accuracy"] and again["examples"] == TEST
-    assert cli.main(["verify", *small, "--num_towers=1,2", "--steps=2"]) == 0
-    assert "passed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["tfrecord"], indirect=True)
@@ -277,36 +247,6 @@ def test_a_run_that_meets_a_damaged_image_says_so_in_one_line(kind, tmp_path, ca
 
 
 # Memory
-
-MEASURE = """
-import resource, sys
-from towers import data
-
-for kind in "folder", "tfrecord":
-    split = data.load(kind, sys.argv[1], (8, 8)).train
-    peaks = []
-    for batches in 4, 60:
-        for _ in split.train_batches(4, seed=1).take(batches):
-            pass
-        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-    print((peaks[1] - peaks[0]) // 1024)
-"""
-
-
-def test_memory_does_not_grow_with_the_images(tmp_path):
-    """240 images of 0.75 MB, as files and decoded, are 180 MB."""
-    noise = np.random.default_rng(0).integers(0, 256, (500, 500, 3)).astype(np.uint8)
-    content = tf.io.encode_png(noise, compression=0).numpy()
-    assert len(content) > 500 * 500 * 3
-    for write in WRITE.values():
-        write(tmp_path, range(240), encode=lambda _: content)
-        write(tmp_path, range(3), split="test", encode=lambda _: content)
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    growth_mb = [int(line) for line in done.stdout.split()]
-    assert len(growth_mb) == 2 and max(growth_mb) < 60
 
 
 def test_of_an_image_only_its_place_is_kept(loaded):

@@ -7,21 +7,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.data.tiny_cifar10 import everything
 from towers import data
-from towers.data import cifar10, records, shapes
-from towers.errors import InputError
+from towers.data import shapes
 
 
 @pytest.fixture
 def few(monkeypatch):
     monkeypatch.setattr(shapes, "NUM_TRAIN", 50)
     monkeypatch.setattr(shapes, "NUM_TEST", 20)
-
-
-def everything(split):
-    images, labels, weights = next(iter(split.eval_batches(split.size)))
-    assert weights.numpy().all()
-    return images.numpy(), labels.numpy()
 
 
 def load_few(folder):
@@ -35,42 +29,36 @@ def assert_same(first, second):
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
-    return data.load("shapes", str(tmp_path_factory.mktemp("shapes")))
+def drawn():
+    """Half as many training pictures, and the test pictures."""
+    return shapes.draw(10_000, (2016, 0)), shapes.draw(4_000, (2016, 1))
 
 
-def test_describes_itself(loaded):
+def test_describes_itself(tmp_path, few):
+    loaded = data.load("shapes", str(tmp_path))
     assert (loaded.name, loaded.num_classes, loaded.image_shape) == ("shapes", 10, (32, 32, 3))
-    assert (loaded.train.size, loaded.test.size) == (20_000, 4_000)
     assert len(set(loaded.class_names)) == 10
 
 
-def test_classes_are_balanced_and_look_alike_on_average(loaded):
-    for split in (loaded.train, loaded.test):
-        images, labels = everything(split)
-        assert np.bincount(labels).tolist() == [split.size // 10] * 10
+def test_classes_are_balanced_and_look_alike_on_average(drawn):
+    for images, labels in drawn:
+        assert np.bincount(labels).tolist() == [len(labels) // 10] * 10
         # The mean of a class strays by chance alone: deviation of one picture's / sqrt(number).
         means = images.mean((1, 2, 3))
         of_class = [means[labels == label].mean() for label in range(10)]
-        assert np.std(of_class) < 2 * means.std() / (split.size / 10) ** 0.5
+        assert np.std(of_class) < 2 * means.std() / (len(labels) / 10) ** 0.5
 
 
-def test_no_picture_twice(loaded):
-    pictures = {
-        image.tobytes() for split in (loaded.train, loaded.test) for image in everything(split)[0]
-    }
-    assert len(pictures) == 24_000
+def test_no_picture_twice(drawn):
+    assert len({image.tobytes() for images, _ in drawn for image in images}) == 14_000
 
 
-def test_a_linear_model_cannot_tell_them_apart(loaded):
+def test_a_linear_model_cannot_tell_them_apart(drawn):
     """Softmax regression on standardised pixels, fitted far beyond convergence on the test set."""
-    (x, y), (test_x, test_y) = everything(loaded.train), everything(loaded.test)
-    x, y = x[:10_000].reshape(10_000, -1) / np.float32(255), y[:10_000]
+    (x, y), (test_x, test_y) = drawn
+    x, test_x = (part.reshape(len(part), -1) / np.float32(255) for part in (x, test_x))
     mean, deviation = x.mean(0), x.std(0)
-    x, test_x = (
-        (x - mean) / deviation,
-        (test_x.reshape(4000, -1) / np.float32(255) - mean) / deviation,
-    )
+    x, test_x = (x - mean) / deviation, (test_x - mean) / deviation
     weights, bias = tf.Variable(tf.zeros([3072, 10])), tf.Variable(tf.zeros([10]))
     optimizer = tf.keras.optimizers.Adam(1e-3)
     optimizer.build([weights, bias])
@@ -96,10 +84,8 @@ def test_a_seed_is_one_set_and_any_number_can_be_drawn():
     images, labels = shapes.draw(105, (1, 2))
     found = hashlib.md5(images.tobytes() + labels.tobytes()).hexdigest()
     assert found == "e8bb0587d5a8bc6c9fc43e3d78c800b6"
-    assert images.shape == (105, 32, 32, 3) and images.dtype == np.uint8
-    assert labels.dtype == np.int32
+    assert images.shape == (105, 32, 32, 3) and labels.dtype == np.int32
     assert np.bincount(labels).tolist() == [11] * 5 + [10] * 5
-    assert_same((images, labels), shapes.draw(105, (1, 2)))
     assert not np.array_equal(images, shapes.draw(105, (1, 3))[0])
 
 
@@ -117,64 +103,30 @@ def test_outlines_have_equal_area_and_stay_within_the_crop(name):
 
 def test_the_second_time_reads_what_the_first_has_kept(tmp_path, few, monkeypatch, capsys):
     first = load_few(tmp_path / "new/folder")
-    folder = tmp_path / "new/folder/shapes-v1"
-    assert sorted(os.listdir(folder)) == ["test.bin", "train.bin"]
-    assert_same(records.read(str(folder / "train.bin"), 50), first[:2])
+    [path] = (tmp_path / "new/folder").iterdir()
     with monkeypatch.context() as patch:
         patch.setattr(shapes, "draw", None)
         assert_same(load_few(tmp_path / "new/folder"), first)
-    (folder / "test.bin").unlink()
-    assert_same(load_few(tmp_path / "new/folder"), first)
-    assert sorted(os.listdir(folder)) == ["test.bin", "train.bin"]
+    for damaged in path.read_bytes()[:-1], path.read_bytes()[:50], b"":  # as after a crash
+        path.write_bytes(damaged)
+        assert_same(load_few(tmp_path / "new/folder"), first)
+    assert [*path.parent.iterdir()] == [path]
     assert capsys.readouterr() == ("", "")
 
 
-def test_shapes_are_the_default_and_are_not_taken_for_cifar10(tmp_path, few, monkeypatch):
+def test_shapes_are_the_default_and_are_kept_in_the_cache(tmp_path, few, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert data.load().name == "shapes"
-    assert (tmp_path / "towers/shapes-v1/train.bin").exists()
-    assert cifar10.find(str(tmp_path)) == []
-
-
-def test_damage_is_named_with_the_way_out(tmp_path, few):
-    load_few(tmp_path)
-    path = tmp_path / "shapes-v1/train.bin"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(InputError) as error:
-        load_few(tmp_path)
-    assert str(error.value).startswith(f"{path} has ")
-    assert str(error.value).endswith(f"; delete {tmp_path}/shapes-v1: it will be drawn again")
+    assert os.listdir(tmp_path / "towers") == [shapes.FILE]
 
 
 def test_a_full_disk_is_done_without(tmp_path, few, monkeypatch, capsys):
     def full(*_):
         raise OSError(28, "No space left on device")
 
+    kept = load_few(tmp_path / "a")
     monkeypatch.setattr(os, "replace", full)
-    kept = load_few(tmp_path)
-    assert capsys.readouterr() == (
-        "",
-        f"warning: cannot keep {tmp_path}/shapes-v1: No space left on device; the shapes are drawn "
-        "at each start (--data_dir names another folder)\n",
-    )
-    assert os.listdir(tmp_path / "shapes-v1") == []
-    monkeypatch.undo()
-    assert len(kept) == 4
-
-
-def test_two_processes_may_draw_at_the_same_time(tmp_path, few, monkeypatch):
-    draw = shapes.draw
-
-    def slower_than_another(num, seed):
-        result = draw(num, seed)
-        os.makedirs(tmp_path / "shapes-v1", exist_ok=True)
-        for name, num, index in (("train", 50, 0), ("test", 20, 1)):
-            path = str(tmp_path / f"shapes-v1/{name}.bin")
-            records.write(path, *draw(num, (shapes._SEED, index)))
-        return result
-
-    alone = load_few(tmp_path / "alone")
-    monkeypatch.setattr(shapes, "draw", slower_than_another)
-    assert_same(load_few(tmp_path), alone)
-    monkeypatch.undo()
-    assert sorted(os.listdir(tmp_path / "shapes-v1")) == ["test.bin", "train.bin"]
+    assert_same(load_few(tmp_path / "b"), kept)
+    error = capsys.readouterr().err
+    assert error.startswith(f"warning: {tmp_path}/b/{shapes.FILE} cannot be kept: No space left")
+    assert os.listdir(tmp_path / "b") == []

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from towers import data
-from towers.data import records
 from towers.errors import InputError
 
 NUM = 20  # records in each file; the real ones have 10,000
@@ -19,21 +18,23 @@ def batch(index):
     return images, rng.permutation(NUM).astype(np.int32) % 10
 
 
-def write_binaries(folder, names=NAMES):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        records.write(str(folder / f"{name}.bin"), *batch(NAMES.index(name)))
-
-
 def rows(images):
     return images.transpose(0, 3, 1, 2).reshape(len(images), 3072)
 
 
-def write_pickles(folder, names=NAMES, protocol=5, key=str.encode):
+def write_binaries(folder, names=NAMES):
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         images, labels = batch(NAMES.index(name))
-        content = {key("data"): np.ascontiguousarray(rows(images)), key("labels"): labels.tolist()}
+        records = np.concatenate([labels[:, None].astype(np.uint8), rows(images)], axis=1)
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+
+
+def write_pickles(folder, names=NAMES, protocol=4):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        images, labels = batch(NAMES.index(name))
+        content = {b"data": np.ascontiguousarray(rows(images)), b"labels": labels.tolist()}
         (folder / name).write_bytes(pickle.dumps(content, protocol))
 
 

@@ -2,18 +2,24 @@
 
 Images: 50,000 for training and 10,000 for testing, uint8 `[32, 32, 3]`, ten classes.
 Source: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
+
+A binary file is a row of records without header: one label byte, then the picture as 3072 bytes,
+its red plane, its green plane, its blue plane. A lost byte is seen by the file's size.
 """
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import os
+import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from towers.data import download, pickles, records
+from towers.data import pickles
 from towers.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,6 +33,7 @@ MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 FOLDER = "cifar-10-batches-bin"
 RECORDS_PER_FILE = 10_000
 
+_PICTURE_BYTES = 32 * 32 * 3
 _PICKLES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 _BINARIES = tuple(f"{name}.bin" for name in _PICKLES)
 
@@ -43,29 +50,18 @@ def load(data_dir: str) -> Data:
     from towers.data.pipeline import ArraySplit, Data  # `find` needs no TensorFlow
 
     if not find(data_dir):
-        try:
-            download.fetch(URL, MD5, os.path.join(data_dir, FOLDER))
-        except InputError as error:
-            raise InputError(
-                f"{error}; put {FOLDER} (data_batch_1.bin ... test_batch.bin) under {data_dir}, "
-                "or use --dataset=shapes"
-            ) from None
-    paths = find(data_dir)
-    read = records.read if paths[0].endswith(".bin") else pickles.read
+        _download(data_dir)
     try:
-        parts = [read(path, RECORDS_PER_FILE) for path in paths]
+        images, labels = zip(*map(_read, find(data_dir)), strict=True)
     except InputError as error:
         raise InputError(f"{error}; put an intact copy in its place") from None
-    images, labels = zip(*parts, strict=True)
     train = ArraySplit(np.concatenate(images[:5]), np.concatenate(labels[:5]))
     test = ArraySplit(images[5], labels[5])
-    return Data("cifar10", train, test, len(CLASS_NAMES), records.IMAGE_SHAPE, CLASS_NAMES)
+    return Data("cifar10", train, test, len(CLASS_NAMES), (32, 32, 3), CLASS_NAMES)
 
 
 def find(data_dir: str) -> list[str]:
     """Look for the six files of CIFAR-10, the folders nearest to `data_dir` first.
-
-    The binary files anywhere are preferred to pickles. Hidden folders are skipped.
 
     Returns:
         The paths of the five training files and the test file, or nothing.
@@ -73,39 +69,93 @@ def find(data_dir: str) -> list[str]:
     Raises:
         InputError: some of the six files are there, but no folder has them all.
     """
-    pickled, incomplete = [], None
-    for folder, files in _walk(data_dir):
+    incomplete = ""
+    for folder, files in _folders(data_dir):
         for names in (_BINARIES, _PICKLES):
             missing = [name for name in names if name not in files]
-            if not missing and names is _BINARIES:
-                return [os.path.join(folder, name) for name in names]
             if not missing:
-                pickled = pickled or [os.path.join(folder, name) for name in names]
-            elif len(missing) < len(names):
-                incomplete = incomplete or (folder, missing)
-    if incomplete and not pickled:
-        folder, missing = incomplete
+                return [os.path.join(folder, name) for name in names]
+            if len(missing) < len(names):
+                incomplete = incomplete or f"{folder} lacks {', '.join(missing)}"
+    if incomplete:
         raise InputError(
-            f"CIFAR-10 in {folder} lacks {', '.join(missing)}; add what is missing, or move the "
-            "rest away to have CIFAR-10 downloaded"
+            f"CIFAR-10 in {incomplete}; add what is missing, or move the rest away to have "
+            "CIFAR-10 downloaded"
         )
-    return pickled
+    return []
 
 
-def _walk(top: str) -> Iterator[tuple[str, set[str]]]:
-    """Yield (folder, its files), shallowest first, in the order of their names."""
-    waiting, seen = collections.deque([top]), set()
-    while waiting:
-        folder = waiting.popleft()
+def _folders(top: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield (folder, what is in it), shallowest first, without hidden folders."""
+    waiting, seen = [top], set()
+    for folder in waiting:  # which grows meanwhile
         real = os.path.realpath(folder)
         if real in seen:  # a link back up
             continue
         seen.add(real)
-        try:
+        with contextlib.suppress(OSError):
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        except OSError:
-            if folder == top and os.path.isdir(top):
-                raise InputError(f"--data_dir={top} cannot be read; check permissions") from None
-            continue
-        yield folder, {entry.name for entry in entries if not entry.is_dir()}
-        waiting.extend(e.path for e in entries if e.is_dir() and not e.name.startswith("."))
+            yield folder, [entry.name for entry in entries]
+            waiting += [e.path for e in entries if e.is_dir() and not e.name.startswith(".")]
+
+
+def _download(data_dir: str) -> None:
+    """Fetch the binary files; their folder appears in one move, when it is complete."""
+    import keras
+
+    folder = os.path.join(data_dir, FOLDER)
+    try:
+        os.makedirs(data_dir, exist_ok=True)
+        with (
+            tempfile.TemporaryDirectory(dir=data_dir, prefix=".towers-") as temporary,
+            contextlib.redirect_stdout(sys.stderr),  # where the JSON of --json is not
+        ):
+            unpacked = keras.utils.get_file(
+                "archive",
+                URL,
+                cache_dir=temporary,
+                cache_subdir="",
+                file_hash=MD5,
+                hash_algorithm="md5",
+                extract=True,
+            )
+            if not os.path.isdir(folder):  # another process may have brought it meanwhile
+                os.replace(os.path.join(unpacked, FOLDER), folder)
+    except Exception as error:  # Keras raises many kinds, the plain Exception among them
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(
+            f"cannot download {URL} to {folder}: {reason}; put {FOLDER} (data_batch_1.bin ... "
+            f"test_batch.bin) under {data_dir}, or use --dataset=shapes"
+        ) from None
+
+
+def _read(path: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read images, uint8 `[N, 32, 32, 3]`, and labels, int32 `[N]`, of one file."""
+    if path.endswith(".bin"):
+        planes, labels = _read_binary(path)
+    else:
+        planes, labels = pickles.read(path, RECORDS_PER_FILE, _PICTURE_BYTES)
+    wrong = np.flatnonzero((labels < 0) | (labels >= len(CLASS_NAMES)))
+    if wrong.size:
+        raise InputError(
+            f"{path}: record {wrong[0]} (counted from 0) has label {labels[wrong[0]]}; "
+            f"allowed are 0..{len(CLASS_NAMES) - 1}"
+        )
+    images = planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(images), labels.astype(np.int32)
+
+
+def _read_binary(path: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the planes, uint8 `[N, 3072]`, and the labels of a file of records."""
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    size = 1 + _PICTURE_BYTES
+    if len(content) != RECORDS_PER_FILE * size:
+        raise InputError(
+            f"{path} has {len(content):,} bytes; expected {RECORDS_PER_FILE:,} records of {size} "
+            "bytes"
+        )
+    records = np.frombuffer(content, np.uint8).reshape(-1, size)
+    return records[:, 1:], records[:, 0]

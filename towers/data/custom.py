@@ -10,8 +10,6 @@ A half is (images, labels), arrays or what numpy can make one of: images uint8 o
 single (image, label) examples; size may be left out where the dataset knows it (`cardinality`).
 """
 
-from __future__ import annotations
-
 import inspect
 import numbers
 
@@ -27,7 +25,6 @@ _ALLOWED_RESULT = (
     "(images, labels), (tf.data.Dataset, size) or a tf.data.Dataset"
 )
 _COUNT_BATCH = 1024
-_MAX_LABEL = np.iinfo(np.int32).max - 1
 
 
 def load(dataset: str) -> Data:
@@ -52,18 +49,17 @@ def load(dataset: str) -> Data:
         raise InputError(f"{dataset} returned {_describe(result)}; {_ALLOWED_RESULT}")
     train = _half(f"{dataset}: train", result[0])
     test = _half(f"{dataset}: test", result[1])
-    if (train.image_shape, train.dtype) != (test.image_shape, test.dtype):
+    if train.image != test.image:
         raise InputError(
-            f"{dataset}: train images are {train.dtype} {list(train.image_shape)} but test images "
-            f"{test.dtype} {list(test.image_shape)}; make them alike"
+            f"{dataset}: train images are {train.image} but test images {test.image}; make them "
+            "alike"
         )
-    if len(result) == 3:
-        num_classes = _whole_number(f"{dataset}: num_classes", result[2])
-    else:
-        num_classes = 1 + max(train.max_label(), test.max_label())
+    num_classes = result[2] if len(result) == 3 else 1 + max(train.max_label(), test.max_label())
+    if not isinstance(num_classes, numbers.Integral) or num_classes < 1:
+        raise InputError(f"{dataset}: num_classes is {num_classes!r}; return 1 or more")
     splits = train.split(num_classes), test.split(num_classes)
     names = tuple(map(str, range(num_classes)))
-    return Data(dataset, *splits, num_classes, train.image_shape, names)
+    return Data(dataset, *splits, int(num_classes), tuple(train.image.shape), names)
 
 
 class _Arrays:
@@ -75,33 +71,25 @@ class _Arrays:
         self._labels = _array(f"{name} labels", labels)
         if self._labels.shape[1:] == (1,):
             self._labels = self._labels[:, 0]
-        if self._labels.ndim != 1 or self._labels.dtype.kind not in "iu":
+        size = len(self._images)
+        if self._labels.shape != (size,) or self._labels.dtype.kind not in "iu":
             raise InputError(
-                f"{name} labels are {_describe(self._labels)}; return integers, [N] or [N, 1] "
-                "(labels.argmax(axis=1) of one-hot ones)"
+                f"{name} labels are {_describe(self._labels)}; return one integer for each of the "
+                f"{size} images (labels.argmax(axis=1) of one-hot ones)"
             )
-        if len(self._images) != len(self._labels):
-            raise InputError(
-                f"{name} has {len(self._images)} images but {len(self._labels)} labels; return one "
-                "label for each image"
-            )
-        self._check_labels(_MAX_LABEL)
-        self.image_shape, self.dtype = self._images.shape[1:], self._images.dtype.name
+        self.image = tf.TensorSpec(self._images.shape[1:], self._images.dtype)
 
     def max_label(self) -> int:
         return int(self._labels.max())
 
     def split(self, num_classes: int) -> ArraySplit:
-        self._check_labels(num_classes - 1)
-        return ArraySplit(self._images, self._labels.astype(np.int32))
-
-    def _check_labels(self, largest: int) -> None:
-        wrong = np.flatnonzero((self._labels < 0) | (self._labels > largest))
+        wrong = np.flatnonzero((self._labels < 0) | (self._labels >= num_classes))
         if wrong.size:
             raise InputError(
                 f"{self._name} label {wrong[0]} (counted from 0) is {self._labels[wrong[0]]}; "
-                f"allowed are 0..{largest}"
+                f"allowed are 0..{num_classes - 1}"
             )
+        return ArraySplit(self._images, self._labels.astype(np.int32))
 
 
 class _Dataset:
@@ -109,17 +97,16 @@ class _Dataset:
 
     def __init__(self, name: str, dataset: tf.data.Dataset, size: object = None):
         self._name, self._dataset = name, dataset
-        self.image_shape, self.dtype = _check_spec(name, dataset.element_spec)
+        self.image = _image_spec(name, dataset.element_spec)
         known = int(dataset.cardinality())
-        if known == tf.data.INFINITE_CARDINALITY:
+        self._size = known if size is None else size
+        unlike = known not in (self._size, tf.data.UNKNOWN_CARDINALITY)
+        if unlike or not isinstance(self._size, numbers.Integral) or self._size < 1:
+            says = {-1: "is endless", -2: "does not know its size"}
             raise InputError(
-                f"{name} dataset is endless; return dataset.take(size), without repeat"
+                f"{name} dataset {says.get(known, f'has {known} examples')}, the size given is "
+                f"{size}; return (dataset.take(size), size), with 1 example or more"
             )
-        if size is None and known == tf.data.UNKNOWN_CARDINALITY:
-            raise InputError(f"{name} dataset does not know its size; return (dataset, size)")
-        self._size = _whole_number(f"{name} size", known if size is None else size)
-        if known not in (tf.data.UNKNOWN_CARDINALITY, self._size):
-            raise InputError(f"{name} dataset has {known} examples but size is {self._size}")
 
     def max_label(self) -> int:
         """Read the dataset once; count it on the way."""
@@ -128,9 +115,6 @@ class _Dataset:
         count = sum(map(len, batches))
         if count != self._size:
             raise InputError(f"{self._name} dataset has {count} examples but size is {self._size}")
-        lowest = min(int(batch.min()) for batch in batches)
-        if lowest < 0:
-            raise InputError(f"{self._name} labels go down to {lowest}; labels are 0, 1, 2, ...")
         return max(int(batch.max()) for batch in batches)
 
     def split(self, num_classes: int) -> DatasetSplit:
@@ -188,16 +172,13 @@ def _images(name: str, images: np.ndarray) -> np.ndarray:
     return images.astype(np.uint8, copy=False)
 
 
-def _check_spec(name: str, spec: object) -> tuple[tuple[int, int, int], str]:
-    """Return the image's shape and dtype of a dataset of (image, label) examples."""
-    if not (
-        isinstance(spec, tuple)
-        and len(spec) == 2
-        and all(isinstance(part, tf.TensorSpec) for part in spec)
-    ):
+def _image_spec(name: str, spec: object) -> tf.TensorSpec:
+    """Return what each image of a dataset of (image, label) examples will be."""
+    pair = isinstance(spec, tuple) and len(spec) == 2
+    if not (pair and all(isinstance(part, tf.TensorSpec) for part in spec)):
         raise InputError(f"{name} dataset gives {_describe(spec)}; give (image, label) pairs")
     image, label = spec
-    if not image.shape.is_fully_defined() or image.shape.rank != 3:
+    if image.shape.rank != 3 or not image.shape.is_fully_defined():
         raise InputError(
             f"{name} dataset's images have shape {image.shape}; give single ones, [H, W, C], by "
             "dataset.unbatch(), image[..., None] or tf.ensure_shape"
@@ -208,13 +189,7 @@ def _check_spec(name: str, spec: object) -> tuple[tuple[int, int, int], str]:
         raise InputError(
             f"{name} dataset's labels are {label.dtype.name} {label.shape}; give one integer each"
         )
-    return tuple(image.shape), "uint8" if image.dtype == tf.uint8 else "float32"
-
-
-def _whole_number(name: str, value: object) -> int:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{name} is {value!r}; return a whole number, 1 or more")
-    return int(value)
+    return tf.TensorSpec(image.shape, tf.uint8 if image.dtype == tf.uint8 else tf.float32)
 
 
 def _describe(value: object) -> str:

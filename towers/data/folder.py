@@ -7,8 +7,6 @@ Labels are 0, 1, ... in the order of the class names. Nothing but the files' nam
 (some 100 bytes each); see `towers.data.encoded`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 
@@ -83,29 +81,24 @@ def _class_names(folder: str) -> list[str]:
 
 def _find(folder: str, names: Sequence[str], class_names: Sequence[str]) -> _Files:
     """Return the images of these classes, in order."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename}: {error.strerror}; check its permissions")
+
     found: list[str] = []
     labels: list[int] = []
     for name in names:
-        of_class = _images_below(os.path.join(folder, name))
+        of_class = sorted(
+            os.path.join(parent, file)[len(folder) + 1 :]
+            for parent, _, files in os.walk(os.path.join(folder, name), onerror=refuse)
+            for file in files  # ._a.png is what macOS puts beside a.png, and no image
+            if file.lower().endswith(_ENDINGS) and not file.startswith(".")
+        )
         if not of_class:
             raise InputError(
                 f"{os.path.join(folder, name)} has no images ({', '.join(_ENDINGS)}); put some "
                 "there, or remove it"
             )
-        found += [os.path.join(name, path) for path in of_class]
+        found += of_class
         labels += [class_names.index(name)] * len(of_class)
     return _Files(folder, found, labels)
-
-
-def _images_below(folder: str) -> list[str]:
-    """Return the paths, relative to a folder, of the images in it and below it, sorted."""
-
-    def refuse(error: OSError) -> None:
-        raise InputError(f"{error.filename}: {error.strerror}; check its permissions")
-
-    return sorted(
-        os.path.join(parent, name)[len(folder) + 1 :]
-        for parent, _, names in os.walk(folder, onerror=refuse)
-        for name in names  # ._a.png is what macOS puts beside a.png, and no image
-        if name.lower().endswith(_ENDINGS) and not name.startswith(".")
-    )

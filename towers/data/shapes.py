@@ -10,17 +10,16 @@ a linear classifier stays near chance, while a small CNN passes 97 % within a fe
 
 from __future__ import annotations
 
-import os
-import sys
+from pathlib import Path
 
 import numpy as np
 
-from towers.data import records
+from towers.data.kept import kept
 from towers.data.pipeline import ArraySplit, Data
-from towers.errors import InputError
 
-# A change of what is drawn needs a new folder name, or old caches would be taken for the new set.
-FOLDER = "shapes-v1"
+# A change of what is drawn needs a new name, or what was kept would be taken for the new set.
+FILE = "shapes-v1.npz"
+_PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 NUM_TRAIN, NUM_TEST = 20_000, 4_000
 _SEED = 2016
 _SIZE = 32
@@ -107,37 +106,16 @@ CLASS_NAMES = tuple(_OUTLINES)
 
 
 def load(data_dir: str) -> Data:
-    """Return the data set, from `data_dir`/shapes-v1 or, the first time, drawn and kept there.
+    """Return the data set, from `data_dir` or, the first time, drawn and kept there."""
 
-    Where that folder cannot be written, the set stays in memory, with a warning.
+    def make() -> dict[str, np.ndarray]:
+        train, test = (draw(num, (_SEED, i)) for i, num in enumerate((NUM_TRAIN, NUM_TEST)))
+        return dict(zip(_PARTS, (*train, *test), strict=True))
 
-    Raises:
-        InputError: a file that was kept is damaged.
-    """
-    folder = os.path.join(data_dir, FOLDER)
-    splits, refused = [], None
-    for index, (name, num) in enumerate([("train", NUM_TRAIN), ("test", NUM_TEST)]):
-        path = os.path.join(folder, f"{name}.bin")
-        try:
-            if os.path.lexists(path):
-                splits.append(records.read(path, num))
-                continue
-        except InputError as error:
-            raise InputError(f"{error}; delete {folder}: it will be drawn again") from None
-        splits.append(draw(num, seed=(_SEED, index)))
-        try:
-            os.makedirs(folder, exist_ok=True)
-            records.write(path, *splits[-1])
-        except OSError as error:
-            refused = error
-    if refused:
-        print(
-            f"warning: cannot keep {folder}: {refused.strerror}; the shapes are drawn at each "
-            "start (--data_dir names another folder)",
-            file=sys.stderr,
-        )
-    train, test = (ArraySplit(*split) for split in splits)
-    return Data("shapes", train, test, len(CLASS_NAMES), records.IMAGE_SHAPE, CLASS_NAMES)
+    found = kept(Path(data_dir, FILE), make)
+    images, labels, test_images, test_labels = (found[name] for name in _PARTS)
+    train, test = ArraySplit(images, labels), ArraySplit(test_images, test_labels)
+    return Data("shapes", train, test, len(CLASS_NAMES), (_SIZE, _SIZE, 3), CLASS_NAMES)
 
 
 def draw(num: int, seed: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -166,9 +144,8 @@ def _draw_chunk(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         picture = _mix(picture, rng.random((num, 3, 1, 1), np.float32), _speck(x, y, num, rng))
     shape = _mix(shape, rng.random((num, 3, 1, 1), np.float32), 0.3 * _ramp(x, y, num, rng))
     picture = _mix(picture, shape, _coverage(labels, x, y, rng))
-    picture += (
-        rng.standard_normal(picture.shape, np.float32) * _uniform(rng, num, 0, _MAX_NOISE)[:, None]
-    )
+    noise = rng.standard_normal(picture.shape, np.float32)
+    picture += noise * _uniform(rng, num, 0, _MAX_NOISE)[:, None]
     return np.clip(picture * 255 + 0.5, 0, 255).astype(np.uint8)
 
 

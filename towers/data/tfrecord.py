@@ -11,10 +11,8 @@ slower than files are read from end to end. A spinning disk gives about 100 reco
 The places come from one scan of all records, at the first use. It reads them whole: that checks
 their checksums, and finds every label, so that the number of classes is known and a wrong label is
 refused before the first step. It is kept in the cache folder for as long as the files keep their
-sizes and times. In memory are 16 bytes a record.
+sizes and times. In memory are 20 bytes a record.
 """
-
-from __future__ import annotations
 
 import concurrent.futures
 import contextlib
@@ -22,15 +20,14 @@ import hashlib
 import json
 import os
 import sys
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import tensorflow as tf
 
-from towers import files
 from towers.data import encoded
+from towers.data.kept import kept
 from towers.data.pipeline import Data, prefetched
 from towers.data.registry import DATA_SETS, cache_dir
 from towers.errors import InputError
@@ -44,8 +41,6 @@ _SCAN_BATCH = 64
 _SLOW_BYTES = 2**30  # a scan of more is announced
 _MAX_LABEL = np.iinfo(np.int32).max - 1
 
-Places = tuple[np.ndarray, np.ndarray]  # of one file: lengths in bytes and labels, each `[n]`
-
 
 def load(folder: str, size: encoded.Size | None = None) -> Data:
     """Find the records in DIR; decode a few images. They become uint8 `[H, W, 3]`.
@@ -57,38 +52,32 @@ def load(folder: str, size: encoded.Size | None = None) -> Data:
             it should be, sizes differ and `size` is None, or an image that is tried is damaged.
     """
     train_paths, test_paths = _paths(folder, "train"), _paths(folder, "test", "val")
-    image_key, label_key = _keys(train_paths)
-    places = _kept([*train_paths, *test_paths], label_key)
-    train = _Records(train_paths, places[: len(train_paths)], image_key)
-    test = _Records(test_paths, places[len(train_paths) :], image_key)
-    largest = int(train.labels.max())
-    if test.labels.max() > largest:
+    image_key, label_key = _keys(train_paths[0])
+    train, test = (_Records(paths, image_key, label_key) for paths in (train_paths, test_paths))
+    num_classes = int(train.labels.max()) + 1
+    if test.labels.max() >= num_classes:
         raise InputError(
             f"{test.name(int(np.argmax(test.labels)))} has label {test.labels.max()}, but the "
-            f"training labels are 0..{largest}"
+            f"training labels are 0..{num_classes - 1}"
         )
-    return encoded.data_set("tfrecord", train, test, [str(i) for i in range(largest + 1)], size)
+    return encoded.data_set("tfrecord", train, test, [str(i) for i in range(num_classes)], size)
 
 
 class _Records:
     """The records of several files, one after the other."""
 
-    def __init__(self, paths: Sequence[str], places: Sequence[Places], image_key: str):
+    def __init__(self, paths: Sequence[str], image_key: str, label_key: str):
         self._paths, self._image_key = paths, image_key
-        self._firsts = np.cumsum([0] + [len(labels) for _, labels in places])
-        # Where the records begin, and the file's end: record i of a file is between i and i + 1.
-        ends = [np.cumsum(lengths.astype(np.int64) + _FRAME_BYTES) for lengths, _ in places]
-        self._bounds = [np.concatenate([[0], of_file]) for of_file in ends]
-        self.labels = np.concatenate([labels for _, labels in places])
+        places = _scanned(paths, label_key)
+        self._file, self.labels = places["number_of_file"], places["label"]
+        self._start, self._length = places["start"], places["length"]
         if not len(self.labels):
-            raise _no_records(paths)
+            raise InputError(f"{paths[0]} and the like have no records; expected 1 or more")
 
     def read(self, row: int) -> bytes:
-        path, number = self._find(row)
-        start, end = self._bounds[path][number : number + 2].tolist()
-        file = os.open(self._paths[path], os.O_RDONLY)
+        file = os.open(self._paths[self._file[row]], os.O_RDONLY)
         try:
-            return os.pread(file, end - start - _FRAME_BYTES, start + _BEFORE_BYTES)
+            return os.pread(file, int(self._length[row]), int(self._start[row]))
         finally:
             os.close(file)
 
@@ -97,17 +86,12 @@ class _Records:
         return tf.io.parse_single_example(content, features)[self._image_key]
 
     def name(self, row: int) -> str:
-        path, number = self._find(row)
-        return f"{self._paths[path]}: record {number} (counted from 0)"
+        number = row - np.searchsorted(self._file, self._file[row])
+        return f"{self._paths[self._file[row]]}: record {number} (counted from 0)"
 
     def files(self) -> tuple[str, list[str]]:
         folder = os.path.dirname(self._paths[0])
         return folder, [os.path.basename(path) for path in self._paths]
-
-    def _find(self, row: int) -> tuple[int, int]:
-        """Return the number of the file, and of the record in it."""
-        path = int(np.searchsorted(self._firsts, row, side="right")) - 1
-        return path, row - int(self._firsts[path])
 
 
 def _paths(folder: str, *prefixes: str) -> list[str]:
@@ -120,9 +104,10 @@ def _paths(folder: str, *prefixes: str) -> list[str]:
     raise InputError(f"--data_dir={folder} has no {prefixes[0]}*.tfrecord*; {_EXPECTED}")
 
 
-def _keys(paths: Sequence[str]) -> tuple[str, str]:
-    """Return the names under which the first record has its image and its label."""
-    path, first = _first_record(paths)
+def _keys(path: str) -> list[str]:
+    """Return the names under which a file's first record has its image and its label."""
+    with _reading(path):
+        first = next(tf.data.TFRecordDataset(path).take(1).as_numpy_iterator(), b"")
     try:
         features = tf.train.Example.FromString(first).features.feature
     except Exception:  # protobuf's own, of a module that is not public
@@ -139,67 +124,50 @@ def _keys(paths: Sequence[str]) -> tuple[str, str]:
                 f"{', '.join(sorted(features)) or 'none'}; write it under {keys[0]}"
             )
         found.append(there[0])
-    return tuple(found)
+    return found
 
 
-def _first_record(paths: Sequence[str]) -> tuple[str, bytes]:
-    """Return the first record, and the file that it is in."""
-    for path in paths:
-        with _reading(path):
-            for record in tf.data.TFRecordDataset(path).take(1).as_numpy_iterator():
-                return path, record
-    raise _no_records(paths)
-
-
-def _no_records(paths: Sequence[str]) -> InputError:
-    return InputError(f"{paths[0]} and the like have no records; expected 1 or more")
-
-
-def _kept(paths: Sequence[str], label_key: str) -> list[Places]:
-    """Return the places in each file: those of an earlier scan, if the files are unchanged."""
+def _scanned(paths: Sequence[str], label_key: str) -> Mapping[str, np.ndarray]:
+    """Return file, start, length and label of each record, `[N]`; kept while no file changes."""
     stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
     about = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
     digest = hashlib.sha256(json.dumps([about, label_key]).encode()).hexdigest()
-    kept = Path(cache_dir(), f"tfrecord-{digest[:32]}.npz")
-    try:
-        with open(kept, "rb") as file, np.load(file) as arrays:
-            return [(arrays[f"lengths{i}"], arrays[f"labels{i}"]) for i in range(len(paths))]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        pass  # there is none, or it is damaged
-    num_bytes = sum(size for _, size, _ in about)
-    if num_bytes > _SLOW_BYTES:
-        gib = f"{num_bytes / 2**30:.1f} GiB"
-        print(f"reading {len(paths)} files of {gib} once, for their labels", file=sys.stderr)
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        places = list(pool.map(lambda path: _scan(path, label_key), paths))
-    arrays = {f"lengths{i}": lengths for i, (lengths, _) in enumerate(places)}
-    arrays |= {f"labels{i}": labels for i, (_, labels) in enumerate(places)}
-    with contextlib.suppress(OSError):  # then the next run scans again
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with files.replacing(kept) as temporary, open(temporary, "wb") as file:
-            np.savez(file, **arrays)
-    return places
+
+    def make() -> dict[str, np.ndarray]:
+        num_bytes = sum(size for _, size, _ in about)
+        if num_bytes > _SLOW_BYTES:
+            gib = f"{num_bytes / 2**30:.1f} GiB"
+            print(f"reading {len(paths)} files of {gib} once, for their labels", file=sys.stderr)
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            found = list(pool.map(lambda path: _scan(path, label_key), paths))
+        start, length, label = map(np.concatenate, zip(*found, strict=True))
+        sizes = [len(part[0]) for part in found]
+        file = np.repeat(np.arange(len(paths), dtype=np.int32), sizes)
+        return {"number_of_file": file, "start": start, "length": length, "label": label}
+
+    return kept(Path(cache_dir(), f"tfrecord-places-{digest[:32]}.npz"), make)
 
 
-def _scan(path: str, label_key: str) -> Places:
-    """Read a file; return the length in bytes and the label of each record."""
+def _scan(path: str, label_key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Read a file; return where each record's content starts, its length in bytes, its label."""
     feature = {label_key: tf.io.FixedLenFeature([], tf.int64)}
 
     def look(records):
         return tf.strings.length(records), tf.io.parse_example(records, feature)[label_key]
 
     records = tf.data.TFRecordDataset(path, buffer_size=2**20).batch(_SCAN_BATCH).map(look)
-    found = [(np.zeros(0, np.int32), np.zeros(0, np.int64))]  # of an empty file, too
+    batches = [(np.zeros(0, np.int32), np.zeros(0, np.int64))]  # of an empty file, too
     with _reading(path):
-        found += prefetched(records).as_numpy_iterator()
-    lengths, labels = map(np.concatenate, zip(*found, strict=True))
+        batches += prefetched(records).as_numpy_iterator()
+    lengths, labels = map(np.concatenate, zip(*batches, strict=True))
     wrong = np.flatnonzero((labels < 0) | (labels > _MAX_LABEL))
     if wrong.size:
         raise InputError(
             f"{path}: record {wrong[0]} (counted from 0) has label {labels[wrong[0]]}; labels are "
             "0, 1, 2, ..."
         )
-    return lengths.astype(np.int32), labels.astype(np.int32)
+    framed = lengths.astype(np.int64) + _FRAME_BYTES
+    return np.cumsum(framed) - framed + _BEFORE_BYTES, lengths, labels.astype(np.int32)
 
 
 @contextlib.contextmanager
@@ -210,9 +178,6 @@ def _reading(path: str) -> Iterator[None]:
     except tf.errors.InvalidArgumentError:
         wrong = "has a record that is no tf.train.Example, or lacks the label of the first; write "
         raise InputError(f"{path} {wrong}all records alike") from None
-    except tf.errors.DataLossError:
-        wrong = "is damaged, compressed, or no TFRecord file; write it again, uncompressed"
-        raise InputError(f"{path} {wrong}") from None
     except tf.errors.OpError:
-        wrong = "cannot be read; check that it is a file, and its permissions"
+        wrong = "cannot be read, or is damaged or compressed; write it again, uncompressed"
         raise InputError(f"{path} {wrong}") from None

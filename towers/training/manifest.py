@@ -12,7 +12,7 @@ The file holds one object. What it says of the first start is never changed afte
     devices          for each tower: device, name, PCI bus id, number in nvidia-smi, memory
     host             name, processor, cores, memory
     environment      the variables of `towers.devices.host.ENVIRONMENT` that are set, no others
-    data             {"train": "test":} kind, sha256 and size, see `towers.data.checksum`
+    data             {"train": "test":} kind, sha256 and size, see `towers.data.Split.checksum`
     first_batch      {"sha256"} of images, labels and draws of step 0; null in a run that was older
     initial_weights  sha256 of the model's variables before step 0, or null
     sessions         one for each start: of the above what may change, and changed_flags, those that
@@ -36,7 +36,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import devices, files
-from towers.data.checksum import digest
+from towers.data.pipeline import digest
 from towers.devices import host
 from towers.options.run import Options
 from towers.training import repository
