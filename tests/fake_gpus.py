@@ -20,7 +20,7 @@ from towers.devices import gpus
 from towers.options.gpu import GpuOptions
 
 MIB = 2**20
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TF_FORCE_GPU_ALLOW_GROWTH")
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 CUDA_BUILD = {
     "is_cuda_build": True,
     "cuda_version": "12.5.1",
@@ -61,7 +61,6 @@ class Machine:
     def __init__(self, cards):
         self.cards = cards
         self.started = False
-        self.extra = 0  # GPUs that CUDA shows in spite of CUDA_VISIBLE_DEVICES
         self.hidden = []  # places of those that tf.config.set_visible_devices leaves out
         self.soft_placement = True
         self.memory = {}  # bytes that TensorFlow takes in place of what was set
@@ -92,7 +91,7 @@ class Machine:
             if value is not None:  # what is wrong is left out: CUDA's rules are tested elsewhere
                 numbers = [int(n) for n in value.split(",") if n.isdecimal()]
                 numbers = [n for n in numbers if n < len(self.cards)]
-                shown = [self.cards[n] for n in numbers] + list(self.cards)[: self.extra]
+                shown = [self.cards[n] for n in numbers]
             self._shown = [card for card in shown if card.listed]
             names = [f"/physical_device:GPU:{i}" for i in range(len(self._shown))]
             self._devices = [tf.config.PhysicalDevice(name, "GPU") for name in names]
@@ -133,7 +132,6 @@ def install(monkeypatch, *cards, driver=True, build=CUDA_BUILD):
     """Let this process have `cards`, fresh: nothing listed, nothing set; return the `Machine`."""
     machine = Machine(cards)
     install_driver(monkeypatch, *cards, there=driver)
-    monkeypatch.setattr(gpus, "_environ", {})
     monkeypatch.setattr(gpus, "_in_force", GpuOptions())
     monkeypatch.setattr(tf_private, "has_listed_devices", lambda: machine._devices is not None)
     monkeypatch.setattr(tf_private, "has_started", lambda: machine.started)

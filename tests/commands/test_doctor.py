@@ -24,7 +24,7 @@ from towers.commands.doctor.checks import (
 from towers.commands.doctor.command import run as doctor
 from towers.commands.doctor.gpus import check_libraries
 from towers.devices import nvml, probe
-from towers.devices.nvml import MIB, DriverGpu, Process
+from towers.devices.nvml import MIB, DriverGpu
 from towers.options.run import Options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,7 +162,7 @@ def test_several_gpus(machine):
 
 
 def test_a_full_gpu_names_who_holds_it_and_is_not_probed(machine):
-    holder = Process(17, "python", 39_500 * MIB)
+    holder = "python (pid 17, 39500 MiB)"
     driver = [gpu(0), gpu(1, free=500, processes=[holder]), gpu(2)]
     checks = machine(driver, [A100] * 3)
     full = checks["memory of GPU 1"]

@@ -148,15 +148,6 @@ def test_an_image_of_one_colour_does_not_become_noise(kind, value):
     np.testing.assert_allclose(augment.eval_images(images, kind), 0, atol=1e-3)
 
 
-def test_the_padding_is_zero():
-    images = np.full((1, 8, 8, 1), 200, np.uint8)
-    draws = np.array([[0, ALMOST_ONE, 0.9, 0.5]], np.float32)  # four rows above, four columns right
-    result = augment.train_images(images, draws, "resnet").numpy()[0, :, :, 0]
-    inside = np.zeros((8, 8), bool)
-    inside[4:, :4] = True
-    assert (result[inside] > 1).all() and (result[~inside] < 0).all()
-
-
 def test_an_unknown_kind():
     with pytest.raises(ValueError, match="allowed are tutorial, resnet, none, off"):
         augment.output_shape((32, 32, 3), "tutorail")

@@ -143,16 +143,16 @@ WRONG = {
     "size 0": ((HALF, (unsized(examples()), 0)), "the size given is 0; return (dataset.take(size)"),
     "empty": ((HALF, examples().take(0)), "test dataset has 0 examples"),
     "size a string": ((HALF, (unsized(examples()), "4")), "the size given is 4"),
-    "batched": ((examples().batch(2), HALF), "(None, 5, 6, 3); give single ones, [H, W, C], by d"),
-    "of an unknown shape": ((shapeless(), HALF), "images have shape <unknown>; give single ones"),
+    "batched": ((examples().batch(2), HALF), "(None, 5, 6, 3), TensorSpec int64 (None,)); give si"),
+    "of an unknown shape": ((shapeless(), HALF), "uint8 <unknown>, TensorSpec int64 ()); give si"),
     "dataset of dicts": (
         (tf.data.Dataset.from_tensor_slices({"image": IMAGES, "label": LABELS}), HALF),
-        "train dataset gives dict; give (image, label) pairs",
+        "train dataset gives dict; give single examples",
     ),
-    "dataset of ints": ((examples(IMAGES.astype(int)), HALF), "are int64; give uint8 or float32"),
+    "dataset of ints": ((examples(IMAGES.astype(int)), HALF), "(TensorSpec int64 (5, 6, 3), Tens"),
     "dataset of one-hot labels": (
         (examples(labels=np.eye(3, dtype=int)[LABELS]), HALF),
-        "labels are int64 (3,); give one integer each",
+        "TensorSpec int64 (3,)); give single examples",
     ),
 }
 

@@ -74,13 +74,6 @@ def test_images_come_as_they_were_written_with_their_labels(loaded):
             assert label == number % 3
 
 
-def test_the_number_of_readers_changes_nothing(loaded, monkeypatch):
-    expected = take(loaded.train, 4, 8, seed=3), [*loaded.test.eval_batches(3).as_numpy_iterator()]
-    monkeypatch.setattr(encoded, "_CORES", 5)
-    assert_same(take(loaded.train, 4, 8, seed=3), expected[0])
-    assert_same(loaded.test.eval_batches(3).as_numpy_iterator(), expected[1])
-
-
 def test_slow_reads_change_no_order(loaded, monkeypatch):
     expected, real = take(loaded.train, 4, 4, seed=3), loaded.train._source.read
     first, another_has_read = [], threading.Event()

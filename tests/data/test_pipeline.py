@@ -20,9 +20,6 @@ class Rows:
     def read(self, row):
         return self._contents[row]
 
-    def image_of(self, content):
-        return content
-
 
 def make(size, kind="arrays", dtype=np.uint8):
     """A split whose labels are the row numbers, and so are its images."""

@@ -64,8 +64,7 @@ def test_cifar10_is_located_whole_or_would_be_downloaded(tmp_path):
     ("given", "environment", "folder"),
     [
         (None, {"XDG_CACHE_HOME": "{}/cache"}, "cache/towers"),
-        ("", {"XDG_CACHE_HOME": "relative", "HOME": "{}/home"}, "home/.cache/towers"),
-        (None, {"XDG_CACHE_HOME": "", "HOME": "{}/home"}, "home/.cache/towers"),
+        ("", {"XDG_CACHE_HOME": "", "HOME": "{}/home"}, "home/.cache/towers"),
         ("~/here", {"HOME": "{}"}, "here"),
     ],
 )

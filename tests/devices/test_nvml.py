@@ -4,7 +4,7 @@ import pytest
 
 from tests.fake_gpus import A100, FULL, LOST, SMALL, Card, bus_id, install_driver, uuid
 from towers.devices import nvml
-from towers.devices.nvml import MIB, DriverGpu, Process
+from towers.devices.nvml import MIB, DriverGpu
 
 
 def test_no_driver_no_gpus(monkeypatch):
@@ -25,7 +25,7 @@ def test_all_that_the_driver_tells(monkeypatch):
         total_bytes=40960 * MIB,
         free_bytes=40536 * MIB,
     )
-    assert second.processes == (Process(17, "python", 39000 * MIB), Process(18, "blender", None))
+    assert second.processes == ("python (pid 17, 39000 MiB)", "blender (pid 18)")
     assert nvml.driver_version() == "555.42.02"
     assert not still_open
 
@@ -46,18 +46,13 @@ def test_what_is_not_supported_is_none(monkeypatch):
 def test_a_process_whose_name_cannot_be_read(monkeypatch):
     install_driver(monkeypatch, Card(holders=((7, "", 3),)))
     [process] = nvml.gpus()[0].processes
-    assert str(process) == "? (pid 7, 3 MiB)"
+    assert process == "? (pid 7, 3 MiB)"
 
     def undecodable(pid):
         return b"\xff".decode()
 
     monkeypatch.setattr(nvml.pynvml, "nvmlSystemGetProcessName", undecodable)
-    assert nvml.gpus()[0].processes[0].name == "?"
-
-
-def test_processes_in_words():
-    assert str(Process(17, "python", 3000 * MIB)) == "python (pid 17, 3000 MiB)"
-    assert str(Process(17, "python", None)) == "python (pid 17)"
+    assert nvml.gpus()[0].processes == ("? (pid 7, 3 MiB)",)
 
 
 @pytest.mark.parametrize("free, full", [(0, True), (4, True), (5, False), (100, False)])

@@ -6,7 +6,7 @@ import pytest
 
 from tests import fake_gpus
 from tests.fake_gpus import A100
-from towers.devices.sessions import config_proto
+from towers.devices import config_proto
 from towers.errors import InputError
 
 
@@ -71,24 +71,9 @@ def test_cuda_reads_what_the_options_were_checked_against(four, monkeypatch):
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
-def test_after_listing_cuda_does_not_read_again(four, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    config_proto()
-    four.physical()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert config_proto(visible_gpus="3").gpu_options.visible_device_list == "1"
-
-
 def test_without_a_driver(monkeypatch):
     fake_gpus.install(monkeypatch, driver=False)
     assert limits(config_proto(gpu_memory_limit_mib=512)) == [[512]]
     assert config_proto(per_process_gpu_memory_fraction=0.4, visible_gpus="none")
     with pytest.raises(InputError, match="no NVIDIA driver answers here"):
         config_proto(visible_gpus="0")
-
-
-def test_rules_are_those_of_configure(four):
-    with pytest.raises(InputError, match="exclude each other"):
-        config_proto(allow_growth=True, gpu_memory_limit_mib=512)
-    with pytest.raises(InputError, match="from 0 to 1 is needed"):
-        config_proto(per_process_gpu_memory_fraction=2)

@@ -18,14 +18,6 @@ def visible(value, driver=DRIVER):
     return [gpu.index for gpu in visibility.visible_in(environ, driver)]
 
 
-def refusal(asked, driver=DRIVER, **environ):
-    before = dict(environ)
-    with pytest.raises(InputError) as error:
-        visibility.set_visible(GpuOptions(visible_gpus=asked), driver, environ)
-    assert environ == before | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    return str(error.value)
-
-
 # ---------------------------------------------------------------------------- CUDA's rules
 
 
@@ -34,21 +26,15 @@ def refusal(asked, driver=DRIVER, **environ):
     [
         (None, [0, 1, 2, 3]),
         ("1", [1]),
-        ("0,1", [0, 1]),
-        ("0,2,3", [0, 2, 3]),
         ("3,0", [3, 0]),
         (" 2 , 1 ", [2, 1]),
         ("", []),
         ("-1", []),
-        ("none", []),
         ("NoDevFiles", []),
         ("0,-1,1", [0]),
         ("0,9,1", [0]),
-        ("0,,1", [0]),
-        ("9", []),
         ("1gpu2,2ampere", [1, 2]),
         ("0;1", [0]),
-        ("1,1", []),
         ("0,1,0", []),
         ("MIG-0a5b0c3d", []),
     ],
@@ -76,22 +62,12 @@ def test_uuids(value, indices):
     assert visible(value) == indices
 
 
-def test_a_gpu_that_does_not_tell_its_uuid_is_never_meant_by_one():
-    assert visible("GPU-0", [DriverGpu(0)]) == []
-
-
 def test_to_cuda_quotes_are_no_number_so_they_are_taken_off():
     assert visible('"0,1"') == []
     for value in ('"0,1"', "'0,1'", ' "0,1" ', "0,1 "):
         environ = {"CUDA_VISIBLE_DEVICES": value}
         visibility.tidy(environ)
         assert environ == {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-
-
-def test_tidy_keeps_what_is_not_set_and_the_order_that_is():
-    environ = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
-    visibility.tidy(environ)
-    assert environ == {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
 
 
 @pytest.mark.parametrize(
@@ -140,26 +116,26 @@ def test_positions_are_among_the_visible():
     assert visibility.visible_positions(GpuOptions(), DRIVER, environ) == []
 
 
-def test_a_gpu_without_any_driver():
-    assert refusal("0", driver=[]) == (
-        "--visible_gpus=0: there is no GPU 0; no NVIDIA driver answers here: "
-        "leave the flag out, or see towers doctor"
-    )
-
-
-def test_a_gpu_that_does_not_exist():
-    assert refusal("0,7", DRIVER[:2]) == (
-        "--visible_gpus=0,7: there is no GPU 7; the driver has 0 (A100), 1 (A100): "
-        "type --visible_gpus=0,1 or some of these"
-    )
-
-
-def test_a_gpu_that_is_hidden():
-    assert refusal("1", CUDA_VISIBLE_DEVICES="0,2") == (
-        "--visible_gpus=1: GPU 1 is hidden by CUDA_VISIBLE_DEVICES=0,2, which leaves 0,2: "
-        "type unset CUDA_VISIBLE_DEVICES, or choose among those"
-    )
-    assert "by CUDA_VISIBLE_DEVICES=, which leaves none:" in refusal("1", CUDA_VISIBLE_DEVICES="")
+@pytest.mark.parametrize(
+    "asked, driver, environ, says",
+    [
+        ("0", [], {}, "there is no GPU 0; no NVIDIA driver answers here: leave the flag out"),
+        ("0,7", DRIVER[:2], {}, "there is no GPU 7; the driver has 0 (A100), 1 (A100): type --vis"),
+        (
+            "1",
+            DRIVER,
+            {"CUDA_VISIBLE_DEVICES": "0,2"},
+            "GPU 1 is hidden by CUDA_VISIBLE_DEVICES=0,2, which leaves 0,2: type unset CUDA_VISIB",
+        ),
+        ("1", DRIVER, {"CUDA_VISIBLE_DEVICES": ""}, "which leaves none:"),
+    ],
+)
+def test_a_gpu_that_cannot_be_seen(asked, driver, environ, says):
+    before = dict(environ)
+    with pytest.raises(InputError, match=f"^--visible_gpus={asked}: ") as error:
+        visibility.set_visible(GpuOptions(visible_gpus=asked), driver, environ)
+    assert says in str(error.value)
+    assert environ == before | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 # ---------------------------------------------------------------------------- TensorFlow's choice
@@ -203,7 +179,6 @@ def test_what_either_side_does_not_tell_is_no_difference():
 INSTALL = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
 
 
-@pytest.mark.parametrize("num_listed", [0, 1])
 @pytest.mark.parametrize(
     "missing, build, cause, remedy",
     [
@@ -223,8 +198,8 @@ INSTALL = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
         ),
     ],
 )
-def test_why_gpus_are_left_out(missing, build, cause, remedy, num_listed):
-    found = visibility.why_skipped(missing, num_listed, build)
+def test_why_gpus_are_left_out(missing, build, cause, remedy):
+    found = visibility.why_skipped(missing, 1, build)
     assert found[0] == cause and found[1].startswith(remedy)
 
 

@@ -175,21 +175,18 @@ def _images(name: str, images: np.ndarray) -> np.ndarray:
 def _image_spec(name: str, spec: object) -> tf.TensorSpec:
     """Return what each image of a dataset of (image, label) examples will be."""
     pair = isinstance(spec, tuple) and len(spec) == 2
-    if not (pair and all(isinstance(part, tf.TensorSpec) for part in spec)):
-        raise InputError(f"{name} dataset gives {_describe(spec)}; give (image, label) pairs")
-    image, label = spec
-    if image.shape.rank != 3 or not image.shape.is_fully_defined():
-        raise InputError(
-            f"{name} dataset's images have shape {image.shape}; give single ones, [H, W, C], by "
-            "dataset.unbatch(), image[..., None] or tf.ensure_shape"
-        )
-    if image.dtype != tf.uint8 and not image.dtype.is_floating:
-        raise InputError(f"{name} dataset's images are {image.dtype.name}; give uint8 or float32")
-    if not label.dtype.is_integer or label.shape not in ([], [1]):
-        raise InputError(
-            f"{name} dataset's labels are {label.dtype.name} {label.shape}; give one integer each"
-        )
-    return tf.TensorSpec(image.shape, tf.uint8 if image.dtype == tf.uint8 else tf.float32)
+    if pair and all(isinstance(part, tf.TensorSpec) for part in spec):
+        image, label = spec
+        single = image.shape.rank == 3 and image.shape.is_fully_defined()
+        if single and label.shape in ([], [1]) and label.dtype.is_integer:
+            if image.dtype == tf.uint8 or image.dtype.is_floating:
+                stored = tf.uint8 if image.dtype == tf.uint8 else tf.float32
+                return tf.TensorSpec(image.shape, stored)
+    raise InputError(
+        f"{name} dataset gives {_describe(spec)}; give single examples: an image, uint8 or float "
+        "[H, W, C], and its label, an integer (by dataset.unbatch(), image[..., None] or "
+        "tf.ensure_shape)"
+    )
 
 
 def _describe(value: object) -> str:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
-import tensorflow as tf
 
 from towers.data import encoded
 from towers.data.pipeline import Data
@@ -56,9 +55,6 @@ class _Files:
     def read(self, row: int) -> bytes:
         with open(self.name(row), "rb") as file:
             return file.read()
-
-    def image_of(self, content: tf.Tensor) -> tf.Tensor:
-        return content
 
     def name(self, row: int) -> str:
         return os.path.join(self._folder, os.fsdecode(bytes(self._names[row])))

@@ -45,13 +45,11 @@ def load(
     """Load a data set.
 
     Args:
-        dataset: "shapes" (built in, drawn at the first use), "cifar10" (downloaded at the first
-            use), "folder" or "tfrecord" (the user's own files, which need not fit in memory, see
-            the modules of these names) or "module:function", see `towers.data.custom`.
-        data_dir: the folder where the first two are looked for and kept; None or "" means
-            `$XDG_CACHE_HOME/towers`, or `~/.cache/towers`. The folder of the user's own files.
-        image_size: (height, width) to which the images of "folder" and "tfrecord" are resized;
-            None: they are all of one size.
+        dataset: a name in DATA_SETS, or "module:function", see `towers.data.custom`.
+        data_dir: the folder of the user's own files; of the other sets the folder where they are
+            looked for and kept, None or "" being `$XDG_CACHE_HOME/towers` or `~/.cache/towers`.
+        image_size: (height, width) to which the images of the user's own files are resized; None:
+            they are all of one size.
 
     Raises:
         InputError: there is no such data set, or it is damaged or cannot be had.
@@ -85,9 +83,7 @@ def locate(dataset: str, data_dir: str | None = None) -> str | None:
 
 def cache_dir() -> str:
     """Return the folder for what is kept between runs."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # the standard says to ignore a relative one
-        cache = os.path.expanduser("~/.cache")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.path.join(cache, "towers")
 
 

@@ -77,13 +77,11 @@ class _Records:
     def read(self, row: int) -> bytes:
         file = os.open(self._paths[self._file[row]], os.O_RDONLY)
         try:
-            return os.pread(file, int(self._length[row]), int(self._start[row]))
+            record = os.pread(file, int(self._length[row]), int(self._start[row]))
         finally:
             os.close(file)
-
-    def image_of(self, content: tf.Tensor) -> tf.Tensor:
-        features = {self._image_key: tf.io.FixedLenFeature([], tf.string)}
-        return tf.io.parse_single_example(content, features)[self._image_key]
+        features = tf.train.Example.FromString(record).features.feature
+        return features[self._image_key].bytes_list.value[0]
 
     def name(self, row: int) -> str:
         number = row - np.searchsorted(self._file, self._file[row])

@@ -8,17 +8,13 @@ from towers.options.functions import lazily
 
 _HOME = {
     "Device": "selection",
-    "config_proto": "sessions",
+    "config_proto": "gpus",
     "configure": "gpus",
-    "cuda_environ": "gpus",
     "describe": "selection",
-    "driver_gpus": "gpus",
-    "missing_gpus": "gpus",
     "read_back": "gpus",
     "report": "selection",
     "tower_devices": "selection",
     "try_out": "gpus",
-    "visible_gpus": "gpus",
 }
 __all__ = sorted(_HOME)
 __getattr__ = lazily(__name__, _HOME)

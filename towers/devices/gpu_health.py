@@ -8,12 +8,10 @@ The train loop never waits for the driver: `read` only takes what is there. With
 without a GPU that this process sees, there is no thread and nothing to read.
 """
 
-import collections
 import contextlib
-import queue
 import statistics
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from towers.devices import nvml
 from towers.devices.gpus import visible_gpus
@@ -26,24 +24,15 @@ _CLOSE_SECONDS = 1.0  # a driver that hangs must not hold up the end of a run
 class GpuHealth:
     """Samples utilisation, memory, power, temperature and clocks of GPUs in the background."""
 
-    def __init__(
-        self,
-        indices: Sequence[int] | None = None,
-        *,
-        wait: Callable[[float], bool] | None = None,
-    ):
-        """Start the thread, if there is a GPU to ask for.
+    def __init__(self, wait: Callable[[float], bool] | None = None):
+        """Start the thread, if there is a GPU that this process sees.
 
-        Args:
-            indices: of the driver's GPUs; by default all that this process sees.
-            wait: waits so many seconds between two samples, and returns whether to end.
+        `wait` waits so many seconds between two samples, and returns whether to end.
         """
-        if indices is None:
-            indices = [gpu.index for gpu in visible_gpus(nvml.gpus())]
-        self._indices = list(indices)
+        self._indices = [gpu.index for gpu in visible_gpus(nvml.gpus())]
         self._closed = threading.Event()
         self._wait = wait or self._closed.wait
-        self._samples: queue.SimpleQueue[tuple[str, float]] = queue.SimpleQueue()
+        self._samples: list[tuple[str, float]] = []
         self._thread = threading.Thread(target=self._watch, name="gpu_health", daemon=True)
         if self._indices:
             self._thread.start()
@@ -54,10 +43,10 @@ class GpuHealth:
         A value is the mean of the samples, of memory and temperature the peak. What a GPU did not
         tell is left out, and so is everything if there was no sample.
         """
-        window = collections.defaultdict(list)
-        for _ in range(self._samples.qsize()):
-            tag, value = self._samples.get()
-            window[tag].append(value)
+        samples, self._samples = self._samples, []
+        window: dict[str, list[float]] = {}
+        for tag, value in samples:
+            window.setdefault(tag, []).append(value)
         return {
             tag: max(values) if tag.endswith(_PEAKS) else statistics.fmean(values)
             for tag, values in window.items()
@@ -75,6 +64,6 @@ class GpuHealth:
             while there:
                 for index in self._indices:
                     for name, value in nvml.sample(index).items():
-                        self._samples.put((f"gpu_{index}/{name}", value))
+                        self._samples.append((f"gpu_{index}/{name}", value))
                 if self._wait(PERIOD_SECONDS):
                     return

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -14,7 +14,6 @@ from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
 
 _in_force = GpuOptions()  # what this process has set, once, before TensorFlow starts
-_environ: dict[str, str] = {}  # as CUDA will read it or, once devices are listed, has read it
 
 
 def configure(**options: Any) -> None:
@@ -51,7 +50,11 @@ def _set(asked: GpuOptions) -> None:
         visibility.set_visible(asked, driver, os.environ)
     visible = visible_gpus(driver)
     gpus = tf.config.list_physical_devices("GPU")
-    _check_all_found(asked, gpus, visible)
+    if asked.indices() and (missing := missing_gpus(visible)):
+        cause, remedy = visibility.why_skipped(missing, len(gpus), tf.sysconfig.get_build_info())
+        names = ", ".join(map(str, missing))
+        given = f"--visible_gpus={asked.visible_gpus}"
+        raise InputError(f"{given}: TensorFlow does not list GPU {names}: {cause}; {remedy}")
     limits = []
     for seen in visibility.match(_details(gpus), visible):
         limits.append(_limit_mib(asked, seen))
@@ -76,28 +79,21 @@ def read_back() -> list[str]:
     lines, wrong = [], []
     gpus = tf.config.get_visible_devices("GPU")
     for gpu, seen in zip(gpus, driver_gpus(gpus), strict=True):
-        growth, limit = _grows(gpu), _limit_mib(asked, seen)
+        limit = _limit_mib(asked, seen)
+        growth = "on" if tf.config.experimental.get_memory_growth(gpu) else "off"
         for _ in tf.config.get_logical_device_configuration(gpu) or [None]:
             device = f"/gpu:{len(lines)}"
             memory = actual[device] // MIB
-            lines.append(f"memory      {device} {memory} MiB, growth {'on' if growth else 'off'}")
+            lines.append(f"memory      {device} {memory} MiB, growth {growth}")
             if limit and memory != limit:
                 wrong.append(f"{device} may take {memory} MiB, {limit} were asked for")
-        if asked.allow_growth and not growth:
-            wrong.append(f"{gpu.name} does not grow: see TF_FORCE_GPU_ALLOW_GROWTH")
     if not tf.config.get_soft_device_placement():
         lines.append("placement   soft placement is off")
-    elif not asked.allow_soft_placement:
-        wrong.append("soft placement is on")
     if wrong:
         raise RunError(f"TensorFlow did not take the options: {'; '.join(wrong)}")
     given = [f"--{name}={value}" for name, value in asked.demands().items() if value != "none"]
     if given and not gpus:
         lines.append(f"memory      no GPU here: {', '.join(given)} has nothing to act on")
-    name = "CUDA_VISIBLE_DEVICES"
-    if os.environ.get(name) != cuda_environ().get(name):
-        now = f"{name}={os.environ[name]}" if name in os.environ else f"unset {name}"
-        lines.append(f"warning     {now} came too late: TensorFlow had listed its devices by then")
     return lines
 
 
@@ -124,20 +120,10 @@ def try_out() -> None:
         raise RunError(f"{faults[0]} ({len(faults)} faults in all); {remedy}")
 
 
-def cuda_environ() -> Mapping[str, str]:
-    """Return the environment from which CUDA takes its GPUs: it reads it once, before it lists."""
-    listed = tf_private.has_listed_devices()
-    if not listed:
-        visibility.tidy(os.environ)
-    if not (listed and _environ):
-        _environ.clear()
-        _environ.update(os.environ)
-    return _environ
-
-
 def visible_gpus(driver: Sequence[DriverGpu]) -> list[DriverGpu]:
     """Return those of the driver's GPUs that CUDA shows this process."""
-    return visibility.visible_in(cuda_environ(), driver)
+    visibility.tidy(os.environ)
+    return visibility.visible_in(os.environ, driver)
 
 
 def driver_gpus(gpus: Sequence[tf.config.PhysicalDevice]) -> list[DriverGpu | None]:
@@ -152,12 +138,6 @@ def missing_gpus(visible: Sequence[DriverGpu]) -> list[DriverGpu]:
     return visibility.skipped(_details(tf.config.list_physical_devices("GPU")), visible)
 
 
-def _grows(gpu: tf.config.PhysicalDevice) -> bool:
-    """Return whether TensorFlow takes a GPU's memory as it is needed."""
-    forced = {"true": True, "false": False}.get(os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH", ""))
-    return bool(tf.config.experimental.get_memory_growth(gpu)) if forced is None else forced
-
-
 def _details(gpus: Sequence[tf.config.PhysicalDevice]) -> list[visibility.Seen]:
     """Return name and compute capability of TensorFlow's GPUs."""
     details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
@@ -166,26 +146,15 @@ def _details(gpus: Sequence[tf.config.PhysicalDevice]) -> list[visibility.Seen]:
 
 def _limit_mib(options: GpuOptions, gpu: DriverGpu | None) -> int | None:
     """Return the memory limit that `options` mean on a GPU, in MiB; None for no limit."""
-    total = gpu and gpu.total_bytes and gpu.total_bytes // MIB
-    limit, fraction = options.gpu_memory_limit_mib, options.per_process_gpu_memory_fraction
-    if limit and total and limit > total:
-        raise InputError(
-            f"--gpu_memory_limit_mib={limit}: GPU {gpu} has {total} MiB; "
-            f"type --gpu_memory_limit_mib={total} or less"
-        )
-    if not fraction:
-        return limit or None
-    if not total:
+    fraction = options.per_process_gpu_memory_fraction
+    if fraction and not (gpu and gpu.total_bytes):
         raise InputError(
             f"--per_process_gpu_memory_fraction={fraction} is of the total memory, which the "
             "driver (NVML) does not tell here: type --gpu_memory_limit_mib=4096, or what you need"
         )
-    if fraction * total < 1:
-        raise InputError(
-            f"--per_process_gpu_memory_fraction={fraction} is less than 1 of the {total} MiB "
-            f"of GPU {gpu}; type --per_process_gpu_memory_fraction=0.4, or what you need"
-        )
-    return int(fraction * total)
+    if fraction:
+        return max(1, int(fraction * (gpu.total_bytes // MIB)))
+    return options.gpu_memory_limit_mib or None
 
 
 def _check_in_time(asked: GpuOptions, new: dict[str, Any]) -> None:
@@ -203,36 +172,58 @@ def _check_in_time(asked: GpuOptions, new: dict[str, Any]) -> None:
         )
 
 
-def _check_all_found(
-    asked: GpuOptions, gpus: Sequence[tf.config.PhysicalDevice], visible: Sequence[DriverGpu]
-) -> None:
-    """Refuse to go on with other GPUs than were asked for by number."""
-    if asked.visible_gpus and len(gpus) > len(visible):
-        raise InputError(
-            f"--visible_gpus={asked.visible_gpus}: TensorFlow lists {len(gpus)} all the same: CUDA "
-            "had started before; call towers.devices.configure() first, or type "
-            f"export CUDA_VISIBLE_DEVICES={cuda_environ()['CUDA_VISIBLE_DEVICES']}"
-        )
-    missing = visibility.skipped(_details(gpus), visible)
-    if asked.indices() and missing:
-        cause, remedy = visibility.why_skipped(missing, len(gpus), tf.sysconfig.get_build_info())
-        raise InputError(
-            f"--visible_gpus={asked.visible_gpus}: TensorFlow does not list GPU "
-            f"{', '.join(map(str, missing))}: {cause}; {remedy}"
-        )
-
-
 def _check_room(gpu: DriverGpu | None, limit: int | None, choice: Sequence[DriverGpu]) -> None:
     """Refuse a GPU on which others have left too little memory, and name those to choose from."""
     if gpu is None or gpu.free_bytes is None:
         return
-    needs_more = bool(limit and gpu.processes and limit * MIB > gpu.free_bytes)
-    if not (gpu.full or needs_more):
+    # Of a GPU that no process holds, the driver keeps a little, which a fraction of 1 includes.
+    most = gpu.free_bytes if gpu.processes else gpu.total_bytes
+    if not gpu.full and (limit or 0) * MIB <= most:
         return
-    holders = ", ".join(map(str, gpu.processes)) or "another process"
+    holders = ", ".join(gpu.processes) or "another process"
     others = ",".join(str(other.index) for other in choice if not other.full and other != gpu)
     raise InputError(
         f"GPU {gpu} has {gpu.free_bytes // MIB} of {gpu.total_bytes // MIB} MiB free"
-        + (f", {limit} are needed" if needs_more else "")
-        + f": {holders} holds the rest; choose others with --visible_gpus={others or 'none'}"
+        + (f", {limit} are needed" if limit else "")
+        + (f": {holders} holds the rest" if gpu.full or gpu.processes else ": ask for less")
+        + f"; choose others with --visible_gpus={others or 'none'}"
     )
+
+
+def config_proto(
+    *, log_device_placement: bool = False, num_cpus: int = 1, **options: Any
+) -> tf.compat.v1.ConfigProto:
+    """Return the `ConfigProto` with which a session, in a program of TensorFlow 1, does the same.
+
+        config = towers.devices.config_proto(allow_growth=True)
+        with tf.compat.v1.Session(config=config) as session: ...
+
+    Args:
+        log_device_placement: let the session print the device of every op.
+        num_cpus: number of CPU devices; several stand in for GPUs.
+        **options: as for `configure`.
+
+    Raises:
+        InputError: an option is out of range, or a GPU of `visible_gpus` does not exist.
+    """
+    asked = GpuOptions(**options)
+    config = tf.compat.v1.ConfigProto(
+        allow_soft_placement=asked.allow_soft_placement,
+        log_device_placement=log_device_placement,
+        device_count={"CPU": num_cpus},
+    )
+    gpu_options = config.gpu_options
+    gpu_options.allow_growth = asked.allow_growth
+    gpu_options.per_process_gpu_memory_fraction = asked.per_process_gpu_memory_fraction
+    driver = nvml.gpus()
+    num_visible = len(visible_gpus(driver))
+    if asked.visible_gpus:
+        places = visibility.visible_positions(asked, driver, os.environ)
+        gpu_options.visible_device_list = ",".join(map(str, places))
+        num_visible = config.device_count["GPU"] = len(places)
+    if asked.gpu_memory_limit_mib:
+        for _ in range(num_visible or 1):
+            gpu_options.experimental.virtual_devices.add(
+                memory_limit_mb=[asked.gpu_memory_limit_mib]
+            )
+    return config

@@ -1,7 +1,7 @@
 """Memory that is in use now, and the most that was: of a GPU by TensorFlow, or of this process."""
 
-import contextlib
-import resource
+import re
+from pathlib import Path
 
 MIB = 2**20
 
@@ -14,7 +14,7 @@ def of_device(device: str) -> tuple[float, float] | None:
     import tensorflow as tf
 
     if "gpu" not in device.lower():
-        return _status("VmRSS:") or peak_mib(), peak_mib()
+        return _status("VmRSS"), peak_mib()
     try:
         info = tf.config.experimental.get_memory_info(device)
     except ValueError:  # no run ends for want of a curve
@@ -25,16 +25,12 @@ def of_device(device: str) -> tuple[float, float] | None:
 def peak_mib() -> float:
     """Return the peak resident memory of this process, in MiB.
 
-    Linux starts `ru_maxrss` of a new program at the memory of the process that started it; VmHWM is
-    the program's own.
+    `ru_maxrss` of a new program starts at the memory of the process that started it; VmHWM is the
+    program's own.
     """
-    return _status("VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    return _status("VmHWM")
 
 
-def _status(name: str) -> float | None:
-    """Return a line of /proc/self/status in MiB, None on systems without it."""
-    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
-        for line in status:
-            if line.startswith(name):
-                return int(line.split()[1]) / 2**10
-    return None
+def _status(name: str) -> float:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(re.search(rf"{name}:\s*(\d+)", status)[1]) / 2**10

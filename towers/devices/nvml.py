@@ -15,20 +15,6 @@ MIB = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Process:
-    """A process that holds memory of a GPU."""
-
-    pid: int
-    name: str
-    used_bytes: int | None
-
-    def __str__(self) -> str:
-        """Return "python (pid 17, 3000 MiB)"."""
-        used = f", {self.used_bytes // MIB} MiB" if self.used_bytes else ""
-        return f"{self.name} (pid {self.pid}{used})"
-
-
-@dataclasses.dataclass(frozen=True)
 class DriverGpu:
     """One GPU as the driver sees it."""
 
@@ -39,7 +25,7 @@ class DriverGpu:
     compute_capability: tuple[int, int] | None = None
     total_bytes: int | None = None  # of its memory
     free_bytes: int | None = None
-    processes: tuple[Process, ...] = ()
+    processes: tuple[str, ...] = ()  # that hold its memory: "python (pid 17, 3000 MiB)"
 
     def __str__(self) -> str:
         """Return "0 (NVIDIA A100)"."""
@@ -109,10 +95,11 @@ def _gpu(index: int) -> DriverGpu:
     memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
     bus = _ask(pynvml.nvmlDeviceGetPciInfo, handle)
     capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
-    processes = tuple(
-        Process(p.pid, _ask(pynvml.nvmlSystemGetProcessName, p.pid) or "?", p.usedGpuMemory)
-        for p in _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
-    )
+    processes = []
+    for process in _ask(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ():
+        name = _ask(pynvml.nvmlSystemGetProcessName, process.pid) or "?"
+        used = f", {process.usedGpuMemory // MIB} MiB" if process.usedGpuMemory else ""
+        processes.append(f"{name} (pid {process.pid}{used})")
     return DriverGpu(
         index=index,
         uuid=_ask(pynvml.nvmlDeviceGetUUID, handle),
@@ -121,7 +108,7 @@ def _gpu(index: int) -> DriverGpu:
         compute_capability=capability and tuple(capability),
         total_bytes=memory and int(memory.total),
         free_bytes=memory and int(memory.free),
-        processes=processes,
+        processes=tuple(processes),
     )
 
 

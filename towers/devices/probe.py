@@ -10,7 +10,6 @@ prints one JSON object:
      "copies": {"/cpu:0 to /gpu:0": null, ...}}           null, or what was wrong
 """
 
-import contextlib
 import itertools
 import json
 import os
@@ -35,40 +34,19 @@ def run_probe(
     timeout_seconds: float = TIMEOUT_SECONDS,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any] | str:
-    """Probe devices in a process of its own, and in one for each if that one fails.
+    """Probe devices in a process of its own.
 
     Args:
         devices: "/cpu:1", "/gpu:0", numbered as TensorFlow lists them; logical CPUs are made as
             needed. None at all tells "gpus" and "build" without starting any device.
-        timeout_seconds: that a process may take.
+        timeout_seconds: that the process may take.
         environ: what the process sees in place of os.environ.
 
     Returns:
-        What the module's docstring says; a device whose process failed has that as its error. Or,
-        where no process came to its end, how that was: "was ended by SIGABRT: last words".
+        What the module's docstring says. Or, where the process did not come to its end, how that
+        was: "was ended by SIGABRT: last words".
     """
     environ = os.environ if environ is None else environ
-    found = _run_process(devices, timeout_seconds, environ)
-    if isinstance(found, dict) or len(devices) < 2:
-        return found
-    alone = {device: _run_process([device], timeout_seconds, environ) for device in devices}
-    ended = [result for result in alone.values() if isinstance(result, dict)]
-    if not ended:
-        return found
-    results = {
-        device: {"errors": [f"the probe {result}"], "gflops": {}}
-        if isinstance(result, str)
-        else result["devices"][device]
-        for device, result in alone.items()
-    }
-    copies = {"all together": f"the probe {found}"} if len(ended) == len(devices) else {}
-    return ended[0] | {"devices": results, "copies": copies}
-
-
-def _run_process(
-    devices: Sequence[str], timeout_seconds: float, environ: Mapping[str, str]
-) -> dict[str, Any] | str:
-    """Return what one process found, or how it failed."""
     root = str(Path(__file__).resolve().parents[2])
     environ = {
         **environ,
@@ -77,27 +55,17 @@ def _run_process(
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "TF_FORCE_GPU_ALLOW_GROWTH": "true",
     }
-    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     command = [sys.executable, "-m", "towers.devices.probe", *devices]
-    process = subprocess.Popen(command, env=environ, **pipes)
+    pipes = dict(stdin=subprocess.DEVNULL, capture_output=True)
     try:
-        out, err = process.communicate(timeout=timeout_seconds)
+        done = subprocess.run(command, env=environ, timeout=timeout_seconds, **pipes)
     except subprocess.TimeoutExpired as expired:
         return f"gave no answer within {timeout_seconds:g} s: {_last_words(expired.stderr)}"
-    finally:
-        if process.returncode is None:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it for ever
-                process.communicate(timeout=5)
-    code = process.returncode
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}: {_last_words(err)}"
-    if code > 0:
-        return f"ended with code {code}: {_last_words(err)}"
-    try:
-        return json.loads(out.splitlines()[-1])
-    except (ValueError, IndexError):
-        return f"printed what is no result: {_last_words(out)}"
+    if done.returncode < 0:
+        return f"was ended by {signal.Signals(-done.returncode).name}: {_last_words(done.stderr)}"
+    if done.returncode > 0:
+        return f"ended with code {done.returncode}: {_last_words(done.stderr)}"
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def _last_words(output: bytes | None) -> str:

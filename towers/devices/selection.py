@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towers.devices import nvml, visibility
-from towers.devices.gpus import cuda_environ, driver_gpus, missing_gpus, read_back, visible_gpus
+from towers.devices.gpus import driver_gpus, missing_gpus, read_back, visible_gpus
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError
-from towers.text import count
+from towers.text import count, table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +110,12 @@ def report(devices: Sequence[str]) -> list[str]:
     Raises:
         RunError: TensorFlow does not keep what `configure` was asked for.
     """
-    rows = [("tower", "device", "PCI bus id", "driver", "total MiB", "free MiB", "name")]
+    header = ("tower", "device", "PCI bus id", "driver", "total MiB", "free MiB", "name")
+    rows = []
     for row in describe(devices):
         memory = [b and b // MIB for b in (row.total_bytes, row.free_bytes)]
-        cells = (row.tower, row.device, row.pci_bus_id, row.driver_index, *memory, row.name)
-        rows.append(tuple("-" if cell is None else str(cell) for cell in cells))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return ["devices"] + [f"  {line}" for line in lines] + read_back()
+        rows.append((row.tower, row.device, row.pci_bus_id, row.driver_index, *memory, row.name))
+    return ["devices"] + [f"  {line}" for line in table(header, rows)] + read_back()
 
 
 def _logical_gpus() -> list[tf.config.PhysicalDevice]:
@@ -125,7 +123,7 @@ def _logical_gpus() -> list[tf.config.PhysicalDevice]:
 
     `tf.config.list_logical_devices` would start TensorFlow: no logical CPU can be made then.
     """
-    cuda_environ()  # settles how CUDA numbers them, before it lists them
+    visibility.tidy(os.environ)  # settles how CUDA numbers them, before it lists them
     return [
         gpu
         for gpu in tf.config.get_visible_devices("GPU")
@@ -141,7 +139,7 @@ def _first_devices(num_towers: int, gpus: list[str]) -> list[str]:
             them: a run that was meant for them would take days on the CPU, and say nothing.
     """
     driver = nvml.gpus()
-    on_purpose = visibility.hides_all(cuda_environ()) or tf.config.list_physical_devices("GPU")
+    on_purpose = visibility.hides_all(os.environ) or tf.config.list_physical_devices("GPU")
     if not gpus and (on_purpose or not driver):
         return [f"/cpu:{i}" for i in range(num_towers or 1)]
     if gpus and num_towers <= len(gpus):
@@ -167,7 +165,7 @@ def _why(driver: Sequence[DriverGpu]) -> str:
         cause, remedy = visibility.why_skipped(missing, listed, tf.sysconfig.get_build_info())
         return f"{says}: {cause}; {remedy}"
     if len(visible) < len(driver):
-        value = cuda_environ()["CUDA_VISIBLE_DEVICES"]
+        value = os.environ["CUDA_VISIBLE_DEVICES"]
         rest = "the rest" if visible else "all of them: type unset CUDA_VISIBLE_DEVICES"
         return f"{says}; CUDA_VISIBLE_DEVICES={value} hides {rest}"
     return says
