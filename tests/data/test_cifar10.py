@@ -139,7 +139,7 @@ BAD_PICKLES = {
     "a list": ([GOOD], WRONG),
     "no labels": ({b"data": rows(IMAGES)}, WRONG),
     "data of another shape": ({**GOOD, b"data": IMAGES}, "expected a dict with data, uint8 [20, "),
-    "data signed": ({**GOOD, b"data": rows(IMAGES).view(np.int8)}, "as many labels"),
+    "data signed": ({**GOOD, b"data": rows(IMAGES).view(np.int8)}, "'i1' is not allowed"),
     "labels too few": ({**GOOD, b"labels": [1] * 19}, "as many labels"),
     "labels float": ({**GOOD, b"labels": [1.0] * 20}, "as many labels"),
     "label 10": ({**GOOD, b"labels": [0, 1, 10] + [0] * 17}, "record 2 (counted from 0) has label"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.data.image_files import CLASSES, SHAPE, WRITE, image, numbers_of, png
+from tests.data.image_files import CLASSES, SHAPE, WRITE, assert_same, image, numbers_of, png, take
 from towers import cli, data
 from towers.data import encoded
 from towers.errors import InputError
@@ -43,17 +43,6 @@ def folder(kind, tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(kind, folder):
     return data.load(kind, str(folder))
-
-
-def take(split, batch_size, num_batches, **start):
-    batches = split.train_batches(batch_size, **start).take(num_batches)
-    return [tuple(part.numpy() for part in batch) for batch in batches]
-
-
-def assert_same(batches, others):
-    for batch, other in zip(batches, others, strict=True):
-        for part, same in zip(batch, other, strict=True):
-            np.testing.assert_array_equal(part, same)
 
 
 # What there is

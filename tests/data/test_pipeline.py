@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.data.image_files import assert_same, take
 from towers.data import ArraySplit, DatasetSplit, augment, pipeline
 from towers.data.encoded import EncodedSplit
 
@@ -30,17 +31,6 @@ def make(size, kind="arrays", dtype=np.uint8):
     if kind == "encoded":
         return EncodedSplit(Rows(images), (2, 3, 3), resize=False)
     return DatasetSplit(tf.data.Dataset.from_tensor_slices((images, rows)), size)
-
-
-def take(split, batch_size, num_batches, **start):
-    batches = split.train_batches(batch_size, **start).take(num_batches)
-    return [tuple(part.numpy() for part in batch) for batch in batches]
-
-
-def assert_same(batches, others):
-    for batch, other in zip(batches, others, strict=True):
-        for part, same in zip(batch, other, strict=True):
-            np.testing.assert_array_equal(part, same)
 
 
 def labels_of(batches):

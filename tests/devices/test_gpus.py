@@ -120,13 +120,6 @@ def test_a_limit_that_cannot_be_had(install, card, options, says):
     assert machine.limits_mib == [None, None]  # nothing is set by halves
 
 
-def test_growth_is_set_on_all(install):
-    machine = install(A100, LIMITED, SMALL, A100)
-    gpus.configure(allow_growth=True)
-    assert machine.growth == [True, True, True]
-    assert gpus.read_back()[1] == "memory      /gpu:1 9400 MiB, growth on"
-
-
 # ---------------------------------------------------------------------------- A full GPU
 
 

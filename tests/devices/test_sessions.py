@@ -36,9 +36,6 @@ def test_each_option_has_its_field(four):
     assert not config.allow_soft_placement
     assert config.log_device_placement
     assert dict(config.device_count) == {"CPU": 3}
-    assert config_proto(allow_growth=True).gpu_options.allow_growth
-    fraction = config_proto(per_process_gpu_memory_fraction=0.4)
-    assert fraction.gpu_options.per_process_gpu_memory_fraction == 0.4
 
 
 def test_a_limit_is_for_each_gpu_that_the_session_sees(four, monkeypatch):

@@ -109,13 +109,6 @@ def test_numbers_are_the_drivers_whatever_the_order_was():
     assert environ == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1"}
 
 
-def test_positions_are_among_the_visible():
-    environ = {"CUDA_VISIBLE_DEVICES": "3,1,0"}
-    options = GpuOptions(visible_gpus="0,3")
-    assert visibility.visible_positions(options, DRIVER, environ) == [2, 0]
-    assert visibility.visible_positions(GpuOptions(), DRIVER, environ) == []
-
-
 @pytest.mark.parametrize(
     "asked, driver, environ, says",
     [

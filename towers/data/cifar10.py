@@ -176,27 +176,26 @@ def _read_pickle(path: str) -> tuple[np.ndarray, np.ndarray]:
     return data, labels
 
 
-# dtype(...) gives back numpy's own unchangeable objects: a state in the file cannot alter them,
-# and no object array, which is made of pointers, can be built.
-_DTYPES = {name: np.dtype(name) for name in "u1 i1 u2 i2 u4 i4 u8 i8 f4 f8 b1".split()}
-
-
 def _dtype(name: bytes | str, *_: object) -> np.dtype:
-    return _DTYPES[name if isinstance(name, str) else name.decode("ascii")]
+    # numpy's own unchangeable object: a state in the file cannot alter it; and no array of objects,
+    # which is made of pointers, can be built.
+    if name not in (b"u1", "u1"):
+        raise ValueError(f"the dtype {name!r} is not allowed in it")
+    return np.dtype(np.uint8)
 
 
 # What stands for each name. Arrays get their shape, dtype and bytes in a later step (numpy's
 # __setstate__, which checks that they agree).
 _STAND_INS = {
-    ("numpy", "dtype"): _dtype,
-    ("numpy", "ndarray"): None,
-    ("numpy.core.multiarray", "_reconstruct"): lambda *_: np.empty(0, np.uint8),
-    ("numpy._core.multiarray", "_reconstruct"): lambda *_: np.empty(0, np.uint8),
+    "numpy.dtype": _dtype,
+    "numpy.ndarray": None,
+    "numpy.core.multiarray._reconstruct": lambda *_: np.empty(0, np.uint8),
+    "numpy._core.multiarray._reconstruct": lambda *_: np.empty(0, np.uint8),
 }
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
-        if (module, name) not in _STAND_INS:
+        if f"{module}.{name}" not in _STAND_INS:
             raise ValueError(f"{module}.{name} is not allowed in it")
-        return _STAND_INS[module, name]
+        return _STAND_INS[f"{module}.{name}"]

@@ -11,7 +11,7 @@ The file holds one object. What it says of the first start is never changed afte
                      those of their code, if they lie in others}, each as `repository` says or null
     devices          for each tower: device, name, PCI bus id, number in nvidia-smi, memory
     host             name, processor, cores, memory
-    environment      the variables of `towers.devices.host.ENVIRONMENT` that are set, no others
+    environment      the variables that change numbers, see `towers.devices.host.environment`
     data             {"train": "test":} kind, sha256 and size, see `towers.data.Split.checksum`
     first_batch      {"sha256"} of images, labels and draws of step 0; null in a run that was older
     initial_weights  sha256 of the model's variables before step 0, or null
