@@ -43,6 +43,22 @@ def private_parts(sources):
     return hidden | private - own - {"_exit"} | {"__internal__"} & {n.attr for n in attributes}
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from tensorflow.python.eager import context",
+        "def f():\n    import keras.src.layers",
+        "from unittest import mock",
+        "from unittest.mock import patch",
+        "def f(layer): return layer._layers",
+        "def f(variable): variable._value = 0",
+        "import tensorflow as tf\ntf.__internal__.autograph",
+    ],
+)
+def test_a_private_part_is_found(source):
+    assert len(private_parts([source])) == 1
+
+
 def test_private_parts_are_in_one_place():
     paths = [path for path in PACKAGE.rglob("*.py") if path.name != "tf_private.py"]
     assert private_parts(path.read_text(encoding="utf-8") for path in paths) == set()
@@ -141,16 +157,18 @@ def test_draws_come_through_the_ops():
 
 
 def test_functions_are_a_part_of_what_calls_them():
-    @tf.function
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
     def inner(x):
         if tf.reduce_sum(x) > 0:  # AutoGraph
             x = x + 1.0
-        return x
+        return x, 2
 
     compiled = tf.function(lambda x: x + 1.0, jit_compile=True)
 
     def outer(x):
-        return compiled(x) + inner(tf.constant([1.0, 2.0]))
+        y, two = inner([1.0, 2.0])
+        assert tf.is_tensor(two)
+        return compiled(x) + y + tf.cast(two, tf.float32)
 
     def calls_in(function):
         graph = tf.function(function).get_concrete_function(tf.zeros([2])).graph
@@ -158,7 +176,7 @@ def test_functions_are_a_part_of_what_calls_them():
 
     with tf_private.functions_inlined():
         assert calls_in(outer) == 1
-        np.testing.assert_array_equal(inner(tf.ones([2])), [2.0, 2.0])
+        np.testing.assert_array_equal(inner(tf.ones([2]))[0], [2.0, 2.0])
     assert calls_in(outer) == 2
     assert inner.experimental_get_tracing_count() == 1
 
@@ -246,8 +264,8 @@ def test_a_variable_is_made_in_any_trace():
 def test_assignments_of_all_kinds_are_seen():
     calls = []
 
-    def make(before):
-        return lambda *args, **kwargs: calls.append(before.__name__)
+    def make(name):
+        return lambda before: lambda *args, **kwargs: calls.append(name)
 
     slices = tf.IndexedSlices(tf.ones([1]), tf.constant([0]))
     for variable in (tf.Variable([0.0]), tf_private.make_variable(tf.zeros([1]))):
@@ -335,12 +353,33 @@ def test_an_op_gets_an_input_that_was_made_later():
     assert float(tf.function(function)(tf.constant(3.0))) == 7.0
 
 
+def test_a_tensor_of_another_graph_is_told_from_other_errors():
+    kept = []
+
+    @tf.function
+    def function(x):
+        tf.function(lambda x: kept.append(x + 1.0))(x)
+        return kept[0] * 2.0
+
+    with pytest.raises(tf_private.InaccessibleTensorError):
+        function(tf.zeros([]))
+
+
 def test_a_shape_is_known_in_part():
     found = []
     spec = tf.TensorSpec([None, 3], tf.float32)
     traced(lambda x: found.append(tf_private.static_shape([tf.shape(x)[0], 2, 5])), spec)
     assert [shape.as_list() for shape in found] == [[None, 2, 5]]
     assert tf_private.static_shape((2, 3)).as_list() == [2, 3]
+
+
+def test_a_function_without_an_end_is_ended():
+    forever = traced(
+        lambda x: tf.while_loop(lambda x: x >= 0.0, lambda x: [x + 1.0], [x]), tf.zeros([])
+    )
+    assert float(tf_private.call_for_at_most(600.0, forever, tf.constant(-1.0))[0]) == -1.0
+    with pytest.raises(tf.errors.CancelledError):
+        tf_private.call_for_at_most(0.5, forever, tf.constant(0.0))
 
 
 def test_graphs_that_ran_tell_their_devices():
@@ -369,7 +408,9 @@ def test_the_start_and_the_devices():  # before it: tests/devices/test_gpus.py
 HALF = keras.DTypePolicy("float16")
 POLICIES = {
     "name": lambda: "float32",
-    "policy": lambda: keras.DTypePolicy("mixed_float16"),
+    "mixed": lambda: "mixed_float16",
+    "policy": lambda: keras.DTypePolicy("bfloat16"),
+    "map": lambda: keras.dtype_policies.DTypePolicyMap("float32", {"other": HALF}),
     "map, by path": lambda: keras.dtype_policies.DTypePolicyMap("float32", {"layer": HALF}),
     "config": lambda: keras.dtype_policies.serialize(keras.DTypePolicy("float32")),
 }
@@ -396,6 +437,16 @@ def test_a_layer_gets_float64_in_the_block_alone(name):
     assert later.compute_dtype == "float64"
 
 
+def test_a_wrapped_layer_and_one_from_a_configuration_get_float64():
+    config = layers.Dense(2, dtype="float32").get_config()
+    with all_in_float64():
+        attention = layers.MultiHeadAttention(2, 3, dtype="float32")
+        attention.build((None, 4, 5), (None, 4, 5))
+        again = layers.Dense.from_config(config)
+    assert {v.dtype for v in attention.weights} == {"float64"}
+    assert again.compute_dtype == "float64"
+
+
 def test_inputs_get_float64_and_whole_numbers_stay():
     with all_in_float64():
         assert keras.Input((3,), dtype="float32").dtype == "float64"
@@ -403,6 +454,13 @@ def test_inputs_get_float64_and_whole_numbers_stay():
         assert keras.Input((3,)).dtype == keras.config.floatx()
         assert layers.Discretization([0.0], dtype="int64").compute_dtype == "int64"
     assert keras.Input((3,), dtype="float16").dtype == "float16"
+
+
+def test_another_thread_and_an_error_are_left_alone():
+    with pytest.raises(ZeroDivisionError), all_in_float64():
+        assert in_a_thread(lambda: dtypes("float32")) == ("float32", "float32")
+        raise ZeroDivisionError
+    assert dtypes("float16")[0] == "float16"
 
 
 def test_augmentation_of_keras_works_while_floatx_is_float64():

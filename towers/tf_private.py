@@ -18,14 +18,15 @@ import tensorflow as tf
 from keras.src import dtype_policies
 from keras.src.backend.common import global_state
 from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.dtype_policies import DTypePolicyMap
 from keras.src.layers.core import input_layer
 from keras.src.layers.preprocessing.data_layer import DataLayer
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
-from tensorflow.python.eager import context, record
+from tensorflow.python.eager import cancellation, context, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
-from tensorflow.python.framework import op_def_registry, tensor_util
+from tensorflow.python.framework import errors_impl, op_def_registry, tensor_util
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as draw_ops
 from tensorflow.python.ops import resource_variable_ops as variable_ops
 
@@ -162,12 +163,18 @@ def make_variable(value: tf.Tensor) -> tf.Variable:
     return variable_ops.ResourceVariable(value, trainable=False)
 
 
-def assignments_replaced(make: Make) -> Block:
-    """Replace the methods that assign to a `tf.Variable`. Public: a scope of its own."""
+_ASSIGNMENTS = (
+    "assign assign_add assign_sub scatter_add scatter_sub scatter_max scatter_min scatter_mul "
+    "scatter_div scatter_update batch_scatter_update scatter_nd_add scatter_nd_sub "
+    "scatter_nd_max scatter_nd_min scatter_nd_update"
+).split()
+
+
+def assignments_replaced(make: Callable[[str], Make]) -> Block:
+    """Replace the methods, by name, that assign to a `tf.Variable`. Public: a scope of its own."""
     owners = variable_ops.BaseResourceVariable, variable_ops.ResourceVariable
-    kinds = "assign", "scatter_", "batch_scatter_"
-    names = [(owner, name) for owner in owners for name in vars(owner) if name.startswith(kinds)]
-    return _replaced(*((owner, name, make) for owner, name in names))
+    names = [(owner, name) for owner in owners for name in _ASSIGNMENTS if name in vars(owner)]
+    return _replaced(*((owner, name, make(name)) for owner, name in names))
 
 
 def reads_replaced(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
@@ -278,11 +285,28 @@ def functions_inlined() -> Block:
             inline = function.python_function
             if function._autograph:
                 inline = autograph_util.py_func_from_autograph(inline)
-            return inline(*args, **kwargs)
+            if function.input_signature is not None and not kwargs:
+                args = _as_signed(function.input_signature, args)
+            result = inline(*args, **kwargs)
+            return tf.nest.map_structure(_as_returned, result)
 
         return call
 
     return _replaced((Function, "__call__", make))
+
+
+def _as_signed(signature: Any, args: Any) -> Any:
+    """Return arguments as tensors where an input_signature makes them so."""
+    specs = [*signature, *[None] * (len(args) - len(signature))]
+    return [
+        tf.convert_to_tensor(arg, spec.dtype) if isinstance(spec, tf.TensorSpec) else arg
+        for arg, spec in zip(args, specs, strict=False)
+    ]
+
+
+def _as_returned(value: Any) -> Any:
+    """Return a number as the tensor that a function returns for it."""
+    return tf.convert_to_tensor(value) if isinstance(value, bool | int | float) else value
 
 
 def converted_as_here(fn: Callable) -> Callable:
@@ -291,6 +315,10 @@ def converted_as_here(fn: Callable) -> Callable:
     if status.status.name != "ENABLED":
         return fn
     return tf.__internal__.autograph.tf_convert(fn, status)
+
+
+# Public: tf.errors has all others. A graph uses a tensor of another graph.
+InaccessibleTensorError = errors_impl.InaccessibleTensorError
 
 
 def is_stateful(op_type: str) -> bool:
@@ -316,6 +344,22 @@ def set_input(op: tf.Operation, tensor: tf.Tensor) -> None:
 def static_shape(shape: Any) -> tf.TensorShape:
     """Return what is known of a shape, perhaps a tensor. Public: get_static_value: all or none."""
     return tensor_util.constant_value_as_shape(tf.convert_to_tensor(shape, tf.int32))
+
+
+def call_for_at_most(seconds: float, function: Any, *arguments: Any) -> Any:
+    """Return what a concrete function returns. Public: none ends one that runs too long.
+
+    Raises:
+        tf.errors.CancelledError: it did not end in time.
+    """
+    manager = cancellation.CancellationManager()
+    timer = threading.Timer(seconds, manager.start_cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        return manager.get_cancelable_function(function)(*arguments)
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager
@@ -388,6 +432,9 @@ def all_in_float64() -> Block:
 
 def _wide(policy: Any) -> Any:
     """Return a policy with float64 for all floating types; integers and quantised ones stay."""
+    if isinstance(policy, DTypePolicyMap):
+        wide = {name: _wide(own) for name, own in policy.items()}
+        return DTypePolicyMap(default_policy=_wide(policy.default_policy), policy_map=wide)
     if policy.quantization_mode is None and "float" in policy.compute_dtype:
         return keras.DTypePolicy("float64")
     return policy

@@ -58,9 +58,8 @@ def largest_difference(found, expected):
     return max(np.max(np.abs(f - e)) / max(np.max(np.abs(e)), 1e-3) for f, e in pairs)
 
 
-@pytest.mark.parametrize(
-    "size, num_towers, known_size", [(7, 1, True), (7, 3, True), (8, 2, False), (2, 4, False)]
-)
+@pytest.mark.parametrize("known_size", [True, False], ids=["known size", "unknown size"])
+@pytest.mark.parametrize("size, num_towers", [(7, 1), (7, 3), (8, 2), (2, 4)])
 def test_sync_is_what_one_device_computes(float64, num_towers, size, known_size):
     x = batch(size)
     expected = on_one_device(build(), x)
@@ -68,9 +67,10 @@ def test_sync_is_what_one_device_computes(float64, num_towers, size, known_size)
     assert largest_difference(on_towers(build(), x, builder, known_size), expected) < 1e-9
 
 
+@pytest.mark.parametrize("num_towers", [1, 3])
 @pytest.mark.parametrize(
-    "shape, keywords, num_towers",
-    [((3,), {}, 1), ((5, 3), {"scale": False}, 3), ((2, 4, 4, 3), {"center": False}, 3)],
+    "shape, keywords",
+    [((3,), {}), ((5, 3), {"scale": False}), ((4, 4, 3), {"center": False}), ((2, 4, 4, 3), {})],
     ids=str,
 )
 def test_the_fused_kernels_compute_what_keras_does(num_towers, shape, keywords):
@@ -151,6 +151,6 @@ def test_large_means_do_not_cancel():
 def test_mixed_precision(float64):
     keras.config.set_dtype_policy("mixed_bfloat16")
     x = tf.cast(batch(16), tf.float32)
-    found = on_towers(build(), x, TowerBuilder(DEVICES[:2], batch_norm="sync"))
+    found = on_towers(build(), x, TowerBuilder(DEVICES[:4], batch_norm="sync"))
     expected = on_one_device(build(), x)
     assert largest_difference(found[-6:], expected[-6:]) < 2e-2  # the statistics

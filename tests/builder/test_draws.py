@@ -106,23 +106,34 @@ class Images(keras.layers.Layer):
         return tf.reduce_sum(self.inner(images, training=training), axis=-1)
 
 
-KNOWN = ["Dropout", "MultiHeadAttention", "RandomContrast"]
+def outputs(layer, num_towers, x, num_steps, known_size):
+    """What a layer gives in training, joined from the towers, step by step."""
+    builder = TowerBuilder(DEVICES[:num_towers])
+    given = [len(x) if known_size else None, *x.shape[1:]]
+
+    @tf.function(input_signature=[tf.TensorSpec(given, tf.float32)])
+    def step(x):
+        return builder.concat(lambda x: layer(x, training=True), x)
+
+    return [step(x).numpy() for _ in range(num_steps)]
 
 
-@pytest.mark.parametrize(
-    "name, size", [*((name, None) for name in LAYERS), *((name, 7) for name in KNOWN)]
-)
-def test_layers_draw_for_each_example_what_one_device_draws(name, size):
+@pytest.mark.parametrize("known_size", [True, False], ids=["known size", "unknown size"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_draw_for_each_example_what_one_device_draws(name, known_size):
     x = tf.random.stateless_uniform([7, 6, 5], [0, 0])
     alone = LAYERS[name]()
     alone(x, training=False)
     plain = [alone(x, training=True).numpy() for _ in range(3)]
     assert np.abs(plain[0] - plain[1]).max() > 0  # it does draw, anew in each step
-    layer, builder = LAYERS[name](), TowerBuilder(DEVICES[:3])
-    layer(x, training=False)
+    for num_towers in (1, 3) if known_size else (2, 4):
+        layer = LAYERS[name]()
+        layer(x, training=False)
+        found = outputs(layer, num_towers, x, 3, known_size)
+        np.testing.assert_allclose(found, plain, rtol=2e-5, atol=2e-5)
 
-    @tf.function(input_signature=[tf.TensorSpec([size, 6, 5], tf.float32)])
-    def step(x):
-        return builder.concat(lambda x: layer(x, training=True), x)
 
-    np.testing.assert_allclose([step(x) for _ in range(3)], plain, rtol=2e-5, atol=2e-5)
+def test_masks_differ_between_examples():
+    layer = keras.layers.Dropout(0.5, seed=1)
+    (found,) = outputs(layer, 4, tf.ones([8, 4, 4]), 1, True)
+    assert len({mask.tobytes() for mask in found}) == 8

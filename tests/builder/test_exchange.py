@@ -1,5 +1,6 @@
 """Values that towers exchange in the middle of a step."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -22,6 +23,41 @@ def on_towers(fn, *values):
         return results
 
     return step()
+
+
+def test_gradients_go_through_it():
+    """Each tower's loss depends on all values; its gradient is that of the sum of the losses."""
+
+    def fn(all_gather, value):
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            everything = all_gather(value)
+            loss = value * tf.reduce_sum(everything**2)
+        return tape.gradient(loss, value)
+
+    numbers = [1.0, 2.0, 3.0]
+    values = [tf.Variable(v) for v in numbers]
+    with tf.GradientTape() as tape:
+        loss = sum(v * sum(w**2 for w in values) for v in values)
+    expected = tape.gradient(loss, values)
+    np.testing.assert_allclose(on_towers(fn, *map(tf.constant, numbers)), expected)
+
+
+def test_values_are_put_together_once_on_the_gather_device():
+    @tf.function
+    def step(x, y):
+        exchange, results = Exchange(2), []
+        for i, value in enumerate([x, y]):
+            with tf.device(DEVICES[i]):
+                results.append(exchange.member(i).meet(value, tf.add_n, []) * 2)
+        exchange.join("/cpu:0")
+        return results
+
+    found = step(tf.constant(1.0), tf.constant(2.0))
+    np.testing.assert_array_equal(found, [6.0, 6.0])
+    graph = step.get_concrete_function(tf.constant(1.0), tf.constant(2.0)).graph
+    (added,) = [op for op in graph.get_operations() if op.type == "AddN"]
+    assert added.device.endswith("CPU:0")
 
 
 def test_towers_that_make_other_calls_are_refused():

@@ -141,7 +141,8 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_state_is_put_together_as_the_function_shows(name):
+@pytest.mark.parametrize("size", [7, None], ids=["known size", "unknown size"])
+def test_state_is_put_together_as_the_function_shows(name, size):
     states = [keras.Variable(0.5, trainable=False) for _ in range(2)]
     steps = []
     for state, num_towers in zip(states, (1, 3), strict=True):
@@ -151,12 +152,23 @@ def test_state_is_put_together_as_the_function_shows(name):
             STATES[name](state, x)
             return x[:, 0, 0]
 
-        spec = tf.TensorSpec([None, 4, 6])
+        spec = tf.TensorSpec([size, 4, 6])
         steps.append(tf.function(lambda x, b=builder, f=fn: b.gradients(f, [], x), [spec]))
     for step in 0, 1:
         for make_step in steps:
             make_step(X + step)
         np.testing.assert_allclose(states[1], states[0], rtol=1e-5)
+
+
+def test_whole_numbers_are_added_too():
+    histogram = keras.Variable(np.zeros(3, "int64"), dtype="int64", trainable=False)
+
+    def fn(labels):
+        histogram.assign_add(tf.math.bincount(labels, minlength=3, dtype=tf.int64))
+        return tf.cast(labels, tf.float32)
+
+    TowerBuilder(DEVICES).gradients(fn, [], tf.constant([0, 1, 1, 0, 1, 0, 0]))
+    assert histogram.numpy().tolist() == [4, 3, 0]
 
 
 def test_state_that_cannot_be_put_together_is_named():
@@ -226,7 +238,8 @@ def test_losses_of_layers_count():
         np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-5)
 
 
-def test_gradients_through_what_is_recomputed(float64):
+@pytest.mark.parametrize("num_towers", [1, 2, 3])
+def test_gradients_through_what_is_recomputed(float64, num_towers):
     """Kernel, BatchNorm and dropout run again in the backward pass, as they ran in the forward."""
     keras.utils.set_random_seed(0)
     dense, norm = layers.Dense(5, dtype="float64"), layers.BatchNormalization(dtype="float64")
@@ -247,10 +260,37 @@ def test_gradients_through_what_is_recomputed(float64):
         return tf.function(lambda x: builder.gradients(losses(block), weights, x))(x)
 
     expected = gradients(block, 1)
-    found = gradients(tf.recompute_grad(block), 3)
+    found = gradients(tf.recompute_grad(block), num_towers)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-12)
     for a, b in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_sparse_tensors_are_split():
+    dense = np.random.default_rng(1).integers(0, 3, (7, 5)).astype("float32")
+    w = tf.Variable(np.ones([5, 1], "float32"))
+    fn = lambda x, y: tf.sparse.sparse_dense_matmul(x, w)[:, 0] * y  # noqa: E731
+    y = tf.range(7.0)
+    for num_towers in 1, 3:
+        builder = TowerBuilder(DEVICES[:num_towers])
+        for compiled in lambda f: f, tf.function:
+            step = compiled(lambda x, y, b=builder: b.gradients(fn, [w], x, y))
+            loss, [gradient] = step(tf.sparse.from_dense(dense), y)
+            np.testing.assert_allclose(loss, np.mean(dense.sum(1) * np.arange(7)), rtol=1e-6)
+            np.testing.assert_allclose(gradient[:, 0], (dense.T * np.arange(7)).mean(1), rtol=1e-5)
+
+
+def test_assignments_are_caught_by_every_method():
+    layer = layers.Dropout(0.5, seed=3)
+    plain = layers.Dropout(0.5, seed=3)
+    expected = [plain(tf.constant(X), training=True) for _ in range(2)]
+    fn = lambda x: layer(x, training=True)  # noqa: E731
+    builder = TowerBuilder(DEVICES)
+    np.testing.assert_array_equal(tf.concat(builder.map(fn, X), 0), expected[0])
+    np.testing.assert_allclose(
+        builder.sum(lambda x: tf.reduce_sum(fn(x), 0), X),
+        tf.reduce_sum(expected[1], 0), rtol=1e-5, atol=1e-5,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- What is not silent
@@ -366,9 +406,10 @@ def test_draws_that_towers_cannot_follow_are_told_of(draw):
 @pytest.mark.parametrize("compiled", [lambda f: f, tf.function], ids=["eager", "function"])
 def test_functions_inside_of_a_tower_keep_their_meaning(compiled):
     w = tf.Variable(2.0)
-    twice = tf.function(lambda a: a * 2.0)
+    signed = tf.function(lambda a: a * tf.cast(a.shape.rank + 1, tf.float32), [tf.TensorSpec([])])
+    number = tf.function(lambda: 3.0)
     rows = lambda x: tf.vectorized_map(lambda row: w * tf.reduce_sum(row), x)  # noqa: E731
-    fn = lambda x: twice(rows(x))  # noqa: E731
+    fn = lambda x: rows(x) * signed(2.0) * tf.cast(number(), tf.float32)  # noqa: E731
     loss, [gradient] = compiled(lambda x: TowerBuilder(DEVICES).gradients(fn, [w], x))(X)
-    np.testing.assert_allclose(loss, X.sum((1, 2)).mean() * 4, rtol=1e-5)
-    np.testing.assert_allclose(gradient, X.sum((1, 2)).mean() * 2, rtol=1e-5)
+    np.testing.assert_allclose(loss, X.sum((1, 2)).mean() * 12, rtol=1e-5)
+    np.testing.assert_allclose(gradient, X.sum((1, 2)).mean() * 6, rtol=1e-5)

@@ -99,3 +99,21 @@ def test_nothing_is_left_behind_by_an_error(error):
     assert layers.BatchNormalization.call is call
     assert tf.Variable(0).assign.__func__ is assign.__func__
     assert not tf_private._SWITCHES
+
+
+@pytest.mark.parametrize("inner_towers", [1, 2, 3])
+def test_towers_in_towers_draw_by_example_and_assign_once(inner_towers):
+    """Four examples for each of two towers, which split them again."""
+    plain = layers.Dropout(0.5, seed=3)
+    expected = plain(tf.constant(X), training=True)
+    again = plain(tf.constant(X), training=True)
+    dropout = layers.Dropout(0.5, seed=3)
+    inner = TowerBuilder(["/cpu:0"] * inner_towers)
+    outer = TowerBuilder(TWO)
+
+    @tf.function
+    def step(x):
+        return outer.concat(lambda x: inner.concat(lambda x: dropout(x, training=True), x), x)
+
+    np.testing.assert_array_equal(step(tf.constant(X)), expected)
+    np.testing.assert_array_equal(step(tf.constant(X)), again)

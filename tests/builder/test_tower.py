@@ -108,6 +108,17 @@ def test_two_matmuls_are_summed_eagerly():
     assert devices == ["CPU:0", "CPU:1"]
 
 
+def test_two_matmuls_are_executed_on_their_towers():
+    @tf.function
+    def step(a, b):
+        return TowerBuilder(["/cpu:0", "/cpu:1"]).sum(lambda: tf.matmul(a, b))
+
+    ops = executed_ops(step, tf.constant(A), tf.constant(B))
+    assert devices_of(ops, "MatMul", "tower_0/") == {"0"}
+    assert devices_of(ops, "MatMul", "tower_1/") == {"1"}
+    assert devices_of(ops, "AddN") == {"0"}
+
+
 SESSIONS = """
 import tensorflow as tf
 from towers import TowerBuilder
@@ -216,6 +227,31 @@ def test_results_are_on_the_gather_device(gather, num_towers):
     assert devices == ["CPU:1", "CPU:2"][:num_towers]
 
 
+def test_placement_needs_no_help(float64):
+    """Weights, towers and gather on devices of their own, and soft placement off."""
+    with tf.device("/cpu:0"):
+        model = small_cnn()
+    towers = TowerBuilder(["/cpu:1", "/cpu:2"], gather_device="/cpu:3")
+    step = functools.partial(towers.gradients, cross_entropy(model), model.trainable_variables)
+    before = tf.config.get_soft_device_placement()
+    tf.config.set_soft_device_placement(False)
+    try:
+        for run in step, tf.function(step):
+            loss, _ = run(tf.constant(normal(5, 4, 4, 2)), tf.constant([0, 1, 0, 1, 1]))
+            assert np.isfinite(loss)
+    finally:
+        tf.config.set_soft_device_placement(before)
+
+
+def test_a_function_inside_the_tower_runs_on_its_device():
+    w = tf.Variable(tf.ones((2, 2)))
+    inner = tf.function(lambda x: tf.matmul(x, w))
+    step = tf.function(lambda: TowerBuilder(["/cpu:1", "/cpu:2"]).sum(inner, tf.ones((4, 2))))
+    ops = executed_ops(step)
+    assert devices_of(ops, "MatMul", "tower_0/") == {"1"}
+    assert devices_of(ops, "MatMul", "tower_1/") == {"2"}
+
+
 def test_a_device_may_hold_several_towers():
     towers = TowerBuilder(("/cpu:1", "/cpu:1", "/cpu:2"))
     parts = towers.map(lambda x: x + 0, tf.range(3))
@@ -226,20 +262,14 @@ def test_a_device_may_hold_several_towers():
     ]
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: TowerBuilder("/gpu:0"), "devices='/gpu:0' must be a list"),
-        (lambda: TowerBuilder([]), r"devices=\[\] must be a list"),
-        (lambda: builder(3).map(id, PerTower([1, 2])), "2 values for 3 towers"),
-        (lambda: builder(2).map(id, tf.ones(2), {"x": [1, 2]}), "cannot hold scalars"),
-        (lambda: builder(2).map(id, tf.ones(8), np.ones((6, 2))), r"the same size .* \[6, 8\]"),
-        (lambda: builder(2).gradients(lambda x: x, ["w"], tf.ones(2)), "holds 'w'"),
-    ],
-)
-def test_what_is_no_device_batch_or_variable_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+@pytest.mark.parametrize("devices", ["/gpu:0", []])
+def test_devices_must_be_a_list(devices):
+    with pytest.raises(ValueError) as error:
+        TowerBuilder(devices)
+    assert str(error.value) == (
+        f"devices={devices!r} must be a list with one device for each tower, "
+        'such as ["/gpu:0", "/gpu:1"]'
+    )
 
 
 # map, sum, concat.
@@ -248,6 +278,13 @@ def test_what_is_no_device_batch_or_variable_is_refused(call, message):
 def test_map_without_a_batch_copies_the_function():
     calls = []
     assert builder(3).map(lambda: calls.append(0) or len(calls)) == [1, 2, 3]
+
+
+def test_map_returns_any_result_in_tower_order():
+    results = builder(2).map(
+        lambda x: {"shape": x.shape.as_list(), "first": int(x[0])}, tf.constant([5, 6, 7])
+    )
+    assert results == [{"shape": [2], "first": 5}, {"shape": [1], "first": 7}]
 
 
 @EAGER_OR_FUNCTION
@@ -294,6 +331,22 @@ def test_concat_joins_in_tower_order():
 def test_concat_leaves_out_towers_that_return_none():
     joined = builder(3).concat(lambda x: x, PerTower([tf.ones(2), None, np.float32([3])]))
     assert joined.numpy().tolist() == [1, 1, 3]
+
+
+@pytest.mark.parametrize("scalar", [tf.constant(1.0), np.float32(1), 1.0])
+def test_concat_refuses_scalars(scalar):
+    with pytest.raises(ValueError) as error:
+        builder(2).concat(lambda: scalar)
+    assert str(error.value) == ("concat joins along axis 0 and cannot join scalars: use sum or map")
+
+
+def test_towers_must_return_the_same_structure():
+    with pytest.raises(ValueError) as error:
+        builder(2).sum(lambda x: x, PerTower([{"a": 1}, {"b": 1}]))
+    assert str(error.value) == (
+        "towers must return the same structure: "
+        "tower 0 returned {'a': 1}, tower 1 returned {'b': 1}"
+    )
 
 
 # Splitting.
@@ -364,11 +417,41 @@ def test_ragged_batches_are_joined_again(compiled):
     assert joined.to_list() == [[2], [], [4, 6], [8]]
 
 
+def test_per_tower_values_are_handed_over_whole():
+    values = PerTower([{"rate": 0.5}, "anything"])
+    seen = builder(2).map(lambda x, other: (x.shape[0], other), tf.ones(3), {"deep": [values]})
+    assert seen == [(2, {"deep": [{"rate": 0.5}]}), (1, {"deep": ["anything"]})]
+
+
 def test_per_tower_values_may_be_empty_or_scalars():
     """They say nothing about the number of examples: no tower is left out for them."""
     values = PerTower([tf.constant(1.0), tf.zeros([0]), tf.ones([4])])
     assert builder(3).sum(lambda x, v: tf.size(x) + tf.size(v), tf.ones(3), values).numpy() == 8
     assert builder(3).sum(lambda v: tf.size(v), values).numpy() == 5
+
+
+def test_per_tower_needs_a_value_for_each_tower():
+    with pytest.raises(ValueError) as error:
+        builder(3).map(lambda x: x, PerTower([1, 2]))
+    assert str(error.value) == "PerTower holds 2 values for 3 towers: it must hold one for each"
+
+
+@pytest.mark.parametrize("scalar", [tf.constant(1), 3.0, True, [1, 2, 3]])
+def test_scalars_are_refused(scalar):
+    with pytest.raises(ValueError) as error:
+        builder(2).map(lambda *_: None, tf.ones(2), {"x": scalar})
+    assert str(error.value) == (
+        "a batch is split along axis 0 and cannot hold scalars: make a list of numbers an array; "
+        "capture a single value in the function, or hand it over as towers.PerTower"
+    )
+
+
+def test_unequal_sizes_are_refused():
+    with pytest.raises(ValueError) as error:
+        builder(2).map(lambda *_: None, tf.ones(8), np.ones((6, 2)))
+    assert str(error.value) == (
+        "the tensors of a batch must have the same size along axis 0, not [6, 8]"
+    )
 
 
 @pytest.mark.parametrize("second", [None, 2], ids=["both unknown", "one known"])
@@ -383,15 +466,37 @@ def test_unequal_sizes_are_refused_at_run_time(second):
     assert "the tensors of a batch must have the same size along axis 0" in str(error.value)
 
 
-@settings(max_examples=30, deadline=None)
-@given(size=st.integers(0, 9), num_towers=st.integers(1, 4))
-def test_nothing_is_lost_or_counted_twice(size, num_towers):
-    draw = lambda *dims: np.random.randint(-9, 9, (size, *dims))  # noqa: E731
-    batch = {"a": [draw(), draw(2)], "b": (draw(0), {"c": draw(2, 1).astype(float)})}
-    joined = builder(num_towers).concat(lambda x: x, batch)
-    total = builder(num_towers).sum(
-        lambda x: tf.nest.map_structure(lambda y: tf.reduce_sum(y, 0), x), batch
-    )
+SHAPES = st.tuples(st.sampled_from([(), (2,), (0,), (2, 1)]), st.sampled_from(["int64", "float64"]))
+STRUCTURES = st.recursive(
+    SHAPES.map(lambda leaf: ("leaf", leaf)),
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map(lambda x: ("list", x)),
+        st.lists(inner, min_size=1, max_size=3).map(lambda x: ("tuple", x)),
+        st.dictionaries(st.sampled_from("abc"), inner, min_size=1).map(lambda x: ("dict", x)),
+    ),
+    max_leaves=5,
+)
+
+
+def build(node, size):
+    """A batch of `size` examples, with the structure that was drawn."""
+    kind, inner = node
+    if kind == "leaf":
+        shape, dtype = inner
+        return np.random.randint(-9, 9, (size, *shape)).astype(dtype)
+    if kind == "dict":
+        return {key: build(value, size) for key, value in inner.items()}
+    return {"list": list, "tuple": tuple}[kind](build(x, size) for x in inner)
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(0, 9), num_towers=st.integers(1, 4), structure=STRUCTURES)
+def test_nothing_is_lost_or_counted_twice(size, num_towers, structure):
+    batch = build(structure, size)
+    towers = builder(num_towers)
+    joined = towers.concat(lambda x: x, batch)
+    total = towers.sum(lambda x: tf.nest.map_structure(lambda y: tf.reduce_sum(y, 0), x), batch)
+    tf.nest.assert_same_structure(joined, batch)
     tf.nest.map_structure(np.testing.assert_array_equal, joined, batch)
     tf.nest.map_structure(lambda t, x: np.testing.assert_array_equal(t, x.sum(0)), total, batch)
 
@@ -429,6 +534,21 @@ def test_variables_may_repeat_and_come_in_any_collection(collection, make):
     w, v = make(2.0), make(3.0)
     _, gradients = builder(2).gradients(lambda x: w * v * x, collection([w, v, w]), tf.ones(3))
     assert [g.numpy() for g in gradients] == [3, 2, 3]
+
+
+def test_no_variables_give_no_gradients():
+    loss, gradients = builder(2).gradients(lambda x: x, [], tf.constant([1.0, 2.0, 6.0]))
+    assert loss.numpy() == 3 and gradients == []
+
+
+def test_variables_must_be_variables():
+    with pytest.raises(ValueError) as error:
+        builder(2).gradients(lambda x: x, ["w"], tf.ones(2))
+    assert str(error.value) == (
+        "variables must be a list of tf.Variables or keras.Variables, but holds 'w'"
+    )
+    with pytest.raises(ValueError, match="variables must be a list of tf.Variables"):
+        builder(2).gradients(lambda x: x, tf.Variable([1.0, 2.0]), tf.ones(2))
 
 
 @EAGER_OR_FUNCTION
@@ -495,7 +615,7 @@ def test_embeddings_of_some_towers_only_stay_sparse(float64):
 
 
 def test_an_embedding_that_is_also_used_densely(float64):
-    """Tied input and output embeddings."""
+    """Tied input and output embeddings: in all towers, then densely in one tower only."""
     table = keras.Variable(normal(9, 3))
     ids = tf.constant([0, 1, 1, 8, 5])
 
@@ -503,7 +623,29 @@ def test_an_embedding_that_is_also_used_densely(float64):
         logits = tf.matmul(tf.gather(table, ids), table, transpose_b=True)
         return tf.nn.sparse_softmax_cross_entropy_with_logits(ids, logits)
 
-    assert_like_one_device(loss_fn, [table], ids, num_towers=[3])
+    assert_like_one_device(loss_fn, [table], ids)
+
+    def mixed(ids, tied):
+        return loss_fn(ids) if tied else tf.reduce_sum(tf.gather(table, ids), 1)
+
+    _, [gradient] = builder(2).gradients(mixed, [table], ids, PerTower([True, False]))
+    parts = [one_device(mixed, [table], ids[:3], True), one_device(mixed, [table], ids[3:], False)]
+    assert_same(
+        [gradient], [sum(n * dense(g) for n, (_, [g]) in zip([3, 2], parts, strict=True)) / 5]
+    )
+
+
+def module():
+    class Linear(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = tf.Variable(normal(3, 1))
+
+        def __call__(self, x):
+            return tf.matmul(x, self.w)
+
+    net = Linear()
+    return net, net.trainable_variables
 
 
 def keras_model():
@@ -511,6 +653,14 @@ def keras_model():
         [keras.Input((3,), dtype="float64"), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
     )
     return net, net.trainable_variables
+
+
+def functional_model():
+    """A layer that is used twice, and two outputs."""
+    x = keras.Input((3,), dtype="float64")
+    shared = keras.layers.Dense(3, activation="tanh")
+    net = keras.Model(x, {"a": keras.layers.Dense(1)(shared(shared(x))), "b": shared(x)})
+    return lambda x: net(x)["a"] * tf.reduce_mean(net(x)["b"], 1, True), net.trainable_variables
 
 
 def recurrent_model():
@@ -534,13 +684,21 @@ def stateless_model():
     return lambda x: call(net.trainable_variables, net.non_trainable_variables, x)[0], variables
 
 
+def function_with_keywords():
+    w = tf.Variable(normal(3, 1))
+    return functools.partial(lambda x, *, scale: scale * tf.matmul(x, w), scale=2.0), [w]
+
+
 @pytest.mark.parametrize(
     "make, compiled",
     [
+        (module, None),
         (keras_model, None),
+        (functional_model, tf.function),
         (recurrent_model, tf.function),
         (recomputed_model, tf.function),
         (stateless_model, None),
+        (function_with_keywords, tf.function),
     ],
 )
 def test_any_callable_will_do(float64, make, compiled):
@@ -560,8 +718,24 @@ def test_loss_fn_may_be_a_function_of_its_own(float64):
         assert_same([loss, *gradients], [expected[0], *expected[1]])
         for v in variables:
             v.assign(v + 1.0)
-    # In a compiled step it becomes a part of each tower.
-    assert_like_one_device(loss_fn, variables, x, y, num_towers=[2], compiled=tf.function)
+
+
+def test_a_function_inside_a_compiled_step(float64):
+    """It becomes a part of each tower: of slices of other sizes, and of the same size."""
+    net, variables = keras_model()
+    loss_fn = tf.function(squared_error(net))
+    assert_like_one_device(loss_fn, variables, X, Y, num_towers=[2], compiled=tf.function)
+    loss_fn = tf.function(squared_error(net))
+    x, y = tf.constant(X[:6]), tf.constant(Y[:6])  # slices of one size: of one trace
+    assert_like_one_device(loss_fn, variables, x, y, num_towers=[2, 3], compiled=tf.function)
+
+
+def test_what_is_recomputed_is_not_assigned_again(float64):
+    layer = keras.layers.BatchNormalization(momentum=0.5)
+    layer.build([None, 3])
+    recomputed = tf.recompute_grad(lambda x: layer(x, training=True))
+    builder(2).gradients(lambda x: tf.reduce_sum(recomputed(x), 1), layer.trainable_variables, X)
+    assert_same([layer.moving_mean.numpy()], [0.5 * X.mean(0)])
 
 
 def test_grouped_convolutions(float64):
@@ -588,6 +762,18 @@ def test_loops_do_not_fetch_their_weights_each_time_round(float64):
     assert devices_of(ops, "MatMul", "while/body") == {"1", "2"}
     assert devices_of(ops, "ReadVariableOp") == {"0"}
     assert devices_of(ops, "ReadVariableOp", "while/body") == set()
+
+
+def test_loss_fn_may_take_gradients_itself(float64):
+    net, variables = keras_model()
+
+    def loss_fn(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = net(x)
+        return tf.reduce_sum(tape.gradient(y, x) ** 2, axis=1)
+
+    assert_like_one_device(loss_fn, variables[:1], tf.constant(X))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -681,6 +867,43 @@ def test_batch_norm_statistics_are_the_weighted_mean_of_the_towers(float64, comp
 
 
 @EAGER_OR_FUNCTION
+def test_seeds_advance_once_a_step(compiled):
+    """As one call of the layer would advance them; each step has new masks."""
+    dropout, once = (keras.layers.Dropout(0.5, seed=1) for _ in range(2))
+    losses = []
+
+    def loss_fn(x):
+        return tf.reduce_sum(dropout(x, training=True), 1)
+
+    step = compiled(lambda x: builder(3).gradients(loss_fn, [], x)[0])
+    for _ in range(3):
+        losses.append(step(tf.random.uniform((6, 50))).numpy())
+        once(tf.ones((6, 50)), training=True)
+        state = dropout.seed_generator.state.numpy().tolist()
+        assert state == once.seed_generator.state.numpy().tolist()
+    assert len(set(losses)) == 3
+
+
+@EAGER_OR_FUNCTION
+def test_counters_count_steps_and_every_tower_sees_the_master(compiled):
+    integer = keras.Variable(5, dtype="int32", trainable=False)
+    floating = keras.Variable(5.0, dtype="float64", trainable=False)
+
+    def loss_fn(x):
+        before = integer.value + 0, floating.value + 0
+        integer.assign_add(1)
+        floating.assign(floating + 1)
+        after = integer.value + 0, floating.value + 0
+        return x * tf.cast(before[0] + after[0], x.dtype) * (before[1] + after[1])
+
+    step = compiled(lambda x: builder(3).gradients(loss_fn, [], x)[0])
+    assert step(tf.ones(7, tf.float64)).numpy() == (5 + 6) * (5 + 6)
+    assert (integer.numpy(), floating.numpy()) == (6, 6)
+    assert step(tf.ones(7, tf.float64)).numpy() == (6 + 7) * (6 + 7)
+    assert (integer.numpy(), floating.numpy()) == (7, 7)
+
+
+@EAGER_OR_FUNCTION
 def test_assignments_of_some_towers_only(compiled):
     """The mean is over the towers that assigned: slices of 3, 2, 2, of which the last two do."""
     counter = keras.Variable(0, dtype="int32", trainable=False)
@@ -758,6 +981,26 @@ def test_assignments_in_inner_graphs_are_made_once(assign):
     for expected in 2.0, 3.0:
         step(tf.ones(2))
         assert v.numpy() == expected
+
+
+def test_mixed_precision_gives_gradients_in_32_bits():
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        net, variables = keras_model()
+    finally:
+        keras.config.set_dtype_policy(before)
+    computed_in = set()
+
+    def loss_fn(x):
+        y = net(x)
+        computed_in.add(y.dtype)
+        return y[:, 0] ** 2
+
+    loss, gradients = builder(2).gradients(loss_fn, variables, X)
+    assert computed_in == {tf.bfloat16}
+    assert {g.dtype for g in gradients} == {tf.float32} == {loss.dtype}
+    assert_same(gradients, one_device(loss_fn, variables, X)[1], tolerance=0.05)
 
 
 # The module.

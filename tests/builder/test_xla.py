@@ -10,10 +10,11 @@ import tensorflow as tf
 
 from tests import tiny
 from towers import cli
-from towers.builder import xla
+from towers.builder import philox
 from towers.builder.tower import TowerBuilder
 from towers.commands.verify.command import run as verify
 from towers.commands.verify.options import VerifyOptions
+from towers.graphs.placement import read_placement, traced_ops
 from towers.options.run import Options
 from towers.training.train import train
 
@@ -28,6 +29,11 @@ class Text(layers.Layer):
         return inputs + tf.cast(tf.strings.length(tf.strings.as_string(inputs)), inputs.dtype)
 
 
+class Python(layers.Layer):
+    def call(self, inputs):
+        return tf.ensure_shape(tf.numpy_function(np.sin, [inputs], inputs.dtype), inputs.shape)
+
+
 def image_model(num_classes, image_shape, *rest):
     first = [keras.Input(image_shape), layers.Flatten()]
     return keras.Sequential([*first, *rest, layers.Dense(num_classes)])
@@ -37,12 +43,16 @@ def text(num_classes, image_shape):
     return image_model(num_classes, image_shape, Text(name="text"))
 
 
+def python(num_classes, image_shape):
+    return image_model(num_classes, image_shape, Python(name="python"))
+
+
 def draws(num_classes, image_shape):
     """Draws of both kinds, and weights that are read in a loop."""
     return keras.Sequential(
         [
             keras.Input(image_shape),
-            layers.Reshape([4, -1]),
+            layers.Reshape([8, -1]),
             layers.GaussianNoise(0.3, seed=1),
             layers.GRU(3),
             layers.Dropout(0.4, seed=2),
@@ -57,14 +67,14 @@ def draws(num_classes, image_shape):
         dict(model="tests.tiny:dense", model_args="l2=0.1", variables="sharded"),
         dict(model="tests.tiny:dense", variables="replicated", accumulate_steps=2, batch_size=5),
         dict(model="tests.tiny:cnn", num_towers="1"),  # one tower's BatchNorm is over all of them
-        dict(model="tests.builder.test_xla:draws", dtype="mixed_float16"),
+        dict(model="tests.builder.test_xla:draws", dtype="mixed_float16", num_towers="3"),
         dict(model="tests.training.test_variables:embedding", weight_decay=0.01, augment="resnet"),
     ],
     ids=["sharded", "replicated in parts", "BatchNorm", "draws", "embedding"],
 )
 def test_compiled_towers_compute_what_one_device_computes(changes):
     """That device is not compiled: a number that XLA makes otherwise would be seen."""
-    given = dict(dataset="tests.tiny:images", augment="none", batch_size=7, num_towers="2")
+    given = dict(dataset="tests.tiny:images", augment="none", batch_size=7, num_towers="1,2,3")
     given |= changes
     num_towers = given.pop("num_towers")
     options = VerifyOptions(Options(jit_compile=True, **given), num_towers, steps=2)
@@ -95,16 +105,21 @@ def one_step(model, num_towers, jit_compile, dtype):
     return found
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("float32", 1e-4)])
-def test_local_batch_norm_and_dropout(dtype, tolerance, float64):
-    """In float32 by the fused kernels."""
-    keras.config.set_dtype_policy(dtype)
+@pytest.mark.parametrize("num_towers", [1, 3])
+def test_local_batch_norm_and_dropout(num_towers, float64):
     model = tiny.cnn(3, tiny.IMAGE_SHAPE)
-    found, expected = (one_step(model, 3, compiled, dtype) for compiled in (True, False))
+    found = one_step(model, num_towers, True, "float64")
+    tiny.assert_close(found, one_step(model, num_towers, False, "float64"), 1e-12)
+    assert any("moving_mean" in name for name in found)
+
+
+def test_the_fused_kernels_of_batch_norm():
+    """They take float32 alone."""
+    model = tiny.cnn(3, tiny.IMAGE_SHAPE)
+    found, expected = (one_step(model, 2, compiled, "float32") for compiled in (True, False))
     for name in [name for name in found if "bias" in name]:
         del found[name], expected[name]  # before BatchNorm they are zero but for rounding
-    tiny.assert_close(found, expected, tolerance)
-    assert any("moving_mean" in name for name in found)
+    tiny.assert_close(found, expected, 1e-4)
 
 
 # The builder alone.
@@ -160,6 +175,16 @@ def test_gradients_find_every_use_of_a_weight(kind):
         np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+def test_a_tf_function_becomes_a_part_of_each_tower():
+    weight = keras.Variable(np.ones([2, 1], "float32"))
+    inner = tf.function(lambda x: tf.reduce_sum(x @ weight.value, axis=1), autograph=False)
+    builder = TowerBuilder(DEVICES[:2], jit_compile=True)
+    step = tf.function(lambda x: builder.gradients(inner, [weight], x), autograph=False)
+    loss, [gradient] = step(tf.constant([[1.0, 2], [3, 4], [5, 6], [7, 8]]))
+    assert loss.numpy() == 9
+    np.testing.assert_allclose(gradient.numpy()[:, 0], [4, 5])
+
+
 def test_a_batch_of_unknown_size():
     """Rows of an example are known at run time alone; the last tower gets none."""
     weight = keras.Variable(2.0)
@@ -182,18 +207,33 @@ def test_a_batch_of_unknown_size():
         np.testing.assert_allclose(found[1][0], expected[1][0], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "use, message",
-    [
-        (lambda v, x: tf.nn.embedding_lookup(v, x)[:, 0], r"can do nothing else with.*tf.gather"),
-        (lambda v, x: v[:, 0] * tf.random.stateless_truncated_normal([4], [1, 2]), "truncated"),
-    ],
-)
-def test_what_xla_does_otherwise_is_refused(use, message):
+def test_towers_that_meet_midway_are_refused():
+    model = tiny.cnn(3, tiny.IMAGE_SHAPE)
+    builder = TowerBuilder(DEVICES[:2], batch_norm="sync", jit_compile=True)
+    images, labels = tiny.arrays(4)
+
+    def loss_fn(images, labels):
+        return keras.losses.sparse_categorical_crossentropy(labels, model(images, training=True))
+
+    with pytest.raises(ValueError, match=r"jit_compile: .*compiled as a whole.*'local'"):
+        builder.gradients(loss_fn, model.trainable_variables, images.astype("float32"), labels)
+
+
+def test_a_variable_that_is_not_read_is_refused():
     variable = tf.Variable(tf.ones([4, 2]))
     builder = TowerBuilder(DEVICES[:1], jit_compile=True)
-    with pytest.raises(ValueError, match=message):
-        builder.gradients(lambda x: use(variable, x), [variable], tf.constant([0, 1, 2, 3]))
+    with pytest.raises(ValueError, match=r"jit_compile: .*can do nothing else with.*tf.gather"):
+        builder.gradients(
+            lambda rows: tf.nn.embedding_lookup(variable, rows)[:, 0], [variable], tf.constant([0])
+        )
+
+
+def test_what_xla_draws_otherwise_is_refused():
+    weight = tf.Variable(1.0)
+    builder = TowerBuilder(DEVICES[:1], jit_compile=True)
+    noise = lambda x: weight * tf.random.stateless_truncated_normal([4], [1, 2])  # noqa: E731
+    with pytest.raises(ValueError, match="truncated normal"):
+        builder.gradients(noise, [weight], tf.ones(4))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -203,7 +243,7 @@ def test_numbers_are_those_of_tensorflows_kernels(name, dtype):
     operation = dict(key=key, counter=counter, alg=1, dtype=tf.as_dtype(dtype), shape=[7, 3, 5])
     op = {"uniform": "StatelessRandomUniformV2", "normal": "StatelessRandomNormalV2"}[name]
     expected = getattr(tf.raw_ops, op)(**operation)
-    draw = xla.DRAWS[f"stateless_random_{name}_v2"]
+    draw = getattr(philox, f"stateless_random_{name}_v2")
     found = tf.function(lambda: draw(**operation), jit_compile=True, autograph=False)()
     assert found.dtype == expected.dtype and found.shape == expected.shape
     if name == "uniform":
@@ -219,6 +259,20 @@ def test_numbers_are_those_of_tensorflows_kernels(name, dtype):
 
 def options(train_dir, **changes):
     return tiny.options(train_dir, **(dict(num_towers=2, jit_compile=True, max_steps=3) | changes))
+
+
+def test_each_tower_is_one_program(tmp_path):
+    """Read from the executed graph: no op of the model runs by itself."""
+    loop = tiny.Loop(options(tmp_path))
+    placement = read_placement(loop.loop, loop.batches, tf.constant(0))
+    assert "MatMul" not in {op.type for op in placement.ops}
+    for tower in (0, 1):
+        inside = [op for op in placement.compiled if op.tower == tower]
+        assert {op.device for op in inside} == {f"/cpu:{tower}"}
+        assert [op.type for op in inside].count("MatMul") == 5  # of two layers, forth and back
+    concrete = loop.loop.get_concrete_function(loop.batches, tf.constant(0))
+    calls = [op for _, op in traced_ops(concrete.graph) if "Call" in op.type]
+    assert [op.get_attr("_XlaMustCompile") for op in calls] == [True, True]
 
 
 def test_strict_placement_and_what_the_run_says(tmp_path, capsys):
@@ -245,7 +299,8 @@ def test_batch_norm_over_all_towers_is_one_line(tmp_path, capsys):
     assert not Path(folder).exists()
 
 
-def test_what_xla_cannot_compile_is_one_line(tmp_path, capsys):
-    assert towers_train(tmp_path, "--model=tests.builder.test_xla:text") == 1
-    line = r"towers: --jit_compile: XLA cannot compile AsString, of layer \S*text: leave the flag"
-    assert re.search(line, capsys.readouterr().err)
+@pytest.mark.parametrize("layer, op", [("text", "AsString"), ("python", "PyFunc")])
+def test_what_xla_cannot_compile_is_one_line(tmp_path, capsys, layer, op):
+    assert towers_train(tmp_path, f"--model=tests.builder.test_xla:{layer}") == 1
+    line = r"towers: --jit_compile: XLA cannot compile {}, of layer \S*{}: leave the flag out.*\n"
+    assert re.search(line.format(op, layer), capsys.readouterr().err)

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import keras
@@ -59,36 +59,35 @@ class TowerScope(keras.StatelessScope):
             _assign(self.stand_ins[id(variable)], value)
             self.updates[id(variable)] = update  # the value follows when the tower is closed
             return
-        super().add_update((variable, _as_read(variable, value, self._before(variable))))
+        super().add_update((variable, _as_read(variable, value, self._source(variable))))
         self.updates[id(variable)] = update
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """Return what a variable is in this tower, None for the master; Keras calls this."""
         if variable.trainable and tf_private.value_of(variable) is None:  # not initialized
             raise _creation_error(variable.path)
-        key, inside = id(variable), self.is_inside()
-        if inside and not variable.trainable and key not in self.stand_ins:
+        if self.is_inside() and not variable.trainable and id(variable) not in self.stand_ins:
             self._make_stand_in(variable)  # a loop may assign it later, and read it again
-        if key in self.stand_ins:
-            return self.stand_ins[key].read_value()
+        if id(variable) in self.stand_ins:
+            return self.stand_ins[id(variable)].read_value()
         value = super().get_current_value(variable)
-        if value is not None or not inside or self.eager:
-            return self._source(variable) if value is None else value
-        if key not in self.copies:
-            with self.graph.as_default():
-                self.copies[key] = tf.identity(self._before(variable))
-        return self.copies[key]
+        if value is not None:
+            return value
+        if self.is_inside() and not self.eager:
+            if id(variable) not in self.copies:
+                with self.graph.as_default():
+                    source = self._source(variable)
+                    self.copies[id(variable)] = tf.identity(
+                        tf_private.value_of(variable) if source is None else source
+                    )
+            return self.copies[id(variable)]
+        return self._source(variable)
 
     def _source(self, variable: keras.Variable) -> Any:
         """Return what a variable was before the tower, None for the master."""
         if id(variable) in self.own:
             return self.own[id(variable)]
         return None if self.outer is None else self.outer.get_current_value(variable)
-
-    def _before(self, variable: keras.Variable) -> Any:
-        """Return what a variable was before the tower, the master too."""
-        source = self._source(variable)
-        return tf_private.value_of(variable) if source is None else source
 
     def close(self, count: Any) -> None:
         """Note the tower's number of examples, and what its stand-ins hold at its end."""
@@ -102,7 +101,8 @@ class TowerScope(keras.StatelessScope):
             stand_in = tf_private.make_variable(tf.zeros(variable.shape, variable.dtype))
         with contextlib.nullcontext() if self.eager else self.graph.as_default():
             value = super().get_current_value(variable)
-            _assign(stand_in, self._before(variable) if value is None else value)
+            value = self._source(variable) if value is None else value
+            _assign(stand_in, tf_private.value_of(variable) if value is None else value)
         self.stand_ins[id(variable)] = stand_in
         if not self.eager:
             _STAND_INS.setdefault(self.graph, []).append(stand_in)
@@ -123,7 +123,7 @@ def _as_read(variable: keras.Variable, value: Any, before: Any) -> tf.Tensor:
     value = tf.stop_gradient(tf.convert_to_tensor(value))
     if not variable.trainable or not value.dtype.is_floating:
         return value
-    before = tf.convert_to_tensor(before)
+    before = tf.convert_to_tensor(tf_private.value_of(variable) if before is None else before)
     return value + tf.cast(before - tf.stop_gradient(before), value.dtype)
 
 
@@ -141,24 +141,31 @@ def _creation_error(name: str | None) -> InputError:
     )
 
 
-def assignments_refused() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def assignments_refused() -> Iterator[None]:
     """Let nothing in the block assign to a `tf.Variable`: the last tower would win.
 
     Raises:
         InputError: something does.
     """
 
-    def refuse(variable: tf.Variable, *_: Any, **__: Any) -> None:
-        raise InputError(
-            f"a tower assigns the tf.Variable {variable.name!r}, and of several towers the last "
-            "would win: make it a keras.Variable, which is assigned once a step "
-            "(add_weight(trainable=False) in a layer)"
-        )
+    def make(name: str) -> Callable:
+        def refuse(variable: tf.Variable, *_: Any, **__: Any) -> None:
+            raise InputError(
+                f"a tower assigns the tf.Variable {variable.name!r} ({name}), and of several "
+                "towers the last would win: make it a keras.Variable, which is assigned once a "
+                "step (add_weight(trainable=False) in a layer)"
+            )
 
-    return tf_private.assignments_replaced(lambda _: refuse)
+        return lambda _: refuse
+
+    with tf_private.assignments_replaced(make):
+        yield
 
 
-def assign_once(scopes: Sequence[TowerScope], policies: Mapping[int, str]) -> list[keras.Variable]:
+def assign_once(
+    scopes: Sequence[TowerScope], policies: Mapping[int, str]
+) -> list[keras.Variable]:
     """Make the assignments that the towers' scopes keep, one for each variable.
 
     What nobody knows better is taken for an average if it is a float, else for a counter of steps.
@@ -206,14 +213,16 @@ def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]
         counts: their numbers of examples.
     """
     if policy in ("sum", "max", "min"):  # of a tower without examples it may be anything
-        default = before if policy == "sum" else values[0]
-        pairs = zip(values[1:], counts[1:], strict=True)
-        values = [values[0], *(tf.where(count > 0, value, default) for value, count in pairs)]
+        values = [values[0], *(
+            tf.where(count > 0, value, before if policy == "sum" else values[0])
+            for value, count in zip(values[1:], counts[1:], strict=True)
+        )]
     if policy == "sum":
         return tf.add_n([before, *(value - before for value in values)])
-    if policy in ("max", "min"):
-        reduce = tf.reduce_max if policy == "max" else tf.reduce_min
-        return reduce(tf.stack(values), axis=0)
+    if policy == "max":
+        return tf.reduce_max(tf.stack(values), axis=0)
+    if policy == "min":
+        return tf.reduce_min(tf.stack(values), axis=0)
     if policy == "mean" and values[0].dtype.is_floating:
         values = [widen(value) for value in values]
         weights = [tf.cast(count, values[0].dtype) for count in counts]

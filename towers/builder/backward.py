@@ -14,7 +14,7 @@ from towers.builder.gather import zero_if_empty
 from towers.builder.splitting import PerTower, Slice
 from towers.errors import InputError
 
-NO_LOSSES = (
+_NO_LOSSES = (
     "loss_fn must return one loss for each example, shape [b], not {}: reduce all axes but the "
     "first, the builder takes the mean over all towers (a Keras loss: reduction=None)"
 )
@@ -64,6 +64,12 @@ def sums_of_slice(
     return scope, sums
 
 
+def check_rehearsed(by_example: bool | None) -> None:
+    """Refuse a loss function whose rehearsal has given no row for each example."""
+    if by_example is False:
+        raise InputError(_NO_LOSSES.format("another shape"))
+
+
 def _checked(losses: Any, part: Slice) -> tf.Tensor:
     """Return `losses` as a tensor [b], in float32 at least: sums in 16 bits lose examples."""
     losses = tf.convert_to_tensor(losses)
@@ -72,11 +78,14 @@ def _checked(losses: Any, part: Slice) -> tf.Tensor:
             f"loss_fn must return floating-point losses, not {losses.dtype.name}, which have no "
             "gradients: cast what they are computed from to float32"
         )
+    if losses.shape.rank not in (None, 1):
+        raise InputError(_NO_LOSSES.format(losses.shape))
     size = None if part.rows is None else part.rows.size
-    if not losses.shape.is_compatible_with([size if isinstance(size, int) else None]):
-        raise InputError(NO_LOSSES.format(losses.shape))
-    if size is not None and (losses.shape[0] is None or tf.is_tensor(size)):
-        tf.debugging.assert_equal(tf.shape(losses)[0], size, NO_LOSSES.format("fewer or more"))
+    known = tf.compat.dimension_value(losses.shape[0])
+    if isinstance(size, int) and known not in (None, size):
+        raise InputError(_NO_LOSSES.format(f"{losses.shape} for {size} examples"))
+    if size is not None and (known is None or tf.is_tensor(size)):
+        tf.debugging.assert_equal(tf.shape(losses)[0], size, _NO_LOSSES.format("fewer or more"))
     return widen(losses)
 
 

@@ -19,6 +19,12 @@ from towers.builder.assignments import TowerScope
 from towers.builder.exchange import Member
 
 
+def check_mode(mode: str) -> None:
+    """Refuse what says not which examples moments are taken over."""
+    if mode not in ("sync", "local"):
+        raise ValueError(f"batch_norm={mode!r} must be 'sync' or 'local'")
+
+
 @contextlib.contextmanager
 def over_all_towers(member: Member | None, mode: str) -> Iterator[None]:
     """Let BatchNorm layers that are called in the block take their moments over all towers.

@@ -42,20 +42,9 @@ def all_sum(values: Sequence[Sequence[tf.Tensor]], devices: Sequence[str]) -> li
         key = next(_instance_keys)
         for device, own, result in zip(devices, values, sums, strict=True):
             with tf.device(device):
-                flat = [tf.reshape(own[i], [-1]) for i in bucket]
-                total = tf.raw_ops.CollectiveReduceV2(
-                    input=tf.concat(flat, axis=0) if len(flat) > 1 else flat[0],
-                    group_size=len(devices),
-                    group_key=_group_key(tuple(devices)),
-                    instance_key=key,
-                    ordering_token=[_ordering_token(device).handle],
-                    merge_op="Add",
-                    final_op="Id",
-                    timeout_seconds=TIMEOUT_SECONDS,
-                )
-                sizes = [value.shape.num_elements() for value in flat]
-                parts = tf.split(total, sizes) if len(sizes) > 1 else [total]
-                parts = [tf.reshape(p, own[i].shape) for i, p in zip(bucket, parts, strict=True)]
+                packed = _pack([own[i] for i in bucket])
+                total = _reduce(packed, tuple(devices), device, key)
+                parts = _unpack(total, [own[i] for i in bucket])
             for i, part in zip(bucket, parts, strict=True):
                 result[i] = part
     return sums
@@ -78,6 +67,31 @@ def buckets(values: Sequence[tf.Tensor]) -> list[list[int]]:
         found[-1].append(i)
         size += num_bytes
     return found
+
+
+def _pack(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    flat = [tf.reshape(value, [-1]) for value in values]
+    return tf.concat(flat, axis=0) if len(flat) > 1 else flat[0]
+
+
+def _unpack(packed: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    sizes = [value.shape.num_elements() for value in like]
+    parts = tf.split(packed, sizes) if len(sizes) > 1 else [packed]
+    return [tf.reshape(part, value.shape) for part, value in zip(parts, like, strict=True)]
+
+
+def _reduce(value: tf.Tensor, devices: tuple[str, ...], device: str, key: int) -> tf.Tensor:
+    """Sum a tensor over the towers, as the member on `device`."""
+    return tf.raw_ops.CollectiveReduceV2(
+        input=value,
+        group_size=len(devices),
+        group_key=_group_key(devices),
+        instance_key=key,
+        ordering_token=[_ordering_token(device).handle],
+        merge_op="Add",
+        final_op="Id",
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """What is said of a tower function that several towers may not compute as one device does."""
 
-import re
 from collections.abc import Iterable
 
 import keras
@@ -8,13 +7,26 @@ import keras
 from towers.builder.draws import SEEN, SEEN_OPS
 from towers.builder.layers import NO_LAYER, layer_of
 
-# Ops whose numbers do not follow the example, and those that run Python.
-_RANDOM = re.compile(
-    r"(Stateless|Stateful)?(Random(Uniform|Normal|StandardNormal|Shuffle|Gamma|Binomial|Poisson)"
-    r"(?!Queue|Grad)|Multinomial|(Parameterized)?TruncatedNormal)"
-    r"|Stateful(Uniform|StandardNormal)|Rng(ReadAnd)?Skip"
-)
-_PYTHON = re.compile(r"(Eager)?PyFunc")
+# Ops whose numbers do not follow the example, and what to write in their place.
+_USE_KERAS = "draw from a keras.random.SeedGenerator, by keras.random.uniform, normal or dropout"
+_UNIFORM = "make them from numbers of keras.random.uniform or normal"
+_OTHERS = {
+    **dict.fromkeys(
+        "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal RandomShuffle "
+        "Multinomial RandomGamma RandomPoisson RandomPoissonV2 ParameterizedTruncatedNormal "
+        "StatefulUniform StatefulUniformInt StatefulUniformFullInt StatefulStandardNormal "
+        "StatefulStandardNormalV2 StatefulTruncatedNormal StatefulRandomBinomial RngReadAndSkip "
+        "RngSkip".split(),
+        _USE_KERAS,
+    ),
+    **dict.fromkeys(
+        "StatelessMultinomial StatelessRandomGammaV2 StatelessRandomGammaV3 "
+        "StatelessRandomBinomial StatelessRandomPoisson StatelessParameterizedTruncatedNormal "
+        "StatelessRandomUniform StatelessRandomNormal StatelessTruncatedNormal".split(),
+        _UNIFORM,
+    ),
+}
+_PYTHON = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
 
 
 def random_ops(ops: Iterable[tuple[str, str]]) -> list[str]:
@@ -23,20 +35,23 @@ def random_ops(ops: Iterable[tuple[str, str]]) -> list[str]:
     Args:
         ops: (name, type) of those that run in a tower.
     """
-    lines = set()
+    found = set()
     for name, kind in ops:
-        if _PYTHON.match(kind):
-            lines.add(
-                f"python code: layer {layer_of(name)} calls Python while it runs ({kind}), of "
-                "which nothing is known; write it in TensorFlow or keras.ops"
+        if kind in _OTHERS or kind in _PYTHON or (kind in SEEN_OPS and SEEN not in name):
+            found.add((layer_of(name), kind))
+    lines = []
+    for layer, kind in sorted(found):
+        if kind in _PYTHON:
+            lines.append(
+                f"python code: layer {layer} calls Python while it runs ({kind}), of which nothing "
+                "is known; write it in TensorFlow or keras.ops"
             )
-        elif _RANDOM.match(kind) and not (kind in SEEN_OPS and SEEN in name):
-            lines.add(
-                f"random op: layer {layer_of(name)} draws by {kind}, whose numbers do not follow "
-                "the example; draw by keras.random.uniform, normal or dropout, from a "
-                "keras.random.SeedGenerator"
+        else:
+            lines.append(
+                f"random op: layer {layer} draws by {kind}, whose numbers do not follow the "
+                f"example; {_OTHERS.get(kind, _USE_KERAS)}"
             )
-    return sorted(lines)
+    return lines
 
 
 def ambiguous(layer: str, why: str = "") -> str:

@@ -8,13 +8,15 @@ count (Philox of Salmon et al. 2011), so a draw can begin anywhere.
 
 import contextlib
 import dataclasses
+import itertools
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import xla
+from towers.builder import philox
 
 SEEN = "seen_draw"  # of the draws that come through here
 SEEN_OPS = frozenset(
@@ -25,6 +27,8 @@ SCOPE = "draw_by_example"  # of all that differs between towers in a graph
 _PHILOX = 1
 # A truncated normal draws again until it lies inside: so many counts are set aside for each number.
 _COUNTS_OF_TRUNCATED = 64
+
+_HERE = threading.local()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,28 +62,30 @@ class Drawn:
     """What a rehearsal knows of one draw; None is what cannot be told."""
 
     op: str  # one of `tf_private.DRAWS`
-    dims: tuple[tuple[int, int], ...] | None  # (constant, factor of the number of examples)
+    dims: tuple[tuple[int, int] | None, ...] | None  # (constant, factor of the number of examples)
     layout: Layout | None
     layer: str = ""
 
     def fits(self, op: str, shape: tf.TensorShape, size: Any) -> bool:
         """Tell whether a draw for `size` examples may be this one, by its op and shape."""
-        if op != self.op or self.dims is None or shape.rank is None:
+        if op != self.op or self.dims is None or shape.rank != len(self.dims):
             return False
-        unknown = tf.is_tensor(size)
-        dims = [None if f and unknown else c + f * size if f else c for c, f in self.dims]
-        return shape.is_compatible_with(dims)
+        known = not tf.is_tensor(size)
+        return all(
+            found is None or dim is None or (dim[1] and not known)
+            or found == dim[0] + dim[1] * (size if dim[1] else 0)
+            for found, dim in zip(shape, self.dims, strict=True)
+        )  # fmt: skip
 
 
-@dataclasses.dataclass
 class Draws:
     """Draws a tower's rows, draw by draw in the order of the rehearsal: see `of_rows`."""
 
-    rows: Rows | None
-    known: Sequence[Drawn] | None
-    by_xla: bool
-    num_drawn: int = 0
-    num_guessed: int = 0  # of which the rehearsal did not know
+    def __init__(self, rows: Rows | None, known: Sequence[Drawn] | None, by_xla: bool = False):
+        """Set what is drawn."""
+        self.rows, self.known, self.by_xla = rows, known, by_xla
+        self._places = itertools.count()
+        self.num_guessed = 0  # of which the rehearsal did not know
 
     def __call__(
         self, op_name: str, /, shape: Any, *, counter: Any, alg: Any, **arguments: Any
@@ -88,7 +94,7 @@ class Draws:
         arguments.pop("name", None)  # a whole name, which would pass by the scope below
         op = tf_private.draw_op(op_name)
         if self.by_xla:
-            op = xla.DRAWS.get(op_name, op)
+            op = getattr(philox, op_name, op)
         layout = WHOLE if self.rows is None else self._layout(op_name, shape)
         with tf.name_scope(SEEN):
             if layout.axis is None:
@@ -99,11 +105,11 @@ class Draws:
     def _layout(self, name: str, shape: Any) -> Layout:
         """Return the layout of the next draw."""
         static, size = tf_private.static_shape(shape), self.rows.size
-        known = self.known or ()
-        found = known[self.num_drawn : self.num_drawn + 1]
-        if not found:  # what a backward pass computes again it draws again
-            found = [drawn for drawn in known if drawn.fits(name, static, size)]
-        self.num_drawn += 1
+        place = next(self._places)
+        if self.known is not None and place < len(self.known):
+            found = [self.known[place]]
+        else:  # what a backward pass computes again it draws again
+            found = [drawn for drawn in self.known or () if drawn.fits(name, static, size)]
         layouts = {drawn.layout for drawn in found if drawn.fits(name, static, size)}
         if len(layouts) == 1 and None not in layouts:
             return layouts.pop()
@@ -129,9 +135,25 @@ def of_rows(
     if rows is None and not by_xla:
         yield None
         return
-    draws = Draws(rows, known, by_xla)
-    with tf_private.draws_replaced(draws):
-        yield draws
+    before = getattr(_HERE, "rows", None)
+    _HERE.rows = rows = _within(before, rows)
+    try:
+        draws = Draws(rows, known, by_xla)
+        with tf_private.draws_replaced(draws):
+            yield draws
+    finally:
+        _HERE.rows = before
+
+
+def _within(outer: Rows | None, rows: Rows | None) -> Rows | None:
+    """Return which rows of the outermost batch these are, if a tower itself splits its slice."""
+    if outer is None or rows is None:
+        return rows
+    if rows.total is not outer.size and (
+        tf.is_tensor(rows.total) or tf.is_tensor(outer.size) or rows.total != outer.size
+    ):
+        return rows  # another batch
+    return Rows(outer.start + rows.start, rows.size, outer.total)
 
 
 def guess(shape: tf.TensorShape, size: Any) -> Layout:

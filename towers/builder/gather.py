@@ -16,6 +16,14 @@ from towers.builder.splitting import PerTower
 
 def map_towers(policy: Callable, results: Sequence[Any]) -> Any:
     """Apply `policy` to the towers' values at each place of the results' structure."""
+    for i, result in enumerate(results):
+        try:
+            tf.nest.assert_same_structure(results[0], result)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"towers must return the same structure: tower 0 returned {results[0]!r}, "
+                f"tower {i} returned {result!r}"
+            ) from None
     return tf.nest.map_structure(lambda *values: policy(values), *results)
 
 
@@ -41,6 +49,8 @@ def join(values: Sequence[Any]) -> Any:
         for value in values
         if value is not None
     ]
+    if any(value.shape.rank == 0 for value in values):
+        raise ValueError("concat joins along axis 0 and cannot join scalars: use sum or map")
     return tf.concat(values, axis=0) if values else None
 
 
@@ -58,18 +68,21 @@ def means(
     is gathered at a place of its own if there are `places`, else on the gather device.
     """
     if not any(isinstance(v, PerTower) for v in variables):
-        columns = zip(*gradients, strict=True)
-        places = places or [gather_device] * len(variables)
-        return [mean_at(place, c, count) for place, c in zip(places, columns, strict=True)]
+        return mean_at(gradients, places or [gather_device] * len(variables), count)
     on_towers = mean_on_every_tower(gradients, devices, gather_device, count)
     pairs = zip(zip(*on_towers, strict=True), variables, strict=True)
     return [PerTower(mean) if isinstance(v, PerTower) else mean[0] for mean, v in pairs]
 
 
-def mean_at(place: str, values: Sequence[Any], count: tf.Tensor) -> Any:
-    """Add up a gradient and divide it by the number of examples, on a device."""
-    with tf.device(place):
-        return divide(add(values), count)
+def mean_at(
+    gradients: Sequence[Sequence[Any]], places: Sequence[str], count: tf.Tensor
+) -> list[Any]:
+    """Add up each gradient and divide it by the number of examples, on a device of its own."""
+    means = []
+    for values, place in zip(zip(*gradients, strict=True), places, strict=True):
+        with tf.device(place):
+            means.append(divide(add(values), count))
+    return means
 
 
 def mean_on_every_tower(
@@ -93,7 +106,8 @@ def mean_on_every_tower(
                     result[i] = divide(value, count)
     for i, values in enumerate(columns):
         if not dense[i]:
-            mean = mean_at(gather_device, values, count)
+            with tf.device(gather_device):
+                mean = divide(add(values), count)
             for result in means:
                 result[i] = mean
     return means

@@ -9,22 +9,22 @@ follows from that is looked at.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
+import keras
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import doubts, states
-from towers.builder.draws import WHOLE, Drawn, Layout
-from towers.builder.tracing import Trace, Tracer, run
+from towers.builder import doubts, layouts, states
+from towers.builder.draws import Drawn
+from towers.builder.tracing import Trace, Tracer
 from towers.errors import InputError
 
 FEW, MORE = 3, 5  # examples of the two traces, if the function takes any number of them
 _MULTIPLES = (1, 2, 4, 5, 7, 8, 10, 16)  # some functions take even numbers only, and so on
 _NUM_KEPT = 4  # functions, of a training and its evaluation
-_EFFECT = 1e-4  # of the largest change: less is rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +33,20 @@ class Rehearsal:
 
     draws: tuple[Drawn, ...] | None = None  # in order; None: it cannot be traced for few examples
     policies: dict[int, str] = dataclasses.field(default_factory=dict)  # see `states.policies_of`
+    untold: tuple[keras.Variable, ...] = ()  # that it assigns, and nothing tells how they merge
     by_example: bool | None = None  # whether it returns a row for each example; None: unknown
-    # Lines that say what several towers may not compute as one device does.
-    doubts: list[str] = dataclasses.field(default_factory=list)
+    reason: str = ""  # why it could not be tried, if it had to be
     tracer: Tracer | None = None
     few: Trace | None = None  # as it was traced first, if it could be
+
+    @functools.cached_property
+    def doubts(self) -> list[str]:
+        """Lines that say what several towers may not compute as one device does."""
+        why = f" (it could not be tried: {self.reason})" if self.reason else ""
+        found = doubts.random_ops(self.few.ops) if self.few else []
+        found += [doubts.ambiguous(d.layer, why) for d in self.draws or () if d.layout is None]
+        found += [doubts.not_put_together(variable, why) for variable in self.untold]
+        return list(dict.fromkeys(found))
 
 
 class Rehearsals:
@@ -112,34 +121,33 @@ def rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
 @tf.autograph.experimental.do_not_convert
 def _rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
     with tf.init_scope():
-        tracer = Tracer(fn, batch)
-        # The fewest examples that the function can be traced for.
-        traces = (_trace(tracer, FEW * multiple) for multiple in _MULTIPLES)
-        few = next(filter(None, traces), None)
+        tracer, reasons = Tracer(fn, batch), []
+        few = _trace_few(tracer)
         if few is None:
             return Rehearsal(tracer=tracer)
-        draws, policies, why = [], {}, ""
-        more = _trace(tracer, few.size // FEW * MORE) if few.draws or few.states else few
+        found = Rehearsal((), by_example=few.by_example, tracer=tracer, few=few)
+        if not few.draws and not few.states:
+            return found
+        more = _trace(tracer, few.size // FEW * MORE)
         if more is None or [draw[0] for draw in few.draws] != [draw[0] for draw in more.draws]:
-            draws = [Drawn(op, None, None, layer) for op, _, layer in few.draws]
-        elif more is not few:
-            pairs = zip(few.draws, more.draws, strict=True)
-            draws = [_drawn(a, b, few.size, more.size) for a, b in pairs]
-            try:
-                _find_order(tracer, few, draws)
-                if few.states:
-                    policies = states.policies_of(tracer, few, more, draws)
-            except InputError:
-                raise
-            except Exception as error:
-                line = (str(error).strip() or type(error).__name__).splitlines()[0]
-                why = f" (it could not be tried: {line[:150]})"
-        lines = doubts.random_ops(few.ops)
-        lines += [doubts.ambiguous(drawn.layer, why) for drawn in draws if drawn.layout is None]
-        untold = [variable for variable in few.states if id(variable) not in policies]
-        lines += [doubts.not_put_together(variable, why) for variable in untold]
-        lines = list(dict.fromkeys(lines))
-        return Rehearsal(tuple(draws), policies, few.by_example, lines, tracer, few)
+            draws = tuple(Drawn(op, None, None, layer) for op, _, layer in few.draws)
+            return dataclasses.replace(found, draws=draws, untold=tuple(few.states))
+        draws, policies = layouts.from_shapes(few, more), {}
+        with _noted(reasons):
+            layouts.find_order(tracer, few, draws)
+        if few.states:
+            with _noted(reasons):
+                policies = states.policies_of(tracer, few, more, draws)
+        untold = tuple(variable for variable in few.states if id(variable) not in policies)
+        return dataclasses.replace(
+            found, draws=tuple(draws), policies=policies, untold=untold,
+            reason="; ".join(dict.fromkeys(reasons)),
+        )  # fmt: skip
+
+
+def _trace_few(tracer: Tracer) -> Trace | None:
+    """Return the trace of the fewest examples that the function can be traced for, or None."""
+    return next(filter(None, (_trace(tracer, FEW * multiple) for multiple in _MULTIPLES)), None)
 
 
 def _trace(tracer: Tracer, size: int) -> Trace | None:
@@ -152,62 +160,13 @@ def _trace(tracer: Tracer, size: int) -> Trace | None:
         return None
 
 
-# Where the examples are in a draw.
-
-
-def _drawn(few: tuple, more: tuple, few_size: int, more_size: int) -> Drawn:
-    """Return what the shapes of a draw for two numbers of examples tell."""
-    op, shape, layer = few
-    if None in (shape, more[1]) or len(shape) != len(more[1]) or None in [*shape, *more[1]]:
-        return Drawn(op, None, None, layer)
-    dims = []
-    for a, b in zip(shape, more[1], strict=True):
-        factor, rest = divmod(b - a, more_size - few_size)
-        dims.append((a - factor * few_size, factor))
-        if rest:
-            return Drawn(op, None, None, layer)
-    axes = [axis for axis, (_, factor) in enumerate(dims) if factor]
-    layout = Layout(axes[0]) if axes else WHOLE
-    if len(axes) > 1 or (axes and (dims[axes[0]][0] or dims[axes[0]][1] < 0)):
-        layout = None
-    return Drawn(op, tuple(dims), layout, layer)
-
-
-def _find_order(tracer: Tracer, few: Trace, draws: list[Drawn]) -> None:
-    """Set the order of examples in draws that have several numbers of each along the axis.
-
-    One example's numbers are replaced: nothing else of what the function returns may change.
-    """
-    folded = {
-        place: drawn
-        for place, drawn in enumerate(draws)
-        if drawn.layout and drawn.layout.axis is not None and drawn.dims[drawn.layout.axis][1] > 1
-    }
-    for place, drawn in folded.items():
-        draws[place] = dataclasses.replace(drawn, layout=None)  # until it is found
-    if not folded:
-        return
-    shapes = {place: few.draws[place][1] for place in folded}
-    trace, inputs = tracer.trace(few.size, nudged=shapes), tracer.examples(few.size)
-
-    def reaches_only(example: int, place: int, axis: int, inner: int) -> bool:
-        """Tell whether an example's own numbers change what is returned of it, and of no other."""
-        nudges = {p: np.zeros(shape, np.int8) for p, shape in shapes.items()}
-        owners = np.arange(shapes[place][axis]) // inner % few.size
-        np.moveaxis(nudges[place], axis, 0)[owners == example] = 1
-        low, high = (
-            run(trace, inputs, nudges=[sign * nudge for nudge in nudges.values()])["rows"]
-            for sign in (-1, 1)
-        )
-        change = np.max(np.abs(high - low), axis=1, initial=0)
-        others = np.delete(change, example)
-        return bool(change[example] > 0 and others.max() <= _EFFECT * change[example])
-
-    for place, drawn in folded.items():
-        axis = drawn.layout.axis
-        of_each = drawn.dims[axis][1]
-        for inner in [n for n in range(of_each, 0, -1) if of_each % n == 0]:
-            if all(reaches_only(e, place, axis, inner) for e in (0, few.size - 1)):
-                layout = Layout(axis, None if inner == of_each else inner)
-                draws[place] = dataclasses.replace(drawn, layout=layout)
-                break
+@contextlib.contextmanager
+def _noted(reasons: list[str]) -> Iterator[None]:
+    """Note why what is in the block fails, if it does."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reasons.append((lines or [type(error).__name__])[0][:150])

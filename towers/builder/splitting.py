@@ -18,6 +18,17 @@ class PerTower:
         self.values = list(values)
 
 
+def as_devices(devices: Sequence[str]) -> list[str]:
+    """Return the towers' devices as a list; refuse a string, and none."""
+    found = [] if isinstance(devices, str) else list(devices)
+    if not found:
+        raise ValueError(
+            f"devices={devices!r} must be a list with one device for each tower, "
+            'such as ["/gpu:0", "/gpu:1"]'
+        )
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Slice:
     """A tower's part of the batch, and which rows of it these are; None: nothing was split."""
@@ -68,6 +79,13 @@ def _part(leaf: Any, tower: int, rows: Rows) -> Any:
     """Return a tower's part of a leaf of the batch."""
     if isinstance(leaf, PerTower):
         return leaf.values[tower]
+    if isinstance(leaf, tf.SparseTensor):
+        rest = leaf.dense_shape[1:]
+        start, size = (
+            tf.concat([tf.cast([first], tf.int64), others], axis=0)
+            for first, others in ((rows.start, tf.zeros_like(rest)), (rows.size, rest))
+        )
+        return tf.sparse.slice(leaf, start, size)
     return leaf[rows.start : rows.start + rows.size]
 
 
@@ -82,7 +100,7 @@ def _check_leaf(leaf: Any, num_towers: int | None) -> Any:
                 "it must hold one for each"
             )
         return leaf
-    if not isinstance(leaf, tf.RaggedTensor):
+    if not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
         leaf = tf.convert_to_tensor(leaf)
     if leaf.shape.rank == 0:
         raise ValueError(
@@ -92,11 +110,13 @@ def _check_leaf(leaf: Any, num_towers: int | None) -> Any:
     return leaf
 
 
-def _num_rows(value: tf.Tensor | tf.RaggedTensor) -> int | tf.Tensor:
+def _num_rows(value: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> int | tf.Tensor:
     """Return the size of axis 0, as an int where it is known."""
     known = tf.compat.dimension_value(value.shape[0])
     if known is not None:
         return known
+    if isinstance(value, tf.SparseTensor):
+        return tf.cast(value.dense_shape[0], tf.int32)
     return value.nrows(tf.int32) if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
 
 

@@ -85,4 +85,6 @@ def agrees(policy: str, before: Any, values: Sequence[Any], counts: Any, both: A
 
 def join(parts: Sequence[Any]) -> Any:
     """Return the parts of a batch's leaf as one."""
+    if isinstance(parts[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(parts))
     return tf.concat(list(parts), axis=0)

@@ -30,12 +30,12 @@ import tensorflow as tf
 from towers.builder import backward, doubts, gather, xla
 from towers.builder.assignments import TowerScope, assign_once
 from towers.builder.backward import TowerSums
+from towers.builder.batch_norm import check_mode
 from towers.builder.draws import Drawn, of_rows
 from towers.builder.exchange import Exchange, Member
 from towers.builder.inside import inside_of_tower
 from towers.builder.rehearsal import Rehearsal, Rehearsals
-from towers.builder.splitting import Slice, is_empty, is_split, occupied, split
-from towers.errors import InputError
+from towers.builder.splitting import Slice, as_devices, is_empty, is_split, occupied, split
 
 
 class TowerBuilder:
@@ -73,14 +73,8 @@ class TowerBuilder:
         Raises:
             ValueError: an argument is out of range, or `devices` a string.
         """
-        self.devices = [] if isinstance(devices, str) else list(devices)
-        if not self.devices:
-            raise ValueError(
-                f"devices={devices!r} must be a list with one device for each tower, "
-                'such as ["/gpu:0", "/gpu:1"]'
-            )
-        if batch_norm not in ("sync", "local"):
-            raise ValueError(f"batch_norm={batch_norm!r} must be 'sync' or 'local'")
+        self.devices = as_devices(devices)
+        check_mode(batch_norm)
         if accumulate_steps < 1:
             raise ValueError(f"accumulate_steps={accumulate_steps} must be at least 1")
         self.gather_device = gather_device
@@ -138,14 +132,12 @@ class TowerBuilder:
     def tower_sums(self, loss_fn: Callable, variables: Sequence[Any], *batch: Any) -> TowerSums:
         """Return what towers compute for `gradients`; `gather_sums` must follow: it assigns."""
         rehearsal = self.rehearse(loss_fn, *batch)
-        if rehearsal.by_example is False:
-            raise InputError(backward.NO_LOSSES.format("another shape"))
+        backward.check_rehearsed(rehearsal.by_example)
         scopes = []
 
         def on_tower(tower: int, part: Slice, member: Member | None) -> tuple:
             own, copies = backward.variables_and_copies(variables, tower)
-            if self.jit_compile and member:
-                member = xla.NoExchange(member.exchange, tower)
+            member = xla.NO_EXCHANGE if self.jit_compile and member else member
             inside = inside_of_tower(self.devices[tower], member, self.batch_norm, copies)
             scope, sums = backward.sums_of_slice(loss_fn, own, part, inside, self.jit_compile)
             scopes.append(scope)

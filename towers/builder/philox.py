@@ -1,0 +1,77 @@
+"""Random numbers that XLA draws as TensorFlow's own kernels do.
+
+Both count with Philox and get the same bits, but make other numbers of them. Here the numbers are
+made from the bits as the kernels do it: uniform ones are the same to the last bit, normal ones up
+to the rounding of log, sin and cos. It is what a compiled tower draws with.
+"""
+
+import math
+from typing import Any
+
+import tensorflow as tf
+
+_LEAST = 1e-7  # of the uniform number whose logarithm is taken
+# Bits of a number between 1 and 2 of each type: those of its fraction, and all others.
+_NARROW = {
+    tf.float32: (tf.uint32, 23, 127),
+    tf.float16: (tf.uint16, 10, 15),
+    tf.bfloat16: (tf.uint16, 7, 127),
+}
+
+
+def stateless_random_uniform_v2(
+    shape: Any, key: Any, counter: Any, alg: Any, dtype: tf.DType = tf.float32, name: Any = None
+) -> tf.Tensor:
+    """Return what TensorFlow's op of this name returns: numbers in [0, 1)."""
+    dtype = tf.as_dtype(dtype)
+    number = tf.reduce_prod(tf.cast(shape, tf.int32))
+    words = _words(number * (2 if dtype == tf.float64 else 1), key, counter, alg)
+    return tf.reshape(_uniform(words, dtype), shape)
+
+
+def stateless_random_normal_v2(
+    shape: Any, key: Any, counter: Any, alg: Any, dtype: tf.DType = tf.float32, name: Any = None
+) -> tf.Tensor:
+    """Return what TensorFlow's op of this name returns, by the method of Box and Muller (1958)."""
+    dtype = tf.as_dtype(dtype)
+    wide = tf.float64 if dtype == tf.float64 else tf.float32
+    number = tf.reduce_prod(tf.cast(shape, tf.int32))
+    num_pairs = (number + 1) // 2
+    words = _words(num_pairs * (4 if wide == tf.float64 else 2), key, counter, alg)
+    pairs = tf.reshape(_uniform(words, wide), [num_pairs, 2])
+    length = tf.sqrt(-2.0 * tf.math.log(tf.maximum(pairs[:, 0], _LEAST)))
+    angle = 2.0 * math.pi * pairs[:, 1]
+    normal = tf.stack([tf.sin(angle) * length, tf.cos(angle) * length], axis=1)
+    return tf.cast(tf.reshape(tf.reshape(normal, [-1])[:number], shape), dtype)
+
+
+def stateless_truncated_normal_v2(*_: Any, **__: Any) -> tf.Tensor:
+    """Refuse: TensorFlow's kernel draws until a number fits, and XLA does not.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        "a compiled tower cannot draw a truncated normal by example: draw a normal, or leave "
+        "jit_compile out"
+    )
+
+
+def _words(number: tf.Tensor, key: Any, counter: Any, alg: Any) -> tf.Tensor:
+    """Return `number` words of 32 random bits."""
+    return tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=[number], key=key, counter=counter, alg=alg, dtype=tf.uint32
+    )
+
+
+def _uniform(words: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Make numbers in [0, 1) of words, of two each in float64."""
+    if dtype == tf.float64:
+        words = tf.cast(tf.reshape(words, [-1, 2]), tf.uint64)
+        high = tf.bitwise.bitwise_and(words[:, 0], tf.constant(0xFFFFF, tf.uint64))
+        fraction = tf.bitwise.bitwise_or(tf.bitwise.left_shift(high, 32), words[:, 1])
+        return tf.bitcast(tf.bitwise.bitwise_or(fraction, 1023 << 52), dtype) - 1.0
+    bits, length, exponent = _NARROW[dtype]
+    fraction = tf.bitwise.bitwise_and(words, tf.constant(2**length - 1, tf.uint32))
+    one = tf.constant(exponent << length, bits)
+    return tf.bitcast(tf.bitwise.bitwise_or(tf.cast(fraction, bits), one), dtype) - 1.0

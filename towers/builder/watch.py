@@ -1,0 +1,150 @@
+"""What is seen of a tower function while it is traced: its draws, layers, losses and state."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers import tf_private
+from towers.builder.assignments import (
+    SEED_STATE,
+    TowerScope,
+    assignments_refused,
+    policy_of,
+    refuse_variable,
+)
+from towers.builder.draws import SEEN
+from towers.builder.layers import NO_LAYER
+
+_MOST_NOISY = 2**22  # elements of a weight: noise takes time
+_NOISE = 0.1  # is added to weights: a zero would hide what a layer does
+
+
+class NoisyScope(TowerScope):
+    """Lets the function read weights that are none of them zero."""
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        """Return what a variable is; Keras calls this."""
+        value = tf_private.value_of(variable)
+        noisy = variable.trainable and value is not None and value.dtype.is_floating
+        noisy = noisy and value.shape.num_elements() <= _MOST_NOISY
+        if noisy and id(variable) not in self.own:
+            with self.graph.as_default():
+                count = tf.range(value.shape.num_elements(), dtype=tf.float32)
+                waves = tf.reshape(tf.sin(12.9898 * count + len(self.own)), value.shape)
+                self.own[id(variable)] = value + tf.cast(_NOISE * waves, value.dtype)
+        return super().get_current_value(variable)
+
+
+class Watch:
+    """Notes what a function draws, what its layers return, and the losses that they add."""
+
+    def __init__(self, trace: Any, scope: TowerScope, nudges: Mapping[int, tf.Tensor]):
+        """Set the trace that is filled, the scope that it runs in, and {place: nudge} of draws."""
+        self.trace, self.scope, self.nudges = trace, scope, nudges
+        self.calls: list[str] = []  # of layers, that are under way
+        self.outputs: list[tf.Tensor] = []
+        self.added: list[tf.Tensor] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what is called in the block, and let it leave nothing behind."""
+        with (
+            tf_private.functions_inlined(),
+            assignments_refused(),
+            tf.variable_creator_scope(refuse_variable),
+            tf_private.batch_norm_replaced(_without_training, lambda before: before),
+            tf_private.add_loss_replaced(self._make_add_loss),
+            tf_private.layer_calls_replaced(self._make_call),
+        ):
+            yield
+
+    def draw(self, op_name: str, /, shape: Any, **arguments: Any) -> tf.Tensor:
+        """Draw by one of TensorFlow's ops."""
+        arguments.pop("name", None)
+        with tf.name_scope(SEEN):
+            drawn = tf_private.draw_op(op_name)(shape, **arguments)
+        place = len(self.trace.draws)
+        dims = None if drawn.shape.rank is None else drawn.shape.as_list()
+        self.trace.draws.append((op_name, dims, self.calls[-1] if self.calls else NO_LAYER))
+        if place not in self.nudges:
+            return drawn
+        nudge, (least, most) = self.nudges[place], _range_of(op_name, drawn, arguments)
+        return tf.where(nudge > 0, most, tf.where(nudge < 0, least, drawn))
+
+    def _make_add_loss(self, before: Callable) -> Callable:
+        def add_loss(layer: keras.Layer, loss: Any) -> None:
+            if not self.scope.is_inside():
+                for part in tf.nest.flatten(loss):
+                    self.added.append(tf.cast(tf.reduce_sum(part), tf.float64))
+                    self.trace.adding.append(layer.path or layer.name)
+            # It joins many examples: the losses of each are looked at without it.
+            before(layer, tf.nest.map_structure(tf.zeros_like, loss))
+
+        return add_loss
+
+    def _make_call(self, before: Callable) -> Callable:
+        def call(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+            self.calls.append(layer.path or layer.name)
+            try:
+                result = before(layer, *args, **kwargs)
+            finally:
+                self.calls.pop()
+            if not self.scope.is_inside():
+                found = [x for x in tf.nest.flatten(result) if _is_by_example(x, self.trace.size)]
+                self.outputs += found
+                self.trace.layers += [layer.path or layer.name] * len(found)
+            return result
+
+        return call
+
+    def outcome(self, result: Any, backward: bool) -> dict[str, Any]:
+        """Return what `run` does, as tensors."""
+        trace, values = self.trace, []
+        for variable, value in self.scope.updates.values():
+            if variable.name != SEED_STATE and policy_of(variable) is None:
+                trace.states.append(variable)
+                values.append(tf.convert_to_tensor(value))
+        leaves = [leaf for leaf in tf.nest.flatten(result) if _is_by_example(leaf, trace.size)]
+        trace.by_example = bool(leaves)
+        rows = [_rows(x, trace.size) for x in leaves] or [tf.zeros([trace.size, 0], tf.float64)]
+        layers = list(self.outputs)
+        if backward:
+            layers = tf.gradients(rows, layers, unconnected_gradients="zero")
+        return {
+            "rows": tf.concat(rows, axis=1),
+            "states": values,
+            "added": list(self.added),
+            "layers": [_rows(tf.convert_to_tensor(leaf), trace.size) for leaf in layers],
+        }
+
+
+def _without_training(call: Callable) -> Callable:
+    """Return the call of a BatchNorm layer that normalises by what it has saved."""
+    return lambda layer, inputs, training=None, mask=None: call(
+        layer, inputs, training=False, mask=mask
+    )
+
+
+def _range_of(name: str, drawn: tf.Tensor, arguments: Mapping[str, Any]) -> tuple:
+    """Return about the least and the most that an op draws."""
+    if "uniform_int" in name:
+        least = tf.cast(arguments["minval"], drawn.dtype)
+        return least, tf.cast(arguments["maxval"], drawn.dtype) - tf.cast(1, drawn.dtype)
+    least, most = (drawn.dtype.min, drawn.dtype.max) if "full_int" in name else (-1.9, 1.9)
+    least, most = (0.0, 1 - 2.0**-7) if name == "stateless_random_uniform_v2" else (least, most)
+    return tf.constant(least, drawn.dtype), tf.constant(most, drawn.dtype)
+
+
+def _is_by_example(leaf: Any, size: int) -> bool:
+    """Tell whether something is a tensor with a row for each example."""
+    if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank or leaf.shape[0] != size:
+        return False
+    return leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool
+
+
+def _rows(leaf: tf.Tensor, size: int) -> tf.Tensor:
+    """Return what is of each example, [size, D]."""
+    return tf.cast(tf.reshape(leaf, [size, -1]), tf.float64)
