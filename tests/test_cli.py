@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import towers
 from towers import cli
-from towers.commands.doctor.checks import Check
+from towers.commands.doctor.command import Check
 from towers.errors import InputError, RunError
 from towers.options import flags
 from towers.options.run import Options

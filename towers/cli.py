@@ -66,7 +66,7 @@ _VERBS = (
          options="towers.commands.compare.options:CompareOptions",
          function="towers.commands.compare.command:run"),
     Verb("tensorboard", "show a run, or a folder of runs, in TensorBoard",
-         options="towers.commands.tensorboard.options:TensorboardOptions",
+         options="towers.commands.tensorboard.command:TensorboardOptions",
          takes=("train_dir", "port"),
          function="towers.commands.tensorboard.command:run"),
 )  # fmt: skip

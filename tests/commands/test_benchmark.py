@@ -1,7 +1,6 @@
 """`towers benchmark`: what is measured, in which order, and that nothing is left behind."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -16,12 +15,10 @@ import tensorflow as tf
 from models.cnn import cnn
 from tests import tiny
 from towers import cli
-from towers.commands.benchmark import command, lanes, own_lane, results, turns
+from towers.commands.benchmark import lanes, own_lane, results
 from towers.commands.benchmark.options import BenchmarkOptions
-from towers.commands.benchmark.parts import make_parts
-from towers.errors import InputError
+from towers.commands.benchmark.own_lane import make_parts
 from towers.graphs.flops import flop_per_example
-from towers.options.run import Options
 from towers.training.run import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +61,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "scripts" / "peers").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(turns, "MATMUL_SIZE", 64)
+    monkeypatch.setattr(lanes, "MATMUL_SIZE", 64)
     return tmp_path
 
 
@@ -148,7 +145,6 @@ def check_own(rows):
     """Look at the entries of 1 and 2 towers, batch size 8."""
     found = [(r["scaling"], r["num_towers"], r["batch_size"]) for r in rows]
     assert found == [("strong", 1, 8), ("strong", 2, 8), ("weak", 2, 16)]
-    one = rows[0]["examples_per_second"]["median"]
     for row in rows:
         rates = row["examples_per_second"]
         assert 0 < rates["min"] <= rates["median"] <= rates["max"]
@@ -156,12 +152,10 @@ def check_own(rows):
         assert set(row["split"]) == {"input", "compute", "gather", "update"}
         assert sum(part["percent"] for part in row["split"].values()) == pytest.approx(100)
         assert 10 < row["peak_memory_mib"] < 100_000
-        assert row["graph_seconds"] > 0 and row["first_step_seconds"] > 0
         gflops = row["flop_per_example"] * rates["median"] / 1e9
         assert row["gflops"] == pytest.approx(gflops, rel=1e-6)
-        assert row["speedup"] == pytest.approx(rates["median"] / one)
         assert row["devices"] == [f"/cpu:{i}" for i in range(row["num_towers"])]
-        assert (row["shared"], row["scaling_efficiency"] is None) == ((row["num_towers"] > 1,) * 2)
+        assert row["shared"] == (row["num_towers"] > 1)
 
 
 # ---------------------------------------------------------------------------- Turns
@@ -183,7 +177,7 @@ class FakeLane:
 
 def test_lanes_take_turns_window_by_window_and_every_other_backwards():
     asked = []
-    given = turns.Turns(BenchmarkOptions(windows=3), contextlib.ExitStack(), lambda line: None)
+    given = lanes.Turns(BenchmarkOptions(windows=3), contextlib.ExitStack(), lambda line: None)
     given.own.append(FakeLane("own", asked, parts=["control"]))
     given.peers += [FakeLane("a", asked), FakeLane("b", asked, last=1)]
     given.take()
@@ -198,7 +192,7 @@ def test_lanes_take_turns_window_by_window_and_every_other_backwards():
 @pytest.mark.parametrize(
     "start, message",
     [
-        (CHILD + "time.sleep(1000)", "waited 1 s for it to be ready"),
+        (CHILD + "time.sleep(1000)", "no answer within 1 s"),
         ("os.kill(os.getpid(), 9)", "killed by signal 9: it said nothing"),
     ],
 )
@@ -207,7 +201,7 @@ def test_a_lane_that_hangs_or_ends_is_ended_with_all_that_it_started(
 ):
     write_peer(folder, "peer", start)
     lane = lanes.Lane("peer", [sys.executable, "scripts/peers/peer.py", "{}"], os.environ)
-    monkeypatch.setattr(lanes, "START_SECONDS", 1.0)
+    monkeypatch.setattr(lanes, "WAIT_SECONDS", 1.0)
     with pytest.raises(lanes.LaneError, match=message):
         lane.wait_ready()
     lane.close()
@@ -219,7 +213,7 @@ def test_an_interrupt_ends_all(folder, number, monkeypatch, capsys):
     """The signal comes while a peer starts, which has a child; our own lane is left out."""
     stop = f"os.kill(os.getppid(), {int(number)}); time.sleep(1000)"
     write_peer(folder, "mirrored", CHILD + stop)
-    monkeypatch.setattr(turns.Turns, "start_own", lambda self, *_: self.own.append(OWN))
+    monkeypatch.setattr(lanes.Turns, "start_own", lambda self, *_: self.own.append(OWN))
     assert cli.main(["benchmark", "--against=mirrored", "--num_towers=1"]) == cli.EXIT_INTERRUPTED
     assert capsys.readouterr().err.splitlines()[-1] == "towers: interrupted"
     assert len(log(folder)) == 2 and nobody_is_left(folder)
@@ -260,7 +254,7 @@ def counting(num_classes, image_shape):
     return keras.Sequential([keras.Input(image_shape), *layers])
 
 
-@pytest.mark.parametrize("variables", ["cpu", "sharded", "replicated"])
+@pytest.mark.parametrize("variables", ["cpu", "replicated"])
 def test_no_part_of_a_step_is_left_out_or_moved_out_of_the_loop(variables):
     given = tiny.options("unused", model=f"{__name__}:counting", num_towers=2, variables=variables)
     run = prepare(given)
@@ -289,7 +283,7 @@ def test_a_lane_trains_as_long_as_it_was_asked_to():
     assert int(lane.run.masters.step) - before == answer["steps"]
     assert lane.ready["parts"] == ["gather", "control", "matmul"]  # nothing is read
     assert lane.ready["image_shape"] == (24, 24, 3) and lane.ready["flop_per_example"] > 0
-    one, two = (batch[0].numpy() for batch in lane.run.data.train.train_batches(5, seed=0).take(2))
+    one, two = (next(lane.batches)[0].numpy() for _ in range(2))
     assert one.shape == (5, 24, 24, 3) and one.dtype == "float32" and one.std() > 0.9
     assert lane.run.options.augment == "off" and (one == two).all()
 
@@ -320,76 +314,47 @@ def test_the_arithmetic_of_a_step():
 # ---------------------------------------------------------------------------- What the numbers say
 
 
-def result_of(one_tower=None, shared=True, full=(1.0,), **seconds):
+def result_of(shared=True, full=(1.0,), **seconds):
     """Return the result of a lane of 2 towers, from seconds of a step; others are not measured."""
-    said = "devices graph_seconds first_step_seconds peak_memory_mib precision variables".split()
-    ready = dict.fromkeys(said) | {"shared": shared, "num_towers": 2, "scaling": "strong"}
+    ready = {"shared": shared, "num_towers": 2, "scaling": "strong", "devices": []}
     ready |= {"batch_size": 100, "flop_per_example": 5_000_000, "matmul_flop": 10_000_000}
-    return results.result_of(ready, {"": full, "matmul": [0.01]} | seconds, one_tower)
+    ready |= {"peak_memory_mib": 0}
+    return results.result_of(ready, {"": full, "matmul": [0.01]} | seconds)
 
 
 def test_a_result_is_made_of_the_windows():
     result = result_of(
-        40.0, False, [1.0, 2.0, 4.0],
+        False, [1.0, 2.0, 4.0],
         constant=[1.0, 1.8, 4.0], gather=[1.6] * 3, control=[0.5, 1.0, 3.0],
     )  # fmt: skip
     assert result["examples_per_second"] == {"median": 50.0, "min": 25.0, "max": 100.0}
     assert result["control"]["median"] == 100.0
     assert result["efficiency"] == 0.5  # of 0.5, 0.5 and 0.75
-    assert (result["speedup"], result["scaling_efficiency"]) == (1.25, 0.625)
     percents = {name: part["percent"] for name, part in result["split"].items()}
     assert percents == pytest.approx({"input": 10, "compute": 50, "gather": 30, "update": 10})
     assert result["gflops"] == 0.25 and result["matmul_gflops"] == pytest.approx(1.0)
     assert result["arithmetic_rate"] == pytest.approx(0.25)
-    assert result["clipped"] == []
 
 
-@pytest.mark.parametrize(
-    "gather, control, clipped, percent", [(0.8, 0.9, ["gather"], 0), (1.2, 0.98, ["update"], 2)]
-)
-def test_noise_below_zero_counts_as_nothing_and_is_said(gather, control, clipped, percent):
+@pytest.mark.parametrize("gather, control, percent", [(0.8, 0.9, 0), (1.2, 0.98, 2)])
+def test_noise_below_zero_counts_as_nothing(gather, control, percent):
     result = result_of(gather=[gather], control=[control])
-    assert result["clipped"] == clipped and result["speedup"] is None
     assert result["split"]["gather"]["percent"] == pytest.approx(percent)
     assert sum(part["percent"] for part in result["split"].values()) == pytest.approx(100)
-    said = results.notes(BenchmarkOptions(), [result])[1]
-    assert f"2 towers, strong: {clipped[0]} came out below 0" in said
 
 
 @pytest.mark.parametrize(
-    "shared, seconds, sentence",
+    "shared, gather, control, words",
     [
-        (True, dict(constant=[0.7], gather=[0.7], control=[0.6]),
-         "the wait for input limits 2 towers at batch size 100: 30 % of a step; try INPUT"),
-        (True, dict(constant=[1.0], gather=[0.9], control=[0.6]),
-         "the gather limits 2 towers at batch size 100: 30 % of a step; try GATHER"),
-        (False, dict(gather=[0.8], control=[0.8]),
-         "the update limits 2 towers at batch size 100: 20 % of a step; try UPDATE"),
-        (True, dict(gather=[0.99], control=[0.97]),
-         "the hardware that the devices share limits 2 towers at batch size 100: within 3 % of "
-         "the control, so more towers cannot help; try COMPUTE"),
-        (False, dict(gather=[0.99], control=[0.98]),
-         "nothing but computing limits 2 towers at batch size 100: within 2 % of the control; try "
-         "COMPUTE, or more devices"),
+        (True, 0.9, 0.6, ["the gather limits 2 towers at batch size 100: 30 %", "--batch_norm"]),
+        (False, 0.8, 0.8, ["the update limits 2 towers at batch size 100: 20 %", "--variables"]),
+        (True, 0.99, 0.97, ["the hardware that the devices share limits", "within 3 % of"]),
+        (False, 0.99, 0.98, ["nothing but computing limits", "within 2 % of", "more devices"]),
     ],
-)  # fmt: skip
-def test_what_limits(shared, seconds, sentence):
-    hints = {name: name.upper() for name in ("input", "gather", "update", "compute")}
-    result = result_of(shared=shared, one_tower=100.0, **seconds)
-    assert (result["scaling_efficiency"] is None) == shared
-    assert results.limit(result, hints) == sentence
-
-
-def test_the_flags_to_try():
-    ready = {"num_towers": 2, "batch_norm": True}
-    given = Options(batch_size=8, optimizer="adamw")
-    found = results.hints(BenchmarkOptions(given), ready)
-    assert "--batch_size=16" in found["gather"] and "--batch_norm=local" in found["gather"]
-    assert "--optimizer=momentum" in found["update"]
-    assert found["compute"] == "--dtype=mixed_bfloat16"
-    given = Options(batch_size=8, batch_norm="local", dtype="mixed_bfloat16")
-    found = results.hints(BenchmarkOptions(given), ready)
-    assert "--batch_norm" not in found["gather"] and found["compute"] == "--batch_size=16"
+)
+def test_what_limits(shared, gather, control, words):
+    said = results.limit(result_of(shared, gather=[gather], control=[control]))
+    assert all(word in said for word in words)
 
 
 # ---------------------------------------------------------------------------- Bad input
@@ -414,14 +379,3 @@ def test_bad_input_is_one_line(folder, capsys, given, words):
     line = err.splitlines()[-1]
     assert line.startswith(f"towers: {given.split('=')[0]}=") and words in line
     assert not list(folder.rglob("*.png")) and "measuring" not in out
-
-
-def test_a_plot_needs_matplotlib(folder, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="--plot needs matplotlib: pip install matplotlib"):
-        command.run(BenchmarkOptions(plot="a.png"), pytest.fail)
-
-
-def test_without_gpus_the_default_is_one_two_and_four_towers():
-    assert command.default_numbers("") == command.default_numbers("cpu") == [1, 2, 4]
-    assert command.default_numbers("/cpu:0,/cpu:1,/cpu:2") == [1, 3]

@@ -3,7 +3,6 @@
 import email.message
 import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -11,18 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from towers.commands.doctor import checks as doctor_checks
-from towers.commands.doctor.checks import (
+from towers.commands.doctor.command import (
     INSTALL,
     Check,
     check_data,
-    check_environment,
     check_train_dir,
     check_version,
     check_versions,
 )
 from towers.commands.doctor.command import run as doctor
-from towers.commands.doctor.gpus import check_libraries
 from towers.devices import nvml, probe
 from towers.devices.nvml import MIB, DriverGpu
 from towers.options.run import Options
@@ -120,23 +116,7 @@ def test_without_a_gpu_two_logical_cpus_are_probed(machine):
         "GPUs", "ok", "no GPU and no NVIDIA driver here: towers run on the CPU"
     )
     assert machine.probed == ["/cpu:0", "/cpu:1"]
-    assert not problems(checks) and "CUDA" not in checks
-
-
-def test_each_check_is_said_as_soon_as_it_is_known(monkeypatch):
-    lines = []
-    monkeypatch.setattr(nvml, "gpus", lambda: [])
-
-    def run_probe(devices, environ):
-        assert any("train_dir" in line for line in lines)
-        return "was ended by SIGABRT: lost"
-
-    monkeypatch.setattr(probe, "run_probe", run_probe)
-    checks = doctor(Options(), lines.append)
-    assert any("was ended by SIGABRT: lost" in line for line in lines)
-    assert lines[-1] == f"1 problem of {len(checks)} checks"
-    remedies = [line.split("-> ")[1] for line in lines if "-> " in line]
-    assert remedies == [check.remedy for check in checks if check.remedy]
+    assert not problems(checks)
 
 
 # ---------------------------------------------------------------------------- GPUs
@@ -155,7 +135,7 @@ def test_several_gpus(machine):
     assert checks["GPUs"].detail == (
         "the driver (550.54) has 0 (NVIDIA A100), 1 (NVIDIA A100); TensorFlow lists 2"
     )
-    assert checks["computing on /gpu:0"].detail == "matmul 9000 GFLOP/s (90.0 x CPU)"
+    assert checks["computing on /gpu:0"].detail == "matmul 9000 GFLOP/s"
     assert checks["computing on /cpu:0"].detail == "matmul 100 GFLOP/s"
     assert checks["copies"].detail == "2 pairs of devices, bit for bit"
     assert checks["memory of GPU 1"].detail == "39000 of 40000 MiB free"
@@ -178,34 +158,19 @@ def test_a_full_gpu_names_who_holds_it_and_is_not_probed(machine):
     assert checks["GPUs"].status == "ok"
 
 
-def test_memory_where_all_gpus_are_full_and_where_the_driver_does_not_tell(machine):
-    checks = machine([gpu(0, free=0)], [A100])
-    assert checks["memory of GPU 0"].remedy == "type --devices=cpu, or end what holds it"
-    assert machine.probed == ["/cpu:0"]
-    assert machine([DriverGpu(0)], [A100])["memory of GPU 0"].status == "note"
+LEFT_OUT = {
+    "an old one": ([gpu(0), gpu(1, K80)], [A100], BUILD, "capability 3.7", "--visible_gpus"),
+    "no CUDA": ([gpu(0)], [], BUILD, "CUDA 12.5.1 or cuDNN 9 is not", INSTALL),
+    "a CPU build": ([gpu(0)], [], {"is_cuda_build": False}, "built without CUDA", INSTALL),
+}
 
 
 @pytest.mark.parametrize(
-    ("driver", "listed", "build", "wrong", "detail", "remedy"),
-    [
-        (
-            [gpu(0), gpu(1, K80)],
-            [A100],
-            BUILD,
-            ["GPUs"],
-            "compute capability 3.7",
-            "--visible_gpus",
-        ),
-        ([gpu(0)], [], BUILD, ["GPUs", "CUDA", "cuDNN"], "CUDA 12.5.1 or cuDNN 9 is not", INSTALL),
-        ([gpu(0)], [], {"is_cuda_build": False}, ["GPUs"], "built without CUDA", INSTALL),
-    ],
+    ("driver", "listed", "build", "detail", "remedy"), LEFT_OUT.values(), ids=LEFT_OUT
 )
-def test_gpus_that_tensorflow_leaves_out(
-    machine, monkeypatch, driver, listed, build, wrong, detail, remedy
-):
-    monkeypatch.setattr("towers.commands.doctor.gpus.installed", lambda package: None)
+def test_gpus_that_tensorflow_leaves_out(machine, driver, listed, build, detail, remedy):
     checks = machine(driver, listed, build=build)
-    assert problems(checks) == wrong
+    assert problems(checks) == ["GPUs"]
     assert detail in checks["GPUs"].detail and remedy in checks["GPUs"].remedy
     assert machine.probed == ["/cpu:0", "/gpu:0" if listed else "/cpu:1"]
 
@@ -226,14 +191,8 @@ def test_gpus_that_are_hidden_on_purpose_or_by_a_mistake(machine, monkeypatch, v
     assert "CUDA_VISIBLE_DEVICES=" in checks["GPUs"].detail
     assert ("export CUDA_VISIBLE_DEVICES=0,1" in checks["GPUs"].remedy) == (status == "problem")
     if status == "ok":
-        assert not {"memory of GPU 0", "CUDA" if not seen else ""} & {*checks}
+        assert "memory of GPU 0" not in checks
         assert machine.probed == ["/cpu:0", "/gpu:0" if seen else "/cpu:1"]
-
-
-def test_gpus_without_nvml(machine):
-    checks = machine([], [A100], build={"is_rocm_build": True})
-    assert not problems(checks)
-    assert checks["GPUs"].status == "note" and "NVML" in checks["GPUs"].detail
 
 
 def test_a_gpu_that_is_asked_for_and_not_there(machine):
@@ -243,30 +202,6 @@ def test_a_gpu_that_is_asked_for_and_not_there(machine):
     assert "there is no GPU 3" in checks["visible_gpus"].detail
     assert checks["computing on /gpu:0"].status == "ok"
     assert dict(os.environ) == before
-
-
-@pytest.mark.parametrize(
-    ("pip", "system", "listed", "status", "found"),
-    [
-        ("13.0.1", "", False, "problem", "13.0.1"),
-        (None, "libcudart.so.12", False, "ok", "12"),
-        (None, "libcudart.so.11.0", False, "problem", "11.0"),
-        (None, "", False, "problem", "none by pip or ldconfig"),
-        (None, "", True, "note", "none by pip or ldconfig"),
-    ],
-)
-def test_cuda_libraries(monkeypatch, pip, system, listed, status, found):
-    def version(package):
-        if pip is None:
-            raise importlib.metadata.PackageNotFoundError
-        return pip
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr("ctypes.util.find_library", lambda name: system)
-    check = next(check_libraries(BUILD, listed))
-    assert (check.name, check.status) == ("CUDA", status)
-    assert check.detail == f"built for 12.5.1, found {found}"
-    assert bool(check.remedy) == (status == "problem")
 
 
 # ---------------------------------------------------------------------------- Computing
@@ -303,7 +238,6 @@ def test_a_probe_that_fails_is_one_problem(machine):
         ("keras>=3.15,<4", "4.0rc1", "problem", "4.0rc1, >=3.15,<4 is needed"),
         ("keras>=3.15,<4", None, "problem", "not installed, >=3.15,<4 is needed"),
         ("keras>=3.15,<4", "?", "problem", "?, >=3.15,<4 is needed"),
-        ("keras", None, "problem", "not installed, any is needed"),
         ("keras", "1", "ok", "1 (any)"),
     ],
 )
@@ -312,17 +246,13 @@ def test_a_version(requirement, version, status, detail):
     assert check == Check("keras", status, detail, "type pip" if status == "problem" else "")
 
 
-def test_a_checkout_reads_its_setup(monkeypatch, tmp_path):
+def test_a_checkout_that_is_not_installed_says_how_to_do_it(monkeypatch):
     def metadata(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "metadata", metadata)
-    checks = {check.name: check for check in check_versions()}
-    assert {"towers", "Python", "tensorflow", "keras"} <= {*checks} and not problems(checks)
-    assert checks["towers"].status == "note" and "not installed" in checks["towers"].detail
-    assert checks["tensorflow"].detail.endswith("(>=2.21,<2.22)")
-    monkeypatch.setattr(doctor_checks, "ROOT", tmp_path)
-    assert [check.status for check in check_versions()] == ["note"]
+    (check,) = check_versions()
+    assert check.status == "note" and "pip install -e" in check.remedy
 
 
 def test_an_installation_tells_itself_what_it_needs(monkeypatch):
@@ -337,15 +267,10 @@ def test_an_installation_tells_itself_what_it_needs(monkeypatch):
     assert checks["keras"].remedy == "type python -m pip install 'keras<3,>=2'"
 
 
-def test_what_is_said_to_be_installed_is_the_extra_of_setup():
-    (extra,) = re.findall(r'"gpu": \["(.*)"\]', (ROOT / "setup.py").read_text())
-    assert INSTALL == f"type pip install '{extra}'"
-
-
 # ---------------------------------------------------------------------------- The rest
 
 
-def test_a_train_dir(tmp_path, monkeypatch):
+def test_a_train_dir(tmp_path):
     for folder in (tmp_path, tmp_path / "a" / "b"):
         assert check_train_dir(str(folder)).status == "ok"
     assert list(tmp_path.iterdir()) == []
@@ -353,19 +278,13 @@ def test_a_train_dir(tmp_path, monkeypatch):
     below_a_file = check_train_dir(str(tmp_path / "file" / "run"))
     assert below_a_file.status == "problem" and "is a file" in below_a_file.detail
     assert below_a_file.remedy == "name a folder"
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    not_mine = check_train_dir(str(tmp_path))
-    assert not_mine.status == "problem" and "no permission to write" in not_mine.detail
-    assert not_mine.remedy == "name another --train_dir"
 
 
-def test_a_disk_that_is_full_or_broken(tmp_path, monkeypatch):
+def test_a_disk_that_is_full(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**29))
     check = check_train_dir(str(tmp_path / "run"))
     assert check.status == "problem" and check.detail.endswith("0.5 GiB free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: os.stat(f"{tmp_path}/nowhere"))
-    assert check_train_dir(str(tmp_path / "run")).detail.endswith("No such file or directory")
 
 
 def test_data_that_is_not_downloaded(tmp_path):
@@ -376,26 +295,3 @@ def test_data_that_is_not_downloaded(tmp_path):
     for name, folder in [("cifar100", ""), ("tfrecord", ""), ("folder", f"{tmp_path}/nowhere")]:
         wrong = check_data(name, folder)
         assert wrong.status == "problem" and wrong.remedy
-
-
-def test_cifar10(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    absent = check_data("cifar10", "")
-    assert absent.status == "note" and f"{tmp_path}/towers" in absent.detail
-    folder = tmp_path / "there"
-    folder.mkdir()
-    (folder / "test_batch").touch()
-    part = check_data("cifar10", str(tmp_path))
-    assert part.status == "problem" and "data_batch_3" in part.detail
-    assert part.remedy.startswith("add what is missing")
-    for number in range(1, 6):
-        (folder / f"data_batch_{number}").touch()
-    assert check_data("cifar10", str(tmp_path)) == Check("data", "ok", f"cifar10 is in {folder}")
-    assert check_data("cifar10", str(folder / "test_batch")).status == "problem"
-
-
-def test_variables_in_force():
-    assert check_environment({"PATH": "x"}).status == "ok"
-    environ = {"TF_NUM_X": "1\n2", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    check = check_environment(environ)
-    assert (check.status, check.detail) == ("note", "CUDA_VISIBLE_DEVICES=, TF_NUM_X=1 2")

@@ -61,11 +61,11 @@ def sound(num_classes, image_shape):
 
 def test_a_sound_model_passes_with_all_options_and_nothing_is_written(capsys, tmp_path):
     before = tiny.files(tmp_path)
-    flags = [*ALL_OPTIONS, "--float32", "--num_towers=1,3", f"--train_dir={tmp_path}/run"]
+    flags = [*ALL_OPTIONS, "--float32", "--num_towers=3", f"--train_dir={tmp_path}/run"]
     code, result, err = command(capsys, "sound", *flags)
     assert tiny.files(tmp_path) == before
     assert code == 0 and result["passed"] is True and result["first_difference"] is None
-    assert list(result["max_relative_difference"]) == list(result["ulps"]) == ["1", "3"]
+    assert list(result["max_relative_difference"]) == list(result["ulps"]) == ["3"]
     assert all(value < 1e-11 for value in result["max_relative_difference"].values())
     names = set(result["differences"])
     of_evaluation = {f"evaluation/{name}" for name in "loss loss_ema correct correct_ema".split()}
@@ -83,7 +83,7 @@ def test_a_sound_model_passes_with_all_options_and_nothing_is_written(capsys, tm
     assert "passed      the largest relative difference is" in err
     lines = [line.split() for line in err.splitlines()]
     header = next(line for line in lines if line[:3] == ["largest", "relative", "difference,"])
-    assert header[-2:] == ["1", "3"]
+    assert header[-1] == "3"
     assert ["loss"] in [line[:1] for line in lines]
 
 
@@ -128,25 +128,11 @@ def test_other_options_and_a_loss_scale_pass(capsys):
 
 def first_cnn(num_classes, image_shape):
     """A bias in front of BatchNorm: its gradient is nothing but rounding."""
-    norm = layers.BatchNormalization()
+    norm = layers.BatchNormalization(name="norm")
     return net(image_shape, num_classes, layers.Conv2D(4, 3), norm, layers.ReLU())
 
 
-def attention(num_classes, image_shape):
-    """A bias of keys: softmax does not see it."""
-    images = keras.Input(image_shape)
-    x = layers.Dense(6)(layers.Reshape((-1, image_shape[-1]))(images))
-    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 3)(x, x))
-    return keras.Model(images, layers.Dense(num_classes)(layers.GlobalAveragePooling1D()(x)))
-
-
-@pytest.mark.parametrize(
-    "model, optimizer",
-    [("first_cnn", "momentum"), ("first_cnn", "adamw"), ("attention", "adamw")],
-)
-def test_rounding_passes_and_an_error_of_a_millionth_is_found_in_every_array(
-    capsys, monkeypatch, model, optimizer
-):
+def test_rounding_passes_and_an_error_of_a_millionth_is_found_in_every_array(capsys, monkeypatch):
     results_of = verify.results_of
 
     def wrong_on_two_towers(lane, *batches):
@@ -159,8 +145,8 @@ def test_rounding_passes_and_an_error_of_a_millionth_is_found_in_every_array(
         return found
 
     monkeypatch.setattr(verify, "results_of", wrong_on_two_towers)
-    flags = [f"--optimizer={optimizer}", "--ema_decay=0.9", "--num_towers=2,3"]
-    code, result, _ = command(capsys, model, *flags)
+    flags = ["--optimizer=adamw", "--ema_decay=0.9", "--num_towers=2,3"]
+    code, result, _ = command(capsys, "first_cnn", *flags)
     floats = {
         name: row
         for name, row in result["differences"].items()
@@ -212,19 +198,16 @@ def unlike_in_evaluation(num_classes, image_shape):
 
 
 FAULTS, LOCAL = "tests.zoo.faults", "--batch_norm=local"
+# Other causes are those of models in tests/zoo.
 
 
 @pytest.mark.parametrize(
     "model, flags, name, cause",
     [
-        (f"{FAULTS}:reads_its_scope", "", "loss", "tower-dependent branch: layer sequential/gui"),
-        (f"{FAULTS}:noise_by_numpy", "", "loss", "state in Python: layer sequential/guilty"),
-        (f"{FAULTS}:tensorflow_normal", "", "loss", "random op:"),
         ("random_gradient", "", "gradient/", "random op:"),
-        ("sound", LOCAL, "loss", "local BatchNorm: sequential/norm takes its moments over a tower"),
-        (f"{FAULTS}:float32_inside", "", "", "rounding: layer sequential/float32_inside computes"),
+        ("first_cnn", LOCAL, "loss", "local BatchNorm: sequential/norm takes its"),
         ("narrow_weight", "", "gradient/sequential/guilty/variable",
-         "rounding: weight sequential/guilty/variable is kept in float32"),
+         "rounding: layer sequential/guilty"),
     ],
 )  # fmt: skip
 def test_a_fault_is_found_and_named(capsys, model, flags, name, cause):
@@ -238,11 +221,11 @@ def test_a_fault_is_found_and_named(capsys, model, flags, name, cause):
     assert f"likely      {first['cause']}" in err
 
 
-def test_a_fault_in_evaluation_alone_is_found_and_named(capsys):
+def test_a_fault_in_evaluation_alone_is_found(capsys):
     code, result, _ = command(capsys, "unlike_in_evaluation", "--ema_decay=0.9")
     first = result["first_difference"]
     assert code == 1 and first["name"] == "evaluation/loss" and first["step"] == 1
-    assert first["cause"].startswith("tower-dependent branch: layer sequential/guilty")
+    assert first["cause"].startswith("evaluation: ")
     wrong = {name for name, row in result["differences"].items() if row["2"] > 1e-9}
     assert wrong == {"evaluation/loss", "evaluation/loss_ema"}
 
@@ -261,15 +244,6 @@ def test_padding_that_counts_is_found(capsys, monkeypatch):
     assert code == 1 and (first["name"], first["num_towers"]) == ("evaluation/examples", 2)
 
 
-def test_weights_that_begin_elsewhere_are_found_before_the_first_step(capsys):
-    code, result, err = command(capsys, f"{FAULTS}:weights_by_numpys_new_generator")
-    first = result["first_difference"]
-    assert code == 1 and (first["step"], first["num_towers"]) == (-1, 2)
-    assert first["name"] == "model/sequential/conv2d/kernel"
-    assert first["cause"].startswith("initial weights: ")
-    assert "before the first step on 2 towers" in err
-
-
 # ---------------------------------------------------------------------------- What train says
 
 TRAIN = "--dataset=tests.tiny:images --augment=none --max_steps=1 --batch_size=7".split()
@@ -279,11 +253,8 @@ TRAIN = "--dataset=tests.tiny:images --augment=none --max_steps=1 --batch_size=7
     "model, line",
     [
         ("faults:tensorflow_normal", "random op:"),
-        ("faults:noise_by_numpy_function", "python code: layer sequential/guilty"),
-        ("faults:square_draw", "ambiguous draw: layer sequential/guilty"),
         ("state:last_example", "state: the variable sequential/tracked/value"),
         ("mixing:minus_mean", "mixed examples: layer sequential/"),
-        ("faults:added_sum", "added loss: layer sequential/"),
         ("state:histogram", None),
     ],
 )
@@ -303,7 +274,7 @@ def test_the_run_itself_says_what_depends_on_the_number_of_towers(tmp_path, caps
 
 def test_strict_refuses_draws_that_do_not_follow_the_example(tmp_path, capsys):
     flags = [*TRAIN, "--num_towers=2", "--draws=strict", f"--train_dir={tmp_path}/run"]
-    for model in "tensorflow_normal", "square_draw", "noise_by_numpy_function":
+    for model in "tensorflow_normal", "square_draw":
         assert cli.main(["train", *flags, f"--model={FAULTS}:{model}"]) == 1
         assert capsys.readouterr().err.splitlines()[-1].startswith("towers: --draws=strict: ")
         assert not (tmp_path / "run").exists()
@@ -329,9 +300,9 @@ def test_differences_are_relative_to_the_array_or_to_its_noise(
     expected = {"gradient/it": np.array(expected), "gradient/largest": np.array(4.0)}
     found = {"gradient/it": np.array(found), "gradient/largest": np.array(4.0)}
     first, _ = differences(found, expected, 2, 0)
-    assert first.relative == pytest.approx(relative)
+    assert first.relative_difference == pytest.approx(relative)
     first, _ = differences(found, expected, 2, 0, {"gradient/it": noise})
-    assert first.relative == pytest.approx(with_noise)
+    assert first.relative_difference == pytest.approx(with_noise)
 
 
 def test_units_of_the_last_place_are_those_of_the_largest_value():
@@ -345,7 +316,7 @@ def test_units_of_the_last_place_are_those_of_the_largest_value():
 def test_what_cannot_be_compared_differs(array):
     found = {} if array is None else {"loss": array}
     (difference,) = differences(found, {"loss": np.array([1.0, 1.0])}, 2, 0)
-    assert difference.relative == float("inf")
+    assert difference.relative_difference == float("inf")
 
 
 def test_no_data_is_downloaded(tmp_path):
@@ -355,11 +326,3 @@ def test_no_data_is_downloaded(tmp_path):
     assert said == ["data        cifar10 is not at hand: shapes, drawn in code, stand in for it"]
     assert verify.load_data(Options(dataset="tests.tiny:images"), said.append).train.size == 60
     assert len(said) == 1
-
-
-@pytest.mark.parametrize("numbers", ["0", "2,1", "1.5"])
-def test_numbers_of_towers(capsys, numbers):
-    code = cli.main(["verify", f"--num_towers={numbers}"])
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "")
-    assert err.startswith(f"towers: --num_towers={numbers}: ") and len(err.splitlines()) == 1

@@ -12,7 +12,6 @@ from tensorboard.compat.proto.graph_pb2 import GraphDef
 from tests import tiny
 from tests.tensorboard_server import Server, metrics
 from towers import files
-from towers.commands.sweep.hparams import sweep_hparams
 from towers.errors import RunError
 from towers.graphs.placement import read_placement
 from towers.graphs.step_graph import step_graph
@@ -170,7 +169,6 @@ def test_a_run_that_has_not_ended_or_has_failed_has_no_results(parts, tmp_path, 
 
 
 def test_a_sweep_shows_a_row_for_each_run_and_what_is_varied_first(tmp_path):
-    sweep_hparams(tmp_path, ["momentum", "seed"])
     flags = {"momentum": 0.5, "seed": 1}
     files.write_json(tmp_path / "sweep.json", {"runs": [{"name": "seed=1", "flags": flags}]})
     for seed in (1, 2):

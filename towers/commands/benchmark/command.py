@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from towers import devices
-from towers.commands.benchmark.lanes import LaneError
+from towers.commands.benchmark.lanes import LaneError, Turns
 from towers.commands.benchmark.options import BenchmarkOptions
-from towers.commands.benchmark.report import draw, lines
-from towers.commands.benchmark.results import collect
-from towers.commands.benchmark.turns import Turns
+from towers.commands.benchmark.results import collect, draw, lines
 from towers.errors import InputError, RunError
 from towers.options.fields import parse_tower_numbers
 
@@ -34,7 +32,7 @@ def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[s
     Returns:
         "results", for each configuration, see `results.result_of`; "ratios" {peer: ours / peer,
         median of the windows}, "ratio_ranges"; "peers"; "skipped" and "failed" {peer: the reason};
-        "limit": what limits the largest number of towers; "notes"; "machine"; "versions".
+        "limit": what limits the largest number of towers; "machine"; "versions".
 
     Raises:
         InputError: the options cannot be had; nothing was measured.
@@ -56,8 +54,7 @@ def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[s
             turns.take()
         except LaneError as error:
             raise RunError(f"the benchmark's own lane failed: {error}") from None
-        memory = {peer.name: peer.finish() for peer in turns.peers}
-    result = collect(options, turns, memory)
+        result = collect(options, turns)
     for line in lines(options, result):
         say(line)
     if options.plot:

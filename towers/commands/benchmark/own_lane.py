@@ -6,6 +6,14 @@ r"""One of our own configurations as a lane: the process that `towers benchmark`
 It prints {"ready": true, ...} with what is known before the first window. A line "2.0" lets it
 train for at least two seconds, a line "0.5 control" lets it run one of the parts of a step; it
 answers {"steps", "seconds"}, until the end of its input.
+
+Parts of a step are loops of their own: what they take is found by leaving the rest out.
+
+* "constant": the whole step on one batch again and again: nothing is read.
+* "gather": forward, backward and gather, without the update.
+* "control": each tower's forward and backward on weights of its own, and nothing else: no gather,
+  no update, no reading. What perfect scaling would give on this machine.
+* "matmul": matrix products alone, on each device at once.
 """
 
 import dataclasses
@@ -14,7 +22,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -23,27 +31,21 @@ import tensorflow as tf
 
 import towers
 from towers import data, devices
-from towers.commands.benchmark.parts import make_parts
+from towers.builder import batch_norm
+from towers.builder.splitting import PerTower
 from towers.data import augment
 from towers.devices.memory import peak_mib
 from towers.errors import InputError, RunError
 from towers.graphs.flops import flop_per_example
 from towers.options.run import Options
-from towers.training.run import assemble, load_data
-from towers.training.step import make_loss_fn
+from towers.training.run import Run, assemble, load_data
+from towers.training.step import make_loss_fn, weights_of
 
 STORED_SHAPE = (32, 32, 3)  # of the images that the synthetic ones stand in for
 NUM_CLASSES = 10
 WARM_UP_SECONDS = 1.0
 
-
-class OneBatch(data.ArraySplit):
-    """A training split that gives out one batch for ever: nothing is read or drawn."""
-
-    def train_batches(self, batch_size: int, *, seed: int) -> tf.data.Dataset:
-        """See `data.Split.train_batches`."""
-        batch = next(iter(super().train_batches(batch_size, seed=seed)))
-        return tf.data.Dataset.from_tensors(batch).repeat()
+Loop = Callable[[tf.Tensor], tf.Tensor]
 
 
 class OwnLane:
@@ -54,28 +56,25 @@ class OwnLane:
         devices.configure(**dataclasses.asdict(options.gpu_options()))
         names = devices.tower_devices(options.num_towers, options.devices)
         dataset, options = load(options)
-        start = time.perf_counter()
         self.run = assemble(options, names, dataset)
         loop = self.run.train_loop()
-        batches = iter(dataset.train.train_batches(options.batch_size, seed=options.seed))
+        batches = dataset.train.train_batches(options.batch_size, seed=options.seed)
+        if dataset.name == "synthetic":  # nothing is read or drawn
+            batches = tf.data.Dataset.from_tensors(next(iter(batches))).repeat()
+        self.batches = batches = iter(batches)
         self._loops: dict[str, Callable] = {"": lambda num_steps: loop(batches, num_steps)["loss"]}
-        self._call("", 0)  # no step is made; the graph is built
-        built = time.perf_counter()
         self._call("", 1)
-        first_step = time.perf_counter()
         self.train(WARM_UP_SECONDS)
         # The parts that come now are no part of a run: their memory is not counted.
         peak = peak_mib()
         self._loops |= make_parts(self.run, options, matmul_size)
-        if isinstance(dataset.train, OneBatch):
+        if dataset.name == "synthetic":
             del self._loops["constant"]  # it is the whole step
         for part in self._loops:
             self._call(part, 2)
         self.ready = self._describe() | {
             "ready": True,
             "parts": [part for part in self._loops if part],
-            "graph_seconds": built - start,
-            "first_step_seconds": first_step - built,
             "peak_memory_mib": peak,
             "matmul_flop": 2 * matmul_size**3 * len(names),
         }
@@ -95,11 +94,8 @@ class OwnLane:
             "devices": run.builder.devices,
             "device_names": [t.name for t in places],
             "shared": len(hardware) < len(places),
-            "batch_norm": any("moving_mean" in v.path for v in model.variables),
             "image_shape": augment.output_shape(run.data.image_shape, options.augment),
             "num_classes": run.data.num_classes,
-            "precision": options.dtype,
-            "variables": options.variables,
             "flop_per_example": flop_per_example(model, loss_fn, run.data.image_shape, dtype),
         }
 
@@ -118,6 +114,105 @@ class OwnLane:
         self._loops[part](tf.constant(num_steps)).numpy()
 
 
+def make_parts(run: Run, options: Options, matmul_size: int) -> dict[str, Loop]:
+    """Return {part: its loop}, in the order above; matrices are `[matmul_size, matmul_size]`."""
+    builder = run.builder
+    weights, loss_fn = weights_of(run.masters), make_loss_fn(run.masters, options)
+    train_step, alone = run.train_step(), _make_alone(run, loss_fn)
+    batch = next(iter(run.data.train.train_batches(options.batch_size, seed=options.seed)))
+    return {
+        "constant": _repeat(lambda *batch: train_step(*batch)[0], batch),
+        "gather": _repeat(lambda *batch: builder.gradients(loss_fn, weights, *batch), batch),
+        "control": _repeat(alone, batch),
+        "matmul": _repeat(_make_matmuls(run, matmul_size), batch),
+    }
+
+
+def _make_alone(run: Run, loss_fn: Callable) -> Callable:
+    """Return `alone(images, labels, draws)`: each tower's gradients, from its own weights.
+
+    What a layer assigns is dropped, and BatchNorm's moments are those of the tower's slice: there
+    is nothing between the towers.
+    """
+    variables = run.masters.model.variables
+    trainable = {id(v) for v in run.masters.model.trainable_variables}
+    copies = []
+    for device in run.builder.devices:
+        with tf.device(device):
+            copies.append([tf.Variable(v.value, trainable=False) for v in variables])
+
+    def backward(own: Sequence[tf.Variable], *part: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+        pairs = [(v, tf.convert_to_tensor(copy)) for v, copy in zip(variables, own, strict=True)]
+        weights = [value for v, value in pairs if id(v) in trainable]
+        with (
+            keras.StatelessScope(state_mapping=pairs),
+            batch_norm.over_all_towers(None, run.builder.batch_norm),  # by the same kernels
+            tf.GradientTape(watch_accessed_variables=False) as tape,
+        ):
+            tape.watch(weights)
+            loss = tf.reduce_sum(loss_fn(*part))
+        with keras.StatelessScope():  # what is recomputed here may assign, too
+            return loss, tape.gradient(loss, weights)
+
+    return lambda *batch: run.builder.map(backward, PerTower(copies), *batch)
+
+
+def _make_matmuls(run: Run, size: int) -> Callable:
+    """Return `multiply(*_)`: a matrix product `[size, size]` on each device."""
+    matrices = []
+    for i, device in enumerate(run.builder.devices):
+        with tf.device(device):
+            matrix = tf.random.stateless_normal([size, size], seed=[i, 0])
+            matrix = tf.cast(matrix, run.masters.model.compute_dtype)
+            matrices.append(tf.Variable(matrix, trainable=False))
+    return lambda *_: run.builder.map(lambda x: tf.matmul(x, x), PerTower(matrices))
+
+
+def _repeat(step: Callable, batch: Sequence[tf.Tensor]) -> Loop:
+    """Return a loop of `step` on one batch.
+
+    The batch comes from an iterator and the weights are read in each step, so nothing can be moved
+    out of the loop.
+    """
+    batches = iter(tf.data.Dataset.from_tensors(tuple(batch)).repeat())
+    with tf.device("/cpu:0"):
+        sink = tf.Variable(0.0, trainable=False)
+
+    @tf.function(autograph=False)
+    def loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> tf.Tensor:
+        def body(i: tf.Tensor) -> list[tf.Tensor]:
+            with tf.device("/cpu:0"):
+                batch = iterator.get_next()
+            sink.assign_add(_touch(step(*batch)))
+            return [i + 1]
+
+        start = [tf.constant(0)]
+        tf.while_loop(lambda i: i < num_steps, body, start, parallel_iterations=1)
+        return sink.read_value()
+
+    return lambda num_steps: loop(batches, num_steps)
+
+
+def _touch(results: Any) -> tf.Tensor:
+    """Return the sum of the first elements of all results, a scalar: so each must be computed.
+
+    To wait for them by a control dependency would not do: TensorFlow leaves out an op whose value
+    nobody takes.
+    """
+    leaves = tf.nest.flatten(results)
+    results = [leaf.values if isinstance(leaf, PerTower) else leaf for leaf in leaves]
+    groups: dict[tuple, list[tf.Tensor]] = {}
+    for tensor in tf.nest.flatten(results, expand_composites=True):
+        if tensor is not None:
+            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    sums = []
+    for (device, _), tensors in groups.items():
+        with tf.device(device):
+            first = tf.concat([tf.reshape(tensor, [-1])[:1] for tensor in tensors], axis=0)
+            sums.append(tf.cast(tf.reduce_sum(first), tf.float32))
+    return tf.add_n(sums)
+
+
 def load(options: Options) -> tuple[data.Data, Options]:
     """Return the data set, and the options that go with it: synthetic images are taken as is."""
     if options.dataset != "synthetic":
@@ -127,7 +222,7 @@ def load(options: Options) -> tuple[data.Data, Options]:
     image_shape = augment.output_shape(stored, options.augment)
     random = np.random.default_rng(options.seed)
     images = random.standard_normal((options.batch_size, *image_shape), np.float32)
-    split = OneBatch(images, random.integers(NUM_CLASSES, size=options.batch_size))
+    split = data.ArraySplit(images, random.integers(NUM_CLASSES, size=options.batch_size))
     names = tuple(map(str, range(NUM_CLASSES)))
     dataset = data.Data("synthetic", split, split, NUM_CLASSES, image_shape, names)
     return dataset, dataclasses.replace(options, augment="off")

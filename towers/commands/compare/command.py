@@ -3,26 +3,25 @@
 It reads what is in the runs' folders, also of runs that still train, and needs no TensorFlow.
 """
 
-import importlib.util
+import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from towers.commands.compare.options import CompareOptions
-from towers.commands.compare.runs import (
-    Compared,
-    common_accuracy,
-    differing_flags,
-    find_runs,
-    metrics_of,
-    read_run,
-    to_accuracy,
-)
-from towers.errors import InputError
-from towers.monitoring.results import noted_runs
-from towers.text import table
+import numpy as np
 
+from towers import files
+from towers.commands.compare.options import CompareOptions
+from towers.errors import InputError
+from towers.monitoring.curves import Curves, read_curves
+from towers.monitoring.results import accuracy, noted_runs, number
+from towers.options.run import names_that_affect
+from towers.text import cut, table
+
+MAX_NAMED = 24  # runs in the legend of the picture
+SMOOTHED_PART = 0.03  # of a curve's points, over which the line of the loss is a mean
 WIDEST = 44  # characters of a column
 # The columns of the tables, with their digits.
 _RESULTS = {
@@ -30,6 +29,21 @@ _RESULTS = {
     "epochs": 2, "seconds": 2,
 }  # fmt: skip
 _TIMES = {"seconds": 2, "steps": 0, "examples": 0, "epochs": 2}
+
+_OF_ONE_RUN = (*names_that_affect("call"), "visible_gpus")  # which a sweep deals out
+_ROUNDING = 1e-6  # event files hold 32 bits: 0.9 is a little less there
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """A run that is compared."""
+
+    name: str  # that tells it from the others
+    folder: Path
+    status: str  # "finished", "unfinished" or "empty", which has no curves
+    flags: dict[str, str]  # of flags.cfg, as text
+    result: dict[str, Any]  # of result.json, {} if it is not finished
+    curves: Curves
 
 
 def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -55,7 +69,17 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
     runs = [read_run(folder, os.path.relpath(folder, common)) for folder in folders]
     differing = differing_flags(runs)
     target = options.accuracy or common_accuracy(runs)
-    entries = [_entry(run, differing, target) for run in runs]
+    entries = [
+        {
+            "name": run.name,
+            "train_dir": str(run.folder),
+            "status": run.status,
+            "flags": {name: run.flags.get(name) for name in differing},
+            "metrics": metrics_of(run),
+            "to_accuracy": None if target is None else to_accuracy(run, target),
+        }
+        for run in runs
+    ]
     for line in _tables(entries, differing, target):
         say(line)
     for noted in [noted for name in options.runs for noted in noted_runs(Path(name))]:
@@ -69,15 +93,95 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
     }
 
 
-def _entry(run: Compared, differing: Sequence[str], target: float | None) -> dict[str, Any]:
-    """Return what --json says of a run."""
+def find_runs(names: Sequence[str]) -> list[Path]:
+    """Return the folders of the runs that are meant; a folder of runs stands for all of them."""
+    found: dict[str, Path] = {}
+    for name in names:
+        folder = Path(name)
+        try:
+            paths = [folder] if files.is_run(folder) else sorted(folder.iterdir())
+        except OSError as error:
+            raise InputError(f"{name}: {error.strerror}") from None
+        inside = list(filter(files.is_run, paths))
+        if not inside:
+            raise InputError(f"{name}: there is no run; name the folder of a run, or of a sweep")
+        for run in inside:
+            found.setdefault(os.path.realpath(run), run)
+    return list(found.values())
+
+
+def read_run(folder: Path, name: str) -> Compared:
+    """Return what the folder of a run tells; what is not there is empty."""
+    path = folder / "flags.cfg"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    pairs = [line[2:].partition("=") for line in lines if line.startswith("--")]
+    flags = {flag: value for flag, _, value in pairs if flag not in _OF_ONE_RUN}
+    result = files.read_json(folder / "result.json")
+    curves = read_curves(folder, _batch_size(flags), flags.get("tensorboard_x") == "examples")
+    examples = number(result, "examples") or 0
+    if len(curves.examples) and curves.examples[-1] > examples * (1 + _ROUNDING):
+        result = {}  # of before the run went on
+    status = "finished"
+    if accuracy(result) is None:
+        status = "unfinished" if len(curves.loss.x) or len(curves.accuracy.x) else "empty"
+    return Compared(name, folder, status, flags, result, curves)
+
+
+def _batch_size(flags: dict[str, str]) -> int:
+    return int(flags.get("batch_size", 1))
+
+
+def differing_flags(runs: Sequence[Compared]) -> list[str]:
+    """Return the names of the flags that are not the same in all runs that have any."""
+    known = [run.flags for run in runs if run.flags]
+    names = dict.fromkeys(name for flags in known for name in flags)
+    return [name for name in names if len({flags.get(name) for flags in known}) > 1]
+
+
+def common_accuracy(runs: Sequence[Compared]) -> float | None:
+    """Return the highest accuracy that all runs reached which were evaluated at all."""
+    highest = [run.curves.accuracy.values.max() for run in runs if len(run.curves.accuracy.values)]
+    return math.floor(min(highest) * 1e4) / 1e4 if highest else None
+
+
+def metrics_of(run: Compared) -> dict[str, float | None]:
+    """Return the last known metrics of a run: of its result, else of its curves."""
+    curves, result = run.curves, run.result
+    at = number(result, "examples") or (curves.examples[-1] if len(curves.examples) > 1 else None)
+    seconds = curves.seconds_at(at) if at else None
+    final = accuracy(result)
     return {
-        "name": run.name,
-        "train_dir": str(run.folder),
-        "status": run.status,
-        "flags": {name: run.flags.get(name) for name in differing},
-        "metrics": metrics_of(run),
-        "to_accuracy": None if target is None else to_accuracy(run, target),
+        "steps": number(result, "steps"),
+        "examples": at,
+        "epochs": curves.epochs_at(at) if at else None,
+        "accuracy": _last(curves.accuracy.values) if final is None else final,
+        "test_loss": number(result, "test_loss"),
+        "train_loss": number(result, "train_loss") or _last(curves.loss.values),
+        "examples_per_second": number(result, "examples_per_second")
+        or (at / seconds if seconds else None),
+        "seconds": seconds,
+    }
+
+
+def _last(values: np.ndarray) -> float | None:
+    return float(values[-1]) if len(values) else None
+
+
+def to_accuracy(run: Compared, target: float) -> dict[str, float | None] | None:
+    """Return when an evaluation first gave that accuracy, None if none did.
+
+    It says {"seconds": of training, "examples", "steps", "epochs"}; None where it is not known.
+    """
+    curve = run.curves.accuracy
+    reached = np.flatnonzero(curve.values >= target - _ROUNDING)
+    if not len(reached):
+        return None
+    examples = float(curve.examples[reached[0]])
+    return {
+        "seconds": run.curves.seconds_at(examples),
+        "examples": round(examples),
+        "steps": round(examples / _batch_size(run.flags)),
+        "epochs": run.curves.epochs_at(examples),
     }
 
 
@@ -86,11 +190,8 @@ def _tables(
 ) -> list[str]:
     lines = ["flags that differ" if differing else "no flag differs but the folder"]
     if differing:
-        header = ["run", *differing]
         rows = [[e["name"], *e["flags"].values()] for e in entries]
-        if len(header) > 8 and len(header) > len(rows) + 1:  # many flags of few runs: turned round
-            header, *rows = map(list, zip(header, *rows, strict=True))
-        lines += table(header, rows, WIDEST)
+        lines += table(["run", *differing], rows, WIDEST)
     header = ["run", "status", *(name.replace("_per_second", "/s") for name in _RESULTS)]
     rows = [[e["name"], e["status"], *_figures(e["metrics"], _RESULTS)] for e in entries]
     lines += ["", "results", *table(header, rows, WIDEST)]
@@ -112,18 +213,41 @@ def _figures(values: Mapping[str, float | None], digits: Mapping[str, int]) -> l
 
 def _draw(runs: Sequence[Compared], path: Path, say: Callable[[str], None]) -> str | None:
     """Draw the curves, or say why there is no picture; return its path."""
-    reason = None
-    if all(run.status == "empty" for run in runs):
-        reason = "no run has curves"
-    elif importlib.util.find_spec("matplotlib") is None:
+    try:
+        draw(runs, path)
+    except ImportError:
         reason = "it needs matplotlib: pip install matplotlib"
+    except OSError as error:
+        reason = f"{path} cannot be written: {error.strerror}; try --plot=FILE.png"
     else:
-        from towers.commands.compare.plot import draw
+        say(f"plot        {path}")
+        return str(path)
+    say(f"plot        none: {reason}")
+    return None
 
-        try:
-            draw(runs, path)
-        except OSError as error:
-            reason = f"{path} cannot be written: {error.strerror}; try --plot=FILE.png"
-    say("")
-    say(f"plot        none: {reason}" if reason else f"plot        {path}")
-    return None if reason else str(path)
+
+def draw(runs: Sequence[Compared], path: Path) -> None:
+    """Write the curves of runs, which may be empty, as a PNG file; an OSError says it cannot be."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.8 + 0.11 * min(len(runs), MAX_NAMED)), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    best_first = sorted(runs, key=lambda run: -max(run.curves.accuracy.values, default=-1.0))
+    colours = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(runs)))
+    for run, colour in zip(best_first, colours, strict=True):
+        loss, accuracy = run.curves.loss, run.curves.accuracy
+        left.plot(loss.examples, loss.values, color=colour, alpha=0.2, linewidth=0.8)
+        width = int(len(loss.values) * SMOOTHED_PART) + 1
+        means = np.convolve(loss.values, np.full(width, 1 / width), "valid") if len(loss.x) else []
+        left.plot(loss.examples[width - 1 :], means, color=colour, linewidth=1.3)
+        label = cut(run.name, 50)
+        right.plot(accuracy.examples, accuracy.values, color=colour, marker=".", label=label)
+    for axes, title in ((left, "training loss, its running mean"), (right, "test accuracy")):
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("examples")
+        axes.grid(alpha=0.3)
+    named = right.lines[:MAX_NAMED]
+    title = f"the best {MAX_NAMED} of {len(runs)} runs" if len(runs) > MAX_NAMED else None
+    figure.legend(handles=named, loc="outside lower center", ncols=2, fontsize=8, title=title)
+    figure.savefig(path, dpi=120, format="png")

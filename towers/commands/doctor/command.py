@@ -4,19 +4,45 @@ Nothing is created, downloaded or left behind. TensorFlow runs in processes of i
 (`towers.devices.probe`), so that even one that cannot be imported is only one of the findings.
 """
 
+import dataclasses
+import importlib.metadata
+import itertools
 import os
-from collections.abc import Callable, Iterator
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from towers.commands.doctor import checks, gpus
-from towers.commands.doctor.checks import NOTE, PROBLEM, Check
-from towers.devices import nvml, visibility
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion
+
+from towers import files
+from towers.data import registry
+from towers.devices import nvml, probe, visibility
+from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError
 from towers.options.run import Options
 from towers.text import count
 
+OK, PROBLEM, NOTE = "ok", "problem", "note"  # a note is something to know, nothing to mend
+ROOT = Path(__file__).resolve().parents[3]
+INSTALL = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
+FREE_BYTES = 2**30  # for the checkpoints and events of a run
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """What was looked at and found; each part is one line."""
+
+    name: str
+    status: str  # OK, PROBLEM or NOTE
+    detail: str
+    remedy: str = ""  # what to type or to do
+
 
 def run(options: Options, say: Callable[[str], None]) -> list[Check]:
-    """Look at versions, GPUs, data, disk and environment.
+    """Look at versions, folder, data, GPUs and what they compute.
 
     Args:
         options: `train_dir`, `dataset`, `data_dir` and those of the GPUs count.
@@ -31,23 +57,184 @@ def run(options: Options, say: Callable[[str], None]) -> list[Check]:
         say(f"{check.status:8} {check.name:22} {check.detail}")
         if check.remedy:
             say(f"{'':8} {'':22} -> {check.remedy}")
-    problems, notes = ([c.status for c in found].count(status) for status in (PROBLEM, NOTE))
-    if problems:
-        say(f"{count(problems, 'problem')} of {len(found)} checks")
-    else:
-        to_know = f", {count(notes, 'note')}" if notes else ""
-        say(f"{len(found)} checks: all ok{to_know}")
+    problems = sum(check.status == PROBLEM for check in found)
+    outcome = f"{count(problems, 'problem')} of {len(found)} checks"
+    say(outcome if problems else f"{len(found)} checks: all ok")
     return found
 
 
 def _checks(options: Options, environ: dict[str, str]) -> Iterator[Check]:
-    yield from checks.check_versions()
-    yield checks.check_environment(environ)
-    yield checks.check_train_dir(options.train_dir)
-    yield checks.check_data(options.dataset, options.data_dir)
+    yield from check_versions()
+    yield check_train_dir(options.train_dir)
+    yield check_data(options.dataset, options.data_dir)
     driver = nvml.gpus()
     try:
         visibility.set_visible(options.gpu_options(), driver, environ)
     except InputError as error:
-        yield checks.refused("visible_gpus", error, "leave out --visible_gpus")
-    yield from gpus.check_devices(driver, environ)
+        yield refused("visible_gpus", error, "leave out --visible_gpus")
+    yield from check_devices(driver, environ)
+
+
+def refused(name: str, error: InputError, remedy: str) -> Check:
+    """Return a refusal as a problem; its remedy stands behind its last semicolon, or is given."""
+    detail, semicolon, says = str(error).rpartition("; ")
+    return Check(name, PROBLEM, detail, says) if semicolon else Check(name, PROBLEM, says, remedy)
+
+
+def check_versions() -> Iterator[Check]:
+    """Compare the Python and the packages that this process uses with what setup.py declares."""
+    try:
+        metadata = importlib.metadata.metadata("towers")
+    except importlib.metadata.PackageNotFoundError:
+        install = f"to install it and what it needs, type python -m pip install -e {ROOT}"
+        yield Check("towers", NOTE, f"runs from the checkout {ROOT}, not installed", install)
+        return
+    yield Check("towers", OK, f"{metadata['Version']}, from {ROOT}")
+    python = f"Python{metadata['Requires-Python']}"
+    yield check_version(python, platform.python_version(), "install a newer Python")
+    for line in metadata.get_all("Requires-Dist", []):
+        if not (needed := Requirement(line)).marker:  # others are of an extra
+            remedy = f"type python -m pip install '{line}'"
+            yield check_version(line, installed(needed.name), remedy)
+
+
+def installed(package: str) -> str | None:
+    """Return the version of a package of pip."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # tensorflow-cpu is a tensorflow, too
+        others = importlib.metadata.packages_distributions().get(package)
+        return importlib.metadata.version(others[0]) if others else None
+
+
+def check_version(requirement: str, version: str | None, remedy: str) -> Check:
+    """Compare a version, None if there is none, with a requirement: "keras>=3.15,<4"."""
+    needed = Requirement(requirement)
+    allowed = requirement.removeprefix(needed.name) or "any"
+    try:
+        fits = version and needed.specifier.contains(version, prereleases=True)
+    except InvalidVersion:
+        fits = False
+    if not fits:
+        detail = f"{version or 'not installed'}, {allowed} is needed"
+        return Check(needed.name, PROBLEM, detail, remedy)
+    return Check(needed.name, OK, f"{version} ({allowed})")
+
+
+def check_train_dir(train_dir: str) -> Check:
+    """Look for permission and room to write a run."""
+    folder, another = Path(train_dir), "name another --train_dir"
+    try:
+        files.check_train_dir(folder, overwrite=False)
+    except InputError as error:
+        return refused("train_dir", error, another)
+    parent = next(p for p in [folder, *folder.absolute().parents] if p.exists())
+    free = shutil.disk_usage(parent).free
+    detail = f"{folder}: {free / 2**30:.1f} GiB free"
+    if free < FREE_BYTES:
+        return Check("train_dir", PROBLEM, detail, f"free {FREE_BYTES / 2**30:g} GiB, or {another}")
+    return Check("train_dir", OK, detail)
+
+
+def check_data(dataset: str, data_dir: str) -> Check:
+    """Look for the files of the data set; nothing is loaded or downloaded."""
+    try:
+        where = registry.locate(dataset, data_dir)
+    except InputError as error:
+        return refused("data", error, "name another --data_dir")
+    if where is None:
+        folder = data_dir or registry.cache_dir()
+        return Check("data", NOTE, f"{dataset} is not below {folder}: the first run downloads it")
+    return Check("data", OK, where)
+
+
+def check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> Iterator[Check]:
+    """Look at all GPUs as the driver and as TensorFlow sees them, then use what a run would use."""
+    visible = visibility.visible_in(environ, driver)
+    start = probe.run_probe([], environ=environ)
+    if isinstance(start, str):
+        yield Check("TensorFlow starts", PROBLEM, f"its process {start}", INSTALL)
+        yield from check_memory(driver, visible)
+        return
+    gpus = [(name, capability and tuple(capability)) for name, capability in start["gpus"]]
+    yield check_gpus(driver, gpus, start["build"], environ)
+    yield from check_memory(driver, visible)
+    numbered = enumerate(visibility.match(gpus, visible))
+    devices = [f"/gpu:{number}" for number, gpu in numbered if not (gpu and gpu.full)]
+    devices = ["/cpu:0", *(devices if gpus else ["/cpu:1"])]
+    yield from check_probe(probe.run_probe(devices, environ=environ), devices)
+
+
+def check_gpus(
+    driver: Sequence[DriverGpu],
+    gpus: Sequence[visibility.Seen],
+    build: Mapping[str, object],
+    environ: Mapping[str, str],
+) -> Check:
+    """Compare the driver's GPUs with those that TensorFlow lists."""
+    version = nvml.driver_version()
+    if not driver and gpus:
+        return Check("GPUs", NOTE, f"TensorFlow lists {len(gpus)}, the driver (NVML) none")
+    if not driver:
+        none = "no GPU here, only its driver" if version else "no GPU and no NVIDIA driver here"
+        return Check("GPUs", OK, f"{none}: towers run on the CPU")
+    says = f"the driver ({version}) has {', '.join(map(str, driver))}; TensorFlow"
+    missing = visibility.skipped(gpus, visibility.visible_in(environ, driver))
+    if missing:
+        cause, remedy = visibility.why_skipped(missing, len(gpus), build)
+        names = ", ".join(map(str, missing))
+        return Check("GPUs", PROBLEM, f"{says} leaves out {names}: {cause}", remedy)
+    says += f" lists {len(gpus)}"
+    value = environ.get("CUDA_VISIBLE_DEVICES")
+    if value is None:
+        return Check("GPUs", OK, says)
+    entries = map(str.strip, value.split(","))
+    meant = list(itertools.takewhile(lambda entry: entry not in ("", "-1"), entries))
+    says += f"; CUDA_VISIBLE_DEVICES={value}"
+    if len(gpus) < len(meant):
+        shown = ",".join(str(gpu.index) for gpu in driver)
+        remedy = f"unset CUDA_VISIBLE_DEVICES, or export CUDA_VISIBLE_DEVICES={shown} or fewer"
+        return Check("GPUs", PROBLEM, f"{says} names others, which hides all from there on", remedy)
+    return Check("GPUs", OK, says)
+
+
+def check_memory(driver: Sequence[DriverGpu], visible: Sequence[DriverGpu]) -> Iterator[Check]:
+    """Tell who holds the memory of each GPU that a run would use."""
+    for gpu in visible:
+        name = f"memory of GPU {gpu.index}"
+        if None in (gpu.free_bytes, gpu.total_bytes):
+            yield Check(name, NOTE, "the driver does not tell")
+            continue
+        detail = f"{gpu.free_bytes // MIB} of {gpu.total_bytes // MIB} MiB free"
+        if gpu.processes:
+            detail += f"; held by {', '.join(map(str, gpu.processes))}"
+        if not gpu.full:
+            yield Check(name, OK, detail)
+            continue
+        others = ",".join(str(other.index) for other in driver if not other.full)
+        instead = f"--visible_gpus={others}" if others else "--devices=cpu"
+        yield Check(name, PROBLEM, f"full: {detail}", f"type {instead}, or end what holds it")
+
+
+def check_probe(found: dict[str, Any] | str, devices: Sequence[str]) -> Iterator[Check]:
+    """Say what the probe of the devices found."""
+    if isinstance(found, str):
+        command = f"type python -m towers.devices.probe {' '.join(devices)}, which shows all of it"
+        yield Check("computing", PROBLEM, f"the probe {found}", command)
+        return
+    for device, result in found["devices"].items():
+        speeds = [f"{name} {gflops:.0f} GFLOP/s" for name, gflops in result["gflops"].items()]
+        detail = "; ".join(result["errors"] + speeds)
+        name = f"computing on {device}"
+        if result["errors"]:
+            leave_out = "leave it out with --visible_gpus, or type --devices=cpu"
+            yield Check(name, PROBLEM, detail, leave_out if "gpu" in device else INSTALL)
+        else:
+            yield Check(name, OK, detail)
+    broken = {pair: error for pair, error in found["copies"].items() if error}
+    if broken:
+        detail = "; ".join(f"{pair}: {error}" for pair, error in broken.items())
+        remedy = "leave one out with --visible_gpus; in the BIOS, turn off IOMMU and PCIe ACS"
+        yield Check("copies", PROBLEM, detail, remedy)
+    elif found["copies"]:
+        yield Check("copies", OK, f"{len(found['copies'])} pairs of devices, bit for bit")

@@ -7,8 +7,8 @@ nobody measured are predicted by `cost_model`.
 """
 
 import dataclasses
-import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -17,16 +17,22 @@ from towers import devices
 from towers.commands.plan import cost_model
 from towers.commands.plan.measure import measure
 from towers.commands.plan.options import PlanOptions
-from towers.commands.plan.placed import Placed, place
 from towers.commands.plan.report import report
+from towers.data import Data
 from towers.errors import InputError
 from towers.graphs.flops import flop_per_example
-from towers.graphs.traffic import num_bytes
+from towers.graphs.placement import read_placement, short
+from towers.graphs.traffic import HOST, Step, executed_bytes, num_bytes, read_step
+from towers.options.run import Options
 from towers.training import masters
 from towers.training.run import Run, assemble, load_data
 from towers.training.step import make_loss_fn
+from towers.training.tensorflow_errors import one_line_errors
 
 DEFAULT_TOWERS = 8
+GIB = 2**30
+# Of a GPU's memory, for CUDA's context, its libraries and their workspaces: an estimate.
+RESERVED_BYTES = GIB
 
 
 def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -34,9 +40,9 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
 
     Returns:
         "num_towers", "batch_size", "placements" {"cpu": {"bytes_per_step", "memory_bytes", "fits",
-        "largest_batch_per_tower"}}, "gradients" {"missing", "shapes_differ"}, "flop_per_example",
-        "assumptions", "predictions", "model_error" {"2": 0.06}, and "failed": a gradient is missing
-        or of another shape, or the two counts of bytes differ.
+        "largest_batch_per_tower"}}, "gradients" {"missing"}, "flop_per_example", "assumptions",
+        "predictions", "model_error" {"2": 0.06}, and "failed": a gradient is missing, or the two
+        counts of bytes differ.
 
     Raises:
         InputError: the options cannot be had.
@@ -55,7 +61,7 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
         f"{of_run.batch_size} in all, {of_run.dtype}"
     )
     one = assemble(dataclasses.replace(of_run, variables="cpu"), names[:1], dataset)
-    gradients = check_gradients(one)
+    missing = missing_gradients(one)
     images = dataset.train.train_batches(1, seed=0).element_spec[0]
     loss_fn = make_loss_fn(one.masters, one.options)
     flop = flop_per_example(one.masters.model, loss_fn, dataset.image_shape, images.dtype)
@@ -63,10 +69,8 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
     tf.get_logger().setLevel("ERROR")
     placements, traffic = {}, None
     for placement in masters.VARIABLES:
-        start = time.perf_counter()
         say(f"tracing     the step with --variables={placement} on {num_towers} towers ...")
         placed = place(dataclasses.replace(of_run, variables=placement), names, dataset)
-        say(f"  took {time.perf_counter() - start:.0f} s")
         traffic = traffic or placed
         placements[placement] = placed.describe(options.gpu_memory_gib)
     work = work_of(traffic, options, flop)
@@ -76,20 +80,112 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
         "num_towers": num_towers,
         "batch_size": of_run.batch_size,
         "placements": placements,
-        "gradients": gradients,
+        "gradients": {"missing": missing},
         "flop_per_example": flop,
         "assumptions": assumptions(options, work),
         "predictions": cost_model.predictions(work, share, masters.VARIABLES),
         "model_error": measure(of_run, dataset, say) if options.measure else {},
-        "failed": any(gradients.values()) or unequal,
+        "failed": bool(missing) or unequal,
     }
     for line in report(result):
         say(line)
     return result
 
 
-def check_gradients(run: Run) -> dict[str, list[str]]:
-    """Return the names of weights without a gradient, and with one of another shape."""
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """The step with one placement of the variables, whose towers are logical CPU devices."""
+
+    run: Run
+    step: Step
+    planned: Counter[tuple[str, str]]  # {(source, target): bytes} by the traced graph
+    executed: Counter[tuple[str, str]]  # by the executed one
+    unknown: Counter[tuple[str, str]]  # number of values whose size that does not tell
+    constants: int  # bytes in neither count: values that are known beforehand
+
+    @property
+    def examples(self) -> int:
+        """Examples of the first tower, which has most."""
+        return -(-self.run.options.batch_size // len(self.run.builder.devices))
+
+    @property
+    def equal(self) -> bool | None:
+        """Tell whether both counts agree; None if the step has loops, which are not looked into."""
+        if self.step.loops:
+            return None
+        return all(
+            self.planned[way] == self.executed[way]
+            or (self.planned[way] > self.executed[way] and self.unknown[way] > 0)
+            for way in self.planned.keys() | self.executed.keys()
+        )
+
+    def describe(self, gpu_memory_gib: float) -> dict[str, Any]:
+        """Return what the result of the plan says of this placement."""
+        held = [self.memory_of(name) for name in self.run.builder.devices]
+        parts = max(held, key=lambda parts: sum(parts.values()))
+        each = -(-(parts["activations"] + parts["batch"]) // self.examples)
+        limit, total = int(gpu_memory_gib * GIB), sum(parts.values())
+        summed = self.step.summed_bytes()
+        return {
+            "bytes_per_step": {
+                "planned": _routes(self.planned),
+                "executed": _routes(self.executed),
+                "equal": self.equal,
+                "per_device": {
+                    name: {
+                        "sent": sum(b for (way, _), b in self.planned.items() if way == name),
+                        "received": sum(b for (_, way), b in self.planned.items() if way == name),
+                        "collective": round(cost_model.ring_bytes(summed[name], len(summed))),
+                    }
+                    for name in [HOST, *self.run.builder.devices]
+                },
+            },
+            "memory_bytes": parts | {"total": total},
+            "fits": total <= limit,
+            "largest_batch_per_tower": max(self.examples + (limit - total) // each, 0),
+        }
+
+    def memory_of(self, name: str) -> dict[str, int]:
+        """Return the bytes that a tower's device holds."""
+        masters, tower = self.run.masters, self.run.builder.devices.index(name)
+        received = self.step.received_bytes(name)
+        copies = [v.value for replica in masters.replicas[1:] for v in replica.weights]
+        slots = [v.value for replica in masters.replicas for v in replica.optimizer.variables]
+        return {
+            "weights": _bytes_on(name, [*(v.value for v in masters.model.variables), *copies]),
+            "optimizer": _bytes_on(name, slots),
+            "average": _bytes_on(name, [average for _, average in masters.averages]),
+            "weights_received": received["weights"],
+            "gradients": sum(num_bytes(v.value) for v in masters.model.trainable_variables),
+            "gather": received["other"] + 2 * self.step.summed_bytes()[name],
+            "reserved": RESERVED_BYTES,
+            "activations": self.step.activation_bytes(tower),
+            "batch": received["batch"],
+        }
+
+
+def place(options: Options, names: Sequence[str], dataset: Data) -> Placed:
+    """Build a run's train loop, let TensorFlow place it, and read it both ways; no step is made."""
+    run = assemble(options, names, dataset)
+    train_loop = run.train_loop(telemetry=False)  # which is not planned
+    batches = iter(dataset.train.train_batches(options.batch_size, seed=options.seed))
+    with one_line_errors(options):
+        placement = read_placement(train_loop, batches, tf.constant(0))
+    step = read_step(train_loop.get_concrete_function(batches, tf.constant(0)))
+    return Placed(run, step, step.crossing_bytes(), *executed_bytes(placement, step))
+
+
+def _routes(crossing: Counter[tuple[str, str]]) -> dict[str, int]:
+    """Return {"/cpu:0 -> /cpu:1": bytes}."""
+    return {f"{source} -> {target}": b for (source, target), b in sorted(crossing.items())}
+
+
+def _bytes_on(name: str, variables: Sequence[tf.Variable]) -> int:
+    return sum(num_bytes(v) for v in variables if short(v.device) == name)
+
+
+def missing_gradients(run: Run) -> list[str]:
+    """Return the names of weights without a gradient."""
     train_step, kept = run.train_step(), []
 
     def traced(*batch: tf.Tensor) -> None:
@@ -97,13 +193,8 @@ def check_gradients(run: Run) -> dict[str, list[str]]:
 
     batches = run.data.train.train_batches(run.options.batch_size, seed=0)
     tf.function(traced, autograph=False).get_concrete_function(*batches.element_spec)
-    pairs = list(zip(run.masters.model.trainable_variables, kept, strict=True))
-    return {
-        "missing": [v.path for v, gradient in pairs if gradient is None],
-        "shapes_differ": [
-            v.path for v, g in pairs if g is not None and tuple(g.shape) != tuple(v.shape)
-        ],
-    }
+    pairs = zip(run.masters.model.trainable_variables, kept, strict=True)
+    return [variable.path for variable, gradient in pairs if gradient is None]
 
 
 def work_of(placed: Placed, options: PlanOptions, flop: int) -> cost_model.Work:
@@ -136,8 +227,5 @@ def assumptions(options: PlanOptions, work: cost_model.Work) -> dict[str, Any]:
         "launch_ms": work.launch_seconds * 1e3,
         "from": "--step_ms" if options.step_ms else "FLOP",
         "gpus_per_machine": cost_model.GPUS_PER_MACHINE,
-        "links": {
-            link.name: {"gb_per_second": link.gb_per_second, "fraction": link.fraction}
-            for link in links
-        },
+        "links_gb_per_second": {link.name: link.gb_per_second * link.fraction for link in links},
     }

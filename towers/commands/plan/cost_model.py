@@ -38,6 +38,7 @@ class Link:
 # memory 70 % of Ethernet. So are latencies: of a copy's launch, and of a socket.
 _RATES = {"PCIe 4 x16": 31.5, "PCIe 5 x16": 63.0, "NVLink": 300.0}
 LINKS = {name: Link(name, rate) for name, rate in _RATES.items()}
+LEAST_LINK = "PCIe 4 x16"  # what a machine has at least
 NETWORKS = {f"{r} Gbit/s": Link(f"{r} Gbit/s", r / 8, 0.7, 50e-6) for r in (10, 100, 400)}
 # Of one op on a GPU, by TensorFlow's executor: an estimate. Small slices are bound by it.
 LAUNCH_SECONDS = 5e-6
@@ -74,60 +75,40 @@ def step_seconds(
     The placement is "cpu", "sharded" or "replicated"; beyond GPUS_PER_MACHINE there are full
     machines, and the network between them.
     """
-    seconds = work.computing_seconds
-    if num_towers > 1:
-        seconds += _by_host(work, placement, link, num_towers)
-        if placement != "cpu":
-            seconds += _between_towers(work, placement, link, num_towers)
-        if num_towers > GPUS_PER_MACHINE:
-            seconds += _between_machines(work, placement, network, num_towers)
-    return seconds
+    if num_towers == 1:
+        return work.computing_seconds
+    weights = sum(work.weights)
+    by_host = weights if placement == "cpu" else 0
+    ring = ring_bytes(weights, num_towers)
+    # Each exchange is a message to the host and one back.
+    waits = 1 + 2 * work.exchanges + (placement == "cpu")
 
-
-def _by_host(work: Work, placement: str, link: Link, num_towers: int) -> float:
-    """Return the seconds of what a machine's towers exchange with its memory, over ONE link.
-
-    All GPUs of a machine share it, at the rate of the slower of their own link and HOST_LINK: so it
-    is with one root complex. Batch and moments go that way always; weights and gradients of "cpu".
-    """
-    host = min(link, HOST_LINK, key=lambda one: one.gb_per_second * one.fraction)
+    # What a machine's towers exchange with its memory goes over one link, which all share: so it is
+    # with one root complex. Batch and moments go that way always.
     inside = min(num_towers, GPUS_PER_MACHINE)
-    weights = sum(work.weights) if placement == "cpu" else 0
-    out = inside * (weights + work.slice_bytes + num_towers * work.exchange_bytes)
-    back = inside * (weights + work.exchange_bytes)
-    return host.seconds(max(out, back), messages=_host_messages(work, placement))
+    to_tower = by_host + work.slice_bytes + num_towers * work.exchange_bytes
+    shared = min(link, HOST_LINK, key=lambda one: one.gb_per_second * one.fraction)
+    busier = inside * max(to_tower, by_host + work.exchange_bytes)
+    seconds = work.computing_seconds + shared.seconds(busier, waits)
 
-
-def _host_messages(work: Work, placement: str) -> int:
-    """Return how many messages wait for each other: each exchange is one there and one back."""
-    return 1 + 2 * work.exchanges + (placement == "cpu")
-
-
-def _between_towers(work: Work, placement: str, link: Link, num_towers: int) -> float:
-    """Return the seconds of weights and gradients that go from GPU to GPU, each over its link."""
+    # From GPU to GPU, each over its own link.
     if placement == "replicated":
-        return link.seconds(ring_bytes(sum(work.weights), num_towers), 2 * (num_towers - 1))
-    # The tower with the largest shard sends it to all others, and sums their gradients.
-    largest = largest_shard(work.weights, num_towers)
-    sent = (num_towers - 1) * largest + (sum(work.weights) - largest)
-    return link.seconds(sent, messages=2)
+        seconds += link.seconds(ring, 2 * (num_towers - 1))
+    elif placement == "sharded":  # the tower with the largest shard is the busiest
+        largest = largest_shard(work.weights, num_towers)
+        seconds += link.seconds((num_towers - 1) * largest + (weights - largest), 2)
 
-
-def _between_machines(work: Work, placement: str, network: Link, num_towers: int) -> float:
-    """Return the seconds that the busiest machine's network card takes, in one direction."""
-    outside = num_towers - GPUS_PER_MACHINE
-    machines = num_towers / GPUS_PER_MACHINE
-    weights, rounds = sum(work.weights), 1
-    moved = outside * (work.slice_bytes + num_towers * work.exchange_bytes)  # from the one host
-    if placement == "cpu":
-        moved += outside * weights
-    elif placement == "sharded":  # what lies here goes to every tower elsewhere, and gradients back
-        here = weights / machines
-        moved += outside * here + GPUS_PER_MACHINE * (weights - here)
-    else:  # a ring that enters and leaves each machine once
-        moved += ring_bytes(weights, num_towers)
-        rounds = 2 * (machines - 1)
-    return network.seconds(moved, messages=rounds + _host_messages(work, placement))
+    # Over the network card of the busiest machine, which has the batch.
+    outside = num_towers - inside
+    if outside:
+        machines, rounds, moved = num_towers / GPUS_PER_MACHINE, 1.0, outside * to_tower
+        if placement == "sharded":  # its weights to every tower elsewhere, and gradients back
+            here = weights / machines
+            moved += outside * here + GPUS_PER_MACHINE * (weights - here)
+        elif placement == "replicated":  # a ring that enters and leaves each machine once
+            moved, rounds = moved + ring, 2 * (machines - 1)
+        seconds += network.seconds(moved, rounds + waits)
+    return seconds
 
 
 def ring_bytes(num_bytes: float, num_members: int) -> float:
@@ -144,20 +125,20 @@ def largest_shard(weights: Sequence[int], num_towers: int) -> int:
 
 
 def predictions(work: Work, share: float, placements: Sequence[str]) -> list[dict[str, Any]]:
-    """Predict each of COUNTS, over each link and, beyond one machine, each network.
+    """Predict each of COUNTS: over each link in one machine, beyond it over each network.
 
     `work` is of a tower with its slice, which is the part `share` of the global batch. In "strong"
     scaling that batch stays, and each tower's part shrinks; in "weak" that part stays. "efficiency"
     is the part of the "seconds" of a step that computes.
     """
+    inside = [(link, None) for link in LINKS.values()]
+    beyond = [(LINKS[LEAST_LINK], network) for network in NETWORKS.values()]
     rows, whole = [], work.part(share)
-    for scaling, placement, link, count in itertools.product(
-        ("strong", "weak"), placements, LINKS.values(), COUNTS
-    ):
+    for scaling, placement, count in itertools.product(("strong", "weak"), placements, COUNTS):
         part, useful = work, work.computing_seconds
         if scaling == "strong":
             part, useful = whole.part(count), whole.computing_seconds / count
-        for network in NETWORKS.values() if count > GPUS_PER_MACHINE else [None]:
+        for link, network in beyond if count > GPUS_PER_MACHINE else inside:
             seconds = step_seconds(part, placement, link, count, network)
             row = {"scaling": scaling, "placement": placement, "link": link.name}
             row |= {"network": network.name if network else "", "num_towers": count}

@@ -9,32 +9,32 @@ What is finished is known from the runs' own folders, so that a sweep can be sto
 it is killed, its runs save and end by themselves, and the same command goes on.
 """
 
-import contextlib
 import os
+import shutil
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from towers import files
 from towers.commands.sweep import report
-from towers.commands.sweep.child import Child
-from towers.commands.sweep.combinations import PlannedRun, plan
-from towers.commands.sweep.gpus import deal, on_cpu
-from towers.commands.sweep.options import SweepOptions
-from towers.devices import nvml
+from towers.commands.sweep.options import PlannedRun, SweepOptions, plan
+from towers.devices import nvml, visibility
+from towers.devices.nvml import DriverGpu
 from towers.errors import InputError
 from towers.monitoring.results import accuracy, noted_runs
 from towers.options import flags
-from towers.options.run import names_that_affect, text_of
+from towers.options.run import Options, names_that_affect, text_of
 from towers.training.stop import StopRequest
 
 PROGRAM = (sys.executable, "-m", "towers", "train")
 POLL_SECONDS = 0.1
 STOPPED = 75  # exit code of a run that saved
+# Linux sends a run SIGTERM when the sweep ends, also when that is killed; without it a run goes on.
+_LEASH = ("setpriv", "--pdeathsig", "TERM", "--") if shutil.which("setpriv") else ()
 
 
 def run(
@@ -56,20 +56,95 @@ def run(
     """
     runs = plan(options)
     folder = Path(options.sweep_dir)
-    places = deal(runs, options.parallel, nvml.gpus(), os.environ)
+    places = deal_gpus(runs, options.parallel, nvml.gpus(), os.environ)
     for planned in runs:
         _check_same(planned)
     _make_folder(folder)
     with files.Lock() as lock, StopRequest() as stop:
         lock.take(folder, "--sweep_dir")
-        with contextlib.closing(_Sweep(options, runs, say)) as work:
-            work.announce()
-            work.make_runs(places, stop, program)
-            result = work.write()
+        work = _Sweep(options, runs, say)
+        work.announce()
+        work.make_runs(places, stop, program)
+        result = work.write()
     for line in report.closing_lines(result):
         say(line)
     unfinished = result["total"] > result["finished"] + result["failed"]
     return result | {"interrupted": stop() and unfinished}
+
+
+def deal_gpus(
+    runs: Sequence[PlannedRun],
+    parallel: int,
+    driver: Sequence[DriverGpu],
+    environ: Mapping[str, str],
+) -> list[list[int]]:
+    """Return the driver's numbers of the GPUs of each of the `parallel` places for a run.
+
+    Each place gets as many as any other, so that runs can be compared; what is left over stays
+    idle. With one place, or without GPUs, nothing is dealt: [] leaves a run what it finds.
+
+    Raises:
+        InputError: there are fewer GPUs than places, or a run needs more than a place has.
+    """
+    users = [run for run in runs if not _on_cpu(run.options)]
+    if not users:
+        return [[]] * parallel
+    if parallel > 1 and driver and "visible_gpus" in users[0].flags:
+        raise InputError("--vary=visible_gpus: --parallel deals GPUs out itself; leave one out")
+    environ = dict(environ)
+    visibility.set_visible(users[0].options.gpu_options(), driver, environ)
+    gpus = [gpu.index for gpu in visibility.visible_in(environ, driver)]
+    if not gpus:
+        return [[]] * parallel
+    if parallel > len(gpus):
+        raise InputError(
+            f"--parallel={parallel}: there are {len(gpus)} visible GPUs, and each run needs its "
+            f"own: type --parallel={len(gpus)}, or --devices=cpu"
+        )
+    share = len(gpus) // parallel
+    needed = max(0 if run.options.devices else run.options.num_towers for run in users)
+    if needed > share:
+        remedy = "--num_towers=0" if parallel == 1 else f"--parallel={parallel - 1}"
+        raise InputError(
+            f"--num_towers={needed} needs {needed} GPUs, and a run gets {share} with "
+            f"--parallel={parallel}: type {remedy}"
+        )
+    if parallel == 1:
+        return [[]]
+    return [gpus[place * share : (place + 1) * share] for place in range(parallel)]
+
+
+def _on_cpu(options: Options) -> bool:
+    """Tell whether a run leaves all GPUs alone."""
+    devices = options.devices.lower()
+    return "cpu" in devices and "gpu" not in devices or options.visible_gpus.lower() == "none"
+
+
+class _Child(subprocess.Popen):
+    """The process of a run on the GPUs of a place, whose output is added to its log."""
+
+    def __init__(self, run: PlannedRun, place: list[int], command: Sequence[str], log: Path):
+        """Start it, in a session of its own: Ctrl-C reaches the sweep alone."""
+        self.run, self.place, self.log, self.started = run, place, log, time.monotonic()
+        with open(log, "ab") as output:
+            self.begin = output.tell()
+            super().__init__(
+                [*_LEASH, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def how_it_ended(self) -> str:
+        """Return "exit code 1: ..." with our own error, else with the last line of its output."""
+        how = f"exit code {self.returncode}"
+        if self.returncode < 0:
+            how = f"killed by {signal.Signals(-self.returncode).name}"
+        said = self.log.read_bytes()[self.begin :].decode(errors="replace")
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        ours = [line.removeprefix("towers: ") for line in lines if line.startswith("towers: ")]
+        return f"{how}: {(ours or lines or ['it said nothing'])[-1][:500]}"
 
 
 class _Sweep:
@@ -80,12 +155,10 @@ class _Sweep:
     ):
         self._options, self._runs, self._say = options, runs, say
         self._folder = Path(options.sweep_dir)
-        seconds = {entry["name"]: entry["seconds"] for entry in noted_runs(self._folder)}
-        self._entries = {run.name: self._entry(run, seconds.get(run.name, 0.0)) for run in runs}
+        before = {entry["name"]: entry["seconds"] for entry in noted_runs(self._folder)}
+        self._entries = {run.name: self._entry(run, before.get(run.name, 0.0)) for run in runs}
         self._waiting = [r for r in runs if self._entries[r.name]["status"] == "waiting"]
-        self._going: list[Child] = []
-        self._done = len(runs) - len(self._waiting)
-        self._bar = tqdm(total=len(runs), initial=self._done, unit="run", disable=None)
+        self._going: list[_Child] = []
 
     def _entry(self, run: PlannedRun, seconds: float) -> dict[str, Any]:
         """Return what is known of a run before it is started."""
@@ -94,7 +167,6 @@ class _Sweep:
             "name": run.name,
             "flags": dict(run.flags),
             "status": "finished" if result else "waiting",
-            "exit_code": 0 if result else None,
             "seconds": seconds,
             "result": result,
             "error": None,
@@ -103,17 +175,12 @@ class _Sweep:
         }
 
     def announce(self) -> None:
-        """Say what is to be done, and write what does not wait for the first run's end."""
-        from towers.commands.sweep.hparams import sweep_hparams  # takes a while, by TensorBoard
-
-        begun = f", {self._done} of them finished before" if self._done else ""
+        """Say what is to be done, and write it down."""
+        done = len(self._runs) - len(self._waiting)
+        begun = f", {done} of them finished before" if done else ""
         self._say(f"sweep       {self._folder}: {len(self._runs)} runs{begun}")
         self._say(f"watch it    towers tensorboard --train_dir={self._folder}")
-        others = {path.name for path in self._folder.iterdir() if files.is_run(path)}
-        if others := others - self._entries.keys():
-            self._say(f"kept        {len(others)} runs that are not of this sweep")
-        sweep_hparams(self._folder, list(self._runs[0].flags))
-        self.write()
+        self.write()  # the runs read there what is varied
 
     def make_runs(
         self, places: Sequence[list[int]], stop: Callable[[], bool], program: Sequence[str]
@@ -123,29 +190,30 @@ class _Sweep:
         while self._going or (self._waiting and not stop()):
             while self._waiting and free and not stop():
                 self._start(self._waiting.pop(0), free.pop(0), program)
-            if stop() and not passed_on:
-                self._terminate()
+            if stop() and not passed_on:  # at the first SIGTERM a run saves and ends
+                for child in self._going:
+                    child.terminate()
                 passed_on = True
             for child in [child for child in self._going if child.poll() is not None]:
                 self._going.remove(child)
                 free.append(child.place)
                 self._end(child, asked=stop())
-            self._bar.refresh()
             time.sleep(POLL_SECONDS)
 
     def _start(self, run: PlannedRun, place: list[int], program: Sequence[str]) -> None:
         flagfile = self._folder / f"{run.name}.cfg"
         files.write_text(flagfile, run.options.to_flagfile())
         command = [*program, f"--flagfile={flagfile}"]
-        if place and not on_cpu(run.options):
+        if place and not _on_cpu(run.options):
             command.append(f"--visible_gpus={','.join(map(str, place))}")
-        self._going.append(Child(run, place, command, Path(self._entries[run.name]["log"])))
-        self._entries[run.name]["status"] = "running"
+        entry = self._entries[run.name]
+        self._going.append(_Child(run, place, command, Path(entry["log"])))
+        entry["status"] = "running"
 
-    def _end(self, child: Child, asked: bool) -> None:
+    def _end(self, child: _Child, asked: bool) -> None:
         """Note how a run ended, and say so."""
         entry, result = self._entries[child.run.name], _result_of(child.run)
-        entry["exit_code"] = code = child.returncode
+        code = child.returncode
         entry["seconds"] += time.monotonic() - child.started
         if code == 0 and result:
             entry |= {"status": "finished", "result": result}
@@ -154,27 +222,13 @@ class _Sweep:
         else:
             entry |= {"status": "failed", "error": child.how_it_ended()}
         self.write()
-        self._bar.clear()
         self._say(report.line_of(entry, self._runs.index(child.run) + 1, len(self._runs)))
-        self._bar.update()
-
-    def _terminate(self) -> None:
-        """Send SIGTERM to what runs: at the first it saves and ends, at a second it ends."""
-        for child in self._going:
-            child.terminate()
 
     def write(self) -> dict[str, Any]:
         """Write sweep.json as things stand; return what it holds."""
-        result = report.document(self._options, self._runs, list(self._entries.values()))
+        result = report.document(self._options, list(self._entries.values()))
         files.write_json(self._folder / "sweep.json", result)
         return result
-
-    def close(self) -> None:
-        """End the bar, and let save what still runs: that is so after an error alone."""
-        self._bar.close()
-        self._terminate()
-        for child in self._going:
-            child.wait()
 
 
 def _result_of(run: PlannedRun) -> dict[str, Any] | None:

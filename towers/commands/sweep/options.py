@@ -1,11 +1,31 @@
-"""The options of `towers sweep`: those of a run, and which of them are varied."""
+"""The options of `towers sweep`, and which runs it is made of.
+
+That is a pure function of its options, so that a restart finds the same.
+
+In use:
+
+    varied = [parse("learning_rate:0.05,0.1"), parse("seed:1,2")]
+    runs = plan(options)        # [PlannedRun("learning_rate=0.05,seed=1", {...}, Options(...)), ..]
+"""
 
 import dataclasses
-from typing import ClassVar
+import hashlib
+import itertools
+import math
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from towers.errors import InputError
+from towers.options import flags
 from towers.options.fields import check_values, option, same_option
-from towers.options.run import Options
+from towers.options.run import Options, names_that_affect, text_of
+
+OWN = (*names_that_affect("call"), "flagfile")  # which the sweep gives each run
+MAX_NAME = 100  # characters, for people; a file system takes 255 bytes
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_RANGE = re.compile(rf"(log)?(\()?\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*(\))?", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,3 +77,156 @@ Exit codes: 0 all runs are finished; 1 a run failed; 2 bad input; 75 stopped, ru
             raise InputError(
                 "towers sweep needs a flag to vary, as --vary=learning_rate:0.05,0.1,0.2"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Varied:
+    """A flag that is varied: over a list of values, or a range with both ends."""
+
+    flag: str
+    values: tuple[Any, ...] = ()
+    low: float = 0
+    high: float = 0
+    log: bool = False  # whether the range is drawn from evenly in the logarithm
+
+    def draw(self, where: float) -> Any:
+        """Return the value at `where`, from 0 to 1 without 1; floats have 4 digits, for names."""
+        if self.values:
+            return self.values[int(where * len(self.values))]
+        whole = isinstance(self.low, int)
+        low, high = self.low, self.high + whole  # whole numbers: the highest has its part, too
+        if self.log:
+            value = math.exp(math.log(low) + where * (math.log(high) - math.log(low)))
+        else:
+            value = low + where * (high - low)
+        value = math.floor(value) if whole else float(f"{value:.4g}")
+        return min(max(value, self.low), self.high)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """A run of a sweep."""
+
+    name: str  # of its folder in the sweep's
+    flags: Mapping[str, Any]  # that are varied
+    options: Options
+
+
+def plan(options: SweepOptions) -> list[PlannedRun]:
+    """Return the runs of a sweep, in the order in which they are to be made.
+
+    Raises:
+        InputError: one line: a value is not of the flag's kind, or a combination is no valid run.
+    """
+    varied = [parse(text) for text in options.vary]
+    names = [v.flag for v in varied]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise InputError(f"--vary={twice[0]}:... is given twice: write all its values in one")
+    if options.samples:
+        combinations = sample(varied, options.samples, options.sweep_seed)
+    else:
+        combinations = grid(varied)
+    runs = []
+    for combination in combinations:
+        name = name_of(combination)
+        own = {"train_dir": f"{options.sweep_dir}/{name}", "overwrite": False, "json": False}
+        try:
+            run = Options(**options.run | combination | own)
+        except InputError as error:
+            raise InputError(f"the run {describe(combination)}: {error}") from None
+        runs.append(PlannedRun(name, combination, run))
+    return runs
+
+
+def parse(text: str) -> Varied:
+    """Return what one --vary means.
+
+    Args:
+        text: FLAG:v1,v2 or FLAG:v1;v2 or FLAG:low..high or FLAG:log(low..high).
+
+    Raises:
+        InputError: one line: it is malformed, or a value is not of the flag's kind.
+    """
+    given = f"--vary={text}"
+    flag, colon, values = text.partition(":")
+    flag = flag.strip().lstrip("-")
+    if not colon:
+        raise InputError(f"{given}: FLAG:VALUE,VALUE is needed, as --vary=learning_rate:0.05,0.1")
+    if flag in OWN:
+        raise InputError(f"{given}: the sweep gives each run its own --{flag}")
+    try:
+        flag = flags.option_name(flag)
+        kind = flags.option_type(flag)
+        match = _RANGE.fullmatch(values.strip()) if kind in (int, float) else None
+        if match and bool(match[2]) == bool(match[5]) == bool(match[1]):
+            return _range(flag, match)
+        return Varied(flag, _list(flag, values, kind))
+    except InputError as error:
+        raise InputError(f"{given}: {error}") from None
+
+
+def _list(flag: str, text: str, kind: type) -> tuple[Any, ...]:
+    """Return the values of a list: between semicolons if there is one, else between commas."""
+    if kind is not str and ".." in text:
+        raise InputError("a range is LOW..HIGH or log(LOW..HIGH) alone, of a flag that is a number")
+    several = text.strip().removesuffix(";")  # which ends a single value that has commas
+    parts = several.split(";" if ";" in text else ",")
+    return tuple(dict.fromkeys(flags.parse_value(flag, part.strip()) for part in parts))
+
+
+def _range(flag: str, match: re.Match) -> Varied:
+    """Return the range that `_RANGE` found."""
+    low, high = (flags.parse_value(flag, part) for part in match.group(3, 4))
+    if not -math.inf < low < high < math.inf:
+        raise InputError("the first end of a range must be less than the second")
+    if match[1] and low <= 0:
+        raise InputError("the ends of a log range must be greater than 0")
+    return Varied(flag, low=low, high=high, log=bool(match[1]))
+
+
+def grid(varied: Sequence[Varied]) -> list[dict[str, Any]]:
+    """Return all combinations of lists, the last flag changing first."""
+    for v in varied:
+        if not v.values:
+            raise InputError(
+                f"--vary={v.flag} is a range: give the number of random combinations too, as "
+                "--samples=20"
+            )
+    products = itertools.product(*(v.values for v in varied))
+    return [{v.flag: value for v, value in zip(varied, p, strict=True)} for p in products]
+
+
+def sample(varied: Sequence[Varied], number: int, seed: int) -> list[dict[str, Any]]:
+    """Return different random combinations.
+
+    Each draw depends on `seed`, its own number and the flag alone: a higher `number` keeps the
+    first ones, and they are the same whenever the command is given.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for draw in range(100 * number + 1000):
+        combination = {
+            v.flag: v.draw(random.Random(f"{seed} {draw} {v.flag}").random()) for v in varied
+        }
+        found.setdefault(describe(combination), combination)
+        if len(found) == number:
+            return list(found.values())
+    raise InputError(
+        f"--samples={number}: only {len(found)} different combinations were found; give wider "
+        f"ranges, or --samples={len(found)}"
+    )
+
+
+def describe(combination: Mapping[str, Any]) -> str:
+    """Return "learning_rate=0.05,seed=1": by name, the seed last, however they were given."""
+    names = sorted(combination, key=lambda name: (name == "seed", name))
+    return ",".join(f"{name}={text_of(combination[name])}" for name in names)
+
+
+def name_of(combination: Mapping[str, Any]) -> str:
+    """Return the name of a folder: `describe`, or if that is unsafe or long, with a digest."""
+    text = describe(combination)
+    safe = re.sub(r"[^\w.=,+-]", "_", text, flags=re.ASCII)
+    if safe == text and len(safe) <= MAX_NAME:
+        return safe
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{safe[: MAX_NAME - 9]}-{digest}"

@@ -5,20 +5,16 @@ runs that differ in their seed alone. The best combination has the highest one; 
 failed come after those of which none did.
 """
 
-import dataclasses
 import os
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from towers.commands.sweep.combinations import OWN, PlannedRun, describe
-from towers.commands.sweep.options import SweepOptions
+from towers.commands.sweep.options import SweepOptions, describe
 from towers.monitoring.results import accuracy, number
-from towers.options.run import Options, text_of
+from towers.options.run import text_of
 from towers.text import table
-
-METRICS = ("accuracy", "test_loss", "train_loss", "examples_per_second")
 
 
 def summarise(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -29,8 +25,8 @@ def summarise(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Returns:
         Rows {"flags", "runs": names, "finished": n, "failed": n, "accuracy": {"mean", "std", "min",
-        "max"}, "test_loss", "train_loss" and "examples_per_second" likewise}; None in their place
-        where no run has the number; "std" is that of a sample, None of fewer than two.
+        "max"}, "examples_per_second" likewise}; None in their place where no run has the number;
+        "std" is that of a sample, None of fewer than two.
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for entry in entries:
@@ -40,18 +36,17 @@ def summarise(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _row(group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     results = [entry["result"] for entry in group if entry["status"] == "finished"]
-    numbers = {name: [number(result, name) for result in results] for name in METRICS}
-    numbers["accuracy"] = [accuracy(result) for result in results]
     return {
         "flags": {flag: value for flag, value in group[0]["flags"].items() if flag != "seed"},
         "runs": [entry["name"] for entry in group],
         "finished": len(results),
         "failed": sum(entry["status"] == "failed" for entry in group),
-        **{name: _spread(values) for name, values in numbers.items()},
+        "accuracy": _spread(map(accuracy, results)),
+        "examples_per_second": _spread(number(r, "examples_per_second") for r in results),
     }
 
 
-def _spread(values: Sequence[float | None]) -> dict[str, float | None] | None:
+def _spread(values: Iterable[float | None]) -> dict[str, float | None] | None:
     known = [value for value in values if value is not None]
     if not known:
         return None
@@ -69,17 +64,12 @@ def _rank(row: Mapping[str, Any]) -> tuple[bool, bool, float]:
     return (found is None, row["failed"] > 0, -found["mean"] if found else 0.0)
 
 
-def document(
-    options: SweepOptions, runs: Sequence[PlannedRun], entries: Sequence[Mapping[str, Any]]
-) -> dict[str, Any]:
+def document(options: SweepOptions, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what sweep.json holds, and --json prints."""
-    base = {field.name: field.default for field in dataclasses.fields(Options)} | options.run
-    left_out = {*runs[0].flags, *OWN}
     rows = summarise(entries)
     ends = [entry["status"] for entry in entries]
     return {
         "sweep_dir": options.sweep_dir,
-        "base_flags": {name: value for name, value in base.items() if name not in left_out},
         "vary": list(options.vary),
         "samples": options.samples,
         "sweep_seed": options.sweep_seed,
@@ -87,18 +77,13 @@ def document(
         **{status: ends.count(status) for status in ("finished", "failed", "stopped")},
         "runs": list(entries),
         "summary": rows,
-        "best": _best(rows[0], entries, options.sweep_dir) if rows[0]["accuracy"] else None,
+        "best": _best(rows[0], options.sweep_dir) if rows[0]["accuracy"] else None,
     }
 
 
-def _best(
-    row: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], sweep_dir: str
-) -> dict[str, Any]:
+def _best(row: Mapping[str, Any], sweep_dir: str) -> dict[str, Any]:
     """Return what is best, with the command that makes it again."""
-    name = row["runs"][0]
-    (flags,) = (entry["flags"] for entry in entries if entry["name"] == name)
-    changed = [f"--{flag}={text_of(value)}" for flag, value in (row["flags"] | flags).items()]
-    words = ["towers", "train", f"--flagfile={sweep_dir}/{name}.cfg", *changed]
+    words = ["towers", "train", f"--flagfile={sweep_dir}/{row['runs'][0]}.cfg"]
     return {
         "flags": row["flags"],
         "runs": row["runs"],

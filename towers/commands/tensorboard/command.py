@@ -1,22 +1,39 @@
 """TensorBoard on a run, or on a folder of runs, with the options that show all of it."""
 
 import contextlib
-import getpass
+import dataclasses
 import glob
 import io
 import os
-import socket
 import threading
-import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
-from towers.commands.tensorboard.options import TensorboardOptions
 from towers.errors import InputError
+from towers.options.fields import check_values, option
+from towers.options.run import Options
 
 # Points that are kept of each tag. By itself TensorBoard keeps a random 1000 of a curve, and 10
 # pictures; and 0, which its help calls all, draws empty curves.
 SAMPLES = "scalars=1000000,images=50,histograms=200"
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorboardOptions:
+    """What `towers tensorboard` shows, and where; `run` is what a flagfile says beside that."""
+
+    run: Options = dataclasses.field(default_factory=Options)
+    train_dir: str = option(
+        "runs/train", "The run", "Folder of a run, or of several: that of a sweep."
+    )
+    port: int = option(
+        6006, "TensorBoard", "Port of its address on this machine; if 6006 is taken and none is "
+        "given, the next free one; 0: any free one.", minimum=0, maximum=65535,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, by an InputError."""
+        check_values(self)
 
 
 def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -25,13 +42,7 @@ def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict
     Raises:
         InputError: the folder holds nothing to show, or the port is taken.
     """
-    url = start(options)
-    port = urllib.parse.urlparse(url).port
-    say(f"TensorBoard of {options.train_dir}: {url} (Ctrl-C ends it)")
-    there = socket.gethostname()
-    with contextlib.suppress(KeyError, OSError):  # a container's user may have no name
-        there = f"{getpass.getuser()}@{there}"
-    say(f"from another machine: ssh -N -L {port}:localhost:{port} {there}, then the same address")
+    say(f"TensorBoard of {options.train_dir}: {start(options)} (Ctrl-C ends it)")
     try:
         threading.Event().wait()
     except KeyboardInterrupt:

@@ -8,22 +8,31 @@ the last, an evaluation of a batch of the test set is compared, too.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from towers import data, devices
-from towers.commands.verify import report
-from towers.commands.verify.causes import likely_cause
-from towers.commands.verify.differences import TOLERANCE, Difference, differences, rounding_noise
+from towers.commands.verify.causes import likely_causes
+from towers.commands.verify.differences import (
+    TOLERANCE,
+    Difference,
+    differences,
+    kind_of,
+    rounding_noise,
+)
 from towers.commands.verify.lane import Lane
 from towers.commands.verify.options import VerifyOptions
 from towers.options.fields import parse_tower_numbers
 from towers.options.run import Options
+from towers.text import table
 from towers.training import logits
 from towers.training.run import load_data
+
+KINDS = ("loss", "gradient", "model", "optimizer", "average", "evaluation")
+SHOWN = 12  # arrays in the table
 
 
 def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -52,28 +61,70 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         f"{of_run.batch_size} in float64, one device against {options.num_towers} towers"
     )
     found = list(compare(exact, names, numbers, dataset, options.steps, scaled, say))
-    failed = [d for d in found if not d.relative <= TOLERANCE]
+    failed = [d for d in found if not d.relative_difference <= TOLERANCE]
+    largest = by_number(found, numbers, "relative_difference")
     result = {
         "passed": not failed,
         "first_difference": None,
-        "max_relative_difference": report.by_number(found, numbers, "relative"),
-        "differences": report.by_name(found, numbers),
+        "max_relative_difference": largest,
+        "differences": by_name(found, numbers),
     }
-    report.say_table(result["differences"], numbers, say)
+    for line in table_lines(result["differences"], numbers):
+        say(line)
     if failed:
         first = min(failed, key=lambda d: d.step)  # the order within a step is kept
-        cause = likely_cause(first, exact, names, dataset, scaled)
-        result["first_difference"] = report.first_difference(first, cause)
-    report.say_outcome(result, say)
+        cause = next(likely_causes(first, exact, names, dataset, scaled))
+        result["first_difference"] = dataclasses.asdict(first) | {"cause": cause}
+        when = f"at step {first.step}" if first.step >= 0 else "before the first step"
+        say(
+            f"FAILED      {first.name} is the first to differ, by {first.relative_difference:.1e} "
+            f"{when} on {first.num_towers} towers"
+        )
+        say(f"likely      {cause}")
+    else:
+        say(
+            f"passed      the largest relative difference is {max(largest.values()):.1e}, under "
+            f"{TOLERANCE:g}"
+        )
     if options.float32:
         again = list(compare(own, names, numbers, dataset, options.steps, scaled, say))
-        result["ulps"] = report.by_number(again, numbers, "ulps")
-        for number, relative in report.by_number(again, numbers, "relative").items():
-            say(
-                f"{of_run.dtype:11} {number} towers: {result['ulps'][number]:.1f} units of the "
-                f"last place, relative {relative:.1e}"
-            )
+        result["ulps"] = by_number(again, numbers, "ulps")
+        for number, ulps in result["ulps"].items():
+            say(f"{of_run.dtype:11} {number} towers: {ulps:.1f} units of the last place")
     return result
+
+
+def by_number(found: Sequence[Difference], numbers: Sequence[int], what: str) -> dict[str, float]:
+    """Return {"2": the largest difference on two towers}."""
+    return {
+        str(number): max((getattr(d, what) for d in found if d.num_towers == number), default=0.0)
+        for number in numbers
+    }
+
+
+def by_name(found: Sequence[Difference], numbers: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Return {name: {"2": its largest difference on two towers}}, the largest first."""
+    result: dict[str, dict[str, float]] = {}
+    for d in found:
+        row = result.setdefault(d.name, dict.fromkeys(map(str, numbers), 0.0))
+        row[str(d.num_towers)] = max(row[str(d.num_towers)], d.relative_difference)
+    return dict(sorted(result.items(), key=lambda item: -max(item[1].values())))
+
+
+def table_lines(
+    differences: Mapping[str, Mapping[str, float]], numbers: Sequence[int]
+) -> list[str]:
+    """Return a table: the largest difference of each kind, then the arrays that differ most."""
+    rows = []
+    for kind in KINDS:
+        of_kind = [row.values() for name, row in differences.items() if kind_of(name) == kind]
+        if of_kind:
+            label = kind if len(of_kind) == 1 else f"{kind}, of {len(of_kind)}"
+            rows.append([label, *map(max, zip(*of_kind, strict=True))])
+    rows += [[name, *row.values()] for name, row in differences.items()][:SHOWN]
+    cells = [[name, *(f"{value:.1e}" for value in values)] for name, *values in rows]
+    header = ["largest relative difference, towers:", *map(str, numbers)]
+    return [f"  {line}" for line in table(header, cells, widest=100)]
 
 
 def compare(
@@ -108,7 +159,9 @@ def compare(
         for lane in lanes:
             found = results_of(lane, batch, test)
             result = list(differences(found, expected, lane.num_towers, step))
-            if any(not d.relative <= TOLERANCE for d in result):  # sound models mostly never pay
+            if any(
+                not d.relative_difference <= TOLERANCE for d in result
+            ):  # sound models mostly never pay
                 if noise is None:
                     repeat = functools.partial(results_of, reference, batch, test)
                     noise = rounding_noise(reference, before, expected, repeat)

@@ -30,18 +30,18 @@ class Difference:
         step: 0 for the first; -1 for the initial variables.
         name: "loss", "gradient/conv1/kernel", "model/conv1/kernel", "optimizer/...",
             "evaluation/loss".
-        relative: largest absolute difference, relative to the array's largest value; or, if an
-            array of that step differs by more than `TOLERANCE` of that, to 1e12 times what a change
-            of 1e-12 in the weights makes of the array on one device, where this is more. So an
-            array may differ by 1000 times its own rounding. One that is zero there in both ways is
-            measured by a millionth of the largest of its kind.
+        relative_difference: largest absolute difference, relative to the array's largest value; or,
+            if an array of that step differs by more than `TOLERANCE` of that, to 1e12 times what a
+            change of 1e-12 in the weights makes of the array on one device, where this is more. So
+            an array may differ by 1000 times its own rounding. One that is zero there in both ways
+            is measured by a millionth of the largest of its kind.
         ulps: the same in units of the last place of that value, in the array's own precision.
     """
 
     num_towers: int
     step: int
     name: str
-    relative: float
+    relative_difference: float
     ulps: float
 
 

@@ -1,7 +1,7 @@
 """One of the runs that `towers verify` compares: the same steps, on its own towers."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,14 +36,10 @@ class Lane:
         if python_seed is not None:
             random.seed(python_seed)
             np.random.seed(python_seed)
-        self.step = self._trace(dataset)
-
-    def _trace(self, dataset: data.Data) -> Callable:
-        options = self.run.options
         batches = dataset.train.train_batches(options.batch_size, seed=options.seed)
-        self.run.rehearse(next(iter(batches)))
-        compiled = tf.function(self.run.train_step(), autograph=False)
-        return compiled.get_concrete_function(*batches.element_spec)
+        run.rehearse(next(iter(batches)))
+        compiled = tf.function(run.train_step(), autograph=False)
+        self.step = compiled.get_concrete_function(*batches.element_spec)
 
     def variables(self) -> dict[str, np.ndarray]:
         """Return the master variables by name, those of the weights first."""
@@ -81,16 +77,3 @@ class Lane:
                 kept = self.precision if name == "loss" else value.dtype.name  # not the sum's own
                 found[f"evaluation/{name}{ending}"] = value.numpy().astype(kept)
         return found
-
-
-class EvaluationLane(Lane):
-    """A lane whose step is an evaluation: where the cause of a difference in that is looked for."""
-
-    def _trace(self, dataset: data.Data) -> Callable:
-        batches = dataset.test.eval_batches(self.run.options.batch_size)
-        return self.eval_step.get_concrete_function(*batches.element_spec)
-
-    def make_step(self, batch: Sequence[tf.Tensor]) -> dict[str, np.ndarray]:
-        """Evaluate images and labels; return the loss."""
-        images, labels, *_ = batch
-        return {"loss": self.step(images, labels, tf.ones_like(labels, tf.float32))["raw"]["loss"]}
