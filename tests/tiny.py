@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from towers.monitoring.samples import Sampler
+from towers.monitoring.gallery import Sampler
 from towers.options.run import Options
 from towers.training import checkpoint
 from towers.training.run import prepare
@@ -102,7 +102,7 @@ class Loop:
 
 def sampler(run):
     """Return what gives out the batches that a run trains on."""
-    return Sampler(run.data.train, run.options, run.masters.step)
+    return Sampler(run.data.train, run.options)
 
 
 def saved(train_dir, step=None):

@@ -31,20 +31,19 @@ SCALARS = {
     "train": {
         **dict.fromkeys(
             "loss/data loss/regularisation loss/total learning_rate gradient_norm "
-            "update_to_weight_ratio progress/examples progress/epoch "
+            "progress/examples progress/epoch "
             "tower_0/loss tower_0/gradient_norm tower_0/cosine_to_mean tower_0/memory_mib "
             "tower_0/peak_memory_mib tower_1/loss tower_1/gradient_norm tower_1/cosine_to_mean "
-            "tower_1/memory_mib tower_1/peak_memory_mib towers/loss_spread "
-            "towers/gradient_norm_spread noise_scale/trace noise_scale/squared_norm".split(),
+            "tower_1/memory_mib tower_1/peak_memory_mib "
+            "noise_scale/trace noise_scale/squared_norm".split(),
             AT,
         ),
         **dict.fromkeys(  # between two points
             "speed/examples_per_second speed/seconds_per_step speed/input_wait_seconds "
             "speed/compute_seconds speed/gather_seconds speed/update_seconds tower_0/step_seconds "
-            "tower_1/step_seconds towers/step_seconds_spread".split(),
+            "tower_1/step_seconds".split(),
             AT[1:],
         ),
-        "checkpoint_seconds": [3, 7, 11],
     },
     "eval": dict.fromkeys("accuracy accuracy_ema loss loss_ema".split(), [12]),
     ".": dict.fromkeys(

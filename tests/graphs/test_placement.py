@@ -72,19 +72,6 @@ def test_a_train_loop_of_no_steps_is_placed_and_its_bytes_are_weights_slice_and_
     }
 
 
-def test_what_tensorflow_folds_away_is_told_apart_from_what_runs():
-    @tf.function
-    def product(x):
-        with tf.device("/cpu:1"):
-            folded = tf.matmul(tf.ones([2, 2]), tf.ones([2, 2]), name="folded")
-        return x + folded
-
-    placement = read_placement(product, tf.ones([2, 2]))
-    assert not [op for op in placement.ops if "MatMul" in op.type]
-    gone = [(op.type, op.requested, op.device) for op in placement.gone if op.type == "MatMul"]
-    assert gone == [("MatMul", "/cpu:1", "")]
-
-
 def test_a_function_that_ran_before_is_refused():
     square = tf.function(lambda a: a * a)
     square(tf.ones([2]))

@@ -1,12 +1,20 @@
-"""Pictures of a run: where they stand, and that a run is worth more than they are."""
+"""Pictures of a run: of the very images of a step, and a run is worth more than they are."""
 
+import dataclasses
+
+import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests import tiny
-from towers.monitoring import histograms, pictures
+from towers.data import ArraySplit, DatasetSplit, augment
+from towers.monitoring import gallery, histograms, pictures
+from towers.training.run import prepare
 from towers.training.train import train
 
-GIVEN = dict(model="tests.tiny:cnn", num_towers=2, num_epochs=2.0, evaluate_every_epochs=1.0)
+GIVEN = dict(
+    model="tests.tiny:cnn", num_towers=2, evaluate_every_epochs=1.0, histogram_every_epochs=0.5
+)
 
 
 def tags_at(folder):
@@ -18,52 +26,154 @@ def tags_at(folder):
     return found
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs") / "plain"
-    train(tiny.options(folder, **GIVEN))
+def train_in_two_parts(folder):
+    for num_epochs in 1.0, 2.0:
+        train(tiny.options(folder, **GIVEN, num_epochs=num_epochs))
     return folder
 
 
-def test_pictures_stand_at_the_start_and_at_each_evaluation(plain):
-    of_training = tags_at(plain / "train")
-    assert set(of_training) == {"images/tower_0", "images/tower_1", "filters/sequential/conv2d"}
-    assert set(map(tuple, of_training.values())) == {(0, 9, 18)}
-    assert tags_at(plain / "eval") == {"confusion_matrix": [9, 18], "mistakes": [9, 18]}
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    return train_in_two_parts(tmp_path_factory.mktemp("runs") / "shown")
 
 
-def test_histograms_have_a_clock_of_their_own(plain, tmp_path):
-    train(tiny.options(tmp_path, **GIVEN, histogram_every_epochs=0.5))
-    found = tags_at(tmp_path / "train")
-    drawn = {tag: steps for tag, steps in found.items() if not tag.startswith(("images", "filt"))}
-    assert {tag.partition("/")[0] for tag in drawn} == {"weights", "gradients", "activations"}
-    assert set(map(tuple, drawn.values())) == {(0, 5, 9, 13, 18)}
-    assert {tag: found[tag] for tag in tags_at(plain / "train")} == tags_at(plain / "train")
-    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(plain))
+def test_each_picture_stands_once_where_it_belongs(shown):
+    of_training = tags_at(shown / "train")
+    kinds = {
+        tag: of_training.pop(tag) for tag in list(of_training) if tag[:6] in ("images", "filter")
+    }
+    assert set(kinds) == {"images/tower_0", "images/tower_1", "filters/sequential/conv2d"}
+    assert set(map(tuple, kinds.values())) == {(0, 9, 18)}
+    assert tags_at(shown / "eval") == {"confusion_matrix": [9, 18], "mistakes": [9, 18]}
+    assert {tag.partition("/")[0] for tag in of_training} == {"weights", "gradients", "activations"}
+    assert set(map(tuple, of_training.values())) == {(0, 5, 9, 13, 18)}
 
 
 def test_a_picture_that_cannot_be_made_is_a_line_and_changes_nothing(
-    plain, tmp_path, monkeypatch, capsys
+    shown, tmp_path, monkeypatch, capsys
 ):
     def fail(*_):
         raise ZeroDivisionError("of a\npicture")
 
     monkeypatch.setattr(pictures, "of_towers", fail)
     monkeypatch.setattr(pictures, "of_evaluation", fail)
-    monkeypatch.setattr(histograms, "_add", fail)
-    train(tiny.options(tmp_path, **GIVEN, histogram_every_epochs=1.0))
+    monkeypatch.setattr(histograms, "_summary", fail)
+    train_in_two_parts(tmp_path)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no ")]
-    assert lines == [
-        "no pictures ZeroDivisionError: of a",
-        "no histograms ZeroDivisionError: of a",
-        "no mistakes ZeroDivisionError: of a",
-    ]
+    assert {line.split(":")[0] for line in lines} == {
+        "no pictures ZeroDivisionError",
+        "no histograms ZeroDivisionError",
+        "no mistakes ZeroDivisionError",
+    }
     assert tags_at(tmp_path / "train") == tags_at(tmp_path / "eval") == {}
-    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(plain))
+    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(shown))
 
 
-def test_a_continued_run_shows_each_picture_once(plain, tmp_path):
-    train(tiny.options(tmp_path, **GIVEN | dict(num_epochs=1.0)))
-    train(tiny.options(tmp_path, **GIVEN))
-    assert tags_at(tmp_path / "train") == tags_at(plain / "train")
-    assert tags_at(tmp_path / "eval") == tags_at(plain / "eval")
+# What towers see.
+
+
+def with_split(run, split):
+    """Return the run with other training images."""
+    return dataclasses.replace(run, data=dataclasses.replace(run.data, train=split))
+
+
+def streamed(run):
+    """Return the run with its training images in a `tf.data` pipeline of the user's."""
+    dataset = tf.data.Dataset.from_tensor_slices(tiny.arrays(tiny.TRAIN_SIZE))
+    return with_split(run, DatasetSplit(dataset, tiny.TRAIN_SIZE))
+
+
+def trained_on(run, step):
+    """Return the batch of a step, by reading all before it."""
+    batches = iter(run.data.train.train_batches(run.options.batch_size, seed=run.options.seed))
+    for _ in range(step + 1):
+        batch = next(batches)
+    return batch
+
+
+def assert_equal(batch, expected):
+    for value, other in zip(batch, expected, strict=True):
+        np.testing.assert_array_equal(value, other)
+
+
+def test_the_batch_is_that_of_the_step():
+    run = prepare(tiny.options("unused", seed=3))
+    sampler = tiny.sampler(run)
+    for step in 0, 5, 20:
+        assert_equal(sampler.batch(step, step * 7), trained_on(run, step))
+
+
+def test_a_pipeline_of_the_users_is_read_once_at_the_start_of_an_epoch():
+    run = streamed(prepare(tiny.options("unused", batch_size=12)))  # an epoch is 60 examples
+    sampler = tiny.sampler(run)
+    batch = sampler.batch(6, 72)
+    assert_equal(batch, (*trained_on(run, 5)[:2], trained_on(run, 6)[2]))
+    assert sampler.batch(9, 108) is batch
+
+
+def test_a_pipeline_that_is_cached_in_a_file_survives_a_look(tmp_path, monkeypatch):
+    monkeypatch.setattr("towers.data.pipeline._SHUFFLE_BUFFER_BYTES", 10 * 192)
+    dataset = tf.data.Dataset.from_tensor_slices(tiny.arrays(200)).cache(str(tmp_path / "cache"))
+    run = with_split(prepare(tiny.options("unused")), DatasetSplit(dataset, 200))
+    batches = iter(run.data.train.train_batches(7, seed=0))
+    sampler = tiny.sampler(run)
+    first = sampler.batch(0, 0)
+    assert_equal(first, next(batches))
+    for step in range(1, 60):
+        next(batches)
+        assert sampler.batch(step, 7 * step) is first
+
+
+def of_each_tower(run, batch):
+    """Return the images and labels that the builder gives each tower, all parts together."""
+    slices = []
+
+    def loss_fn(images, labels, draws):
+        if not tf.is_symbolic_tensor(images):  # as a rehearsal has them
+            slices.append((images, labels, draws))
+        return tf.zeros(tf.shape(labels))
+
+    variables = run.masters.model.trainable_variables
+    run.builder.gradients(loss_fn, variables, *batch)
+    num_towers = len(run.builder.devices)
+    result = []
+    for tower in range(num_towers):
+        images, labels, draws = (
+            tf.concat(v, 0) for v in zip(*slices[tower::num_towers], strict=True)
+        )
+        kind, dtype = run.options.augment, run.options.input_dtype
+        result.append((augment.train_images(images, draws, kind, dtype).numpy(), labels))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("num_towers", "batch_size", "changes"),
+    [
+        (2, 7, {"augment": "tutorial"}),
+        (3, 40, {"augment": "resnet", "dtype": "float64"}),
+        (2, 9, {"augment": "resnet", "accumulate_steps": 2}),
+        (2, 6, {"augment": "off"}),
+    ],
+)
+def test_the_images_are_those_that_each_towers_model_gets(num_towers, batch_size, changes):
+    run = prepare(
+        tiny.options("unused", num_towers=num_towers, batch_size=batch_size, seed=1, **changes)
+    )
+    batch = tiny.sampler(run).batch(4, 4 * batch_size)
+    seen = gallery.seen_by_towers(run.builder, run.options, batch, 8)
+    expected = of_each_tower(run, batch)
+    assert len(seen) == len(expected) == num_towers
+    for (images, labels), (all_images, all_labels) in zip(seen, expected, strict=True):
+        assert len(images) == min(8, len(all_images)) > 0
+        np.testing.assert_allclose(images, all_images[:8], rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(labels, all_labels[:8])
+
+
+def test_bytes_to_which_nothing_is_done_stay_bytes():
+    images, labels = tiny.arrays(20)
+    for stored in images, images.astype(np.float32) / 255:
+        run = prepare(tiny.options("unused", augment="off"))
+        batch = tiny.sampler(with_split(run, ArraySplit(stored, labels))).batch(0, 0)
+        ((seen, _),) = gallery.seen_by_towers(run.builder, run.options, batch, 3)
+        assert seen.dtype == stored.dtype
+        np.testing.assert_array_equal(seen, batch[0][:3])

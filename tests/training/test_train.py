@@ -14,7 +14,6 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorboard.plugins.hparams import api_pb2, metadata
 
 from tests import tiny
 from towers import cli
@@ -133,11 +132,10 @@ def test_tensorboard_shows_training_and_evaluation(whole):
     tags = {tag for _, tag, _ in tiny.events(whole / "train")}
     assert tags - {"noise_scale/examples"} == {  # which cannot always be told
         *("loss/data", "loss/regularisation", "loss/total", "learning_rate", "gradient_norm"),
-        *("update_to_weight_ratio", "progress/examples", "progress/epoch", "checkpoint_seconds"),
+        *("progress/examples", "progress/epoch"),
         *("speed/examples_per_second", "speed/seconds_per_step"),
         *(f"speed/{name}_seconds" for name in ("input_wait", "compute", "gather", "update")),
         *("noise_scale/trace", "noise_scale/squared_norm"),
-        *(f"towers/{name}_spread" for name in ("loss", "gradient_norm", "step_seconds")),
         *(f"tower_{i}/{name}" for i in (0, 1) for name in of_a_tower.split()),
     }
     # A point stands at the updates before its step; the last step has one, too.
@@ -649,20 +647,13 @@ def broken_images():
     return (dataset, 60), tiny.arrays(23), tiny.NUM_CLASSES
 
 
-def test_a_data_set_that_breaks_in_the_middle_is_one_line_and_a_failed_run(tmp_path, capsys):
+def test_a_data_set_that_breaks_in_the_middle_is_one_line(tmp_path, capsys):
     name = "tests.training.test_train:broken_images"
     flags = [f"--train_dir={tmp_path}", f"--dataset={name}", "--batch_size=10", "--num_epochs=5"]
     code, _, err = command(capsys, "train", FLAGS[0], *flags, "--checkpoint_every_steps=1")
     assert code == 1
     assert err == f"towers: --dataset={name} cannot be read: ValueError: file 33 is damaged\n"
     assert max(tiny.saved_steps(tmp_path)) > 0
-    (end,) = (
-        value.metadata.plugin_data.content
-        for _, value in tiny.records(tmp_path)
-        if value.tag == metadata.SESSION_END_INFO_TAG
-    )
-    status = metadata.parse_session_end_info_plugin_data(end).status
-    assert status == api_pb2.STATUS_FAILURE  # in TensorBoard's table
 
 
 def test_speeds_leave_out_evaluations_and_checkpoints(tmp_path, monkeypatch):

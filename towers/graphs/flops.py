@@ -39,25 +39,19 @@ def flop_per_example(
 
 def _flop(op: tf.Operation) -> int:
     """Return the operations of one op, 0 for what is neither convolution nor matrix product."""
-    shapes = [tensor.shape for tensor in op.inputs]
-    if op.type in ("Conv2D", "DepthwiseConv2dNative"):
-        return _of_convolution(op.outputs[0].shape, shapes[1], op.type)
-    if op.type.endswith("BackpropInput") and "onv2" in op.type:
-        return _of_convolution(shapes[2], shapes[1], op.type)
-    if op.type.endswith("BackpropFilter") and "onv2" in op.type:
-        return _of_convolution(shapes[2], op.outputs[0].shape, op.type)
+    shapes, out = [tensor.shape for tensor in op.inputs], op.outputs[:1] and op.outputs[0].shape
     if op.type in ("MatMul", "BatchMatMulV2"):
         transposed = op.get_attr("transpose_a" if op.type == "MatMul" else "adj_x")
-        return 2 * op.outputs[0].shape.num_elements() * shapes[0][-2 if transposed else -1]
-    return 0
-
-
-def _of_convolution(image: tf.TensorShape, kernel: tf.TensorShape, kind: str) -> int:
-    """Return the operations that lead from or to `image`, the output of the forward op.
-
-    The kernel is `[h, w, in, out]`, or `[h, w, in, multiplier]` of a depthwise one, where each
-    output sees one channel.
-    """
-    height, width, channels, _ = kernel
-    channels = 1 if kind.startswith("Depthwise") else channels
-    return 2 * image.num_elements() * height * width * channels
+        return 2 * out.num_elements() * shapes[0][-2 if transposed else -1]
+    # The image that the forward op gives out, and its kernel: [h, w, in, out]. Of a depthwise one,
+    # [h, w, in, multiplier], each output sees one channel.
+    if op.type in ("Conv2D", "DepthwiseConv2dNative"):
+        image, kernel = out, shapes[1]
+    elif op.type.endswith("BackpropInput") and "onv2" in op.type:
+        image, kernel = shapes[2], shapes[1]
+    elif op.type.endswith("BackpropFilter") and "onv2" in op.type:
+        image, kernel = shapes[2], out
+    else:
+        return 0
+    channels = 1 if op.type.startswith("Depthwise") else kernel[2]
+    return 2 * image.num_elements() * kernel[0] * kernel[1] * channels

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from towers import files
+from towers import files, text
 from towers.errors import RunError
 from towers.graphs.placement import Placement, short
 
@@ -50,7 +50,7 @@ def strays(
     masters: Mapping[str, tf.Variable],
     master_devices: Sequence[str],
 ) -> list[str]:
-    """Return a line for each layer of a tower and each layer's masters that are elsewhere.
+    """Return a line for each layer of a tower and each master that is elsewhere.
 
     `devices` are those of the towers, in their order; `master_devices` where `masters`, which are
     {name: variable}, may be.
@@ -63,15 +63,10 @@ def strays(
         names = ", ".join(dict.fromkeys(names))
         why = _why(requested, device, devices[tower])
         lines.append(f"tower {tower} on {devices[tower]}, layer {layer}: {names} on {device}{why}")
-    variables: dict[tuple[str, str], list[str]] = defaultdict(list)
+    home = " or ".join(dict.fromkeys(master_devices))
     for name, variable in masters.items():
         if (device := short(variable.device)) not in master_devices:
-            layer, _, own_name = name.rpartition("/")
-            variables[layer, device].append(own_name)
-    for (layer, device), names in variables.items():
-        names = ", ".join(names)
-        home = " or ".join(dict.fromkeys(master_devices))
-        lines.append(f"master variables of layer {layer}: {names} on {device}, not {home}")
+            lines.append(f"master variable {name} on {device}, not {home}")
     return lines
 
 
@@ -89,12 +84,9 @@ def table(placement: Placement) -> list[str]:
     counts = Counter((op.device, op.type) for op in placement.ops)
     devices = sorted({device for device, _ in counts})
     types = sorted({kind for _, kind in counts})
-    rows = [("op type", *devices)]
-    rows += [(kind, *(str(counts[device, kind] or "") for device in devices)) for kind in types]
-    rows.append(("all", *(str(sum(counts[d, kind] for kind in types)) for d in devices)))
-    width = max(len(row[0]) for row in rows)
-    lines = [f"{name:{width}}" + "".join(f"{cell:>9}" for cell in cells) for name, *cells in rows]
-    return [f"  {line}".rstrip() for line in lines]
+    rows = [(kind, *(counts[device, kind] or None for device in devices)) for kind in types]
+    rows.append(("all", *(sum(counts[d, kind] for kind in types) for d in devices)))
+    return [f"  {line}" for line in text.table(("op type", *devices), rows)]
 
 
 def write_tsv(path: Path, placement: Placement) -> None:

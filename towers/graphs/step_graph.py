@@ -1,7 +1,7 @@
 """The graph of one step, as TensorBoard shows it: towers are its scopes, devices its colours."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -17,20 +17,21 @@ def step_graph(graph: tf.Graph, placement: Placement) -> tf.compat.v1.GraphDef:
     """Return the ops of one step, for looking at, from the graph of the train loop as traced.
 
     The body of its loop is the step; a graph without a loop is taken as a step itself. Each loop,
-    branch and call of the step is drawn as a scope with what is in it. An op stands on the device
-    where it ran, one that TensorFlow folded or pruned on that which was asked for. Large constants
-    are left out.
+    branch and call of the step is drawn as a scope with what is in it, without the edges that lead
+    into it. An op stands on the device where it ran, one that TensorFlow folded or pruned on that
+    which was asked for. Large constants are left out.
     """
     ran = {op.name: op.device for op in placement.compiled + placement.ops}
     loop = _loop(graph)
-    scope = f"{loop.name}/" if loop else ""
+    in_loop = f"{loop.name}/" if loop else ""
     nodes = []
-    for traced_name, node in _nodes(called_graph(loop, "body") if loop else graph):
-        device = ran.get(traced_name) or short(node.device)
+    for traced, scope, node in _nodes(called_graph(loop, "body") if loop else graph):
+        device = ran.get(traced + node.name) or short(node.device)
         # "/device:GPU:0" for "/gpu:0": TensorBoard has a name for no other form.
         node.device = re.sub(r"^/(\w+):(\d+)$", lambda m: f"/device:{m[1].upper()}:{m[2]}", device)
-        node.name = _drawn(node.name, scope)
-        node.input[:] = [_drawn(name, scope) for name in node.input]
+        node.name = _drawn(scope + node.name, in_loop)
+        inputs = [re.match(r"(\^?)(.*)", name).groups() for name in node.input]
+        node.input[:] = [caret + _drawn(scope + name, in_loop) for caret, name in inputs]
         _strip(node)
         nodes.append(node)
     result = tf.compat.v1.GraphDef()
@@ -56,36 +57,20 @@ def _loop(graph: tf.Graph) -> tf.Operation | None:
 
 
 def _nodes(
-    graph: tf.Graph, scope: str = "", traced: str = "", values: Mapping[str, str] | None = None
-) -> Iterator[tuple[str, tf.compat.v1.NodeDef]]:
-    """Yield (name as `placement` has it, node) of a graph and of all that it calls.
+    graph: tf.Graph, scope: str = "", traced: str = ""
+) -> Iterator[tuple[str, str, tf.compat.v1.NodeDef]]:
+    """Yield (what is in front of its name in `placement`, in the drawing, node) of all ops.
 
-    `scope` is put in front of names, `traced` is what `placement.traced_ops` puts there. `values`
-    is {name of a parameter of `graph`: what the caller hands in}: such a parameter becomes an edge.
+    These are the ops of a graph and of all that it calls; `placement.traced_ops` puts the name of a
+    call in front of those in the called function, and of loops and branches none.
     """
-    values = values or {}
-
-    def renamed(name: str) -> str:
-        bare = name.removeprefix("^").partition(":")[0]
-        return values.get(bare) or re.sub(r"^(\^?)", rf"\g<1>{scope}", name)
-
     for node in graph.as_graph_def().node:
-        if node.name in values:
-            continue
         op = graph.get_operation_by_name(node.name)
-        handed = [renamed(name) for name in node.input if not name.startswith("^")]
         for attribute in _CALLS:
             if inner := called_graph(op, attribute):
-                names = [tensor.op.name for tensor in inner.inputs]
-                branches = attribute.endswith("_branch")  # an If's first input is its condition
-                edges = dict(zip(names, handed[branches:], strict=False))
-                inside = f"{scope}{node.name}/{attribute * branches}{'/' * branches}"
                 called = f"{traced}{node.name}/" if attribute == "f" else ""
-                yield from _nodes(inner, inside, called, edges)
-        name = node.name
-        node.name = scope + name
-        node.input[:] = [renamed(name) for name in node.input]
-        yield traced + name, node
+                yield from _nodes(inner, f"{scope}{node.name}/{attribute}/", called)
+        yield traced, scope, node
 
 
 def _drawn(name: str, scope: str) -> str:
@@ -93,13 +78,12 @@ def _drawn(name: str, scope: str) -> str:
 
     What was made many times stands in one scope: gather/gather_2.
     """
-    caret, bare = re.match(r"(\^?)(.*)", name).groups()
-    bare = bare.removeprefix(scope)
-    if bare.startswith("gradient_tape/"):
-        below = bare.removeprefix("gradient_tape/").removeprefix(scope)
+    name = name.removeprefix(scope)
+    if name.startswith("gradient_tape/"):
+        below = name.removeprefix("gradient_tape/").removeprefix(scope)
         tower, rest = re.match(r"(tower_\d+/)?(.*)", below).groups()
-        bare = f"{tower or ''}gradient_tape/{rest}"
-    return caret + re.sub(r"^(?!tower_)(([A-Za-z_]+)_\d+/)", r"\2/\1", bare)
+        name = f"{tower or ''}gradient_tape/{rest}"
+    return re.sub(r"^(?!tower_)(([A-Za-z_]+)_\d+/)", r"\2/\1", name)
 
 
 def _strip(node: tf.compat.v1.NodeDef) -> None:

@@ -40,19 +40,16 @@ class Curves:
     accuracy: Curve  # on the test set, of the moving average where there is one
     examples: np.ndarray  # seen at points of training, with 0 at the start, [N]
     seconds: np.ndarray  # of training up to there, [N]; NaN where the speed is not known
-    epochs: np.ndarray  # up to there, [N]
+    epoch_size: float | None  # examples of an epoch, None if that is not known
 
     def seconds_at(self, examples: float) -> float | None:
         """Return the seconds of training after so many examples, None if they are not known."""
-        return self._at(examples, self.seconds)
+        known = len(self.examples) > 1 and np.isfinite(self.seconds[-1])
+        return float(np.interp(examples, self.examples, self.seconds)) if known else None
 
     def epochs_at(self, examples: float) -> float | None:
         """Return the epochs after so many examples, None if they are not known."""
-        return self._at(examples, self.epochs)
-
-    def _at(self, examples: float, values: np.ndarray) -> float | None:
-        value = np.interp(examples, self.examples, values) if len(self.examples) > 1 else np.nan
-        return float(value) if np.isfinite(value) else None
+        return examples / self.epoch_size if self.epoch_size else None
 
 
 def read_curves(folder: Path, batch_size: int = 1, by_examples: bool = False) -> Curves:
@@ -76,16 +73,14 @@ def read_curves(folder: Path, batch_size: int = 1, by_examples: bool = False) ->
         x, values = _series(points, *tags)
         return Curve(x, examples_of(x), values)
 
-    rates, epochs = (
-        np.array([train[x].get(tag, np.nan) for x in steps])
-        for tag in ("speed/examples_per_second", "progress/epoch")
-    )
+    rates = np.array([train[x].get("speed/examples_per_second", np.nan) for x in steps])
+    _, epochs = _series(train, "progress/epoch")
     return Curves(
         loss=curve(train, "loss/data", "loss/total"),
         accuracy=curve(evaluated, "accuracy_ema", "accuracy"),
         examples=known_examples,
         seconds=training_seconds(seen, rates),
-        epochs=_from_zero(epochs),
+        epoch_size=seen[-1] / epochs[-1] if len(seen) and len(epochs) else None,
     )
 
 

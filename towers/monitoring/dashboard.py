@@ -9,9 +9,6 @@ anew whenever a run starts or goes on, so that there is one of each, however oft
 """
 
 import contextlib
-import os
-import socket
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,9 +24,11 @@ from towers.devices import host
 from towers.errors import RunError
 from towers.graphs.placement import Placement
 from towers.graphs.step_graph import step_graph
-from towers.monitoring import charts, events, hparams
+from towers.monitoring import charts, hparams
 from towers.monitoring.results import noted_runs
-from towers.options.run import Options
+from towers.options.run import Options, text_of
+
+_FILES = "events.out.tfevents.*.root"  # which are written here, and no others
 
 
 def open_root(
@@ -40,7 +39,7 @@ def open_root(
     placement: Placement,
     graph: tf.Graph,
 ) -> None:
-    """Write the event file of the run in `folder`; older ones are replaced.
+    """Write the event file of the run in `folder`; older ones are deleted.
 
     `texts` are {tag: lines}, beside those of the flags and of the environment; `graph` is that of
     the train loop, as traced, and `placement` is read from it.
@@ -48,6 +47,7 @@ def open_root(
     Raises:
         RunError: the file cannot be written.
     """
+    texts = {**texts, "flags": flags_lines(options), "environment": environment(tower_devices)}
     of_sweep = noted_runs(folder.absolute().parent)
     columns = [name for run in of_sweep[:1] for name in run.get("flags", ())]  # that are varied
     if not columns:
@@ -56,76 +56,53 @@ def open_root(
         charts.layout(any(name.startswith("/gpu") for name in tower_devices)),
         hparams.experiment(columns),
         hparams.session_start(options, len(tower_devices)),
-        *(text_pb(tag, _verbatim(lines)) for tag, lines in texts.items()),
-        text_pb("flags", flags_table(options)),
-        text_pb("environment", environment(tower_devices)),
+        *(text_pb(tag, "\n".join(["```", *lines, "```"])) for tag, lines in texts.items()),
     ]
     step = step_graph(graph, placement)
     if step.ByteSize() > options.max_event_mib * 2**20 / 4:  # no browser would draw it either
         step.Clear()
+    # To a TensorBoard that has read an older file, it says that what that one told is over.
+    start = Event(session_log=SessionLog(status=SessionLog.START), wall_time=time.time())
+    header = Event(file_version="brain.Event:2", wall_time=time.time())
+    graph_of_step = Event(graph_def=step.SerializeToString(), wall_time=time.time())
     with _one_line_errors(folder):
-        _replace(folder, [_event(summaries), Event(graph_def=step.SerializeToString())])
+        for path in folder.glob(_FILES):
+            path.unlink()
+        with tf.io.TFRecordWriter(_new_path(folder)) as writer:
+            for event in (header, start, _event(summaries), graph_of_step):
+                writer.write(event.SerializeToString())
 
 
-def close_root(folder: Path, result: Mapping[str, Any] | None, step: int = 0) -> None:
-    """Add the final metrics, at `step`, to what `open_root` wrote; those of a failure are None.
+def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
+    """Add the final metrics, at `step`, to what `open_root` wrote.
 
     Raises:
         RunError: the file cannot be written.
     """
     end = _event(hparams.session_end(result), step)
     with _one_line_errors(folder):
-        path = [_new_path(folder), *_event_files(folder)][-1]  # somebody may have tidied up
-        with path.open("ab") as file:
+        path = next(folder.glob(_FILES), _new_path(folder))  # somebody may have tidied up
+        with open(path, "ab") as file:
             RecordWriter(file).write(end.SerializeToString())
 
 
-@contextlib.contextmanager
-def failing(folder: Path) -> Iterator[None]:
-    """Mark the run as failed in TensorBoard's table if the block ends in a RunError."""
-    try:
-        yield
-    except RunError:
-        with contextlib.suppress(RunError):  # a full disk
-            close_root(folder, None)
-        raise
+def flags_lines(options: Options) -> list[str]:
+    """Return the flags, first those that differ from their defaults."""
+    pairs = {name: getattr(options, name) for name in Options.__dataclass_fields__}
+    changed = {name: value for name, value in pairs.items() if value != _default(name)}
+    lines = [f"--{name}={text_of(value)}" for name, value in (changed | pairs).items()]
+    return [*lines[: len(changed)], "", "# as by default", *lines[len(changed) :]]
 
 
-def flags_table(options: Options) -> str:
-    """Return the flags in markdown: first those that differ from their defaults, in bold."""
-    rows = []
-    for name in Options.__dataclass_fields__:
-        value, default = getattr(options, name), _default(name)
-        mark = "**" if value != default else ""
-        rows.append((f"{mark}--{name}{mark}", _code(value), _code(default)))
-    rows.sort(key=lambda row: not row[0].startswith("**"))
-    return _table(("flag", "value", "default"), rows)
-
-
-def environment(tower_devices: Sequence[str]) -> str:
-    """Return versions, machine, environment variables and devices, in markdown."""
-    parts = (host.versions(), host.machine(), host.environment())
-    rows = [(n, _code(value)) for part in parts for n, value in part.items() if value is not None]
-    return f"{_table(('', ''), rows)}\n\n{_verbatim(devices.report(tower_devices))}"
+def environment(tower_devices: Sequence[str]) -> list[str]:
+    """Return versions, machine, environment variables and devices."""
+    known = host.versions() | host.machine() | host.environment()
+    lines = [f"{name}: {value}" for name, value in known.items() if value is not None]
+    return [*lines, "", *devices.report(tower_devices)]
 
 
 def _default(name: str) -> Any:
     return Options.__dataclass_fields__[name].default
-
-
-def _verbatim(lines: Iterable[str]) -> str:
-    return "\n".join(["```", *lines, "```"])
-
-
-def _code(value: Any) -> str:
-    """Return a value as a cell of a table."""
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return f"`{text}`".replace("|", r"\|") if text else ""
-
-
-def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heading, ["---"] * len(heading), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _event(summaries: Iterable[Any], step: int = 0) -> Event:
@@ -136,34 +113,8 @@ def _event(summaries: Iterable[Any], step: int = 0) -> Event:
     return event
 
 
-def _replace(folder: Path, parts: Sequence[Event]) -> None:
-    """Put a whole event file in the place of those that this wrote before.
-
-    The old ones go last: a crash leaves one too many, and none too few. To a TensorBoard that has
-    read them, the START says that what it knows of this run is over.
-    """
-    start = SessionLog(status=SessionLog.START)
-    head = Event(file_version="brain.Event:2"), Event(session_log=start)
-    old = _event_files(folder)
-    with tempfile.TemporaryDirectory(prefix=".root.", dir=folder) as place:
-        path = Path(place) / "records"  # a name that TensorBoard passes over
-        with tf.io.TFRecordWriter(str(path)) as writer:
-            for event in (*head, *parts):
-                event.wall_time = time.time()
-                writer.write(event.SerializeToString())
-        os.replace(path, _new_path(folder))
-    for other in old:
-        other.unlink(missing_ok=True)
-
-
-def _new_path(folder: Path) -> Path:
-    name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}.root"
-    return folder / name
-
-
-def _event_files(folder: Path) -> list[Path]:
-    """Return what this wrote there, the newest last."""
-    return [path for path in events.paths(folder) if path.suffix == ".root"]
+def _new_path(folder: Path) -> str:
+    return str(folder / _FILES.replace("*", f"{time.time():.6f}"))
 
 
 @contextlib.contextmanager

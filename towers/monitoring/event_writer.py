@@ -29,9 +29,8 @@ class EventWriter:
         folders = {part: train_dir / part for part in PARTS}
         found = [path for folder in (train_dir, *folders.values()) for path in events.paths(folder)]
         self._used_bytes = sum(path.stat().st_size for path in found)
-        self._max_mib, self._say = max_mib, say
+        self._max_mib, self._say, self._told = max_mib, say, set()
         self._offered: Counter[tuple[str, str]] = Counter()
-        self._told: set[str] = set()
         self._writers = {
             part: tf.summary.create_file_writer(str(folder)) for part, folder in folders.items()
         }
@@ -53,29 +52,26 @@ class EventWriter:
             writer.close()
 
     def _write(self, part: str, x: int, summary: Summary, kind: str) -> None:
-        data = summary.SerializeToString()
-        if summary.value and self._takes(kind, summary.value[0].tag, len(data) + _OVERHEAD_BYTES):
-            with self._writers[part].as_default(step=x):  # which flushes at its end
-                tf.summary.experimental.write_raw_pb(data)
-
-    def _takes(self, kind: str, tag: str, num_bytes: int) -> bool:
-        """Tell whether so many bytes may be written, and count them.
+        """Write an event if there is room.
 
         All is written up to three quarters of what the kind may fill. From there on every second
         one of a tag is, up to half of what is left every fourth, and so on: the end is never
         reached.
         """
-        limit = _SHARE[kind] * self._max_mib * 2**20
+        if not summary.value:
+            return
+        data, tag = summary.SerializeToString(), summary.value[0].tag
+        limit, num_bytes = _SHARE[kind] * self._max_mib * 2**20, len(data) + _OVERHEAD_BYTES
         left = (limit - self._used_bytes - num_bytes) / limit
         number = self._offered[kind, tag]
         self._offered[kind, tag] += 1
         if left >= 0.25 or (left > 0 and number % 2 ** math.ceil(-math.log2(4 * left)) == 0):
             self._used_bytes += num_bytes
-            return True
-        if kind not in self._told:
+            with self._writers[part].as_default(step=x):  # which flushes at its end
+                tf.summary.experimental.write_raw_pb(data)
+        elif kind not in self._told:
             self._told.add(kind)
             self._say(
                 f"thinned     {kind} in TensorBoard from here on: --max_event_mib="
                 f"{self._max_mib:g} is nearly reached"
             )
-        return False

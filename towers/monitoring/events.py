@@ -77,27 +77,23 @@ def cut(folder: Path, x: int) -> None:
         RunError: a file cannot be written.
     """
     for path in paths(folder):
+        ends = [0]
+        for event, end in records(path):
+            if event.HasField("summary") and event.step >= x:
+                break
+            ends.append(end)
         try:
-            _cut_file(path, x)
+            if len(ends) < 3:
+                path.unlink()  # nothing but its header is left
+            elif ends[-1] < path.stat().st_size:
+                os.truncate(path, ends[-1])
         except OSError as error:
             raise RunError(f"{path} cannot be written: {error.strerror}") from None
 
 
-def _cut_file(path: Path, x: int) -> None:
-    ends = [0]
-    for event, end in records(path):
-        if event.HasField("summary") and event.step >= x:
-            break
-        ends.append(end)
-    if len(ends) < 3:
-        path.unlink()  # nothing but its header is left
-    elif ends[-1] < path.stat().st_size:
-        os.truncate(path, ends[-1])
-
-
 def _number(value: Summary.Value) -> float | None:
     """Return a finite scalar, None for anything else."""
-    if value.HasField("tensor") and not value.tensor.tensor_shape.dim:
-        number = float(make_ndarray(value.tensor))
-        return number if math.isfinite(number) else None
-    return None
+    if not value.HasField("tensor") or value.tensor.tensor_shape.dim:
+        return None
+    number = float(make_ndarray(value.tensor))
+    return number if math.isfinite(number) else None

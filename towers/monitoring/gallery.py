@@ -1,20 +1,85 @@
-"""Pictures and histograms of a run, made between its steps.
+"""Pictures and histograms of a run, made between its steps, of the batches that it trains on.
 
-What goes wrong in making one is a line: a run is worth more than its pictures. What cannot be
+    sampler = Sampler(data.train, options)     # reads nothing
+    batch = sampler.batch(step=40, examples=5120)
+    for images, labels in seen_by_towers(builder, options, batch, 8): ...
+
+Batches are read by a pipeline of their own: the run's iterator and its draws are as they were. What
+goes wrong in making a picture is a line: a run is worth more than its pictures. What cannot be
 written, as on a full disk, ends the run as it would without them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 
 import keras
+import numpy as np
+import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 
+from towers.builder.splitting import split
 from towers.builder.tower import TowerBuilder
+from towers.data import DatasetSplit, Split, augment
 from towers.monitoring import pictures
 from towers.monitoring.monitor import Monitor
-from towers.monitoring.samples import Batch, Sampler, seen_by_towers
+from towers.options.run import Options
 from towers.options.timetable import Timetable
 from towers.text import first_line
+
+# A global batch of the training set, as the function of a step takes it: images `[B, H, W, C]` as
+# they are stored, labels int32 `[B]`, draws float32 `[B, augment.NUM_DRAWS]`.
+Batch = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
+
+
+class Sampler:
+    """Gives out the batches that a run trains on, at any step.
+
+    A user's `tf.data` pipeline cannot jump, and two readers at a time may disturb each other: with
+    `Dataset.cache(file)` the second one ends both. So the first batch of an epoch stands for all
+    others there. It is read at the first call, which is to come before training.
+    """
+
+    def __init__(self, split: Split, options: Options):
+        """Read nothing yet."""
+        self._split, self._options, self._kept = split, options, None
+
+    def batch(self, step: int, examples: int) -> Batch:
+        """Return the batch of step number `step`, before which `examples` were seen."""
+        if self._kept is not None:
+            return self._kept
+        if stands_for_all := isinstance(self._split, DatasetSplit):
+            examples -= examples % self._split.size
+        size, seed = self._options.batch_size, self._options.seed
+        batches = self._split.train_batches(size, seed=seed, step=step, examples=examples)
+        batch = next(iter(batches))
+        self._kept = batch if stands_for_all else None
+        return batch
+
+
+def seen_by_towers(
+    builder: TowerBuilder, options: Options, batch: Batch, num: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return at most `num` images of each tower's slice as its model gets them, with their labels.
+
+    Returns:
+        (images `[n, h, w, C]`, labels int32 `[n]`) of each tower; n is 0 for one without examples.
+        Images are float, but uint8 where they are stored so and nothing is done to them.
+    """
+    as_stored = options.augment == "off" and batch[0].dtype == tf.uint8
+    kind, dtype = options.augment, options.input_dtype
+
+    def see(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        images = images[:num]
+        if not as_stored:
+            images = augment.train_images(images, draws[:num], kind, dtype)
+        return images, labels[:num]
+
+    found, num_towers = [], len(builder.devices)
+    slices = split(batch, num_towers, builder.accumulate_steps)
+    for tower, device in enumerate(builder.devices):
+        with tf.device(device):
+            own = [see(*part.batch) for part in slices[tower::num_towers]]
+        found.append(tuple(np.concatenate(values)[:num] for values in zip(*own, strict=True)))
+    return found
 
 
 class Gallery:
@@ -25,7 +90,7 @@ class Gallery:
         monitor: Monitor,
         timetable: Timetable,
         sampler: Sampler,
-        draw_histograms: Callable[[Batch | None], Summary],
+        draw_histograms: Callable[[Batch], Summary],
         builder: TowerBuilder,
         model: keras.Model,
         class_names: Sequence[str],
@@ -34,7 +99,6 @@ class Gallery:
         self._monitor, self._timetable = monitor, timetable
         self._sampler, self._draw_histograms = sampler, draw_histograms
         self._builder, self._model, self._class_names = builder, model, class_names
-        self._failed: set[str] = set()
         self._shown: set[tuple[str, int]] = set()
         self.show_training(timetable.first_step)
         if timetable.options.histogram_every_epochs:
@@ -42,7 +106,15 @@ class Gallery:
 
     def show_training(self, step: int) -> None:
         """Show the batch after `step` updates as the towers see it, and the first filters."""
-        self._show("pictures", step, lambda: self._of_training(step))
+
+        def make() -> list[Summary]:
+            options = self._timetable.options
+            seen = seen_by_towers(self._builder, options, self._batch(step), pictures.NUM_IMAGES)
+            stretch = options.augment != "off"
+            images = pictures.of_towers(seen, self._class_names, stretch)
+            return images + pictures.filters(self._model)
+
+        self._show("pictures", step, make)
 
     def show_histograms(self, step: int) -> None:
         """Show how weights, gradients and activations lie after `step` updates."""
@@ -53,21 +125,13 @@ class Gallery:
         names = self._class_names
         self._show("mistakes", step, lambda: pictures.of_evaluation(predictions, names), "eval")
 
-    def _of_training(self, step: int) -> list[Summary]:
-        found, batch, options = [], self._batch(step), self._timetable.options
-        if batch is not None:
-            seen = seen_by_towers(self._builder, options, batch, pictures.NUM_IMAGES)
-            stretch = options.augment != "off"
-            found += pictures.of_towers(seen, self._class_names, batch.step, stretch)
-        return found + pictures.filters(self._model)
-
-    def _batch(self, step: int) -> Batch | None:
+    def _batch(self, step: int) -> Batch:
         return self._sampler.batch(step, self._timetable.examples(step))
 
     def _show(
         self, what: str, step: int, make: Callable[[], Iterable[Summary]], part: str = "train"
     ) -> None:
-        """Show what `make` returns, once for a step; say a line, once, if it fails."""
+        """Show what `make` returns, once for a step; say a line if it fails."""
         if (what, step) in self._shown:
             return
         self._shown.add((what, step))
@@ -75,8 +139,6 @@ class Gallery:
             try:
                 summaries = make()
             except Exception as error:  # of any kind: the user's own code may be in it
-                summaries = []
-                if what not in self._failed:
-                    self._failed.add(what)
-                    self._monitor.say(f"no {what} {type(error).__name__}: {first_line(error)}")
-            self._monitor.show(step, summaries, part)
+                self._monitor.say(f"no {what} {type(error).__name__}: {first_line(error)}")
+            else:
+                self._monitor.show(step, summaries, part)

@@ -17,21 +17,12 @@ from towers.monitoring.results import number
 from towers.options.run import Options, names_that_affect
 
 # TensorBoard shows five columns of either kind, and the rest on a click.
-_SHOWN = 5
 _USUAL = ("batch_size", "learning_rate", "model", "num_towers", "optimizer")
-METRICS = {
-    "test_accuracy": "test accuracy",
-    "test_accuracy_ema": "test accuracy, EMA",
-    "test_loss": "test loss",
-    "train_loss": "train loss",
-    "examples_per_second": "examples/s",
-    "test_loss_ema": "test loss, EMA",
-    "seconds_to_first_step": "seconds to the first step",
-    "steps": "steps",
-    "examples": "examples",
-    "test_examples": "test examples",
-    "gradient_noise_scale": "gradient noise scale, examples",
-}
+METRICS = (  # of result.json
+    "test_accuracy", "test_accuracy_ema", "test_loss", "train_loss", "examples_per_second",
+    "test_loss_ema", "seconds_to_first_step", "steps", "examples", "test_examples",
+    "gradient_noise_scale",
+)  # fmt: skip
 
 
 def hparams_of(options: Options, num_towers: int | None = None) -> dict[str, Any]:
@@ -51,8 +42,7 @@ def experiment(first: Collection[str]) -> Summary:
     each; and a column with a set of values would hide the runs with others: none has one.
     """
     kinds = {str: api_pb2.DATA_TYPE_STRING, bool: api_pb2.DATA_TYPE_BOOL}
-    first = list(first)
-    first += [name for name in _USUAL if name not in first][: max(_SHOWN - len(first), 0)]
+    first = [*first, *_USUAL][: max(len(first), len(_USUAL))]
     flags = [
         api_pb2.HParamInfo(
             name=name,
@@ -62,9 +52,7 @@ def experiment(first: Collection[str]) -> Summary:
         )
         for name, value in hparams_of(Options()).items()
     ]
-    metrics = [
-        Metric(f"result/{name}", display_name=text).as_proto() for name, text in METRICS.items()
-    ]
+    metrics = [Metric(f"result/{name}", display_name=name).as_proto() for name in METRICS]
     declared = api_pb2.Experiment(
         hparam_infos=flags, metric_infos=metrics, time_created_secs=time.time()
     )
@@ -77,11 +65,11 @@ def session_start(options: Options, num_towers: int) -> Summary:
     return hparams_pb(hparams_of(options, num_towers), trial_id=own_row)
 
 
-def session_end(result: Mapping[str, Any] | None) -> list[Summary]:
-    """Return the Summaries with which a run's row ends; the result of one that failed is None."""
-    status = api_pb2.STATUS_FAILURE if result is None else api_pb2.STATUS_SUCCESS
-    end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
-    values = {name: number(result or {}, name) for name in METRICS}
+def session_end(result: Mapping[str, Any]) -> list[Summary]:
+    """Return the Summaries with which a run's row ends: its final metrics."""
+    done = api_pb2.STATUS_SUCCESS
+    end = plugin_data_pb2.SessionEndInfo(status=done, end_time_secs=time.time())
+    values = {name: number(result, name) for name in METRICS}
     scalars = [scalar_pb(f"result/{n}", value) for n, value in values.items() if value is not None]
     return [*scalars, _summary(metadata.SESSION_END_INFO_TAG, session_end_info=end)]
 

@@ -7,6 +7,7 @@ is the number of examples.
 
 import contextlib
 import datetime
+import os
 import shlex
 import shutil
 import statistics
@@ -21,10 +22,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
 from towers.devices import memory
-from towers.monitoring import charts, events, tower_stats
+from towers.monitoring import events, tower_stats
+from towers.monitoring.comparison import NoiseScale, Stragglers, estimate
 from towers.monitoring.event_writer import PARTS, EventWriter
-from towers.monitoring.noise_scale import NoiseScale, advice, estimate
-from towers.monitoring.stragglers import Stragglers
 from towers.options.timetable import Timetable
 
 _PHASES = (*tower_stats.PHASES, "update_seconds")
@@ -95,27 +95,35 @@ class Monitor:
         """
         speed, own_seconds = self._speed(step)
         held = [memory.of_device(device) or (None, None) for device in self._devices]
-        values = {
-            **metrics,
-            "total_loss": metrics["loss"] + metrics["penalty"],
-            "examples": self._timetable.examples(step),
-            "epoch": self._timetable.epochs(step),
-            "tower_memory_mib": [now for now, _ in held],
-            "tower_peak_memory_mib": [peak for _, peak in held],
+        of_towers = {
+            "loss": metrics["tower_loss"],
+            "gradient_norm": metrics["tower_gradient_norm"],
+            "cosine_to_mean": metrics["tower_cosine"],
+            "step_seconds": own_seconds,
+            "memory_mib": [now for now, _ in held],
+            "peak_memory_mib": [peak for _, peak in held],
         }
-        if own_seconds:
-            values["tower_step_seconds"] = own_seconds
-        self.last_loss = metrics["loss"]
-        occupied = [i for i, count in enumerate(metrics["tower_examples"]) if count > 0]
-        scalars = charts.scalars(values, occupied) | speed
-        scalars |= self._of_noise(metrics) | self._health()
+        self.last_loss, examples = metrics["loss"], self._timetable.examples(step)
+        scalars = {
+            "loss/data": metrics["loss"],
+            "loss/regularisation": metrics["penalty"],
+            "loss/total": metrics["loss"] + metrics["penalty"],
+            "learning_rate": metrics["learning_rate"],
+            "gradient_norm": metrics["gradient_norm"],
+            "progress/examples": examples,
+            "progress/epoch": self._timetable.epochs(step),
+            **_by_tower(of_towers, metrics["tower_examples"]),
+            **speed,
+            **self._of_noise(metrics),
+            **self._health(),
+        }
         self._writer.scalars("train", self._timetable.x(step - 1), scalars)
         ending = ""
         if speed:
             rate, seconds = speed[_RATE], speed["speed/seconds_per_step"]
             ending = f" ({rate:.1f} examples/s; {seconds:.3f} s/step)"
         self.say(
-            f"{_now()}: step {step - 1}, examples {values['examples']}, "
+            f"{_now()}: step {step - 1}, examples {examples}, "
             f"loss = {metrics['loss']:.4f}, learning rate {metrics['learning_rate']:.5f}{ending}"
         )
         if own_seconds and (line := self._stragglers.line(own_seconds)):
@@ -147,15 +155,6 @@ class Monitor:
         yield
         self._paused_seconds = before + self._clock() - start
 
-    @contextlib.contextmanager
-    def saving(self, step: int) -> Iterator[None]:
-        """Take the time of a checkpoint after `step` updates, and leave it out of the speed."""
-        start = self._clock()
-        with self.pause():
-            yield
-        seconds = {"checkpoint_seconds": self._clock() - start}
-        self._writer.scalars("train", self._timetable.x(step - 1), seconds)
-
     def examples_per_second(self) -> float | None:
         """Return the median over windows; the first is left out as warm-up if there are others."""
         rates = self._rates[1:] or self._rates
@@ -167,8 +166,7 @@ class Monitor:
 
     def advice(self) -> str:
         """Return one sentence on batch size and towers."""
-        batch_size = self._timetable.options.batch_size
-        return advice(self._noise.examples(), batch_size, len(self._devices))
+        return self._noise.advice(self._timetable.options.batch_size)
 
     def close(self) -> None:
         """Flush the event files and end the bar."""
@@ -204,6 +202,15 @@ class Monitor:
         return scalars, own_seconds
 
 
+def _by_tower(
+    values: Mapping[str, Sequence[float | None]], num_examples: Sequence[float]
+) -> dict[str, float]:
+    """Return {"tower_0/NAME": value}, as far as it is known, of each tower with examples."""
+    occupied = [i for i, number in enumerate(num_examples) if number > 0]
+    pairs = {f"tower_{i}/{name}": own[i] for name, own in values.items() if own for i in occupied}
+    return {tag: value for tag, value in pairs.items() if value is not None}
+
+
 def _cut(of_train: Path, of_eval: Path, start: int) -> set[int]:
     """Drop the points that are written again from `start` on; return where evaluations stand.
 
@@ -229,9 +236,7 @@ def _now() -> str:
 
 def tensorboard_command(train_dir: str) -> str:
     """Return the command that shows a run, as it can be typed here."""
-    command = ["towers"]
-    if not shutil.which(*command):  # a virtual environment that is not active
-        program, cwd = Path(sys.executable).with_name(*command), Path.cwd()
-        known = program.relative_to(cwd) if program.is_relative_to(cwd) else program
-        command = [str(known)] if program.exists() else [sys.executable, "-m", "towers"]
-    return shlex.join([*command, "tensorboard", f"--train_dir={train_dir}"])
+    command = "towers"
+    if not shutil.which(command):  # a virtual environment that is not active
+        command = os.path.relpath(Path(sys.executable).with_name(command))
+    return shlex.join([command, "tensorboard", f"--train_dir={train_dir}"])

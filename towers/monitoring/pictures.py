@@ -1,22 +1,29 @@
 """What a run looks like: the images that towers see, first filters, and what evaluation gets wrong.
 
-Each function returns a list of Summary protos. Nothing is written here, and nothing that a run
-computes with is changed.
+`of_evaluation`, `of_towers` and `filters` return lists of Summary protos. Nothing is written here,
+and nothing that a run computes with is changed. Every picture is bounded, whatever it is made of.
 """
 
 import dataclasses
+import io
 from collections.abc import Iterable, Sequence
 
 import keras
 import numpy as np
+from PIL import Image, ImageDraw, ImageOps
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.image import metadata
+from tensorboard.util import tensor_util
 
-from towers.monitoring import drawing
+from towers.text import cut
 from towers.tf_private import layers_of
 
 NUM_IMAGES = 8  # of each tower
-_MAX_FILTERS = 256
-_MAX_CLASSES = 500  # rows of a confusion matrix
+_MAX_FILTERS, _MAX_CLASSES = 256, 1000
+_SIDE, _MAX_SIDE = 128, 256  # pixels: small images are enlarged to the one, large ones shrunk
+_GAP, _LINE = 6, 14  # pixels between images, and of a line of text
+_MATRIX, _CELL, _MARGIN = 900, 48, 140  # pixels of a matrix, a cell at most, and names beside it
+_RIGHT, _WRONG = (8, 81, 156), (165, 15, 21)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,77 +47,150 @@ class Predictions:
 
 
 def of_evaluation(predictions: Predictions, names: Sequence[str]) -> list[Summary]:
-    """Return the pictures of an evaluation: `confusion_matrix`, and `mistakes` if there are any."""
-    if not predictions.labels.size:
-        return []
-    averaged = predictions.averaged
-    weights = "the moving average of the weights" if averaged else "the weights as they are"
-    # Where classes are very many, each row and column is of several that follow each other.
-    of_each = -(-len(names) // _MAX_CLASSES)
-    num = -(-len(names) // of_each)
-    places = predictions.labels // of_each * np.int64(num) + predictions.predicted // of_each
-    counts = np.bincount(places, minlength=num * num).reshape(num, num)
-    about = (
-        f"Rows are true classes, columns what the model says, with {weights}. The deeper a colour, "
-        "the greater the share of its row."
-    )
-    if of_each > 1:
-        about += f" Each row and column is of {of_each} classes, named after the first."
-    matrix = drawing.matrix(counts, names[::of_each])
-    pictures = [drawing.summary("confusion_matrix", matrix, about)]
+    """Return the pictures of an evaluation: `confusion_matrix`, and `mistakes` if there are any.
+
+    Of more than 1000 classes there is no matrix.
+    """
+    weights = "the moving average of the weights" if predictions.averaged else "the weights"
+    pictures = []
+    if len(predictions.labels) and len(names) <= _MAX_CLASSES:
+        counts = np.zeros((len(names), len(names)), np.int64)
+        np.add.at(counts, (predictions.labels, predictions.predicted), 1)
+        about = (
+            f"Rows are true classes, columns what the model says, with {weights}. The deeper a "
+            "colour, the greater the share of its row."
+        )
+        pictures.append(_summary("confusion_matrix", matrix(counts, names), about))
     if found := predictions.mistakes:
         captions = [
             [f"true {names[m.label]},", f"said {names[m.predicted]} {m.confidence:.2f}"]
             for m in found
         ]
-        lines = [f"{i}. {' '.join(caption)}" for i, caption in enumerate(captions, 1)]
-        about = f"The most confident mistakes, with {weights}:\n\n" + "\n".join(lines)
-        grid = drawing.grid([m.image for m in found], captions)
-        pictures.append(drawing.summary("mistakes", grid, about))
+        about = f"The most confident mistakes, with {weights}."
+        picture = grid([to_bytes(m.image) for m in found], captions)
+        pictures.append(_summary("mistakes", picture, about))
     return pictures
 
 
 def of_towers(
-    seen: Iterable[tuple[np.ndarray, np.ndarray]],
-    class_names: Sequence[str],
-    step: int | None,
-    stretch: bool = True,
+    seen: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str], stretch: bool = True
 ) -> list[Summary]:
     """Return `images/tower_I` of each tower with examples: its images, with their classes.
 
-    `seen` is what `samples.seen_by_towers` returns, `step` that which trains on them, None if they
-    stand for those of another step; `stretch` is as in `drawing.to_bytes`.
+    `seen` is what `gallery.seen_by_towers` returns; `stretch` is as in `to_bytes`.
     """
-    of_step = "(some, not of this step)" if step is None else f"in step {step}"
     found = []
     for i, (images, labels) in enumerate(seen):
-        if not len(images):
-            continue
-        names = [class_names[label] for label in labels]
-        about = f"Training images as tower {i} sees them {of_step}: {', '.join(names)}."
-        shown = [drawing.to_bytes(image, stretch=stretch) for image in images]
-        picture = drawing.grid(shown, [[name] for name in names])
-        found.append(drawing.summary(f"images/tower_{i}", picture, about))
+        if len(images):
+            own = [names[label] for label in labels]
+            shown = [to_bytes(image, stretch) for image in images]
+            about = f"Training images as tower {i} sees them: {', '.join(own)}."
+            picture = grid(shown, [[name] for name in own])
+            found.append(_summary(f"images/tower_{i}", picture, about))
     return found
 
 
 def filters(model: keras.Model) -> list[Summary]:
     """Return `filters/LAYER` of the model's first Conv2D layer, or nothing if it has none.
 
-    With 3 input channels they are shown in colour, else in gray, as their mean over the channels;
-    each is stretched from its least weight to its greatest.
+    Their input channels are shown as `to_bytes` shows an image's; each filter is stretched from its
+    least weight to its greatest.
     """
     kind = keras.layers.Conv2D
     layer = next((x for x in layers_of(model) if isinstance(x, kind) and x.weights), None)
     if layer is None:
         return []
-    kernel = np.array(keras.ops.convert_to_numpy(layer.kernel), np.float64)  # [h, w, in, out]
-    if kernel.shape[2] != 3:
-        with np.errstate(invalid="ignore"):  # infinities
-            kernel = kernel.mean(axis=2, keepdims=True)
-    shown = [drawing.to_bytes(each, stretch=True) for each in np.moveaxis(kernel, -1, 0)]
-    num, shown = len(shown), shown[:_MAX_FILTERS]
-    height, width = kernel.shape[:2]
+    kernel = np.asarray(keras.ops.convert_to_numpy(layer.kernel), np.float32)  # [h, w, in, out]
+    shown = [to_bytes(each, stretch=True) for each in np.moveaxis(kernel, -1, 0)[:_MAX_FILTERS]]
+    height, width, _, num = kernel.shape
     about = f"{len(shown)} of the {num} {height}x{width} filters of the first convolution."
-    picture = drawing.grid(shown, columns=max(4, round(len(shown) ** 0.5)))
-    return [drawing.summary(f"filters/{layer.path or layer.name}", picture, about)]
+    picture = grid(shown, columns=max(4, round(len(shown) ** 0.5)))
+    return [_summary(f"filters/{layer.path or layer.name}", picture, about)]
+
+
+def to_bytes(image: np.ndarray, stretch: bool = False) -> np.ndarray:
+    """Return an image `[h, w, C]` as uint8 `[h, w, 3]` for a person to recognise.
+
+    Of 3 or 4 channels the first three are red, green and blue; of any other number the first is
+    shown, in gray. uint8 is shown as it is, and so are floats from 0 to 1, unless `stretch`; other
+    floats are stretched from their least to their greatest. What is not finite counts as 0.
+    """
+    image = np.asarray(image)
+    image = image[..., :3] if image.shape[-1] in (3, 4) else image[..., :1]
+    if image.dtype != np.uint8:
+        image = np.where(np.isfinite(image), image, 0.0)
+        low, high = float(image.min()), float(image.max())
+        if not stretch and low >= 0 and high <= 1:
+            low, high = 0.0, 1.0
+        image = np.round(255 * (image - low) / max(high - low, 1e-9)).astype(np.uint8)
+    return np.broadcast_to(image, (*image.shape[:2], 3))
+
+
+def grid(
+    images: Sequence[np.ndarray], captions: Sequence[Sequence[str]] = (), columns: int = 4
+) -> Image.Image:
+    """Draw images, uint8 `[h, w, 3]`, in rows, each with its lines of text under it.
+
+    Without any captions, images stand close together.
+    """
+    side = max(_SIDE, min(_MAX_SIDE, max(images[0].shape[:2]))) if captions else _SIDE // 4
+    columns, num_rows = min(columns, len(images)), -(-len(images) // columns)
+    width = side + _GAP
+    height = width + _LINE * max(map(len, captions), default=0)
+    picture = Image.new("RGB", (_GAP + columns * width, _GAP + num_rows * height), "white")
+    draw = ImageDraw.Draw(picture)
+    for i, image in enumerate(images):
+        left, top = _GAP + i % columns * width, _GAP + i // columns * height
+        small = max(image.shape[:2]) <= side
+        how = Image.Resampling.NEAREST if small else Image.Resampling.BICUBIC
+        picture.paste(ImageOps.contain(Image.fromarray(image), (side, side), how), (left, top))
+        for number, line in enumerate(captions[i] if captions else ()):
+            draw.text((left, top + side + number * _LINE), _legible(line), "black")
+    return picture
+
+
+def matrix(counts: np.ndarray, names: Sequence[str]) -> Image.Image:
+    """Draw a square matrix: rows and columns named, as far as names and numbers fit.
+
+    A cell's colour is the deeper, the greater its share of its row: blue on the diagonal, red
+    elsewhere. It goes by the root of the share, so that rare mistakes are seen. Counts are integers
+    `[n, n]`.
+    """
+    num = len(counts)
+    cell = max(1, min(_CELL, _MATRIX // num))
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    colours = np.where(np.eye(num, dtype=bool)[..., None], _RIGHT, _WRONG)
+    pixels = np.round(255 - np.sqrt(shares)[..., None] * (255 - colours)).astype(np.uint8)
+    cells = Image.fromarray(pixels).resize((num * cell, num * cell), Image.Resampling.NEAREST)
+    side = _MARGIN + num * cell + _GAP
+    picture = Image.new("RGB", (side, side), "white")
+    picture.paste(cells, (_MARGIN, _MARGIN))
+    draw = ImageDraw.Draw(picture)
+    draw.text((_GAP, _MARGIN - _LINE), "true \\ said", "gray")
+    for i in range(0, num, -(-_LINE // cell)):
+        place = _MARGIN + i * cell + (cell - _LINE) // 2
+        draw.text((_GAP, place), _legible(names[i]), "black")
+        upright = Image.new("RGB", (_MARGIN - _GAP, _LINE), "white")
+        ImageDraw.Draw(upright).text((0, 0), _legible(names[i]), "black")
+        picture.paste(upright.rotate(90, expand=True), (place, 0))
+    if cell == _CELL:
+        for row, column in np.argwhere(counts):
+            place = _MARGIN + column * cell + _GAP, _MARGIN + row * cell + (cell - _LINE) // 2
+            colour = "white" if shares[row, column] > 0.3 else "black"
+            draw.text(place, str(counts[row, column]), colour)
+    return picture
+
+
+def _summary(tag: str, picture: Image.Image, description: str) -> Summary:
+    """Return a picture as TensorBoard's image plugin takes it; the description is Markdown."""
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    width, height = (str(size).encode() for size in picture.size)
+    tensor = tensor_util.make_tensor_proto([width, height, buffer.getvalue()])
+    about = metadata.create_summary_metadata(None, description, converted_to_tensor=True)
+    return Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=tensor)])
+
+
+def _legible(line: str) -> str:
+    """Return a line as short as an image is wide, in letters that Pillow's own font has."""
+    return cut(" ".join(line.split()), 21).encode("latin-1", "replace").decode("latin-1")

@@ -10,7 +10,6 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import tensorflow as tf
 
@@ -41,8 +40,6 @@ class Profiler:
 
     def __enter__(self) -> "Profiler":
         """Listen to SIGUSR2, where Python lets us: in the main thread."""
-        if self._plan and self._plan[0] >= self._last_step:
-            self._drop(f"the run ends at step {self._last_step}")
         self._before = None
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGUSR2, self._ask) or signal.SIG_DFL
@@ -54,37 +51,45 @@ class Profiler:
         self.stop()
         if self._before is not None:
             signal.signal(signal.SIGUSR2, self._before)
-        if self._asked:
-            self._say("SIGUSR2 came too late: there is no step left")
+        if self._plan:
+            first, last = self._plan
+            self._say(f"--profile_steps={first}:{last}: none of these steps was made")
 
     def due(self, step: int) -> bool:
         """Tell whether a call of the train loop must end when `step` steps are done."""
         return step in (self._running or ()) or step in (self._plan or ())
 
     def begin(self, step: int) -> None:
-        """Start what is to start when `step` steps are done: just before the next call."""
+        """Start what is to start when `step` steps are done: just before the next call.
+
+        A signal that comes while a profile is made asks for one after it.
+        """
         self._step = step
-        if self._running is None and self._plan and self._plan[0] <= step:
-            _, last = self._plan
-            if last <= step:
-                return self._drop(f"the run is at step {step}")
-            self._plan = None
-            self._start(step, min(last, self._last_step))
-        elif self._running is None and self._asked:
-            self._asked = False
-            self._start(step, min(step + NUM_STEPS, self._last_step))
-        self._answer()
+        if self._running:
+            return
+        if self._plan and self._plan[0] <= step < self._plan[1]:
+            (_, last), self._plan = self._plan, None
+        elif self._asked:
+            self._asked, last = False, step + NUM_STEPS
+        else:
+            return
+        last = min(last, self._last_step)
+        try:
+            tf.test.experimental.sync_devices()  # or kernels of the step before were in it
+            tf.profiler.experimental.start(str(self._train_dir / "train"))
+        except Exception as error:  # of any kind: a run is worth more than its profile
+            self._say(f"none of steps {step} to {last}: {first_line(error, 300)}")
+            return
+        self._running = step, last
+        self._say(f"of steps {step} to {last} has started")
 
     def trace(self, step: int) -> contextlib.AbstractContextManager:
         """Return a context for the call that starts at `step`: the plugin shows it as a step."""
-        if self._running is None:
-            return contextlib.nullcontext()
         return tf.profiler.experimental.Trace("train", step_num=step, _r=1)
 
     def end(self, step: int) -> None:
         """End what is to end when `step` steps are done: just after a call."""
         self._step = step
-        self._answer()
         if self._running and step >= self._running[1]:
             self.stop()
 
@@ -106,31 +111,8 @@ class Profiler:
     def _say(self, line: str) -> None:
         self._print(f"profile     {line}")
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def _ask(self, *_: object) -> None:
         self._asked = True
-
-    def _answer(self) -> None:
-        """Say to a signal that a profile is being made."""
-        if self._running and self._asked:
-            self._asked = False
-            first, last = self._running
-            self._say(f"SIGUSR2: one of steps {first} to {last} is being made already")
-
-    def _drop(self, why: str) -> None:
-        """Say, once, that the planned profile is not made."""
-        first, last = self._plan
-        self._plan = None
-        self._say(f"--profile_steps={first}:{last} is skipped: {why}")
-
-    def _start(self, first: int, last: int) -> None:
-        try:
-            tf.test.experimental.sync_devices()  # or kernels of the step before were in it
-            tf.profiler.experimental.start(str(self._train_dir / "train"))
-        except Exception as error:  # of any kind: a run is worth more than its profile
-            self._say(f"none of steps {first} to {last}: {first_line(error, 300)}")
-            return
-        self._running = (first, last)
-        self._say(f"of steps {first} to {last} has started")
 
     def _write(self, first: int, last: int) -> None:
         """Name the trace after its steps, and write its summary."""

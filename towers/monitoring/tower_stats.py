@@ -17,10 +17,9 @@ PHASES = ("input_wait_seconds", "compute_seconds", "gather_seconds")
 
 
 def measured_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what is measured: `measure` and `update_size` say what it is."""
+    """Return the shapes of what is measured: `measure` says what it is."""
     of_towers = ("tower_examples", "tower_loss", "tower_gradient_norm", "tower_cosine")
-    scalars = ("data_gradient_norm", "update_to_weight_ratio")
-    return dict.fromkeys(of_towers, (num_towers,)) | dict.fromkeys(scalars, ())
+    return dict.fromkeys(of_towers, (num_towers,)) | {"data_gradient_norm": ()}
 
 
 def timed_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
@@ -104,43 +103,6 @@ def _ends(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
             end = time_after(arrived, builder.gather_device) + tf.minimum(arrived, 0.0)
         ends.append(end)
     return ends
-
-
-def weights_before(weights: Sequence[Any], measured: tf.Tensor) -> list[tuple[list[Any], Any]]:
-    """Return, for each device, the weights there and their values, empty if not measured."""
-    places: dict[str, list[Any]] = {}
-    for weight in weights:
-        places.setdefault(weight.value.device, []).append(weight)
-    before = []
-    for place, there in places.items():
-        with tf.device(place):
-            values = tf.cond(
-                measured,
-                lambda there=there: [tf.identity(w.value) for w in there],
-                lambda there=there: [tf.zeros([0], w.value.dtype) for w in there],
-            )
-        before.append((there, values))
-    return before
-
-
-def update_size(
-    before: Sequence[tuple[list[Any], Any]], measured: tf.Tensor
-) -> dict[str, tf.Tensor]:
-    """Return "update_to_weight_ratio": the norm of an update over that of the weights before it."""
-    changes, sizes = [], []
-    for weights, values in before:
-
-        def squares(weights: Any = weights, values: Any = values) -> tuple[tf.Tensor, tf.Tensor]:
-            pairs = list(zip(weights, values, strict=True))
-            changed = [_square(tf.convert_to_tensor(weight.value) - old) for weight, old in pairs]
-            return tf.add_n(changed), tf.add_n([_square(old) for old in values])
-
-        with tf.device(weights[0].value.device):
-            change, size = tf.cond(measured, squares, lambda: (tf.zeros([]), tf.zeros([])))
-        changes.append(change)
-        sizes.append(size)
-    ratio = tf.math.divide_no_nan(tf.add_n(changes), tf.add_n(sizes))
-    return {"update_to_weight_ratio": tf.sqrt(ratio)}
 
 
 def _products(

@@ -13,7 +13,7 @@ from towers.errors import InputError, RunError
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short
 from towers.monitoring import dashboard, events
-from towers.monitoring.samples import Batch, Sampler
+from towers.monitoring.gallery import Batch, Sampler
 from towers.options.run import Options
 from towers.options.timetable import Timetable
 from towers.text import count
@@ -114,11 +114,10 @@ def begin(
         say(line)
     size, seed = options.batch_size, options.seed
     batches = iter(run.data.train.train_batches(size, seed=seed, step=step, examples=examples))
-    sampler = Sampler(run.data.train, options, run.masters.step)
+    sampler = Sampler(run.data.train, options)
     with one_line_errors(options):
         batch = sampler.batch(step, examples)
-    if batch is not None:
-        run.rehearse(batch.tensors)
+    run.rehearse(batch)
     placement, lines = _place(run, train_loop, batches, say)
     lines += _check_numbers(run, placement, batch, say)
     # Until here, nothing was written. The checkpoint comes first: a folder that cannot be written,
@@ -133,7 +132,7 @@ def begin(
     files.write_text(folder / "flags.cfg", options.to_flagfile())
     if options.log_device_placement:
         placement_report.write_tsv(folder / "placement.tsv", placement)
-    for line in manifest.write(run, folder, restored, batch and batch.tensors):
+    for line in manifest.write(run, folder, restored, batch):
         say(line)
     graph = train_loop.get_concrete_function(batches, tf.constant(0)).graph
     summary: list[str] = []
@@ -174,13 +173,12 @@ def _place(
     return placement, lines
 
 
-def _check_numbers(run: Run, placement: Placement, batch: Batch | None, say: Say) -> list[str]:
+def _check_numbers(run: Run, placement: Placement, batch: Batch, say: Say) -> list[str]:
     """Say what makes the numbers depend on the number of towers; return these lines."""
     if run.builder.num_slices == 1:
         return []
     found = list(run.doubts)
-    if batch is not None:
-        found += faults.find(run.rehearse(batch.tensors), batch.tensors)
+    found += faults.find(run.rehearse(batch), batch)
     found += faults.random_ops_of(placement.ops + placement.compiled + placement.gone)
     found = list(dict.fromkeys(found))
     if found:

@@ -101,7 +101,6 @@ def make_train_step(
             with tf.name_scope("telemetry"):
                 batch = images, labels, draws
                 seen = tower_stats.measure(batch, sums, loss, gradients, builder, measured, scale)
-                before = tower_stats.weights_before(masters.replicas[0].weights, measured)
         with tf.device(builder.gather_device), tf.name_scope("update"):
             if scale is not None:
                 loss = loss / tf.cast(scale, loss.dtype)
@@ -109,9 +108,6 @@ def make_train_step(
             metrics = update(gradients, rate, statistics)
             masters.step.assign_add(1)
             masters.examples.assign_add(tf.shape(labels, tf.int64)[0])
-        if measured is not None:
-            with tf.device(builder.gather_device), tf.name_scope("telemetry"):
-                seen |= tower_stats.update_size(before, measured)
         return metrics | {"loss": loss, "learning_rate": rate} | seen, gradients[0]
 
     return train_step

@@ -64,7 +64,7 @@ def train(options: Options, start: float | None = None) -> dict[str, Any] | None
                 say(line)
             return result
         begun = begin(run, folder, lock, checkpoints, restored, say)
-        with dashboard.failing(folder), one_line_errors(options):
+        with one_line_errors(options):
             return _train(begun, out, start)
 
 
@@ -137,7 +137,7 @@ def _make_steps(
         if timetable.logs(step):
             monitor.train_point(step, read_finite(values, step, begun.run))
         if timetable.saves(step):
-            with monitor.saving(step):
+            with monitor.pause():
                 save_finite(begun, values, step)
             saved = step
         if timetable.draws_histograms(step):
@@ -147,7 +147,7 @@ def _make_steps(
                 show_evaluation(monitor, gallery, step, evaluate(stop))
     profiler.stop()
     if step > saved:
-        with monitor.saving(step):
+        with monitor.pause():
             save_finite(begun, values, step)
     return step, seconds_to_first_step
 
