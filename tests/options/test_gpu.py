@@ -15,10 +15,7 @@ MEMORY = {
 NUMBERS = {
     "": None, "none": [], "None": [], "0": [0], "0,2": [0, 2], "2, 0": [2, 0], "10,07": [10, 7]
 }  # fmt: skip
-NO_NUMBERS = {
-    "0,,2": "", "0,": "", "-1": "-1", "gpu:0": "gpu:0", "0;2": "0;2", "1.5": "1.5", "²": "²",
-    "٣": "٣", "none,0": "none", '"0,1"': '"0',
-}  # fmt: skip
+NO_NUMBERS = ["0,,2", "0,", "-1", "gpu:0", "0;2", "1.5", "²", "٣", "none,0", '"0,1"']
 
 
 def refusal(**options):
@@ -30,13 +27,10 @@ def refusal(**options):
 def test_visible_gpus():
     for text, numbers in NUMBERS.items():
         assert GpuOptions(visible_gpus=text).indices() == numbers
-    for text, part in NO_NUMBERS.items():
-        message = refusal(visible_gpus=text)
-        assert message.startswith(f"--visible_gpus={text}: {part!r} is not the number of a GPU")
-        assert message.endswith("write them as --visible_gpus=0,2, or --visible_gpus=none")
-    assert refusal(visible_gpus="2,0,2") == (
-        "--visible_gpus=2,0,2 names a GPU twice; type --visible_gpus=2,0"
-    )
+    assert GpuOptions(visible_gpus="2,0,2").indices() == [2, 0]
+    for text in NO_NUMBERS:
+        expected = f"--visible_gpus={text}: numbers of GPUs are needed, as --visible_gpus=0,2"
+        assert refusal(visible_gpus=text).startswith(expected)
 
 
 def test_a_number_out_of_range_is_refused_with_an_example():

@@ -7,15 +7,14 @@ The options of a verb are a dataclass of `option` fields. A verb that works on a
 options in a field `run: Options`; its flags are then its own fields, and those of the run that it
 does not name itself. (`run: dict` takes those that were given as {name: value}, unchecked.)
 
-absl's parsers read the values; no flag is defined in anybody's program. No TensorFlow is imported,
-so that help and usage errors answer at once.
+absl reads arguments and flagfiles; no flag is defined in anybody's program. No TensorFlow is
+imported, so that help and usage errors answer at once.
 """
 
 import dataclasses
 import difflib
 import os
 import pkgutil
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -56,12 +55,12 @@ class Verb:
 
 _TRAIN = Verb("train")
 _OF_RUN = {field.name: field for field in dataclasses.fields(Options)}
+_ALIASES = {f.metadata["alias"]: name for name, f in _OF_RUN.items() if "alias" in f.metadata}
 _PARSERS = {
     bool: flags.BooleanParser(),
     int: flags.IntegerParser(),
     float: flags.FloatParser(),
     str: flags.ArgumentParser(),
-    tuple: flags.ArgumentParser(),  # may be given several times
 }
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -77,13 +76,12 @@ def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
         InputError: one line, for an unknown flag, a value of the wrong kind or out of range, a
             flagfile that cannot be read, or an argument that is no flag.
     """
-    reader = _Reader(verb)
-    reader.read(argv)
+    _check_taken(argv, verb)
+    values = _read(argv, verb)
     if verb.completes:  # what the run was trained with, then what is given now
-        train_dir = reader.values.get("train_dir", Options.train_dir)
-        reader = _Reader(verb)
-        reader.read([*_flags_of_run(train_dir), f"--train_dir={train_dir}", *argv])
-    kind, values = verb.options_class(), reader.values
+        train_dir = values.get("train_dir", Options.train_dir)
+        values = _read([*_flags_of_run(train_dir), f"--train_dir={train_dir}", *argv], verb)
+    kind = verb.options_class()
     kinds = {field.name: field.type for field in dataclasses.fields(kind)}
     if "run" in kinds:
         of_run = {name: values.pop(name) for name in values.keys() - kinds.keys()}
@@ -97,7 +95,10 @@ def option_name(flag: str) -> str:
     Raises:
         InputError: there is no such flag.
     """
-    return _Reader(_TRAIN).name_of(flag)
+    name = _ALIASES.get(flag, flag)
+    if name not in _OF_RUN:
+        raise InputError(_unknown(flag, _TRAIN))
+    return name
 
 
 def option_type(name: str) -> type:
@@ -111,100 +112,15 @@ def parse_value(name: str, text: str) -> Any:
     Raises:
         InputError: it is not of the option's kind.
     """
-    reader = _Reader(_TRAIN)
-    reader.read([f"--{name}={text}"])
-    return reader.values[name]
+    return _value(_OF_RUN[name], text)
 
 
-class _Reader:
-    """Reads arguments and flagfiles: what comes later wins.
-
-    absl's own reading of arguments would ignore a flagfile that includes itself and whatever
-    --undefok says, and take the next flag for a value that is missing.
-    """
-
-    def __init__(self, verb: Verb):
-        self.values: dict[str, Any] = {}
-        self._verb, self._fields = verb, verb.fields()
-        self._positional = _positional(self._fields)
-        self._negations = {f"no{n}": n for n, field in self._fields.items() if field.type is bool}
-        self._aliases = {
-            field.metadata["alias"]: name
-            for name, field in self._fields.items()
-            if "alias" in field.metadata
-        }
-
-    def name_of(self, flag: str) -> str:
-        """Return the name of the option that a flag sets, an alias or not."""
-        name = self._aliases.get(flag, flag)
-        if name not in self._fields or name == self._positional:
-            raise InputError(self._unknown(flag))
-        return name
-
-    def read(self, argv: Sequence[str], opened: tuple[str, ...] = ()) -> None:
-        """Set values from arguments: of the command line, or of the last flagfile in `opened`."""
-        waiting = list(argv)
-        while waiting:
-            argument = waiting.pop(0)
-            if self._positional and not opened and argument[:1] not in ("", "-"):
-                self._set(self._positional, os.path.expanduser(argument))
-                continue
-            match = re.fullmatch(r"--?([^-=][^=]*)(?:=(.*))?", argument, re.DOTALL)
-            if not match:
-                raise InputError(
-                    f"unexpected argument {argument!r}: flags are written --name=value"
-                )
-            flag, value = match.groups()
-            if flag in self._negations and value is None:
-                flag, value = self._negations[flag], "false"
-            name = flag if flag == "flagfile" else self.name_of(flag)
-            if not opened:
-                self._check_taken(name)
-            if value is None and name in self._negations.values():
-                value = "true"
-            if value is None:
-                if not waiting or waiting[0].startswith("--"):
-                    raise InputError(f"--{flag} needs a value: --{flag}=...")
-                value = waiting.pop(0)
-            if name == "flagfile":
-                self._read_file(value, opened)
-            else:
-                self._set(name, value, flag)
-
-    def _read_file(self, name: str, opened: tuple[str, ...]) -> None:
-        """Set values from the lines of a flagfile; messages name the file and the line."""
-        path = os.path.expanduser(name)
-        try:
-            with open(path, encoding="utf-8-sig") as file:
-                lines = file.readlines()
-        except OSError as error:
-            raise InputError(f"--flagfile={name} cannot be read: {error.strerror}") from None
-        except ValueError:
-            raise InputError(f"--flagfile={name} cannot be read: it is no text in UTF-8") from None
-        path = os.path.realpath(path)
-        if path in opened:
-            raise InputError(f"--flagfile={name}: a flagfile cannot include itself")
-        for number, line in enumerate(map(str.strip, lines), start=1):
-            if line and not line.startswith(("#", "//")):
-                try:
-                    self.read([line], (*opened, path))
-                except InputError as error:
-                    raise InputError(f"{name}, line {number}: {error}") from None
-
-    def _set(self, name: str, text: str, flag: str = "") -> None:
-        """Set the value of an option from what was typed."""
-        kind = self._fields[name].type
-        if name in ("train_dir", "sweep_dir"):
-            text = os.path.expanduser(text)  # a shell leaves the ~ of --train_dir=~/runs alone
-        try:
-            value = _PARSERS[kind].parse(text)
-        except ValueError:
-            raise InputError(f"--{flag}={text}: {_KINDS[kind]} is needed") from None
-        self.values[name] = (*self.values.get(name, ()), value) if kind is tuple else value
-
-    def _check_taken(self, name: str) -> None:
-        """Refuse an option of a run that the verb would ignore."""
-        verb = self._verb
+def _check_taken(argv: Sequence[str], verb: Verb) -> None:
+    """Refuse an option of a run that the verb would ignore; a flagfile may hold it."""
+    for argument in argv:
+        flag = argument.partition("=")[0].lstrip("-") if argument.startswith("-") else ""
+        name = flag if flag in _OF_RUN else flag.removeprefix("no")
+        name = _ALIASES.get(name, name)
         reason = verb.refuses.get(name, "")
         if verb.takes is not None and name in _OF_RUN and name not in verb.takes:
             reason = f"it takes {', '.join(f'--{taken}' for taken in verb.takes)}"
@@ -212,15 +128,53 @@ class _Reader:
         if reason:
             raise InputError(f"towers {verb.name} takes no --{name}: {reason}")
 
-    def _unknown(self, flag: str) -> str:
-        """Return the message for an unknown flag, with the nearest that exists."""
-        if flag in self._negations:
-            return f"--{flag} takes no value; did you mean --{self._negations[flag]}=...?"
-        names = [name for name in self._fields if name != self._positional]
-        known = [*names, *self._aliases, *self._negations, "flagfile"]
-        close = difflib.get_close_matches(flag, known, n=1)
-        hint = f"did you mean --{close[0]}?" if close else f"see towers {self._verb.name} --help"
-        return f"there is no flag --{flag}; {hint}"
+
+def _read(argv: Sequence[str], verb: Verb) -> dict[str, Any]:
+    """Return {option: value} of what arguments and their flagfiles give: the last one wins."""
+    fields, defined = verb.fields(), flags.FlagValues()
+    positional = _positional(fields)
+    defined.set_gnu_getopt()
+    for name, field in fields.items():
+        if name != positional:
+            define = {bool: flags.DEFINE_bool, tuple: flags.DEFINE_multi_string}
+            define.get(field.type, flags.DEFINE_string)(name, None, "", flag_values=defined)
+            if "alias" in field.metadata:
+                flags.DEFINE_alias(field.metadata["alias"], name, flag_values=defined)
+    try:
+        others = defined(["towers", *argv])[1:]
+    except flags.UnrecognizedFlagError as error:
+        raise InputError(_unknown(error.flagname, verb)) from None
+    except (flags.Error, ValueError) as error:
+        raise InputError(str(error)) from None
+    if others and not positional:
+        raise InputError(f"unexpected argument {others[0]!r}: flags are written --name=value")
+    found = {name: defined[name].value for name in fields if name != positional}
+    values = {n: _value(fields[n], value) for n, value in found.items() if value is not None}
+    if others:
+        values[positional] = tuple(map(os.path.expanduser, others))
+    return values
+
+
+def _value(field: dataclasses.Field, given: Any) -> Any:
+    """Return the value of an option from what was typed, once or several times."""
+    kind, text = field.type, given
+    if kind is tuple:
+        return tuple(given)
+    if kind is str and text.startswith("--"):
+        raise InputError(f"--{field.name} needs a value: --{field.name}=...")
+    if field.name in ("train_dir", "sweep_dir"):
+        text = os.path.expanduser(text)  # a shell leaves the ~ of --train_dir=~/runs alone
+    try:
+        return _PARSERS[kind].parse(text)
+    except ValueError:
+        raise InputError(f"--{field.name}={text}: {_KINDS[kind]} is needed") from None
+
+
+def _unknown(flag: str, verb: Verb) -> str:
+    """Return the message for an unknown flag, with the nearest that exists."""
+    close = difflib.get_close_matches(flag, [*verb.fields(), *_ALIASES, "flagfile"], n=1)
+    hint = f"did you mean --{close[0]}?" if close else f"see towers {verb.name} --help"
+    return f"there is no flag --{flag}; {hint}"
 
 
 def _positional(fields: Mapping[str, dataclasses.Field]) -> str | None:

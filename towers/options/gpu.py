@@ -1,6 +1,7 @@
 """What a process may take of the GPUs: the options and their rules; no TensorFlow is needed."""
 
 import dataclasses
+import re
 
 from towers.errors import InputError
 from towers.options.fields import check_values, group
@@ -51,20 +52,12 @@ class GpuOptions:
             return None
         if self.visible_gpus.lower() == "none":
             return []
-        parts = [part.strip() for part in self.visible_gpus.split(",")]
-        for part in parts:
-            if not (part.isascii() and part.isdecimal()):
-                raise InputError(
-                    f"--visible_gpus={self.visible_gpus}: {part!r} is not the number of a GPU; "
-                    "write them as --visible_gpus=0,2, or --visible_gpus=none"
-                )
-        numbers = [int(part) for part in parts]
-        if len(set(numbers)) < len(numbers):
+        if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", self.visible_gpus, re.ASCII):
             raise InputError(
-                f"--visible_gpus={self.visible_gpus} names a GPU twice; "
-                f"type --visible_gpus={','.join(map(str, dict.fromkeys(numbers)))}"
+                f"--visible_gpus={self.visible_gpus}: numbers of GPUs are needed, as "
+                "--visible_gpus=0,2, or --visible_gpus=none"
             )
-        return numbers
+        return list(dict.fromkeys(map(int, self.visible_gpus.split(","))))
 
     def demands(self) -> dict[str, object]:
         """Return what must be set before TensorFlow starts: {option: value}, without defaults."""

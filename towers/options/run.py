@@ -8,6 +8,7 @@ gives them as keyword arguments:
     towers.train(towers.Options(train_dir="runs/mine", model="my_package.net:build", num_towers=2))
 """
 
+import contextlib
 import dataclasses
 import re
 from typing import Any
@@ -304,12 +305,10 @@ def text_of(value: Any) -> str:
 
 
 def _parse_argument(text: str) -> Any:
-    """Return a model argument as int, float or bool where it looks like one."""
+    """Return a model argument as a number or a boolean where it looks like one."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if re.fullmatch(r"[+-]?\d+", text):
-        return int(text)
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
