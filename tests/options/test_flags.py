@@ -4,7 +4,6 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +14,6 @@ from towers import cli
 from towers.commands.compare.options import CompareOptions
 from towers.errors import InputError
 from towers.options import flags
-from towers.options.fields import option
 from towers.options.run import Options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,42 +130,6 @@ def test_evaluate_and_doctor_take_what_they_use():
         f"towers doctor takes no --num_towers: it takes {', '.join(taken)}"
     )
     assert cli.parse("doctor", ["--json", "--train_dir=a"]) == Options(json=True, train_dir="a")
-
-
-@dataclasses.dataclass(frozen=True)
-class OfAVerb:
-    """Options of a verb that holds those of a run."""
-
-    num_towers: str = option("1,2", "Towers", "Numbers of towers.", alias="num_gpus")
-    steps: int = option(3, "Verb", "Steps to make.", minimum=1)
-    run: Options = Options()
-
-
-@dataclasses.dataclass(frozen=True)
-class OfAnyRun:
-    """Options of a verb that makes runs of what it is given."""
-
-    run: dict
-    steps: int = option(3, "Verb", "Steps to make.", minimum=1)
-
-
-@pytest.fixture
-def verb(monkeypatch):
-    """Return a function that gives a verb with the options of a class."""
-    here = SimpleNamespace(OfAVerb=OfAVerb, OfAnyRun=OfAnyRun)
-    monkeypatch.setitem(sys.modules, "here", here)
-    return lambda name: flags.Verb("try", options=f"here:{name}")
-
-
-def test_a_verb_may_hold_the_options_of_a_run(verb):
-    options = flags.parse(["--num_gpus=4", "--steps=5", "--seed=7"], verb("OfAVerb"))
-    assert options == OfAVerb(num_towers="4", steps=5, run=Options(seed=7))
-    assert flags.parse([], verb("OfAVerb")) == OfAVerb()
-    changed = [line.replace("--num_towers=0", "--num_towers=1,2") for line in DEFAULTS]
-    assert shown_by(flags.verb_help(verb("OfAVerb"))) == [*changed, "--steps=3"]
-
-    options = flags.parse(["--schedule=step", "--steps=5"], verb("OfAnyRun"))  # no run by itself
-    assert options == OfAnyRun({"schedule": "step"}, steps=5)
 
 
 def test_an_alias():

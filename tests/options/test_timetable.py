@@ -110,33 +110,10 @@ def test_examples_and_epochs():
     assert not plan.evaluates(0)
 
 
-EVALUATIONS = {  # of 50 steps of 100 examples, 10 steps an epoch
-    0: [], 1: [10, 20, 30, 40], 2: [20, 40], 2.5: [25], 0.5: [*range(5, 50, 5)],
-    0.75: [8, 15, 23, 30, 38, 45], 5: [], 100: [], 0.01: [*range(1, 50)],
-}  # fmt: skip
-
-
-def test_evaluations_by_epochs():
-    for epochs, steps in EVALUATIONS.items():
-        plan = timetable(last=50, evaluate_every_epochs=epochs)
-        assert walk(plan)[1]["evaluates"] == steps
-    more_than_an_epoch = timetable(last=5, size=100, batch_size=250)
-    assert walk(more_than_an_epoch)[1]["evaluates"] == [1, 2, 3, 4]
-    as_typed = timetable(last=40, size=10, batch_size=1, evaluate_every_epochs=1.1)
-    assert walk(as_typed)[1]["evaluates"] == [11, 22, 33]
-
-
 def test_a_new_batch_size_keeps_the_epochs():
     # 1500 of 2000 examples seen in steps of another size: the epoch ends 5 steps later.
     plan = timetable(first=7, first_examples=1500, last=40, size=1000, batch_size=100)
     assert walk(plan)[1]["evaluates"] == [12, 22, 32]
-
-
-def test_lines_checkpoints_and_their_ends():
-    _, done = walk(timetable(last=12, log_every_steps=5, checkpoint_every_steps=4))
-    assert done["logs"] == [1, 6, 11, 12]  # they bear the numbers 0, 5, 10 and 11
-    assert done["saves"] == [4, 8]
-    assert walk(timetable(last=12, checkpoint_every_steps=0))[1]["saves"] == []
 
 
 def test_something_else_may_end_a_call():

@@ -88,12 +88,9 @@ def test_a_run_goes_on_below_a_damaged_checkpoint(tmp_path):
     assert restored(tmp_path)[0] == 20 and len(find(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("state", [None, "", "garbage {{"])
-def test_the_state_file_is_not_needed(tmp_path, state):
+def test_the_state_file_is_not_needed(tmp_path):
     save(tmp_path, 1, 2, 3)
-    (tmp_path / "checkpoint").unlink() if state is None else (tmp_path / "checkpoint").write_text(
-        state
-    )
+    (tmp_path / "checkpoint").write_text("garbage {{")
     assert restored(tmp_path) == (3, 3.0)
     save(tmp_path, 4, keep=2)
     assert [step for step, _ in find(tmp_path)] == [3, 4]
@@ -176,7 +173,7 @@ def test_a_full_disk_is_one_line_and_harms_no_older_checkpoint(tmp_path):
 
 
 def test_they_load_with_any_number_of_towers(tmp_path):
-    given = dict(model="tests.tiny:cnn", ema_decay=0.5, optimizer="adamw")
+    given = dict(ema_decay=0.5, optimizer="adamw")
     loop = tiny.Loop(tiny.options("unused", num_towers=4, **given))
     loop(3)
     Checkpoints(tmp_path, loop.masters.variables(), {}).save(3)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,9 @@ import tensorflow as tf
 from tests import tiny
 from towers import cli
 from towers.data import ArraySplit
-from towers.devices import host
-from towers.training import manifest, repository
+from towers.training import manifest
 from towers.training.run import assemble, prepare
 
-ROOT = Path(__file__).resolve().parents[2]
 PARTS = {
     "format", "time", "step", "command", "folder", "flags", "versions", "git", "devices", "host",
     "environment", "data", "first_batch", "initial_weights", "sessions", "final",
@@ -38,16 +37,15 @@ def start_of(run, folder):
     return manifest.read(folder)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def committed(monkeypatch):
     """Let this checkout stay as it is, whoever edits it while the tests run."""
-    monkeypatch.setattr(repository, "root", lambda folder: "here")
-    monkeypatch.setattr(repository, "state", lambda folder, without: {"root": "here"})
+    monkeypatch.setattr(manifest, "repository", lambda folder: {"root": "here"})
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return run_of(tmp_path_factory.mktemp("unused"), num_towers=2, model="tests.tiny:cnn")
+    return run_of(tmp_path_factory.mktemp("unused"), num_towers=2)
 
 
 # What it says
@@ -69,56 +67,49 @@ def test_it_says_what_the_run_is_made_from(run, tmp_path, monkeypatch):
     assert found["data"]["train"]["shape"] == [60, 8, 8, 3]
     assert found["data"]["test"]["shape"] == [23, 8, 8, 3]
     assert [session["step"] for session in found["sessions"]] == [0]
-    assert found["sessions"][0]["changed_flags"] == {}
 
 
 def test_first_batch_and_initial_weights_are_those_of_the_seed(run, tmp_path):
     found = start_of(run, tmp_path)
-    images, labels, draws = next(iter(run.data.train.train_batches(7, seed=0)))
-    digests = [manifest.digest(tensor) for tensor in (images, labels, draws)]
-    assert [found["first_batch"][name] for name in ("images", "labels", "draws")] == digests
-    assert found["first_batch"]["sha256"] == manifest.digest(images, labels, draws)
-    other = start_of(run_of(tmp_path, seed=1, model="tests.tiny:cnn"), tmp_path)
-    assert other["first_batch"]["sha256"] != found["first_batch"]["sha256"]
+    batch = next(iter(run.data.train.train_batches(7, seed=0)))
+    assert found["first_batch"]["sha256"] == manifest.digest(*batch)
+    other = start_of(run_of(tmp_path, seed=1), tmp_path)
+    assert other["first_batch"] != found["first_batch"]
     assert other["initial_weights"] != found["initial_weights"]
-
     again = assemble(run.options, ["/cpu:0"], run.data)
     assert manifest.weights_hash(again.masters.variables()) == found["initial_weights"]
-    again.masters.model.trainable_variables[0].value[0, 0, 0, 0].assign(9.0)
-    assert manifest.weights_hash(again.masters.variables()) != found["initial_weights"]
 
 
-def test_the_repository_of_the_model_is_named_if_it_is_another(run, tmp_path, monkeypatch):
-    asked = {Path.cwd(): "here", ROOT / "tests": "there", ROOT / "towers": "there"}
-    monkeypatch.setattr(repository, "root", asked.get)
-    monkeypatch.setattr(repository, "state", lambda folder, without: {"root": asked[folder]})
-    assert start_of(run, tmp_path)["git"] == {
-        "folder": {"root": "here"},
-        "model": {"root": "there"},
-    }
-    monkeypatch.setattr(repository, "root", lambda folder: None)
-    monkeypatch.setattr(repository, "state", lambda folder, without: None)
-    assert start_of(run, tmp_path)["git"] == {"folder": None}
+def test_the_state_of_a_repository(tmp_path):
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
 
-
-def test_a_part_that_cannot_be_had_ends_no_run(run, tmp_path, monkeypatch):
-    def fail():
-        raise KeyError("one\n  two")
-
-    monkeypatch.setattr(host, "versions", fail)
-    lines = write(run, tmp_path)
-    assert manifest.read(tmp_path)["versions"] is None and len(lines) == 1
-    assert lines[0].startswith("warning     manifest.json does without versions: KeyError: ")
+    assert manifest.repository(tmp_path) is None
+    git("init")
+    assert manifest.repository(tmp_path) is None  # there is no commit
+    (tmp_path / "below").mkdir()
+    (tmp_path / "net.py").write_text("one\n")
+    git("add", ".")
+    git("commit", "-m", "first")
+    first = manifest.repository(tmp_path / "below")
+    assert (first["root"], first["diff"]) == (str(tmp_path.resolve()), "clean")
+    (tmp_path / "net.py").write_text("two\n")
+    changed = manifest.repository(tmp_path)
+    assert changed["commit"] == first["commit"] and len(changed["diff"]) == 64
+    git("commit", "-am", "second")
+    second = manifest.repository(tmp_path)
+    assert second["commit"] != first["commit"] and second["diff"] == "clean"
 
 
 # A run that is continued
 
 
-def test_the_origin_stays_and_each_start_is_added(tmp_path):
+def test_the_origin_stays_and_each_start_is_added(committed, tmp_path):
     run = run_of(tmp_path)
     first = start_of(run, tmp_path)
     manifest.finish(tmp_path, run.masters.variables())
-    ended = manifest.read(tmp_path)["final"]
+    assert manifest.read(tmp_path)["final"]["weights"] == first["initial_weights"]
     other = run_of(tmp_path, num_towers=2, learning_rate=0.2)
     other.masters.step.assign(12)
     assert write(other, tmp_path, 12) == []
@@ -126,41 +117,31 @@ def test_the_origin_stays_and_each_start_is_added(tmp_path):
     kept = PARTS - {"sessions", "final"}
     assert {name: found[name] for name in kept} == {name: first[name] for name in kept}
     assert [session["step"] for session in found["sessions"]] == [0, 12]
-    assert found["sessions"][1]["changed_flags"] == {"num_towers": 2, "learning_rate": 0.2}
-    assert len(found["sessions"][1]["devices"]) == 2
-    assert found["final"] is None and found["sessions"][0]["final"] == ended
-    assert {"time", "command", "versions", "git"} < found["sessions"][1].keys()
+    assert [session["flags"]["learning_rate"] for session in found["sessions"]] == [0.1, 0.2]
+    assert len(found["sessions"][1]["devices"]) == 2 and found["final"] is None
 
 
-def test_other_data_are_said_when_a_run_is_continued(run, tmp_path, monkeypatch):
+def test_other_data_are_said_when_a_run_is_continued(committed, run, tmp_path):
     start_of(run, tmp_path)
     images, labels = tiny.arrays(60)
     data = dataclasses.replace(run.data, train=ArraySplit(images ^ 1, labels))
-    monkeypatch.setenv("TF_DETERMINISTIC_OPS", "1")
-    lines = write(dataclasses.replace(run, data=data), tmp_path, 3)
-    assert len(lines) == 2 and all(line.startswith("warning     ") for line in lines)
-    assert "environment.TF_DETERMINISTIC_OPS differs: 1 now, not set at the run's start" in lines[0]
-    assert "data.train.sha256 differs: " in lines[1]
+    (line,) = write(dataclasses.replace(run, data=data), tmp_path, 3)
+    assert line.startswith("warning     data.train.sha256 differs: ")
 
 
-DAMAGED = [
-    "", "{", "[]", '{"sessions": []}', '{"format": 1}', '{"format": 1, "sessions": 3}',
-    '{"format": 99, "sessions": [{}], "flags": {}}', "\udcff",
-]  # fmt: skip
+DAMAGED = ["", "{", "[]", '{"sessions": []}', '{"format": 1, "sessions": 3}', '{"format": 99}']
 
 
-def test_a_damaged_manifest_is_replaced(run, tmp_path):
-    for content in [None, *DAMAGED]:
-        (tmp_path / "manifest.json").unlink(missing_ok=True)
-        if content is not None:
-            (tmp_path / "manifest.json").write_bytes(content.encode(errors="surrogateescape"))
+def test_a_damaged_manifest_is_replaced(committed, run, tmp_path):
+    for content in DAMAGED:
+        (tmp_path / "manifest.json").write_text(content)
         assert manifest.read(tmp_path) == {}
-        run.masters.step.assign(4)
-        assert write(run, tmp_path, 4) == []
-        run.masters.step.assign(0)
-        found = manifest.read(tmp_path)
-        assert set(found) == PARTS and found["step"] == 4
-        assert found["first_batch"] is None and found["initial_weights"] is None
+    run.masters.step.assign(4)
+    assert write(run, tmp_path, 4) == []
+    run.masters.step.assign(0)
+    found = manifest.read(tmp_path)
+    assert set(found) == PARTS and found["step"] == 4
+    assert found["first_batch"] is None and found["initial_weights"] is None
 
 
 def test_the_end_is_written_even_if_the_manifest_is_gone(run, tmp_path):
@@ -172,19 +153,17 @@ def test_the_end_is_written_even_if_the_manifest_is_gone(run, tmp_path):
 def test_what_differs_is_said_in_lines():
     now = {
         "versions": {"tensorflow": "2.21.0", "keras": "3.15.1", "driver": None},
-        "git": {"folder": {"commit": "a" * 40, "branch": "x", "diff": "clean"}},
-        "devices": [{"tower": 0, "name": "A100"}, {"tower": 1, "name": "A100"}],
-        "host": {"name": "one", "processor": "P", "memory_mib": 1},
-        "environment": {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0"},
+        "git": {"folder": {"commit": "a" * 40, "diff": "clean"}},
+        "devices": [{"tower": 0, "name": "A100"}],
+        "host": {"name": "one", "processor": "P"},
         "data": {"train": {"sha256": "1" * 64, "path": "/a"}, "test": None},
         "flags": {"seed": 1},
     }
     before = {
         "versions": {"tensorflow": "2.22.0", "keras": "3.15.1", "driver": "550"},
-        "git": {"folder": {"commit": "b" * 40, "branch": "y", "diff": "c" * 64}},
-        "devices": [{"tower": 0, "name": "A100"}, {"tower": 1, "name": "L4"}],
-        "host": {"name": "two", "processor": "Q", "memory_mib": 2},
-        "environment": {"PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "1"},
+        "git": {"folder": {"commit": "b" * 40, "diff": "c" * 64}, "model": {"commit": "d" * 40}},
+        "devices": [{"tower": 0, "name": "L4"}],
+        "host": {"name": "two", "processor": "Q"},
         "data": {"train": {"sha256": "2" * 64, "path": "/b"}, "test": {"sha256": "3" * 64}},
         "flags": {"seed": 2},
     }
@@ -192,15 +171,10 @@ def test_what_differs_is_said_in_lines():
         "versions.tensorflow differs: 2.21.0 now, 2.22.0 at the run's start",
         "git.folder.commit differs: aaaaaaaaaaaa... now, bbbbbbbbbbbb... at the run's start",
         "git.folder.diff differs: clean now, cccccccccccc... at the run's start",
-        "devices differs: A100 now, A100 and L4 at the run's start",
         "host.processor differs: P now, Q at the run's start",
-        "environment.OMP_NUM_THREADS differs: 2 now, not set at the run's start",
         "data.train.sha256 differs: 111111111111... now, 222222222222... at the run's start",
-        "environment.PYTHONHASHSEED differs: not set now, 0 at the run's start",
     ]
-    assert manifest.differences(now, now) == []
-    for unknown in {}, {"data": None}, {"data": {"train": {"sha256": None}}}:
-        assert manifest.differences({"data": now["data"]}, unknown) == []
+    assert manifest.differences(now, now) == manifest.differences(now, {}) == []
 
 
 # A run that is repeated
@@ -208,13 +182,13 @@ def test_what_differs_is_said_in_lines():
 
 def test_the_flagfile_of_a_run_gives_the_same_weights(tmp_path, monkeypatch):
     """Also where the run chose the place of its variables itself: nothing of the trial remains."""
-    monkeypatch.setattr("towers.training.trial._WINDOW_SECONDS", 0.0)
-    monkeypatch.setattr("towers.training.trial.WINDOWS", 1)
+    monkeypatch.setattr("towers.training.start._TRIAL_SECONDS", 0.0)
+    monkeypatch.setattr("towers.training.start.TRIALS", 1)
     first, second = tmp_path / "first", tmp_path / "second"
-    flags = "--model=tests.tiny:cnn --dataset=tests.tiny:images --num_towers=2 --batch_size=7"
-    flags += " --max_steps=12 --ema_decay=0.9 --optimizer=adamw --learning_rate=0.013 --seed=5"
+    flags = "--model=tests.tiny:dense --dataset=tests.tiny:images --num_towers=2 --batch_size=7"
+    flags += " --max_steps=4 --ema_decay=0.9 --optimizer=adamw --learning_rate=0.013 --seed=5"
     assert cli.main(["train", *flags.split(), "--variables=auto", f"--train_dir={first}"]) == 0
-    again = ("--steps_per_loop=3", "--log_every_steps=5", f"--train_dir={second}")
+    again = ("--steps_per_loop=3", f"--train_dir={second}")
     assert cli.main(["train", f"--flagfile={first}/flags.cfg", *again]) == 0
     ours, theirs = manifest.read(first), manifest.read(second)
     for name in "weights", "state", "step":
@@ -222,4 +196,3 @@ def test_the_flagfile_of_a_run_gives_the_same_weights(tmp_path, monkeypatch):
     assert ours["final"]["weights"] != ours["initial_weights"] == theirs["initial_weights"]
     tiny.assert_identical(tiny.saved(first), tiny.saved(second))
     assert ours["flags"]["variables"] in ("cpu", "sharded", "replicated")
-    assert manifest.differences(ours, theirs) == []

@@ -76,16 +76,6 @@ def test_layers_of_one_name_are_told_apart(model):
     assert {id(v) for v in variables.values()} > {id(v.value) for v in trained}
 
 
-def test_the_averages_start_as_copies_of_the_weights():
-    masters = prepare(tiny.options("unused", model="tests.tiny:cnn", ema_decay=0.9)).masters
-    state = {name: v.numpy() for name, v in masters.variables().items()}
-    averages = {n.removeprefix("average/"): v for n, v in state.items() if n[:8] == "average/"}
-    weights = {n.removeprefix("model/"): v for n, v in state.items() if n[:6] == "model/"}
-    assert "sequential/batch_normalization/moving_variance" in averages
-    tiny.assert_identical(averages, {name: weights[name] for name in averages})
-    assert all(v.dtype.kind != "f" for name, v in weights.items() if name not in averages)
-
-
 def test_one_bad_number_is_found():
     masters = prepare(tiny.options("unused", ema_decay=0.9)).masters
     assert masters.finite()

@@ -73,12 +73,3 @@ def test_a_warmup_longer_than_the_run_goes_on_rising(kind):
     found = rates(kind, [0, 5, 10], warmup_epochs=40)
     first = 0.004 if kind == "onecycle" else 0
     assert found == pytest.approx([first + (0.1 - first) * part for part in (0, 1 / 8, 1 / 4)])
-
-
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_whole_numbers_and_graphs_will_do(kind):
-    options = dict(peak=1, total_epochs=8, warmup_epochs=2, decay_epochs=[4], decay_factor=0)
-    epochs = [0, 1, 2, 4, 8]
-    eager = rates(kind, epochs, **options)
-    compiled = tf.function(schedule(kind, **options))
-    assert [float(compiled(tf.constant(e, tf.float64))) for e in epochs] == pytest.approx(eager)

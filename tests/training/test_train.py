@@ -21,7 +21,6 @@ from towers.errors import InputError, RunError
 from towers.monitoring.monitor import Monitor
 from towers.training import evaluate, manifest
 from towers.training.run import Run
-from towers.training.stop import StopRequest
 from towers.training.train import train
 
 # All that could be lost between two parts of a run: slots, averages, statistics, seeds, clocks.
@@ -220,9 +219,7 @@ def test_a_run_in_two_parts_is_the_run_in_one(whole, tmp_path):
     for name in "weights", "state", "step":
         assert ours["final"][name] == theirs["final"][name]
     assert [session["step"] for session in ours["sessions"]] == [0, 8]
-    assert ours["sessions"][0]["final"]["step"] == 8
-    assert ours["sessions"][1]["changed_flags"] == {"max_steps": 0}
-    assert ours["flags"]["max_steps"] == 8
+    assert [session["flags"]["max_steps"] for session in ours["sessions"]] == [8, 0]
 
 
 def test_a_run_goes_on_with_another_number_of_towers(tmp_path):
@@ -249,23 +246,8 @@ def test_the_clock_of_examples_goes_on_with_another_batch_size(tmp_path):
     np.testing.assert_allclose(rates, 0.05 * (1 + np.cos(np.pi * before / 120)), rtol=1e-5)
 
 
-def test_a_crash_costs_what_came_after_the_last_checkpoint(whole, tmp_path, at_step, capsys):
-    options = tiny.options(tmp_path, **GIVEN, checkpoint_every_steps=5)
-    at_step(13, crash)
-    with pytest.raises(RuntimeError, match="lightning"):
-        train(options)
-    assert tiny.saved_steps(tmp_path) == [0, 5, 10]
-    train(options)
-    assert f"continuing  {tmp_path} at step 10 of 18" in capsys.readouterr().out
-    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
-    assert tiny.saved_steps(tmp_path) == [10, 15, 18]  # three are kept, also across a restart
-    assert set(points(tmp_path / "train")) >= set(points(whole / "train"))
-    assert_each_point_once(tmp_path)
-
-
-@pytest.mark.parametrize("number, code", [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)])
-def test_a_process_that_is_ended_has_the_curves_of_one_that_was_not(tmp_path, number, code):
-    """At any time: by SIGKILL between a checkpoint and the points after it."""
+def test_a_process_that_is_killed_has_the_curves_of_one_that_was_not(tmp_path):
+    """Between a checkpoint and the points after it: what came after the checkpoint is done anew."""
     flags = [*FLAGS, "--num_towers=2", "--max_steps=200", "--log_every_steps=20"]
     flags += ["--checkpoint_every_steps=30", "--evaluate_every_epochs=5", "--ema_decay=0.9"]
     line = [sys.executable, "-m", "towers", "train", *flags, f"--train_dir={tmp_path}/ended"]
@@ -273,8 +255,8 @@ def test_a_process_that_is_ended_has_the_curves_of_one_that_was_not(tmp_path, nu
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=quiet) as process:
         for text in process.stdout:
             if ": step 80, " in text:
-                process.send_signal(number)
-    assert process.returncode == code
+                process.kill()
+    assert process.returncode == -signal.SIGKILL
     for name in "ended", "whole":
         assert cli.main(["train", *flags, f"--train_dir={tmp_path}/{name}"]) == 0
     assert_each_point_once(tmp_path / "ended")
@@ -283,24 +265,6 @@ def test_a_process_that_is_ended_has_the_curves_of_one_that_was_not(tmp_path, nu
         theirs = dict(points(tmp_path / "whole" / part, tag))
         assert len(theirs) >= 5 and ours.items() >= theirs.items()
     tiny.assert_identical(tiny.saved(tmp_path / "ended"), tiny.saved(tmp_path / "whole"))
-
-
-def test_an_evaluation_that_was_stopped_is_made_when_the_run_goes_on(whole, tmp_path, monkeypatch):
-    real, calls = Monitor.eval_point, []
-
-    def eval_point(monitor, step, scalars):
-        calls.append(step)
-        if len(calls) == 2:
-            crash()
-        real(monitor, step, scalars)
-
-    options = tiny.options(tmp_path, **GIVEN, checkpoint_every_steps=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(Monitor, "eval_point", eval_point)
-        with pytest.raises(RuntimeError, match="lightning"):
-            train(options)
-    train(options)
-    assert points(tmp_path / "eval", "accuracy") == points(whole / "eval", "accuracy")
 
 
 def test_a_crash_between_the_last_evaluation_and_the_result(whole, tmp_path, monkeypatch):
@@ -332,7 +296,7 @@ def test_curves_go_on_over_what_they_began_with(tmp_path):
     train(tiny.options(tmp_path, max_steps=1))
     before = tiny.files(tmp_path)
     given = dict(max_steps=5, tensorboard_x="examples")
-    with pytest.raises(InputError, match="--tensorboard_x=examples: the curves .* are over step"):
+    with pytest.raises(InputError, match="--tensorboard_x=step there and --tensorboard_x=examples"):
         train(tiny.options(tmp_path, **given))
     assert tiny.files(tmp_path) == before
     train(tiny.options(tmp_path, **given, overwrite=True))
@@ -377,17 +341,14 @@ def test_a_finished_run_says_so_and_is_left_alone(whole, tmp_path, capsys):
     assert train(tiny.options(moved, **GIVEN | dict(num_epochs=2.2)))["steps"] == 19
 
 
-def test_overwrite_moves_the_old_runs_aside(whole, tmp_path):
+def test_overwrite_moves_the_old_run_aside(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     first = tiny.files(folder)
-    for number, seed in (1, 4), (2, 5):
-        assert train(tiny.options(folder, seed=seed, max_steps=1, overwrite=True))["steps"] == 1
-        assert (tmp_path / f"run.{number}" / "result.json").exists()
+    assert train(tiny.options(folder, seed=4, max_steps=1, overwrite=True))["steps"] == 1
     assert tiny.files(tmp_path / "run.1") == first
-    assert "--seed=4" in (tmp_path / "run.2" / "flags.cfg").read_text()
-    assert "--seed=5" in (folder / "flags.cfg").read_text()
-    assert len(list(tmp_path.iterdir())) == 3
+    assert "--seed=4" in (folder / "flags.cfg").read_text()
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 # Refusals
@@ -403,7 +364,6 @@ REFUSED = {
         model="tests.tiny:dense"
     ),
     "optimizer/sgd/iteration is absent there and int64[] here": dict(optimizer="sgd"),
-    "average/sequential/dense/kernel is float32[4, 3] there": dict(ema_decay=0.0),
     "has no trainable weights": dict(model="tests.training.test_train:without_weights"),
 }
 
@@ -497,10 +457,9 @@ def poison_options(folder, where, **changes):
     return tiny.options(folder, **given | dict(checkpoint_every_steps=3, num_towers=2) | changes)
 
 
-@pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_what_is_not_finite_ends_the_run_and_is_not_saved(tmp_path, where):
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     with pytest.raises(RunError) as caught:
-        train(poison_options(tmp_path, where))
+        train(poison_options(tmp_path, "loss"))
     assert str(caught.value) == (  # seen when the checkpoint after 9 steps is due
         "the loss is nan at step 8: try a lower --learning_rate or --clip_global_norm=1; "
         f"{tmp_path}/checkpoints holds the state before"
@@ -587,12 +546,6 @@ def test_a_second_signal_ends_at_once(tmp_path, capsys, at_step):
     assert tiny.saved_steps(tmp_path) == [0]
 
 
-def test_a_stop_before_the_first_step_keeps_the_first_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(StopRequest, "__call__", lambda self: True)
-    assert train(tiny.options(tmp_path)) is None
-    assert tiny.saved_steps(tmp_path) == [0]
-
-
 def test_a_run_may_be_in_a_thread(tmp_path):
     results = []
     thread = threading.Thread(target=lambda: results.append(train(tiny.options(tmp_path))))
@@ -607,7 +560,6 @@ def test_a_run_may_be_in_a_thread(tmp_path):
 @pytest.mark.parametrize(
     "given, steps, examples",
     [
-        (dict(num_epochs=0.3), 3, 21),  # 18 examples
         (dict(num_epochs=0.001), 1, 7),
         (dict(batch_size=100, num_epochs=4, num_towers=3), 3, 300),  # larger than the data set
     ],
@@ -622,10 +574,10 @@ def test_the_loss_that_is_shown_is_that_of_all_towers(tmp_path, capsys):
     """The tutorial shows the last tower's."""
     shown = {}
     for num_towers in 1, 4:
-        given = dict(num_towers=num_towers, log_every_steps=1, dtype="float64", max_steps=5)
+        given = dict(num_towers=num_towers, log_every_steps=1, dtype="float64", max_steps=3)
         train(tiny.options(tmp_path / str(num_towers), **given))
         shown[num_towers] = re.findall(r"loss = (\S+),", capsys.readouterr().out)
-    assert shown[1] == shown[4] and len(set(shown[1])) == 5
+    assert shown[1] == shown[4] and len(set(shown[1])) == 3
     one, four = (points(tmp_path / name / "train") for name in ("1", "4"))
     assert one == [(step, pytest.approx(value, rel=1e-6)) for step, value in four]
 
@@ -654,26 +606,3 @@ def test_a_data_set_that_breaks_in_the_middle_is_one_line(tmp_path, capsys):
     assert code == 1
     assert err == f"towers: --dataset={name} cannot be read: ValueError: file 33 is damaged\n"
     assert max(tiny.saved_steps(tmp_path)) > 0
-
-
-def test_speeds_leave_out_evaluations_and_checkpoints(tmp_path, monkeypatch):
-    """By a clock that goes on only in those."""
-    now = [0.0]
-
-    def slow(*_, **__):
-        now[0] += 1000.0
-
-    def progress(monitor, step, values):
-        now[0] += 1.0
-        real_progress(monitor, step, values)
-
-    real, real_progress = Monitor.__init__, Monitor.progress
-    monkeypatch.setattr(
-        Monitor, "__init__", lambda self, *a, **k: real(self, *a, **k, clock=lambda: now[0])
-    )
-    monkeypatch.setattr(Monitor, "progress", progress)
-    monkeypatch.setattr("towers.training.train.save_finite", slow)
-    monkeypatch.setattr("towers.training.train.show_evaluation", slow)
-    often = dict(checkpoint_every_steps=2, evaluate_every_epochs=0.1)  # after every step
-    result = train(tiny.options(tmp_path, steps_per_loop=1, log_every_steps=1, **often))
-    assert result["examples_per_second"] == 7.0

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from towers import files
 from towers.errors import InputError, RunError
+from towers.text import first_line
 
 _REMEDY = "choose another --train_dir, or --overwrite, which moves the old run aside"
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
@@ -55,7 +56,7 @@ class Checkpoints:
             self._checkpoint.write(prefix)
             self._keep_newest(step)
         except (tf.errors.OpError, OSError) as error:
-            raise RunError(f"{prefix} cannot be written: {_first_line(error)}") from None
+            raise RunError(f"{prefix} cannot be written: {first_line(error)}") from None
 
     def restore(self, warn: Callable[[str], None] = print) -> int | None:
         """Read the newest checkpoint that can be read; return its step, None if there is none.
@@ -67,13 +68,12 @@ class Checkpoints:
         for step, prefix in reversed(found):
             try:
                 self._compare(prefix)
-                status = self._checkpoint.read(prefix).expect_partial()
-                status.assert_existing_objects_matched()
+                self._checkpoint.read(prefix).expect_partial().assert_existing_objects_matched()
                 return step
             except InputError:
                 raise
             except Exception as error:  # of many kinds: a short file gives an IndexError
-                warn(f"{prefix} cannot be read and is passed over: {_first_line(error)}")
+                warn(f"{prefix} cannot be read and is passed over: {first_line(error)}")
         if found:
             raise InputError(
                 f"none of the {len(found)} checkpoints in {self.directory} can be read: "
@@ -131,9 +131,3 @@ def stored_variables(prefix: str) -> dict[str, str]:
             name = re.sub(r"\.(\.|S)", lambda m: "/" if m[1] == "S" else ".", match[1])
             found[name] = f"{dtypes[key].name}{shape}"
     return found
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error, without the names of TensorFlow's nodes."""
-    lines = re.sub(r"\{\{.*?\}\} *", "", str(error)).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

@@ -1,7 +1,7 @@
 """Evaluation: output towers over the whole test set, every example counted once."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,42 @@ def make_evaluator(run: Run) -> Callable[..., Evaluation | None]:
     batches = run.data.test.eval_batches(run.options.batch_size)
 
     def evaluator(stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        found = _Found()
-        for batch in batches:
+        sums, labels, predicted, mistakes = None, [], [], []
+        for images, true, weights in batches:
             if stop():
                 return None
-            found.add(*batch, eval_step(*batch))
-        return found.evaluation(run.data.class_names)
+            found = tf.nest.map_structure(lambda t: t.numpy(), eval_step(images, true, weights))
+            said, confidence = found.pop("predicted"), found.pop("confidence")
+            sums = tf.nest.map_structure(np.add, sums, found) if sums else found
+            counted, true = weights.numpy() > 0, true.numpy()
+            labels.append(true[counted])
+            predicted.append(said[counted])
+            # Images are copied only of those that are among the worst so far. NaN is above no
+            # number: what a broken model says is no confident mistake.
+            least = mistakes[-1].confidence if len(mistakes) == NUM_MISTAKES else -1.0
+            rows = np.flatnonzero(counted & (true != said) & (confidence > least))
+            for i in rows[np.argsort(-confidence[rows], kind="stable")[:NUM_MISTAKES]]:
+                with tf.device("/cpu:0"):  # where the batch is
+                    image = images[i].numpy()
+                mistakes.append(Mistake(image, int(true[i]), int(said[i]), float(confidence[i])))
+            mistakes.sort(key=lambda mistake: -mistake.confidence)
+            del mistakes[NUM_MISTAKES:]
+        predictions = np.concatenate(labels), np.concatenate(predicted), mistakes, "ema" in sums
+        figures = [figure for name in ("raw", "ema") for figure in _figures(run, sums, name)]
+        return Evaluation(*figures, int(sums["examples"].sum()), Predictions(*predictions))
 
     return evaluator
+
+
+def _figures(run: Run, sums: dict[str, Any], name: str) -> tuple:
+    """Return accuracy, loss and accuracy of each class; None for averages that are not there."""
+    if name not in sums:
+        return None, None, None
+    examples, correct = sums["examples"], sums[name]["correct"]
+    parts = zip(run.data.class_names, correct, examples, strict=True)
+    of_class = {c: float(right / of) if of else None for c, right, of in parts}
+    count = int(examples.sum())
+    return float(correct.sum() / count), float(sums[name]["loss"] / count), of_class
 
 
 def evaluate(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -99,65 +127,13 @@ def table(result: Evaluation) -> list[str]:
     """Return `result` as the lines of a table for a person."""
     ema = result.class_accuracy_ema
     rows = [
+        ("", "weights", "EMA"),
         ("accuracy", result.accuracy, result.accuracy_ema),
         ("loss", result.loss, result.loss_ema),
         *((f"  {name}", v, ema and ema[name]) for name, v in result.class_accuracy.items()),
     ]
-    lines = [f"{'':12}{'weights':>10}" + (f"{'EMA':>10}" if ema else "")]
+    lines = []
     for name, *cells in rows:
-        shown = ["-" if cell is None else f"{cell:.4f}" for cell in cells[: 2 if ema else 1]]
+        shown = [f"{c:.4f}" if isinstance(c, float) else c or "-" for c in cells[: 2 if ema else 1]]
         lines.append(f"{name:12}" + "".join(f"{text:>10}" for text in shown))
     return lines
-
-
-class _Found:
-    """Adds up what the batches of one evaluation give, in numpy's float64 and int64."""
-
-    def __init__(self) -> None:
-        self._labels: list[np.ndarray] = []
-        self._predicted: list[np.ndarray] = []
-        self._mistakes: list[Mistake] = []
-        self._examples: Any = 0
-        self._sums: dict[str, dict[str, Any]] = {}
-
-    def add(
-        self, images: tf.Tensor, labels: tf.Tensor, weights: tf.Tensor, values: dict[str, Any]
-    ) -> None:
-        """Add a batch, and what the step says of it."""
-        self._examples = self._examples + values["examples"].numpy()
-        for name in {"raw", "ema"} & values.keys():
-            sums = self._sums.setdefault(name, {"loss": 0, "correct": 0})
-            for key in sums:
-                sums[key] = sums[key] + values[name][key].numpy()
-        counted, labels = weights.numpy() > 0, labels.numpy()
-        predicted, confidence = values["predicted"].numpy(), values["confidence"].numpy()
-        self._labels.append(labels[counted])
-        self._predicted.append(predicted[counted])
-        # Images are copied only of those that are among the worst so far. NaN is above no number:
-        # what a broken model says is no confident mistake.
-        full = len(self._mistakes) == NUM_MISTAKES
-        least = self._mistakes[-1].confidence if full else -1.0
-        rows = np.flatnonzero(counted & (labels != predicted) & (confidence > least))
-        rows = rows[np.argsort(-confidence[rows], kind="stable")[:NUM_MISTAKES]]
-        if rows.size:
-            with tf.device("/cpu:0"):  # where the batch is
-                pictures = tf.gather(images, rows).numpy()
-            found = zip(pictures, labels[rows], predicted[rows], confidence[rows], strict=True)
-            self._mistakes += [Mistake(p, int(a), int(b), float(c)) for p, a, b, c in found]
-            self._mistakes.sort(key=lambda mistake: -mistake.confidence)
-            del self._mistakes[NUM_MISTAKES:]
-
-    def evaluation(self, class_names: Sequence[str]) -> Evaluation:
-        """Divide the sums over the test set."""
-        count, figures = int(self._examples.sum()), []
-        for name in ("raw", "ema"):
-            if name not in self._sums:
-                figures += [None, None, None]
-                continue
-            correct, loss = self._sums[name]["correct"], self._sums[name]["loss"]
-            pairs = zip(class_names, correct, self._examples, strict=True)
-            of_class = {c: float(right / of) if of else None for c, right, of in pairs}
-            figures += [float(correct.sum() / count), float(loss / count), of_class]
-        labels, predicted = np.concatenate(self._labels), np.concatenate(self._predicted)
-        predictions = Predictions(labels, predicted, self._mistakes, "ema" in self._sums)
-        return Evaluation(*figures, count, predictions)

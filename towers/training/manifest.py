@@ -7,29 +7,29 @@ The file holds one object. What it says of the first start is never changed afte
     command, folder  what was typed, and where
     flags            in force, by name
     versions         of Python, packages, the CUDA build and the driver
-    git              {"folder": the repository of the current folder, "model": "dataset": "towers":
-                     those of their code, if they lie in others}, each as `repository` says or null
+    git              {"folder": "towers":} the repositories of the current folder and of towers:
+                     root, commit, and diff, the sha256 of how tracked files differ from it, "clean"
+                     if none does; null where git knows of none
     devices          for each tower: device, name, PCI bus id, number in nvidia-smi, memory
     host             name, processor, cores, memory
     environment      the variables that change numbers, see `towers.devices.host.environment`
     data             {"train": "test":} kind, sha256 and size, see `towers.data.Split.checksum`
     first_batch      {"sha256"} of images, labels and draws of step 0; null in a run that was older
     initial_weights  sha256 of the model's variables before step 0, or null
-    sessions         one for each start: of the above what may change, and changed_flags, those that
-                     differ from the first start's; and final, where the run ended in between
+    sessions         one for each start: the same parts, from time to data, as they were then
     final            null until the run ends; then time, step, weights: the sha256 of the model's
                      variables, and state: that of all master variables, slots and averages too
 
-Two runs that give the same `final.weights` have the same weights, bit for bit. A part that cannot
-be had is null; a manifest that is missing or damaged is written anew, and ends no run.
+Two runs that give the same `final.weights` have the same weights, bit for bit. A manifest that is
+missing or damaged is written anew, and ends no run.
 """
 
 import dataclasses
 import datetime
 import hashlib
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +38,15 @@ import tensorflow as tf
 from towers import devices, files
 from towers.data.pipeline import digest
 from towers.devices import host
-from towers.options.run import Options
-from towers.training import repository
 from towers.training.run import Run
 
 NAME = "manifest.json"
 _FORMAT = 1
+_GIT_SECONDS = 2.0  # for each call: a slow disk is no reason to keep a run waiting
 # What is compared, so that a warning means that numbers may differ: not the number of towers, which
 # changes none, nor what only says where and when.
 _COMPARED = re.compile(
-    r"versions\..*|git\..*\.(commit|diff)|devices|host\.(processor|cores|usable_cores)"
-    r"|environment\.(?!CUDA_DEVICE_ORDER|CUDA_VISIBLE|NVIDIA_VISIBLE|XDG_CACHE_HOME).*"
-    r"|data\..*\.(kind|sha256|examples|shape)|first_batch\.sha256|initial_weights"
+    r"versions\..*|git\..*\.(commit|diff)|host\.processor|data\..*\.(kind|sha256|examples|shape)"
 )
 
 
@@ -63,32 +60,28 @@ def write(
     than it was started on.
     """
     step = int(run.masters.step.numpy())
+    towers = [dataclasses.asdict(device) for device in devices.describe(run.builder.devices)]
+    now = {
+        "time": _time(),
+        "step": step,
+        "command": host.command(),
+        "folder": str(Path.cwd()),
+        "flags": dataclasses.asdict(run.options),
+        "versions": host.versions(),
+        "git": {"folder": repository(Path.cwd()), "towers": repository(Path(__file__).parent)},
+        # without what changes from one minute to the next
+        "devices": [{n: v for n, v in row.items() if n != "free_bytes"} for row in towers],
+        "host": host.machine(),
+        "environment": host.environment(),
+        "data": {"train": run.data.train.checksum(), "test": run.data.test.checksum()},
+    }
     found = {} if restored is None else read(folder)
-    flags = dataclasses.asdict(run.options)
-    now, lines = _known(
-        {
-            "command": host.command,
-            "folder": lambda: str(Path.cwd()),
-            "versions": host.versions,
-            "git": lambda: _repositories(run.options, folder),
-            "devices": lambda: _devices(run),
-            "host": host.machine,
-            "environment": host.environment,
-            "data": lambda: {"train": run.data.train.checksum(), "test": run.data.test.checksum()},
-        }
-    )
-    now = {"time": _time(), "step": step, **now}
-    if found:
-        lines += differences(now, found)
-        if found.get("final"):
-            found["sessions"][-1]["final"] = found["final"]
-    else:
-        found = {"format": _FORMAT, **now, "flags": flags}
-        found |= {"first_batch": None, "initial_weights": None, "sessions": []}
-        if step == 0:
-            found["first_batch"] = _checksums(batch)
-            found["initial_weights"] = weights_hash(run.masters.variables())
-    now["changed_flags"] = {n: v for n, v in flags.items() if found["flags"].get(n) != v}
+    lines = differences(now, found)
+    if not found:
+        known = step == 0 and batch is not None
+        found = {"format": _FORMAT, **now, "sessions": []}
+        found["first_batch"] = {"sha256": digest(*batch)} if known else None
+        found["initial_weights"] = weights_hash(run.masters.variables()) if step == 0 else None
     found["sessions"].append(now)
     files.write_json(folder / NAME, found | {"final": None})
     return [f"warning     {line}" for line in lines]
@@ -108,22 +101,18 @@ def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
 def read(folder: Path) -> dict[str, Any]:
     """Return the manifest of a run, {} if it is missing or damaged."""
     found = files.read_json(folder / NAME)
-    sessions, flags = found.get("sessions"), found.get("flags")
-    whole = isinstance(sessions, list) and sessions and isinstance(flags, dict)
-    return found if whole and found.get("format") == _FORMAT else {}
+    whole = found.get("format") == _FORMAT and isinstance(found.get("sessions"), list)
+    return found if whole else {}
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """Return lines that say in what two starts of a run differ, as far as both know it."""
     ours, theirs = (dict(_leaves("", manifest)) for manifest in (now, before))
-    lines = []
-    for name in filter(_COMPARED.fullmatch, dict.fromkeys([*ours, *theirs])):
-        here, there = ours.get(name), theirs.get(name)
-        known = None not in (here, there) or name.startswith("environment.")
-        if known and here != there:
-            text = f"{_text(here)} now, {_text(there)} at the run's start"
-            lines.append(f"{name} differs: {text}")
-    return lines
+    return [
+        f"{name} differs: {_text(ours[name])} now, {_text(theirs[name])} at the run's start"
+        for name in filter(_COMPARED.fullmatch, ours)
+        if None not in (ours[name], theirs.get(name)) and ours[name] != theirs[name]
+    ]
 
 
 def weights_hash(variables: Mapping[str, tf.Variable]) -> str:
@@ -138,64 +127,40 @@ def _hash(variables: Mapping[str, tf.Variable]) -> str:
     return found.hexdigest()
 
 
-def _known(parts: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Any], list[str]]:
-    """Return what the functions return; None and a line for each that cannot."""
-    found, lines = {}, []
-    for name, function in parts.items():
-        try:
-            found[name] = function()
-        except Exception as error:  # whatever it is, it is no reason not to train
-            found[name], reason = None, " ".join(str(error).split())[:200]
-            lines.append(f"{NAME} does without {name}: {type(error).__name__}: {reason}")
-    return found, lines
+def repository(folder: Path) -> dict[str, str] | None:
+    """Return root, commit and diff of the git repository that a folder lies in.
 
+    None: git does not know them, is not there, or does not answer in time.
+    """
 
-def _devices(run: Run) -> list[dict[str, Any]]:
-    """Return the device of each tower, without what changes from one minute to the next."""
-    found = [dataclasses.asdict(device) for device in devices.describe(run.builder.devices)]
-    return [{name: v for name, v in row.items() if name != "free_bytes"} for row in found]
+    def git(*arguments: str) -> bytes:
+        command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=True).stdout
 
-
-def _repositories(options: Options, folder: Path) -> dict[str, Any]:
-    """Return the state of each repository that code of the run comes from."""
-    places = {"folder": Path.cwd()}
-    for role, name in {"model": options.model, "dataset": options.dataset}.items():
-        module = sys.modules.get(name.partition(":")[0]) if ":" in name else None
-        if file := getattr(module, "__file__", None):
-            places[role] = Path(file).resolve().parent
-    places["towers"] = Path(__file__).resolve().parents[1]
-    found, roots = {}, set()
-    for role, place in places.items():
-        top = repository.root(place)
-        if role == "folder" or top not in (None, *roots):
-            found[role] = repository.state(place, without=folder)
-        roots.add(top)
-    return found
-
-
-def _checksums(batch: Sequence[tf.Tensor] | None) -> dict[str, str] | None:
-    """Return the checksums of what step 0 is given."""
-    if batch is None:
+    try:
+        root, commit = git("rev-parse", "--show-toplevel", "HEAD").decode().splitlines()
+        diff = git("diff", "--no-ext-diff", "--no-textconv", "--full-index", "HEAD")
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    arrays = [tensor.numpy() for tensor in batch]
-    each = zip(("images", "labels", "draws"), map(digest, arrays), strict=True)
-    return {"sha256": digest(*arrays), **dict(each)}
+    return {
+        "root": root,
+        "commit": commit,
+        "diff": hashlib.sha256(diff).hexdigest() if diff else "clean",
+    }
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield ("git.folder.commit", "9f2c..."); of a list, as the devices are, the names."""
+    """Yield ("git.folder.commit", "9f2c...")."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}" if name else key, inner)
-    elif isinstance(value, list) and value and isinstance(value[0], dict):
-        yield name, " and ".join(sorted({str(row.get("name")) for row in value}))
     else:
         yield name, value
 
 
 def _text(value: Any) -> str:
     """Return a value for a line: of a checksum the beginning."""
-    text = "not set" if value is None else str(value)
+    text = str(value)
     return f"{text[:12]}..." if len(text) in (40, 64) and text.isalnum() else text[:100]
 
 

@@ -115,22 +115,16 @@ def _call_on_images(model: keras.Model, name: str, image_shape: tuple[int, ...])
     Any other exception is a mistake in the model's own code and keeps its traceback.
     """
     try:
-        _check_shape(model, image_shape)
+        inputs = getattr(model, "inputs", None) or []  # absent before a model is built
+        own = tuple(inputs[0].shape[1:]) if len(inputs) == 1 else image_shape
+        if not tf.TensorShape(own).is_compatible_with(image_shape):  # Keras lets some pass
+            raise ValueError(f"it takes images of shape {own}")
         return model(keras.Input(image_shape), training=False)
     except (ValueError, TypeError, NotImplementedError, tf.errors.OpError) as error:
         raise InputError(
             f"--model={name} cannot take images of shape {image_shape} alone (its function may "
             f"take image_shape as an argument): {_reason(str(error))}"
         ) from None
-
-
-def _check_shape(model: keras.Model, image_shape: tuple[int, ...]) -> None:
-    """Raise ValueError if a model says that it takes other images: Keras lets some of them pass."""
-    inputs = getattr(model, "inputs", None) or []  # absent before a model is built
-    shape = tuple(inputs[0].shape[1:]) if len(inputs) == 1 else image_shape
-    sizes = zip(shape, image_shape, strict=False)
-    if len(shape) != len(image_shape) or any(own not in (None, size) for own, size in sizes):
-        raise ValueError(f"it takes images of shape {shape}")
 
 
 def _reason(message: str) -> str:

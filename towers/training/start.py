@@ -2,13 +2,16 @@
 
 import contextlib
 import dataclasses
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import tensorflow as tf
 
 from towers import devices, files
+from towers.data import Data
 from towers.errors import InputError, RunError
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short
@@ -17,13 +20,18 @@ from towers.monitoring.gallery import Batch, Sampler
 from towers.options.run import Options
 from towers.options.timetable import Timetable
 from towers.text import count
-from towers.training import faults, logits, manifest, trial
+from towers.training import faults, logits, manifest
 from towers.training.checkpoint import Checkpoints
+from towers.training.masters import VARIABLES
 from towers.training.rules import rule_book
 from towers.training.run import Run, assemble, find
 from towers.training.tensorflow_errors import one_line_errors
 
 Say = Callable[[str], None]
+# A run with another value of these is another run; its curves go on over what they began with.
+_IDENTITY = ("model", "model_args", "augment", "dataset", "tensorboard_x")
+TRIALS = 5
+_TRIAL_SECONDS = 0.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +58,49 @@ def build(options: Options, say: Say) -> Run:
 
     Raises:
         InputError: a device, the data or the model cannot be had as the options say.
-        RunError: the data set cannot be read, a GPU does not compute, or gradients are gathered
-            wrong.
+        RunError: the data set cannot be read, or a GPU does not compute.
     """
     names, dataset = find(options)
     if options.variables == "auto":
-        options = trial.fastest(options, names, dataset, say)
-    run = assemble(options, names, dataset)
-    trial.check_gather(run)
-    return run
+        options = _fastest(options, names, dataset, say)
+    return assemble(options, names, dataset)
+
+
+def _fastest(options: Options, device_names: Sequence[str], dataset: Data, say: Say) -> Options:
+    """Return the options with that `variables` which makes the steps of this run fastest.
+
+    Each is tried on a model of its own, in turn, window by window. Nothing of the trial remains.
+    """
+    if len(device_names) == 1:
+        say("variables   cpu: there is one tower, and nothing to try")
+        return dataclasses.replace(options, variables="cpu")
+    windows: dict[str, Callable[[], float]] = {}
+    for mode in VARIABLES:
+        run = assemble(dataclasses.replace(options, variables=mode), device_names, dataset)
+        windows[mode] = _window(run)
+    rounds = [{mode: window() for mode, window in windows.items()} for _ in range(TRIALS)]
+    rates = {mode: statistics.median(rate[mode] for rate in rounds) for mode in windows}
+    best = max(rates, key=rates.__getitem__)
+    figures = ", ".join(f"{mode} {rate:.0f}" for mode, rate in rates.items())
+    say(f"variables   {best}, the fastest; examples/s, median of {TRIALS} windows: {figures}")
+    return dataclasses.replace(options, variables=best)
+
+
+def _window(run: Run) -> Callable[[], float]:
+    """Return a function that trains for a while and returns its examples/s, the graph built."""
+    options, train_loop = run.options, run.train_loop()
+    batches = iter(run.data.train.train_batches(options.batch_size, seed=options.seed))
+    num_steps = tf.constant(min(options.steps_per_loop, 10))
+
+    def window() -> float:
+        start, steps = time.perf_counter(), 0
+        while not steps or time.perf_counter() - start < _TRIAL_SECONDS:
+            train_loop(batches, num_steps)["loss"].numpy()
+            steps += int(num_steps)
+        return steps * options.batch_size / (time.perf_counter() - start)
+
+    window()
+    return window
 
 
 def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
@@ -66,36 +108,19 @@ def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
     checkpoints = Checkpoints(
         folder / "checkpoints",
         run.masters.variables(),
-        {n: getattr(run.options, n) for n in ("model", "model_args", "augment", "dataset")},
+        {name: getattr(run.options, name) for name in _IDENTITY},
         run.options.keep_checkpoints,
     )
     if run.options.overwrite:
         return checkpoints, None
     restored = checkpoints.restore(lambda line: print(line, file=sys.stderr))
+    if restored is None and any(events.paths(folder / part) for part in ("train", "eval")):
+        raise InputError(
+            f"--train_dir={folder}: there are event files in its train or eval, and no checkpoint "
+            "that they belong to: name another folder"
+        )
     run.masters.set_copies()
-    _check_curves(folder, restored, run.options.tensorboard_x)
     return checkpoints, restored
-
-
-def _check_curves(folder: Path, restored: int | None, over: str) -> None:
-    """Refuse curves that are another program's, or over something else than they would go on."""
-    if restored is None:
-        if any(events.paths(folder / part) for part in ("train", "eval")):
-            raise InputError(
-                f"--train_dir={folder}: there are event files in its train or eval, and no "
-                "checkpoint that they belong to: name another folder"
-            )
-        return
-    lines = []
-    with contextlib.suppress(OSError, ValueError):
-        lines = (folder / "flags.cfg").read_text(encoding="utf-8").splitlines()
-    for line in lines:
-        before = line.removeprefix("--tensorboard_x=")
-        if before not in (line, over):
-            raise InputError(
-                f"--tensorboard_x={over}: the curves in {folder} are over {before}; go on "
-                f"with --tensorboard_x={before}, or --overwrite moves the run aside"
-            )
 
 
 def begin(
@@ -185,7 +210,7 @@ def _check_numbers(run: Run, placement: Placement, batch: Batch, say: Say) -> li
         say("numbers     may depend on the number of towers:")
     for line in found:
         say(f"  {line}")
-    if run.options.draws == "strict" and (draws := [f for f in found if faults.of_draws(f)]):
-        more = f", and {len(draws) - 1} more" if len(draws) > 1 else ""
-        raise RunError(f"--draws=strict: {draws[0]}{more}; or type --draws=report")
+    if run.options.draws == "strict" and any(map(faults.of_draws, found)):
+        first = next(filter(faults.of_draws, found))
+        raise RunError(f"--draws=strict: {first}; or type --draws=report")
     return found

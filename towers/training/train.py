@@ -21,14 +21,16 @@ from towers.monitoring.histograms import make_histograms
 from towers.monitoring.monitor import Monitor, tensorboard_command
 from towers.monitoring.profiler import Profiler
 from towers.options.run import Options
+from towers.options.timetable import Timetable
 from towers.training import manifest
 from towers.training.evaluate import Evaluation, make_evaluator
-from towers.training.result import NAME, finished, result_of, table
 from towers.training.run import Run
 from towers.training.start import Start, begin, build, restore
 from towers.training.step import make_loss_fn, weights_of
 from towers.training.stop import StopRequest
 from towers.training.tensorflow_errors import one_line_errors
+
+RESULT = "result.json"
 
 
 def train(options: Options, start: float | None = None) -> dict[str, Any] | None:
@@ -96,7 +98,7 @@ def _train(begun: Start, out: TextIO, start: float) -> dict[str, Any] | None:
     result = result_of(run, timetable, monitor, seconds, evaluation)
     dashboard.close_root(folder, result, timetable.x(last))
     manifest.finish(folder, run.masters.variables())
-    files.write_json(folder / NAME, result)  # the last: with it the run is finished
+    files.write_json(folder / RESULT, result)  # the last: with it the run is finished
     if len(run.builder.devices) > 1:  # one tower alone has nothing to compare
         monitor.say(f"gradient noise scale: {monitor.advice()}")
     for line in table(result):
@@ -213,3 +215,49 @@ def show_evaluation(
         gallery.show_evaluation(step, evaluation.predictions)
     names = ("accuracy", "accuracy_ema", "loss", "loss_ema")
     monitor.eval_point(step, {name: getattr(evaluation, name) for name in names})
+
+
+# What a run ended with.
+
+
+def result_of(
+    run: Run, timetable: Timetable, monitor: Monitor, seconds: float | None, evaluation: Evaluation
+) -> dict[str, Any]:
+    """Return what result.json is to hold; `seconds` are those to the first step."""
+    return {
+        "steps": timetable.last_step,
+        "examples": timetable.examples(timetable.last_step),
+        "examples_per_second": monitor.examples_per_second(),
+        "seconds_to_first_step": seconds,
+        "train_loss": monitor.last_loss,
+        "gradient_noise_scale": monitor.noise_scale(),
+        "test_accuracy": evaluation.accuracy,
+        "test_accuracy_ema": evaluation.accuracy_ema,
+        "test_loss": evaluation.loss,
+        "test_loss_ema": evaluation.loss_ema,
+        "test_examples": evaluation.examples,
+        "num_towers": len(run.builder.devices),
+        "devices": run.builder.devices,
+        "batch_size": run.options.batch_size,
+        "train_dir": run.options.train_dir,
+    }
+
+
+def finished(timetable: Timetable, folder: Path) -> dict[str, Any] | None:
+    """Return the result of a run that has nothing left to do, None for any other."""
+    result = files.read_json(folder / RESULT)
+    if not timetable.first_step == timetable.last_step == result.get("steps"):
+        return None
+    return result | {"train_dir": str(folder)}  # it may have been moved since
+
+
+def table(result: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the table at a run's end."""
+
+    def cell(value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.4f}" if abs(value) < 100 else f"{value:.1f}"
+        return "-" if value is None else ", ".join(value) if isinstance(value, list) else str(value)
+
+    lines = [f"  {name:22} {cell(value)}" for name, value in result.items()]
+    return ["result", *lines, tensorboard_command(result["train_dir"])]
