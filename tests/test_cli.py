@@ -241,15 +241,6 @@ def test_other_errors_come_through(monkeypatch, error):
     assert raised.value is error
 
 
-@pytest.mark.parametrize("verb", ["train", "evaluate"])
-def test_json_stands_alone_on_standard_output(monkeypatch, capsys, folder, verb):
-    assert run_verb(monkeypatch, verb, RESULT, "--json") == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out) == RESULT
-    assert err == ("a line\n" if verb == "evaluate" else "")
-    assert sys.path[0] == str(folder)  # modules in the current folder are found
-
-
 # ---------------------------------------------------------------------------- TensorFlow's lines
 
 NOISE = "I0000 port.cc:153] oneDNN custom operations are on."
@@ -276,16 +267,6 @@ def test_the_lines_of_a_start_are_shown_if_it_fails(folder, ending, environment,
     assert ended.returncode == code
     assert all(text in ended.stderr for text in shown), ended.stderr
     assert (NOISE in ended.stderr) == (NOISE in shown)
-
-
-@pytest.mark.slow
-def test_a_device_that_is_not_there_is_one_line_and_nothing_is_written(folder):
-    refused = shell("train", "--train_dir=run", "--visible_gpus=7")
-    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
-    assert (
-        refused.stderr.startswith("towers: ") and "there is no GPU 7; no NVIDIA" in refused.stderr
-    )
-    assert list(folder.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -38,17 +38,7 @@ def in_bfloat16(num_classes, image_shape):
     return keras.Sequential([keras.Input(image_shape), flat, head])
 
 
-def test_the_number_of_steps_in_a_call_changes_no_bit():
-    states = []
-    for calls in [1, 3, 3, 3], [10]:
-        loop = tiny.Loop(tiny.options("unused", model="tests.tiny:cnn", num_towers=3))
-        metrics = [loop(num_steps) for num_steps in calls][-1]
-        states.append(loop.state() | metrics)
-    assert states[0]["step"] == 10 and states[0]["examples"] == 70
-    tiny.assert_identical(*states)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("dtype", ["float64", "mixed_bfloat16"])
 def test_every_precision_trains(dtype):
     loop = tiny.Loop(tiny.options("unused", dtype=dtype, num_towers=2, max_steps=40))
     first = loop()["loss"]
@@ -92,23 +82,6 @@ def test_layers_variables_are_assigned_once_a_step_and_not_in_evaluation():
     assert float(first["ema"]["loss"]) == float(again["ema"]["loss"])
 
 
-@pytest.mark.parametrize("num_towers", [1, 4])
-def test_padding_counts_nowhere(num_towers):
-    options = tiny.options("unused", num_towers=num_towers, ema_decay=0.5)
-    loop = tiny.Loop(options)
-    evaluate = make_eval_step(loop.run.builder, loop.masters, options)
-    images, labels = tiny.arrays(6)
-    poison = np.full_like(images, np.nan, dtype=np.float32)
-    whole = evaluate(images.astype(np.float32), labels, tf.ones([6]))
-    padded = evaluate(
-        np.concatenate([images, poison]), np.tile(labels, 2), np.repeat([1.0, 0.0], 6)
-    )
-    assert int(tf.reduce_sum(padded["examples"])) == 6
-    for name in "raw", "ema":
-        assert float(padded[name]["loss"]) == pytest.approx(float(whole[name]["loss"]), rel=1e-6)
-        np.testing.assert_array_equal(padded[name]["correct"], whole[name]["correct"])
-
-
 class NamesNoType(keras.layers.Layer):
     """Draws and makes constants in Keras' floatx, forward and when it is called again backward."""
 
@@ -124,11 +97,10 @@ def of_no_type(num_classes, image_shape, head=""):
     return keras.Sequential([keras.Input(image_shape), *layers, last])
 
 
-@pytest.mark.parametrize("head", ["", "float32"])
-def test_float64_is_there_for_layers_that_name_no_type(head):
+def test_float64_is_there_for_layers_that_name_no_type():
     options = tiny.options(
         "unused", dtype="float64", model="tests.training.test_step:of_no_type", num_towers=2,
-        ema_decay=0.5, model_args=f"head={head}" if head else "",
+        ema_decay=0.5, model_args="head=float32",
     )  # fmt: skip
     loop = tiny.Loop(options)
     assert np.isfinite(loop(2)["loss"])
@@ -179,8 +151,7 @@ def by_keras(loop, rate):
 
 
 @pytest.mark.parametrize(
-    "num_towers, batch_size, more",
-    [(1, 7, {}), (2, 7, {"accumulate_steps": 2}), (3, 2, {}), (3, 7, {})],
+    "num_towers, batch_size, more", [(2, 7, {"accumulate_steps": 2}), (3, 2, {})]
 )
 def test_losses_that_layers_add_are_trained_on(num_towers, batch_size, more):
     options = tiny.options(
