@@ -453,6 +453,9 @@ def test_inputs_get_float64_and_whole_numbers_stay():
         assert keras.Input((3,), dtype="int32").dtype == "int32"
         assert keras.Input((3,)).dtype == keras.config.floatx()
         assert layers.Discretization([0.0], dtype="int64").compute_dtype == "int64"
+        for given, wanted in ("float32", "float64"), ("int32", "int32"):
+            config = layers.InputLayer((3,), dtype=given).get_config() | {"dtype": given}
+            assert layers.InputLayer.from_config(config).dtype == wanted
     assert keras.Input((3,), dtype="float16").dtype == "float16"
 
 
@@ -473,3 +476,24 @@ def test_augmentation_of_keras_works_while_floatx_is_float64():
             layer(images[0, 0, 0, 0], training=True)
         assert keras.config.floatx() == "float64"
     assert keras.config.floatx() == "float32"
+
+
+# What models are trained with.
+
+
+def test_compile_arguments_are_those_that_were_given():
+    model, arguments = keras.Sequential([layers.Dense(1)]), {"loss": lambda y, x: y - x}
+    model.compile("sgd", **arguments, metrics=["mae"])
+    found = tf_private.compile_arguments(model)
+    assert found["loss"] is arguments["loss"] and list(found["metrics"]) == ["mae"]
+    keras.Sequential([layers.Dense(1)]).compile(**found)
+
+
+def test_batches_are_those_of_fit():
+    x, y = np.arange(5.0), np.arange(5)
+    for given in (
+        (x, y, None, 2),
+        (tf.data.Dataset.from_tensor_slices((x, y)).batch(2),) + 3 * (None,),
+    ):
+        batches = [[part.numpy().tolist() for part in b] for b in tf_private.batches_of(*given)]
+        assert batches == [[[0, 1], [0, 1]], [[2, 3], [2, 3]], [[4], [4]]]

@@ -10,17 +10,19 @@ is left behind. Each function here says which public interface would do instead,
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src import dtype_policies
 from keras.src.backend.common import global_state
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.dtype_policies import DTypePolicyMap
 from keras.src.layers.core import input_layer
 from keras.src.layers.preprocessing.data_layer import DataLayer
+from keras.src.trainers.data_adapters import get_data_adapter
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import cancellation, context, record
@@ -129,6 +131,22 @@ def named_as_in_a_new_process() -> Iterator[None]:
         global_state.set_global_attribute("object_name_uids", before)
 
 
+# What models are trained with.
+
+
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """Return what `compile` was called with. Public: get_compile_config, which is by names.
+
+    A function or class that is defined inside of another one has no name to be found by.
+    """
+    return dict(model._compile_config.config)
+
+
+def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> tf.data.Dataset:
+    """Return the batches of what `fit` takes, in order. Public: none; `fit` keeps them."""
+    return get_data_adapter(x, y, sample_weight, batch_size=batch_size).get_tf_dataset()
+
+
 # The scope that keeps what layers assign, and the losses that they add.
 
 
@@ -205,6 +223,73 @@ def reads_replaced(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
     return _replaced(
         (owner, "_read_variable_op", make_read), (owner, "sparse_read", make_read_rows)
     )
+
+
+# Tapes, to which towers are one op.
+
+
+def is_recording(tensors: Sequence[tf.Tensor] | None = None) -> bool:
+    """Tell whether there is a tape, and one that watches any of these. Public: none tells."""
+    if tensors is None:
+        return record.could_possibly_record()
+    return record.should_record_backprop(list(tensors))
+
+
+def recorded_as_one(
+    name: str, outputs: Sequence[tf.Tensor], inputs: Sequence[Any], backward: Callable
+) -> list[tf.Tensor]:
+    """Return `outputs` as what one op gives, whose gradient by `inputs` is `backward(*upstream)`.
+
+    A variable among the inputs is one of their handles. Public: tf.custom_gradient, but it refuses
+    variables that are found only while it runs.
+    """
+    with record.stop_recording():
+        outputs = [tf.identity(value) for value in outputs]
+    sources = [v.handle if isinstance(v, tf.Variable) else v for v in inputs]
+    record.record_operation(name, outputs, sources, backward)
+    return outputs
+
+
+def mask_of(tensor: Any) -> tf.Tensor | None:
+    """Return the mask that Keras has put on a tensor. Public: `_keras_mask`, of Keras 2."""
+    return get_keras_mask(tensor)
+
+
+def set_mask_of(tensor: Any, mask: tf.Tensor | None) -> None:
+    """Put a mask on a tensor, as Keras does. Public: a layer's `compute_mask`, for its outputs."""
+    set_keras_mask(tensor, mask)
+
+
+# Where a fit is: its epoch, and the place of an iterator in its data.
+
+
+def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Let the fit that begins start at an epoch. Public: its argument, which no callback has."""
+    model._initial_epoch = epoch
+
+
+def iterator_state(iterator: tf.data.Iterator) -> bytes:
+    """Return the place of an iterator in its data. Public: tf.train.Checkpoint, files of its own.
+
+    Raises:
+        tf.errors.FailedPreconditionError: it cannot be told.
+    """
+    return tf.io.serialize_tensor(iterator._serialize_to_tensors()["_STATE"]).numpy()
+
+
+def set_iterator_state(iterator: tf.data.Iterator, state: bytes) -> None:
+    """Put an iterator of the same data in a place. Public: as for `iterator_state`."""
+    iterator._restore_from_tensors({"_STATE": tf.io.parse_tensor(state, tf.variant)})
+
+
+def begin_pass_again(iterator: tf.data.Iterator, state: bytes) -> None:
+    """Let the next pass over an iterator's data come after the one that began with this state.
+
+    Public: none; a dataset that is shuffled anew for each pass counts them for all its iterators.
+    """
+    other = iter(iterator._dataset)
+    set_iterator_state(other, state)
+    next(other, None)
 
 
 # Keras' optimizers, which know one device.
@@ -419,15 +504,21 @@ def all_in_float64() -> Block:
     def make_get(get: Callable) -> Callable:
         return lambda identifier: _wide(get(identifier))
 
+    def wide(dtype: Any) -> Any:
+        is_float = dtype is not None and "float" in keras.backend.standardize_dtype(dtype)
+        return "float64" if is_float else dtype
+
     def make_input(make: Callable) -> Callable:
-        def make_wide_input(*args: Any, dtype: Any = None, **keywords: Any) -> Any:
-            if dtype is not None and "float" in keras.backend.standardize_dtype(dtype):
-                dtype = "float64"
-            return make(*args, dtype=dtype, **keywords)
+        return lambda *args, dtype=None, **keywords: make(*args, dtype=wide(dtype), **keywords)
 
-        return make_wide_input
+    def make_from_config(from_config: Callable) -> Callable:
+        return lambda config: from_config(config | {"dtype": wide(config["dtype"])})
 
-    return _replaced((dtype_policies, "get", make_get), (input_layer, "InputLayer", make_input))
+    return _replaced(
+        (dtype_policies, "get", make_get),
+        (input_layer, "InputLayer", make_input),
+        (keras.layers.InputLayer, "from_config", make_from_config),
+    )
 
 
 def _wide(policy: Any) -> Any:

@@ -29,6 +29,7 @@ class TowerSums:
     gradients: list[list[Any]]  # of each tower a list like the variables: sums
     scopes: list[TowerScope]  # what the towers assigned
     policies: dict[int, str]  # how these values make one, see `assignments.assign_once`
+    outputs: list[Any]  # what else `loss_fn` returned for each slice, in their order
 
 
 def sums_of_slice(
@@ -37,31 +38,36 @@ def sums_of_slice(
     part: Slice,
     inside: contextlib.AbstractContextManager[TowerScope],
     by_xla: bool,
-) -> tuple[TowerScope, tuple]:
-    """Return what `loss_fn` assigns, and (sum of losses, their number, gradients of the sum).
+) -> tuple[TowerScope, tuple, Any]:
+    """Return what `loss_fn` assigns, (sum of losses, their number, gradients of the sum), outputs.
 
-    It is called with the slice in the block of `inside`, see there, and may be compiled by XLA.
+    It is called with the slice in the block of `inside`, see there, and may be compiled by XLA. The
+    outputs are what it returns beside the losses, () if there is nothing.
     """
 
     def compute() -> tuple:
         with inside as scope:
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(variables)
-                losses = _checked(loss_fn(*part.batch), part)
+                returned = loss_fn(*part.batch)
+                losses, outputs = returned if isinstance(returned, tuple) else (returned, ())
+                losses = _checked(losses, part)
                 loss = tf.reduce_sum(losses)
+                if part.may_be_empty():
+                    loss = tf.math.multiply_no_nan(loss, tf.cast(part.count > 0, loss.dtype))
             # What is recomputed in the backward pass runs in what the forward pass ran in; what it
             # assigns was assigned above.
             with TowerScope(scope.own, scope.device, outer=scope.outer):
                 gradients = tape.gradient(loss, variables)
-        count = tf.cast(tf.shape(losses)[0], loss.dtype)
-        if not tf.compat.dimension_value(losses.shape[0]):  # unknown, perhaps none
+        count = tf.cast(tf.shape(losses)[0] if part.count is None else part.count, loss.dtype)
+        if part.may_be_empty():
             gradients = [zero_if_empty(g, count) for g in gradients]
         scope.close(count)
-        return scope, (loss, count, gradients)
+        return scope, ((loss, count, gradients), outputs)
 
-    scope, sums = xla.compiled(compute) if by_xla else compute()
+    scope, (sums, outputs) = xla.compiled(compute) if by_xla else compute()
     scope.count = sums[1]
-    return scope, sums
+    return scope, sums, tf.nest.map_structure(part.kept, outputs)
 
 
 def check_rehearsed(by_example: bool | None) -> None:

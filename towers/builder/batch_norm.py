@@ -50,7 +50,7 @@ def over_all_towers(member: Member | None, mode: str) -> Iterator[None]:
     def make_moments(keras_moments: Callable) -> Callable:
         def moments(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple:
             if member_of(layer):
-                return _moments(layer, inputs, mask, member.all_gather)
+                return _moments(layer, inputs, mask, member)
             return keras_moments(layer, inputs, mask)
 
         return moments
@@ -164,7 +164,7 @@ def _combine(gathered: tf.Tensor, num_channels: int, epsilon: float = 0.0) -> tu
 
 
 def _moments(
-    layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None, all_gather: Callable
+    layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None, member: Member
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return mean and variance [C] over the batch and all axes but the layer's own."""
     axes = list(range(inputs.shape.rank))
@@ -181,5 +181,8 @@ def _moments(
     number = tf.cast(number, inputs.dtype)
     mean = tf.math.divide_no_nan(total(inputs), number)
     squares = total(tf.math.squared_difference(inputs, mean))
+    if tf.is_tensor(member.count):  # what stands in for no example has no moments
+        present = tf.cast(member.count > 0, inputs.dtype)
+        number, squares = number * present, squares * present
     own = tf.concat([tf.reshape(mean, [size]), tf.reshape(squares, [size]), [number]], axis=0)
-    return _combine(all_gather(own), size, epsilon)[:2]
+    return _combine(member.all_gather(own), size, epsilon)[:2]

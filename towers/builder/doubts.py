@@ -75,3 +75,11 @@ def not_put_together(variable: keras.Variable, why: str = "") -> str:
         f'these make one cannot be told{why}; make it with aggregation="sum" (of the changes), '
         '"mean" (by examples) or "only_first_replica", or do not assign it in training'
     )
+
+
+def added_loss(layer: str) -> str:
+    """Return the line for a loss of a layer that is neither a mean nor a sum over examples."""
+    return (
+        f"added loss: layer {layer} adds a loss that is neither a mean nor a sum over the examples "
+        "of a batch, and a tower has only those of its slice; use keras.ops.mean over them"
+    )

@@ -79,13 +79,38 @@ class Drawn:
 
 
 class Draws:
-    """Draws a tower's rows, draw by draw in the order of the rehearsal: see `of_rows`."""
+    """Draws a tower's rows, draw by draw in the order of the rehearsal.
 
-    def __init__(self, rows: Rows | None, known: Sequence[Drawn] | None, by_xla: bool = False):
-        """Set what is drawn."""
-        self.rows, self.known, self.by_xla = rows, known, by_xla
+    What Keras draws from a `SeedGenerator` comes through here, and all of `tf.random.stateless_*`
+    but gamma, binomial, poisson and categorical.
+    """
+
+    def __init__(
+        self, rows: Rows | None, known: Sequence[Drawn] | None = None, by_xla: bool = False
+    ):
+        """Set what is drawn.
+
+        Args:
+            rows: of the slice in the batch of the tower that makes this; None: nothing was split.
+            known: what the rehearsal found, in order; None: there was none that could tell.
+            by_xla: the draws are compiled, and are to be those of TensorFlow's kernels.
+        """
+        self.rows, self.known, self.by_xla = _within(_outer_rows(), rows), known, by_xla
         self._places = itertools.count()
         self.num_guessed = 0  # of which the rehearsal did not know
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Let draws in the block that are by example be those of these rows; again and again."""
+        if self.rows is None and not self.by_xla:
+            yield
+            return
+        before, _HERE.rows = _outer_rows(), self.rows
+        try:
+            with tf_private.draws_replaced(self):
+                yield
+        finally:
+            _HERE.rows = before
 
     def __call__(
         self, op_name: str, /, shape: Any, *, counter: Any, alg: Any, **arguments: Any
@@ -118,31 +143,8 @@ class Draws:
         return guess(static, size)
 
 
-@contextlib.contextmanager
-def of_rows(
-    rows: Rows | None, known: Sequence[Drawn] | None = None, by_xla: bool = False
-) -> Iterator[Draws | None]:
-    """Let draws in the block that are by example be those of `rows` of the global batch.
-
-    What Keras draws from a `SeedGenerator` comes through here, and all of `tf.random.stateless_*`
-    but gamma, binomial, poisson and categorical.
-
-    Args:
-        rows: of the slice; None: nothing was split.
-        known: what the rehearsal found, in order; None: there was none that could tell.
-        by_xla: the draws are compiled, and are to be those of TensorFlow's kernels.
-    """
-    if rows is None and not by_xla:
-        yield None
-        return
-    before = getattr(_HERE, "rows", None)
-    _HERE.rows = rows = _within(before, rows)
-    try:
-        draws = Draws(rows, known, by_xla)
-        with tf_private.draws_replaced(draws):
-            yield draws
-    finally:
-        _HERE.rows = before
+def _outer_rows() -> Rows | None:
+    return getattr(_HERE, "rows", None)
 
 
 def _within(outer: Rows | None, rows: Rows | None) -> Rows | None:

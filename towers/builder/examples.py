@@ -25,7 +25,8 @@ def sample(spec: tf.TypeSpec, random: np.random.Generator) -> Any:
         value = random.normal(size=shape)
     else:
         value = random.integers(0, 256 if spec.dtype == tf.uint8 else 2, shape)
-    value = tf.cast(tf.constant(value), spec.dtype)
+    is_text = spec.dtype == tf.string
+    value = tf.strings.as_string(value) if is_text else tf.cast(tf.constant(value), spec.dtype)
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensor.from_tensor(value, ragged_rank=spec.ragged_rank)
     return tf.sparse.from_dense(value) if isinstance(spec, tf.SparseTensorSpec) else value

@@ -4,11 +4,12 @@
 elsewhere: each sum where its variable lies, and sums on every tower by collectives.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from towers import tf_private
 from towers.builder import collectives
 from towers.builder.assignments import widen
 from towers.builder.splitting import PerTower
@@ -27,12 +28,22 @@ def map_towers(policy: Callable, results: Sequence[Any]) -> Any:
     return tf.nest.map_structure(lambda *values: policy(values), *results)
 
 
+class FixedRows(tf.IndexedSlices):
+    """A sparse gradient of rows that examples do not choose: of the positions in a text.
+
+    Each tower has the same rows, one device has each of them once, and optimizers square those.
+    """
+
+
 def add(values: Sequence[Any]) -> Any:
     """Sum per-tower values; None counts as nothing, and all-sparse values stay sparse."""
     values = [value for value in values if value is not None]
     if not values:
         return None
     if all(isinstance(value, tf.IndexedSlices) for value in values):
+        if all(isinstance(value, FixedRows) for value in values):
+            rows = tf.add_n([value.values for value in values], name="AddN")
+            return FixedRows(rows, values[0].indices, values[0].dense_shape)
         return tf.IndexedSlices(
             tf.concat([value.values for value in values], axis=0),
             tf.concat([value.indices for value in values], axis=0),
@@ -43,15 +54,23 @@ def add(values: Sequence[Any]) -> Any:
 
 
 def join(values: Sequence[Any]) -> Any:
-    """Join per-tower values along axis 0; None counts as nothing."""
+    """Join per-tower values along axis 0, with their Keras masks; None counts as nothing."""
+    values = [value for value in values if value is not None]
+    if values and isinstance(values[0], tf.SparseTensor):
+        return tf.sparse.concat(0, list(values))
     values = [
         value if isinstance(value, tf.RaggedTensor) else tf.convert_to_tensor(value)
         for value in values
-        if value is not None
     ]
     if any(value.shape.rank == 0 for value in values):
         raise ValueError("concat joins along axis 0 and cannot join scalars: use sum or map")
-    return tf.concat(values, axis=0) if values else None
+    if not values:
+        return None
+    joined = tf.concat(values, axis=0)
+    masks = [tf_private.mask_of(value) for value in values]
+    if all(mask is not None for mask in masks):
+        tf_private.set_mask_of(joined, tf.concat(masks, axis=0))
+    return joined
 
 
 def means(
@@ -135,8 +154,20 @@ def map_values(fn: Callable, gradient: Any) -> Any:
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(fn(gradient.values), gradient.indices, gradient.dense_shape)
+        return type(gradient)(fn(gradient.values), gradient.indices, gradient.dense_shape)
     return fn(gradient)
+
+
+def fix_rows(
+    gradients: Sequence[Any], variables: Sequence[tf.Variable], fixed: Collection[int]
+) -> list[Any]:
+    """Return a tower's gradients, those of variables with these ids as `FixedRows`."""
+    return [
+        FixedRows(g.values, g.indices, g.dense_shape)
+        if id(variable) in fixed and isinstance(g, tf.IndexedSlices)
+        else g
+        for g, variable in zip(gradients, variables, strict=True)
+    ]
 
 
 def tensors(structure: Any) -> list[tf.Tensor]:

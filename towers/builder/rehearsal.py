@@ -36,6 +36,8 @@ class Rehearsal:
     untold: tuple[keras.Variable, ...] = ()  # that it assigns, and nothing tells how they merge
     by_example: bool | None = None  # whether it returns a row for each example; None: unknown
     reason: str = ""  # why it could not be tried, if it had to be
+    # Ids of `tf.Variable`s whose sparse gradient has as many rows for any number of examples.
+    fixed_rows: frozenset[int] = frozenset()
     tracer: Tracer | None = None
     few: Trace | None = None  # as it was traced first, if it could be
 
@@ -47,6 +49,15 @@ class Rehearsal:
         found += [doubts.ambiguous(d.layer, why) for d in self.draws or () if d.layout is None]
         found += [doubts.not_put_together(variable, why) for variable in self.untold]
         return list(dict.fromkeys(found))
+
+    @functools.cached_property
+    def policies_of_added(self) -> list[str | None]:
+        """Return how slices' losses that layers add make that of the batch: see `states`."""
+        if self.few is None or not self.few.adding:
+            return []
+        with contextlib.suppress(Exception), tf.init_scope():
+            return states.policies_of_added(self.tracer, self.few, self.draws)
+        return [None] * len(self.few.adding)
 
 
 class Rehearsals:
@@ -124,11 +135,14 @@ def _rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
         tracer, reasons = Tracer(fn, batch), []
         few = _trace_few(tracer)
         if few is None:
-            return Rehearsal(tracer=tracer)
+            return Rehearsal(tracer=tracer, reason=tracer.failure)
         found = Rehearsal((), by_example=few.by_example, tracer=tracer, few=few)
-        if not few.draws and not few.states:
+        if not few.draws and not few.states and not few.num_rows:
             return found
         more = _trace(tracer, few.size // FEW * MORE)
+        if more is not None:
+            same = (k for k, rows in few.num_rows.items() if rows and rows == more.num_rows.get(k))
+            found = dataclasses.replace(found, fixed_rows=frozenset(same))
         if more is None or [draw[0] for draw in few.draws] != [draw[0] for draw in more.draws]:
             draws = tuple(Drawn(op, None, None, layer) for op, _, layer in few.draws)
             return dataclasses.replace(found, draws=draws, untold=tuple(few.states))
@@ -153,11 +167,17 @@ def _trace_few(tracer: Tracer) -> Trace | None:
 def _trace(tracer: Tracer, size: int) -> Trace | None:
     """Return the trace for so many examples, None if it fails: the towers will say why."""
     try:
-        return tracer.trace(size)
+        return tracer.trace(size, sparse=True)
     except InputError:
         raise
-    except Exception:
+    except Exception as error:
+        tracer.failure = _first_line(error)
         return None
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0][:150]
 
 
 @contextlib.contextmanager
@@ -168,5 +188,4 @@ def _noted(reasons: list[str]) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reasons.append((lines or [type(error).__name__])[0][:150])
+        reasons.append(_first_line(error))

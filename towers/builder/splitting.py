@@ -7,7 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from towers import tf_private
 from towers.builder.draws import Rows
+from towers.errors import InputError
 
 
 class PerTower:
@@ -29,16 +31,58 @@ def as_devices(devices: Sequence[str]) -> list[str]:
     return found
 
 
+def check_devices(names: Sequence[str]) -> None:
+    """Refuse devices that TensorFlow has not: it would run on the CPU, and say nothing."""
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        return  # a session has its own devices
+    existing = [device.name for device in tf.config.list_logical_devices()]
+    for name in names:
+        if not any(is_device(other, name) for other in existing):
+            raise InputError(f"there is no device {name}: TensorFlow has {', '.join(existing)}")
+
+
+def is_device(whole: str, name: str) -> bool:
+    """Tell whether a device's whole name is what a shorter one means: "/gpu:0"."""
+    here = tf.DeviceSpec(job="localhost", replica=0, task=0)
+    device = here.make_merged_spec(tf.DeviceSpec.from_string(whole))
+    return device.make_merged_spec(tf.DeviceSpec.from_string(name)) == device
+
+
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A tower's part of the batch, and which rows of it these are; None: nothing was split."""
+    """A tower's part of the batch, and which rows of it these are; None: nothing was split.
+
+    `count` is the number of its examples, 0 if what it holds stands in for none.
+    """
 
     batch: Any
     rows: Rows | None
+    count: Any = None
+
+    def may_be_empty(self) -> bool:
+        """Tell whether the number of examples is known only while it runs."""
+        return tf.is_tensor(self.count)
+
+    def kept(self, leaf: Any) -> Any:
+        """Return what a function has returned for the slice, without what stands in for none."""
+        if not self.may_be_empty() or leaf is None:
+            return leaf
+        if isinstance(leaf, tf.SparseTensor):
+            return _part(leaf, 0, Rows(0, self.count, None))
+        found, mask = leaf[: self.count], tf_private.mask_of(leaf)
+        if mask is not None:
+            tf_private.set_mask_of(found, mask[: self.count])
+        return found
 
 
-def split(batch: Sequence[Any], num_towers: int, num_rounds: int = 1) -> list[Slice]:
-    """Return each tower's slice of `batch`; with rounds, those of one after the other's."""
+def split(
+    batch: Sequence[Any], num_towers: int, num_rounds: int = 1, never_empty: bool = False
+) -> list[Slice]:
+    """Return each tower's slice of `batch`; with rounds, those of one after the other's.
+
+    Where the number of examples is known only while it runs, towers may be left without any. With
+    `never_empty` these get the last one, too, of a count of 0: functions may fail of no example.
+    """
     leaves = as_leaves(batch, num_towers)
     num_rows = [_num_rows(leaf) for leaf in leaves if not isinstance(leaf, PerTower)]
     if not num_rows:  # nothing to split: every tower runs once
@@ -50,8 +94,10 @@ def split(batch: Sequence[Any], num_towers: int, num_rounds: int = 1) -> list[Sl
     slices = []
     for i, (size, stop) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True)):
         rows = Rows(stop - size, size, total)
+        if never_empty and tf.is_tensor(size):
+            rows = Rows(tf.minimum(stop - size, total - 1), tf.maximum(size, 1), total)
         part = [_part(leaf, i % num_towers, rows) for leaf in leaves]
-        slices.append(Slice(tf.nest.pack_sequence_as(batch, part), rows))
+        slices.append(Slice(tf.nest.pack_sequence_as(batch, part), rows, size))
     return slices
 
 

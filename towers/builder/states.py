@@ -51,6 +51,19 @@ def _start(states: Sequence[Any], offset: float) -> list[np.ndarray]:
     return [np.asarray(v + offset, v.dtype) for v in near]
 
 
+def policies_of_added(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> list[str | None]:
+    """Return of each loss that layers add how slices' losses make one: "mean", "sum" or None."""
+    sizes = few.size, few.size + 2
+    traces = two_and_both(tracer, sizes, draws)
+    parts = [tracer.examples(size, i) for i, size in enumerate(sizes)]
+    inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
+    columns = zip(*(run(t, x)["added"] for t, x in zip(traces, inputs, strict=True)), strict=True)
+    return [
+        next((p for p in ("mean", "sum") if agrees(p, 0.0, own, sizes, both)), None)
+        for *own, both in columns
+    ]
+
+
 def two_and_both(
     tracer: Tracer,
     sizes: tuple[int, int],

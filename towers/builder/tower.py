@@ -27,15 +27,59 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.builder import backward, doubts, gather, xla
+from towers import tf_private
+from towers.builder import backward, doubts, gather, joined, xla
 from towers.builder.assignments import TowerScope, assign_once
 from towers.builder.backward import TowerSums
 from towers.builder.batch_norm import check_mode
-from towers.builder.draws import Drawn, of_rows
+from towers.builder.draws import Drawn, Draws
 from towers.builder.exchange import Exchange, Member
 from towers.builder.inside import inside_of_tower
 from towers.builder.rehearsal import Rehearsal, Rehearsals
-from towers.builder.splitting import Slice, as_devices, is_empty, is_split, occupied, split
+from towers.builder.splitting import (
+    Slice,
+    as_devices,
+    check_devices,
+    is_empty,
+    is_split,
+    occupied,
+    split,
+)
+
+
+class Copies:
+    """Makes copies of functions, one on each tower's device, for the same slices of a batch.
+
+    What runs later, as a backward pass does, meets and draws where the one before has ended.
+    """
+
+    def __init__(self, builder: "TowerBuilder", slices: Sequence[Slice], draws: Any):
+        """Set the slices, and what is known of the draws."""
+        check_devices([*builder.devices, builder.gather_device])
+        self.builder, self.slices = builder, slices
+        self._exchange = Exchange(len(slices)) if len(slices) > 1 else None
+        self._draws = [Draws(part.rows, draws, builder.jit_compile) for part in slices]
+        self._members = [
+            self._exchange.member(i, part.count) if self._exchange else None
+            for i, part in enumerate(slices)
+        ]
+        self._names = [f"tower_{i}" for i in range(len(slices))]
+
+    def run(self, fn: Callable) -> list[Any]:
+        """Return `fn(tower, slice, its part in exchanges)` for each, made on the tower's device."""
+        results = []
+        if self._exchange:
+            self._exchange.is_open = True
+        for i, part in enumerate(self.slices):
+            drawing, device = self._draws[i], self.builder.devices[i]
+            with tf.device(device), tf.name_scope(self._names[i]) as name, drawing.drawing():
+                results.append(fn(i, part, self._members[i]))
+            self._names[i] = name
+            if drawing.num_guessed and self._exchange:
+                self.builder.tell([doubts.UNFORESEEN_DRAW])
+        if self._exchange:
+            self._exchange.join(self.builder.gather_device)
+        return results
 
 
 class TowerBuilder:
@@ -83,26 +127,42 @@ class TowerBuilder:
         self.gather_at_variables = gather_at_variables
         self.jit_compile = jit_compile
         self.num_slices = len(self.devices) * accumulate_steps  # that `gradients` makes of a batch
+        # Told, while the gradient of `concat` is traced, of each tower's own: (examples [towers],
+        # [(what each tower starts from, what it ends with)] forward and backward if the batch is
+        # taken in one part, gradients [towers][variables], their sums [variables]).
+        self.on_gradients: Callable[..., None] | None = None
         self._rehearsals = Rehearsals(on_doubt)
+        self.tell = self._rehearsals.tell
 
     def map(self, fn: Callable, *batch: Any) -> list[Any]:
         """Return what `fn` returns for each tower, in tower order."""
-        return self._run(fn, self._split(batch), batch)
+        return self._run(fn, self.split(batch), batch)
 
     def sum(self, fn: Callable, *batch: Any) -> Any:
         """Return the sum over towers of what `fn` returns, by `add_n` on the gather device.
 
         `fn` may return any structure; `IndexedSlices` stay sparse, and `None` counts as nothing.
         """
-        return self._gather(gather.add, self._run(fn, occupied(self._split(batch)), batch))
+        return self._gather(gather.add, self._run(fn, occupied(self.split(batch)), batch))
 
     def concat(self, fn: Callable, *batch: Any) -> Any:
-        """Return what the towers return, joined along axis 0 in tower order: that of the batch."""
-        return self._gather(gather.join, self._run(fn, occupied(self._split(batch)), batch))
+        """Return what the towers return, joined along axis 0 in tower order: that of the batch.
+
+        A `tf.GradientTape` around it takes it for one op: each gradient goes back to the towers,
+        and theirs are summed by `add_n`. So a loss of the joined outputs is exact, whatever it is:
+
+            with tf.GradientTape() as tape:
+                loss = any_loss(labels, builder.concat(model, images))
+            gradients = tape.gradient(loss, model.trainable_variables)
+        """
+        if is_split(batch) and tf_private.is_recording():
+            return joined.concat(self, fn, batch)
+        slices = occupied(self.split(batch, never_empty=True))
+        return self._gather(gather.join, self._run(fn, slices, batch, joining=True))
 
     def gradients(
         self, loss_fn: Callable, variables: Iterable[Any], *batch: Any
-    ) -> tuple[tf.Tensor, list[Any]]:
+    ) -> tuple:
         """Return the mean loss over all examples and its gradients.
 
         Towers return sums, the gather adds them, one division ends it: uneven slices weigh what
@@ -112,14 +172,16 @@ class TowerBuilder:
         maxima and minima, counters of steps). What cannot be told goes to `on_doubt`.
 
         Args:
-            loss_fn: maps a tower's slice of the batch to its losses, one for each example, `[b]`.
+            loss_fn: maps a tower's slice of the batch to its losses, one for each example, `[b]`,
+                or to `(losses, outputs)`, a tuple.
             variables: `keras.Variable`s, `tf.Variable`s or a mix. A `PerTower` of `keras.Variable`s
                 is one variable with a copy for each tower: `loss_fn` uses the first, and each tower
                 reads its own in its place.
             *batch: the global batch.
 
         Returns:
-            The loss, a scalar, and a list like `variables`: tensors, `IndexedSlices` where all
+            The loss, a scalar, and a list like `variables`; then, if `loss_fn` returns any, the
+            outputs, joined as by `concat`. The list holds tensors, `IndexedSlices` where all
             towers gave them, or None for a variable that no tower uses; `PerTower`s of these for
             copies, summed by collectives.
 
@@ -127,30 +189,37 @@ class TowerBuilder:
             ValueError: `variables` holds something else, or `loss_fn` breaks a rule (see above).
         """
         variables = list(variables)
-        return self.gather_sums(self.tower_sums(loss_fn, variables, *batch), variables)
+        sums = self.tower_sums(loss_fn, variables, *batch)
+        loss, gradients = self.gather_sums(sums, variables)
+        if sums.outputs[0] == ():
+            return loss, gradients
+        return loss, gradients, self._gather(gather.join, sums.outputs)
 
     def tower_sums(self, loss_fn: Callable, variables: Sequence[Any], *batch: Any) -> TowerSums:
         """Return what towers compute for `gradients`; `gather_sums` must follow: it assigns."""
         rehearsal = self.rehearse(loss_fn, *batch)
         backward.check_rehearsed(rehearsal.by_example)
-        scopes = []
+        scopes, outputs = [], []
+        masters, _ = backward.variables_and_copies(variables, 0)
 
         def on_tower(tower: int, part: Slice, member: Member | None) -> tuple:
             own, copies = backward.variables_and_copies(variables, tower)
             member = xla.NO_EXCHANGE if self.jit_compile and member else member
             inside = inside_of_tower(self.devices[tower], member, self.batch_norm, copies)
-            scope, sums = backward.sums_of_slice(loss_fn, own, part, inside, self.jit_compile)
+            scope, sums, rest = backward.sums_of_slice(loss_fn, own, part, inside, self.jit_compile)
             scopes.append(scope)
-            return sums
+            outputs.append(rest)
+            *losses, found = sums
+            return *losses, gather.fix_rows(found, masters, rehearsal.fixed_rows)
 
         sums = zip(*self._in_parts(on_tower, batch, rehearsal.draws), strict=True)
-        return TowerSums(*map(list, sums), scopes, rehearsal.policies)
+        return TowerSums(*map(list, sums), scopes, rehearsal.policies, outputs)
 
     def gather_sums(self, sums: TowerSums, variables: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:
         """Return the mean loss and its gradients, as `gradients` does, from the towers' sums."""
         loss, count = self._gather(gather.add, sums.losses), self._gather(gather.add, sums.counts)
         gradients = self.gather_gradients(sums.gradients, variables, count)
-        self._assign(sums.scopes, sums.policies)
+        self.assign(sums.scopes, sums.policies)
         with tf.device(self.gather_device), tf.name_scope("gather"):
             return loss / count, gradients
 
@@ -174,10 +243,12 @@ class TowerBuilder:
         if (num_slices or self.num_slices) == 1 or not is_split(batch):
             return Rehearsal()
         found = self._rehearsals.find(fn, batch)
-        self._rehearsals.tell(found.doubts)
+        self.tell(found.doubts)
         return found
 
-    def _run(self, fn: Callable, slices: Sequence[Slice], batch: Sequence[Any]) -> list[Any]:
+    def _run(
+        self, fn: Callable, slices: Sequence[Slice], batch: Sequence[Any], joining: bool = False
+    ) -> list[Any]:
         """Return what `fn` returns for each slice; make the assignments of all once."""
         if slices[0].rows is None:
             return self._copies(lambda _tower, part, _member: fn(*part.batch), slices)
@@ -187,12 +258,14 @@ class TowerBuilder:
         def run(tower: int, part: Slice, member: Member | None) -> Any:
             with inside_of_tower(self.devices[tower], member, self.batch_norm) as scope:
                 result = fn(*part.batch)
-            scope.close(part.rows.size)
+            if joining:
+                result = tf.nest.map_structure(part.kept, result)
+            scope.close(part.count)
             scopes.append(scope)
             return result
 
         results = self._copies(run, slices, rehearsal.draws)
-        self._assign(scopes, rehearsal.policies)
+        self.assign(scopes, rehearsal.policies)
         return results
 
     def _in_parts(
@@ -200,7 +273,7 @@ class TowerBuilder:
     ) -> list[Any]:
         """Return the towers' sums of what `fn` returns, for one part of the batch at a time."""
         num_towers = len(self.devices)
-        slices = self._split(batch, self.accumulate_steps)
+        slices = self.split(batch, self.accumulate_steps, never_empty=True)
         totals = self._copies(fn, occupied(slices[:num_towers]), draws)
         for start in range(num_towers, len(slices), num_towers):
             part = occupied(slices[start : start + num_towers])
@@ -219,31 +292,26 @@ class TowerBuilder:
         self, fn: Callable, slices: Sequence[Slice], draws: Sequence[Drawn] | None = None
     ) -> list[Any]:
         """Return `fn(tower, slice, its part in exchanges)` for each, made on the tower's device."""
-        exchange = Exchange(len(slices)) if len(slices) > 1 else None
-        results = []
-        for i, (device, part) in enumerate(zip(self.devices, slices, strict=False)):
-            member = exchange.member(i) if exchange else None
-            drawing = of_rows(part.rows, draws, self.jit_compile)
-            with tf.device(device), tf.name_scope(f"tower_{i}"), drawing as drawn:
-                results.append(fn(i, part, member))
-                if drawn and drawn.num_guessed and exchange:
-                    self._rehearsals.tell([doubts.UNFORESEEN_DRAW])
-        if exchange:
-            exchange.join(self.gather_device)
-        return results
+        return self.copies(slices, draws).run(fn)
 
-    def _assign(self, scopes: Sequence[TowerScope], policies: dict[int, str]) -> None:
+    def copies(self, slices: Sequence[Slice], draws: Sequence[Drawn] | None = None) -> "Copies":
+        """Return what makes copies of functions for these slices, one after the other."""
+        return Copies(self, slices, draws)
+
+    def assign(self, scopes: Sequence[TowerScope], policies: dict[int, str]) -> None:
         """Make the assignments that the towers' scopes keep, one for each variable."""
         with tf.device(self.gather_device), tf.name_scope("gather"):
             unknown = assign_once(scopes, policies)
-        self._rehearsals.tell(map(doubts.not_put_together, unknown))
+        self.tell(map(doubts.not_put_together, unknown))
 
     def _gather(self, policy: Callable, results: list[Any]) -> Any:
         """Apply `policy` to the per-tower values, on the gather device."""
         with tf.device(self.gather_device), tf.name_scope("gather"):
             return gather.map_towers(policy, results)
 
-    def _split(self, batch: Sequence[Any], num_parts: int = 1) -> list[Slice]:
+    def split(
+        self, batch: Sequence[Any], num_parts: int = 1, never_empty: bool = False
+    ) -> list[Slice]:
         """Return each tower's slice of `batch`; with parts, those of one after the other's."""
         with tf.device(self.gather_device), tf.name_scope("split"):
-            return split(batch, len(self.devices), num_parts)
+            return split(batch, len(self.devices), num_parts, never_empty)

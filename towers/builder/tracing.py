@@ -4,6 +4,7 @@ Nothing of it remains: assignments are kept in a scope that is dropped. BatchNor
 it has saved, so that examples do not see each other by it: that is exchanged between towers anyway.
 """
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder.assignments import KEPT
-from towers.builder.draws import Drawn, Rows, of_rows
+from towers.builder.draws import Drawn, Draws, Rows
 from towers.builder.examples import sample, spec_of, stand_in
 from towers.builder.layers import layer_of
 from towers.builder.splitting import PerTower, as_leaves
@@ -41,6 +42,9 @@ class Trace:
     ops: Sequence[tuple[str, str]] = ()  # (name, type) of all that it runs
     effects: Sequence[str] = ()  # types of ops that would leave a trace if it ran
     by_example: bool = False  # whether what it returns has a row for each example
+    strays: list[bool] = dataclasses.field(default_factory=list)  # what returned has none, surely
+    # {id of a variable: rows of its gradient}, of those whose gradient is sparse.
+    num_rows: dict[int, int | None] = dataclasses.field(default_factory=dict)
     # (op, shape or None, layer) of what it draws, in order.
     draws: list[tuple[str, list[int | None] | None, str]] = dataclasses.field(default_factory=list)
     # Variables that it assigns, without seeds and those that say how towers merge.
@@ -64,6 +68,7 @@ class Tracer:
         self.fn, self.structure = fn, batch
         self.leaves = as_leaves(batch)
         self.batch = [leaf for leaf in self.leaves if not isinstance(leaf, PerTower)]
+        self.failure = ""  # why it could not be traced the last time
 
     def trace(
         self,
@@ -74,6 +79,7 @@ class Tracer:
         states: Sequence[keras.Variable] = (),
         nudged: Mapping[int, Sequence[int]] | None = None,
         backward: bool = False,
+        sparse: bool = False,
     ) -> Trace:
         """Trace the function for `size` examples.
 
@@ -84,6 +90,7 @@ class Tracer:
             states: variables whose values are inputs.
             nudged: {place of a draw: its shape}, of draws that `run` can nudge.
             backward: of layers' outputs, return the gradients of all that is returned.
+            sparse: note `num_rows`.
 
         Raises:
             InputError: the function assigns a `tf.Variable`.
@@ -97,9 +104,12 @@ class Tracer:
             with tf.device("/cpu:0"), NoisyScope(own, "/cpu:0") as scope:
                 watch = Watch(trace, scope, dict(zip(nudged, nudges, strict=True)))
                 drawing = tf_private.draws_replaced(watch.draw)
-                with watch.watching(), drawing if rows is None else of_rows(rows, known):
+                with watch.watching(), drawing if rows is None else Draws(rows, known).drawing():
                     result = self.fn(*tf.nest.pack_sequence_as(self.structure, leaves))
                     scope.close(size)
+                    if sparse:
+                        with contextlib.suppress(LookupError):  # an op without a gradient
+                            trace.num_rows = watch.num_rows(result)
                     return watch.outcome(result, backward)
 
         with tf.init_scope():

@@ -1,6 +1,7 @@
 """What is seen of a tower function while it is traced: its draws, layers, losses and state."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -28,14 +29,25 @@ class NoisyScope(TowerScope):
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """Return what a variable is; Keras calls this."""
         value = tf_private.value_of(variable)
-        noisy = variable.trainable and value is not None and value.dtype.is_floating
-        noisy = noisy and value.shape.num_elements() <= _MOST_NOISY
-        if noisy and id(variable) not in self.own:
+        weight = variable.trainable and value is not None and value.dtype.is_floating
+        if weight and id(variable) not in self.own:
             with self.graph.as_default():
-                count = tf.range(value.shape.num_elements(), dtype=tf.float32)
-                waves = tf.reshape(tf.sin(12.9898 * count + len(self.own)), value.shape)
-                self.own[id(variable)] = value + tf.cast(_NOISE * waves, value.dtype)
+                self.own[id(variable)] = self.weights[id(value)] = _noisy(value, len(self.own))
         return super().get_current_value(variable)
+
+    @functools.cached_property
+    def weights(self) -> dict[int, tf.Tensor]:
+        """Return {id of a weight's `tf.Variable`: what is read of it}."""
+        return {}
+
+
+def _noisy(value: tf.Variable, seed: int) -> tf.Tensor:
+    size = value.shape.num_elements()
+    if size > _MOST_NOISY:
+        return tf.identity(value)
+    count = tf.range(size, dtype=tf.float32)
+    waves = tf.reshape(tf.sin(12.9898 * count + seed), value.shape)
+    return value + tf.cast(_NOISE * waves, value.dtype)
 
 
 class Watch:
@@ -100,6 +112,17 @@ class Watch:
 
         return call
 
+    def num_rows(self, result: Any) -> dict[int, int | None]:
+        """Return {id of a weight's `tf.Variable`: rows of its gradient}, of the sparse ones."""
+        ops = tf.compat.v1.get_default_graph().get_operations()
+        if not any("Gather" in op.type for op in ops):
+            return {}
+        leaves = [x for x in tf.nest.flatten(result) if getattr(x, "dtype", tf.int32).is_floating]
+        found = zip(
+            self.scope.weights, tf.gradients(leaves, list(self.scope.weights.values())), strict=True
+        )
+        return {k: g.values.shape[0] for k, g in found if isinstance(g, tf.IndexedSlices)}
+
     def outcome(self, result: Any, backward: bool) -> dict[str, Any]:
         """Return what `run` does, as tensors."""
         trace, values = self.trace, []
@@ -109,6 +132,7 @@ class Watch:
                 values.append(tf.convert_to_tensor(value))
         leaves = [leaf for leaf in tf.nest.flatten(result) if _is_by_example(leaf, trace.size)]
         trace.by_example = bool(leaves)
+        trace.strays = [_has_no_rows(x, trace.size) for x in tf.nest.flatten(result)]
         rows = [_rows(x, trace.size) for x in leaves] or [tf.zeros([trace.size, 0], tf.float64)]
         layers = list(self.outputs)
         if backward:
@@ -143,6 +167,12 @@ def _is_by_example(leaf: Any, size: int) -> bool:
     if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank or leaf.shape[0] != size:
         return False
     return leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool
+
+
+def _has_no_rows(leaf: Any, size: int) -> bool:
+    """Tell whether something is surely no tensor with a row for each example."""
+    known = isinstance(leaf, tf.Tensor) and leaf.shape.rank is not None
+    return known and (not leaf.shape.rank or leaf.shape[0] not in (None, size))
 
 
 def _rows(leaf: tf.Tensor, size: int) -> tf.Tensor:

@@ -16,8 +16,15 @@ from towers.builder.exchange import Member
 from towers.errors import InputError
 
 
-def compiled(fn: Callable) -> tuple[TowerScope, Any]:
+def compiled(
+    fn: Callable, on_read: Callable[[tf.Variable, tf.Tensor], None] = lambda *_: None
+) -> tuple[TowerScope, Any]:
     """Return what `fn()` returns, a scope and a structure of tensors, computed by XLA.
+
+    Args:
+        fn: is traced, and called with what it reads of variables.
+        on_read: is told of each trainable variable that it reads, and its value outside, before it
+            is called: a tape that watches the value goes back through the program.
 
     Raises:
         ValueError: `fn` uses a variable otherwise than by reading it, or calls a `tf.function` that
@@ -25,9 +32,10 @@ def compiled(fn: Callable) -> tuple[TowerScope, Any]:
     """
     outside = tf.init_scope if tf.executing_eagerly() else _current_graph().as_default
     scopes: list[TowerScope] = []
+    reads: list[tuple[tf.Variable, tf.Tensor]] = []
 
     def program() -> tuple[Any, list[tf.Tensor]]:
-        with _reads(outside):
+        with _reads(outside, reads):
             scope, results = fn()
         scopes.append(scope)
         return results, [value for _, value in scope.updates.values()]
@@ -35,6 +43,9 @@ def compiled(fn: Callable) -> tuple[TowerScope, Any]:
     try:
         function = tf.function(program, jit_compile=True, autograph=False).get_concrete_function()
         _check_inputs(function)
+        for variable, value in reads:
+            if variable.trainable:
+                on_read(variable, value)
         results, assigned = function()
     except tf_private.InaccessibleTensorError as error:
         raise ValueError(
@@ -50,11 +61,14 @@ def compiled(fn: Callable) -> tuple[TowerScope, Any]:
 
 
 @contextlib.contextmanager
-def _reads(outside: Callable) -> Iterator[None]:
+def _reads(
+    outside: Callable, reads: list[tuple[tf.Variable, tf.Tensor]]
+) -> Iterator[None]:
     """Let variables that are read in the block be read outside, each once.
 
     Args:
         outside: returns a context of the graph that calls the program.
+        reads: gets each variable with its value outside.
     """
     program = _current_graph()
     values: dict[int, tf.Tensor] = {}
@@ -63,6 +77,7 @@ def _reads(outside: Callable) -> Iterator[None]:
         if id(variable) not in values:
             with outside():
                 value = tf.identity(own(variable))  # moves it to the tower's device
+            reads.append((variable, value))
             with program.as_default():
                 values[id(variable)] = tf.identity(value)
         return values[id(variable)]

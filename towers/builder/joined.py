@@ -1,0 +1,301 @@
+"""The loss of the outputs: towers' outputs are joined, and a tape over them leads back to towers.
+
+TensorFlow's own tape would make the ops of the backward pass without a device, and knows nothing of
+what towers exchange. To a tape all towers are one op here, whose gradient runs on each tower's
+device and is gathered by `add_n`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers import tf_private
+from towers.builder import gather, xla
+from towers.builder.assignments import TowerScope
+from towers.builder.draws import Drawn
+from towers.builder.inside import inside_of_tower
+from towers.builder.splitting import Slice, is_empty, occupied
+from towers.errors import InputError
+
+
+def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
+    """Return what `fn` returns for each slice of `batch`, joined; tapes can go back through it.
+
+    A batch that is taken in several parts goes forward twice: for the outputs, of which alone a
+    loss can be made, and again, part by part, when their gradient is known.
+    """
+    found = builder.rehearse(fn, *batch)
+    if found.few and any(found.few.strays):
+        raise InputError(
+            f"output {found.few.strays.index(True)} of the towers' function has no row for each "
+            "example, and cannot be joined along the batch: compute it from the joined outputs"
+        )
+    leaves = tf.nest.flatten(batch)
+    watched = [i for i, leaf in enumerate(leaves) if _is_watched(leaf)]
+    slices, num_towers = builder.split(batch, builder.accumulate_steps, True), len(builder.devices)
+    starts = [i for i in range(0, len(slices), num_towers) if not i or not is_empty(slices[i])]
+    parts = [
+        _Part(builder, fn, occupied(slices[i : i + num_towers]), found.draws, watched)
+        for i in starts
+    ]
+    results = [result for part in parts for result in part.forward()]
+    outputs = [values for part in parts for values in part.outputs]
+    scopes = [scope for part in parts for scope in part.scopes]
+    assigned = [variable for scope in scopes for variable, _ in scope.updates.values()]
+    for part in parts:  # what goes forward again, by itself or in tf.recompute_grad, begins there
+        part.states = {id(variable): tf.identity(variable.value) for variable in assigned}
+    builder.assign(scopes, found.policies)
+    reads = [item for part in parts for own in part.reads for item in own.items()]
+    variables = [variable for variable, _ in dict(reads).values()]
+
+    def backward(*upstream: tf.Tensor) -> list[Any]:
+        with tf.device(builder.gather_device), tf.name_scope("split"):
+            pieces = iter(_split_like(outputs, upstream))
+        of_inputs, sums = [], []
+        for part in parts:
+            own = [next(pieces) for _ in part.slices]
+            with tf.control_dependencies(gather.tensors([own, sums])):
+                ready = tf.no_op()  # for which each op of a part waits, and not for every sum
+            with tf.control_dependencies([ready] if len(parts) > 1 else []):
+                if len(parts) > 1:
+                    part.forward()
+                of_slices = part.backward(own, variables)
+            of_inputs += [inputs for inputs, _ in of_slices]
+            own = [gather.fix_rows(g, variables, found.fixed_rows) for _, g in of_slices]
+            sums = part.added(sums, own)
+        gradients = _gathered(builder, of_inputs, sums, variables)
+        if builder.on_gradients:
+            _tell(builder, parts, own, sums, gradients[len(gradients) - len(variables) :])
+        if len(parts) == 1:
+            return gradients
+        # Grappler drops edges that keep an update behind the last part's reads of a variable.
+        with tf.control_dependencies(gather.tensors(gradients)):
+            return [gather.map_values(tf.identity, gradient) for gradient in gradients]
+
+    with tf.device(builder.gather_device), tf.name_scope("gather"):
+        with tf.control_dependencies(_checks_of_shapes(outputs)):
+            whole = gather.map_towers(gather.join, results)
+        sources = [leaves[i] for i in watched] + variables
+        values = tf_private.recorded_as_one("Towers", _values(whole), sources, backward)
+        return _with_values(whole, values)
+
+
+class _Part:
+    """A part of the batch, one slice for each tower: forward, and backward through that."""
+
+    def __init__(
+        self,
+        builder: Any,
+        fn: Callable,
+        slices: Sequence[Slice],
+        draws: Sequence[Drawn] | None,
+        watched: Sequence[int],
+    ):
+        """Set the slices, and which leaves of the batch have gradients."""
+        self.builder, self.fn, self.slices = builder, fn, slices
+        self.draws, self.watched = draws, watched
+        self.states: dict[int, tf.Tensor] = {}  # {id of a variable: what towers read in its place}
+
+    def forward(self) -> list[Any]:
+        """Return what the function returns for each slice."""
+        self.copies = self.builder.copies(self.slices, self.draws)
+        self.scopes: list[TowerScope] = []
+        self.tapes: list[tf.GradientTape] = []
+        self.reads: list[dict[int, tuple]] = []  # {id of a variable: itself, what a tape knows}
+        self.inputs: list[list[tf.Tensor]] = []
+        self.outputs: list[list[tf.Tensor]] = []
+        return self.copies.run(self._forward)
+
+    def _forward(self, tower: int, part: Slice, member: Any) -> Any:
+        leaves = tf.nest.flatten(part.batch)
+        inputs = [leaves[i] for i in self.watched]
+
+        def compute() -> tuple:
+            with self._inside(tower, member) as scope:
+                result = self.fn(*part.batch)
+                scope.close(part.count)
+                return scope, result
+
+        reads = {}
+
+        def on_read(variable: tf.Variable, value: tf.Tensor) -> None:
+            tape.watch(value)
+            reads[id(variable)] = variable, value
+
+        with tf.GradientTape(persistent=True) as tape, _NoCaptures(leaves):
+            tape.watch(inputs)
+            by_xla = self.builder.jit_compile
+            scope, result = xla.compiled(compute, on_read) if by_xla else compute()
+            result = tf.nest.map_structure(part.kept, result)
+        if not by_xla:
+            reads = {id(variable): (variable, variable) for variable in tape.watched_variables()}
+        self.scopes.append(scope)
+        self.tapes.append(tape)
+        self.reads.append(reads)
+        self.inputs.append(inputs)
+        self.outputs.append(_values(result))
+        return result
+
+    def backward(
+        self, upstream: Sequence[Sequence[tf.Tensor]], variables: Sequence[tf.Variable]
+    ) -> list[tuple[list, list]]:
+        """Return for each slice the gradients of its inputs, and of the variables."""
+
+        def back(tower: int, part: Slice, member: Any) -> tuple[list, list]:
+            inputs, tape = self.inputs[tower], self.tapes[tower]
+            with self._inside(tower, member):
+                sources = [*inputs, *(self.reads[tower].get(id(v), (v, v))[1] for v in variables)]
+                found = tape.gradient(self.outputs[tower], sources, upstream[tower])
+            own, of_variables = zip(inputs, found, strict=False), found[len(inputs) :]
+            if part.may_be_empty():
+                of_variables = [gather.zero_if_empty(g, part.count) for g in of_variables]
+            return [tf.zeros_like(x) if g is None else g for x, g in own], of_variables
+
+        return self.copies.run(back)
+
+    def batches(self) -> list[list[Any]]:
+        """Return what each tower starts from."""
+        return [tf.nest.flatten(part.batch) for part in self.slices]
+
+    def added(self, sums: list[list], gradients: list[list]) -> list[list]:
+        """Return each tower's gradients added to its `sums` over the parts before."""
+        for i, (before, own) in enumerate(zip(sums, gradients, strict=False)):
+            with tf.device(self.builder.devices[i]), tf.name_scope(f"tower_{i}"):
+                sums[i] = gather.map_towers(gather.add, [before, own])
+        return sums or gradients
+
+    def _inside(self, tower: int, member: Any) -> Any:
+        builder = self.builder
+        member = xla.NO_EXCHANGE if builder.jit_compile and member else member
+        return inside_of_tower(builder.devices[tower], member, builder.batch_norm, self.states)
+
+
+class _NoCaptures:
+    """Refuses that a tower takes the gradient of a tensor which is none of its arguments.
+
+    To the tape around the towers that would be nothing: a wrong gradient, and no word.
+    """
+
+    def __init__(self, arguments: Sequence[Any]):
+        """Set what a tower is called with."""
+        self.known = {id(x) for x in tf.nest.flatten(list(arguments), expand_composites=True)}
+
+    def __enter__(self) -> None:
+        """Note what was there before."""
+        self.graph = tf.compat.v1.get_default_graph()
+        self.before = {op.name for op in self.graph.get_operations()}
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        """Look at what was made since then."""
+        made = self.graph.get_operations()[len(self.before) :] if kind is None else ()
+        for op in made:
+            for x in op.inputs:
+                old = x.op.name in self.before and id(x) not in self.known
+                if old and x.dtype.is_floating and tf_private.is_recording([x]):
+                    raise InputError(
+                        f"a tower function uses {x.name!r}, a tensor that a tape watches and that "
+                        "is none of its arguments: no gradient would come back from the towers; "
+                        "hand it over as an argument, with one row for each example"
+                    )
+
+
+def _gathered(
+    builder: Any, of_inputs: list[list], sums: list[list], variables: Sequence[tf.Variable]
+) -> list[Any]:
+    """Return the gradients of inputs, of which each slice has its rows, and of variables."""
+    home = builder.gather_device
+    with tf.name_scope("gather"):
+        with tf.device(home):
+            inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
+        for variable, values in zip(variables, zip(*sums, strict=True), strict=True):
+            with tf.device(variable.device if builder.gather_at_variables else home):
+                inputs.append(gather.add(values))
+    return inputs
+
+
+def _tell(
+    builder: Any, parts: Sequence[_Part], upstream: list, sums: list[list], gathered: list[Any]
+) -> None:
+    """Tell `builder.on_gradients` of each tower's own gradients."""
+    phases = []
+    if len(parts) == 1:
+        phases = [(parts[0].batches(), parts[0].outputs), (upstream, sums)]
+    builder.on_gradients(_examples(parts), phases, sums, gathered)
+
+
+def _examples(parts: Sequence[_Part]) -> list[tf.Tensor]:
+    """Return how many examples each tower has had over all parts."""
+    found = [tf.convert_to_tensor(part.rows.size) for part in parts[0].slices]
+    for part in parts[1:]:
+        for i, own in enumerate(part.slices):
+            found[i] += tf.cast(own.rows.size, found[i].dtype)
+    return found
+
+
+def _is_watched(leaf: Any) -> bool:
+    """Tell whether a tape wants the gradient of a leaf of a batch."""
+    dense = isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating
+    return dense and tf_private.is_recording([leaf])
+
+
+def _split_like(
+    outputs: Sequence[Sequence[tf.Tensor]], joined: Sequence[tf.Tensor]
+) -> list[list[tf.Tensor]]:
+    """Return for each slice its rows of what was joined of the slices' outputs."""
+    columns = zip(joined, zip(*outputs, strict=True), strict=True)
+    split = [tf.split(value, list(map(_num_rows, own)), num=len(own)) for value, own in columns]
+    return [list(rows) for rows in zip(*split, strict=True)]
+
+
+def _checks_of_shapes(outputs: Sequence[Sequence[tf.Tensor]]) -> list[tf.Operation]:
+    """Return ops that refuse outputs whose axes differ between slices; refuse what is known now."""
+    message = (
+        "towers return outputs of several shapes, which cannot be joined along the batch: an axis "
+        "depends on the examples of a slice, as by to_tensor() of ragged rows; give it a fixed size"
+    )
+    checks = []
+    for first, *others in zip(*outputs, strict=True):
+        for other in others:
+            if not first.shape[1:].is_compatible_with(other.shape[1:]):
+                raise InputError(message)
+            if not first.shape[1:].is_fully_defined():
+                sizes = tf.shape(first)[1:], tf.shape(other)[1:]
+                checks.append(tf.debugging.assert_equal(*sizes, message))
+    return [check for check in checks if check is not None]  # None of what is known to be equal
+
+
+def _values(structure: Any) -> list[tf.Tensor]:
+    """Return what has gradients of a structure: a tensor of each leaf, its values if not dense."""
+    found = map(_value, tf.nest.flatten(structure))
+    return [value for value in found if value is not None and value.dtype.is_floating]
+
+
+def _value(leaf: Any) -> tf.Tensor | None:
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.flat_values
+    return leaf.values if isinstance(leaf, tf.SparseTensor) else leaf
+
+
+def _with_values(structure: Any, values: Sequence[tf.Tensor]) -> Any:
+    """Return a structure with other values in the place of what `_values` finds in it."""
+    values = iter(values)
+
+    def replaced(leaf: Any) -> Any:
+        value = _value(leaf)
+        if value is None or not value.dtype.is_floating:
+            return leaf
+        if isinstance(leaf, tf.RaggedTensor):
+            return leaf.with_flat_values(next(values))
+        if isinstance(leaf, tf.SparseTensor):
+            return tf.SparseTensor(leaf.indices, next(values), leaf.dense_shape)
+        result = next(values)
+        tf_private.set_mask_of(result, tf_private.mask_of(leaf))
+        return result
+
+    return tf.nest.map_structure(replaced, structure)
+
+
+def _num_rows(value: tf.Tensor) -> int | tf.Tensor:
+    known = tf.compat.dimension_value(value.shape[0])
+    return tf.shape(value)[0] if known is None else known
