@@ -22,8 +22,12 @@ _HOME = {
     "PerTower": "builder.splitting",
     "RunError": "errors",
     "TowerBuilder": "builder.tower",
+    "callbacks": "training.callbacks",
     "evaluate": "training.evaluate",
+    "parallelize": "training.parallel",
     "train": "training.train",
+    "unparallelize": "training.parallel",
+    "verify": "commands.verify.fit",
 }
 __all__ = sorted([*_HOME, "devices"])
 __getattr__ = lazily(__name__, _HOME)

@@ -56,10 +56,18 @@ def open_root(
         charts.layout(any(name.startswith("/gpu") for name in tower_devices)),
         hparams.experiment(columns),
         hparams.session_start(options, len(tower_devices)),
-        *(text_pb(tag, "\n".join(["```", *lines, "```"])) for tag, lines in texts.items()),
+        *(text(tag, lines) for tag, lines in texts.items()),
     ]
-    step = step_graph(graph, placement)
-    if step.ByteSize() > options.max_event_mib * 2**20 / 4:  # no browser would draw it either
+    write_root(folder, summaries, step_graph(graph, placement), options.max_event_mib)
+
+
+def write_root(folder: Path, summaries: Iterable[Any], step: Any, max_mib: float) -> None:
+    """Write an event file of summaries, and the graph of a step; older ones are deleted.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    if step.ByteSize() > max_mib * 2**20 / 4:  # no browser would draw it either
         step.Clear()
     # To a TensorBoard that has read an older file, it says that what that one told is over.
     start = Event(session_log=SessionLog(status=SessionLog.START), wall_time=time.time())
@@ -84,6 +92,11 @@ def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
         path = next(folder.glob(_FILES), _new_path(folder))  # somebody may have tidied up
         with open(path, "ab") as file:
             RecordWriter(file).write(end.SerializeToString())
+
+
+def text(tag: str, lines: Iterable[str]) -> Any:
+    """Return the Summary of lines that are shown as they are."""
+    return text_pb(tag, "\n".join(["```", *lines, "```"]))
 
 
 def flags_lines(options: Options) -> list[str]:

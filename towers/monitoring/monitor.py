@@ -112,7 +112,7 @@ class Monitor:
             "gradient_norm": metrics["gradient_norm"],
             "progress/examples": examples,
             "progress/epoch": self._timetable.epochs(step),
-            **_by_tower(of_towers, metrics["tower_examples"]),
+            **by_tower(of_towers, metrics["tower_examples"]),
             **speed,
             **self._of_noise(metrics),
             **self._health(),
@@ -202,7 +202,7 @@ class Monitor:
         return scalars, own_seconds
 
 
-def _by_tower(
+def by_tower(
     values: Mapping[str, Sequence[float | None]], num_examples: Sequence[float]
 ) -> dict[str, float]:
     """Return {"tower_0/NAME": value}, as far as it is known, of each tower with examples."""

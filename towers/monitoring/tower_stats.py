@@ -87,6 +87,57 @@ def measure(
         }
 
 
+def measure_joined(
+    counts: Sequence[tf.Tensor],
+    phases: Sequence[tuple[Sequence[Any], Sequence[Any]]],
+    gradients: Sequence[Sequence[Any]],
+    gathered: Sequence[Any],
+    builder: TowerBuilder,
+    measured: tf.Tensor,
+    scale: Any,
+) -> dict[str, tf.Tensor]:
+    """Return how towers agree whose outputs are joined, from what `builder.on_gradients` is told.
+
+    The gradients are parts of that of one loss, times `scale`; there is no loss of a tower.
+
+    Returns:
+        "tower_examples", "tower_gradient_norm", "tower_cosine" as `measure` has them; and
+        "tower_step_seconds", forward and backward, 0 if not known.
+    """
+    clock = builder.gather_device
+    products = [_products(own, gathered, measured, clock) for own in gradients]
+    with tf.device(clock):
+        examples = tf.cast(tf.stack(counts), tf.float32)
+        share = examples / tf.reduce_sum(examples) * tf.cast(scale, tf.float32)
+        seconds = tf.zeros_like(examples, tf.float64)
+    for before, after in phases:
+        start = time_after(before, clock)
+        pairs = zip(after, builder.devices, strict=False)
+        ends = [time_after(_arrived(own, device, clock), clock) for own, device in pairs]
+        with tf.device(clock):
+            seconds += tf.stack(ends) - start
+    with tf.device(clock):
+        own, both, whole = (tf.stack(column) for column in zip(*products, strict=True))
+        values = {
+            "tower_examples": examples,
+            "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(own), share),
+            "tower_cosine": tf.math.divide_no_nan(both, tf.sqrt(own) * tf.sqrt(whole)),
+            "tower_step_seconds": tf.cast(seconds, tf.float32),
+        }
+        num_missing = len(builder.devices) - len(counts)
+        return {name: tf.pad(value, [[0, num_missing]]) for name, value in values.items()}
+
+
+def _arrived(values: Any, device: str, clock: str) -> tf.Tensor:
+    """Return a value that a device sends when it has computed all these; see `_ends`."""
+    tensors = _tensors(values)
+    smallest = min(tensors, key=lambda t: t.shape.num_elements() or 2**40)
+    with tf.device(device), tf.control_dependencies(tensors):
+        done = _here(tf.reshape(smallest, [-1])[:1])
+    with tf.device(clock):
+        return tf.identity(tf.cast(done, tf.float32))
+
+
 def _ends(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
     """Return the times at which the towers' gradients were done.
 

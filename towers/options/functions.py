@@ -12,13 +12,14 @@ def lazily(package: str, home: Mapping[str, str]) -> Callable[[str], object]:
 
     Args:
         package: its name.
-        home: in which of its modules each name is.
+        home: in which of its modules each name is; of a module, where that is itself.
     """
 
     def load(name: str) -> object:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{home[name]}"), name)
+        module = importlib.import_module(f"{package}.{home[name]}")
+        return module if home[name].rpartition(".")[2] == name else getattr(module, name)
 
     return load
 

@@ -1,0 +1,285 @@
+"""A fit that is interrupted anywhere and called again ends as one that never was."""
+
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import towers
+
+layers, ExactResume = keras.layers, towers.callbacks.ExactResume
+X = np.random.RandomState(0).normal(size=(22, 3)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+BATCH, STEPS, EPOCHS = 4, 6, 3
+
+
+class Killed(Exception):
+    """Stands for the end of a process."""
+
+
+class KillAt(keras.callbacks.Callback):
+    """Ends a fit at a batch, or where an epoch ends."""
+
+    def __init__(self, epoch, batch=None):
+        super().__init__()
+        self.at, self.epoch = (epoch, batch), None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if (self.epoch, batch) == self.at:
+            raise Killed
+
+    def on_epoch_end(self, epoch, logs=None):
+        if (epoch, None) == self.at:
+            raise Killed
+
+
+class Rows(keras.utils.PyDataset):
+    """Batches that Python makes, with noise of NumPy's."""
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, i):
+        x = X[i * BATCH : (i + 1) * BATCH]
+        return x + np.random.normal(size=x.shape), Y[i * BATCH : (i + 1) * BATCH]
+
+
+def of_tf_data(endless=False):
+    data = tf.data.Dataset.from_tensor_slices((X, Y))
+    data = data.repeat() if endless else data
+    return data.shuffle(22, seed=5).batch(BATCH).prefetch(2)
+
+
+def generated():
+    def rows():
+        for i in range(STEPS):
+            yield X[i * BATCH : (i + 1) * BATCH], Y[i * BATCH : (i + 1) * BATCH]
+
+    spec = tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None, 1], tf.float32)
+    return tf.data.Dataset.from_generator(rows, output_signature=spec)
+
+
+DATA = {
+    "arrays": lambda: {"x": X, "y": Y, "batch_size": BATCH, "validation_data": (X, Y)},
+    "steps of arrays": lambda: {"x": X, "y": Y, "batch_size": BATCH, "steps_per_epoch": 2},
+    "PyDataset": lambda: {"x": Rows()},
+    "tf.data": lambda: {"shuffle": False, "x": of_tf_data()},
+    "endless tf.data": lambda: {"shuffle": False, "x": of_tf_data(True), "steps_per_epoch": 4},
+    "from_generator": lambda: {"shuffle": False, "x": generated()},
+}
+
+
+def make(num_towers=0, built=True, steps_per_execution=1):
+    """Return a model with all that there is to save, as a new process would make it."""
+    keras.utils.set_random_seed(3)
+    model = keras.Sequential(
+        [keras.Input([3])] * built
+        + [layers.Dense(4), layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(1)]
+    )
+    if num_towers:
+        towers.parallelize(model, devices=[f"/cpu:{i}" for i in range(num_towers)])
+    optimizer = keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.9)
+    model.compile(optimizer, "mse", metrics=["mae"], steps_per_execution=steps_per_execution)
+    return model
+
+
+def fit(model, data="arrays", callbacks=(), epochs=EPOCHS):
+    """Return the History of a fit."""
+    given = DATA[data]()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Your input ran out of data")  # Keras', of from_generator
+        return model.fit(**given, epochs=epochs, verbose=0, callbacks=list(callbacks)).history
+
+
+def state(model):
+    return [keras.ops.convert_to_numpy(v) for v in [*model.variables, *model.optimizer.variables]]
+
+
+def interrupted(tmp_path, place, data="arrays", also=lambda: [], **options):
+    """Return the model and History of a fit that ended at a place and was called again."""
+    model, others = make(**options), also()
+    resume = ExactResume(tmp_path, every_steps=1, also=others)
+    with pytest.raises(Killed):
+        fit(model, data, [*others, resume, KillAt(*place)])
+    random.seed(99), np.random.seed(99)
+    model, others = make(**options), also()
+    return model, fit(model, data, [*others, ExactResume(tmp_path, every_steps=1, also=others)])
+
+
+def assert_equal(one, other):
+    (model, history), (expected, whole) = one, other
+    assert history == whole
+    for own, wanted in zip(state(model), state(expected), strict=True):
+        np.testing.assert_array_equal(own, wanted)
+
+
+PLACES = [("arrays", (0, 0)), ("arrays", (2, 0)), ("tf.data", (2, 0))]
+PLACES += [(data, place) for data in DATA for place in [(1, 1), (1, None)]]
+
+
+@pytest.mark.parametrize(("data", "place"), PLACES)
+def test_it_ends_as_if_it_had_not_been_interrupted(tmp_path, data, place):
+    expected = make()
+    whole = fit(expected, data)
+    assert_equal(interrupted(tmp_path, place, data), (expected, whole))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_towers": 2}, {"built": False}, {"steps_per_execution": 2}],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.parametrize("place", [(0, 3), (1, None)])
+def test_so_does_any_model(tmp_path, options, place):
+    expected = make(**options)
+    whole = fit(expected)
+    assert_equal(interrupted(tmp_path, place, **options), (expected, whole))
+
+
+def test_an_order_without_a_seed_is_kept_within_the_epoch(tmp_path):
+    seen = []
+
+    class Noting(keras.Model):
+        def train_step(self, data):
+            tf.py_function(lambda x: seen.extend(x.numpy()[:, 0]), [data[0]], [])
+            return {"loss": tf.constant(0.0)}
+
+    def run(*callbacks):
+        model = Noting()
+        model.compile("sgd")
+        model.optimizer.build([])
+        model.fit(X, Y, batch_size=BATCH, verbose=0, callbacks=list(callbacks))
+
+    with pytest.raises(Killed):
+        run(ExactResume(tmp_path, every_steps=1), KillAt(0, 2))
+    before = seen[: 2 * BATCH]  # the third batch had been seen, and not been saved
+    seen.clear()
+    run(ExactResume(tmp_path))
+    rest = seen[BATCH:]  # of the first call nothing counts
+    assert sorted(before + rest) == sorted(X[:, 0])
+
+
+def test_callbacks_that_are_named_keep_what_they_remember(tmp_path):
+    def also():
+        return [
+            keras.callbacks.EarlyStopping("loss", 9, patience=9, restore_best_weights=True),
+            keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=2, min_delta=9),
+        ]
+
+    expected = make()
+    whole = fit(expected, callbacks=also())
+    assert_equal(interrupted(tmp_path, (1, 3), also=also), (expected, whole))
+
+
+def _decay(epoch, rate):
+    return rate * 0.5
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_schedule_acts_once_an_epoch(tmp_path, first):
+    def callbacks(*others):
+        schedule = [keras.callbacks.LearningRateScheduler(_decay)]
+        return [*schedule, *others] if first else [*others, *schedule]
+
+    expected = make()
+    whole = fit(expected, callbacks=callbacks())
+    with pytest.raises(Killed):
+        fit(make(), callbacks=callbacks(ExactResume(tmp_path, 2), KillAt(1, 4)))
+    model = make()
+    assert_equal((model, fit(model, callbacks=callbacks(ExactResume(tmp_path)))), (expected, whole))
+
+
+def test_a_fit_that_ended_is_not_repeated_and_the_next_one_begins_at_its_own_epoch(tmp_path):
+    model = make()
+    fit(model, callbacks=[ExactResume(tmp_path)])
+    again = make()
+    fit(again, callbacks=[ExactResume(tmp_path)])
+    np.testing.assert_array_equal(state(again)[0], state(model)[0])
+    assert len(fit(again)["loss"]) == EPOCHS
+
+
+def test_a_damaged_file_is_passed_over(tmp_path):
+    expected = make()
+    whole = fit(expected)
+    with pytest.raises(Killed):
+        fit(make(), callbacks=[ExactResume(tmp_path, 1), KillAt(1, 3)])
+    paths = sorted(tmp_path.iterdir())
+    assert [path.name for path in paths] == ["epoch-1-batch-2.npz", "epoch-1-batch-3.npz"]
+    content = bytearray(paths[1].read_bytes())
+    content[len(content) // 2] ^= 255
+    paths[1].write_bytes(content)
+    model = make()
+    with pytest.warns(UserWarning, match="batch-3.npz cannot be read"):
+        history = fit(model, callbacks=[ExactResume(tmp_path)])
+    assert_equal((model, history), (expected, whole))
+
+
+def test_data_that_cannot_tell_their_place_are_named(tmp_path):
+    model = make()
+    data = of_tf_data().map(lambda x, y: (x + tf.random.uniform([], dtype=x.dtype), y))
+    with pytest.warns(UserWarning, match="RandomUniform is stateful"):
+        model.fit(data, shuffle=False, verbose=0, callbacks=[ExactResume(tmp_path, 2)])
+
+
+def test_another_model_is_refused_in_one_line(tmp_path):
+    fit(make(), callbacks=[ExactResume(tmp_path)])
+    other = keras.Sequential([keras.Input([3]), layers.Dense(1)])
+    other.compile("adam", "mse")
+    with pytest.raises(towers.InputError, match="model/0 is float32.* there and float32.* here"):
+        fit(other, callbacks=[ExactResume(tmp_path)])
+    with pytest.raises(towers.InputError, match="every_steps=-1"):
+        ExactResume(tmp_path, every_steps=-1)
+
+
+PROGRAM = """
+    import os, signal, sys
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    import towers
+
+    cpus = [tf.config.LogicalDeviceConfiguration()] * 2
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], cpus)
+    folder, kill, num_towers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    keras.utils.set_random_seed(7)
+    x = np.random.normal(size=(22, 3))
+    y = x.sum(axis=1, keepdims=True)
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dropout(0.4), keras.layers.Dense(1)])
+    if num_towers:
+        towers.parallelize(model, devices=["/cpu:0", "/cpu:1"])
+    model.compile("adam", "mse", metrics=["mae"])
+
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if int(model.optimizer.iterations) == kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    resume = towers.callbacks.ExactResume(folder, every_steps=2)
+    history = model.fit(x, y, batch_size=4, epochs=3, verbose=0, callbacks=[resume, Kill()])
+    print(repr(history.history), [v.numpy().tobytes().hex() for v in model.weights])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_towers", [0, 2])
+def test_a_killed_process_goes_on(tmp_path, num_towers):
+    def run(name, kill=-1):
+        program = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+        arguments = [tmp_path / name, str(kill), str(num_towers)]
+        return subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=120)
+
+    assert run("killed", kill=10).returncode == -signal.SIGKILL
+    on, whole = run("killed"), run("whole")
+    assert "goes on at epoch 2, batch 2" in on.stdout, on.stderr
+    assert on.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
+    assert whole.stdout, whole.stderr

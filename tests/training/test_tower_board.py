@@ -1,0 +1,109 @@
+"""What TensorBoard gets of a fit over towers."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import towers
+from towers.monitoring import events
+from towers.training.parallel import builder_of
+
+X = np.random.RandomState(0).normal(size=(10, 3))
+Y = X.sum(axis=1, keepdims=True)
+
+
+class Every:
+    """All tags."""
+
+    def __contains__(self, tag):
+        return True
+
+
+def make(num_towers):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(2), keras.layers.Dense(1)])
+    towers.parallelize(model, devices=[f"/cpu:{i}" for i in range(num_towers)])
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def fit(model, *callbacks, epochs=2):
+    return model.fit(
+        X,
+        Y,
+        batch_size=5,
+        epochs=epochs,
+        verbose=0,
+        shuffle=False,
+        validation_data=(X, Y),
+        callbacks=list(callbacks),
+    ).history
+
+
+def norm_of(model, x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - y) ** 2)
+    return float(tf.linalg.global_norm(tape.gradient(loss, model.trainable_variables)))
+
+
+def test_each_tower_is_seen(float64, tmp_path):
+    model = make(2)
+    expected = [norm_of(model, X[:3], Y[:3]), norm_of(model, X[3:5], Y[3:5])]
+    history = fit(model, towers.callbacks.TowerBoard(tmp_path, every_steps=1))
+    points = events.read(tmp_path / "train", Every())
+    assert list(points) == [0, 1, 2, 3]
+    first = points[0]
+    norms = [first[f"tower_{i}/gradient_norm"] for i in range(2)]
+    np.testing.assert_allclose(norms, expected, rtol=1e-5)
+    assert 0 < first["tower_0/cosine_to_mean"] <= 1.00001
+    assert first["tower_0/step_seconds"] > 0 and first["tower_1/memory_mib"] > 0
+    assert points[1]["loss"] == pytest.approx(history["loss"][0])
+    assert points[3]["progress/epoch"] == 1.5
+    assert points[1]["speed/examples_per_second"] > 0 and points[1]["learning_rate"] > 0
+    evaluated = events.read(tmp_path / "eval", {"loss", "mae"})
+    assert evaluated[4]["loss"] == pytest.approx(history["val_loss"][1])
+
+
+def test_no_number_depends_on_it(float64, tmp_path):
+    seen, plain = make(2), make(2)
+    board = towers.callbacks.TowerBoard(tmp_path, every_steps=3)
+    assert fit(seen, board) == fit(plain)
+    for one, other in zip(seen.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert list(events.read(tmp_path / "train", {"loss"})) == [0, 3]
+    fit(seen)
+    assert builder_of(seen).on_gradients is None
+
+
+def test_the_page_has_a_layout_and_the_graph_of_a_step(tmp_path):
+    fit(make(2), towers.callbacks.TowerBoard(tmp_path), epochs=1)
+    (path,) = [path for path in events.paths(tmp_path) if path.suffix == ".root"]
+    found = [event for event, _ in events.records(path)]
+    graph = tf.compat.v1.GraphDef.FromString(next(e.graph_def for e in found if e.graph_def))
+    devices = {node.device for node in graph.node if node.name.startswith("tower_1/")}
+    assert "/device:CPU:1" in devices
+    tags = [value.tag for event in found for value in event.summary.value]
+    assert any("custom_scalars" in tag for tag in tags)
+
+
+def test_a_fit_that_goes_on_writes_each_point_once(tmp_path):
+    class Kill(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if int(self.model.optimizer.iterations) == 4:
+                raise KeyboardInterrupt
+
+    def callbacks():
+        resume = towers.callbacks.ExactResume(tmp_path / "resume", every_steps=1)
+        return towers.callbacks.TowerBoard(tmp_path, every_steps=1), resume
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(make(2), *callbacks(), Kill(), epochs=3)
+    fit(make(2), *callbacks(), epochs=3)
+    assert list(events.read(tmp_path / "train", {"loss"})) == list(range(6))
+
+
+def test_a_model_without_towers_is_refused(tmp_path):
+    model = towers.unparallelize(make(2))
+    with pytest.raises(towers.InputError, match="parallelize"):
+        fit(model, towers.callbacks.TowerBoard(tmp_path))

@@ -1,0 +1,293 @@
+"""`model.fit` over towers: a Keras model's own steps, whose forward passes run on towers.
+
+    model = towers.parallelize(model, num_towers=4)
+    model.compile(optimizer="adam", loss="mse")
+    model.fit(x, y, batch_size=256)
+
+Nothing of a step is written anew. While it is traced, each layer that it calls, the model as a
+rule, is called on towers, and what these return is joined (`TowerBuilder.concat`). So the loss, the
+metrics and the update are Keras' or the user's own, made once, over the global batch.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import devices as tower_devices
+from towers import tf_private
+from towers.builder import doubts
+from towers.builder.assignments import TowerScope
+from towers.builder.rehearsal import Rehearsal
+from towers.builder.splitting import is_device
+from towers.builder.tower import TowerBuilder
+from towers.errors import InputError
+from towers.training import faults, masters
+
+_STEPS = ("train_step", "test_step", "predict_step")
+_BATCH = object()  # stands for a tensor among arguments
+_CONSTANTS = (bool, int, float, str, type(None))
+_MAKERS = ("make_train_function", "make_test_function", "make_predict_function")
+
+
+def parallelize(
+    model: keras.Model,
+    num_towers: int = 0,
+    devices: str | Sequence[str] = "",
+    *,
+    gather_device: str = "/cpu:0",
+    variables: str = "cpu",
+    batch_norm: str = "sync",
+    accumulate_steps: int = 1,
+    jit_compile: bool = False,
+) -> keras.Model:
+    """Let `fit`, `evaluate`, `predict` and their kin of a model run on towers; return the model.
+
+    It is changed in place, built or not, compiled or not. Losses, metrics and weights are those of
+    one device without XLA, up to rounding, if layers compute each example from itself (but for
+    BatchNorm); else a warning names the layer. What cannot be called with a part of the batch runs
+    on one device, with a warning, and so does a model that runs eagerly. What the model is called
+    for elsewhere, saved as, copied or pickled is the plain model.
+
+    Args:
+        model: any Keras model, its own `train_step` and `compute_loss` included.
+        num_towers: 0 for one tower on each visible GPU, else one on the CPU.
+        devices: of the towers, in place of the first ones: "/gpu:0,/gpu:2" or a list; "cpu" for
+            logical CPU devices although there are GPUs.
+        gather_device: of splitting, joining, the loss and the update.
+        variables: "cpu": weights lie on the gather device; "sharded": each on one of the towers.
+        batch_norm: moments of BatchNorm over all towers ("sync") or each tower's own ("local").
+        accumulate_steps: takes each batch in so many parts, one after the other, for less memory;
+            the forward pass is computed twice, and BatchNorm's moments are those of a part.
+        jit_compile: XLA compiles what each tower computes.
+
+    Raises:
+        InputError: an argument is not as said here, or there is no such device.
+    """
+    if not isinstance(model, keras.Model):
+        raise InputError(f"parallelize takes a keras.Model, not {type(model).__name__}")
+    if tf.distribute.has_strategy() or model.distribute_strategy != tf.distribute.get_strategy():
+        raise InputError(
+            "parallelize is in the place of tf.distribute: make the model outside of a strategy's "
+            "scope, and call parallelize there"
+        )
+    if variables not in ("cpu", "sharded"):
+        raise InputError(f"variables={variables!r} must be 'cpu' or 'sharded'")
+    unparallelize(model)
+    builder = TowerBuilder(
+        tower_devices.tower_devices(num_towers, devices),
+        gather_device,
+        batch_norm=batch_norm,
+        accumulate_steps=accumulate_steps,
+        gather_at_variables=variables == "sharded",
+        jit_compile=jit_compile,
+    )
+    steps = _Steps(model, builder, variables == "sharded")
+    vars(model)["_tower_builder"] = builder
+    vars(model).update({name: steps.on_towers(name) for name in _STEPS})
+    vars(model).update({name: steps.without_xla(name) for name in _MAKERS})
+    return model
+
+
+def unparallelize(model: keras.Model) -> keras.Model:
+    """Let a model run on one device again, as Keras has it; return it."""
+    for name in (*_STEPS, *_MAKERS, "_tower_builder"):
+        vars(model).pop(name, None)
+    model.train_function = model.test_function = model.predict_function = None  # traced before
+    return model
+
+
+def builder_of(model: keras.Model) -> TowerBuilder | None:
+    """Return what a model's towers are built by; None if it runs on one device."""
+    return vars(model).get("_tower_builder")
+
+
+class _Steps:
+    """A model's steps on towers."""
+
+    def __init__(self, model: keras.Model, builder: TowerBuilder, sharded: bool):
+        self.model, self.builder, self.sharded = model, builder, sharded
+        self._placed = False
+        self._tried: set[Callable] = set()
+        self._functions: dict[tuple, Callable] = {}  # kept, so that each is rehearsed once
+
+    def on_towers(self, name: str) -> Callable:
+        """Return a step of the model in which outermost layers are called on towers."""
+        step = getattr(type(self.model), name)
+
+        @functools.wraps(step)
+        def step_on_towers(data: Any) -> Any:
+            with self._updates_at_weights(), tf_private.layer_calls_replaced(self._make_call):
+                return step(self.model, data)
+
+        return step_on_towers
+
+    def without_xla(self, name: str) -> Callable:
+        """Return what makes a function of a step: XLA would compile it for one device."""
+        make = getattr(type(self.model), name)
+
+        @functools.wraps(make)
+        def make_without_xla(force: bool = False) -> Any:
+            by_xla = self.model.jit_compile
+            self.model.jit_compile = False
+            try:
+                return make(self.model, force)
+            finally:
+                self.model.jit_compile = by_xla
+
+        return make_without_xla
+
+    def _make_call(self, keras_call: Callable) -> Callable:
+        self._keras_call = keras_call
+
+        def call(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+            leaves = tf.nest.flatten((args, kwargs))
+            inside = tf.executing_eagerly() or isinstance(tf_private.open_scope(), TowerScope)
+            if inside or not any(map(_is_batch, leaves)) or _is_symbolic(leaves):
+                return keras_call(layer, *args, **kwargs)
+            return self._call_on_towers(layer, (args, kwargs))
+
+        return call
+
+    def _call_on_towers(self, layer: keras.Layer, arguments: tuple) -> Any:
+        leaves = tf.nest.flatten(arguments)
+        fn = self._function(layer, arguments, leaves)
+        batch = [leaf for leaf in leaves if _is_batch(leaf)]
+        self._build(layer, fn, batch)
+        self._place()
+        if reason := self._reason_against(fn, batch):
+            self.builder.tell([f"layer {layer.name} runs on one device: {reason}"])
+            with tf.device(self.builder.gather_device), self._plain():
+                return layer(*arguments[0], **arguments[1])
+        found = self.builder.rehearse(fn, *batch)
+        fn.policies = found.policies_of_added
+        layers = zip(found.few.adding if fn.policies else (), fn.policies, strict=True)
+        self.builder.tell(doubts.added_loss(name) for name, policy in layers if policy is None)
+        self.builder.tell(self._mixing(fn, found))
+        outputs, added = self.builder.concat(fn, *batch)
+        for i, rows in enumerate(added):  # functional models refuse `add_loss` of their own
+            reduce = tf.reduce_sum if _is_sum(fn, i) else tf.reduce_mean
+            keras.Layer.add_loss(layer, reduce(rows))
+        return outputs
+
+    def _reason_against(self, fn: Callable, batch: Sequence[Any]) -> str:
+        """Return why a layer cannot be called on towers, each with a part of the batch; or ""."""
+        sizes = {x.shape[0] for x in batch if x.shape.rank} - {None}
+        if len(sizes) > 1:
+            return f"its arguments have {sorted(sizes)} rows, so not all have one for each example"
+        if self.builder.num_slices == 1:
+            return ""
+        found = self.builder.rehearse(fn, *batch)
+        if found.few is None:
+            return f"it cannot be called with another number of examples ({found.reason})"
+        if any(found.few.strays):
+            return f"its output {found.few.strays.index(True)} has no row for each example"
+        return ""
+
+    def _mixing(self, fn: Callable, found: Rehearsal) -> list[str]:
+        """Return a line if the examples of a batch see each other in a layer, found once."""
+        if found.few is None or fn in self._tried:
+            return []
+        self._tried.add(fn)
+        with tf.init_scope():
+            lines = faults.find(found, found.tracer.examples(2 * found.few.size))
+        return [line for line in lines if line.startswith("mixed")]
+
+    def _function(self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any]) -> Callable:
+        """Return the towers' function, if it can be the one that was rehearsed before."""
+        fixed = [_BATCH if _is_batch(leaf) else leaf for leaf in leaves]
+        structure = tf.nest.map_structure(lambda _: 0, arguments)
+        if not all(leaf is _BATCH or isinstance(leaf, _CONSTANTS) for leaf in fixed):
+            return _function_of(layer, structure, fixed)
+        key = layer, repr((structure, fixed))
+        if key not in self._functions:
+            self._functions[key] = _function_of(layer, structure, fixed)
+        return self._functions[key]
+
+    def _build(self, layer: keras.Layer, fn: Callable, batch: Sequence[Any]) -> None:
+        """Build layers as Keras does, in a trace that is dropped: towers make no variables."""
+        if all(below.built for below in tf_private.layers_of(layer)):
+            return
+        with tf.init_scope(), tf.device(self.builder.gather_device), self._plain():
+            specs = map(tf.type_spec_from_value, batch)
+            tf.function(fn, autograph=False).get_concrete_function(*specs)
+
+    def _plain(self) -> contextlib.AbstractContextManager:
+        """Let layers in the block be called as Keras does."""
+        return tf_private.layer_calls_replaced(lambda _: self._keras_call)
+
+    def _place(self) -> None:
+        """Move the weights to where they are to lie, before an optimizer makes slots for them."""
+        weights, home = self.model.trainable_variables, self.builder.gather_device
+        optimizer = getattr(self.model, "optimizer", None)  # none before it is compiled
+        if self._placed or not weights or getattr(optimizer, "built", False):
+            return
+        self._placed = True
+        with tf.init_scope():
+            if self.sharded:
+                masters.shard(weights, self.builder.devices)
+                return
+            for weight in weights:
+                if not is_device(weight.value.device, home):
+                    masters.move(weight, home)
+
+    @contextlib.contextmanager
+    def _updates_at_weights(self) -> Iterator[None]:
+        """Let the optimizer of sharded weights make and change its slots beside them."""
+        optimizer = getattr(self.model, "optimizer", None)
+        if not self.sharded or optimizer is None:
+            yield
+            return
+        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        apart = tf_private.each_update_apart(optimizer)
+        with tf_private.slots_beside_weights(optimizer), apart:
+            yield
+
+
+def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> Callable:
+    """Return the towers' function: the tensors of a layer's arguments -> (outputs, added losses).
+
+    A loss that layers add, of a tower's examples, comes as a row for each of them: in the mean over
+    all rows, towers weigh by theirs.
+    """
+
+    def fn(*batch: Any) -> tuple[Any, list[tf.Tensor]]:
+        given, before = iter(batch), len(tf_private.added_losses())
+        leaves = [next(given) if leaf is _BATCH else leaf for leaf in fixed]
+        args, kwargs = tf.nest.pack_sequence_as(structure, leaves)
+        outputs = layer(*args, **kwargs)
+        num_examples = _num_rows(batch[0])
+        rows = []
+        for i, loss in enumerate(map(tf.reduce_sum, tf_private.added_losses()[before:])):
+            loss = loss / tf.cast(num_examples, loss.dtype) if _is_sum(fn, i) else loss
+            rows.append(tf.fill([num_examples], loss))
+        return outputs, rows
+
+    fn.policies = []
+    return fn
+
+
+def _is_sum(fn: Callable, place: int) -> bool:
+    """Tell whether the loss that layers add at a place is a sum over examples, not a mean."""
+    return fn.policies[place : place + 1] == ["sum"]
+
+
+def _num_rows(value: Any) -> tf.Tensor:
+    if isinstance(value, tf.SparseTensor):
+        return value.dense_shape[0]
+    return value.nrows() if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
+
+
+def _is_batch(leaf: Any) -> bool:
+    """Tell whether an argument of a layer has a row for each example."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.ndim > 0
+    return isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) and leaf.shape.rank != 0
+
+
+def _is_symbolic(leaves: Sequence[Any]) -> bool:
+    return any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)

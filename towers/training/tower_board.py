@@ -1,0 +1,190 @@
+"""What TensorBoard shows of a `fit` over towers: what `towers train` writes, as far as it is there.
+
+    model.fit(x, y, epochs=10, callbacks=[towers.callbacks.TowerBoard("runs/fit")])
+
+and then, to look at it, also while it trains:
+
+    towers tensorboard --train_dir=runs/fit
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers.devices import memory
+from towers.errors import InputError
+from towers.graphs.placement import Placement
+from towers.graphs.step_graph import step_graph
+from towers.monitoring import charts, dashboard, events, tower_stats
+from towers.monitoring.event_writer import PARTS, EventWriter
+from towers.monitoring.monitor import by_tower
+from towers.training.exact_resume import is_resuming
+from towers.training.parallel import builder_of
+
+_OF_TOWERS = ("tower_examples", "tower_gradient_norm", "tower_cosine", "tower_step_seconds")
+
+
+class TowerBoard(keras.callbacks.Callback):
+    """Writes what a `fit` over towers does to event files, with the page of `towers train`.
+
+    Of each tower: the norm of its gradient, the angle between that and the mean, the seconds of its
+    step (not with `accumulate_steps`) and memory; of the whole: Keras' logs for training and
+    validation, learning rate, epoch, examples per second, the graph of a step. A tower
+    has no loss of its own here: that is made once, of all outputs.
+
+    A point stands at the number of updates before what it shows. Norms are computed for points
+    only; no number of the training depends on that. A fit that goes on at an earlier step, as with
+    ExactResume, writes the points from there anew. Where a step calls several layers, as a model
+    of two encoders does, the towers' figures are of the last one that has gradients.
+    """
+
+    def __init__(self, log_dir: str | Path, every_steps: int = 100, max_event_mib: float = 200):
+        """Set where and how often; event files stay below a size.
+
+        Raises:
+            InputError: an argument is out of range.
+        """
+        super().__init__()
+        if every_steps < 1 or max_event_mib <= 0:
+            given = f"every_steps={every_steps}, max_event_mib={max_event_mib}"
+            raise InputError(f"{given}: there must be at least 1, and more than 0")
+        self.folder, self.every_steps = Path(log_dir), every_steps
+        self.max_event_mib = max_event_mib
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Let the step, which is traced anew, tell of its towers."""
+        self._builder = builder_of(self.model)
+        if self._builder is None:
+            raise InputError("TowerBoard shows towers, and this model has none: parallelize it")
+        num_towers = len(self._builder.devices)
+        with tf.device(self._builder.gather_device):
+            self._measured = tf.Variable(False, trainable=False)
+            self._seen = tf.Variable(tf.zeros([len(_OF_TOWERS), num_towers]), trainable=False)
+            self._examples = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self._writer, self._graph = None, None
+        self._num_steps, self._due, self._warm = 0, None, False
+        self._builder.on_gradients = self._on_gradients
+        self.model.make_train_function(force=True)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin a window of time, in which nothing but steps is done."""
+        self._epoch, self._window = epoch, None
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Write the point of the call before, and have the next one measured if that is due.
+
+        A callback with an `on_train_batch_end` would let Keras wait for each step.
+        """
+        if is_resuming(self.model, batch):
+            return
+        self._write_point()
+        if self._window is None:
+            self._window = time.perf_counter(), self._num_steps, int(self._examples)
+        if self._num_steps % self.every_steps < self.model.steps_per_execution:
+            self._due = batch
+            self._measured.assign(True)
+        self._num_steps += self.model.steps_per_execution
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Write the last point of an epoch while the metrics are those of training."""
+        self._write_point()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Write the evaluation."""
+        self._write_point()
+        found = {n[4:]: v for n, v in (logs or {}).items() if n.startswith("val_")}
+        if self._writer and found:
+            self._writer.scalars("eval", int(self.model.optimizer.iterations), _numbers(found))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """End the files; the next step is a plain one again."""
+        if self._writer:
+            self._writer.close()
+        self._builder.on_gradients = None
+        self.model.train_function = None
+
+    def _on_gradients(self, counts: Any, phases: Any, gradients: Any, gathered: Any) -> None:
+        """Add to the step that is traced what it tells of its towers."""
+        self._graph = tf.compat.v1.get_default_graph()
+        scale = getattr(self.model.optimizer, "dynamic_scale", None)
+        with tf.name_scope("telemetry"):
+            values = tower_stats.measure_joined(
+                counts,
+                phases,
+                gradients,
+                gathered,
+                self._builder,
+                self._measured.read_value(),
+                1.0 if scale is None else tf.convert_to_tensor(scale),
+            )
+            with tf.device(self._builder.gather_device):
+                self._seen.assign(tf.stack([values[name] for name in _OF_TOWERS]))
+                num_examples = tf.reduce_sum(values["tower_examples"])
+                self._examples.assign_add(tf.cast(num_examples, tf.int64))
+
+    def _write_point(self) -> None:
+        """Write the point that was due, if there is one."""
+        if self._due is None:
+            return
+        batch, self._due = self._due, None
+        x = int(self.model.optimizer.iterations) - self.model.steps_per_execution
+        values = dict(zip(_OF_TOWERS, self._seen.numpy().tolist(), strict=True))
+        self._measured.assign(False)
+        held = [memory.of_device(name) or (None, None) for name in self._builder.devices]
+        of_towers = {
+            "gradient_norm": values["tower_gradient_norm"],
+            "cosine_to_mean": values["tower_cosine"],
+            "memory_mib": [now for now, _ in held],
+            "peak_memory_mib": [peak for _, peak in held],
+        }
+        if any(values["tower_step_seconds"]):
+            of_towers["step_seconds"] = values["tower_step_seconds"]
+        num_batches = self.params.get("steps")
+        scalars = _numbers(self.model.get_metrics_result()) | {
+            **by_tower(of_towers, values["tower_examples"]),
+            "learning_rate": float(self.model.optimizer.learning_rate),
+            "progress/epoch": self._epoch + (batch / num_batches if num_batches else 0),
+        }
+        self._open(x)
+        self._writer.scalars("train", x, scalars | self._speed())
+
+    def _speed(self) -> dict[str, float]:
+        """Return the speed since the last point, or the epoch's begin; the first is a warm-up."""
+        now, num_examples = time.perf_counter(), int(self._examples)
+        start, steps_then, examples_then = self._window
+        seconds, num_steps = max(now - start, 1e-9), self._num_steps - steps_then
+        self._window = now, self._num_steps, num_examples
+        if not self._warm or not num_steps:
+            self._warm = True
+            return {}
+        return {
+            "speed/examples_per_second": (num_examples - examples_then) / seconds,
+            "speed/seconds_per_step": seconds / num_steps,
+        }
+
+    def _open(self, x: int) -> None:
+        """Make the files when the first point is there; what stands at `x` or later is dropped."""
+        if self._writer is not None:
+            return
+        for part, start in zip(PARTS, (x, x + 1), strict=True):
+            (self.folder / part).mkdir(parents=True, exist_ok=True)
+            events.cut(self.folder / part, start)
+        self._writer = EventWriter(self.folder, self.max_event_mib)
+        devices = self._builder.devices
+        summaries = [
+            charts.layout(any("gpu" in name.lower() for name in devices)),
+            dashboard.text("environment", dashboard.environment(devices)),
+        ]
+        if self._graph is not None:
+            step = step_graph(self._graph, Placement((), (), ()))
+            dashboard.write_root(self.folder, summaries, step, self.max_event_mib)
+
+
+def _numbers(logs: Any) -> dict[str, float]:
+    """Return what of Keras' logs is a number."""
+    found = {name: np.asarray(value) for name, value in logs.items()}
+    return {name: float(value) for name, value in found.items() if value.ndim == 0}
