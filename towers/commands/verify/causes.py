@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -34,29 +34,61 @@ def likely_causes(
     if first.step < 0:
         yield "initial weights: no seed determines them; make them by Keras' initializers"
         return
-    if kind_of(first.name) == "evaluation":
-        yield (
-            "evaluation: training is the same, so a layer mixes examples, draws or knows its tower "
-            "with training=False alone"
-        )
+    if cause := of_evaluation(first):
+        yield cause
         return
     names = names[: max(first.num_towers, 2)]
     even = options.batch_size - options.batch_size % len(names)  # slices of one size: one graph
     even_options = dataclasses.replace(options, batch_size=even or options.batch_size)
     lane = Lane(even_options, names, dataset, scaled)
-    ops = dict(traced_ops(lane.step.graph))
-    model = lane.run.masters.model
     batch = next(iter(dataset.train.train_batches(options.batch_size, seed=options.seed)))
     found = [*faults.find(lane.run.rehearse(batch), batch, thorough=True), *lane.run.doubts]
+
+    def differs_from_itself() -> bool:
+        # A lane makes its weights by the run's seed, and its step by Python's own of this number.
+        alone = [Lane(options, names[:1], dataset, scaled, seed) for seed in (1, 2)]
+        losses = [lane.make_step(batch)["loss"] for lane in alone]
+        return losses[0] != losses[1]
+
+    local = options.batch_norm == "local" and "type --batch_norm=sync"
+    ops = dict(traced_ops(lane.step.graph))
+    yield from causes_in(first, lane.run.masters.model, found, ops, differs_from_itself, local)
+
+
+def of_evaluation(first: Difference) -> str | None:
+    """Return the cause of a difference that is in evaluation alone."""
+    if kind_of(first.name) in ("evaluation", "prediction"):
+        return (
+            "evaluation: training is the same, so a layer mixes examples, draws or knows its tower "
+            "with training=False alone"
+        )
+    return None
+
+
+def causes_in(
+    first: Difference,
+    model: keras.Model,
+    found: Sequence[str],
+    ops: dict[str, tf.Operation],
+    differs_from_itself: Callable[[], bool],
+    local: str | bool,
+) -> Iterator[str]:
+    """Yield the causes of a difference in training.
+
+    Args:
+        first: to differ.
+        model: on several towers.
+        found: what is wrong with its tower function, in lines.
+        ops: of its step, by name.
+        differs_from_itself: tells whether two steps that are built on one device differ.
+        local: what to write in place of local BatchNorm; false if it is not local.
+    """
     if found and found[0].startswith("mixed"):
         yield found[0]
     yield from filter(faults.of_draws, found)
     yield from faults.random_ops_of(Op(name, op.type, "", "") for name, op in ops.items())
     if unlike := unlike_towers(ops):
-        # A lane makes its weights by the run's seed, and its step by Python's own of this number.
-        alone = [Lane(options, names[:1], dataset, scaled, seed) for seed in (1, 2)]
-        losses = [lane.make_step(batch)["loss"] for lane in alone]
-        if losses[0] != losses[1]:
+        if differs_from_itself():
             yield (
                 f"state in Python: {unlike}, and a step that is built twice on one "
                 "device differs from itself; draw from a keras.random.SeedGenerator"
@@ -65,11 +97,8 @@ def likely_causes(
     yield from found
     norms = keras.layers.BatchNormalization
     for layer in tf_private.layers_of(model):
-        if isinstance(layer, norms) and options.batch_norm == "local" and not layer.synchronized:
-            yield (
-                f"local BatchNorm: {layer.path} takes its moments over a tower's slice; type "
-                "--batch_norm=sync"
-            )
+        if isinstance(layer, norms) and local and not layer.synchronized:
+            yield (f"local BatchNorm: {layer.path} takes its moments over a tower's slice; {local}")
     yield from narrow_casts(ops)
     if first.name in {f"model/{variable.path}" for variable in model.non_trainable_variables}:
         yield (

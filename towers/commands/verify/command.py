@@ -8,7 +8,7 @@ the last, an evaluation of a batch of the test set is compared, too.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,9 @@ from towers.text import table
 from towers.training import logits
 from towers.training.run import load_data
 
-KINDS = ("loss", "gradient", "model", "optimizer", "average", "evaluation")
+KINDS = (
+    "loss", "metric", "gradient", "model", "optimizer", "average", "evaluation", "prediction"
+)  # fmt: skip
 SHOWN = 12  # arrays in the table
 
 
@@ -61,7 +63,27 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         f"{of_run.batch_size} in float64, one device against {options.num_towers} towers"
     )
     found = list(compare(exact, names, numbers, dataset, options.steps, scaled, say))
-    failed = [d for d in found if not d.relative_difference <= TOLERANCE]
+    causes = functools.partial(
+        likely_causes, options=exact, names=names, dataset=dataset, scaled=scaled
+    )
+    result = outcome(found, numbers, causes, say)
+    if options.float32:
+        again = list(compare(own, names, numbers, dataset, options.steps, scaled, say))
+        result["ulps"] = by_number(again, numbers, "ulps")
+        for number, ulps in result["ulps"].items():
+            say(f"{of_run.dtype:11} {number} towers: {ulps:.1f} units of the last place")
+    return result
+
+
+def outcome(
+    found: Sequence[Difference],
+    numbers: Sequence[int],
+    causes: Callable[[Difference], Iterator[str]],
+    say: Callable[[str], None],
+    tolerance: float = TOLERANCE,
+) -> dict[str, Any]:
+    """Say what was found, and return the JSON of it; `causes` yields those of a difference."""
+    failed = [d for d in found if not d.relative_difference <= tolerance]
     largest = by_number(found, numbers, "relative_difference")
     result = {
         "passed": not failed,
@@ -73,7 +95,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         say(line)
     if failed:
         first = min(failed, key=lambda d: d.step)  # the order within a step is kept
-        cause = next(likely_causes(first, exact, names, dataset, scaled))
+        cause = next(causes(first))
         result["first_difference"] = dataclasses.asdict(first) | {"cause": cause}
         when = f"at step {first.step}" if first.step >= 0 else "before the first step"
         say(
@@ -84,13 +106,8 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     else:
         say(
             f"passed      the largest relative difference is {max(largest.values()):.1e}, under "
-            f"{TOLERANCE:g}"
+            f"{tolerance:g}"
         )
-    if options.float32:
-        again = list(compare(own, names, numbers, dataset, options.steps, scaled, say))
-        result["ulps"] = by_number(again, numbers, "ulps")
-        for number, ulps in result["ulps"].items():
-            say(f"{of_run.dtype:11} {number} towers: {ulps:.1f} units of the last place")
     return result
 
 
@@ -146,30 +163,56 @@ def compare(
         for line in logits.notes(reference.run):
             say(line)
     lanes = [Lane(options, names[:number], dataset, scaled) for number in numbers]
+    batches = dataset.train.train_batches(options.batch_size, seed=options.seed).take(num_steps)
+
+    def steps() -> Iterator[tuple]:
+        for step, batch in enumerate(batches):
+            # Evaluation is the same graph after any step. After the last, BatchNorm's statistics
+            # and the averages are what training made of them, and its tracing and its pass cost
+            # once.
+            last = step == num_steps - 1
+            yield batch, first_test_batch(dataset, options.batch_size) if last else None
+            if step == 0:
+                say(f"step 0      done on {len(lanes) + 1} runs, {num_steps - 1} to come")
+
+    yield from side_by_side(reference, lanes, steps(), results_of)
+
+
+def side_by_side(
+    reference: Any,
+    lanes: Sequence[Any],
+    steps: Iterable[tuple],
+    results_of: Callable,
+    tolerance: float = TOLERANCE,
+    nudge: float = 0.0,
+) -> Iterator[Difference]:
+    """Make steps on all lanes, each from the reference's variables, and yield all differences.
+
+    Args:
+        reference: the lane of one device.
+        lanes: of towers, with the methods of `Lane`.
+        steps: the arguments of each.
+        results_of: `results_of(lane, *arguments)` makes a step and returns {name: array}.
+        tolerance: above it, rounding is looked at.
+        nudge: of `rounding_noise`.
+    """
     expected = reference.variables()
     for lane in lanes:
         yield from differences(lane.variables(), expected, lane.num_towers, -1)
-    batches = dataset.train.train_batches(options.batch_size, seed=options.seed).take(num_steps)
-    for step, batch in enumerate(batches):
-        # Evaluation is the same graph after any step. After the last, BatchNorm's statistics and
-        # the averages are what training made of them, and its tracing and its pass cost once.
-        last = step == num_steps - 1
-        test = first_test_batch(dataset, options.batch_size) if last else None
-        before, expected, noise = expected, results_of(reference, batch, test), None
+    for step, arguments in enumerate(steps):
+        reference.take(expected)  # lanes may be of the same variables
+        before, expected, noise = expected, results_of(reference, *arguments), None
         for lane in lanes:
-            found = results_of(lane, batch, test)
+            lane.take(before)  # its own: chaos, at a high learning rate, makes much of rounding
+            found = results_of(lane, *arguments)
             result = list(differences(found, expected, lane.num_towers, step))
-            if any(
-                not d.relative_difference <= TOLERANCE for d in result
-            ):  # sound models mostly never pay
+            # Sound models mostly never pay for the noise.
+            if any(not d.relative_difference <= tolerance for d in result):
                 if noise is None:
-                    repeat = functools.partial(results_of, reference, batch, test)
-                    noise = rounding_noise(reference, before, expected, repeat)
+                    repeat = functools.partial(results_of, reference, *arguments)
+                    noise = rounding_noise(reference, before, expected, repeat, nudge)
                 result = list(differences(found, expected, lane.num_towers, step, noise))
             yield from result
-            lane.take(expected)  # else chaos, at a high learning rate, makes much of rounding
-        if step == 0:
-            say(f"step 0      done on {len(lanes) + 1} runs, {num_steps - 1} to come")
 
 
 def results_of(

@@ -69,23 +69,28 @@ def differences(
 
 
 def rounding_noise(
-    reference: Lane, before: Arrays, expected: Arrays, step: Callable[[], Arrays]
+    reference: Lane,
+    before: Arrays,
+    expected: Arrays,
+    step: Callable[[], Arrays],
+    nudge: float = 0.0,
 ) -> dict[str, float]:
     """Return {name: what a change of 1 in all weights would make of an array}, as of tiny changes.
 
-    The step is repeated on the reference with each weight multiplied by 1 + NUDGE * (-1 to 1).
+    The step is repeated on the reference with each weight multiplied by 1 + nudge * (-1 to 1).
 
     Args:
         reference: one device, which has just made the step; it is left as it is.
         before: its variables before the step.
         expected: what the step gave.
         step: makes it once more.
+        nudge: 0 for `NUDGE`, as the weights' precision has it.
 
     Returns:
         Nothing at all if the step does not repeat itself: noise would hide a layer that draws by
         itself, or counts its calls.
     """
-    nudge = NUDGE * np.finfo(reference.precision).eps / np.finfo(np.float64).eps
+    nudge = nudge or NUDGE * np.finfo(reference.precision).eps / np.finfo(np.float64).eps
     random, noise = np.random.default_rng(0), dict.fromkeys(expected, 0.0)
     largest = _largest_of_kinds(expected)
     try:

@@ -1,0 +1,261 @@
+"""`towers.verify`: what passes of a compiled model, what fails, and that it stays as it is."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import towers
+from towers.commands.verify import fit
+from towers.commands.verify.differences import kind_of
+from towers.training.parallel import builder_of
+
+layers = keras.layers
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.normal(size=(23, 5)).astype("float32"), RANDOM.integers(0, 3, 23)
+
+
+def net(*middle, metrics=(), optimizer="sgd", norm=False):
+    keras.utils.set_random_seed(1)
+    first = [layers.Dense(6, "tanh", kernel_regularizer="l2")]
+    norms = [layers.BatchNormalization(name="norm")] if norm else []
+    model = keras.Sequential(
+        [keras.Input((5,)), *first, *norms, *middle, layers.Dense(3, "softmax")]
+    )
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=list(metrics))
+    return model
+
+
+def verified(model, x=X, y=Y, **options):
+    """Return the result and the lines that were said."""
+    said = []
+    options = {"num_towers": (2,), "steps": 2, "batch_size": 9} | options
+    return towers.verify(model, x, y, say=said.append, **options), said
+
+
+def values(model):
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    return [variable.numpy() for variable in variables]
+
+
+def assert_as_before(model, before):
+    after = values(model)
+    assert len(before) == len(after)
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# ---------------------------------------------------------------------------- What passes
+
+
+def test_a_sound_model_passes_and_stays_as_it_is():
+    optimizer = keras.optimizers.AdamW(0.01, clipnorm=0.5, use_ema=True)
+    model = net(layers.Dropout(0.4), norm=True, optimizer=optimizer, metrics=["accuracy"])
+    model.fit(X, Y, batch_size=9, verbose=0)
+    before, step = values(model), model.train_function
+    result, said = verified(model, sample_weight=np.arange(23) % 4, num_towers=(1, 3), steps=3)
+    assert_as_before(model, before)
+    assert model.train_function is step and builder_of(model) is None
+    assert model.dtype_policy.name == keras.config.floatx() == "float32"
+    assert result["passed"] is True and result["first_difference"] is None
+    assert result["dtype"] == "float64" and list(result["max_relative_difference"]) == ["1", "3"]
+    assert 0 < result["max_relative_difference"]["3"] < 1e-11
+    assert {
+        "loss", "metric/accuracy", "model/norm/moving_mean", "optimizer/adam_w/iteration",
+        "evaluation/loss", "evaluation/accuracy", "prediction/0",
+    } <= set(result["differences"])  # fmt: skip
+    assert said[-1].startswith("passed      the largest relative difference is")
+
+
+class Scaled(layers.Layer):
+    def build(self, shape):
+        self.factor = self.add_weight(name="factor", initializer="ones")
+
+    def call(self, x):
+        return x * self.factor
+
+
+def test_what_has_no_name_to_be_found_by_is_copied():
+    class Inside(Scaled):
+        pass
+
+    class Loss(keras.Loss):
+        def call(self, y, outputs):
+            return keras.losses.sparse_categorical_crossentropy(y, outputs)
+
+    model = net(Inside())
+    model.compile("adam", Loss(), metrics=[lambda y, outputs: keras.ops.max(outputs, axis=-1)])
+    result, _ = verified(model)
+    assert result["passed"] and result["dtype"] == "float64"
+
+
+class Own(keras.Model):
+    """Cannot be copied: nothing tells what it was made of."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.head = layer, layers.Dense(3, "softmax")
+
+    def call(self, x, training=False):
+        return self.head(self.layer(x, training=training))
+
+
+def test_a_copy_computes_in_float64_throughout(monkeypatch):
+    inner = keras.Sequential([keras.Input((6,), dtype="float32"), layers.Dense(6, "tanh")])
+    model = net(inner, layers.Dense(6, dtype="float32"))
+    monkeypatch.setattr(fit, "_compare", lambda reference, *_: copies.append(reference.model) or [])
+    copies = []
+    verified(model)
+    for layer in copies[0].layers:
+        assert layer.compute_dtype == layer.variable_dtype == "float64", layer.name
+    assert copies[0].inputs[0].dtype == copies[0].layers[1].inputs[0].dtype == "float64"
+    assert model.layers[1].inputs[0].dtype == "float32"
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_model_that_cannot_be_copied_is_compared_as_it_is_and_restored(built):
+    keras.utils.set_random_seed(1)
+    model = Own(keras.Sequential([layers.BatchNormalization(), layers.Dropout(0.3)]))
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    towers.parallelize(model, 3)
+    builder = builder_of(model)
+    if built:
+        model.fit(X, Y, batch_size=9, verbose=0)
+    before = values(model) if built else None
+    result, said = verified(model, num_towers=(1, 2))
+    assert result["passed"] and result["dtype"] == "float32"
+    assert 0 < result["max_relative_difference"]["2"] < 1e-4
+    assert said[0].startswith("in float64") and "cannot be copied" in said[0]
+    assert builder_of(model) is builder
+    if built:
+        assert_as_before(model, before)
+        model.fit(X, Y, batch_size=9, verbose=0)
+    assert model.optimizer.iterations.numpy() == (6 if built else 0)
+
+
+def test_any_data_that_fit_takes_and_several_inputs_and_outputs():
+    a, b = keras.Input((5,), name="a"), keras.Input((5,), name="b")
+    inside = layers.Dense(4, "tanh")(layers.Concatenate()([a, b]))
+    outputs = {"p": layers.Dense(1, name="p")(inside), "q": layers.Dense(2, name="q")(inside)}
+    model = keras.Model({"a": a, "b": b}, outputs)
+    model.compile("sgd", {"p": "mse", "q": "mae"}, metrics={"p": ["mae"]})
+    x, y = {"a": X, "b": X**2}, {"p": X[:, :1], "q": X[:, :2]}
+
+    def batches():
+        for start in range(0, 20, 5):
+            rows = slice(start, start + 5)
+            yield {k: v[rows] for k, v in x.items()}, {k: v[rows] for k, v in y.items()}
+
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(6)
+    for data, labels in (x, y), (dataset, None), (batches(), None):
+        result, _ = verified(model, data, labels)
+        assert result["passed"] and result["dtype"] == "float64"
+        assert {"prediction/0", "prediction/1"} <= set(result["differences"])
+
+
+# ---------------------------------------------------------------------------- What fails
+
+
+class Guilty(layers.Layer):
+    """Takes the largest of the batch, and more."""
+
+    def __init__(self, kind="mixed", **kwargs):
+        super().__init__(**kwargs)
+        self.kind = kind
+
+    def get_config(self):
+        return super().get_config() | {"kind": self.kind}
+
+    def call(self, x, training=False):
+        if self.kind == "number":
+            return x * keras.ops.cast(keras.ops.shape(x)[0], x.dtype)
+        if self.kind == "mixed" or not training:
+            return x - keras.ops.mean(x, axis=0)
+        return x
+
+
+@pytest.mark.parametrize(
+    "kind, name, cause",
+    [
+        ("mixed", "loss", "mixed examples: layer guilty"),
+        ("number", "loss", "batch size: layer guilty"),
+        ("evaluation", "evaluation/", "evaluation: "),
+    ],
+)
+def test_a_layer_that_towers_compute_wrongly_is_named(kind, name, cause):
+    result, said = verified(net(Guilty(kind, name="guilty")))
+    first = result["first_difference"]
+    assert not result["passed"] and first["name"].startswith(name) and first["num_towers"] == 2
+    assert first["cause"].startswith(cause)
+    assert f"likely      {first['cause']}" in said
+
+
+def test_local_batch_norm_is_found():
+    result, _ = verified(net(norm=True), batch_norm="local")
+    first = result["first_difference"]
+    assert first["name"] == "loss" and first["step"] == 0
+    assert first["cause"].startswith("local BatchNorm: norm takes its moments")
+    assert first["cause"].endswith('give batch_norm="sync"')
+
+
+class Counts(keras.metrics.Mean):
+    """Adds how often it was traced, by whomever."""
+
+    traces = 0
+
+    def update_state(self, y, outputs, sample_weight=None):
+        Counts.traces += 1
+        super().update_state(outputs * Counts.traces)
+
+
+def test_a_metric_that_differs_is_found():
+    first = verified(net(metrics=[Counts(name="counts")]))[0]["first_difference"]
+    assert first["name"] == "metric/counts" and first["cause"].startswith("metric: ")
+
+
+def test_an_error_of_a_millionth_is_found_in_every_part(monkeypatch):
+    results_of = fit.results_of
+
+    def wrong_on_two_towers(lane, *arguments):
+        found = results_of(lane, *arguments)
+        for name in [n for n in found if lane.num_towers == 2 and found[n].dtype.kind == "f"]:
+            found[name] = np.array(found[name])
+            found[name].flat[-1] += 1e-6 * max(
+                np.abs(array).max() for n, array in found.items() if kind_of(n) == kind_of(name)
+            )
+        return found
+
+    monkeypatch.setattr(fit, "results_of", wrong_on_two_towers)
+    model = net(norm=True, optimizer="adam", metrics=["accuracy"])
+    result, _ = verified(model, num_towers=(2, 3), steps=1)
+    floats = {n: row for n, row in result["differences"].items() if not n.endswith("iteration")}
+    assert {kind_of(name) for name in floats} == {
+        "loss", "metric", "model", "optimizer", "evaluation", "prediction",
+    }  # fmt: skip
+    assert result["first_difference"]["name"] == "loss"
+    assert [name for name, row in floats.items() if row["2"] < 1e-8 or row["3"] > 1e-9] == []
+
+
+def test_a_difference_is_found_in_the_models_own_precision_too():
+    result, said = verified(net(Guilty(name="guilty")), dtype=None)
+    assert result["dtype"] == "float32" and not said[0].startswith("in float64")
+    assert result["first_difference"]["cause"].startswith("mixed examples: layer")
+
+
+# ---------------------------------------------------------------------------- What is refused
+
+
+def test_bad_input_is_said_in_one_line():
+    model, eager = net(), net()
+    eager.run_eagerly = True
+    for words, given, options in (
+        ("takes a keras.Model, not int", 3, {}),
+        ("is not compiled", keras.Sequential([layers.Dense(1)]), {}),
+        ("run_eagerly=True", eager, {}),
+        ("dtype='float16' must be", model, {"dtype": "float16"}),
+        ("steps=0", model, {"steps": 0}),
+        ("num_towers=2,1", model, {"num_towers": (2, 1)}),
+        ("num_towers=3 and --devices=", model, {"num_towers": (3,), "devices": "/cpu:0,/cpu:1"}),
+    ):
+        with pytest.raises(towers.InputError, match=words) as error:
+            verified(given, **options)
+        assert "\n" not in str(error.value)
