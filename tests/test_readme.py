@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -17,6 +19,7 @@ from tests import fake_gpus
 from towers import cli, devices
 from towers.options import flags
 from towers.options.run import Options
+from towers.training.parallel import builder_of
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -139,6 +142,92 @@ def test_the_program_that_uses_the_builder_runs(tmp_path):
         text=True,
     )
     assert "[[ 44.  56.]\n [ 98. 128.]]" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_the_program_that_verifies_runs(capsys):
+    (program,) = blocks("python", PAGES["towers/commands/README.md"])
+    exec(program, {})
+    assert "passed      the largest relative" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------- Programs
+
+
+def run(program, **names):
+    """Run a block of a page with what stands outside of it; return all names."""
+    names |= {"tf": tf, "towers": towers, "keras": keras}
+    exec(program, names)
+    return names
+
+
+def a_model():
+    """Return a compiled model with the same weights each time."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    return model
+
+
+X, Y = np.random.default_rng(0).normal(size=(2, 10, 4))
+
+
+def test_fit_in_three_lines():
+    program = next(block for block in blocks("python") if ".fit(" in block)
+    assert len(program.splitlines()) == 3
+    model = run(program, model=a_model(), x=X, y=Y[:, :3])["model"]
+    assert len(builder_of(model).devices) == 2 and len(model.history.epoch) == 10
+
+
+def test_a_fitted_model_is_saved_as_a_plain_one(monkeypatch, tmp_path):
+    (program,) = blocks("python", PAGES["towers/training/README.md"])
+    monkeypatch.chdir(tmp_path)
+    model = run(program, build=a_model, x=X, y=Y[:, :3])["model"]
+    saved = keras.models.load_model("model.keras")
+    assert len(builder_of(model).devices) == 2 and builder_of(saved) is None
+    np.testing.assert_array_equal(saved.predict(X, verbose=0), model.predict(X, verbose=0))
+
+
+def test_both_ways_to_a_loss_make_the_same_step():
+    page = PAGES["towers/builder/README.md"]
+    kept = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    found = []
+    for program in blocks("python", page):
+        model, optimizer = a_model(), keras.optimizers.SGD(1.0)
+        optimizer.build(model.trainable_variables)
+        builder = towers.TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"])
+        names = run(program, model=model, optimizer=optimizer, builder=builder, any_loss=kept)
+        labels = np.arange(10) % 3
+        loss = names["train_step"](tf.constant(X, tf.float32), tf.constant(labels))
+        found.append([loss, *model.weights])
+    one, other = found
+    assert np.abs(one[1] - a_model().weights[0]).max() > 0.01
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def coming_from():
+    """Return the lines of the page that stand for those of other programs."""
+    table = PAGES["towers/builder/README.md"].partition("| from | your lines |")[2]
+    cells = [line.split(" | ")[2] for line in table.partition("\n\n")[0].splitlines()[2:]]
+    return sorted({line for cell in cells for line in re.findall(r"`(\w.* = .*?)`", cell)})
+
+
+def test_the_lines_that_stand_for_those_of_other_programs_run():
+    assert len(coming_from()) == 4
+    for line in coming_from():
+        model = a_model()
+        names = run(
+            line,
+            model=model,
+            build=a_model,
+            builder=towers.TowerBuilder(["/cpu:0", "/cpu:1"]),
+            loss_fn=lambda x, y, model=model: tf.reduce_mean((model(x) - y) ** 2, axis=1),
+            variables=model.trainable_variables,
+            images=tf.constant(X, tf.float32),
+            labels=tf.constant(Y[:, :3], tf.float32),
+        )
+        assert {"losses", "grads"} & set(names) or len(builder_of(names["model"]).devices) == 2
 
 
 # ---------------------------------------------------------------------------- The guides' table

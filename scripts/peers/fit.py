@@ -8,6 +8,8 @@ for all windows: a callback opens and closes them, so that none pays for an iter
 buffer or a trace. The loss is `fit`'s own, a mean over the steps since the window began.
 """
 
+from collections.abc import Callable
+
 import lane
 
 with lane.package("tensorflow"):
@@ -44,8 +46,13 @@ class Windows(keras.callbacks.Callback):
         return float(self.model.get_metrics_result()["loss"])
 
 
-def fit(config: lane.Config, strategy: tf.distribute.Strategy, note: str = "") -> None:
-    """Train with `fit` in a strategy's scope, as the lane protocol asks."""
+def fit(
+    config: lane.Config,
+    strategy: tf.distribute.Strategy,
+    note: str = "",
+    prepare: Callable[[keras.Model], object] = lambda _: None,
+) -> None:
+    """Train with `fit` in a strategy's scope, as the lane protocol asks, a model made ready."""
     with strategy.scope():
         model = tf_program.make_model(config)
         model.compile(
@@ -57,6 +64,7 @@ def fit(config: lane.Config, strategy: tf.distribute.Strategy, note: str = "") -
             # On a CPU, XLA's convolutions take 2.5 times as long as oneDNN's.
             jit_compile="auto" if config.gpus else False,
         )
+    prepare(model)
     with lane.Lane(config, tf_program.versions(), note) as turns:
         model.fit(
             tf_program.make_dataset(config),

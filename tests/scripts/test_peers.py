@@ -69,7 +69,7 @@ def trained(name, windows, **config):
 # ---------------------------------------------------------------------------- the protocol
 
 
-@pytest.mark.parametrize("name", ["mirrored_fit", "session", "torch_ddp", "jax_loop"])
+@pytest.mark.parametrize("name", ["mirrored_fit", "towers_fit", "session", "torch_ddp", "jax_loop"])
 def test_peer_trains_in_windows(name):
     _, reports = trained(name, windows=(0, 0.2, 0), learning_rate=0.02, weight_decay=1e-4)
     assert reports[0]["steps"] == 3
