@@ -148,6 +148,49 @@ def test_what_cannot_be_called_with_a_part_of_the_batch_runs_on_one_device(layer
         assert_same(fitted_on(2), expected)
 
 
+class LayerByLayer(keras.Model):
+    """Calls its layers in the step, one by one, so that a mask goes from one to the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = keras.layers.Embedding(4, 3, mask_zero=True)
+        self.rnn, self.top = keras.layers.LSTM(2), keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.top(self.rnn(self.embedding(x)))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self.top(self.rnn(self.embedding(x))) - y) ** 2)
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.usefixtures("all_float64")
+def test_masks_go_from_one_layer_of_a_step_to_the_next():
+    tokens = RANDOM.integers(0, 4, size=(22, 5))
+
+    def fitted_on(num_towers):
+        keras.utils.set_random_seed(2)
+        model = LayerByLayer()
+        model.compile("sgd")
+        if num_towers:
+            towers.parallelize(model, num_towers)
+        model.fit(tokens, Y, batch_size=8, verbose=0)
+        return model.get_weights()
+
+    assert_same(fitted_on(2), fitted_on(0))
+
+
+def test_a_model_that_runs_eagerly_says_that_it_runs_on_one_device():
+    model = network(run_eagerly=True)
+    with pytest.warns(UserWarning, match="run_eagerly"):
+        found = fitted(model, 2, epochs=1)
+    assert_same(found, fitted(network(run_eagerly=True), epochs=1))
+
+
 class LongestOfBatch(keras.Model):
     """Fails of no example: it makes a loop over the longest row of a batch."""
 

@@ -67,12 +67,7 @@ class Slice:
         """Return what a function has returned for the slice, without what stands in for none."""
         if not self.may_be_empty() or leaf is None:
             return leaf
-        if isinstance(leaf, tf.SparseTensor):
-            return _part(leaf, 0, Rows(0, self.count, None))
-        found, mask = leaf[: self.count], tf_private.mask_of(leaf)
-        if mask is not None:
-            tf_private.set_mask_of(found, mask[: self.count])
-        return found
+        return _part(leaf, 0, Rows(0, self.count, None))
 
 
 def split(
@@ -132,7 +127,10 @@ def _part(leaf: Any, tower: int, rows: Rows) -> Any:
             for first, others in ((rows.start, tf.zeros_like(rest)), (rows.size, rest))
         )
         return tf.sparse.slice(leaf, start, size)
-    return leaf[rows.start : rows.start + rows.size]
+    found = leaf[rows.start : rows.start + rows.size]
+    if (mask := tf_private.mask_of(leaf)) is not None:
+        tf_private.set_mask_of(found, mask[rows.start : rows.start + rows.size])
+    return found
 
 
 def _check_leaf(leaf: Any, num_towers: int | None) -> Any:

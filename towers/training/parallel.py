@@ -146,8 +146,11 @@ class _Steps:
 
         def call(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
             leaves = tf.nest.flatten((args, kwargs))
-            inside = tf.executing_eagerly() or isinstance(tf_private.open_scope(), TowerScope)
+            inside = isinstance(tf_private.open_scope(), TowerScope)
             if inside or not any(map(_is_batch, leaves)) or _is_symbolic(leaves):
+                return keras_call(layer, *args, **kwargs)
+            if tf.executing_eagerly():  # one op after the other: towers would bring nothing
+                self.builder.tell(["run_eagerly=True: all steps run on one device"])
                 return keras_call(layer, *args, **kwargs)
             return self._call_on_towers(layer, (args, kwargs))
 
