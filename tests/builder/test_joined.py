@@ -232,3 +232,36 @@ def test_rows_that_examples_do_not_choose_come_once_as_on_one_device():
         for other in (*others, tape.gradient(loss, table.weights[0])):
             assert other.indices.numpy().tolist() == one.indices.numpy().tolist()
             np.testing.assert_allclose(other.values, one.values)
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 2), (3,)])
+@pytest.mark.parametrize("size", [7, 2])  # the second leaves towers without an example
+def test_fused_kernels_normalise_batches_of_unknown_size(shape, size):
+    layer = keras.layers.BatchNormalization(dtype="float32", momentum=0.5)
+    layer.build((None, *shape))
+    x = tf.constant(np.random.default_rng(0).normal(2, 3, (size, *shape)), tf.float32)
+    weights = tf.constant(np.random.default_rng(1).normal(size=(size, *shape)), tf.float32)
+
+    def outcome(towers):
+        layer.moving_mean.assign(tf.zeros(shape[-1]))
+        layer.moving_variance.assign(tf.ones(shape[-1]))
+
+        def call(x):
+            return layer(x, training=True)
+
+        @tf.function(input_signature=[tf.TensorSpec([None, *shape], tf.float32)])
+        def step(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                found = towers.concat(call, x)
+                loss = tf.reduce_sum(found * weights)
+            return found, tape.gradient(loss, [x, *layer.trainable_variables])
+
+        found, gradients = step(x)
+        ops = {op.type for op in step.get_concrete_function().graph.get_operations()}
+        return ops, [found, *gradients, *(v.numpy() for v in layer.non_trainable_variables)]
+
+    expected, found = outcome(builder(1))[1], outcome(builder(3))
+    assert "FusedBatchNormV3" in found[0]
+    for a, b in zip(found[1], expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4)

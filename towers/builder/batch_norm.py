@@ -66,14 +66,16 @@ def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
     """Tell whether TensorFlow's fused kernels compute what the layer is to."""
     last = layer.axis in (-1, inputs.shape.rank - 1)
     wide = keras.backend.result_type(inputs.dtype, "float32") == "float32"
-    known = all(inputs.shape)  # of no example it has no moments: see `_moments`
+    known = inputs.shape.rank is not None and all(inputs.shape[1:]) and inputs.shape[0] != 0
     return last and wide and known and not layer.renorm
 
 
 def _call(layer: Any, inputs: tf.Tensor, member: Member | None) -> tf.Tensor:
     """Do what the layer does in training."""
     num_channels = inputs.shape[-1]
-    shape = inputs.shape if inputs.shape.rank == 4 else [-1, 1, 1, num_channels]
+    shape = [-1, 1, 1, num_channels]
+    if inputs.shape.rank == 4:
+        shape = [inputs.shape[0] or -1, *inputs.shape[1:]]
     x = tf.reshape(tf.cast(inputs, tf.float32), shape)
     scale = tf.cast(layer.gamma, x.dtype) if layer.scale else tf.ones([num_channels])
     offset = tf.cast(layer.beta, x.dtype) if layer.center else tf.zeros([num_channels])
@@ -93,9 +95,17 @@ def _normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float
     y, mean, variance, *_ = tf.raw_ops.FusedBatchNormV3(
         x=x, scale=scale, offset=offset, mean=unknown, variance=unknown, epsilon=epsilon
     )
-    number = x.shape.num_elements() // x.shape[-1]
+    number = _number(x)
     # The kernel divides by one less than the number, Keras by the number.
+    if tf.is_tensor(number):
+        return y, mean, variance * (tf.maximum(number - 1.0, 1.0) / number)
     return y, mean, variance * (max(number - 1, 1) / number)
+
+
+def _number(x: tf.Tensor) -> int | tf.Tensor:
+    """Return how many values of a channel there are; a tensor if that is not known yet."""
+    known = x.shape.num_elements()
+    return tf.cast(tf.size(x) // x.shape[-1], x.dtype) if known is None else known // x.shape[-1]
 
 
 def _normalise_together(
@@ -105,7 +115,7 @@ def _normalise_together(
 
     Forward and backward are one exchange each: of moments, then of the sums that they depend on.
     """
-    num_channels, number = x.shape[-1], x.shape.num_elements() // x.shape[-1]
+    num_channels, number = x.shape[-1], _number(x)
 
     def by(scale: tf.Tensor, offset: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor) -> tf.Tensor:
         return tf.raw_ops.FusedBatchNormV3(
@@ -116,7 +126,9 @@ def _normalise_together(
     @tf.custom_gradient
     def normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple:
         _, mean, variance = _normalise(x, scale, offset, epsilon)
-        own = tf.concat([mean, variance * number, [float(number)]], axis=0)
+        own = tf.concat([mean, variance * number, [tf.cast(number, x.dtype)]], axis=0)
+        if tf.is_tensor(member.count):  # what stands in for no example has no moments
+            own = tf.where(member.count > 0, own, tf.zeros_like(own))
 
         def combine(values: list[tf.Tensor]) -> tf.Tensor:
             mean, variance, everything = _combine(tf.stack(values), num_channels)

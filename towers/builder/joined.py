@@ -150,7 +150,8 @@ class _Part:
             own, of_variables = zip(inputs, found, strict=False), found[len(inputs) :]
             if part.may_be_empty():
                 of_variables = [gather.zero_if_empty(g, part.count) for g in of_variables]
-            return [tf.zeros_like(x) if g is None else g for x, g in own], of_variables
+            of_inputs = [part.kept(tf.zeros_like(x) if g is None else g) for x, g in own]
+            return of_inputs, of_variables
 
         return self.copies.run(back)
 
