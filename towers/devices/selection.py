@@ -208,6 +208,7 @@ def _provide_cpus(chosen: Sequence[str]) -> int:
             raise InputError(
                 f"{needed} CPU devices are needed, but TensorFlow has started with "
                 f"{len(tf.config.list_logical_devices('CPU'))}: "
-                "call towers.devices.tower_devices() before anything creates a tensor"
+                f"call towers.devices.tower_devices({needed}) before anything creates a tensor, as "
+                "a model's weights are"
             ) from None
     return len(tf.config.list_logical_devices("CPU"))
