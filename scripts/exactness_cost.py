@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-from towers.builder import tower  # noqa: E402
+from towers.builder import draws  # noqa: E402
 from towers.devices.selection import tower_devices  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
 from towers.options.run import Options  # noqa: E402
@@ -100,10 +100,10 @@ def make_step(variant: Variant, num_towers: int, batch_size: int, data_dir: str 
     train_loop = run.train_loop()
     batch = next(iter(run.data.train.train_batches(batch_size, seed=0)))
     batches, one = iter(tf.data.Dataset.from_tensors(batch).repeat()), tf.constant(1)
-    rows = tower.of_rows if variant.by_example else lambda *_: contextlib.nullcontext()
+    by_tower = mock.patch.object(draws.Draws, "drawing", lambda _: contextlib.nullcontext())
 
     def step() -> float:
-        with mock.patch.object(tower, "of_rows", rows):  # where the graph is built
+        with contextlib.nullcontext() if variant.by_example else by_tower:  # where it is traced
             return float(train_loop(batches, one)["loss"])
 
     return step

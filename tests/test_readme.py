@@ -180,12 +180,15 @@ def test_fit_in_three_lines():
 
 
 def test_a_fitted_model_is_saved_as_a_plain_one(monkeypatch, tmp_path):
-    (program,) = blocks("python", PAGES["towers/training/README.md"])
+    program, callbacks = blocks("python", PAGES["towers/training/README.md"])
     monkeypatch.chdir(tmp_path)
     model = run(program, build=a_model, x=X, y=Y[:, :3])["model"]
     saved = keras.models.load_model("model.keras")
     assert len(builder_of(model).devices) == 2 and builder_of(saved) is None
     np.testing.assert_array_equal(saved.predict(X, verbose=0), model.predict(X, verbose=0))
+    run(callbacks, model=model, x=X, y=Y[:, :3])
+    assert len(model.history.epoch) == 10
+    assert (tmp_path / "runs/fit").is_dir() and (tmp_path / "saved").is_dir()
 
 
 def test_both_ways_to_a_loss_make_the_same_step():
