@@ -16,7 +16,7 @@ SLOW = {
     "devices/test_probe.py", "graphs/test_placement.py", "graphs/test_placement_report.py",
     "graphs/test_profile_summary.py", "models/test_models.py", "monitoring/test_dashboard.py",
     "monitoring/test_gallery.py", "monitoring/test_histograms.py", "monitoring/test_profiler.py",
-    "monitoring/test_tower_stats.py", "scripts/test_gpu_check.py",
+    "monitoring/test_tower_stats.py", "scripts/test_fit_speed.py", "scripts/test_gpu_check.py",
     "scripts/test_mirrored_faults.py", "scripts/test_peers.py", "scripts/test_scripts_exactness.py",
     "training/test_checkpoint.py", "training/test_evaluate.py", "training/test_exact_resume.py",
     "training/test_logits.py", "training/test_manifest.py", "training/test_parallel.py",
