@@ -40,7 +40,7 @@ def test_too_late_for_more_cpus(args):
     tf.constant(0)
     message = refusal(*args)
     assert message.startswith("5 CPU devices are needed, but TensorFlow has started with 4")
-    assert "call towers.devices.tower_devices() before" in message
+    assert "call towers.devices.tower_devices(5) before" in message
 
 
 @pytest.mark.parametrize(
