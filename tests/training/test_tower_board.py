@@ -65,6 +65,14 @@ def test_each_tower_is_seen(float64, tmp_path):
     assert evaluated[4]["loss"] == pytest.approx(history["val_loss"][1])
 
 
+def test_a_tower_without_an_example_has_no_points(float64, tmp_path):
+    board = towers.callbacks.TowerBoard(tmp_path, every_steps=1)
+    make(4).fit(X[:3], Y[:3], verbose=0, callbacks=[board])
+    first = events.read(tmp_path / "train", Every())[0]
+    assert "tower_2/gradient_norm" in first
+    assert not any(tag.startswith("tower_3/") for tag in first)
+
+
 def test_no_number_depends_on_it(float64, tmp_path):
     seen, plain = make(2), make(2)
     board = towers.callbacks.TowerBoard(tmp_path, every_steps=3)

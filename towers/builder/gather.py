@@ -4,7 +4,8 @@
 elsewhere: each sum where its variable lies, and sums on every tower by collectives.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -168,6 +169,15 @@ def fix_rows(
         else g
         for g, variable in zip(gradients, variables, strict=True)
     ]
+
+
+@contextlib.contextmanager
+def after(values: Any) -> Iterator[None]:
+    """Let each op in the block wait for all these values, by one op and not by one edge each."""
+    with tf.control_dependencies(tensors(values)):
+        ready = tf.no_op()
+    with tf.control_dependencies([ready]):
+        yield
 
 
 def tensors(structure: Any) -> list[tf.Tensor]:

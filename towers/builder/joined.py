@@ -5,6 +5,7 @@ what towers exchange. To a tape all towers are one op here, whose gradient runs 
 device and is gathered by `add_n`.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +15,7 @@ from towers import tf_private
 from towers.builder import gather, xla
 from towers.builder.assignments import TowerScope
 from towers.builder.draws import Drawn
-from towers.builder.inside import inside_of_tower
-from towers.builder.splitting import Slice, is_empty, occupied
+from towers.builder.splitting import Slice, is_empty, num_rows, occupied
 from towers.errors import InputError
 
 
@@ -43,8 +43,10 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
     outputs = [values for part in parts for values in part.outputs]
     scopes = [scope for part in parts for scope in part.scopes]
     assigned = [variable for scope in scopes for variable, _ in scope.updates.values()]
-    for part in parts:  # what goes forward again, by itself or in tf.recompute_grad, begins there
-        part.states = {id(variable): tf.identity(variable.value) for variable in assigned}
+    # Where what goes forward again, by itself or in tf.recompute_grad, begins.
+    states = {id(variable): tf.identity(variable.value) for variable in assigned}
+    for part in parts:
+        part.states = states
     builder.assign(scopes, found.policies)
     reads = [item for part in parts for own in part.reads for item in own.items()]
     variables = [variable for variable, _ in dict(reads).values()]
@@ -54,19 +56,17 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
             pieces = iter(_split_like(outputs, upstream))
         of_inputs, sums = [], []
         for part in parts:
-            own = [next(pieces) for _ in part.slices]
-            with tf.control_dependencies(gather.tensors([own, sums])):
-                ready = tf.no_op()  # for which each op of a part waits, and not for every sum
-            with tf.control_dependencies([ready] if len(parts) > 1 else []):
+            rows = [next(pieces) for _ in part.slices]
+            with gather.after([rows, sums]) if len(parts) > 1 else contextlib.nullcontext():
                 if len(parts) > 1:
                     part.forward()
-                of_slices = part.backward(own, variables)
+                of_slices = part.backward(rows, variables)
             of_inputs += [inputs for inputs, _ in of_slices]
             own = [gather.fix_rows(g, variables, found.fixed_rows) for _, g in of_slices]
-            sums = part.added(sums, own)
+            sums = builder.add_to(sums, own) if sums else own
         gradients = _gathered(builder, of_inputs, sums, variables)
         if builder.on_gradients:
-            _tell(builder, parts, own, sums, gradients[len(gradients) - len(variables) :])
+            _tell(builder, parts, rows, sums, gradients[len(gradients) - len(variables) :])
         if len(parts) == 1:
             return gradients
         # Grappler drops edges that keep an update behind the last part's reads of a variable.
@@ -112,7 +112,7 @@ class _Part:
         inputs = [leaves[i] for i in self.watched]
 
         def compute() -> tuple:
-            with self._inside(tower, member) as scope:
+            with self.builder.inside(tower, member, self.states) as scope:
                 result = self.fn(*part.batch)
                 scope.close(part.count)
                 return scope, result
@@ -144,7 +144,7 @@ class _Part:
 
         def back(tower: int, part: Slice, member: Any) -> tuple[list, list]:
             inputs, tape = self.inputs[tower], self.tapes[tower]
-            with self._inside(tower, member):
+            with self.builder.inside(tower, member, self.states):
                 sources = [*inputs, *(self.reads[tower].get(id(v), (v, v))[1] for v in variables)]
                 found = tape.gradient(self.outputs[tower], sources, upstream[tower])
             own, of_variables = zip(inputs, found, strict=False), found[len(inputs) :]
@@ -159,18 +159,6 @@ class _Part:
         """Return what each tower starts from."""
         return [tf.nest.flatten(part.batch) for part in self.slices]
 
-    def added(self, sums: list[list], gradients: list[list]) -> list[list]:
-        """Return each tower's gradients added to its `sums` over the parts before."""
-        for i, (before, own) in enumerate(zip(sums, gradients, strict=False)):
-            with tf.device(self.builder.devices[i]), tf.name_scope(f"tower_{i}"):
-                sums[i] = gather.map_towers(gather.add, [before, own])
-        return sums or gradients
-
-    def _inside(self, tower: int, member: Any) -> Any:
-        builder = self.builder
-        member = xla.NO_EXCHANGE if builder.jit_compile and member else member
-        return inside_of_tower(builder.devices[tower], member, builder.batch_norm, self.states)
-
 
 class _NoCaptures:
     """Refuses that a tower takes the gradient of a tensor which is none of its arguments.
@@ -183,16 +171,17 @@ class _NoCaptures:
         self.known = {id(x) for x in tf.nest.flatten(list(arguments), expand_composites=True)}
 
     def __enter__(self) -> None:
-        """Note what was there before."""
+        """Note how much was there before."""
         self.graph = tf.compat.v1.get_default_graph()
-        self.before = {op.name for op in self.graph.get_operations()}
+        self.num_before = len(self.graph.get_operations())
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         """Look at what was made since then."""
-        made = self.graph.get_operations()[len(self.before) :] if kind is None else ()
+        made = self.graph.get_operations()[self.num_before :] if kind is None else []
+        names = {op.name for op in made}
         for op in made:
             for x in op.inputs:
-                old = x.op.name in self.before and id(x) not in self.known
+                old = x.op.name not in names and id(x) not in self.known
                 if old and x.dtype.is_floating and tf_private.is_recording([x]):
                     raise InputError(
                         f"a tower function uses {x.name!r}, a tensor that a tape watches and that "
@@ -227,10 +216,10 @@ def _tell(
 
 def _examples(parts: Sequence[_Part]) -> list[tf.Tensor]:
     """Return how many examples each tower has had over all parts."""
-    found = [tf.convert_to_tensor(part.rows.size) for part in parts[0].slices]
+    found = [tf.convert_to_tensor(part.count) for part in parts[0].slices]
     for part in parts[1:]:
         for i, own in enumerate(part.slices):
-            found[i] += tf.cast(own.rows.size, found[i].dtype)
+            found[i] += tf.cast(own.count, found[i].dtype)
     return found
 
 
@@ -245,7 +234,7 @@ def _split_like(
 ) -> list[list[tf.Tensor]]:
     """Return for each slice its rows of what was joined of the slices' outputs."""
     columns = zip(joined, zip(*outputs, strict=True), strict=True)
-    split = [tf.split(value, list(map(_num_rows, own)), num=len(own)) for value, own in columns]
+    split = [tf.split(value, list(map(num_rows, own)), num=len(own)) for value, own in columns]
     return [list(rows) for rows in zip(*split, strict=True)]
 
 
@@ -295,8 +284,3 @@ def _with_values(structure: Any, values: Sequence[tf.Tensor]) -> Any:
         return result
 
     return tf.nest.map_structure(replaced, structure)
-
-
-def _num_rows(value: tf.Tensor) -> int | tf.Tensor:
-    known = tf.compat.dimension_value(value.shape[0])
-    return tf.shape(value)[0] if known is None else known

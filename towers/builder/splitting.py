@@ -79,11 +79,11 @@ def split(
     `never_empty` these get the last one, too, of a count of 0: functions may fail of no example.
     """
     leaves = as_leaves(batch, num_towers)
-    num_rows = [_num_rows(leaf) for leaf in leaves if not isinstance(leaf, PerTower)]
-    if not num_rows:  # nothing to split: every tower runs once
+    sizes_given = [num_rows(leaf) for leaf in leaves if not isinstance(leaf, PerTower)]
+    if not sizes_given:  # nothing to split: every tower runs once
         values = [[leaf.values[i] for leaf in leaves] for i in range(num_towers)]
         return [Slice(tf.nest.pack_sequence_as(batch, part), None) for part in values]
-    total = _check_rows(num_rows)
+    total = _check_rows(sizes_given)
     rounds = _slice_sizes(total, num_rounds)
     sizes = [size for part in rounds for size in _slice_sizes(part, num_towers)]
     slices = []
@@ -154,7 +154,7 @@ def _check_leaf(leaf: Any, num_towers: int | None) -> Any:
     return leaf
 
 
-def _num_rows(value: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> int | tf.Tensor:
+def num_rows(value: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> int | tf.Tensor:
     """Return the size of axis 0, as an int where it is known."""
     known = tf.compat.dimension_value(value.shape[0])
     if known is not None:

@@ -108,10 +108,10 @@ class TowerBuilder:
             gather_device: the device of splitting, summing and joining.
             batch_norm: what the moments of Keras' BatchNorm layers are taken over: "local" the
                 tower's own slice; "sync" those of all towers, in a compiled step only.
-            accumulate_steps: `gradients` takes the batch in so many parts, one after the other,
-                each split over the towers: less memory, and the same sums.
+            accumulate_steps: `gradients`, and `concat` under a tape, take the batch in so many
+                parts, one after the other, each split over the towers: less memory, the same sums.
             gather_at_variables: gather each gradient where its variable lies.
-            jit_compile: XLA compiles what `gradients` computes in a tower; BatchNorm must be local.
+            jit_compile: XLA compiles what these compute in a tower; BatchNorm must be local.
             on_doubt: is told of what several towers may not compute as one device does.
 
         Raises:
@@ -204,8 +204,7 @@ class TowerBuilder:
 
         def on_tower(tower: int, part: Slice, member: Member | None) -> tuple:
             own, copies = backward.variables_and_copies(variables, tower)
-            member = xla.NO_EXCHANGE if self.jit_compile and member else member
-            inside = inside_of_tower(self.devices[tower], member, self.batch_norm, copies)
+            inside = self.inside(tower, member, copies)
             scope, sums, rest = backward.sums_of_slice(loss_fn, own, part, inside, self.jit_compile)
             scopes.append(scope)
             outputs.append(rest)
@@ -251,7 +250,7 @@ class TowerBuilder:
     ) -> list[Any]:
         """Return what `fn` returns for each slice; make the assignments of all once."""
         if slices[0].rows is None:
-            return self._copies(lambda _tower, part, _member: fn(*part.batch), slices)
+            return self.copies(slices).run(lambda _tower, part, _member: fn(*part.batch))
         rehearsal = self.rehearse(fn, *batch, num_slices=len(self.devices))
         scopes = []
 
@@ -264,7 +263,7 @@ class TowerBuilder:
             scopes.append(scope)
             return result
 
-        results = self._copies(run, slices, rehearsal.draws)
+        results = self.copies(slices, rehearsal.draws).run(run)
         self.assign(scopes, rehearsal.policies)
         return results
 
@@ -274,25 +273,28 @@ class TowerBuilder:
         """Return the towers' sums of what `fn` returns, for one part of the batch at a time."""
         num_towers = len(self.devices)
         slices = self.split(batch, self.accumulate_steps, never_empty=True)
-        totals = self._copies(fn, occupied(slices[:num_towers]), draws)
+        totals = self.copies(occupied(slices[:num_towers]), draws).run(fn)
         for start in range(num_towers, len(slices), num_towers):
             part = occupied(slices[start : start + num_towers])
             if is_empty(part[0]):
                 break
-            with tf.control_dependencies(gather.tensors(totals)):
-                before = tf.no_op()  # for which each op of the part waits, and not for every sum
-            with tf.control_dependencies([before]):
-                results = self._copies(fn, part, draws)
-            for i, result in enumerate(results):
-                with tf.device(self.devices[i]), tf.name_scope(f"tower_{i}"):
-                    totals[i] = gather.map_towers(gather.add, [totals[i], result])
+            with gather.after(totals):
+                results = self.copies(part, draws).run(fn)
+            totals = self.add_to(totals, results)
         return totals
 
-    def _copies(
-        self, fn: Callable, slices: Sequence[Slice], draws: Sequence[Drawn] | None = None
-    ) -> list[Any]:
-        """Return `fn(tower, slice, its part in exchanges)` for each, made on the tower's device."""
-        return self.copies(slices, draws).run(fn)
+    def add_to(self, totals: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        """Return each tower's total with its result added on its device; the last may have none."""
+        added = list(totals)
+        for i, result in enumerate(results):
+            with tf.device(self.devices[i]), tf.name_scope(f"tower_{i}"):
+                added[i] = gather.map_towers(gather.add, [totals[i], result])
+        return added
+
+    def inside(self, tower: int, member: Member | None, own: dict[int, Any]) -> Any:
+        """Return what a tower is called in whose gradients are taken, perhaps as XLA's program."""
+        member = xla.NO_EXCHANGE if self.jit_compile and member else member
+        return inside_of_tower(self.devices[tower], member, self.batch_norm, own)
 
     def copies(self, slices: Sequence[Slice], draws: Sequence[Drawn] | None = None) -> "Copies":
         """Return what makes copies of functions for these slices, one after the other."""

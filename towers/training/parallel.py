@@ -23,7 +23,7 @@ from towers import tf_private
 from towers.builder import doubts
 from towers.builder.assignments import TowerScope
 from towers.builder.rehearsal import Rehearsal
-from towers.builder.splitting import is_device
+from towers.builder.splitting import is_device, num_rows
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 from towers.training import faults, masters
@@ -263,7 +263,7 @@ def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> 
         leaves = [next(given) if leaf is _BATCH else leaf for leaf in fixed]
         args, kwargs = tf.nest.pack_sequence_as(structure, leaves)
         outputs = layer(*args, **kwargs)
-        num_examples = _num_rows(batch[0])
+        num_examples = num_rows(batch[0])
         rows = []
         for i, loss in enumerate(map(tf.reduce_sum, tf_private.added_losses()[before:])):
             loss = loss / tf.cast(num_examples, loss.dtype) if _is_sum(fn, i) else loss
@@ -277,12 +277,6 @@ def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> 
 def _is_sum(fn: Callable, place: int) -> bool:
     """Tell whether the loss that layers add at a place is a sum over examples, not a mean."""
     return fn.policies[place : place + 1] == ["sum"]
-
-
-def _num_rows(value: Any) -> tf.Tensor:
-    if isinstance(value, tf.SparseTensor):
-        return value.dense_shape[0]
-    return value.nrows() if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
 
 
 def _is_batch(leaf: Any) -> bool:

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from towers import devices as tower_devices
 from towers import tf_private
+from towers.builder.splitting import num_rows
 from towers.commands.verify.causes import causes_in, of_evaluation
 from towers.commands.verify.command import outcome, side_by_side
 from towers.commands.verify.differences import TOLERANCE, Difference, kind_of
@@ -31,6 +32,7 @@ from towers.commands.verify.fit_lane import FitLane, copy_of, is_built, kept, op
 from towers.errors import InputError
 from towers.graphs.placement import traced_ops
 from towers.options.fields import parse_tower_numbers
+from towers.text import first_line
 from towers.training import faults
 
 # By what a layer computes in. Sound models stay far below; of the two or three digits of less than
@@ -197,7 +199,7 @@ def _in_float64(
             lane.make_step(_dataset(batch))
             lane.take(before)
         except Exception as error:
-            say(f"in float64  {model.name} cannot be copied and trained: {_first_line(error)}")
+            say(f"in float64  {model.name} cannot be copied and trained: {first_line(error)}")
             return None
         stack.push(own.pop_all())
     return lane
@@ -258,14 +260,10 @@ def _can(part: str, reference: FitLane, batch: Any, say: Callable[[str], None]) 
     try:
         getattr(reference, part)(_dataset(batch))
     except Exception as error:
-        say(f"{part:11} left out, it fails on one device: {_first_line(error)}")
+        say(f"{part:11} left out, it fails on one device: {first_line(error)}")
         return False
     reference.take(before)
     return True
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 def _likely_causes(
@@ -337,8 +335,7 @@ def _inputs(batch: Any) -> Any:
 
 
 def _num_rows(batch: Any) -> int:
-    leaf = tf.nest.flatten(batch)[0]
-    return int(leaf.nrows() if isinstance(leaf, tf.RaggedTensor) else leaf.shape[0])
+    return int(num_rows(tf.nest.flatten(batch)[0]))
 
 
 def _wide(batch: Any) -> Any:
