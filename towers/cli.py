@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import towers
@@ -41,7 +42,7 @@ class Verb(flags.Verb):
 
 _OF_EVALUATE = "train_dir json dataset data_dir image_size batch_size dtype num_towers devices"
 _VERBS = (
-    Verb("train", "train a model over towers, or continue a run",
+    Verb("train", "train a model over towers, or continue a run", completes=True, begins=True,
          function="towers.training.train:train", tensorflow="options"),
     Verb("evaluate", "evaluate the newest checkpoint of a run on the test set",
          takes=(*_OF_EVALUATE.split(), *GpuOptions.__dataclass_fields__), completes=True,
@@ -126,6 +127,10 @@ def _run(verb: Verb, options: Any, start: float) -> int:
     def say(line: str) -> None:
         print(line, file=out, flush=True)
 
+    if verb.begins and not of_run.overwrite:
+        of_before = Path(of_run.train_dir, "flags.cfg")
+        if of_before.exists():
+            say(f"flags       as in {of_before}, and those given now")
     if verb.name == "train":
         with contextlib.suppress(ValueError):  # not in the main thread
             # It asks a run for a profile, and ends none that is not listening yet, or no more.

@@ -286,6 +286,94 @@ def test_evaluate_refuses_what_it_would_ignore():
         assert message.endswith(", and the rest from the run's flags.cfg")
 
 
+# ---------------------------------------------------------------------------- train goes on
+
+
+def test_train_goes_on_with_the_flags_of_the_run_and_then_those_given(folder):
+    write_run(folder / "run", batch_size=7, model="a.b:c", num_towers=2, seed=5)
+    of_run = Options(train_dir="run", batch_size=7, model="a.b:c", num_towers=2, seed=5)
+    assert cli.parse("train", ["--train_dir=run"]) == of_run
+    (folder / "a.cfg").write_text("--train_dir=run\n--seed=6\n--model=a.b:c\n")  # as at first
+    options = cli.parse("train", ["--flagfile=a.cfg", "--num_gpus=4", "--json"])
+    assert options == dataclasses.replace(of_run, seed=6, num_towers=4, json=True)
+    options = cli.parse("train", ["--train_dir=run", "--overwrite"])
+    assert options == Options(train_dir="run", overwrite=True)
+    assert cli.parse("train", ["--train_dir=new"]) == Options(train_dir="new")
+
+
+@pytest.mark.parametrize(
+    "before, argv, after",
+    [
+        (dict(max_steps=9), "--num_epochs=2", dict(num_epochs=2.0)),
+        (dict(num_epochs=2.0), "--max_steps=9", dict(num_epochs=2.0, max_steps=9)),
+        (dict(clip_norm=1.0), "--clip_value=2", dict(clip_value=2.0)),
+        (dict(clip_norm=1.0), "--clip_value=0", dict(clip_norm=1.0)),
+        (dict(allow_growth=True), "--gpu_memory_limit_mib=9", dict(gpu_memory_limit_mib=9)),
+        (dict(devices="gpu:0,gpu:2"), "--num_towers=1", dict(num_towers=1)),
+        (dict(devices="cpu", num_towers=4), "--num_towers=2", dict(devices="cpu", num_towers=2)),
+        (dict(num_towers=4), "--devices=/gpu:0,/gpu:1", dict(devices="/gpu:0,/gpu:1")),
+        (dict(num_towers=4), "--devices=cpu", dict(devices="cpu", num_towers=4)),
+    ],
+)
+def test_what_is_given_takes_the_place_of_what_says_the_same(folder, before, argv, after):
+    write_run(folder / "run", **before)
+    assert cli.parse("train", ["--train_dir=run", argv]) == Options(train_dir="run", **after)
+
+
+def test_a_flag_that_makes_another_run_is_named_with_what_to_type(folder):
+    write_run(folder / "run", model="a.b:c", dataset="mine:load")
+    expected = (
+        "--model=d:e --augment=resnet: the run in run has --model=a.b:c --augment=tutorial; towers "
+        "train --train_dir=run goes on with it; for another run name another --train_dir, or add "
+        "--overwrite, which moves the old one aside"
+    )
+    (folder / "a.cfg").write_text("--model=d:e")
+    assert refusal("train", "--train_dir=run", "--flagfile=a.cfg", "--augment=resnet") == expected
+    assert cli.parse("evaluate", ["--train_dir=run", "--dataset=d:e"]).dataset == "d:e"
+
+
+def test_what_makes_another_run_is_what_its_checkpoints_refuse():
+    from towers.training.start import _IDENTITY
+
+    assert flags.IDENTITY == _IDENTITY
+
+
+def test_a_damaged_flags_cfg_is_named(folder):
+    write_run(folder / "run")
+    path = folder / "run/flags.cfg"
+    for damage in ("--batchsize=1", "--batch_size=0", "batch", "--seed=x", "\0"):
+        path.write_text(damage)
+        for verb in "train", "evaluate":
+            message = refusal(verb, "--train_dir=run")
+            assert message.startswith("run/flags.cfg is damaged: ") and "; mend it, or " in message
+    path.write_bytes(b"--seed=1\n\xff\xfe")
+    assert "run/flags.cfg is damaged" in refusal("train", "--train_dir=run")
+    path.write_text("--overwrite\n--json\n--train_dir=other\n--seed=3\n")  # not of the run
+    assert cli.parse("train", ["--train_dir=run"]) == Options(train_dir="run", seed=3)
+
+
+# What runs have left since their first release: it must be read for good.
+OF_BEFORE = """
+--train_dir=runs/train --seed=0 --model=models.cnn:cnn
+--model_args= --dtype=float32 --dataset=shapes --data_dir= --image_size= --augment=tutorial
+--batch_size=128 --num_towers=0 --devices= --placement=report --draws=report --variables=cpu
+--jit_compile=false --log_device_placement=false --batch_norm=sync --accumulate_steps=1
+--steps_per_loop=10 --visible_gpus= --per_process_gpu_memory_fraction=0 --gpu_memory_limit_mib=0
+--allow_growth=false --allow_soft_placement=true --num_epochs=0 --max_steps=0 --optimizer=momentum
+--learning_rate=0.05 --schedule=cosine --warmup_epochs=0 --decay_epochs= --decay_factor=0.1
+--momentum=0.9 --weight_decay=0 --ema_decay=0 --label_smoothing=0 --clip_norm=0 --clip_value=0
+--clip_global_norm=0 --log_every_steps=100 --evaluate_every_epochs=1 --checkpoint_every_steps=1000
+--keep_checkpoints=3 --tensorboard_x=step --histogram_every_epochs=0 --profile_steps=
+--max_event_mib=200
+""".split()
+
+
+def test_a_flags_cfg_of_before_is_read(folder):
+    (folder / "run").mkdir()
+    (folder / "run/flags.cfg").write_text("# a comment\n" + "\n".join(OF_BEFORE))
+    assert cli.parse("train", ["--train_dir=run"]).augment == "tutorial"
+
+
 # ---------------------------------------------------------------------------- Importing
 
 

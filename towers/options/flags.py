@@ -39,6 +39,7 @@ class Verb:
     takes: Sequence[str] | None = None
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)  # {option: the reason}
     completes: bool = False  # whether what is not given is as in the flags.cfg of --train_dir
+    begins: bool = False  # whether --train_dir may be no run yet
 
     def fields(self) -> dict[str, dataclasses.Field]:
         """Return the options by name, as the help lists them."""
@@ -62,6 +63,13 @@ _PARSERS = {
     float: flags.FloatParser(),
     str: flags.ArgumentParser(),
 }
+# A run with another value of these is another run: its checkpoints refuse it.
+IDENTITY = ("model", "model_args", "augment", "dataset", "tensorboard_x")
+# Of each of these, a run has one: the one that is given now takes the place of the run's.
+_ONE_OF = (
+    ("clip_norm", "clip_value", "clip_global_norm"),
+    ("per_process_gpu_memory_fraction", "gpu_memory_limit_mib", "allow_growth"),
+)
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -74,13 +82,13 @@ def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
 
     Raises:
         InputError: one line, for an unknown flag, a value of the wrong kind or out of range, a
-            flagfile that cannot be read, or an argument that is no flag.
+            flagfile that cannot be read, or an argument that is no flag; or a flag that a run
+            cannot go on with.
     """
     _check_taken(argv, verb)
     values = _read(argv, verb)
-    if verb.completes:  # what the run was trained with, then what is given now
-        train_dir = values.get("train_dir", Options.train_dir)
-        values = _read([*_flags_of_run(train_dir), f"--train_dir={train_dir}", *argv], verb)
+    if verb.completes and not (verb.begins and values.get("overwrite")):
+        values = _of_run(values, verb) | values
     kind = verb.options_class()
     kinds = {field.name: field.type for field in dataclasses.fields(kind)}
     if "run" in kinds:
@@ -182,18 +190,61 @@ def _positional(fields: Mapping[str, dataclasses.Field]) -> str | None:
     return next((name for name, field in fields.items() if "positional" in field.metadata), None)
 
 
-def _flags_of_run(train_dir: str) -> list[str]:
-    """Return the flag that reads the run's flags.cfg, if it has one; refuse what is no run."""
-    folder = Path(train_dir)
+def _of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
+    """Return {option: value} of the run in --train_dir, as far as what is given leaves it.
+
+    Raises:
+        InputError: there is no run, its flags.cfg cannot be read, or another run is asked for.
+    """
+    train_dir = given.get("train_dir", Options.train_dir)
     try:
-        if files.is_run(folder):
-            path = folder / "flags.cfg"
-            return [f"--flagfile={path}"] if path.exists() else []
+        is_run = files.is_run(Path(train_dir))
+        path = Path(train_dir, "flags.cfg")
+        has_flags = path.exists()
     except OSError as error:
         raise InputError(f"--train_dir={train_dir}: {error.strerror}") from None
-    raise InputError(
-        f"--train_dir={train_dir}: there is no run; train first, or name the folder of a run"
-    )
+    if not is_run and not verb.begins:
+        raise InputError(
+            f"--train_dir={train_dir}: there is no run; train first, or name the folder of a run"
+        )
+    if not has_flags:
+        return {}
+    try:
+        found = _read([f"--flagfile={path}"], _TRAIN)
+        Options(**found)
+    except InputError as error:
+        raise InputError(
+            f"{path} is damaged: {error}; mend it, or remove it and give the run's flags yourself"
+        ) from None
+    found = {name: found[name] for name in found if _OF_RUN[name].metadata["affects"] != "call"}
+    if verb.begins:
+        _check_identity(train_dir, found, given)
+    return {name: value for name, value in found.items() if name not in _replaced(found, given)}
+
+
+def _replaced(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
+    """Return the run's options that would contradict what is given in their place."""
+    names = {n for group in _ONE_OF if any(map(given.get, group)) for n in group}
+    if given.get("num_epochs"):
+        names.add("max_steps")  # an end that was set before; the other way round schedules stay
+    lists = [v.get("devices", "").lower() not in ("", "cpu") for v in (of_run, given)]
+    if "num_towers" in given and lists[0]:
+        names.add("devices")  # a list has a number of its own
+    if lists[1]:
+        names.add("num_towers")
+    return names
+
+
+def _check_identity(train_dir: str, of_run: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse what is given if it makes another run of the one in the folder."""
+    differ = [n for n in IDENTITY if n in of_run and given.get(n, of_run[n]) != of_run[n]]
+    if differ:
+        now, then = (" ".join(f"--{n}={v[n]}" for n in differ) for v in (given, of_run))
+        raise InputError(
+            f"{now}: the run in {train_dir} has {then}; towers train --train_dir={train_dir} goes "
+            "on with it; for another run name another --train_dir, or add --overwrite, which moves "
+            "the old one aside"
+        )
 
 
 def main_help(version: str, verbs: Sequence[Verb]) -> str:
@@ -217,7 +268,8 @@ def verb_help(verb: Verb) -> str:
     examples = getattr(verb.options_class(), "EXAMPLES", "")
     lines += ["", *examples.splitlines()] if examples else []
     if verb.completes:
-        lines.append("What is not given is as in the run's flags.cfg.")
+        whose = "a run's flags.cfg, if it goes on" if verb.begins else "the run's flags.cfg"
+        lines.append(f"What is not given is as in {whose}.")
     groups: dict[str, list[str]] = {}
     for name, field in fields.items():
         if (verb.takes is None or name in verb.takes) and name not in verb.refuses:
