@@ -234,11 +234,19 @@ def test_doctor_fails_if_there_is_a_problem(monkeypatch, capsys, found, code):
     assert capsys.readouterr().out == "a line\n"
 
 
-@pytest.mark.parametrize("error", [ValueError("theirs"), OSError(28, "No space"), SystemExit(3)])
-def test_other_errors_come_through(monkeypatch, error):
-    with pytest.raises(type(error)) as raised:
-        run_verb(monkeypatch, "train", error)
-    assert raised.value is error
+@pytest.mark.parametrize("error", [ValueError("theirs"), OSError(28, "No space")])
+def test_other_errors_have_a_traceback_and_a_line_that_says_whose_code_failed(
+    monkeypatch, capsys, error
+):
+    assert run_verb(monkeypatch, "train", error) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback") and lines[-2].endswith(str(error))
+    assert re.fullmatch(r"towers: the error comes from \S+py, line \d+, in end: .*", lines[-1])
+
+
+def test_a_program_that_ends_itself_does(monkeypatch):
+    with pytest.raises(SystemExit):
+        run_verb(monkeypatch, "train", SystemExit(3))
 
 
 # ---------------------------------------------------------------------------- TensorFlow's lines
@@ -267,6 +275,36 @@ def test_the_lines_of_a_start_are_shown_if_it_fails(folder, ending, environment,
     assert ended.returncode == code
     assert all(text in ended.stderr for text in shown), ended.stderr
     assert (NOISE in ended.stderr) == (NOISE in shown)
+
+
+FAILING = """
+import keras, numpy as np
+class Bad(keras.layers.Layer):
+    def call(self, x, training=None):
+        if training:
+            return x.nothing  # line 6: AutoGraph reads this function, Keras calls it
+        return x
+def build(num_classes, how):
+    if how == "now":
+        return {}["absent"]  # line 10
+    if how == "keras":
+        return keras.layers.Dense("x")  # line 12
+    return keras.Sequential([keras.layers.Flatten(), Bad(), keras.layers.Dense(num_classes)])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how, where", [("step", "6, in call"), ("now", "10, in build"), ("keras", "12, in build")]
+)
+def test_the_users_own_line_is_named_through_keras_and_autograph(folder, how, where):
+    (folder / "mine.py").write_text(FAILING)
+    asked = f"--model=mine:build --model_args=how={how} --max_steps=2 --batch_size=4"
+    failed = shell("train", *asked.split(), "--num_towers=2", "--train_dir=run")
+    assert failed.returncode == 1 and "Traceback (most recent" in failed.stderr
+    assert failed.stderr.splitlines()[-1] == (
+        f"towers: the error comes from mine.py, line {where}: your own code (--model=mine:build)"
+    )
 
 
 @pytest.mark.slow

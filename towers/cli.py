@@ -9,17 +9,19 @@ import faulthandler
 import json
 import os
 import pkgutil
+import re
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import towers
 from towers.errors import InputError, RunError
 from towers.options import flags
+from towers.options.blame import blame
 from towers.options.gpu import GpuOptions
 from towers.options.run import Options
 
@@ -88,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] in ("--version", "-version"):
         print(f"towers {towers.__version__}")
         return 0
-    name, rest = argv[0], argv[1:]
+    name, rest, named = argv[0], argv[1:], {}
     try:
         if name not in VERBS:
             raise InputError(
@@ -97,18 +99,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         if {"--help", "-h", "-help"} & set(rest):
             print(flags.verb_help(VERBS[name]), end="")
             return 0
-        return _run(VERBS[name], parse(name, rest), start)
+        options = parse(name, rest)
+        named = _functions(options)
+        return _run(VERBS[name], options, start)
     except InputError as error:
         return _complain(error, EXIT_USAGE)
     except RunError as error:
         return _complain(error, EXIT_FAILED)
     except KeyboardInterrupt:
         return _complain("interrupted", EXIT_INTERRUPTED)
+    except Exception as error:
+        traceback.print_exception(type(error), error, error.__traceback__)
+        return _complain(blame(error, named), EXIT_FAILED)
 
 
 def parse(name: str, argv: Sequence[str]) -> Any:
     """Return the options that the command line of a verb gives; see `flags.parse`."""
     return flags.parse(argv, VERBS[name])
+
+
+def _functions(options: Any) -> dict[str, str]:
+    """Return {flag: "module:function"} of the options that name one."""
+    of_run = getattr(options, "run", {})
+    given = (of_run if isinstance(of_run, dict) else vars(of_run)) | vars(options)
+    return {n: v for n, v in given.items() if isinstance(v, str) and re.match(r"[\w.]+:[^\W\d]", v)}
 
 
 def _complain(message: object, exit_code: int) -> int:
@@ -127,10 +141,6 @@ def _run(verb: Verb, options: Any, start: float) -> int:
     def say(line: str) -> None:
         print(line, file=out, flush=True)
 
-    if verb.begins and not of_run.overwrite:
-        of_before = Path(of_run.train_dir, "flags.cfg")
-        if of_before.exists():
-            say(f"flags       as in {of_before}, and those given now")
     if verb.name == "train":
         with contextlib.suppress(ValueError):  # not in the main thread
             # It asks a run for a profile, and ends none that is not listening yet, or no more.

@@ -1,0 +1,51 @@
+"""Whose code raised an error: the line below a traceback."""
+
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+# Also within messages: there AutoGraph and TensorFlow tell where an op was made.
+_FRAME = re.compile(r'^\W*File "([^"<>]+\.py)", line (\d+)(?:, in (\S+))?', re.MULTILINE)
+_STDLIB = re.escape(sysconfig.get_path("stdlib"))
+_TOWERS = str(Path(__file__).parents[1]) + os.sep
+
+
+def blame(error: BaseException, named: Mapping[str, str]) -> str:
+    """Return one line that says where an error comes from, and whose code that is.
+
+    That is the user's innermost frame where there is one, whatever library raised below it.
+
+    Args:
+        error: with its traceback.
+        named: {flag: "module:function"} of what the user named.
+    """
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    modules = {flag: name.partition(":")[0] for flag, name in named.items()}
+    installed = {m.partition(".")[0] for m in modules.values()} - {"keras", "tensorflow", "towers"}
+    library = re.compile(
+        rf".*/(site|dist)-packages/(?!({'|'.join(map(re.escape, installed))})[./])"
+        rf"|.*__autograph_generated_file|{_STDLIB}/(?!.*-packages/)"
+    )
+    frames = [match.groups() for match in _FRAME.finditer(text)]
+    ours = [frame for frame in frames if frame[0].startswith(_TOWERS)]
+    theirs = [frame for frame in frames if frame not in ours and not library.match(frame[0])]
+    if not theirs:
+        where = _place(*ours[-1]) if ours else "a library"
+        return (
+            f"the error comes from {where}: none of your own code; please report it with the "
+            "lines above, unless they say what to change"
+        )
+    ends = {f: re.escape(m.replace(".", "/")) + r"(/__init__)?\.py" for f, m in modules.items()}
+    flag = next((f for f, end in ends.items() if re.fullmatch(f".*/{end}", theirs[-1][0])), None)
+    hint = f" (--{flag}={named[flag]})" if flag else ""
+    return f"the error comes from {_place(*theirs[-1])}: your own code{hint}"
+
+
+def _place(path: str, line: str, function: str | None) -> str:
+    """Return "my_net.py, line 12, in build"; the path as seen from the current folder."""
+    inside = Path(path).is_relative_to(Path.cwd())
+    shown = os.path.relpath(path) if inside else path
+    return f"{shown}, line {line}" + (f", in {function}" if function else "")
