@@ -249,6 +249,23 @@ def test_a_program_that_ends_itself_does(monkeypatch):
         run_verb(monkeypatch, "train", SystemExit(3))
 
 
+@pytest.mark.parametrize("verb", ["train", "verify", "benchmark", "plan"])
+def test_a_name_that_nothing_has_is_told_before_tensorflow_starts(
+    folder, monkeypatch, capsys, verb
+):
+    (folder / "mine.py").write_text("def build(): ...\n")
+    monkeypatch.setattr(cli, "_start", lambda options: pytest.fail("TensorFlow was started"))
+    for flag, message in {
+        "--model=mine:biuld": "mine has no function biuld; did you mean mine:build?",
+        "--dataset=mien:load": "there is no module mien in the current folder or the installed "
+        "packages; did you mean mine:load?",
+        "--dataset=cifar": "did you mean cifar10?",
+        "--dataset=folder": "type --data_dir=DIR",
+    }.items():
+        assert cli.main([verb, flag]) == 2
+        assert message in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------- TensorFlow's lines
 
 NOISE = "I0000 port.cc:153] oneDNN custom operations are on."

@@ -9,7 +9,6 @@ import faulthandler
 import json
 import os
 import pkgutil
-import re
 import signal
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import towers
 from towers.errors import InputError, RunError
 from towers.options import flags
 from towers.options.blame import blame
+from towers.options.functions import check_function
 from towers.options.gpu import GpuOptions
 from towers.options.run import Options
 
@@ -73,6 +73,7 @@ _VERBS = (
          takes=("train_dir", "port"),
          function="towers.commands.tensorboard.command:run"),
 )  # fmt: skip
+_NAME_FUNCTIONS = ("model", "dataset", "loss", "metrics", "optimizer")
 VERBS = {verb.name: verb for verb in _VERBS}
 
 
@@ -119,10 +120,15 @@ def parse(name: str, argv: Sequence[str]) -> Any:
 
 
 def _functions(options: Any) -> dict[str, str]:
-    """Return {flag: "module:function"} of the options that name one."""
+    """Return {flag: "module:function"} of what the user named so."""
+    given = {name: str(value) for name, value in _given(options).items() if name in _NAME_FUNCTIONS}
+    return {flag: name for flag, name in given.items() if ":" in name or flag == "model"}
+
+
+def _given(options: Any) -> dict[str, Any]:
+    """Return {option: value} of a verb and of the run that it works on."""
     of_run = getattr(options, "run", {})
-    given = (of_run if isinstance(of_run, dict) else vars(of_run)) | vars(options)
-    return {n: v for n, v in given.items() if isinstance(v, str) and re.match(r"[\w.]+:[^\W\d]", v)}
+    return (of_run if isinstance(of_run, dict) else vars(of_run)) | vars(options)
 
 
 def _complain(message: object, exit_code: int) -> int:
@@ -146,6 +152,7 @@ def _run(verb: Verb, options: Any, start: float) -> int:
             # It asks a run for a profile, and ends none that is not listening yet, or no more.
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if verb.tensorflow:
+        _check_names(options)
         with _quiet_start():
             _start(
                 dataclasses.replace(of_run, devices="cpu") if verb.tensorflow == "cpu" else of_run
@@ -155,6 +162,17 @@ def _run(verb: Verb, options: Any, start: float) -> int:
     if as_json and result:
         print(json.dumps(result, default=dataclasses.asdict))
     return _exit_code(result)
+
+
+def _check_names(options: Any) -> None:
+    """Refuse names that nothing has, as far as that can be told before TensorFlow starts."""
+    for flag, name in _functions(options).items():
+        check_function(flag, name)
+    from towers.data import registry
+
+    given = _given(options)
+    if given["dataset"] not in ("cifar10", "synthetic"):  # looking for the first takes a while
+        registry.locate(given["dataset"], given["data_dir"])
 
 
 def _exit_code(result: Any) -> int:

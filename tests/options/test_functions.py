@@ -6,13 +6,15 @@ import sys
 import pytest
 
 from towers.errors import InputError
-from towers.options.functions import load_function
+from towers.options import functions
+from towers.options.functions import check_function, load_function
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A folder on the search path, whose modules are forgotten afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     before = set(sys.modules)
     yield tmp_path
     for name in set(sys.modules) - before:
@@ -90,3 +92,95 @@ def test_a_function_that_is_not_there(folder):
     )
     for name in ("xyz", "A.bcd", "::::"):
         assert refusal(f"net:{name}") == f"--model=net:{name}: net has no function {name}"
+
+
+# ---------------------------------------------------------------------------- Before an import
+
+
+def told(name):
+    """Return the message that `check_function` gives without importing anything, or None."""
+    before = set(sys.modules)
+    try:
+        check_function("model", name)
+    except InputError as error:
+        return str(error)
+    finally:
+        assert not {m for m in set(sys.modules) - before if m.startswith(("net", "pack", "deep"))}
+
+
+NET = """
+import json as j, os.path
+from keras import Model, layers as kl
+if True:
+    def build(): return inner
+    class Net: inner = 1
+try:
+    a, (b, *c) = 1, (2, 3)
+except ImportError:
+    from x import y
+for d in []: pass
+with open("") as e: pass
+"""
+
+
+def test_names_are_read_from_the_source(folder):
+    write(folder, "net.py", NET)
+    write(folder, "deep/er/net.py", NET)  # packages without __init__
+    for name in "build Net a b c d e y j os Model kl".split():
+        assert told(f"net:{name}") is told(f"deep.er.net:{name}") is None
+    for name in "inner x json path layers".split():
+        assert f"net has no function {name}" in told(f"net:{name}")
+    assert told("net:bild") == "--model=net:bild: net has no function bild; did you mean net:build?"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from x import *",
+        "def __getattr__(name): ...",
+        "globals()['build'] = 1",
+        "def make():\n    global build\n    build = 1",
+        "import sys\nsys.modules[__name__] = 1",
+        "exec('build = 1')",
+        "def build(:",
+        "\0",
+    ],
+)
+def test_what_a_source_does_not_tell_is_left_to_the_import(folder, text):
+    write(folder, "net.py", text)
+    assert told("net:build") is None
+    write(folder, "pack/__init__.py", "__path__.append('elsewhere')")
+    assert told("pack.net:build") is None
+
+
+def test_a_module_that_is_not_there_is_told_before_it_is_imported(folder):
+    write(folder, "net.py")
+    write(folder, "pack/__init__.py", "1 / 0")
+    write(folder, "pack/net.py")
+    near = {"nett:f": "net:f", "net.py:f": "net:f", "pack.nett:f": "pack.net:f", "net.f:g": "net:g"}
+    for name, meant in near.items():
+        assert told(name).endswith(f"or the installed packages; did you mean {meant}?")
+    assert told("pack.net:f") is None  # an empty file tells nothing
+    assert "must be module:function" in told("net")
+    assert told("json:dumps") is None and "json has no function f" in told("json:f")
+
+
+def test_the_shipped_models_are_found_from_anywhere_and_after_the_users_own(folder, monkeypatch):
+    here = list(sys.path)
+    monkeypatch.setattr(sys, "path", [p for p in here if p != str(functions._CHECKOUT)])
+    monkeypatch.delitem(sys.modules, "models", raising=False)
+    assert told("models.cnn:cnn") is None
+    assert told("models.cnm:cnn").endswith("did you mean models.cnn:cnn?")
+    assert sys.path[-1] == str(functions._CHECKOUT)
+    assert load_function("model", "models.cnn:cnn").__name__ == "cnn"
+    monkeypatch.setattr(functions, "_CHECKOUT", folder / "none")  # installed without a checkout
+    assert "type towers init for a model of your own" in told("models.cnm:cnn")
+
+
+def test_models_of_the_users_own_come_first(folder, monkeypatch):
+    write(folder, "models/mine.py", "def build(): ...")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(functions._CHECKOUT)])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "models"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert told("models.mine:build") is None
+    assert str(functions._CHECKOUT) not in sys.path
