@@ -72,6 +72,9 @@ _VERBS = (
          options="towers.commands.tensorboard.command:TensorboardOptions",
          takes=("train_dir", "port"),
          function="towers.commands.tensorboard.command:run"),
+    Verb("init", "write a model, data and flags to begin with",
+         options="towers.commands.init.command:InitOptions",
+         function="towers.commands.init.command:run"),
 )  # fmt: skip
 _NAME_FUNCTIONS = ("model", "dataset", "loss", "metrics", "optimizer")
 VERBS = {verb.name: verb for verb in _VERBS}
@@ -141,7 +144,7 @@ def _run(verb: Verb, options: Any, start: float) -> int:
     """Run a verb with its options; return its exit code."""
     sys.path.insert(0, os.getcwd())  # models.cnn:cnn is found where the user stands
     of_run = getattr(options, "run", options)
-    as_json = options.json if hasattr(options, "json") else of_run.json
+    as_json = options.json if hasattr(options, "json") else getattr(of_run, "json", False)
     out = sys.stderr if as_json else sys.stdout
 
     def say(line: str) -> None:

@@ -81,7 +81,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_verbs_are_frozen():
-    verbs = "train evaluate verify benchmark plan doctor sweep compare tensorboard"
+    verbs = "train evaluate verify benchmark plan doctor sweep compare tensorboard init"
     assert list(cli.VERBS) == verbs.split()
 
 

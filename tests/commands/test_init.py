@@ -1,0 +1,72 @@
+"""`towers init`: what it writes runs as it is, by the commands that it prints."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from towers import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ["my_data.py", "my_net.py", "my_run.cfg"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Stand in an empty folder, and leave the search path as it was."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def commands_of(printed):
+    return [shlex.split(line) for line in printed.splitlines() if line.startswith("  ")]
+
+
+@pytest.mark.slow
+def test_the_commands_that_it_prints_run(folder, capsys):
+    assert cli.main(["init", "a folder"]) == 0
+    (change, *commands) = commands_of(capsys.readouterr().out)
+    assert change == ["cd", "a folder"] and {words[1] for words in commands} >= {
+        "train",
+        "evaluate",
+    }
+    assert sorted(path.name for path in (folder / "a folder").iterdir()) == NAMES
+    for words in commands:
+        assert words[0] == "towers"
+        done = subprocess.run(
+            [sys.executable, "-m", *words],
+            cwd=folder / "a folder",
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        if words[1] == "evaluate":
+            assert float(done.stdout.partition("accuracy")[2].split()[0]) > 0.9
+
+
+def test_it_stands_in_the_current_folder_and_overwrites_nothing(folder, capsys):
+    (folder / "my_run.cfg").write_text("mine")
+    assert cli.main(["init"]) == 2
+    error = "towers: my_run.cfg is there and is not overwritten: name another folder\n"
+    assert capsys.readouterr().err == error
+    assert os.listdir(folder) == ["my_run.cfg"] and Path("my_run.cfg").read_text() == "mine"
+    Path("my_run.cfg").unlink()
+    assert cli.main(["init"]) == 0
+    assert sorted(os.listdir(folder)) == NAMES
+    assert all(words[0] == "towers" for words in commands_of(capsys.readouterr().out))
+
+
+def test_what_it_cannot_do_is_one_line(folder, capsys):
+    (folder / "file").touch()
+    for words, message in {
+        ("a", "b"): "towers init takes one folder: towers init FOLDER",
+        ("file/a",): "file/a cannot be written: Not a directory",
+        ("file",): "file cannot be written: ",
+    }.items():
+        assert cli.main(["init", *words]) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""`towers init`: a model, data and flags of your own to begin with, as three files that run."""
+
+import dataclasses
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from towers.errors import InputError
+from towers.options.fields import option
+
+# my_net.py and my_data.py lie beside this module.
+_FLAGS = """\
+# The flags of a run: towers train --flagfile=my_run.cfg
+# A flag that you type after it comes before the one here; towers train --help lists all.
+--train_dir=runs/mine
+--model=my_net:build
+--dataset=my_data:load
+--augment=none
+--batch_size=50
+--num_epochs=3
+--learning_rate=0.05
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class InitOptions:
+    """Where `towers init` writes."""
+
+    EXAMPLES: ClassVar[str] = """\
+It writes my_net.py, a model, my_data.py, its data, and my_run.cfg, the flags of a run, into FOLDER,
+by default the current one. They run as they are: put your own model and data in their place."""
+
+    folders: tuple = option((), "Init", "Folder for the files.", positional="[FOLDER]")
+
+    def __post_init__(self) -> None:
+        """Refuse several folders, by an InputError."""
+        if len(self.folders) > 1:
+            raise InputError("towers init takes one folder: towers init FOLDER")
+
+
+def run(options: InitOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Write the files, and say what to type next; return {}.
+
+    Raises:
+        InputError: one of the files is there, or the folder cannot be written. Nothing was written.
+    """
+    folder = Path(options.folders[0] if options.folders else ".")
+    own = Path(__file__).parent
+    texts = {name: (own / name).read_text(encoding="utf-8") for name in ("my_net.py", "my_data.py")}
+    texts["my_run.cfg"] = _FLAGS
+    for path in (folder / name for name in texts):
+        if path.exists():
+            raise InputError(f"{path} is there and is not overwritten: name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error.strerror}") from None
+    say(f"wrote {', '.join(str(folder / name) for name in texts)}")
+    say("next:")
+    if folder.resolve() != Path.cwd():
+        say(f"  cd {shlex.quote(str(folder))}")
+    say("  towers train --flagfile=my_run.cfg")
+    say("  towers evaluate --train_dir=runs/mine")
+    say("  towers verify --flagfile=my_run.cfg --steps=3")
+    return {}
