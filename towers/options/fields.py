@@ -7,6 +7,20 @@ from typing import Any
 
 from towers.errors import InputError
 
+_ELSEWHERE = {  # values as other programs name them
+    theirs: ours
+    for ours, line in {
+        "float32": "fp32 f32 float",
+        "float64": "fp64 f64 double",
+        "mixed_bfloat16": "bf16 bfloat16",
+        "mixed_float16": "fp16 float16 f16 half amp",
+        "nesterov": "nag",
+        "onecycle": "one_cycle",
+        "step": "multistep",
+    }.items()
+    for theirs in line.split()
+}
+
 
 def option(default: Any, group: str, help: str, affects: str = "result", **metadata: Any) -> Any:
     """Return a dataclass field that says all about an option.
@@ -50,7 +64,9 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
     """Raise a one-line InputError if `value` is not allowed for the option `field`."""
     choices = field.metadata.get("choices")
     if choices and value not in choices:
-        raise InputError(f"--{field.name}={value}: allowed are {', '.join(choices)}")
+        usual = _ELSEWHERE.get(str(value).lower())
+        hint = f"; did you mean {usual}?" if usual in choices else ""
+        raise InputError(f"--{field.name}={value}: allowed are {', '.join(choices)}{hint}")
     if field.type in (int, float):
         _check_number(field, value)
     elif not isinstance(value, field.type):

@@ -46,7 +46,7 @@ class Verb:
         fields = {field.name: field for field in dataclasses.fields(self.options_class())}
         if "run" in fields:
             del fields["run"]
-            fields = {f.name: fields.pop(f.name, f) for f in dataclasses.fields(Options)} | fields
+            fields |= {name: f for name, f in _OF_RUN.items() if name not in fields}
         return fields
 
     def options_class(self) -> type:
@@ -70,6 +70,39 @@ _ONE_OF = (
     ("clip_norm", "clip_value", "clip_global_norm"),
     ("per_process_gpu_memory_fraction", "gpu_memory_limit_mib", "allow_growth"),
 )
+_ELSEWHERE = {  # flags as other programs name them; what is nearly the same word needs no line
+    theirs: ours
+    for ours, line in {
+        "accumulate_steps": "grad_accum gradient_accumulation_steps",
+        "batch_norm": "bn sync_bn",
+        "batch_size": "batch bs",
+        "checkpoint_every_steps": "save_steps save_every",
+        "clip_global_norm": "clip grad_clip max_grad_norm",
+        "data_dir": "data_path data_root",
+        "dataset": "data",
+        "devices": "device",
+        "dtype": "amp bf16 fp16 mixed_precision precision policy",
+        "ema_decay": "ema",
+        "flagfile": "config cfg",
+        "jit_compile": "xla",
+        "learning_rate": "lr",
+        "log_every_steps": "log_every",
+        "max_steps": "steps num_steps iterations iters",
+        "model": "arch net network",
+        "model_args": "dropout depth width",
+        "num_epochs": "epochs epoch",
+        "num_gpus": "gpus gpu replicas ngpus",
+        "optimizer": "opt optim",
+        "overwrite": "force restart",
+        "schedule": "scheduler lr_schedule",
+        "seed": "random_seed",
+        "train_dir": "checkpoint_dir checkpoint ckpt logdir log_dir model_dir output output_dir "
+        "resume save_dir",
+        "warmup_epochs": "warmup",
+        "weight_decay": "wd l2",
+    }.items()
+    for theirs in line.split()
+}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -180,7 +213,9 @@ def _value(field: dataclasses.Field, given: Any) -> Any:
 
 def _unknown(flag: str, verb: Verb) -> str:
     """Return the message for an unknown flag, with the nearest that exists."""
-    close = difflib.get_close_matches(flag, [*verb.fields(), *_ALIASES, "flagfile"], n=1)
+    known = [*verb.fields(), *_ALIASES, "flagfile"]
+    usual = _ELSEWHERE.get(flag.lower().replace("-", "_"))
+    close = [usual] if usual in known else difflib.get_close_matches(flag, known, n=1)
     hint = f"did you mean --{close[0]}?" if close else f"see towers {verb.name} --help"
     return f"there is no flag --{flag}; {hint}"
 

@@ -15,12 +15,12 @@ class BenchmarkOptions:
 
     run: Options = Options()
     dataset: str = option(
-        "synthetic", "Data", "synthetic (one random batch, nothing is read or augmented), or what "
-        "train takes: then its reading and augmentation are measured, too.",
+        "synthetic", "Benchmark", "synthetic (one random batch, nothing is read or augmented), or "
+        "what train takes: then its reading and augmentation are measured, too.",
     )  # fmt: skip
     num_towers: str = option(
-        "", "Towers", "Numbers of towers, as 1,2,4. None given: 1 and all GPUs, or without any GPU "
-        "1,2,4.", alias="num_gpus",
+        "", "Benchmark", "Numbers of towers, as 1,2,4. None given: 1 and all GPUs, or without any "
+        "GPU 1,2,4.", alias="num_gpus",
     )  # fmt: skip
     against: str = option(
         "", "Benchmark", "Programs that train the same model beside it, with commas: "

@@ -12,7 +12,7 @@ class PlanOptions:
 
     run: Options = Options()
     num_towers: int = option(
-        0, "Towers", "Towers of the run, each on a GPU that need not be there; 0: 8.", minimum=0,
+        0, "Plan", "Towers of the run, each on a GPU that need not be there; 0: 8.", minimum=0,
         alias="num_gpus",
     )  # fmt: skip
     gpu_memory_gib: float = option(

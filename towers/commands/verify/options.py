@@ -12,7 +12,7 @@ class VerifyOptions:
 
     run: Options = Options()
     num_towers: str = option(
-        "1,2,3,4", "Towers", "Numbers of towers that are compared with one device.",
+        "1,2,3,4", "Verify", "Numbers of towers that are compared with one device.",
         alias="num_gpus",
     )  # fmt: skip
     steps: int = option(10, "Verify", "Steps that are made and compared.", minimum=1)
