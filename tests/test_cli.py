@@ -266,6 +266,28 @@ def test_a_name_that_nothing_has_is_told_before_tensorflow_starts(
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("argv", ["train --help", "train --lr=1", "doctor --dataset=x"])
+def test_it_is_quiet_when_its_reader_has_ended(argv):
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "towers", *argv.split()]
+    # As in `towers ... 2>&1 | head`, and with standard error apart, where lines may still stand.
+    both = subprocess.run(command, env=environment, stdout=writing, stderr=writing)
+    apart = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert both.returncode == 141
+    if "lr" in argv:  # says nothing on standard output
+        assert (apart.returncode, apart.stderr.count(b"\n")) == (2, 1)
+    else:
+        assert (apart.returncode, apart.stderr) == (141, b"")
+
+
+def test_a_broken_pipe_of_the_users_own_is_an_error(monkeypatch, capsys):
+    assert run_verb(monkeypatch, "train", BrokenPipeError(32, "theirs")) == 1
+    assert "theirs" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------- TensorFlow's lines
 
 NOISE = "I0000 port.cc:153] oneDNN custom operations are on."

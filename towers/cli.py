@@ -1,6 +1,7 @@
 """The command line: towers VERB --flag=value ...
 
-Exit codes: 0 done; 1 a check failed; 2 bad input or flags; 75 stopped on request, after saving.
+Exit codes: 0 done; 1 a check failed; 2 bad input or flags; 75 stopped on request, after saving; 141
+who read the output has ended.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import faulthandler
 import json
 import os
 import pkgutil
+import select
 import signal
 import sys
 import tempfile
@@ -25,7 +27,7 @@ from towers.options.functions import check_function
 from towers.options.gpu import GpuOptions
 from towers.options.run import Options
 
-EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_INTERRUPTED = 1, 2, 75, 130
+EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 75, 130, 141
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +88,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: what stands after `towers`; sys.argv by default.
     """
+    try:
+        code = _main(list(sys.argv[1:] if argv is None else argv))
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+        return code
+    except BrokenPipeError:
+        if _reader_left():
+            return EXIT_PIPE
+        raise
+
+
+def _reader_left() -> bool:
+    """Tell whether who read the output has ended, as `head` does; if so, write no more to it."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    left = [descriptor for descriptor, event in poll.poll(0) if event & select.POLLERR]
+    for descriptor in left:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)  # else Python complains as it exits
+    return bool(left)
+
+
+def _main(argv: Sequence[str]) -> int:
+    """Run a command line; return its exit code, whoever reads what it prints."""
     start = time.perf_counter()
-    argv = list(sys.argv[1:] if argv is None else argv)
     if not argv or argv[0] in ("--help", "-h", "-help", "help"):
         print(flags.main_help(towers.__version__, _VERBS), end="")
         return 0
@@ -113,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _complain("interrupted", EXIT_INTERRUPTED)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            return EXIT_PIPE
         traceback.print_exception(type(error), error, error.__traceback__)
         return _complain(blame(error, named), EXIT_FAILED)
 
