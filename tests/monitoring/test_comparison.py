@@ -26,21 +26,56 @@ def test_expected_norms_give_the_numbers_they_were_made_of(trace, squared, sizes
     assert found == pytest.approx((trace, squared), rel=1e-6)
 
 
+def noise_of(points):
+    noise = NoiseScale()
+    for point in points:
+        noise.add(*point)
+    return noise
+
+
 @pytest.mark.parametrize(
-    ("trace", "scale", "words"),
+    ("trace", "words"),
     [
-        (1000.0, 1000.0, "about 1000 examples, well above the batch size of 128"),
-        (128.0, 128.0, "about 128 examples, near"),
-        (20.0, 20.0, "about 20 examples, well below"),
-        (-5.0, None, "cannot be told"),  # noise hides all
-        (0.0, None, "cannot be told"),
+        (1000.0, "about 1000 examples, well above the batch size of 128"),
+        (128.0, "about 128 examples, near"),
+        (20.0, "about 20 examples, well below"),
     ],
 )
-def test_the_scale_and_the_advice(trace, scale, words):
-    noise = NoiseScale()
-    noise.add(trace, 1.0)
-    assert noise.examples() == (scale and pytest.approx(scale))
+def test_the_scale_and_the_advice(trace, words):
+    noise = noise_of([(trace, 1.0)] * 10)
+    assert noise.examples() == noise.known_examples() == pytest.approx(trace)
     assert words in noise.advice(128)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [],
+        [(9.0, 1.0)] * 9,  # too few to tell how they scatter
+        [(-5.0, 1.0)] * 10,  # noise hides all
+        [(0.0, 1.0)] * 10,
+        [(9.0, 1.0), (9.0, -0.9)] * 20,  # a small difference of large numbers
+        [(9.0, 0.1)] * 9 + [(9.0, 10.0)],  # one point is most of it
+    ],
+)
+def test_what_is_not_well_known_is_not_told(points):
+    noise = noise_of(points)
+    assert noise.known_examples() is noise.advice(128) is None
+
+
+def test_what_is_told_is_right_to_a_factor_of_two():
+    """Of runs whose squared norms scatter as those of real ones, a little or very much."""
+    random = np.random.default_rng(0)
+    told = []
+    for scatter in 0.5, 1.0, 2.0, 4.0:
+        for _ in range(50):
+            points = zip(
+                random.gamma(4, 100 / 4, 40), random.gamma(scatter**-2, scatter**2, 40), strict=True
+            )
+            told.append(noise_of(points).known_examples())
+    known = [value for value in told if value is not None]
+    assert 50 < len(known) < 150
+    assert np.mean([50 < value < 200 for value in known]) > 0.95
 
 
 @pytest.mark.parametrize(

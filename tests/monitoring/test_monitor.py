@@ -171,16 +171,16 @@ def test_an_evaluation_stands_after_its_updates_once(monitor, tmp_path):
 def test_the_noise_scale_is_drawn_and_explained(tmp_path, make):
     monitor = make()
     quiet = METRICS | {"tower_gradient_norm": [1.6, 1.6], "data_gradient_norm": 1.5}
-    for step in range(1, 4):
+    for step in range(1, 13):
         step_to(monitor, step - 1, step, quiet)
     trace = (1.6**2 - 1.5**2) * 128
     expected = trace / (1.5**2 - trace / 128)
     assert [value for _, value in points(tmp_path / "train", "noise_scale/examples")] == (
-        pytest.approx([expected] * 3, rel=1e-5)
+        pytest.approx([expected] * 12, rel=1e-5)
     )
     assert monitor.noise_scale() == pytest.approx(expected, rel=1e-5)
     assert f"about {expected:.0f} examples" in monitor.advice()
-    assert make(3).noise_scale() == pytest.approx(expected, rel=1e-5)  # it goes on from there
+    assert make(12).noise_scale() == pytest.approx(expected, rel=1e-5)  # it goes on from there
 
 
 @pytest.mark.parametrize("num_towers", [1, 2])

@@ -161,11 +161,11 @@ class Monitor:
         return statistics.median(rates) if rates else None
 
     def noise_scale(self) -> float | None:
-        """Return the gradient noise scale in examples, None where it cannot be told."""
-        return self._noise.examples()
+        """Return the gradient noise scale in examples, None where it is not well known."""
+        return self._noise.known_examples()
 
-    def advice(self) -> str:
-        """Return one sentence on batch size and towers."""
+    def advice(self) -> str | None:
+        """Return one sentence on batch size and towers, None where the scale is not well known."""
         return self._noise.advice(self._timetable.options.batch_size)
 
     def close(self) -> None:

@@ -99,8 +99,8 @@ def _train(begun: Start, out: TextIO, start: float) -> dict[str, Any] | None:
     dashboard.close_root(folder, result, timetable.x(last))
     manifest.finish(folder, run.masters.variables())
     files.write_json(folder / RESULT, result)  # the last: with it the run is finished
-    if len(run.builder.devices) > 1:  # one tower alone has nothing to compare
-        monitor.say(f"gradient noise scale: {monitor.advice()}")
+    if advice := monitor.advice():  # several towers, whose points agree
+        monitor.say(f"gradient noise scale: {advice}")
     for line in table(result):
         monitor.say(line)
     return result
