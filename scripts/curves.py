@@ -13,22 +13,24 @@ bit, which shows how far that alone leads. --num_towers=1,1,2 trains one tower t
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 try:
     from matplotlib.figure import Figure  # draws with Agg: no display, no global state
 except ImportError:
-    print("there is no matplotlib: type pip install 'towers[plot]'", file=sys.stderr)
+    print("there is no matplotlib: type pip install -e '.[plot]' in the checkout", file=sys.stderr)
     sys.exit(2)
 
 import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
+
+from towers.cli import quiet_start  # noqa: E402
+
+with quiet_start(level=3):
+    import tensorflow as tf
 
 from towers.devices.selection import tower_devices  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402

@@ -22,11 +22,13 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import keras  # noqa: E402
-import tensorflow as tf  # noqa: E402
+from towers.cli import quiet_start  # noqa: E402
+
+with quiet_start(level=3):
+    import keras
+    import tensorflow as tf
 
 from towers.builder import draws  # noqa: E402
 from towers.devices.selection import tower_devices  # noqa: E402

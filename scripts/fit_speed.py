@@ -11,10 +11,13 @@ import sys
 import time
 from pathlib import Path
 
-import keras
-import tensorflow as tf
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from towers.cli import quiet_start  # noqa: E402
+
+with quiet_start(level=3):
+    import keras
+    import tensorflow as tf
 
 import towers  # noqa: E402
 from scripts.exactness_cost import spread  # noqa: E402

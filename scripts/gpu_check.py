@@ -10,7 +10,6 @@ here. With --kind=cpu logical CPUs take the part of GPUs in the checks that know
 import argparse
 import functools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,12 +18,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import keras  # noqa: E402
-import tensorflow as tf  # noqa: E402
+from towers.cli import quiet_start  # noqa: E402
+
+with quiet_start(level=3):
+    import keras
+    import tensorflow as tf
 
 import towers  # noqa: E402
 from towers import devices, tf_private  # noqa: E402

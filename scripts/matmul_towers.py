@@ -4,14 +4,15 @@
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import tensorflow as tf  # noqa: E402
+from towers.cli import quiet_start  # noqa: E402
+
+with quiet_start(level=3):
+    import tensorflow as tf
 
 import towers  # noqa: E402
 from towers.devices.selection import tower_devices  # noqa: E402

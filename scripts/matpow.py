@@ -7,18 +7,20 @@ towers share the same cores, as two logical CPU devices do, the ratio is near 1.
 """
 
 import argparse
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
+
+from towers.cli import quiet_start  # noqa: E402
+
+with quiet_start(level=3):
+    import tensorflow as tf
 
 import towers  # noqa: E402
 from towers.devices.selection import tower_devices  # noqa: E402

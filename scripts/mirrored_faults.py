@@ -12,12 +12,15 @@ One step of `fit` each, on two logical CPU devices:
 
 from collections.abc import Callable
 
-import keras
 import numpy as np
-import tensorflow as tf
 
 import towers
+from towers.cli import quiet_start
 from towers.text import table
+
+with quiet_start(level=3):
+    import keras
+    import tensorflow as tf
 
 WAYS = ("one device", "2 towers", "MirroredStrategy")
 

@@ -21,10 +21,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import tensorflow as tf  # noqa: E402
+from towers.cli import quiet_start  # noqa: E402
+
+with quiet_start(level=3):
+    import tensorflow as tf
 
 from towers.errors import InputError, RunError  # noqa: E402
 from towers.monitoring.monitor import Monitor  # noqa: E402

@@ -199,7 +199,7 @@ def test_quickstart_trains_and_installs_only_when_that_changes_something(
     first = run(tmp_path, *command, PYTHON=str(python))
     trained = "train|--flagfile=configs/quickstart.cfg|--num_towers=2|--train_dir=a b|"
     assert (first.returncode, first.stderr) == (0, "")
-    assert "about a minute" in first.stdout and first.stdout.splitlines()[-1] == trained
+    assert "0.6 GB to download" in first.stdout and first.stdout.splitlines()[-1] == trained
     assert calls(python)[-1].endswith("-e .") and num_installations(python) == 1
     assert run(tmp_path, *command, PYTHON=str(python)).stdout.strip() == trained
     assert num_installations(python) == 1

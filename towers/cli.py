@@ -183,7 +183,7 @@ def _run(verb: Verb, options: Any, start: float) -> int:
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if verb.tensorflow:
         _check_names(options)
-        with _quiet_start():
+        with quiet_start():
             _start(
                 dataclasses.replace(of_run, devices="cpu") if verb.tensorflow == "cpu" else of_run
             )
@@ -229,16 +229,17 @@ def _start(options: Options) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_start() -> Iterator[None]:
+def quiet_start(level: int = 2) -> Iterator[None]:
     """Hold back what TensorFlow's C++ writes while it starts; show it if the start fails.
 
-    If C++ ends the process itself, Python's fault handler says where. A user who sets
-    TF_CPP_MIN_LOG_LEVEL gets all lines.
+    Once it has started it writes errors, at `level` 3 only what ends the process. If C++ ends the
+    process while it starts, Python's fault handler says where. A user who sets TF_CPP_MIN_LOG_LEVEL
+    gets all lines.
     """
     if "TF_CPP_MIN_LOG_LEVEL" in os.environ or "tensorflow" in sys.modules:
         yield
         return
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"  # errors only, once it has started
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = str(level)
     sys.stderr.flush()
     with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb") as stderr:
         os.dup2(held.fileno(), 2)

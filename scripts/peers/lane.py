@@ -108,7 +108,7 @@ def package(name: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        emit(skipped=f"{name} is not installed: pip install '.[peers]'")
+        emit(skipped=f"{name} is not installed: pip install -e '.[peers]'")
         sys.exit(0)
 
 

@@ -105,7 +105,7 @@ def test_missing_package_is_skipped_by_name(name, tmp_path):
     missing = f"raise ModuleNotFoundError('No module named {package}', name={package!r})"
     (tmp_path / f"{package}.py").write_text(missing)
     [line] = start(name, environ={"PYTHONPATH": str(tmp_path)})
-    assert line == {"skipped": f"{package} is not installed: pip install '.[peers]'"}
+    assert line == {"skipped": f"{package} is not installed: pip install -e '.[peers]'"}
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_without_matplotlib_one_line_says_what_to_type(tmp_path):
     done = script("-c", program)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
-    assert line.endswith("type pip install 'towers[plot]'")
+    assert line.endswith("type pip install -e '.[plot]' in the checkout")
 
 
 # ---------------------------------------------------------------------------- exactness_cost.py
