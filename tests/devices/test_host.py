@@ -36,6 +36,8 @@ def test_variables_that_matter_are_read_and_no_others():
         "KERAS_API_KEY": "hush",
         "NVIDIA_NGC_API_KEY": "hush",
         "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TF_CLI_CONFIG_FILE": "of Terraform",
+        "TF_LOG": "of Terraform",
         "SOME_TF_FLAG": "1",
         "PATH": "/bin",
     }

@@ -18,9 +18,12 @@ import towers
 from towers.devices import nvml
 from towers.devices.nvml import MIB
 
-# The names that are read. Those that only choose what is logged are none of them.
+# The names that are read. Those that only choose what is logged are none of them, nor are those of
+# Terraform, which begin with TF_, too.
+_OTHERS = "CPP|CLI|VAR|LOG|INPUT|WORKSPACE|PLUGIN_CACHE|IN_AUTOMATION|REGISTRY|CLOUD|DATA_DIR"
 _ENVIRONMENT = re.compile(
-    "(CUBLAS|CUDA|CUDNN|DNNL|KERAS|KMP|MKL|NCCL|NVIDIA|OMP|ONEDNN|OPENBLAS|XLA|TF(?!_CPP))_.*"
+    "(CUBLAS|CUDA|CUDNN|DNNL|KERAS|KMP|MKL|NCCL|NVIDIA|OMP|ONEDNN|OPENBLAS|XLA)_.*"
+    f"|TF_(?!({_OTHERS})(_|$)).*"
     "|LD_(LIBRARY_PATH|PRELOAD)|PYTHON(HASHSEED|OPTIMIZE|PATH)|XDG_CACHE_HOME"
 )
 _SECRET = "(?i:token|secret|passw|api_?-?key|credential)"
