@@ -129,7 +129,7 @@ def _main(argv: Sequence[str]) -> int:
             print(flags.verb_help(VERBS[name]), end="")
             return 0
         options = parse(name, rest)
-        named = _functions(options)
+        named = dict(_functions(options))
         return _run(VERBS[name], options, start)
     except InputError as error:
         return _complain(error, EXIT_USAGE)
@@ -149,10 +149,11 @@ def parse(name: str, argv: Sequence[str]) -> Any:
     return flags.parse(argv, VERBS[name])
 
 
-def _functions(options: Any) -> dict[str, str]:
-    """Return {flag: "module:function"} of what the user named so."""
-    given = {name: str(value) for name, value in _given(options).items() if name in _NAME_FUNCTIONS}
-    return {flag: name for flag, name in given.items() if ":" in name or flag == "model"}
+def _functions(options: Any) -> list[tuple[str, str]]:
+    """Return (flag, "module:function") of what the user named so, alone or between commas."""
+    given = _given(options)
+    pairs = [(flag, n) for flag in _NAME_FUNCTIONS for n in str(given.get(flag, "")).split(",")]
+    return [(flag, name) for flag, name in pairs if ":" in name or (flag == "model" and name)]
 
 
 def _given(options: Any) -> dict[str, Any]:
@@ -196,7 +197,7 @@ def _run(verb: Verb, options: Any, start: float) -> int:
 
 def _check_names(options: Any) -> None:
     """Refuse names that nothing has, as far as that can be told before TensorFlow starts."""
-    for flag, name in _functions(options).items():
+    for flag, name in _functions(options):
         check_function(flag, name)
     from towers.data import registry
 
