@@ -12,7 +12,7 @@ from towers.options.fields import option
 # my_net.py and my_data.py lie beside this module.
 _FLAGS = """\
 # The flags of a run: towers train --flagfile=my_run.cfg
-# A flag that you type after it comes before the one here; towers train --help lists all.
+# A flag typed after it overrides the one here; towers train --help lists all.
 --train_dir=runs/mine
 --model=my_net:build
 --dataset=my_data:load
