@@ -250,6 +250,19 @@ def recorded_as_one(
     return outputs
 
 
+def logits_of(tensor: Any) -> tf.Tensor | None:
+    """Return what the probabilities in a tensor are made of, as Keras' losses look for it.
+
+    Public: nothing; a loss of probabilities takes their logits where it finds them.
+    """
+    return getattr(tensor, "_keras_logits", None)
+
+
+def set_logits_of(tensor: Any, logits: tf.Tensor) -> None:
+    """Let Keras' losses find the logits of probabilities. Public: `from_logits`, of a loss."""
+    tensor._keras_logits = logits
+
+
 def mask_of(tensor: Any) -> tf.Tensor | None:
     """Return the mask that Keras has put on a tensor. Public: `_keras_mask`, of Keras 2."""
     return get_keras_mask(tensor)

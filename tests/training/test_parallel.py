@@ -327,3 +327,40 @@ def test_an_infinity_on_one_tower_skips_the_step_for_all():
     assert optimizer.dynamic_scale.numpy() == 1.0
     model.train_on_batch(np.ones((8, 5), "float32"), np.zeros((8, 1), "float32"))
     assert any((w.numpy() != v).any() for w, v in zip(model.weights, before, strict=True))
+
+
+def saturated(end):
+    inputs = keras.Input([4])
+    hidden = keras.layers.Dense(3, kernel_initializer=keras.initializers.RandomNormal(0, 40, 1))
+    outputs = hidden(inputs)
+    if end == "function":
+        outputs = Raw()(outputs)
+    else:
+        outputs = keras.layers.Activation(end)(outputs)
+    loss = "binary_crossentropy" if end == "sigmoid" else "categorical_crossentropy"
+    model = keras.Model(inputs, outputs)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    return model
+
+
+class Raw(keras.layers.Layer):
+    def call(self, x):
+        return tf.nn.softmax(x)
+
+
+@pytest.mark.parametrize("end", ["softmax", "sigmoid", "function"])
+def test_a_loss_of_probabilities_sees_the_logits_behind_them_as_in_keras(all_float64, end):
+    """Of probabilities themselves nothing is left where a model is sure and wrong."""
+    x = np.random.RandomState(0).normal(size=(10, 4))
+    y = np.eye(3)[np.arange(10) % 3]
+    found = []
+    for num_towers in (0, 2, 3):
+        model = saturated(end)
+        if num_towers:
+            towers.parallelize(model, devices=[f"/cpu:{i}" for i in range(num_towers)])
+        history = model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0).history
+        found.append([history["loss"], *model.get_weights()])
+    assert found[0][0][0] > 20  # of clipped probabilities it would be 16 at most
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            np.testing.assert_allclose(two, one, rtol=1e-9)

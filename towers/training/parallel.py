@@ -30,6 +30,7 @@ from towers.training import faults, masters
 
 _STEPS = ("train_step", "test_step", "predict_step")
 _BATCH = object()  # stands for a tensor among arguments
+_PROBABILITIES = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}  # Keras looks for such ops
 _CONSTANTS = (bool, int, float, str, type(None))
 _MAKERS = ("make_train_function", "make_test_function", "make_predict_function")
 
@@ -171,7 +172,8 @@ class _Steps:
         layers = zip(found.few.adding if fn.policies else (), fn.policies, strict=True)
         self.builder.tell(doubts.added_loss(name) for name, policy in layers if policy is None)
         self.builder.tell(self._mixing(fn, found))
-        outputs, added = self.builder.concat(fn, *batch)
+        outputs, added, logits = self.builder.concat(fn, *batch)
+        outputs = _with_logits(outputs, logits)
         for i, rows in enumerate(added):  # functional models refuse `add_loss` of their own
             reduce = tf.reduce_sum if _is_sum(fn, i) else tf.reduce_mean
             keras.Layer.add_loss(layer, reduce(rows))
@@ -252,13 +254,15 @@ class _Steps:
 
 
 def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> Callable:
-    """Return the towers' function: the tensors of a layer's arguments -> (outputs, added losses).
+    """Return the towers' function: a layer's tensors -> (outputs, added losses, logits).
 
-    A loss that layers add, of a tower's examples, comes as a row for each of them: in the mean over
-    all rows, towers weigh by theirs.
+    Logits are those of outputs, by place, that Keras knows to be probabilities: its losses are made
+    of these, since of probabilities nothing is left where a model is sure. A loss that layers add,
+    of a tower's examples, comes as a row for each of them: in the mean over all rows, towers weigh
+    by theirs.
     """
 
-    def fn(*batch: Any) -> tuple[Any, list[tf.Tensor]]:
+    def fn(*batch: Any) -> tuple[Any, list[tf.Tensor], dict[int, dict[str, tf.Tensor]]]:
         given, before = iter(batch), len(tf_private.added_losses())
         leaves = [next(given) if leaf is _BATCH else leaf for leaf in fixed]
         args, kwargs = tf.nest.pack_sequence_as(structure, leaves)
@@ -268,10 +272,31 @@ def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> 
         for i, loss in enumerate(map(tf.reduce_sum, tf_private.added_losses()[before:])):
             loss = loss / tf.cast(num_examples, loss.dtype) if _is_sum(fn, i) else loss
             rows.append(tf.fill([num_examples], loss))
-        return outputs, rows
+        found = {i: _logits_of(output) for i, output in enumerate(tf.nest.flatten(outputs))}
+        return outputs, rows, {i: logits for i, logits in found.items() if logits}
 
     fn.policies = []
     return fn
+
+
+def _logits_of(output: Any) -> dict[str, tf.Tensor]:
+    """Return {"" or the op that makes probabilities of them: logits}, {} for other outputs."""
+    if (logits := tf_private.logits_of(output)) is not None:
+        return {"": logits}
+    made_by = output.op.type if isinstance(output, tf.Tensor) else ""
+    return {made_by: output.op.inputs[0]} if made_by in _PROBABILITIES else {}
+
+
+def _with_logits(outputs: Any, logits: dict[int, dict[str, tf.Tensor]]) -> Any:
+    """Return joined outputs with which losses find their logits, as with those of one device."""
+    flat = tf.nest.flatten(outputs)
+    for i, found in logits.items():
+        ((made_by, value),) = found.items()
+        if made_by:
+            flat[i] = _PROBABILITIES[made_by](value)
+        else:
+            tf_private.set_logits_of(flat[i], value)
+    return tf.nest.pack_sequence_as(outputs, flat)
 
 
 def _is_sum(fn: Callable, place: int) -> bool:
