@@ -320,6 +320,7 @@ TOWER_CHECKS: dict[str, Callable[..., str]] = {
     "the same with --placement=strict": strict_training,
     "the same with --variables=sharded": functools.partial(training, variables="sharded"),
     "the same with --variables=replicated": functools.partial(training, variables="replicated"),
+    "the same with --metrics, by a step of Keras": functools.partial(training, metrics="accuracy"),
     "the same with --jit_compile": functools.partial(training, jit_compile=True),
     "fused BatchNorm over two towers": batch_norm,
     "a profile names the ops of each device": profile,

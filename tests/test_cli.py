@@ -62,7 +62,7 @@ def call(argv):
 
 # ---------------------------------------------------------------------------- Bad command lines
 
-VERBS = "train|evaluate|verify|benchmark|plan|doctor|sweep|compare|tensorboard|init"
+VERBS = "train|evaluate|verify|benchmark|plan|doctor|sweep|compare|tensorboard|predict|export|init"
 MESSAGES = {
     "tran": f"there is no verb 'tran': towers {VERBS} --flag=value ...",
     "--num_towers=2 train": f"there is no verb '--num_towers=2': towers {VERBS} --flag=value ...",

@@ -15,15 +15,18 @@ import pytest
 import tensorflow as tf
 
 import towers
-from tests import fake_gpus
+from tests import fake_gpus, tiny
 from towers import cli, devices
+from towers.commands.init import command as init
 from towers.options import flags
 from towers.options.run import Options
 from towers.training.parallel import builder_of
+from towers.training.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PATHS = [ROOT / "README.md", ROOT / "scripts/README.md", *sorted(ROOT.glob("towers/*/README.md"))]
+TOP = ("README.md", "towers/README.md", "scripts/README.md")
+PATHS = [*(ROOT / name for name in TOP), *sorted(ROOT.glob("towers/*/README.md"))]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in PATHS}
 ALL = "\n".join(PAGES.values())
 
@@ -87,9 +90,11 @@ def test_the_scripts_are_there():
 @pytest.mark.parametrize("words", TOWERS, ids=" ".join)
 def test_the_commands_are_understood(words, monkeypatch, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
+    init.run(init.InitOptions((str(tmp_path),)), say=print)
     if words[1] != "train":  # which begins the run
-        (tmp_path / "runs/fast").mkdir(parents=True)
-        (tmp_path / "runs/fast/flags.cfg").write_text(Options().to_flagfile())
+        for name in "fast", "mine":
+            (tmp_path / "runs" / name).mkdir(parents=True)
+            (tmp_path / "runs" / name / "flags.cfg").write_text(Options().to_flagfile())
     monkeypatch.chdir(tmp_path)
     cli.parse(words[1], words[2:])
 
@@ -181,7 +186,8 @@ def test_fit_in_three_lines():
 
 
 def test_a_fitted_model_is_saved_as_a_plain_one(monkeypatch, tmp_path):
-    program, callbacks = blocks("python", PAGES["towers/training/README.md"])
+    page = blocks("python", PAGES["towers/training/README.md"])
+    program, callbacks = (block for block in page if ".fit(" in block)
     monkeypatch.chdir(tmp_path)
     model = run(program, build=a_model, x=X, y=Y[:, :3])["model"]
     saved = keras.models.load_model("model.keras")
@@ -190,6 +196,19 @@ def test_a_fitted_model_is_saved_as_a_plain_one(monkeypatch, tmp_path):
     run(callbacks, model=model, x=X, y=Y[:, :3])
     assert len(model.history.epoch) == 10
     assert (tmp_path / "runs/fit").is_dir() and (tmp_path / "saved").is_dir()
+
+
+def test_the_weights_of_a_run_are_read_with_towers_and_without(monkeypatch, tmp_path):
+    page = blocks("python", PAGES["towers/training/README.md"])
+    ours = next(block for block in page if "towers.load" in block)
+    theirs = next(block for block in page if "tf.train.Checkpoint" in block)
+    monkeypatch.chdir(tmp_path)
+    train(tiny.options("runs/mine", max_steps=2, ema_decay=0.9))
+    model = run(ours)["model"]
+    keras.backend.clear_session()
+    read = run(theirs, model=tiny.dense(3, (8, 8, 3)))["model"]
+    for one, other in zip(model.variables, read.variables, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_both_ways_to_a_loss_make_the_same_step():
@@ -327,8 +346,9 @@ def test_the_model_of_your_own_trains(monkeypatch, tmp_path, capsys):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    words = next(words for words in TOWERS if "--model=my_net:build" in words)
-    assert cli.main([*words[1:], "--dataset=my_data:load", "--max_steps=2", "--batch_size=8"]) == 0
+    (more,) = re.findall(r"`(--model_args=.*?)`", README)
+    words = ["train", "--model=my_net:build", "--dataset=my_data:load", "--train_dir=runs/mine"]
+    assert cli.main([*words, more, "--max_steps=2", "--batch_size=8"]) == 0
     assert "128" not in capsys.readouterr().err
     width = tf.train.load_checkpoint("runs/mine/checkpoints").get_variable_to_shape_map()
     assert [3, 3, 3, 64] in width.values()  # --model_args=width=64 has arrived

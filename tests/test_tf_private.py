@@ -7,6 +7,7 @@ import ast
 import threading
 from pathlib import Path
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -497,3 +498,120 @@ def test_batches_are_those_of_fit():
     ):
         batches = [[part.numpy().tolist() for part in b] for b in tf_private.batches_of(*given)]
         assert batches == [[[0, 1], [0, 1]], [[2, 3], [2, 3]], [[4], [4]]]
+
+
+def evaluated_model():
+    """Return a compiled model of two outputs that has seen a batch, and its batch."""
+    x = keras.Input((2,))
+    outputs = {name: layers.Dense(size, name=name)(x) for name, size in {"a": 1, "b": 3}.items()}
+    model = keras.Model(x, outputs)
+    own = keras.metrics.MeanMetricWrapper(lambda y, outputs: outputs, name="own")
+    model.compile(
+        loss={"a": "mse", "b": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
+        metrics={"a": ["mae", own], "b": ["accuracy"]},
+    )
+    batch = tf.ones([4, 2]), {"a": tf.zeros([4, 1]), "b": tf.zeros([4, 1], tf.int32)}
+    model.test_step(batch)
+    return model, batch
+
+
+def test_keras_knows_of_its_metrics_which_is_better():
+    model, _ = evaluated_model()
+    names = "loss", "b_loss", "a_mae", "b_accuracy", "a_own", "none"
+    found = {name: tf_private.better(model, name) for name in names}
+    known = {"loss": "min", "b_loss": "min", "a_mae": "min", "b_accuracy": "max"}
+    assert found == known | {"a_own": None, "none": None}
+
+
+def test_outputs_are_those_that_metrics_are_computed_of():
+    model, (x, y) = evaluated_model()
+    seen = []
+    with tf_private.outputs_watched(model, seen.append):
+        model.test_step((x, y))
+    model.test_step((x, y))
+    (outputs,) = seen
+    tf.nest.map_structure(np.testing.assert_array_equal, outputs, model(x))
+
+
+# Files of weights.
+
+
+def test_the_places_of_weights_are_those_in_a_file(tmp_path):
+    inner = keras.Sequential([layers.Dense(2, name="a"), layers.BatchNormalization(name="b")])
+    heads = layers.MultiHeadAttention(2, 3, name="heads")
+    x = keras.Input([4, 5])
+    model = keras.Model(x, [heads(x, x), inner(x), layers.Dense(1, name="c")(inner(x))])
+    model.save_weights(tmp_path / "x.weights.h5")
+    places = tf_private.places_in_file(model)
+    assert {id(v) for _, _, v in places} == {id(v) for v in model.variables}
+    with h5py.File(tmp_path / "x.weights.h5") as file:
+        for place, name, variable in places:
+            np.testing.assert_array_equal(file[place], variable.numpy())
+            group, _, number = place.rpartition("/")
+            assert name == f"{file[group].attrs['name']}/{number}"
+
+
+# What is compiled.
+
+
+def two_outputs(losses):
+    inputs = keras.Input((2,))
+    outputs = {name: layers.Dense(1, name=f"of_{name}")(inputs) for name in ("first", "second")}
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", losses, metrics={"first": [keras.metrics.Precision(name="precise")]})
+    return model
+
+
+def test_losses_are_seen_and_known_by_their_outputs():
+    model, seen = two_outputs({"second": "mse", "first": "mae"}), []
+
+    def make(call):
+        def watch(loss, *args, **kwargs):
+            seen.append(loss)
+            return call(loss, *args, **kwargs)
+
+        return watch
+
+    assert tf_private.loss_paths(model) == []
+    y = {"first": np.ones((4, 1)), "second": np.ones((4, 1))}
+    with tf_private.losses_replaced(make):
+        model.compute_loss(None, y, model(np.ones((4, 2))))
+    paths = tf_private.loss_paths(model)
+    assert [path for path, _, _ in paths] == [("second",), ("first",)]
+    assert [loss for _, _, loss in paths] == seen
+    assert tf_private.loss_paths(keras.Sequential()) == []
+
+
+def raise_own(y_true, y_pred):
+    raise ValueError("of my own")
+
+
+@pytest.mark.parametrize(
+    "losses, shapes, expected",
+    [
+        ("binary_crossentropy", (3, 1), ""),
+        ("mse", (1, 1), "precise"),
+        (raise_own, (1, 1), None),
+    ],
+)
+def test_it_is_known_whether_a_loss_or_a_metric_raised(losses, shapes, expected):
+    model = two_outputs(losses)
+    y = {name: np.full((4, n), 2.0) for name, n in zip(("first", "second"), shapes, strict=True)}
+    outputs = model(np.ones((4, 2)))
+    if expected == "precise":
+        y["first"] = np.ones((4, 5))  # which mean_squared_error broadcasts
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError)) as error:
+        model.compute_loss(None, y, outputs)
+        model.compute_metrics(None, y, outputs)
+    assert tf_private.raised_in_compiled(error.value) == expected
+    assert tf_private.raised_in_compiled(ValueError()) is None
+
+
+def test_the_maker_of_a_symbolic_tensor_is_found():
+    inputs = keras.Input((2,))
+    layer = layers.Dense(1)
+    first, second = layer(inputs), layer(inputs * 2)
+    for tensor in first, second:
+        maker, place, before = tf_private.maker_of(tensor)
+        assert (maker, place, len(before)) == (layer, 0, 1)
+    assert tf_private.maker_of(first)[2][0] is inputs

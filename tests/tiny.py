@@ -12,7 +12,6 @@ from towers.monitoring.gallery import Sampler
 from towers.options.run import Options
 from towers.training import checkpoint
 from towers.training.run import prepare
-from towers.training.step import METRICS
 
 TRAIN_SIZE, TEST_SIZE, NUM_CLASSES, IMAGE_SHAPE = 60, 23, 3, (8, 8, 3)
 
@@ -93,11 +92,17 @@ class Loop:
     def __call__(self, num_steps=1):
         """Make some steps; return the metrics of the last."""
         values = self.loop(self.batches, tf.constant(num_steps))
-        return {name: float(values[name]) for name in METRICS}
+        return {name: float(values[name]) for name in self.run.task.step_names}
 
     def state(self):
         """Return {name: value} of the master variables."""
         return {name: v.numpy() for name, v in self.masters.variables().items()}
+
+
+def flat(batch):
+    """Return (*example, draws) of a batch, as `Task.tower_function` takes it."""
+    example, draws = batch
+    return (*example, draws)
 
 
 def sampler(run):

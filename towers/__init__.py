@@ -8,6 +8,9 @@ what they return with `tf.add_n`; the rest of the package trains with it from th
     builder = towers.TowerBuilder(["/gpu:0", "/gpu:1"])
     loss, gradients = builder.gradients(loss_fn, model.trainable_variables, images, labels)
 
+    result = towers.train(model=build, dataset=data, num_towers=2, train_dir="runs/mine")
+    model = towers.load("runs/mine", model=build)
+
 Importing this package imports no TensorFlow, defines no flag and touches no device: the names
 below, and those of `devices`, are loaded when they are first used.
 """
@@ -24,6 +27,7 @@ _HOME = {
     "TowerBuilder": "builder.tower",
     "callbacks": "training.callbacks",
     "evaluate": "training.evaluate",
+    "load": "training.loading",
     "parallelize": "training.parallel",
     "train": "training.train",
     "unparallelize": "training.parallel",

@@ -44,7 +44,10 @@ class Verb(flags.Verb):
     tensorflow: str = ""
 
 
-_OF_EVALUATE = "train_dir json dataset data_dir image_size batch_size dtype num_towers devices"
+_OF_EVALUATE = (
+    "train_dir json model dataset data_dir image_size batch_size dtype num_towers devices"
+)
+_OF_PREDICT = "train_dir json batch_size num_towers devices"
 _VERBS = (
     Verb("train", "train a model over towers, or continue a run", completes=True, begins=True,
          function="towers.training.train:train", tensorflow="options"),
@@ -74,6 +77,14 @@ _VERBS = (
          options="towers.commands.tensorboard.command:TensorboardOptions",
          takes=("train_dir", "port"),
          function="towers.commands.tensorboard.command:run"),
+    Verb("predict", "say what a run's trained model makes of files of your own, over towers",
+         options="towers.commands.predict.options:PredictOptions",
+         takes=(*_OF_PREDICT.split(), *GpuOptions.__dataclass_fields__), completes=True,
+         function="towers.commands.predict.command:run", tensorflow="options"),
+    Verb("export", "write a run's trained model to a file that needs no towers",
+         options="towers.commands.export.options:ExportOptions",
+         takes=("train_dir", "overwrite", "json"), completes=True,
+         function="towers.commands.export.command:run", tensorflow="cpu"),
     Verb("init", "write a model, data and flags to begin with",
          options="towers.commands.init.command:InitOptions",
          function="towers.commands.init.command:run"),
@@ -183,7 +194,7 @@ def _run(verb: Verb, options: Any, start: float) -> int:
             # It asks a run for a profile, and ends none that is not listening yet, or no more.
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if verb.tensorflow:
-        _check_names(options)
+        _check_names(options, data=verb.takes is None or "dataset" in verb.takes)
         with quiet_start():
             _start(
                 dataclasses.replace(of_run, devices="cpu") if verb.tensorflow == "cpu" else of_run
@@ -195,10 +206,16 @@ def _run(verb: Verb, options: Any, start: float) -> int:
     return _exit_code(result)
 
 
-def _check_names(options: Any) -> None:
-    """Refuse names that nothing has, as far as that can be told before TensorFlow starts."""
+def _check_names(options: Any, data: bool) -> None:
+    """Refuse names that nothing has, as far as that can be told before TensorFlow starts.
+
+    Data are looked for if the verb reads any.
+    """
     for flag, name in _functions(options):
-        check_function(flag, name)
+        if data or flag != "dataset":
+            check_function(flag, name)
+    if not data:
+        return
     from towers.data import registry
 
     given = _given(options)

@@ -22,6 +22,8 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.dtype_policies import DTypePolicyMap
 from keras.src.layers.core import input_layer
 from keras.src.layers.preprocessing.data_layer import DataLayer
+from keras.src.saving import saving_lib
+from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 from keras.src.trainers.data_adapters import get_data_adapter
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
@@ -120,6 +122,34 @@ def layers_of(layer: keras.Layer) -> list[keras.Layer]:
     return list(found.values())
 
 
+def places_in_file(model: keras.Model) -> list[tuple[str, str, keras.Variable]]:
+    """Return ("layers/dense/vars/0", "dense/0", variable) for each that save_weights would write.
+
+    The first is its place in the file, the second its layer's name, which stands there, too, with
+    its number. Public: save_weights, which does not tell what variable is written where.
+    """
+    store = _Noted()
+    saving_lib._save_state(model, store, None, "", set())
+    return [
+        (f"{path}/vars/{number}".lstrip("/"), f"{name}/{number}", variable)
+        for (path, name), variables in store.found.items()
+        for number, variable in variables.items()
+    ]
+
+
+class _Noted(saving_lib.H5IOStore):
+    """Stands in the place of a file of weights, and notes what would be written."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def __bool__(self) -> bool:
+        return True
+
+    def make(self, path: str, metadata: dict[str, str] | None = None) -> dict[str, Any]:
+        return self.found.setdefault((path, (metadata or {}).get("name", "")), {})
+
+
 @contextlib.contextmanager
 def named_as_in_a_new_process() -> Iterator[None]:
     """Let Keras number layers from dense, dense_1 on. Public: clear_session, which drops more."""
@@ -148,6 +178,87 @@ def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> tf
 
 
 # The scope that keeps what layers assign, and the losses that they add.
+
+
+def better(model: keras.Model, name: str) -> str | None:
+    """Return "max" or "min", which of a metric is better, None if Keras does not know.
+
+    Public: of `ModelCheckpoint(mode="auto")`, after training.
+    """
+    if name == "loss" or name.endswith("_loss"):
+        return "min"
+    waiting, found = list(model.metrics), []
+    while waiting:
+        metric = waiting.pop()
+        found.append(metric)
+        waiting += getattr(metric, "metrics", ())
+    directions = {m.name: getattr(m, "_direction", None) for m in found}
+    for known, direction in directions.items():  # of several outputs, after the output's name
+        if direction and (name == known or name.endswith(f"_{known}")):
+            return {"up": "max", "down": "min"}[direction]
+    return None
+
+
+def outputs_watched(model: keras.Model, watch: Callable[[Any], object]) -> Block:
+    """Let `watch` be called with what a model's metrics are computed of. Public: predict again."""
+
+    def make(compute: Callable) -> Callable:
+        def compute_metrics(x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+            watch(y_pred)
+            return compute(x, y, y_pred, *args, **kwargs)
+
+        return compute_metrics
+
+    return _replaced((model, "compute_metrics", make))
+
+
+def losses_replaced(make: Make) -> Block:
+    """Replace the call of all Keras losses. Public: a hook that sees what a loss is given."""
+    return _replaced((keras.Loss, "__call__", make))
+
+
+def loss_paths(model: keras.Model) -> list[tuple[tuple, str, Any]]:
+    """Return (path in the outputs, name of the output, loss) for each loss of a compiled model.
+
+    They are known once it was called. Public: `model.loss`, which may be one name for all outputs.
+    """
+    losses = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None) or []
+    return [(tuple(own.path), str(own.name), own.loss) for own in losses]
+
+
+def raised_in_compiled(error: BaseException) -> str | None:
+    """Return what of a compiled model raised in Keras' own code: "" for its loss, else its metric.
+
+    None if it was something else, or the user's function. Public: an error that says it.
+    """
+    found: str | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        if frame.f_code in (CompileLoss.__call__.__code__, CompileLoss.call.__code__):
+            found = ""
+        elif frame.f_code is CompileMetrics.update_state.__code__:
+            found = "of compile"
+        elif frame.f_code is MetricsList.update_state.__code__:
+            found = frame.f_locals["m"].name
+        elif found is not None and not _is_framework(frame.f_globals.get("__name__", "")):
+            return None
+    return found
+
+
+def _is_framework(module: str) -> bool:
+    known = ("keras", "tensorflow", "numpy", "optree", "towers", "contextlib", "functools")
+    return module.partition(".")[0] in known
+
+
+def maker_of(tensor: keras.KerasTensor) -> tuple[Any, int, list[Any]]:
+    """Return the operation that made a symbolic tensor, which of its outputs that is, its inputs.
+
+    Public: `layer.output`, of a layer that is called once.
+    """
+    operation, node, place = tensor._keras_history
+    nodes = operation._inbound_nodes
+    return operation, place, list(nodes[node].input_tensors) if node < len(nodes) else []
 
 
 def open_scope() -> keras.StatelessScope | None:

@@ -18,7 +18,9 @@ from towers import cli
 from towers.commands.benchmark import lanes, own_lane, results
 from towers.commands.benchmark.options import BenchmarkOptions
 from towers.commands.benchmark.own_lane import make_parts
+from towers.data import augment
 from towers.graphs.flops import flop_per_example
+from towers.options.run import Options
 from towers.training.run import prepare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -221,6 +223,7 @@ def test_an_interrupt_ends_all(folder, number, monkeypatch, capsys):
 
 OWN = FakeLane("own", [])
 OWN.ready |= {"image_shape": [8, 8, 3], "num_classes": 3, "num_towers": 1, "devices": ["/cpu:0"]}
+OWN.ready |= {"augment": "off"}
 
 
 # ---------------------------------------------------------------------------- The parts of a step
@@ -283,7 +286,7 @@ def test_a_lane_trains_as_long_as_it_was_asked_to():
     assert int(lane.run.masters.step) - before == answer["steps"]
     assert lane.ready["parts"] == ["gather", "control", "matmul"]  # nothing is read
     assert lane.ready["image_shape"] == (24, 24, 3) and lane.ready["flop_per_example"] > 0
-    one, two = (next(lane.batches)[0].numpy() for _ in range(2))
+    one, two = (next(lane.batches)[0][0].numpy() for _ in range(2))
     assert one.shape == (5, 24, 24, 3) and one.dtype == "float32" and one.std() > 0.9
     assert lane.run.options.augment == "off" and (one == two).all()
 
@@ -308,7 +311,9 @@ def test_the_arithmetic_of_a_step():
         def loss_fn(images, labels, draws, model=model):
             return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, model(images))
 
-        assert flop_per_example(model, loss_fn, shape, tf.float32) == 2 * products
+        images, labels = tf.TensorSpec([None, *shape]), tf.TensorSpec([None], tf.int32)
+        batch = (images, labels), tf.TensorSpec([None, augment.NUM_DRAWS])
+        assert flop_per_example(model, loss_fn, batch) == 2 * products
 
 
 # ---------------------------------------------------------------------------- What the numbers say
@@ -379,3 +384,23 @@ def test_bad_input_is_one_line(folder, capsys, given, words):
     line = err.splitlines()[-1]
     assert line.startswith(f"towers: {given.split('=')[0]}=") and words in line
     assert not list(folder.rglob("*.png")) and "measuring" not in out
+
+
+# ---------------------------------------------------------------------------- Other tasks
+
+
+@pytest.mark.parametrize("task", ["table", "masks", "two"])
+def test_every_part_of_a_step_of_a_compiled_model_is_measured(task):
+    names = {"model": f"tests.tasks:{task}", "dataset": f"tests.tasks:{task}_data"}
+    lane = own_lane.OwnLane(Options(**names, batch_size=8, num_towers=2), 8)
+    assert lane.ready["parts"] == ["constant", "gather", "control", "matmul"]
+    assert (lane.ready["image_shape"] is None) == (task != "masks")
+    assert lane.ready["flop_per_example"] > 0
+    assert lane.train(0.01)["steps"] > 0
+
+
+def test_data_that_are_no_images_with_classes_are_given_to_nobody(tmp_path):
+    for task in "table", "masks", "two":
+        data, _ = own_lane.load(Options(dataset=f"tests.tasks:{task}_data"))
+        own_lane.export(data.train, str(tmp_path / "train.npz"))
+        assert not (tmp_path / "train.npz").exists()

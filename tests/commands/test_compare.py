@@ -186,6 +186,9 @@ def test_a_folder_of_runs_stands_for_all_of_them_once_and_in_order(capsys):
         ("a c --plot=x.jpg", "--plot=x.jpg: a name that ends in .png"),
         ("a c --plot=no/x.png", "--plot=no/x.png: there is no folder no"),
         ("a c --accuracy=90", "--accuracy=90.0: a number from 0 to 1"),
+        ("a c --objective=auc", "--objective=auc: the runs have accuracy; max: or min:"),
+        ("a c --target_value=high", "--target_value=high: a number is needed"),
+        ("a c --target_value=1 --accuracy=0.5", "--accuracy and --target_value: give one of them"),
         ("a c --runs=d", "there is no flag --runs"),
     ],
 )
@@ -199,6 +202,57 @@ def test_bad_input_gets_one_line(folder, capsys, argv, message):
     out, err = capsys.readouterr()
     assert not out and message in err and err.count("\n") == 1
     assert tiny.files(folder) == before
+
+
+# ---------------------------------------------------------------------------- Objectives
+
+
+def make_regression(name, errors, result=True, **more):
+    """Make the folder of a run whose mae was these, and whose average's was half of that."""
+    folder = make_run(name, [], **more)
+    points = [((i + 1) * 100, {"mae": v, "mae_ema": v / 2}) for i, v in enumerate(errors)]
+    write_events(folder / "eval", points, began=2000)
+    found = {"steps": 300, "objective": "test_mae", "direction": "min", "test_mae": errors[-1]}
+    found |= {"test_mae_ema": errors[-1] / 2, "test_loss": 0.5, "examples": 3000}
+    if result:
+        (folder / "result.json").write_text(json.dumps(found))
+    return folder
+
+
+def test_runs_are_compared_by_their_own_objective_which_may_be_better_when_it_is_lower():
+    make_regression("a", [0.9, 0.5, 0.7])
+    make_regression("b", [0.8, 0.7, 0.6])
+    result, lines = compare_lines("a", "b", "--plot=none")
+    assert cells(lines, "results")[0][:4] == ["run", "status", "mae", "test_loss"]
+    assert [row[2] for row in cells(lines, "results")[1:]] == ["0.3500", "0.3000"]
+    assert [row[2] for row in cells(lines, "to a test mae of 0.3001")[1:3]] == ["200", "300"]
+    assert (result["objective"], result["direction"]) == ("test_mae", "min")
+    assert result["target"] == 0.3001 and "accuracy" not in result
+    _, lines = compare_lines("a", "b", "--target_value=0.4", "--plot=compare.png")
+    assert [row[2] for row in cells(lines, "to a test mae of 0.4000")[1:3]] == ["200", "100"]
+    assert Path("compare.png").stat().st_size
+
+
+def test_another_objective_can_be_named_and_different_ones_are_told():
+    make_regression("a", [0.9])
+    make_run("b", [0.5], RESULT)
+    result, lines = compare_lines("a", "b", "--plot=none")
+    assert lines[0] == (
+        "objective   the runs have different objectives, test_mae, test_accuracy: compared by "
+        "test_loss"
+    )
+    assert [run["metrics"]["objective"] for run in result["runs"]] == [0.5, 0.25]
+    result, lines = compare_lines("a", "b", "--objective=max:mae", "--plot=none")
+    assert (result["objective"], result["direction"]) == ("test_mae", "max")
+    assert [run["metrics"]["objective"] for run in result["runs"]] == [0.45, None]
+
+
+def test_runs_that_are_not_finished_are_compared_by_what_they_have():
+    make_regression("a", [0.9], result=False)
+    make_regression("b", [0.8], result=False)
+    result, _ = compare_lines("a", "b", "--objective=min:mae", "--plot=none")
+    assert [run["metrics"]["objective"] for run in result["runs"]] == pytest.approx([0.45, 0.4])
+    assert compare_lines("a", "b", "--plot=none")[0]["objective"] == "test_loss"
 
 
 # ---------------------------------------------------------------------------- Curves
@@ -237,8 +291,8 @@ def test_what_is_computed_again_after_a_crash_stands_once():
     write_events(run / "eval", [(140, {"accuracy": 0.6}), (200, {"accuracy": 0.7})], 2000)
     curves = read_curves(run)
     assert curves.loss.x.tolist() == [0, 49, 99, 100, 149, 199]
-    assert curves.accuracy.x.tolist() == [100, 140, 200]
-    assert curves.accuracy.examples.tolist() == [1000, 1400, 2000]
+    assert curves.of("accuracy").x.tolist() == [100, 140, 200]
+    assert curves.of("accuracy").examples.tolist() == [1000, 1400, 2000]
     assert curves.seconds_at(2000) == pytest.approx(10 + 20)
 
 

@@ -237,6 +237,23 @@ def test_a_weight_without_gradient_is_named(capsys):
     assert "FAILED      no gradient: nothing/kernel" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("task", ["table", "two"])
+def test_a_compiled_model_is_planned_with_what_it_can_have(capsys, task):
+    flags = f"--model=tests.tasks:{task} --dataset=tests.tasks:{task}_data --batch_size=8"
+    code = cli.main(["plan", *flags.split(), "--num_towers=2", "--measure=false", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert code == 0 and list(result["placements"]) == ["cpu", "sharded"]
+    assert result["gradients"]["missing"] == [] and result["flop_per_example"] > 0
+    assert all(row["bytes_per_step"]["equal"] for row in result["placements"].values())
+    assert result["flop_unseen"] is False
+
+
+def test_a_plan_says_that_it_does_not_see_into_a_loop(capsys):
+    flags = "--model=tests.tasks:text --dataset=tests.tasks:text_data --batch_size=8"
+    assert cli.main(["plan", *flags.split(), "--num_towers=2", "--measure=false"]) == 0
+    assert "without what is inside loops and functions" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "argument, words",
     [

@@ -123,6 +123,31 @@ def test_the_average_counts_where_there_is_one_and_a_failure_puts_a_row_last():
     ]
 
 
+def test_the_objective_is_that_of_the_runs_and_may_be_better_when_it_is_lower():
+    def entry(rate, error):
+        result = {"objective": "validation_mae", "direction": "min", "validation_mae": error}
+        result |= {"steps": 3, "test_loss": error}
+        flags = {"learning_rate": rate, "seed": 1}
+        end = {"name": f"{rate}", "seconds": 2.0, "status": "finished", "train_dir": "S/x"}
+        return end | {"flags": flags, "result": result}
+
+    options = cli.parse("sweep", ["--sweep_dir=S", "--vary=learning_rate:1,2"])
+    entries = [entry(1, 0.5), entry(2, 0.25)]
+    assert sweep_report.line_of(entries[0], 1, 2) == "run 1 of 2 1: mae 0.5000 (2 s)"
+    document = sweep_report.document(options, entries)
+    assert (document["objective"], document["direction"]) == ("validation_mae", "min")
+    assert document["best"]["flags"] == {"learning_rate": 2}
+    assert "accuracy" not in document["summary"][0]
+    lines = sweep_report.closing_lines(document)
+    assert lines[1].split()[:2] == ["learning_rate", "mae"]
+    assert any(line.startswith("mae: on the validation data, of the") for line in lines)
+    assert "best        learning_rate=2: mae 0.2500" in lines
+    entries[0]["result"] = {"test_accuracy": 0.5, "test_loss": 0.5}
+    lines = sweep_report.closing_lines(sweep_report.document(options, entries))
+    assert "best        learning_rate=2: loss 0.2500" in lines
+    assert any(line.startswith("the runs have different objectives") for line in lines)
+
+
 # ---------------------------------------------------------------------------- Going on
 
 

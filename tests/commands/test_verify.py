@@ -234,9 +234,9 @@ def test_padding_that_counts_is_found(capsys, monkeypatch):
     evaluate = verify.Lane.evaluate
 
     def all_count(lane, batch):
-        images, labels, weights = batch
-        assert weights.numpy().tolist() == [1] * 6 + [0]
-        return evaluate(lane, (images, labels, weights if lane.num_towers < 2 else weights * 0 + 1))
+        example, counted = batch
+        assert counted.numpy().tolist() == [1] * 6 + [0]
+        return evaluate(lane, (example, counted if lane.num_towers < 2 else counted * 0 + 1))
 
     monkeypatch.setattr(verify.Lane, "evaluate", all_count)
     code, result, _ = command(capsys, "tests.tiny:dense")

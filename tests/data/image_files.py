@@ -62,8 +62,12 @@ WRITE = {"folder": write_folder, "tfrecord": write_tfrecord}
 
 
 def take(split, batch_size, num_batches, **start):
-    batches = split.train_batches(batch_size, **start).take(num_batches)
-    return [tuple(part.numpy() for part in batch) for batch in batches]
+    """Return batches for training, the tensors of each in a row."""
+    return flat(split.train_batches(batch_size, **start).take(num_batches))
+
+
+def flat(batches):
+    return [tuple(part.numpy() for part in tf.nest.flatten(batch)) for batch in batches]
 
 
 def assert_same(batches, others):

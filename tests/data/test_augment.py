@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers.data import augment
+from towers.data import Data, augment
+from towers.data.halves import data_set
+from towers.errors import InputError
 
 SHAPES = [(32, 32, 3), (28, 28, 1), (5, 7, 4), (1, 1, 1), (48, 64, 3)]
 ALMOST_ONE = np.float32(1) - np.float32(2) ** -24  # the largest float32 below 1
@@ -151,3 +153,106 @@ def test_an_image_of_one_colour_does_not_become_noise(kind, value):
 def test_an_unknown_kind():
     with pytest.raises(ValueError, match="allowed are tutorial, resnet, none, off"):
         augment.output_shape((32, 32, 3), "tutorail")
+
+
+# What --augment means, and what is said of it
+
+
+NUM = 20
+IMAGES, LABELS = np.zeros((NUM, 40, 48, 3), np.uint8), np.arange(NUM) % 3
+OWN = {
+    "images": (IMAGES, LABELS),
+    "masks": (IMAGES, IMAGES[..., 0] > 0),
+    "boxes": (IMAGES, {"kind": LABELS, "boxes": np.zeros((NUM, 5, 4))}),
+    "several labels": (IMAGES / 255, np.eye(3)[LABELS]),
+    "numbers": ({"tokens": np.zeros((NUM, 80), int), "price": np.zeros(NUM)}, np.zeros(NUM)),
+    "grey": (IMAGES[..., 0], LABELS, np.ones(NUM)),
+    "two": ((IMAGES, {"a": {"b": np.zeros((NUM, 2))}}),),
+}
+
+
+def own(kind, name="mine:load"):
+    return data_set(name, {"train": OWN[kind], "test": OWN[kind]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_plain", "of_compiled"),
+    [("images", "none", "off"), ("masks", "none", "off"), ("numbers", "off", "off")],
+)
+def test_the_user_s_own_examples_are_not_changed_unasked(kind, of_plain, of_compiled):
+    assert augment.resolve("auto", own(kind)) == of_plain
+    assert augment.resolve("auto", own(kind), compiled=True) == of_compiled
+    assert augment.resolve("off", own(kind)) == "off"
+
+
+@pytest.mark.parametrize("name", ["shapes", "cifar10"])
+def test_the_data_sets_that_come_with_towers_are_augmented(name):
+    for compiled in True, False:
+        assert augment.resolve("auto", own("images", name), compiled) == "tutorial"
+    assert augment.resolve("none", own("images", name)) == "none"
+
+
+@pytest.mark.parametrize("kind", ["tutorial", "resnet", "none"])
+def test_what_is_asked_for_holds_for_images(kind):
+    for name in "images", "several labels":
+        assert augment.resolve(kind, own(name)) == kind
+    for name in "numbers", "grey", "two":
+        with pytest.raises(InputError, match=f"^--augment={kind} is for images, and mine:load has"):
+            augment.resolve(kind, own(name))
+    for name, target in {"masks": "y [40, 48]", "boxes": "y['boxes'] [5, 4]"}.items():
+        if kind == "none":
+            assert augment.resolve(kind, own(name)) == kind
+            continue
+        with pytest.raises(InputError) as error:
+            augment.resolve(kind, own(name))
+        assert str(error.value) == (
+            f"--augment={kind} cuts and mirrors images, and {target} of mine:load would not "
+            "follow; type --augment=none"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "lines"),
+    [
+        (
+            "images",
+            "tutorial",
+            "images      40x48x3 uint8 -> 30x36x3 float32: crop, flip, brightness, contrast, "
+            "standardised\ntargets     3 classes: 0, 1, 2",
+        ),
+        (
+            "masks",
+            "none",
+            "images      40x48x3 uint8 -> 40x48x3 float32: standardised\ntargets     [40, 48] bool",
+        ),
+        (
+            "several labels",
+            "off",
+            "images      40x48x3 float32 -> 40x48x3 float32: as they are\ntargets     [3] float32",
+        ),
+        (
+            "numbers",
+            "off",
+            "inputs      price [] float32, tokens [80] int64\ntargets     [] float32",
+        ),
+        (
+            "grey",
+            "off",
+            "inputs      [40, 48] uint8; as images they would need an axis of channels, "
+            "x[..., None]\ntargets     3 classes: 0, 1, 2\nweights     [] float32",
+        ),
+        ("two", "off", "inputs      [40, 48, 3] uint8, a.b [2] float32"),
+    ],
+)
+def test_what_happens_to_an_example_is_said(name, kind, lines):
+    assert augment.describe(own(name), kind) == lines.splitlines()
+
+
+def test_what_is_said_of_many_classes_and_of_other_types():
+    found = own("images")
+    many = Data("mine", found.train, found.test, 12, tuple("abcdefghijkl"))
+    assert augment.describe(many, "off", None) == [
+        "images      40x48x3 uint8 -> 40x48x3 uint8: as they are",
+        "targets     12 classes: a, b, c, d, e, f, g, h, i, j, ...",
+    ]
+    assert "-> 40x48x3 float64: standardised" in augment.describe(many, "none", "float64")[0]

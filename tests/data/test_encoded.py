@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.data.image_files import CLASSES, SHAPE, WRITE, assert_same, image, numbers_of, png, take
+from tests.data.image_files import (
+    CLASSES,
+    SHAPE,
+    WRITE,
+    assert_same,
+    flat,
+    image,
+    numbers_of,
+    png,
+    take,
+)
 from towers import cli, data
 from towers.data import encoded
 from towers.errors import InputError
@@ -54,9 +64,22 @@ def test_the_data_set_is_described(kind, loaded):
     assert loaded.class_names == (CLASSES if kind == "folder" else ("0", "1", "2"))
 
 
+@pytest.mark.parametrize("name", ["val", "validation"])
+def test_a_third_split_is_for_validation(kind, tmp_path, name):
+    for number, split in enumerate(("train", name)):
+        WRITE[kind](tmp_path, range(6 * number, 6 * number + 6), split=split)
+    loaded = data.load(kind, str(tmp_path))
+    assert (loaded.test.size, loaded.validation) == (6, None)
+    WRITE[kind](tmp_path, range(12, 15), split="test")
+    loaded = data.load(kind, str(tmp_path))
+    for split, expected in {loaded.validation: range(6, 12), loaded.test: range(12, 15)}.items():
+        [(images, *_)] = flat(split.eval_batches(split.size))
+        assert sorted(numbers_of(images)) == list(expected)
+
+
 def test_images_come_as_they_were_written_with_their_labels(loaded):
-    for images, labels, *_ in itertools.chain(
-        take(loaded.train, 7, 2, seed=1), loaded.test.eval_batches(5).as_numpy_iterator()
+    for images, labels, _ in itertools.chain(
+        take(loaded.train, 7, 2, seed=1), flat(loaded.test.eval_batches(5))
     ):
         for pixels, label, number in zip(images, labels, numbers_of(images), strict=True):
             np.testing.assert_array_equal(pixels, image(number))
@@ -85,7 +108,7 @@ def test_slow_reads_change_no_order(loaded, monkeypatch):
 
 @pytest.mark.parametrize("batch_size", [3, 11])
 def test_one_pass_in_order_counts_each_image_once(kind, loaded, batch_size):
-    batches = list(loaded.test.eval_batches(batch_size).as_numpy_iterator())
+    batches = flat(loaded.test.eval_batches(batch_size))
     images, labels, weights = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     expected = list(range(500, 500 + TEST))
     if kind == "folder":
@@ -111,7 +134,7 @@ def test_images_of_different_sizes_need_one(kind, tmp_path):
         data.load(kind, str(tmp_path))
     loaded = data.load(kind, str(tmp_path), (4, 2))
     assert loaded.image_shape == (4, 2, 3)
-    batch = next(loaded.train.train_batches(3, seed=1).as_numpy_iterator())[0]
+    batch, _, _ = take(loaded.train, 3, 1, seed=1)[0]
     assert batch.shape == (3, 4, 2, 3) and batch.dtype == np.uint8
     assert len(list(loaded.test.eval_batches(2))) == 2
 
@@ -126,8 +149,8 @@ def test_a_smaller_image_is_the_mean_of_its_pixels(kind, tmp_path):
     stripes[:, [1, 2, 5, 6]] = 200  # those nearest to the centres of the pixels to come
     for split in "train", "test":
         WRITE[kind](tmp_path, range(3), split=split, encode=lambda _: png(stripes))
-    images = next(iter(data.load(kind, str(tmp_path), (2, 2)).test.eval_batches(3)))[0]
-    assert images.shape == (3, 2, 2, 3) and np.abs(images.numpy().astype(int) - 100).max() <= 12
+    images = flat(data.load(kind, str(tmp_path), (2, 2)).test.eval_batches(3))[0][0]
+    assert images.shape == (3, 2, 2, 3) and np.abs(images.astype(int) - 100).max() <= 12
 
 
 # Damage

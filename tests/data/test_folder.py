@@ -28,8 +28,7 @@ def refusal(top, **given):
 
 
 def images_of(split):
-    batch = next(split.eval_batches(split.size).as_numpy_iterator())
-    return batch[0], batch[1]
+    return next(split.eval_batches(split.size).as_numpy_iterator())[0]
 
 
 def test_every_kind_of_image_becomes_three_channels(top):

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.data.image_files import assert_same, take
-from towers.data import ArraySplit, DatasetSplit, augment, pipeline
+from tests.data.image_files import assert_same, flat, take
+from towers.data import ArraySplit, DatasetSplit, augment, streams
 from towers.data.encoded import EncodedSplit
+from towers.errors import InputError
 
 KINDS = ["arrays", "dataset", "encoded"]
 
@@ -99,16 +100,10 @@ def test_batches_are_full_static_and_keep_the_stored_type(kind, dtype):
     split = make(10, kind, dtype)
     spec = split.train_batches(4, seed=1).element_spec
     stored = tf.as_dtype(dtype)
-    assert spec == (
-        tf.TensorSpec([4, 2, 3, 3], stored),
-        tf.TensorSpec([4], tf.int32),
-        tf.TensorSpec([4, augment.NUM_DRAWS], tf.float32),
-    )
-    assert split.eval_batches(4).element_spec == (
-        tf.TensorSpec([4, 2, 3, 3], stored),
-        tf.TensorSpec([4], tf.int32),
-        tf.TensorSpec([4], tf.float32),
-    )
+    example = tf.TensorSpec([4, 2, 3, 3], stored), tf.TensorSpec([4], tf.int32)
+    assert spec == (example, tf.TensorSpec([4, augment.NUM_DRAWS], tf.float32))
+    counted = tf.TensorSpec([4], tf.float32)
+    assert split.eval_batches(4).element_spec == (example, counted)
     for images, labels, draws in take(split, 4, 6, seed=1):
         np.testing.assert_array_equal(images[:, 0, 0, 0], labels)
         assert (images == images[:, :1, :1, :1]).all()
@@ -156,7 +151,7 @@ def test_neighbours_of_a_large_epoch_are_unrelated():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch_size", [1, 3, 10, 64])
 def test_one_pass_counts_each_example_once(kind, batch_size):
-    batches = list(make(10, kind).eval_batches(batch_size).as_numpy_iterator())
+    batches = flat(make(10, kind).eval_batches(batch_size))
     images, labels, weights = (np.concatenate(parts) for parts in zip(*batches, strict=True))
     assert len(batches) == -(-10 // batch_size)
     np.testing.assert_array_equal(weights, np.arange(len(weights)) < 10)
@@ -164,6 +159,124 @@ def test_one_pass_counts_each_example_once(kind, batch_size):
     np.testing.assert_array_equal(images[:10, 0, 0, 0], range(10))
     assert not images[10:].any() and not labels[10:].any()
     assert weights.dtype == np.float32
+
+
+# Any structure
+
+
+INPUTS = {
+    "x alone": lambda n: (np.arange(n)[:, None],),
+    "text and a number": lambda n: (
+        {"text": np.array([f"row {i}" for i in range(n)], object), "price": np.arange(n) / 2},
+        np.arange(n) * 0.5,
+        np.arange(n) % 2,
+    ),
+    "two inputs, two outputs, weights of each": lambda n: (
+        (np.arange(n * 4, dtype=np.int64).reshape(n, 4), np.ones((n, 2, 2, 3), np.uint8)),
+        {"mask": np.arange(n * 6).reshape(n, 3, 2) % 2 == 0, "value": np.arange(n)},
+        {"mask": np.ones((n, 3)), "value": np.arange(n) / n},
+    ),
+}
+
+
+def structured(name, size, kind):
+    """A split, and what its example number i should be."""
+    example = INPUTS[name](size)
+    whole = ArraySplit(*example)
+    if kind == "dataset":
+        whole = DatasetSplit(tf.data.Dataset.from_tensor_slices(example), size)
+    return whole, example
+
+
+def rows_of(example):
+    """Return each row of a batch of any structure as something that can be compared."""
+    leaves = [np.asarray(leaf) for leaf in tf.nest.flatten(example)]
+    return [
+        tuple(np.asarray(leaf[i]).tolist().__repr__() for leaf in leaves)
+        for i in range(len(leaves[0]))
+    ]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset"])
+@pytest.mark.parametrize("name", INPUTS)
+def test_any_structure_is_given_out_whole_and_in_step(kind, name):
+    split, example = structured(name, 11, kind)
+    batches = list(split.eval_batches(4))
+    tf.nest.assert_same_structure(batches[0][0], example)
+    tf.nest.assert_same_structure(split.spec, example)
+    expected = rows_of(next(iter(split.eval_batches(11)))[0])
+    assert len(set(expected)) == 11
+    found = [row for batch, counted in batches for row in rows_of(batch)][:11]
+    assert found == expected
+    assert np.concatenate([counted for _, counted in batches]).tolist() == [1] * 11 + [0]
+    shuffled = [rows_of(batch) for batch, _ in split.train_batches(4, seed=1).take(11)]
+    epochs = np.array([row for rows in shuffled for row in rows]).reshape(4, 11, -1)
+    assert [sorted(map(tuple, epoch)) for epoch in epochs] == [sorted(expected)] * 4
+    tail = [
+        rows_of(batch) for batch, _ in split.train_batches(4, seed=1, step=3, examples=12).take(8)
+    ]
+    assert tail == shuffled[3:]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset"])
+def test_floats_and_weights_become_float32_and_single_integers_labels(kind):
+    split, _ = structured("text and a number", 4, kind)
+    of = tf.TensorSpec
+    assert split.spec == (
+        {"text": of([], tf.string), "price": of([], tf.float32)},
+        of([], tf.float32),
+        of([], tf.float32),
+    )
+    split, _ = structured("two inputs, two outputs, weights of each", 4, kind)
+    assert split.spec == (
+        (of([4], tf.int64), of([2, 2, 3], tf.uint8)),
+        {"mask": of([3, 2], tf.bool), "value": of([], tf.int64)},
+        {"mask": of([3], tf.float32), "value": of([], tf.float32)},
+    )
+    batch = next(iter(split.train_batches(2, seed=0)))[0]
+    assert tf.nest.map_structure(lambda t: of(t.shape[1:], t.dtype), batch) == split.spec
+
+
+# A part that is held out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("size", "fraction", "num"), [(50, 0.1, 5), (2, 0.01, 1), (7, 0.9, 6)])
+def test_a_part_is_held_out(kind, size, fraction, num):
+    rest, held = make(size, kind).held_out(fraction)
+    assert (rest.size, held.size) == (size - num, num)
+    parts = [
+        labels_of(flat(split.eval_batches(4)))[: split.size].tolist() for split in (rest, held)
+    ]
+    assert sorted(parts[0] + parts[1]) == list(range(size))
+    again = make(size, "arrays").held_out(fraction)[1]  # of any kind, the same examples
+    assert labels_of(flat(again.eval_batches(4)))[:num].tolist() == parts[1] == sorted(parts[1])
+    for split, part in zip((rest, held), parts, strict=True):
+        trained = take(split, 3, 7 + split.size, seed=1)
+        assert sorted(labels_of(trained)[: split.size]) == part
+        assert_same(trained[5:7], take(split, 3, 2, seed=1, step=5, examples=15))
+
+
+def test_what_is_held_out_of_data_with_a_period_is_a_fair_sample():
+    _, held = make(2000).held_out(0.1)
+    labels = labels_of(flat(held.eval_batches(200)))
+    assert np.bincount(labels % 10, minlength=10).min() > 8
+    assert np.bincount(labels // 200, minlength=10).min() > 8
+
+
+def test_a_part_is_held_out_of_a_part():
+    rest, test = make(40).held_out(0.25)
+    train, validation = rest.held_out(0.2)
+    parts = [labels_of(flat(s.eval_batches(s.size))) for s in (train, validation, test)]
+    assert [len(part) for part in parts] == [24, 6, 10]
+    assert sorted(np.concatenate(parts)) == list(range(40))
+    sums = {s.checksum()["sha256"] for s in (rest, test, train, validation)}
+    assert len(sums) == 4
+
+
+def test_nothing_can_be_held_out_of_one_example():
+    with pytest.raises(InputError, match="there is 1 example"):
+        make(1).held_out(0.5)
 
 
 # Memory
@@ -200,7 +313,7 @@ def test_a_dataset_of_another_size_than_it_says(size, says):
 
 
 def test_the_shuffle_buffer_is_bounded(monkeypatch):
-    monkeypatch.setattr(pipeline, "_SHUFFLE_BUFFER_BYTES", 400)
+    monkeypatch.setattr(streams, "_SHUFFLE_BUFFER_BYTES", 400)
     read = []
 
     def note(image, label):

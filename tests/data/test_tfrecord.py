@@ -36,7 +36,8 @@ def refusal(top):
 
 
 def order(split):
-    return numbers_of(next(split.eval_batches(split.size).as_numpy_iterator())[0]).tolist()
+    (images, _), _ = next(split.eval_batches(split.size).as_numpy_iterator())
+    return numbers_of(images).tolist()
 
 
 def record(number, **keys):

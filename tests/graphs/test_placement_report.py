@@ -195,6 +195,6 @@ def test_many_strays_are_summed_up_and_sizes_that_are_not_known_are_said():
     assert len(lines) == 11
     assert lines[-2:] == [
         "  and 22 more: see --log_device_placement",
-        "  in a step cross 4.37 MB /cpu:0 -> /gpu:0, 0.01 kB /gpu:0 -> /cpu:0 and 1 values of "
-        "unknown size",
+        "  in a step cross 4.37 MB /cpu:0 -> /gpu:0, 0.01 kB /gpu:0 -> /cpu:0, and 1 of unknown "
+        "size",
     ]

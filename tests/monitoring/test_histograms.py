@@ -10,7 +10,6 @@ from tests import tiny
 from towers.data import augment
 from towers.monitoring import gallery, histograms
 from towers.training.run import prepare
-from towers.training.step import make_loss_fn, weights_of
 
 
 def read(summary):
@@ -25,11 +24,8 @@ def read(summary):
 
 def histograms_of(run):
     """Return what draws histograms of a batch, as {tag: rows}."""
-    loss_fn, masters = make_loss_fn(run.masters, run.options), run.masters
-    weights, scale = weights_of(masters), masters.loss_scale
-    draw = histograms.make_histograms(
-        run.builder, masters.model, weights, loss_fn, scale, run.options
-    )
+    task = run.task
+    draw = histograms.make_histograms(run.builder, task.model, task.gradients, task.inputs)
     return lambda batch: read(draw(batch))
 
 
@@ -50,7 +46,7 @@ def assert_shows(rows, values):
 
 def gradients_of(run, batch):
     """Return the gradients of one device, by a plain tape."""
-    model, (images, labels, draws) = run.masters.model, batch
+    model, ((images, labels), draws) = run.masters.model, batch
     inputs = augment.train_images(images, draws, run.options.augment)
     with tf.GradientTape() as tape:
         logits = model(inputs, training=False)
@@ -79,7 +75,7 @@ def test_weights_gathered_gradients_and_activations_are_shown(changes):
     for variable, gradient in zip(model.trainable_variables, gradients_of(run, batch), strict=True):
         assert_shows(found[f"weights/{variable.path}"], variable.numpy())
         assert_shows(found[f"gradients/{variable.path}"], gradient)
-    values = augment.train_images(batch[0], batch[2], run.options.augment)
+    values = augment.train_images(batch[0][0], batch[1], run.options.augment)
     for layer in model.layers:
         values = layer(values)
         assert_shows(found[f"activations/{layer.path}"], values)
@@ -107,7 +103,7 @@ def test_looking_changes_no_variable_and_no_step(variables, dtype):
                 before = loop.state()
                 batch = tiny.sampler(loop.run).batch(step, 7 * step)
                 assert "gradients/sequential/conv2d/kernel" in look(batch)
-                gallery.seen_by_towers(loop.run.builder, loop.run.options, batch, 8)
+                gallery.seen_by_towers(loop.run.builder, loop.run.options, tiny.flat(batch), 8)
                 tiny.assert_identical(loop.state(), before)
             loop.loop(loop.batches, tf.constant(1))
         states.append(loop.state())
@@ -167,7 +163,7 @@ def test_layers_of_a_subclassed_model_are_caught_wherever_they_are_called():
     # A layer without weights that is built by nobody has no path.
     paths = {layer.path or layer.name for layer in (*layers, *model.inner.layers)}
     assert {n.removeprefix("activations/") for n in found if n.startswith("activations")} == paths
-    flat = model.flatten(augment.train_images(batch[0], batch[2], "none"))
+    flat = model.flatten(augment.train_images(batch[0][0], batch[1], "none"))
     once = model.twice(model.first(flat))
     assert_shows(found[f"activations/{model.twice.path}"], model.twice(once))
     assert_shows(

@@ -7,7 +7,6 @@ import tensorflow as tf
 
 from tests import tiny
 from towers.training.run import prepare
-from towers.training.step import make_loss_fn
 
 BATCH = 8
 
@@ -69,14 +68,15 @@ class Looked:
 
     def by_hand(self, sizes):
         """Return each tower's mean loss and gradient, as one vector."""
-        loss_fn = make_loss_fn(self.run.masters, self.run.options)
         scale = self.run.masters.loss_scale
         start, losses, gradients = 0, [], []
         for size in sizes:
-            part = [value[start : start + size] for value in next(iter(self.batches))]
+            batch = tiny.flat(next(iter(self.batches)))
+            part = [value[start : start + size] for value in batch]
             start += size
             with tf.GradientTape() as tape, keras.StatelessScope():
-                loss = tf.reduce_mean(loss_fn(*part)) / (1 if scale is None else scale)
+                loss = tf.reduce_mean(self.run.task.tower_function(*part))
+                loss = loss if scale is None else loss / scale
             found = tape.gradient(loss, [w.value for w in self.weights])
             losses.append(float(loss))
             gradients.append(np.concatenate([np.ravel(tf.convert_to_tensor(g)) for g in found]))

@@ -12,7 +12,8 @@ from towers.options.run import Options, names_that_affect
 AT_LEAST_1 = "batch_size accumulate_steps steps_per_loop log_every_steps keep_checkpoints".split()
 AT_LEAST_1 += ["max_event_mib"]
 PARTS = "per_process_gpu_memory_fraction decay_factor momentum ema_decay label_smoothing".split()
-HIGHEST = {"seed": 2**31 - 1, "num_epochs": 10**9} | dict.fromkeys(PARTS, 1)
+HIGHEST = {"seed": 2**31 - 1, "num_epochs": 10**9, "validation_fraction": 0.9}
+HIGHEST |= dict.fromkeys(PARTS, 1)
 FIELDS = {field.name: field for field in dataclasses.fields(Options)}
 NUMBERS = [name for name, field in FIELDS.items() if field.type in (int, float)]
 CHOICES = {name: f.metadata["choices"] for name, f in FIELDS.items() if "choices" in f.metadata}
@@ -58,7 +59,13 @@ def test_choices(name):
     for choice in choices:
         Options(**{name: choice}, decay_epochs="1")
     for value in ("", "none of them", choices[0].upper(), f" {choices[0]}"):
-        assert refusal(**{name: value}) == f"--{name}={value}: allowed are {', '.join(choices)}"
+        allowed = [*choices, *(["module:function"] if name == "optimizer" else [])]
+        assert refusal(**{name: value}) == f"--{name}={value}: allowed are {', '.join(allowed)}"
+
+
+def test_an_optimizer_may_be_the_users_own():
+    assert Options(optimizer="my.own:make").optimizer == "my.own:make"
+    assert "adadelta, module:function" in refusal(optimizer="my.own.make")
 
 
 @pytest.mark.parametrize("name", STRINGS)

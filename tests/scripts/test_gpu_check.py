@@ -39,7 +39,12 @@ def soft_placement():
 
 
 @pytest.mark.parametrize(
-    "check", ["the same with --placement=strict", "the same with --variables=replicated"]
+    "check",
+    [
+        "the same with --placement=strict",
+        "the same with --variables=replicated",
+        "the same with --metrics, by a step of Keras",
+    ],
 )
 def test_short_runs(check, soft_placement, capsys):
     detail = gpu_check.TOWER_CHECKS[check]("cpu", max_steps=6, log_every_steps=5, **TINY)
@@ -180,11 +185,11 @@ GPU = (True, ["/gpu:0 -> A100"])
 @pytest.mark.parametrize(
     "kind, gpus, failing, code, last",
     [
-        ("gpu", GPU, [], 0, "18 of 18 passed"),
-        ("gpu", GPU, ["collectives sum"], 1, "17 of 18 passed"),
+        ("gpu", GPU, [], 0, "19 of 19 passed"),
+        ("gpu", GPU, ["collectives sum"], 1, "18 of 19 passed"),
         ("gpu", (True, []), [], gpu_check.EXIT_NO_GPU, "no GPU here"),
         ("gpu", (False, "TensorFlow sees 0 GPUs"), [], 1, "TensorFlow sees 0 GPUs"),
-        ("cpu", None, [], 0, "12 of 12 passed"),
+        ("cpu", None, [], 0, "13 of 13 passed"),
     ],
 )
 def test_the_table_and_the_exit_code(capsys, kind, gpus, failing, code, last):

@@ -1,6 +1,5 @@
 """Evaluation: every example of the test set counts once, whatever the batch and the towers."""
 
-import dataclasses
 import json
 
 import keras
@@ -12,19 +11,15 @@ from tests import tiny
 from towers import cli
 from towers.data import ArraySplit
 from towers.errors import InputError
-from towers.training.evaluate import NUM_MISTAKES, Evaluation, evaluate, make_evaluator, table
+from towers.training.evaluate import evaluate
+from towers.training.evaluation import NUM_MISTAKES, Evaluation
 from towers.training.run import prepare
-from towers.training.step import make_eval_step
 from towers.training.train import train
 
 
-def with_tests(run, size, num_classes=tiny.NUM_CLASSES):
-    """Return the run with another test set, without examples of the last class."""
-    images, labels = tiny.arrays(size, seed=5)
-    labels %= num_classes
-    return dataclasses.replace(
-        run, data=dataclasses.replace(run.data, test=ArraySplit(images, labels))
-    ), (images, labels)
+def evaluated(run):
+    """Return what an evaluation finds in the test set."""
+    return run.task.make_evaluator(run.data.test)()
 
 
 def by_numpy(model, images, labels):
@@ -42,44 +37,43 @@ def by_numpy(model, images, labels):
 
 
 @pytest.mark.parametrize(("num_towers", "batch_size"), [(3, 4), (4, 100)])
-def test_counts_are_exact_at_every_remainder(num_towers, batch_size, monkeypatch):
+def test_counts_are_exact_at_every_remainder(num_towers, batch_size):
     options = tiny.options(
         "unused", num_towers=num_towers, batch_size=batch_size, ema_decay=0.5, dtype="float64"
     )
     run = prepare(options)
     for variable, average in run.masters.averages:
         average.assign(np.flip(variable.numpy(), 0))  # so that the two differ
-    eval_step = make_eval_step(run.builder, run.masters, options)
-    # traced once
-    monkeypatch.setattr("towers.training.evaluate.make_eval_step", lambda *_: eval_step)
     for size in range(10, 10 + min(batch_size, 4)):
-        smaller, examples = with_tests(run, size, num_classes=2)
-        result = make_evaluator(smaller)()
-        expected = by_numpy(run.masters.model, *examples)
+        images, labels = tiny.arrays(size, seed=5)
+        labels %= 2  # no examples of the last class
+        result = run.task.make_evaluator(ArraySplit(images, labels))()
+        found = result.metrics
+        expected = by_numpy(run.masters.model, images, labels)
         assert result.examples == size
-        assert result.accuracy == expected["accuracy"]
+        assert found["accuracy"] == expected["accuracy"]
         assert result.class_accuracy == expected["class_accuracy"]
         assert result.class_accuracy["2"] is None
-        assert result.loss == pytest.approx(expected["loss"], rel=1e-12)
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-12)
 
         turned = keras.models.clone_model(run.masters.model)
         turned.set_weights([np.flip(w, 0) for w in run.masters.model.get_weights()])
-        expected = by_numpy(turned, *examples)
-        assert result.accuracy_ema == expected["accuracy"]
+        expected = by_numpy(turned, images, labels)
+        assert found["accuracy_ema"] == expected["accuracy"]
         assert result.class_accuracy_ema == expected["class_accuracy"]
-        assert result.loss_ema == pytest.approx(expected["loss"], rel=1e-12)
+        assert found["loss_ema"] == pytest.approx(expected["loss"], rel=1e-12)
 
 
 def test_an_evaluation_can_be_repeated_and_changes_nothing():
     loop = tiny.Loop(tiny.options("unused", model="tests.tiny:cnn", ema_decay=0.5, num_towers=2))
     loop(3)
     before = loop.state()
-    evaluator = make_evaluator(loop.run)
+    evaluator = loop.run.task.make_evaluator(loop.run.data.test)
     first = evaluator()
     assert evaluator() == first
     tiny.assert_identical(loop.state(), before)
     loop(3)  # it sees what training has changed since
-    assert evaluator().loss != first.loss
+    assert evaluator().metrics["loss"] != first.metrics["loss"]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +101,7 @@ def test_the_command_repeats_the_numbers_of_the_run(trained, capsys, flag):
     found = json.loads(out)
     assert code == 0 and out.count("\n") == 1
     assert " ".join(found) == (
-        "accuracy loss class_accuracy accuracy_ema loss_ema class_accuracy_ema examples step "
+        "accuracy accuracy_ema loss loss_ema class_accuracy class_accuracy_ema examples step "
         "num_towers"
     )
     for name in "accuracy", "accuracy_ema", "loss", "loss_ema":
@@ -160,17 +154,18 @@ def test_a_test_set_that_cannot_be_read_is_one_line(trained, capsys):
 
 
 def test_the_table_in_full():
-    raw = {"cat": 0.5, "dog": None}
-    result = Evaluation(0.5, 1.25, raw, 0.75, 1.0, {"cat": 0.75, "dog": None}, 4)
-    assert table(result) == [
+    metrics = {"accuracy": 0.5, "accuracy_ema": 0.75, "loss": 1.25, "loss_ema": 1.0}
+    raw, ema = ({"cat": accuracy, "dog": None} for accuracy in (0.5, 0.75))
+    assert Evaluation(metrics, 4, raw, ema).table() == [
         "               weights       EMA",
         "accuracy        0.5000    0.7500",
         "loss            1.2500    1.0000",
         "  cat           0.5000    0.7500",
         "  dog                -         -",
     ]
-    alone = dataclasses.replace(result, accuracy_ema=None, loss_ema=None, class_accuracy_ema=None)
-    assert table(alone)[:2] == ["               weights", "accuracy        0.5000"]
+    alone = Evaluation({n: None if "ema" in n else v for n, v in metrics.items()}, 4, raw)
+    assert alone.table()[:2] == ["               weights", "accuracy        0.5000"]
+    assert len({len(line) for line in Evaluation({"kind_accuracy": 0.5}, 4).table()}) == 1
 
 
 # What is kept beside the figures
@@ -178,9 +173,8 @@ def test_the_table_in_full():
 
 def stored(run):
     """Return the images and labels of a run's test set."""
-    batches = [tuple(v.numpy() for v in batch) for batch in run.data.test.eval_batches(1)]
-    images, labels, _ = (np.concatenate(values) for values in zip(*batches, strict=True))
-    return images, labels
+    examples = [example for example, _ in run.data.test.eval_batches(1)]
+    return tuple(np.concatenate(values) for values in zip(*examples, strict=True))
 
 
 def probabilities(model, images):
@@ -203,7 +197,7 @@ def test_predictions_and_the_most_confident_mistakes_are_kept(num_towers, batch_
     expected.set_weights([np.flip(w, 0) if ema_decay else w for w in weights])
     for variable, average in run.masters.averages:
         average.assign(np.flip(variable.numpy(), 0))
-    found = make_evaluator(run)().predictions
+    found = evaluated(run).predictions
     chances = probabilities(expected, images)
     assert found.averaged == (ema_decay > 0)
     np.testing.assert_array_equal(found.labels, labels)
@@ -219,16 +213,16 @@ def test_predictions_and_the_most_confident_mistakes_are_kept(num_towers, batch_
 
 
 def test_only_so_many_mistakes_are_kept_and_the_figures_follow_from_the_predictions(monkeypatch):
-    monkeypatch.setattr("towers.training.evaluate.NUM_MISTAKES", 3)
-    result = make_evaluator(prepare(tiny.options("unused", batch_size=5)))()
+    monkeypatch.setattr("towers.training.evaluation.NUM_MISTAKES", 3)
+    result = evaluated(prepare(tiny.options("unused", batch_size=5)))
     confidence = [mistake.confidence for mistake in result.predictions.mistakes]
     assert len(confidence) == 3 and confidence == sorted(confidence, reverse=True)
     right = result.predictions.labels == result.predictions.predicted
-    assert result.examples == len(right) and result.accuracy == right.mean()
+    assert result.examples == len(right) and result.metrics["accuracy"] == right.mean()
 
 
 def test_a_broken_model_makes_no_confident_mistakes():
     run = prepare(tiny.options("unused"))
     run.masters.model.trainable_variables[0].assign(np.full((192, 5), np.nan))
-    found = make_evaluator(run)().predictions
+    found = evaluated(run).predictions
     assert found.mistakes == [] and len(found.labels) == 23

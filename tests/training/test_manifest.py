@@ -17,7 +17,7 @@ from towers.training.run import assemble, prepare
 
 PARTS = {
     "format", "time", "step", "command", "folder", "flags", "versions", "git", "devices", "host",
-    "environment", "data", "first_batch", "initial_weights", "sessions", "final",
+    "environment", "data", "first_batch", "initial_weights", "sessions", "final", "task",
 }  # fmt: skip
 
 
@@ -67,12 +67,16 @@ def test_it_says_what_the_run_is_made_from(run, tmp_path, monkeypatch):
     assert found["data"]["train"]["shape"] == [60, 8, 8, 3]
     assert found["data"]["test"]["shape"] == [23, 8, 8, 3]
     assert [session["step"] for session in found["sessions"]] == [0]
+    assert found["task"] == {
+        "num_classes": 3, "class_names": ["0", "1", "2"], "columns": [], "image_shape": [8, 8, 3],
+        "augment": "none", "spec": ["uint8[8, 8, 3]", "int32[]"],
+    }  # fmt: skip
 
 
 def test_first_batch_and_initial_weights_are_those_of_the_seed(run, tmp_path):
     found = start_of(run, tmp_path)
     batch = next(iter(run.data.train.train_batches(7, seed=0)))
-    assert found["first_batch"]["sha256"] == manifest.digest(*batch)
+    assert found["first_batch"]["sha256"] == manifest.digest(*tiny.flat(batch))
     other = start_of(run_of(tmp_path, seed=1), tmp_path)
     assert other["first_batch"] != found["first_batch"]
     assert other["initial_weights"] != found["initial_weights"]

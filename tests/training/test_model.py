@@ -132,7 +132,11 @@ def fails(num_classes):
 
 def build(name, keywords=None, **options):
     options = {"num_classes": 10, "image_shape": SHAPE} | options
-    return model.build(f"{__name__}:{name}", keywords, **options)
+    dtype = "float64" if options.get("dtype") == "float64" else "float32"
+    x, name = tf.TensorSpec(options["image_shape"], dtype), f"{__name__}:{name}"
+    built = model.build(name, keywords, x=x, **options)
+    model.check_classifier(built, name, options["num_classes"], x)
+    return built
 
 
 # ---------------------------------------------------------------------------- What it is given
@@ -175,7 +179,7 @@ def test_every_kind_of_model_is_built(name):
 
 REFUSED = [
     ("options", {"depth": 20}, "--model_args: .*:options takes .num_classes, .*'depth'"),
-    ("needs", {"width": 3}, "--model_args: .*missing a required argument: 'depth'"),
+    ("needs", {"width": 3}, "--model_args: .*missing .*'depth'; .* num_classes, image_shape, "),
     ("particular", {"depth": 21}, "--model=.*:particular: depth=21 must be 6n . 2"),
     ("nothing", {}, "--model=.*:nothing returned NoneType; a keras.Model is needed"),
     ("layer", {}, "returned Dense; a keras.Model is needed"),
@@ -186,8 +190,8 @@ REFUSED = [
     ("both", {"num_classes": 3}, r"of shape \(None, 3\); .* take num_classes=10 as an argument"),
     ("not_flat", {}, r"gives outputs of shape \(None, 8, 8, 10\); logits of shape \(batch, 10\)"),
     ("two_outputs", {}, "gives outputs of list; logits of shape"),
-    ("fixed", {}, r"take image_shape as an argument\): it takes images of shape \(32, 32, 3\)"),
-    ("fixed", {"shape": (192,)}, r"it takes images of shape \(192,\)"),
+    ("fixed", {}, r"take image_shape as an argument\): it takes inputs of shape \(32, 32, 3\)"),
+    ("fixed", {"shape": (192,)}, r"it takes inputs of shape \(192,\)"),
 ]
 
 

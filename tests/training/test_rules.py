@@ -11,7 +11,10 @@ def test_the_rule_book_in_full():
         "batch size  7 global (1 x 4 and 1 x 3 per tower), float32",
         "data        tests.tiny:images: 60 training examples per epoch, 23 test; "
         "8.6 steps per epoch",
+        "images      8x8x3 uint8 -> 8x8x3 float32: standardised",
+        "targets     3 classes: 0, 1, 2",
         "model       tests.tiny:dense(): 983 trainable weights",
+        "task        classification: cross entropy of logits, 3 classes",
         "length      84 examples, 1.4 epochs, at most 12 steps",
         "rules, the same at any number of towers:",
         "  1 loss and gradients: mean over the global batch; towers give sums, add_n gathers them",

@@ -7,7 +7,6 @@ import tensorflow as tf
 
 from tests import tiny
 from towers.data import augment
-from towers.training.step import make_eval_step
 
 
 class Counter(keras.layers.Layer):
@@ -56,8 +55,8 @@ def test_logits_in_bfloat16_are_trained_on_and_evaluated_in_float32():
     model = loop.masters.model
     assert model(tf.zeros([1, *tiny.IMAGE_SHAPE])).dtype == "bfloat16"
     images, labels = tiny.arrays(40)
-    evaluate = make_eval_step(loop.run.builder, loop.masters, loop.run.options)
-    sums = evaluate(images, labels, tf.ones([40]))
+    evaluate = loop.run.task.eval_step()
+    sums = evaluate((images, labels), tf.ones([40]))
     logits = tf.cast(model(tf.image.per_image_standardization(images)), tf.float32)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
     assert float(sums["raw"]["loss"]) == pytest.approx(float(tf.reduce_sum(losses)), rel=1e-5)
@@ -75,9 +74,9 @@ def test_layers_variables_are_assigned_once_a_step_and_not_in_evaluation():
     assert after_two[counter + "calls"] == 2 and after_two[counter + "whole"] == 2
     assert after_two["average/sequential/counter/calls"] > 0
 
-    evaluate = make_eval_step(loop.run.builder, loop.masters, options)
+    evaluate = loop.run.task.eval_step()
     images, labels = tiny.arrays(7)
-    first, again = (evaluate(images, labels, tf.ones([7])) for _ in range(2))
+    first, again = (evaluate((images, labels), tf.ones([7])) for _ in range(2))
     tiny.assert_identical(loop.state(), after_two)
     assert float(first["ema"]["loss"]) == float(again["ema"]["loss"])
 
@@ -104,8 +103,8 @@ def test_float64_is_there_for_layers_that_name_no_type():
     )  # fmt: skip
     loop = tiny.Loop(options)
     assert np.isfinite(loop(2)["loss"])
-    evaluate = make_eval_step(loop.run.builder, loop.masters, options)
-    sums = evaluate(*tiny.arrays(7), tf.ones([7]))
+    evaluate = loop.run.task.eval_step()
+    sums = evaluate(tiny.arrays(7), tf.ones([7]))
     assert np.isfinite(sums["raw"]["loss"]) and np.isfinite(sums["ema"]["loss"])
     assert keras.config.floatx() == "float32"
     assert keras.config.dtype_policy().name == "float32"
@@ -137,7 +136,7 @@ def by_keras(loop, rate):
     """Return the weights after a step of plain Keras with the whole batch, and its loss."""
     model, options = loop.masters.model, loop.run.options
     batches = loop.run.data.train.train_batches(options.batch_size, seed=options.seed)
-    images, labels, draws = next(iter(batches))
+    images, labels, draws = tiny.flat(next(iter(batches)))
     inputs = augment.train_images(images, draws, options.augment, dtype=tf.float64)
     with tf.GradientTape() as tape:
         logits = model(inputs, training=True)
@@ -167,7 +166,7 @@ def test_losses_that_layers_add_are_trained_on(num_towers, batch_size, more):
     tiny.assert_close({name: state[name] for name in expected}, expected, 1e-10)
 
     images, labels = tiny.arrays(7)
-    sums = make_eval_step(loop.run.builder, loop.masters, options)(images, labels, tf.ones([7]))
+    sums = loop.run.task.eval_step()((images, labels), tf.ones([7]))
     inputs = augment.eval_images(images, options.augment, dtype=tf.float64)
     logits = loop.masters.model(inputs, training=False)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)

@@ -19,7 +19,8 @@ from tests import tiny
 from towers import cli
 from towers.errors import InputError, RunError
 from towers.monitoring.monitor import Monitor
-from towers.training import evaluate, manifest
+from towers.training import manifest
+from towers.training.classification import Classification
 from towers.training.run import Run
 from towers.training.train import train
 
@@ -168,7 +169,7 @@ def test_points_are_written_at_once_and_nothing_is_traced_twice(tmp_path, monkey
         return call
 
     keep(Run, "train_loop", observed)
-    keep(evaluate, "make_eval_step", lambda step: step)
+    keep(Classification, "_make_eval_step", lambda step: step)
     train(tiny.options(tmp_path, **GIVEN, checkpoint_every_steps=7, steps_per_loop=3))
     assert seen[:3] == [[], [], [0]]  # the first call makes no step, it shows the placement
     assert [made.experimental_get_tracing_count() for made in compiled] == [1, 1]
@@ -505,10 +506,10 @@ def test_a_signal_saves_and_the_same_command_goes_on(whole, tmp_path, capsys, at
 
 @pytest.mark.parametrize("evaluation", [2, 4])  # one in the middle, and that of the end
 def test_a_signal_stops_an_evaluation(whole, tmp_path, monkeypatch, capsys, evaluation):
-    real, batches = evaluate.make_eval_step, []
+    real, batches = Classification._make_eval_step, []
 
-    def make_eval_step(*arguments):
-        eval_step = real(*arguments)
+    def make_eval_step(task):
+        eval_step = real(task)
 
         def signalled(*batch):
             batches.append(1)
@@ -518,7 +519,7 @@ def test_a_signal_stops_an_evaluation(whole, tmp_path, monkeypatch, capsys, eval
 
         return signalled
 
-    monkeypatch.setattr(evaluate, "make_eval_step", make_eval_step)
+    monkeypatch.setattr(Classification, "_make_eval_step", make_eval_step)
     options = tiny.options(tmp_path, **GIVEN, histogram_every_epochs=0.5)
     assert train(options) is None
     stopped = {2: 9, 4: 18}[evaluation]

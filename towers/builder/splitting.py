@@ -13,7 +13,12 @@ from towers.errors import InputError
 
 
 class PerTower:
-    """A batch argument that hands tower i its own value instead of a slice."""
+    """A batch argument that hands tower i its own value instead of a slice.
+
+        builder.map(lambda x, scale: x * scale, tf.ones([3, 2]), towers.PerTower([1.0, 10.0]))
+
+    There is a value for each tower, of any structure.
+    """
 
     def __init__(self, values: Sequence[Any]):
         """Hold `values`, one for each tower, in tower order."""

@@ -88,6 +88,9 @@ class TowerBuilder:
     Every tensor of a `batch` (any `tf.nest` structure) is split along axis 0, one slice for each
     tower; where the number of examples does not divide, the first towers get one more. A `PerTower`
     is not split. Without a batch the function is just copied.
+
+        builder = towers.TowerBuilder(["/cpu:0", "/cpu:1"])
+        norm = builder.sum(lambda x: tf.reduce_sum(x * x), tf.ones([3, 2]))
     """
 
     def __init__(

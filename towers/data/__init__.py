@@ -1,7 +1,7 @@
 """Data sets: found, checked, and given out in batches.
 
     data = towers.data.load("cifar10", data_dir="~/data")
-    for images, labels, draws in data.train.train_batches(128, seed=1): ...
+    for (images, labels), draws in data.train.train_batches(128, seed=1): ...
 
 The names are loaded when they are first used: files can be looked for without TensorFlow.
 """
@@ -11,7 +11,7 @@ from towers.options.functions import lazily
 _HOME = {
     "ArraySplit": "pipeline",
     "Data": "pipeline",
-    "DatasetSplit": "pipeline",
+    "DatasetSplit": "streams",
     "Split": "pipeline",
     "load": "registry",
     "locate": "registry",

@@ -13,7 +13,7 @@ The kinds:
 * "resnet": four zero pixels around, random crop back to full size, flip, standardised. Evaluation:
   the whole image.
 * "none": standardised.
-* "off": nothing, for images that are already as the model takes them.
+* "off": nothing, for images that are already as the model takes them, and for all other data.
 
 The tutorial's brightness adds one number (up to 63 of 255) to the whole image. Nothing is clipped
 after it, contrast is about the mean, and standardisation takes the mean away: it cancels. So it is
@@ -22,15 +22,106 @@ not computed, and the result is the tutorial's for images of any range; a test c
 
 from __future__ import annotations
 
+import re
+
 import tensorflow as tf
+
+from towers.data import arrays
+from towers.data.pipeline import NUM_DRAWS, Data, Structure
+from towers.errors import InputError
 
 names = ("tutorial", "resnet", "none", "off")
 
-NUM_DRAWS = 4
 _ROW, _COLUMN, _FLIP, _CONTRAST = range(NUM_DRAWS)
 
 _CONTRAST_RANGE = (0.2, 1.8)
 _PADDING = 4  # pixels on each side, "resnet"
+
+_OF_TOWERS = ("cifar10", "shapes")  # data sets whose classes stay what they are when cut
+_DONE = {
+    "tutorial": "crop, flip, brightness, contrast, standardised",
+    "resnet": "padded crop, flip, standardised",
+    "none": "standardised",
+    "off": "as they are",
+}
+_SHOWN = 10  # names of classes in a line
+
+
+def resolve(kind: str, data: Data, compiled: bool = False) -> str:
+    """Return the kind that --augment means for a data set.
+
+    "auto" is "tutorial" for the data sets that come with Towers, and nothing that would change what
+    is in the user's own images: "none", or "off" for a compiled model, which takes them as they
+    are. What is no image is left alone.
+
+    Args:
+        kind: one of `names`, or "auto".
+        data: the data set.
+        compiled: whether the model is compiled, and so says itself what becomes of an example.
+
+    Raises:
+        InputError: the kind is for images and the examples are none, or it would cut and mirror
+            images whose targets have places in them, as masks have.
+    """
+    if kind == "auto":
+        if data.image_shape is None:
+            return "off"
+        return "tutorial" if data.name in _OF_TOWERS else "off" if compiled else "none"
+    if kind == "off":
+        return kind
+    if data.image_shape is None:
+        raise InputError(
+            f"--augment={kind} is for images, and {data.name} has none: an example is "
+            f"{arrays.text_of(data.spec[:1])}; leave the flag out"
+        )
+    if kind != "none":
+        for path, leaf in arrays.leaves(data.spec):
+            if path != "x" and leaf.shape.rank >= 2:
+                raise InputError(
+                    f"--augment={kind} cuts and mirrors images, and {path} {list(leaf.shape)} of "
+                    f"{data.name} would not follow; type --augment=none"
+                )
+    return kind
+
+
+def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -> list[str]:
+    """Say in a few lines what an example is, and what happens to it before the model.
+
+        images      32x32x3 uint8 -> 24x24x3 float32: crop, flip, brightness, contrast, standardised
+        targets     10 classes: airplane, automobile, bird, ...
+
+    Args:
+        data: the data set.
+        kind: one of `names`.
+        dtype: what images become; None: they stay what they are.
+    """
+    x, *rest = data.spec
+    shape = data.image_shape
+    if shape is None:
+        lines = [f"inputs      {_parts(x)}"]
+        if isinstance(x, tf.TensorSpec) and x.shape.rank == 2 and x.dtype == tf.uint8:
+            lines[0] += "; as images they would need an axis of channels, x[..., None]"
+    else:
+        dtype = x.dtype if dtype is None else tf.as_dtype(dtype)
+        before = f"{'x'.join(map(str, shape))} {x.dtype.name}"
+        after = f"{'x'.join(map(str, output_shape(shape, kind)))} {dtype.name}"
+        lines = [f"images      {before} -> {after}: {_DONE[kind]}"]
+    if data.num_classes:
+        plural = "es" * (data.num_classes > 1)
+        some = ", ".join(data.class_names[:_SHOWN]) + ", ..." * (data.num_classes > _SHOWN)
+        lines.append(f"targets     {data.num_classes} class{plural}: {some}")
+    elif rest:
+        lines.append(f"targets     {_parts(rest[0])}")
+    return lines + [f"weights     {_parts(weights)}" for weights in rest[1:]]
+
+
+def _parts(structure: Structure) -> str:
+    """Return the tensors of a structure by their names: "tokens [80] int32, price [] float32"."""
+    texts = []
+    for path, leaf in arrays.leaves((structure,)):
+        name = ".".join(re.findall(r"\['(.*?)'\]", path))
+        texts.append(f"{name} {list(leaf.shape)} {leaf.dtype.name}".strip())
+    return ", ".join(texts)
 
 
 def train_images(

@@ -59,7 +59,7 @@ def load(data_dir: str) -> Data:
         raise InputError(f"{error}; put an intact copy in its place") from None
     train = ArraySplit(np.concatenate(images[:5]), np.concatenate(labels[:5]))
     test = ArraySplit(images[5], labels[5])
-    return Data("cifar10", train, test, len(CLASS_NAMES), (32, 32, 3), CLASS_NAMES)
+    return Data("cifar10", train, test, len(CLASS_NAMES), CLASS_NAMES)
 
 
 def find(data_dir: str) -> list[str]:

@@ -13,13 +13,13 @@ TensorFlow's own, in as many threads as there are cores, and its results keep th
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
-from towers.data.pipeline import Data, Split, digest, shuffled_rows
+from towers.data.pipeline import Data, Split, digest, held_out_rows, shuffled_rows
 from towers.errors import InputError
 
 Size = tuple[int, int]  # (height, width)
@@ -45,17 +45,21 @@ class Source(Protocol):
 
 
 def data_set(
-    name: str, train: Source, test: Source, class_names: Sequence[str], size: Size | None
+    name: str,
+    sources: Mapping[str, Source],
+    class_names: Sequence[str],
+    size: Size | None,
 ) -> Data:
     """Return a data set of encoded images; try some of them.
 
-    They are resized to `size`; where that is None they must be of one size.
+    The sources are "train", "test" and, where there is such, "validation". Images are resized to
+    `size`; where that is None they must be of one size.
 
     Raises:
         InputError: one of those that are tried is damaged, or sizes differ and none is given.
     """
     first = None
-    for source in (train, test):
+    for source in sources.values():
         last = len(source.labels) - 1
         for row in np.unique(np.linspace(0, last, _SAMPLES).astype(int)).tolist():
             shape = _shape_of(source, row)
@@ -63,8 +67,10 @@ def data_set(
             if size is None and shape != first:
                 raise InputError(_sizes_differ(source.name(row), shape, first))
     shape = (*size, 3) if size else first
-    halves = (EncodedSplit(source, shape, resize=size is not None) for source in (train, test))
-    return Data(name, *halves, len(class_names), shape, tuple(class_names))
+    splits = {
+        half: EncodedSplit(source, shape, size is not None) for half, source in sources.items()
+    }
+    return Data(name, num_classes=len(class_names), class_names=tuple(class_names), **splits)
 
 
 class EncodedSplit(Split):
@@ -73,9 +79,15 @@ class EncodedSplit(Split):
     def __init__(self, source: Source, image_shape: tuple[int, int, int], resize: bool):
         """Keep the labels; read nothing. Images of another shape are resized, or are errors."""
         self.size = len(source.labels)
+        self.spec = (tf.TensorSpec(image_shape, tf.uint8), tf.TensorSpec([], tf.int32))
         self._source, self._shape, self._resize = source, image_shape, resize
         with tf.device("/cpu:0"):
             self._labels = tf.constant(source.labels, tf.int32)
+
+    def held_out(self, fraction: float) -> tuple[Split, Split]:
+        """See `Split.held_out`."""
+        rest, held = (_Part(self._source, rows) for rows in held_out_rows(self.size, fraction))
+        return tuple(EncodedSplit(part, self._shape, self._resize) for part in (rest, held))
 
     def checksum(self) -> dict[str, Any]:
         """See `Split.checksum`: of names and sizes of the files, wherever they lie, and labels."""
@@ -166,6 +178,22 @@ class EncodedSplit(Split):
         if not self._resize and shape != self._shape:
             raise InputError(_sizes_differ(name, shape, self._shape))
         raise InputError(f"{name} could not be read, but now it can: start again to continue")
+
+
+class _Part:
+    """Some rows of a source."""
+
+    def __init__(self, source: Source, rows: np.ndarray):
+        self._source, self._rows, self.labels = source, rows, source.labels[rows]
+
+    def read(self, row: int) -> bytes:
+        return self._source.read(self._rows[row])
+
+    def name(self, row: int) -> str:
+        return self._source.name(self._rows[row])
+
+    def files(self) -> tuple[str, list[str]]:
+        return self._source.files()
 
 
 def _decode(encoded: tf.Tensor) -> tf.Tensor:

@@ -1,7 +1,7 @@
 """Image files in folders: `--dataset=folder --data_dir=DIR`.
 
     DIR/train/CLASS/*.png    also .jpg, .jpeg, .bmp, .gif, and in folders below
-    DIR/test/CLASS/*.png     or DIR/validation or DIR/val
+    DIR/test/CLASS/*.png     or DIR/validation or DIR/val, which beside test is a third split
 
 Labels are 0, 1, ... in the order of the class names. Nothing but the files' names is kept in memory
 (some 100 bytes each); see `towers.data.encoded`.
@@ -33,15 +33,20 @@ def load(folder: str, size: encoded.Size | None = None) -> Data:
     tests = [path for name in _TEST_NAMES if os.path.isdir(path := os.path.join(folder, name))]
     if not tests:
         raise InputError(f"--data_dir={folder} has no folder test, validation or val; {_EXPECTED}")
-    class_names, of_test = _class_names(train), _class_names(tests[0])
-    unknown = sorted(set(of_test) - set(class_names))
-    if unknown:
-        some = ", ".join(class_names[:5]) + ", ..." * (len(class_names) > 5)
-        raise InputError(
-            f"{os.path.join(tests[0], unknown[0])} is a class that {train} has not; it has {some}"
-        )
-    sources = _find(train, class_names, class_names), _find(tests[0], of_test, class_names)
-    return encoded.data_set("folder", *sources, class_names, size)
+    class_names, sources = _class_names(train), {}
+    paths = {"train": train, "test": tests[0]}
+    if len(tests) > 1 and os.path.basename(tests[0]) == "test":
+        paths["validation"] = tests[1]
+    for half, path in paths.items():
+        names = _class_names(path)
+        unknown = sorted(set(names) - set(class_names))
+        if unknown:
+            some = ", ".join(class_names[:5]) + ", ..." * (len(class_names) > 5)
+            raise InputError(
+                f"{os.path.join(path, unknown[0])} is a class that {train} has not; it has {some}"
+            )
+        sources[half] = _find(path, names, class_names)
+    return encoded.data_set("folder", sources, class_names, size)
 
 
 class _Files:

@@ -1,16 +1,18 @@
 """Batches as pure functions of (seed, step, examples), so that resuming at any step is exact.
 
     split = ArraySplit(images, labels)
-    for images, labels, draws in split.train_batches(128, seed=1, step=40, examples=5120): ...
-    for images, labels, weights in split.eval_batches(1000): ...
+    for (images, labels), draws in split.train_batches(128, seed=1, step=40, examples=5120): ...
+    for (images, labels), counted in split.eval_batches(1000): ...
 
-Training batches are endless and always full. Example number e of a run (counted from 0 over all
-epochs) is in epoch e // size, at position e % size of that epoch's order; a batch may straddle two
-epochs. `draws` feeds `towers.data.augment`. Evaluation is one pass in order, the last batch padded
-with examples of weight 0.
+An example is (x,), (x, y) or (x, y, sample_weight), each a tensor or any structure of them in dicts
+and tuples. Training batches are endless and always full. Example number e of a run (counted from 0
+over all epochs) is in epoch e // size, at position e % size of that epoch's order; a batch may
+straddle two epochs. `draws` feeds `towers.data.augment`. Evaluation is one pass in order, the last
+batch padded with zeros that do not count.
 """
 
 import abc
+import copy
 import dataclasses
 import hashlib
 from typing import Any
@@ -18,21 +20,25 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.data import augment
+from towers.errors import InputError
 
+Structure = Any  # of tf.nest: dicts and tuples, with what is said in their leaves
+
+NUM_DRAWS = 4  # random numbers of each example, for `towers.data.augment`
 _PREFETCH_BATCHES = 2
 # TensorFlow's default of 4 rounds leaves neighbours of one epoch visibly related (chi-square of
 # their distances 34 per degree of freedom at 20,000 examples); with 8 it is 1.0, as numpy's.
 _SHUFFLE_ROUNDS = 8
 _SHUFFLE_STREAM = -1  # keeps the shuffle's random numbers apart from the draws of step 0, 1, ...
-_SHUFFLE_BUFFER_BYTES = 256 * 2**20
 _PHILOX = 1  # the number that TensorFlow's raw ops know the algorithm by
+_HELD_OUT_KEY = (2016, 0, 0)  # one choice for all: a run that is evaluated later finds it again
 
 
 class Split(abc.ABC):
-    """The training or the test half of a data set, of `size` examples."""
+    """The training, validation or test half of a data set, of `size` examples."""
 
     size: int
+    spec: Structure  # of tf.TensorSpec: one example, without batch axis
 
     def train_batches(
         self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
@@ -47,27 +53,37 @@ class Split(abc.ABC):
                 order. It is `step * batch_size` unless the batch size has changed on the way.
 
         Returns:
-            A dataset of (images `[B, H, W, C]` uint8 or float32, labels int32 `[B]`, draws float32
-            `[B, augment.NUM_DRAWS]` in [0, 1)). Row i of draws belongs to example i of the batch.
+            A dataset of (example, draws): the structure of `spec`, with an axis of B in front, and
+            float32 `[B, NUM_DRAWS]` in [0, 1), a row for each example of the batch.
         """
 
         def draw(step):
-            shape = [batch_size, augment.NUM_DRAWS]
+            shape = [batch_size, NUM_DRAWS]
             return tf.random.stateless_uniform(shape, seed=[seed, step], alg="philox")
 
         draws = tf.data.Dataset.counter(step).map(draw)
-        both = tf.data.Dataset.zip(self._shuffled_batches(batch_size, seed, examples), draws)
-        return prefetched(both.map(lambda batch, draws: (*batch, draws)))
+        batches = self._shuffled_batches(batch_size, seed, examples)
+        return prefetched(tf.data.Dataset.zip(batches, draws))
 
     def eval_batches(self, batch_size: int) -> tf.data.Dataset:
         """Return one pass over the split in its own order.
 
         Returns:
-            A dataset of (images `[B, H, W, C]`, labels int32 `[B]`, weights float32 `[B]`): weight
-            1 for each example, 0 for the zeros that fill the last batch.
+            A dataset of (example, counted): the structure of `spec`, with an axis of B in front,
+            and float32 `[B]`: 1 for each example, 0 for the zeros that fill the last batch.
         """
         batches = self._batches_in_order(batch_size)
-        return prefetched(batches.map(lambda *batch: _padded(*batch, batch_size)))
+        return prefetched(batches.map(lambda *example: _padded(example, batch_size)))
+
+    @abc.abstractmethod
+    def held_out(self, fraction: float) -> tuple["Split", "Split"]:
+        """Return the rest and the part that is held out, for testing or validation.
+
+        Which examples are held out depends on size and fraction alone. Neither part is empty.
+
+        Raises:
+            InputError: there is only one example.
+        """
 
     @abc.abstractmethod
     def checksum(self) -> dict[str, Any]:
@@ -75,11 +91,11 @@ class Split(abc.ABC):
 
     @abc.abstractmethod
     def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
-        """Return full batches (images, labels) without end, `examples` being before the first."""
+        """Return full batches of examples without end, `examples` being before the first."""
 
     @abc.abstractmethod
     def _batches_in_order(self, batch_size: int) -> tf.data.Dataset:
-        """Return the batches (images, labels) of one pass, the last with what is left."""
+        """Return the batches of examples of one pass, the last with what is left."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,86 +105,151 @@ class Data:
     name: str  # as --dataset gave it
     train: Split
     test: Split
-    num_classes: int  # labels are 0..num_classes-1
-    image_shape: tuple[int, int, int]  # of a stored image
-    class_names: tuple[str, ...]  # "0", "1", ... where there are none
+    num_classes: int = 0  # targets are 0..num_classes-1, one for each example; 0: no classes
+    class_names: tuple[str, ...] = ()  # "0", "1", ... where there are none
+    validation: Split | None = None  # a third split, if there is one
+    notes: tuple[str, ...] = ()  # lines that the start of a run prints
+    columns: tuple[str, ...] = ()  # of a table, in the order of x
+
+    @property
+    def spec(self) -> Structure:
+        """One example, see `Split.spec`."""
+        return self.train.spec
+
+    @property
+    def image_shape(self) -> tuple[int, int, int] | None:
+        """The shape (H, W, C) of a stored image, None if examples are not one image each."""
+        x = self.spec[0]
+        single = isinstance(x, tf.TensorSpec) and x.shape.rank == 3
+        image = single and (x.dtype == tf.uint8 or x.dtype.is_floating)
+        return tuple(x.shape) if image else None
 
 
 class ArraySplit(Split):
     """A split held in memory, once, on the host."""
 
-    def __init__(self, images: np.ndarray, labels: np.ndarray):
-        """Copy images, uint8 or float32 `[N, H, W, C]`, and labels, integers `[N]`, to the host."""
-        self.size = len(images)
+    def __init__(self, *example: Structure):
+        """Copy arrays to the host.
+
+        Args:
+            *example: x, y and sample_weight, or the first of these: arrays, or structures of
+                arrays in dicts and tuples, of as many rows each. They are kept as `stored_spec`.
+        """
+        example = tf.nest.map_structure(np.asarray, example)
+        self.spec = stored_spec(tf.nest.map_structure(spec_of, example))
+        self.size = len(tf.nest.flatten(example)[0])
+        self._rows = None  # of the arrays, where not all of them are this split's
         with tf.device("/cpu:0"):
-            self._images = tf.constant(images)
-            self._labels = tf.constant(labels, tf.int32)
+            self._arrays = tf.nest.map_structure(
+                lambda array, spec: tf.constant(array, spec.dtype),
+                stored(example, self.spec),
+                self.spec,
+            )
+
+    def held_out(self, fraction: float) -> tuple[Split, Split]:
+        """See `Split.held_out`: the arrays are shared."""
+        rest, held = held_out_rows(self.size, fraction)
+        return self._part(rest), self._part(held)
+
+    def _part(self, rows: np.ndarray) -> Split:
+        part = copy.copy(self)
+        part.size = len(rows)
+        with tf.device("/cpu:0"):
+            part._rows = tf.constant(rows if self._rows is None else self._rows.numpy()[rows])
+        return part
 
     def checksum(self) -> dict[str, Any]:
         """See `Split.checksum`: of all bytes."""
-        images, labels = (np.asarray(memoryview(part)) for part in (self._images, self._labels))
-        sha256, shape = digest(images, labels), list(images.shape)
-        return {"kind": "arrays", "sha256": sha256, "shape": shape, "dtype": images.dtype.name}
+        arrays = tf.nest.flatten(self._arrays) + [self._rows] * (self._rows is not None)
+        found = {"kind": "arrays", "sha256": digest(*(_view(array) for array in arrays))}
+        x = self.spec[0]
+        if not isinstance(x, tf.TensorSpec):
+            return found | {"examples": self.size}
+        return found | {"shape": [self.size, *x.shape], "dtype": x.dtype.name}
 
     def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
-        # Captured tensors, not constants: the images are not copied into the graph.
-        return shuffled_rows(batch_size, self.size, seed, examples).map(
-            lambda rows: (tf.gather(self._images, rows), tf.gather(self._labels, rows))
-        )
+        return shuffled_rows(batch_size, self.size, seed, examples).map(self._batch)
 
     def _batches_in_order(self, batch_size: int) -> tf.data.Dataset:
         firsts = tf.data.Dataset.range(0, self.size, batch_size)
-        slices = firsts.map(lambda first: (first, first + batch_size))
-        return slices.map(lambda start, end: (self._images[start:end], self._labels[start:end]))
+        ends = firsts.map(lambda first: (first, tf.minimum(first + batch_size, self.size)))
+        return ends.map(lambda first, end: self._batch(tf.range(first, end)))
+
+    def _batch(self, rows: tf.Tensor) -> Structure:
+        # Captured tensors, not constants: the arrays are not copied into the graph.
+        if self._rows is not None:
+            rows = tf.gather(self._rows, rows)
+        return tf.nest.map_structure(lambda array: tf.gather(array, rows), self._arrays)
 
 
-class DatasetSplit(Split):
-    """A split that is read from a `tf.data.Dataset` of the user's.
+def stored_spec(spec: Structure) -> Structure:
+    """Return what examples of these types and shapes are kept as.
 
-    It is shuffled with a buffer of at most 256 MiB, anew in each epoch. A run that is resumed reads
-    and drops what came before its place in the epoch, and goes on exactly if the dataset gives the
-    same examples in the same order each time that it is read. A dataset that gives more or fewer
-    examples than its size stops the reading with a `tf.errors.FailedPreconditionError`.
+    Floats become float32, sample weights too. A y that is one integer, `[]` or `[1]`, is a label,
+    int32 `[]`. All else stays as it is.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, size: int):
-        """Wrap a dataset.
+    def kept(leaf):
+        return tf.TensorSpec(leaf.shape, tf.float32) if leaf.dtype.is_floating else leaf
 
-        Args:
-            dataset: finite, of single examples: image `[H, W, C]`, uint8 or float (read as
-                float32), and label, an integer, `[]` or `[1]`.
-            size: how many examples it gives, 1 or more.
-        """
-        self.size = size
-        self._dataset = dataset.map(_example).apply(tf.data.experimental.assert_cardinality(size))
+    def weight(leaf):
+        return tf.TensorSpec(leaf.shape, tf.float32)
 
-    def checksum(self) -> dict[str, Any]:
-        """See `Split.checksum`: the user's code is not read through."""
-        return {"kind": "pipeline", "sha256": None, "examples": self.size}
+    x, *rest = spec
+    if rest and is_label(rest[0]):
+        rest[0] = tf.TensorSpec([], tf.int32)
+    parts = [tf.nest.map_structure(kept, part) for part in (x, *rest[:1])]
+    return (*parts, *(tf.nest.map_structure(weight, part) for part in rest[1:]))
 
-    def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
-        epoch, position = divmod(examples, self.size)
-        epochs = tf.data.Dataset.counter(epoch).flat_map(lambda epoch: self._shuffled(epoch, seed))
-        return epochs.skip(position).batch(batch_size, drop_remainder=True)
 
-    def _batches_in_order(self, batch_size: int) -> tf.data.Dataset:
-        return self._dataset.batch(batch_size)
+def stored(example: Structure, spec: Structure) -> Structure:
+    """Return arrays with these types, and rows of these shapes; texts stay as they are."""
 
-    def _shuffled(self, epoch: tf.Tensor, seed: int) -> tf.data.Dataset:
-        spec = self._dataset.element_spec
-        example_bytes = spec[0].shape.num_elements() * spec[0].dtype.size
-        key = _epoch_keys(epoch, 1, seed)[0]
-        # Dataset.shuffle would mix in tf.random.set_seed: the order would depend on the program.
-        variant = tf.raw_ops.ShuffleDataset(
-            input_dataset=tf.data.experimental.to_variant(self._dataset),
-            buffer_size=max(1, min(self.size, _SHUFFLE_BUFFER_BYTES // max(1, example_bytes))),
-            seed=key[0],
-            seed2=key[1] + 1,  # both 0 would mean: another order each time
-            reshuffle_each_iteration=False,
-            output_types=[part.dtype for part in spec],
-            output_shapes=[part.shape for part in spec],
+    def convert(array, spec):
+        if spec.dtype != tf.string:
+            array = array.astype(spec.dtype.as_numpy_dtype, copy=False)
+        return array.reshape(len(array), *spec.shape)
+
+    return tf.nest.map_structure(convert, example, spec)
+
+
+def spec_of(array: np.ndarray) -> tf.TensorSpec:
+    """Return what each row of an array is."""
+    dtype = tf.string if array.dtype.kind in "OSU" else array.dtype
+    return tf.TensorSpec(array.shape[1:], dtype)
+
+
+def is_label(y: Structure) -> bool:
+    """Tell whether targets are one integer for each example."""
+    return isinstance(y, tf.TensorSpec) and y.dtype.is_integer and y.shape in ([], [1])
+
+
+def held_out_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of `Split.held_out`, int64: those of the rest and those held out, rising."""
+    with tf.device("/cpu:0"):
+        rows = tf.range(size, dtype=tf.int64)
+        held = is_held_out(rows, size, num_held_out(size, fraction)).numpy()
+    return np.flatnonzero(~held), np.flatnonzero(held)
+
+
+def num_held_out(size: int, fraction: float) -> int:
+    """Return how many of `size` examples are held out, at least 1 and not all."""
+    if size < 2:
+        raise InputError(
+            f"a part is to be held out, but there is {size} example (or batch); give 2 or more"
         )
-        return tf.data.experimental.from_variant(variant, spec)
+    return min(max(1, round(size * fraction)), size - 1)
+
+
+def is_held_out(rows: tf.Tensor, size: int, num_held: int) -> tf.Tensor:
+    """Tell of each row whether it is held out: spread by chance, since data may be periodic."""
+    place = tf.raw_ops.RandomIndexShuffle(
+        index=rows,
+        seed=tf.constant(_HELD_OUT_KEY, tf.int64),
+        max_index=tf.constant(size - 1, tf.int64),
+        rounds=_SHUFFLE_ROUNDS,
+    )
+    return place < num_held
 
 
 def shuffled_rows(batch_size: int, size: int, seed: int, examples: int) -> tf.data.Dataset:
@@ -177,7 +258,7 @@ def shuffled_rows(batch_size: int, size: int, seed: int, examples: int) -> tf.da
     def rows(index):
         number = examples + index * batch_size + tf.range(batch_size, dtype=tf.int64)
         epoch = number // size
-        keys = _epoch_keys(epoch[0], (batch_size - 1) // size + 2, seed)
+        keys = epoch_keys(epoch[0], (batch_size - 1) // size + 2, seed)
         return tf.raw_ops.RandomIndexShuffle(
             index=number % size,
             seed=tf.gather(keys, epoch - epoch[0]),
@@ -188,7 +269,7 @@ def shuffled_rows(batch_size: int, size: int, seed: int, examples: int) -> tf.da
     return tf.data.Dataset.counter().map(rows)
 
 
-def _epoch_keys(first: tf.Tensor, num: int, seed: int) -> tf.Tensor:
+def epoch_keys(first: tf.Tensor, num: int, seed: int) -> tf.Tensor:
     """Return the keys of the orders of epochs first..first+num-1, int64 `[num, 3]`, 0..2**32-1.
 
     RandomIndexShuffle keeps only the low bits of its seed, 8 of each number for up to 65,536
@@ -219,22 +300,25 @@ def digest(*arrays: np.ndarray) -> str:
     found = hashlib.sha256()
     for array in arrays:
         found.update(f"{array.dtype.name}{list(array.shape)};".encode())
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        if array.dtype == object:  # texts, as TensorFlow gives them
+            for text in array.flat:
+                found.update(b"%d;" % len(text) + text)
+        else:
+            found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     return found.hexdigest()
 
 
-def _example(image: tf.Tensor, label: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    if image.dtype.is_floating:
-        image = tf.cast(image, tf.float32)
-    return image, tf.reshape(tf.cast(label, tf.int32), [])
+def _view(array: tf.Tensor) -> np.ndarray:
+    """Return a tensor of the host as an array, not copied where that can be."""
+    return array.numpy() if array.dtype == tf.string else np.asarray(memoryview(array))
 
 
-def _padded(images: tf.Tensor, labels: tf.Tensor, batch_size: int) -> tuple[tf.Tensor, ...]:
-    """Fill a batch up with zeros; return it with its weights."""
-    num = tf.shape(labels)[0]
+def _padded(example: Structure, batch_size: int) -> tuple[Structure, tf.Tensor]:
+    """Fill a batch up with zeros; return it with what counts."""
+    num = tf.shape(tf.nest.flatten(example)[0])[0]
 
     def fill(part):
         rest = [[0, batch_size - num]] + [[0, 0]] * (part.shape.rank - 1)
         return tf.ensure_shape(tf.pad(part, rest), [batch_size, *part.shape[1:]])
 
-    return fill(images), fill(labels), fill(tf.ones([num], tf.float32))
+    return tf.nest.map_structure(fill, example), fill(tf.ones([num], tf.float32))

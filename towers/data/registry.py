@@ -1,5 +1,7 @@
 """The data sets by name: the one place that knows which there are.
 
+A name with a colon is a function of the user's own, one that ends in .npz or .csv a file.
+
 To add one, write its module `towers/data/NAME.py` with `load(path) -> Data`, where `path` is the
 folder to look in and to keep files in, and give it a line in DATA_SETS. The module of files of the
 user's own has `load(path, size)`, that of a downloaded set also `find(path)`, which returns the
@@ -41,27 +43,58 @@ def load(
     dataset: str = "shapes",
     data_dir: str | None = None,
     image_size: tuple[int, int] | None = None,
+    validation_fraction: float = 0.0,
+    target: str = "",
 ) -> Data:
     """Load a data set.
 
     Args:
-        dataset: a name in DATA_SETS, or "module:function", see `towers.data.custom`.
+        dataset: a name in DATA_SETS, "module:function", see `towers.data.custom`, or the path of a
+            file: FILE.npz, see `towers.data.npz`, FILE.csv or TRAIN.csv,TEST.csv, see
+            `towers.data.table`.
         data_dir: the folder of the user's own files; of the other sets the folder where they are
             looked for and kept, None or "" being `$XDG_CACHE_HOME/towers` or `~/.cache/towers`.
         image_size: (height, width) to which the images of the user's own files are resized; None:
             they are all of one size.
+        validation_fraction: the part of the training examples, 0..1, that becomes the validation
+            split; 0: the data set's own, if it has one.
+        target: the target columns of a table, with commas between them; "": the last one.
 
     Raises:
         InputError: there is no such data set, or it is damaged or cannot be had.
     """
-    path = _check(dataset, data_dir)
-    if ":" not in dataset and DATA_SETS[dataset].layout:
-        return _module(dataset).load(path, image_size)
-    if image_size:
+    files, own = _files(dataset, data_dir), ":" in dataset
+    path = "" if files else _check(dataset, data_dir)
+    images = not files and not own and DATA_SETS[dataset].layout
+    table = files and files[0].lower().endswith(".csv")
+    if image_size and not images:
         raise InputError(
             f"--image_size is for --dataset=folder and tfrecord, not {dataset}: leave it out"
         )
-    return _module("custom").load(dataset) if ":" in dataset else _module(dataset).load(path)
+    if target and not table:
+        raise InputError(f"--target is for --dataset=FILE.csv, not {dataset}: leave it out")
+    if files:
+        found = (
+            _module("table").load(dataset, files, target)
+            if table
+            else _module("npz").load(dataset, files[0])
+        )
+    elif own:
+        found = _module("custom").load(dataset)
+    else:
+        found = _module(dataset).load(path, *[image_size] * bool(images))
+    return _with_validation(found, validation_fraction) if validation_fraction else found
+
+
+def _with_validation(data: Data, fraction: float) -> Data:
+    """Hold out a part of the training examples for validation."""
+    if data.validation:
+        raise InputError(
+            f"--validation_fraction={fraction}: {data.name} has a validation set of its own, of "
+            f"{data.validation.size} examples; leave the flag out"
+        )
+    train, validation = data.train.held_out(fraction)
+    return dataclasses.replace(data, train=train, validation=validation)
 
 
 def locate(dataset: str, data_dir: str | None = None) -> str | None:
@@ -70,6 +103,8 @@ def locate(dataset: str, data_dir: str | None = None) -> str | None:
     Raises:
         InputError: there is no such data set, or some of its files are missing.
     """
+    if files := _files(dataset, data_dir):
+        return f"{' and '.join(files)}: there; a run looks at what is inside"
     path = _check(dataset, data_dir)
     if ":" in dataset:
         return f"{dataset} is your own: not looked at"
@@ -91,6 +126,29 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"towers.data.{name}")
 
 
+def _files(dataset: str, data_dir: str | None) -> list[str]:
+    """Return the paths of the files that a data set names, none if it names no files."""
+    names = dataset.split(",")
+    if not all(name.lower().endswith(".csv") for name in names):
+        names = [dataset] if dataset.lower().endswith((".npz", ".csv")) else []
+    if len(names) > 2:
+        raise InputError(
+            f"--dataset={dataset} names {len(names)} files; TRAIN.csv,TEST.csv is meant"
+        )
+    folders = ["", *([os.path.expanduser(data_dir)] if data_dir else [])]
+    found = []
+    for name in names:
+        paths = [os.path.join(folder, os.path.expanduser(name)) for folder in folders]
+        there = [path for path in paths if os.path.isfile(path)]
+        if not there:
+            raise InputError(
+                f"--dataset={dataset}: there is no file {' or '.join(paths)}; name one "
+                "that is there"
+            )
+        found.append(there[0])
+    return found
+
+
 def _check(dataset: str, data_dir: str | None) -> str:
     """Refuse what cannot be looked for; return the folder to look in."""
     path = os.path.expanduser(data_dir) if data_dir else cache_dir()
@@ -101,7 +159,7 @@ def _check(dataset: str, data_dir: str | None) -> str:
         raise InputError(
             f"--dataset={dataset} is unknown"
             + (f", did you mean {close[0]}?" if close else "")
-            + f"; allowed are {', '.join(DATA_SETS)} and module:function"
+            + f"; allowed are {', '.join(DATA_SETS)}, FILE.npz, FILE.csv and module:function"
         )
     layout = DATA_SETS[dataset].layout
     if layout and not data_dir:

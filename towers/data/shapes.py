@@ -115,7 +115,7 @@ def load(data_dir: str) -> Data:
     found = kept(Path(data_dir, FILE), make)
     images, labels, test_images, test_labels = (found[name] for name in _PARTS)
     train, test = ArraySplit(images, labels), ArraySplit(test_images, test_labels)
-    return Data("shapes", train, test, len(CLASS_NAMES), (_SIZE, _SIZE, 3), CLASS_NAMES)
+    return Data("shapes", train, test, len(CLASS_NAMES), CLASS_NAMES)
 
 
 def draw(num: int, seed: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,8 @@
 """TFRecord files of `tf.train.Example`: `--dataset=tfrecord --data_dir=DIR`.
 
-    DIR/train*.tfrecord*  DIR/test*.tfrecord* (or val*)    train-00000-of-00008 will do, too
+    DIR/train*.tfrecord*  DIR/test*.tfrecord* (or val*, which beside test* is a third split)
+
+train-00000-of-00008 will do, too.
 
 Each record has an encoded image under "image/encoded", "image" or "image_raw", and a label, one
 integer from 0 on, under "image/class/label" or "label".
@@ -51,16 +53,23 @@ def load(folder: str, size: encoded.Size | None = None) -> Data:
         InputError: files are missing, empty, compressed or damaged, a feature or a label is not as
             it should be, sizes differ and `size` is None, or an image that is tried is damaged.
     """
-    train_paths, test_paths = _paths(folder, "train"), _paths(folder, "test", "val")
-    image_key, label_key = _keys(train_paths[0])
-    train, test = (_Records(paths, image_key, label_key) for paths in (train_paths, test_paths))
-    num_classes = int(train.labels.max()) + 1
-    if test.labels.max() >= num_classes:
-        raise InputError(
-            f"{test.name(int(np.argmax(test.labels)))} has label {test.labels.max()}, but the "
-            f"training labels are 0..{num_classes - 1}"
-        )
-    return encoded.data_set("tfrecord", train, test, [str(i) for i in range(num_classes)], size)
+    paths = {half: _paths(folder, half) for half in ("train", "test", "val")}
+    halves = {"train": paths["train"], "test": paths["test"] or paths["val"]}
+    if paths["test"] and paths["val"]:
+        halves["validation"] = paths["val"]
+    for half, found in halves.items():
+        if not found:
+            raise InputError(f"--data_dir={folder} has no {half}*.tfrecord*; {_EXPECTED}")
+    keys = _keys(halves["train"][0])
+    sources = {half: _Records(found, *keys) for half, found in halves.items()}
+    num_classes = int(sources["train"].labels.max()) + 1
+    for source in sources.values():
+        if source.labels.max() >= num_classes:
+            raise InputError(
+                f"{source.name(int(np.argmax(source.labels)))} has label {source.labels.max()}, "
+                f"but the training labels are 0..{num_classes - 1}"
+            )
+    return encoded.data_set("tfrecord", sources, [str(i) for i in range(num_classes)], size)
 
 
 class _Records:
@@ -92,14 +101,11 @@ class _Records:
         return folder, [os.path.basename(path) for path in self._paths]
 
 
-def _paths(folder: str, *prefixes: str) -> list[str]:
-    """Return the files of a split, those of the first prefix that there are any of."""
+def _paths(folder: str, prefix: str) -> list[str]:
+    """Return the files of a split."""
     names = sorted(os.listdir(folder))
-    for prefix in prefixes:
-        found = [n for n in names if n.startswith(prefix) and (".tfrec" in n or "-of-" in n)]
-        if found:
-            return [os.path.join(folder, name) for name in found]
-    raise InputError(f"--data_dir={folder} has no {prefixes[0]}*.tfrecord*; {_EXPECTED}")
+    found = [n for n in names if n.startswith(prefix) and (".tfrec" in n or "-of-" in n)]
+    return [os.path.join(folder, name) for name in found]
 
 
 def _keys(path: str) -> list[str]:

@@ -209,6 +209,7 @@ def _provide_cpus(chosen: Sequence[str]) -> int:
                 f"{needed} CPU devices are needed, but TensorFlow has started with "
                 f"{len(tf.config.list_logical_devices('CPU'))}: "
                 f"call towers.devices.tower_devices({needed}) before anything creates a tensor, as "
-                "a model's weights are"
+                "a model's weights are; in a notebook restart the kernel, and call it in its first "
+                "cell"
             ) from None
     return len(tf.config.list_logical_devices("CPU"))

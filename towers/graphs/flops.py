@@ -1,40 +1,46 @@
 """The arithmetic of a training step: what its convolutions and matrix products add up to."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from towers.data import augment
 from towers.graphs.placement import needed_ops
+from towers.graphs.traffic import FUNCTIONS
 
 
-def flop_per_example(
-    model: keras.Model, loss_fn: Callable, image_shape: Sequence[int], dtype: tf.DType
-) -> int:
+def flop_per_example(model: keras.Model, loss: Callable, batch: Any) -> int:
     """Return the floating-point operations of one example, forward and backward.
 
     Counted are the convolutions and matrix products that gradients need, a multiplication and an
     addition as two. What happens inside a loop or a function of the model's own is not seen.
-    `loss_fn` leads from (images `[b, H, W, C]`, labels `[b]`, draws) to losses `[b]`.
+    `loss` is that of a task, of (*example, draws); `batch` has the specs of (example, draws).
     """
+    return sum(map(_flop, gradient_ops(model, loss, batch)))
+
+
+def has_unseen(model: keras.Model, loss: Callable, batch: Any) -> bool:
+    """Tell whether there are loops or functions, as in an LSTM, which are not counted."""
+    return any(op.type in FUNCTIONS for op in gradient_ops(model, loss, batch))
+
+
+def gradient_ops(model: keras.Model, loss: Callable, batch: Any) -> list[tf.Operation]:
+    """Return the ops that the gradients of one example need."""
 
     @tf.function(autograph=False)
-    def gradients(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> list[tf.Tensor]:
+    def gradients(example: Any, draws: tf.Tensor) -> list[tf.Tensor]:
         weights = [tf.convert_to_tensor(v.value) for v in model.trainable_variables]
         pairs = list(zip(model.trainable_variables, weights, strict=True))
         with keras.StatelessScope(pairs), tf.GradientTape() as tape:
             tape.watch(weights)
-            loss = tf.reduce_sum(loss_fn(images, labels, draws))
+            total = tf.reduce_sum(loss(*example, draws))
         with keras.StatelessScope():
-            return [g for g in tape.gradient(loss, weights) if g is not None]
+            return [g for g in tape.gradient(total, weights) if g is not None]
 
-    graph = gradients.get_concrete_function(
-        tf.TensorSpec([1, *image_shape], dtype),
-        tf.TensorSpec([1], tf.int32),
-        tf.TensorSpec([1, augment.NUM_DRAWS]),
-    ).graph
-    return sum(map(_flop, needed_ops([tensor.op for tensor in graph.outputs])))
+    one = tf.nest.map_structure(lambda s: tf.TensorSpec([1, *s.shape[1:]], s.dtype), batch)
+    graph = gradients.get_concrete_function(*one).graph
+    return needed_ops([tensor.op for tensor in graph.outputs])
 
 
 def _flop(op: tf.Operation) -> int:

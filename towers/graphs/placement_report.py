@@ -29,7 +29,7 @@ def report(placement: Placement, stray: Sequence[str]) -> list[str]:
     unknown = sum(transfer.bytes is None for transfer in placement.transfers)
     if crossing:
         routes = [f"{_size(b)} {source} -> {to}" for (source, to), b in sorted(crossing.items())]
-        more = f" and {unknown} values of unknown size" if unknown else ""
+        more = f", and {unknown} of unknown size" if unknown else ""
         lines.append(f"  in a step cross {', '.join(routes)}{more}")
     return lines
 

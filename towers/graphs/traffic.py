@@ -26,7 +26,7 @@ _OF_SHAPES = frozenset("Shape ShapeN Size Rank BroadcastGradientArgs".split())
 _BRANCHES = frozenset(["If", "StatelessIf"])
 _CALLS = frozenset(["PartitionedCall", "StatefulPartitionedCall"])
 _LOOPS = frozenset(["While", "StatelessWhile", "Case", "StatelessCase"])
-_FUNCTIONS = _BRANCHES | _CALLS | _LOOPS
+FUNCTIONS = _BRANCHES | _CALLS | _LOOPS
 
 
 class Step:
@@ -141,7 +141,7 @@ class Step:
             resources = [self.devices[t.op] for t in inputs if t.dtype == tf.resource]
             # An op on a variable runs where the variable lies, whatever it asks for.
             device = self._homes.get(op) or short(op.device) or caller
-            if resources and op.type not in _FUNCTIONS:
+            if resources and op.type not in FUNCTIONS:
                 device = resources[-1]
             self.devices[op] = device
             if _is_known(op, inputs, self.known):
@@ -224,6 +224,6 @@ def _is_known(op: tf.Operation, inputs: list[tf.Tensor], known: set[tf.Operation
     """Tell whether an op's value follows from constants and shapes alone."""
     if op.type in _OF_SHAPES:
         return all(tensor.shape.is_fully_defined() for tensor in op.inputs)
-    if op.type == "Placeholder" or op.type in _FUNCTIONS or op.op_def.is_stateful:
+    if op.type == "Placeholder" or op.type in FUNCTIONS or op.op_def.is_stateful:
         return False
     return op.type == "Const" or bool(inputs) and all(tensor.op in known for tensor in inputs)

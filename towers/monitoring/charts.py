@@ -3,6 +3,8 @@
 Who adds a curve adds its tag to `CHARTS`, and the value to what the monitor writes.
 """
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from tensorboard.plugins.custom_scalar import layout_pb2
@@ -12,7 +14,7 @@ from tensorboard.plugins.custom_scalar import summary as layout_summary
 CHARTS = {
     "run": {
         "loss": "loss/data loss/total loss loss_ema",
-        "test accuracy": "accuracy accuracy_ema",
+        "METRICS": "",  # a chart for each
         "learning rate": "learning_rate",
         "gradient norm": "gradient_norm",
         "regularisation": "loss/regularisation",
@@ -50,9 +52,10 @@ CHARTS = {
 }
 
 
-def layout(gpus: bool) -> Any:
+def layout(gpus: bool, metrics: Sequence[str] = ("test accuracy",)) -> Any:
     """Return the Summary of the custom-scalars dashboard, the same at any number of towers.
 
+    `metrics` are charts by what they show: "validation auc" has auc, auc_ema and batch/auc.
     TensorBoard tries the patterns on the tags of every run, from the tag's first letter on. Without
     GPUs their empty charts are folded up.
     """
@@ -60,6 +63,13 @@ def layout(gpus: bool) -> Any:
     for title, charts in CHARTS.items():
         category = found.category.add(title=title, closed=title == "GPUs" and not gpus)
         for name, tags in charts.items():
-            patterns = [tag.replace("{}", r"\d+") + "$" for tag in tags.split()]
-            category.chart.add(title=name).multiline.tag.extend(patterns)
+            shown = {name: [tag.replace("{}", r"\d+") + "$" for tag in tags.split()]}
+            if name == "METRICS":
+                shown = {metric: _patterns(metric.partition(" ")[2]) for metric in metrics}
+            for chart, patterns in shown.items():
+                category.chart.add(title=chart).multiline.tag.extend(patterns)
     return layout_summary.pb(found)
+
+
+def _patterns(metric: str) -> list[str]:
+    return [f"{re.escape(tag)}$" for tag in (metric, f"{metric}_ema", f"batch/{metric}")]

@@ -2,7 +2,7 @@
 
     curves = read_curves(Path("runs/a"))
     curves.loss.examples, curves.loss.values           # [N], [N]
-    curves.seconds_at(curves.accuracy.examples)        # of training, up to each evaluation
+    curves.seconds_at(curves.of("accuracy").examples)  # of training, up to each evaluation
 
 Everything is put over examples, the one clock that all runs have.
 """
@@ -18,7 +18,6 @@ from towers.monitoring import events
 _TRAIN_TAGS = (
     "loss/data", "loss/total", "progress/examples", "progress/epoch", "speed/examples_per_second",
 )  # fmt: skip
-_EVAL_TAGS = ("accuracy", "accuracy_ema")
 
 Points = Mapping[float, Mapping[str, float]]  # {x: {tag: value}}
 
@@ -32,15 +31,22 @@ class Curve:
     values: np.ndarray
 
 
+_EMPTY = Curve(np.array([]), np.array([]), np.array([]))
+
+
 @dataclasses.dataclass(frozen=True)
 class Curves:
     """The curves of a run; each may be empty."""
 
     loss: Curve  # of training, on the data alone
-    accuracy: Curve  # on the test set, of the moving average where there is one
+    evaluated: Mapping[str, Curve]  # of each metric, by its tag
     examples: np.ndarray  # seen at points of training, with 0 at the start, [N]
     seconds: np.ndarray  # of training up to there, [N]; NaN where the speed is not known
     epoch_size: float | None  # examples of an epoch, None if that is not known
+
+    def of(self, metric: str) -> Curve:
+        """Return the curve of a metric, of the moving average where there is one; or no points."""
+        return self.evaluated.get(f"{metric}_ema", self.evaluated.get(metric, _EMPTY))
 
     def seconds_at(self, examples: float) -> float | None:
         """Return the seconds of training after so many examples, None if they are not known."""
@@ -59,7 +65,7 @@ def read_curves(folder: Path, batch_size: int = 1, by_examples: bool = False) ->
     examples (--tensorboard_x=examples), else it is updates.
     """
     train = events.read(folder / "train", _TRAIN_TAGS)
-    evaluated = events.read(folder / "eval", _EVAL_TAGS)
+    evaluated = events.read(folder / "eval")
     steps, seen = _series(train, "progress/examples")  # x is before the step, examples are after it
     known_x, known_examples = _from_zero(steps + 1), _from_zero(seen)
 
@@ -75,9 +81,10 @@ def read_curves(folder: Path, batch_size: int = 1, by_examples: bool = False) ->
 
     rates = np.array([train[x].get("speed/examples_per_second", np.nan) for x in steps])
     _, epochs = _series(train, "progress/epoch")
+    tags = {tag for values in evaluated.values() for tag in values}
     return Curves(
         loss=curve(train, "loss/data", "loss/total"),
-        accuracy=curve(evaluated, "accuracy_ema", "accuracy"),
+        evaluated={tag: curve(evaluated, tag) for tag in tags},
         examples=known_examples,
         seconds=training_seconds(seen, rates),
         epoch_size=seen[-1] / epochs[-1] if len(seen) and len(epochs) else None,

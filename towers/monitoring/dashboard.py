@@ -38,11 +38,13 @@ def open_root(
     texts: Mapping[str, Sequence[str]],
     placement: Placement,
     graph: tf.Graph,
+    figures: Sequence[str] = ("test_accuracy", "test_loss"),
 ) -> None:
     """Write the event file of the run in `folder`; older ones are deleted.
 
     `texts` are {tag: lines}, beside those of the flags and of the environment; `graph` is that of
-    the train loop, as traced, and `placement` is read from it.
+    the train loop, as traced, and `placement` is read from it. `figures` are those of evaluations
+    that the result will have, of what is evaluated on the way first.
 
     Raises:
         RunError: the file cannot be written.
@@ -52,9 +54,12 @@ def open_root(
     columns = [name for run in of_sweep[:1] for name in run.get("flags", ())]  # that are varied
     if not columns:
         columns = [n for n, value in hparams.hparams_of(options).items() if value != _default(n)]
+    part = figures[0].partition("_")[0]
+    shown = [name.replace("_", " ", 1) for name in figures if name.startswith(f"{part}_")]
+    shown = [name for name in shown if name != f"{part} loss"]  # the loss has a chart
     summaries = [
-        charts.layout(any(name.startswith("/gpu") for name in tower_devices)),
-        hparams.experiment(columns),
+        charts.layout(any(name.startswith("/gpu") for name in tower_devices), shown),
+        hparams.experiment(columns, figures),
         hparams.session_start(options, len(tower_devices)),
         *(text(tag, lines) for tag, lines in texts.items()),
     ]

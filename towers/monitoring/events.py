@@ -49,8 +49,10 @@ def records(path: Path) -> Iterator[tuple[Event, int]]:
             yield event, file.tell()
 
 
-def read(folder: Path, tags: Container[str]) -> dict[int, dict[str, float]]:
+def read(folder: Path, tags: Container[str] | None = None) -> dict[int, dict[str, float]]:
     """Return {x: {tag: value}} of a folder's finite scalars, in rising order of x.
+
+    None stands for all tags.
 
     A file that begins before the end of the one before is that of a run which went on from an older
     checkpoint: what was beyond its beginning is computed again, and dropped.
@@ -60,7 +62,9 @@ def read(folder: Path, tags: Container[str]) -> dict[int, dict[str, float]]:
         fresh: dict[int, dict[str, float]] = {}
         for event, _ in records(path):
             for value in event.summary.value:
-                if value.tag in tags and (number := _number(value)) is not None:
+                if tags is not None and value.tag not in tags:
+                    continue
+                if (number := _number(value)) is not None:
                     fresh.setdefault(event.step, {})[value.tag] = number
         first = min(fresh, default=math.inf)
         points = {x: found for x, found in points.items() if x < first} | fresh
@@ -93,7 +97,8 @@ def cut(folder: Path, x: int) -> None:
 
 def _number(value: Summary.Value) -> float | None:
     """Return a finite scalar, None for anything else."""
-    if not value.HasField("tensor") or value.tensor.tensor_shape.dim:
+    tensor = value.tensor
+    if not value.HasField("tensor") or tensor.tensor_shape.dim or tensor.string_val:
         return None
-    number = float(make_ndarray(value.tensor))
+    number = float(make_ndarray(tensor))
     return number if math.isfinite(number) else None

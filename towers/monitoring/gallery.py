@@ -9,7 +9,8 @@ goes wrong in making a picture is a line: a run is worth more than its pictures.
 written, as on a full disk, ends the run as it would without them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import keras
 import numpy as np
@@ -18,16 +19,15 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from towers.builder.splitting import split
 from towers.builder.tower import TowerBuilder
-from towers.data import DatasetSplit, Split, augment
+from towers.data import Data, DatasetSplit, Split, augment
 from towers.monitoring import pictures
 from towers.monitoring.monitor import Monitor
 from towers.options.run import Options
 from towers.options.timetable import Timetable
 from towers.text import first_line
 
-# A global batch of the training set, as the function of a step takes it: images `[B, H, W, C]` as
-# they are stored, labels int32 `[B]`, draws float32 `[B, augment.NUM_DRAWS]`.
-Batch = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
+# A global batch of the training set, as a step takes it: (example, draws), see `data.Split`.
+Batch = tuple[Any, tf.Tensor]
 
 
 class Sampler:
@@ -56,9 +56,11 @@ class Sampler:
 
 
 def seen_by_towers(
-    builder: TowerBuilder, options: Options, batch: Batch, num: int
+    builder: TowerBuilder, options: Options, batch: tuple[tf.Tensor, ...], num: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return at most `num` images of each tower's slice as its model gets them, with their labels.
+
+    `batch` is images, labels and draws.
 
     Returns:
         (images `[n, h, w, C]`, labels int32 `[n]`) of each tower; n is 0 for one without examples.
@@ -93,12 +95,12 @@ class Gallery:
         draw_histograms: Callable[[Batch], Summary],
         builder: TowerBuilder,
         model: keras.Model,
-        class_names: Sequence[str],
+        data: Data,
     ):
         """Show the first pictures: a data set that has one reader at a time is read here."""
         self._monitor, self._timetable = monitor, timetable
         self._sampler, self._draw_histograms = sampler, draw_histograms
-        self._builder, self._model, self._class_names = builder, model, class_names
+        self._builder, self._model, self._data = builder, model, data
         self._shown: set[tuple[str, int]] = set()
         self.show_training(timetable.first_step)
         if timetable.options.histogram_every_epochs:
@@ -109,10 +111,16 @@ class Gallery:
 
         def make() -> list[Summary]:
             options = self._timetable.options
-            seen = seen_by_towers(self._builder, options, self._batch(step), pictures.NUM_IMAGES)
+            if self._data.image_shape is None:
+                return pictures.filters(self._model)
+            names = self._data.class_names or [""]  # of targets that are no classes none is shown
+            (images, *targets), draws = self._batch(step)
+            labels = targets[0] if self._data.class_names else tf.zeros(len(images), tf.int32)
+            batch = images, labels, draws
+            seen = seen_by_towers(self._builder, options, batch, pictures.NUM_IMAGES)
             stretch = options.augment != "off"
-            images = pictures.of_towers(seen, self._class_names, stretch)
-            return images + pictures.filters(self._model)
+            shown = pictures.of_towers(seen, names, stretch)
+            return shown + pictures.filters(self._model)
 
         self._show("pictures", step, make)
 
@@ -122,7 +130,7 @@ class Gallery:
 
     def show_evaluation(self, step: int, predictions: pictures.Predictions) -> None:
         """Show what an evaluation after `step` updates got wrong."""
-        names = self._class_names
+        names = self._data.class_names
         self._show("mistakes", step, lambda: pictures.of_evaluation(predictions, names), "eval")
 
     def _batch(self, step: int) -> Batch:

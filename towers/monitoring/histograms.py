@@ -1,13 +1,13 @@
 """Histograms for TensorBoard: of weights, of gathered gradients, and of what layers give out.
 
-    draw = make_histograms(builder, model, weights, loss_fn, loss_scale, options)
+    draw = make_histograms(builder, model, task.gradients, task.inputs)
     writer.heavy(draw(sampler.batch(step, examples)), step)      # of gallery.Sampler
 
 No variable is changed: what the towers of a step would assign (BatchNorm statistics, seeds) is
 dropped.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -17,23 +17,15 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
 from towers import tf_private
-from towers.builder.splitting import PerTower
 from towers.builder.tower import TowerBuilder
-from towers.data import augment
 from towers.monitoring.gallery import Batch
-from towers.options.run import Options
 
 NUM_EXAMPLES = 16  # that activations are taken of
 _MAX_VALUES = 2**18  # of a larger tensor every so-manieth is taken: a look costs no gigabytes
 
 
 def make_histograms(
-    builder: TowerBuilder,
-    model: keras.Model,
-    weights: Sequence[Any],
-    loss_fn: Callable,
-    loss_scale: tf.Variable | None,
-    options: Options,
+    builder: TowerBuilder, model: keras.Model, gradients: Callable, inputs: Callable
 ) -> Callable[[Batch], Summary]:
     """Return a function from a batch to `weights/NAME`, `gradients/NAME`, `activations/LAYER`.
 
@@ -41,25 +33,20 @@ def make_histograms(
     and clipping. Infinities and NaN are left out, and a tag of which nothing else remains. Of
     several layers of one name the last is shown.
 
-    `weights` are the model's trainable variables, as the builder takes them; `loss_fn` leads from
-    (images, labels, draws) of a slice to losses [b], which `loss_scale`, if any, is a factor of.
+    `gradients` and `inputs` are those of a task.
     """
 
     @tf.function(autograph=False)
-    def look(*batch: tf.Tensor) -> dict[str, tf.Tensor]:
+    def look(example: Any, draws: tf.Tensor) -> dict[str, tf.Tensor]:
         with keras.StatelessScope():  # assignments end here
-            _, found = builder.gradients(loss_fn, weights, *batch)
-            images, _, draws = (value[:NUM_EXAMPLES] for value in batch)
+            found = gradients(*example, draws)
+            first = tf.nest.map_structure(lambda t: t[:NUM_EXAMPLES], (example[0], draws))
             with tf.device(builder.devices[0]):
-                inputs = augment.train_images(images, draws, options.augment, options.input_dtype)
-                values = _activations(model, inputs)
+                values = _activations(model, inputs(*first))
         with tf.device(builder.gather_device):
             for variable, gradient in zip(model.trainable_variables, found, strict=True):
-                gradient = gradient.values[0] if isinstance(gradient, PerTower) else gradient
                 if gradient is not None:
-                    value = _thinned(gradient)
-                    scale = 1 if loss_scale is None else tf.cast(loss_scale, value.dtype)
-                    values[f"gradients/{variable.path}"] = value / scale
+                    values[f"gradients/{variable.path}"] = _thinned(gradient)
         return values
 
     def draw(batch: Batch) -> Summary:

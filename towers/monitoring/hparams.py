@@ -18,10 +18,9 @@ from towers.options.run import Options, names_that_affect
 
 # TensorBoard shows five columns of either kind, and the rest on a click.
 _USUAL = ("batch_size", "learning_rate", "model", "num_towers", "optimizer")
-METRICS = (  # of result.json
-    "test_accuracy", "test_accuracy_ema", "test_loss", "train_loss", "examples_per_second",
-    "test_loss_ema", "seconds_to_first_step", "steps", "examples", "test_examples",
-    "gradient_noise_scale",
+OF_ALL = (  # of result.json, whatever the task
+    "train_loss", "examples_per_second", "seconds_to_first_step", "steps", "examples",
+    "test_examples", "gradient_noise_scale",
 )  # fmt: skip
 
 
@@ -35,9 +34,10 @@ def hparams_of(options: Options, num_towers: int | None = None) -> dict[str, Any
     return values if num_towers is None else values | {"num_towers": num_towers}
 
 
-def experiment(first: Collection[str]) -> Summary:
+def experiment(first: Collection[str], figures: Collection[str]) -> Summary:
     """Return the Summary that declares the table's columns, the flags in `first` before the others.
 
+    `figures` are those of evaluations that result.json will have, as test_accuracy.
     TensorBoard takes them from one run of all those it shows, so that they must be the same in
     each; and a column with a set of values would hide the runs with others: none has one.
     """
@@ -52,7 +52,9 @@ def experiment(first: Collection[str]) -> Summary:
         )
         for name, value in hparams_of(Options()).items()
     ]
-    metrics = [Metric(f"result/{name}", display_name=name).as_proto() for name in METRICS]
+    figures = [name for figure in figures for name in (figure, f"{figure}_ema")]
+    columns = dict.fromkeys([*figures[:2], *OF_ALL[:2], *figures, *OF_ALL])
+    metrics = [Metric(f"result/{name}", display_name=name).as_proto() for name in columns]
     declared = api_pb2.Experiment(
         hparam_infos=flags, metric_infos=metrics, time_created_secs=time.time()
     )
@@ -69,7 +71,8 @@ def session_end(result: Mapping[str, Any]) -> list[Summary]:
     """Return the Summaries with which a run's row ends: its final metrics."""
     done = api_pb2.STATUS_SUCCESS
     end = plugin_data_pb2.SessionEndInfo(status=done, end_time_secs=time.time())
-    values = {name: number(result, name) for name in METRICS}
+    evaluated = [name for name in result if name.startswith(("test_", "validation_"))]
+    values = {name: number(result, name) for name in dict.fromkeys([*evaluated, *OF_ALL])}
     scalars = [scalar_pb(f"result/{n}", value) for n, value in values.items() if value is not None]
     return [*scalars, _summary(metadata.SESSION_END_INFO_TAG, session_end_info=end)]
 

@@ -7,6 +7,7 @@ is the number of examples.
 
 import contextlib
 import datetime
+import math
 import os
 import shlex
 import shutil
@@ -19,7 +20,7 @@ from typing import Any, TextIO
 
 import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from towers.devices import memory
 from towers.monitoring import events, tower_stats
@@ -69,7 +70,7 @@ class Monitor:
             total=timetable.last_step,
             initial=timetable.first_step,
             unit="step",
-            disable=not sys.stderr.isatty(),
+            disable=not (sys.stderr.isatty() or "ipykernel" in sys.modules),  # in a notebook
         )
         self._stragglers = Stragglers(devices)
         self._window_start: tuple[float, int] | None = None
@@ -112,6 +113,7 @@ class Monitor:
             "gradient_norm": metrics["gradient_norm"],
             "progress/examples": examples,
             "progress/epoch": self._timetable.epochs(step),
+            **{name: value for name, value in metrics.items() if name.startswith("batch/")},
             **by_tower(of_towers, metrics["tower_examples"]),
             **speed,
             **self._of_noise(metrics),
@@ -129,14 +131,21 @@ class Monitor:
         if own_seconds and (line := self._stragglers.line(own_seconds)):
             self.say(line)
 
-    def eval_point(self, step: int, scalars: Mapping[str, float | None]) -> None:
+    def eval_point(
+        self, step: int, scalars: Mapping[str, float | None], what: str = "test"
+    ) -> None:
         """Write the figures of an evaluation after `step` updates; None is left out."""
         known = {name: value for name, value in scalars.items() if value is not None}
         if not self.evaluated(step):
             self._writer.scalars("eval", self._timetable.x(step), known)
         self._evaluated.add(self._timetable.x(step))
-        figures = ", ".join(f"{name} {value:.4f}" for name, value in known.items())
-        self.say(f"{_now()}: epoch {self._timetable.epochs(step):.2f}, test: {figures}")
+        self.say_figures(what, step, known)
+
+    def say_figures(self, what: str, step: int, figures: Mapping[str, float | None]) -> None:
+        """Print the figures of an evaluation of a part of the data set."""
+        known = {name: value for name, value in figures.items() if value is not None}
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in known.items())
+        self.say(f"{_now()}: epoch {self._timetable.epochs(step):.2f}, {what}: {shown}")
 
     def evaluated(self, step: int) -> bool:
         """Tell whether the curves have an evaluation after `step` updates."""
@@ -208,7 +217,7 @@ def by_tower(
     """Return {"tower_0/NAME": value}, as far as it is known, of each tower with examples."""
     occupied = [i for i, number in enumerate(num_examples) if number > 0]
     pairs = {f"tower_{i}/{name}": own[i] for name, own in values.items() if own for i in occupied}
-    return {tag: value for tag, value in pairs.items() if value is not None}
+    return {tag: v for tag, v in pairs.items() if v is not None and not math.isnan(v)}
 
 
 def _cut(of_train: Path, of_eval: Path, start: int) -> set[int]:
@@ -219,7 +228,7 @@ def _cut(of_train: Path, of_eval: Path, start: int) -> set[int]:
     """
     events.cut(of_train, start)
     events.cut(of_eval, start + 1)
-    evaluated = set(events.read(of_eval, {"accuracy"}))
+    evaluated = set(events.read(of_eval))
     if start not in evaluated:
         events.cut(of_eval, start)
     return evaluated

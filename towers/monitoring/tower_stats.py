@@ -101,8 +101,8 @@ def measure_joined(
     The gradients are parts of that of one loss, times `scale`; there is no loss of a tower.
 
     Returns:
-        "tower_examples", "tower_gradient_norm", "tower_cosine" as `measure` has them; and
-        "tower_step_seconds", forward and backward, 0 if not known.
+        "tower_examples", "tower_gradient_norm", "tower_cosine" and "data_gradient_norm" as
+        `measure` has them; and "tower_step_seconds", forward and backward, 0 if not known.
     """
     clock = builder.gather_device
     products = [_products(own, gathered, measured, clock) for own in gradients]
@@ -125,7 +125,9 @@ def measure_joined(
             "tower_step_seconds": tf.cast(seconds, tf.float32),
         }
         num_missing = len(builder.devices) - len(counts)
-        return {name: tf.pad(value, [[0, num_missing]]) for name, value in values.items()}
+        padded = {name: tf.pad(value, [[0, num_missing]]) for name, value in values.items()}
+        norm = tf.sqrt(whole[0]) / tf.cast(scale, tf.float32)
+        return padded | {"data_gradient_norm": norm}
 
 
 def _arrived(values: Any, device: str, clock: str) -> tf.Tensor:

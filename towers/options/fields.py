@@ -32,8 +32,9 @@ def option(default: Any, group: str, help: str, affects: str = "result", **metad
         affects: "result": what the run computes and leaves, so that another value is another run;
             "speed": how fast it does that; "machine": what it takes of the machine; "report": what
             it shows and keeps, and when; "call": where and how it is called this time.
-        **metadata: "minimum", "maximum", "choices", "example" of a value, "alias" of the flag,
-            "numbers" for a string of numbers with commas.
+        **metadata: "minimum", "maximum", "choices", "own" if a module:function will do, too,
+            "example" of a value, "alias" of the flag, "numbers" for a string of numbers with
+            commas.
     """
     about = dict(group=group, help=help, affects=affects, **metadata)
     return dataclasses.field(default=default, metadata=about)
@@ -62,11 +63,12 @@ def check_values(options: Any) -> None:
 
 def check_value(field: dataclasses.Field, value: Any) -> None:
     """Raise a one-line InputError if `value` is not allowed for the option `field`."""
-    choices = field.metadata.get("choices")
-    if choices and value not in choices:
+    choices, own = field.metadata.get("choices"), field.metadata.get("own")
+    if choices and value not in choices and not (own and ":" in value):
         usual = _ELSEWHERE.get(str(value).lower())
         hint = f"; did you mean {usual}?" if usual in choices else ""
-        raise InputError(f"--{field.name}={value}: allowed are {', '.join(choices)}{hint}")
+        allowed = [*choices, *(["module:function"] if own else [])]
+        raise InputError(f"--{field.name}={value}: allowed are {', '.join(allowed)}{hint}")
     if field.type in (int, float):
         _check_number(field, value)
     elif not isinstance(value, field.type):
@@ -77,6 +79,8 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
             raise InputError(
                 f"--{field.name}= is empty: give a value, as --{field.name}={field.default}"
             )
+        if value.startswith("--"):  # the next flag, after one without its value
+            raise InputError(f"--{field.name} needs a value: --{field.name}=...")
         if value != value.strip() or not value.isprintable():  # flags.cfg could not repeat it
             raise InputError(
                 f"--{field.name}={value!r}: text in one line, without spaces at its ends, is needed"

@@ -24,6 +24,7 @@ from absl import flags
 
 from towers import files
 from towers.errors import InputError
+from towers.options.given import is_named_now
 from towers.options.run import Options
 
 
@@ -64,7 +65,7 @@ _PARSERS = {
     str: flags.ArgumentParser(),
 }
 # A run with another value of these is another run: its checkpoints refuse it.
-IDENTITY = ("model", "model_args", "augment", "dataset", "tensorboard_x")
+IDENTITY = ("model", "model_args", "loss", "augment", "dataset", "tensorboard_x")
 # Of each of these, a run has one: the one that is given now takes the place of the run's.
 _ONE_OF = (
     ("clip_norm", "clip_value", "clip_global_norm"),
@@ -119,7 +120,11 @@ def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
             cannot go on with.
     """
     _check_taken(argv, verb)
-    values = _read(argv, verb)
+    return complete(_read(argv, verb), verb)
+
+
+def complete(values: dict[str, Any], verb: Verb = _TRAIN) -> Any:
+    """Return the options of a verb that some values give: what is not given as in `parse`."""
     if verb.completes and not (verb.begins and values.get("overwrite")):
         values = _of_run(values, verb) | values
     kind = verb.options_class()
@@ -185,6 +190,9 @@ def _read(argv: Sequence[str], verb: Verb) -> dict[str, Any]:
         others = defined(["towers", *argv])[1:]
     except flags.UnrecognizedFlagError as error:
         raise InputError(_unknown(error.flagname, verb)) from None
+    except flags.CantOpenFlagFileError as error:
+        file = error.__context__
+        raise InputError(f"--flagfile={file.filename}: {file.strerror.lower()}") from None
     except (flags.Error, ValueError) as error:
         raise InputError(str(error)) from None
     if others and not positional:
@@ -201,8 +209,6 @@ def _value(field: dataclasses.Field, given: Any) -> Any:
     kind, text = field.type, given
     if kind is tuple:
         return tuple(given)
-    if kind is str and text.startswith("--"):
-        raise InputError(f"--{field.name} needs a value: --{field.name}=...")
     if field.name in ("train_dir", "sweep_dir"):
         text = os.path.expanduser(text)  # a shell leaves the ~ of --train_dir=~/runs alone
     try:
@@ -272,7 +278,9 @@ def _replaced(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
 
 def _check_identity(train_dir: str, of_run: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Refuse what is given if it makes another run of the one in the folder."""
-    differ = [n for n in IDENTITY if n in of_run and given.get(n, of_run[n]) != of_run[n]]
+    pairs = {n: (of_run[n], given[n]) for n in IDENTITY if n in of_run and n in given}
+    pairs = {n: pair for n, pair in pairs.items() if pair[1] != "auto"}  # the run has resolved it
+    differ = [n for n, (then, now) in pairs.items() if then != now and not is_named_now(then, now)]
     if differ:
         now, then = (" ".join(f"--{n}={v[n]}" for n in differ) for v in (given, of_run))
         raise InputError(
@@ -288,8 +296,8 @@ def main_help(version: str, verbs: Sequence[Verb]) -> str:
     return (
         f"towers {version}: data-parallel training, the same numbers at any number of towers\n\n"
         f"usage: towers VERB [--flagfile=FILE] [--flag=value ...]\n\n{lines}\n\n"
-        "towers VERB --help lists the flags of a verb. A first run:\n\n"
-        "  towers train --num_towers=2 --num_epochs=1 --train_dir=runs/first\n"
+        "towers VERB --help lists the flags of a verb. A first run, in an empty folder:\n\n"
+        "  towers init\n  towers train --flagfile=my_run.cfg --num_towers=2\n"
     )
 
 

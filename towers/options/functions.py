@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from towers.errors import InputError
+from towers.options.given import PREFIX, Given
 
 _CHECKOUT = Path(__file__).parents[2]  # unless the package was installed without it
 _DYNAMIC = {"exec", "eval", "globals", "locals", "setattr", "vars"}  # calls that may make a name
@@ -30,18 +31,21 @@ def lazily(package: str, home: Mapping[str, str]) -> Callable[[str], object]:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module = importlib.import_module(f"{package}.{home[name]}")
-        return module if home[name].rpartition(".")[2] == name else getattr(module, name)
+        is_module = home[name].rpartition(".")[2] == name and not hasattr(module, name)
+        return module if is_module else getattr(module, name)
 
     return load
 
 
 def load_function(flag: str, name: str) -> Callable:
-    """Return the function that a flag names as "package.module:function".
+    """Return the function that a flag names as "package.module:function", or that was given.
 
     Raises:
         InputError: one line: the name is malformed, or there is no such module or function. What
             the module itself raises when it is imported comes through as it is.
     """
+    if name.startswith(PREFIX):
+        return _given(flag, name)
     module_name, function_name = _parts(flag, name)
     try:
         module = importlib.import_module(module_name)
@@ -56,6 +60,17 @@ def load_function(flag: str, name: str) -> Callable:
     raise _no_function(flag, name, callables)
 
 
+def _given(flag: str, name: str) -> Callable:
+    """Return what a program has given under a name."""
+    values = name.values if isinstance(name, Given) else {}
+    if name in values:
+        return values[name]
+    raise InputError(
+        f"--{flag}={name} was given in Python: give it again there, as {flag}=..., or name it as "
+        "module:function"
+    )
+
+
 def check_function(flag: str, name: str) -> None:
     """Refuse a name that `load_function` would refuse, as far as sources tell; import nothing.
 
@@ -63,7 +78,7 @@ def check_function(flag: str, name: str) -> None:
         InputError: the same line, before anything that takes long.
     """
     module_name, function_name = _parts(flag, name)
-    if module_name in sys.modules:
+    if module_name in sys.modules or name.startswith(PREFIX):
         load_function(flag, name)
         return
     folders: list[str] | None = None

@@ -5,7 +5,9 @@ gives them as keyword arguments:
 
     import towers
 
-    towers.train(towers.Options(train_dir="runs/mine", model="my_package.net:build", num_towers=2))
+    options = towers.Options(train_dir="runs/mine", model="my_package.net:build", num_towers=2)
+
+A program may give what has a name as it is: model=build, dataset=((x, y), (x_test, y_test)).
 """
 
 import contextlib
@@ -21,10 +23,21 @@ from towers.options.fields import (
     parse_tower_numbers,
     same_option,
 )
+from towers.options.given import as_text
 from towers.options.gpu import GpuOptions
 
 SCHEDULES = ("constant", "step", "cosine", "onecycle")
 DTYPES = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
+OPTIMIZERS = (
+    "sgd", "momentum", "nesterov", "adam", "adamw", "adamax", "nadam", "lion", "lamb", "rmsprop",
+    "adagrad", "adadelta",
+)  # fmt: skip
+# What a compiled model says itself.
+OF_COMPILED = (
+    "loss", "metrics", "optimizer", "learning_rate", "schedule", "warmup_epochs", "decay_epochs",
+    "decay_factor", "momentum", "weight_decay", "label_smoothing", "clip_norm", "clip_value",
+    "clip_global_norm",
+)  # fmt: skip
 
 _run = group("The run", affects="call")
 _model, _data = group("Model"), group("Data")
@@ -36,7 +49,12 @@ _tensorboard = group("TensorBoard", affects="report", minimum=0)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a run is made of. Each field is a flag of the same name; its help says what it means."""
+    """What a run is made of. Each field is a flag of the same name; its help says what it means.
+
+        options = towers.Options(model="my_net:build", num_towers=2, train_dir="runs/mine")
+
+    In place of a name, functions and data may be given as they are.
+    """
 
     train_dir: str = _run(
         "runs/train", "Folder of the run: checkpoints, events, flags.cfg, result.json."
@@ -53,17 +71,41 @@ class Options:
     )
 
     model: str = _model(
-        "models.cnn:cnn", "Function, as module:function, that returns a Keras model giving logits."
-    )
+        "models.cnn:cnn", "Function, as module:function, that returns a Keras model: a compiled "
+        "one says itself what it is trained to do, any other is a classifier giving logits.",
+    )  # fmt: skip
     model_args: str = _model("", "Keyword arguments of the model function: depth=20,width=16.")
+    init_from: str = _model(
+        "", "Weights that a new run begins with, as far as names and shapes agree: the folder of a "
+        "run, FILE.keras, FILE.weights.h5, or FILE.h5 of keras.applications.",
+    )  # fmt: skip
     dtype: str = _model(
         "float32", "Precision of the towers; master weights are float32 at least.", choices=DTYPES
     )
 
+    loss: str = _model(
+        "", "Loss in place of the classifier's cross entropy of logits: a name of Keras, such as "
+        "mean_squared_error, or module:function. A compiled model has its own.",
+    )  # fmt: skip
+    metrics: str = _model(
+        "", "Metrics to report beside the loss: names of Keras, such as mae,auc, or "
+        "module:function. A compiled model has its own.",
+    )  # fmt: skip
+    objective: str = _model(
+        "", "Metric that says which of several evaluations, or runs, is best, such as accuracy or "
+        "auc; max: or min: before it where that is not known. Default: accuracy, else the first "
+        "metric, else loss.",
+    )  # fmt: skip
+
     dataset: str = _data(
         "shapes", "Training and test set: shapes (drawn in code), cifar10, module:function of your "
-        "own, or files in data_dir: folder (train/CLASS/*.png, test/CLASS/*.png; jpg, bmp, gif), "
-        "tfrecord (train*.tfrecord, test*.tfrecord).",
+        "own, FILE.npz (x_train, y_train, x_test, y_test), FILE.csv or TRAIN.csv,TEST.csv, or "
+        "files in data_dir: folder (train/CLASS/*.png, test/CLASS/*.png; jpg, bmp, gif), tfrecord "
+        "(train*.tfrecord, test*.tfrecord).",
+    )  # fmt: skip
+    target: str = _data(
+        "", "Column of a .csv file that is to be predicted, or several with commas; default: the "
+        "last one.",
     )  # fmt: skip
     data_dir: str = _data(
         "", "Folder where data files lie or go; default: the user's cache folder.",
@@ -74,9 +116,14 @@ class Options:
         "48x64; without it they must be of one size.",
     )  # fmt: skip
     augment: str = _data(
-        "tutorial", "Augmentation of training images: tutorial (crop to 3/4, flip, brightness, "
+        "auto", "Augmentation of training images: tutorial (crop to 3/4, flip, brightness, "
         "contrast), resnet (pad 4, crop, flip), none: each standardises; off: images are taken as "
-        "they are.", choices=("tutorial", "resnet", "none", "off"),
+        "they are. auto: tutorial for cifar10 and shapes, none for images of your own, off for "
+        "those of a compiled model.", choices=("auto", "tutorial", "resnet", "none", "off"),
+    )  # fmt: skip
+    validation_fraction: float = _data(
+        0.0, "Part of the training set that is kept for validation: evaluations on the way look at "
+        "it, and at the test set only the last one does.", minimum=0, maximum=0.9,
     )  # fmt: skip
     batch_size: int = _data(
         128, "Examples of one step, over all towers: the GLOBAL batch.", minimum=1
@@ -140,8 +187,9 @@ class Options:
     )  # fmt: skip
 
     optimizer: str = _update(
-        "momentum", "Optimizer, of Keras.", choices=("sgd", "momentum", "nesterov", "adamw")
-    )
+        "momentum", "Optimizer, of Keras; or module:function that returns one, with a learning "
+        "rate of its own.", choices=OPTIMIZERS, own=True,
+    )  # fmt: skip
     learning_rate: float = _update(0.05, "Highest learning rate of the run.")
     schedule: str = _update(
         "cosine", "Schedule of the learning rate, over the epochs of the run.", choices=SCHEDULES
@@ -159,7 +207,7 @@ class Options:
     momentum: float = _update(0.9, "Momentum of the optimizers momentum and nesterov.", maximum=1)
     weight_decay: float = _update(
         0.0, "Decay of weights of two or more dimensions: added to the gradient (L2), or decoupled "
-        "in adamw.",
+        "in adamw, lion and lamb.",
     )  # fmt: skip
     ema_decay: float = _update(
         0.0, "Decay, for each 128 examples, of the weights' moving average, which is evaluated "
@@ -180,6 +228,14 @@ class Options:
     evaluate_every_epochs: float = _when(
         1.0, "Epochs from one evaluation over the whole test set to the next; 0: only at the end."
     )
+    early_stopping_epochs: float = _when(
+        0.0, "Epochs after which a run ends whose objective has become no better on validation "
+        "data; 0: never.", affects="result",
+    )  # fmt: skip
+    keep_best: bool = _when(
+        False, "Keep the checkpoint of the best evaluation on validation data, too: it is what the "
+        "test set sees, and what is evaluated, exported and loaded later.", affects="result",
+    )  # fmt: skip
     checkpoint_every_steps: int = _when(
         1000, "Steps from one checkpoint to the next; there is also one at the end and on Ctrl-C "
         "or SIGTERM; 0: only then.",
@@ -209,6 +265,10 @@ class Options:
         Raises:
             InputError: one line: what was given and what is allowed.
         """
+        for field in dataclasses.fields(self):
+            if field.type is str:
+                text = as_text(field.name, getattr(self, field.name))
+                object.__setattr__(self, field.name, text)
         check_values(self)
         clips = [n for n in ("clip_norm", "clip_value", "clip_global_norm") if getattr(self, n)]
         if len(clips) > 1:

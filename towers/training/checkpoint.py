@@ -4,11 +4,14 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towers import files
 from towers.errors import InputError, RunError
+from towers.options.given import is_named_now
 from towers.text import first_line
 
 _REMEDY = "choose another --train_dir, or --overwrite, which moves the old run aside"
@@ -39,6 +42,7 @@ class Checkpoints:
         self.directory = Path(directory)
         self.variables, self.identity = dict(variables), dict(identity)
         self.keep, self.exact = keep, exact
+        self.best: int | None = None  # a step whose checkpoint is kept beside the newest
         self._checkpoint = tf.train.Checkpoint(
             variables=self.variables, identity=tf.Variable(json.dumps(self.identity))
         )
@@ -58,14 +62,16 @@ class Checkpoints:
         except (tf.errors.OpError, OSError) as error:
             raise RunError(f"{prefix} cannot be written: {first_line(error)}") from None
 
-    def restore(self, warn: Callable[[str], None] = print) -> int | None:
+    def restore(self, warn: Callable[[str], None] = print, wanted: int | None = None) -> int | None:
         """Read the newest checkpoint that can be read; return its step, None if there is none.
+
+        With `wanted` that of this step is read first.
 
         Raises:
             InputError: the checkpoint holds other variables than this run has, or all are damaged.
         """
         found = find(self.directory)
-        for step, prefix in reversed(found):
+        for step, prefix in sorted(found, key=lambda pair: (pair[0] == wanted, pair[0]))[::-1]:
             try:
                 self._compare(prefix)
                 self._checkpoint.read(prefix).expect_partial().assert_existing_objects_matched()
@@ -83,8 +89,11 @@ class Checkpoints:
 
     def _keep_newest(self, step: int) -> None:
         """Delete the oldest up to `step`; newer ones, which could not be read, do not count."""
-        prefixes = [Path(prefix) for number, prefix in find(self.directory) if number <= step]
-        old, kept = prefixes[: -self.keep], prefixes[-self.keep :]
+        found = find(self.directory)
+        prefixes = [Path(prefix) for number, prefix in found if number <= step]
+        best = [Path(prefix) for number, prefix in found if number == self.best]
+        kept = prefixes[-self.keep :]
+        old = [prefix for prefix in prefixes[: -self.keep] if prefix not in best]
         lines = [f'model_checkpoint_path: "{kept[-1].name}"']  # for tf.train.latest_checkpoint
         lines += [f'all_model_checkpoint_paths: "{prefix.name}"' for prefix in kept]
         files.write_text(self.directory / "checkpoint", "\n".join(lines) + "\n")
@@ -98,7 +107,7 @@ class Checkpoints:
         saved_identity = json.loads(tf.train.load_variable(prefix, f"identity{_SUFFIX}"))
         for name, value in self.identity.items():
             there = saved_identity.get(name, value)
-            if there != value:
+            if there != value and not is_named_now(there, value):
                 raise InputError(
                     f"{prefix} is of another run: --{name}={there} there and --{name}={value} "
                     f"here; {_REMEDY}"
@@ -124,10 +133,25 @@ def find(directory: Path) -> list[tuple[int, str]]:
 def stored_variables(prefix: str) -> dict[str, str]:
     """Return {name: "float32[4, 3]"} of the variables in a checkpoint."""
     reader = tf.train.load_checkpoint(prefix)
-    dtypes, found = reader.get_variable_to_dtype_map(), {}
-    for key, shape in reader.get_variable_to_shape_map().items():
+    dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
+    return {name: f"{dtypes[key].name}{shapes[key]}" for name, key in _keys(reader).items()}
+
+
+def read(prefix: str, beginning: str) -> dict[str, np.ndarray]:
+    """Return {name: value} of the variables whose names begin so, as "model/", without that."""
+    reader = tf.train.load_checkpoint(prefix)
+    return {
+        name.removeprefix(beginning): reader.get_tensor(key)
+        for name, key in _keys(reader).items()
+        if name.startswith(beginning)
+    }
+
+
+def _keys(reader: Any) -> dict[str, str]:
+    """Return {name of a variable: what the checkpoint has it under}."""
+    found = {}
+    for key in sorted(reader.get_variable_to_shape_map()):
         if match := re.fullmatch(f"variables/(.*){_SUFFIX}", key):
             # TensorFlow escapes "/" as ".S", and "." as ".."
-            name = re.sub(r"\.(\.|S)", lambda m: "/" if m[1] == "S" else ".", match[1])
-            found[name] = f"{dtypes[key].name}{shape}"
+            found[re.sub(r"\.(\.|S)", lambda m: "/" if m[1] == "S" else ".", match[1])] = key
     return found

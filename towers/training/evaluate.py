@@ -1,97 +1,33 @@
-"""Evaluation: output towers over the whole test set, every example counted once."""
+"""`towers evaluate`: output towers over the whole test set, every example counted once."""
 
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import tensorflow as tf
-
 from towers import devices
 from towers.errors import InputError
-from towers.monitoring.pictures import Mistake, Predictions
+from towers.options.call import options_of
 from towers.options.run import Options
-from towers.training import checkpoint
-from towers.training.run import Run, prepare
-from towers.training.step import make_eval_step
+from towers.training import best, checkpoint
+from towers.training.guest import as_a_guest
+from towers.training.run import prepare
 from towers.training.tensorflow_errors import one_line_errors
 
-NUM_MISTAKES = 16
 
+@as_a_guest()
+def evaluate(
+    options: Options | None = None, /, say: Callable[[str], None] = print, **fields: Any
+) -> dict[str, Any]:
+    """Evaluate the best checkpoint of `train_dir` where one is kept, else the newest.
 
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """Figures over a whole test set; those of the moving average are None where there is none.
+        figures = towers.evaluate(train_dir="runs/mine", model=build, dataset=data)
 
-    `accuracy` is correct / examples, `loss` the mean cross entropy in nats, and `class_accuracy`
-    {class name: accuracy}, None for a class without examples. `predictions` are no figure.
-    """
-
-    accuracy: float
-    loss: float
-    class_accuracy: dict[str, float | None]
-    accuracy_ema: float | None
-    loss_ema: float | None
-    class_accuracy_ema: dict[str, float | None] | None
-    examples: int
-    predictions: Predictions | None = dataclasses.field(default=None, compare=False, repr=False)
-
-    def figures(self) -> dict[str, Any]:
-        """Return what `towers evaluate --json` prints of it."""
-        return {name: value for name, value in vars(self).items() if name != "predictions"}
-
-
-def make_evaluator(run: Run) -> Callable[..., Evaluation | None]:
-    """Return `evaluator(stop)`, which evaluates the master variables as they are at the call.
-
-    `stop` is a function that is asked before each batch; when it says True, the evaluator returns
-    None. The compiled step is made once and kept.
-    """
-    eval_step = make_eval_step(run.builder, run.masters, run.options)
-    batches = run.data.test.eval_batches(run.options.batch_size)
-
-    def evaluator(stop: Callable[[], bool] = lambda: False) -> Evaluation | None:
-        sums, labels, predicted, mistakes = None, [], [], []
-        for images, true, weights in batches:
-            if stop():
-                return None
-            found = tf.nest.map_structure(lambda t: t.numpy(), eval_step(images, true, weights))
-            said, confidence = found.pop("predicted"), found.pop("confidence")
-            sums = tf.nest.map_structure(np.add, sums, found) if sums else found
-            counted, true = weights.numpy() > 0, true.numpy()
-            labels.append(true[counted])
-            predicted.append(said[counted])
-            # Images are copied only of those that are among the worst so far. NaN is above no
-            # number: what a broken model says is no confident mistake.
-            least = mistakes[-1].confidence if len(mistakes) == NUM_MISTAKES else -1.0
-            rows = np.flatnonzero(counted & (true != said) & (confidence > least))
-            for i in rows[np.argsort(-confidence[rows], kind="stable")[:NUM_MISTAKES]]:
-                with tf.device("/cpu:0"):  # where the batch is
-                    image = images[i].numpy()
-                mistakes.append(Mistake(image, int(true[i]), int(said[i]), float(confidence[i])))
-            mistakes.sort(key=lambda mistake: -mistake.confidence)
-            del mistakes[NUM_MISTAKES:]
-        predictions = np.concatenate(labels), np.concatenate(predicted), mistakes, "ema" in sums
-        figures = [figure for name in ("raw", "ema") for figure in _figures(run, sums, name)]
-        return Evaluation(*figures, int(sums["examples"].sum()), Predictions(*predictions))
-
-    return evaluator
-
-
-def _figures(run: Run, sums: dict[str, Any], name: str) -> tuple:
-    """Return accuracy, loss and accuracy of each class; None for averages that are not there."""
-    if name not in sums:
-        return None, None, None
-    examples, correct = sums["examples"], sums[name]["correct"]
-    parts = zip(run.data.class_names, correct, examples, strict=True)
-    of_class = {c: float(right / of) if of else None for c, right, of in parts}
-    count = int(examples.sum())
-    return float(correct.sum() / count), float(sums[name]["loss"] / count), of_class
-
-
-def evaluate(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Evaluate the newest checkpoint of `options.train_dir`.
+    Args:
+        options: of the run; None: as its flags.cfg says, but for the fields that are given.
+        say: is given each line of the report.
+        **fields: of `towers.Options`. What flags.cfg cannot name, such as a function of a notebook,
+            is to be given again.
 
     Returns:
         The figures of an `Evaluation`, the checkpoint's "step", and "num_towers".
@@ -100,6 +36,7 @@ def evaluate(options: Options, say: Callable[[str], None] = print) -> dict[str, 
         InputError: there is no checkpoint, or it is of another model.
         RunError: the test set cannot be read.
     """
+    options = options_of(options, fields, verb="evaluate")
     folder = Path(options.train_dir, "checkpoints")
     if not checkpoint.find(folder):
         raise InputError(
@@ -111,29 +48,14 @@ def evaluate(options: Options, say: Callable[[str], None] = print) -> dict[str, 
     step = checkpoint.Checkpoints(
         folder,
         {name: v for name, v in variables if name.startswith(("model/", "average/"))},
-        {name: getattr(options, name) for name in ("model", "model_args", "augment")},
+        {name: getattr(run.options, name) for name in ("model", "model_args", "augment")},
         exact=False,  # the optimizer and the loss scale matter no more
-    ).restore(say)
+    ).restore(say, best.step_of(Path(options.train_dir)))
     with one_line_errors(options):
-        result = make_evaluator(run)()
+        result = run.task.make_evaluator(run.data.test)()
     num_towers = len(run.builder.devices)
-    heading = f"step {step}, {result.examples} test examples, {num_towers} towers"
-    for line in [*devices.report(run.builder.devices), heading, *table(result)]:
+    plural = "tower" if num_towers == 1 else "towers"
+    heading = f"step {step}, {result.examples} test examples, {num_towers} {plural}"
+    for line in [*devices.report(run.builder.devices), heading, *result.table()]:
         say(line)
     return result.figures() | {"step": step, "num_towers": num_towers}
-
-
-def table(result: Evaluation) -> list[str]:
-    """Return `result` as the lines of a table for a person."""
-    ema = result.class_accuracy_ema
-    rows = [
-        ("", "weights", "EMA"),
-        ("accuracy", result.accuracy, result.accuracy_ema),
-        ("loss", result.loss, result.loss_ema),
-        *((f"  {name}", v, ema and ema[name]) for name, v in result.class_accuracy.items()),
-    ]
-    lines = []
-    for name, *cells in rows:
-        shown = [f"{c:.4f}" if isinstance(c, float) else c or "-" for c in cells[: 2 if ema else 1]]
-        lines.append(f"{name:12}" + "".join(f"{text:>10}" for text in shown))
-    return lines

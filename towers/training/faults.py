@@ -47,6 +47,13 @@ def random_ops_of(ops: Iterable[Op]) -> list[str]:
     return random_ops((op.name, op.type) for op in ops if op.tower is not None)
 
 
+def rows_of(outputs: Any) -> tf.Tensor:
+    """Return a number for each example, `[b]`, that depends on all of its outputs."""
+    rows = [tf.reshape(output, [tf.shape(output)[0], -1]) for output in tf.nest.flatten(outputs)]
+    # Weights that are unlike each other: the sum of a softmax would be 1, whatever it sees.
+    return sum(tf.linalg.matvec(x, tf.cos(tf.range(tf.shape(x)[1], dtype=x.dtype))) for x in rows)
+
+
 def of_draws(line: str) -> bool:
     """Tell whether a line is about random draws."""
     return line.startswith(("random op:", "python code:", "ambiguous draw:"))

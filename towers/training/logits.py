@@ -1,19 +1,79 @@
-"""Whether a model gives probabilities where the loss takes logits: read from its last layer."""
+"""What a model ends in: read from the layer that makes an output."""
+
+import dataclasses
 
 import keras
 
-from towers.training.run import Run
+from towers import tf_private
+
+_layers = keras.layers
+_WITH_KERNEL = (
+    _layers.Dense,
+    _layers.EinsumDense,
+    _layers.Conv1D,
+    _layers.Conv2D,
+    _layers.Conv3D,
+    _layers.Conv1DTranspose,
+    _layers.Conv2DTranspose,
+    _layers.Conv3DTranspose,
+    _layers.SeparableConv1D,
+    _layers.SeparableConv2D,
+)
+_MOVING = (
+    _layers.Flatten,
+    _layers.Identity,
+    _layers.Permute,
+    _layers.Reshape,
+    _layers.UpSampling1D,
+)  # they change no value
+_KNOWN = ("softmax", "sigmoid", "tanh", "relu")
 
 
-def notes(run: Run) -> list[str]:
-    """Return a line for a model that ends in a softmax or a sigmoid, none for any other."""
-    found = final_activation(run.masters.model)
-    if found is None:
-        return []
-    return [
-        f"warning     {run.options.model} ends in a {found}, and the loss takes logits, of which "
-        f"it takes the softmax itself: it will learn badly; take the {found} off the last layer"
-    ]
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """What an output ends in: "softmax", "sigmoid", "tanh", "relu", "linear" of a kernel, or None.
+
+    `layer` is the name of the layer that it is certain of, "" if it may be otherwise.
+    """
+
+    activation: str | None = None
+    layer: str = ""
+
+
+def ending_of(tensor: keras.KerasTensor) -> Ending:
+    """Return what an output of a functional or sequential model ends in."""
+    while True:
+        layer, place, inputs = tf_private.maker_of(tensor)
+        outputs = getattr(layer, "outputs", None) if isinstance(layer, keras.Model) else None
+        own = layer.layer if isinstance(layer, _layers.TimeDistributed) else layer
+        if outputs:
+            tensor = outputs[place]
+        elif isinstance(layer, keras.Model):
+            return Ending(final_activation(layer))
+        elif _is_moving(own) and len(inputs) == 1:
+            tensor = inputs[0]
+        else:
+            return Ending(_activation(own), own.name)
+
+
+def _is_moving(layer: keras.Operation) -> bool:
+    if isinstance(layer, _layers.Activation):
+        return layer.activation is keras.activations.linear
+    return isinstance(layer, _MOVING)
+
+
+def _activation(layer: keras.Operation) -> str | None:
+    if isinstance(layer, _WITH_KERNEL) and layer.activation is keras.activations.linear:
+        constrained = getattr(layer, "kernel_constraint", None) is not None
+        return None if constrained else "linear"
+    if getattr(layer, "negative_slope", 0):
+        return None
+    if not isinstance(layer, _WITH_KERNEL) and getattr(layer, "axis", -1) != -1:
+        return None
+    keeps = (*_WITH_KERNEL, _layers.Activation)
+    activation = layer.activation if isinstance(layer, keeps) else layer
+    name = _name(activation)
+    return name if name in _KNOWN else None
 
 
 def final_activation(layer: keras.Operation | None) -> str | None:
@@ -24,6 +84,9 @@ def final_activation(layer: keras.Operation | None) -> str | None:
     while isinstance(layer, keras.Model):
         parts = getattr(layer, "operations", layer.layers)  # of a functional model, ops too
         layer = parts[-1] if parts else None
-    activation = getattr(layer, "activation", layer)
-    name = getattr(activation, "__name__", type(activation).__name__).lower()
+    name = _name(getattr(layer, "activation", layer))
     return name if name in ("softmax", "sigmoid") else None
+
+
+def _name(activation: object) -> str:
+    return getattr(activation, "__name__", type(activation).__name__).lower()

@@ -16,6 +16,9 @@ The file holds one object. What it says of the first start is never changed afte
     data             {"train": "test":} kind, sha256 and size, see `towers.data.Split.checksum`
     first_batch      {"sha256"} of images, labels and draws of step 0; null in a run that was older
     initial_weights  sha256 of the model's variables before step 0, or null
+    task             what the model was built for: num_classes, class_names, columns of a table,
+                     image_shape, augment, and spec: the tensors of one example, each as
+                     "uint8[32, 32, 3]"
     sessions         one for each start: the same parts, from time to data, as they were then
     final            null until the run ends; then time, step, weights: the sha256 of the model's
                      variables, and state: that of all master variables, slots and averages too
@@ -29,15 +32,17 @@ import datetime
 import hashlib
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from towers import devices, files
-from towers.data.pipeline import digest
+from towers.data.pipeline import Data, digest
 from towers.devices import host
+from towers.options.run import Options
 from towers.training.run import Run
 
 NAME = "manifest.json"
@@ -50,9 +55,7 @@ _COMPARED = re.compile(
 )
 
 
-def write(
-    run: Run, folder: Path, restored: int | None, batch: Sequence[tf.Tensor] | None
-) -> list[str]:
+def write(run: Run, folder: Path, restored: int | None, batch: Any) -> list[str]:
     """Write or extend the manifest of a run whose folder was just opened, before any step.
 
     `restored` is the step of the checkpoint, None for a new run, and `batch` images, labels and
@@ -73,18 +76,35 @@ def write(
         "devices": [{n: v for n, v in row.items() if n != "free_bytes"} for row in towers],
         "host": host.machine(),
         "environment": host.environment(),
-        "data": {"train": run.data.train.checksum(), "test": run.data.test.checksum()},
+        "data": {name: split.checksum() for name, split in run.splits().items()},
     }
     found = {} if restored is None else read(folder)
     lines = differences(now, found)
     if not found:
         known = step == 0 and batch is not None
         found = {"format": _FORMAT, **now, "sessions": []}
-        found["first_batch"] = {"sha256": digest(*batch)} if known else None
+        found["first_batch"] = (
+            {"sha256": digest(*map(np.asarray, tf.nest.flatten(batch)))} if known else None
+        )
         found["initial_weights"] = weights_hash(run.masters.variables()) if step == 0 else None
+    found.setdefault("task", task_of(run.data, run.options))  # older manifests have none
     found["sessions"].append(now)
     files.write_json(folder / NAME, found | {"final": None})
     return [f"warning     {line}" for line in lines]
+
+
+def task_of(data: Data, options: Options) -> dict[str, Any]:
+    """Return what a model is built for, so that it can be built again without the data."""
+    return {
+        "num_classes": data.num_classes,
+        "class_names": list(data.class_names),
+        "columns": list(data.columns),
+        "image_shape": data.image_shape and list(data.image_shape),
+        "augment": options.augment,
+        "spec": tf.nest.map_structure(
+            lambda spec: f"{spec.dtype.name}{spec.shape.as_list()}", data.spec
+        ),
+    }
 
 
 def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:

@@ -4,8 +4,10 @@ They lie on the gather device; or each weight with its slots and its average on 
 ("sharded"); or on the first tower, with a copy of weights and slots on each other ("replicated").
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -38,6 +40,7 @@ class Masters:
 
     Attributes:
         replicas: what each step updates: the masters, then the copies on other towers.
+        optimizers: the model's, one as a rule.
         averages: list of (variable, its moving average); empty without EMA.
         step: int64, updates so far.
         examples: int64, examples seen so far: the clock of every schedule.
@@ -48,23 +51,28 @@ class Masters:
     def __init__(
         self,
         model: keras.Model,
-        optimizer: keras.optimizers.Optimizer,
-        *,
+        *optimizers: keras.optimizers.Optimizer,
         ema: bool = False,
         loss_scaling: bool = False,
         device: str = "/cpu:0",
         copies: Sequence[Replica] = (),
     ):
         """Build the optimizer's slots, the averages (equal to the weights) and the counters."""
-        self.model, self.optimizer = model, optimizer
-        self.replicas = [Replica(model.trainable_variables, optimizer, device), *copies]
-        for replica in self.replicas:
-            with tf.device(replica.device), tf_private.slots_beside_weights(replica.optimizer):
-                replica.optimizer.build(list(replica.weights))
+        self.model, self.optimizers = model, optimizers
+        self.replicas = [
+            Replica(model.trainable_variables, next(iter(optimizers), None), device),
+            *copies,
+        ]
+        for replica in self.replicas if optimizers else ():
+            inner = getattr(replica.optimizer, "inner_optimizer", replica.optimizer)
+            with tf.device(replica.device), tf_private.slots_beside_weights(inner):
+                if not replica.optimizer.built:
+                    replica.optimizer.build(list(replica.weights))
         with tf.device(device):
             # BatchNorm statistics are averaged, too: they belong to the weights of their time.
+            averaged = variables_of(model) if ema else []
             self.averages = [
-                (v, _beside(v.value)) for v in model.variables if ema and v.value.dtype.is_floating
+                (v, _beside(v.value)) for v in averaged if v.value.dtype.is_floating
             ]
             self.step = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
             self.examples = tf.Variable(0, trainable=False, dtype=tf.int64, name="examples")
@@ -72,6 +80,18 @@ class Masters:
             if loss_scaling:
                 self.loss_scale = tf.Variable(INITIAL_LOSS_SCALE, trainable=False)
                 self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64)
+
+    @contextlib.contextmanager
+    def averages_as_weights(self) -> Iterator[None]:
+        """Let the variables have the values of their averages in the block."""
+        before = [variable.numpy() for variable, _ in self.averages]
+        try:
+            for variable, average in self.averages:
+                variable.assign(average)
+            yield
+        finally:
+            for (variable, _), value in zip(self.averages, before, strict=True):
+                variable.assign(value)
 
     def statistics(self) -> list[tuple[keras.Variable, tf.Tensor]]:
         """Return (variable, its value now) of what towers assign, such as BatchNorm statistics."""
@@ -92,20 +112,32 @@ class Masters:
 
     def variables(self) -> dict[str, tf.Variable]:
         """Return every master variable by a name that does not depend on towers or devices."""
-        named = [(f"model/{v.path}", v.value) for v in self.model.variables]
-        named += [(f"optimizer/{v.path}", v.value) for v in self.optimizer.variables]
+        named = [(f"model/{v.path}", v.value) for v in variables_of(self.model)]
+        slots = [v for optimizer in self.optimizers for v in optimizer.variables]
+        named += [(f"optimizer/{v.path}", v.value) for v in slots]
         named += [(f"average/{v.path}", average) for v, average in self.averages]
         named += [("step", self.step), ("examples", self.examples)]
         if self.loss_scale is not None:
             named += [("loss_scale", self.loss_scale), ("good_steps", self.good_steps)]
-        result: dict[str, tf.Variable] = {}
-        for name, variable in named:
-            unique, count = name, 1
-            while unique in result:  # two layers may bear one name
-                count += 1
-                unique = f"{name}~{count}"
-            result[unique] = variable
-        return result
+        return by_unique_name(named)
+
+
+def by_unique_name(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return {name: value}; two layers may bear one name: the second is "name~2"."""
+    result: dict[str, Any] = {}
+    for name, value in named:
+        unique, count = name, 1
+        while unique in result:
+            count += 1
+            unique = f"{name}~{count}"
+        result[unique] = value
+    return result
+
+
+def variables_of(model: keras.Model) -> list[keras.Variable]:
+    """Return the variables of a model; what the metrics of a compiled one count is not of it."""
+    metrics = {id(v) for v in model.metrics_variables} if model.compiled else ()
+    return [v for v in model.variables if id(v) not in metrics]
 
 
 # Placing.

@@ -10,9 +10,46 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from towers.data import augment
 from towers.errors import InputError
 from towers.options.functions import load_function
+from towers.options.run import Options
 from towers.tf_private import all_in_float64, floatx_set
+
+
+def build_for(
+    options: Options,
+    *,
+    num_classes: int,
+    x: Any,
+    image_shape: Sequence[int] | None,
+    exact: bool = False,
+    function: Callable | None = None,
+) -> keras.Model:
+    """Build the model of a run whose `augment` is no longer "auto"; see `build`.
+
+    `x` and `image_shape` are those of an example as it is stored.
+    """
+    x = prepared(options, x, image_shape)
+    return build(
+        options.model,
+        options.model_keywords(),
+        num_classes=num_classes,
+        x=x,
+        image_shape=None if image_shape is None else tuple(x.shape),
+        dtype=options.dtype,
+        seed=options.seed,
+        exact=exact,
+        function=function,
+    )
+
+
+def prepared(options: Options, x: Any, image_shape: Sequence[int] | None) -> Any:
+    """Return the spec of what the model of a run is called with, from that of what is stored."""
+    if image_shape is None:
+        return x
+    shape = augment.output_shape(tuple(image_shape), options.augment)
+    return tf.TensorSpec(shape, options.input_dtype)
 
 
 def build(
@@ -20,31 +57,37 @@ def build(
     keywords: Mapping[str, Any] | None = None,
     *,
     num_classes: int,
-    image_shape: Sequence[int],
+    x: Any,
+    image_shape: Sequence[int] | None = None,
     dtype: str = "float32",
     seed: int = 0,
     exact: bool = False,
+    function: Callable | None = None,
 ) -> keras.Model:
     """Build the model that `module:function` names, its variables on the CPU.
 
     Args:
         name: "models.cnn:cnn".
         keywords: further keyword arguments of the function (`--model_args`).
-        num_classes: handed to the function if it takes it.
-        image_shape: (height, width, channels) after augmentation; handed over if it is taken.
+        num_classes: handed to the function if it takes it; 0: targets are no classes.
+        x: specs of what the model is called with, of one example, without batch axis.
+        image_shape: (height, width, channels) of it if it is an image; handed over if it is taken.
         dtype: Keras dtype policy of the layers.
         seed: of the initial weights.
         exact: with float64, layers that ask for another floating type get float64, too.
+        function: what `name` stands for, where it cannot be imported by that.
 
     Returns:
-        A built Keras model that maps `[B, H, W, C]` to logits `[B, num_classes]`.
+        A Keras model, built unless it has no `call`.
 
     Raises:
-        InputError: no such function, an argument that it does not take, or what it returns is not
-            such a model.
+        InputError: no such function, an argument that it does not take, or what it returns is no
+            such model or cannot take x.
     """
-    function = load_function("model", name)
-    given = {"num_classes": num_classes, "image_shape": tuple(image_shape)}
+    function = function or load_function("model", name)
+    given: dict[str, Any] = {"num_classes": num_classes} if num_classes else {}
+    if image_shape is not None:
+        given["image_shape"] = tuple(image_shape)
     arguments = _accepted(function, name, given, dict(keywords or {}))
     keras.utils.set_random_seed(seed)
     with contextlib.ExitStack() as stack:
@@ -59,7 +102,29 @@ def build(
             raise InputError(
                 f"--model={name} returned {type(model).__name__}; a keras.Model is needed"
             )
-        outputs = _call_on_images(model, name, tuple(image_shape))  # builds it, too
+        if type(model).call is not keras.Model.call:  # one of several parts may have none
+            _call_on(model, name, x)  # builds it, too
+    return model
+
+
+def check_classifier(model: keras.Model, name: str, num_classes: int, x: Any) -> None:
+    """Refuse a model that is not compiled and no classifier either.
+
+    Raises:
+        InputError: in one line.
+    """
+    if type(model).train_step is not keras.Model.train_step:
+        raise InputError(
+            f"--model={name} has a train_step of its own, and is not compiled: call its compile in "
+            f"{name.rpartition(':')[2]}"
+        )
+    if not num_classes:
+        raise InputError(
+            f"--model={name} is not compiled, so it is a classifier, and the targets of the data "
+            "set are no classes (one whole number for each example): type --loss=..., such as "
+            "--loss=mean_squared_error, or return the model compiled"
+        )
+    outputs = _call_on(model, name, x)
     shape = getattr(outputs, "shape", None)
     if shape is None or tuple(shape[1:]) != (num_classes,):
         found = type(outputs).__name__ if shape is None else f"shape {tuple(shape)}"
@@ -69,7 +134,6 @@ def build(
         )
     if "float" not in str(outputs.dtype):
         raise InputError(f"--model={name} gives outputs of type {outputs.dtype}; logits are floats")
-    return model
 
 
 @contextlib.contextmanager
@@ -87,12 +151,16 @@ def _accepted(function: Callable, name: str, given: dict, keywords: dict) -> dic
     """Return those of `given` that `function` takes and all of `keywords`, which it must take."""
     signature = inspect.signature(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    given = {k: v for k, v in given.items() if k in signature.parameters or takes_all}
+    taken = {k: v for k, v in given.items() if k in signature.parameters or takes_all}
+    arguments = taken | keywords
     try:
-        signature.bind(**given | keywords)
+        signature.bind(**arguments)
     except TypeError as error:
-        raise InputError(f"--model_args: {name} takes {signature}: {error}") from None
-    return given | keywords
+        raise InputError(
+            f"--model_args: {name} takes {signature}: {error}; from these data it can have "
+            f"{', '.join(given) or 'none'}, any other by --model_args=NAME=VALUE"
+        ) from None
+    return arguments
 
 
 def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
@@ -109,22 +177,33 @@ def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
         raise InputError(f"--model={name}: {' '.join(str(error).split())}") from None
 
 
-def _call_on_images(model: keras.Model, name: str, image_shape: tuple[int, ...]) -> Any:
-    """Call a model on what stands for a batch of images; Keras' refusal becomes one line.
+def _call_on(model: keras.Model, name: str, x: Any) -> Any:
+    """Call a model on what stands for a batch of `x`; Keras' refusal becomes one line.
 
     Any other exception is a mistake in the model's own code and keeps its traceback.
     """
     try:
         inputs = getattr(model, "inputs", None) or []  # absent before a model is built
-        own = tuple(inputs[0].shape[1:]) if len(inputs) == 1 else image_shape
-        if not tf.TensorShape(own).is_compatible_with(image_shape):  # Keras lets some pass
-            raise ValueError(f"it takes images of shape {own}")
-        return model(keras.Input(image_shape), training=False)
+        if len(inputs) == 1 and isinstance(x, tf.TensorSpec):  # Keras lets some pass
+            own = tuple(inputs[0].shape[1:])
+            if not tf.TensorShape(own).is_compatible_with(x.shape):
+                raise ValueError(f"it takes inputs of shape {own}")
+        batch = tf.nest.map_structure(lambda s: keras.Input(s.shape, dtype=s.dtype.name), x)
+        takes = "training" in inspect.signature(model.call).parameters
+        return model(batch, training=False) if takes else model(batch)
     except (ValueError, TypeError, NotImplementedError, tf.errors.OpError) as error:
+        image = isinstance(x, tf.TensorSpec) and x.shape.rank == 3
+        hint = " alone (its function may take image_shape as an argument)" if image else ""
         raise InputError(
-            f"--model={name} cannot take images of shape {image_shape} alone (its function may "
-            f"take image_shape as an argument): {_reason(str(error))}"
+            f"--model={name} cannot take {_described(x)}{hint}: {_reason(str(error))}"
         ) from None
+
+
+def _described(x: Any) -> str:
+    if not isinstance(x, tf.TensorSpec):
+        shapes = tf.nest.map_structure(lambda s: f"{s.dtype.name} {s.shape}", x)
+        return f"inputs {shapes}"
+    return f"{'images' if x.shape.rank == 3 else x.dtype.name} of shape {tuple(x.shape)}"
 
 
 def _reason(message: str) -> str:

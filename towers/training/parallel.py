@@ -48,6 +48,9 @@ def parallelize(
 ) -> keras.Model:
     """Let `fit`, `evaluate`, `predict` and their kin of a model run on towers; return the model.
 
+        model = towers.parallelize(model, num_towers=2)
+        model.fit(x, y, batch_size=32)
+
     It is changed in place, built or not, compiled or not. Losses, metrics and weights are those of
     one device without XLA, up to rounding, if layers compute each example from itself (but for
     BatchNorm); else a warning names the layer. What cannot be called with a part of the batch runs
@@ -78,7 +81,6 @@ def parallelize(
         )
     if variables not in ("cpu", "sharded"):
         raise InputError(f"variables={variables!r} must be 'cpu' or 'sharded'")
-    unparallelize(model)
     builder = TowerBuilder(
         tower_devices.tower_devices(num_towers, devices),
         gather_device,
@@ -87,15 +89,31 @@ def parallelize(
         gather_at_variables=variables == "sharded",
         jit_compile=jit_compile,
     )
-    steps = _Steps(model, builder, variables == "sharded")
+    return put_on(model, builder)
+
+
+def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:
+    """Let the steps of a model run on the towers of a builder; return the model."""
+    unparallelize(model)
+    steps = _Steps(model, builder)
     vars(model)["_tower_builder"] = builder
     vars(model).update({name: steps.on_towers(name) for name in _STEPS})
     vars(model).update({name: steps.without_xla(name) for name in _MAKERS})
     return model
 
 
+def on_towers(model: keras.Model, builder: TowerBuilder, fn: Callable) -> Callable:
+    """Return `fn`, in which outermost calls of a model and of layers run on towers."""
+    return _Steps(model, builder).outermost_on_towers(fn)
+
+
 def unparallelize(model: keras.Model) -> keras.Model:
-    """Let a model run on one device again, as Keras has it; return it."""
+    """Let a model run on one device again, as Keras has it; return it.
+
+        model = towers.unparallelize(model)
+
+    Its steps are traced anew; weights and optimizer stay.
+    """
     for name in (*_STEPS, *_MAKERS, "_tower_builder"):
         vars(model).pop(name, None)
     model.train_function = model.test_function = model.predict_function = None  # traced before
@@ -110,8 +128,8 @@ def builder_of(model: keras.Model) -> TowerBuilder | None:
 class _Steps:
     """A model's steps on towers."""
 
-    def __init__(self, model: keras.Model, builder: TowerBuilder, sharded: bool):
-        self.model, self.builder, self.sharded = model, builder, sharded
+    def __init__(self, model: keras.Model, builder: TowerBuilder):
+        self.model, self.builder, self.sharded = model, builder, builder.gather_at_variables
         self._placed = False
         self._tried: set[Callable] = set()
         self._functions: dict[tuple, Callable] = {}  # kept, so that each is rehearsed once
@@ -119,13 +137,16 @@ class _Steps:
     def on_towers(self, name: str) -> Callable:
         """Return a step of the model in which outermost layers are called on towers."""
         step = getattr(type(self.model), name)
+        return self.outermost_on_towers(functools.partial(step, self.model))
 
-        @functools.wraps(step)
-        def step_on_towers(data: Any) -> Any:
+    def outermost_on_towers(self, fn: Callable) -> Callable:
+        """Return a function in which outermost layers are called on towers."""
+
+        def with_towers(*args: Any) -> Any:
             with self._updates_at_weights(), tf_private.layer_calls_replaced(self._make_call):
-                return step(self.model, data)
+                return fn(*args)
 
-        return step_on_towers
+        return with_towers
 
     def without_xla(self, name: str) -> Callable:
         """Return what makes a function of a step: XLA would compile it for one device."""

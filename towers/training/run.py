@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -10,16 +11,18 @@ import tensorflow as tf
 from towers import data, devices, tf_private
 from towers.builder.rehearsal import Rehearsal
 from towers.builder.tower import TowerBuilder
-from towers.data import Data, augment
+from towers.data import Data, Split, augment
 from towers.errors import InputError
 from towers.options.run import Options
 from towers.options.timetable import Timetable
-from towers.training import model
+from towers.training import by_flags, compiled, model
+from towers.training.classification import Classification
 from towers.training.masters import Masters, Replica, copy, move, shard
 from towers.training.schedules import schedule
-from towers.training.step import make_loss_fn, make_train_loop, make_train_step
+from towers.training.step import make_train_loop
+from towers.training.task import Task
 from towers.training.tensorflow_errors import one_line_errors
-from towers.training.update import make_optimizer
+from towers.training.update import check_own, make_optimizer
 
 DEFAULT_EPOCHS = 10.0
 
@@ -36,17 +39,24 @@ class Run:
     builder: TowerBuilder
     data: Data
     masters: Masters
+    task: Task
     total_epochs: float
     total_examples: int
     doubts: list[str] = dataclasses.field(default_factory=list)
 
     def train_loop(self, *, telemetry: bool = True) -> Callable:
         """Return `step.make_train_loop` of this run."""
-        return make_train_loop(self.builder, self.train_step(), telemetry=telemetry)
+        names = self.task.step_names
+        return make_train_loop(self.builder, self.train_step(), names, telemetry=telemetry)
 
     def train_step(self) -> Callable:
-        """Return `step.make_train_step` of this run."""
-        return make_train_step(self.builder, self.masters, self.options, self.learning_rate)
+        """Return `Task.make_train_step` of this run."""
+        return self.task.make_train_step(self.learning_rate)
+
+    def splits(self) -> dict[str, Split]:
+        """Return the parts of the data set by name."""
+        found = {"train": self.data.train, "test": self.data.test}
+        return found | ({"validation": v} if (v := self.data.validation) else {})
 
     def learning_rate(self, examples: tf.Tensor) -> tf.Tensor:
         """Return the learning rate after so many examples, a float64 scalar."""
@@ -60,12 +70,13 @@ class Run:
         )
         return rate_at(tf.cast(examples, tf.float64) / self.data.train.size)
 
-    def rehearse(self, batch: Sequence[tf.Tensor]) -> Rehearsal:
+    def rehearse(self, batch: Any) -> Rehearsal:
         """Return what is known of the towers' function, tried on a batch of a step.
 
         To be called before the step is traced, which else tries it on made-up examples.
         """
-        return self.builder.rehearse(make_loss_fn(self.masters, self.options), *batch)
+        example, draws = batch
+        return self.builder.rehearse(self.task.tower_function, *example, draws)
 
     def timetable(self) -> Timetable:
         """Return the calendar from where the master variables are to the end of the run."""
@@ -110,7 +121,8 @@ def load_data(options: Options, say: Callable[[str], None] | None = None) -> Dat
         if say and data.locate(name, folder) is None:
             say(f"data        {name} is not at hand: shapes, drawn in code, stand in for it")
             return data.load("shapes")
-        return data.load(name, folder, options.image_height_width())
+        size, fraction = options.image_height_width(), options.validation_fraction
+        return data.load(name, folder, size, fraction, options.target)
 
 
 def assemble(
@@ -129,6 +141,7 @@ def assemble(
     Raises:
         InputError: the model cannot be had as the options say, or has nothing to train.
     """
+    check_own(options)
     doubts: list[str] = []
     builder = TowerBuilder(
         device_names,
@@ -140,22 +153,20 @@ def assemble(
     )
     # Checkpoints know variables by name.
     with one_line_errors(options), tf_private.named_as_in_a_new_process():
-        network = model.build(
-            options.model,
-            options.model_keywords(),
-            num_classes=dataset.num_classes,
-            image_shape=augment.output_shape(dataset.image_shape, options.augment),
-            dtype=options.dtype,
-            seed=options.seed,
-            exact=exact,
-        )
+        network, options = _build(options, dataset, exact)
         if not network.trainable_variables:
             raise InputError(
                 f"--model={options.model} has no trainable weights: there is nothing to train"
             )
         if loss_scaling is None:
             loss_scaling = options.dtype == "mixed_float16"
-        masters = _make_masters(network, device_names, options, loss_scaling)
+        if network.compiled:
+            task = compiled.Compiled(builder, network, options, dataset)
+        else:
+            masters = _make_masters(network, device_names, options, loss_scaling)
+            task = Classification(builder, masters, options, dataset)
+        task.objective()  # raises what it has to say
+    _check_validation(options, dataset)
     size = dataset.train.size
     if options.num_epochs or not options.max_steps:
         total_epochs = options.num_epochs or DEFAULT_EPOCHS
@@ -163,7 +174,54 @@ def assemble(
     else:
         total_examples = options.max_steps * options.batch_size
         total_epochs = total_examples / size
-    return Run(options, builder, dataset, masters, total_epochs, total_examples, doubts)
+    return Run(options, builder, dataset, task.masters, task, total_epochs, total_examples, doubts)
+
+
+def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
+    """Return the model, compiled if its function or flags say so, and how images come to it."""
+
+    def build(kind: str) -> keras.Model:
+        return model.build_for(
+            dataclasses.replace(options, augment=kind),
+            num_classes=dataset.num_classes,
+            x=dataset.spec[0],
+            image_shape=dataset.image_shape,
+            exact=exact,
+        )
+
+    kind = augment.resolve(options.augment, dataset, compiled=False)
+    network = build(kind)
+    of_compiled = augment.resolve(options.augment, dataset, compiled=True)
+    if network.compiled and of_compiled != kind:
+        kind = of_compiled
+        with tf_private.named_as_in_a_new_process():
+            network = build(kind)
+    options = dataclasses.replace(options, augment=kind)
+    if network.compiled:
+        by_flags.check_flags(options)
+    elif options.loss or options.metrics:
+        with model.floatx_of(options.dtype):  # the loss and the metrics compute in it
+            by_flags.compile_by_flags(network, options)
+    else:
+        x = model.prepared(options, dataset.spec[0], dataset.image_shape)
+        model.check_classifier(network, options.model, dataset.num_classes, x)
+    return network, options
+
+
+def _check_validation(options: Options, dataset: Data) -> None:
+    """Refuse to stop early or to choose the best without data for it."""
+    for name in ("keep_best", "early_stopping_epochs"):
+        value = getattr(options, name)
+        if value and not dataset.validation:
+            raise InputError(
+                f"--{name} looks at validation data, and there are none: type "
+                "--validation_fraction=0.1, or let the data set give a third part; the test set is "
+                "for the end"
+            )
+        if value and not options.evaluate_every_epochs:
+            raise InputError(
+                f"--{name} needs evaluations on the way: type --evaluate_every_epochs=1"
+            )
 
 
 def _make_masters(

@@ -17,19 +17,19 @@ from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short
 from towers.monitoring import dashboard, events
 from towers.monitoring.gallery import Batch, Sampler
+from towers.options.flags import IDENTITY
 from towers.options.run import Options
 from towers.options.timetable import Timetable
 from towers.text import count
-from towers.training import faults, logits, manifest
+from towers.training import faults, fitting, manifest
 from towers.training.checkpoint import Checkpoints
+from towers.training.initial import init_from
 from towers.training.masters import VARIABLES
 from towers.training.rules import rule_book
 from towers.training.run import Run, assemble, find
 from towers.training.tensorflow_errors import one_line_errors
 
 Say = Callable[[str], None]
-# A run with another value of these is another run; its curves go on over what they began with.
-_IDENTITY = ("model", "model_args", "augment", "dataset", "tensorboard_x")
 TRIALS = 5
 _TRIAL_SECONDS = 0.3
 
@@ -75,7 +75,9 @@ def _fastest(options: Options, device_names: Sequence[str], dataset: Data, say: 
         say("variables   cpu: there is one tower, and nothing to try")
         return dataclasses.replace(options, variables="cpu")
     windows: dict[str, Callable[[], float]] = {}
-    for mode in VARIABLES:
+    run = assemble(dataclasses.replace(options, variables=VARIABLES[0]), device_names, dataset)
+    windows[VARIABLES[0]] = _window(run)
+    for mode in run.task.placements[1:]:
         run = assemble(dataclasses.replace(options, variables=mode), device_names, dataset)
         windows[mode] = _window(run)
     rounds = [{mode: window() for mode, window in windows.items()} for _ in range(TRIALS)]
@@ -108,7 +110,7 @@ def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
     checkpoints = Checkpoints(
         folder / "checkpoints",
         run.masters.variables(),
-        {name: getattr(run.options, name) for name in _IDENTITY},
+        {name: getattr(run.options, name) for name in IDENTITY},
         run.options.keep_checkpoints,
     )
     if run.options.overwrite:
@@ -133,15 +135,18 @@ def begin(
 ) -> Start:
     """Build and place the graph, say what there is to say, and make the folder that of this run."""
     options, timetable, train_loop = run.options, run.timetable(), run.train_loop()
+    if restored is None and options.init_from:
+        for line in init_from(run.masters, options.init_from):
+            say(line)
     step, examples = timetable.first_step, timetable.first_examples
     rules = rule_book(run)
-    for line in [*rules, *logits.notes(run), *devices.report(run.builder.devices)]:
-        say(line)
     size, seed = options.batch_size, options.seed
     batches = iter(run.data.train.train_batches(size, seed=seed, step=step, examples=examples))
     sampler = Sampler(run.data.train, options)
     with one_line_errors(options):
         batch = sampler.batch(step, examples)
+    for line in [*rules, *fitting.check(run.task, batch), *devices.report(run.builder.devices)]:
+        say(line)
     run.rehearse(batch)
     placement, lines = _place(run, train_loop, batches, say)
     lines += _check_numbers(run, placement, batch, say)
@@ -167,7 +172,12 @@ def begin(
         "placement": [*lines, "", *placement_report.table(placement)],
         "model": "\n".join(summary).splitlines(),
     }
-    dashboard.open_root(folder, options, run.builder.devices, texts, placement, graph)
+    metrics = run.task.metric_directions()
+    best_known, _ = run.task.objective()
+    names = sorted(metrics, key=lambda name: (name != best_known, name == "loss"))
+    parts = ["validation", "test"] if run.data.validation else ["test"]
+    figures = [f"{part}_{name}" for part in parts for name in names]
+    dashboard.open_root(folder, options, run.builder.devices, texts, placement, graph, figures)
     return Start(
         run, folder, checkpoints, restored, timetable, train_loop, batches, sampler, placement
     )
@@ -203,7 +213,7 @@ def _check_numbers(run: Run, placement: Placement, batch: Batch, say: Say) -> li
     if run.builder.num_slices == 1:
         return []
     found = list(run.doubts)
-    found += faults.find(run.rehearse(batch), batch)
+    found += faults.find(run.rehearse(batch), tf.nest.flatten(batch))
     found += faults.random_ops_of(placement.ops + placement.compiled + placement.gone)
     found = list(dict.fromkeys(found))
     if found:

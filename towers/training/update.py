@@ -5,6 +5,7 @@ finite test, clipping, the optimizer's update, then the moving average. Copies o
 the same gradients and make the same update.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder.gather import map_values
+from towers.errors import InputError
+from towers.options.functions import load_function
 from towers.options.run import Options
 from towers.training.masters import Masters, Replica
 
@@ -21,30 +24,103 @@ STEPS_TO_DOUBLE = 2000
 EMA_EXAMPLES = 128  # `ema_decay` is per so many examples: the tutorial's batch
 
 
-_SGD, _ADAMW = keras.optimizers.SGD, keras.optimizers.AdamW
-# {name: (how it is made, whether it decays weights apart from the gradient)}
+_K = keras.optimizers
+# {name: how it is made}, but for its learning rate
 OPTIMIZERS = {
-    "sgd": (lambda o: _SGD(o.learning_rate), False),
-    "momentum": (lambda o: _SGD(o.learning_rate, o.momentum), False),
-    "nesterov": (lambda o: _SGD(o.learning_rate, o.momentum, nesterov=True), False),
-    "adamw": (lambda o: _ADAMW(o.learning_rate, o.weight_decay), True),
+    "sgd": lambda o: _K.SGD,
+    "momentum": lambda o: functools.partial(_K.SGD, momentum=o.momentum),
+    "nesterov": lambda o: functools.partial(_K.SGD, momentum=o.momentum, nesterov=True),
+    "adam": lambda o: _K.Adam,
+    "adamw": lambda o: functools.partial(_K.AdamW, weight_decay=o.weight_decay),
+    "adamax": lambda o: _K.Adamax,
+    "nadam": lambda o: _K.Nadam,
+    "lion": lambda o: functools.partial(_K.Lion, weight_decay=o.weight_decay),
+    "lamb": lambda o: functools.partial(_K.Lamb, weight_decay=o.weight_decay),
+    "rmsprop": lambda o: _K.RMSprop,
+    "adagrad": lambda o: _K.Adagrad,
+    "adadelta": lambda o: _K.Adadelta,
 }
+DECAY_APART = ("adamw", "lion", "lamb")  # these decay weights apart from the gradient
 
 
 def make_optimizer(
-    weights: Sequence[keras.Variable], options: Options
+    weights: Sequence[keras.Variable], options: Options, **clips: float
 ) -> keras.optimizers.Optimizer:
-    """Return the Keras optimizer that `options` name; its learning rate is set every step."""
-    make, decays_apart = OPTIMIZERS[options.optimizer]
-    optimizer = make(options)
-    if decays_apart:
+    """Return the Keras optimizer that `options` name.
+
+    The learning rate of one in the table is set every step, one of the user's own has its own.
+    `clips` are Keras' arguments, for an optimizer that clips by itself.
+
+    Raises:
+        InputError: the function of the user's own returns no optimizer.
+    """
+    if is_own(options):
+        optimizer = load_function("optimizer", options.optimizer)()
+        if not isinstance(optimizer, _K.Optimizer):
+            raise InputError(
+                f"--optimizer={options.optimizer} returned {type(optimizer).__name__}; a "
+                "keras.optimizers.Optimizer is needed"
+            )
+        return optimizer
+    optimizer = OPTIMIZERS[options.optimizer](options)(options.learning_rate, **clips)
+    if options.optimizer in DECAY_APART:
         optimizer.exclude_from_weight_decay(var_list=[v for v in weights if not is_decayed(v)])
     return optimizer
+
+
+def is_own(options: Options) -> bool:
+    """Tell whether the optimizer is made by a function of the user's own."""
+    return ":" in options.optimizer
+
+
+def check_own(options: Options) -> None:
+    """Refuse what an optimizer of the user's own says itself.
+
+    Raises:
+        InputError: in one line, with both flags.
+    """
+    names = ("learning_rate", "schedule", "warmup_epochs", "decay_epochs", "momentum")
+    for name in names if is_own(options) else ():
+        if getattr(options, name) != getattr(Options, name):
+            raise InputError(
+                f"--{name}={getattr(options, name)}, but the optimizer of "
+                f"--optimizer={options.optimizer} has its own: set it there, and leave --{name} out"
+            )
+
+
+def clips_of(options: Options) -> dict[str, float]:
+    """Return the arguments by which an optimizer of Keras clips as the options say."""
+    names = {"clip_norm": "clipnorm", "clip_value": "clipvalue"}
+    names["clip_global_norm"] = "global_clipnorm"
+    return {theirs: limit for ours, theirs in names.items() if (limit := getattr(options, ours))}
 
 
 def is_decayed(weight: keras.Variable) -> bool:
     """Tell whether weight decay acts on a weight: on kernels, not on biases or norms' scales."""
     return len(weight.shape) > 1
+
+
+def about_flags(options: Options, loss_scale: Any) -> dict[str, str]:
+    """Return what the rule book says of an update that the flags describe."""
+    apart = options.optimizer in DECAY_APART
+    decay = f"{options.optimizer}, apart from the gradient" if apart else "L2"
+    rate = f"learning rate {options.learning_rate:g} {options.schedule}"
+    if is_own(options):
+        rate = "with the learning rate of its own"
+    names = ("clip_norm", "clip_value", "clip_global_norm")
+    return {
+        "decay": f"weight decay {options.weight_decay:g} ({decay})",
+        "scale": about_scale(loss_scale),
+        "clips": ", ".join(f"{n}={limit}" for n in names if (limit := getattr(options, n))),
+        "clock": f"examples; {options.optimizer}, {rate}",
+    }
+
+
+def about_scale(loss_scale: Any) -> str:
+    """Return what the rule book says of a loss scale, or of none."""
+    if loss_scale is None:
+        return ", not needed in this precision"
+    return f"; loss scale from {float(loss_scale.numpy()):g}"
 
 
 def make_update(masters: Masters, options: Options) -> Callable:
@@ -72,7 +148,7 @@ def make_update(masters: Masters, options: Options) -> Callable:
         def apply() -> None:
             for *_, apply_replica in updates:
                 apply_replica()
-            _update_averages(masters, options)
+            update_averages(masters, options)
 
         if scale is None:
             apply()
@@ -103,9 +179,11 @@ def _replica_update(
         norm = global_norm(gradients)
 
     def apply() -> None:
-        rate = replica.optimizer.learning_rate
-        with tf.device(replica.device), tf_private.each_update_apart(replica.optimizer):
-            rate.assign(tf.cast(learning_rate, rate.dtype))
+        optimizer = replica.optimizer
+        with tf.device(replica.device), tf_private.each_update_apart(optimizer):
+            if not is_own(options):
+                rate = optimizer.learning_rate
+                rate.assign(tf.cast(learning_rate, rate.dtype))
             replica.optimizer.apply(clip(gradients, weights, norm, options), weights)
 
     return penalty, norm, apply
@@ -128,8 +206,7 @@ def regularise(
     It is that of the layers' regularisers and of `weight_decay`, unless the optimizer decays
     weights apart from the gradient.
     """
-    _, decays_apart = OPTIMIZERS[options.optimizer]
-    decay = 0.0 if decays_apart else options.weight_decay
+    decay = 0.0 if options.optimizer in DECAY_APART else options.weight_decay
     total = []
 
     def add(gradient: Any, weight: keras.Variable) -> Any:
@@ -180,7 +257,7 @@ def clip(
     return gradients
 
 
-def _update_averages(masters: Masters, options: Options) -> None:
+def update_averages(masters: Masters, options: Options) -> None:
     """Move each average towards its variable, which has just been updated.
 
     The decay counts examples, and rises from 0.1 as in `tf.train.ExponentialMovingAverage` with

@@ -166,11 +166,11 @@ class Turns:
             "num_devices": ours["num_towers"],
             "gpus": ours["devices"][0].startswith("/gpu"),
             "data": images,
-            "augment": run.augment if images else "off",
+            "augment": ours["augment"],
         }
         changes = {"fit": {"num_devices": 1}, "mirrored_own_layers": {"own_layers": True}}
         if images and not os.path.exists(images):
-            why = f"--dataset={self.options.dataset} holds no bytes that it could be given"
+            why = f"--dataset={self.options.dataset} holds no images as bytes, with one class each"
             self.skipped, programs = dict.fromkeys(programs, why), {}
         for name, program in programs.items():
             self.say(f"starting    {name} ...")

@@ -39,7 +39,6 @@ from towers.errors import InputError, RunError
 from towers.graphs.flops import flop_per_example
 from towers.options.run import Options
 from towers.training.run import Run, assemble, load_data
-from towers.training.step import make_loss_fn, weights_of
 
 STORED_SHAPE = (32, 32, 3)  # of the images that the synthetic ones stand in for
 NUM_CLASSES = 10
@@ -85,7 +84,7 @@ class OwnLane:
         # All logical CPU devices are one, and so are the parts of a GPU that is split.
         hardware = {"cpu" if "cpu" in t.device else t.pci_bus_id or t.device for t in places}
         batches = run.data.train.train_batches(options.batch_size, seed=options.seed)
-        loss_fn, dtype = make_loss_fn(run.masters, options), batches.element_spec[0].dtype
+        shape = run.data.image_shape
         return {
             "versions": {m.__name__: m.__version__ for m in (towers, tf, keras, np)}
             | {"python": platform.python_version()},
@@ -94,9 +93,10 @@ class OwnLane:
             "devices": run.builder.devices,
             "device_names": [t.name for t in places],
             "shared": len(hardware) < len(places),
-            "image_shape": augment.output_shape(run.data.image_shape, options.augment),
+            "augment": run.options.augment,
+            "image_shape": shape and augment.output_shape(shape, run.options.augment),
             "num_classes": run.data.num_classes,
-            "flop_per_example": flop_per_example(model, loss_fn, run.data.image_shape, dtype),
+            "flop_per_example": flop_per_example(model, run.task.loss, batches.element_spec),
         }
 
     def train(self, seconds: float, part: str = "") -> dict[str, float]:
@@ -116,20 +116,18 @@ class OwnLane:
 
 def make_parts(run: Run, options: Options, matmul_size: int) -> dict[str, Loop]:
     """Return {part: its loop}, in the order above; matrices are `[matmul_size, matmul_size]`."""
-    builder = run.builder
-    weights, loss_fn = weights_of(run.masters), make_loss_fn(run.masters, options)
-    train_step, alone = run.train_step(), _make_alone(run, loss_fn)
+    train_step, alone = run.train_step(), _make_alone(run)
     batch = next(iter(run.data.train.train_batches(options.batch_size, seed=options.seed)))
     return {
         "constant": _repeat(lambda *batch: train_step(*batch)[0], batch),
-        "gather": _repeat(lambda *batch: builder.gradients(loss_fn, weights, *batch), batch),
+        "gather": _repeat(lambda example, draws: run.task.gradients(*example, draws), batch),
         "control": _repeat(alone, batch),
         "matmul": _repeat(_make_matmuls(run, matmul_size), batch),
     }
 
 
-def _make_alone(run: Run, loss_fn: Callable) -> Callable:
-    """Return `alone(images, labels, draws)`: each tower's gradients, from its own weights.
+def _make_alone(run: Run) -> Callable:
+    """Return `alone(example, draws)`: each tower's gradients, from its own weights.
 
     What a layer assigns is dropped, and BatchNorm's moments are those of the tower's slice: there
     is nothing between the towers.
@@ -150,11 +148,11 @@ def _make_alone(run: Run, loss_fn: Callable) -> Callable:
             tf.GradientTape(watch_accessed_variables=False) as tape,
         ):
             tape.watch(weights)
-            loss = tf.reduce_sum(loss_fn(*part))
+            loss = tf.reduce_sum(run.task.loss(*part))
         with keras.StatelessScope():  # what is recomputed here may assign, too
             return loss, tape.gradient(loss, weights)
 
-    return lambda *batch: run.builder.map(backward, PerTower(copies), *batch)
+    return lambda example, draws: run.builder.map(backward, PerTower(copies), *example, draws)
 
 
 def _make_matmuls(run: Run, size: int) -> Callable:
@@ -168,7 +166,7 @@ def _make_matmuls(run: Run, size: int) -> Callable:
     return lambda *_: run.builder.map(lambda x: tf.matmul(x, x), PerTower(matrices))
 
 
-def _repeat(step: Callable, batch: Sequence[tf.Tensor]) -> Loop:
+def _repeat(step: Callable, batch: Any) -> Loop:
     """Return a loop of `step` on one batch.
 
     The batch comes from an iterator and the weights are read in each step, so nothing can be moved
@@ -219,20 +217,23 @@ def load(options: Options) -> tuple[data.Data, Options]:
         return load_data(options), options
     size = options.image_height_width()
     stored = (*size, STORED_SHAPE[2]) if size else STORED_SHAPE
-    image_shape = augment.output_shape(stored, options.augment)
+    kind = "tutorial" if options.augment == "auto" else options.augment
+    image_shape = augment.output_shape(stored, kind)
     random = np.random.default_rng(options.seed)
     images = random.standard_normal((options.batch_size, *image_shape), np.float32)
     split = data.ArraySplit(images, random.integers(NUM_CLASSES, size=options.batch_size))
     names = tuple(map(str, range(NUM_CLASSES)))
-    dataset = data.Data("synthetic", split, split, NUM_CLASSES, image_shape, names)
+    dataset = data.Data("synthetic", split, split, NUM_CLASSES, names)
     return dataset, dataclasses.replace(options, augment="off")
 
 
 def export(train: data.Split, path: str) -> None:
-    """Write a training set for programs that take bytes, if it holds any."""
+    """Write a training set for programs that take bytes and classes, if it holds those."""
     batches = train.eval_batches(1000)
-    if batches.element_spec[0].dtype == tf.uint8:
-        parts = [(images[weights > 0], labels[weights > 0]) for images, labels, weights in batches]
+    specs = batches.element_spec[0]
+    one_each = all(isinstance(spec, tf.TensorSpec) for spec in specs) and len(specs) == 2
+    if one_each and specs[0].dtype == tf.uint8 and specs[1].shape.rank == 1:
+        parts = [(x[counted > 0], y[counted > 0]) for (x, y, *_), counted in batches]
         images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         np.savez(path, images=images, labels=labels)
 

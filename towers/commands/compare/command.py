@@ -1,4 +1,4 @@
-"""What runs differ in: flags, final metrics, the time to an accuracy, and their curves.
+"""What runs differ in: flags, final metrics, the time to a value of one, and their curves.
 
 It reads what is in the runs' folders, also of runs that still train, and needs no TensorFlow.
 """
@@ -16,17 +16,25 @@ from towers import files
 from towers.commands.compare.options import CompareOptions
 from towers.errors import InputError
 from towers.monitoring.curves import Curves, read_curves
-from towers.monitoring.results import accuracy, noted_runs, number
+from towers.monitoring.results import (
+    Objective,
+    common_objective,
+    figure,
+    noted_runs,
+    number,
+    objective_of,
+    short,
+)
 from towers.options.run import names_that_affect
 from towers.text import cut, table
 
 MAX_NAMED = 24  # runs in the legend of the picture
 SMOOTHED_PART = 0.03  # of a curve's points, over which the line of the loss is a mean
 WIDEST = 44  # characters of a column
-# The columns of the tables, with their digits.
+# The columns of the tables, with their digits; the objective is before them.
 _RESULTS = {
-    "accuracy": 4, "test_loss": 4, "train_loss": 4, "examples_per_second": 1, "examples": 0,
-    "epochs": 2, "seconds": 2,
+    "test_loss": 4, "train_loss": 4, "examples_per_second": 1, "examples": 0, "epochs": 2,
+    "seconds": 2,
 }  # fmt: skip
 _TIMES = {"seconds": 2, "steps": 0, "examples": 0, "epochs": 2}
 
@@ -50,11 +58,13 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
     """Compare runs.
 
     Returns:
-        {"runs": [{"name", "train_dir", "status", "flags", "metrics", "to_accuracy"}],
-        "differing_flags", "accuracy", "plot"}.
+        {"runs": [{"name", "train_dir", "status", "flags", "metrics", "to_target"}],
+        "differing_flags", "objective", "direction", "target", "plot"}; of an accuracy, metrics have
+        it as "accuracy" beside "objective", and "accuracy" and "to_accuracy" are target and times.
 
     Raises:
-        InputError: there are fewer than two runs, or the picture cannot be written.
+        InputError: there are fewer than two runs, the picture cannot be written, or the objective
+            is none of theirs.
     """
     folders = find_runs(options.runs)
     if len(folders) < 2:
@@ -68,29 +78,41 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
         raise InputError(f"--plot={options.plot}: there is no folder {plot.parent} to write to")
     runs = [read_run(folder, os.path.relpath(folder, common)) for folder in folders]
     differing = differing_flags(runs)
-    target = options.accuracy or common_accuracy(runs)
+    objective, note = find_objective(runs, "accuracy" if options.accuracy else options.objective)
+    if note:
+        say(f"objective   {note}")
+    given = options.accuracy or (float(options.target_value) if options.target_value else None)
+    target = common_target(runs, objective) if given is None else given
     entries = [
         {
             "name": run.name,
             "train_dir": str(run.folder),
             "status": run.status,
             "flags": {name: run.flags.get(name) for name in differing},
-            "metrics": metrics_of(run),
-            "to_accuracy": None if target is None else to_accuracy(run, target),
+            "metrics": metrics_of(run, objective[0]),
+            "to_target": None if target is None else to_target(run, objective, target),
         }
         for run in runs
     ]
-    for line in _tables(entries, differing, target):
+    for line in _tables(entries, differing, objective[0], target):
         say(line)
     for noted in [noted for name in options.runs for noted in noted_runs(Path(name))]:
         if noted["status"] == "failed":
             say(f"failed: {noted['name']}: {noted['error']}")
-    return {
+    result = {
         "runs": entries,
         "differing_flags": differing,
-        "accuracy": target,
-        "plot": _draw(runs, plot, say) if options.plot != "none" else None,
+        "objective": objective[0],
+        "direction": objective[1],
+        "target": target,
+        "plot": _draw(runs, objective, plot, say) if options.plot != "none" else None,
     }
+    if short(objective[0]) == "accuracy":
+        result["accuracy"] = target
+        for entry in entries:
+            entry["metrics"]["accuracy"] = entry["metrics"]["objective"]
+            entry["to_accuracy"] = entry["to_target"]
+    return result
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
@@ -122,8 +144,8 @@ def read_run(folder: Path, name: str) -> Compared:
     if len(curves.examples) and curves.examples[-1] > examples * (1 + _ROUNDING):
         result = {}  # of before the run went on
     status = "finished"
-    if accuracy(result) is None:
-        status = "unfinished" if len(curves.loss.x) or len(curves.accuracy.x) else "empty"
+    if "steps" not in result:
+        status = "unfinished" if len(curves.loss.x) or curves.evaluated else "empty"
     return Compared(name, folder, status, flags, result, curves)
 
 
@@ -138,23 +160,68 @@ def differing_flags(runs: Sequence[Compared]) -> list[str]:
     return [name for name in names if len({flags.get(name) for flags in known}) > 1]
 
 
-def common_accuracy(runs: Sequence[Compared]) -> float | None:
-    """Return the highest accuracy that all runs reached which were evaluated at all."""
-    highest = [run.curves.accuracy.values.max() for run in runs if len(run.curves.accuracy.values)]
-    return math.floor(min(highest) * 1e4) / 1e4 if highest else None
+def find_objective(runs: Sequence[Compared], wanted: str) -> tuple[Objective, str]:
+    """Return by what runs are compared, and a line that says so if that is not clear.
+
+    Args:
+        runs: of which those count that are finished, if there are any.
+        wanted: as --objective has it; "" for the runs' own.
+
+    Raises:
+        InputError: no run has that metric, or nobody knows which is better.
+    """
+    results = [run.result for run in runs if run.result]
+    if not wanted and results:
+        return common_objective(results)
+    tags = {tag for run in runs for tag in run.curves.evaluated}
+    if not wanted:
+        by_loss = tags and "accuracy" not in tags
+        return (("test_loss", "min") if by_loss else ("test_accuracy", "max")), ""
+    given, _, name = wanted.rpartition(":")
+    name = "validation_" + name.removeprefix("val_") if name.startswith("val_") else name
+    parts = ("test_", "validation_")
+    of_results = {name for result in results for name in result if name.startswith(parts)}
+    known = {name.removesuffix("_ema") for name in {*map(short, of_results), *tags}} - {"examples"}
+    if given not in ("", "max", "min") or short(name) not in known:
+        names = ", ".join(sorted(known)) or "no metric yet"
+        raise InputError(
+            f"--objective={wanted}: the runs have {names}; max: or min: may be before it"
+        )
+    directions = {short(n): way for n, way in map(objective_of, results)}
+    directions |= {"accuracy": "max", "loss": "min"}
+    direction = given or directions.get(short(name))
+    if not direction:
+        raise InputError(
+            f"--objective={wanted}: whether more of it is better is not known; type "
+            f"--objective=max:{wanted} or min:{wanted}"
+        )
+    if not name.startswith(parts):
+        name = next((part + name for part in parts if part + name in of_results), f"test_{name}")
+    return (name, direction), ""
 
 
-def metrics_of(run: Compared) -> dict[str, float | None]:
+def common_target(runs: Sequence[Compared], objective: Objective) -> float | None:
+    """Return the best value that all runs reached which were evaluated at all."""
+    name, direction = objective
+    curves = [values for run in runs if len(values := run.curves.of(short(name)).values)]
+    if not curves:
+        return None
+    if direction == "max":
+        return math.floor(min(values.max() for values in curves) * 1e4) / 1e4
+    return math.ceil(max(values.min() for values in curves) * 1e4) / 1e4
+
+
+def metrics_of(run: Compared, objective: str = "test_accuracy") -> dict[str, float | None]:
     """Return the last known metrics of a run: of its result, else of its curves."""
     curves, result = run.curves, run.result
     at = number(result, "examples") or (curves.examples[-1] if len(curves.examples) > 1 else None)
     seconds = curves.seconds_at(at) if at else None
-    final = accuracy(result)
+    final = figure(result, objective)
     return {
         "steps": number(result, "steps"),
         "examples": at,
         "epochs": curves.epochs_at(at) if at else None,
-        "accuracy": _last(curves.accuracy.values) if final is None else final,
+        "objective": _last(curves.of(short(objective)).values) if final is None else final,
         "test_loss": number(result, "test_loss"),
         "train_loss": number(result, "train_loss") or _last(curves.loss.values),
         "examples_per_second": number(result, "examples_per_second")
@@ -167,13 +234,15 @@ def _last(values: np.ndarray) -> float | None:
     return float(values[-1]) if len(values) else None
 
 
-def to_accuracy(run: Compared, target: float) -> dict[str, float | None] | None:
-    """Return when an evaluation first gave that accuracy, None if none did.
+def to_target(run: Compared, objective: Objective, target: float) -> dict[str, float | None] | None:
+    """Return when an evaluation first gave that value or a better one, None if none did.
 
     It says {"seconds": of training, "examples", "steps", "epochs"}; None where it is not known.
     """
-    curve = run.curves.accuracy
-    reached = np.flatnonzero(curve.values >= target - _ROUNDING)
+    name, direction = objective
+    curve, sign = run.curves.of(short(name)), 1 if direction == "max" else -1
+    rounding = _ROUNDING * max(abs(target), 1.0)
+    reached = np.flatnonzero(sign * (curve.values - target) >= -rounding)
     if not len(reached):
         return None
     examples = float(curve.examples[reached[0]])
@@ -186,22 +255,28 @@ def to_accuracy(run: Compared, target: float) -> dict[str, float | None] | None:
 
 
 def _tables(
-    entries: Sequence[dict[str, Any]], differing: Sequence[str], target: float | None
+    entries: Sequence[dict[str, Any]],
+    differing: Sequence[str],
+    objective: str,
+    target: float | None,
 ) -> list[str]:
     lines = ["flags that differ" if differing else "no flag differs but the folder"]
     if differing:
         rows = [[e["name"], *e["flags"].values()] for e in entries]
         lines += table(["run", *differing], rows, WIDEST)
-    header = ["run", "status", *(name.replace("_per_second", "/s") for name in _RESULTS)]
-    rows = [[e["name"], e["status"], *_figures(e["metrics"], _RESULTS)] for e in entries]
+    others = {name: digits for name, digits in _RESULTS.items() if name != objective}
+    heads = [short(objective), *(name.replace("_per_second", "/s") for name in others)]
+    header, digits = ["run", "status", *heads], {"objective": 4} | others
+    rows = [[e["name"], e["status"], *_figures(e["metrics"], digits)] for e in entries]
     lines += ["", "results", *table(header, rows, WIDEST)]
     if target is None:
         return [*lines, "", "no run was evaluated yet"]
-    rows = [[e["name"], *_figures(e["to_accuracy"] or {}, _TIMES)] for e in entries]
-    lines += ["", f"to a test accuracy of {target:.4f}", *table(["run", *_TIMES], rows, WIDEST)]
+    rows = [[e["name"], *_figures(e["to_target"] or {}, _TIMES)] for e in entries]
+    title = f"to a {_words(objective)} of {target:.4f}"
+    lines += ["", title, *table(["run", *_TIMES], rows, WIDEST)]
     lines.append(
-        "accuracy: of the moving average where there is one; seconds: of training alone, "
-        "without start, evaluation, saving and stops"
+        f"{short(objective)}: of the moving average where there is one; seconds: of training "
+        "alone, without start, evaluation, saving and stops"
     )
     return lines
 
@@ -211,10 +286,16 @@ def _figures(values: Mapping[str, float | None], digits: Mapping[str, int]) -> l
     return [None if value is None else f"{value:.{n}f}" for value, n in found]
 
 
-def _draw(runs: Sequence[Compared], path: Path, say: Callable[[str], None]) -> str | None:
+def _words(objective: str) -> str:
+    return objective.replace("_", " ", 1)
+
+
+def _draw(
+    runs: Sequence[Compared], objective: Objective, path: Path, say: Callable[[str], None]
+) -> str | None:
     """Draw the curves, or say why there is no picture; return its path."""
     try:
-        draw(runs, path)
+        draw(runs, objective, path)
     except ImportError:
         reason = "it needs matplotlib: pip install matplotlib"
     except OSError as error:
@@ -226,24 +307,30 @@ def _draw(runs: Sequence[Compared], path: Path, say: Callable[[str], None]) -> s
     return None
 
 
-def draw(runs: Sequence[Compared], path: Path) -> None:
+def draw(runs: Sequence[Compared], objective: Objective, path: Path) -> None:
     """Write the curves of runs, which may be empty, as a PNG file; an OSError says it cannot be."""
     import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.8 + 0.11 * min(len(runs), MAX_NAMED)), layout="constrained")
     left, right = figure.subplots(1, 2)
-    best_first = sorted(runs, key=lambda run: -max(run.curves.accuracy.values, default=-1.0))
+    name, direction = objective
+    sign = -1 if direction == "max" else 1
+
+    def best(run: Compared) -> float:
+        return min(sign * run.curves.of(short(name)).values, default=math.inf)
+
+    best_first = sorted(runs, key=best)
     colours = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(runs)))
     for run, colour in zip(best_first, colours, strict=True):
-        loss, accuracy = run.curves.loss, run.curves.accuracy
+        loss, evaluated = run.curves.loss, run.curves.of(short(name))
         left.plot(loss.examples, loss.values, color=colour, alpha=0.2, linewidth=0.8)
         width = int(len(loss.values) * SMOOTHED_PART) + 1
         means = np.convolve(loss.values, np.full(width, 1 / width), "valid") if len(loss.x) else []
         left.plot(loss.examples[width - 1 :], means, color=colour, linewidth=1.3)
         label = cut(run.name, 50)
-        right.plot(accuracy.examples, accuracy.values, color=colour, marker=".", label=label)
-    for axes, title in ((left, "training loss, its running mean"), (right, "test accuracy")):
+        right.plot(evaluated.examples, evaluated.values, color=colour, marker=".", label=label)
+    for axes, title in ((left, "training loss, its running mean"), (right, _words(name))):
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("examples")
         axes.grid(alpha=0.3)

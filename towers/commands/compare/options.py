@@ -16,15 +16,23 @@ class CompareOptions:
 Examples:
   towers compare runs/a runs/b
   towers compare runs/sweep --accuracy=0.7 --plot=curves.png
-RUN is the folder of a run, or of a sweep, which stands for all its runs. Accuracy is that of the
-moving average where a run has one. Seconds of training are examples by the speed at which they
+  towers compare runs/a runs/b --objective=val_auc --target_value=0.9
+RUN is the folder of a run, or of a sweep, which stands for all its runs. The objective is that of
+the moving average where a run has one. Seconds of training are examples by the speed at which they
 went, point by point: start, evaluation, saving, and the time between a stop and the next start are
 left out."""
 
     runs: tuple = option((), "Compare", "Folders of runs or of sweeps.", positional="RUN...")
+    objective: str = option(
+        "", "Compare", "Metric by which runs are compared, such as loss or val_auc; max: or min: "
+        "before it where that is not known. Default: the runs' own.",
+    )  # fmt: skip
+    target_value: str = option(
+        "", "Compare", "Value of the objective to which times are given; default: the best that "
+        "all reached.",
+    )  # fmt: skip
     accuracy: float = option(
-        0.0, "Compare", "Test accuracy to which times are given; 0: the highest that all reached.",
-        minimum=0, maximum=1,
+        0.0, "Compare", "Short for --objective=accuracy --target_value=X.", minimum=0, maximum=1,
     )  # fmt: skip
     plot: str = option(
         "", "Compare", "PNG file for the curves; default: compare.png in the folder that holds the "
@@ -37,6 +45,13 @@ left out."""
         check_values(self)
         if self.plot not in ("", "none") and not self.plot.lower().endswith(".png"):
             raise InputError(f"--plot={self.plot}: a name that ends in .png is needed, or none")
+        try:
+            float(self.target_value or 0)
+        except ValueError:
+            raise InputError(f"--target_value={self.target_value}: a number is needed") from None
+        if self.accuracy and (self.objective or self.target_value):
+            other = "objective" if self.objective else "target_value"
+            raise InputError(f"--accuracy and --{other}: give one of them")
         if not self.runs:
             raise InputError(
                 "towers compare needs the folders of runs: towers compare RUN RUN, or that of a "

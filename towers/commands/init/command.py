@@ -64,5 +64,6 @@ def run(options: InitOptions, say: Callable[[str], None] = print) -> dict[str, A
         say(f"  cd {shlex.quote(str(folder))}")
     say("  towers train --flagfile=my_run.cfg")
     say("  towers evaluate --train_dir=runs/mine")
+    say("  towers export --train_dir=runs/mine")
     say("  towers verify --flagfile=my_run.cfg --steps=3")
     return {}

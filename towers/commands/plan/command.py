@@ -20,13 +20,11 @@ from towers.commands.plan.options import PlanOptions
 from towers.commands.plan.report import report
 from towers.data import Data
 from towers.errors import InputError
-from towers.graphs.flops import flop_per_example
+from towers.graphs.flops import flop_per_example, has_unseen
 from towers.graphs.placement import read_placement, short
 from towers.graphs.traffic import HOST, Step, executed_bytes, num_bytes, read_step
 from towers.options.run import Options
-from towers.training import masters
 from towers.training.run import Run, assemble, load_data
-from towers.training.step import make_loss_fn
 from towers.training.tensorflow_errors import one_line_errors
 
 DEFAULT_TOWERS = 8
@@ -40,9 +38,10 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
 
     Returns:
         "num_towers", "batch_size", "placements" {"cpu": {"bytes_per_step", "memory_bytes", "fits",
-        "largest_batch_per_tower"}}, "gradients" {"missing"}, "flop_per_example", "assumptions",
-        "predictions", "model_error" {"2": 0.06}, and "failed": a gradient is missing, or the two
-        counts of bytes differ.
+        "largest_batch_per_tower"}}, "gradients" {"missing"}, "flop_per_example", "flop_unseen":
+        whether there are loops or functions that are not in it, "assumptions", "predictions",
+        "model_error" {"2": 0.06}, and "failed": a gradient is missing, or the two counts of bytes
+        differ.
 
     Raises:
         InputError: the options cannot be had.
@@ -62,13 +61,12 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
     )
     one = assemble(dataclasses.replace(of_run, variables="cpu"), names[:1], dataset)
     missing = missing_gradients(one)
-    images = dataset.train.train_batches(1, seed=0).element_spec[0]
-    loss_fn = make_loss_fn(one.masters, one.options)
-    flop = flop_per_example(one.masters.model, loss_fn, dataset.image_shape, images.dtype)
+    batch = dataset.train.train_batches(1, seed=0).element_spec
+    flop = flop_per_example(one.masters.model, one.task.loss, batch)
     # Each run has a loop of its own, which TensorFlow takes for one that is traced too often.
     tf.get_logger().setLevel("ERROR")
     placements, traffic = {}, None
-    for placement in masters.VARIABLES:
+    for placement in one.task.placements:
         say(f"tracing     the step with --variables={placement} on {num_towers} towers ...")
         placed = place(dataclasses.replace(of_run, variables=placement), names, dataset)
         traffic = traffic or placed
@@ -82,8 +80,9 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
         "placements": placements,
         "gradients": {"missing": missing},
         "flop_per_example": flop,
+        "flop_unseen": has_unseen(one.masters.model, one.task.loss, batch),
         "assumptions": assumptions(options, work),
-        "predictions": cost_model.predictions(work, share, masters.VARIABLES),
+        "predictions": cost_model.predictions(work, share, one.task.placements),
         "model_error": measure(of_run, dataset, say) if options.measure else {},
         "failed": bool(missing) or unequal,
     }
@@ -150,7 +149,8 @@ class Placed:
         masters, tower = self.run.masters, self.run.builder.devices.index(name)
         received = self.step.received_bytes(name)
         copies = [v.value for replica in masters.replicas[1:] for v in replica.weights]
-        slots = [v.value for replica in masters.replicas for v in replica.optimizer.variables]
+        optimizers = [*masters.optimizers, *(r.optimizer for r in masters.replicas[1:])]
+        slots = [v.value for optimizer in optimizers for v in optimizer.variables]
         return {
             "weights": _bytes_on(name, [*(v.value for v in masters.model.variables), *copies]),
             "optimizer": _bytes_on(name, slots),
@@ -186,10 +186,10 @@ def _bytes_on(name: str, variables: Sequence[tf.Variable]) -> int:
 
 def missing_gradients(run: Run) -> list[str]:
     """Return the names of weights without a gradient."""
-    train_step, kept = run.train_step(), []
+    kept: list[Any] = []
 
-    def traced(*batch: tf.Tensor) -> None:
-        kept.extend(train_step(*batch)[1])
+    def traced(example: Any, draws: tf.Tensor) -> None:
+        kept.extend(run.task.gradients(*example, draws))
 
     batches = run.data.train.train_batches(run.options.batch_size, seed=0)
     tf.function(traced, autograph=False).get_concrete_function(*batches.element_spec)

@@ -56,6 +56,8 @@ def _predictions(result: Mapping[str, Any]) -> list[str]:
             f"{result['flop_per_example'] / 1e6:.3g} MFLOP an example at "
             f"{given['gpu_utilisation']:g} of {given['gpu_tflops']:g} TFLOP/s"
         )
+        if result["flop_unseen"]:
+            how += ", without what is inside loops and functions, as an LSTM's: give --step_ms"
     links = [f"{name} {rate:.3g}" for name, rate in given["links_gb_per_second"].items()]
     return [
         "predicted for GPUs; none was measured",

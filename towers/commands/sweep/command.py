@@ -25,7 +25,7 @@ from towers.commands.sweep.options import PlannedRun, SweepOptions, plan
 from towers.devices import nvml, visibility
 from towers.devices.nvml import DriverGpu
 from towers.errors import InputError
-from towers.monitoring.results import accuracy, noted_runs
+from towers.monitoring.results import noted_runs
 from towers.options import flags
 from towers.options.run import Options, names_that_affect, text_of
 from towers.training.stop import StopRequest
@@ -234,7 +234,7 @@ class _Sweep:
 def _result_of(run: PlannedRun) -> dict[str, Any] | None:
     """Return the result of a run that is finished."""
     result = files.read_json(Path(run.options.train_dir) / "result.json")
-    return result if "steps" in result and accuracy(result) is not None else None
+    return result if "steps" in result else None
 
 
 def _make_folder(folder: Path) -> None:

@@ -34,7 +34,7 @@ def likely_causes(
     if first.step < 0:
         yield "initial weights: no seed determines them; make them by Keras' initializers"
         return
-    if cause := of_evaluation(first):
+    if cause := outside_of_towers(first):
         yield cause
         return
     names = names[: max(first.num_towers, 2)]
@@ -42,7 +42,8 @@ def likely_causes(
     even_options = dataclasses.replace(options, batch_size=even or options.batch_size)
     lane = Lane(even_options, names, dataset, scaled)
     batch = next(iter(dataset.train.train_batches(options.batch_size, seed=options.seed)))
-    found = [*faults.find(lane.run.rehearse(batch), batch, thorough=True), *lane.run.doubts]
+    rehearsal = lane.run.rehearse(batch)
+    found = [*faults.find(rehearsal, tf.nest.flatten(batch), thorough=True), *lane.run.doubts]
 
     def differs_from_itself() -> bool:
         # A lane makes its weights by the run's seed, and its step by Python's own of this number.
@@ -55,8 +56,13 @@ def likely_causes(
     yield from causes_in(first, lane.run.masters.model, found, ops, differs_from_itself, local)
 
 
-def of_evaluation(first: Difference) -> str | None:
-    """Return the cause of a difference that is in evaluation alone."""
+def outside_of_towers(first: Difference) -> str | None:
+    """Return the cause of a difference that is in evaluation, or in a metric, alone."""
+    if kind_of(first.name) == "metric":
+        return (
+            f"metric: the loss is the same, and {first.name} is made once, of all outputs: so it "
+            "draws, or keeps state in Python"
+        )
     if kind_of(first.name) in ("evaluation", "prediction"):
         return (
             "evaluation: training is the same, so a layer mixes examples, draws or knows its tower "
@@ -105,6 +111,12 @@ def causes_in(
             f"state: the variable {first.name.partition('/')[2]} is assigned other values by other "
             'towers; make it with aggregation="sum" (of the changes), "mean" (by examples) or '
             '"only_first_replica"'
+        )
+    if differs_from_itself():
+        yield (
+            "state in Python: a step that is built twice on one device differs from itself, and "
+            "its towers are alike: the loss, or what else is made of all outputs, draws or counts "
+            "its calls"
         )
     yield "unknown: no random op, no local BatchNorm, no difference between the towers' graphs"
 

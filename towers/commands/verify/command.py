@@ -17,18 +17,22 @@ import tensorflow as tf
 from towers import data, devices
 from towers.commands.verify.causes import likely_causes
 from towers.commands.verify.differences import (
+    NUDGE_PART,
     TOLERANCE,
     Difference,
     differences,
     kind_of,
     rounding_noise,
+    tolerance_of,
 )
 from towers.commands.verify.lane import Lane
 from towers.commands.verify.options import VerifyOptions
+from towers.errors import InputError
 from towers.options.fields import parse_tower_numbers
 from towers.options.run import Options
-from towers.text import table
-from towers.training import logits
+from towers.text import first_line, table
+from towers.training import fitting
+from towers.training.guest import without_advice
 from towers.training.run import load_data
 
 KINDS = (
@@ -37,14 +41,16 @@ KINDS = (
 SHOWN = 12  # arrays in the table
 
 
+@without_advice()
 def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Compare runs with the towers of `options.num_towers` with one device.
 
     Returns:
         "passed"; "first_difference": None, or the first array that differs, by step and by order,
         with its "num_towers", "step", "name", "relative_difference" and likely "cause";
-        "max_relative_difference": {"2": 1e-15}; "differences": {name: {"2": 1e-15}}; and with
-        `float32` "ulps": {"2": 3.0}.
+        "max_relative_difference": {"2": 1e-15}; "differences": {name: {"2": 1e-15}}; "dtype", that
+        of the comparison: float64, or the run's own if the model cannot be trained in that; and
+        with `float32` "ulps": {"2": 3.0}.
 
     Raises:
         InputError: the options cannot be had.
@@ -62,13 +68,19 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         f"verify      {of_run.model} on {dataset.name}: {options.steps} steps of batch size "
         f"{of_run.batch_size} in float64, one device against {options.num_towers} towers"
     )
-    found = list(compare(exact, names, numbers, dataset, options.steps, scaled, say))
+    reference = _in_float64(exact, names, dataset, scaled, say)
+    if reference is None:
+        exact, reference = own, _plain(own, names, dataset, scaled)
+        say(f"in {own.dtype:9}it is compared, to {tolerance_of(own.dtype):g}")
+    tolerance = tolerance_of(exact.dtype)
+    how = numbers, names, dataset, options.steps, scaled, say
+    found = list(compare(reference, exact, *how, tolerance, tolerance * NUDGE_PART))
     causes = functools.partial(
         likely_causes, options=exact, names=names, dataset=dataset, scaled=scaled
     )
-    result = outcome(found, numbers, causes, say)
+    result = outcome(found, numbers, causes, say, tolerance) | {"dtype": exact.dtype}
     if options.float32:
-        again = list(compare(own, names, numbers, dataset, options.steps, scaled, say))
+        again = list(compare(_plain(own, names, dataset, scaled), own, *how))
         result["ulps"] = by_number(again, numbers, "ulps")
         for number, ulps in result["ulps"].items():
             say(f"{of_run.dtype:11} {number} towers: {ulps:.1f} units of the last place")
@@ -144,24 +156,53 @@ def table_lines(
     return [f"  {line}" for line in table(header, cells, widest=100)]
 
 
-def compare(
-    options: Options,
+def _plain(options: Options, names: Sequence[str], dataset: data.Data, scaled: bool) -> Lane:
+    """Return the lane of one device."""
+    plain = dataclasses.replace(options, variables="cpu", jit_compile=False)
+    return Lane(plain, names[:1], dataset, scaled, plain=True)
+
+
+def _in_float64(
+    exact: Options,
     names: Sequence[str],
+    dataset: data.Data,
+    scaled: bool,
+    say: Callable[[str], None],
+) -> Lane | None:
+    """Return the lane of one device, which has tried a step; None if it cannot make one."""
+    try:
+        lane = _plain(exact, names, dataset, scaled)
+        before = lane.variables()
+        batch = next(iter(dataset.train.train_batches(exact.batch_size, seed=exact.seed)))
+        notes = fitting.check(lane.run.task, batch)
+        lane.make_step(batch)
+        lane.take(before)
+    except InputError:
+        raise
+    except Exception as error:  # of any kind: the model's own code may say it
+        say(f"in float64  {exact.model} cannot be trained: {first_line(error)}")
+        return None
+    for line in notes:
+        say(line)
+    return lane
+
+
+def compare(
+    reference: Lane,
+    options: Options,
     numbers: Sequence[int],
+    names: Sequence[str],
     dataset: data.Data,
     num_steps: int,
     scaled: bool,
     say: Callable[[str], None],
+    tolerance: float = TOLERANCE,
+    nudge: float = 0.0,
 ) -> Iterator[Difference]:
     """Make steps on one device and on each number of towers, and yield all differences.
 
     They come by step, then by number of towers, then in the order of `Lane.make_step`.
     """
-    plain = dataclasses.replace(options, variables="cpu", jit_compile=False)
-    reference = Lane(plain, names[:1], dataset, scaled)
-    if options.dtype == "float64":  # the run's own precision comes after it
-        for line in logits.notes(reference.run):
-            say(line)
     lanes = [Lane(options, names[:number], dataset, scaled) for number in numbers]
     batches = dataset.train.train_batches(options.batch_size, seed=options.seed).take(num_steps)
 
@@ -175,7 +216,7 @@ def compare(
             if step == 0:
                 say(f"step 0      done on {len(lanes) + 1} runs, {num_steps - 1} to come")
 
-    yield from side_by_side(reference, lanes, steps(), results_of)
+    yield from side_by_side(reference, lanes, steps(), results_of, tolerance, nudge)
 
 
 def side_by_side(
@@ -215,16 +256,14 @@ def side_by_side(
             yield from result
 
 
-def results_of(
-    lane: Lane, batch: Sequence[tf.Tensor], test: Sequence[tf.Tensor] | None
-) -> dict[str, np.ndarray]:
+def results_of(lane: Lane, batch: Any, test: Any) -> dict[str, np.ndarray]:
     """Make a step, then evaluate a batch of the test set; return all that comes of it."""
     return lane.make_step(batch) | (lane.evaluate(test) if test else {})
 
 
-def first_test_batch(dataset: data.Data, batch_size: int) -> tuple[tf.Tensor, ...]:
+def first_test_batch(dataset: data.Data, batch_size: int) -> tuple[Any, tf.Tensor]:
     """Return the first batch of the test set; its last example counts as padding."""
-    images, labels, weights = next(iter(dataset.test.eval_batches(batch_size)))
+    example, counted = next(iter(dataset.test.eval_batches(batch_size)))
     if batch_size > 1:
-        weights = weights * tf.cast(tf.range(batch_size) < batch_size - 1, weights.dtype)
-    return images, labels, weights
+        counted = counted * tf.cast(tf.range(batch_size) < batch_size - 1, counted.dtype)
+    return example, counted

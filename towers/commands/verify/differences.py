@@ -18,7 +18,18 @@ _TRIALS = 3
 # What one device has exactly zero, however its weights are nudged, has no scale of its own.
 _OF_ITS_KIND = 1e-6
 
+# By what a layer computes in. Sound models stay far below; of the two or three digits of less than
+# float32, only a fault of several per cent can be told.
+_TOLERANCES = {"float64": TOLERANCE, "float32": 1e-4}
+_IN_LESS = 0.05
+NUDGE_PART = 1e-3  # of a tolerance: so an array may differ by 1000 times its own rounding
+
 Arrays = Mapping[str, np.ndarray]
+
+
+def tolerance_of(dtype: str) -> float:
+    """Return the largest relative difference that passes in a precision."""
+    return _TOLERANCES.get(dtype, _IN_LESS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,21 +25,17 @@ import tensorflow as tf
 from towers import devices as tower_devices
 from towers import tf_private
 from towers.builder.splitting import num_rows
-from towers.commands.verify.causes import causes_in, of_evaluation
+from towers.commands.verify.causes import causes_in, outside_of_towers
 from towers.commands.verify.command import outcome, side_by_side
-from towers.commands.verify.differences import TOLERANCE, Difference, kind_of
-from towers.commands.verify.fit_lane import FitLane, copy_of, is_built, kept, optimizers_of
+from towers.commands.verify.differences import NUDGE_PART, Difference, tolerance_of
+from towers.commands.verify.fit_lane import FitLane, copy_of, is_built, kept
 from towers.errors import InputError
 from towers.graphs.placement import traced_ops
 from towers.options.fields import parse_tower_numbers
 from towers.text import first_line
 from towers.training import faults
-
-# By what a layer computes in. Sound models stay far below; of the two or three digits of less than
-# float32, only a fault of several per cent can be told.
-_TOLERANCES = {"float64": TOLERANCE, "float32": 1e-4}
-_IN_LESS = 0.05
-_NUDGE = 1e-3  # of a tolerance: so an array may differ by 1000 times its own rounding
+from towers.training.compiled import optimizers_of
+from towers.training.guest import without_advice
 
 
 def verify(
@@ -61,6 +57,8 @@ def verify(
 
     After each step the loss, the metrics and all variables of model and optimizer are compared;
     after the last, which has fewer examples than the others, an evaluation and predictions, too.
+
+        assert towers.verify(model, x, y, batch_size=32, num_towers=(1, 2))["passed"]
 
     Args:
         model: any compiled Keras model; it may be parallelized.
@@ -86,22 +84,27 @@ def verify(
         InputError: the model is not compiled, or an argument is not as said here.
     """
     _check(model, steps, dtype)
-    numbers = parse_tower_numbers(",".join(map(str, num_towers)))
-    names = tower_devices.tower_devices(max(numbers), devices)
+    devices_of = _devices_of(num_towers, devices)
     batches = list(tf_private.batches_of(x, y, sample_weight, batch_size).take(steps))
     if not batches:
         raise InputError("x has no batch to verify with: one or more are needed")
-    with warnings.catch_warnings(record=True) as doubts, _without_advice():
+    with warnings.catch_warnings(record=True) as doubts, contextlib.ExitStack() as stack:
         warnings.simplefilter("always")
-        with contextlib.ExitStack() as stack:
-            reference, make_lane = _lanes(model, batches[0], bool(dtype), how, stack, say)
-            devices_of = {number: names[:number] for number in numbers}
-            result = _verified(
-                reference, make_lane, devices_of, batches, steps, tolerance, doubts, say
-            )
+        stack.enter_context(without_advice())
+        reference, make_lane = _lanes(model, batches[0], bool(dtype), how, stack, say)
+        result = _verified(reference, make_lane, devices_of, batches, steps, tolerance, doubts, say)
     for line in dict.fromkeys(str(doubt.message) for doubt in doubts):
         say(f"warning     {line}")
     return result
+
+
+def _devices_of(
+    num_towers: Sequence[int], devices: str | Sequence[str]
+) -> dict[int, Sequence[str]]:
+    """Return the devices of each number of towers."""
+    numbers = parse_tower_numbers(",".join(map(str, num_towers)))
+    names = tower_devices.tower_devices(max(numbers), devices)
+    return {number: names[:number] for number in numbers}
 
 
 def _verified(
@@ -120,22 +123,11 @@ def _verified(
         f"verify      {reference.model.name}: {steps} steps of fit in {dtype}, one device against "
         f"{','.join(map(str, numbers))} towers"
     )
-    tolerance = tolerance or _TOLERANCES.get(dtype, _IN_LESS)
+    tolerance = tolerance or tolerance_of(dtype)
     lanes = [make_lane(devices) for devices in devices_of.values()]
     found = _compare(reference, lanes, batches, steps, tolerance, say)
     causes = functools.partial(_likely_causes, lanes, batches[0], doubts, make_lane)
     return outcome(found, numbers, causes, say, tolerance) | {"dtype": dtype}
-
-
-@contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
-    """Keep TensorFlow's advice about functions that are traced often: each lane has its own."""
-    logger, advice = tf.get_logger(), lambda record: "retracing" not in record.getMessage()
-    logger.addFilter(advice)
-    try:
-        yield
-    finally:
-        logger.removeFilter(advice)
 
 
 def _check(model: keras.Model, steps: int, dtype: str | None) -> None:
@@ -240,7 +232,7 @@ def _compare(
             if step == 0:
                 say(f"step 0      done on {len(lanes) + 1} runs, {num_steps - 1} to come")
 
-    nudge = tolerance * _NUDGE
+    nudge = tolerance * NUDGE_PART
     return list(side_by_side(reference, lanes, steps(), results_of, tolerance, nudge))
 
 
@@ -274,14 +266,8 @@ def _likely_causes(
     first: Difference,
 ) -> Iterator[str]:
     """Yield in one line each what most likely makes the first difference."""
-    if cause := of_evaluation(first):
+    if cause := outside_of_towers(first):
         yield cause
-        return
-    if kind_of(first.name) == "metric":
-        yield (
-            f"metric: the loss is the same, and {first.name} is made once, of all outputs: so it "
-            "draws, or keeps state in Python"
-        )
         return
     lane = next(lane for lane in lanes if lane.num_towers == first.num_towers)
     batch = _wide(batch) if lane.precision == "float64" else batch
@@ -314,12 +300,7 @@ def _rows_of(model: keras.Model, inputs: Any) -> Callable:
     training = {"training": True} if "training" in inspect.signature(model.call).parameters else {}
 
     def fn(*leaves: Any) -> tf.Tensor:
-        outputs = tf.nest.flatten(model(tf.nest.pack_sequence_as(inputs, leaves), **training))
-        rows = [tf.reshape(output, [tf.shape(output)[0], -1]) for output in outputs]
-        # Weights that are unlike each other: the sum of a softmax would be 1, whatever it sees.
-        return sum(
-            tf.linalg.matvec(x, tf.cos(tf.range(tf.shape(x)[1], dtype=x.dtype))) for x in rows
-        )
+        return faults.rows_of(model(tf.nest.pack_sequence_as(inputs, leaves), **training))
 
     return fn
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.errors import InputError
+from towers.training.compiled import optimizers_of
 from towers.training.parallel import builder_of, parallelize, unparallelize
 
 
@@ -148,12 +149,6 @@ def kept(model: keras.Model) -> Iterator[None]:
 def is_built(model: keras.Model) -> bool:
     """Tell whether a model has all its weights."""
     return all(layer.built for layer in tf_private.layers_of(model))
-
-
-def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizer of a model, and others that it keeps as attributes."""
-    found = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
-    return list({id(optimizer): optimizer for optimizer in found}.values())
 
 
 def _variables(model: keras.Model) -> list[keras.Variable]:

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from towers import data
 from towers.options.run import Options
+from towers.training.parallel import unparallelize
 from towers.training.run import assemble
-from towers.training.step import make_eval_step
 from towers.training.tensorflow_errors import one_line_errors
 
 
@@ -24,21 +24,25 @@ class Lane:
         dataset: data.Data,
         scaled: bool,
         python_seed: int | None = None,
+        plain: bool = False,
     ):
         """Build the run, with a loss scale if it is `scaled`, on one device for each tower.
 
-        `python_seed` is that of Python's and NumPy's generators while the step is built.
+        `python_seed` is that of Python's and NumPy's generators while the step is built. With
+        `plain` a compiled model makes its steps as Keras does, without any tower.
         """
         self.run = run = assemble(options, names, dataset, loss_scaling=scaled, exact=True)
         self.num_towers = len(names)
         self.precision = options.input_dtype  # of the weights
-        self.eval_step = make_eval_step(run.builder, run.masters, options)  # traced when called
+        if plain:
+            unparallelize(run.masters.model)
         if python_seed is not None:
             random.seed(python_seed)
             np.random.seed(python_seed)
         batches = dataset.train.train_batches(options.batch_size, seed=options.seed)
         run.rehearse(next(iter(batches)))
-        compiled = tf.function(run.train_step(), autograph=False)
+        train_step = run.train_step()
+        compiled = tf.function(lambda example, draws: train_step(example, draws), autograph=False)
         self.step = compiled.get_concrete_function(*batches.element_spec)
 
     def variables(self) -> dict[str, np.ndarray]:
@@ -56,24 +60,26 @@ class Lane:
             variable.assign(values[name])
         self.run.masters.set_copies()
 
-    def make_step(self, batch: Sequence[tf.Tensor]) -> dict[str, np.ndarray]:
-        """Make a step; return the loss, the gathered gradients, then the master variables."""
+    def make_step(self, batch: Any) -> dict[str, np.ndarray]:
+        """Make a step; return loss and metrics, the gathered gradients, then the variables."""
         with one_line_errors(self.run.options):
             metrics, gradients = self.step(*batch)
         found = {"loss": metrics["loss"].numpy()}
+        for name, value in metrics.items():
+            if name.startswith("batch/"):
+                found[name.replace("batch", "metric", 1)] = value.numpy()
         weights = self.run.masters.model.trainable_variables
         for variable, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:
                 found[f"gradient/{variable.path}"] = tf.convert_to_tensor(gradient).numpy()
         return found | self.variables()
 
-    def evaluate(self, batch: Sequence[tf.Tensor]) -> dict[str, np.ndarray]:
-        """Evaluate a batch of the test set; return sums, with the moving averages' ones."""
+    def evaluate(self, batch: Any) -> dict[str, np.ndarray]:
+        """Evaluate a batch of the test set; return what it adds up."""
         with one_line_errors(self.run.options):
-            sums: dict[str, Any] = self.eval_step(*batch)
-        found = {"evaluation/examples": sums["examples"].numpy()}
-        for weights, ending in {"raw": "", "ema": "_ema"}.items():
-            for name, value in sums.get(weights, {}).items():
-                kept = self.precision if name == "loss" else value.dtype.name  # not the sum's own
-                found[f"evaluation/{name}{ending}"] = value.numpy().astype(kept)
-        return found
+            found = self.run.task.eval_arrays(*batch)
+        floats = {n for n, value in found.items() if value.dtype.kind == "f"}  # not the sum's own
+        return {
+            f"evaluation/{name}": value.astype(self.precision if name in floats else value.dtype)
+            for name, value in found.items()
+        }

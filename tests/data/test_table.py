@@ -1,0 +1,121 @@
+"""`--dataset=FILE.csv`: a table in a text file."""
+
+import numpy as np
+import pytest
+
+from tests.data.test_custom import batch_of
+from towers import data
+from towers.errors import InputError
+
+FLATS = "area,rooms,price\n" + "".join(f"{10 * i}.5,{i}, {i / 4}\n" for i in range(1, 21))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="mine.csv", encoding="utf-8"):
+        (tmp_path / name).write_bytes(text.encode(encoding))
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_floats_are_regression_and_a_tenth_is_held_out(write):
+    path = write("\ufeff" + FLATS.replace("\n", "\r\n"))
+    loaded = data.load(path)
+    assert (loaded.num_classes, loaded.train.size, loaded.test.size) == (0, 18, 2)
+    assert loaded.notes[0].startswith("test set    2 of 20 examples, held out by chance")
+    x, y = batch_of(loaded.train)
+    assert x.dtype == y.dtype == np.float32 and x.shape == (18, 2) and y.shape == (18, 1)
+    np.testing.assert_array_equal(x[:, 0], x[:, 1] * 10 + 0.5)
+    np.testing.assert_array_equal(y[:, 0], x[:, 1] / 4)
+
+
+def test_a_file_for_testing_whose_columns_stand_in_another_order(write):
+    test = write("price,rooms,area\n9.5,1,20\n\n1e2,2,30\n", "test.csv")
+    loaded = data.load(f"{write(FLATS)},{test}", target="price")
+    assert (loaded.train.size, loaded.notes) == (20, ())
+    x, y = batch_of(loaded.test)
+    assert x.tolist() == [[20, 1], [30, 2]] and y.tolist() == [[9.5], [100]]
+
+
+def test_targets_by_name(write):
+    path = write(FLATS)
+    x, y = batch_of(data.load(path, target="area").train)
+    np.testing.assert_array_equal(y[:, 0], x[:, 0] * 10 + 0.5)
+    x, y = batch_of(data.load(path, target="price,area").train)
+    np.testing.assert_array_equal(y, np.concatenate([x / 4, x * 10 + 0.5], axis=1))
+
+
+def test_whole_numbers_are_classes_unless_they_are_many_or_negative(write):
+    def loaded(*targets):
+        return data.load(write("a,b\n" + "".join(f"{i},{y}\n" for i, y in enumerate(targets))))
+
+    classes = loaded(0, 2, 0)
+    assert classes.num_classes == 3 and classes.class_names == ("0", "1", "2")
+    assert batch_of(classes.train)[1].dtype == np.int32
+    assert loaded(0, 999).num_classes == 1000
+    for targets in [(0, 1000), (0, -1), (0, 1.0), (0, "1e2")]:
+        assert loaded(*targets).num_classes == 0
+
+
+def test_texts_are_classes_in_the_order_of_their_names(write):
+    train = write('size,kind\n1,dog\n2,"cat, grey"\n3,dog\n4,ant\n')
+    test = write("size,kind\n5,dog\n", "test.csv")
+    loaded = data.load(f"{train},{test}")
+    assert loaded.class_names == ("ant", "cat, grey", "dog") and loaded.num_classes == 3
+    assert batch_of(loaded.train)[1].tolist() == [2, 1, 2, 0]
+    assert batch_of(loaded.test)[1].tolist() == [2]
+    write("size,kind\n5,dog\n6,bird\n", "test.csv")
+    with pytest.raises(
+        InputError, match="test.csv, line 3, column kind: 'bird' is a class that th"
+    ):
+        data.load(f"{train},{test}")
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "message"),
+    [
+        ("", "", "mine.csv: a column has no name; the first line names the columns"),
+        ("a,,b\n1,2,3\n", "", "mine.csv: a column has no name; the first line names"),
+        ("a,b\n", "", "mine.csv has no rows below its first line"),
+        ("1,2.5\n3,4\n", "", "mine.csv: the first line is numbers, 1, 2.5; the first line names"),
+        ("a;b\n1;2\n", "", "mine.csv has one column, 'a;b'; the first line names the columns, wi"),
+        ("a,b,a\n1,2,3\n", "", "mine.csv has two columns 'a'; give each a name of its own"),
+        ("a,b\n1,2\n3\n", "", "line 3 has 1 cells, but the first line names 2 columns"),
+        ("a,b\n1,2\n\n3,4,5\n", "", "line 4 has 3 cells, but the first line names 2 columns"),
+        ("a,b\n1,2\n ,4\n", "", "line 3, column a is empty; fill it in, or leave the row out"),
+        ("a,b\n1,2\n3,\n", "", "line 3, column b is empty"),
+        ("a,b\n1,2\n3x,4\n", "", "line 3, column a: '3x' is no finite number; mend it"),
+        ("a,b\nnan,2\n3,4\n", "", "line 2, column a: 'nan' is no finite number; mend it"),
+        ("a,b\n1,2\n3,inf\n", "", "line 3, column b: 'inf' is no finite number; mend it"),
+        ("a,b\n1,2\n3,four\n", "", "line 3, column b: 'four' is no finite number; mend it"),
+        ("a,b\nRome,2\nOslo,4\n", "", "line 2, column a: 'Rome' is text, and features are numb"),
+        ('a,b\n1,2\n"3,4\n', "", "mine.csv, line 3: unexpected end of data; mend the quotes"),
+        ("a,b\n1,2\n", "c", "--target=c: "),
+        ("a,b\n1,2\n", "b,", "has no column ''; it has a, b"),
+        ("a,b\n1,2\n", "a,b", "mine.csv has no column but the target"),
+    ],
+)
+def test_what_cannot_be_used_is_said_in_one_line(write, text, target, message):
+    with pytest.raises(InputError) as error:
+        data.load(write(text), target=target)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_files_that_do_not_go_together(write):
+    paths = f"{write(FLATS)},{write('area,price' + chr(10) + '1,2', 'test.csv')}"
+    with pytest.raises(InputError, match="do not have the same columns: 'rooms' is in one of them"):
+        data.load(paths)
+
+
+def test_a_name_column_is_no_target_of_classes(write):
+    text = "a,b\n" + "".join(f"{i},name {i}\n" for i in range(1001))
+    with pytest.raises(
+        InputError, match="b has 1001 different texts, and 1000 classes are allowed"
+    ):
+        data.load(write(text))
+
+
+def test_another_encoding(write):
+    with pytest.raises(InputError, match="mine.csv is no text in UTF-8; write it as such"):
+        data.load(write("größe,b\n1,2\n", encoding="latin-1"))

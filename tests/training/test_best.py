@@ -1,0 +1,122 @@
+"""Which evaluation is the best, and what a run does with it."""
+
+import json
+
+import pytest
+
+from tests import tiny
+from towers import cli
+from towers.errors import InputError
+from towers.training.best import Best, step_of
+from towers.training.train import train
+
+MAX = ("accuracy", "max")
+
+
+def filled(folder, values, objective=MAX, patience=0.0, keep=True):
+    """Return the evaluations after 10, 20, ... steps of 5 examples."""
+    best = Best(folder, objective, patience, keep, step=0)
+    for i, value in enumerate(values, 1):
+        best.add(10 * i, 50 * i, value)
+    return best
+
+
+@pytest.mark.parametrize(
+    "direction, values, step",
+    [
+        ("max", [0.1, 0.3, 0.2], 20),
+        ("min", [0.1, 0.3, 0.2], 10),
+        ("max", [0.3, 0.3, 0.1], 10),  # the first of equal ones
+        ("max", [float("nan"), 0.1, None], 20),
+        ("min", [float("nan"), None], None),
+    ],
+)
+def test_the_best_is_the_first_of_the_highest_or_the_lowest(tmp_path, direction, values, step):
+    assert filled(tmp_path, values, ("loss", direction)).step == step
+
+
+def test_a_run_is_over_when_it_became_no_better_for_so_many_examples(tmp_path):
+    assert not filled(tmp_path, [0.1, 0.3, 0.2], patience=100).is_over()
+    assert filled(tmp_path, [0.1, 0.3, 0.2, 0.3], patience=100).is_over()
+    assert not filled(tmp_path, [0.1, 0.3, 0.2, 0.4], patience=100).is_over()
+    assert not filled(tmp_path, [0.1, 0.0, 0.0, 0.0]).is_over()
+    assert filled(tmp_path, [float("nan")] * 4, patience=100).is_over()
+
+
+def test_a_run_that_goes_on_knows_what_was_before_and_not_what_comes(tmp_path):
+    filled(tmp_path, [0.1, 0.3, 0.9]).write()
+    assert step_of(tmp_path) == 30
+    again = Best(tmp_path, MAX, 0.0, True, step=20)
+    assert again.step == 20 and again.knows(20) and not again.knows(30)
+    other = Best(tmp_path, ("loss", "min"), 0.0, True, step=20)
+    assert other.step is None
+
+
+def test_a_file_that_is_no_good_is_as_none(tmp_path):
+    (tmp_path / "best.json").write_text("{")
+    assert step_of(tmp_path) is None
+    assert Best(tmp_path, MAX, 0.0, True, step=20).step is None
+
+
+GIVEN = dict(validation_fraction=0.25, evaluate_every_epochs=0.5, keep_best=True, batch_size=9)
+
+
+def points(train_dir):
+    return json.loads((train_dir / "best.json").read_text())["points"]
+
+
+def test_the_best_checkpoint_is_kept_and_is_what_the_test_set_sees(tmp_path, capsys):
+    options = tiny.options(tmp_path, **GIVEN, max_steps=40, keep_checkpoints=1, learning_rate=1.0)
+    result = train(options)
+    best = step_of(tmp_path)
+    highest = max(value for *_, value in points(tmp_path))
+    assert [step for step, _, value in points(tmp_path) if value == highest][0] == best < 40
+    assert tiny.saved_steps(tmp_path) == [best, 40]
+    assert result["validation_accuracy"] == highest
+    assert (result["objective"], result["direction"]) == ("validation_accuracy", "max")
+    capsys.readouterr()
+    assert cli.main(["evaluate", f"--train_dir={tmp_path}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == best and found["accuracy"] == result["test_accuracy"]
+    assert found["examples"] == tiny.TEST_SIZE
+
+
+def test_a_run_stops_early_and_is_finished_then(tmp_path, capsys):
+    options = tiny.options(
+        tmp_path, **GIVEN, max_steps=400, early_stopping_epochs=2, learning_rate=0.0
+    )
+    result = train(options)
+    assert result["steps"] < 30
+    assert "stopping    early" in capsys.readouterr().out
+    before = tiny.files(tmp_path)
+    assert train(options)["steps"] == result["steps"]
+    assert tiny.files(tmp_path) == before
+    more = train(tiny.options(tmp_path, **GIVEN, max_steps=400, early_stopping_epochs=4,
+                              learning_rate=0.0))  # fmt: skip
+    assert more["steps"] > result["steps"]
+
+
+def test_killed_and_resumed_it_stops_where_it_would_have(tmp_path):
+    given = GIVEN | dict(max_steps=60, early_stopping_epochs=1.5, learning_rate=0.3)
+    whole = train(tiny.options(tmp_path / "whole", **given, checkpoint_every_steps=4))
+    cut = tmp_path / "cut"
+    train(tiny.options(cut, **given, checkpoint_every_steps=4))
+    (cut / "result.json").unlink()
+    for step in tiny.saved_steps(cut):
+        if step > 8:
+            for path in (cut / "checkpoints").glob(f"ckpt-{step}.*"):
+                path.unlink()
+    assert max(tiny.saved_steps(cut)) <= 8
+    again = train(tiny.options(cut, **given, checkpoint_every_steps=4))
+    assert points(cut) == points(tmp_path / "whole")
+    for name in ("steps", "test_loss", "validation_accuracy"):
+        assert again[name] == whole[name]
+
+
+def test_nothing_is_chosen_by_the_test_set(tmp_path):
+    for flag in ("keep_best", "early_stopping_epochs"):
+        with pytest.raises(InputError, match=f"--{flag}.*--validation_fraction"):
+            train(tiny.options(tmp_path, **{flag: 1 if flag != "keep_best" else True}))
+    with pytest.raises(InputError, match="--evaluate_every_epochs"):
+        train(tiny.options(tmp_path, **GIVEN | {"evaluate_every_epochs": 0}))
+    assert not list(tmp_path.iterdir())

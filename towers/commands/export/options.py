@@ -1,0 +1,48 @@
+"""The options of `towers export`."""
+
+import dataclasses
+from typing import ClassVar
+
+from towers.errors import InputError
+from towers.options.fields import check_values, option
+from towers.options.run import Options
+
+# What the names of files end in; a saved_model is a folder.
+ENDINGS = {"keras": ".keras", "saved_model": "", "weights": ".weights.h5"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportOptions:
+    """What `towers export` writes, and where; `run` are the options of the run."""
+
+    EXAMPLES: ClassVar[str] = """\
+Examples:
+  towers export --train_dir=runs/a --format=keras
+  towers export --train_dir=runs/a --format=saved_model --output=served/1 --averages
+A file .keras and a saved_model take the images of the data set as they are stored, any number at a
+time: cropping and standardising are part of the model. Weights are those of the model alone."""
+
+    run: Options = dataclasses.field(default_factory=Options)
+    format: str = option(
+        "keras", "Export", "Kind of the file: keras, for keras.models.load_model without towers; "
+        "saved_model, for TensorFlow alone; weights, for load_weights of the same model.",
+        choices=tuple(ENDINGS),
+    )  # fmt: skip
+    output: str = option(
+        "", "Export", "File, or folder of a saved_model; default: in train_dir, model.keras, "
+        "saved_model or model.weights.h5.",
+    )  # fmt: skip
+    averages: bool = option(
+        False, "Export", "Take the moving averages of the weights in place of the weights."
+    )
+    overwrite: bool = option(False, "Export", "Replace what is there.")
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, by an InputError."""
+        check_values(self)
+        ending = ENDINGS[self.format]
+        if self.output and not self.output.endswith(ending):
+            raise InputError(
+                f"--output={self.output}: the name of a file of --format={self.format} ends in "
+                f"{ending}"
+            )

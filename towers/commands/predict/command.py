@@ -1,0 +1,97 @@
+"""What a trained model makes of the user's files: computed on towers, printed as it comes."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import devices
+from towers.builder.assignments import TowerScope
+from towers.builder.tower import TowerBuilder
+from towers.commands.predict import inputs, printing
+from towers.commands.predict.options import PredictOptions
+from towers.text import count
+from towers.training.guest import without_advice
+from towers.training.loading import Trained, load_run
+from towers.training.model import floatx_of
+from towers.training.tensorflow_errors import one_line_errors
+
+
+def run(options: PredictOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Print what the newest or best checkpoint of a run says of each example; return {}.
+
+    Files are read before anything is printed, and again as they are needed. Lines about the run go
+    to standard error.
+
+    Raises:
+        InputError: there is no such run, or a file cannot be read.
+    """
+
+    def note(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    of_run = options.run
+    devices.configure(**dataclasses.asdict(of_run.gpu_options()))
+    devices.try_out()
+    builder = TowerBuilder(devices.tower_devices(of_run.num_towers, of_run.devices))
+    trained = load_run(of_run, averages=options.averages, warn=note)
+    parts = inputs.find(options.files, trained)
+    num = sum(part.size for part in parts)
+    for line in devices.report(builder.devices):
+        note(line)
+    kind = "averages" if trained.averaged else "weights"
+    towers = count(len(builder.devices), "tower")
+    note(f"step {trained.step}, {kind}, {count(num, 'example')}, {towers}")
+    rows = _rows(trained, builder, parts, min(num, of_run.batch_size))
+    write = printing.WRITE["json" if of_run.json else options.format]
+    with one_line_errors(of_run), without_advice():
+        write(rows, printing.Classes.of(trained), parts)
+    return {}
+
+
+def _rows(
+    trained: Trained, builder: TowerBuilder, parts: Sequence[inputs.Part], batch_size: int
+) -> Iterator[printing.Row]:
+    """Yield the examples with their outputs; all batches are of one size, filled up with zeros."""
+
+    @floatx_of(trained.options.dtype)
+    def on_tower(x: Any) -> Any:
+        with TowerScope():  # a layer that counts its calls, or draws, changes nothing
+            return trained.model(trained.inputs(x), training=False)
+
+    @tf.function(autograph=False)
+    def predict(x: Any) -> Any:
+        return builder.concat(on_tower, x)
+
+    def filled(array: np.ndarray) -> tf.Tensor:
+        rest = np.zeros([batch_size - len(array), *array.shape[1:]], array.dtype)
+        with tf.device("/cpu:0"):
+            return tf.constant(np.concatenate([array, rest]))
+
+    for rows, examples in inputs.batches(parts, batch_size):
+        outputs = _by_name(trained.model, predict(tf.nest.map_structure(filled, examples)))
+        arrays = {name: _as_numpy(output) for name, output in outputs.items()}
+        for i, (file, index) in enumerate(rows):
+            yield printing.Row(file, index, {name: array[i] for name, array in arrays.items()})
+
+
+def _by_name(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
+    """Return the outputs of a model by their names, "output" if there is one alone."""
+    if not tf.nest.is_nested(outputs):
+        return {"output": outputs}
+    if isinstance(outputs, dict):
+        return {str(name): output for name, output in outputs.items()}
+    names = getattr(model, "output_names", None) or []
+    if len(names) != len(outputs):
+        names = [f"output_{i}" for i in range(len(outputs))]
+    return dict(zip(names, outputs, strict=True))
+
+
+def _as_numpy(output: tf.Tensor) -> np.ndarray:
+    """Return an array of a type that prints with all its digits, and no more."""
+    small = output.dtype.is_floating and output.dtype.size < 4
+    return (tf.cast(output, tf.float32) if small else output).numpy()

@@ -1,0 +1,38 @@
+"""The options of `towers predict`."""
+
+import dataclasses
+from typing import ClassVar
+
+from towers.errors import InputError
+from towers.options.fields import check_values, option
+from towers.options.run import Options
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictOptions:
+    """What `towers predict` predicts, and how it prints that; `run` are the options of the run."""
+
+    EXAMPLES: ClassVar[str] = """\
+Examples:
+  towers predict --train_dir=runs/a photos/
+  towers predict --train_dir=runs/a photo.png more.npz --num_towers=2 --format=csv
+FILE is an image (.png, .jpg, .bmp, .gif), arrays (.npy; .npz with x or x_test), or a table without
+its target (.csv, with a line of names); FOLDER stands for all images in it, sorted by name."""
+
+    run: Options = dataclasses.field(default_factory=Options)
+    files: tuple = option((), "Predict", "Files and folders.", positional="FILE|FOLDER ...")
+    format: str = option(
+        "table", "Predict", "What is printed: a table for people, or csv, with all outputs of a "
+        "model that is no classifier; --json has these in any case.", choices=("table", "csv"),
+    )  # fmt: skip
+    averages: bool = option(
+        False, "Predict", "Take the moving averages of the weights in place of the weights."
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, by an InputError."""
+        check_values(self)
+        if not self.files:
+            raise InputError(
+                "towers predict needs files or folders: towers predict --train_dir=RUN FILE"
+            )

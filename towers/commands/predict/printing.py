@@ -1,0 +1,133 @@
+"""How predictions are printed, each as soon as it is there."""
+
+import csv
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from towers.commands.predict.inputs import Part
+from towers.training.loading import Trained
+
+_SHOWN = 6  # numbers of an output in a table
+
+
+class Row(NamedTuple):
+    """An example: its file and number there, and its outputs by name."""
+
+    file: str
+    index: int
+    outputs: dict[str, np.ndarray]
+
+
+class Classes(NamedTuple):
+    """How the output of a classifier is read: `logits`, or probabilities."""
+
+    names: list[str]
+    logits: bool
+
+    @classmethod
+    def of(cls, trained: Trained) -> "Classes | None":
+        """Return the classes of a model, None if it is no classifier."""
+        model, names = trained.model, trained.task["class_names"]
+        loss = model.loss if model.compiled else trained.options.loss or None
+        name = str(getattr(loss, "name", getattr(loss, "__name__", loss)))
+        widths = {len(names), 1} if len(names) == 2 else {len(names)}
+        shape = getattr(model, "output_shape", (None, len(names)))
+        is_classifier = names and (loss is None or "crossentropy" in name)
+        if not is_classifier or shape not in [(None, width) for width in widths]:
+            return None
+        return cls(names, loss is None or getattr(loss, "from_logits", False))
+
+    def probabilities(self, row: Row) -> np.ndarray:
+        """Return the probability of each class; one number alone is that of the second of two."""
+        (output,) = row.outputs.values()
+        output = output.astype(np.float64)
+        if len(output) == 1 and len(self.names) == 2:
+            second = 1 / (1 + np.exp(-output[0])) if self.logits else output[0]
+            return np.array([1 - second, second])
+        if not self.logits:
+            return output
+        exponentials = np.exp(output - np.max(output))
+        return exponentials / np.sum(exponentials)
+
+    def best(self, row: Row) -> list[tuple[str, float]]:
+        """Return the two most probable classes with their probabilities, the best first."""
+        probabilities = self.probabilities(row)
+        order = np.argsort(-probabilities, kind="stable")[:2]
+        return [(self.names[i], round(float(probabilities[i]), 6)) for i in order]
+
+
+# What is printed. A table's columns are as wide as what may come, so that no line waits for others.
+
+
+def _write_table(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Part]) -> None:
+    width = max(len("file"), *(len(part.file) for part in parts))
+    numbered = any(part.size > 1 for part in parts)
+    index = max(len("index"), len(str(max(part.size for part in parts)))) if numbered else 0
+    name = max(len("class"), *map(len, classes.names)) if classes else 0
+
+    def line(file: str, number: Any, rest: str) -> str:
+        return f"{file:{width}}  " + (f"{number:>{index}}  " if numbered else "") + rest.rstrip()
+
+    if classes:
+        heads = f"{'class':{name}}  probability  {'second':{name}}  probability"
+    else:
+        heads = "outputs"
+    print(line("file", "index", heads))
+    for row in rows:
+        if classes:
+            found = "  ".join(f"{c:{name}}  {p:11.4f}" for c, p in classes.best(row))
+        else:
+            found = "  ".join(f"{n} {_short(output)}" for n, output in row.outputs.items())
+        print(line(row.file, row.index, found))
+
+
+def _short(output: np.ndarray) -> str:
+    """Return the first numbers of an output."""
+    flat = output.reshape(-1)
+    numbers = " ".join(f"{value:.4g}" for value in flat[:_SHOWN].tolist())
+    return numbers + (f" ... ({'x'.join(map(str, output.shape))})" if len(flat) > _SHOWN else "")
+
+
+def _write_csv(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Part]) -> None:
+    writer, headed = csv.writer(sys.stdout, lineterminator="\n"), False
+    for row in rows:
+        if classes:
+            cells = [cell for pair in classes.best(row) for cell in pair]
+        else:
+            cells = [cell for value in row.outputs.values() for cell in _numbers(value.reshape(-1))]
+        if not headed:
+            heads = ["class", "probability", "second", "second_probability"]
+            writer.writerow(["file", "index", *(heads if classes else _columns(row))])
+            headed = True
+        writer.writerow([row.file, row.index, *cells])
+
+
+def _columns(row: Row) -> list[str]:
+    """Return a name for each number of an example's outputs: price, or mask.0.17."""
+    places = {name: np.ndindex(output.shape) for name, output in row.outputs.items()}
+    return [".".join(map(str, (name, *place))) for name in places for place in places[name]]
+
+
+def _write_json(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Part]) -> None:
+    before = "["
+    for row in rows:
+        outputs = {name: _numbers(output) for name, output in row.outputs.items()}
+        found, probability = classes.best(row)[0] if classes else (None, None)
+        entry = {"file": row.file, "index": row.index, "class": found, "probability": probability}
+        print(before, json.dumps(entry | {"outputs": outputs}), sep="\n", end="")
+        before = ","
+    print("\n]")
+
+
+def _numbers(output: np.ndarray) -> Any:
+    """Return an array as lists of numbers, those of float32 with no digits beyond."""
+    if output.dtype == np.float32:
+        output = output.astype(str).astype(np.float64)
+    return output.tolist()
+
+
+WRITE = {"table": _write_table, "csv": _write_csv, "json": _write_json}

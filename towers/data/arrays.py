@@ -1,0 +1,208 @@
+"""What users give as arrays: examples of any structure, checked.
+
+    x, y = examples("train", ({"tokens": [[1, 2], [3, 4]], "price": [0.5, 1.5]}, [0, 1]))
+
+Each part is an array, or whatever numpy makes one of, or several of them: in a dict, in a tuple, or
+in a list of arrays as Keras takes it. Where that cannot be meant, since the rows would not agree,
+a list or tuple of arrays is one array: that of each example.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from towers.data.pipeline import Structure, is_label, spec_of, stored, stored_spec
+from towers.errors import InputError
+
+PARTS = ("x", "y", "sample_weight")
+_MAX_LABEL = np.iinfo(np.int32).max - 1
+
+
+def examples(name: str, parts: Sequence[object]) -> Structure:
+    """Return (x,), (x, y) or (x, y, sample_weight) as arrays of as many rows, as they are kept.
+
+    Args:
+        name: of the whole, for messages.
+        parts: what the user gave for x, y and sample_weight; the last of them may be None.
+
+    Raises:
+        InputError: something cannot be an array of numbers, booleans or texts, has a NaN or an
+            infinity, is empty, or has another number of rows.
+    """
+    parts = list(parts)
+    while len(parts) > 1 and parts[-1] is None:
+        parts.pop()
+    named = list(zip(PARTS, parts, strict=False))
+    found = [_structure(f"{name} {part}", value) for part, value in named]
+    if _disagreement(found):
+        with contextlib.suppress(InputError):
+            stacked = [_structure(f"{name} {part}", value, stack=True) for part, value in named]
+            found = found if _disagreement(stacked) else stacked
+    if wrong := _disagreement(found):
+        raise InputError(f"{name} {wrong}; return as many of each, one row for each example")
+    found = _as_images(name, tuple(found))
+    _check_targets(name, found)
+    with np.errstate(over="ignore"):  # of float64: seen as an infinity
+        kept = stored(found, stored_spec(tf.nest.map_structure(spec_of, found)))
+    for path, array in leaves(kept):
+        _check_finite(f"{name} {path}", array)
+    return kept
+
+
+def leaves(example: Structure, parts: Sequence[str] = PARTS) -> Iterator[tuple[str, object]]:
+    """Yield (name, leaf) of each leaf of (x, y, sample_weight): ("x['tokens']", array)."""
+
+    def walk(path, value):
+        if isinstance(value, dict):
+            for key in sorted(value):
+                yield from walk(f"{path}[{key!r}]", value[key])
+        elif isinstance(value, tuple):
+            for index, inner in enumerate(value):
+                yield from walk(f"{path}[{index}]", inner)
+        else:
+            yield path, value
+
+    for part, value in zip(parts, example, strict=False):
+        yield from walk(part, value)
+
+
+def check_labels(name: str, example: Structure, num_classes: int) -> None:
+    """Refuse labels from `num_classes` on, unless that is 0.
+
+    Raises:
+        InputError: it names the first of them.
+    """
+    wrong = np.flatnonzero(example[1] >= num_classes) if num_classes else ()
+    if len(wrong):
+        raise InputError(
+            f"{name} y: row {wrong[0]} (counted from 0) is {example[1][wrong[0]]}; allowed are "
+            f"0..{num_classes - 1}"
+        )
+
+
+def text_of(spec: Structure) -> str:
+    """Return types and shapes of an example in words: "x [28, 28] uint8, y [] int32"."""
+    return ", ".join(f"{path} {list(leaf.shape)} {leaf.dtype.name}" for path, leaf in leaves(spec))
+
+
+def describe(value: object) -> str:
+    """Say what a value is, in a few words on one line."""
+    if isinstance(value, tuple | list):
+        items = ", ".join(map(describe, value[:4]))
+        return f"({items}{', ...' * (len(value) > 4)})"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{type(value).__name__} {getattr(value.dtype, 'name', '')} {value.shape}"
+    return type(value).__name__
+
+
+def _structure(name: str, value: object, stack: bool = False) -> Structure:
+    """Return the arrays of a value; with `stack`, a sequence of arrays is one array."""
+    if isinstance(value, dict) or (not stack and _is_several(value)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        found = {key: _structure(f"{name}[{key!r}]", inner, stack) for key, inner in items}
+        if not found:
+            raise InputError(f"{name} is an empty {type(value).__name__}; return arrays in it")
+        if not isinstance(value, dict):
+            return tuple(found.values())
+        if not all(isinstance(key, str) for key in found):
+            raise InputError(f"{name} has the keys {list(found)}; return a dict with texts as keys")
+        return found
+    return _array(name, value)
+
+
+def _is_several(value: object) -> bool:
+    """Tell whether a value is several arrays, and not the rows of one."""
+    if not isinstance(value, tuple | list):
+        return False
+    kinds = dict | tuple | (list if isinstance(value, tuple) else tuple)
+    return not value or any(
+        isinstance(item, kinds) or getattr(item, "ndim", 0) or len(getattr(item, "shape", ()))
+        for item in value
+    )
+
+
+def _array(name: str, value: object) -> np.ndarray:
+    try:
+        # Else numpy would cut zero bytes off the ends of texts.
+        text = isinstance(value, tuple | list) and value and isinstance(value[0], str | bytes)
+        array = np.array(value, object) if text else np.asarray(value)
+    except (ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{name} is {describe(value)}, not an array: {reason}; pad rows of different lengths"
+        ) from None
+    if array.dtype.kind not in "iufbSUO":
+        raise InputError(f"{name} is {describe(array)}; return numbers, booleans or texts")
+    if not array.ndim:
+        raise InputError(
+            f"{name} is {describe(value)}; return a dense array, a row for each example, padded "
+            "where lengths differ"
+        )
+    if 0 in array.shape:
+        raise InputError(f"{name} is {list(array.shape)}; return 1 or more of each")
+    return _texts(name, array) if array.dtype.kind in "SUO" else array
+
+
+def _texts(name: str, array: np.ndarray) -> np.ndarray:
+    """Return an array of bytes objects."""
+    wrong = [i for i, item in enumerate(array.flat) if not isinstance(item, str | bytes)]
+    if wrong:
+        row, item = wrong[0] * len(array) // array.size, array.flat[wrong[0]]
+        raise InputError(
+            f"{name} is an array of objects, and row {row} (counted from 0) has a "
+            f"{type(item).__name__}; return numbers, booleans or texts of one shape, padded where "
+            "lengths differ"
+        )
+    found = np.empty(array.size, object)
+    found[:] = [item.encode() if isinstance(item, str) else bytes(item) for item in array.flat]
+    return found.reshape(array.shape)
+
+
+def _disagreement(parts: Sequence[Structure]) -> str:
+    """Say which leaf has another number of rows than the first, "" if none has."""
+    (first, of_first), *others = leaves(tuple(parts))
+    for name, array in others:
+        if len(array) != len(of_first):
+            return f"{first} has {len(of_first)} rows but {name} has {len(array)}"
+    return ""
+
+
+def _as_images(name: str, example: Structure) -> Structure:
+    """Return images of a classification, whose integers are 0..255, as uint8."""
+    x, y, *_ = (*example, None)
+    both = isinstance(x, np.ndarray) and isinstance(y, np.ndarray)
+    if not (both and x.ndim == 4 and x.dtype.kind in "iu" and is_label(spec_of(y))):
+        return example
+    if x.min() < 0 or x.max() > 255:
+        raise InputError(
+            f"{name} x is {x.dtype} from {x.min()} to {x.max()}; return images as uint8, or as "
+            "float32 for other ranges"
+        )
+    return x.astype(np.uint8, copy=False), *example[1:]
+
+
+def _check_targets(name: str, example: Structure) -> None:
+    for path, array in leaves(example[1:], PARTS[1:]):
+        if array.dtype.kind in "SUO":
+            raise InputError(
+                f"{name} {path} is text; return numbers, as names, y = np.unique(y, "
+                "return_inverse=True) makes them of the names of classes"
+            )
+    y = example[1] if len(example) > 1 else None
+    if isinstance(y, np.ndarray) and is_label(spec_of(y)):
+        wrong = np.flatnonzero((y < 0) | (y > _MAX_LABEL))
+        if wrong.size:
+            raise InputError(
+                f"{name} y: row {wrong[0]} (counted from 0) is {y.flat[wrong[0]]}; classes are 0, "
+                "1, 2, ...: return floats where targets are no classes"
+            )
+
+
+def _check_finite(name: str, array: np.ndarray) -> None:
+    if array.dtype.kind == "f":
+        finite = np.isfinite(array).reshape(len(array), -1).all(axis=1)
+        if not finite.all():
+            row = int(np.argmin(finite))
+            raise InputError(f"{name}: row {row} (counted from 0) has a NaN or an infinity")

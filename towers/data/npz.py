@@ -1,0 +1,78 @@
+"""Arrays in a file of numpy's: `--dataset=FILE.npz`.
+
+    np.savez("mine.npz", x_train=..., y_train=..., x_test=..., y_test=...)
+
+Further keys are x_val and y_val (or x_validation ...), and w_train (or sample_weight_train) and the
+like for sample weights. Several inputs or outputs are x_train.NAME and the like, or x_train/NAME.
+Without a test set, x and y alone will do. Pickled objects are not read.
+"""
+
+import re
+import zipfile
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from towers.data import halves
+from towers.data.arrays import PARTS
+from towers.data.pipeline import Data
+from towers.errors import InputError
+
+_EXPECTED = (
+    "expected are x_train, y_train, x_test, y_test, or x and y alone; x_val, w_train (sample "
+    "weights) and x_train.NAME (several inputs) where there are such"
+)
+_KEY = re.compile(r"(x|y|w|sample_weight)(?:_(train|val|validation|test))?(?:[./](.+))?")
+_HALVES = {None: "train", "val": "validation"}
+
+
+def load(dataset: str, path: str) -> Data:
+    """Read a file; what its halves may be, `towers.data.halves` says.
+
+    Raises:
+        InputError: the file cannot be read, its keys are others, or its arrays are no data to train
+            on.
+    """
+    remedy = "write it by np.savez, of arrays of numbers, booleans or texts"
+    try:
+        with open(path, "rb") as file:
+            if not zipfile.is_zipfile(file):
+                raise zipfile.BadZipFile
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as content:
+                arrays = {key: content[key] for key in content.files}
+    except OSError as error:
+        raise InputError(f"--dataset={dataset} cannot be read: {error.strerror}") from None
+    except (zipfile.BadZipFile, zlib.error, EOFError):
+        raise InputError(f"--dataset={dataset} is damaged, or no .npz file; {remedy}") from None
+    except ValueError:  # numpy's own, of what only a pickle can hold
+        raise InputError(f"--dataset={dataset} has arrays of objects; {remedy}") from None
+    return halves.data_set(dataset, _halves(dataset, arrays))
+
+
+def _halves(dataset: str, arrays: Mapping[str, np.ndarray]) -> dict[str, tuple]:
+    """Return {"train": (x, y), "test": ...}, each part an array or a dict of some."""
+    found: dict[str, dict[str, dict[str | None, np.ndarray]]] = {}
+    refused = InputError(
+        f"--dataset={dataset} has the keys {', '.join(arrays) or 'of no array'}; {_EXPECTED}"
+    )
+    for key, array in arrays.items():
+        match = _KEY.fullmatch(key)
+        if not match:
+            raise refused
+        part, half, name = match.groups()
+        of_half = found.setdefault(_HALVES.get(half, half), {})
+        of_part = of_half.setdefault("sample_weight" if part == "w" else part, {})
+        if name in of_part or (of_part and None in {name, *of_part}):  # x_val and x_validation
+            raise refused
+        of_part[name] = array
+    if "train" not in found:
+        raise refused
+    given = {}
+    for half, parts in found.items():
+        if list(parts) and not set(PARTS[: len(parts)]) == set(parts):  # y without x
+            raise refused
+        values = [parts[part] for part in PARTS[: len(parts)]]
+        given[half] = tuple(v[None] if None in v else v for v in values)
+    return given

@@ -1,0 +1,181 @@
+"""A table in a text file: `--dataset=FILE.csv`, or `--dataset=TRAIN.csv,TEST.csv`.
+
+    area,rooms,price
+    80,3,250.5
+
+The first line names the columns. The last is the target, or those that `--target=price,...` names;
+all others are features, one float32 `[F]`. A target is classes if it is one column of texts, or of
+whole numbers from 0 to 999; else it is numbers, float32 `[T]`.
+"""
+
+import csv
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from towers.data import halves
+from towers.data.pipeline import Data
+from towers.errors import InputError
+
+_MAX_CLASSES = 1000
+_SHOWN = 5  # names of columns in a line
+_OWN_CODE = "read the file in a function of your own, --dataset=my_data:load"
+
+
+def load(dataset: str, paths: Sequence[str], target: str = "") -> Data:
+    """Read the table of one file, or those of the training and the test set.
+
+    Args:
+        dataset: the name of the data set, as --dataset gave it.
+        paths: of one or two files.
+        target: the names of the target columns, with commas; "": the last one.
+
+    Raises:
+        InputError: a file cannot be read, or is no such table; the cell is named.
+    """
+    tables = [_Table(path) for path in paths]
+    names = tables[0].names
+    for table in tables[1:]:
+        if set(table.names) != set(names):
+            different = sorted(set(table.names) ^ set(names))[0]
+            raise InputError(
+                f"{table.path} and {paths[0]} do not have the same columns: {different!r} is in "
+                "one of them alone; make them alike"
+            )
+    targets = target.split(",") if target else names[-1:]
+    for name in targets:
+        if name not in names:
+            raise InputError(
+                f"--target={target}: {paths[0]} has no column {name!r}; it has {_some(names)}"
+            )
+    features = [name for name in names if name not in targets]
+    if not features:
+        raise InputError(f"{paths[0]} has no column but the target: 2 or more are needed")
+    y, class_names = _targets(tables, targets)
+    x = [np.stack([table.numbers(name) for name in features], axis=1) for table in tables]
+    given = dict(zip(("train", "test"), zip(x, y, strict=True), strict=False))
+    found = halves.data_set(dataset, given, len(class_names) or None, class_names)
+    return dataclasses.replace(found, columns=tuple(features))
+
+
+def _targets(
+    tables: Sequence["_Table"], names: Sequence[str]
+) -> tuple[list[np.ndarray], Sequence[str]]:
+    """Return the targets of each table, and the names of their classes if they are some."""
+    if len(names) > 1:
+        return [np.stack([t.numbers(name) for name in names], axis=1) for t in tables], ()
+    cells = [table.column(names[0]) for table in tables]
+    if not _is_number(cells[0][0]):
+        class_names = sorted(set(cells[0]))
+        if len(class_names) > _MAX_CLASSES:
+            raise InputError(
+                f"{tables[0].path}: the target {names[0]} has {len(class_names)} different texts, "
+                f"and {_MAX_CLASSES} classes are allowed; name another column, as --target="
+                f"{tables[0].names[0]}"
+            )
+        numbers = {name: number for number, name in enumerate(class_names)}
+        return [_numbers_of(t, names[0], numbers) for t in tables], class_names
+    y = [table.numbers(names[0]) for table in tables]
+    largest = int(max(column.max() for column in y))
+    if largest < _MAX_CLASSES and all(cell.isdecimal() for column in cells for cell in column):
+        return [column.astype(np.int32) for column in y], [str(i) for i in range(largest + 1)]
+    return [column[:, None] for column in y], ()
+
+
+def _numbers_of(table: "_Table", name: str, numbers: dict[str, int]) -> np.ndarray:
+    """Return the numbers of the classes that a column names."""
+    for line, cell in zip(table.lines, table.column(name), strict=True):
+        if cell not in numbers:
+            raise InputError(
+                f"{table.path}, line {line}, column {name}: {cell!r} is a class that the training "
+                f"examples do not have; they have {_some(list(numbers))}"
+            )
+    return np.array([numbers[cell] for cell in table.column(name)], np.int32)
+
+
+class _Table:
+    """The cells of a file, as text; `lines` are the numbers of its rows' lines, from 1 on."""
+
+    def __init__(self, path: str):
+        self.path = path
+        try:
+            with open(path, newline="", encoding="utf-8-sig") as file:
+                rows = csv.reader(file, strict=True)
+                self.names = [name.strip() for name in next(rows, [])]
+                self._check_names()
+                self._rows, self.lines = [], []
+                for row in rows:
+                    if row:  # an empty line is none
+                        self._rows.append(row)
+                        self.lines.append(rows.line_num)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise InputError(f"{path} is no text in UTF-8; write it as such") from None
+        except csv.Error as error:
+            raise InputError(f"{path}, line {rows.line_num}: {error}; mend the quotes") from None
+        if not self._rows:
+            raise InputError(f"{path} has no rows below its first line; give 1 or more")
+        for line, row in zip(self.lines, self._rows, strict=True):
+            if len(row) != len(self.names):
+                raise InputError(
+                    f"{path}, line {line} has {len(row)} cells, but the first line names "
+                    f"{len(self.names)} columns; write as many"
+                )
+
+    def _check_names(self) -> None:
+        expected = "the first line names the columns, with commas between them"
+        if not self.names or "" in self.names:
+            raise InputError(f"{self.path}: a column has no name; {expected}")
+        if all(map(_is_number, self.names)):
+            raise InputError(
+                f"{self.path}: the first line is numbers, {_some(self.names)}; {expected}"
+            )
+        twice = [name for name in self.names if self.names.count(name) > 1]
+        if twice:
+            raise InputError(
+                f"{self.path} has two columns {twice[0]!r}; give each a name of its own"
+            )
+        if len(self.names) == 1:
+            raise InputError(f"{self.path} has one column, {self.names[0]!r}; {expected}")
+
+    def column(self, name: str) -> list[str]:
+        place = self.names.index(name)
+        cells = [row[place].strip() for row in self._rows]
+        if "" in cells:
+            raise InputError(
+                f"{self.path}, line {self.lines[cells.index('')]}, column {name} is empty; fill it "
+                "in, or leave the row out"
+            )
+        return cells
+
+    def numbers(self, name: str) -> np.ndarray:
+        """Return a column of finite numbers, float64 `[N]`."""
+        cells = self.column(name)
+        try:
+            found = np.array(cells).astype(np.float64)
+        except ValueError:
+            found = np.array([float(cell) if _is_number(cell) else np.nan for cell in cells])
+        wrong = np.flatnonzero(~np.isfinite(found))
+        if not wrong.size:
+            return found
+        place = f"{self.path}, line {self.lines[wrong[0]]}, column {name}"
+        if wrong.size == len(cells):
+            raise InputError(
+                f"{place}: {cells[0]!r} is text, and features are numbers; leave the column out, "
+                f"write numbers in it, or {_OWN_CODE}"
+            )
+        raise InputError(f"{place}: {cells[wrong[0]]!r} is no finite number; mend it")
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)

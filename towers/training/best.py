@@ -1,0 +1,80 @@
+"""Which evaluation of a run is the best: for early stopping, and for the checkpoint that is kept.
+
+`train_dir/best.json` holds it for whoever comes later:
+
+    objective, direction   the metric, and "max" or "min"
+    points                 [[step, examples, value], ...] of all evaluations, in order
+    step                   of the best one, whose checkpoint is kept; null if none is
+"""
+
+import math
+from pathlib import Path
+
+from towers import files
+
+NAME = "best.json"
+
+
+class Best:
+    """The evaluations of a run so far."""
+
+    def __init__(
+        self, folder: Path, objective: tuple[str, str], patience: float, keep: bool, step: int
+    ):
+        """Read what stands there up to a step.
+
+        Args:
+            folder: of the run.
+            objective: metric, and which is better: "max" or "min".
+            patience: examples after which a run ends that became no better; 0: never.
+            keep: whether the best one's checkpoint is kept.
+            step: at which the run goes on; what came after it is evaluated again.
+        """
+        self._path = folder / NAME
+        self._name, self._direction = objective
+        self._patience, self._keep = patience, keep
+        found = files.read_json(self._path) if patience or keep else {}
+        same = [found.get("objective"), found.get("direction")] == list(objective)
+        self._points = [p for p in found.get("points", []) if same and p[0] <= step]
+
+    def knows(self, step: int) -> bool:
+        """Tell whether there is a point after `step` updates."""
+        return any(point[0] == step for point in self._points)
+
+    def add(self, step: int, examples: int, value: float | None) -> bool:
+        """Add an evaluation; return whether it is the best so far, the first of equal ones."""
+        if self.knows(step):
+            return self.step == step
+        self._points.append([step, examples, value])
+        return self.step == step
+
+    @property
+    def step(self) -> int | None:
+        """The step of the best evaluation, None if there is none with a finite value."""
+        sign = 1 if self._direction == "min" else -1
+        known = [(sign * value, step) for step, _, value in self._points if _is_finite(value)]
+        return min(known)[1] if known else None
+
+    def is_over(self) -> bool:
+        """Tell whether the run has become no better for too long."""
+        if not self._patience or not self._points:
+            return False
+        best = next((n for step, n, _ in self._points if step == self.step), self._points[0][1])
+        return self._points[-1][1] - best >= self._patience
+
+    def write(self) -> None:
+        """Write the file, if anybody needs it; the best checkpoint is to be there before."""
+        if self._patience or self._keep:
+            about = {"objective": self._name, "direction": self._direction}
+            step = self.step if self._keep else None
+            files.write_json(self._path, about | {"step": step, "points": self._points})
+
+
+def step_of(folder: Path) -> int | None:
+    """Return the step of the checkpoint that is the best of a run, None if none is kept as such."""
+    step = files.read_json(Path(folder) / NAME).get("step")
+    return step if isinstance(step, int) else None
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

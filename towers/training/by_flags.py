@@ -1,0 +1,83 @@
+"""A model that flags compile: --loss, --metrics and those of the update."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.errors import InputError
+from towers.options.functions import load_function
+from towers.options.run import OF_COMPILED, Options
+from towers.training.update import DECAY_APART, clips_of, is_decayed, make_optimizer
+
+
+def check_flags(options: Options) -> None:
+    """Refuse flags that contradict a model which its function has compiled.
+
+    Raises:
+        InputError: in one line, with the flag and the function.
+    """
+    for name in OF_COMPILED:
+        value, default = getattr(options, name), getattr(Options, name)
+        if value != default:
+            raise InputError(
+                f"--{name}={value}, but {options.model} returns a compiled model, which has its "
+                f"own: leave --{name} out, or return the model without compile"
+            )
+
+
+def compile_by_flags(model: keras.Model, options: Options) -> None:
+    """Compile a model as --loss, --metrics and the flags of the update say.
+
+    Raises:
+        InputError: there is no such loss or metric, or a flag has no meaning here.
+    """
+    if options.label_smoothing:
+        raise InputError(
+            f"--label_smoothing={options.label_smoothing:g} is the classifier's own: with --loss "
+            "or --metrics give a loss that smooths, as module:function"
+        )
+    loss: Any = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if options.loss:
+        loss = _of_name("loss", options.loss, keras.losses.get)
+    names = [name for name in options.metrics.split(",") if name]
+    metrics = [_of_name("metrics", name, keras.metrics.get) for name in names]
+    weights = model.trainable_variables
+    for weight in weights if options.optimizer not in DECAY_APART else ():
+        if options.weight_decay and is_decayed(weight):
+            weight.regularizer = _Decay(options.weight_decay, weight.regularizer)
+    optimizer = make_optimizer(weights, options, **clips_of(options))
+    model.compile(optimizer, loss, metrics=metrics)
+
+
+class _Decay:
+    """L2 of a weight beside the regulariser that its layer has."""
+
+    def __init__(self, decay: float, own: Callable | None):
+        self.decay, self.own = decay, own
+
+    def __call__(self, weight: Any) -> tf.Tensor:
+        value = tf.convert_to_tensor(weight)
+        penalty = tf.cast(self.decay, value.dtype) * tf.nn.l2_loss(value)
+        return penalty if self.own is None else penalty + self.own(value)
+
+
+def _of_name(flag: str, name: str, get: Callable) -> Any:
+    """Return what Keras knows by a name, or the user's own module:function.
+
+    A class, or a function without arguments, is called.
+    """
+    if ":" in name:
+        found = load_function(flag, name)
+        makes = isinstance(found, type) or not inspect.signature(found).parameters
+        return found() if makes else found
+    try:
+        found = get(name)
+        return name if flag == "metrics" else found  # "accuracy" has many meanings, mae its name
+    except ValueError:
+        raise InputError(
+            f"--{flag}={name}: Keras has nothing of that name; give one, such as "
+            f"{'mean_squared_error' if flag == 'loss' else 'mae'}, or module:function"
+        ) from None

@@ -1,0 +1,441 @@
+"""The task of a compiled Keras model, which says itself what it is trained to do.
+
+Its own `train_step` is traced in the run's loop, its `test_step` in evaluation, with its calls on
+towers (`parallel`): loss, metrics, optimizer and learning-rate schedule are those that `fit` would
+use, over the global batch.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import tf_private
+from towers.builder.tower import TowerBuilder
+from towers.data import Data, Split
+from towers.errors import InputError
+from towers.monitoring import tower_stats
+from towers.monitoring.pictures import Predictions
+from towers.options.run import Options
+from towers.training import faults, fitting
+from towers.training.evaluation import Answers, Evaluation, accuracy_of_classes
+from towers.training.logits import final_activation
+from towers.training.masters import Masters, shard
+from towers.training.model import floatx_of
+from towers.training.parallel import on_towers, put_on
+from towers.training.task import Stop, Task
+from towers.training.update import about_flags, about_scale, is_own, update_averages
+
+
+class Compiled(Task):
+    """Whatever a compiled model does with (x, y, sample_weight)."""
+
+    placements = ("cpu", "sharded")
+
+    def __init__(self, builder: TowerBuilder, model: keras.Model, options: Options, data: Data):
+        """Place the weights, and make all variables that a step needs.
+
+        Raises:
+            InputError: the options cannot be had with a compiled model.
+        """
+        super().__init__(builder, model, options, data)
+        if options.variables not in self.placements:
+            raise InputError(
+                f"--variables={options.variables}: a compiled model, with its one optimizer, takes "
+                f"{' or '.join(self.placements)}"
+            )
+        if builder.gather_at_variables:
+            shard(model.trainable_variables, builder.devices)
+        put_on(model, builder)
+        self.pairs = fitting.Pairs(model)
+        self._log_names, self._figures = self._trace_once()
+        optimizers = optimizers_of(model)
+        # Flags that compile a model leave the schedule to the run.
+        by_flags = bool(options.loss or options.metrics)
+        self._rate_is_set = by_flags and not is_own(options)
+        self.masters = Masters(model, *optimizers, ema=options.ema_decay > 0)
+
+    def _trace_once(self) -> tuple[list[str], list[str]]:
+        """Return the names of what a step and an evaluation report, "loss" first if it is there.
+
+        It is traced on one device, and dropped: each optimizer and metric has its variables then.
+        """
+        model, options = self.model, self.options
+        batches = self.data.train.train_batches(options.batch_size, seed=options.seed)
+        names = "train_step", "test_step"
+        is_own = any(getattr(type(model), n) is not getattr(keras.Model, n) for n in names)
+        found: list[str] = []
+        figures: list[str] = []
+
+        def step(example: Any, draws: tf.Tensor) -> None:
+            with tf.device(self.builder.gather_device):
+                data = self._data(example, draws)
+                with self.pairs.noted(data[1:2]):
+                    found[:] = scalars(type(model).train_step(model, data))
+                if is_own:  # else they are the same
+                    self._check_test_step()
+                    data = self._data(example, None)
+                    figures[:] = scalars(type(model).test_step(model, data))
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(fitting.explained(self, self.pairs, batches))
+            stack.enter_context(floatx_of(options.dtype))
+            for optimizer in optimizers_of(model):
+                inner = getattr(optimizer, "inner_optimizer", optimizer)
+                stack.enter_context(tf_private.slots_beside_weights(inner))
+            compiled = tf.function(step, autograph=False)
+            traced = compiled.get_concrete_function(*batches.element_spec)
+        self.unsaved = self._changed_elsewhere(traced.graph)
+        if not found:
+            raise InputError(
+                f"--model={options.model}: its train_step returns no number, so there is no loss "
+                'to show: return a dict such as {"loss": loss}'
+            )
+        if is_own and not figures:
+            raise InputError(
+                f"--model={options.model}: its test_step returns no number, so there is nothing to "
+                'evaluate: return a dict such as {"loss": loss}'
+            )
+        return tuple(sorted(n, key=lambda name: name != "loss") for n in (found, figures or found))
+
+    def _changed_elsewhere(self, graph: tf.Graph) -> list[str]:
+        """Return the names of variables that a step assigns and no checkpoint holds."""
+        owners = [self.model, *optimizers_of(self.model), *self.model.metrics]
+        saved = {id(v.value.handle) for owner in owners for v in owner.variables}
+        captured = {id(inner): outer for outer, inner in graph.captures}
+        assigned = {
+            id(captured.get(id(op.inputs[0])))
+            for op in graph.get_operations()
+            if op.type.startswith("Assign") and op.type.endswith("VariableOp")
+        }
+        handles = {id(v.handle): v.name for v in graph.variables}
+        return [name for key, name in handles.items() if key in assigned - saved]
+
+    def _check_test_step(self) -> None:
+        """Refuse Keras' own test_step where it has no loss; to be called after a training step."""
+        model, kind = self.model, type(self.model)
+        is_keras = all(
+            getattr(kind, name) is getattr(keras.Model, name)
+            for name in ("test_step", "compute_loss")
+        )
+        if is_keras and model.loss is None and not model.losses:
+            raise InputError(
+                f"--model={self.options.model} has a train_step of its own, no test_step, and no "
+                "loss by compile, so it cannot be evaluated: give it a test_step that returns a "
+                'dict such as {"loss": loss}'
+            )
+
+    @property
+    def step_names(self) -> Sequence[str]:
+        """See `Task`."""
+        return ["loss", "penalty", "gradient_norm", "learning_rate", *self._of_batch()]
+
+    def _of_batch(self) -> list[str]:
+        """Return the names of what is shown of a step's own batch beside the loss."""
+        return [f"batch/{name}" for name in self._log_names if name != "loss"]
+
+    def make_train_step(self, learning_rate: Callable) -> Callable:
+        """See `Task`; "loss" is that of the model without "penalty", that of regularisation."""
+        builder, masters, model = self.builder, self.masters, self.model
+
+        def train_step(
+            example: Any, draws: tf.Tensor, measured: tf.Tensor | None = None
+        ) -> tuple[dict[str, tf.Tensor], list[Any]]:
+            seen: dict[str, tf.Tensor] = {}
+
+            def on_gradients(counts: Any, phases: Any, gradients: Any, gathered: Any) -> None:
+                wanted = tf.constant(True) if measured is None else measured
+                scale = getattr(model.optimizer, "dynamic_scale", None)
+                scale = 1.0 if scale is None else tf.convert_to_tensor(scale)
+                with tf.name_scope("telemetry"):
+                    seen.update(
+                        tower_stats.measure_joined(
+                            counts, phases, gradients, gathered, builder, wanted, scale
+                        )
+                    )
+
+            with tf.device(builder.gather_device):
+                rate = learning_rate(masters.examples)
+                if self._rate_is_set:
+                    model.optimizer.learning_rate.assign(rate)
+                elif model.optimizer is not None:
+                    rate = tf.convert_to_tensor(model.optimizer.learning_rate)
+                for metric in model.metrics:  # what is reported is of this batch
+                    metric.reset_state()
+                penalty = _penalty(model)
+                builder.on_gradients = on_gradients
+                try:
+                    with floatx_of(self.options.dtype):
+                        logs = scalars(model.train_step(self._data(example, draws)))
+                finally:
+                    builder.on_gradients = None
+                masters.step.assign_add(1)
+                rows = tf.shape(tf.nest.flatten(example)[0], tf.int64)[0]
+                masters.examples.assign_add(rows)
+                update_averages(masters, self.options)
+                loss = logs[_loss_name(logs)]
+            return {
+                "loss": loss - tf.cast(penalty, loss.dtype),
+                "penalty": penalty,
+                "learning_rate": rate,
+                "gradient_norm": seen.get("data_gradient_norm", tf.zeros([])),
+                **{f"batch/{name}": value for name, value in logs.items() if name != "loss"},
+                **(self._measured(seen, loss) if measured is not None else {}),
+            }, [None] * len(model.trainable_variables)
+
+        return train_step
+
+    def finish(self) -> bool:
+        """See `Task`; an optimizer with `use_ema` puts the averages in the weights' place."""
+        optimizer = self.model.optimizer  # `fit` leaves others to their step, too
+        averages = getattr(getattr(optimizer, "inner_optimizer", optimizer), "use_ema", False)
+        if averages:
+            optimizer.finalize_variable_values(self.model.trainable_variables)
+        return averages
+
+    def _measured(self, seen: dict[str, tf.Tensor], loss: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Return what telemetry shows; a tower has no loss of its own, that is made of all."""
+        num_towers = len(self.builder.devices)
+        of_towers = tf.zeros([num_towers])
+        shapes = tower_stats.measured_shapes(num_towers) | tower_stats.timed_shapes(num_towers)
+        found = {name: tf.zeros(shape) for name, shape in shapes.items()} | seen
+        seconds = found.pop("tower_step_seconds", of_towers)
+        unknown = tf.fill([num_towers], tf.constant(np.nan, tf.float32))
+        return found | {
+            "tower_loss": unknown,
+            "tower_seconds": tf.cast(seconds, tf.float64),
+            "compute_seconds": tf.cast(tf.reduce_max(seconds), tf.float64),
+            "gather_seconds": tf.zeros([], tf.float64),
+        }
+
+    def inputs(self, x: Any, draws: tf.Tensor | None) -> Any:
+        """See `Task`; with --augment=off the model is given what `fit` would give it."""
+        return self.cast(x) if self.options.augment == "off" else super().inputs(x, draws)
+
+    def image_dtype(self) -> tf.DType | str | None:
+        """See `Task`."""
+        return None if self.options.augment == "off" else super().image_dtype()
+
+    def _data(self, example: Any, draws: tf.Tensor | None) -> tuple:
+        x, *rest = example
+        return self.inputs(x, draws), *self.cast(rest)
+
+    def tower_function(self, *batch: Any) -> tf.Tensor:
+        """Return a number for each example, of all outputs of the model."""
+        *example, draws = batch
+        return faults.rows_of(self.model(self.inputs(example[0], draws), training=True))
+
+    def loss(self, *batch: Any) -> tf.Tensor:
+        """Return the loss of the model, a scalar."""
+        *example, draws = batch
+        with floatx_of(self.options.dtype):
+            data = self._data(example, draws)
+            x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+            return self.model.compute_loss(
+                x, y, self.model(x, training=True), weights, training=True
+            )
+
+    def gradients(self, *batch: Any) -> list[Any]:
+        """See `Task`."""
+        weights = self.model.trainable_variables
+        with _without_penalty(weights), keras.StatelessScope(), tf.GradientTape() as tape:
+            loss = on_towers(self.model, self.builder, self.loss)(*batch)
+        return tape.gradient(loss, [weight.value for weight in weights])
+
+    def about(self) -> str:
+        """See `Task`."""
+        loss = _in_words(getattr(self.model, "loss", None) or "its own")
+        own = type(self.model).train_step is not keras.Model.train_step
+        step = ", a train_step of its own" if own else ""
+        metrics = [name for name in self._log_names if name != "loss"]
+        return f"compiled: loss {loss}; {', '.join(metrics) or 'no metrics'}{step}"
+
+    def about_update(self) -> dict[str, str]:
+        """See `Task`."""
+        scale = getattr(self.model.optimizer, "dynamic_scale", None)
+        if self._rate_is_set:
+            return about_flags(self.options, scale)
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        names = ("clipnorm", "clipvalue", "global_clipnorm")
+        clips = {name: getattr(optimizer, name, None) for name in names}
+        of_all = ", ".join(optimizer.name for optimizer in optimizers_of(self.model))
+        return {
+            "decay": f"weight decay {getattr(optimizer, 'weight_decay', None) or 0:g}",
+            "scale": about_scale(scale),
+            "clips": ", ".join(f"{name}={limit}" for name, limit in clips.items() if limit),
+            "clock": f"updates; {of_all or 'no optimizer'}, with the learning rate of its own",
+        }
+
+    def metric_directions(self) -> Mapping[str, str | None]:
+        """See `Task`."""
+        found = {name: tf_private.better(self.model, name) for name in self._figures}
+        return found | ({"accuracy": "max"} if "accuracy" in found else {})
+
+    # Evaluation.
+
+    def make_evaluator(self, split: Split) -> Callable[[Stop], Evaluation | None]:
+        """See `Task`; the moving average is evaluated in a second pass over the data."""
+        batches = split.eval_batches(self.options.batch_size)
+        # Keras weighs the loss of an output by a batch's static size: traced anew for the last one.
+        test_step = tf.function(self._test_step, autograph=False)
+
+        def evaluate(stop: Stop, averaged: bool) -> tuple[dict[str, float], Answers] | None:
+            self.model.reset_metrics()
+            answers, logs = Answers(averaged), {}
+            for example, counted in batches:
+                if stop():
+                    return None
+                number = int(tf.reduce_sum(counted))
+                example = _first(example, number)
+                logs, said = test_step(example)
+                if said:
+                    images = example[0] if self.data.image_shape else None
+                    true = example[1].numpy().reshape(-1)
+                    answers.add(images, true, *(t.numpy() for t in said), np.ones(number, bool))
+            of_all = scalars(self.model.get_metrics_result())
+            if logs.keys() == of_all.keys():
+                logs = of_all
+            return {name: float(value) for name, value in logs.items()}, answers
+
+        def evaluator(stop: Stop = lambda: False) -> Evaluation | None:
+            found = [evaluate(stop, averaged=False)]
+            if self.masters.averages and found[0]:
+                with self.masters.averages_as_weights():
+                    found.append(evaluate(stop, averaged=True))
+            return None if None in found else self._evaluation(split, found)
+
+        return evaluator
+
+    def eval_arrays(self, example: Any, counted: tf.Tensor) -> dict[str, np.ndarray]:
+        """See `Task`: loss and metrics of the batch, with "_ema" at their end of the average."""
+        real, found = _first(example, int(tf.reduce_sum(counted))), {}
+
+        def evaluate(ending: str) -> None:
+            self.model.reset_metrics()
+            logs, _ = tf.function(self._test_step, autograph=False)(real)
+            found.update({f"{name}{ending}": value.numpy() for name, value in logs.items()})
+
+        evaluate("")
+        if self.masters.averages:
+            with self.masters.averages_as_weights():
+                evaluate("_ema")
+        return found
+
+    def _test_step(self, example: Any) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+        """Return the logs of a batch; and what the model says of classes, if it does."""
+        outputs = []
+        watch = tf_private.outputs_watched(self.model, outputs.append)
+        with tf.device(self.builder.gather_device), floatx_of(self.options.dtype), watch:
+            logs = scalars(self.model.test_step(self._data(example, None)))
+            return logs, self._said(outputs[-1]) if outputs else []
+
+    def _said(self, outputs: Any) -> list[tf.Tensor]:
+        """Return the class, int32 [b], and its probability; [] if the outputs are no classes'."""
+        num_classes = self.data.num_classes
+        if not isinstance(outputs, tf.Tensor) or num_classes < 2 or outputs.shape.rank != 2:
+            return []
+        outputs, activation = tf.cast(outputs, tf.float32), final_activation(self.model)
+        if outputs.shape[-1] == 1 and num_classes == 2:
+            of_one = outputs[:, 0] if activation == "sigmoid" else tf.sigmoid(outputs[:, 0])
+            chances = tf.stack([1.0 - of_one, of_one], axis=-1)
+        elif outputs.shape[-1] == num_classes:
+            chances = outputs if activation == "softmax" else tf.nn.softmax(outputs)
+        else:
+            return []
+        said = tf.argmax(chances, axis=-1, output_type=tf.int32)
+        return [said, tf.reduce_max(chances, axis=-1)]
+
+    def _evaluation(self, split: Split, found: Sequence[tuple]) -> Evaluation:
+        (metrics, answers), (averages, of_average) = found[0], found[-1]
+        if len(found) == 2:
+            averages = {f"{name}_ema": value for name, value in averages.items()}
+            metrics = {n: v for pair in zip(metrics.items(), averages.items(), strict=True)
+                       for n, v in pair}  # fmt: skip
+        told = [own.predictions() for own in (answers, of_average)]
+        raw, ema = (self._of_classes(own) for own in told)
+        ema = ema if len(found) == 2 else None
+        return Evaluation(metrics, split.size, raw, ema, told[-1])
+
+    def _of_classes(self, predictions: Predictions | None) -> dict[str, float | None] | None:
+        if predictions is None:
+            return None
+        labels, size = predictions.labels, self.data.num_classes
+        right = labels[labels == predictions.predicted]
+        counts = (np.bincount(values, minlength=size) for values in (right, labels))
+        return accuracy_of_classes(*counts, self.data.class_names)
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Return the optimizer of a model, and others that it keeps as attributes, or in such.
+
+    Those of models inside of it are among them if they have been used.
+    """
+    found = list(_optimizers_in(vars(model)))
+    for layer in tf_private.layers_of(model):
+        if isinstance(layer, keras.Model) and layer is not model:
+            found += [own for own in _optimizers_in(vars(layer)) if own.built]
+    return list({id(optimizer): optimizer for optimizer in found}.values())
+
+
+def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _optimizers_in(part)
+
+
+def _in_words(loss: Any) -> str:
+    """Return the name of a loss, or those of several."""
+    if isinstance(loss, Mapping):
+        return ", ".join(f"{name}: {_in_words(own)}" for name, own in loss.items())
+    if isinstance(loss, list | tuple):
+        return ", ".join(map(_in_words, loss))
+    return str(getattr(loss, "name", None) or getattr(loss, "__name__", None) or loss)
+
+
+def scalars(logs: Any) -> dict[str, Any]:
+    """Return what of Keras' logs is a number."""
+    flat = {"loss": logs} if not isinstance(logs, Mapping) else dict(_leaves(logs))
+    return {name: value for name, value in flat.items() if not value.shape.rank}
+
+
+def _leaves(logs: Mapping, before: str = "") -> Iterator[tuple[str, tf.Tensor]]:
+    for name, value in logs.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{before}{name}_")
+        else:
+            yield f"{before}{name}", tf.convert_to_tensor(value)
+
+
+def _loss_name(logs: Mapping[str, Any]) -> str:
+    """Return the name of the loss; of several that a model of its own reports, the first."""
+    first = next(iter(logs))
+    return "loss" if "loss" in logs else next((n for n in logs if "loss" in n), first)
+
+
+@contextlib.contextmanager
+def _without_penalty(weights: Sequence[keras.Variable]) -> Iterator[None]:
+    """Let weights have no regularisers, which a scope without values would give nothing to."""
+    before = [weight.regularizer for weight in weights]
+    try:
+        for weight in weights:
+            weight.regularizer = None
+        yield
+    finally:
+        for weight, regularizer in zip(weights, before, strict=True):
+            weight.regularizer = regularizer
+
+
+def _penalty(model: keras.Model) -> tf.Tensor:
+    """Return the loss of all regularisers, which Keras has in the loss."""
+    found = [v.regularizer(v) for v in model.trainable_variables if v.regularizer is not None]
+    return tf.add_n([tf.cast(value, tf.float32) for value in found]) if found else tf.zeros([])
+
+
+def _first(structure: Any, number: int) -> Any:
+    """Return the first rows of each tensor."""
+    return tf.nest.map_structure(lambda t: t[:number], structure)

@@ -1,0 +1,106 @@
+"""What an evaluation found: figures, and what the model said of each example."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from towers.monitoring.pictures import Mistake, Predictions
+
+NUM_MISTAKES = 16
+Figures = Mapping[str, float | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Figures over a whole split.
+
+    Attributes:
+        metrics: {name: value}: "accuracy", "loss" (mean cross entropy in nats) of a classifier,
+            what a compiled model reports of any other; with "_ema" at the end of a name of the
+            moving average, None where there is none.
+        examples: how many there were.
+        class_accuracy: {class name: accuracy}, None for a class without examples; and
+            `class_accuracy_ema` that of the average. None where there are no classes.
+        predictions: what the model said, where there are classes. It is no figure.
+    """
+
+    metrics: Figures
+    examples: int
+    class_accuracy: dict[str, float | None] | None = None
+    class_accuracy_ema: dict[str, float | None] | None = None
+    predictions: Predictions | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def figures(self) -> dict[str, Any]:
+        """Return what `towers evaluate --json` prints of it."""
+        found = dict(self.metrics)
+        if self.class_accuracy is not None:
+            found["class_accuracy"] = self.class_accuracy
+            found["class_accuracy_ema"] = self.class_accuracy_ema
+        return found | {"examples": self.examples}
+
+    def table(self) -> list[str]:
+        """Return the lines of a table for a person."""
+        names = [name for name in self.metrics if not name.endswith("_ema")]
+        rows = [(name, self.metrics[name], self.metrics.get(f"{name}_ema")) for name in names]
+        ema = self.class_accuracy_ema or {}
+        rows += [(f"  {n}", v, ema.get(n)) for n, v in (self.class_accuracy or {}).items()]
+        averaged = any(average is not None for *_, average in rows)
+        lines, width = [], max(12, *(len(name) for name, *_ in rows))
+        for name, *cells in [("", "weights", "EMA"), *rows]:
+            shown = [
+                f"{c:.4f}" if isinstance(c, float) else c or "-" for c in cells[: 1 + averaged]
+            ]
+            lines.append(f"{name:{width}}" + "".join(f"{text:>10}" for text in shown))
+        return lines
+
+
+class Answers:
+    """Collects what a model says of the examples of a split, and its most confident mistakes."""
+
+    def __init__(self, averaged: bool):
+        """Begin with none; `averaged`: the moving average of the weights says it."""
+        self.averaged = averaged
+        self._labels: list[np.ndarray] = []
+        self._said: list[np.ndarray] = []
+        self._mistakes: list[Mistake] = []
+
+    def add(
+        self,
+        images: Any,
+        true: np.ndarray,
+        said: np.ndarray,
+        confidence: np.ndarray,
+        counted: np.ndarray,
+    ) -> None:
+        """Add a batch; `images` `[b, H, W, C]` or None, the others `[b]`, the last one bool."""
+        self._labels.append(true[counted])
+        self._said.append(said[counted])
+        if images is None:
+            return
+        # Images are copied only of those that are among the worst so far. NaN is above no number:
+        # what a broken model says is no confident mistake.
+        worst = self._mistakes
+        least = worst[-1].confidence if len(worst) == NUM_MISTAKES else -1.0
+        rows = np.flatnonzero(counted & (true != said) & (confidence > least))
+        for i in rows[np.argsort(-confidence[rows], kind="stable")[:NUM_MISTAKES]]:
+            image = np.asarray(images[i])
+            worst.append(Mistake(image, int(true[i]), int(said[i]), float(confidence[i])))
+        worst.sort(key=lambda mistake: -mistake.confidence)
+        del worst[NUM_MISTAKES:]
+
+    def predictions(self) -> Predictions | None:
+        """Return them all, None if there are none."""
+        if not self._labels:
+            return None
+        labels, said = np.concatenate(self._labels), np.concatenate(self._said)
+        return Predictions(labels, said, self._mistakes, self.averaged)
+
+
+def accuracy_of_classes(
+    correct: np.ndarray, examples: np.ndarray, names: Sequence[str]
+) -> dict[str, float | None]:
+    """Return the accuracy of each class; both arrays are counts `[classes]`."""
+    parts = zip(names, correct, examples, strict=True)
+    return {name: float(right / of) if of else None for name, right, of in parts}

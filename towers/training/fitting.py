@@ -1,0 +1,323 @@
+"""Whether data, model and loss fit each other: what users get wrong, said before the first step.
+
+A fault that is certain is an `InputError` that says what to change; a likely one is a line. Where
+a loss, a metric or a training step is the user's own, nothing is known of it, and nothing said.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import tf_private
+from towers.builder.assignments import TowerScope
+from towers.errors import InputError
+from towers.text import count
+from towers.training.logits import Ending, ending_of, final_activation
+from towers.training.targets import OneOutput, Pair, doubtful_metrics, shape_of
+from towers.training.task import Task
+
+_ROWS = 32  # of a batch that the first loss is computed of, if a tower takes no more
+
+
+class Pairs:
+    """The pairs of a step, noted while it is traced."""
+
+    def __init__(self, model: keras.Model):
+        """Note nothing yet; a model with a training step of its own is left alone."""
+        self.model, self.found = model, []
+        own = type(model)
+        self.is_keras = all(
+            getattr(own, name) is getattr(keras.Model, name)
+            for name in ("train_step", "compute_loss")
+        )
+
+    @contextlib.contextmanager
+    def noted(self, y: Any) -> Iterator[None]:
+        """Note what losses are computed of in this block, of a batch with the targets y."""
+        leaves = tf.nest.flatten(y)
+        self.found.clear()
+        depth = 0  # a loss may call others
+
+        def make(call: Callable) -> Callable:
+            def noting(loss: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+                nonlocal depth
+                weights = args[0] if args else kwargs.get("sample_weight")
+                if not depth and isinstance(y_true, tf.Tensor) and isinstance(y_pred, tf.Tensor):
+                    places = [i for i, leaf in enumerate(leaves) if leaf is y_true]
+                    self._note(loss, next(iter(places), None), y_true, y_pred, weights)
+                depth += 1
+                try:
+                    return call(loss, y_true, y_pred, *args, **kwargs)
+                finally:
+                    depth -= 1
+
+            return noting
+
+        with tf_private.losses_replaced(make):
+            yield
+
+    def _note(self, loss: Any, target: int | None, y: Any, outputs: Any, weights: Any) -> None:
+        shapes = [
+            None if t is None or t.shape.rank is None else tuple(t.shape)
+            for t in (y, outputs, weights if isinstance(weights, tf.Tensor) else None)
+        ]
+        if all(shapes[:2]):  # known, and with an axis of examples
+            masked = tf_private.mask_of(outputs) is not None
+            self.found.append(Pair(loss, target, *shapes, masked))
+
+
+def check(task: Task, batch: Any) -> list[str]:
+    """Return lines that warn of what the data, the model and the loss give reason to doubt.
+
+    Args:
+        task: what the model is trained to do.
+        batch: (example, draws), the first of training.
+
+    Raises:
+        InputError: it cannot be meant so.
+    """
+    example, _ = batch
+    pairs: Pairs | None = getattr(task, "pairs", None)
+    if pairs is None:
+        return _check_classifier(task, example)
+    lines = [
+        f"{_named(task)}: its step changes the variable {name}, which no checkpoint holds, so a "
+        "run that was stopped goes on with other numbers: make it by add_weight(..., "
+        "trainable=False); for draws keep a keras.random.SeedGenerator in the layer"
+        for name in task.unsaved
+    ]
+    if pairs.is_keras:
+        lines += _check_pairs(task, pairs, example)
+        _check_first_loss(task, batch, lines)
+    return [f"warning     {line}" for line in dict.fromkeys(lines)]
+
+
+@contextlib.contextmanager
+def explained(task: Task, pairs: Pairs, batches: Any) -> Iterator[None]:
+    """Turn what Keras' losses and metrics raise in this block into one line.
+
+    What the user's own code raises stays as it is.
+
+    Raises:
+        InputError: says what does not fit.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, tf.errors.OpError) as error:
+        raised = tf_private.raised_in_compiled(error)
+        if raised is None or isinstance(error, InputError):
+            raise
+        example, _ = next(iter(batches))
+        if pairs.is_keras and not raised:
+            _check_structure(task, example)
+            _check_pairs(task, pairs, example)
+        what = f"the metric {raised}" if raised else "its loss"
+        given = ", ".join(
+            f"targets {shape_of(pair.y)} with outputs {shape_of(pair.outputs)}"
+            for pair in pairs.found
+        )
+        given = f" ({given or f'targets {_described(example[1:])}'})"
+        raise InputError(
+            f"{_named(task)}: {what} cannot be computed of this data set{given}: {_reason(error)}"
+        ) from None
+
+
+# A classifier that is not compiled.
+
+
+def _check_classifier(task: Task, example: Any) -> list[str]:
+    for weights in example[2:]:
+        if not isinstance(weights, tf.Tensor) or weights.shape.rank != 1:
+            raise InputError(
+                f"--dataset={task.options.dataset}: sample weights of shape {_described(weights)}; "
+                "a classifier takes one number for each example"
+            )
+    found = final_activation(task.model)
+    if found not in ("softmax", "sigmoid"):
+        return []
+    return [
+        f"warning     {task.options.model} ends in a {found}, and the loss takes logits, of which "
+        f"it takes the softmax itself: it will learn badly; take the {found} off the last layer"
+    ]
+
+
+# What is compiled.
+
+
+def _check_structure(task: Task, example: Any) -> None:
+    """Refuse targets whose names are not those of the outputs, or that are missing."""
+    if len(example) < 2:
+        raise InputError(
+            f"--dataset={task.options.dataset} gives no targets, and the loss of "
+            f"{task.options.model} needs them: give (x, y)"
+        )
+    outputs, losses = _outputs(task.model), task.model.loss
+    names = list(outputs) if isinstance(outputs, dict) else None
+    names = names or getattr(task.model, "output_names", None)  # a Sequential has none
+    if outputs is None or not names:
+        return
+    losses = losses if isinstance(losses, dict) else dict.fromkeys(names, losses)
+    for name in losses:
+        if name not in names:
+            raise InputError(
+                f"--model={task.options.model}: there is a loss for {name!r}, and the outputs are "
+                f"{_list(names)}: name one of them"
+            )
+    needed = {name for name in names if losses.get(name) is not None}
+    for what, given in zip(("targets", "sample weights"), example[1:], strict=False):
+        if isinstance(given, dict) and not needed <= set(given) <= set(names):
+            raise InputError(
+                f"--dataset={task.options.dataset}: the {what} are named {_list(given)}, and the "
+                f"outputs of {task.options.model} {_list(names)}: give both the same names"
+            )
+    if (number := len(tf.nest.flatten(example[1]))) not in (len(needed), len(names)):
+        raise InputError(
+            f"--dataset={task.options.dataset} gives {count(number, 'tensor')} of targets, and "
+            f"{task.options.model} has the outputs {_list(names)}: give a dict with targets for "
+            "each of these"
+        )
+
+
+def _check_pairs(task: Task, pairs: Pairs, example: Any) -> list[str]:
+    leaves = tf.nest.flatten(example[1]) if len(example) > 1 else []
+    num_classes = task.data.num_classes if len(leaves) == 1 else 0
+    placed = _endings(pairs)
+    order = _order_of_targets(task, example)
+    lines = list(order)
+    for pair, (name, ending) in zip(pairs.found, placed, strict=True):
+        values = None if pair.target is None else leaves[pair.target].numpy()
+        one = OneOutput(_named(task), name, pair, ending, values, len(example) > 2, num_classes)
+        try:
+            lines += one.check()
+        except InputError as error:
+            if not order:
+                raise
+            reason = str(error).removeprefix(f"{_named(task)}: ")
+            raise InputError(f"{order[0]}; as they are: {reason}") from None
+        if len(pairs.found) == 1:
+            groups = (getattr(metric, "metrics", ()) for metric in pairs.model.metrics)
+            lines += doubtful_metrics(one, list(itertools.chain.from_iterable(groups)))
+    return lines
+
+
+def _order_of_targets(task: Task, example: Any) -> list[str]:
+    """Tell that Keras takes targets without names in the alphabetical order of the outputs'."""
+    outputs = _outputs(task.model)
+    y = example[1] if len(example) > 1 else None
+    if not isinstance(outputs, dict) or not isinstance(y, tuple | list):
+        return []
+    if list(outputs) == sorted(outputs):
+        return []
+    return [
+        f"{_named(task)}: the targets have no names, and Keras takes them in the order "
+        f"{', '.join(sorted(outputs))}: give a dict of targets"
+    ]
+
+
+def _endings(pairs: Pairs) -> list[tuple[str, Ending]]:
+    """Return for each pair the name of its output, "" if there is one, and what it ends in."""
+    paths, outputs = tf_private.loss_paths(pairs.model), _outputs(pairs.model)
+    found, waiting = [], list(paths)
+    for pair in pairs.found:
+        at = next((i for i, (_, _, loss) in enumerate(waiting) if loss is pair.loss), None)
+        path, name, _ = waiting.pop(at) if at is not None else ((), "", None)
+        output = outputs
+        output, single = outputs, len(paths) < 2
+        for step in path:
+            within = isinstance(output, dict | list | tuple)
+            output = output[step] if within else output if single else None
+        if isinstance(output, keras.KerasTensor):
+            ending = ending_of(output)
+        else:
+            ending = Ending(final_activation(pairs.model) if single and outputs is None else None)
+        found.append(("" if single else name, ending))
+    return found
+
+
+def _check_first_loss(task: Task, batch: Any, doubts: Sequence[str]) -> None:
+    """Refuse what has a loss that is infinite or NaN before anything is learned.
+
+    `doubts` are lines that may say why.
+    """
+    example, draws = batch
+    rows = draws.shape[0]
+    rows = max(-(-rows // task.builder.num_slices), min(rows, _ROWS))
+    some = tf.nest.map_structure(lambda t: t[:rows], (*example, draws))
+
+    def make(call: Callable) -> Callable:
+        def noting(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            value = call(loss, *args, **kwargs)
+            values.append((loss, value))
+            return value
+
+        return noting
+
+    values: list[tuple[Any, Any]] = []
+    losses: list[Any] = []
+
+    def compute(*batch: Any) -> Any:
+        with tf.device(task.builder.devices[0]), TowerScope(), tf_private.losses_replaced(make):
+            total = task.loss(*batch)
+        losses[:] = [loss for loss, _ in values]
+        return total, [value for _, value in values]
+
+    try:
+        total, found = tf.function(compute, autograph=False)(*some)
+        total, found = float(total), [np.asarray(value) for value in found]
+    except Exception:  # it may need all examples; the run itself will tell
+        return
+    if np.isfinite(total):
+        return
+    bad = [loss for loss, value in zip(losses, found, strict=True) if not np.isfinite(value).all()]
+    names = {id(loss): name for _, name, loss in tf_private.loss_paths(task.model)}
+    of_output = next((f" of output {names[id(b)]!r}" for b in bad if id(b) in names), "")
+    parts = {"inputs": example[0], "targets": example[1:2], "sample weights": example[2:]}
+    for what, part in parts.items():
+        leaves = [leaf for leaf in tf.nest.flatten(part) if leaf.dtype.is_floating]
+        if not all(bool(tf.reduce_all(tf.math.is_finite(leaf))) for leaf in leaves):
+            raise InputError(
+                f"--dataset={task.options.dataset}: there are {what} that are infinite or NaN in "
+                f"the first batch, and the loss is {total:g} before the first step: leave these "
+                "examples out, or put numbers in their place"
+            )
+    of_output = of_output if len(names) > 1 else ""
+    if doubts:
+        raise InputError(f"the loss{of_output} is {total:g} before the first step: {doubts[0]}")
+    raise InputError(
+        f"{_named(task)}: the loss{of_output} is {total:g} before the first step: scale inputs and "
+        "targets to about -1..1, and look whether the outputs are what the loss takes (no "
+        "logarithm, root or division of 0 or less)"
+    )
+
+
+def _outputs(model: keras.Model) -> Any:
+    """Return the symbolic outputs, by name where they have one; None of a subclassed model."""
+    return model.output if getattr(model, "outputs", None) else None
+
+
+# Words.
+
+
+def _named(task: Task) -> str:
+    options = task.options
+    return f"--loss={options.loss}" if options.loss else f"--model={options.model}"
+
+
+def _list(names: Any) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _described(structure: Any) -> Any:
+    return tf.nest.map_structure(lambda t: shape_of(tuple(t.shape)), structure)
+
+
+def _reason(error: Exception) -> str:
+    """Return what Keras says, in one line."""
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    text = text.partition(" for '{{node")[0]
+    return " ".join(text.split()).removesuffix(".")[:200] or type(error).__name__

@@ -1,0 +1,210 @@
+"""The model of a run, with its trained weights: `towers.load`.
+
+    model = towers.load("runs/mine")  # a Keras model
+    model = towers.load("runs/mine", averages=True, step=5000)
+
+Only the weights are read. A run may be training meanwhile, on any number of towers.
+"""
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import tf_private
+from towers.data import augment
+from towers.errors import InputError
+from towers.options.flags import Verb, parse
+from towers.options.given import PREFIX
+from towers.options.run import Options
+from towers.text import first_line
+from towers.training import by_flags, checkpoint, manifest, model
+from towers.training.best import step_of
+from towers.training.guest import as_a_guest
+from towers.training.masters import by_unique_name, move, variables_of
+from towers.training.run import load_data
+from towers.training.tensorflow_errors import one_line_errors
+
+Warn = Callable[[str], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """What a checkpoint holds of a model's variables, by name; averages are empty without EMA."""
+
+    step: int
+    model: dict[str, np.ndarray]
+    averages: dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """The model of a run as a checkpoint has it.
+
+    `task` is what the manifest says of it, see `manifest.task_of`, and `averaged` tells whether the
+    weights are the moving averages.
+    """
+
+    options: Options
+    task: dict[str, Any]
+    model: keras.Model
+    step: int
+    averaged: bool
+
+    def spec(self) -> tuple:
+        """Return the tensors of one example, a structure of `tf.TensorSpec`."""
+        return tuple(_spec(part) for part in self.task["spec"])
+
+    def inputs(self, x: Any) -> Any:
+        """Return what the model is called with, of a batch of x as the data set stores it."""
+        dtype = self.options.input_dtype
+        if self.task["image_shape"]:
+            return augment.eval_images(x, self.task["augment"], dtype)
+        return tf.nest.map_structure(lambda t: tf.cast(t, dtype) if t.dtype.is_floating else t, x)
+
+
+def load(
+    train_dir: str,
+    *,
+    averages: bool = False,
+    step: int | None = None,
+    model: Callable | None = None,
+) -> keras.Model:
+    """Return the Keras model of a run with its trained weights.
+
+        model = towers.load("runs/mine")
+        model.save("mine.keras")
+
+    Args:
+        train_dir: the folder of the run, which may be training meanwhile.
+        averages: whether the weights are to be their moving averages (`--ema_decay`).
+        step: of the checkpoint; None: the best one where the run keeps that, else the newest.
+        model: the model function, where the run was given one that has no importable name.
+
+    Returns:
+        What the run's model function returns, called as in the run, and compiled as there if the
+        run's flags say how. Its inputs are what that model sees: images as the run's `augment`
+        prepares them, which `towers export` makes a part of the model.
+
+    Raises:
+        InputError: there is no such run or checkpoint, or its model now has other variables.
+    """
+    options = parse([f"--train_dir={train_dir}"], Verb("load", completes=True))
+    with as_a_guest():
+        trained = load_run(options, averages=averages, step=step, function=model)
+    if tf.config.list_logical_devices("GPU"):  # in a run, weights lie where they are gathered
+        for variable in trained.model.variables:
+            if variable.value.dtype.is_floating:
+                move(variable, "/gpu:0")
+    return trained.model
+
+
+def load_run(
+    options: Options,
+    *,
+    averages: bool = False,
+    step: int | None = None,
+    function: Callable | None = None,
+    warn: Warn = warnings.warn,
+) -> Trained:
+    """Build the model of the run in `options.train_dir` and read its weights; see `load`.
+
+    `warn` is told of a checkpoint that cannot be read, where an older one is taken.
+    """
+    weights = read_weights(Path(options.train_dir), step, warn)
+    if averages and not weights.averages:
+        raise InputError(
+            f"--train_dir={options.train_dir} has no moving averages: take its weights, or train "
+            "with --ema_decay"
+        )
+    task = task_of_run(options)
+    network = _build(options, task, function)
+    values = weights.model | (weights.averages if averages else {})
+    variables = by_unique_name((v.path, v) for v in variables_of(network))
+    for name in [*variables, *values]:
+        here, there = variables.get(name), values.get(name)
+        if here is None or there is None or tuple(here.shape) != there.shape:
+            ours, theirs = (list(v.shape) if v is not None else "absent" for v in (here, there))
+            raise InputError(
+                f"--train_dir={options.train_dir}: its checkpoint of step {weights.step} is of "
+                f"another model than {options.model} is now: {name} is {theirs} there and {ours} "
+                "here"
+            )
+    for name, variable in variables.items():
+        variable.assign(values[name])
+    return Trained(options, task, network, weights.step, averages)
+
+
+def read_weights(train_dir: Path, step: int | None = None, warn: Warn = warnings.warn) -> Weights:
+    """Return the weights of a run's checkpoint: of `step`, else of the best or the newest.
+
+    Raises:
+        InputError: there is no such checkpoint, or it cannot be read.
+    """
+    folder = train_dir / "checkpoints"
+    found = dict(checkpoint.find(folder))
+    if not found:
+        raise InputError(
+            f"--train_dir={train_dir}: there is no checkpoint in {folder}; train first, or name "
+            "the folder of a run"
+        )
+    if step is not None and step not in found:
+        raise InputError(
+            f"--train_dir={train_dir} has no checkpoint of step {step}; there are those of "
+            f"{', '.join(map(str, found))}"
+        )
+    best = step_of(train_dir)
+    newest_first = sorted(found, reverse=True)
+    steps = [step] if step is not None else sorted(newest_first, key=lambda step: step != best)
+    for step in steps:
+        try:
+            model_values = checkpoint.read(found[step], "model/")
+            return Weights(step, model_values, checkpoint.read(found[step], "average/"))
+        except Exception as error:  # of many kinds; or a run has deleted it meanwhile
+            warn(f"{found[step]} cannot be read and is passed over: {first_line(error)}")
+    raise InputError(f"--train_dir={train_dir}: none of its checkpoints can be read")
+
+
+def task_of_run(options: Options) -> dict[str, Any]:
+    """Return what the run's manifest says that its model was built for.
+
+    A manifest of before, or none, says nothing of it: then the data set does.
+    """
+    found = manifest.read(Path(options.train_dir)).get("task")
+    if found:
+        return found
+    data = load_data(options)
+    kind = augment.resolve(options.augment, data, compiled=False)
+    return manifest.task_of(data, dataclasses.replace(options, augment=kind))
+
+
+def _build(options: Options, task: dict[str, Any], function: Callable | None) -> keras.Model:
+    with one_line_errors(options), tf_private.named_as_in_a_new_process():
+        network = model.build_for(
+            dataclasses.replace(options, augment=task["augment"]),
+            num_classes=task["num_classes"],
+            x=_spec(task["spec"][0]),
+            image_shape=task["image_shape"],
+            function=function,
+        )
+        given = PREFIX in f"{options.loss}{options.metrics}{options.optimizer}"
+        if (options.loss or options.metrics) and not given:  # else a program knows them, not we
+            by_flags.compile_by_flags(network, options)
+        return network
+
+
+def _spec(found: Any) -> Any:
+    """Return the `tf.TensorSpec`s of what `manifest.task_of` wrote."""
+    if isinstance(found, str):
+        dtype, shape = re.fullmatch(r"(\w+)\[(.*)\]", found).groups()
+        sizes = [None if size == "None" else int(size) for size in shape.split(", ") if size]
+        return tf.TensorSpec(sizes, dtype)
+    if isinstance(found, dict):
+        return {name: _spec(part) for name, part in found.items()}
+    return [_spec(part) for part in found]
