@@ -212,6 +212,23 @@ def test_an_optimizer_of_ones_own_trains_a_classifier(tmp_path):
     assert one["test_loss"] == two["test_loss"]
 
 
+def test_each_number_of_a_metric_is_reported(tmp_path):
+    def build():
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, activation="softmax")])
+        model.compile("sgd", "categorical_crossentropy", metrics=[keras.metrics.F1Score(name="f1")])
+        return model
+
+    labels = np.eye(3)[np.arange(40) % 3]
+    data = (X[:30], labels[:30]), (X[30:], labels[30:])
+    result = run(tmp_path, build, dataset=data, objective="f1_2")
+    model = towers.load(str(tmp_path), model=build)
+    expected = keras.metrics.F1Score()
+    expected.update_state(labels[30:], model(X[30:]))
+    found = [result[f"test_f1_{i}"] for i in range(3)]
+    np.testing.assert_allclose(found, expected.result(), rtol=1e-5)
+    assert (result["objective"], result["direction"]) == ("test_f1_2", "max")
+
+
 @pytest.mark.parametrize("dtype", ["float64", "mixed_bfloat16", "mixed_float16"])
 def test_precisions(tmp_path, dtype):
     result = run(tmp_path, compiled("adam"), dtype=dtype, max_steps=20)

@@ -271,7 +271,11 @@ class Compiled(Task):
 
     def metric_directions(self) -> Mapping[str, str | None]:
         """See `Task`."""
-        found = {name: tf_private.better(self.model, name) for name in self._figures}
+        found = {
+            name: tf_private.better(self.model, name)
+            or tf_private.better(self.model, name.rstrip("0123456789").rstrip("_"))  # of a vector
+            for name in self._figures
+        }
         return found | ({"accuracy": "max"} if "accuracy" in found else {})
 
     # Evaluation.
@@ -398,9 +402,13 @@ def _in_words(loss: Any) -> str:
 
 
 def scalars(logs: Any) -> dict[str, Any]:
-    """Return what of Keras' logs is a number."""
+    """Return what of Keras' logs is a number, and each number of a vector, as of every class."""
     flat = {"loss": logs} if not isinstance(logs, Mapping) else dict(_leaves(logs))
-    return {name: value for name, value in flat.items() if not value.shape.rank}
+    found = {name: value for name, value in flat.items() if not value.shape.rank}
+    for name, value in flat.items():
+        if value.shape.rank == 1 and value.shape[0] is not None:
+            found |= {f"{name}_{i}": value[i] for i in range(value.shape[0])}
+    return found
 
 
 def _leaves(logs: Mapping, before: str = "") -> Iterator[tuple[str, tf.Tensor]]:
