@@ -65,6 +65,9 @@ def call(argv):
 VERBS = "train|evaluate|verify|benchmark|plan|doctor|sweep|compare|tensorboard|predict|export|init"
 MESSAGES = {
     "tran": f"there is no verb 'tran': towers {VERBS} --flag=value ...",
+    "resume": "there is no verb 'resume': towers train --train_dir=RUN goes on with a run",
+    "fine-tune": "there is no verb 'fine-tune': towers train --init_from=RUN begins with the "
+    "weights of a run",
     "--num_towers=2 train": f"there is no verb '--num_towers=2': towers {VERBS} --flag=value ...",
     "train --learnin_rate=2": "there is no flag --learnin_rate; did you mean --learning_rate?",
     "train --num_gpu=2": "there is no flag --num_gpu; did you mean --num_gpus?",

@@ -91,6 +91,16 @@ _VERBS = (
 )  # fmt: skip
 _NAME_FUNCTIONS = ("model", "dataset", "loss", "metrics", "optimizer")
 VERBS = {verb.name: verb for verb in _VERBS}
+_ELSEWHERE = {  # verbs as other programs name them
+    "fit": "train",
+    "resume": "train --train_dir=RUN goes on with a run",
+    "continue": "train --train_dir=RUN goes on with a run",
+    "finetune": "train --init_from=RUN begins with the weights of a run",
+    "test": "evaluate",
+    "eval": "evaluate",
+    "infer": "predict",
+    "save": "export",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,9 +143,9 @@ def _main(argv: Sequence[str]) -> int:
     name, rest, named = argv[0], argv[1:], {}
     try:
         if name not in VERBS:
-            raise InputError(
-                f"there is no verb {name!r}: towers {'|'.join(VERBS)} --flag=value ..."
-            )
+            hint = _ELSEWHERE.get(name.lower().replace("-", ""))
+            usage = hint or f"{'|'.join(VERBS)} --flag=value ..."
+            raise InputError(f"there is no verb {name!r}: towers {usage}")
         if {"--help", "-h", "-help"} & set(rest):
             print(flags.verb_help(VERBS[name]), end="")
             return 0

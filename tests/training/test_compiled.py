@@ -248,6 +248,7 @@ def test_the_objective_is_a_metric_and_its_direction_is_known(tmp_path):
 
     assert objective(["mae"]) == ("mae", "min")
     assert objective(["r2_score"]) == ("r2_score", "max")
+    assert objective(["MAE"], objective="val_mae") == ("MAE", "min")
     assert objective([own]) == ("loss", "min")
     assert objective([own], objective="max:own") == ("own", "max")
     with pytest.raises(InputError, match="min:own"):

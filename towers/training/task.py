@@ -144,6 +144,7 @@ class Task(abc.ABC):
             return name, known[name] or "min"
         given, _, name = self.options.objective.rpartition(":")
         name = name.removeprefix("val_").removeprefix("validation_").removeprefix("test_")
+        name = {n.lower(): n for n in known}.get(name.lower(), name)  # Keras calls one AUC, or auc
         if given not in ("", *_BETTER) or name.removesuffix("_ema") not in known:
             raise InputError(
                 f"--objective={self.options.objective}: allowed are {', '.join(known)}, with max: "
