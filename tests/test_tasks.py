@@ -112,10 +112,12 @@ def test_what_is_loaded_computes_what_the_run_computed(trained):
     assert model.compiled
     data = towers.data.load(f"tests.tasks:{name}_data")
     example, _ = next(iter(data.test.eval_batches(data.test.size)))
-    found = model.evaluate(tf.data.Dataset.from_tensors(example), verbose=0, return_dict=True)
+    batches = tf.data.Dataset.from_tensors(example).unbatch().batch(8)
+    found = model.evaluate(batches, verbose=0, return_dict=True)
     result = json.loads((train_dir / "result.json").read_text())
     for figure, value in found.items():
-        assert value == pytest.approx(result[f"test_{figure}"], rel=1e-4), figure
+        if not figure.endswith("_loss"):  # of an output: Keras weighs the last batch as the others
+            assert value == pytest.approx(result[f"test_{figure}"], rel=1e-4), figure
 
 
 def test_verify_proves_it_on_2_and_3_towers(trained, capsys):

@@ -533,6 +533,17 @@ def test_outputs_are_those_that_metrics_are_computed_of():
     tf.nest.map_structure(np.testing.assert_array_equal, outputs, model(x))
 
 
+def test_draws_without_a_seed_go_by_one_state():
+    keras.utils.set_random_seed(3)
+    first = keras.random.uniform((2,))
+    state = tf_private.state_of_unseeded_draws()
+    before = tf.identity(state)
+    second = keras.random.uniform((2,))
+    state.assign(before)
+    np.testing.assert_array_equal(keras.random.uniform((2,)), second)
+    assert not np.array_equal(first, second)
+
+
 # Files of weights.
 
 

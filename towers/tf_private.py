@@ -22,6 +22,7 @@ from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.dtype_policies import DTypePolicyMap
 from keras.src.layers.core import input_layer
 from keras.src.layers.preprocessing.data_layer import DataLayer
+from keras.src.random.seed_generator import global_seed_generator
 from keras.src.saving import saving_lib
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 from keras.src.trainers.data_adapters import get_data_adapter
@@ -466,6 +467,14 @@ def draws_replaced(draw: Callable) -> Block:
     """Let the thread call `draw(name, ...)` in place of the ops in DRAWS."""
     makes = {name: lambda _, name=name: functools.partial(draw, name) for name in DRAWS}
     return _replaced(*((draw_ops, name, make) for name, make in makes.items()))
+
+
+def state_of_unseeded_draws() -> tf.Variable:
+    """Return the state of Keras' one generator for draws that are given no seed.
+
+    Public: set_random_seed, which begins it anew.
+    """
+    return global_seed_generator().state.value
 
 
 def draw_op(name: str) -> Callable:

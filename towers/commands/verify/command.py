@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers import data, devices
+from towers import data, devices, tf_private
 from towers.commands.verify.causes import likely_causes
 from towers.commands.verify.differences import (
     NUDGE_PART,
@@ -172,11 +172,13 @@ def _in_float64(
     """Return the lane of one device, which has tried a step; None if it cannot make one."""
     try:
         lane = _plain(exact, names, dataset, scaled)
-        before = lane.variables()
+        before, unseeded = lane.variables(), tf_private.state_of_unseeded_draws()
+        drawn = tf.identity(unseeded)
         batch = next(iter(dataset.train.train_batches(exact.batch_size, seed=exact.seed)))
         notes = fitting.check(lane.run.task, batch)
         lane.make_step(batch)
         lane.take(before)
+        unseeded.assign(drawn)
     except InputError:
         raise
     except Exception as error:  # of any kind: the model's own code may say it
