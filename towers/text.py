@@ -14,7 +14,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60
     """
     cells = [[cut(_text(cell), widest) for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    right = [all(_is_number(c) for c in column) for column in zip(*rows, strict=True)]
+    right = [all(_is_right(c) for c in column) for column in zip(*rows, strict=True)]
     right = right if rows else [False] * len(widths)
     lines = []
     for row in cells:
@@ -58,9 +58,14 @@ def _text(cell: Any) -> str:
     return "-" if cell is None else str(cell)
 
 
-def _is_number(cell: Any) -> bool:
+def _is_right(cell: Any) -> bool:
+    return cell in (None, "-") or is_number(cell)
+
+
+def is_number(cell: Any) -> bool:
+    """Tell whether a value, or what a text says, is a number, infinities and NaN included."""
     try:
-        float("0" if cell in (None, "-") else cell)
+        float(cell)
     except (TypeError, ValueError):
         return False
     return True

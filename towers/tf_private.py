@@ -422,6 +422,7 @@ def begin_pass_again(iterator: tf.data.Iterator, state: bytes) -> None:
 
 def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:
     """Let an optimizer make each slot on its weight's device. Public: a device for its slots."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
 
     def make(add: Callable) -> Callable:
         def beside(reference_variable: keras.Variable, *args: object, **kwargs: object) -> object:
@@ -438,6 +439,7 @@ def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
 
     Keras takes all gradients through one op of one device. Public: an `apply` for one variable.
     """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
 
     def make(update: Callable) -> Callable:  # which Keras hands each variable
         def update_there(variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 from towers.data import halves
 from towers.data.pipeline import Data
 from towers.errors import InputError
+from towers.text import is_number
 
 _MAX_CLASSES = 1000
 _SHOWN = 5  # names of columns in a line
@@ -66,7 +67,7 @@ def _targets(
     if len(names) > 1:
         return [np.stack([t.numbers(name) for name in names], axis=1) for t in tables], ()
     cells = [table.column(names[0]) for table in tables]
-    if not _is_number(cells[0][0]):
+    if not is_number(cells[0][0]):
         class_names = sorted(set(cells[0]))
         if len(class_names) > _MAX_CLASSES:
             raise InputError(
@@ -128,7 +129,7 @@ class _Table:
         expected = "the first line names the columns, with commas between them"
         if not self.names or "" in self.names:
             raise InputError(f"{self.path}: a column has no name; {expected}")
-        if all(map(_is_number, self.names)):
+        if all(map(is_number, self.names)):
             raise InputError(
                 f"{self.path}: the first line is numbers, {_some(self.names)}; {expected}"
             )
@@ -156,7 +157,7 @@ class _Table:
         try:
             found = np.array(cells).astype(np.float64)
         except ValueError:
-            found = np.array([float(cell) if _is_number(cell) else np.nan for cell in cells])
+            found = np.array([float(cell) if is_number(cell) else np.nan for cell in cells])
         wrong = np.flatnonzero(~np.isfinite(found))
         if not wrong.size:
             return found
@@ -167,14 +168,6 @@ class _Table:
                 f"write numbers in it, or {_OWN_CODE}"
             )
         raise InputError(f"{place}: {cells[wrong[0]]!r} is no finite number; mend it")
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
 
 
 def _some(names: Sequence[str]) -> str:

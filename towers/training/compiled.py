@@ -6,6 +6,7 @@ use, over the global batch.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -84,8 +85,7 @@ class Compiled(Task):
             stack.enter_context(fitting.explained(self, self.pairs, batches))
             stack.enter_context(floatx_of(options.dtype))
             for optimizer in optimizers_of(model):
-                inner = getattr(optimizer, "inner_optimizer", optimizer)
-                stack.enter_context(tf_private.slots_beside_weights(inner))
+                stack.enter_context(tf_private.slots_beside_weights(optimizer))
             compiled = tf.function(step, autograph=False)
             traced = compiled.get_concrete_function(*batches.element_spec)
         self.unsaved = self._changed_elsewhere(traced.graph)
@@ -183,7 +183,7 @@ class Compiled(Task):
                 "learning_rate": rate,
                 "gradient_norm": seen.get("data_gradient_norm", tf.zeros([])),
                 **{f"batch/{name}": value for name, value in logs.items() if name != "loss"},
-                **(self._measured(seen, loss) if measured is not None else {}),
+                **(self._measured(seen) if measured is not None else {}),
             }, [None] * len(model.trainable_variables)
 
         return train_step
@@ -196,13 +196,12 @@ class Compiled(Task):
             optimizer.finalize_variable_values(self.model.trainable_variables)
         return averages
 
-    def _measured(self, seen: dict[str, tf.Tensor], loss: tf.Tensor) -> dict[str, tf.Tensor]:
+    def _measured(self, seen: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Return what telemetry shows; a tower has no loss of its own, that is made of all."""
         num_towers = len(self.builder.devices)
-        of_towers = tf.zeros([num_towers])
         shapes = tower_stats.measured_shapes(num_towers) | tower_stats.timed_shapes(num_towers)
         found = {name: tf.zeros(shape) for name, shape in shapes.items()} | seen
-        seconds = found.pop("tower_step_seconds", of_towers)
+        seconds = found.pop("tower_step_seconds", tf.zeros([num_towers]))
         unknown = tf.fill([num_towers], tf.constant(np.nan, tf.float32))
         return found | {
             "tower_loss": unknown,
@@ -283,8 +282,6 @@ class Compiled(Task):
     def make_evaluator(self, split: Split) -> Callable[[Stop], Evaluation | None]:
         """See `Task`; the moving average is evaluated in a second pass over the data."""
         batches = split.eval_batches(self.options.batch_size)
-        # Keras weighs the loss of an output by a batch's static size: traced anew for the last one.
-        test_step = tf.function(self._test_step, autograph=False)
 
         def evaluate(stop: Stop, averaged: bool) -> tuple[dict[str, float], Answers] | None:
             self.model.reset_metrics()
@@ -294,7 +291,7 @@ class Compiled(Task):
                     return None
                 number = int(tf.reduce_sum(counted))
                 example = _first(example, number)
-                logs, said = test_step(example)
+                logs, said = self._traced_test_step(example)
                 if said:
                     images = example[0] if self.data.image_shape else None
                     true = example[1].numpy().reshape(-1)
@@ -319,7 +316,7 @@ class Compiled(Task):
 
         def evaluate(ending: str) -> None:
             self.model.reset_metrics()
-            logs, _ = tf.function(self._test_step, autograph=False)(real)
+            logs, _ = self._traced_test_step(real)
             found.update({f"{name}{ending}": value.numpy() for name, value in logs.items()})
 
         evaluate("")
@@ -327,6 +324,14 @@ class Compiled(Task):
             with self.masters.averages_as_weights():
                 evaluate("_ema")
         return found
+
+    @functools.cached_property
+    def _traced_test_step(self) -> Callable:
+        """See `_test_step`; compiled once for all splits, and once more for a last batch.
+
+        Keras weighs the loss of an output by a batch's size where it is known to the trace.
+        """
+        return tf.function(self._test_step, autograph=False)
 
     def _test_step(self, example: Any) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
         """Return the logs of a batch; and what the model says of classes, if it does."""

@@ -226,7 +226,6 @@ def _endings(pairs: Pairs) -> list[tuple[str, Ending]]:
     for pair in pairs.found:
         at = next((i for i, (_, _, loss) in enumerate(waiting) if loss is pair.loss), None)
         path, name, _ = waiting.pop(at) if at is not None else ((), "", None)
-        output = outputs
         output, single = outputs, len(paths) < 2
         for step in path:
             within = isinstance(output, dict | list | tuple)

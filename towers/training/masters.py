@@ -64,8 +64,8 @@ class Masters:
             *copies,
         ]
         for replica in self.replicas if optimizers else ():
-            inner = getattr(replica.optimizer, "inner_optimizer", replica.optimizer)
-            with tf.device(replica.device), tf_private.slots_beside_weights(inner):
+            beside = tf_private.slots_beside_weights(replica.optimizer)
+            with tf.device(replica.device), beside:
                 if not replica.optimizer.built:
                     replica.optimizer.build(list(replica.weights))
         with tf.device(device):
@@ -84,14 +84,10 @@ class Masters:
     @contextlib.contextmanager
     def averages_as_weights(self) -> Iterator[None]:
         """Let the variables have the values of their averages in the block."""
-        before = [variable.numpy() for variable, _ in self.averages]
-        try:
+        with kept([variable for variable, _ in self.averages]):
             for variable, average in self.averages:
                 variable.assign(average)
             yield
-        finally:
-            for (variable, _), value in zip(self.averages, before, strict=True):
-                variable.assign(value)
 
     def statistics(self) -> list[tuple[keras.Variable, tf.Tensor]]:
         """Return (variable, its value now) of what towers assign, such as BatchNorm statistics."""
@@ -132,6 +128,17 @@ def by_unique_name(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
             unique = f"{name}~{count}"
         result[unique] = value
     return result
+
+
+@contextlib.contextmanager
+def kept(variables: Iterable[Any]) -> Iterator[None]:
+    """Let variables have after the block the values that they had before."""
+    before = [(variable, variable.numpy()) for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            variable.assign(value)
 
 
 def variables_of(model: keras.Model) -> list[keras.Variable]:

@@ -268,7 +268,6 @@ class _Steps:
         if not self.sharded or optimizer is None:
             yield
             return
-        optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         apart = tf_private.each_update_apart(optimizer)
         with tf_private.slots_beside_weights(optimizer), apart:
             yield

@@ -179,33 +179,26 @@ def assemble(
 
 def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
     """Return the model, compiled if its function or flags say so, and how images come to it."""
-
-    def build(kind: str) -> keras.Model:
-        return model.build_for(
-            dataclasses.replace(options, augment=kind),
-            num_classes=dataset.num_classes,
-            x=dataset.spec[0],
-            image_shape=dataset.image_shape,
-            exact=exact,
-        )
-
+    # "auto" may be another kind for a compiled model; images have the same shape in both.
     kind = augment.resolve(options.augment, dataset, compiled=False)
-    network = build(kind)
-    of_compiled = augment.resolve(options.augment, dataset, compiled=True)
-    if network.compiled and of_compiled != kind:
-        kind = of_compiled
-        with tf_private.named_as_in_a_new_process():
-            network = build(kind)
-    options = dataclasses.replace(options, augment=kind)
+    network = model.build_for(
+        dataclasses.replace(options, augment=kind),
+        num_classes=dataset.num_classes,
+        x=dataset.spec[0],
+        image_shape=dataset.image_shape,
+        exact=exact,
+    )
     if network.compiled:
         by_flags.check_flags(options)
+        kind = augment.resolve(options.augment, dataset, compiled=True)
     elif options.loss or options.metrics:
         with model.floatx_of(options.dtype):  # the loss and the metrics compute in it
             by_flags.compile_by_flags(network, options)
     else:
-        x = model.prepared(options, dataset.spec[0], dataset.image_shape)
+        own = dataclasses.replace(options, augment=kind)
+        x = model.prepared(own, dataset.spec[0], dataset.image_shape)
         model.check_classifier(network, options.model, dataset.num_classes, x)
-    return network, options
+    return network, dataclasses.replace(options, augment=kind)
 
 
 def _check_validation(options: Options, dataset: Data) -> None:

@@ -27,7 +27,7 @@ from towers.training.evaluation import Evaluation
 from towers.training.masters import VARIABLES, Masters
 
 Stop = Callable[[], bool]
-_BETTER = {"max": max, "min": min}
+_DIRECTIONS = ("max", "min")
 
 
 class Task(abc.ABC):
@@ -145,7 +145,7 @@ class Task(abc.ABC):
         given, _, name = self.options.objective.rpartition(":")
         name = name.removeprefix("val_").removeprefix("validation_").removeprefix("test_")
         name = {n.lower(): n for n in known}.get(name.lower(), name)  # Keras calls one AUC, or auc
-        if given not in ("", *_BETTER) or name.removesuffix("_ema") not in known:
+        if given not in ("", *_DIRECTIONS) or name.removesuffix("_ema") not in known:
             raise InputError(
                 f"--objective={self.options.objective}: allowed are {', '.join(known)}, with max: "
                 "or min: before it if need be"

@@ -28,6 +28,7 @@ from towers.training import manifest
 from towers.training.best import Best
 from towers.training.evaluation import Evaluation
 from towers.training.guest import as_a_guest
+from towers.training.masters import kept
 from towers.training.run import Run
 from towers.training.start import Start, begin, build, restore
 from towers.training.stop import StopRequest
@@ -219,14 +220,9 @@ def best_weights(begun: Start, step: int) -> Iterator[bool]:
     if begun.checkpoints.best in (None, step):
         yield False
         return
-    variables = begun.run.masters.variables().values()
-    before = [variable.numpy() for variable in variables]
-    try:
+    with kept(begun.run.masters.variables().values()):
         begun.checkpoints.restore(wanted=begun.checkpoints.best)
         yield True
-    finally:
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
 
 
 def save_finite(begun: Start, values: Mapping[str, tf.Tensor], step: int) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.errors import InputError
+from towers.text import is_number
 from towers.training.loading import Trained
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
@@ -209,7 +210,7 @@ def _csv(path: str, trained: Trained) -> Part:
     names = [name.strip() for name in header]
     targets = getattr(trained.options, "target", "").split(",")
     kept = [i for i, name in enumerate(names) if not name or name not in targets]
-    if not lines or all(map(_is_number, header)):
+    if not lines or all(map(is_number, header)):
         raise InputError(f"{path}: a line of names is needed, and then one for each example")
     if tf.nest.is_nested(spec):
         missing = [place for place in _places(spec) if place not in names]
@@ -241,20 +242,12 @@ def _column(
     found = np.empty(len(lines), np.float32)
     for row, line in enumerate(lines):
         cell = line[column] if len(line) == len(names) else None
-        if cell is None or not _is_number(cell):
+        if cell is None or not is_number(cell):
             what = f"{len(line)} cells" if cell is None else f"{cell!r} in column {names[column]}"
             wanted = f"{len(names)} are" if cell is None else "a number is"
             raise InputError(f"{path}: example {row + 1} has {what}; {wanted} needed")
         found[row] = float(cell)
     return found
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
 
 
 # What a model takes.
