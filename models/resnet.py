@@ -144,7 +144,7 @@ class Shortcut(keras.layers.Layer):
 
     def call(self, inputs: keras.KerasTensor) -> keras.KerasTensor:
         """Map `[B, H, W, C]` to `[B, H / stride, W / stride, num_channels]`, rounded up."""
-        # The mean of one pixel: a strided slice takes ten times as long, forward and backward.
+        # The mean of one pixel: on CPUs a strided slice takes ten times as long, there and back.
         pixels = keras.ops.average_pool(inputs, pool_size=1, strides=self.stride)
         num_missing = self.num_channels - inputs.shape[-1]
         return keras.ops.pad(pixels, [(0, 0), (0, 0), (0, 0), (0, num_missing)])

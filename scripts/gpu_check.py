@@ -1,18 +1,20 @@
-"""What only a GPU can show of towers: memory options, placement, copies, training, profiles.
+"""What only a GPU can show of towers: training, speed, copies, collectives, memory options.
 
     python scripts/gpu_check.py
 
-Each check runs in a process of its own, since memory options are per process. A single GPU is split
-into two logical ones where a check needs two. Exit code: 0 all passed, 1 a check failed, 3 no GPU
-here. With --kind=cpu logical CPUs take the part of GPUs in the checks that know no memory.
+Each check runs in a process of its own, since memory options are per process; the most telling come
+first, and what does not fit into --minutes is left out. A single GPU is split into two logical ones
+where a check needs two. What was found stands in gpu_check.json, too: seconds of a step in each
+setting, copies in a step, counted and foretold. Exit code: 0 none failed, 1 a check failed, 3 there
+is no GPU. With --kind=cpu logical CPUs take the part of GPUs in the checks that know no memory.
 """
 
 import argparse
-import functools
+import dataclasses
 import json
+import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,363 +26,141 @@ sys.path.insert(0, str(ROOT))
 from towers.cli import quiet_start  # noqa: E402
 
 with quiet_start(level=3):
-    import keras
     import tensorflow as tf
 
-import towers  # noqa: E402
-from towers import devices, tf_private  # noqa: E402
-from towers.builder.collectives import all_sum  # noqa: E402
-from towers.devices import gpus, memory, nvml  # noqa: E402
-from towers.devices.nvml import MIB  # noqa: E402
-from towers.errors import RunError  # noqa: E402
-from towers.graphs import profile_summary  # noqa: E402
-from towers.graphs.placement import read_placement  # noqa: E402
-from towers.monitoring.profiler import Profiler  # noqa: E402
-from towers.options.run import Options  # noqa: E402
-from towers.training.run import prepare  # noqa: E402
+from scripts import gpu_steps  # noqa: E402
+from scripts.gpu_checks import FIND, MEMORY_CHECKS, TOWER_CHECKS, find  # noqa: E402
+from scripts.gpu_steps import Setting, Skipped  # noqa: E402
+from towers.builder import kinds  # noqa: E402
+from towers.devices import nvml  # noqa: E402
 
-EXIT_FAILED, EXIT_NO_GPU = 1, 3
-TIMEOUT_SECONDS = 600
+EXIT_FAILED, EXIT_NO_GPU, EXIT_SKIPPED = 1, 3, 4
+TIMEOUT_SECONDS = 180  # of one check
+LEAST_SECONDS = 15  # which a check takes, TensorFlow's start included
+OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
+OUT_OF_TIME = "out of time"
 
 
-def expect(condition: bool, found: str) -> None:
-    """End a check that failed, with what it found."""
-    if not condition:
-        raise RunError(found)
+def names_of_checks(kind: str, num_gpus: int) -> list[str]:
+    """Return what can be checked on so many devices of a kind, in order; settings as JSON."""
+    steps = [json.dumps(dataclasses.asdict(setting)) for setting in gpu_steps.settings(num_gpus)]
+    first, *others = TOWER_CHECKS
+    telling = len(gpu_steps.MODELS)  # the default of each model
+    memory_checks = MEMORY_CHECKS if kind == "gpu" else ()
+    return [first, *steps[:telling], *others, *memory_checks, *steps[telling:]]
 
 
-def two_devices(kind: str) -> list[str]:
-    """Return two devices, halves of one GPU if there is no second; nothing may have started."""
-    if kind == "cpu":
-        return devices.tower_devices(2, "cpu")
-    physical = tf.config.list_physical_devices("GPU")
-    if len(physical) == 1:
-        [gpu] = devices.describe()
-        half = tf.config.LogicalDeviceConfiguration(
-            memory_limit=min((gpu.free_bytes or 8192 * MIB) // MIB // 3, 8192)
-        )
-        tf.config.set_logical_device_configuration(physical[0], [half, half])
-    return devices.tower_devices(2)
+def check(name: str, kind: str) -> Any:
+    """Make a check in this process, and return what it found."""
+    if name.startswith("{"):
+        return gpu_steps.measure(Setting(**json.loads(name)), kind)
+    alone = {FIND: find, **MEMORY_CHECKS}.get(name)
+    return alone() if alone else TOWER_CHECKS[name](kind)
 
 
-def find() -> list[str]:
-    """Return a line for each GPU; an error if the driver has some and TensorFlow sees none."""
-    devices.configure()
-    if devices.tower_devices() == ["/cpu:0"]:
-        return []
-    return [str(gpu) for gpu in devices.describe()]
-
-
-# ---------------------------------------------------------------------------- GPUs only
-
-
-def fraction() -> str:
-    """A fraction is of the GPU's total memory, and what TensorFlow may take."""
-    devices.configure(per_process_gpu_memory_fraction=0.25)
-    [line, *_] = devices.read_back()
-    total = devices.describe()[0].total_bytes // MIB
-    limit = tf_private.device_memory_bytes()["/gpu:0"] // MIB
-    expect(limit == total // 4, f"{limit} MiB of {total} MiB")
-    return f"{line.split(maxsplit=1)[1]}, of {total} MiB"
-
-
-def limit() -> str:
-    """A limit is read back, and holds."""
-    devices.configure(gpu_memory_limit_mib=512)
-    [line, *_] = devices.read_back()
-    try:
-        with tf.device("/gpu:0"):
-            tf.zeros([256 * MIB]).numpy()  # 1 GiB
-    except tf.errors.ResourceExhaustedError:
-        return f"{line.split(maxsplit=1)[1]}; 1 GiB is refused"
-    raise RunError("1 GiB was given in spite of a limit of 512 MiB")
-
-
-def growth() -> str:
-    """With growth, a small tensor takes little of the GPU."""
-    free_before = devices.describe()[0].free_bytes
-    devices.configure(allow_growth=True)
-    [line, *_] = devices.read_back()
-    with tf.device("/gpu:0"):
-        tf.zeros([MIB]).numpy()
-    [gpu, *_] = devices.describe()
-    taken = (free_before - gpu.free_bytes) // MIB
-    expect(taken < gpu.total_bytes // MIB / 4, f"4 MiB in use, {taken} MiB taken")
-    return f"{line.split(maxsplit=1)[1]}; 4 MiB in use, {taken} MiB taken"
-
-
-def visible() -> str:
-    """The largest GPU, by the driver's number, is the only one that is seen."""
-    everything = gpus.visible_gpus(nvml.gpus())
-    largest = max(everything, key=lambda gpu: (gpu.total_bytes or 0, gpu.index)).index
-    devices.configure(visible_gpus=str(largest))
-    seen = [gpu.driver_index for gpu in devices.describe()]
-    expect(seen == [largest], f"--visible_gpus={largest}, and TensorFlow sees {seen}")
-    devices.read_back()
-    started = [name for name in tf_private.device_memory_bytes() if name.startswith("/gpu")]
-    expect(started == ["/gpu:0"], f"--visible_gpus={largest}, and {started} have started")
-    return f"GPU {largest} of {len(everything)}"
-
-
-def session() -> str:
-    """A session takes the fraction of its `ConfigProto`."""
-    total = devices.describe()[0].total_bytes // MIB
-    config = devices.config_proto(per_process_gpu_memory_fraction=0.25, allow_soft_placement=False)
-    with tf.Graph().as_default(), tf.device("/gpu:0"):
-        product = tf.matmul(tf.ones([64, 64]), tf.ones([64, 64]))
-        with tf.compat.v1.Session(config=config) as running:
-            expect(bool((running.run(product) == 64).all()), "a wrong product")
-            limits = {d.name[-5:]: d.memory_limit_bytes // MIB for d in running.list_devices()}
-    share = limits["GPU:0"] / total
-    expect(0.2 < share < 0.26, f"{limits['GPU:0']} of {total} MiB")  # CUDA's total is a bit less
-    return f"{limits['GPU:0']} MiB of {total} MiB"
-
-
-def health() -> str:
-    """The driver tells all that TensorBoard is to show of each GPU."""
-    seen = [gpu.index for gpu in gpus.visible_gpus(nvml.gpus())]
-    with nvml.opened():
-        found = {index: nvml.sample(index) for index in seen}
-    told = {index: len(values) for index, values in found.items()}
-    expect(set(told.values()) == {7}, f"of 7 values, GPUs tell {told}: {found}")
-    first = next(iter(found.values()))
-    return ", ".join(f"{name} {value:g}" for name, value in first.items())
-
-
-# ---------------------------------------------------------------------------- Towers
-
-
-def placement(kind: str) -> str:
-    """Each tower's ops run on its own device."""
-    names = two_devices(kind)
-    builder = towers.TowerBuilder(names)
-    product = tf.function(lambda a: builder.sum(lambda: tf.matmul(a, a)))
-    ran = read_placement(product, tf.random.stateless_normal([64, 64], [0, 0]))
-    where = sorted(op.device for op in ran.ops if op.type.endswith("MatMul"))
-    expect(where == sorted(names), f"MatMul ran on {', '.join(where)}")
-    strays = [f"{op.name} on {op.device}" for op in ran.misplaced(names)]
-    expect(not strays, ", ".join(strays))
-    return f"MatMul on {' and '.join(where)}"
-
-
-def gradients(kind: str) -> str:
-    """Two towers compute what one device computes."""
-    names = two_devices(kind)
-    weights = tf.Variable(tf.random.stateless_normal([32, 8], [0, 0], dtype=tf.float64))
-    batch = tf.random.stateless_normal([15, 32], [0, 1], dtype=tf.float64)
-
-    def loss(x: tf.Tensor) -> tf.Tensor:
-        return tf.reduce_sum(tf.tanh(x @ weights) ** 2, axis=1)
-
-    _, [two] = towers.TowerBuilder(names).gradients(loss, [weights], batch)
-    _, [one] = towers.TowerBuilder(names[:1]).gradients(loss, [weights], batch)
-    difference = float(tf.reduce_max(abs(two - one)) / tf.reduce_max(abs(one)))
-    expect(difference < 1e-12, f"largest relative difference {difference:.1e}")
-    return f"largest relative difference {difference:.1e}"
-
-
-def collectives(kind: str) -> str:
-    """A collective sum over two devices is exact."""
-    names = two_devices(kind)
-
-    @tf.function
-    def sums(x: tf.Tensor) -> list[tf.Tensor]:
-        values = []
-        for tower, name in enumerate(names):
-            with tf.device(name):
-                values.append([x * (tower + 1.0)])
-        return [total for (total,) in all_sum(values, names)]
-
-    x = tf.random.stateless_uniform([1000], [0, 0], maxval=1000, dtype=tf.int32)
-    x = tf.cast(x, tf.float32)  # whole numbers: any order of adding gives the same
-    found = zip(names, sums(x), strict=True)
-    wrong = [name for name, result in found if not (result == 3 * x).numpy().all()]
-    expect(not wrong, f"a wrong sum on {', '.join(wrong)}")
-    return f"exact on {' and '.join(names)}"
-
-
-def copies(kind: str) -> str:
-    """What is copied between any two devices arrives bit for bit."""
-    names = two_devices(kind)
-    names = ["/cpu:0", *(devices.tower_devices() if kind == "gpu" else names[1:])]
-    bits = tf.random.stateless_uniform([MIB], [0, 0], None, None, dtype=tf.int32)
-    values = tf.bitcast(bits & 0x7FFFFF | 0x3F800000, tf.float32)  # from 1 to 2: all bits count
-    wrong = []
-    pairs = [(source, target) for source in names for target in names if source != target]
-    for source, target in pairs:
-        with tf.device(source):
-            there = tf.identity(values) * 1.0  # computed on the source
-        with tf.device(target):
-            back = tf.identity(there) * 1.0
-        expect(target[1:].upper() in back.device, f"{source} -> {target} ran on {back.device}")
-        if not (back.numpy() == values.numpy()).all():
-            wrong.append(f"{source} -> {target}")
-    expect(not wrong, f"other bits arrive: {', '.join(wrong)}")
-    return f"{len(pairs)} ways between {len(names)} devices"
-
-
-def training(kind: str, **options: object) -> str:
-    """A short run of two towers, with the tutorial's network."""
-    from towers.training.train import train
-
-    two_devices(kind)
-    with tempfile.TemporaryDirectory() as folder:
-        given = {"max_steps": 50, "batch_size": 64, "num_towers": 2, "json": True}
-        given |= {"train_dir": f"{folder}/run", "devices": "cpu" if kind == "cpu" else ""}
-        result = train(Options(**given | options))
-    return f"{result['examples_per_second']:.0f} examples/s, loss {result['train_loss']:.3f}"
-
-
-def strict_training(kind: str, **options: object) -> str:
-    """The same, where an op that leaves its tower's device is an error."""
-    return training(kind, allow_soft_placement=False, placement="strict", **options)
-
-
-def batch_norm(kind: str) -> str:
-    """The fused kernels of two towers compute what Keras' formula does on the CPU."""
-    names = two_devices(kind)
-    layer = keras.layers.BatchNormalization()
-    with tf.device("/cpu:0"):
-        x = tf.random.stateless_normal([16, 8, 8, 4], [0, 0], 3.0, 2.0)
-        layer.build(x.shape)
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss = tf.reduce_sum(layer(x, training=True) ** 3)
-        expected = tape.gradient(loss, [layer.gamma.value, layer.beta.value])
-    builder = towers.TowerBuilder(names, batch_norm="sync")
-
-    @tf.function
-    def step(x: tf.Tensor) -> list[tf.Tensor]:
-        loss_fn = lambda x: tf.reduce_sum(layer(x, training=True) ** 3, [1, 2, 3])  # noqa: E731
-        return builder.gradients(loss_fn, [layer.gamma, layer.beta], x)[1]
-
-    pairs = zip(step(x), expected, strict=True)
-    off = max(float(tf.reduce_max(abs(g * 16 - e)) / tf.reduce_max(abs(e))) for g, e in pairs)
-    expect(off < 1e-4, f"largest relative difference {off:.1e}")
-    return f"largest relative difference {off:.1e}"
-
-
-def profile(kind: str) -> str:
-    """A profile names the ops that each device ran."""
-    names = two_devices(kind)
-    builder = towers.TowerBuilder(names)
-    product = tf.function(lambda a: builder.sum(lambda: tf.matmul(a, a)))
-    a = tf.random.stateless_normal([512, 512], [0, 0])
-    where = read_placement(product, a)
-    said: list[str] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder, options = Path(name), {"last_step": 3, "placement": where, "say": said.append}
-        with Profiler(folder, (0, 3), **options) as profiler:
-            profiler.begin(0)
-            for _ in range(3):
-                product(a)
-            profiler.end(3)
-        traces = list(folder.glob("train/plugins/profile/*/*.xplane.pb"))
-        expect(len(traces) == 1, said[-1])
-        times = profile_summary.op_times(profile_summary.read_trace(traces[0]), where)
-    rows = {row.device: row for row in times if "MatMul" in row.type}
-    complaints = [line.strip() for line in said if "warning" in line]
-    missing = ", ".join(sorted(set(names) - set(rows)))
-    expect(not missing, f"no MatMul on {missing}; {'; '.join(complaints)}")
-    return ", ".join(f"MatMul on {name} {1e3 * rows[name].seconds:.3f} ms" for name in names)
-
-
-def telemetry(kind: str) -> str:
-    """The times of the towers are those of their work, not of queueing it; and they hold memory."""
-    names = two_devices(kind)
-    run = prepare(Options(num_towers=2, batch_size=256, devices=",".join(names)))
-    loop, batches = run.train_loop(), iter(run.data.train.train_batches(256, seed=0))
-    loop(batches, tf.constant(5))
-    start = time.perf_counter()
-    values = {name: value.numpy() for name, value in loop(batches, tf.constant(20)).items()}
-    wall, own = time.perf_counter() - start, values["tower_seconds"]
-    found = f"towers {own[0]:.3f} and {own[1]:.3f} s of {wall:.3f} s"
-    expect(bool((own > wall / 2).all() and (own < wall).all()), found)
-    held = [memory.of_device(name)[0] for name in names]
-    expect(min(held) > 4, f"towers hold {held} MiB, and the weights alone are 4")
-    return found
-
-
-FIND = "find"
-# Of a GPU's memory and health, and of any device.
-MEMORY_CHECKS: dict[str, Callable[[], str]] = {
-    "memory fraction is read back": fraction,
-    "memory limit is read back and holds": limit,
-    "memory growth is read back": growth,
-    "one visible GPU, by the driver's number": visible,
-    "memory fraction of a session": session,
-    "the driver tells the health of each GPU": health,
-}
-TOWER_CHECKS: dict[str, Callable[..., str]] = {
-    "ops of each tower run on its device": placement,
-    "two towers compute what one device does": gradients,
-    "collectives sum": collectives,
-    "copies between all pairs of devices": copies,
-    "a short training run": training,
-    "the same with --placement=strict": strict_training,
-    "the same with --variables=sharded": functools.partial(training, variables="sharded"),
-    "the same with --variables=replicated": functools.partial(training, variables="replicated"),
-    "the same with --metrics, by a step of Keras": functools.partial(training, metrics="accuracy"),
-    "the same with --jit_compile": functools.partial(training, jit_compile=True),
-    "fused BatchNorm over two towers": batch_norm,
-    "a profile names the ops of each device": profile,
-    "the times and the memory of each tower": telemetry,
-}
-
-
-def names_of_checks(kind: str) -> list[str]:
-    """Return the checks that can be made on devices of a kind."""
-    return [*(MEMORY_CHECKS if kind == "gpu" else ()), *TOWER_CHECKS]
-
-
-def run_check(name: str, kind: str) -> tuple[bool, Any]:
-    """Run a check in a process of its own; return whether it passed, and what it found.
+def run_check(name: str, kind: str, seconds: float = TIMEOUT_SECONDS) -> tuple[str, Any]:
+    """Run a check in a process of its own; return OK, FAILED or SKIPPED, and what it found.
 
     This process must not start TensorFlow: it would take the memory of all GPUs.
     """
     command = [sys.executable, __file__, f"--kind={kind}", f"--only={name}"]
+    stand_in = {kinds.SWITCH: "1"} if kind == "cpu" else {}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT_SECONDS
+            command,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=min(seconds, TIMEOUT_SECONDS),
+            env=os.environ | stand_in,
         )
     except subprocess.TimeoutExpired:
-        return False, f"no answer within {TIMEOUT_SECONDS} s"
-    if done.returncode == 0:
-        return True, json.loads(done.stdout.splitlines()[-1])
+        if seconds < TIMEOUT_SECONDS:
+            return SKIPPED, OUT_OF_TIME
+        # XLA may compile a large model for minutes: no fault.
+        status = SKIPPED if name.startswith("{") else FAILED
+        return status, f"no answer within {TIMEOUT_SECONDS} s"
+    if done.returncode in (0, EXIT_SKIPPED):
+        return SKIPPED if done.returncode else OK, json.loads(done.stdout.splitlines()[-1])
     lines = done.stderr.strip().splitlines() or ["no output"]
-    return False, f"{lines[-1][:300]} (exit code {done.returncode})"
+    return FAILED, f"{lines[-1][:300]} (exit code {done.returncode})"
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    run: Callable[[str, str], tuple[bool, Any]] = run_check,
-) -> int:
-    """Run all checks and print the table; return the exit code."""
+def run_all(
+    names: Sequence[str], kind: str, end: float, run: Callable, note: Callable[[dict], None]
+) -> list[dict[str, Any]]:
+    """Run checks one after the other until `time.monotonic()` is `end`; print and note each."""
+    rows = []
+    for name in names:
+        began = time.monotonic()
+        left = end - began
+        status, found = SKIPPED, OUT_OF_TIME
+        if left >= LEAST_SECONDS:
+            status, found = run(name, kind, left)
+        seconds = round(time.monotonic() - began, 1)
+        title, detail = name, found
+        if name.startswith("{"):
+            title = f"a step of {Setting(**json.loads(name))}"
+            detail = gpu_steps.in_words(found) if status == OK else found
+        rows.append(dict(name=title, status=status, found=found, seconds=seconds))
+        note(rows[-1])
+        if found != OUT_OF_TIME:
+            print(f"{status:8}{title:64}{detail}", flush=True)
+    if late := sum(row["found"] == OUT_OF_TIME for row in rows):
+        print(f"{SKIPPED:8}{late} more: {OUT_OF_TIME}")
+    return rows
+
+
+def main(argv: Sequence[str] | None = None, run: Callable = run_check) -> int:
+    """Run all checks, print the table and write the JSON; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kind", choices=("gpu", "cpu"), default="gpu", help="of the towers")
     parser.add_argument("--only", help="one check, in this process, as JSON")
+    parser.add_argument("--minutes", type=float, default=10, help="that all checks may take")
+    parser.add_argument("--json_file", default="gpu_check.json", help="takes all that was found")
     flags = parser.parse_args(argv)
     if flags.only:
-        alone = {FIND: find, **MEMORY_CHECKS}.get(flags.only)
-        print(json.dumps(alone() if alone else TOWER_CHECKS[flags.only](flags.kind)))
+        try:
+            print(json.dumps(check(flags.only, flags.kind)))
+        except Skipped as reason:
+            print(json.dumps(str(reason)))
+            return EXIT_SKIPPED
         return 0
+    end = time.monotonic() + 60 * flags.minutes
+    result: dict[str, Any] = {"kind": flags.kind, "tensorflow": tf.__version__}
+    num_gpus = 2
     if flags.kind == "gpu":
-        good, found = run(FIND, flags.kind)
-        if not good:
+        status, found = run(FIND, flags.kind, TIMEOUT_SECONDS)
+        if status != OK:
             print(found)
             return EXIT_FAILED
         if not found:
             print("no GPU here")
             return EXIT_NO_GPU
-        print(*found, f"TensorFlow {tf.__version__}, driver {nvml.driver_version()}", sep="\n")
-    names = names_of_checks(flags.kind)
-    passed = 0
-    for name in names:
-        good, detail = run(name, flags.kind)
-        passed += good
-        print(f"{'ok' if good else 'FAILED':8}{name:42}{detail}", flush=True)
-    print(f"{passed} of {len(names)} passed")
-    return 0 if passed == len(names) else EXIT_FAILED
+        num_gpus = len(found)
+        result |= {"gpus": found, "driver": nvml.driver_version(), "cuda": cuda_of_build()}
+        print(*found, f"TensorFlow {tf.__version__}, driver {result['driver']}", sep="\n")
+    result["checks"] = []
+
+    def note(row: dict[str, Any]) -> None:  # at once: what was found is not lost
+        result["checks"].append(row)
+        Path(flags.json_file).write_text(json.dumps(result, indent=1), encoding="utf-8")
+
+    print(f"{flags.minutes:g} minutes at most; copies of a step: up, down and between GPUs")
+    names = names_of_checks(flags.kind, num_gpus)
+    rows = run_all(names, flags.kind, end, run, note)
+    counts = {status: sum(row["status"] == status for row in rows) for status in (OK, SKIPPED)}
+    failed = len(rows) - sum(counts.values())
+    print(
+        f"{counts[OK]} passed, {failed} failed, {counts[SKIPPED]} skipped; all in {flags.json_file}"
+    )
+    return EXIT_FAILED if failed else 0
+
+
+def cuda_of_build() -> dict[str, Any]:
+    """Return the versions that TensorFlow was built with."""
+    build = tf.sysconfig.get_build_info()
+    return {name: build.get(name) for name in ("cuda_version", "cudnn_version")}
 
 
 if __name__ == "__main__":

@@ -15,16 +15,18 @@ SLOW = {
     "commands/test_plan.py", "commands/test_predict.py", "commands/test_sweep.py",
     "commands/test_tensorboard.py", "commands/test_verify.py", "commands/test_verify_fit.py",
     "data/test_encoded.py", "data/test_pipeline.py",
-    "devices/test_probe.py", "graphs/test_placement.py", "graphs/test_placement_report.py",
+    "devices/test_probe.py", "graphs/test_gpu_step.py",
+    "graphs/test_gpu_view.py", "graphs/test_placement.py", "graphs/test_placement_report.py",
     "graphs/test_profile_summary.py", "models/test_models.py", "monitoring/test_dashboard.py",
     "monitoring/test_gallery.py", "monitoring/test_histograms.py", "monitoring/test_profiler.py",
     "monitoring/test_tower_stats.py", "scripts/test_fit_speed.py", "scripts/test_gpu_check.py",
+    "scripts/test_gpu_steps.py",
     "scripts/test_mirrored_faults.py", "scripts/test_peers.py", "scripts/test_scripts_exactness.py",
     "training/test_checkpoint.py", "training/test_evaluate.py", "training/test_exact_resume.py",
-    "training/test_initial.py", "training/test_loading.py", "training/test_logits.py",
-    "training/test_manifest.py", "training/test_parallel.py", "training/test_parallel_foreign.py",
-    "training/test_step.py", "training/test_tower_board.py", "training/test_train.py",
-    "training/test_update.py", "training/test_variables.py",
+    "training/test_flat.py", "training/test_initial.py", "training/test_loading.py",
+    "training/test_logits.py", "training/test_manifest.py", "training/test_parallel.py",
+    "training/test_parallel_foreign.py", "training/test_step.py", "training/test_tower_board.py",
+    "training/test_train.py", "training/test_update.py", "training/test_variables.py",
 }  # fmt: skip
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -20,7 +20,9 @@ from towers.devices import gpus
 from towers.options.gpu import GpuOptions
 
 MIB = 2**20
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TF_GPU_THREAD_MODE", "NVIDIA_TF32_OVERRIDE"
+)  # fmt: skip
 CUDA_BUILD = {
     "is_cuda_build": True,
     "cuda_version": "12.5.1",
@@ -46,6 +48,8 @@ class Card:
     watts: float = 250.5
     celsius: int = 64
     mhz: tuple[int, int] = (1410, 1215)  # of its processors and of its memory
+    reserved_mib: int | None = None  # what the driver keeps; None: an old one, which does not tell
+    parts: tuple["Card", ...] = ()  # into which MIG splits it
 
 
 A100 = Card()
@@ -53,6 +57,16 @@ FULL = Card(free_mib=1000, holders=((17, "python", 39000), (18, "blender", None)
 SMALL = Card("NVIDIA T400", (7, 5), total_mib=2048, free_mib=2000, listed=False)
 OLD = Card("Tesla K80", (3, 7), total_mib=11441, free_mib=11400, listed=False)
 LOST = Card(lost=True, listed=False)
+# A part knows its memory and its name, and little else.
+_NO_PART = "UtilizationRates PowerUsage Temperature ClockInfo PciInfo CudaComputeCapability"
+PART = Card(
+    "NVIDIA A100 MIG 1g.5gb",
+    total_mib=4864,
+    free_mib=4800,
+    reserved_mib=64,
+    silent=frozenset(f"nvmlDeviceGet{name}" for name in _NO_PART.split()),
+)
+SPLIT = Card(parts=(PART, PART), silent=frozenset(["nvmlDeviceGetUtilizationRates"]))
 
 
 class Machine:
@@ -92,6 +106,10 @@ class Machine:
                 numbers = [int(n) for n in value.split(",") if n.isdecimal()]
                 numbers = [n for n in numbers if n < len(self.cards)]
                 shown = [self.cards[n] for n in numbers]
+                names = {part_uuid(i, n): part for i, n, part in parts_of(self.cards)}
+                shown += [names[name] for name in value.split(",") if name in names]
+            if any(card.parts for card in shown):
+                shown = [card.parts[0] for card in shown if card.parts][:1]
             self._shown = [card for card in shown if card.listed]
             names = [f"/physical_device:GPU:{i}" for i in range(len(self._shown))]
             self._devices = [tf.config.PhysicalDevice(name, "GPU") for name in names]
@@ -183,7 +201,19 @@ def install_driver(monkeypatch, *cards, there=True):
     def handle(index):
         if cards[index].lost:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
-        return SimpleNamespace(index=index)
+        return SimpleNamespace(index=index, card=cards[index], part=None)
+
+    def handle_of_part(whole, number):
+        if number >= len(whole.card.parts):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return SimpleNamespace(index=whole.index, card=whole.card.parts[number], part=number)
+
+    def memory(index, card, version=None):
+        if version and card.reserved_mib is None:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        reserved = (card.reserved_mib or 0) * MIB
+        total, free = card.total_mib * MIB, card.free_mib * MIB
+        return SimpleNamespace(total=total, free=free, reserved=reserved)
 
     def process_name(pid):
         for card in cards:
@@ -194,10 +224,11 @@ def install_driver(monkeypatch, *cards, there=True):
 
     def of_card(name, answer):
         def function(handle, *what):
-            card = cards[handle.index]
-            if name in card.silent:
+            if name in handle.card.silent:
                 raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-            return answer(handle.index, card, *what)
+            if name == "nvmlDeviceGetUUID" and handle.part is not None:
+                return part_uuid(handle.index, handle.part)
+            return answer(handle.index, handle.card, *what)
 
         return function
 
@@ -214,15 +245,18 @@ def install_driver(monkeypatch, *cards, there=True):
         "nvmlSystemGetDriverVersion": lambda: "555.42.02",
         "nvmlDeviceGetHandleByIndex": handle,
         "nvmlSystemGetProcessName": process_name,
+        "nvmlDeviceGetMigDeviceHandleByIndex": handle_of_part,
+        "nvmlDeviceGetGpuInstanceId": lambda handle: 7 + handle.part,
+        "nvmlDeviceGetComputeInstanceId": lambda handle: 0,
     }
     answers = {
         "nvmlDeviceGetName": lambda i, card: card.name,
         "nvmlDeviceGetUUID": lambda i, card: uuid(i),
         "nvmlDeviceGetPciInfo": lambda i, card: SimpleNamespace(busId=bus_id(i)),
         "nvmlDeviceGetCudaComputeCapability": lambda i, card: list(card.capability),
-        "nvmlDeviceGetMemoryInfo": lambda i, card: SimpleNamespace(
-            total=card.total_mib * MIB, free=card.free_mib * MIB
-        ),
+        "nvmlDeviceGetMemoryInfo": memory,
+        "nvmlDeviceGetMigMode": lambda i, card: [int(bool(card.parts))] * 2,
+        "nvmlDeviceGetMaxMigDeviceCount": lambda i, card: 7,
         "nvmlDeviceGetComputeRunningProcesses": processes,
         "nvmlDeviceGetUtilizationRates": lambda i, card: SimpleNamespace(
             gpu=card.percent, memory=card.memory_percent
@@ -252,6 +286,15 @@ def _while_open(name, function, open_count):
 
 def uuid(index):
     return f"GPU-{index}a5b0c3d-0000-4000-8000-000000000000"
+
+
+def part_uuid(index, number):
+    return f"MIG-{index}b{number}b0c3d-0000-4000-8000-000000000000"
+
+
+def parts_of(cards):
+    """Return (number of the GPU, number of the part, part) of each."""
+    return [(i, n, part) for i, card in enumerate(cards) for n, part in enumerate(card.parts)]
 
 
 def bus_id(index):

@@ -148,3 +148,9 @@ def test_the_first_step_is_that_of_keras(trained, tmp_path):
     for variable in model.trainable_variables:
         key = f"model/{variable.path}".replace("/", ".S")
         np.testing.assert_allclose(saved[key], variable.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_on_gpus_too_keras_squares_each_example_s_row_of_an_embedding(monkeypatch):
+    monkeypatch.setenv("TOWERS_CPUS_FOR_GPUS", "1")
+    task = "--model=tests.tasks:text --dataset=tests.tasks:text_data --devices=cpu"
+    assert cli.main(f"verify {task} --num_towers=2 --batch_size=7 --steps=1".split()) == 0

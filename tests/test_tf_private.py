@@ -130,6 +130,20 @@ def test_calls_of_layers_added_losses_and_moments():
     assert len(calls) == number
 
 
+def test_layers_and_metrics_compare_integers_by_ops_of_keras():
+    calls = []
+
+    def make(name):
+        return lambda before: lambda *args, **kw: calls.append(name) or before(*args, **kw)
+
+    x = keras.Input((2,), dtype="int32")
+    model = keras.Model(x, layers.LSTM(2)(layers.Embedding(3, 2, mask_zero=True)(x)))
+    with tf_private.ops_of_integers_replaced(make):
+        logits = model(tf.constant([[1, 0]]))
+        keras.metrics.sparse_categorical_accuracy(tf.constant([1]), logits)
+    assert {"take", "not_equal", "signbit"} <= set(calls)
+
+
 def test_draws_come_through_the_ops():
     draws = {
         "stateless_random_uniform_v2": lambda: tf.random.stateless_uniform([2], [1, 2]),
@@ -155,6 +169,24 @@ def test_draws_come_through_the_ops():
     with tf_private.draws_replaced(draw):
         layers.Dropout(0.5, seed=1)(tf.ones([4]), training=True)
     assert calls == ["stateless_random_uniform_v2"]
+
+
+def test_the_keys_of_draws_may_be_made_elsewhere():
+    seeds = []
+
+    def key_and_counter(seed):
+        seeds.append(seed)
+        return tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+
+    layer = layers.Dropout(0.5, seed=1)
+    for alg in "auto_select", "philox":
+        for draw in tf.random.stateless_uniform, tf.random.stateless_truncated_normal:
+            expected = draw([3], [1, 2], alg=alg)
+            with tf_private.keys_replaced(key_and_counter):
+                np.testing.assert_array_equal(draw([3], [1, 2], alg=alg), expected)
+    with tf_private.keys_replaced(key_and_counter):
+        layer(tf.ones([4]), training=True)
+    assert len(seeds) == 5
 
 
 def test_functions_are_a_part_of_what_calls_them():
@@ -322,6 +354,56 @@ def test_an_optimizer_keeps_slots_and_updates_beside_weights():
     np.testing.assert_allclose([w.numpy() for w in weights], 0.0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        *((n, {}) for n in ("SGD", "AdamW", "Adamax", "Nadam", "Lion", "Adagrad", "Adadelta")),
+        ("SGD", dict(momentum=0.5)),
+        ("Adam", dict(amsgrad=True)),
+        ("RMSprop", dict(momentum=0.5, centered=True)),
+        ("Ftrl", {}),
+    ],
+)
+def test_all_slots_of_an_optimizer_are_known(name, more):
+    weights = [keras.Variable(tf.ones([2, i])) for i in (1, 2, 3)]
+    optimizer = getattr(keras.optimizers, name)(0.1, **more)
+    optimizer.build(weights)
+    kinds = tf_private.elementwise_slots(optimizer)
+    for weight in weights:
+        for slots in kinds:
+            assert slots[tf_private.unique_id(weight.value)].shape == weight.shape
+    assert sum(map(len, kinds)) == len([v for v in optimizer.variables if v.shape != ()])
+    optimizer.clipnorm = 1.0
+    assert tf_private.elementwise_slots(optimizer) is None
+
+
+def test_an_optimizer_tells_what_it_decays():
+    weights = [keras.Variable(tf.ones([2])), keras.Variable(tf.ones([3]))]
+    optimizer = keras.optimizers.AdamW(weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_list=weights[:1])
+    assert [tf_private.decays(optimizer, w) for w in weights] == [False, True]
+    assert not tf_private.decays(keras.optimizers.SGD(), weights[1])
+
+
+def test_what_stands_in_for_a_variable_is_updated_without_a_strategy():
+    class Stand:
+        dtype, device, value, constraint = tf.float32, "/cpu:1", tf.ones([2]), None
+
+        def __tf_tensor__(self, dtype=None, name=None):
+            return self.value
+
+        def assign_sub(self, value):
+            self.value = self.value - value
+
+    weight, stand = keras.Variable(tf.ones([3])), Stand()
+    optimizer = keras.optimizers.SGD(1.0)
+    optimizer.build([weight])
+    stand._unique_id = tf_private.unique_id(weight.value)
+    with tf_private.each_update_apart(optimizer):
+        optimizer.apply([tf.constant([1.0, 2.0])], [stand])
+    np.testing.assert_allclose(stand.value, [0.0, -1.0])
+
+
 # Graphs.
 
 
@@ -333,6 +415,37 @@ def test_ops_with_a_state_are_told_apart():
     stateful = ("AssignAddVariableOp", "PrintV2", "VarHandleOp", "EagerPyFunc")
     assert all(map(tf_private.is_stateful, stateful))
     assert not any(map(tf_private.is_stateful, ("AddV2", "StatelessRandomUniformV2", "NoSuchOp")))
+
+
+def test_this_tensorflow_tells_its_kernels_for_gpus():
+    """The wheel of PyPI is built for GPUs, whatever machine it is on."""
+    assert [a.name for a in tf_private.op_definition("MatMul").input_arg] == ["a", "b"]
+    assert tf_private.op_definition("NoSuchOp") is None
+    (key,) = [
+        kernel
+        for kernel in tf_private.registered_kernels("StatelessRandomGetKeyCounter")
+        if kernel.device_type == "GPU"
+    ]
+    assert list(key.host_memory_arg) == ["seed", "key", "counter"]
+    assert tf_private.registered_kernels("NoSuchOp") == []
+
+
+def test_made_up_gpus_are_optimized_for():
+    gpu = "/job:localhost/replica:0/task:0/device:GPU:1"
+
+    @tf.function
+    def gradient(x, kernel):
+        y = tf.nn.conv2d(x, kernel, 1, "SAME")
+        return tf.gradients(tf.sin(y), kernel)[0]
+
+    traced = gradient.get_concrete_function(tf.ones([2, 4, 4, 3]), tf.ones([3, 3, 3, 8])).graph
+    graph = traced.as_graph_def()
+    for node in graph.node:
+        node.device = gpu
+    result = tf_private.optimized_for_gpus(graph, ["Identity"], 2, "8.0")
+    formats = {n.op: n.attr["data_format"].s for n in result.node if "data_format" in n.attr}
+    assert formats == {"Conv2D": b"NCHW", "Conv2DBackpropFilter": b"NCHW"}
+    assert "Transpose" in {node.op for node in result.node}
 
 
 def test_the_graph_of_a_called_function_is_found():
@@ -626,3 +739,22 @@ def test_the_maker_of_a_symbolic_tensor_is_found():
         maker, place, before = tf_private.maker_of(tensor)
         assert (maker, place, len(before)) == (layer, 0, 1)
     assert tf_private.maker_of(first)[2][0] is inputs
+
+
+def test_a_number_is_new_at_each_call_of_a_function_in_its_loops_and_in_what_it_calls():
+    numbers = iter(range(100))
+
+    @tf.function(autograph=False)
+    def inner():
+        graph = tf_private.function_of(tf.compat.v1.get_default_graph())
+        number = tf_private.at_each_call(graph, lambda: next(numbers), tf.int32)
+
+        def body(i, _):
+            assert tf_private.function_of(tf.compat.v1.get_default_graph()) is graph
+            return i + 1, number
+
+        return tf.while_loop(lambda i, _: i < 2, body, (0, -1))[1]
+
+    outer = tf.function(lambda: (inner(), inner()))
+    found = [int(n) for n in (inner(), inner(), *outer(), *outer())]
+    assert len(set(found)) == len(found)

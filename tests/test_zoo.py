@@ -6,12 +6,27 @@ import pytest
 
 from tests import zoo
 from towers import cli
+from towers.builder import kinds
 from towers.options.functions import load_function
 
 
 @pytest.mark.parametrize("entry", [e for e in zoo.ENTRIES if e.quick], ids=lambda e: e.name)
 def test_verify_says_the_truth(capsys, entry):
     code = cli.main([*entry.command(), "--num_towers=3"])
+    found, _ = zoo.found(code, *capsys.readouterr())
+    assert found == entry.expected
+
+
+ON_GPUS = ("added_divergence", "batch_norm_after_dropout", "embedding", "stateful", "counter")
+
+
+@pytest.mark.parametrize(
+    "entry", [e for e in zoo.ENTRIES if any(n in e.name for n in ON_GPUS)][:7], ids=lambda e: e.name
+)
+def test_verify_says_the_truth_of_gpus(capsys, monkeypatch, entry):
+    """Logical CPUs go the ways of GPUs, against a CPU as such."""
+    monkeypatch.setenv(kinds.SWITCH, "1")
+    code = cli.main([*entry.command(), "--num_towers=2"])
     found, _ = zoo.found(code, *capsys.readouterr())
     assert found == entry.expected
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src import backend as keras_backend
 from keras.src import dtype_policies
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
@@ -26,13 +27,17 @@ from keras.src.random.seed_generator import global_seed_generator
 from keras.src.saving import saving_lib
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 from keras.src.trainers.data_adapters import get_data_adapter
+from tensorflow.core.protobuf import device_properties_pb2, meta_graph_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import cancellation, context, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
-from tensorflow.python.framework import errors_impl, op_def_registry, tensor_util
+from tensorflow.python.framework import errors_impl, kernels, op_def_registry, tensor_util
+from tensorflow.python.grappler import cluster as grappler_cluster
+from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as draw_ops
+from tensorflow.python.ops import random_ops_util
 from tensorflow.python.ops import resource_variable_ops as variable_ops
 
 Make = Callable[[Callable], Callable]  # from what a thread has called until here to what it calls
@@ -437,20 +442,66 @@ def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:
 def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
     """Let a Keras optimizer compute each update on its variable's device, when that is ready.
 
-    Keras takes all gradients through one op of one device. Public: an `apply` for one variable.
+    Keras takes all gradients through one op of one device. What stands in for a variable is updated
+    without TensorFlow's strategy. Public: an `apply` for one variable.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
 
     def make(update: Callable) -> Callable:  # which Keras hands each variable
-        def update_there(variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
+        def update_there(variable: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
             with tf.device(variable.device):
-                return update(variable, *args, **kwargs)
+                if isinstance(variable, tf.Variable):
+                    return update(variable, fn, *args, **kwargs)
+                return fn(variable, *kwargs.get("args", ()))
 
         return update_there
 
     extended = tf.distribute.get_strategy().extended
     gathered = lambda _: list  # noqa: E731
     return _replaced((extended, "update", make), (optimizer, "_all_reduce_sum_gradients", gathered))
+
+
+# Keras' optimizers whose update of an element looks at no other one, and where their slots are.
+_ELEMENTWISE = {
+    keras.optimizers.SGD: ("momentums",),
+    keras.optimizers.Adam: ("_momentums", "_velocities", "_velocity_hats"),
+    keras.optimizers.AdamW: ("_momentums", "_velocities", "_velocity_hats"),
+    keras.optimizers.Adamax: ("_m", "_u"),
+    keras.optimizers.Nadam: ("_momentums", "_velocities"),
+    keras.optimizers.Lion: ("_momentums",),
+    keras.optimizers.RMSprop: ("_velocities", "_momentums", "_average_gradients"),
+    keras.optimizers.Adagrad: ("_accumulators",),
+    keras.optimizers.Adadelta: ("_accumulated_grads", "_accumulated_delta_vars"),
+    keras.optimizers.Ftrl: ("_accumulators", "_linears"),
+}
+_OF_ITS_OWN = (
+    "clipnorm clipvalue global_clipnorm use_ema loss_scale_factor gradient_accumulation_steps"
+).split()
+
+
+def elementwise_slots(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[dict[str, keras.Variable]] | None:
+    """Return {`unique_id` of a weight: slot} for each kind of slot, where all goes by elements.
+
+    None if the optimizer is of another class, or does more than to update. Public: `variables`,
+    which does not tell whose slot each is.
+    """
+    if type(optimizer) not in _ELEMENTWISE or any(getattr(optimizer, n) for n in _OF_ITS_OWN):
+        return None
+    kinds = [getattr(optimizer, name, None) for name in _ELEMENTWISE[type(optimizer)]]
+    places = optimizer._trainable_variables_indices
+    return [{key: slots[i] for key, i in places.items()} for slots in kinds if slots]
+
+
+def unique_id(variable: tf.Variable) -> str:
+    """Return by what a Keras optimizer knows a variable. Public: none; `ref()` Keras asks not."""
+    return variable._unique_id
+
+
+def decays(optimizer: keras.optimizers.Optimizer, weight: keras.Variable) -> bool:
+    """Tell whether an optimizer decays a weight apart from the gradient. Public: none tells."""
+    return optimizer.weight_decay is not None and optimizer._use_weight_decay(weight.value)
 
 
 # Random draws: all of tf.random.stateless_* and of Keras come through these ops, which take key and
@@ -471,6 +522,12 @@ def draws_replaced(draw: Callable) -> Block:
     return _replaced(*((draw_ops, name, make) for name, make in makes.items()))
 
 
+def keys_replaced(key_and_counter: Callable) -> Block:
+    """Let `key_and_counter(seed)` make those of draws. Public: none takes a key."""
+    make = lambda _: lambda seed, _alg: key_and_counter(seed)  # noqa: E731
+    return _replaced((random_ops_util, "_get_key_counter", make))
+
+
 def state_of_unseeded_draws() -> tf.Variable:
     """Return the state of Keras' one generator for draws that are given no seed.
 
@@ -483,6 +540,19 @@ def draw_op(name: str) -> Callable:
     """Return TensorFlow's own op of one of the names in DRAWS, whoever has replaced it."""
     switch = _SWITCHES.get((id(draw_ops), name))
     return switch.original if switch else getattr(draw_ops, name)
+
+
+# What layers make of integers.
+
+_OF_INTEGERS = "take signbit equal not_equal less less_equal greater greater_equal".split()
+
+
+def ops_of_integers_replaced(make: Callable[[str], Make]) -> Block:
+    """Replace keras.ops that compare integers; Embedding calls `take`, argmax `signbit`.
+
+    Public: int32 on a GPU; TensorFlow computes with it on the host.
+    """
+    return _replaced(*((keras_backend.numpy, name, make(name)) for name in _OF_INTEGERS))
 
 
 # Functions and graphs.
@@ -543,8 +613,21 @@ InaccessibleTensorError = errors_impl.InaccessibleTensorError
 
 def is_stateful(op_type: str) -> bool:
     """Tell whether an op may leave a trace. Public: `op_def`, but of no op in a function."""
-    known = op_def_registry.get(op_type)
+    known = op_definition(op_type)
     return known is not None and known.is_stateful
+
+
+def op_definition(op_type: str) -> Any:
+    """Return the OpDef of an op, None of what is none. Public: `tf.raw_ops`, its arguments only."""
+    return op_def_registry.get(op_type)
+
+
+def registered_kernels(op_type: str) -> list[Any]:
+    """Return the KernelDefs of an op, on all devices that this TensorFlow was built for.
+
+    Public: none; an op that has none for a device fails there.
+    """
+    return list(kernels.get_registered_kernels_for_op(op_type).kernel)
 
 
 def called_graph(op: tf.Operation, attribute: str) -> tf.Graph | None:
@@ -556,9 +639,67 @@ def called_graph(op: tf.Operation, attribute: str) -> tf.Graph | None:
     return function and function.graph
 
 
+def optimized_for_gpus(
+    graph: tf.compat.v1.GraphDef, needed: Sequence[str], num_gpus: int, architecture: str
+) -> tf.compat.v1.GraphDef:
+    """Return what TensorFlow's optimizer makes of a graph on a machine with these GPUs.
+
+    `needed` are names of ops that must stay. The GPUs are made up, of a compute capability such as
+    "8.0". Public: none; it runs when a graph does, for the devices that are there.
+    """
+    devices = []
+    for kind, count in (("CPU", 1), ("GPU", num_gpus)):
+        for i in range(count):
+            device = device_properties_pb2.NamedDevice()
+            device.name = f"/job:localhost/replica:0/task:0/device:{kind}:{i}"
+            device.properties.type = kind
+            if kind == "GPU":
+                device.properties.environment["architecture"] = architecture
+            devices.append(device)
+    meta = meta_graph_pb2.MetaGraphDef()
+    meta.graph_def.CopyFrom(graph)
+    meta.collection_def["train_op"].node_list.value.extend(needed)
+    config = tf.compat.v1.ConfigProto()
+    config.graph_options.rewrite_options.min_graph_nodes = -1
+    cluster = grappler_cluster.Cluster(devices=devices)
+    try:
+        return tf_optimizer.OptimizeGraph(config, meta, cluster=cluster)
+    finally:
+        cluster.Shutdown()
+
+
 def set_input(op: tf.Operation, tensor: tf.Tensor) -> None:
     """Give an op another first input, which may have been made after it. Public: none."""
     op._update_input(0, tensor)
+
+
+def function_of(graph: tf.Graph) -> tf.Graph:
+    """Return the graph of the function that has a loop's or branch's graph in it. Public: none."""
+    while getattr(graph, "is_control_flow_graph", False):
+        graph = graph.outer_graph
+    return graph
+
+
+def at_each_call(graph: tf.Graph, number: Callable[[], int], dtype: tf.DType) -> tf.Tensor:
+    """Return a scalar that is `number()` anew at each call of the function that a graph is of.
+
+    Eagerly, and in a graph that is no function's, it is called once. Public: an argument of the
+    function.
+    """
+    if not getattr(graph, "building_function", False):
+        with tf.device("/cpu:0"):
+            return tf.constant(number(), dtype)
+
+    def value() -> list[tf.Tensor]:
+        return [at_each_call(function_of(tf.compat.v1.get_default_graph()), number, dtype)]
+
+    with graph.as_default(), tf.device("/cpu:0"):
+        key, spec = object(), tf.TensorSpec([], dtype)
+        placeholder = graph.capture_call_time_value(lambda: None, spec, key)
+        # Its own closure has one value for all calls that another function makes.
+        value.output_spec = spec
+        graph._function_captures.add_or_replace(key, value, placeholder, spec, is_by_ref=True)
+        return placeholder
 
 
 def static_shape(shape: Any) -> tf.TensorShape:

@@ -6,8 +6,17 @@ import pytest
 import tensorflow as tf
 
 from towers import TowerBuilder
+from towers.builder.kinds import cpus_for_gpus
 
 DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
+GPUS = DEVICES[1:]  # in the block of `cpus_for_gpus`
+
+
+@pytest.fixture
+def gpus():
+    """Let logical CPUs stand in for GPUs."""
+    with cpus_for_gpus():
+        yield
 
 
 def batch(size=7, seed=0):
@@ -154,3 +163,123 @@ def test_mixed_precision(float64):
     found = on_towers(build(), x, TowerBuilder(DEVICES[:4], batch_norm="sync"))
     expected = on_one_device(build(), x)
     assert largest_difference(found[-6:], expected[-6:]) < 2e-2  # the statistics
+
+
+# The way of GPUs, which meet by collectives; their weights lie on the first one.
+
+
+def build_on_gpu(make, *args, **keywords):
+    with tf.device(GPUS[0]):
+        return make(*args, **keywords)
+
+
+@pytest.mark.parametrize("known_size", [True, False], ids=["known size", "unknown size"])
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("size, num_towers", [(7, 1), (7, 3)])
+def test_on_gpus_sync_is_what_one_device_computes(
+    float64, gpus, num_towers, size, known_size, accumulate_steps
+):
+    x = batch(size)
+    if accumulate_steps == 2:  # equal parts have equal statistics
+        x = tf.concat([x, x[::-1]], axis=0)
+    expected = on_one_device(build(), x)
+    builder = TowerBuilder(
+        GPUS[:num_towers], GPUS[0], batch_norm="sync", accumulate_steps=accumulate_steps
+    )
+    found = on_towers(build_on_gpu(build), x, builder, known_size)
+    if accumulate_steps == 2:  # the variance that is kept is that of fewer values
+        found, expected = found[:-6], expected[:-6]
+    assert largest_difference(found, expected) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "num_towers, size, known_size", [(1, 7, True), (3, 7, False), (3, 7, True), (3, 9, True)]
+)
+@pytest.mark.parametrize(
+    "shape, keywords",
+    [((3,), {}), ((5, 3), {"scale": False}), ((4, 4, 3), {"center": False}), ((2, 4, 4, 3), {})],
+    ids=str,
+)
+def test_on_gpus_the_kernels_of_training_compute_what_keras_does(
+    gpus, num_towers, shape, keywords, size, known_size
+):
+    x = tf.random.stateless_normal([size, *shape], [1, 2], 30.0, 2.0)
+
+    def make():
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.BatchNormalization(momentum=0.5, **keywords)]
+        layers += [keras.layers.Dense(4, "tanh"), keras.layers.Flatten(), keras.layers.Dense(2)]
+        return keras.Sequential([keras.Input(shape), *layers])
+
+    expected = on_one_device(make(), x)
+    builder = TowerBuilder(GPUS[:num_towers], GPUS[0], batch_norm="sync")
+    found = on_towers(build_on_gpu(make), x, builder, known_size)
+    assert largest_difference(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+@pytest.mark.parametrize("mode", ["sync", "local"])
+def test_on_gpus_statistics_are_those_of_cpus(mode, accumulate_steps):
+    x = tf.cast(batch(7), tf.float32)
+
+    def found_on(devices):
+        builder = TowerBuilder(
+            devices, devices[0], batch_norm=mode, accumulate_steps=accumulate_steps
+        )
+        return on_towers(build(), x, builder)
+
+    expected = found_on(DEVICES[:3])
+    with cpus_for_gpus():
+        assert largest_difference(found_on(GPUS), expected) < 1e-4
+
+
+def test_on_gpus_a_shared_layer_and_one_that_is_read_again():
+    """Of two calls, the second begins with what the first has assigned."""
+
+    def make():
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4, 4, 3))
+        norm = keras.layers.BatchNormalization(momentum=0.7)
+        x = norm(norm(inputs) ** 2 + inputs)
+        once = keras.layers.BatchNormalization(momentum=0.7)
+        x = once(once(x), training=False)
+        return keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Flatten()(x)))
+
+    x = tf.cast(batch(), tf.float32)
+    expected = on_one_device(make(), x)
+    with cpus_for_gpus():
+        builder = TowerBuilder(GPUS, GPUS[0], batch_norm="sync")
+        assert largest_difference(on_towers(make(), x, builder), expected) < 1e-4
+
+
+def test_on_gpus_mixed_precision_computes_in_16_bits(float64, gpus):
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    x = tf.cast(batch(16), tf.float32)
+    expected = on_one_device(build(), x)
+    builder = TowerBuilder(GPUS, GPUS[0], batch_norm="sync")
+    model = build()
+    found = on_towers(model, x, builder)
+    assert largest_difference(found[-6:], expected[-6:]) < 2e-2  # the statistics
+
+
+@pytest.mark.parametrize("mode, rule", [("sync", "inside of a branch or a loop"), ("local", "")])
+def test_on_gpus_a_layer_in_a_loop(gpus, mode, rule):
+    layer = keras.layers.BatchNormalization(momentum=0.5)
+    layer.build((None, 3))
+
+    def loss_fn(x):
+        def body(i, y):
+            return i + 1, tf.ensure_shape(layer(y, training=True), [2, 3])
+
+        return tf.reduce_sum(tf.while_loop(lambda i, _: i < 2, body, (0, x))[1], axis=1)
+
+    @tf.function(autograph=False)
+    def step(x):
+        return TowerBuilder(GPUS, GPUS[0], batch_norm=mode).gradients(loss_fn, [], x)
+
+    if rule:
+        with pytest.raises(ValueError, match=rule):
+            step(tf.ones([6, 3]))
+    else:
+        step(tf.ones([6, 3]))  # 0 + 1/2, and no change by the second time round
+        np.testing.assert_allclose(layer.moving_mean, [0.25] * 3)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from towers import TowerBuilder
+from towers.builder import kinds, philox
 from towers.builder.draws import Draws, Rows
 
 DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
@@ -137,3 +138,40 @@ def test_masks_differ_between_examples():
     layer = keras.layers.Dropout(0.5, seed=1)
     (found,) = outputs(layer, 4, tf.ones([8, 4, 4]), 1, True)
     assert len({mask.tobytes() for mask in found}) == 8
+
+
+# ---------------------------------------------------------------------------- On GPUs
+
+
+@pytest.mark.parametrize("dtype", [tf.int32, tf.int64])
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_keys_that_are_made_on_the_device_are_tensorflows(dtype, data):
+    numbers = st.integers(dtype.min, dtype.max)
+    seed = tf.constant([data.draw(numbers), data.draw(numbers)], dtype)
+    found = philox.key_and_counter(seed)
+    made_by_tensorflow = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    for part, expected in zip(found, made_by_tensorflow, strict=True):
+        assert part.dtype == expected.dtype
+        np.testing.assert_array_equal(part, expected)
+
+
+@pytest.mark.parametrize(("num_towers", "size"), [(1, 7), (1, None), (2, None), (3, 7)])
+@pytest.mark.parametrize("name", ["Dropout", "MultiHeadAttention", "RandomRotation"])
+def test_gpus_draw_the_same_without_a_key_from_the_host(name, num_towers, size):
+    x = tf.random.stateless_uniform([7, 6, 5], [0, 0])
+    spec = tf.TensorSpec([size, 6, 5], tf.float32)
+
+    def draw_on(builder):
+        layer = LAYERS[name]()
+        layer(x, training=False)
+        step = tf.function(lambda x: builder.concat(lambda x: layer(x, training=True), x), [spec])
+        kinds_of_ops = {op.type for op in step.get_concrete_function().graph.get_operations()}
+        return [step(x).numpy() for _ in range(3)], kinds_of_ops
+
+    builder = TowerBuilder(DEVICES[1 : 1 + num_towers])
+    expected, of_cpus = draw_on(builder)
+    with kinds.cpus_for_gpus():
+        found, of_gpus = draw_on(builder)
+    np.testing.assert_array_equal(found, expected)
+    assert "StatelessRandomGetKeyCounter" in of_cpus - of_gpus

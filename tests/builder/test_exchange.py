@@ -14,7 +14,7 @@ def on_towers(fn, *values):
 
     @tf.function
     def step():
-        exchange = Exchange(len(values))
+        exchange = Exchange([None] * len(values), DEVICES[: len(values)])
         results = []
         for i, (device, value) in enumerate(zip(DEVICES, values, strict=False)):
             with tf.device(device):
@@ -46,10 +46,10 @@ def test_gradients_go_through_it():
 def test_values_are_put_together_once_on_the_gather_device():
     @tf.function
     def step(x, y):
-        exchange, results = Exchange(2), []
+        exchange, results = Exchange([None] * 2, DEVICES[:2]), []
         for i, value in enumerate([x, y]):
             with tf.device(DEVICES[i]):
-                results.append(exchange.member(i).meet(value, tf.add_n, []) * 2)
+                results.append(exchange.member(i).all_sum(value) * 2)
         exchange.join("/cpu:0")
         return results
 
@@ -78,4 +78,4 @@ def test_towers_that_make_other_calls_are_refused():
 
 def test_towers_that_run_one_after_the_other_are_refused():
     with pytest.raises(ValueError, match=r"make a tf.function of the step"):
-        Exchange(2).member(0).all_gather(tf.zeros([2]))
+        Exchange([None] * 2, DEVICES[:2]).member(0).all_gather(tf.zeros([2]))

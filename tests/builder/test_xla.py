@@ -10,10 +10,11 @@ import tensorflow as tf
 
 from tests import tiny
 from towers import cli
-from towers.builder import philox
+from towers.builder import kinds, philox
 from towers.builder.tower import TowerBuilder
 from towers.commands.verify.command import run as verify
 from towers.commands.verify.options import VerifyOptions
+from towers.data import augment
 from towers.graphs.placement import read_placement, traced_ops
 from towers.options.run import Options
 from towers.training.train import train
@@ -80,6 +81,24 @@ def test_compiled_towers_compute_what_one_device_computes(changes):
     options = VerifyOptions(Options(jit_compile=True, **given), num_towers, steps=2)
     result = verify(options, lambda _: None)
     assert result["passed"], result["first_difference"]
+
+
+def test_xla_gets_no_op_that_is_good_for_gpus_alone():
+    images = np.random.default_rng(0).integers(0, 256, (5, 8, 9, 3), np.uint8)
+    draws = np.random.default_rng(1).random((5, augment.NUM_DRAWS), np.float32)
+    weight = tf.Variable(2.0)
+
+    def loss_fn(images, draws):
+        return tf.reduce_sum(
+            weight * augment.train_images(images, draws, "tutorial") ** 3, [1, 2, 3]
+        )
+
+    def gradient(**options):
+        step = TowerBuilder(DEVICES[:2], **options).gradients
+        return tf.function(lambda *batch: step(loss_fn, [weight], *batch)[1][0])(images, draws)
+
+    with kinds.cpus_for_gpus():
+        np.testing.assert_allclose(gradient(jit_compile=True), gradient(), rtol=1e-4)
 
 
 def one_step(model, num_towers, jit_compile, dtype):

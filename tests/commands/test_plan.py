@@ -1,5 +1,6 @@
 """What a run would move, hold and take on GPUs: counted twice, and by closed formulas."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -174,21 +175,43 @@ WORKS = st.builds(
     Work,
     tower_seconds=st.floats(1e-4, 1.0),
     launch_seconds=st.floats(0, 1e-2),
+    update_launch_seconds=st.floats(0, 1e-2),
     slice_bytes=st.floats(0, 1e7),
     weights=st.lists(st.integers(1, 10**8), min_size=1, max_size=20),
     exchange_bytes=st.floats(0, 1e5),
+    host_copies=st.integers(1, 300),
     exchanges=st.integers(0, 50),
 )
 PLACEMENTS = st.sampled_from(["cpu", "sharded", "replicated"])
 
 
 @given(WORKS, PLACEMENTS, st.sampled_from([2, 8, 64]))
-def test_what_crosses_at_no_cost_and_one_gpu_take_the_computing_alone(work, placement, number):
-    assert step_seconds(work, placement, LINKS["NVLink"], 1) == work.computing_seconds
+def test_what_crosses_at_no_cost_takes_computing_and_update_alone(work, placement, number):
     best = Link("a wire without length", math.inf, 1.0, 0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost_model, "HOST_LINK", best)
-        assert step_seconds(work, placement, best, number, best) == work.computing_seconds
+        patch.setattr(cost_model, "ALL_SUM_SECONDS", 0.0)
+        patch.setattr(cost_model, "HOST_BYTES_PER_SECOND", math.inf)
+        alone = work.computing_seconds + work.update_launch_seconds
+        assert step_seconds(work, placement, best, number, best) == alone
+
+
+@given(WORKS)
+def test_one_gpu_waits_for_its_batch_and_for_each_variable_on_the_host(work):
+    link = LINKS["PCIe 4 x16"]
+    own = work.computing_seconds + work.update_launch_seconds
+    there = step_seconds(work, "replicated", link, 1)
+    assert there == pytest.approx(own + link.seconds(work.slice_bytes, work.host_copies))
+    assert there == step_seconds(work, "sharded", link, 1)
+    waits = 2 * len(work.weights) * link.latency_seconds
+    assert step_seconds(work, "cpu", link, 1) >= there + waits
+
+
+@given(WORKS, PLACEMENTS)
+def test_each_exchange_is_an_all_sum(work, placement):
+    more = dataclasses.replace(work, exchanges=work.exchanges + 10)
+    took = (step_seconds(w, placement, LINKS["NVLink"], 8) for w in (more, work))
+    assert next(took) - next(took) == pytest.approx(10 * cost_model.ALL_SUM_SECONDS, abs=1e-9)
 
 
 # The verb.
@@ -214,12 +237,44 @@ def test_the_plan_of_a_run_with_its_error_on_this_machine(capsys, monkeypatch):
     assert set(result["model_error"]) == {"2", "4"}
     assert all(0 <= error < 20 for error in result["model_error"].values())
     alone = [r for r in result["predictions"] if r["num_towers"] == 1 and r["scaling"] == "weak"]
-    assert {round(row["seconds"], 9) for row in alone} == {0.02}
+    on_gpu = {round(row["seconds"], 4) for row in alone if row["placement"] != "cpu"}
+    assert on_gpu == {0.02} and all(row["efficiency"] < 1 for row in alone)
     assert {r["num_towers"] for r in result["predictions"]} == set(cost_model.COUNTS)
 
     assert said.count("equal") == 3 and "every trainable variable has one" in said
     assert "PCIe 5 x16 50.4" in said and "400 Gbit/s" in said
     assert max(map(len, said.splitlines())) <= 160
+
+
+class Lookup(keras.layers.Layer):
+    """Looks up bytes, for which GPUs have no kernel."""
+
+    def call(self, inputs):
+        columns = tf.gather(tf.cast(inputs, tf.uint8), [2, 1], axis=1)
+        return inputs + tf.reduce_sum(tf.cast(columns, inputs.dtype))
+
+
+def with_lookup(num_classes, image_shape):
+    flat, lookup = keras.layers.Flatten(), Lookup(name="lookup")
+    return keras.Sequential(
+        [keras.Input(image_shape), flat, lookup, keras.layers.Dense(num_classes)]
+    )
+
+
+def test_what_a_step_would_do_on_gpus_and_which_layer_they_cannot_run(capsys):
+    arguments = [*ARGUMENTS, f"--model={__name__}:with_lookup", "--nomeasure", "--json"]
+    assert cli.main(["plan", *arguments]) == 0
+    out, said = capsys.readouterr()
+    on_gpus = json.loads(out)["gpu"]
+    missing = {"op": "GatherV2", "dtype": "uint8", "layer": "sequential/lookup"}
+    for number, row in on_gpus.items():
+        assert row["without_kernel"] == [missing]
+        assert row["to_host"]["count"] >= 1 <= row["from_host"]["count"]
+        assert row["collectives"]["count"] == (0 if number == "1" else 1)
+        assert row["launches"]["tower"] > 0 < row["launches"]["update"]
+        assert row["undirected"] == [] and row["transposes"] == 0
+    assert "each of 2 GPUs" in said
+    assert "no kernel: GatherV2 of uint8, layer sequential/lookup" in said
 
 
 def unused(num_classes, image_shape):

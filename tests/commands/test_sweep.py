@@ -280,6 +280,12 @@ def test_gpus_are_dealt_out(folder, monkeypatch, argv, shares):
     assert (result["finished"], gpus_of_runs()) == (2, shares)
 
 
+def test_parts_of_gpus_are_dealt_out_one_by_one(folder, monkeypatch):
+    fake_gpus.install_driver(monkeypatch, fake_gpus.SPLIT, fake_gpus.SPLIT)
+    run_fake("--vary=seed:1,2", "--parallel=2")
+    assert gpus_of_runs() == [fake_gpus.part_uuid(0, 0), fake_gpus.part_uuid(0, 1)]
+
+
 @pytest.mark.parametrize(
     "argv, words",
     [

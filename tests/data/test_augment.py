@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from towers.builder import kinds
 from towers.data import Data, augment
 from towers.data.halves import data_set
 from towers.errors import InputError
@@ -101,6 +102,37 @@ def test_a_slice_of_any_size_gives_the_same_bits_in_one_function(kind, dtype):
         part = slice(start, stop)
         assert np.array_equal(train(images[part], draws[part]), all_train[part])
         assert np.array_equal(evaluate(images[part]), all_eval[part])
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 300, 2), (2040, 2047, 1)])
+@pytest.mark.parametrize("kind", ["tutorial", "resnet"])
+@pytest.mark.parametrize("stored", [np.uint8, np.float32])
+def test_a_gpu_s_way_gives_the_same_bits(shape, kind, stored):
+    images, draws = make(4 if shape[0] > 1000 else 60, shape)
+    images = images.astype(stored)
+    if stored == np.float32:
+        images += np.random.default_rng(1).random(images.shape, np.float32) - 128
+    draws[:4, :3] = [[0, 0, 0], [ALMOST_ONE] * 3, [0, ALMOST_ONE, 0.5], [ALMOST_ONE, 0, 0]]
+
+    def traced():
+        """Return what a function that is traced now returns, and the ops in it."""
+
+        @tf.function
+        def train(images, draws):
+            with tf.device("/cpu:1"):
+                return augment.train_images(images, draws, kind)
+
+        graph = train.get_concrete_function(images, draws).graph
+        return train(images, draws), {op.type for op in graph.get_operations()}
+
+    expected, of_cpu = traced()
+    with kinds.cpus_for_gpus():
+        result, of_gpu = traced()
+        with tf.device("/cpu:1"):
+            np.testing.assert_array_equal(augment.train_images(images, draws, kind), expected)
+    np.testing.assert_array_equal(result, expected)
+    assert "GatherV2" in of_cpu and "ImageProjectiveTransformV2" not in of_cpu
+    assert "GatherV2" not in of_gpu and "ImageProjectiveTransformV2" in of_gpu
 
 
 @pytest.mark.parametrize("kind", ["tutorial", "resnet"])

@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from tests.fake_gpus import A100, FULL, LOST, MIB, OLD, SMALL, Card
+from tests.fake_gpus import A100, FULL, LOST, MIB, OLD, PART, SMALL, SPLIT, Card, part_uuid
 from towers.devices import gpus
 from towers.errors import InputError, RunError
 
 LIMITED = Card(total_mib=10000, free_mib=9900)
 SILENT = Card(silent=frozenset(["nvmlDeviceGetMemoryInfo"]))
+THREADS = "threads     TF_GPU_THREAD_MODE=gpu_private"
+TF32_ON = (
+    "precision   TF32 is on: float32 products are of 10 bits of their factors; "
+    "--tf32=false for all 23"
+)
 NO_GPU = "memory      no GPU here: --{} has nothing to act on"
 
 
@@ -36,7 +41,7 @@ def test_nothing_is_asked_for(install):
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert machine.growth == [None] and machine.limits_mib == [None]
     assert not machine.started
-    assert gpus.read_back() == ["memory      /gpu:0 40036 MiB, growth off"]
+    assert gpus.read_back() == ["memory      /gpu:0 40036 MiB, growth off", TF32_ON]
 
 
 def test_visible_gpus_hides_the_others(install):
@@ -89,7 +94,32 @@ def test_a_fraction_is_of_each_gpus_total(install):
         "memory      /gpu:0 5000 MiB, growth off",
         "memory      /gpu:1 250 MiB, growth off",
         "memory      /gpu:2 20480 MiB, growth off",
+        THREADS,
+        TF32_ON,
     ]
+
+
+def test_a_fraction_is_of_what_cuda_has_where_the_driver_tells(install):
+    machine = install(dataclasses.replace(A100, reserved_mib=424))
+    gpus.configure(per_process_gpu_memory_fraction=1)
+    assert machine.limits_mib == [[40536]]
+
+
+def test_a_part_has_its_own_memory_and_name(install):
+    second = part_uuid(0, 1)
+    machine = install(SPLIT)
+    gpus.configure(visible_gpus=second, per_process_gpu_memory_fraction=0.5)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == second
+    assert machine.limits_mib == [[2400]]
+    install(SPLIT)
+    assert f"=0: 0 may be {part_uuid(0, 0)} (NVIDIA A100 MIG 1g.5gb), {second} (NV" in (
+        refusal(visible_gpus="0")
+    )
+    both = f"{part_uuid(0, 0)},{second}"
+    assert "one part of a GPU that MIG splits" in refusal(visible_gpus=both)
+    full = dataclasses.replace(PART, free_mib=10)
+    install(dataclasses.replace(SPLIT, parts=(full, PART)))
+    assert refusal().endswith(f"choose others with --visible_gpus={second}")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +227,7 @@ def test_the_same_again_is_fine_at_any_time(install):
     assert machine.started
     gpus.configure()
     gpus.configure(visible_gpus="1")
-    assert gpus.read_back() == ["memory      /gpu:0 512 MiB, growth off"]
+    assert gpus.read_back() == ["memory      /gpu:0 512 MiB, growth off", TF32_ON]
     assert "comes too late" in refusal(gpu_memory_limit_mib=513)
 
 
@@ -220,6 +250,51 @@ def test_soft_placement_may_change_at_any_time(install):
     gpus.configure()
     assert machine.soft_placement is True
     assert gpus.read_back() == []
+
+
+@pytest.mark.parametrize("cards, mode", [([A100], None), ([A100, A100], "gpu_private")])
+def test_each_of_several_gpus_has_threads_of_its_own(install, cards, mode):
+    install(*cards)
+    gpus.configure()
+    assert os.environ.get("TF_GPU_THREAD_MODE") == mode
+
+
+def test_the_users_own_thread_mode_and_one_that_would_come_too_late(install, monkeypatch):
+    machine = install(A100, A100)
+    machine.physical()
+    machine.started = True
+    gpus.configure()
+    assert "TF_GPU_THREAD_MODE" not in os.environ
+    install(A100, A100)
+    monkeypatch.setenv("TF_GPU_THREAD_MODE", "global")
+    gpus.configure()
+    assert "threads     TF_GPU_THREAD_MODE=global" in gpus.read_back()
+
+
+@pytest.fixture
+def tf32():
+    enable = tf.config.experimental.enable_tensor_float_32_execution
+    yield enable
+    enable(True)
+
+
+def test_tf32_is_told_and_switched(install, tf32, monkeypatch):
+    install(A100)
+    gpus.configure(tf32=False)
+    assert not tf.config.experimental.tensor_float_32_execution_enabled()
+    off = "precision   TF32 is off: float32 products are of all 23 bits of their factors"
+    assert gpus.precision() == [off]
+    gpus.configure()
+    assert gpus.precision() == [TF32_ON]
+    tf32(False)  # by the program: it stays
+    gpus.configure()
+    assert gpus.precision() == [off]
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert gpus.precision() == ["precision   TF32 is off, by NVIDIA_TF32_OVERRIDE=0"]
+    install(dataclasses.replace(SMALL, listed=True))  # of 7.5
+    assert gpus.precision() == []
+    install()
+    assert gpus.precision() == []
 
 
 PROGRAM = """
@@ -270,7 +345,7 @@ def test_the_parts_of_a_split_gpu_each_have_their_line(install):
     machine = install(A100, LIMITED)
     gpus.configure()
     machine.split(0, 1000, 2000)
-    assert [line.split()[1:3] for line in gpus.read_back()] == [
+    assert [line.split()[1:3] for line in gpus.read_back()[:3]] == [
         ["/gpu:0", "1000"],
         ["/gpu:1", "2000"],
         ["/gpu:2", "9400"],
@@ -281,7 +356,7 @@ def test_a_gpu_that_the_program_hides_is_not_taken_for_another(install):
     machine = install(A100, LIMITED)
     gpus.configure(per_process_gpu_memory_fraction=0.5)
     machine.hidden = [0]
-    assert gpus.read_back() == ["memory      /gpu:0 5000 MiB, growth off"]
+    assert gpus.read_back() == ["memory      /gpu:0 5000 MiB, growth off", TF32_ON]
     visible = tf.config.get_visible_devices("GPU")
     assert [gpu.index for gpu in gpus.driver_gpus(visible)] == [1]
 

@@ -2,7 +2,18 @@
 
 import pytest
 
-from tests.fake_gpus import A100, FULL, LOST, SMALL, Card, bus_id, install_driver, uuid
+from tests.fake_gpus import (
+    A100,
+    FULL,
+    LOST,
+    SMALL,
+    SPLIT,
+    Card,
+    bus_id,
+    install_driver,
+    part_uuid,
+    uuid,
+)
 from towers.devices import nvml
 from towers.devices.nvml import MIB, DriverGpu
 
@@ -24,6 +35,7 @@ def test_all_that_the_driver_tells(monkeypatch):
         compute_capability=(8, 0),
         total_bytes=40960 * MIB,
         free_bytes=40536 * MIB,
+        cuda_bytes=40960 * MIB,
     )
     assert second.processes == ("python (pid 17, 39000 MiB)", "blender (pid 18)")
     assert nvml.driver_version() == "555.42.02"
@@ -53,6 +65,29 @@ def test_a_process_whose_name_cannot_be_read(monkeypatch):
 
     monkeypatch.setattr(nvml.pynvml, "nvmlSystemGetProcessName", undecodable)
     assert nvml.gpus()[0].processes == ("? (pid 7, 3 MiB)",)
+
+
+def test_a_gpu_that_mig_splits_is_there_by_its_parts(monkeypatch):
+    install_driver(monkeypatch, SMALL, SPLIT)
+    _, first, second = nvml.gpus()
+    assert (first.index, first.mig, first.key) == (1, 0, part_uuid(1, 0))
+    assert (second.index, second.mig, second.name) == (1, 1, "NVIDIA A100 MIG 1g.5gb")
+    assert second.other_names == (f"MIG-{uuid(1)}/8/0", uuid(1))
+    assert (second.total_bytes, second.cuda_bytes) == (4864 * MIB, 4800 * MIB)
+    # What a part does not tell is its GPU's.
+    assert (second.compute_capability, second.pci_bus_id) == ((8, 0), bus_id(1))
+    with nvml.opened():
+        values = nvml.sample(second)
+    assert values["memory_used_mib"] == 64 and values["power_watts"] == 250.5
+    assert "utilisation_percent" not in values
+
+
+def test_each_value_of_a_gpu_may_be_missing(monkeypatch):
+    functions = "MemoryInfo UtilizationRates PowerUsage Temperature ClockInfo".split()
+    for name in functions:
+        install_driver(monkeypatch, Card(silent=frozenset([f"nvmlDeviceGet{name}"])))
+        with nvml.opened():
+            assert 5 <= len(nvml.sample(DriverGpu(0))) <= 6
 
 
 @pytest.mark.parametrize("free, full", [(0, True), (4, True), (5, False), (100, False)])

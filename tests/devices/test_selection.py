@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 
 from tests import fake_gpus
-from tests.fake_gpus import A100, FULL, LOST, MIB, OLD, SMALL, Card
+from tests.fake_gpus import A100, FULL, LOST, MIB, OLD, SMALL, SPLIT, Card
+from towers.builder import kinds
 from towers.devices.selection import Device, describe, report, tower_devices
 from towers.errors import InputError
 
@@ -33,6 +34,12 @@ def test_without_gpus():
     assert tower_devices(devices="cpu") == ["/cpu:0"]
     assert tower_devices(devices="/cpu:2,/cpu:0") == ["/cpu:2", "/cpu:0"]
     assert describe() == [Device(0, "/cpu:0", CPU)]
+
+
+def test_cpus_that_stand_in_for_gpus_are_others_than_the_host():
+    with kinds.cpus_for_gpus():
+        assert tower_devices() == ["/cpu:1"]
+        assert tower_devices(3) == tower_devices(3, "cpu") == CPUS[1:]
 
 
 @pytest.mark.parametrize("args", [(5,), (5, "cpu"), (0, "/cpu:0,/cpu:4")])
@@ -182,6 +189,15 @@ def test_cpus_in_place_of_gpus(install, name):
     assert tower_devices(devices=name) == ["/cpu:0"]
 
 
+def test_a_process_sees_one_part_of_a_gpu_that_mig_splits(install):
+    install(SPLIT, A100)
+    assert tower_devices() == ["/gpu:0"]
+    assert [(d.driver_index, d.name, d.total_bytes) for d in describe()] == [
+        (0, "NVIDIA A100 MIG 1g.5gb", 4864 * MIB)
+    ]
+    assert "CUDA shows a process one part of a GPU that MIG splits, and nothing" in refusal(2)
+
+
 # ---------------------------------------------------------------------------- What is malformed
 
 
@@ -244,7 +260,7 @@ def test_the_table(install):
         ["2", "/gpu:1", "00000000:25:00.0", "1", "40960", "40536", "NVIDIA", "A100"],
         ["3", "/gpu:2", "00000000:35:00.0", "2", "-", "-", "NVIDIA", "A100"],
     ]
-    assert lines[6:] == [
+    assert lines[6:9] == [
         "memory      /gpu:0 1000 MiB, growth off",
         "memory      /gpu:1 2000 MiB, growth off",
         "memory      /gpu:2 40036 MiB, growth off",

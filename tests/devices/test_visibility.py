@@ -62,6 +62,31 @@ def test_uuids(value, indices):
     assert visible(value) == indices
 
 
+PARTS = [
+    DRIVER[0],
+    *(DriverGpu(1, f"MIG-{n}", mig=n, other_names=(f"MIG-{uuid(1)}/{n}/0", uuid(1))) for n in "ab"),
+]
+
+
+@pytest.mark.parametrize(
+    "value, key",
+    [
+        (None, "MIG-a"),
+        ("0", "0"),
+        ("1", "MIG-a"),
+        ("0,1", "MIG-a"),
+        ("MIG-b", "MIG-b"),
+        ("MIG-b,MIG-a", "MIG-b"),
+        (f"MIG-{uuid(1)}/b/0", "MIG-b"),
+        (uuid(1), "MIG-a"),
+        ("MIG-", None),
+    ],
+)
+def test_a_process_sees_the_first_part_and_nothing_beside_it(value, key):
+    environ = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    assert [gpu.key for gpu in visibility.visible_in(environ, PARTS)] == [key] * bool(key)
+
+
 def test_to_cuda_quotes_are_no_number_so_they_are_taken_off():
     assert visible('"0,1"') == []
     for value in ('"0,1"', "'0,1'", ' "0,1" ', "0,1 "):
@@ -94,6 +119,8 @@ def test_what_hides_all_gpus_on_purpose(value, on_purpose):
         ("none", "1", "-1"),
         ("1", f"{uuid(3)},{uuid(1)}", "1"),
         ("1", '"0,1"', "1"),
+        (uuid(2), None, "2"),
+        ("GPU-2,0", None, "2,0"),
     ],
 )
 def test_others_are_hidden(asked, before, after):
@@ -121,6 +148,9 @@ def test_numbers_are_the_drivers_whatever_the_order_was():
             "GPU 1 is hidden by CUDA_VISIBLE_DEVICES=0,2, which leaves 0,2: type unset CUDA_VISIB",
         ),
         ("1", DRIVER, {"CUDA_VISIBLE_DEVICES": ""}, "which leaves none:"),
+        ("GPU-9", DRIVER[:1], {}, "there is no GPU GPU-9; the driver has 0 (A100): type --visible"),
+        ("1", PARTS, {}, "1 may be MIG-a (unreadable), MIG-b (unreadable): type one of them"),
+        ("0,MIG-b", PARTS, {}, "and nothing beside it: type --visible_gpus=MIG-b"),
     ],
 )
 def test_a_gpu_that_cannot_be_seen(asked, driver, environ, says):
@@ -146,6 +176,17 @@ def test_each_of_tensorflows_gpus_has_the_drivers():
     assert visibility.skipped(seen(big, DRIVER[2]), visible_gpus) == [SMALL]
     assert visibility.skipped([], visible_gpus) == visible_gpus
     assert visibility.skipped(seen(*visible_gpus), visible_gpus) == []
+
+
+def test_one_gpu_is_the_drivers_one_whatever_its_name():
+    assert visibility.match([("Orin", (8, 7))], [DriverGpu(0, name="Orin (nvgpu)")])[0].index == 0
+
+
+def test_a_session_sees_only_the_part_that_cuda_shows():
+    options = GpuOptions(visible_gpus="MIG-b")
+    assert visibility.visible_positions(options, PARTS, {"CUDA_VISIBLE_DEVICES": "MIG-b"}) == [0]
+    with pytest.raises(InputError, match="here MIG-a .*: type export CUDA_VISIBLE_DEVICES=MIG-b$"):
+        visibility.visible_positions(options, PARTS, {})
 
 
 def test_gpus_of_one_name_differ_by_capability():

@@ -10,9 +10,10 @@ import tensorflow as tf
 
 from tests import tiny
 from towers import cli
-from towers.errors import RunError
+from towers.errors import InputError, RunError
 from towers.graphs import placement_report
 from towers.graphs.placement import Op, Placement, Transfer
+from towers.training.tensorflow_errors import one_line_errors
 from towers.training.train import train
 
 
@@ -160,6 +161,43 @@ def test_without_soft_placement_the_error_lists_what_exists(
     assert code == 2 and len(err.splitlines()) == 1
     assert asks in err and "TensorFlow has /cpu:0, /cpu:1, /cpu:2, /cpu:3: " in err
     assert not (tmp_path / "run").exists()
+
+
+class ForGpus(keras.layers.Layer):
+    """A layer that no CPU can run."""
+
+    def call(self, inputs):
+        rows, state = tf.reshape(inputs, [1, -1, 4]), tf.zeros([1, tf.size(inputs) // 4, 4])
+        drawn = tf.raw_ops.CudnnRNN(input=rows, input_h=state, input_c=state, params=tf.zeros(160))
+        return inputs + tf.reduce_sum(drawn[0])
+
+
+def for_gpus(num_classes, image_shape):
+    flat, fast = keras.layers.Flatten(), ForGpus(name="fast")
+    return keras.Sequential([keras.Input(image_shape), flat, fast, keras.layers.Dense(num_classes)])
+
+
+def test_an_op_that_no_device_here_can_run_is_named_with_its_layer(tmp_path, capsys):
+    code, _, err = command(capsys, tmp_path / "run", f"--model={__name__}:for_gpus")
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "CudnnRNN, of layer sequential/fast: TensorFlow has no kernel for it" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "end", ["", "\nOp: GatherV2\nNode attrs: T=DT_UINT8\nRegistered kernels:\n"]
+)
+def test_an_op_without_a_kernel_for_the_device_is_named_with_its_layer(end):
+    said = (
+        "Cannot assign a device for operation while/tower_0/net_1/crop_1/GatherV2: Could not "
+        "satisfy explicit device specification '/job:localhost/replica:0/task:0/device:GPU:0' "
+        f"because no supported kernel for GPU devices is available.\nColocation Debug Info:\n{end}"
+    )
+    with pytest.raises(InputError) as error, one_line_errors(tiny.options("unused")):
+        raise tf.errors.InvalidArgumentError(None, None, said)
+    (line,) = str(error.value).splitlines()
+    assert "GatherV2, of layer net/crop, has no kernel for /gpu:0" in line
+    assert "leave the flag out" in line and "towers plan" in line
 
 
 # ---------------------------------------------------------------------------- Lines

@@ -3,7 +3,7 @@
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from towers.graphs.placement import Op, Placement
-from towers.graphs.profile_summary import OUTSIDE, XLA, op_times, problems, report
+from towers.graphs.profile_summary import OUTSIDE, XLA, copies, op_times, problems, report
 
 MS = 10**9  # picoseconds
 BODY, FILTER = "while/body/_1/while", "while/tower_0/net/conv/Filter"
@@ -154,6 +154,20 @@ def test_kernels_of_gpus():
         ("/gpu:1", "forward", "net/conv", "Conv2D"): (1, 8),
         ("/gpu:1", "", "-", "XLA: fusion"): (1, 4),
     }
+
+
+def test_copies_of_gpus():
+    def copied(size):
+        return {"memcpy_details": f"kind_src:host kind_dst:device size:{size} dest:0 async:1"}
+
+    space = host(one=[(0, 9, "MemcpyH2D")])
+    assert copies(space) is None
+    up = [(0, 1, "MemcpyH2D", copied(100)), (2, 1, "MemcpyH2D", copied(20)), (4, 1, "scale")]
+    lines = {"Stream_#14(MemcpyH2D)": up, "Stream_#15(Compute)": [(0, 1, "MemcpyD2D", copied(7))]}
+    plane(space, "/device:GPU:0 NVIDIA A100", **lines, TensorFlow_Ops=[(0, 1, "MemcpyH2D")])
+    plane(space, "/device:GPU:1", **{"Stream_#15(MemcpyP2P)": [(0, 1, "MemcpyP2P", copied(8))]})
+    found = {"host to GPU": (2, 120), "GPU to host": (0, 0), "GPU to GPU": (1, 8)}
+    assert copies(space) == found
 
 
 def test_problems_are_told():

@@ -23,12 +23,12 @@ DEFAULTS = """
 --train_dir=runs/train --overwrite=false --seed=0 --json=false --model=models.cnn:cnn
 --model_args= --init_from= --dtype=float32 --loss= --metrics= --objective= --dataset=shapes
 --target= --data_dir= --image_size= --augment=auto --validation_fraction=0 --batch_size=128
---num_towers=0 --devices= --placement=report --draws=report --variables=cpu --jit_compile=false
+--num_towers=0 --devices= --placement=report --draws=report --variables=default --jit_compile=false
 --log_device_placement=false --batch_norm=sync --accumulate_steps=1 --steps_per_loop=10
 --visible_gpus= --per_process_gpu_memory_fraction=0 --gpu_memory_limit_mib=0 --allow_growth=false
---allow_soft_placement=true --num_epochs=0 --max_steps=0 --optimizer=momentum --learning_rate=0.05
---schedule=cosine --warmup_epochs=0 --decay_epochs= --decay_factor=0.1 --momentum=0.9
---weight_decay=0 --ema_decay=0 --label_smoothing=0 --clip_norm=0 --clip_value=0
+--allow_soft_placement=true --tf32=true --num_epochs=0 --max_steps=0 --optimizer=momentum
+--learning_rate=0.05 --schedule=cosine --warmup_epochs=0 --decay_epochs= --decay_factor=0.1
+--momentum=0.9 --weight_decay=0 --ema_decay=0 --label_smoothing=0 --clip_norm=0 --clip_value=0
 --clip_global_norm=0 --log_every_steps=100 --evaluate_every_epochs=1 --early_stopping_epochs=0
 --keep_best=false --checkpoint_every_steps=1000 --keep_checkpoints=3 --tensorboard_x=step
 --histogram_every_epochs=0 --profile_steps= --max_event_mib=200
@@ -36,7 +36,7 @@ DEFAULTS = """
 OF_EVALUATE = (
     "train_dir json model dataset data_dir image_size batch_size dtype num_towers devices "
     "visible_gpus per_process_gpu_memory_fraction gpu_memory_limit_mib allow_growth "
-    "allow_soft_placement"
+    "allow_soft_placement tf32"
 ).split()
 # {verb: the flags that it shows first, its own; those of a run that it does not take}
 OF_VERBS = {

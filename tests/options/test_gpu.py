@@ -13,9 +13,12 @@ MEMORY = {
     "allow_growth": True,
 }
 NUMBERS = {
-    "": None, "none": [], "None": [], "0": [0], "0,2": [0, 2], "2, 0": [2, 0], "10,07": [10, 7]
+    "": None, "none": [], "None": [], "0": ["0"], "0,2": ["0", "2"], "2, 0": ["2", "0"],
+    "10,07": ["10", "7"], "MIG-0a5b-3": ["MIG-0a5b-3"],
+    "GPU-0a,MIG-GPU-0a5b/3/0": ["GPU-0a", "MIG-GPU-0a5b/3/0"],
 }  # fmt: skip
 NO_NUMBERS = ["0,,2", "0,", "-1", "gpu:0", "0;2", "1.5", "²", "٣", "none,0", '"0,1"']
+NO_NUMBERS += ["MIG-", "0:1", "UUID-0"]
 
 
 def refusal(**options):
@@ -26,8 +29,8 @@ def refusal(**options):
 
 def test_visible_gpus():
     for text, numbers in NUMBERS.items():
-        assert GpuOptions(visible_gpus=text).indices() == numbers
-    assert GpuOptions(visible_gpus="2,0,2").indices() == [2, 0]
+        assert GpuOptions(visible_gpus=text).chosen() == numbers
+    assert GpuOptions(visible_gpus="2,0,2").chosen() == ["2", "0"]
     for text in NO_NUMBERS:
         expected = f"--visible_gpus={text}: numbers of GPUs are needed, as --visible_gpus=0,2"
         assert refusal(visible_gpus=text).startswith(expected)

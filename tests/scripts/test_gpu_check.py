@@ -1,13 +1,15 @@
 """scripts/gpu_check.py: its checks on logical CPUs or made-up GPUs, its table and exit codes."""
 
 import dataclasses
+import json
 import subprocess
 
 import pytest
 import tensorflow as tf
 
-from scripts import gpu_check
-from tests.fake_gpus import A100, MIB, SMALL, Card
+from scripts import gpu_check, gpu_checks
+from scripts.gpu_steps import Skipped
+from tests.fake_gpus import A100, MIB, SMALL, SPLIT, Card
 from towers.devices import nvml
 from towers.errors import RunError
 
@@ -20,12 +22,12 @@ TINY = {"model": "tests.tiny:dense", "dataset": "tests.tiny:images", "augment": 
 @pytest.mark.parametrize(
     "check, found",
     [
-        (gpu_check.placement, "MatMul on /cpu:0 and /cpu:1"),
-        (gpu_check.gradients, "largest relative difference "),
-        (gpu_check.collectives, "exact on /cpu:0 and /cpu:1"),
-        (gpu_check.copies, "2 ways between 2 devices"),
-        (gpu_check.batch_norm, "largest relative difference "),
-        (gpu_check.profile, "MatMul on /cpu:0 "),
+        (gpu_checks.placement, "MatMul on /cpu:0 and /cpu:1"),
+        (gpu_checks.gradients, "largest relative difference "),
+        (gpu_checks.collectives, "exact on /cpu:0 and /cpu:1"),
+        (gpu_checks.copies, "2 ways between 2 devices"),
+        (gpu_checks.batch_norm, "largest relative difference "),
+        (gpu_checks.profile, "MatMul on /cpu:0 "),
     ],
 )
 def test_checks_of_towers(check, found):
@@ -35,19 +37,19 @@ def test_checks_of_towers(check, found):
 @pytest.fixture
 def soft_placement():
     yield
-    gpu_check.devices.configure(allow_soft_placement=True)
+    gpu_checks.devices.configure(allow_soft_placement=True)
 
 
 @pytest.mark.parametrize(
     "check",
     [
-        "the same with --placement=strict",
-        "the same with --variables=replicated",
-        "the same with --metrics, by a step of Keras",
+        gpu_checks.STRICT,
+        "training with --variables=replicated",
+        "training with --metrics, by a step of Keras",
     ],
 )
 def test_short_runs(check, soft_placement, capsys):
-    detail = gpu_check.TOWER_CHECKS[check]("cpu", max_steps=6, log_every_steps=5, **TINY)
+    detail = gpu_checks.TOWER_CHECKS[check]("cpu", max_steps=6, log_every_steps=5, **TINY)
     assert detail.split(", loss ")[0].endswith(" examples/s")
     assert float(detail.split(", loss ")[1]) > 0
 
@@ -61,9 +63,9 @@ def on_first(function):
 def test_an_op_on_the_wrong_device_is_seen(monkeypatch):
     monkeypatch.setattr(tf, "device", on_first(tf.device))
     with pytest.raises(RunError, match="^MatMul ran on /cpu:0$"):
-        gpu_check.placement("cpu")
+        gpu_checks.placement("cpu")
     with pytest.raises(RunError, match="^/cpu:0 -> /cpu:1 ran on .*CPU:0$"):
-        gpu_check.copies("cpu")
+        gpu_checks.copies("cpu")
 
 
 def test_a_copy_that_loses_a_bit_is_seen(monkeypatch):
@@ -76,19 +78,19 @@ def test_a_copy_that_loses_a_bit_is_seen(monkeypatch):
 
     monkeypatch.setattr(tf, "identity", broken)
     with pytest.raises(RunError, match="other bits arrive: /cpu:0 -> /cpu:1, /cpu:1 -> /cpu:0"):
-        gpu_check.copies("cpu")
+        gpu_checks.copies("cpu")
 
 
 def test_towers_that_compute_something_else_are_seen(monkeypatch):
-    real = gpu_check.towers.TowerBuilder.gradients
+    real = gpu_checks.towers.TowerBuilder.gradients
 
     def wrong(builder, loss, weights, batch):
         value, [gradient] = real(builder, loss, weights, batch)
         return value, [gradient * (1 + 1e-9 * len(builder.devices))]
 
-    monkeypatch.setattr(gpu_check.towers.TowerBuilder, "gradients", wrong)
+    monkeypatch.setattr(gpu_checks.towers.TowerBuilder, "gradients", wrong)
     with pytest.raises(RunError, match="^largest relative difference 1.0e-09$"):
-        gpu_check.gradients("cpu")
+        gpu_checks.gradients("cpu")
 
 
 # ---------------------------------------------------------------------------- Memory, made up
@@ -96,10 +98,10 @@ def test_towers_that_compute_something_else_are_seen(monkeypatch):
 
 def test_a_fraction(install):
     install(A100, A100)
-    assert gpu_check.fraction() == "/gpu:0 10240 MiB, growth off, of 40960 MiB"
+    assert gpu_checks.fraction() == "/gpu:0 10240 MiB, growth off, of 40960 MiB"
     install(A100).memory = {"/gpu:0": 10241 * MIB}
     with pytest.raises(RunError, match="may take 10241 MiB, 10240 were asked for"):
-        gpu_check.fraction()
+        gpu_checks.fraction()
 
 
 def test_a_limit(install, monkeypatch):
@@ -110,10 +112,17 @@ def test_a_limit(install, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(tf, "zeros", exhausted)
-        assert gpu_check.limit() == "/gpu:0 512 MiB, growth off; 1 GiB is refused"
+        assert gpu_checks.limit() == "/gpu:0 512 MiB, growth off; 1 GiB is refused"
     monkeypatch.setattr(tf, "zeros", lambda shape: tf.constant(0.0))
     with pytest.raises(RunError, match="1 GiB was given in spite of a limit of 512 MiB"):
-        gpu_check.limit()
+        gpu_checks.limit()
+
+
+def test_a_gpu_that_does_not_tell_its_memory_has_no_fault(install):
+    install(Card(silent=frozenset(["nvmlDeviceGetMemoryInfo"])))
+    for check in (gpu_checks.fraction, gpu_checks.growth, gpu_checks.session):
+        with pytest.raises(Skipped):
+            check()
 
 
 @pytest.mark.parametrize("taken_mib, good", [(500, True), (30000, False)])
@@ -128,27 +137,31 @@ def test_growth(install, monkeypatch, taken_mib, good):
     monkeypatch.setattr(nvml, "gpus", after)
     says = f"4 MiB in use, {taken_mib} MiB taken"
     if good:
-        assert gpu_check.growth() == f"/gpu:0 40036 MiB, growth on; {says}"
+        assert gpu_checks.growth() == f"/gpu:0 40036 MiB, growth on; {says}"
     else:
         with pytest.raises(RunError, match=f"^{says}$"):
-            gpu_check.growth()
+            gpu_checks.growth()
 
 
 def test_the_largest_gpu_is_made_visible(install, monkeypatch):
     install(SMALL, A100, Card(total_mib=81920))
-    assert gpu_check.visible() == "GPU 2 of 3"
+    assert gpu_checks.visible() == "GPU 2 of 3"
+    install(SPLIT)
+    assert gpu_checks.visible() == "GPU MIG-0b0b0c3d-0000-4000-8000-000000000000 of 1"
     install(A100, A100)
-    monkeypatch.setattr(gpu_check.devices, "configure", lambda **options: None)
+    monkeypatch.setattr(gpu_checks.devices, "configure", lambda **options: None)
     with pytest.raises(RunError, match=r"^--visible_gpus=1, and TensorFlow sees \[0, 1\]$"):
-        gpu_check.visible()
+        gpu_checks.visible()
 
 
 def test_the_health_of_gpus(install):
     install(A100, SMALL)
-    assert gpu_check.health().startswith("utilisation_percent 97, memory_utilisation_percent 41")
-    install(A100, Card(silent=frozenset(["nvmlDeviceGetPowerUsage"])))
-    with pytest.raises(RunError, match=r"^of 7 values, GPUs tell {0: 7, 1: 6}: "):
-        gpu_check.health()
+    assert gpu_checks.health().startswith("utilisation_percent 97, memory_utilisation_percent 41")
+    install(Card(silent=frozenset(["nvmlDeviceGetUtilizationRates"])))  # as a laptop's
+    assert gpu_checks.health().startswith("memory_used_mib 424, power_watts 250.5")
+    install(Card(lost=True))
+    with pytest.raises(Skipped, match="the driver tells nothing"):
+        gpu_checks.health()
 
 
 @pytest.mark.parametrize(
@@ -161,44 +174,69 @@ def test_the_health_of_gpus(install):
 )
 def test_two_devices(install, cards, limits_mib):
     machine = install(*cards)
-    assert gpu_check.two_devices("gpu") == ["/gpu:0", "/gpu:1"]
+    assert gpu_checks.two_devices("gpu") == ["/gpu:0", "/gpu:1"]
     assert machine.limits_mib == limits_mib
 
 
 # ---------------------------------------------------------------------------- The table
 
 
-def outcomes(gpus, failing=()):
-    """Return a made-up `run`, which finds these GPUs and lets these checks fail."""
+STATUS = {"collectives sum": "FAILED", "memory limit is read back and holds": "skipped"}
 
-    def run(name, kind):
+
+def outcomes(gpus, statuses=()):
+    """Return a made-up `run`, which finds these GPUs, and what `statuses` say of checks."""
+
+    def run(name, kind, seconds):
         if name == gpu_check.FIND:
             return gpus
-        return (False, f"no {kind}") if name in failing else (True, f"a {kind}")
+        if name in statuses:
+            return STATUS[name], f"no {kind}"
+        steps = {"128": {"seconds_per_step": 0.01, "copies": None, "foretold": None}}
+        return "ok", steps if name.startswith("{") else f"a {kind}"
 
     return run
 
 
-GPU = (True, ["/gpu:0 -> A100"])
+GPU = ("ok", ["/gpu:0 -> A100"])
 
 
 @pytest.mark.parametrize(
-    "kind, gpus, failing, code, last",
+    "kind, gpus, statuses, code, last",
     [
-        ("gpu", GPU, [], 0, "19 of 19 passed"),
-        ("gpu", GPU, ["collectives sum"], 1, "18 of 19 passed"),
-        ("gpu", (True, []), [], gpu_check.EXIT_NO_GPU, "no GPU here"),
-        ("gpu", (False, "TensorFlow sees 0 GPUs"), [], 1, "TensorFlow sees 0 GPUs"),
-        ("cpu", None, [], 0, "13 of 13 passed"),
+        ("gpu", GPU, [], 0, "36 passed, 0 failed, 0 skipped"),
+        ("gpu", GPU, STATUS, 1, "34 passed, 1 failed, 1 skipped"),
+        ("gpu", ("ok", []), [], gpu_check.EXIT_NO_GPU, "no GPU here"),
+        ("gpu", ("FAILED", "TensorFlow sees 0 GPUs"), [], 1, "TensorFlow sees 0 GPUs"),
+        ("cpu", None, [], 0, "54 passed, 0 failed, 0 skipped"),
     ],
 )
-def test_the_table_and_the_exit_code(capsys, kind, gpus, failing, code, last):
-    assert gpu_check.main([f"--kind={kind}"], outcomes(gpus, failing)) == code
+def test_the_table_the_json_and_the_exit_code(capsys, tmp_path, kind, gpus, statuses, code, last):
+    file = tmp_path / "found.json"
+    argv = [f"--kind={kind}", f"--json_file={file}"]
+    assert gpu_check.main(argv, outcomes(gpus, statuses)) == code
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == last
-    assert [line for line in lines if "FAILED" in line] == [
-        f"FAILED  {name:42}no {kind}" for name in failing
+    assert lines[-1].split("; ")[0] == last
+    assert [line for line in lines if line.startswith(("FAILED", "skipped"))] == [
+        f"{STATUS[name]:8}{name:64}no {kind}" for name in statuses
     ]
+    if "passed" in last:
+        rows = json.loads(file.read_text())["checks"]
+        assert sum(row["status"] == "ok" for row in rows) == int(last.split()[0])
+        steps = [row["name"] for row in rows if row["name"].startswith("a step of")]
+        towers = "1 tower" if kind == "gpu" else "2 towers"
+        assert steps[:2] == [
+            f"a step of {model}, {towers}, replicated, float32" for model in ("cnn", "resnet20")
+        ]
+        assert [row["name"] for row in rows][1:3] == steps[:2]  # before the other checks
+
+
+def test_what_does_not_fit_into_the_time_is_skipped(capsys, tmp_path):
+    argv = ["--kind=cpu", f"--json_file={tmp_path / 'found.json'}", "--minutes=0.2"]
+    assert gpu_check.main(argv, outcomes(None)) == 0
+    *_, late, last = capsys.readouterr().out.splitlines()
+    assert late == "skipped 54 more: out of time" and last.startswith("0 passed, 0 failed, 54 sk")
+    assert gpu_check.run_check("collectives sum", "cpu", 0.01) == ("skipped", "out of time")
 
 
 def test_a_check_that_aborts_or_does_not_answer(monkeypatch):
@@ -206,10 +244,13 @@ def test_a_check_that_aborts_or_does_not_answer(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "run", lambda *command, **details: done)
         found = gpu_check.run_check("collectives sum", "gpu")
-    assert found == (False, "KeyError: 1 (exit code -6)")
+    assert found == ("FAILED", "KeyError: 1 (exit code -6)")
     monkeypatch.setattr(gpu_check, "TIMEOUT_SECONDS", 0.01)
-    assert gpu_check.run_check("collectives sum", "cpu") == (False, "no answer within 0.01 s")
+    assert gpu_check.run_check("collectives sum", "cpu") == ("FAILED", "no answer within 0.01 s")
 
 
 def test_a_check_in_a_process_of_its_own():
-    assert gpu_check.run_check("collectives sum", "cpu") == (True, "exact on /cpu:0 and /cpu:1")
+    found = gpu_check.run_check("collectives sum", "cpu")
+    assert found == ("ok", "exact on /cpu:1 and /cpu:2")  # /cpu:0 is the host
+    status, found = gpu_check.run_check('{"model": "cnn", "towers": 3, "variables": "all"}', "cpu")
+    assert status == "FAILED" and "--variables=all" in found

@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG_LINE = re.compile(r"^[IWEF]\d{4} |^WARNING: All log messages|^To enable the following", re.M)
-SCRIPTS = [path for path in (ROOT / "scripts").glob("*.py") if "tensorflow" in path.read_text()]
+TEXTS = {path: path.read_text() for path in (ROOT / "scripts").glob("*.py")}
+SCRIPTS = [path for path, text in TEXTS.items() if "tensorflow" in text and "__main__" in text]
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def test_logits_in_bfloat16_are_trained_on_and_evaluated_in_float32():
     model = loop.masters.model
     assert model(tf.zeros([1, *tiny.IMAGE_SHAPE])).dtype == "bfloat16"
     images, labels = tiny.arrays(40)
-    evaluate = loop.run.task.eval_step()
+    evaluate = loop.run.task.eval_sums
     sums = evaluate((images, labels), tf.ones([40]))
     logits = tf.cast(model(tf.image.per_image_standardization(images)), tf.float32)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
@@ -74,7 +74,7 @@ def test_layers_variables_are_assigned_once_a_step_and_not_in_evaluation():
     assert after_two[counter + "calls"] == 2 and after_two[counter + "whole"] == 2
     assert after_two["average/sequential/counter/calls"] > 0
 
-    evaluate = loop.run.task.eval_step()
+    evaluate = loop.run.task.eval_sums
     images, labels = tiny.arrays(7)
     first, again = (evaluate((images, labels), tf.ones([7])) for _ in range(2))
     tiny.assert_identical(loop.state(), after_two)
@@ -103,7 +103,7 @@ def test_float64_is_there_for_layers_that_name_no_type():
     )  # fmt: skip
     loop = tiny.Loop(options)
     assert np.isfinite(loop(2)["loss"])
-    evaluate = loop.run.task.eval_step()
+    evaluate = loop.run.task.eval_sums
     sums = evaluate(tiny.arrays(7), tf.ones([7]))
     assert np.isfinite(sums["raw"]["loss"]) and np.isfinite(sums["ema"]["loss"])
     assert keras.config.floatx() == "float32"
@@ -166,7 +166,7 @@ def test_losses_that_layers_add_are_trained_on(num_towers, batch_size, more):
     tiny.assert_close({name: state[name] for name in expected}, expected, 1e-10)
 
     images, labels = tiny.arrays(7)
-    sums = loop.run.task.eval_step()((images, labels), tf.ones([7]))
+    sums = loop.run.task.eval_sums((images, labels), tf.ones([7]))
     inputs = augment.eval_images(images, options.augment, dtype=tf.float64)
     logits = loop.masters.model(inputs, training=False)
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)

@@ -161,9 +161,9 @@ def test_points_are_written_at_once_and_nothing_is_traced_twice(tmp_path, monkey
         monkeypatch.setattr(owner, name, made)
 
     def observed(loop):
-        def call(batches, num_steps):
+        def call(batches, num_steps, *measured):
             seen.append([step for step, _ in points(tmp_path / "train")])
-            return loop(batches, num_steps)
+            return loop(batches, num_steps, *measured)
 
         call.get_concrete_function = loop.get_concrete_function
         return call

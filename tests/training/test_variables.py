@@ -158,15 +158,15 @@ def test_towers_that_cannot_sum_together_are_refused():
 
 
 def test_what_not_all_towers_have_is_gathered_and_handed_out():
+    places = gather.Places(DEVICES[:2], "/cpu:0")
+
     @tf.function
     def means():
         slices = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]), tf.constant([3, 2]))
         gradients = [[tf.ones(2), None, slices], [tf.ones(2), tf.ones(3), slices]]
         return [
             [tf.convert_to_tensor(g) for g in own]
-            for own in gather.mean_on_every_tower(
-                gradients, DEVICES[:2], "/cpu:0", tf.constant(4.0)
-            )
+            for own in gather.mean_on_every_tower(gradients, places, tf.constant(4.0))
         ]
 
     for own in means():

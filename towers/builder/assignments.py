@@ -1,8 +1,9 @@
-"""What a tower assigns is kept, and assigned once: the state of Keras variables in a step."""
+"""What a tower assigns to Keras variables is kept: `merging` assigns it, once a step."""
 
 import contextlib
+import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import keras
@@ -19,6 +20,24 @@ SEED_STATE = "seed_generator_state"  # as Keras names it; it follows no example
 KEPT = "keep_in_tower"  # names the ops that assign to stand-ins
 
 
+@dataclasses.dataclass(frozen=True)
+class Average:
+    """How a tower moves a moving average: to `before * momentum + value * weight`.
+
+    `shared` tells that the value is that of all towers' examples, and so all have the same.
+    """
+
+    variable: keras.Variable
+    value: tf.Tensor
+    momentum: float
+    weight: float
+    shared: bool
+
+    def after(self, before: Any) -> tf.Tensor:
+        """Return what the average is after it was moved."""
+        return tf.cast(before, self.value.dtype) * self.momentum + self.value * self.weight
+
+
 class TowerScope(keras.StatelessScope):
     """Keeps assignments to Keras variables in place of making them, and the losses of layers.
 
@@ -29,7 +48,12 @@ class TowerScope(keras.StatelessScope):
     """
 
     def __init__(
-        self, own: Mapping[int, Any] | None = None, device: str = "", *, outer: Any = ...
+        self,
+        own: Mapping[int, Any] | None = None,
+        device: str = "",
+        *,
+        outer: Any = ...,
+        fetch: Callable[[tf.Variable], tf.Tensor | None] | None = None,
     ) -> None:
         """Keep assignments from here on.
 
@@ -38,34 +62,43 @@ class TowerScope(keras.StatelessScope):
             device: of the stand-ins.
             outer: the scope that says what all other variables are, as of a tower in which this one
                 is; None for the masters. By default the one that is open.
+            fetch: see `Member`.
         """
         super().__init__(collect_losses=True)
         self.own = own or {}
         self.device = device
         self.outer = tf_private.open_scope() if outer is ... else outer
+        self.fetch = fetch
         self.eager = tf.executing_eagerly()
         self.graph = tf.compat.v1.get_default_graph()
         self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
         self.copies: dict[int, tf.Tensor] = {}
+        self.fetched: dict[int, tf.Tensor | None] = {}
         self.stand_ins: dict[int, tf.Variable] = {}
         self.averages: set[int] = set()  # ids of what is known to be averages: BatchNorm's
+        # Of these, by id, such as are moved outside of the tower, all at once.
+        self.moved: dict[int, Average] = {}
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Keep an assignment; Keras calls this."""
         variable, value = update
+        self.moved.pop(id(variable), None)
         if self.is_inside() and id(variable) not in self.stand_ins:
             self._make_stand_in(variable)
         if id(variable) in self.stand_ins:
             _assign(self.stand_ins[id(variable)], value)
             self.updates[id(variable)] = update  # the value follows when the tower is closed
             return
-        super().add_update((variable, _as_read(variable, value, self._source(variable))))
+        before = self._source(variable) if variable.trainable else None
+        super().add_update((variable, _as_read(variable, value, before)))
         self.updates[id(variable)] = update
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """Return what a variable is in this tower, None for the master; Keras calls this."""
         if variable.trainable and tf_private.value_of(variable) is None:  # not initialized
             raise _creation_error(variable.path)
+        if id(variable) in self.moved:
+            self._settle(variable)
         if self.is_inside() and not variable.trainable and id(variable) not in self.stand_ins:
             self._make_stand_in(variable)  # a loop may assign it later, and read it again
         if id(variable) in self.stand_ins:
@@ -87,7 +120,43 @@ class TowerScope(keras.StatelessScope):
         """Return what a variable was before the tower, None for the master."""
         if id(variable) in self.own:
             return self.own[id(variable)]
-        return None if self.outer is None else self.outer.get_current_value(variable)
+        if self.outer is not None:
+            return self.outer.get_current_value(variable)
+        if self.fetch and id(variable) not in self.fetched:
+            master = tf_private.value_of(variable)
+            self.fetched[id(variable)] = None if master is None else self.fetch(master)
+        return self.fetched.get(id(variable))
+
+    def move(self, average: Average) -> None:
+        """Keep what a moving average gets; it is made where it is read, or once for all towers."""
+        if id(average.variable) in self.moved:
+            self._settle(average.variable)
+        self.moved[id(average.variable)] = average
+        if id(average.variable) in self.updates or self.is_inside():
+            self._settle(average.variable)
+
+    def settle(self) -> None:
+        """Make assignments of all that was to be moved outside of the tower."""
+        for average in list(self.moved.values()):
+            self._settle(average.variable)
+
+    def _settle(self, variable: keras.Variable) -> None:
+        average = self.moved.pop(id(variable))
+        before = self.get_current_value(variable)
+        before = tf_private.value_of(variable) if before is None else before
+        self.add_update((variable, tf.cast(average.after(before), variable.dtype)))
+
+    def value_of(self, variable: keras.Variable) -> tf.Tensor:
+        """Return what the tower assigns to a variable."""
+        if id(variable) in self.moved:
+            with tf.device(self.device):
+                self._settle(variable)
+        return self.updates[id(variable)][1]
+
+    def assigned(self) -> list[keras.Variable]:
+        """Return the variables that the tower assigns."""
+        kept = [variable for variable, _ in self.updates.values()]
+        return kept + [average.variable for average in self.moved.values()]
 
     def close(self, count: Any) -> None:
         """Note the tower's number of examples, and what its stand-ins hold at its end."""
@@ -161,76 +230,3 @@ def assignments_refused() -> Iterator[None]:
 
     with tf_private.assignments_replaced(make):
         yield
-
-
-def assign_once(
-    scopes: Sequence[TowerScope], policies: Mapping[int, str]
-) -> list[keras.Variable]:
-    """Make the assignments that the towers' scopes keep, one for each variable.
-
-    What nobody knows better is taken for an average if it is a float, else for a counter of steps.
-
-    Args:
-        scopes: of the towers, closed.
-        policies: {id of a variable: how the towers' values make one, see `merge`}, for those that
-            do not say it themselves.
-
-    Returns:
-        The variables of which nothing said how several values make one.
-    """
-    found = {}
-    for scope in scopes:
-        for key, (variable, value) in scope.updates.items():
-            _, values, counts = found.setdefault(key, (variable, [], []))
-            values.append(value)
-            counts.append(scope.count)
-    unknown = []
-    for key, (variable, values, counts) in found.items():
-        policy = policy_of(variable) or policies.get(key)
-        averaged = any(key in scope.averages for scope in scopes)
-        if len(values) > 1 and not (policy or averaged or variable.name == SEED_STATE):
-            unknown.append(variable)
-        if len(values) > 1:
-            values = [tf.convert_to_tensor(value) for value in values]
-            values = [merge(policy or "mean", variable.value, values, counts)]
-        variable.assign(values[0])
-    return unknown
-
-
-def policy_of(variable: keras.Variable) -> str | None:
-    """Return how a variable itself says that the values of several towers make one, or None."""
-    policies = {"sum": "sum", "mean": "mean", "only_first_replica": "first"}
-    return policies.get(getattr(variable, "aggregation", None))
-
-
-def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]) -> tf.Tensor:
-    """Return the one value that the towers' `values` of a variable make.
-
-    Args:
-        policy: "first" tower's; "sum" of the changes; "mean", weighted by examples; "max"; "min".
-        before: what the variable was.
-        values: of the towers.
-        counts: their numbers of examples.
-    """
-    if policy in ("sum", "max", "min"):  # of a tower without examples it may be anything
-        values = [values[0], *(
-            tf.where(count > 0, value, before if policy == "sum" else values[0])
-            for value, count in zip(values[1:], counts[1:], strict=True)
-        )]
-    if policy == "sum":
-        return tf.add_n([before, *(value - before for value in values)])
-    if policy == "max":
-        return tf.reduce_max(tf.stack(values), axis=0)
-    if policy == "min":
-        return tf.reduce_min(tf.stack(values), axis=0)
-    if policy == "mean" and values[0].dtype.is_floating:
-        values = [widen(value) for value in values]
-        weights = [tf.cast(count, values[0].dtype) for count in counts]
-        weighted = [tf.math.multiply_no_nan(v, w) for v, w in zip(values, weights, strict=True)]
-        return tf.add_n(weighted) / tf.add_n(weights)
-    return values[0]
-
-
-def widen(value: tf.Tensor) -> tf.Tensor:
-    """Return `value` in float32 at least: sums in 16 bits lose examples."""
-    return tf.cast(value, tf.float32) if value.dtype.size < 4 else value

@@ -9,8 +9,9 @@ import keras
 import tensorflow as tf
 
 from towers.builder import xla
-from towers.builder.assignments import TowerScope, widen
+from towers.builder.assignments import TowerScope
 from towers.builder.gather import zero_if_empty
+from towers.builder.merging import widen
 from towers.builder.splitting import PerTower, Slice
 from towers.errors import InputError
 
@@ -25,10 +26,10 @@ class TowerSums:
     """What each tower has of its examples; the last towers may be missing, if there was none."""
 
     losses: list[tf.Tensor]  # sums, scalars
-    counts: list[tf.Tensor]  # numbers of examples, scalars
+    counts: list[Any]  # numbers of examples, scalar tensors if they are not known
     gradients: list[list[Any]]  # of each tower a list like the variables: sums
     scopes: list[TowerScope]  # what the towers assigned
-    policies: dict[int, str]  # how these values make one, see `assignments.assign_once`
+    policies: dict[int, str]  # how these values make one, see `merging.assign_once`
     outputs: list[Any]  # what else `loss_fn` returned for each slice, in their order
 
 
@@ -57,17 +58,19 @@ def sums_of_slice(
                     loss = tf.math.multiply_no_nan(loss, tf.cast(part.count > 0, loss.dtype))
             # What is recomputed in the backward pass runs in what the forward pass ran in; what it
             # assigns was assigned above.
-            with TowerScope(scope.own, scope.device, outer=scope.outer):
+            with TowerScope(scope.own, scope.device, outer=scope.outer, fetch=scope.fetch):
                 gradients = tape.gradient(loss, variables)
-        count = tf.cast(tf.shape(losses)[0] if part.count is None else part.count, loss.dtype)
+        count = losses.shape[0] if part.count is None else part.count
+        if not isinstance(count, int):
+            count = tf.cast(tf.shape(losses)[0] if count is None else count, loss.dtype)
         if part.may_be_empty():
             gradients = [zero_if_empty(g, count) for g in gradients]
         scope.close(count)
         return scope, ((loss, count, gradients), outputs)
 
-    scope, (sums, outputs) = xla.compiled(compute) if by_xla else compute()
-    scope.count = sums[1]
-    return scope, sums, tf.nest.map_structure(part.kept, outputs)
+    scope, ((loss, count, gradients), outputs) = xla.compiled(compute) if by_xla else compute()
+    scope.count = part.count if isinstance(part.count, int) else count
+    return scope, (loss, scope.count, gradients), tf.nest.map_structure(part.kept, outputs)
 
 
 def check_rehearsed(by_example: bool | None) -> None:

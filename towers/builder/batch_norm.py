@@ -5,9 +5,14 @@ together over the towers, forward and backward. Keras normalises by a chain of e
 which takes a third of ResNet-20's step; the fused kernels are used where they exist: in float32,
 over all axes but the last, for a known number of examples. Both give the same numbers up to
 rounding.
+
+A GPU computes in the layer's own type, 16 bits too, and backward by the kernel of training alone:
+the other one knows one layout only, and would be transposed for. What its moving averages get
+leaves a tower together (`Average`).
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +20,9 @@ import keras
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.assignments import TowerScope
+from towers.builder.assignments import Average, TowerScope
 from towers.builder.exchange import Member
+from towers.builder.kinds import is_gpu
 
 
 def check_mode(mode: str) -> None:
@@ -26,12 +32,13 @@ def check_mode(mode: str) -> None:
 
 
 @contextlib.contextmanager
-def over_all_towers(member: Member | None, mode: str) -> Iterator[None]:
+def over_all_towers(member: Member | None, mode: str, device: str) -> Iterator[None]:
     """Let BatchNorm layers that are called in the block take their moments over all towers.
 
     Args:
         member: the tower's part in the exchanges; None if there is one tower.
         mode: "sync", or "local" for those layers only that ask for it by `synchronized=True`.
+        device: of the tower.
     """
 
     def member_of(layer: Any) -> Member | None:
@@ -39,9 +46,12 @@ def over_all_towers(member: Member | None, mode: str) -> Iterator[None]:
 
     def make_call(keras_call: Callable) -> Callable:
         def call(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> Any:
-            if isinstance(scope := tf_private.open_scope(), TowerScope):
+            scope = tf_private.open_scope()
+            if isinstance(scope, TowerScope):
                 scope.averages |= {id(layer.moving_mean), id(layer.moving_variance)}
             if training is True and layer.trainable and mask is None and _has_kernel(layer, inputs):
+                if is_gpu(device):
+                    return _call_on_gpu(layer, inputs, member_of(layer), scope)
                 return _call(layer, inputs, member_of(layer))
             return keras_call(layer, inputs, training=training, mask=mask)
 
@@ -72,13 +82,7 @@ def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
 
 def _call(layer: Any, inputs: tf.Tensor, member: Member | None) -> tf.Tensor:
     """Do what the layer does in training."""
-    num_channels = inputs.shape[-1]
-    shape = [-1, 1, 1, num_channels]
-    if inputs.shape.rank == 4:
-        shape = [inputs.shape[0] or -1, *inputs.shape[1:]]
-    x = tf.reshape(tf.cast(inputs, tf.float32), shape)
-    scale = tf.cast(layer.gamma, x.dtype) if layer.scale else tf.ones([num_channels])
-    offset = tf.cast(layer.beta, x.dtype) if layer.center else tf.zeros([num_channels])
+    x, scale, offset = _arguments(layer, tf.cast(inputs, tf.float32))
     if member is None:
         y, mean, variance = _normalise(x, scale, offset, layer.epsilon)
     else:
@@ -89,23 +93,71 @@ def _call(layer: Any, inputs: tf.Tensor, member: Member | None) -> tf.Tensor:
     return tf.cast(tf.reshape(y, tf.shape(inputs)), layer.compute_dtype)
 
 
-def _normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float) -> tuple:
-    """Return `x` [B, H, W, C] normalised by its own moments, and these, [C]."""
+def _call_on_gpu(
+    layer: Any, inputs: tf.Tensor, member: Member | None, scope: Any
+) -> tf.Tensor:
+    """Do what the layer does in training, in its own type."""
+    x, scale, offset = _arguments(layer, tf.cast(inputs, layer.compute_dtype))
+    weight = 1.0 - layer.momentum
+    if member is None:
+        y, mean, variance, *_ = _in_training(x, scale, offset, layer.epsilon)
+        correction = _correction(x)
+    else:
+        y, mean, variance = _normalise_apart(x, scale, offset, layer.epsilon, member)
+        correction = 1.0
+    if tf.is_tensor(correction):
+        variance, correction = variance * correction, 1.0
+    for moving, value, own in (
+        (layer.moving_mean, mean, weight),
+        (layer.moving_variance, variance, weight * correction),
+    ):
+        average = Average(moving, value, layer.momentum, own, shared=member is not None)
+        if isinstance(scope, TowerScope):
+            scope.move(average)
+        else:
+            moving.assign(average.after(moving))
+    return tf.cast(tf.reshape(y, tf.shape(inputs)), layer.compute_dtype)
+
+
+def _arguments(layer: Any, inputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Return the inputs [B, H, W, C] of a kernel, and scale and offset [C], in float32."""
+    num_channels = inputs.shape[-1]
+    shape = [-1, 1, 1, num_channels]
+    if inputs.shape.rank == 4:
+        shape = [inputs.shape[0] or -1, *inputs.shape[1:]]
+    scale = tf.cast(layer.gamma, tf.float32) if layer.scale else tf.ones([num_channels])
+    offset = tf.cast(layer.beta, tf.float32) if layer.center else tf.zeros([num_channels])
+    return tf.reshape(inputs, shape), scale, offset
+
+
+def _in_training(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float) -> Any:
+    """Return `x` [B, H, W, C] normalised by its own moments, these, [C], and what backward needs.
+
+    The variance is that of the kernel, see `_correction`.
+    """
     unknown = tf.zeros([0])
-    y, mean, variance, *_ = tf.raw_ops.FusedBatchNormV3(
+    return tf.raw_ops.FusedBatchNormV3(
         x=x, scale=scale, offset=offset, mean=unknown, variance=unknown, epsilon=epsilon
     )
+
+
+def _correction(x: tf.Tensor) -> float | tf.Tensor:
+    """Return the variance by the kernel's: it divides by one less than the number of values."""
     number = _number(x)
-    # The kernel divides by one less than the number, Keras by the number.
-    if tf.is_tensor(number):
-        return y, mean, variance * (tf.maximum(number - 1.0, 1.0) / number)
-    return y, mean, variance * (max(number - 1, 1) / number)
+    less = tf.maximum(number - 1.0, 1.0) if tf.is_tensor(number) else max(number - 1, 1)
+    return less / number
+
+
+def _normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float) -> tuple:
+    """Return `x` [B, H, W, C] normalised by its own moments, and these, [C]."""
+    y, mean, variance, *_ = _in_training(x, scale, offset, epsilon)
+    return y, mean, variance * _correction(x)
 
 
 def _number(x: tf.Tensor) -> int | tf.Tensor:
     """Return how many values of a channel there are; a tensor if that is not known yet."""
     known = x.shape.num_elements()
-    return tf.cast(tf.size(x) // x.shape[-1], x.dtype) if known is None else known // x.shape[-1]
+    return tf.cast(tf.size(x) // x.shape[-1], tf.float32) if known is None else known // x.shape[-1]
 
 
 def _normalise_together(
@@ -115,23 +167,15 @@ def _normalise_together(
 
     Forward and backward are one exchange each: of moments, then of the sums that they depend on.
     """
-    num_channels, number = x.shape[-1], _number(x)
-
-    def by(scale: tf.Tensor, offset: tf.Tensor, mean: tf.Tensor, variance: tf.Tensor) -> tf.Tensor:
-        return tf.raw_ops.FusedBatchNormV3(
-            x=x, scale=scale, offset=offset, mean=mean, variance=variance, epsilon=epsilon,
-            is_training=False,
-        ).y  # fmt: skip
+    num_channels, by = x.shape[-1], functools.partial(_by_moments, x, epsilon)
 
     @tf.custom_gradient
     def normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple:
         _, mean, variance = _normalise(x, scale, offset, epsilon)
-        own = tf.concat([mean, variance * number, [tf.cast(number, x.dtype)]], axis=0)
-        if tf.is_tensor(member.count):  # what stands in for no example has no moments
-            own = tf.where(member.count > 0, own, tf.zeros_like(own))
+        own = _own_moments(mean, variance, _number(x), member)
 
-        def combine(values: list[tf.Tensor]) -> tf.Tensor:
-            mean, variance, everything = _combine(tf.stack(values), num_channels)
+        def combine(values: tf.Tensor) -> tf.Tensor:
+            mean, variance, everything = _combine(values, num_channels)
             return tf.concat([mean, variance, [everything]], axis=0)
 
         together = member.meet(own, combine, own.shape)
@@ -144,7 +188,7 @@ def _normalise_together(
                 is_training=False,
             )  # fmt: skip
             own = tf.stack([of_scale, of_offset])
-            sums = member.meet(own, tf.add_n, own.shape)
+            sums = member.all_sum(own)
             weight = -scale * tf.math.rsqrt(variance + epsilon) / everything
             by_moments = by(weight * sums[0], weight * sums[1], mean, variance)
             return direct + by_moments, of_scale, of_offset
@@ -152,6 +196,82 @@ def _normalise_together(
         return (by(scale, offset, mean, variance), mean, variance), gradient
 
     return normalise(x, scale, offset)
+
+
+def _normalise_apart(
+    x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, member: Member
+) -> tuple:
+    """Return what `_normalise_together` does, by kernels that know all layouts, for GPUs.
+
+    Backward, that of training takes off what its own tower's moments depend on. That is put back,
+    and what all towers' moments depend on is taken off, by one more line in each channel.
+    """
+    number = _number(x)
+    by = functools.partial(_by_moments, x, epsilon)
+
+    @tf.custom_gradient
+    def normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple:
+        _, own_mean, own_variance, *reserved = _in_training(x, scale, offset, epsilon)
+        own_variance *= _correction(x)
+        mean, variance, everything = _moments_apart(own_mean, own_variance, number, member)
+
+        def gradient(upstream: tf.Tensor, *_: Any) -> tuple:
+            inverse = tf.math.rsqrt(variance + epsilon)
+            # (x - mean) * inverse is what the kernel has made of x, times `ratio`, plus `shift`.
+            ratio = inverse * tf.sqrt(own_variance + epsilon)
+            shift = (own_mean - mean) * inverse
+            direct, by_own_scale, of_offset, *_ = tf.raw_ops.FusedBatchNormGradV3(
+                y_backprop=upstream, x=x, scale=scale * ratio, reserve_space_1=reserved[0],
+                reserve_space_2=reserved[1], reserve_space_3=reserved[2], epsilon=epsilon,
+            )  # fmt: skip
+            of_scale = by_own_scale * ratio + of_offset * shift
+            sums = member.all_sum(tf.stack([of_scale, of_offset]))
+            slope = by_own_scale / (ratio * number)
+            level = of_offset / number - shift * slope
+            change = tf.stack([slope, level]) - sums * (1.0 / everything)
+            slope, level = tf.unstack(change * (scale * inverse))
+            return direct + by(slope, level, mean, variance), of_scale, of_offset
+
+        return (by(scale, offset, mean, variance), mean, variance), gradient
+
+    return normalise(x, scale, offset)
+
+
+def _by_moments(
+    x: tf.Tensor, epsilon: float, scale: tf.Tensor, offset: tf.Tensor, mean: tf.Tensor,
+    variance: tf.Tensor,
+) -> tf.Tensor:  # fmt: skip
+    """Return `x` [B, H, W, C] normalised by these moments, [C]."""
+    return tf.raw_ops.FusedBatchNormV3(
+        x=x, scale=scale, offset=offset, mean=mean, variance=variance, epsilon=epsilon,
+        is_training=False,
+    ).y  # fmt: skip
+
+
+def _own_moments(
+    mean: tf.Tensor, variance: tf.Tensor, number: Any, member: Member
+) -> tf.Tensor:
+    """Return what `_combine` takes of a tower, from its moments [C] and number of values."""
+    own = tf.concat([mean, variance * number, [tf.cast(number, mean.dtype)]], axis=0)
+    if tf.is_tensor(member.count):  # what stands in for no example has no moments
+        own = tf.where(member.count > 0, own, tf.zeros_like(own))
+    return own
+
+
+def _moments_apart(
+    mean: tf.Tensor, variance: tf.Tensor, number: Any, member: Member
+) -> tuple[tf.Tensor, tf.Tensor, Any]:
+    """Return mean and variance [C] and number of all towers' values; each tower combines them."""
+    if not member.equal or tf.is_tensor(number):
+        own = _own_moments(mean, variance, number, member)
+        stacked = member.meet(own, tf.identity, [member.num_towers, *own.shape])
+        return _combine(stacked, mean.shape[0])
+    own = tf.concat([mean, variance], axis=0)
+    stacked = member.meet(own, tf.identity, [member.num_towers, *own.shape], number)
+    means, variances = tf.split(stacked, 2, axis=1)
+    mean = tf.reduce_mean(means, axis=0)
+    variances += tf.math.squared_difference(means, mean)
+    return mean, tf.reduce_mean(variances, axis=0), float(number * member.num_towers)
 
 
 def _combine(gathered: tf.Tensor, num_channels: int, epsilon: float = 0.0) -> tuple:

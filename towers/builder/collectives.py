@@ -1,14 +1,18 @@
-"""All-sums between the towers of one step, on TensorFlow's own collective ops.
+"""Sums and stacks of what all towers of one step have, by TensorFlow's own collective ops.
 
-A collective (NCCL on GPUs, a ring on CPUs) waits for every member, so it works only where towers
+A collective (NCCL on GPUs, a ring elsewhere) waits for every member, so it works only where towers
 run side by side: in a compiled step, each tower on a device of its own.
 """
 
 import functools
-import itertools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
+
+from towers import tf_private
+from towers.builder.kinds import is_gpu
+from towers.builder.packed import pack, unpack
 
 TIMEOUT_SECONDS = 300.0  # of a member that does not come, as when its tower has failed
 
@@ -16,16 +20,31 @@ TIMEOUT_SECONDS = 300.0  # of a member that does not come, as when its tower has
 # is under way while the next is computed costs nothing. 4 MiB is a few milliseconds of computing.
 BUCKET_BYTES = 4 * 2**20
 
-# Keys are of the whole process: far from those of tf.distribute, which begin at 1. A collision
-# would end all collectives for good: TensorFlow asks to restart the program.
-_instance_keys = itertools.count(1_000_000)
+# Far from the keys of tf.distribute, which begin at 1.
 _FIRST_GROUP_KEY = 1_000
+_next_free_key = 1_000_000
+_lock = threading.Lock()
 
 
-def all_sum(values: Sequence[Sequence[tf.Tensor]], devices: Sequence[str]) -> list[list[tf.Tensor]]:
+def are_there(devices: Sequence[str]) -> bool:
+    """Tell whether towers exchange by collectives: several, on GPUs of their own, of this process.
+
+    CPUs could, too, but share the memory by which a gather device reads them.
+    """
+    here = all(tf.DeviceSpec.from_string(device).job in (None, "localhost") for device in devices)
+    apart = len(set(devices)) == len(devices) > 1
+    return here and apart and all(is_gpu(device) for device in devices)
+
+
+def all_sum(
+    values: Sequence[Sequence[tf.Tensor]],
+    devices: Sequence[str],
+    finish: Callable[[tf.Tensor, int], tf.Tensor] = lambda total, _: total,
+) -> list[list[tf.Tensor]]:
     """Return for each tower the sums over all towers, on its own device.
 
-    The last tensors of each tower's list are summed first: gradients come in that order.
+    The last tensors of each tower's list are summed first: gradients come in that order. What
+    `finish(sums, tower)` makes of each element it makes of those that are summed together.
 
     Raises:
         ValueError: two towers share a device, or the function is not compiled.
@@ -39,14 +58,13 @@ def all_sum(values: Sequence[Sequence[tf.Tensor]], devices: Sequence[str]) -> li
         raise ValueError(f"towers sum over {devices}, but each needs a device of its own")
     sums: list[list] = [[None] * len(values[0]) for _ in devices]
     for bucket in buckets(values[0]):
-        key = next(_instance_keys)
-        for device, own, result in zip(devices, values, sums, strict=True):
+        meeting = Meeting(devices)
+        for tower, (device, own) in enumerate(zip(devices, values, strict=True)):
             with tf.device(device):
-                packed = _pack([own[i] for i in bucket])
-                total = _reduce(packed, tuple(devices), device, key)
-                parts = _unpack(total, [own[i] for i in bucket])
+                total = meeting.sum(pack([own[i] for i in bucket]), device)
+                parts = unpack(finish(total, tower), [own[i] for i in bucket])
             for i, part in zip(bucket, parts, strict=True):
-                result[i] = part
+                sums[tower][i] = part
     return sums
 
 
@@ -69,29 +87,92 @@ def buckets(values: Sequence[tf.Tensor]) -> list[list[int]]:
     return found
 
 
-def _pack(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    flat = [tf.reshape(value, [-1]) for value in values]
-    return tf.concat(flat, axis=0) if len(flat) > 1 else flat[0]
+class Meeting:
+    """One collective: each member calls one and the same method, on its device."""
+
+    def __init__(self, devices: Sequence[str]):
+        """Set the members' devices."""
+        self._devices = tuple(devices)
+        self._first, self._place = _next_key()
+
+    def sum(self, value: tf.Tensor, device: str) -> tf.Tensor:
+        """Return the sum of all members' values, which have one shape, for that on `device`."""
+        op = functools.partial(tf.raw_ops.CollectiveReduceV2, merge_op="Add", final_op="Id")
+        return self._launch(op, value, device)
+
+    def stack(self, value: tf.Tensor, device: str) -> tf.Tensor:
+        """Return all members' values of one shape [...], in their order, [N, ...]."""
+        return self._launch(tf.raw_ops.CollectiveGatherV2, tf.expand_dims(value, 0), device)
+
+    def _launch(self, op: Callable, value: tf.Tensor, device: str) -> tf.Tensor:
+        with tf.device(device):
+            return op(
+                input=value,
+                group_size=len(self._devices),
+                group_key=_group_key(self._devices),
+                instance_key=self._first + self._place,
+                ordering_token=[_ordering_token(device).handle],
+                communication_hint=_hint(self._devices),
+                timeout_seconds=TIMEOUT_SECONDS,
+            )
 
 
-def _unpack(packed: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    sizes = [value.shape.num_elements() for value in like]
-    parts = tf.split(packed, sizes) if len(sizes) > 1 else [packed]
-    return [tf.reshape(part, value.shape) for part, value in zip(parts, like, strict=True)]
+def _hint(devices: Sequence[str]) -> str:
+    cards = tf.config.get_visible_devices("GPU")
+    return communication(devices, len(cards), len(tf.config.list_logical_devices("GPU")))
 
 
-def _reduce(value: tf.Tensor, devices: tuple[str, ...], device: str, key: int) -> tf.Tensor:
-    """Sum a tensor over the towers, as the member on `device`."""
-    return tf.raw_ops.CollectiveReduceV2(
-        input=value,
-        group_size=len(devices),
-        group_key=_group_key(devices),
-        instance_key=key,
-        ordering_token=[_ordering_token(device).handle],
-        merge_op="Add",
-        final_op="Id",
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
+def communication(devices: Sequence[str], num_cards: int, num_gpus: int) -> str:
+    """Return by what towers meet: NCCL, which takes one member on a card, or TensorFlow's choice.
+
+    Args:
+        devices: of the towers.
+        num_cards: how many physical GPUs TensorFlow sees.
+        num_gpus: how many devices it has made of them; more if a card is several.
+    """
+    on_gpus = all(tf.DeviceSpec.from_string(name).device_type == "GPU" for name in devices)
+    return "nccl" if on_gpus and num_cards == num_gpus else "auto"
+
+
+class _Keys:
+    """The keys of the collectives of one function's graph: each of its calls has new ones.
+
+    A function that is called twice in one step would else meet itself there, which ends all
+    collectives of the process for good.
+    """
+
+    def __init__(self, graph: tf.Graph):
+        """Begin without any."""
+        self.num = 0
+        self.first = tf_private.at_each_call(graph, lambda: _take_keys(self.num), tf.int32)
+
+
+def _take_keys(num: int) -> int:
+    """Return the first of so many keys that are new in this process."""
+    global _next_free_key
+    with _lock:
+        first, _next_free_key = _next_free_key, _next_free_key + num
+    return first
+
+
+def _next_key() -> tuple[tf.Tensor, int]:
+    """Return the first key of a call of the function that is traced, and what is added to it."""
+    here = tf.compat.v1.get_default_graph()  # perhaps of a loop in the function
+    graph = tf_private.function_of(here)
+    # A graph may have the collections of one around it, too.
+    all_keys = graph.get_collection_ref("keys of collectives")
+    keys = next((keys for keys in all_keys if keys.first.graph is graph), None)
+    if keys is None:
+        keys = _Keys(graph)
+        all_keys.append(keys)
+    firsts = here.get_collection_ref("first keys of collectives")
+    first = next((tensor for tensor in firsts if tensor.graph is here), None)
+    if first is None:
+        with tf.device("/cpu:0"):  # an op that remains: it is sent to each tower once
+            first = tf.raw_ops.PlaceholderWithDefault(input=keys.first, shape=[])
+        firsts.append(first)
+    keys.num += 1
+    return first, keys.num - 1
 
 
 @functools.cache

@@ -9,6 +9,7 @@ count (Philox of Salmon et al. 2011), so a draw can begin anywhere.
 import contextlib
 import dataclasses
 import itertools
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import philox
+from towers.builder import kinds, philox
 
 SEEN = "seen_draw"  # of the draws that come through here
 SEEN_OPS = frozenset(
@@ -86,7 +87,11 @@ class Draws:
     """
 
     def __init__(
-        self, rows: Rows | None, known: Sequence[Drawn] | None = None, by_xla: bool = False
+        self,
+        rows: Rows | None,
+        known: Sequence[Drawn] | None = None,
+        by_xla: bool = False,
+        device: str = "",
     ):
         """Set what is drawn.
 
@@ -94,23 +99,24 @@ class Draws:
             rows: of the slice in the batch of the tower that makes this; None: nothing was split.
             known: what the rehearsal found, in order; None: there was none that could tell.
             by_xla: the draws are compiled, and are to be those of TensorFlow's kernels.
+            device: of the tower.
         """
         self.rows, self.known, self.by_xla = _within(_outer_rows(), rows), known, by_xla
+        self._on_gpu = kinds.is_gpu(device) and not by_xla
         self._places = itertools.count()
         self.num_guessed = 0  # of which the rehearsal did not know
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """Let draws in the block that are by example be those of these rows; again and again."""
-        if self.rows is None and not self.by_xla:
+        with contextlib.ExitStack() as stack:
+            if self._on_gpu:
+                stack.enter_context(tf_private.keys_replaced(_key_and_counter))
+            if self.rows is not None or self.by_xla:
+                stack.callback(setattr, _HERE, "rows", _outer_rows())
+                _HERE.rows = self.rows
+                stack.enter_context(tf_private.draws_replaced(self))
             yield
-            return
-        before, _HERE.rows = _outer_rows(), self.rows
-        try:
-            with tf_private.draws_replaced(self):
-                yield
-        finally:
-            _HERE.rows = before
 
     def __call__(
         self, op_name: str, /, shape: Any, *, counter: Any, alg: Any, **arguments: Any
@@ -125,7 +131,13 @@ class Draws:
             if layout.axis is None:
                 return op(shape, counter=counter, alg=alg, **arguments)
             with tf.name_scope(SCOPE):
-                return _draw(op, op_name, shape, layout, self.rows, counter=counter, **arguments)
+                return _draw(
+                    op, op_name, shape, layout, self.rows, self._on_host, counter=counter,
+                    **arguments,
+                )  # fmt: skip
+
+    def _on_host(self) -> contextlib.AbstractContextManager:
+        return tf.device("/cpu:0") if self._on_gpu else contextlib.nullcontext()
 
     def _layout(self, name: str, shape: Any) -> Layout:
         """Return the layout of the next draw."""
@@ -141,6 +153,11 @@ class Draws:
         if not found or None not in {drawn.layout for drawn in found}:
             self.num_guessed += 1
         return guess(static, size)
+
+
+def _key_and_counter(seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    with tf.name_scope(SEEN):
+        return philox.key_and_counter(seed)
 
 
 def _outer_rows() -> Rows | None:
@@ -170,29 +187,60 @@ def guess(shape: tf.TensorShape, size: Any) -> Layout:
 
 
 def _draw(
-    op: Any, op_name: str, shape: Any, layout: Layout, rows: Rows, /, *, counter: Any,
-    **arguments: Any,
+    op: Any, op_name: str, shape: Any, layout: Layout, rows: Rows, on_host: Any, /, *,
+    counter: Any, **arguments: Any,
 ) -> tf.Tensor:  # fmt: skip
-    """Draw the slice's rows of what `op` draws for the whole batch."""
-    given, shape = shape, tf.cast(shape, tf.int64)
-    size, total = (tf.cast(n, tf.int64) for n in (rows.size, rows.total))
-    start = tf.cast(rows.start, tf.int64)
-    after = tf.reduce_prod(shape[layout.axis + 1 :])
-    of_axis = shape[layout.axis] // tf.maximum(size, 1)  # of each example
-    inner = after * (of_axis if layout.inner is None else layout.inner)
-    if layout.axis or layout.inner is not None:  # not one piece: draw all, take these
-        outer = tf.reduce_prod(shape) // tf.maximum(size * inner, 1)
-        whole = op([outer * total * inner], counter=counter, alg=_PHILOX, **arguments)
-        whole = tf.reshape(whole, [outer, total, inner])
-        return tf.reshape(whole[:, start : start + size], given)
-    dtype = tf.as_dtype(arguments.get("dtype") or arguments["minval"].dtype)
-    in_a_count = 2 if dtype.size == 8 else 4
-    first = start * inner
-    skipped = first % in_a_count
-    count = (first - skipped) // in_a_count
-    if op_name == "stateless_truncated_normal_v2":
-        count *= _COUNTS_OF_TRUNCATED * in_a_count
-    counter += tf.cast(tf.stack([count, 0]), tf.uint64)
-    number = tf.reduce_prod(shape)  # not size * inner where the layout was but guessed
-    drawn = op([skipped + number], counter=counter, alg=_PHILOX, **arguments)
-    return tf.reshape(drawn[skipped:], given)
+    """Draw the slice's rows of what `op` draws for the whole batch.
+
+    Sizes that are known are ints here, the others are made `on_host`, a block: shapes are needed
+    there, and TensorFlow would have numbers of int64, constants too, on a GPU.
+    """
+    with on_host():
+        dims = _dims(shape)
+        start, size, total = map(_wide, (rows.start, rows.size, rows.total))
+        number, after = math.prod(dims), math.prod(dims[layout.axis + 1 :])
+        of_axis = dims[layout.axis] // _at_least_1(size)  # of each example
+        inner = after * (of_axis if layout.inner is None else layout.inner)
+        if layout.axis or layout.inner is not None:  # not one piece: draw all, take these
+            outer, count = number // _at_least_1(size * inner), 0
+            drawn, begin, taken = [outer, total, inner], [0, start, 0], [outer, size, inner]
+        else:
+            dtype = tf.as_dtype(arguments.get("dtype") or arguments["minval"].dtype)
+            in_a_count = 2 if dtype.size == 8 else 4
+            first = start * inner
+            skipped = first % in_a_count
+            count = (first - skipped) // in_a_count
+            if op_name == "stateless_truncated_normal_v2":
+                count *= _COUNTS_OF_TRUNCATED * in_a_count
+            # `number` is not size * inner where the layout was but guessed.
+            drawn, begin, taken = [skipped + number], [skipped], [number]
+        (counts,) = _packed([count, 0])
+        (num, drawn, begin, taken) = _packed([math.prod(drawn)], drawn, begin, taken)
+    if tf.is_tensor(count) or count:
+        counter += tf.cast(counts, tf.uint64)
+    values = tf.reshape(op(num, counter=counter, alg=_PHILOX, **arguments), drawn)
+    return tf.reshape(tf.slice(values, begin, taken), shape)
+
+
+def _dims(shape: Any) -> list[Any]:
+    """Return the sizes of a shape, ints where they are known."""
+    known = tf_private.static_shape(shape).as_list()
+    if None not in known:
+        return known
+    found = tf.unstack(tf.cast(shape, tf.int64), len(known))
+    return [dim if own is None else own for dim, own in zip(found, known, strict=True)]
+
+
+def _wide(number: Any) -> Any:
+    return tf.cast(number, tf.int64) if tf.is_tensor(number) else number
+
+
+def _at_least_1(number: Any) -> Any:
+    return tf.maximum(number, 1) if tf.is_tensor(number) else max(number, 1)
+
+
+def _packed(*lists: list[Any]) -> Sequence[Any]:
+    """Return each list as one tensor, if not all numbers in them are ints."""
+    if not any(map(tf.is_tensor, itertools.chain(*lists))):
+        return lists
+    return [tf.stack([tf.cast(number, tf.int64) for number in numbers]) for numbers in lists]

@@ -1,10 +1,12 @@
 """Gather policies: pure functions from what each tower has to one value, or to one for each tower.
 
 `add_n` on the gather device is the pattern. Two others serve gradients of variables that lie
-elsewhere: each sum where its variable lies, and sums on every tower by collectives.
+elsewhere: each sum where its variable lies, and sums on every tower by collectives. What GPUs
+give is packed, so that few ops and transfers gather it.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +14,9 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder import collectives
-from towers.builder.assignments import widen
+from towers.builder.kinds import is_gpu
+from towers.builder.merging import widen
+from towers.builder.packed import dense, pack, unpack
 from towers.builder.splitting import PerTower
 
 
@@ -41,13 +45,18 @@ def add(values: Sequence[Any]) -> Any:
     values = [value for value in values if value is not None]
     if not values:
         return None
+    if all(isinstance(value, int) for value in values):
+        return sum(values)
     if all(isinstance(value, tf.IndexedSlices) for value in values):
         if all(isinstance(value, FixedRows) for value in values):
             rows = tf.add_n([value.values for value in values], name="AddN")
             return FixedRows(rows, values[0].indices, values[0].dense_shape)
+        indices = [value.indices for value in values]
+        if len({own.dtype for own in indices}) > 1:  # of a GPU and of a CPU
+            indices = [tf.cast(own, tf.int64) for own in indices]
         return tf.IndexedSlices(
             tf.concat([value.values for value in values], axis=0),
-            tf.concat([value.indices for value in values], axis=0),
+            tf.concat(indices, axis=0),
             values[0].dense_shape,
         )
     # The name makes add_n move a single value to the gather device too.
@@ -74,63 +83,142 @@ def join(values: Sequence[Any]) -> Any:
     return joined
 
 
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the towers are, and where what they give is added up.
+
+    Attributes:
+        towers: their devices; the last towers may have nothing to give.
+        home: the gather device.
+        of_variables: a place of its own for the gradient of each variable; None: home.
+    """
+
+    towers: Sequence[str]
+    home: str
+    of_variables: Sequence[str] | None = None
+
+
 def means(
+    losses: Sequence[tf.Tensor],
+    counts: Sequence[Any],
     gradients: Sequence[Sequence[Any]],
     variables: Sequence[Any],
-    devices: Sequence[str],
-    gather_device: str,
-    places: Sequence[str] | None,
-    count: tf.Tensor,
-) -> list[Any]:
-    """Return the mean gradients of variables, from each tower's sums over its examples.
+    places: Places,
+) -> tuple[tf.Tensor, list[Any]]:
+    """Return the mean loss, on the gather device, and the mean gradients of variables.
 
     A `PerTower` is a variable with copies, and its means are one, too; without these each gradient
-    is gathered at a place of its own if there are `places`, else on the gather device.
+    is gathered at its place. From GPUs the loss goes with the gradients.
+
+    Args:
+        losses: of each tower, sums over its examples.
+        counts: of each tower, numbers of examples; tensors where they are not known.
+        gradients: of each tower, those of its loss.
+        variables: of the gradients.
+        places: of all this.
     """
-    if not any(isinstance(v, PerTower) for v in variables):
-        return mean_at(gradients, places or [gather_device] * len(variables), count)
-    on_towers = mean_on_every_tower(gradients, devices, gather_device, count)
-    pairs = zip(zip(*on_towers, strict=True), variables, strict=True)
-    return [PerTower(mean) if isinstance(v, PerTower) else mean[0] for mean, v in pairs]
+    home, copies = places.home, [isinstance(v, PerTower) for v in variables]
+    with tf.device(home):
+        count = add(counts)
+        by_itself = None if is_gpu(places.towers[0]) else divide(add(losses), count)
+    if by_itself is None:
+        gradients = [[*own, loss] for own, loss in zip(gradients, losses, strict=True)]
+        copies.append(False)
+    if any(copies):
+        if by_itself is None and tf.is_tensor(count) and len(counts) == len(places.towers):
+            sums = collectives.all_sum([[own] for own in counts], places.towers)
+            count = PerTower([own for (own,) in sums])
+        columns = zip(*mean_on_every_tower(gradients, places, count), strict=True)
+        found = [
+            PerTower(values) if copied else values[0]
+            for values, copied in zip(columns, copies, strict=True)
+        ]
+    else:
+        found = sum_at(gradients, places, lambda total: divide(total, count))
+    if by_itself is not None:
+        return by_itself, found
+    with tf.device(home):
+        return tf.identity(found[-1]), found[:-1]
 
 
-def mean_at(
-    gradients: Sequence[Sequence[Any]], places: Sequence[str], count: tf.Tensor
+def dense_on_gpus(
+    gradients: Sequence[Sequence[Any]], variables: Sequence[Any], towers: Sequence[str]
+) -> list[list[Any]]:
+    """Return the towers' gradients of variables; on GPUs sparse ones of small ones as dense."""
+    found = []
+    for own, device in zip(gradients, towers, strict=False):  # the last may have nothing to give
+        if is_gpu(device):
+            masters = [v.values[0] if isinstance(v, PerTower) else v for v in variables]
+            with tf.device(device):
+                own = [dense(g, v) for g, v in zip(own, masters, strict=True)]
+        found.append(list(own))
+    return found
+
+
+def sum_at(
+    gradients: Sequence[Sequence[Any]],
+    places: Places,
+    finish: Callable[[Any], Any] = lambda total: total,
 ) -> list[Any]:
-    """Add up each gradient and divide it by the number of examples, on a device of its own."""
-    means = []
-    for values, place in zip(zip(*gradients, strict=True), places, strict=True):
-        with tf.device(place):
-            means.append(divide(add(values), count))
-    return means
+    """Add up the towers' gradients, each at its place, and `finish` the sums there.
+
+    What GPUs give goes as one tensor from each to a place, if it is of one type.
+    """
+    columns, groups = list(zip(*gradients, strict=True)), {}
+    at = [*(places.of_variables or ()), *[places.home] * len(columns)]
+    for i, (values, place) in enumerate(zip(columns, at, strict=False)):
+        packs = is_gpu(places.towers[0]) and _are_dense(values)
+        groups.setdefault((place, values[0].dtype) if packs else i, []).append(i)
+    sums: list[Any] = [None] * len(columns)
+    for group in groups.values():
+        first = group[0]
+        if len(group) == 1:
+            with tf.device(at[first]):
+                sums[first] = finish(add(columns[first]))
+            continue
+        packed = []
+        for device, own in zip(places.towers, gradients, strict=False):
+            with tf.device(device):
+                packed.append(pack([own[i] for i in group]))
+        with tf.device(at[first]):
+            parts = unpack(finish(add(packed)), [columns[i][0] for i in group])
+        for i, part in zip(group, parts, strict=True):
+            sums[i] = part
+    return sums
 
 
 def mean_on_every_tower(
-    gradients: Sequence[Sequence[Any]], devices: Sequence[str], gather_device: str, count: tf.Tensor
+    gradients: Sequence[Sequence[Any]], places: Places, count: Any
 ) -> list[list[Any]]:
     """Add up the gradients by collectives; return for each device the means, on it.
 
     Sparse ones, and those that not all towers have, are gathered with `add_n` and handed out; the
-    last towers have none if there was no example for them.
+    last towers have none if there was no example for them. `count` is that of all examples; a
+    `PerTower` if each tower has it.
     """
-    columns = list(zip(*gradients, strict=True))
-    full = len(gradients) == len(devices)
-    dense = [full and all(isinstance(v, tf.Tensor) for v in values) for values in columns]
-    means: list[list[Any]] = [[None] * len(columns) for _ in devices]
-    packed = [i for i, together in enumerate(dense) if together]
+    columns, towers = list(zip(*gradients, strict=True)), places.towers
+    counts = count.values if isinstance(count, PerTower) else [count] * len(towers)
+    full = len(gradients) == len(towers)
+    packed = [i for i, values in enumerate(columns) if full and _are_dense(values)]
+    means: list[list[Any]] = [[None] * len(columns) for _ in towers]
     if packed:
-        sums = collectives.all_sum([[own[i] for i in packed] for own in gradients], devices)
-        for device, own, result in zip(devices, sums, means, strict=True):
-            with tf.device(device):
-                for i, value in zip(packed, own, strict=True):
-                    result[i] = divide(value, count)
+        values = [[own[i] for i in packed] for own in gradients]
+        sums = collectives.all_sum(values, towers, lambda total, i: divide(total, counts[i]))
+        for own, result in zip(sums, means, strict=True):
+            for i, value in zip(packed, own, strict=True):
+                result[i] = value
     for i, values in enumerate(columns):
-        if not dense[i]:
-            with tf.device(gather_device):
-                mean = divide(add(values), count)
+        if i not in packed:
+            with tf.device(places.home):
+                mean = divide(add(values), counts[0])
             for result in means:
                 result[i] = mean
     return means
+
+
+def _are_dense(values: Sequence[Any]) -> bool:
+    """Tell whether these are all tensors of known shapes."""
+    return all(isinstance(v, tf.Tensor) and v.shape.is_fully_defined() for v in values)
 
 
 def divide(gradient: Any, count: tf.Tensor) -> Any:
@@ -183,4 +271,4 @@ def after(values: Any) -> Iterator[None]:
 def tensors(structure: Any) -> list[tf.Tensor]:
     """Return the tensors of a structure, those of sparse ones too."""
     leaves = tf.nest.flatten(structure, expand_composites=True)
-    return [leaf for leaf in leaves if leaf is not None]
+    return [leaf for leaf in leaves if tf.is_tensor(leaf)]

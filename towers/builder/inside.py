@@ -1,13 +1,14 @@
 """What stands in the place of Keras' and TensorFlow's own ways inside of a tower."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import batch_norm
+from towers.builder import batch_norm, kinds
 from towers.builder.assignments import TowerScope, assignments_refused, refuse_variable
 from towers.builder.exchange import Member
 
@@ -26,10 +27,33 @@ def inside_of_tower(
             make variables, and assign any, of its own.
     """
     with contextlib.ExitStack() as stack:
-        scope = stack.enter_context(TowerScope(copies, device))
-        stack.enter_context(batch_norm.over_all_towers(member, moments))
+        fetch = member.fetch if member else None
+        scope = stack.enter_context(TowerScope(copies, device, fetch=fetch))
+        stack.enter_context(batch_norm.over_all_towers(member, moments, device))
         stack.enter_context(tf_private.functions_inlined())
+        stack.enter_context(integers_on(device))
         if copies is not None:
             stack.enter_context(tf.variable_creator_scope(refuse_variable))
             stack.enter_context(assignments_refused())
         yield scope
+
+
+def integers_on(device: str) -> contextlib.AbstractContextManager:
+    """Let Keras' ops take int64 where a GPU is given int32, which it has the host work on."""
+    if not kinds.is_gpu(device):
+        return contextlib.nullcontext()
+    return tf_private.ops_of_integers_replaced(lambda name: functools.partial(_by_int64, name))
+
+
+def _by_int64(name: str, own: Callable) -> Callable:
+    def wide(value: Any) -> Any:
+        if not tf.is_tensor(value) or value.shape.rank == 0:  # single ones are of shapes: the host
+            return value
+        if name == "signbit" and value.dtype.is_floating:  # which Keras takes of an int32, too
+            value = tf.bitcast(tf.cast(value, tf.float32), tf.int32)
+        return tf.cast(value, tf.int64) if value.dtype == tf.int32 else value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return own(*map(wide, args), **kwargs)
+
+    return call

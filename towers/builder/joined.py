@@ -42,7 +42,7 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
     results = [result for part in parts for result in part.forward()]
     outputs = [values for part in parts for values in part.outputs]
     scopes = [scope for part in parts for scope in part.scopes]
-    assigned = [variable for scope in scopes for variable, _ in scope.updates.values()]
+    assigned = [variable for scope in scopes for variable in scope.assigned()]
     # Where what goes forward again, by itself or in tf.recompute_grad, begins.
     states = {id(variable): tf.identity(variable.value) for variable in assigned}
     for part in parts:
@@ -194,14 +194,10 @@ def _gathered(
     builder: Any, of_inputs: list[list], sums: list[list], variables: Sequence[tf.Variable]
 ) -> list[Any]:
     """Return the gradients of inputs, of which each slice has its rows, and of variables."""
-    home = builder.gather_device
     with tf.name_scope("gather"):
-        with tf.device(home):
+        with tf.device(builder.gather_device):
             inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
-        for variable, values in zip(variables, zip(*sums, strict=True), strict=True):
-            with tf.device(variable.device if builder.gather_at_variables else home):
-                inputs.append(gather.add(values))
-    return inputs
+        return inputs + gather.sum_at(sums, builder.places(variables))
 
 
 def _tell(

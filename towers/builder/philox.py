@@ -1,8 +1,10 @@
-"""Random numbers that XLA draws as TensorFlow's own kernels do.
+"""Random numbers, drawn otherwise than TensorFlow draws them, and yet the same.
 
-Both count with Philox and get the same bits, but make other numbers of them. Here the numbers are
-made from the bits as the kernels do it: uniform ones are the same to the last bit, normal ones up
-to the rounding of log, sin and cos. It is what a compiled tower draws with.
+* By XLA. It and TensorFlow's own kernels count with Philox and get the same bits, but make other
+  numbers of them. Here the numbers are made from the bits as the kernels do it: uniform ones are
+  the same to the last bit, normal ones up to the rounding of log, sin and cos. It is what a
+  compiled tower draws with.
+* On a GPU, where key and counter are made on it, and not on the host.
 """
 
 import math
@@ -10,6 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
+_PHILOX = 1
+_KEY_OF_SEEDS = 0x02461E293EC8F720  # TensorFlow's, of the draw that makes a key of each seed
 _LEAST = 1e-7  # of the uniform number whose logarithm is taken
 # Bits of a number between 1 and 2 of each type: those of its fraction, and all others.
 _NARROW = {
@@ -17,6 +21,26 @@ _NARROW = {
     tf.float16: (tf.uint16, 10, 15),
     tf.bfloat16: (tf.uint16, 7, 127),
 }
+
+
+def key_and_counter(seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return what TensorFlow's StatelessRandomGetKeyCounter makes of a seed, made on the device.
+
+    A GPU's kernel of that op has all of its arguments in the host's memory, though the seed comes
+    from the device, and the draws want key and counter there: the host would wait for the GPU.
+
+    Args:
+        seed: integers `[2]`.
+
+    Returns:
+        The key, uint64 `[1]`, and the counter, uint64 `[2]`.
+    """
+    words = tf.raw_ops.StatelessRandomUniformFullIntV2(
+        shape=[2, 2], key=[_KEY_OF_SEEDS], counter=tf.cast(seed, tf.uint64), alg=_PHILOX,
+        dtype=tf.uint32,
+    )  # fmt: skip
+    mixed = tf.bitcast(words, tf.uint64)
+    return mixed[:1], mixed * tf.constant([0, 1], tf.uint64)
 
 
 def stateless_random_uniform_v2(

@@ -1,5 +1,6 @@
 """Splitting a global batch into the towers' slices."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -9,7 +10,10 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder.draws import Rows
+from towers.builder.kinds import is_gpu
 from towers.errors import InputError
+
+_HOST = "/cpu:0"
 
 
 class PerTower:
@@ -23,6 +27,38 @@ class PerTower:
     def __init__(self, values: Sequence[Any]):
         """Hold `values`, one for each tower, in tower order."""
         self.values = list(values)
+
+
+class StoredRows:
+    """A batch argument whose examples lie on the towers' devices: each tower takes its rows there.
+
+        stored = [on_gpu_0, on_gpu_1]             # a tf.Variable for each tower, of all examples
+        builder.map(fn, StoredRows(stored, rows)) # rows: int64 [B], on the host
+
+    Elsewhere it stands for the whole batch, taken on the first tower's device.
+    """
+
+    def __init__(
+        self, stored: Sequence[tf.Variable], rows: tf.Tensor, dtype: tf.DType | None = None
+    ):
+        """Set where the examples are, which of them are the batch, and their type in the batch."""
+        self.stored, self.rows = list(stored), rows
+        self.dtype = tf.as_dtype(dtype or stored[0].dtype)
+        self.shape = rows.shape.concatenate(stored[0].shape[1:])
+
+    def of_tower(self, tower: int, start: Any, size: Any) -> tf.Tensor:
+        """Return some of the batch's examples, on a tower's device."""
+        with tf.device(_HOST):
+            rows = self.rows[start : start + size]
+        with tf.device(self.stored[tower].device):
+            return tf.cast(tf.gather(self.stored[tower], rows), self.dtype)
+
+
+def _whole(value: StoredRows, dtype: tf.DType | None = None, *_: Any, **__: Any) -> tf.Tensor:
+    return tf.cast(value.of_tower(0, 0, num_rows(value)), dtype or value.dtype)
+
+
+tf.register_tensor_conversion_function(StoredRows, _whole)
 
 
 def as_devices(devices: Sequence[str]) -> list[str]:
@@ -125,6 +161,8 @@ def _part(leaf: Any, tower: int, rows: Rows) -> Any:
     """Return a tower's part of a leaf of the batch."""
     if isinstance(leaf, PerTower):
         return leaf.values[tower]
+    if isinstance(leaf, StoredRows):
+        return leaf.of_tower(tower, rows.start, rows.size)
     if isinstance(leaf, tf.SparseTensor):
         rest = leaf.dense_shape[1:]
         start, size = (
@@ -132,10 +170,17 @@ def _part(leaf: Any, tower: int, rows: Rows) -> Any:
             for first, others in ((rows.start, tf.zeros_like(rest)), (rows.size, rest))
         )
         return tf.sparse.slice(leaf, start, size)
-    found = leaf[rows.start : rows.start + rows.size]
+    with _beside(leaf):
+        found = leaf[rows.start : rows.start + rows.size]
     if (mask := tf_private.mask_of(leaf)) is not None:
         tf_private.set_mask_of(found, mask[rows.start : rows.start + rows.size])
     return found
+
+
+def _beside(leaf: Any) -> contextlib.AbstractContextManager:
+    """Return the device of what was made on a GPU: as a whole it need not come back from there."""
+    device = getattr(leaf, "device", None) or ""
+    return tf.device(device) if is_gpu(device) else contextlib.nullcontext()
 
 
 def _check_leaf(leaf: Any, num_towers: int | None) -> Any:
@@ -149,7 +194,7 @@ def _check_leaf(leaf: Any, num_towers: int | None) -> Any:
                 "it must hold one for each"
             )
         return leaf
-    if not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
+    if not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor | StoredRows):
         leaf = tf.convert_to_tensor(leaf)
     if leaf.shape.rank == 0:
         raise ValueError(

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from towers.builder.assignments import merge
 from towers.builder.draws import Drawn, Rows
+from towers.builder.merging import merge
 from towers.builder.tracing import Trace, Tracer, run
 
 _SAME = 1e-4  # of the largest change of a state that is computed in two ways

@@ -29,12 +29,14 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder import backward, doubts, gather, joined, xla
-from towers.builder.assignments import TowerScope, assign_once
+from towers.builder.assignments import TowerScope
 from towers.builder.backward import TowerSums
 from towers.builder.batch_norm import check_mode
 from towers.builder.draws import Drawn, Draws
 from towers.builder.exchange import Exchange, Member
 from towers.builder.inside import inside_of_tower
+from towers.builder.kinds import is_gpu
+from towers.builder.merging import assign_once
 from towers.builder.rehearsal import Rehearsal, Rehearsals
 from towers.builder.splitting import (
     Slice,
@@ -57,11 +59,16 @@ class Copies:
         """Set the slices, and what is known of the draws."""
         check_devices([*builder.devices, builder.gather_device])
         self.builder, self.slices = builder, slices
-        self._exchange = Exchange(len(slices)) if len(slices) > 1 else None
-        self._draws = [Draws(part.rows, draws, builder.jit_compile) for part in slices]
+        self._exchange = None
+        if len(slices) > 1:
+            counts = [part.count for part in slices]
+            self._exchange = Exchange(counts, builder.devices[: len(slices)])
+        self._draws = [
+            Draws(part.rows, draws, builder.jit_compile, device)
+            for part, device in zip(slices, builder.devices, strict=False)  # the last may have none
+        ]
         self._members = [
-            self._exchange.member(i, part.count) if self._exchange else None
-            for i, part in enumerate(slices)
+            self._exchange.member(i) if self._exchange else None for i in range(len(slices))
         ]
         self._names = [f"tower_{i}" for i in range(len(slices))]
 
@@ -219,21 +226,17 @@ class TowerBuilder:
 
     def gather_sums(self, sums: TowerSums, variables: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:
         """Return the mean loss and its gradients, as `gradients` does, from the towers' sums."""
-        loss, count = self._gather(gather.add, sums.losses), self._gather(gather.add, sums.counts)
-        gradients = self.gather_gradients(sums.gradients, variables, count)
-        self.assign(sums.scopes, sums.policies)
-        with tf.device(self.gather_device), tf.name_scope("gather"):
-            return loss / count, gradients
-
-    def gather_gradients(
-        self, gradients: Sequence[Sequence[Any]], variables: Sequence[Any], count: tf.Tensor
-    ) -> list[Any]:
-        """Return the mean gradients, from each tower's sums over its examples; `count` are all."""
-        home, places = self.gather_device, None
-        if self.gather_at_variables:
-            places = backward.devices_of(variables)
         with tf.name_scope("gather"):
-            return gather.means(gradients, variables, self.devices, home, places, count)
+            loss, gradients = gather.means(
+                sums.losses, sums.counts, sums.gradients, variables, self.places(variables)
+            )
+        self.assign(sums.scopes, sums.policies)
+        return loss, gradients
+
+    def places(self, variables: Sequence[Any]) -> gather.Places:
+        """Return where gradients of these variables are gathered."""
+        of_variables = backward.devices_of(variables) if self.gather_at_variables else None
+        return gather.Places(self.devices, self.gather_device, of_variables)
 
     def rehearse(self, fn: Callable, *batch: Any, num_slices: int | None = None) -> Rehearsal:
         """Find out what a tower function does with its examples; doubts go to `on_doubt`, once.
@@ -290,8 +293,10 @@ class TowerBuilder:
         """Return each tower's total with its result added on its device; the last may have none."""
         added = list(totals)
         for i, result in enumerate(results):
-            with tf.device(self.devices[i]), tf.name_scope(f"tower_{i}"):
-                added[i] = gather.map_towers(gather.add, [totals[i], result])
+            places = gather.Places([self.devices[i]] * 2, self.devices[i])
+            with tf.name_scope(f"tower_{i}"):
+                sums = gather.sum_at([tf.nest.flatten(own) for own in (totals[i], result)], places)
+            added[i] = tf.nest.pack_sequence_as(result, sums)
         return added
 
     def inside(self, tower: int, member: Member | None, own: dict[int, Any]) -> Any:
@@ -318,5 +323,7 @@ class TowerBuilder:
         self, batch: Sequence[Any], num_parts: int = 1, never_empty: bool = False
     ) -> list[Slice]:
         """Return each tower's slice of `batch`; with parts, those of one after the other's."""
-        with tf.device(self.gather_device), tf.name_scope("split"):
+        # Towers get their slices from where the batch is, which is not sent to a GPU as a whole.
+        device = "/cpu:0" if is_gpu(self.gather_device) else self.gather_device
+        with tf.device(device), tf.name_scope("split"):
             return split(batch, len(self.devices), num_parts, never_empty)

@@ -13,11 +13,11 @@ from towers.builder.assignments import (
     SEED_STATE,
     TowerScope,
     assignments_refused,
-    policy_of,
     refuse_variable,
 )
 from towers.builder.draws import SEEN
 from towers.builder.layers import NO_LAYER
+from towers.builder.merging import policy_of
 
 _MOST_NOISY = 2**22  # elements of a weight: noise takes time
 _NOISE = 0.1  # is added to weights: a zero would hide what a layer does

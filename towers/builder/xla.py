@@ -37,6 +37,7 @@ def compiled(
     def program() -> tuple[Any, list[tf.Tensor]]:
         with _reads(outside, reads):
             scope, results = fn()
+        scope.settle()
         scopes.append(scope)
         return results, [value for _, value in scope.updates.values()]
 
@@ -109,4 +110,4 @@ def _refuse(*_: Any) -> tf.Tensor:
     )
 
 
-NO_EXCHANGE = Member(meet=_refuse, all_gather=_refuse)
+NO_EXCHANGE = Member(meet=_refuse, all_sum=_refuse, all_gather=_refuse)

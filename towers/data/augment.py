@@ -26,6 +26,7 @@ import re
 
 import tensorflow as tf
 
+from towers.builder import kinds
 from towers.data import arrays
 from towers.data.pipeline import NUM_DRAWS, Data, Structure
 from towers.errors import InputError
@@ -141,10 +142,8 @@ def train_images(
     if kind in ("none", "off"):
         return eval_images(images, kind, dtype)
     height, width, _ = output_shape(images.shape[1:], kind)
-    if kind == "resnet":
-        margin = [_PADDING, _PADDING]
-        images = tf.pad(images, [[0, 0], margin, margin, [0, 0]])
-    images = tf.cast(_random_crop_and_flip(images, draws, height, width), dtype)
+    margin = _PADDING if kind == "resnet" else 0
+    images = tf.cast(_random_crop_and_flip(images, draws, height, width, margin), dtype)
     if kind == "resnet":
         return _standardise(images)
     low, high = _CONTRAST_RANGE
@@ -176,21 +175,55 @@ def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int
 
 
 def _random_crop_and_flip(
-    images: tf.Tensor, draws: tf.Tensor, height: int, width: int
+    images: tf.Tensor, draws: tf.Tensor, height: int, width: int, margin: int
 ) -> tf.Tensor:
-    """Cut a window out of each image, half of them mirrored."""
-    num, (_, rows, columns, channels) = tf.shape(images)[0], images.shape
+    """Cut a window out of each image with zeros around it, half of them mirrored."""
+    rows, columns = (size + 2 * margin for size in images.shape[1:3])
     # A float32 below 1 times a whole number never rounds up to that number.
-    top = tf.cast(draws[:, _ROW] * (rows - height + 1), tf.int32)
-    left = tf.cast(draws[:, _COLUMN] * (columns - width + 1), tf.int32)
+    top = draws[:, _ROW] * (rows - height + 1)
+    left = draws[:, _COLUMN] * (columns - width + 1)
+    mirrored = draws[:, _FLIP] < 0.5
+    cut = _cut_by_transform if kinds.is_gpu(top.device) else _cut_by_gather
+    return cut(images, top, left, mirrored, height, width, margin)
+
+
+def _cut_by_gather(
+    images: tf.Tensor, top: tf.Tensor, left: tf.Tensor, mirrored: tf.Tensor, height: int,
+    width: int, margin: int,
+) -> tf.Tensor:  # fmt: skip
+    """Cut windows on a CPU, `top` and `left` being rounded down."""
+    if margin:
+        images = tf.pad(images, [[0, 0], [margin, margin], [margin, margin], [0, 0]])
+    num, (_, rows, columns, channels) = tf.shape(images)[0], images.shape
+    top, left = tf.cast(top, tf.int32), tf.cast(left, tf.int32)
     across = tf.range(width)
-    mirrored = draws[:, _FLIP, None] < 0.5
-    x = left[:, None] + tf.where(mirrored, width - 1 - across, across)
+    x = left[:, None] + tf.where(mirrored[:, None], width - 1 - across, across)
     y = top[:, None] + tf.range(height) + rows * tf.range(num)[:, None]
     # One gather of whole pixels, while they are still bytes: half the time of a pad, a gather of
     # float rows and columns, and a where for the flip.
     pixels = tf.reshape(images, [-1, channels])
     return tf.gather(pixels, y[:, :, None] * columns + x[:, None, :])
+
+
+def _cut_by_transform(
+    images: tf.Tensor, top: tf.Tensor, left: tf.Tensor, mirrored: tf.Tensor, height: int,
+    width: int, margin: int,
+) -> tf.Tensor:  # fmt: skip
+    """Cut windows on a GPU, where a gather has no kernel for bytes, and int32 lies on the host.
+
+    The pixel at (x, y) of a window is that at (a x + c, y + f) of the image: whole numbers, of
+    which float32 has all that an image can need, and what lies outside is 0.
+    """
+    top, left = tf.floor(top) - margin, tf.floor(left) - margin
+    flip = tf.cast(mirrored, tf.float32)
+    zero = tf.zeros_like(top)
+    a, c = 1 - 2 * flip, left + (width - 1) * flip
+    return tf.raw_ops.ImageProjectiveTransformV2(
+        images=images,
+        transforms=tf.stack([a, zero, c, zero, zero + 1, top, zero, zero], axis=1),
+        output_shape=[height, width],
+        interpolation="NEAREST",
+    )
 
 
 def _standardise(images: tf.Tensor, contrast: tf.Tensor | float = 1.0) -> tf.Tensor:

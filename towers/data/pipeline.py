@@ -56,14 +56,8 @@ class Split(abc.ABC):
             A dataset of (example, draws): the structure of `spec`, with an axis of B in front, and
             float32 `[B, NUM_DRAWS]` in [0, 1), a row for each example of the batch.
         """
-
-        def draw(step):
-            shape = [batch_size, NUM_DRAWS]
-            return tf.random.stateless_uniform(shape, seed=[seed, step], alg="philox")
-
-        draws = tf.data.Dataset.counter(step).map(draw)
         batches = self._shuffled_batches(batch_size, seed, examples)
-        return prefetched(tf.data.Dataset.zip(batches, draws))
+        return _with_draws(batches, batch_size, seed, step)
 
     def eval_batches(self, batch_size: int) -> tf.data.Dataset:
         """Return one pass over the split in its own order.
@@ -145,6 +139,17 @@ class ArraySplit(Split):
                 stored(example, self.spec),
                 self.spec,
             )
+
+    def arrays(self) -> Structure:
+        """Return all examples, on the host: the structure of `spec`, with an axis of them."""
+        return self._arrays if self._rows is None else self._batch(tf.range(self.size))
+
+    def train_rows(
+        self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
+    ) -> tf.data.Dataset:
+        """Return what `train_batches` returns, with rows of `arrays()`, int64 [B], for examples."""
+        rows = shuffled_rows(batch_size, self.size, seed, examples)
+        return _with_draws(rows, batch_size, seed, step)
 
     def held_out(self, fraction: float) -> tuple[Split, Split]:
         """See `Split.held_out`: the arrays are shared."""
@@ -267,6 +272,19 @@ def shuffled_rows(batch_size: int, size: int, seed: int, examples: int) -> tf.da
         )
 
     return tf.data.Dataset.counter().map(rows)
+
+
+def _with_draws(
+    batches: tf.data.Dataset, batch_size: int, seed: int, step: int
+) -> tf.data.Dataset:
+    """Return (batch, draws) of each step from `step` on."""
+
+    def draw(step):
+        shape = [batch_size, NUM_DRAWS]
+        return tf.random.stateless_uniform(shape, seed=[seed, step], alg="philox")
+
+    draws = tf.data.Dataset.counter(step).map(draw)
+    return prefetched(tf.data.Dataset.zip(batches, draws))
 
 
 def epoch_keys(first: tf.Tensor, num: int, seed: int) -> tf.Tensor:

@@ -29,12 +29,12 @@ class GpuHealth:
 
         `wait` waits so many seconds between two samples, and returns whether to end.
         """
-        self._indices = [gpu.index for gpu in visible_gpus(nvml.gpus())]
+        self._gpus = visible_gpus(nvml.gpus())
         self._closed = threading.Event()
         self._wait = wait or self._closed.wait
         self._samples: list[tuple[str, float]] = []
         self._thread = threading.Thread(target=self._watch, name="gpu_health", daemon=True)
-        if self._indices:
+        if self._gpus:
             self._thread.start()
 
     def read(self) -> dict[str, float]:
@@ -62,8 +62,8 @@ class GpuHealth:
         # Whatever a driver does, a run goes on without these curves.
         with contextlib.suppress(Exception), nvml.opened() as there:
             while there:
-                for index in self._indices:
-                    for name, value in nvml.sample(index).items():
-                        self._samples.append((f"gpu_{index}/{name}", value))
+                for gpu in self._gpus:
+                    for name, value in nvml.sample(gpu).items():
+                        self._samples.append((f"gpu_{gpu.index}/{name}", value))
                 if self._wait(PERIOD_SECONDS):
                     return

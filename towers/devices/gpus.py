@@ -13,6 +13,8 @@ from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
 
+_THREAD_MODE = "TF_GPU_THREAD_MODE"
+_TF32_CAPABILITY = (8, 0)
 _in_force = GpuOptions()  # what this process has set, once, before TensorFlow starts
 
 
@@ -20,12 +22,13 @@ def configure(**options: Any) -> None:
     """Set what this process sees and takes of the GPUs; nothing is started, no memory is taken.
 
     Options that are left at their defaults ask for nothing, so a second call may repeat some of
-    what the first one set. `allow_soft_placement` may change at any time: the last call counts.
+    what the first one set. `allow_soft_placement` and `tf32` may change at any time: the last call
+    counts.
 
     Args:
         **options: fields of `towers.options.gpu.GpuOptions`: `visible_gpus`,
             `per_process_gpu_memory_fraction`, `gpu_memory_limit_mib`, `allow_growth`,
-            `allow_soft_placement`.
+            `allow_soft_placement`, `tf32`.
 
     Raises:
         InputError: an option is out of range or cannot be had here, a GPU is full, or the call
@@ -39,18 +42,21 @@ def configure(**options: Any) -> None:
         _check_in_time(asked, new)
         _set(asked)
     tf.config.set_soft_device_placement(asked.allow_soft_placement)
+    if asked.tf32 != _in_force.tf32:  # else it stays as the program has it
+        tf.config.experimental.enable_tensor_float_32_execution(asked.tf32)
     _in_force = asked
 
 
 def _set(asked: GpuOptions) -> None:
     """Hide what `asked` leaves out, and limit the memory of the others."""
     driver = nvml.gpus()
-    choice = visible_gpus(driver)
+    visibility.tidy(os.environ)
+    choice = visibility.listed_in(os.environ, driver)
     if not tf_private.has_listed_devices():
         visibility.set_visible(asked, driver, os.environ)
     visible = visible_gpus(driver)
     gpus = tf.config.list_physical_devices("GPU")
-    if asked.indices() and (missing := missing_gpus(visible)):
+    if asked.chosen() and (missing := missing_gpus(visible)):
         cause, remedy = visibility.why_skipped(missing, len(gpus), tf.sysconfig.get_build_info())
         names = ", ".join(map(str, missing))
         given = f"--visible_gpus={asked.visible_gpus}"
@@ -65,6 +71,8 @@ def _set(asked: GpuOptions) -> None:
         if limit:
             part = tf.config.LogicalDeviceConfiguration(memory_limit=limit)
             tf.config.set_logical_device_configuration(gpu, [part])
+    if len(gpus) > 1:  # read when TensorFlow starts; else one pool of threads serves all of them
+        os.environ.setdefault(_THREAD_MODE, "gpu_private")
 
 
 def read_back() -> list[str]:
@@ -87,6 +95,9 @@ def read_back() -> list[str]:
             lines.append(f"memory      {device} {memory} MiB, growth {growth}")
             if limit and memory != limit:
                 wrong.append(f"{device} may take {memory} MiB, {limit} were asked for")
+    if len(gpus) > 1 and (mode := os.environ.get(_THREAD_MODE)):
+        lines.append(f"threads     {_THREAD_MODE}={mode}")
+    lines += precision()
     if not tf.config.get_soft_device_placement():
         lines.append("placement   soft placement is off")
     if wrong:
@@ -95,6 +106,21 @@ def read_back() -> list[str]:
     if given and not gpus:
         lines.append(f"memory      no GPU here: {', '.join(given)} has nothing to act on")
     return lines
+
+
+def precision() -> list[str]:
+    """Return a line that says whether TF32 is on, if there is a GPU that has it."""
+    gpus = tf.config.get_visible_devices("GPU")
+    if not any((capability or (0,)) >= _TF32_CAPABILITY for _, capability in _details(gpus)):
+        return []
+    if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+        return ["precision   TF32 is off, by NVIDIA_TF32_OVERRIDE=0"]
+    if not tf.config.experimental.tensor_float_32_execution_enabled():
+        return ["precision   TF32 is off: float32 products are of all 23 bits of their factors"]
+    return [
+        "precision   TF32 is on: float32 products are of 10 bits of their factors; --tf32=false "
+        "for all 23"
+    ]
 
 
 def try_out() -> None:
@@ -147,13 +173,13 @@ def _details(gpus: Sequence[tf.config.PhysicalDevice]) -> list[visibility.Seen]:
 def _limit_mib(options: GpuOptions, gpu: DriverGpu | None) -> int | None:
     """Return the memory limit that `options` mean on a GPU, in MiB; None for no limit."""
     fraction = options.per_process_gpu_memory_fraction
-    if fraction and not (gpu and gpu.total_bytes):
+    if fraction and not (gpu and gpu.cuda_bytes):
         raise InputError(
             f"--per_process_gpu_memory_fraction={fraction} is of the total memory, which the "
             "driver (NVML) does not tell here: type --gpu_memory_limit_mib=4096, or what you need"
         )
     if fraction:
-        return max(1, int(fraction * (gpu.total_bytes // MIB)))
+        return max(1, int(fraction * (gpu.cuda_bytes // MIB)))  # as TensorFlow does in sessions
     return options.gpu_memory_limit_mib or None
 
 
@@ -176,12 +202,13 @@ def _check_room(gpu: DriverGpu | None, limit: int | None, choice: Sequence[Drive
     """Refuse a GPU on which others have left too little memory, and name those to choose from."""
     if gpu is None or gpu.free_bytes is None:
         return
-    # Of a GPU that no process holds, the driver keeps a little, which a fraction of 1 includes.
-    most = gpu.free_bytes if gpu.processes else gpu.total_bytes
+    # An older driver does not tell how much of the total it keeps to itself.
+    most = gpu.free_bytes if gpu.processes else gpu.cuda_bytes
     if not gpu.full and (limit or 0) * MIB <= most:
         return
     holders = ", ".join(gpu.processes) or "another process"
-    others = ",".join(str(other.index) for other in choice if not other.full and other != gpu)
+    free = [other.key for other in choice if not other.full and other != gpu]
+    others = ",".join(free if gpu.mig is None else free[:1])  # of parts a process takes one
     raise InputError(
         f"GPU {gpu} has {gpu.free_bytes // MIB} of {gpu.total_bytes // MIB} MiB free"
         + (f", {limit} are needed" if limit else "")

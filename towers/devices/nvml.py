@@ -1,7 +1,8 @@
 """The driver's view of the GPUs, by NVML; without a driver there are simply none.
 
 TensorFlow shows what it uses; NVML shows what there is: names, memory, who holds it. GPUs are
-numbered in PCI bus order, as nvidia-smi numbers them. What a driver does not tell is None.
+numbered in PCI bus order, as nvidia-smi numbers them. A GPU that MIG splits is there by its parts.
+What a driver does not tell is None: of a laptop, a virtual GPU or a part that is often much.
 """
 
 import contextlib
@@ -16,20 +17,28 @@ MIB = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class DriverGpu:
-    """One GPU as the driver sees it."""
+    """One GPU, or one part of a GPU that MIG splits, as the driver sees it."""
 
-    index: int  # in PCI bus order, from 0
-    uuid: str | None = None  # "GPU-..."
+    index: int  # of the GPU, in PCI bus order, from 0
+    uuid: str | None = None  # "GPU-..."; of a part "MIG-..."
     pci_bus_id: str | None = None  # "00000000:65:00.0"
     name: str | None = None  # of the product
     compute_capability: tuple[int, int] | None = None
     total_bytes: int | None = None  # of its memory
     free_bytes: int | None = None
     processes: tuple[str, ...] = ()  # that hold its memory: "python (pid 17, 3000 MiB)"
+    cuda_bytes: int | None = None  # CUDA's total: without what the driver keeps to itself
+    mig: int | None = None  # number of a part on its GPU
+    other_names: tuple[str, ...] = ()  # of a part: its older name, and the UUID of its GPU
 
     def __str__(self) -> str:
         """Return "0 (NVIDIA A100)"."""
-        return f"{self.index} ({self.name or 'unreadable'})"
+        return f"{self.key} ({self.name or 'unreadable'})"
+
+    @property
+    def key(self) -> str:
+        """What CUDA_VISIBLE_DEVICES and --visible_gpus call it: "0", or of a part "MIG-..."."""
+        return str(self.index) if self.mig is None else self.uuid or str(self.index)
 
     @property
     def full(self) -> bool:
@@ -42,27 +51,35 @@ class DriverGpu:
 def gpus() -> list[DriverGpu]:
     """Return the GPUs of this machine, [] where there is no driver."""
     with opened() as there:
-        return [_gpu(i) for i in range(_ask(pynvml.nvmlDeviceGetCount) or 0)] if there else []
+        count = (_ask(pynvml.nvmlDeviceGetCount) or 0) if there else 0
+        return [gpu for index in range(count) for gpu in _gpus(index)]
 
 
-def sample(index: int) -> dict[str, float]:
-    """Return how the GPU `index` is doing, without what it does not tell; NVML must be `opened`."""
-    handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
-    if handle is None:
-        return {}
-    busy = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
-    milliwatts = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+def sample(gpu: DriverGpu) -> dict[str, float]:
+    """Return how a GPU is doing, without what it does not tell; NVML must be `opened`.
+
+    What a part does not tell of itself, as power, is that of its whole GPU.
+    """
+    handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, gpu.index)
+    handles = [handle]
+    if gpu.mig is not None and handle is not None:
+        handles.insert(0, _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, gpu.mig))
+
+    def ask(function: Callable, *what: Any) -> Any:
+        answers = (_ask(function, one, *what) for one in handles if one is not None)
+        return next((answer for answer in answers if answer is not None), None)
+
+    busy = ask(pynvml.nvmlDeviceGetUtilizationRates)
+    memory = ask(pynvml.nvmlDeviceGetMemoryInfo)
+    milliwatts = ask(pynvml.nvmlDeviceGetPowerUsage)
     values = {
         "utilisation_percent": busy and busy.gpu,
         "memory_utilisation_percent": busy and busy.memory,
         "memory_used_mib": memory and (memory.total - memory.free) / MIB,
         "power_watts": None if milliwatts is None else milliwatts / 1000,
-        "temperature_celsius": _ask(
-            pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
-        ),
-        "sm_clock_mhz": _ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
-        "memory_clock_mhz": _ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM),
+        "temperature_celsius": ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
+        "sm_clock_mhz": ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": ask(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_MEM),
     }
     return {name: float(value) for name, value in values.items() if value is not None}
 
@@ -87,12 +104,35 @@ def opened() -> Iterator[bool]:
         pynvml.nvmlShutdown()
 
 
-def _gpu(index: int) -> DriverGpu:
-    """Ask the driver about one GPU; one that has fallen off the bus answers nothing."""
+def _gpus(index: int) -> list[DriverGpu]:
+    """Ask the driver about one GPU, or its parts; what has fallen off the bus answers nothing."""
     handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
     if handle is None:
-        return DriverGpu(index)
-    memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+        return [DriverGpu(index)]
+    whole = _read(handle, DriverGpu(index))
+    mode, _ = _ask(pynvml.nvmlDeviceGetMigMode, handle) or (None, None)
+    if mode != pynvml.NVML_DEVICE_MIG_ENABLE:
+        return [whole]
+    parts = []
+    for number in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        part = _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
+        if part is not None:  # numbers may be left out
+            ids = [
+                _ask(pynvml.nvmlDeviceGetGpuInstanceId, part),
+                _ask(pynvml.nvmlDeviceGetComputeInstanceId, part),
+            ]
+            names = (f"MIG-{whole.uuid}/{ids[0]}/{ids[1]}", whole.uuid or "")
+            unlike = dict(total_bytes=None, cuda_bytes=None, free_bytes=None, uuid=None)
+            like_whole = dataclasses.replace(whole, mig=number, other_names=names, **unlike)
+            parts.append(_read(part, like_whole))
+    return parts or [whole]
+
+
+def _read(handle: Any, known: DriverGpu) -> DriverGpu:
+    """Return what the driver tells, else what is known already."""
+    # An older driver has only the first version of this, which does not tell what it keeps.
+    memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
+    memory = memory or _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
     bus = _ask(pynvml.nvmlDeviceGetPciInfo, handle)
     capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     processes = []
@@ -100,16 +140,17 @@ def _gpu(index: int) -> DriverGpu:
         name = _ask(pynvml.nvmlSystemGetProcessName, process.pid) or "?"
         used = f", {process.usedGpuMemory // MIB} MiB" if process.usedGpuMemory else ""
         processes.append(f"{name} (pid {process.pid}{used})")
-    return DriverGpu(
-        index=index,
-        uuid=_ask(pynvml.nvmlDeviceGetUUID, handle),
-        pci_bus_id=bus and bus.busId,
-        name=_ask(pynvml.nvmlDeviceGetName, handle),
-        compute_capability=capability and tuple(capability),
-        total_bytes=memory and int(memory.total),
-        free_bytes=memory and int(memory.free),
-        processes=tuple(processes),
-    )
+    told = {
+        "uuid": _ask(pynvml.nvmlDeviceGetUUID, handle),
+        "pci_bus_id": bus and bus.busId,
+        "name": _ask(pynvml.nvmlDeviceGetName, handle),
+        "compute_capability": capability and tuple(capability),
+        "total_bytes": memory and int(memory.total),
+        "cuda_bytes": memory and int(memory.total - getattr(memory, "reserved", 0)),
+        "free_bytes": memory and int(memory.free),
+    }
+    told = {name: value for name, value in told.items() if value is not None}
+    return dataclasses.replace(known, processes=tuple(processes), **told)
 
 
 def _ask(function: Callable, *arguments: Any) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from towers.builder import kinds
 from towers.devices import nvml, visibility
 from towers.devices.gpus import driver_gpus, missing_gpus, read_back, visible_gpus
 from towers.devices.nvml import MIB, DriverGpu
@@ -64,7 +65,7 @@ def tower_devices(num_towers: int = 0, devices: str | Sequence[str] = "") -> lis
     if names in ([""], []):
         chosen = _first_devices(num_towers, gpus)
     elif [name.strip().lower() for name in names] == ["cpu"]:
-        chosen = [f"/cpu:{i}" for i in range(num_towers or 1)]
+        chosen = _cpus(num_towers)
     else:
         chosen = _named_devices(num_towers, names)
     existing = gpus + [f"/cpu:{i}" for i in range(_provide_cpus(chosen))]
@@ -141,7 +142,7 @@ def _first_devices(num_towers: int, gpus: list[str]) -> list[str]:
     driver = nvml.gpus()
     on_purpose = visibility.hides_all(os.environ) or tf.config.list_physical_devices("GPU")
     if not gpus and (on_purpose or not driver):
-        return [f"/cpu:{i}" for i in range(num_towers or 1)]
+        return _cpus(num_towers)
     if gpus and num_towers <= len(gpus):
         return gpus[: num_towers or len(gpus)]
     see = count(len(gpus), "GPU") + (f" ({', '.join(gpus)})" if gpus else "")
@@ -151,6 +152,12 @@ def _first_devices(num_towers: int, gpus: list[str]) -> list[str]:
         + (f"; ask for at most {len(gpus)}" if gpus else "")
         + f", or try it out on CPU devices with --devices=cpu --num_towers={num_towers or 1}"
     )
+
+
+def _cpus(num_towers: int) -> list[str]:
+    """Return logical CPU devices; those that stand in for GPUs are others than the host."""
+    first = int(kinds.stand_in())
+    return [f"/cpu:{i}" for i in range(first, first + (num_towers or 1))]
 
 
 def _why(driver: Sequence[DriverGpu]) -> str:
@@ -164,6 +171,8 @@ def _why(driver: Sequence[DriverGpu]) -> str:
         listed = len(visible) - len(missing)
         cause, remedy = visibility.why_skipped(missing, listed, tf.sysconfig.get_build_info())
         return f"{says}: {cause}; {remedy}"
+    if any(gpu.mig is not None for gpu in visible):
+        return f"{says}: {visibility.ONE_PART}"
     if len(visible) < len(driver):
         value = os.environ["CUDA_VISIBLE_DEVICES"]
         rest = "the rest" if visible else "all of them: type unset CUDA_VISIBLE_DEVICES"

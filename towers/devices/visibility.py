@@ -14,6 +14,8 @@ from towers.options.gpu import GpuOptions
 _NO_GPU = ("", "-1", "none", "nodevfiles")  # so one says it; the last is Slurm's
 _NO_DRIVER = "no NVIDIA driver answers here: leave the flag out, or see towers doctor"
 
+ONE_PART = "CUDA shows a process one part of a GPU that MIG splits, and nothing beside it"
+
 Seen = tuple[str | None, tuple[int, int] | None]  # one of TensorFlow's GPUs
 
 
@@ -37,12 +39,11 @@ def set_visible(
         InputError: a GPU does not exist, or CUDA_VISIBLE_DEVICES already hides it.
     """
     tidy(environ)
-    indices = options.indices()
-    if indices is None:
+    if options.chosen() is None:
         return
-    visible_positions(options, driver, environ)
+    chosen = _choose(options, driver, environ, listed_in(environ, driver))
     environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, indices)) or "-1"
+    environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.key for gpu in chosen) or "-1"
 
 
 def visible_positions(
@@ -51,53 +52,87 @@ def visible_positions(
     """Return the place of each GPU of `visible_gpus` among those that CUDA shows now.
 
     Raises:
-        InputError: a GPU does not exist, or CUDA_VISIBLE_DEVICES hides it.
+        InputError: a GPU does not exist, or is hidden.
     """
-    there = [gpu.index for gpu in driver]
-    visible = [gpu.index for gpu in visible_in(environ, driver)]
-    given = f"--visible_gpus={options.visible_gpus}"
-    for index in options.indices() or []:
-        if index not in there:
-            numbers = ",".join(map(str, there))
+    visible = visible_in(environ, driver)
+    return [visible.index(gpu) for gpu in _choose(options, driver, environ, visible)]
+
+
+def _choose(
+    options: GpuOptions,
+    driver: Sequence[DriverGpu],
+    environ: Mapping[str, str],
+    visible: Sequence[DriverGpu],
+) -> list[DriverGpu]:
+    """Return the GPUs that `visible_gpus` names, all of which must be among the visible ones."""
+    given, chosen = f"--visible_gpus={options.visible_gpus}", []
+    for entry in options.chosen() or []:
+        named = _named(entry, driver)
+        if not named:
+            keys = ",".join(gpu.key for gpu in driver)
             raise InputError(
-                f"{given}: there is no GPU {index}; "
-                + (f"the driver has {', '.join(map(str, driver))}: " if there else "")
-                + (f"type --visible_gpus={numbers} or some of these" if there else _NO_DRIVER)
+                f"{given}: there is no GPU {entry}; "
+                + (f"the driver has {', '.join(map(str, driver))}: " if driver else "")
+                + (f"type --visible_gpus={keys} or some of these" if driver else _NO_DRIVER)
             )
-        if index not in visible:
-            numbers = ",".join(map(str, visible)) or "none"
+        if len(named) > 1:
             raise InputError(
-                f"{given}: GPU {index} is hidden by "
-                f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']}, which leaves {numbers}: "
-                "type unset CUDA_VISIBLE_DEVICES, or choose among those"
+                f"{given}: {entry} may be {', '.join(map(str, named))}: type one of them, as "
+                f"--visible_gpus={named[0].key}"
             )
-    return [visible.index(index) for index in options.indices() or []]
+        if named[0] not in visible:
+            if (value := environ.get("CUDA_VISIBLE_DEVICES")) is None:
+                set_it = f"type export CUDA_VISIBLE_DEVICES={named[0].key}"
+                raise InputError(f"{given}: {ONE_PART}, here {visible[0]}: {set_it}")
+            keys = ",".join(gpu.key for gpu in visible) or "none"
+            raise InputError(
+                f"{given}: GPU {entry} is hidden by CUDA_VISIBLE_DEVICES={value}, which leaves "
+                f"{keys}: type unset CUDA_VISIBLE_DEVICES, or choose among those"
+            )
+        chosen += [gpu for gpu in named if gpu not in chosen]
+    if len(chosen) > 1 and (parts := [gpu for gpu in chosen if gpu.mig is not None]):
+        raise InputError(f"{given}: {ONE_PART}: type --visible_gpus={parts[0].key}")
+    return chosen
 
 
 def visible_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[DriverGpu]:
+    """Return the GPUs that CUDA shows a process, in its order.
+
+    A process sees one part of a GPU that MIG splits, the first, and nothing beside it.
+    """
+    listed = listed_in(environ, driver)
+    return [gpu for gpu in listed if gpu.mig is not None][:1] or listed
+
+
+def listed_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[DriverGpu]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order, by CUDA's own rules.
 
-    An entry begins with a number, or is the beginning of one GPU's UUID; the first that is neither
-    hides all that come after it. A GPU that is named twice hides all.
+    An entry begins with a number, is the beginning of one GPU's UUID, or the whole name of a part;
+    the first that is none of these hides all that come after it. A GPU that is named twice hides
+    all.
     """
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return list(driver)
-    visible: list[DriverGpu] = []
+    listed: list[DriverGpu] = []
     for entry in map(str.strip, value.split(",")):
-        number = re.match("[0-9]+", entry)
-        matches = [
-            gpu
-            for gpu in driver
-            if (number and gpu.index == int(number[0]))
-            or (entry.startswith("GPU-") and (gpu.uuid or "").startswith(entry))
-        ]
-        if len(matches) != 1:
+        named = _named(entry, driver)
+        if len({gpu.index for gpu in named}) != 1:
             break
-        if matches[0] in visible:
+        if named[0] in listed:
             return []
-        visible += matches
-    return visible
+        listed += named[:1]
+    return listed
+
+
+def _named(entry: str, driver: Sequence[DriverGpu]) -> list[DriverGpu]:
+    """Return the GPUs, or the parts of one, that an entry of a list of GPUs may mean."""
+    if number := re.match("[0-9]+", entry):
+        return [gpu for gpu in driver if gpu.index == int(number[0])]
+    names = [(gpu, (gpu.uuid or "", *gpu.other_names)) for gpu in driver]
+    if entry.startswith("GPU-"):
+        return [gpu for gpu, own in names if any(name.startswith(entry) for name in own)]
+    return [gpu for gpu, own in names if entry.startswith("MIG-") and entry in own]
 
 
 def hides_all(environ: Mapping[str, str]) -> bool:
@@ -109,8 +144,11 @@ def match(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGpu 
     """Return the driver's GPU for each of TensorFlow's, None where the driver does not tell.
 
     TensorFlow keeps the order and may skip some (a small one beside a large one), so each of its
-    GPUs is the next visible one of the same name and compute capability.
+    GPUs is the next visible one of the same name and compute capability. One alone is the other's,
+    whatever the driver calls it.
     """
+    if len(gpus) == len(visible) == 1:
+        return list(visible)
     rest, matches = list(visible), []
     for name, capability in gpus:
         same = [

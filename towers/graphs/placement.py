@@ -23,6 +23,7 @@ _NOT_OF_A_TOWER = frozenset(
     "_Send _Recv _HostSend _HostRecv _Arg _Retval Const NoOp Enter Exit Merge Switch LoopCond "
     "NextIteration ReadVariableOp VarHandleOp ResourceGather".split()
 )
+_RECEIVES = ("_Recv", "_HostRecv")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
     if not graphs:
         raise ValueError("the function has run before: read its placement at its first call")
     traced = dict(traced_ops(function.get_concrete_function(*arguments).graph))
-    ops, transfers, programs = [], [], {}
+    ops, transfers, programs, takers = [], [], {}, _takers(graphs)
     for node in (node for graph in graphs for node in graph.node):
         name = traced_name(node.name, traced)
         requested = traced[name].device if name in traced else ""
@@ -102,7 +103,7 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
         if node.attr["_XlaMustCompile"].b:
             programs[f"{name}/"] = short(node.device)
         if node.op in ("_Send", "_HostSend") and not node.input[0].startswith("^"):
-            transfers.append(_transfer(node, traced))
+            transfers.append(_transfer(node, traced, takers))
     there = {op.name for op in ops if op.type != "Const"}  # folding leaves a Const of that name
     rest = []
     for name, op in traced.items():
@@ -158,7 +159,21 @@ def traced_name(name: str, traced: Container[str]) -> str:
     return next((p for p in ("/".join(parts[i:]) for i in range(len(parts))) if p in traced), name)
 
 
-def _transfer(node: Any, traced: Mapping[str, tf.Operation]) -> Transfer:
+def _takers(graphs: Iterable[Any]) -> dict[bytes, tuple[str, int]]:
+    """Return {what was sent: (name of a node that takes it, as which input)}."""
+    takers = {}
+    for graph in graphs:
+        received = {n.name: n.attr["tensor_name"].s for n in graph.node if n.op in _RECEIVES}
+        for node in graph.node:
+            for place, source in enumerate(node.input):
+                if source in received:
+                    takers[received[source]] = node.name, place
+    return takers
+
+
+def _transfer(
+    node: Any, traced: Mapping[str, tf.Operation], takers: Mapping[bytes, tuple[str, int]]
+) -> Transfer:
     """Return what a send carries: the tensor that was traced, where it is one."""
     source, _, index = node.input[0].partition(":")
     origin = node.attr["_src"].s.decode() or source
@@ -178,6 +193,11 @@ def _transfer(node: Any, traced: Mapping[str, tf.Operation]) -> Transfer:
         sizes = {(t.shape, t.dtype) for t in branches.outputs}  # which of them is not told
         if len(sizes) == 1 and branches.outputs[0].shape.is_fully_defined():
             num_bytes = branches.outputs[0].shape.num_elements() * dtype.size
+    elif taker := takers.get(node.attr["tensor_name"].s):  # what was traced may be what takes it
+        op = traced.get(traced_name(taker[0], traced))
+        tensors = op.inputs[taker[1] : taker[1] + 1] if op else []
+        if tensors and tensors[0].dtype == dtype and tensors[0].shape.is_fully_defined():
+            num_bytes = tensors[0].shape.num_elements() * dtype.size
     return Transfer(
         name,
         short(node.attr["send_device"].s.decode()),

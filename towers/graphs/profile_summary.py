@@ -29,6 +29,7 @@ _MAX_MIB = 512  # in memory, a trace takes several times its size on disk
 _OP = re.compile(r"([\w./>\\-]+):(\w+)(#.*)?")  # "tower_0/conv1/convolution:Conv2D"
 _BACKWARD = re.compile(r"Grad(?!ient)|Backprop")  # but not StopGradient
 _CALLS = re.compile(r"while|body|cond|then|else|gradient_tape|(Stateful)?PartitionedCall|_\d+|")
+_COPIES = {"H2D": "host to GPU", "D2H": "GPU to host", "P2P": "GPU to GPU"}  # as CUPTI says it
 _NOBODYS = ("", "_Recv", "_HostRecv")  # types of what only waits, or chooses the next op
 
 
@@ -87,6 +88,24 @@ def op_times(trace: Any, placement: Placement) -> list[OpTime]:
             total[1] += picoseconds
     rows = [OpTime(*key, calls, time / 1e12) for key, (calls, time) in totals.items()]
     return sorted(rows, key=lambda row: (not row.device.startswith("/"), row.device, -row.seconds))
+
+
+def copies(trace: Any) -> dict[str, tuple[int, int]] | None:
+    """Return {"host to GPU": (number, bytes), ...} of what all GPUs copied; None without a GPU."""
+    found = {way: [0, 0] for way in _COPIES.values()}
+    recorded = False
+    for plane in trace.planes:
+        streams = [line for line in plane.lines if line.name.startswith("Stream")]
+        if not plane.name.startswith("/device:GPU:") or not streams:
+            continue
+        recorded = True
+        for event in (event for line in streams for event in line.events):
+            title = plane.event_metadata[event.metadata_id].name
+            if way := _COPIES.get(title.removeprefix("Memcpy")):
+                size = re.search(r"\bsize:(\d+)", _stats(plane, event).get("memcpy_details", ""))
+                found[way][0] += 1
+                found[way][1] += int(size[1]) if size else 0
+    return {way: (number, size) for way, (number, size) in found.items()} if recorded else None
 
 
 def report(times: Sequence[OpTime], num_steps: int) -> list[str]:
@@ -164,14 +183,20 @@ def _op(plane: Any, event: Any, on_gpu: bool) -> tuple[str, str] | None:
         return match[1], match[2]
     if title == "ExecutorState::Process":  # may be nested in an op
         return "", ""
+    stats = _stats(plane, event)
+    kind = f"XLA: {re.sub(r'[.0-9]+$', '', stats['hlo_op'])}" if "hlo_op" in stats else None
+    if not on_gpu:
+        return kind and ("", kind)
+    match = _OP.fullmatch(stats.get("tf_op", ""))
+    return (match[1], match[2]) if match else ("", kind or title)
+
+
+def _stats(plane: Any, event: Any) -> dict[str, str]:
+    """Return the texts that an event comes with, by name."""
     stats = {}
     for stat in event.stats:
         value = stat.str_value
         if stat.WhichOneof("value") == "ref_value":  # TensorFlow keeps such texts once
             value = plane.stat_metadata[stat.ref_value].name
         stats[plane.stat_metadata[stat.metadata_id].name] = value
-    kind = f"XLA: {re.sub(r'[.0-9]+$', '', stats['hlo_op'])}" if "hlo_op" in stats else None
-    if not on_gpu:
-        return kind and ("", kind)
-    match = _OP.fullmatch(stats.get("tf_op", ""))
-    return (match[1], match[2]) if match else ("", kind or title)
+    return stats

@@ -21,7 +21,6 @@ HOST = "/cpu:0"  # where TensorFlow puts an op that asks for nothing
 
 _COPIES = frozenset("Identity IdentityN StopGradient PreventGradient".split())
 _SAME_BUFFER = _COPIES | frozenset("Reshape Squeeze ExpandDims".split())
-_NO_WORK = _SAME_BUFFER | {"ReadVariableOp"}
 _OF_SHAPES = frozenset("Shape ShapeN Size Rank BroadcastGradientArgs".split())
 _BRANCHES = frozenset(["If", "StatelessIf"])
 _CALLS = frozenset(["PartitionedCall", "StatefulPartitionedCall"])
@@ -40,7 +39,7 @@ class Step:
     """
 
     def __init__(self, body: tf.Graph, homes: dict[tf.Operation, str]):
-        """Read the graph of a step; `homes` is {a placeholder for a variable: its device}."""
+        """Read the graph of a step; `homes` is {a placeholder: its value's device}."""
         self.devices: dict[tf.Operation, str] = {}
         self.known: set[tf.Operation] = set()
         self.loops: set[str] = set()
@@ -94,10 +93,6 @@ class Step:
     def num_exchanges(self) -> int:
         """Return how often towers wait for each other's values in the middle of a step."""
         return sum(op.type == "Pack" and "/exchange" in op.name for op in self.devices)
-
-    def num_launches(self, tower: int) -> int:
-        """Return how many ops of a tower compute: other names of a buffer take no time."""
-        return sum(op.type not in _NO_WORK for op in self._tower_ops(tower))
 
     def activation_bytes(self, tower: int) -> int:
         """Return the most bytes that a tower's forward and backward hold at a time.
@@ -181,7 +176,8 @@ def read_step(function: Any) -> Step:
     body = called_graph(loop, "body")
     outside = {inner.op: short(outer.device) for outer, inner in function.graph.captures}
     pairs = zip(loop.inputs, body.inputs, strict=True)
-    return Step(body, {i.op: outside[o.op] for o, i in pairs if o.op in outside})
+    # What the loop is given lies where it was made, whatever device its placeholder asks for.
+    return Step(body, {i.op: outside.get(o.op) or short(o.op.device) or HOST for o, i in pairs})
 
 
 def executed_bytes(
@@ -207,10 +203,12 @@ def executed_bytes(
 
 
 def _is_local(op: tf.Operation, caller: str) -> bool:
-    """Tell whether a called function runs on one device, like an op, and reads no variable."""
-    asked = {short(inside.device) for inside in called_graph(op, "f").get_operations()}
+    """Tell whether a called function is like one op: on one device, without variables and loops."""
+    inside = called_graph(op, "f").get_operations()
+    asked = {short(one.device) for one in inside}
     variables = any(tensor.dtype == tf.resource for tensor in op.inputs)
-    return asked <= {"", short(op.device) or caller} and not variables
+    loops = any(one.type in _LOOPS for one in inside)
+    return asked <= {"", short(op.device) or caller} and not variables and not loops
 
 
 def num_bytes(tensor: tf.Tensor | tf.Variable) -> int:

@@ -2,18 +2,25 @@
 
 Everything here looks on: nothing that a step computes depends on it. Norms are computed only in a
 step that is `measured`, by the same graph, so that a step's numbers do not depend on that.
+
+CPUs are timed in every step. A GPU's op is over for TensorFlow when its kernel is queued: to know
+more, the host has to wait for a value from there. So GPUs are timed in a measured step alone, which
+begins when they have done all before it; in any other step nothing goes to the host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towers.builder import gather
 from towers.builder.backward import TowerSums
+from towers.builder.kinds import is_gpu
 from towers.builder.tower import TowerBuilder
 
 PHASES = ("input_wait_seconds", "compute_seconds", "gather_seconds")
+_OF_MEASURED = ("tower_seconds", "compute_seconds", "gather_seconds")  # on GPUs
+_HOST = "/cpu:0"  # which has the clock
 
 
 def measured_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
@@ -27,11 +34,62 @@ def timed_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
     return {"tower_seconds": (num_towers,)} | dict.fromkeys(PHASES, ())
 
 
-def time_after(values: Any, device: str) -> tf.Tensor:
-    """Return the time at which `values` were there, in seconds, by the clock of `device`."""
+def on_gpus(builder: TowerBuilder) -> bool:
+    """Tell whether seconds are those of measured steps alone."""
+    return any(map(is_gpu, builder.devices))
+
+
+def time_after(values: Any) -> tf.Tensor:
+    """Return the time at which `values` were there, in seconds, by the host's clock."""
     waiting = tf.control_dependencies(_tensors(values))
-    with tf.device(device), tf.name_scope("telemetry"), waiting:
+    with tf.device(_HOST), tf.name_scope("telemetry"), waiting:
         return tf.timestamp()
+
+
+class Rest:
+    """Lets GPUs come to rest before a measured step, so that its seconds are its own.
+
+    What is copied to the host arrives when all kernels before it have run.
+
+    Attributes:
+        wanted: bool variable: whether a step is to be measured at all.
+    """
+
+    def __init__(self, builder: TowerBuilder):
+        """Make a number on each GPU that holds a tower."""
+        self._marks = []
+        with tf.device(_HOST):
+            self.wanted = tf.Variable(True, trainable=False)
+            self._steps = tf.Variable(0, trainable=False)  # since one was measured
+        for device in filter(is_gpu, builder.devices):
+            with tf.device(device):
+                self._marks.append(tf.Variable(0.0, trainable=False))
+
+    def before(self, batch: Any, measured: tf.Tensor) -> Any:
+        """Return a batch on the host, in a measured step as soon as the GPUs are idle."""
+
+        def wait() -> tf.Tensor:
+            found = []
+            for mark in self._marks:
+                with tf.device(mark.device):
+                    found.append(_here(mark.read_value()))
+            with tf.device(_HOST):
+                return tf.add_n(found)
+
+        with tf.device(_HOST), tf.name_scope("telemetry"):
+            idle = tf.cond(measured, wait, lambda: tf.zeros([]))
+            with tf.control_dependencies([idle]):
+                return tf.nest.map_structure(tf.identity, batch)
+
+
+    def for_all_steps(
+        self, values: dict[str, tf.Tensor], num_steps: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        """Return the seconds of the measured step as if each since the last such had taken them."""
+        self._steps.assign_add(num_steps)
+        steps = tf.cast(self._steps.read_value(), tf.float32)
+        self._steps.assign(tf.where(self.wanted, 0, self._steps))
+        return {name: values[name] * steps for name in _OF_MEASURED}
 
 
 def measure(
@@ -56,35 +114,36 @@ def measure(
         "gather_seconds" (what the gather took after that: most of it runs while towers compute),
         "data_gradient_norm" (of the gathered gradient).
     """
-    clock = builder.gather_device
-    start = time_after(batch, clock)
-    ends = _ends(sums, builder)
-    gathered = time_after((gradients, ends), clock)
-    means = gradients if len(gradients) > 1 else list(gradients) * len(sums.losses)
-    pairs = zip(sums.gradients, means, strict=False)
-    products = [_products(own, mean, measured, clock) for own, mean in pairs]
-    with tf.device(clock):
-        own_seconds = tf.stack(ends) - start
-        compute = tf.reduce_max(own_seconds)
-        counts = tf.cast(tf.stack(sums.counts), tf.float32)
-        with tf.control_dependencies([loss]):  # as in `_products`
-            losses = tf.cast(tf.stack(sums.losses), tf.float32)
-        scale = 1.0 if loss_scale is None else tf.convert_to_tensor(loss_scale)
-        own, both, whole = (tf.stack(column) for column in zip(*products, strict=True))
-        of_towers = {
-            "tower_seconds": own_seconds,
-            "tower_examples": counts,
-            "tower_loss": tf.math.divide_no_nan(losses, counts * scale),
-            "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(own), counts * scale),
-            "tower_cosine": tf.math.divide_no_nan(both, tf.sqrt(own) * tf.sqrt(whole)),
-        }
-        num_missing = len(builder.devices) - len(ends)
-        padded = {n: tf.pad(values, [[0, num_missing]]) for n, values in of_towers.items()}
-        return padded | {
-            "compute_seconds": compute,
-            "gather_seconds": gathered - start - compute,
-            "data_gradient_norm": tf.sqrt(whole[0]) / scale,
-        }
+    start = time_after(batch)
+
+    def look(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
+        ends = _ends(sums, builder)
+        gathered = time_after((gradients, ends))
+        means = gradients if len(gradients) > 1 else list(gradients) * len(sums.losses)
+        pairs = zip(sums.gradients, means, strict=False)
+        products = [_products(own, mean, measured) for own, mean in pairs]
+        with tf.device(_HOST):
+            own_seconds = tf.stack(ends) - start
+            compute = tf.reduce_max(own_seconds)
+            counts = tf.cast(tf.stack(sums.counts), tf.float32)
+            with tf.control_dependencies([loss]):  # as in `_products`
+                losses = tf.cast(tf.stack(sums.losses), tf.float32)
+            scale = 1.0 if loss_scale is None else tf.convert_to_tensor(loss_scale)
+            own, both, whole = (tf.stack(column) for column in zip(*products, strict=True))
+            of_towers = {
+                "tower_seconds": own_seconds,
+                "tower_examples": counts,
+                "tower_loss": tf.math.divide_no_nan(losses, counts * scale),
+                "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(own), counts * scale),
+                "tower_cosine": tf.math.divide_no_nan(both, tf.sqrt(own) * tf.sqrt(whole)),
+            }
+            return _padded(of_towers, builder) | {
+                "compute_seconds": compute,
+                "gather_seconds": gathered - start - compute,
+                "data_gradient_norm": tf.sqrt(whole[0]) / scale,
+            }
+
+    return _if_measured(look, measured, builder)
 
 
 def measure_joined(
@@ -104,39 +163,71 @@ def measure_joined(
         "tower_examples", "tower_gradient_norm", "tower_cosine" and "data_gradient_norm" as
         `measure` has them; and "tower_step_seconds", forward and backward, 0 if not known.
     """
-    clock = builder.gather_device
-    products = [_products(own, gathered, measured, clock) for own in gradients]
-    with tf.device(clock):
+    with tf.device(_HOST):
         examples = tf.cast(tf.stack(counts), tf.float32)
         share = examples / tf.reduce_sum(examples) * tf.cast(scale, tf.float32)
-        seconds = tf.zeros_like(examples, tf.float64)
-    for before, after in phases:
-        start = time_after(before, clock)
-        pairs = zip(after, builder.devices, strict=False)
-        ends = [time_after(_arrived(own, device, clock), clock) for own, device in pairs]
-        with tf.device(clock):
-            seconds += tf.stack(ends) - start
-    with tf.device(clock):
-        own, both, whole = (tf.stack(column) for column in zip(*products, strict=True))
-        values = {
-            "tower_examples": examples,
-            "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(own), share),
-            "tower_cosine": tf.math.divide_no_nan(both, tf.sqrt(own) * tf.sqrt(whole)),
-            "tower_step_seconds": tf.cast(seconds, tf.float32),
-        }
-        num_missing = len(builder.devices) - len(counts)
-        padded = {name: tf.pad(value, [[0, num_missing]]) for name, value in values.items()}
-        norm = tf.sqrt(whole[0]) / tf.cast(scale, tf.float32)
-        return padded | {"data_gradient_norm": norm}
+
+    def look(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
+        products = [_products(own, gathered, measured) for own in gradients]
+        with tf.device(_HOST):
+            seconds = tf.zeros_like(examples, tf.float64)
+        for before, after in phases:
+            start = time_after(before)
+            pairs = zip(after, builder.devices, strict=False)
+            ends = [time_after(_arrived(own, device)) for own, device in pairs]
+            with tf.device(_HOST):
+                seconds += tf.stack(ends) - start
+        with tf.device(_HOST):
+            own, both, whole = (tf.stack(column) for column in zip(*products, strict=True))
+            values = {
+                "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(own), share),
+                "tower_cosine": tf.math.divide_no_nan(both, tf.sqrt(own) * tf.sqrt(whole)),
+                "tower_step_seconds": tf.cast(seconds, tf.float32),
+            }
+            norm = tf.sqrt(whole[0]) / tf.cast(scale, tf.float32)
+            return _padded(values, builder) | {"data_gradient_norm": norm}
+
+    with tf.device(_HOST):
+        found = _padded({"tower_examples": examples}, builder)
+    return found | _if_measured(look, measured, builder)
 
 
-def _arrived(values: Any, device: str, clock: str) -> tf.Tensor:
+def _if_measured(
+    look: Callable, measured: tf.Tensor, builder: TowerBuilder
+) -> dict[str, tf.Tensor]:
+    """Return what `look` finds; zeros where GPUs would have to be waited for, and need not."""
+    if not on_gpus(builder):
+        return look(measured)
+    found: dict[str, tf.Tensor] = {}
+
+    def really() -> list[tf.Tensor]:
+        found.update(look(None))
+        return list(found.values())
+
+    def nothing() -> list[tf.Tensor]:
+        return [tf.zeros(value.shape, value.dtype) for value in found.values()]
+
+    with tf.device(_HOST):
+        values = tf.cond(measured, really, nothing)
+    return dict(zip(found, values, strict=True))
+
+
+def _padded(of_towers: dict[str, tf.Tensor], builder: TowerBuilder) -> dict[str, tf.Tensor]:
+    """Return values of towers, with 0 for the last ones if they had no example."""
+    num_towers = len(builder.devices)
+    return {
+        name: tf.pad(values, [[0, num_towers - values.shape[0]]])
+        for name, values in of_towers.items()
+    }
+
+
+def _arrived(values: Any, device: str) -> tf.Tensor:
     """Return a value that a device sends when it has computed all these; see `_ends`."""
     tensors = _tensors(values)
     smallest = min(tensors, key=lambda t: t.shape.num_elements() or 2**40)
     with tf.device(device), tf.control_dependencies(tensors):
         done = _here(tf.reshape(smallest, [-1])[:1])
-    with tf.device(clock):
+    with tf.device(_HOST):
         return tf.identity(tf.cast(done, tf.float32))
 
 
@@ -150,18 +241,21 @@ def _ends(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
     for loss, own, device in zip(sums.losses, sums.gradients, builder.devices, strict=False):
         with tf.device(device), tf.control_dependencies(_tensors(own)):
             done = tf.identity(loss)
-        with tf.device(builder.gather_device):
+        with tf.device(_HOST):
             arrived = tf.cast(tf.math.is_finite(done), tf.float64)
             # That value has to be used: else only an order of execution would be sent.
-            end = time_after(arrived, builder.gather_device) + tf.minimum(arrived, 0.0)
+            end = time_after(arrived) + tf.minimum(arrived, 0.0)
         ends.append(end)
     return ends
 
 
 def _products(
-    own: Sequence[Any], mean: Sequence[Any], measured: tf.Tensor, device: str
+    own: Sequence[Any], mean: Sequence[Any], measured: tf.Tensor | None
 ) -> tuple[tf.Tensor, ...]:
-    """Return own * own, own * mean and mean * mean, scalars, of two lists of gradients."""
+    """Return own * own, own * mean and mean * mean, scalars, of two lists of gradients.
+
+    They are 0 unless `measured`, which is None for what is measured anyhow.
+    """
     places: dict[str, list[tuple[Any, Any]]] = {}
     for one, other in zip(own, mean, strict=True):
         if other is not None:
@@ -180,10 +274,12 @@ def _products(
         for place, pairs in places.items():
             with tf.device(place):  # three numbers leave it
                 products.append(_sums([_of_variable(one, other) for one, other in pairs]))
-        with tf.device(device):
+        with tf.device(_HOST):
             return _sums(products)
 
-    return tf.cond(measured, compute, nothing) if places else nothing()
+    if not places:
+        return nothing()
+    return compute() if measured is None else tf.cond(measured, compute, nothing)
 
 
 def _sums(products: Sequence[tuple[tf.Tensor, ...]]) -> tuple[tf.Tensor, ...]:
@@ -229,4 +325,6 @@ def _values(gradient: Any) -> tf.Tensor:
 
 
 def _tensors(structure: Any) -> list[tf.Tensor]:
-    return [t for t in tf.nest.flatten(structure, expand_composites=True) if t is not None]
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    # Of examples that lie on GPUs, their numbers come.
+    return [getattr(leaf, "rows", leaf) for leaf in leaves if leaf is not None]

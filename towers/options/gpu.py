@@ -15,8 +15,8 @@ class GpuOptions:
     """What a process sees and takes of the GPUs. The fields are flags of the same name."""
 
     visible_gpus: str = _gpus(
-        "", "GPUs to use, by the driver's numbers in PCI bus order: 0,2; none for no GPU. The rest "
-        "is hidden. Default: what CUDA_VISIBLE_DEVICES leaves.",
+        "", "GPUs to use, by the driver's numbers in PCI bus order: 0,2; or by name: GPU-... or "
+        "MIG-...; none for no GPU. The rest is hidden. Default: what CUDA_VISIBLE_DEVICES leaves.",
     )  # fmt: skip
     per_process_gpu_memory_fraction: float = _gpus(
         0.0, "Part of each visible GPU's total memory to take; 0: all that is free.", maximum=1,
@@ -31,6 +31,10 @@ class GpuOptions:
     allow_soft_placement: bool = _gpus(
         True, "Let TensorFlow choose another device for an op that cannot run on its own."
     )
+    tf32: bool = _gpus(
+        True, "Let GPUs of compute capability 8.0 and above round the factors of float32 products "
+        "to TF32, 10 of their 23 bits, as TensorFlow does by default.", affects="result",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """Refuse values out of range and pairs that exclude each other.
@@ -44,20 +48,22 @@ class GpuOptions:
             raise InputError(
                 f"--{given[0]} and --{given[1]} exclude each other in TensorFlow: give one of them"
             )
-        self.indices()
+        self.chosen()
 
-    def indices(self) -> list[int] | None:
-        """Return `visible_gpus` as numbers: [] for "none", None for ""."""
+    def chosen(self) -> list[str] | None:
+        """Return the entries of `visible_gpus`: [] for "none", None for ""."""
         if not self.visible_gpus:
             return None
         if self.visible_gpus.lower() == "none":
             return []
-        if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", self.visible_gpus, re.ASCII):
+        entries = [entry.strip() for entry in self.visible_gpus.split(",")]
+        if not all(re.fullmatch(r"\d+|GPU-[\w-]+|MIG-[\w/-]+", e, re.ASCII) for e in entries):
             raise InputError(
                 f"--visible_gpus={self.visible_gpus}: numbers of GPUs are needed, as "
-                "--visible_gpus=0,2, or --visible_gpus=none"
+                "--visible_gpus=0,2, names as nvidia-smi -L shows them, or --visible_gpus=none"
             )
-        return list(dict.fromkeys(map(int, self.visible_gpus.split(","))))
+        entries = [str(int(entry)) if entry.isdecimal() else entry for entry in entries]
+        return list(dict.fromkeys(entries))
 
     def demands(self) -> dict[str, object]:
         """Return what must be set before TensorFlow starts: {option: value}, without defaults."""

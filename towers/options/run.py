@@ -146,9 +146,10 @@ class Options:
         affects="report", choices=("report", "strict"),
     )  # fmt: skip
     variables: str = _towers(
-        "cpu", "Master variables: cpu, with add_n there; sharded, each with its add_n on one of "
-        "the towers; replicated, a copy on every tower, gradients summed by collectives; auto, the "
-        "fastest in a short trial.", choices=("cpu", "sharded", "replicated", "auto"),
+        "default", "Master variables: cpu, with add_n there; sharded, each with its add_n on one "
+        "of the towers; replicated, a copy on every tower, gradients summed by collectives; auto, "
+        "the fastest in a short trial; default, cpu on CPUs and auto on GPUs.",
+        choices=("default", "cpu", "sharded", "replicated", "auto"),
     )  # fmt: skip
     jit_compile: bool = _towers(
         False, "Let XLA compile each tower, forward and backward; BatchNorm in more than one tower "
@@ -177,6 +178,7 @@ class Options:
     gpu_memory_limit_mib: int = same_option(GpuOptions, "gpu_memory_limit_mib")
     allow_growth: bool = same_option(GpuOptions, "allow_growth")
     allow_soft_placement: bool = same_option(GpuOptions, "allow_soft_placement")
+    tf32: bool = same_option(GpuOptions, "tf32")
 
     num_epochs: float = _length(
         0.0, "Passes over the training set; 0: as max_steps says, else 10.", maximum=10**9

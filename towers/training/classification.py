@@ -1,5 +1,6 @@
 """The task of a model that gives logits, and of labels, one for each example."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,14 +10,14 @@ import tensorflow as tf
 
 from towers.builder import gather
 from towers.builder.assignments import TowerScope
-from towers.builder.splitting import PerTower
+from towers.builder.splitting import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split
 from towers.monitoring import tower_stats
 from towers.options.run import Options
 from towers.tf_private import added_losses
-from towers.training.evaluation import Answers, Evaluation, accuracy_of_classes
-from towers.training.masters import Masters
+from towers.training.evaluation import Answers, Evaluation, accuracy_of_classes, behind
+from towers.training.masters import Masters, Replica
 from towers.training.model import floatx_of
 from towers.training.task import Stop, Task
 from towers.training.update import about_flags, is_own, make_update
@@ -46,6 +47,9 @@ class Classification(Task):
             variables = self.weights()
             with floatx_of(options.dtype):  # backward, too: layers may be called again there
                 sums = builder.tower_sums(self.tower_function, variables, *example, draws)
+            # The update adds up the rows of a sparse gradient anyhow, so that it may be dense.
+            dense = gather.dense_on_gpus(sums.gradients, variables, builder.devices)
+            sums = dataclasses.replace(sums, gradients=dense)
             loss, gradients = builder.gather_sums(sums, variables)
             gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
             if measured is not None:
@@ -57,15 +61,22 @@ class Classification(Task):
             with tf.device(builder.gather_device), tf.name_scope("update"):
                 if scale is not None:
                     loss = loss / tf.cast(scale, loss.dtype)
-                rate = learning_rate(masters.examples)
-                if is_own(options):
-                    rate = tf.convert_to_tensor(masters.optimizers[0].learning_rate)
-                metrics = update(gradients, rate, statistics)
+                rates = [self._rate(learning_rate, replica) for replica in masters.replicas]
+                metrics = update(gradients, rates, statistics)
                 masters.step.assign_add(1)
-                masters.examples.assign_add(tf.shape(example[1], tf.int64)[0])
-            return metrics | {"loss": loss, "learning_rate": rate} | seen, gradients[0]
+                for replica in masters.replicas:
+                    with tf.device(replica.device):
+                        replica.examples.assign_add(tf.cast(num_rows(example[1]), tf.int64))
+            return metrics | {"loss": loss, "learning_rate": rates[0]} | seen, gradients[0]
 
         return train_step
+
+    def _rate(self, learning_rate: Callable, replica: Replica) -> tf.Tensor:
+        """Return the learning rate of a step, where the replica is: none is sent there."""
+        with tf.device(replica.device):
+            if is_own(self.options):
+                return tf.convert_to_tensor(replica.optimizer.learning_rate)
+            return learning_rate(replica.examples)
 
     def weights(self) -> list[Any]:
         """Return the trainable variables as the builder takes them: with their copies, if any."""
@@ -131,19 +142,39 @@ class Classification(Task):
         def evaluator(stop: Stop = lambda: False) -> Evaluation | None:
             sums: Any = None
             answers = Answers(averaged=bool(self.masters.averages))
-            for example, counted in batches:
-                if stop():
+            for (example, counted), found in behind(batches, lambda b: eval_step(b[0]), stop):
+                if found is None:
                     return None
-                found = eval_step(example, counted)
-                found = tf.nest.map_structure(lambda t: t.numpy(), found)
-                said, confidence = found.pop("predicted"), found.pop("confidence")
-                sums = tf.nest.map_structure(np.add, sums, found) if sums else found
+                rows, real = found.numpy(), counted.numpy() > 0
+                labels = example[1].numpy()
+                own = self._sums(rows, labels, real)
+                sums = tf.nest.map_structure(np.add, sums, own) if sums else own
+                said, confidence = rows[:, -2].astype(np.int32), rows[:, -1]
                 images = example[0] if is_image else None
                 with tf.device("/cpu:0"):  # where the batch is
-                    answers.add(images, example[1].numpy(), said, confidence, counted.numpy() > 0)
+                    answers.add(images, labels, said, confidence, real)
             return self._evaluation(sums, answers)
 
         return evaluator
+
+    def _sums(self, rows: np.ndarray, labels: np.ndarray, counted: np.ndarray) -> dict[str, Any]:
+        """Add up what `eval_step` says of the examples that count.
+
+        Returns:
+            {"raw": sums, "ema": sums}, "ema" only where there are averages; sums are {"loss",
+            float64 scalar, "correct", int64 [classes]}; and under "examples" int64 [classes].
+        """
+        labels, num_classes = labels[counted], self.data.num_classes
+        found: dict[str, Any] = {"examples": np.bincount(labels, minlength=num_classes)}
+        for i, name in enumerate(self._weights()):
+            loss, said = rows[counted, 2 * i], rows[counted, 2 * i + 1]
+            correct = np.bincount(labels[said == labels], minlength=num_classes)
+            found[name] = {"loss": loss.sum(dtype=np.float64), "correct": correct}
+        return found
+
+    def _weights(self) -> list[str]:
+        """Return which weights are evaluated."""
+        return ["raw", "ema"] if self.masters.averages else ["raw"]
 
     def _evaluation(self, sums: Mapping[str, Any], answers: Answers) -> Evaluation:
         metrics, of_class, examples = {}, {}, sums["examples"]
@@ -165,68 +196,59 @@ class Classification(Task):
 
     def eval_arrays(self, example: Any, counted: tf.Tensor) -> dict[str, np.ndarray]:
         """See `Task`: sums, those of the moving average with "_ema" at their end."""
-        sums = self.eval_step()(example, counted)
-        found = {"examples": sums["examples"].numpy()}
+        sums = self.eval_sums(example, counted)
+        found = {"examples": sums["examples"]}
         for weights, ending in {"raw": "", "ema": "_ema"}.items():
-            found |= {f"{n}{ending}": value.numpy() for n, value in sums.get(weights, {}).items()}
+            found |= {f"{n}{ending}": value for n, value in sums.get(weights, {}).items()}
         return found
 
-    def eval_step(self) -> Callable:
-        """Return `eval_step(example, counted)`, compiled once.
+    def eval_sums(self, example: Any, counted: tf.Tensor) -> dict[str, Any]:
+        """Evaluate a batch; return what `_sums` does of it."""
+        rows = self.eval_step()(example).numpy()
+        return self._sums(rows, np.asarray(example[1]), np.asarray(counted) > 0)
 
-        `counted` is 1 for an example and 0 for padding, which counts nowhere. It returns {"raw":
-        sums, "ema": sums}, "ema" only where there are averages; sums are {"loss": sum of losses,
-        float64 scalar, "correct": int64 [classes]}, and under "examples" int64 [classes]. And for
-        each example, padding too, with the averages where there are any: "predicted", the class,
-        int32 [b], and "confidence", its probability, float32 [b].
+    def eval_step(self) -> Callable:
+        """Return `eval_step(example)`, compiled once: one tensor, so that one crosses.
+
+        It is float32 or float64, [b, columns]: of the weights, and of their averages where there
+        are any, the loss and the class that is said; and the probability of the last said class.
         """
         if self._eval_step is None:
             self._eval_step = self._make_eval_step()
         return self._eval_step
 
     def _make_eval_step(self) -> Callable:
-        builder, masters, num_classes = self.builder, self.masters, self.data.num_classes
+        builder, masters = self.builder, self.masters
+        copies = [PerTower([r.weights for r in masters.replicas])] * (len(masters.replicas) > 1)
 
         @floatx_of(self.options.dtype)
-        def forward(x: Any) -> dict[str, tf.Tensor]:
-            inputs = self.inputs(x, None)
-            with TowerScope():  # a layer that counts its calls, or draws, changes no master
-                outputs = {"raw": self.model(inputs, training=False)}
+        def forward(x: Any, copies: Sequence[keras.Variable] = ()) -> list[tf.Tensor]:
+            inputs, own = self.inputs(x, None), TowerScope()
+            if copies:
+                pairs = zip(self.model.trainable_variables, copies, strict=True)
+                own = keras.StatelessScope([(v, tf.convert_to_tensor(c.value)) for v, c in pairs])
+            with own:  # a layer that counts its calls, or draws, changes no master
+                outputs = [self.model(inputs, training=False)]
             if masters.averages:
                 averages = [(v, tf.convert_to_tensor(average)) for v, average in masters.averages]
                 with keras.StatelessScope(averages):
-                    outputs["ema"] = self.model(inputs, training=False)
+                    outputs.append(self.model(inputs, training=False))
             return outputs
 
-        def sums(
-            logits: tf.Tensor, labels: tf.Tensor, weights: Sequence[tf.Tensor], counts: tf.Tensor
-        ) -> dict[str, tf.Tensor]:
-            losses = tf.cast(_cross_entropy(labels, logits), tf.float64)
-            for weight in weights:
-                losses *= tf.cast(weight, tf.float64)
-            # where() and not a product: padding may well give NaN
-            losses = tf.where(counts, losses, tf.zeros_like(losses))
-            right = tf.argmax(logits, axis=-1, output_type=labels.dtype) == labels
-            return {
-                "loss": tf.reduce_sum(losses),
-                "correct": _count(labels, tf.logical_and(right, counts), num_classes),
-            }
-
         @tf.function(autograph=False)
-        def eval_step(example: Any, counted: tf.Tensor) -> dict[str, Any]:
+        def eval_step(example: Any) -> tf.Tensor:
             x, labels, *weights = example
-            outputs = builder.concat(forward, x)
+            outputs = builder.concat(forward, x, *copies)
             with tf.device(builder.gather_device):
-                counts = counted > 0
-                result: dict[str, Any] = {
-                    name: sums(logits, labels, weights, counts) for name, logits in outputs.items()
-                }
-                shown = outputs.get("ema", outputs["raw"])
-                return result | {
-                    "examples": _count(labels, counts, num_classes),
-                    "predicted": tf.argmax(shown, axis=-1, output_type=tf.int32),
-                    "confidence": tf.reduce_max(tf.nn.softmax(tf.cast(shown, tf.float32)), axis=-1),
-                }
+                columns = []
+                for logits in outputs:
+                    losses = _cross_entropy(labels, logits)
+                    for weight in weights:
+                        losses *= tf.cast(weight, losses.dtype)
+                    columns += [losses, tf.argmax(logits, axis=-1)]
+                chances = tf.nn.softmax(tf.cast(outputs[-1], tf.float32))
+                columns.append(tf.reduce_max(chances, axis=-1))
+                return tf.stack([tf.cast(c, columns[0].dtype) for c in columns], axis=1)
 
         return eval_step
 
@@ -249,12 +271,3 @@ def _cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0)
     of_all = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
     return (1.0 - smoothing) * losses + smoothing * of_all
 
-
-def _count(labels: tf.Tensor, selected: tf.Tensor, num_classes: int) -> tf.Tensor:
-    """Count the selected examples of each class, int64 [num_classes]."""
-    return tf.math.bincount(
-        tf.boolean_mask(labels, selected),
-        minlength=num_classes,
-        maxlength=num_classes,
-        dtype=tf.int64,
-    )

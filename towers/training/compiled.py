@@ -15,16 +15,17 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_private
+from towers.builder.inside import integers_on
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split
 from towers.errors import InputError
 from towers.monitoring import tower_stats
 from towers.monitoring.pictures import Predictions
 from towers.options.run import Options
-from towers.training import faults, fitting
-from towers.training.evaluation import Answers, Evaluation, accuracy_of_classes
+from towers.training import faults, fitting, flat
+from towers.training.evaluation import Answers, Evaluation, accuracy_of_classes, behind
 from towers.training.logits import final_activation
-from towers.training.masters import Masters, shard
+from towers.training.masters import Masters, home_of, settle, shard
 from towers.training.model import floatx_of
 from towers.training.parallel import on_towers, put_on
 from towers.training.task import Stop, Task
@@ -48,6 +49,9 @@ class Compiled(Task):
                 f"--variables={options.variables}: a compiled model, with its one optimizer, takes "
                 f"{' or '.join(self.placements)}"
             )
+        home = home_of(options.variables, builder.devices)
+        parts = *model.metrics, *optimizers_of(model)
+        settle([*model.non_trainable_variables, *(v for p in parts for v in p.variables)], home)
         if builder.gather_at_variables:
             shard(model.trainable_variables, builder.devices)
         put_on(model, builder)
@@ -57,7 +61,7 @@ class Compiled(Task):
         # Flags that compile a model leave the schedule to the run.
         by_flags = bool(options.loss or options.metrics)
         self._rate_is_set = by_flags and not is_own(options)
-        self.masters = Masters(model, *optimizers, ema=options.ema_decay > 0)
+        self.masters = Masters(model, *optimizers, ema=options.ema_decay > 0, device=home)
 
     def _trace_once(self) -> tuple[list[str], list[str]]:
         """Return the names of what a step and an evaluation report, "loss" first if it is there.
@@ -131,7 +135,7 @@ class Compiled(Task):
     @property
     def step_names(self) -> Sequence[str]:
         """See `Task`."""
-        return ["loss", "penalty", "gradient_norm", "learning_rate", *self._of_batch()]
+        return ["loss", "penalty", "learning_rate", *self._of_batch()]
 
     def _of_batch(self) -> list[str]:
         """Return the names of what is shown of a step's own batch beside the loss."""
@@ -158,6 +162,7 @@ class Compiled(Task):
                     )
 
             with tf.device(builder.gather_device):
+                example = tf.nest.map_structure(tf.convert_to_tensor, example)
                 rate = learning_rate(masters.examples)
                 if self._rate_is_set:
                     model.optimizer.learning_rate.assign(rate)
@@ -166,9 +171,12 @@ class Compiled(Task):
                 for metric in model.metrics:  # what is reported is of this batch
                     metric.reset_state()
                 penalty = _penalty(model)
-                builder.on_gradients = on_gradients
+                builder.on_gradients = on_gradients if measured is not None else None
                 try:
-                    with floatx_of(self.options.dtype):
+                    with contextlib.ExitStack() as stack:
+                        stack.enter_context(floatx_of(self.options.dtype))
+                        stack.enter_context(integers_on(builder.gather_device))
+                        stack.enter_context(flat.updates_joined(optimizers_of(model)))
                         logs = scalars(model.train_step(self._data(example, draws)))
                 finally:
                     builder.on_gradients = None
@@ -181,7 +189,6 @@ class Compiled(Task):
                 "loss": loss - tf.cast(penalty, loss.dtype),
                 "penalty": penalty,
                 "learning_rate": rate,
-                "gradient_norm": seen.get("data_gradient_norm", tf.zeros([])),
                 **{f"batch/{name}": value for name, value in logs.items() if name != "loss"},
                 **(self._measured(seen) if measured is not None else {}),
             }, [None] * len(model.trainable_variables)
@@ -286,16 +293,22 @@ class Compiled(Task):
         def evaluate(stop: Stop, averaged: bool) -> tuple[dict[str, float], Answers] | None:
             self.model.reset_metrics()
             answers, logs = Answers(averaged), {}
-            for example, counted in batches:
-                if stop():
+
+            def test(batch: tuple) -> tuple[Any, dict, tf.Tensor | None]:
+                example, counted = batch
+                example = _first(example, int(tf.reduce_sum(counted)))
+                return example, *self._traced_test_step(example)
+
+            for _, found in behind(batches, test, stop):
+                if found is None:
                     return None
-                number = int(tf.reduce_sum(counted))
-                example = _first(example, number)
-                logs, said = self._traced_test_step(example)
-                if said:
+                example, logs, said = found
+                if said is not None:
                     images = example[0] if self.data.image_shape else None
                     true = example[1].numpy().reshape(-1)
-                    answers.add(images, true, *(t.numpy() for t in said), np.ones(number, bool))
+                    classes, chances = said.numpy().T
+                    counts = np.ones(len(true), bool)
+                    answers.add(images, true, classes.astype(np.int32), chances, counts)
             of_all = scalars(self.model.get_metrics_result())
             if logs.keys() == of_all.keys():
                 logs = of_all
@@ -333,19 +346,20 @@ class Compiled(Task):
         """
         return tf.function(self._test_step, autograph=False)
 
-    def _test_step(self, example: Any) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+    def _test_step(self, example: Any) -> tuple[dict[str, tf.Tensor], tf.Tensor | None]:
         """Return the logs of a batch; and what the model says of classes, if it does."""
         outputs = []
         watch = tf_private.outputs_watched(self.model, outputs.append)
-        with tf.device(self.builder.gather_device), floatx_of(self.options.dtype), watch:
+        home = self.builder.gather_device
+        with tf.device(home), integers_on(home), floatx_of(self.options.dtype), watch:
             logs = scalars(self.model.test_step(self._data(example, None)))
-            return logs, self._said(outputs[-1]) if outputs else []
+            return logs, self._said(outputs[-1]) if outputs else None
 
-    def _said(self, outputs: Any) -> list[tf.Tensor]:
-        """Return the class, int32 [b], and its probability; [] if the outputs are no classes'."""
+    def _said(self, outputs: Any) -> tf.Tensor | None:
+        """Return the class and its probability, float32 [b, 2]; None if outputs are no classes'."""
         num_classes = self.data.num_classes
         if not isinstance(outputs, tf.Tensor) or num_classes < 2 or outputs.shape.rank != 2:
-            return []
+            return None
         outputs, activation = tf.cast(outputs, tf.float32), final_activation(self.model)
         if outputs.shape[-1] == 1 and num_classes == 2:
             of_one = outputs[:, 0] if activation == "sigmoid" else tf.sigmoid(outputs[:, 0])
@@ -353,9 +367,9 @@ class Compiled(Task):
         elif outputs.shape[-1] == num_classes:
             chances = outputs if activation == "softmax" else tf.nn.softmax(outputs)
         else:
-            return []
-        said = tf.argmax(chances, axis=-1, output_type=tf.int32)
-        return [said, tf.reduce_max(chances, axis=-1)]
+            return None
+        said = tf.cast(tf.argmax(chances, axis=-1), tf.float32)
+        return tf.stack([said, tf.reduce_max(chances, axis=-1)], axis=1)
 
     def _evaluation(self, split: Split, found: Sequence[tuple]) -> Evaluation:
         (metrics, answers), (averages, of_average) = found[0], found[-1]

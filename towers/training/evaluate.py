@@ -43,7 +43,7 @@ def evaluate(
             f"--train_dir={options.train_dir}: there is no checkpoint in {folder}; train first, or "
             "name the folder of a run"
         )
-    run = prepare(dataclasses.replace(options, variables="cpu"))  # they are only read
+    run = prepare(dataclasses.replace(options, variables="default"))  # they are only read
     variables = run.masters.variables().items()
     step = checkpoint.Checkpoints(
         folder,

@@ -1,7 +1,8 @@
 """What an evaluation found: figures, and what the model said of each example."""
 
+import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from towers.monitoring.pictures import Mistake, Predictions
 
 NUM_MISTAKES = 16
+_BATCHES_BEHIND = 2
 Figures = Mapping[str, float | None]
 
 
@@ -54,6 +56,25 @@ class Evaluation:
             ]
             lines.append(f"{name:{width}}" + "".join(f"{text:>10}" for text in shown))
         return lines
+
+
+def behind(
+    batches: Iterable[Any], evaluate: Callable, stop: Callable[[], bool]
+) -> Iterator[tuple[Any, Any]]:
+    """Yield (batch, `evaluate(batch)`) for each batch, some batches after it was begun.
+
+    Who reads a result at once waits for its GPU, which then waits for the next batch. `stop` is
+    asked before each batch; when it says True, the last result is None.
+    """
+    waiting: collections.deque[tuple[Any, Any]] = collections.deque()
+    for batch in batches:
+        if stop():
+            yield batch, None
+            return
+        waiting.append((batch, evaluate(batch)))
+        if len(waiting) > _BATCHES_BEHIND:
+            yield waiting.popleft()
+    yield from waiting
 
 
 class Answers:

@@ -1,7 +1,9 @@
 """The master variables: the one true copy of weights, slots and averages.
 
-They lie on the gather device; or each weight with its slots and its average on one of the towers
+They lie on the host ("cpu"); or each weight with its slots and its average on one of the towers
 ("sharded"); or on the first tower, with a copy of weights and slots on each other ("replicated").
+What is of no weight in particular lies on the host, but on the first GPU where weights are on GPUs:
+nothing then goes from there to the host in a step.
 """
 
 import contextlib
@@ -13,7 +15,9 @@ import keras
 import tensorflow as tf
 
 from towers import tf_private
+from towers.builder.kinds import is_gpu
 
+HOST = "/cpu:0"
 VARIABLES = ("cpu", "sharded", "replicated")
 INITIAL_LOSS_SCALE = 2.0**15
 
@@ -23,16 +27,18 @@ class Replica:
     """Weights and the optimizer that updates them; the first of a run's are the masters.
 
     `weights` are the model's trainable variables, or copies in that order; the optimizer has its
-    slots beside them, and what is of no weight in particular lies on `device`.
+    slots beside them, and what is of no weight in particular lies on `device`: as `examples`, the
+    number of those seen, int64, which the learning rate follows.
     """
 
     weights: Sequence[keras.Variable]
     optimizer: keras.optimizers.Optimizer
     device: str
+    examples: tf.Variable
 
     def variables(self) -> list[tf.Variable]:
         """Return all that an update changes."""
-        return [v.value for v in (*self.weights, *self.optimizer.variables)]
+        return [*(v.value for v in (*self.weights, *self.optimizer.variables)), self.examples]
 
 
 class Masters:
@@ -54,14 +60,15 @@ class Masters:
         *optimizers: keras.optimizers.Optimizer,
         ema: bool = False,
         loss_scaling: bool = False,
-        device: str = "/cpu:0",
+        device: str = HOST,
         copies: Sequence[Replica] = (),
     ):
         """Build the optimizer's slots, the averages (equal to the weights) and the counters."""
         self.model, self.optimizers = model, optimizers
+        self.examples = counter("examples", device)
+        first = next(iter(optimizers), None)
         self.replicas = [
-            Replica(model.trainable_variables, next(iter(optimizers), None), device),
-            *copies,
+            Replica(model.trainable_variables, first, device, self.examples), *copies
         ]
         for replica in self.replicas if optimizers else ():
             beside = tf_private.slots_beside_weights(replica.optimizer)
@@ -74,8 +81,7 @@ class Masters:
             self.averages = [
                 (v, _beside(v.value)) for v in averaged if v.value.dtype.is_floating
             ]
-            self.step = tf.Variable(0, trainable=False, dtype=tf.int64, name="step")
-            self.examples = tf.Variable(0, trainable=False, dtype=tf.int64, name="examples")
+            self.step = counter("step", device)
             self.loss_scale = self.good_steps = None
             if loss_scaling:
                 self.loss_scale = tf.Variable(INITIAL_LOSS_SCALE, trainable=False)
@@ -150,6 +156,32 @@ def variables_of(model: keras.Model) -> list[keras.Variable]:
 # Placing.
 
 
+def home_of(variables: str, devices: Sequence[str]) -> str:
+    """Return the device of what is of no weight in particular, and of what towers gather.
+
+    Args:
+        variables: one of VARIABLES.
+        devices: of the towers.
+    """
+    return devices[0] if variables != "cpu" and all(map(is_gpu, devices)) else HOST
+
+
+def settle(variables: Iterable[keras.Variable], home: str) -> None:
+    """Move Keras variables to the home of a run; nothing may have read them before.
+
+    int32 stays where it is: TensorFlow keeps it in the host's memory, on GPUs too.
+    """
+    for variable in variables:
+        if home != HOST and variable.value.dtype not in (tf.int32, tf.string):
+            move(variable, home)
+
+
+def counter(name: str, device: str) -> tf.Variable:
+    """Return a new counter, int64, which is 0."""
+    with tf.device(device):
+        return tf.Variable(0, trainable=False, dtype=tf.int64, name=name)
+
+
 def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> None:
     """Move each weight to one of the devices, the largest first, each to where the least lies."""
     held = dict.fromkeys(devices, 0)
@@ -173,7 +205,7 @@ def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]
         with tf.device(device):
             value = tf.identity(weight.value)  # of a tf.Variable itself Keras makes no copy
             twin = keras.Variable(value, dtype=weight.dtype, name=weight.name)
-        twin.regularizer = weight.regularizer
+        twin.regularizer, twin.constraint = weight.regularizer, weight.constraint
         copies.append(twin)
     return copies
 

@@ -1,23 +1,35 @@
 """What training and evaluation both stand on: towers, data, model and master variables of a run."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from towers import data, devices, tf_private
+from towers.builder.kinds import is_gpu
 from towers.builder.rehearsal import Rehearsal
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split, augment
+from towers.data.on_gpus import OnGpus, store
 from towers.errors import InputError
 from towers.options.run import Options
 from towers.options.timetable import Timetable
 from towers.training import by_flags, compiled, model
 from towers.training.classification import Classification
-from towers.training.masters import Masters, Replica, copy, move, shard
+from towers.training.masters import (
+    Masters,
+    Replica,
+    copy,
+    counter,
+    home_of,
+    move,
+    settle,
+    shard,
+)
 from towers.training.schedules import schedule
 from towers.training.step import make_train_loop
 from towers.training.task import Task
@@ -32,7 +44,8 @@ class Run:
     """The parts of a run, built from its options.
 
     `total_epochs` is what the schedules go over, and `total_examples` where the run ends, unless
-    `max_steps` ends it before; `doubts` is what the builder says of the towers' function.
+    `max_steps` ends it before; `doubts` is what the builder says of the towers' function;
+    `left_open` are options as they were given, which the devices decide anew in each process.
     """
 
     options: Options
@@ -43,15 +56,33 @@ class Run:
     total_epochs: float
     total_examples: int
     doubts: list[str] = dataclasses.field(default_factory=list)
+    left_open: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def train_loop(self, *, telemetry: bool = True) -> Callable:
         """Return `step.make_train_loop` of this run."""
         names = self.task.step_names
         return make_train_loop(self.builder, self.train_step(), names, telemetry=telemetry)
 
+    @functools.cached_property
+    def on_gpus(self) -> OnGpus | None:
+        """The training set on the towers' GPUs, copied there at the first look; see `store`."""
+        return store(self.data.train, self.builder.devices)
+
+    def batches(self, step: int, examples: int) -> tf.data.Dataset:
+        """Return what the train loop takes from a step on: batches, or rows of what is on GPUs."""
+        source = self.on_gpus or self.data.train
+        size, seed = self.options.batch_size, self.options.seed
+        return source.train_batches(size, seed=seed, step=step, examples=examples)
+
     def train_step(self) -> Callable:
-        """Return `Task.make_train_step` of this run."""
-        return self.task.make_train_step(self.learning_rate)
+        """Return `Task.make_train_step` of this run, which takes rows for examples, too."""
+        of_examples = self.task.make_train_step(self.learning_rate)
+
+        def train_step(example: Any, draws: tf.Tensor, **keywords: Any) -> tuple:
+            example = self.on_gpus.example(example) if tf.is_tensor(example) else example
+            return of_examples(example, draws, **keywords)
+
+        return train_step
 
     def splits(self) -> dict[str, Split]:
         """Return the parts of the data set by name."""
@@ -143,14 +174,6 @@ def assemble(
     """
     check_own(options)
     doubts: list[str] = []
-    builder = TowerBuilder(
-        device_names,
-        batch_norm=options.batch_norm,
-        accumulate_steps=options.accumulate_steps,
-        gather_at_variables=options.variables == "sharded",
-        jit_compile=options.jit_compile,
-        on_doubt=doubts.append,
-    )
     # Checkpoints know variables by name.
     with one_line_errors(options), tf_private.named_as_in_a_new_process():
         network, options = _build(options, dataset, exact)
@@ -160,6 +183,21 @@ def assemble(
             )
         if loss_scaling is None:
             loss_scaling = options.dtype == "mixed_float16"
+        kind = compiled.Compiled if network.compiled else Classification
+        left_open = {}
+        if options.variables == "default":
+            left_open = {"variables": "default"}
+            found = kind.placements[-1 if all(map(is_gpu, device_names)) else 0]
+            options = dataclasses.replace(options, variables=found)
+        builder = TowerBuilder(
+            device_names,
+            home_of(options.variables, device_names),
+            batch_norm=options.batch_norm,
+            accumulate_steps=options.accumulate_steps,
+            gather_at_variables=options.variables == "sharded",
+            jit_compile=options.jit_compile,
+            on_doubt=doubts.append,
+        )
         if network.compiled:
             task = compiled.Compiled(builder, network, options, dataset)
         else:
@@ -174,7 +212,8 @@ def assemble(
     else:
         total_examples = options.max_steps * options.batch_size
         total_epochs = total_examples / size
-    return Run(options, builder, dataset, task.masters, task, total_epochs, total_examples, doubts)
+    parts = options, builder, dataset, task.masters, task
+    return Run(*parts, total_epochs, total_examples, doubts, left_open)
 
 
 def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
@@ -222,16 +261,26 @@ def _make_masters(
 ) -> Masters:
     """Put the master variables where `options.variables` says, with their optimizer."""
     weights, copies = network.trainable_variables, []
+    home = home_of(options.variables, device_names)
+    settle(network.non_trainable_variables, home)
     if options.variables == "sharded":
         shard(weights, device_names)
     if options.variables == "replicated":
         for weight in weights:
             move(weight, device_names[0])
-    optimizer = make_optimizer(weights, options)  # it knows variables by where they are now
+    with tf.device(home):
+        optimizer = make_optimizer(weights, options)  # it knows variables by where they are now
     if options.variables == "replicated":
         for name in device_names[1:]:
             twins = copy(weights, name)
-            copies.append(Replica(twins, make_optimizer(twins, options), name))
+            with tf.device(name):
+                own = make_optimizer(twins, options)
+            copies.append(Replica(twins, own, name, counter("examples", name)))
     return Masters(
-        network, optimizer, ema=options.ema_decay > 0, loss_scaling=loss_scaling, copies=copies
+        network,
+        optimizer,
+        ema=options.ema_decay > 0,
+        loss_scaling=loss_scaling,
+        device=home,
+        copies=copies,
     )

@@ -5,12 +5,14 @@ import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tensorflow as tf
 
 from towers import devices, files
+from towers.builder.kinds import is_gpu
 from towers.data import Data
 from towers.errors import InputError, RunError
 from towers.graphs import placement_report
@@ -20,7 +22,7 @@ from towers.monitoring.gallery import Batch, Sampler
 from towers.options.flags import IDENTITY
 from towers.options.run import Options
 from towers.options.timetable import Timetable
-from towers.text import count
+from towers.text import count, first_line
 from towers.training import faults, fitting, manifest
 from towers.training.checkpoint import Checkpoints
 from towers.training.initial import init_from
@@ -61,7 +63,8 @@ def build(options: Options, say: Say) -> Run:
         RunError: the data set cannot be read, or a GPU does not compute.
     """
     names, dataset = find(options)
-    if options.variables == "auto":
+    by_default = options.variables == "default" and all(map(is_gpu, names))
+    if options.variables == "auto" or by_default:  # flags.cfg keeps what is found: bit for bit
         options = _fastest(options, names, dataset, say)
     return assemble(options, names, dataset)
 
@@ -69,29 +72,55 @@ def build(options: Options, say: Say) -> Run:
 def _fastest(options: Options, device_names: Sequence[str], dataset: Data, say: Say) -> Options:
     """Return the options with that `variables` which makes the steps of this run fastest.
 
-    Each is tried on a model of its own, in turn, window by window. Nothing of the trial remains.
+    Each is tried on a model of its own, in turn, window by window; on GPUs the best of them also
+    with XLA. Nothing of the trial remains.
     """
-    if len(device_names) == 1:
+    gpus = all(map(is_gpu, device_names))
+    if len(device_names) == 1 and not gpus:
         say("variables   cpu: there is one tower, and nothing to try")
         return dataclasses.replace(options, variables="cpu")
-    windows: dict[str, Callable[[], float]] = {}
-    run = assemble(dataclasses.replace(options, variables=VARIABLES[0]), device_names, dataset)
-    windows[VARIABLES[0]] = _window(run)
-    for mode in run.task.placements[1:]:
-        run = assemble(dataclasses.replace(options, variables=mode), device_names, dataset)
-        windows[mode] = _window(run)
-    rounds = [{mode: window() for mode, window in windows.items()} for _ in range(TRIALS)]
-    rates = {mode: statistics.median(rate[mode] for rate in rounds) for mode in windows}
-    best = max(rates, key=rates.__getitem__)
-    figures = ", ".join(f"{mode} {rate:.0f}" for mode, rate in rates.items())
+
+    def tried(**changed: Any) -> tuple[Run, Callable[[], float]]:
+        run = assemble(dataclasses.replace(options, **changed), device_names, dataset)
+        return run, _window(run)
+
+    def if_it_runs(label: str, name: str, **changed: Any) -> dict[str, Callable[[], float]]:
+        try:
+            return {name: tried(**changed)[1]}
+        except (InputError, ValueError, tf.errors.OpError) as error:
+            say(f"{label:12}not {name}: {first_line(error)}")
+            return {}
+
+    run, window = tried(variables=VARIABLES[0])  # whose errors are the run's own
+    windows = {VARIABLES[0]: window}
+    # On one GPU all but the first are one: everything lies there.
+    others = run.task.placements[1:] if len(device_names) > 1 else run.task.placements[-1:]
+    for mode in others:
+        windows |= if_it_runs("variables", mode, variables=mode)
+    best, figures = _best_of(windows)
     say(f"variables   {best}, the fastest; examples/s, median of {TRIALS} windows: {figures}")
-    return dataclasses.replace(options, variables=best)
+    options = dataclasses.replace(options, variables=best)
+    if gpus and not options.jit_compile:
+        by_xla = if_it_runs("XLA", "compiled", variables=best, jit_compile=True)
+        if by_xla:
+            faster, figures = _best_of({"not compiled": windows[best]} | by_xla)
+            say(f"XLA         {faster}, the faster; examples/s, likewise: {figures}")
+            options = dataclasses.replace(options, jit_compile=faster in by_xla)
+    return options
+
+
+def _best_of(windows: Mapping[str, Callable[[], float]]) -> tuple[str, str]:
+    """Return the fastest, and what was measured of each in turn."""
+    rounds = [{name: window() for name, window in windows.items()} for _ in range(TRIALS)]
+    rates = {name: statistics.median(rate[name] for rate in rounds) for name in windows}
+    figures = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+    return max(rates, key=rates.__getitem__), figures
 
 
 def _window(run: Run) -> Callable[[], float]:
     """Return a function that trains for a while and returns its examples/s, the graph built."""
     options, train_loop = run.options, run.train_loop()
-    batches = iter(run.data.train.train_batches(options.batch_size, seed=options.seed))
+    batches = iter(run.batches(0, 0))
     num_steps = tf.constant(min(options.steps_per_loop, 10))
 
     def window() -> float:
@@ -140,8 +169,10 @@ def begin(
             say(line)
     step, examples = timetable.first_step, timetable.first_examples
     rules = rule_book(run)
-    size, seed = options.batch_size, options.seed
-    batches = iter(run.data.train.train_batches(size, seed=seed, step=step, examples=examples))
+    batches = iter(run.batches(step, examples))
+    if run.on_gpus:
+        size = run.on_gpus.bytes / 2**20
+        say(f"data        {size:.1f} MiB on each GPU: the host sends the numbers of rows")
     sampler = Sampler(run.data.train, options)
     with one_line_errors(options):
         batch = sampler.batch(step, examples)
@@ -159,7 +190,8 @@ def begin(
     lock.take(folder)
     if restored is None:
         checkpoints.save(0)
-    files.write_text(folder / "flags.cfg", options.to_flagfile())
+    kept = dataclasses.replace(options, **run.left_open)
+    files.write_text(folder / "flags.cfg", kept.to_flagfile())
     if options.log_device_placement:
         placement_report.write_tsv(folder / "placement.tsv", placement)
     for line in manifest.write(run, folder, restored, batch):

@@ -22,6 +22,15 @@ _DEVICE_REFUSED = re.compile(
     r"|Could not satisfy device specification '(?P<specification>\S+)'",
     re.DOTALL,
 )
+# The device is there, and has no kernel for the op's types; or no device at all has one.
+_NO_KERNEL = re.compile(
+    r"Cannot assign a device for operation '?(?P<name>[^\s':]+).*?device specification "
+    r"'(?P<device>\S+?)' because no supported kernel(?:.*\nOp: (?P<op>\w+))?",
+    re.DOTALL,
+)
+_NOWHERE = re.compile(
+    r"No OpKernel was registered to support Op '(?P<op>\w+)' used by \{\{node (?P<name>\S+?)\}\}"
+)
 _XLA_REFUSED = re.compile(
     r"unsupported operations .*?: (?P<op>\w+) \(.*?\{\{node (?P<name>\S+?)\}\}"
 )
@@ -38,7 +47,8 @@ def one_line_errors(options: Options) -> Iterator[None]:
     """Turn TensorFlow's errors that the user can mend into one line.
 
     Raises:
-        InputError: the model asks for a device that does not exist, without soft placement.
+        InputError: the model asks for a device that does not exist, or that has no kernel for an
+            op, without soft placement; or no device has one.
         RunError: the data set, which may be a pipeline of the user's own, cannot be read, the
             event files cannot be written, or XLA cannot compile the model.
     """
@@ -46,6 +56,8 @@ def one_line_errors(options: Options) -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         text = str(error)
+        if refused := _NO_KERNEL.search(text) or _NOWHERE.search(text):
+            raise InputError(_no_kernel(**refused.groupdict())) from None
         if refused := _DEVICE_REFUSED.search(text):
             raise InputError(_no_device(**refused.groupdict())) from None
         if refused := _XLA_REFUSED.search(text):
@@ -59,6 +71,20 @@ def one_line_errors(options: Options) -> Iterator[None]:
         lines = [line.strip() for line in _NOISE.sub("", text).splitlines()]
         reason = next(filter(None, lines), type(error).__name__)
         raise RunError(f"{meaning.format(options)}: {reason[:300]}") from None
+
+
+def _no_kernel(name: str, op: str | None, device: str = "") -> str:
+    """Return the line for an op without a kernel for its types, on a device or anywhere."""
+    what = f"{op or re.sub('_[0-9]+$', '', name.rpartition('/')[2])}, of layer {_layer(name)}"
+    if not device:
+        return (
+            f"{what}: TensorFlow has no kernel for it on the devices of this machine, with these "
+            "types: do it without that op, or cast its inputs"
+        )
+    return (
+        f"--allow_soft_placement=false: {what}, has no kernel for {short(device)} with these types:"
+        " leave the flag out, and it runs on the CPU; `towers plan` names all such ops"
+    )
 
 
 def _no_device(op: str | None, device: str | None, specification: str | None) -> str:

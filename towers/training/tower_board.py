@@ -61,7 +61,7 @@ class TowerBoard(keras.callbacks.Callback):
         if self._builder is None:
             raise InputError("TowerBoard shows towers, and this model has none: parallelize it")
         num_towers = len(self._builder.devices)
-        with tf.device(self._builder.gather_device):
+        with tf.device("/cpu:0"):  # which decides what is measured, and shows it
             self._measured = tf.Variable(False, trainable=False)
             self._seen = tf.Variable(tf.zeros([len(_OF_TOWERS), num_towers]), trainable=False)
             self._examples = tf.Variable(0, trainable=False, dtype=tf.int64)
@@ -121,7 +121,7 @@ class TowerBoard(keras.callbacks.Callback):
                 self._measured.read_value(),
                 1.0 if scale is None else tf.convert_to_tensor(scale),
             )
-            with tf.device(self._builder.gather_device):
+            with tf.device("/cpu:0"):
                 self._seen.assign(tf.stack([values[name] for name in _OF_TOWERS]))
                 num_examples = tf.reduce_sum(values["tower_examples"])
                 self._examples.assign_add(tf.cast(num_examples, tf.int64))

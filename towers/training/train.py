@@ -143,7 +143,8 @@ def _make_steps(
             profiler.begin(step)
         num_steps = timetable.num_steps(step, profiler.due)
         with profiler.trace(step):
-            values = begun.train_loop(begun.batches, tf.constant(num_steps))
+            shown = timetable.logs(step + num_steps)
+            values = begun.train_loop(begun.batches, tf.constant(num_steps), shown)
         step += num_steps
         if seconds_to_first_step is None:
             values["loss"].numpy()  # waits for the devices

@@ -2,7 +2,8 @@
 
 Everything here happens once a step, where the weights lie, and never in a tower: regularisation,
 finite test, clipping, the optimizer's update, then the moving average. Copies of the weights get
-the same gradients and make the same update.
+the same gradients and make the same update. What stands for a weight here may be a `Flat`: weights
+on a GPU that are treated alike go as one.
 """
 
 import functools
@@ -12,11 +13,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import tf_private
 from towers.builder.gather import map_values
+from towers.builder.kinds import is_gpu
 from towers.errors import InputError
 from towers.options.functions import load_function
 from towers.options.run import Options
+from towers.training import flat
 from towers.training.masters import Masters, Replica
 
 # A loss scale doubles after this many steps without overflow (Micikevicius et al. 2018).
@@ -124,39 +126,66 @@ def about_scale(loss_scale: Any) -> str:
 
 
 def make_update(masters: Masters, options: Options) -> Callable:
-    """Return `update(gradients, learning_rate, statistics)`: one step of the master variables.
+    """Return `update(gradients, learning_rates, statistics)`: one step of the master variables.
 
-    It takes gathered mean gradients (scaled, where there is a loss scale) for each of
-    `masters.replicas`, and `masters.statistics()` from before the towers ran: a step that is
-    skipped puts them back. It returns the scalars "gradient_norm", before clipping, and "penalty".
+    For each of `masters.replicas` it takes gathered mean gradients (scaled, where there is a loss
+    scale) and a learning rate; and `masters.statistics()` from before the towers ran: a step that
+    is skipped puts them back. It returns the scalars "gradient_norm", before clipping, and
+    "penalty".
     """
+    of_replicas = _same_of(masters.replicas)
 
     def update(
         gradients: Sequence[list[Any]],
-        learning_rate: tf.Tensor,
+        learning_rates: Sequence[tf.Tensor],
         statistics: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
     ) -> dict[str, tf.Tensor]:
-        scale = masters.loss_scale
+        scale, replicas = masters.loss_scale, masters.replicas
         updates = [
-            _replica_update(replica, own, learning_rate, scale, options)
-            for replica, own in zip(masters.replicas, gradients, strict=True)
+            _replica_update(replica, own, rate, scale, options)
+            for replica, own, rate in zip(replicas, gradients, learning_rates, strict=True)
         ]
-        # Equal in all. If one replica alone had to give them, TensorFlow's optimizer would simplify
-        # the others' arithmetic, and the copies drift apart by roundings.
-        penalty, norm = (tf.reduce_max(tf.stack(v)) for v in list(zip(*updates, strict=True))[:2])
+        penalties, norms, applies = zip(*updates, strict=True)
+        penalty, norm = of_replicas(penalties, norms)
 
         def apply() -> None:
-            for *_, apply_replica in updates:
+            for apply_replica in applies:
                 apply_replica()
             update_averages(masters, options)
 
         if scale is None:
             apply()
+        elif is_gpu(scale.device):
+            _apply_and_put_back(masters, norms, apply, statistics)
         else:
             _apply_if_finite(masters, tf.math.is_finite(norm), apply, statistics)
         return {"gradient_norm": norm, "penalty": penalty}
 
     return update
+
+
+def _same_of(replicas: Sequence[Replica]) -> Callable:
+    """Return `of_replicas(penalties, norms)`: one of each, of which all replicas have the same.
+
+    If one replica alone had to give them, TensorFlow's optimizer would simplify the others'
+    arithmetic, and the copies drift apart by roundings. On GPUs the others note theirs, and
+    nothing is sent.
+    """
+    if not is_gpu(replicas[0].device):
+        return lambda *numbers: [tf.reduce_max(tf.stack(values)) for values in numbers]
+    notes = []
+    for replica in replicas[1:]:
+        with tf.device(replica.device):
+            notes.append(tf.Variable(tf.zeros([2]), trainable=False))
+
+    def of_replicas(*numbers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        first, *others = zip(*numbers, strict=True)
+        for note, own in zip(notes, others, strict=True):
+            with tf.device(note.device):
+                note.assign(tf.stack([tf.cast(value, note.dtype) for value in own]))
+        return list(first)
+
+    return of_replicas
 
 
 def _replica_update(
@@ -167,7 +196,9 @@ def _replica_update(
     options: Options,
 ) -> tuple[tf.Tensor, tf.Tensor, Callable]:
     """Return the regularisation loss, the gradients' norm, and a function that updates weights."""
-    weights = replica.weights
+    optimizer = replica.optimizer
+    decayed = functools.partial(_is_penalised, options)
+    gradients, weights = flat.packed(gradients, replica.weights, optimizer, decayed)
     if loss_scale is not None:
         # A power of 2: nothing is rounded.
         gradients = _each(lambda g, _: _scale(g, 1.0 / loss_scale), gradients, weights)
@@ -179,12 +210,11 @@ def _replica_update(
         norm = global_norm(gradients)
 
     def apply() -> None:
-        optimizer = replica.optimizer
-        with tf.device(replica.device), tf_private.each_update_apart(optimizer):
+        with tf.device(replica.device):
             if not is_own(options):
                 rate = optimizer.learning_rate
                 rate.assign(tf.cast(learning_rate, rate.dtype))
-            replica.optimizer.apply(clip(gradients, weights, norm, options), weights)
+            flat.apply(optimizer, clip(gradients, weights, norm, options), weights)
 
     return penalty, norm, apply
 
@@ -206,11 +236,12 @@ def regularise(
     It is that of the layers' regularisers and of `weight_decay`, unless the optimizer decays
     weights apart from the gradient.
     """
-    decay = 0.0 if options.optimizer in DECAY_APART else options.weight_decay
     total = []
 
-    def add(gradient: Any, weight: keras.Variable) -> Any:
-        decayed = decay and is_decayed(weight)
+    def add(gradient: Any, weight: Any) -> Any:
+        if isinstance(weight, flat.Flat):
+            return weight.by_section(add, gradient)
+        decayed = _is_penalised(options, weight)
         if weight.regularizer is None and not decayed:
             return gradient
         value = tf.convert_to_tensor(weight.value)
@@ -220,7 +251,7 @@ def regularise(
             if weight.regularizer is not None:
                 penalty += tf.cast(weight.regularizer(value), value.dtype)
             if decayed:
-                penalty += decay * tf.nn.l2_loss(value)
+                penalty += options.weight_decay * tf.nn.l2_loss(value)
         total.append(penalty)
         of_penalty = tape.gradient(penalty, value)
         return of_penalty if gradient is None else of_penalty + gradient
@@ -228,6 +259,11 @@ def regularise(
     sums = _each(add, gradients, weights)
     widest = _widest(total)
     return tf.add_n([tf.cast(t, widest) for t in total]) if total else tf.zeros([]), sums
+
+
+def _is_penalised(options: Options, weight: Any) -> bool:
+    """Tell whether `weight_decay` is an L2 loss of a weight."""
+    return options.weight_decay > 0 and options.optimizer not in DECAY_APART and is_decayed(weight)
 
 
 def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
@@ -246,7 +282,7 @@ def clip(
 ) -> list[Any]:
     """Clip gathered gradients as the options say; `norm` is their global norm."""
     if limit := options.clip_norm:
-        return _each(lambda g, _: tf.clip_by_norm(g, limit), gradients, weights)
+        return _each(lambda g, w: _clip_by_norm(g, w, limit), gradients, weights)
     if limit := options.clip_value:
         return _each(lambda g, _: tf.clip_by_value(g, -limit, limit), gradients, weights)
     if limit := options.clip_global_norm:
@@ -255,6 +291,16 @@ def clip(
         factor += norm - norm
         return _each(lambda g, _: _scale(g, factor), gradients, weights)
     return gradients
+
+
+def _clip_by_norm(gradient: Any, weight: Any, limit: float) -> Any:
+    """Clip the gradient of a weight, or of each in a `Flat`, by its own norm."""
+    if not isinstance(weight, flat.Flat):
+        return tf.clip_by_norm(gradient, limit)
+    parts = weight.split(gradient)
+    norms = tf.sqrt(2.0 * tf.stack([tf.nn.l2_loss(part) for part in parts]))
+    factors = tf.unstack(limit / tf.maximum(norms, limit))
+    return weight.join([part * factor for part, factor in zip(parts, factors, strict=True)])
 
 
 def update_averages(masters: Masters, options: Options) -> None:
@@ -268,10 +314,13 @@ def update_averages(masters: Masters, options: Options) -> None:
     batches = tf.cast(masters.examples, tf.float64) / EMA_EXAMPLES
     decay = tf.minimum((1.0 + batches) / (10.0 + batches), options.ema_decay)
     rate = 1.0 - decay ** (options.batch_size / EMA_EXAMPLES)
-    for variable, average in masters.averages:
+    pairs = [(variable.value, average) for variable, average in masters.averages]
+    for pairs_of_kind in flat.grouped(pairs, lambda pair: flat.kind_of(pair[1])):
+        variable, average = (flat.joined(own) for own in zip(*pairs_of_kind, strict=True))
         with tf.device(average.device):
-            value = tf.convert_to_tensor(variable.value)
+            value = tf.convert_to_tensor(variable)
             average.assign_add((value - average) * tf.cast(rate, value.dtype))
+            flat.write(average)
 
 
 def _apply_if_finite(
@@ -293,6 +342,34 @@ def _apply_if_finite(
             variable.assign(value)
 
     tf.cond(finite, lambda: (good(), tf.no_op())[1], lambda: (bad(), tf.no_op())[1])
+    _double_after_good_steps(masters)
+
+
+def _apply_and_put_back(
+    masters: Masters,
+    norms: Sequence[tf.Tensor],
+    apply: Callable,
+    statistics: Sequence[tuple[keras.Variable, tf.Tensor]],
+) -> None:
+    """Do as `_apply_if_finite`, by choosing between values: a branch would wait for the GPU."""
+    all_finite = [tf.math.is_finite(norm) for norm in norms]  # each on its own device
+    before = [[tf.identity(v) for v in replica.variables()] for replica in masters.replicas]
+    averages = [average for _, average in masters.averages]
+    averages_before = [tf.identity(average) for average in averages]
+    apply()
+    for replica, values, finite in zip(masters.replicas, before, all_finite, strict=True):
+        flat.put_back_unless(finite, replica.variables(), values)
+    finite = all_finite[0]
+    flat.put_back_unless(finite, averages, averages_before)
+    flat.put_back_unless(finite, [v.value for v, _ in statistics], [v for _, v in statistics])
+    scale, good_steps = masters.loss_scale, masters.good_steps
+    with tf.device(scale.device):
+        scale.assign(tf.where(finite, scale, tf.maximum(scale / 2.0, 1.0)))
+        good_steps.assign((good_steps + 1) * tf.cast(finite, tf.int64))
+        _double_after_good_steps(masters)
+
+
+def _double_after_good_steps(masters: Masters) -> None:
     double = masters.good_steps >= STEPS_TO_DOUBLE
     masters.loss_scale.assign(tf.where(double, masters.loss_scale * 2.0, masters.loss_scale))
     masters.good_steps.assign(masters.good_steps * tf.cast(~double, tf.int64))

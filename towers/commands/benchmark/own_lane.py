@@ -57,8 +57,9 @@ class OwnLane:
         dataset, options = load(options)
         self.run = assemble(options, names, dataset)
         loop = self.run.train_loop()
-        batches = dataset.train.train_batches(options.batch_size, seed=options.seed)
+        batches = self.run.batches(0, 0)
         if dataset.name == "synthetic":  # nothing is read or drawn
+            batches = dataset.train.train_batches(options.batch_size, seed=options.seed)
             batches = tf.data.Dataset.from_tensors(next(iter(batches))).repeat()
         self.batches = batches = iter(batches)
         self._loops: dict[str, Callable] = {"": lambda num_steps: loop(batches, num_steps)["loss"]}
@@ -144,7 +145,8 @@ def _make_alone(run: Run) -> Callable:
         weights = [value for v, value in pairs if id(v) in trainable]
         with (
             keras.StatelessScope(state_mapping=pairs),
-            batch_norm.over_all_towers(None, run.builder.batch_norm),  # by the same kernels
+            # by the same kernels
+            batch_norm.over_all_towers(None, run.builder.batch_norm, run.builder.devices[0]),
             tf.GradientTape(watch_accessed_variables=False) as tape,
         ):
             tape.watch(weights)

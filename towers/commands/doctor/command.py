@@ -192,7 +192,7 @@ def check_gpus(
     meant = list(itertools.takewhile(lambda entry: entry not in ("", "-1"), entries))
     says += f"; CUDA_VISIBLE_DEVICES={value}"
     if len(gpus) < len(meant):
-        shown = ",".join(str(gpu.index) for gpu in driver)
+        shown = ",".join(gpu.key for gpu in driver)
         remedy = f"unset CUDA_VISIBLE_DEVICES, or export CUDA_VISIBLE_DEVICES={shown} or fewer"
         return Check("GPUs", PROBLEM, f"{says} names others, which hides all from there on", remedy)
     return Check("GPUs", OK, says)
@@ -201,7 +201,7 @@ def check_gpus(
 def check_memory(driver: Sequence[DriverGpu], visible: Sequence[DriverGpu]) -> Iterator[Check]:
     """Tell who holds the memory of each GPU that a run would use."""
     for gpu in visible:
-        name = f"memory of GPU {gpu.index}"
+        name = f"memory of GPU {gpu.key}"
         if None in (gpu.free_bytes, gpu.total_bytes):
             yield Check(name, NOTE, "the driver does not tell")
             continue
@@ -211,7 +211,7 @@ def check_memory(driver: Sequence[DriverGpu], visible: Sequence[DriverGpu]) -> I
         if not gpu.full:
             yield Check(name, OK, detail)
             continue
-        others = ",".join(str(other.index) for other in driver if not other.full)
+        others = ",".join(other.key for other in driver if not other.full)
         instead = f"--visible_gpus={others}" if others else "--devices=cpu"
         yield Check(name, PROBLEM, f"full: {detail}", f"type {instead}, or end what holds it")
 

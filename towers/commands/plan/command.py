@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import devices
-from towers.commands.plan import cost_model
+from towers.commands.plan import cost_model, gpus
 from towers.commands.plan.measure import measure
 from towers.commands.plan.options import PlanOptions
 from towers.commands.plan.report import report
@@ -38,7 +38,8 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
 
     Returns:
         "num_towers", "batch_size", "placements" {"cpu": {"bytes_per_step", "memory_bytes", "fits",
-        "largest_batch_per_tower"}}, "gradients" {"missing"}, "flop_per_example", "flop_unseen":
+        "largest_batch_per_tower"}}, "gradients" {"missing"}, "gpu" {"1": `gpus.describe`, "2": of
+        two towers}, "flop_per_example", "flop_unseen":
         whether there are loops or functions that are not in it, "assumptions", "predictions",
         "model_error" {"2": 0.06}, and "failed": a gradient is missing, or the two counts of bytes
         differ.
@@ -71,7 +72,8 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
         placed = place(dataclasses.replace(of_run, variables=placement), names, dataset)
         traffic = traffic or placed
         placements[placement] = placed.describe(options.gpu_memory_gib)
-    work = work_of(traffic, options, flop)
+    on_gpus = {str(count): _on_gpus(of_run, count, dataset, say) for count in (1, 2)}
+    work = work_of(traffic, on_gpus["1"], options, flop)
     share = traffic.examples / of_run.batch_size
     unequal = any(row["bytes_per_step"]["equal"] is False for row in placements.values())
     result = {
@@ -79,6 +81,7 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
         "batch_size": of_run.batch_size,
         "placements": placements,
         "gradients": {"missing": missing},
+        "gpu": on_gpus,
         "flop_per_example": flop,
         "flop_unseen": has_unseen(one.masters.model, one.task.loss, batch),
         "assumptions": assumptions(options, work),
@@ -89,6 +92,13 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
     for line in report(result):
         say(line)
     return result
+
+
+def _on_gpus(
+    options: Options, num_gpus: int, dataset: Data, say: Callable[[str], None]
+) -> dict[str, Any]:
+    say(f"tracing     the step as GPUs make it, with {num_gpus} of them ...")
+    return gpus.describe(gpus.view(options, num_gpus, dataset))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,24 +207,38 @@ def missing_gradients(run: Run) -> list[str]:
     return [variable.path for variable, gradient in pairs if gradient is None]
 
 
-def work_of(placed: Placed, options: PlanOptions, flop: int) -> cost_model.Work:
-    """Return what each tower computes and moves, from the step with its variables on the host."""
+def work_of(
+    placed: Placed, on_gpu: dict[str, Any], options: PlanOptions, flop: int
+) -> cost_model.Work:
+    """Return what each tower computes and moves.
+
+    What crosses is read from the step with its variables on the host, `placed`; what one GPU
+    launches and waits for is `gpus.describe` of it.
+    """
     step, names = placed.step, placed.run.builder.devices
     received = step.received_bytes(names[0])
-    launches = step.num_launches(0) * cost_model.LAUNCH_SECONDS
-    seconds = options.step_ms / 1e3
-    if seconds:  # a measured step has its launches: a smaller part of the batch saves none of them
-        launches = min(launches, seconds)
-    else:
-        per_second = options.gpu_tflops * 1e12 * options.gpu_utilisation
-        seconds = flop * placed.examples / per_second
-    return cost_model.Work(
-        tower_seconds=seconds,
-        launch_seconds=launches,
+    per_second = options.gpu_tflops * 1e12 * options.gpu_utilisation
+    work = cost_model.Work(
+        tower_seconds=flop * placed.examples / per_second,
+        launch_seconds=on_gpu["launches"]["tower"] * cost_model.LAUNCH_SECONDS,
+        update_launch_seconds=on_gpu["launches"]["update"] * cost_model.LAUNCH_SECONDS,
+        host_copies=on_gpu["from_host"]["count"] + on_gpu["to_host"]["count"],
         slice_bytes=received["batch"],
         weights=[num_bytes(v.value) for v in placed.run.masters.model.trainable_variables],
         exchange_bytes=received["other"] / len(names),
         exchanges=step.num_exchanges(),
+    )
+    if not options.step_ms:
+        return work
+    # A measured step has its launches and its update: a smaller part of the batch saves neither.
+    seconds = options.step_ms / 1e3
+    update = min(work.update_launch_seconds, seconds)
+    launches = min(work.launch_seconds, seconds - update)
+    return dataclasses.replace(
+        work,
+        tower_seconds=seconds - update,
+        launch_seconds=launches,
+        update_launch_seconds=update,
     )
 
 
@@ -225,6 +249,7 @@ def assumptions(options: PlanOptions, work: cost_model.Work) -> dict[str, Any]:
     return {name: getattr(options, name) for name in given} | {
         "tower_ms": work.computing_seconds * 1e3,
         "launch_ms": work.launch_seconds * 1e3,
+        "update_launch_ms": work.update_launch_seconds * 1e3,
         "from": "--step_ms" if options.step_ms else "FLOP",
         "gpus_per_machine": cost_model.GPUS_PER_MACHINE,
         "links_gb_per_second": {link.name: link.gb_per_second * link.fraction for link in links},

@@ -1,12 +1,14 @@
 """How long a step takes on N GPUs: arithmetic alone, every assumption a constant in this file.
 
-    work = Work(tower_seconds=0.01, launch_seconds=0.002, slice_bytes=49_152,
-                weights=[4_000_000], exchange_bytes=0)
+    work = Work(tower_seconds=0.01, launch_seconds=0.002, update_launch_seconds=0.0003,
+                slice_bytes=49_152, weights=[4_000_000], exchange_bytes=0)
     step_seconds(work, "sharded", LINKS["PCIe 4 x16"], num_towers=8)
 
-A step is the tower's computing, then all that crosses, one after the other: that transfers hide
-behind computing is left out, so a prediction is rather too slow than too fast. Links are full
-duplex: what counts is the busier direction. No GPU was at hand to check it.
+A step is the tower's computing and the update, then all that crosses, one after the other: that
+transfers hide behind computing is left out, so a prediction is rather too slow than too fast. Each
+value that comes from the host or goes there is a wait, on one GPU, too; what towers exchange in the
+middle of a step is an all-sum of its own. Links are full duplex: what counts is the busier
+direction. No GPU was at hand to check it: the constants that are estimates are said to be.
 """
 
 import dataclasses
@@ -42,6 +44,11 @@ LEAST_LINK = "PCIe 4 x16"  # what a machine has at least
 NETWORKS = {f"{r} Gbit/s": Link(f"{r} Gbit/s", r / 8, 0.7, 50e-6) for r in (10, 100, 400)}
 # Of one op on a GPU, by TensorFlow's executor: an estimate. Small slices are bound by it.
 LAUNCH_SECONDS = 5e-6
+# Of a small all-sum by NCCL between the GPUs of a machine, its launch included: an estimate.
+ALL_SUM_SECONDS = 30e-6
+# What a host reads and writes for add_n and the update: an estimate. An update reads a weight, its
+# slot and its gradient, and writes two of them.
+HOST_BYTES_PER_SECOND, UPDATE_PASSES = 20e9, 5
 HOST_LINK = LINKS["PCIe 5 x16"]  # NVLink does not lead to the host: there it is PCIe
 
 
@@ -51,9 +58,11 @@ class Work:
 
     tower_seconds: float  # computing of one tower on its slice, without any transfer
     launch_seconds: float  # of the tower's ops, which computing cannot be shorter than
+    update_launch_seconds: float  # of what comes after the towers
     slice_bytes: float  # of a tower's slice of the batch
     weights: Sequence[int]  # bytes of each trainable variable, and of its gradient
-    exchange_bytes: float  # that one tower sends to the others by way of the host, as moments
+    exchange_bytes: float  # that one tower sends to the others in the middle of a step, as moments
+    host_copies: int = 1  # from the host or to it, of one GPU that has all variables: the batch
     exchanges: int = 0  # of them in a step, one after the other
 
     @property
@@ -72,41 +81,44 @@ def step_seconds(
 ) -> float:
     """Return the predicted seconds of a step of towers that each have this work.
 
-    The placement is "cpu", "sharded" or "replicated"; beyond GPUS_PER_MACHINE there are full
-    machines, and the network between them.
+    The placement is "cpu", "sharded" or "replicated", both of which are everything on the GPU where
+    there is one; beyond GPUS_PER_MACHINE there are full machines, and the network between them.
     """
-    if num_towers == 1:
-        return work.computing_seconds
-    weights = sum(work.weights)
+    weights, messages = sum(work.weights), 2 * len(work.weights)  # each there, its gradient back
     by_host = weights if placement == "cpu" else 0
-    ring = ring_bytes(weights, num_towers)
-    # Each exchange is a message to the host and one back.
-    waits = 1 + 2 * work.exchanges + (placement == "cpu")
+    seconds = work.computing_seconds + work.update_launch_seconds
+    if by_host:
+        seconds += (num_towers + 1 + UPDATE_PASSES) * weights / HOST_BYTES_PER_SECOND
 
     # What a machine's towers exchange with its memory goes over one link, which all share: so it is
-    # with one root complex. Batch and moments go that way always.
+    # with one root complex. The batch goes that way always; the copies of one tower wait in turn.
     inside = min(num_towers, GPUS_PER_MACHINE)
-    to_tower = by_host + work.slice_bytes + num_towers * work.exchange_bytes
+    waits = work.host_copies + messages * (placement == "cpu")
     shared = min(link, HOST_LINK, key=lambda one: one.gb_per_second * one.fraction)
-    busier = inside * max(to_tower, by_host + work.exchange_bytes)
-    seconds = work.computing_seconds + shared.seconds(busier, waits)
+    seconds += shared.seconds(inside * (by_host + work.slice_bytes), waits)
+    if num_towers == 1:
+        return seconds
 
     # From GPU to GPU, each over its own link.
+    seconds += work.exchanges * ALL_SUM_SECONDS
+    seconds += link.seconds(ring_bytes(work.exchange_bytes, num_towers), 0)
+    ring = ring_bytes(weights, num_towers)
     if placement == "replicated":
-        seconds += link.seconds(ring, 2 * (num_towers - 1))
+        seconds += ALL_SUM_SECONDS + link.seconds(ring, 2 * (num_towers - 1))
     elif placement == "sharded":  # the tower with the largest shard is the busiest
         largest = largest_shard(work.weights, num_towers)
-        seconds += link.seconds((num_towers - 1) * largest + (weights - largest), 2)
+        seconds += link.seconds((num_towers - 1) * largest + (weights - largest), messages)
 
     # Over the network card of the busiest machine, which has the batch.
     outside = num_towers - inside
     if outside:
-        machines, rounds, moved = num_towers / GPUS_PER_MACHINE, 1.0, outside * to_tower
+        machines, rounds = num_towers / GPUS_PER_MACHINE, 1.0 + 2 * work.exchanges
+        moved = outside * (by_host + work.slice_bytes + work.exchange_bytes)
         if placement == "sharded":  # its weights to every tower elsewhere, and gradients back
             here = weights / machines
             moved += outside * here + GPUS_PER_MACHINE * (weights - here)
         elif placement == "replicated":  # a ring that enters and leaves each machine once
-            moved, rounds = moved + ring, 2 * (machines - 1)
+            moved, rounds = moved + ring, rounds + 2 * (machines - 1)
         seconds += network.seconds(moved, rounds + waits)
     return seconds
 

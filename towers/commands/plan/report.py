@@ -1,9 +1,15 @@
 """What `towers plan` prints: what crosses, what is held, how long a step would take."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from towers.commands.plan.cost_model import GPUS_PER_MACHINE, LEAST_LINK
+from towers.commands.plan.cost_model import (
+    ALL_SUM_SECONDS,
+    GPUS_PER_MACHINE,
+    HOST_LINK,
+    LAUNCH_SECONDS,
+    LEAST_LINK,
+)
 from towers.text import table
 
 
@@ -12,7 +18,40 @@ def report(result: Mapping[str, Any]) -> list[str]:
     missing = ", ".join(result["gradients"]["missing"])
     found = f"FAILED      no gradient: {missing}"
     lines = [found if missing else "gradients   every trainable variable has one"]
-    return lines + _bytes(result) + _memory(result) + _predictions(result)
+    return lines + _on_gpus(result) + _bytes(result) + _memory(result) + _predictions(result)
+
+
+def _on_gpus(result: Mapping[str, Any]) -> list[str]:
+    """Return the table of what the step would do on GPUs, and the ops that these cannot run."""
+    views = result["gpu"]
+    parts: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+        "run on the CPU, for want of a kernel": lambda view: len(view["without_kernel"]),
+        "ask for no device": lambda view: len(view["undirected"]),
+        "copy from the host": lambda view: _copied(view["from_host"]),
+        "copy to the host, and wait": lambda view: _copied(view["to_host"]),
+        "copy from another GPU": lambda view: _copied(view["from_gpus"]),
+        "sum over GPUs": lambda view: _copied(view["collectives"]),
+        "launch kernels in a tower": lambda view: view["launches"]["tower"],
+        "launch others, as for the update": lambda view: view["launches"]["update"],
+        "transpose images": lambda view: view["transposes"],
+    }
+    rows = [[name, *map(part, views.values())] for name, part in parts.items()]
+    counts = ["1 GPU" if number == "1" else f"each of {number} GPUs" for number in views]
+    lines = ["on GPUs a step would, by the kernels that TensorFlow has for them"]
+    lines += _indented(table(["", *counts], rows))
+    lines += [
+        f"  no kernel: {op['op']} of {op['dtype']}, layer {op['layer']}"
+        for op in next(iter(views.values()))["without_kernel"]
+    ]
+    if any(v[way]["repeated"] for v in views.values() for way in ("from_host", "to_host")):
+        lines.append(
+            "  copies in a loop of the model, as an LSTM has, are made with each iteration"
+        )
+    return lines
+
+
+def _copied(found: Mapping[str, int]) -> str:
+    return f"{found['count']}, {found['bytes'] / 1e6:.3f} MB"
 
 
 def _bytes(result: Mapping[str, Any]) -> list[str]:
@@ -58,18 +97,24 @@ def _predictions(result: Mapping[str, Any]) -> list[str]:
         )
         if result["flop_unseen"]:
             how += ", without what is inside loops and functions, as an LSTM's: give --step_ms"
+    waits = f"{1e6 * HOST_LINK.latency_seconds:g} us a copy that waits"
     links = [f"{name} {rate:.3g}" for name, rate in given["links_gb_per_second"].items()]
     return [
-        "predicted for GPUs; none was measured",
+        "estimated for GPUs; none was measured",
         f"  a tower computes {given['tower_ms']:.2f} ms: {how},",
-        f"  but {given['launch_ms']:.2f} ms at least, to launch its ops; transfers come after it",
+        f"  but {given['launch_ms']:.2f} ms at least, to launch its ops, and "
+        f"{given['update_launch_ms']:.2f} ms those of the update; transfers come after it",
+        f"  estimates: {1e6 * LAUNCH_SECONDS:g} us a launch, {waits}, "
+        f"{1e6 * ALL_SUM_SECONDS:g} us a small all-sum by NCCL",
         f"  in one direction pass, in GB/s: {', '.join(links)}",
         "  all GPUs of a machine share one PCIe link to the host, whatever joins them",
         "  a ring that sums crosses each machine's network card once; --batch_size is global",
         "  efficiency in %: with the global batch as it is / with a tower's part as it is",
         "",
-        *_efficiencies(result, "GPUs of one machine", "link"),
-        *_efficiencies(result, f"machines of {GPUS_PER_MACHINE}, {LEAST_LINK}", "network"),
+        *_efficiencies(result, "GPUs of one machine, estimated", "link"),
+        *_efficiencies(
+            result, f"machines of {GPUS_PER_MACHINE}, {LEAST_LINK}, estimated", "network"
+        ),
     ]
 
 

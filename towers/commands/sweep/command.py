@@ -77,8 +77,8 @@ def deal_gpus(
     parallel: int,
     driver: Sequence[DriverGpu],
     environ: Mapping[str, str],
-) -> list[list[int]]:
-    """Return the driver's numbers of the GPUs of each of the `parallel` places for a run.
+) -> list[list[str]]:
+    """Return the numbers, or names, of the GPUs of each of the `parallel` places for a run.
 
     Each place gets as many as any other, so that runs can be compared; what is left over stays
     idle. With one place, or without GPUs, nothing is dealt: [] leaves a run what it finds.
@@ -93,7 +93,8 @@ def deal_gpus(
         raise InputError("--vary=visible_gpus: --parallel deals GPUs out itself; leave one out")
     environ = dict(environ)
     visibility.set_visible(users[0].options.gpu_options(), driver, environ)
-    gpus = [gpu.index for gpu in visibility.visible_in(environ, driver)]
+    listed = visibility.listed_in(environ, driver)
+    gpus = [gpu.key for gpu in listed]
     if not gpus:
         return [[]] * parallel
     if parallel > len(gpus):
@@ -102,6 +103,8 @@ def deal_gpus(
             f"own: type --parallel={len(gpus)}, or --devices=cpu"
         )
     share = len(gpus) // parallel
+    if any(gpu.mig is not None for gpu in listed):
+        share = 1  # a process sees one part alone
     needed = max(0 if run.options.devices else run.options.num_towers for run in users)
     if needed > share:
         remedy = "--num_towers=0" if parallel == 1 else f"--parallel={parallel - 1}"
@@ -123,7 +126,7 @@ def _on_cpu(options: Options) -> bool:
 class _Child(subprocess.Popen):
     """The process of a run on the GPUs of a place, whose output is added to its log."""
 
-    def __init__(self, run: PlannedRun, place: list[int], command: Sequence[str], log: Path):
+    def __init__(self, run: PlannedRun, place: list[str], command: Sequence[str], log: Path):
         """Start it, in a session of its own: Ctrl-C reaches the sweep alone."""
         self.run, self.place, self.log, self.started = run, place, log, time.monotonic()
         with open(log, "ab") as output:
@@ -183,7 +186,7 @@ class _Sweep:
         self.write()  # the runs read there what is varied
 
     def make_runs(
-        self, places: Sequence[list[int]], stop: Callable[[], bool], program: Sequence[str]
+        self, places: Sequence[list[str]], stop: Callable[[], bool], program: Sequence[str]
     ) -> None:
         """Make the runs that are not finished, as many at a time as there are places."""
         free, passed_on = list(places), False
@@ -200,12 +203,12 @@ class _Sweep:
                 self._end(child, asked=stop())
             time.sleep(POLL_SECONDS)
 
-    def _start(self, run: PlannedRun, place: list[int], program: Sequence[str]) -> None:
+    def _start(self, run: PlannedRun, place: list[str], program: Sequence[str]) -> None:
         flagfile = self._folder / f"{run.name}.cfg"
         files.write_text(flagfile, run.options.to_flagfile())
         command = [*program, f"--flagfile={flagfile}"]
         if place and not _on_cpu(run.options):
-            command.append(f"--visible_gpus={','.join(map(str, place))}")
+            command.append(f"--visible_gpus={','.join(place)}")
         entry = self._entries[run.name]
         self._going.append(_Child(run, place, command, Path(entry["log"])))
         entry["status"] = "running"

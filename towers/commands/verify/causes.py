@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import draws, exchange
+from towers.builder import draws, exchange, fetches
 from towers.commands.verify.differences import Difference, kind_of
 from towers.commands.verify.lane import Lane
 from towers.data import Data
@@ -121,14 +121,17 @@ def causes_in(
     yield "unknown: no random op, no local BatchNorm, no difference between the towers' graphs"
 
 
+_MASTERS = ("Placeholder", "ReadVariableOp")  # as a tower has them
+
+
 def unlike_towers(ops: dict[str, tf.Operation]) -> str | None:
     """Name the first layer whose ops or constants are not the same in every tower."""
     towers: dict[int, list[tuple]] = {}
     for name, op in ops.items():
         placed = Op(name, op.type, "", "")
-        # Gradients share some constants; a placeholder is a master; draws have places.
-        placeful = draws.SCOPE in name or exchange.SCOPE in name
-        known = name.startswith("gradient_tape") or op.type == "Placeholder" or placeful
+        # Gradients share some constants; masters are read where they are; draws have places.
+        placeful = any(part.SCOPE in name for part in (draws, exchange, fetches))
+        known = name.startswith("gradient_tape") or placeful or op.type in _MASTERS
         if placed.tower is not None and not known:
             value = op.get_attr("value").SerializeToString() if op.type == "Const" else b""
             towers.setdefault(placed.tower, []).append((placed.layer, op.type, value))

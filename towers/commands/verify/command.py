@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import data, devices, tf_private
+from towers.builder import kinds
 from towers.commands.verify.causes import likely_causes
 from towers.commands.verify.differences import (
     NUDGE_PART,
@@ -27,6 +28,7 @@ from towers.commands.verify.differences import (
 )
 from towers.commands.verify.lane import Lane
 from towers.commands.verify.options import VerifyOptions
+from towers.devices.gpus import precision
 from towers.errors import InputError
 from towers.options.fields import parse_tower_numbers
 from towers.options.run import Options
@@ -72,6 +74,9 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     if reference is None:
         exact, reference = own, _plain(own, names, dataset, scaled)
         say(f"in {own.dtype:9}it is compared, to {tolerance_of(own.dtype):g}")
+    if options.float32 or exact.dtype != "float64":
+        for line in precision():
+            say(line)
     tolerance = tolerance_of(exact.dtype)
     how = numbers, names, dataset, options.steps, scaled, say
     found = list(compare(reference, exact, *how, tolerance, tolerance * NUDGE_PART))
@@ -157,9 +162,10 @@ def table_lines(
 
 
 def _plain(options: Options, names: Sequence[str], dataset: data.Data, scaled: bool) -> Lane:
-    """Return the lane of one device."""
+    """Return the lane of one device; where CPUs stand in for GPUs, of a CPU as such."""
     plain = dataclasses.replace(options, variables="cpu", jit_compile=False)
-    return Lane(plain, names[:1], dataset, scaled, plain=True)
+    one = ["/cpu:0"] if kinds.stand_in() else names[:1]
+    return Lane(plain, one, dataset, scaled, plain=True)
 
 
 def _in_float64(

@@ -1,0 +1,97 @@
+"""Collectives between the towers of one step; a ring of CPUs stands in for that of GPUs."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from towers.builder import collectives
+from towers.builder.kinds import cpus_for_gpus
+
+DEVICES = ["/cpu:1", "/cpu:2", "/cpu:3"]
+GPUS = ["/gpu:0", "/gpu:1"]
+
+
+@pytest.mark.parametrize(
+    "devices, num_cards, num_gpus, hint",
+    [
+        (GPUS, 2, 2, "nccl"),
+        (GPUS, 8, 8, "nccl"),
+        (GPUS, 1, 2, "auto"),  # two logical devices of one card: NCCL takes one member on a card
+        (DEVICES, 0, 0, "auto"),
+        (["/gpu:0", "/cpu:1"], 1, 1, "auto"),
+    ],
+)
+def test_nccl_is_asked_for_between_cards(devices, num_cards, num_gpus, hint):
+    assert collectives.communication(devices, num_cards, num_gpus) == hint
+
+
+def test_the_hint_is_in_the_graph(monkeypatch):
+    monkeypatch.setattr(collectives, "communication", lambda *_: "nccl")
+
+    @tf.function
+    def step():
+        return collectives.all_sum([[tf.ones(2)]] * 2, DEVICES[:2])
+
+    ops = step.get_concrete_function().graph.get_operations()
+    hints = [op.get_attr("communication_hint") for op in ops if op.type == "CollectiveReduceV2"]
+    assert hints == [b"nccl"] * 2
+
+
+@pytest.mark.parametrize(
+    "devices, there",
+    [
+        (GPUS, True),
+        (["/gpu:0"], False),
+        (["/gpu:0", "/gpu:0"], False),
+        (["/gpu:0", "/cpu:0"], False),
+        (["/job:worker/task:0/gpu:0", "/job:worker/task:1/gpu:0"], False),
+        (DEVICES, False),
+    ],
+)
+def test_gpus_of_their_own_meet(devices, there):
+    assert collectives.are_there(devices) is there
+    with cpus_for_gpus():
+        assert collectives.are_there(devices) is (there or devices == DEVICES)
+
+
+def test_a_function_may_be_called_twice_in_a_step():
+    """With the keys of its trace it would meet itself, and end all collectives of the process."""
+
+    @tf.function
+    def sums(x):
+        values = [[x * i, tf.ones([100_000]) * x[0]] for i in (1.0, 2.0, 3.0)]
+        return [own[0] for own in collectives.all_sum(values, DEVICES)]
+
+    @tf.function
+    def step(x):
+        collectives.all_sum([[x]] * 3, DEVICES)
+        return sums(x), sums(10.0 * x)
+
+    for _ in range(10):
+        once, again = step(tf.constant([1.0, 2.0]))
+        np.testing.assert_array_equal(once, [[6.0, 12.0]] * 3)
+        np.testing.assert_array_equal(again, [[60.0, 120.0]] * 3)
+
+
+def test_in_a_loop_and_after_it():
+    @tf.function(autograph=False)
+    def step(x):
+        def body(i, total):
+            return i + 1, total + collectives.all_sum([[x]] * 3, DEVICES)[0][0]
+
+        total = tf.while_loop(lambda i, _: i < 4, body, (0, tf.zeros(2)))[1]
+        return total, collectives.all_sum([[x]] * 3, DEVICES)[2][0]
+
+    inside, after = step(tf.ones(2))
+    np.testing.assert_array_equal(inside, [12.0, 12.0])
+    np.testing.assert_array_equal(after, [3.0, 3.0])
+
+
+def test_values_are_stacked_in_tower_order():
+    @tf.function
+    def step():
+        meeting = collectives.Meeting(DEVICES)
+        return [meeting.stack(tf.ones([2]) * i, name) for i, name in enumerate(DEVICES)]
+
+    for stacked in step():
+        np.testing.assert_array_equal(stacked, [[0, 0], [1, 1], [2, 2]])

@@ -1,0 +1,220 @@
+"""The update of joined weights, as GPUs make it, against Keras' update of each weight.
+
+/cpu:1 and /cpu:2 stand in for GPUs; /cpu:0 is the host, where nothing is joined.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import tiny
+from towers import tf_private
+from towers.builder import kinds
+from towers.options.run import OPTIMIZERS, Options
+from towers.training import masters as places
+from towers.training.masters import Masters, Replica
+from towers.training.update import make_optimizer, make_update
+
+HOST, GPU, OTHER_GPU = "/cpu:0", "/cpu:1", "/cpu:2"
+STARTS_NOTHING = (
+    "Const ReadVariableOp AssignVariableOp Reshape Identity NoOp _Arg _Retval _Send _Recv"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    with kinds.cpus_for_gpus():
+        yield
+
+
+def mix(dtype="float32"):
+    """Return a model with weights of all sorts, some of another type; nobody calls it."""
+    layers, l1, l2 = keras.layers, keras.regularizers.L1(0.1), keras.regularizers.L2(0.1)
+    both, of_rows = keras.regularizers.L1L2(0.01, 0.02), keras.regularizers.OrthogonalRegularizer()
+    with tf_private.named_as_in_a_new_process():
+        model = keras.Sequential(
+            [
+                keras.Input([4]),
+                layers.Dense(5, kernel_regularizer=l2, bias_regularizer=l1),
+                layers.BatchNormalization(),
+                layers.Dense(6, kernel_regularizer=l2),
+                layers.Dense(5, kernel_regularizer=both, dtype=dtype),
+                layers.Dense(4, dtype=dtype),
+                layers.Dense(3, kernel_regularizer=of_rows),
+                layers.Dense(3, kernel_constraint=keras.constraints.UnitNorm()),
+                layers.Dense(2, kernel_regularizer=l2),
+                layers.Dense(2),
+            ],
+        )
+    for weight in model.variables:
+        weight.assign(np.random.default_rng(0).normal(size=weight.shape))
+    return model
+
+
+def masters_on(devices, model, options, **more):
+    """Return masters on the first device, and a replica on each other one."""
+    for variable in model.variables:
+        places.move(variable, devices[0])
+    weights, copies = model.trainable_variables, []
+    with tf_private.named_as_in_a_new_process():
+        with tf.device(devices[0]):
+            optimizer = make_optimizer(weights, options)
+        for device in devices[1:]:
+            twins = places.copy(weights, device)
+            with tf.device(device):
+                own = make_optimizer(twins, options)
+            copies.append(Replica(twins, own, device, places.counter("examples", device)))
+        return Masters(model, optimizer, device=devices[0], copies=copies, **more)
+
+
+def gradients_for(weights, step, overflow=False):
+    """Return random gradients: one of them sparse, one of a regularised weight and one None."""
+    random = np.random.default_rng(step)
+    found = []
+    for weight in weights:
+        value = random.normal(size=weight.shape)
+        value.flat[0] = np.inf if overflow and len(weight.shape) > 1 else value.flat[0]
+        found.append(tf.constant(value, weight.dtype))
+    rows = tf.constant(random.normal(size=(3, *weights[4].shape[1:])), weights[4].dtype)
+    found[4] = tf.IndexedSlices(rows, tf.constant([2, 0, 2]), tf.constant(weights[4].shape))
+    found[-1] = found[-4] = None
+    return found
+
+
+def after_steps(device, options, steps=3, overflow=(), **more):
+    """Return {name: value} of all master variables after some steps, and the last penalty, norm."""
+    masters = masters_on([device], mix("float64"), options, **more)
+    update, rate = make_update(masters, options), tf.constant(0.1, tf.float64)
+
+    @tf.function
+    def step(gradients):
+        with tf.device(device):
+            statistics = masters.statistics()
+            for variable, value in statistics:
+                variable.assign(value + 1)  # as towers do
+            metrics = update([gradients], [rate], statistics)
+            masters.examples.assign_add(100)
+        return metrics
+
+    for i in range(steps):
+        weights = masters.model.trainable_variables
+        metrics = step(gradients_for(weights, i, overflow=i in overflow))
+    state = {name: variable.numpy() for name, variable in masters.variables().items()}
+    return state | {name: value.numpy() for name, value in metrics.items()}
+
+
+def assert_same(left, right):
+    """Compare, each number in its own precision; the metrics are of weights of both."""
+    for name, value in left.items():
+        exact = value.dtype != np.float32 and name not in ("penalty", "gradient_norm")
+        tiny.assert_close({name: value}, {name: right[name]}, 1e-12 if exact else 2e-6)
+    assert left.keys() == right.keys()
+
+
+CASES = {
+    **{name: dict(optimizer=name, weight_decay=0.1) for name in OPTIMIZERS},
+    "clip_norm": dict(clip_norm=0.5),
+    "clip_value": dict(clip_value=0.2),
+    "clip_global_norm": dict(clip_global_norm=0.5),
+    "own": dict(optimizer="tests.training.test_flat:own_adam"),
+    "own that clips": dict(optimizer="tests.training.test_flat:own_clipping"),
+}
+
+
+def own_adam():
+    return keras.optimizers.Adam(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), amsgrad=True, weight_decay=0.1
+    )
+
+
+def own_clipping():
+    return keras.optimizers.RMSprop(0.1, clipnorm=0.1, centered=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_joined_weights_are_updated_as_each_alone(name):
+    options = Options(**CASES[name])
+    assert_same(after_steps(GPU, options), after_steps(HOST, options))
+
+
+def test_averages_follow_joined_weights():
+    options = Options(ema_decay=0.9)
+    state = after_steps(GPU, options, ema=True)
+    assert any(name.startswith("average/") for name in state)
+    assert_same(state, after_steps(HOST, options, ema=True))
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "nadam", "lamb"])
+def test_an_overflow_skips_the_step(optimizer):
+    options = Options(dtype="mixed_float16", optimizer=optimizer, ema_decay=0.9)
+    given = dict(ema=True, loss_scaling=True)
+    before, after = (after_steps(GPU, options, n, {1}, **given) for n in (1, 2))
+    told = {"loss_scale": 2.0**14, "good_steps": 0}
+    assert {name: after[name] for name in told} == told
+    same = before.keys() - told.keys() - {"examples", "gradient_norm", "penalty"}
+    tiny.assert_identical({n: after[n] for n in same}, {n: before[n] for n in same})
+    ways = (after_steps(place, options, 4, {1}, **given) for place in (GPU, HOST))
+    assert_same(*ways)
+
+
+def executed(masters, options):
+    """Return the nodes of an update, as they are executed; gradients lie beside the weights."""
+    update = make_update(masters, options)
+
+    @tf.function
+    def step(gradients):
+        rates = []
+        for replica in masters.replicas:
+            with tf.device(replica.device):
+                rates.append(tf.cast(replica.optimizer.iterations.value, tf.float64))
+        with tf.device(masters.replicas[0].device):
+            return update(gradients, rates)
+
+    gradients = []
+    for replica in masters.replicas:
+        with tf.device(replica.device):
+            gradients.append(gradients_for(replica.weights, 0))
+    with tf_private.executed_graphs() as graphs:
+        step(gradients)
+    return [node for graph in graphs for node in graph.node]
+
+
+def dense(num_layers):
+    layers = [keras.layers.Dense(4 + i % 3, kernel_regularizer="l2") for i in range(num_layers)]
+    return keras.Sequential([keras.Input([4]), *layers])
+
+
+MOST = {"sgd": 35, "momentum": 40, "adamw": 70, "nadam": 70}
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "lamb"])
+def test_many_weights_start_as_many_ops_as_few(optimizer):
+    options = Options(optimizer=optimizer, weight_decay=0.1, clip_global_norm=1.0, ema_decay=0.9)
+    counts = []
+    for num_layers in 5, 33:
+        masters = masters_on([GPU], dense(num_layers), options)
+        ops = [node.op for node in executed(masters, options)]
+        assert "UniqueV2" not in ops and "Unique" not in ops  # for whose size the host would wait
+        counts.append(len([op for op in ops if op not in STARTS_NOTHING]))
+    assert counts[0] == counts[1] <= MOST.get(optimizer, 60)
+
+
+def test_large_weights_are_not_copied_together(monkeypatch):
+    monkeypatch.setattr("towers.builder.packed.LARGE_BYTES", 4 * 5 * 5)
+    options, model = Options(optimizer="sgd"), dense(9)  # kernels [4, 4], [4, 5], [5, 6], [6, 4]...
+    nodes = executed(masters_on([GPU], model, options), options)
+    joined = max(n.attr["num_split"].i for n in nodes if n.op == "SplitV")
+    weights = model.trainable_variables[:-1]  # the last one has no gradient
+    assert joined == len([w for w in weights if w.value.shape.num_elements() <= 25]) < len(weights)
+
+
+def test_copies_on_gpus_send_nothing_and_stay_the_same():
+    options = Options(weight_decay=0.1, clip_norm=0.3)
+    masters = masters_on([GPU, OTHER_GPU], mix(), options)
+    sent = [node for node in executed(masters, options) if node.op in ("_Send", "_HostSend")]
+    ends = [{n.attr[f"{end}_device"].s[-5:] for end in ("send", "recv")} for n in sent]
+    assert ends and {b"CPU:1", b"CPU:2"} not in ends
+    first, second = ([v.numpy() for v in replica.variables()] for replica in masters.replicas)
+    for left, right in zip(first, second, strict=True):
+        np.testing.assert_array_equal(left, right)

@@ -1,0 +1,48 @@
+"""Many values as one flat tensor, and back.
+
+A GPU is slow at beginning an op, a collective at its meeting and a transfer at its wait: what is
+done to many small values alike is done once to all of one type.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+# An op on so many bytes takes a GPU longer than to begin it; copies of them would cost memory.
+LARGE_BYTES = 4 * 2**20
+
+
+def is_large(variable: Any) -> bool:
+    """Tell whether a variable is better left alone."""
+    return variable.shape.num_elements() * tf.as_dtype(variable.dtype).size > LARGE_BYTES
+
+
+def dense(gradient: Any, variable: Any) -> Any:
+    """Return a sparse gradient of a variable that is not large as a dense one.
+
+    Not for an optimizer of Keras that is called by itself: it squares each row, not their sum. To
+    find which rows there are would make the host wait for the GPU, and towers' rows are not summed
+    by collectives.
+    """
+    if not isinstance(gradient, tf.IndexedSlices) or is_large(variable):
+        return gradient
+    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, variable.shape[0])
+
+
+def pack(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the elements of tensors of one type, one tensor after the other, `[total]`."""
+    flat = [tf.reshape(value, [-1]) for value in values]
+    return tf.concat(flat, axis=0) if len(flat) > 1 else flat[0]
+
+
+def unpack(packed: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
+    """Return the parts of what `pack` made of tensors of these shapes, or of those of `like`."""
+    sizes = [value.shape.num_elements() for value in like]
+    if packed.dtype.is_floating:
+        parts = tf.split(packed, sizes) if len(sizes) > 1 else [packed]
+    else:  # of other types a GPU has no split
+        stops = list(itertools.accumulate(sizes))
+        parts = [packed[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]
+    return [tf.reshape(part, value.shape) for part, value in zip(parts, like, strict=True)]

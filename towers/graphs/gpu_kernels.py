@@ -1,0 +1,140 @@
+"""What TensorFlow has for an op on a GPU: its kernel, and what of it lies in the host's memory.
+
+TensorFlow's wheel knows its GPU kernels on any machine. On CPUs some ops are rewritten, most by
+oneDNN: what is asked for here is the op that such a one stands for.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from towers import tf_private
+
+NodeDef = tf.compat.v1.NodeDef
+
+# What starts nothing on a GPU: other names of a buffer, control flow, and what moves values.
+_NO_LAUNCH = frozenset(
+    "Identity IdentityN Reshape Squeeze ExpandDims Bitcast StopGradient PreventGradient Const NoOp "
+    "PlaceholderWithDefault ReadVariableOp AssignVariableOp Enter Exit Merge Switch LoopCond "
+    "NextIteration _Send _Recv _HostSend _HostRecv _Arg _Retval CollectiveReduceV2 Assert".split()
+)
+_ALWAYS_ON_HOST = (tf.string, tf.resource)
+
+
+class Argument(NamedTuple):
+    """An input or output of an op."""
+
+    dtype: tf.DType
+    on_host: bool  # in the host's memory, even if the op runs on a GPU
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuKernel:
+    """How an op is done on a GPU.
+
+    Attributes:
+        type: the op, as users know it.
+        exists: whether there is a kernel for these types; without one the op runs on the host.
+        inputs, outputs: where they lie; of an op that is not registered none are known.
+        launches: kernels that it starts, at least. None are started by other names of a buffer
+            (Reshape, Identity, a variable's reading and plain assignment), by control flow, by
+            constants, nor by what gives nothing but lists and values in the host's memory, such as
+            shapes and int32 counters. Transfers and collectives are told apart from launches.
+    """
+
+    type: str
+    exists: bool
+    inputs: tuple[Argument, ...]
+    outputs: tuple[Argument, ...]
+    launches: int
+
+
+def gpu_kernel(node: NodeDef, traced_type: str = "") -> GpuKernel:
+    """Return how an executed node would be done on a GPU; `traced_type` is what was traced."""
+    kind, num_ops = _stands_for(node, traced_type)
+    definition = tf_private.op_definition(kind)
+    if definition is None:  # a call of a function
+        return GpuKernel(kind, True, (), (), 1)
+    found = next((k for k in _kernels(kind) if k.takes(node, definition)), None)
+    inputs = _arguments(node, definition.input_arg, found)
+    outputs = _arguments(node, definition.output_arg, found)
+    computes = not outputs or any(not a.on_host and a.dtype != tf.variant for a in outputs)
+    launches = num_ops if found and computes and kind not in _NO_LAUNCH else 0
+    return GpuKernel(kind, found is not None, inputs, outputs, launches)
+
+
+def _stands_for(node: NodeDef, traced_type: str) -> tuple[str, int]:
+    """Return what an op that only CPUs have stands for: the first op, and the number of them."""
+    if node.op == "_UnaryOpsComposition":
+        names = node.attr["op_names"].list.s
+        return names[0].decode(), len(names)
+    if not node.op.startswith("_Mkl"):
+        return node.op, 1
+    name = re.sub(r"^_Mkl(Native)?", "", node.op)
+    plain = re.sub(r"WithBias$|^PadWith", "", name)
+    if tf_private.op_definition(plain) is None:
+        return traced_type or plain, 1
+    return plain, 1 + (plain != name)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """A kernel that is registered: the types that it takes, and its arguments on the host."""
+
+    allowed: tuple[tuple[str, frozenset], ...]
+    on_host: frozenset[str]
+
+    def takes(self, node: NodeDef, definition: Any) -> bool:
+        """Tell whether it is for the types of this node."""
+        return all(_values(node, name, definition) <= allowed for name, allowed in self.allowed)
+
+
+@functools.cache
+def _kernels(op_type: str) -> list[_Kernel]:
+    """Return the kernels of an op for GPUs; those for any device come last."""
+    found = tf_private.registered_kernels(op_type)
+    return [
+        _Kernel(
+            tuple((c.name, frozenset(_of_list(c.allowed_values.list))) for c in kernel.constraint),
+            frozenset(kernel.host_memory_arg),
+        )
+        for device in ("GPU", "DEFAULT")
+        for kernel in found
+        if kernel.device_type == device
+    ]
+
+
+def _values(node: NodeDef, name: str, definition: Any) -> frozenset:
+    """Return the values of an attribute, which may be a list."""
+    value = node.attr[name] if name in node.attr else None
+    if value is None:
+        defaults = (a.default_value for a in definition.attr if a.name == name)
+        value = next(defaults, tf.compat.v1.AttrValue())
+    if value.HasField("list"):
+        return frozenset(_of_list(value.list))
+    return frozenset([value.s] if value.HasField("s") else [value.type])
+
+
+def _of_list(values: Any) -> list:
+    return list(values.type) or list(values.s)
+
+
+def _arguments(
+    node: NodeDef, arguments: Iterable[Any], kernel: _Kernel | None
+) -> tuple[Argument, ...]:
+    """Return the inputs or outputs of a node; an argument of its op may be a list of them."""
+    found = []
+    for argument in arguments:
+        if argument.type_list_attr:
+            types = list(node.attr[argument.type_list_attr].list.type)
+        else:
+            kind = argument.type or node.attr[argument.type_attr].type
+            types = [kind] * (node.attr[argument.number_attr].i if argument.number_attr else 1)
+        for dtype in map(tf.as_dtype, types):
+            on_host = kernel is None or argument.name in kernel.on_host
+            found.append(Argument(dtype, on_host or dtype in _ALWAYS_ON_HOST))
+    return tuple(found)

@@ -1,0 +1,124 @@
+"""The graphs that TensorFlow executes on logical CPUs, joined, as they would be with GPUs.
+
+One graph for each device was executed; here a node's inputs are found across them, and what sends
+and receives between is gone. `/cpu:0` is the host, `/cpu:1` stands for `/gpu:0`, and so on.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import tensorflow as tf
+
+from towers.graphs.gpu_kernels import Argument, GpuKernel, NodeDef, gpu_kernel
+from towers.graphs.placement import short, traced_name
+from towers.graphs.traffic import num_bytes
+
+HOST = "host"
+_SENDS, _RECEIVES = ("_Send", "_HostSend"), ("_Recv", "_HostRecv")
+_LOOP = re.compile(r"(?:^|/)(?:body|cond)/_\d+(?=/)")
+
+
+class Node:
+    """A node of an executed graph, and who takes what it gives.
+
+    Attributes:
+        gpu: "/gpu:0", or "" for the host.
+        name: as it was traced, or as TensorFlow named what it added.
+        depth: in how many loops it stands: the one over the steps, and those of the model.
+        measured: whether it runs in steps that telemetry measures only.
+        takers: (which output, None if it waits only; the node that takes it; as which input).
+    """
+
+    def __init__(self, proto: NodeDef, traced: Mapping[str, tf.Operation]):
+        """Read a node; `traced` are the ops of the function by name."""
+        device = short(proto.device)
+        self.proto = proto
+        self.gpu = "" if device in ("", "/cpu:0") else _gpu(device)
+        self.name = traced_name(proto.name, traced)
+        self.traced = traced.get(self.name)
+        self.kernel: GpuKernel = gpu_kernel(proto, self.traced.type if self.traced else "")
+        self.depth = len(_LOOP.findall(proto.name)) + ("/LoopCond/" in proto.name)
+        self.measured = False
+        self.takers: list[tuple[int | None, Node, int]] = []
+
+    @property
+    def dtype(self) -> str:
+        """The type that the kernel is chosen by: of the first input that is no variable."""
+        arguments = (*self.kernel.inputs, *self.kernel.outputs)
+        return next((a.dtype.name for a in arguments if a.dtype != tf.resource), "")
+
+    def num_bytes(self, index: int) -> int | None:
+        """Return the bytes of an output, None if its shape is not known."""
+        tensors = self.traced.outputs[index : index + 1] if self.traced else []
+        if not tensors:  # TensorFlow added this node: what takes its output was traced
+            takers = [(taker.traced, place) for i, taker, place in self.takers if i == index]
+            tensors = [op.inputs[i] for op, i in takers if op and i < len(op.inputs)]
+        return max(map(num_bytes, tensors), default=0) or None
+
+    def dtype_of_output(self, index: int) -> str:
+        """Return the type of an output, "" of one that oneDNN added."""
+        outputs = self.kernel.outputs
+        return outputs[index].dtype.name if index < len(outputs) else ""
+
+    def memory_of_input(self, index: int) -> str:
+        """Return "host" or the GPU."""
+        return HOST if not self.gpu or _on_host(self.kernel.inputs, index) else self.gpu
+
+    def memory_of_output(self, index: int) -> str:
+        """Return "host" or the GPU."""
+        return HOST if not self.gpu or _on_host(self.kernel.outputs, index) else self.gpu
+
+
+def _on_host(arguments: Sequence[Argument], index: int) -> bool:
+    return index < len(arguments) and arguments[index].on_host  # oneDNN adds outputs of its own
+
+
+def _gpu(device: str) -> str:
+    """Return the GPU that a logical CPU stands for."""
+    return f"/gpu:{int(device.rpartition(':')[2]) - 1}"
+
+
+def read_nodes(
+    graphs: Iterable[tf.compat.v1.GraphDef], traced: Mapping[str, tf.Operation]
+) -> list[Node]:
+    """Return the nodes of the executed graphs, joined over the devices: without sends."""
+    graphs = [{proto.name: Node(proto, traced) for proto in graph.node} for graph in graphs]
+    sends = {
+        node.proto.attr["tensor_name"].s: (nodes, node.proto.input[0])
+        for nodes in graphs
+        for node in nodes.values()
+        if node.proto.op in _SENDS
+    }
+    result = []
+    for nodes in graphs:
+        for node in nodes.values():
+            if node.proto.op in _SENDS + _RECEIVES:
+                continue
+            result.append(node)
+            for i, source in enumerate(node.proto.input):
+                producer, index = _producer(source, nodes, sends)
+                producer.takers.append((index, node, i))
+    waiting = [n for n in result if n.proto.op == "Switch" and "/telemetry" in n.proto.name]
+    while waiting:
+        node = waiting.pop()
+        if not node.measured and node.proto.op != "Merge":
+            node.measured = True
+            waiting += [taker for _, taker, _ in node.takers]
+    return result
+
+
+def _producer(
+    source: str, nodes: Mapping[str, Node], sends: Mapping[bytes, tuple]
+) -> tuple[Node, int | None]:
+    """Return the node that makes an input, perhaps elsewhere, and as which output."""
+    name, _, index = source.lstrip("^").partition(":")
+    waits = source.startswith("^")
+    node = nodes[name]
+    if node.proto.op in _RECEIVES:
+        there, sent = sends[node.proto.attr["tensor_name"].s]
+        if "/ctrl/" not in sent:
+            producer, number = _producer(sent, there, sends)
+            return producer, None if waits else number
+        # An order to wait is sent as an empty constant.
+        return _producer(there[sent.partition(":")[0]].proto.input[0], there, sends)
+    return node, None if waits else int(index or 0)

@@ -1,0 +1,274 @@
+"""Many variables as a few, where an update runs on a GPU.
+
+To begin an op takes a GPU some microseconds, and Keras' update is a chain of ops for each variable,
+most of which are small. Those that are treated alike are joined: gradients, weights and slots are
+a vector each, Keras' own arithmetic runs once on them, and the parts are assigned, which starts
+nothing. Variables, slots and checkpoints stay as they are.
+
+    gradients, weights = packed(gradients, weights, optimizer, is_decayed)
+    apply(optimizer, gradients, weights)
+
+TensorFlow's fused kernels (ResourceApplyKerasMomentum, ResourceApplyAdam) were the other way: one
+launch a variable, but for four of the twelve optimizers, and regularisation, norm, clipping and
+averages would still be chains of ops for each variable. On a CPU nothing is joined: there the
+copies cost more than the beginnings of ops.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from towers import tf_private
+from towers.builder.kinds import is_gpu
+from towers.builder.packed import dense as as_dense
+from towers.builder.packed import is_large
+
+
+class Section(NamedTuple):
+    """Weights next to each other in a `Flat` that are regularised alike, as if they were one."""
+
+    value: tf.Tensor
+    regularizer: Callable | None
+    shape: tf.TensorShape  # of the first
+
+
+class Flat:
+    """Several variables of one type on one device, as one vector while an update is computed.
+
+    It is read and assigned as a tf.Variable is; `write` hands the values out to the variables.
+    `sections` are the Keras variables in it, if they are weights, by how they are regularised.
+    """
+
+    constraint = None
+
+    def __init__(
+        self, variables: Sequence[tf.Variable], sections: Sequence[Sequence[keras.Variable]] = ()
+    ):
+        """Read the variables."""
+        self.variables, self.sections, first = variables, sections, variables[0]
+        self.dtype, self.device, self.name = first.dtype, first.device, first.name
+        self._unique_id = tf_private.unique_id(first)  # by which an optimizer knows its slots
+        self._now = self.join(variables)
+
+    @property
+    def value(self) -> "Flat":
+        """Return itself: it stands in for the Keras variable, too."""
+        return self
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        """Return the vector as it is now."""
+        return tf.convert_to_tensor(self._now, dtype, name=name)
+
+    def __mul__(self, factor: Any) -> tf.Tensor:
+        """Return the product."""
+        return self._now * factor
+
+    def assign(self, value: Any) -> None:
+        """Set the vector."""
+        self._now = tf.convert_to_tensor(value, self.dtype)
+
+    def assign_add(self, value: Any) -> None:
+        """Add to the vector."""
+        self._now = self._now + value
+
+    def assign_sub(self, value: Any) -> None:
+        """Subtract from the vector."""
+        self._now = self._now - value
+
+    def join(self, values: Sequence[Any]) -> tf.Tensor:
+        """Return values, one for each variable and of its shape, as one vector."""
+        with tf.device(self.device):
+            return tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
+
+    def split(self, vector: tf.Tensor) -> list[tf.Tensor]:
+        """Return the part of each variable, in its shape."""
+        with tf.device(self.device):
+            parts = tf.split(vector, [v.shape.num_elements() for v in self.variables])
+            return [tf.reshape(p, v.shape) for p, v in zip(parts, self.variables, strict=True)]
+
+    def by_section(self, fn: Callable, gradient: Any) -> Any:
+        """Return `fn(its part of the gradient, section)` of each `Section` as one vector."""
+        sizes = [sum(w.value.shape.num_elements() for w in own) for own in self.sections]
+        parts, values = tf.split(gradient, sizes), tf.split(self._now, sizes)
+        results = [
+            fn(part, Section(value, _regularizer(own[0]), own[0].shape))
+            for part, value, own in zip(parts, values, self.sections, strict=True)
+        ]
+        return tf.concat(results, axis=0)
+
+    def write(self) -> None:
+        """Give each variable its part."""
+        for variable, part in zip(self.variables, self.split(self._now), strict=True):
+            variable.assign(part)
+
+
+def packed(
+    gradients: Sequence[Any],
+    weights: Sequence[keras.Variable],
+    optimizer: keras.optimizers.Optimizer,
+    is_decayed: Callable[[keras.Variable], bool],
+    keep_sparse: bool = False,
+) -> tuple[list[Any], list[Any]]:
+    """Return gradients and weights with a `Flat` in the place of those that can be joined.
+
+    The others stay as they are: those on CPUs, the large ones, those with a constraint or a
+    regulariser that does not go by elements, and all where the optimizer does not (LAMB).
+    `is_decayed` tells whether a decay beside the regulariser acts on the gradient of a weight.
+    `keep_sparse`: the optimizer is to square each row of a sparse gradient, not their sum.
+    """
+
+    def kind(pair: tuple[Any, keras.Variable]) -> tuple | None:
+        gradient, weight = pair
+        if not isinstance(gradient, tf.Tensor) or not can_join(weight):
+            return None
+        return *kind_of(weight.value), tf_private.decays(optimizer, weight), gradient.dtype
+
+    def can_join(weight: keras.Variable) -> bool:
+        alone = weight.constraint is not None or weight.overwrite_with_gradient
+        known = slots is not None and _factors(weight.regularizer) is not None
+        return kind_of(weight.value) is not None and known and not alone
+
+    def regularised(weight: keras.Variable) -> tuple:
+        return *_factors(weight.regularizer), is_decayed(weight)
+
+    def dense(gradient: Any, weight: keras.Variable) -> Any:
+        if gradient is None and can_join(weight) and any(regularised(weight)):
+            return tf.zeros(weight.shape, weight.dtype)
+        if keep_sparse or kind_of(weight.value) is None:
+            return gradient
+        with tf.device(weight.value.device):
+            return as_dense(gradient, weight)
+
+    slots = tf_private.elementwise_slots(optimizer)
+    pairs = [(dense(g, w), w) for g, w in zip(gradients, weights, strict=True)]
+    new_gradients, new_weights = [], []
+    for group in grouped(pairs, kind):
+        gradient, weight = group[0]
+        if len(group) > 1:
+            sections = grouped(group, lambda pair: regularised(pair[1]))
+            group = [pair for section in sections for pair in section]
+            own = [[weight for _, weight in section] for section in sections]
+            weight = Flat([weight.value for _, weight in group], own)
+            gradient = weight.join([g for g, _ in group])
+        new_gradients.append(gradient)
+        new_weights.append(weight)
+    return new_gradients, new_weights
+
+
+def apply(
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any], weights: Sequence[Any]
+) -> None:
+    """Let a Keras optimizer update weights, some of which may be `Flat`."""
+    flats = [weight for weight in weights if isinstance(weight, Flat)]
+    if not flats:
+        with tf_private.each_update_apart(optimizer):
+            optimizer.apply(gradients, weights)
+        return
+    # Read once: what all groups compute of them is then computed once, too.
+    scalars = [v for v in (optimizer.iterations, optimizer.learning_rate) if _is_variable(v)]
+    scope = keras.StatelessScope([(v, tf.convert_to_tensor(v.value)) for v in scalars])
+    slots = []
+    for flat in flats:
+        for of_weight in tf_private.elementwise_slots(optimizer):
+            own = [of_weight[tf_private.unique_id(v)] for v in flat.variables]
+            slots.append(Flat([slot.value for slot in own]))
+            scope.add_update((own[0], slots[-1]))
+    with scope, tf_private.each_update_apart(optimizer):
+        optimizer.apply(gradients, weights)
+    for variable in (optimizer.iterations, *(w for w in weights if _is_variable(w))):
+        value = scope.get_current_value(variable)
+        if value is not None:  # what Keras counts and constrains, the scope has kept
+            variable.assign(value)
+    for flat in (*flats, *slots):
+        flat.write()
+
+
+@contextlib.contextmanager
+def updates_joined(optimizers: Iterable[keras.optimizers.Optimizer]) -> Iterator[None]:
+    """Let Keras optimizers that are called in the block, as by a `train_step`, join weights."""
+    optimizers = [own for own in optimizers if own.built]
+
+    def joining(optimizer: keras.optimizers.Optimizer) -> Callable:
+        def apply_joined(grads: Any, trainable_variables: Any = None) -> None:
+            grads, weights = list(grads), list(trainable_variables or ())
+            vars(optimizer).pop("apply")  # Keras' own, from here on
+            try:
+                if not weights or any(gradient is None for gradient in grads):
+                    optimizer.apply(grads, trainable_variables)
+                else:
+                    apply(optimizer, *packed(grads, weights, optimizer, lambda _: False, True))
+            finally:
+                vars(optimizer)["apply"] = apply_joined
+
+        return apply_joined
+
+    try:
+        for optimizer in optimizers:
+            vars(optimizer)["apply"] = joining(optimizer)
+        yield
+    finally:
+        for optimizer in optimizers:
+            vars(optimizer).pop("apply", None)
+
+
+def grouped(items: Sequence[Any], kind: Callable) -> list[list[Any]]:
+    """Return the items of each kind, in order; one of kind None is a group of its own."""
+    groups: dict[Any, list[Any]] = {}
+    for i, item in enumerate(items):
+        groups.setdefault(kind(item) or i, []).append(item)
+    return list(groups.values())
+
+
+def kind_of(variable: tf.Variable) -> tuple | None:
+    """Return what variables must have in common to be joined; None: this one stays alone."""
+    if not is_gpu(variable.device) or is_large(variable) or not variable.dtype.is_floating:
+        return None
+    return variable.device, variable.dtype
+
+
+def joined(variables: Sequence[tf.Variable]) -> Any:
+    """Return variables of one kind as one: as a `Flat`, or that which is alone."""
+    return Flat(variables) if len(variables) > 1 else variables[0]
+
+
+def write(variable: Any) -> None:
+    """Give the variables of a `Flat` their parts; another one has its value."""
+    if isinstance(variable, Flat):
+        variable.write()
+
+
+def put_back_unless(
+    wanted: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]
+) -> None:
+    """Let variables have the values `before` again, unless `wanted`: nothing waits for it."""
+    pairs = list(zip(variables, before, strict=True))
+    for group in grouped(pairs, lambda pair: kind_of(pair[0])):
+        now = joined([variable for variable, _ in group])
+        old = [value for _, value in group]
+        with tf.device(now.device):
+            now.assign(tf.where(wanted, now, now.join(old) if len(old) > 1 else old[0]))
+            write(now)
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, keras.Variable)
+
+
+def _regularizer(weight: keras.Variable) -> Callable | None:
+    """Return the regulariser of a weight, its factors as numbers: L1's is a tensor on the host."""
+    factors = _factors(weight.regularizer)
+    return keras.regularizers.L1L2(*factors) if any(factors) else None
+
+
+def _factors(regularizer: Any) -> tuple[float, float] | None:
+    """Return the factors of L1 and L2, None if a regulariser is of another kind."""
+    own = keras.regularizers
+    if regularizer is None:
+        return 0.0, 0.0
+    if type(regularizer) not in (own.L1, own.L2, own.L1L2):
+        return None
+    config = regularizer.get_config()
+    return float(config.get("l1", 0.0)), float(config.get("l2", 0.0))
