@@ -1,5 +1,7 @@
 """BatchNorm over the global batch, and fused: N towers compute what Keras does on one device."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -76,22 +78,26 @@ def test_sync_is_what_one_device_computes(float64, num_towers, size, known_size)
     assert largest_difference(on_towers(build(), x, builder, known_size), expected) < 1e-9
 
 
-@pytest.mark.parametrize("num_towers", [1, 3])
-@pytest.mark.parametrize(
+of_shapes = pytest.mark.parametrize(
     "shape, keywords",
     [((3,), {}), ((5, 3), {"scale": False}), ((4, 4, 3), {"center": False}), ((2, 4, 4, 3), {})],
     ids=str,
 )
+
+
+def normalised(shape, **keywords):
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.BatchNormalization(momentum=0.5, **keywords)]
+    layers += [keras.layers.Dense(4, "tanh"), keras.layers.Flatten(), keras.layers.Dense(2)]
+    return keras.Sequential([keras.Input(shape), *layers])
+
+
+@pytest.mark.parametrize("num_towers", [1, 3])
+@of_shapes
 def test_the_fused_kernels_compute_what_keras_does(num_towers, shape, keywords):
     """In float32, where they are used; a mean of 15 deviations must cost few digits."""
     x = tf.random.stateless_normal([7, *shape], [1, 2], 30.0, 2.0)
-
-    def make():
-        keras.utils.set_random_seed(0)
-        layers = [keras.layers.BatchNormalization(momentum=0.5, **keywords)]
-        layers += [keras.layers.Dense(4, "tanh"), keras.layers.Flatten(), keras.layers.Dense(2)]
-        return keras.Sequential([keras.Input(shape), *layers])
-
+    make = functools.partial(normalised, shape, **keywords)
     expected = on_one_device(make(), x)
     found = on_towers(make(), x, TowerBuilder(DEVICES[:num_towers], batch_norm="sync"))
     assert largest_difference(found, expected) < 1e-4
@@ -195,22 +201,12 @@ def test_on_gpus_sync_is_what_one_device_computes(
 @pytest.mark.parametrize(
     "num_towers, size, known_size", [(1, 7, True), (3, 7, False), (3, 7, True), (3, 9, True)]
 )
-@pytest.mark.parametrize(
-    "shape, keywords",
-    [((3,), {}), ((5, 3), {"scale": False}), ((4, 4, 3), {"center": False}), ((2, 4, 4, 3), {})],
-    ids=str,
-)
+@of_shapes
 def test_on_gpus_the_kernels_of_training_compute_what_keras_does(
     gpus, num_towers, shape, keywords, size, known_size
 ):
     x = tf.random.stateless_normal([size, *shape], [1, 2], 30.0, 2.0)
-
-    def make():
-        keras.utils.set_random_seed(0)
-        layers = [keras.layers.BatchNormalization(momentum=0.5, **keywords)]
-        layers += [keras.layers.Dense(4, "tanh"), keras.layers.Flatten(), keras.layers.Dense(2)]
-        return keras.Sequential([keras.Input(shape), *layers])
-
+    make = functools.partial(normalised, shape, **keywords)
     expected = on_one_device(make(), x)
     builder = TowerBuilder(GPUS[:num_towers], GPUS[0], batch_norm="sync")
     found = on_towers(build_on_gpu(make), x, builder, known_size)

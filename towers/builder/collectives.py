@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.kinds import is_gpu
+from towers.builder.kinds import are_gpus
 from towers.builder.packed import pack, unpack
 
 TIMEOUT_SECONDS = 300.0  # of a member that does not come, as when its tower has failed
@@ -33,7 +33,7 @@ def are_there(devices: Sequence[str]) -> bool:
     """
     here = all(tf.DeviceSpec.from_string(device).job in (None, "localhost") for device in devices)
     apart = len(set(devices)) == len(devices) > 1
-    return here and apart and all(is_gpu(device) for device in devices)
+    return here and apart and are_gpus(devices)
 
 
 def all_sum(

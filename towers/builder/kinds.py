@@ -13,8 +13,9 @@ A machine without a GPU can go a GPU's ways, too, on logical CPU devices:
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+HOST = "/cpu:0"
 SWITCH = "TOWERS_CPUS_FOR_GPUS"
 _in_block = False
 
@@ -25,6 +26,11 @@ def is_gpu(device: str) -> bool:
     if not match:
         return False
     return match[1] == "gpu" or (stand_in() and match[2] != "0")
+
+
+def are_gpus(devices: Sequence[str]) -> bool:
+    """Tell whether all these devices are GPUs."""
+    return all(map(is_gpu, devices))
 
 
 def stand_in() -> bool:

@@ -35,7 +35,7 @@ from towers.builder.batch_norm import check_mode
 from towers.builder.draws import Drawn, Draws
 from towers.builder.exchange import Exchange, Member
 from towers.builder.inside import inside_of_tower
-from towers.builder.kinds import is_gpu
+from towers.builder.kinds import HOST, is_gpu
 from towers.builder.merging import assign_once
 from towers.builder.rehearsal import Rehearsal, Rehearsals
 from towers.builder.splitting import (
@@ -324,6 +324,6 @@ class TowerBuilder:
     ) -> list[Slice]:
         """Return each tower's slice of `batch`; with parts, those of one after the other's."""
         # Towers get their slices from where the batch is, which is not sent to a GPU as a whole.
-        device = "/cpu:0" if is_gpu(self.gather_device) else self.gather_device
+        device = HOST if is_gpu(self.gather_device) else self.gather_device
         with tf.device(device), tf.name_scope("split"):
             return split(batch, len(self.devices), num_parts, never_empty)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.kinds import is_gpu
+from towers.builder.kinds import are_gpus
 from towers.builder.splitting import StoredRows
 from towers.data.pipeline import ArraySplit, Split, Structure
 from towers.devices import memory
@@ -42,7 +42,7 @@ class OnGpus:
 
 def store(split: Split, names: Sequence[str]) -> OnGpus | None:
     """Copy a split to the towers' GPUs; None if they are none, or it does not fit there."""
-    if not isinstance(split, ArraySplit) or not all(map(is_gpu, names)):
+    if not isinstance(split, ArraySplit) or not are_gpus(names):
         return None
     if any(spec.dtype == tf.string for spec in tf.nest.flatten(split.spec)):
         return None

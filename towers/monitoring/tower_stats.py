@@ -15,12 +15,11 @@ import tensorflow as tf
 
 from towers.builder import gather
 from towers.builder.backward import TowerSums
-from towers.builder.kinds import is_gpu
+from towers.builder.kinds import HOST, is_gpu
 from towers.builder.tower import TowerBuilder
 
 PHASES = ("input_wait_seconds", "compute_seconds", "gather_seconds")
 _OF_MEASURED = ("tower_seconds", "compute_seconds", "gather_seconds")  # on GPUs
-_HOST = "/cpu:0"  # which has the clock
 
 
 def measured_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
@@ -42,7 +41,7 @@ def on_gpus(builder: TowerBuilder) -> bool:
 def time_after(values: Any) -> tf.Tensor:
     """Return the time at which `values` were there, in seconds, by the host's clock."""
     waiting = tf.control_dependencies(_tensors(values))
-    with tf.device(_HOST), tf.name_scope("telemetry"), waiting:
+    with tf.device(HOST), tf.name_scope("telemetry"), waiting:
         return tf.timestamp()
 
 
@@ -58,7 +57,7 @@ class Rest:
     def __init__(self, builder: TowerBuilder):
         """Make a number on each GPU that holds a tower."""
         self._marks = []
-        with tf.device(_HOST):
+        with tf.device(HOST):
             self.wanted = tf.Variable(True, trainable=False)
             self._steps = tf.Variable(0, trainable=False)  # since one was measured
         for device in filter(is_gpu, builder.devices):
@@ -73,14 +72,13 @@ class Rest:
             for mark in self._marks:
                 with tf.device(mark.device):
                     found.append(_here(mark.read_value()))
-            with tf.device(_HOST):
+            with tf.device(HOST):
                 return tf.add_n(found)
 
-        with tf.device(_HOST), tf.name_scope("telemetry"):
+        with tf.device(HOST), tf.name_scope("telemetry"):
             idle = tf.cond(measured, wait, lambda: tf.zeros([]))
             with tf.control_dependencies([idle]):
                 return tf.nest.map_structure(tf.identity, batch)
-
 
     def for_all_steps(
         self, values: dict[str, tf.Tensor], num_steps: tf.Tensor
@@ -122,7 +120,7 @@ def measure(
         means = gradients if len(gradients) > 1 else list(gradients) * len(sums.losses)
         pairs = zip(sums.gradients, means, strict=False)
         products = [_products(own, mean, measured) for own, mean in pairs]
-        with tf.device(_HOST):
+        with tf.device(HOST):
             own_seconds = tf.stack(ends) - start
             compute = tf.reduce_max(own_seconds)
             counts = tf.cast(tf.stack(sums.counts), tf.float32)
@@ -163,21 +161,21 @@ def measure_joined(
         "tower_examples", "tower_gradient_norm", "tower_cosine" and "data_gradient_norm" as
         `measure` has them; and "tower_step_seconds", forward and backward, 0 if not known.
     """
-    with tf.device(_HOST):
+    with tf.device(HOST):
         examples = tf.cast(tf.stack(counts), tf.float32)
         share = examples / tf.reduce_sum(examples) * tf.cast(scale, tf.float32)
 
     def look(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
         products = [_products(own, gathered, measured) for own in gradients]
-        with tf.device(_HOST):
+        with tf.device(HOST):
             seconds = tf.zeros_like(examples, tf.float64)
         for before, after in phases:
             start = time_after(before)
             pairs = zip(after, builder.devices, strict=False)
             ends = [time_after(_arrived(own, device)) for own, device in pairs]
-            with tf.device(_HOST):
+            with tf.device(HOST):
                 seconds += tf.stack(ends) - start
-        with tf.device(_HOST):
+        with tf.device(HOST):
             own, both, whole = (tf.stack(column) for column in zip(*products, strict=True))
             values = {
                 "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(own), share),
@@ -187,7 +185,7 @@ def measure_joined(
             norm = tf.sqrt(whole[0]) / tf.cast(scale, tf.float32)
             return _padded(values, builder) | {"data_gradient_norm": norm}
 
-    with tf.device(_HOST):
+    with tf.device(HOST):
         found = _padded({"tower_examples": examples}, builder)
     return found | _if_measured(look, measured, builder)
 
@@ -207,7 +205,7 @@ def _if_measured(
     def nothing() -> list[tf.Tensor]:
         return [tf.zeros(value.shape, value.dtype) for value in found.values()]
 
-    with tf.device(_HOST):
+    with tf.device(HOST):
         values = tf.cond(measured, really, nothing)
     return dict(zip(found, values, strict=True))
 
@@ -227,7 +225,7 @@ def _arrived(values: Any, device: str) -> tf.Tensor:
     smallest = min(tensors, key=lambda t: t.shape.num_elements() or 2**40)
     with tf.device(device), tf.control_dependencies(tensors):
         done = _here(tf.reshape(smallest, [-1])[:1])
-    with tf.device(_HOST):
+    with tf.device(HOST):
         return tf.identity(tf.cast(done, tf.float32))
 
 
@@ -241,7 +239,7 @@ def _ends(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
     for loss, own, device in zip(sums.losses, sums.gradients, builder.devices, strict=False):
         with tf.device(device), tf.control_dependencies(_tensors(own)):
             done = tf.identity(loss)
-        with tf.device(_HOST):
+        with tf.device(HOST):
             arrived = tf.cast(tf.math.is_finite(done), tf.float64)
             # That value has to be used: else only an order of execution would be sent.
             end = time_after(arrived) + tf.minimum(arrived, 0.0)
@@ -274,7 +272,7 @@ def _products(
         for place, pairs in places.items():
             with tf.device(place):  # three numbers leave it
                 products.append(_sums([_of_variable(one, other) for one, other in pairs]))
-        with tf.device(_HOST):
+        with tf.device(HOST):
             return _sums(products)
 
     if not places:

@@ -24,7 +24,7 @@ import tensorflow as tf
 from towers import tf_private
 from towers.builder.kinds import is_gpu
 from towers.builder.packed import dense as as_dense
-from towers.builder.packed import is_large
+from towers.builder.packed import is_large, pack, unpack
 
 
 class Section(NamedTuple):
@@ -81,13 +81,12 @@ class Flat:
     def join(self, values: Sequence[Any]) -> tf.Tensor:
         """Return values, one for each variable and of its shape, as one vector."""
         with tf.device(self.device):
-            return tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
+            return pack(values)
 
     def split(self, vector: tf.Tensor) -> list[tf.Tensor]:
         """Return the part of each variable, in its shape."""
         with tf.device(self.device):
-            parts = tf.split(vector, [v.shape.num_elements() for v in self.variables])
-            return [tf.reshape(p, v.shape) for p, v in zip(parts, self.variables, strict=True)]
+            return unpack(vector, self.variables)
 
     def by_section(self, fn: Callable, gradient: Any) -> Any:
         """Return `fn(its part of the gradient, section)` of each `Section` as one vector."""

@@ -15,9 +15,8 @@ import keras
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.kinds import is_gpu
+from towers.builder.kinds import HOST, are_gpus
 
-HOST = "/cpu:0"
 VARIABLES = ("cpu", "sharded", "replicated")
 INITIAL_LOSS_SCALE = 2.0**15
 
@@ -163,7 +162,7 @@ def home_of(variables: str, devices: Sequence[str]) -> str:
         variables: one of VARIABLES.
         devices: of the towers.
     """
-    return devices[0] if variables != "cpu" and all(map(is_gpu, devices)) else HOST
+    return devices[0] if variables != "cpu" and are_gpus(devices) else HOST
 
 
 def settle(variables: Iterable[keras.Variable], home: str) -> None:

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from towers import data, devices, tf_private
-from towers.builder.kinds import is_gpu
+from towers.builder.kinds import are_gpus
 from towers.builder.rehearsal import Rehearsal
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split, augment
@@ -187,7 +187,7 @@ def assemble(
         left_open = {}
         if options.variables == "default":
             left_open = {"variables": "default"}
-            found = kind.placements[-1 if all(map(is_gpu, device_names)) else 0]
+            found = kind.placements[-1 if are_gpus(device_names) else 0]
             options = dataclasses.replace(options, variables=found)
         builder = TowerBuilder(
             device_names,

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import devices, files
-from towers.builder.kinds import is_gpu
+from towers.builder.kinds import are_gpus
 from towers.data import Data
 from towers.errors import InputError, RunError
 from towers.graphs import placement_report
@@ -63,7 +63,7 @@ def build(options: Options, say: Say) -> Run:
         RunError: the data set cannot be read, or a GPU does not compute.
     """
     names, dataset = find(options)
-    by_default = options.variables == "default" and all(map(is_gpu, names))
+    by_default = options.variables == "default" and are_gpus(names)
     if options.variables == "auto" or by_default:  # flags.cfg keeps what is found: bit for bit
         options = _fastest(options, names, dataset, say)
     return assemble(options, names, dataset)
@@ -75,7 +75,7 @@ def _fastest(options: Options, device_names: Sequence[str], dataset: Data, say: 
     Each is tried on a model of its own, in turn, window by window; on GPUs the best of them also
     with XLA. Nothing of the trial remains.
     """
-    gpus = all(map(is_gpu, device_names))
+    gpus = are_gpus(device_names)
     if len(device_names) == 1 and not gpus:
         say("variables   cpu: there is one tower, and nothing to try")
         return dataclasses.replace(options, variables="cpu")

@@ -5,9 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from towers.builder.kinds import HOST
 from towers.builder.tower import TowerBuilder
 from towers.monitoring import tower_stats
-from towers.training.masters import HOST
 
 
 def make_train_loop(
