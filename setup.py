@@ -95,5 +95,5 @@ setup(
             "wheel",
         ],
     },
-    entry_points={"console_scripts": ["towers = towers.cli:main"]},
+    entry_points={"console_scripts": ["towers = towers.__main__:main"]},
 )

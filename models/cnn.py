@@ -31,12 +31,18 @@ def cnn(
         are float32, so that the loss is computed in full precision.
 
     Raises:
-        ValueError: `weight_decay` is negative.
+        ValueError: an argument is of another kind, or out of range.
 
     Source: cifar10.py of TensorFlow's tutorial "Convolutional Neural Networks" (2015).
     """
-    if weight_decay < 0:
-        raise ValueError(f"weight_decay={weight_decay} must be at least 0; 0 is no weight decay")
+    if not isinstance(num_classes, int) or num_classes < 1:
+        raise ValueError(f"num_classes={num_classes!r} must be a whole number of at least 1")
+    if not isinstance(lrn, bool):
+        raise ValueError(f"lrn={lrn!r} must be true or false")
+    if not isinstance(weight_decay, int | float) or not 0 <= weight_decay < float("inf"):
+        raise ValueError(
+            f"weight_decay={weight_decay!r} must be a number of at least 0; 0 is no weight decay"
+        )
     layers = keras.layers
     full_precision = keras.config.dtype_policy().variable_dtype
 

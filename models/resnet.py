@@ -63,14 +63,18 @@ def resnet(
         are float32, so that the loss is computed in full precision.
 
     Raises:
-        ValueError: there is no such depth, or `width` is below 1.
+        ValueError: there is no such depth, or another argument no whole number of at least 1.
     """
+    for name, value in (("width", width), ("num_classes", num_classes)):
+        if not isinstance(value, int) or value < 1:
+            hint = "; the paper's is 16" if name == "width" else ""
+            raise ValueError(f"{name}={value!r} must be a whole number of at least 1{hint}")
+    if not isinstance(depth, int | float) or not abs(depth) < float("inf"):
+        raise ValueError(f"depth={depth!r} must be a whole number, 6n + 2 with n >= 1")
     if depth < 8 or depth % 6 != 2:
         lower = max(8, int((depth - 2) // 6 * 6 + 2))
         nearest = f"{lower}" if depth < 8 else f"{lower} or {lower + 6}"
         raise ValueError(f"depth={depth} must be 6n + 2 with n >= 1; nearest: {nearest}")
-    if width < 1:
-        raise ValueError(f"width={width} must be at least 1; the paper's is 16")
     full_precision = keras.config.dtype_policy().variable_dtype
 
     inputs = keras.Input(image_shape, dtype=full_precision, name="images")

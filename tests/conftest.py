@@ -1,12 +1,16 @@
 """Every test process sees four CPU devices, which stand in for GPUs."""
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 
 # Modules whose tests train for long or start processes; in others single tests are marked.
 SLOW = {
+    "fuzz/test_fuzz.py",
     "test_after_training.py", "test_equivalence.py", "test_packaging.py", "test_real_images.py",
     "test_zoo.py",
     "builder/test_batch_norm.py", "builder/test_draws.py", "builder/test_joined.py",
@@ -22,17 +26,24 @@ SLOW = {
     "monitoring/test_tower_stats.py", "scripts/test_fit_speed.py", "scripts/test_gpu_check.py",
     "scripts/test_gpu_steps.py",
     "scripts/test_mirrored_faults.py", "scripts/test_peers.py", "scripts/test_scripts_exactness.py",
+    "scripts/test_soak.py",
     "training/test_checkpoint.py", "training/test_evaluate.py", "training/test_exact_resume.py",
     "training/test_flat.py", "training/test_initial.py", "training/test_loading.py",
     "training/test_logits.py", "training/test_manifest.py", "training/test_parallel.py",
-    "training/test_parallel_foreign.py", "training/test_step.py", "training/test_tower_board.py",
+    "training/test_parallel_foreign.py", "training/test_step.py", "training/test_stop.py",
+    "training/test_tower_board.py",
     "training/test_train.py", "training/test_update.py", "training/test_variables.py",
 }  # fmt: skip
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Runs of the tests are not those of whoever starts them.
+os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="towers-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
+# So a shell starts what runs in the background, or under nohup, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # So a shell starts what runs in the background, and so would all that the tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_configure(config):

@@ -62,7 +62,9 @@ def call(argv):
 
 # ---------------------------------------------------------------------------- Bad command lines
 
-VERBS = "train|evaluate|verify|benchmark|plan|doctor|sweep|compare|tensorboard|predict|export|init"
+VERBS = (
+    "train|evaluate|verify|benchmark|plan|doctor|sweep|compare|tensorboard|predict|export|replay|init"
+)
 MESSAGES = {
     "tran": f"there is no verb 'tran': towers {VERBS} --flag=value ...",
     "resume": "there is no verb 'resume': towers train --train_dir=RUN goes on with a run",
@@ -247,9 +249,12 @@ def test_other_errors_have_a_traceback_and_a_line_that_says_whose_code_failed(
     assert re.fullmatch(r"towers: the error comes from \S+py, line \d+, in end: .*", lines[-1])
 
 
-def test_a_program_that_ends_itself_does(monkeypatch):
-    with pytest.raises(SystemExit):
-        run_verb(monkeypatch, "train", SystemExit(3))
+@pytest.mark.parametrize("error", [SystemExit(0), SystemExit(), SystemExit(3), GeneratorExit()])
+def test_own_code_that_ends_the_program_is_no_success_and_named(monkeypatch, capsys, error):
+    assert run_verb(monkeypatch, "train", error) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback")
+    assert re.fullmatch(r"towers: the error comes from \S+py, line \d+, in end: .*", lines[-1])
 
 
 @pytest.mark.parametrize("verb", ["train", "verify", "benchmark", "plan"])

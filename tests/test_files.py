@@ -60,14 +60,17 @@ def test_a_file_stays_as_it_was_if_writing_fails(folder, monkeypatch):
     assert list(folder.iterdir()) == [path]
 
 
-def test_json(folder):
+def test_json(folder, capsys):
     path = folder / "a.json"
     files.write_json(path, {"a": [1, 2.5, None]})
     assert files.read_json(path) == {"a": [1, 2.5, None]}
-    for text in (b"", b'{"a": 1', b"\xff", b"[1]"):  # not whole, or no object
+    assert files.read_json(folder / "missing.json") == files.read_json(path / "under a file") == {}
+    assert capsys.readouterr().err == ""
+    deep = b"[" * 100_000, b'{"a":' * 100_000, b"[" + b"9" * 5000 + b"]"
+    for text in (b"", b'{"a": 1', b"\xff", b"[1]", *deep):  # not whole, or no object
         path.write_bytes(text)
         assert files.read_json(path) == {}
-    assert files.read_json(folder / "missing.json") == {}
+        assert capsys.readouterr().err == f"warning     {path} is damaged, and taken as absent\n"
 
 
 # ---------------------------------------------------------------------------- Runs
@@ -116,6 +119,30 @@ def test_a_file_is_no_folder(folder):
         assert refusal("notes.txt", overwrite) == message
         message = f"--train_dir=notes.txt/a/b: {folder}/notes.txt is a file; name a folder"
         assert refusal("notes.txt/a/b", overwrite) == message
+
+
+@pytest.mark.parametrize("target", ["missing", "link", "a/b/missing"])
+def test_a_link_to_nothing_is_no_folder(folder, target):
+    (folder / "link").symlink_to(target)
+    for overwrite in (False, True):
+        message = refusal("link", overwrite)
+        assert message.startswith(f"--train_dir=link: link is a link to {target}, which is not")
+        assert "link" in refusal("link/run", overwrite)
+
+
+@pytest.mark.parametrize("name", [*files.PARTS, *files.TEXTS])
+def test_something_else_lies_where_a_run_is_to_write(folder, name):
+    make_run(folder / "a")
+    path = folder / "a" / name
+    path.unlink(missing_ok=True)
+    if name in files.PARTS:
+        path.symlink_to("missing")
+        assert f"a/{name} is no folder" in refusal("a")
+        path.unlink()
+        path.write_text("")
+    else:
+        path.mkdir()
+    assert f"--train_dir=a: a/{name} is no f" in refusal("a")
 
 
 def test_files_that_are_no_run_are_not_overwritten(folder):

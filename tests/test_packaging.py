@@ -97,7 +97,7 @@ def test_source_distribution_is_enough_to_build_the_same_wheel(dirty_wheel, tmp_
 
 
 def test_metadata(about):
-    command = ["[console_scripts]", "towers", "=", "towers.cli:main"]
+    command = ["[console_scripts]", "towers", "=", "towers.__main__:main"]
     assert about("entry_points.txt").split() == command
     metadata = email.message_from_string(about("METADATA"))
     assert (metadata["Name"], metadata["Version"]) == ("towers", towers.__version__)

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
 
 from towers import tf_private
 from towers.tf_private import added_losses, all_in_float64, floatx_set
@@ -41,7 +42,8 @@ def private_parts(sources):
             modules += [f"{node.module}.{alias.name}" for alias in node.names]
     hidden = {m for m in modules if m.startswith(("tensorflow.python", "keras.src", "unittest"))}
     private = {n.attr for n in attributes if n.attr.startswith("_") and not n.attr.endswith("__")}
-    return hidden | private - own - {"_exit"} | {"__internal__"} & {n.attr for n in attributes}
+    of_python = {"_exit", "_current_frames"}  # names that Python's own pages have
+    return hidden | private - own - of_python | {"__internal__"} & {n.attr for n in attributes}
 
 
 @pytest.mark.parametrize(
@@ -646,6 +648,19 @@ def test_outputs_are_those_that_metrics_are_computed_of():
     tf.nest.map_structure(np.testing.assert_array_equal, outputs, model(x))
 
 
+def test_the_losses_of_a_model_are_those_that_its_steps_compute():
+    model, (x, y) = evaluated_model()
+    seen = []
+
+    def make(compute):
+        return lambda *args, **kwargs: seen.append(compute(*args, **kwargs)) or seen[-1]
+
+    with tf_private.computed_losses_replaced(model, make):
+        logs = model.train_step((x, y))
+    model.train_step((x, y))
+    assert [float(loss) for loss in seen] == [float(logs["loss"])]
+
+
 def test_draws_without_a_seed_go_by_one_state():
     keras.utils.set_random_seed(3)
     first = keras.random.uniform((2,))
@@ -758,3 +773,33 @@ def test_a_number_is_new_at_each_call_of_a_function_in_its_loops_and_in_what_it_
     outer = tf.function(lambda: (inner(), inner()))
     found = [int(n) for n in (inner(), inner(), *outer(), *outer())]
     assert len(set(found)) == len(found)
+
+
+# Checkpoints.
+
+
+def test_tensorflow_writes_the_graph_of_objects_that_is_made_here(tmp_path):
+    """TensorFlow's own has the variables' names beside, which nothing reads that knows keys."""
+    names = ["model/a.b", "step"]
+    variables = {name: tf.Variable(1.0) for name in names}
+    tf.train.Checkpoint(group=variables, other=tf.Variable("x")).write(str(tmp_path / "its"))
+    theirs = TrackableObjectGraph.FromString(
+        tf.train.load_variable(str(tmp_path / "its"), tf_private.OBJECT_GRAPH)
+    )
+    keys = {name: f"group/{name.replace('.', '..').replace('/', '.S')}" for name in names}
+    suffix = "/.ATTRIBUTES/VARIABLE_VALUE"
+    keys, other = [f"{key}{suffix}" for key in keys.values()], f"other{suffix}"
+    ours = TrackableObjectGraph.FromString(tf_private.object_graph("group", names, keys, other))
+    for graph in theirs, ours:
+        assert graph.nodes[0].has_checkpoint_values.value
+    assert paths_of(ours) == paths_of(theirs)
+
+
+def paths_of(graph):
+    """Return {path from the root: keys of what stands there}."""
+    found, left = {}, [((), graph.nodes[0])]
+    while left:
+        path, node = left.pop()
+        found[path] = [(one.name, one.checkpoint_key) for one in node.attributes]
+        left += [((*path, c.local_name), graph.nodes[c.node_id]) for c in node.children]
+    return found

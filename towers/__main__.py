@@ -1,8 +1,21 @@
-"""`python -m towers`: the same as the command `towers`."""
+"""`python -m towers`, and the command `towers`: signals are heard before all else is imported."""
 
-import sys
+from towers import signals
 
-from towers.cli import main
+
+def main() -> None:
+    """Run the command line of this process, and end it."""
+    listener = signals.Listener(owner=True)
+    listener.__enter__()  # for ever: a signal has its sentence up to the end
+    try:
+        from towers.cli import main as run
+
+        code = run()
+    except signals.Ended:  # while this was imported
+        code, line = listener.stopping(listener.asked)
+        signals.complain(line)
+    listener.close(code)
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,8 @@
 """The command line: towers VERB --flag=value ...
 
-Exit codes: 0 done; 1 a check failed; 2 bad input or flags; 75 stopped on request, after saving; 141
-who read the output has ended.
+Exit codes: 0 done; 1 a check failed; 2 bad input or flags; 75 a run was stopped on request, and
+nothing is lost; 76 it stood still, and --on_stall=stop; 128 + N another verb was ended by signal N;
+141 who read the output has ended.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import towers
+from towers import signals
 from towers.errors import InputError, RunError
 from towers.options import flags
 from towers.options.blame import blame
@@ -27,7 +29,7 @@ from towers.options.functions import check_function
 from towers.options.gpu import GpuOptions
 from towers.options.run import Options
 
-EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 75, 130, 141
+EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_PIPE = 1, 2, signals.EXIT_STOPPED, 141
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +47,11 @@ class Verb(flags.Verb):
 
 
 _OF_EVALUATE = (
-    "train_dir json model dataset data_dir image_size batch_size dtype num_towers devices"
+    "train_dir json trust model dataset data_dir image_size max_image_pixels batch_size dtype "
+    "num_towers devices"
 )
-_OF_PREDICT = "train_dir json batch_size num_towers devices"
+_OF_REPLAY = "train_dir json trust model dataset data_dir image_size max_image_pixels devices"
+_OF_PREDICT = "train_dir json trust max_image_pixels batch_size num_towers devices"
 _VERBS = (
     Verb("train", "train a model over towers, or continue a run", completes=True, begins=True,
          function="towers.training.train:train", tensorflow="options"),
@@ -83,19 +87,24 @@ _VERBS = (
          function="towers.commands.predict.command:run", tensorflow="options"),
     Verb("export", "write a run's trained model to a file that needs no towers",
          options="towers.commands.export.options:ExportOptions",
-         takes=("train_dir", "overwrite", "json"), completes=True,
+         takes=("train_dir", "overwrite", "json", "trust"), completes=True,
          function="towers.commands.export.command:run", tensorflow="cpu"),
+    Verb("replay", "make the step of a run that was infinite or NaN again, seen layer by layer",
+         takes=(*_OF_REPLAY.split(), *GpuOptions.__dataclass_fields__), completes=True,
+         function="towers.commands.replay.command:run", tensorflow="options"),
     Verb("init", "write a model, data and flags to begin with",
          options="towers.commands.init.command:InitOptions",
          function="towers.commands.init.command:run"),
 )  # fmt: skip
 _NAME_FUNCTIONS = ("model", "dataset", "loss", "metrics", "optimizer")
 VERBS = {verb.name: verb for verb in _VERBS}
+_GO_ON = ("train", "sweep")  # verbs that go on where they were stopped
 _ELSEWHERE = {  # verbs as other programs name them
     "fit": "train",
     "resume": "train --train_dir=RUN goes on with a run",
     "continue": "train --train_dir=RUN goes on with a run",
     "finetune": "train --init_from=RUN begins with the weights of a run",
+    "debug": "replay",
     "test": "evaluate",
     "eval": "evaluate",
     "infer": "predict",
@@ -109,15 +118,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: what stands after `towers`; sys.argv by default.
     """
-    try:
-        code = _main(list(sys.argv[1:] if argv is None else argv))
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            stream.flush()
-        return code
-    except BrokenPipeError:
-        if _reader_left():
-            return EXIT_PIPE
-        raise
+    with signals.listening() as listener:
+        try:
+            code = _main(list(sys.argv[1:] if argv is None else argv), listener)
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                stream.flush()
+            return code
+        except BrokenPipeError:
+            if _reader_left():
+                return EXIT_PIPE
+            raise
 
 
 def _reader_left() -> bool:
@@ -131,7 +141,7 @@ def _reader_left() -> bool:
     return bool(left)
 
 
-def _main(argv: Sequence[str]) -> int:
+def _main(argv: Sequence[str], listener: signals.Listener) -> int:
     """Run a command line; return its exit code, whoever reads what it prints."""
     start = time.perf_counter()
     if not argv or argv[0] in ("--help", "-h", "-help", "help"):
@@ -141,6 +151,8 @@ def _main(argv: Sequence[str]) -> int:
         print(f"towers {towers.__version__}")
         return 0
     name, rest, named = argv[0], argv[1:], {}
+    if name in _GO_ON:
+        listener.stopping = _stopped
     try:
         if name not in VERBS:
             hint = _ELSEWHERE.get(name.lower().replace("-", ""))
@@ -155,12 +167,16 @@ def _main(argv: Sequence[str]) -> int:
     except InputError as error:
         return _complain(error, EXIT_USAGE)
     except RunError as error:
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
         return _complain(error, EXIT_FAILED)
     except KeyboardInterrupt:
-        return _complain("interrupted", EXIT_INTERRUPTED)
-    except Exception as error:
+        return _end(listener)
+    except (Exception, SystemExit, GeneratorExit) as error:  # sys.exit() of own code is no success
         if isinstance(error, BrokenPipeError) and _reader_left():
             return EXIT_PIPE
+        if listener.asked:  # libraries make other errors of it while they are imported
+            return _end(listener)
         traceback.print_exception(type(error), error, error.__traceback__)
         return _complain(blame(error, named), EXIT_FAILED)
 
@@ -184,9 +200,22 @@ def _given(options: Any) -> dict[str, Any]:
 
 
 def _complain(message: object, exit_code: int) -> int:
-    """Print one line, whatever line breaks the user's own words bring into it."""
-    print("towers:", " ".join(str(message).splitlines()), file=sys.stderr)
+    """Print one line; return the exit code."""
+    signals.complain(message)
     return exit_code
+
+
+def _end(listener: signals.Listener) -> int:
+    """Print the line of an end that a signal asked for, or somebody's KeyboardInterrupt."""
+    if listener.asked is None:
+        return _complain("interrupted", 128 + signal.SIGINT)
+    return _complain(*reversed(listener.stopping(listener.asked)))
+
+
+def _stopped(number: int) -> tuple[int, str]:
+    """Return exit code and line of a run that was stopped where it had nothing to save."""
+    name = signal.Signals(number).name
+    return EXIT_STOPPED, f"stopped by {name}: nothing is lost, the same command goes on"
 
 
 def _run(verb: Verb, options: Any, start: float) -> int:

@@ -4,11 +4,18 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from towers.errors import InputError, RunError
+
+PARTS = "checkpoints", "train", "eval"  # folders in that of a run
+TEXTS = "flags.cfg", "manifest.json", "result.json", "best.json"
 
 
 @contextlib.contextmanager
@@ -23,11 +30,21 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+def flush(path: str | Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk, as far as that can be told."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file so that a crash leaves the old one or the new one, whole; RunError if not."""
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
+            flush(temporary)
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}") from None
 
@@ -38,12 +55,41 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds, {} if it is absent, not whole, or no object."""
+    """Return the object that a JSON file holds, {} if it is absent, not whole, or no object.
+
+    Of a file that is there a line says so.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        if isinstance(found, dict):
+            return found
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    return found if isinstance(found, dict) else {}
+    except (OSError, ValueError, RecursionError):  # of brackets within brackets
+        pass
+    damaged(path)
+    return {}
+
+
+def damaged(path: Path) -> None:
+    """Say that a file is not what it should be."""
+    print(f"warning     {path} is damaged, and taken as absent", file=sys.stderr, flush=True)
+
+
+_LONGEST_NAME = 200  # of what a run writes in its folder, in characters; folders in it included
+# What a process that was killed may have left of what it was writing: here, and TensorFlow.
+_LEFT = re.compile(
+    r"\.\w[\w.]*\.(cfg|json|tsv|txt)\.\d+|\.(checkpoint|ckpt-\d+)\.\d+(\..*)?"
+    r"|ckpt-\d+_temp|ckpt-\d+\..*\.tempstate\d+"
+)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Delete what dead processes left in a folder, as far as it can be; the caller has its lock."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if _LEFT.fullmatch(path.name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 class Lock:
@@ -83,6 +129,88 @@ class Lock:
         except OSError:  # no locks there
             pass
 
+    def name_of(self, place: tuple[int, int] | None) -> str | None:
+        """Return what a locked folder is called now, None if it is deleted, or nobody knows."""
+        with contextlib.suppress(KeyError, OSError):
+            name = os.readlink(f"/proc/self/fd/{self._held[place]}")
+            return name if place_of(Path(name)) == place else None
+        return None
+
+
+class Home:
+    """The folder of a run that trains: if it goes, it is made again.
+
+    What a run needs to go on, and is written at its start alone, is kept here for that.
+    """
+
+    def __init__(self, folder: Path, lock: Lock, say: Callable[[str], None] = print):
+        """Note what there is; `say` is given a line when it was gone."""
+        self.folder, self.say = folder, say
+        self._lock, self._place, self._checking = lock, place_of(folder), threading.Lock()
+        known = (folder / name for name in ("flags.cfg", "manifest.json", "placement.tsv"))
+        self._kept = {path.name: path.read_bytes() for path in known if path.exists()}
+
+    def check(self) -> None:
+        """Make sure that the folder is there, and this run's; from any thread.
+
+        Raises:
+            OSError: it cannot be made again.
+            RunError: it is the folder of another run now.
+        """
+        with self._checking:
+            now = place_of(self.folder)
+            gone = [name for name in self._kept if not (self.folder / name).exists()]
+            if now == self._place and not gone:
+                return
+            if now != self._place:
+                self._refuse_another()
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self._take()
+                gone = list(self._kept)
+            self._write(self.folder, gone)
+            if now == self._place:
+                self.say(f"warning     {self.folder}: {', '.join(gone)} was gone: written again")
+                return
+            moved = self._lock.name_of(self._place)
+            which = f"is {moved} now" if moved else "is gone"
+            self.say(
+                f"warning     the folder that was {self.folder} {which}: it is made again, and the "
+                "run goes on there"
+            )
+            self._place = place_of(self.folder)
+
+    def copy_to(self, folder: Path) -> None:
+        """Write there, too, what a run needs to go on, but for its checkpoints."""
+        self._write(folder, self._kept)
+
+    def _refuse_another(self) -> None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if not is_run(self.folder):
+                return
+            flags, kept = self.folder / "flags.cfg", self._kept.get("flags.cfg")
+            if not flags.exists() or flags.read_bytes() != kept:
+                raise RunError(f"{self.folder} is the folder of another run now")
+
+    def _take(self) -> None:
+        try:
+            self._lock.take(self.folder)
+        except InputError:
+            raise RunError(f"another process trains in {self.folder} now") from None
+
+    def _write(self, folder: Path, names: Iterable[str]) -> None:
+        for name in names:
+            with replacing(folder / name) as temporary:
+                temporary.write_bytes(self._kept[name])
+
+
+def place_of(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file or folder from others, whatever its name; None: there is none."""
+    try:
+        about = os.stat(path)
+    except OSError:
+        return None
+    return about.st_dev, about.st_ino
+
 
 def check_train_dir(folder: Path, overwrite: bool) -> None:
     """Refuse a folder that cannot be, or should not become, that of a run.
@@ -91,12 +219,20 @@ def check_train_dir(folder: Path, overwrite: bool) -> None:
         InputError: one line.
     """
     try:
-        existing = next(p for p in [folder, *folder.absolute().parents] if p.exists())
+        existing = next(p for p in [folder, *folder.absolute().parents] if os.path.lexists(p))
+        if not existing.exists():
+            raise InputError(
+                f"--train_dir={folder}: {existing} is a link to {os.readlink(existing)}, which is "
+                "not there; make that folder, or name another"
+            )
         if not existing.is_dir():
             raise InputError(f"--train_dir={folder}: {existing} is a file; name a folder")
         moved = overwrite and existing == folder and any(folder.iterdir())
+        if not moved:
+            _check_parts(folder)
     except OSError as error:
         raise InputError(f"--train_dir={folder}: {error.strerror}") from None
+    _check_name(folder.absolute() / ("x" * _LONGEST_NAME), f"--train_dir={folder}")
     if moved and not is_run(folder):
         raise InputError(
             f"--overwrite: {folder} holds files but no run (no flags.cfg), and is not moved aside: "
@@ -107,9 +243,24 @@ def check_train_dir(folder: Path, overwrite: bool) -> None:
             f"--overwrite: {folder} cannot be moved aside, it holds the current folder: "
             "name another --train_dir"
         )
+    if moved:
+        _check_name(aside := _aside(folder), f"--overwrite: {folder} cannot be moved to {aside}")
     written = folder.absolute().parent if moved else existing
     if not os.access(written, os.W_OK | os.X_OK):
         raise InputError(f"--train_dir={folder}: no permission to write in {written}")
+
+
+def _check_parts(folder: Path) -> None:
+    """Refuse a folder in which something else lies where a run is to write."""
+    for name in (*PARTS, *TEXTS):
+        path, kind = folder / name, "folder" if name in PARTS else "file"
+        if os.path.lexists(path) and not (path.is_dir() if name in PARTS else path.is_file()):
+            raise InputError(
+                f"--train_dir={folder}: {path} is no {kind}, as that of a run is; move it away, or "
+                "name another --train_dir"
+            )
+        if name in PARTS and path.exists() and not os.access(path, os.W_OK | os.X_OK):
+            raise InputError(f"--train_dir={folder}: no permission to write in {path}")
 
 
 def is_run(folder: Path) -> bool:
@@ -125,12 +276,28 @@ def move_aside(folder: Path) -> Path | None:
     """
     if not is_run(folder):
         return None
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
+    aside = _aside(folder)
     try:
         folder.rename(aside)
     except OSError as error:
         reason = f"{folder} cannot be moved to {aside}: {error.strerror}"
         raise InputError(f"--overwrite: {reason}") from None
     return aside
+
+
+def _aside(folder: Path) -> Path:
+    """Return the first free of folder.1, folder.2, ..."""
+    number = 1
+    while os.path.lexists(aside := folder.with_name(f"{folder.name}.{number}")):
+        number += 1
+    return aside
+
+
+def _check_name(path: Path, what: str) -> None:
+    """Refuse a path that the system does not take; the line begins with `what`."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise InputError(f"{what}: {error.strerror}; name another --train_dir") from None

@@ -46,6 +46,15 @@ def first_line(error: BaseException, widest: int = 200) -> str:
     return next(filter(None, map(str.strip, lines)), type(error).__name__)[:widest]
 
 
+def reason(error: BaseException) -> str:
+    """Return why a file cannot be written or read, without the path that TensorFlow has it under.
+
+    TensorFlow says "/proc/self/fd/9/ckpt-0.index; No space left on device [Op:SaveV2]".
+    """
+    said = re.sub(r"^/[^;]*; | \[Op:\w+\]$", "", first_line(error, 500))
+    return getattr(error, "strerror", None) or said
+
+
 def cut(text: str, widest: int) -> str:
     """Return a text of at most so many characters: its two ends, which tell names apart."""
     if len(text) <= widest:

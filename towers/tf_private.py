@@ -27,7 +27,11 @@ from keras.src.random.seed_generator import global_seed_generator
 from keras.src.saving import saving_lib
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 from keras.src.trainers.data_adapters import get_data_adapter
-from tensorflow.core.protobuf import device_properties_pb2, meta_graph_pb2
+from tensorflow.core.protobuf import (
+    device_properties_pb2,
+    meta_graph_pb2,
+    trackable_object_graph_pb2,
+)
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import cancellation, context, record
@@ -216,6 +220,11 @@ def outputs_watched(model: keras.Model, watch: Callable[[Any], object]) -> Block
         return compute_metrics
 
     return _replaced((model, "compute_metrics", make))
+
+
+def computed_losses_replaced(model: keras.Model, make: Make) -> Block:
+    """Replace a model's `compute_loss`. Public: a subclass, of a model that is the user's."""
+    return _replaced((model, "compute_loss", make))
 
 
 def losses_replaced(make: Make) -> Block:
@@ -423,6 +432,29 @@ def begin_pass_again(iterator: tf.data.Iterator, state: bytes) -> None:
 
 
 # Keras' optimizers, which know one device.
+
+
+OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # what a checkpoint holds it under
+
+
+def object_graph(group: str, names: Sequence[str], keys: Sequence[str], other: str) -> bytes:
+    """Return what `tf.train.Checkpoint` knows variables by in a checkpoint that it did not write.
+
+    It is that of `Checkpoint(GROUP={name: variable}, OTHER=variable)`, with variables under `keys`.
+
+    Public: `tf.train.Checkpoint.write`, which reads variables while it writes, not before.
+    """
+    graph = trackable_object_graph_pb2.TrackableObjectGraph()
+    root, of_group = graph.nodes.add(), graph.nodes.add()
+    root.children.add(node_id=1, local_name=group)
+    root.children.add(node_id=2, local_name=other.partition("/")[0])
+    for key in (other, *keys):
+        graph.nodes.add().attributes.add(name="VARIABLE_VALUE", checkpoint_key=key)
+    for number, name in enumerate(names, 3):
+        of_group.children.add(node_id=number, local_name=name)
+    for node in graph.nodes:
+        node.has_checkpoint_values.value = True
+    return graph.SerializeToString()
 
 
 def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:

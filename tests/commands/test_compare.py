@@ -153,6 +153,40 @@ def test_the_result_of_a_run_that_went_on_is_an_old_one():
     assert [run["metrics"]["accuracy"] for run in result["runs"]] == pytest.approx([0.7, 0.9])
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "[" * 100_000,
+        "[]",
+        '{"steps": []}',
+        '{"steps": 3, "examples": "x"}',
+        '{"steps": 3, "objective": ["a"]}',
+        '{"steps": 3, "direction": "up"}',
+        '{"steps": 3, "test_accuracy": [[1]]}',
+    ],
+)
+def test_a_damaged_result_is_as_none_and_said(damage, capsys):
+    make_run("a", [0.5, 0.7], RESULT)
+    Path("a/result.json").write_text(damage)
+    Path("sweep.json").write_text('{"runs": [{"name": []}]}')
+    make_run("b", [0.5, 0.7])
+    result, _ = compare_lines(".", "--plot=none")
+    assert [run["status"] for run in result["runs"]] == ["unfinished"] * 2
+    said = [line.split()[:4] for line in capsys.readouterr().err.splitlines()]
+    assert said == [["warning", f"{name}.json", "is", "damaged,"] for name in ("a/result", "sweep")]
+
+
+def test_flags_that_are_damaged_or_odd(capsys):
+    make_run("a", [0.5, 0.7], RESULT | {"test_accuracy": 10**400})
+    make_run("b$x_{", [0.5, 0.7])
+    Path("a/flags.cfg").write_bytes(b"--batch_size=0\n--batch_size=\xff")
+    Path("b$x_{/flags.cfg").write_text("--batch_size=x\n--seed\n")
+    result, _ = compare_lines("a", "b$x_{")
+    assert Path("compare.png").exists()
+    assert [run["metrics"]["objective"] for run in result["runs"]] == pytest.approx([0.7, 0.7])
+    assert "a/flags.cfg is damaged" in capsys.readouterr().err
+
+
 def test_empty_and_failed_runs_are_named():
     make_run("S/a", [0.5])
     (Path("S/b") / "checkpoints").mkdir(parents=True)

@@ -18,6 +18,7 @@ from towers.commands.plan import command, cost_model, measure
 from towers.commands.plan.cost_model import LINKS, Link, Work, step_seconds
 from towers.graphs.traffic import HOST, read_step
 from towers.options.run import Options
+from towers.training import memory
 from towers.training.masters import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +46,7 @@ def test_what_the_dense_model_moves_and_holds_with_its_variables_on_the_host():
         assert found.planned[HOST, name] == DENSE_BYTES + rows * A_ROW + CONDITION
         assert found.planned[name, HOST] == DENSE_BYTES + LOSS
     assert len(found.planned) == 6
-    held = found.memory_of(TOWERS[0])
+    held = memory.held(found.run, found.step, TOWERS[0])
     assert (held["weights"], held["optimizer"], held["average"]) == (0, 0, 0)
     assert held["weights_received"] == held["gradients"] == DENSE_BYTES
     assert held["batch"] == 3 * A_ROW
@@ -74,7 +75,7 @@ def test_what_it_moves_and_holds_with_replicated_variables():
     assert [counts["per_device"][name]["collective"] for name in TOWERS] == [ring] * 3
     assert not {(s, t) for s, t in found.planned if HOST not in (s, t)}  # no gradient is sent
     assert found.planned[HOST, TOWERS[1]] < 3 * A_ROW + 100
-    held = found.memory_of(TOWERS[1])
+    held = memory.held(found.run, found.step, TOWERS[1])
     assert held["weights"] == DENSE_BYTES <= held["optimizer"]
     assert held["average"] == 0  # it is on the first tower
 

@@ -153,6 +153,11 @@ def test_a_file_that_cannot_be_read_is_one_line_and_nothing_is_printed(
         assert err.startswith(
             f"towers: {tmp_path / name}{'' if message[0] == ':' else ' '}{message}"
         )
+    argv = run, top / "photos", "--max_image_pixels=63"
+    assert predict(capsys, *argv)[2].endswith(
+        ".png has 64 pixels, 8x8 (height x width), and --max_image_pixels=63 are allowed: make it "
+        "smaller, or allow more\n"
+    )
     code, _, err = predict(capsys, run)
     assert (code, err) == (
         2, "towers: towers predict needs files or folders: towers predict --train_dir=RUN FILE\n",

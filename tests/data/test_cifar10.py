@@ -47,6 +47,26 @@ def test_is_found_anywhere(tmp_path, write, folder):
     assert_is_cifar10(data.load("cifar10", str(tmp_path)))
 
 
+@pytest.mark.parametrize("write", [write_binaries, write_pickles])
+def test_files_that_are_not_the_published_ones_are_named_and_taken(
+    tmp_path, capsys, monkeypatch, write
+):
+    write(tmp_path)
+    sums = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(cifar10, "_MD5_OF", sums)
+    assert_is_cifar10(data.load("cifar10", str(tmp_path)))
+    assert capsys.readouterr().err == ""
+    first, *_, last = sorted(tmp_path.iterdir())
+    content = bytearray(last.read_bytes())
+    content[1000] ^= 64  # a pixel
+    last.write_bytes(content)
+    loaded = data.load("cifar10", str(tmp_path))
+    assert loaded.train.size == 5 * NUM
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {last.name} in {tmp_path} differ")
+    assert first.name not in line
+
+
 def test_the_nearest_folder_and_in_it_the_binary_form_is_taken(tmp_path):
     write_binaries(tmp_path / "a")
     write_pickles(tmp_path / "a")
@@ -123,6 +143,14 @@ class Evil:
         return os.system, ("touch pwned",)
 
 
+def doubled(times):
+    """Return a list in a list, twice in each: little to write, too much to go through."""
+    inner = [1]
+    for _ in range(times):
+        inner = [inner, inner]
+    return inner
+
+
 IMAGES, LABELS = batch(5)
 GOOD = {b"data": rows(IMAGES), b"labels": LABELS.tolist()}
 WRONG = "is no pickle of CIFAR-10: "
@@ -143,6 +171,13 @@ BAD_PICKLES = {
     "labels too few": ({**GOOD, b"labels": [1] * 19}, "as many labels"),
     "labels float": ({**GOOD, b"labels": [1.0] * 20}, "as many labels"),
     "label 10": ({**GOOD, b"labels": [0, 1, 10] + [0] * 17}, "record 2 (counted from 0) has label"),
+    # A memo of so many places, tuples in tuples, lists of lists that stand for 2**40 numbers.
+    "gigabytes for its memo": (b"\x80\x02Nr\xff\xff\xff\x1f.", "536870911 places"),
+    "gigabytes for its memo, as text": (b"Np536870911\n.", "536870911 places"),
+    "more bytes than it has": (b"\x80\x04\x8e" + b"\xff" * 5 + bytes(3) + b".", "ends too early"),
+    "deep": (b"\x80\x02)" + b"\x85" * 40_000 + b"0}.", "more than 1000 lists, tuples"),
+    "many times the pictures": (b"N" * 300_000 + b".", "more than 245,760 bytes"),
+    "labels that grow": ({**GOOD, b"labels": [doubled(40)] * NUM}, "as many labels"),
     "label -1": ({**GOOD, b"labels": [-1] + [0] * 19}, "record 0 (counted from 0) has label -1"),
 }
 
@@ -171,7 +206,7 @@ def test_a_pickle_with_any_byte_changed_is_an_error_or_a_valid_set(tmp_path, mon
             damaged[index] = value
             path.write_bytes(damaged)
             try:
-                images, labels = cifar10._read(str(path))
+                images, labels, _ = cifar10._read(str(path))
             except InputError as error:
                 assert str(path) in str(error) and "\n" not in str(error)  # noqa: PT017
             else:

@@ -132,6 +132,37 @@ def test_targets_that_are_no_classes(load, kind, wrap):
     assert loaded.image_shape == ((5, 6, 3) if half[0] is IMAGES else None)
 
 
+class InBatches(keras.utils.PyDataset):
+    """Two examples a batch."""
+
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    num_batches = 2
+
+    def __getitem__(self, number):
+        rows = slice(2 * number, 2 * number + 2)
+        return self.x[rows], self.y[rows]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "where"),
+    [
+        (lambda *half: half, "train y: row 2 (counted from 0)"),
+        (lambda *half: examples(*half), "train dataset: example 2 (counted from 0)"),
+        (InBatches, "train batch 1"),
+    ],
+)
+def test_one_wrong_label_makes_no_classes_and_is_named(load, wrap, where):
+    half = IMAGES, np.array([0, 1, 2_000_000_000, 1])
+    loaded = load((wrap(*half), HALF))
+    assert (loaded.num_classes, loaded.class_names) == (0, ())
+    assert f"{where} has label 2000000000, where classes are 0..999 at" in loaded.no_classes
+    few, many = ((np.zeros([size, 1]), np.arange(size)) for size in (4, 1500))
+    assert load((many, few)).num_classes == 1500  # a class for each example
+
+
 def test_tables_and_texts_may_have_classes(load):
     loaded = load(((PADDED, LABELS), (PADDED, LABELS)))
     assert (loaded.num_classes, loaded.image_shape) == (3, None)
@@ -356,6 +387,11 @@ WRONG = {
         (HALF, HALF, 2),
         "train y: row 1 (counted from 0) is 2; allowed a",
     ),
+    "label beyond int32, of a dataset": (
+        (examples(IMAGES, np.array([0, 1, 2**40, 0])), HALF),
+        "train dataset: example 2 (counted from 0) has label 1099511627776; classes are 0, 1, 2",
+    ),
+    "classes without end": ((HALF, HALF, 2 * 10**9), "is 2000000000; return 1 or more, up to 1,0"),
     "classes 0": ((HALF, HALF, 0), "num_classes is 0; return 1 or more"),
     "classes float": ((HALF, HALF, 3.0), "num_classes is 3.0; return 1 or more"),
     "classes of no labels": (
@@ -375,7 +411,7 @@ WRONG = {
     ),
     "a target that float32 does not hold": (
         ((IMAGES, {"a": [[1.0], [1e300], [0.0], [0.0]]}), HALF),
-        "train y['a']: row 1 (counted from 0) has a NaN or an infinity",
+        "train y['a']: row 1 (counted from 0) has a number beyond float32",
     ),
     "no size": ((unsized(examples()), HALF), "does not know its size, the size given is None"),
     "endless": ((examples().repeat(), HALF), "train dataset is endless"),
@@ -412,9 +448,13 @@ def test_what_cannot_be_used_is_said_in_one_line(load, wrong):
 @pytest.mark.parametrize(
     ("images", "labels", "message"),
     [
-        (IMAGES, LABELS, "mine:load: train has a label outside 0..1"),
-        (IMAGES, LABELS - 1, "mine:load: train has a label outside 0..1"),
-        (IMAGES * np.float32(np.nan), LABELS // 2, "mine:load: train has a NaN or an infinity"),
+        (
+            IMAGES,
+            LABELS,
+            r"train dataset: example. \[1\] .* \[label\] \[2\] \[which is outside of 0..1",
+        ),
+        (IMAGES, LABELS - 1, r"example. \[0\] .* \[label\] \[-1\] \[which is outside of 0..1"),
+        (IMAGES * np.float32(np.nan), LABELS // 2, r"example. \[0\] .* \[a NaN or an inf"),
     ],
 )
 def test_a_dataset_s_examples_are_checked_as_they_are_read(load, images, labels, message):

@@ -220,6 +220,25 @@ def test_few_images_are_all_tried_before_a_run(kind, tmp_path, number):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("number", [0, 4])  # the first is one of those that are tried
+def test_an_image_of_too_many_pixels_is_named_and_not_decoded(kind, tmp_path, number):
+    large = np.zeros((9, 9, 3), np.uint8)
+
+    def encode(pixels):
+        return png(large if numbers_of(pixels[None])[0] == number else pixels)
+
+    WRITE[kind](tmp_path, range(60), encode=encode)
+    WRITE[kind](tmp_path, range(500, 500 + TEST), split="test")
+    name = f"{number:05d}.png" if kind == "folder" else f": record {number} (counted from 0)"
+    line = "has 81 pixels, 9x9 (height x width), and --max_image_pixels=80 are allowed: make"
+    with pytest.raises((InputError, tf.errors.InvalidArgumentError)) as error:
+        list(data.load(kind, str(tmp_path), (6, 5), max_image_pixels=80).train.eval_batches(7))
+    assert f"{name} {line}" in str(error.value)
+    list(data.load(kind, str(tmp_path), (6, 5), max_image_pixels=81).train.eval_batches(7))
+    with pytest.raises(InputError, match="--image_size=10x9 are 90 pixels, and --max_image_pixels"):
+        data.load(kind, str(tmp_path), (10, 9), max_image_pixels=81)
+
+
 # Runs
 
 
@@ -247,7 +266,7 @@ def test_a_run_that_meets_a_damaged_image_says_so_in_one_line(kind, tmp_path, ca
     given += " --model=tests.tiny:dense --augment=none --batch_size=7"
     assert cli.main(["train", *given.split()]) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"towers: --dataset={kind} cannot be read: ") and name in error
+    assert error.startswith(f"towers: --dataset={kind} cannot be read at step ") and name in error
     assert error.endswith("mend or remove it\n") and error.count("\n") == 1
 
 

@@ -1,10 +1,14 @@
 """`--dataset=FILE.npz`: arrays by their keys."""
 
+import io
+import zipfile
+
 import numpy as np
 import pytest
 
 from tests.data.test_custom import batch_of
 from towers import data
+from towers.devices import memory
 from towers.errors import InputError
 
 X, Y = np.arange(80.0).reshape(20, 4), np.arange(20) % 3
@@ -93,6 +97,27 @@ def test_what_cannot_be_used_is_said_in_one_line(save, arrays, message):
 def test_a_damaged_file(tmp_path, content):
     (tmp_path / "mine.npz").write_bytes(content)
     with pytest.raises(InputError, match="mine.npz is damaged, or no .npz file; write it by np.sa"):
+        data.load(str(tmp_path / "mine.npz"))
+
+
+def test_an_archive_larger_than_memory_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
+    np.savez_compressed(tmp_path / "mine.npz", x=np.zeros([1000, 1000]), y=np.zeros(1000, int))
+    monkeypatch.setattr(memory, "of_host", lambda: 2**22)
+    with pytest.raises(
+        InputError, match="mine.npz unpacks to 7.6 MiB, and there are 4.0 M"
+    ):
+        data.load(str(tmp_path / "mine.npz"))
+
+
+@pytest.mark.parametrize("shape", ["(2**42,)", "(1000, 1000, 1000, 1000)", "(19, 3)"])
+def test_a_header_that_lies_takes_no_memory(tmp_path, shape):
+    with zipfile.ZipFile(tmp_path / "mine.npz", "w") as archive:
+        for key in ("x", "y"):
+            buffer = io.BytesIO()
+            about = {"descr": "<f8", "fortran_order": False, "shape": eval(shape)}
+            np.lib.format.write_array_header_1_0(buffer, about)
+            archive.writestr(f"{key}.npy", buffer.getvalue() + bytes(20 * 8))
+    with pytest.raises(InputError, match="mine.npz is damaged"):
         data.load(str(tmp_path / "mine.npz"))
 
 

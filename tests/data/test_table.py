@@ -1,10 +1,13 @@
 """`--dataset=FILE.csv`: a table in a text file."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
 from tests.data.test_custom import batch_of
 from towers import data
+from towers.data import table
 from towers.errors import InputError
 
 FLATS = "area,rooms,price\n" + "".join(f"{10 * i}.5,{i}, {i / 4}\n" for i in range(1, 21))
@@ -56,6 +59,22 @@ def test_whole_numbers_are_classes_unless_they_are_many_or_negative(write):
     assert loaded(0, 999).num_classes == 1000
     for targets in [(0, 1000), (0, -1), (0, 1.0), (0, "1e2")]:
         assert loaded(*targets).num_classes == 0
+    assert "line 3, column b is 2000000000, where classes are" in loaded(0, 2 * 10**9).no_classes
+
+
+def test_a_line_without_end_is_not_read_to_its_end(write, monkeypatch):
+    monkeypatch.setattr(table, "_MAX_LINE", 50)
+    with pytest.raises(InputError, match="has a line of 50 characters or more: no table of that"):
+        data.load(write("a,b\n1,2\n" + "3," * 100))
+
+
+def test_one_long_cell_makes_no_others_long(write):
+    tracemalloc.start()
+    rows = "".join(f"{i},{i}.5\n" for i in range(2000))
+    data.load(write(f"a,b\n{rows}0.{'1' * 100_000},0.5\n"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**25  # an array of texts would have 800 MB
 
 
 def test_texts_are_classes_in_the_order_of_their_names(write):

@@ -104,6 +104,10 @@ def test_a_long_scan_is_announced(top, monkeypatch, capsys):
 # Errors
 
 
+DAMAGED = "cannot be read, or is damaged or compressed; write it again, uncompressed"
+ENDLESS = bytes.fromhex("aa3d6be4")
+
+
 def test_missing_files(top):
     for path in top.glob("test*"):
         path.unlink()
@@ -138,6 +142,14 @@ def test_records_must_be_alike(top):
     assert refusal(top).startswith(f"{path} has a record that is no tf.train.Example, or lacks")
 
 
+def test_one_wrong_label_takes_no_memory(top):
+    path = top / "train-00000-of-00001.tfrecord"
+    write(path, [record(0), example(png(image(0)), 2_000_000_000)])
+    assert refusal(top).startswith(
+        f"{path}: record 1 (counted from 0) has label 2000000000, where labels are 0..999 at most"
+    )
+
+
 def test_labels_are_checked_before_a_run(top):
     path = top / "train-00002-of-00003.tfrecord"
     for label in -1, 2**31 - 1:
@@ -157,17 +169,28 @@ def test_labels_are_checked_before_a_run(top):
 def test_damaged_and_compressed_files(top, name):
     path = top / f"{name}.tfrecord"
     whole = path.read_bytes()
-    middle = len(whole) // 2
-    message = f"{path} cannot be read, or is damaged or compressed; write it again, uncompressed"
+    starts = list(tfrecord._starts(str(path)))
+    middle = starts[1] + 50  # in the image of record 1
     changed = whole[:middle] + b"?" + whole[middle + 1 :]
-    for content in (whole[:-1], changed, b"no records at all"):
+    for content, number in ((whole[:-1], len(starts) - 1), (changed, 1), (b"no records at all", 0)):
         path.write_bytes(content)
-        assert refusal(top) == message
+        line = refusal(top)
+        assert line.startswith(f"{path}: record {number} (counted from 0)")
+        assert line.endswith(DAMAGED)
     write(path, [record(0)], compression="GZIP")
-    assert refusal(top) == message
+    assert refusal(top).endswith(DAMAGED)
     path.unlink()
     path.mkdir()
-    assert refusal(top) == message
+    assert refusal(top) == f"{path} {DAMAGED}"
+
+
+def test_a_record_that_says_it_is_endless_ends_no_process(top):
+    """TensorFlow takes the room that a record asks for, and a sum vouches for the number."""
+    path = top / "train-00000-of-00003.tfrecord"
+    whole = path.read_bytes()
+    # The length 2**40 and its checksum, as TensorFlow masks it.
+    path.write_bytes(whole + (2**40).to_bytes(8, "little") + ENDLESS + b"and so on")
+    assert refusal(top) == f"{path}: record 3 (counted from 0), or one before, {DAMAGED}"
 
 
 def test_a_file_that_goes_away_is_named(top):

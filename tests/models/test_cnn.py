@@ -58,7 +58,7 @@ def test_weight_decay_is_the_tutorials_l2_loss_on_the_hidden_dense_layers():
 
 
 def test_negative_weight_decay_is_refused():
-    with pytest.raises(ValueError, match=r"^weight_decay=-1 must be at least 0.*$"):
+    with pytest.raises(ValueError, match=r"^weight_decay=-1 must be a number of at least 0.*$"):
         cnn(weight_decay=-1)
 
 

@@ -148,8 +148,8 @@ def test_a_run_that_goes_on_is_one_row_with_one_value(parts, tmp_path):
 
 
 def test_a_sweep_shows_a_row_for_each_run_and_what_is_varied_first(parts, tmp_path):
-    flags = {"momentum": 0.5, "seed": 1}
-    files.write_json(tmp_path / "sweep.json", {"runs": [{"name": "seed=1", "flags": flags}]})
+    noted = {"name": "seed=1", "status": "finished", "flags": {"momentum": 0.5, "seed": 1}}
+    files.write_json(tmp_path / "sweep.json", {"runs": [noted]})
     for seed in (1, 2):
         run, *rest = parts
         folder = tmp_path / f"seed={seed}"

@@ -3,10 +3,15 @@
 import struct
 
 import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from tests import tiny
-from towers.monitoring import events
+from towers.monitoring import crc32c, events
 from towers.monitoring.event_writer import EventWriter
 
 MIB = 2**20
@@ -68,7 +73,7 @@ def test_what_a_continued_run_writes_anew_is_dropped(folder):
 def test_a_file_that_ends_in_the_middle_of_a_record(folder):
     path = write(folder, [0, 10, 20])
     whole = path.read_bytes()
-    *_, end, _ = [end for _, end in events.records(path)]
+    *_, end, _ = [end for _, _, end in events.Records(path)]
     for cut_at in range(end + 1, len(whole)):
         path.write_bytes(whole[:cut_at])
         assert xs_of(folder) == [0, 10]
@@ -126,3 +131,114 @@ def test_curves_never_pass_the_limit_and_none_is_starved(folder):
     assert gaps[0] == 1 and max(gaps) >= 4  # thinner towards the end
     assert xs[-1] > 300 and max(events.read(folder, {"accuracy"})) > 300
     assert len(lines) == 1 and "curves" in lines[0]
+
+
+# ---------------------------------------------------------------------------- Damage
+
+
+def damaged(folder, path, content):
+    """Return the points of a file with such bytes, and the lines that reading and cutting said."""
+    path.write_bytes(content)
+    read, cut = [], []
+    points = events.read(folder, say=read.append)
+    events.cut(folder, 1000, say=cut.append)
+    assert len(read) == len(cut) <= 1
+    if path.exists():
+        assert events.read(folder, say=pytest.fail) == points  # the file is whole again
+        tiny.records(folder)  # TensorFlow's own reader finds nothing wrong either
+    return points, read
+
+
+def test_no_flipped_bit_changes_or_loses_a_point_in_silence(folder):
+    path = write(folder, range(0, 60, 10))
+    good, expected = path.read_bytes(), events.read(folder)
+    for place in range(0, len(good), 7):
+        bad = bytearray(good)
+        bad[place] ^= 1 << place % 8
+        points, lines = damaged(folder, path, bad)
+        assert points.items() <= expected.items() and len(points) >= len(expected) - 1
+        assert len(lines) == 1 and "1 of 7 records" in lines[0] and str(path) in lines[0]
+
+
+def test_what_stands_behind_a_damaged_place_is_kept(folder):
+    path = write(folder, range(0, 60, 10))
+    good, expected = path.read_bytes(), events.read(folder)
+    spans = [(begin, end) for _, begin, end in events.Records(path)]
+    (begin, end), (after, _) = spans[3], spans[4]
+    too_long = struct.pack("<Q", 2**40)
+    too_long += struct.pack("<I", masked_crc32c(too_long))
+    for bad in (
+        good[: begin + 5] + good[after:],  # cut out, as a lost block is
+        good[: begin + 40] + good[after:],
+        good[:begin] + bytes(end - begin) + good[after:],
+        good[:begin] + b"\xff" * 5000 + good[after:],
+        good[:begin] + too_long + good[begin + 12 :],
+    ):
+        points, lines = damaged(folder, path, bad)
+        assert list(points) == [0, 10, 30, 40, 50] and len(lines) == 1
+    assert damaged(folder, path, good) == (expected, [])
+
+
+def test_what_cannot_be_read_is_said(folder, monkeypatch):
+    path = write(folder, [0, 10])
+    (folder / "events.out.tfevents.1.folder").mkdir()
+    (folder / "events.out.tfevents.2.link").symlink_to("missing")
+    assert xs_of(folder) == [0, 10]
+
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(path), "read_bytes", refuse)
+    lines = []
+    assert events.read(folder, say=lines.append) == {}
+    events.cut(folder, 5, say=lines.append)
+    assert [line.split(": ") for line in lines] == [
+        [f"{path} cannot be read", "Permission denied"],
+        [f"{path} cannot be cut back to step 5", "Permission denied"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        {"dtype": "DT_INT32", "tensor_content": b"123"},
+        {"dtype": "DT_INVALID"},
+        {"dtype": "DT_RESOURCE", "float_val": [1.0, 2.0]},
+        {"dtype": "DT_COMPLEX64", "scomplex_val": [1.0, 2.0]},
+        {"dtype": "DT_FLOAT"},
+        {"dtype": "DT_FLOAT", "float_val": [float("nan")]},
+        {"dtype": "DT_STRING", "string_val": [b"a"]},
+        {"dtype": "DT_HALF", "half_val": [2**31 - 1]},
+        {"dtype": "DT_FLOAT", "tensor_shape": {"unknown_rank": True}},
+    ],
+)
+def test_what_is_no_number_is_no_point(folder, tensor):
+    summary = Summary(value=[{"tag": "a", "tensor": tensor}])
+    write_events(folder, Event(step=1, summary=summary), Event(step=-1, summary=summary))
+    assert events.read(folder).get(1, {}) in ({}, {"a": 0.0})
+
+
+def test_a_point_before_the_first_step_hides_no_others(folder):
+    write(folder, [0, 10])
+    write_events(folder, Event(step=-5, summary={"value": [{"tag": "a", "tensor": FLOAT}]}))
+    assert xs_of(folder) == [0, 10]
+
+
+FLOAT = {"dtype": "DT_FLOAT", "float_val": [1.0]}
+
+
+def write_events(folder, *found):
+    """Write a file with these events."""
+    folder.mkdir(exist_ok=True)
+    with tf.io.TFRecordWriter(str(folder / "events.out.tfevents.9999999999.x")) as file:
+        for event in (Event(file_version="brain.Event:2"), *found):
+            file.write(event.SerializeToString())
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.binary(max_size=3000), max_size=20))
+def test_sums_are_those_of_tensorflow(texts):
+    assert crc32c.masked(texts).tolist() == [masked_crc32c(text) for text in texts]
+    assert crc32c.masked([text * 50 for text in texts]).tolist() == [
+        masked_crc32c(text * 50) for text in texts
+    ]

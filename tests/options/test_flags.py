@@ -13,28 +13,31 @@ import towers
 from towers import cli
 from towers.commands.compare.options import CompareOptions
 from towers.errors import InputError
-from towers.options import flags
+from towers.options import flags, trust
 from towers.options.run import OPTIMIZERS, Options
 
 ROOT = Path(__file__).resolve().parents[2]
 
 # Scripts of others rely on these: change them only deliberately.
 DEFAULTS = """
---train_dir=runs/train --overwrite=false --seed=0 --json=false --model=models.cnn:cnn
---model_args= --init_from= --dtype=float32 --loss= --metrics= --objective= --dataset=shapes
---target= --data_dir= --image_size= --augment=auto --validation_fraction=0 --batch_size=128
+--train_dir=runs/train --overwrite=false --seed=0 --json=false --trust=false
+--model=models.cnn:cnn --model_args= --init_from= --dtype=float32 --loss= --metrics= --objective=
+--dataset=shapes --target= --data_dir= --image_size= --max_image_pixels=64000000 --augment=auto
+--validation_fraction=0 --batch_size=128
 --num_towers=0 --devices= --placement=report --draws=report --variables=default --jit_compile=false
 --log_device_placement=false --batch_norm=sync --accumulate_steps=1 --steps_per_loop=10
 --visible_gpus= --per_process_gpu_memory_fraction=0 --gpu_memory_limit_mib=0 --allow_growth=false
 --allow_soft_placement=true --tf32=true --num_epochs=0 --max_steps=0 --optimizer=momentum
 --learning_rate=0.05 --schedule=cosine --warmup_epochs=0 --decay_epochs= --decay_factor=0.1
 --momentum=0.9 --weight_decay=0 --ema_decay=0 --label_smoothing=0 --clip_norm=0 --clip_value=0
---clip_global_norm=0 --log_every_steps=100 --evaluate_every_epochs=1 --early_stopping_epochs=0
---keep_best=false --checkpoint_every_steps=1000 --keep_checkpoints=3 --tensorboard_x=step
---histogram_every_epochs=0 --profile_steps= --max_event_mib=200
+--clip_global_norm=0 --on_nan=stop --log_every_steps=100 --evaluate_every_epochs=1
+--early_stopping_epochs=0 --keep_best=false --checkpoint_every_steps=1000 --keep_checkpoints=3
+--stall_seconds=300 --on_stall=wait --tensorboard_x=step --histogram_every_epochs=0
+--profile_steps= --max_event_mib=200
 """.split()
 OF_EVALUATE = (
-    "train_dir json model dataset data_dir image_size batch_size dtype num_towers devices "
+    "train_dir json trust model dataset data_dir image_size max_image_pixels batch_size dtype "
+    "num_towers devices "
     "visible_gpus per_process_gpu_memory_fraction gpu_memory_limit_mib allow_growth "
     "allow_soft_placement tf32"
 ).split()
@@ -88,7 +91,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_the_verbs_are_frozen():
     verbs = "train evaluate verify benchmark plan doctor sweep compare tensorboard"
-    assert list(cli.VERBS) == [*verbs.split(), "predict", "export", "init"]
+    assert list(cli.VERBS) == [*verbs.split(), "predict", "export", "replay", "init"]
 
 
 def shown_by(text):
@@ -254,7 +257,9 @@ VALUES = {  # of options that say more than their type; of those that exclude ea
     "optimizer": st.sampled_from([*OPTIMIZERS, "my.own:make"]),
     "visible_gpus": st.sampled_from(["", "none", "0", "0,2", "3, 1"]),
 }
-NOT_VARIED = "overwrite json clip_norm clip_global_norm gpu_memory_limit_mib allow_growth".split()
+NOT_VARIED = (
+    "overwrite json trust clip_norm clip_global_norm gpu_memory_limit_mib allow_growth"
+).split()
 
 
 def values_of(field):
@@ -289,7 +294,8 @@ def test_a_run_is_repeated_by_its_flagfile(tmp_path_factory, options):
 
 def write_run(folder, **values):
     folder.mkdir(parents=True)
-    (folder / "flags.cfg").write_text(Options(train_dir="elsewhere", **values).to_flagfile())
+    text = Options(train_dir="elsewhere", **values).to_flagfile()
+    (folder / "flags.cfg").write_text(trust.signed(text))
 
 
 def test_evaluate_takes_the_run_and_then_its_own_flags(folder):

@@ -184,3 +184,16 @@ def test_models_of_the_users_own_come_first(folder, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     assert told("models.mine:build") is None
     assert str(functions._CHECKOUT) not in sys.path
+
+
+@pytest.mark.parametrize("name", ["builtins:dict", "time:time", "functools:partial"])
+def test_what_does_not_tell_how_it_is_called_is_refused(folder, name):
+    for flag in ("model", "dataset", "loss"):
+        with pytest.raises(InputError, match=f"^--{flag}={name} does not tell which arguments"):
+            load_function(flag, name)
+
+
+def test_a_function_that_is_called_without_arguments_needs_none(folder):
+    assert functions.call_plainly("dataset", "os:getcwd") == str(folder)
+    with pytest.raises(InputError, match="^--optimizer=math:sin is called without arguments, but"):
+        functions.call_plainly("optimizer", "math:sin")

@@ -10,7 +10,7 @@ from towers.options.run import Options, names_that_affect
 
 # The least and the greatest value of each number.
 AT_LEAST_1 = "batch_size accumulate_steps steps_per_loop log_every_steps keep_checkpoints".split()
-AT_LEAST_1 += ["max_event_mib"]
+AT_LEAST_1 += ["max_event_mib", "max_image_pixels"]
 PARTS = "per_process_gpu_memory_fraction decay_factor momentum ema_decay label_smoothing".split()
 HIGHEST = {"seed": 2**31 - 1, "num_epochs": 10**9, "validation_fraction": 0.9}
 HIGHEST |= dict.fromkeys(PARTS, 1)
@@ -157,7 +157,7 @@ def test_the_flagfile_is_the_whole_run_but_for_what_concerns_one_call():
     assert lines[0] == "# towers train --flagfile=THIS_FILE repeats the run"
     assert lines[1] == "--train_dir=runs/a"
     named = [line[2:].partition("=")[0] for line in lines[1:]]
-    assert named == [name for name in FIELDS if name not in ("overwrite", "json")]
+    assert named == [name for name in FIELDS if name not in ("overwrite", "json", "trust")]
 
 
 def test_each_option_says_what_it_means_and_what_it_affects():
@@ -165,4 +165,4 @@ def test_each_option_says_what_it_means_and_what_it_affects():
         assert field.metadata["group"] and field.metadata["help"].endswith("."), name
     kinds = ("result", "speed", "machine", "report", "call")
     assert sorted(sum(map(names_that_affect, kinds), [])) == sorted(FIELDS)
-    assert names_that_affect("call") == ["train_dir", "overwrite", "json"]
+    assert names_that_affect("call") == ["train_dir", "overwrite", "json", "trust"]

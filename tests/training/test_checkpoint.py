@@ -9,8 +9,9 @@ import tensorflow as tf
 
 from tests import tiny
 from towers.errors import InputError, RunError
-from towers.training.checkpoint import Checkpoints, find, stored_variables
+from towers.training.checkpoint import find, stored_variables
 from towers.training.run import prepare
+from towers.training.saving import Checkpoints
 
 
 def variables(value=1.0, **more):
@@ -28,7 +29,7 @@ def opened(folder, value=0.0, keep=3, model="m:f", **more):
 
 def save(folder, *steps, keep=3):
     for step in steps:
-        opened(folder, step, keep).save(step)
+        opened(folder, step, keep).save_now(step)
 
 
 def restored(folder, warn=print):
@@ -81,11 +82,13 @@ def test_a_run_goes_on_below_a_damaged_checkpoint(tmp_path):
     damage(tmp_path, 20, "data empty")
     checkpoints = opened(tmp_path, keep=1)
     assert checkpoints.restore() == 10
-    checkpoints.save(15)  # older than the damaged one, and still the one to keep
-    assert restored(tmp_path)[0] == 15
+    checkpoints.variables["step"].assign(15)
+    checkpoints.save_now(15)  # older than the damaged one, and still the one to keep
+    assert checkpoints.restore() == 15
     assert tf.train.latest_checkpoint(tmp_path) == str(tmp_path / "ckpt-15")
-    checkpoints.save(20)
-    assert restored(tmp_path)[0] == 20 and len(find(tmp_path)) == 1
+    checkpoints.variables["step"].assign(20)
+    checkpoints.save_now(20)
+    assert checkpoints.restore() == 20 and len(find(tmp_path)) == 1
 
 
 def test_the_state_file_is_not_needed(tmp_path):
@@ -101,11 +104,12 @@ def test_the_newest_are_kept_also_across_restarts(tmp_path):
         checkpoints = opened(tmp_path, keep=3)
         checkpoints.restore()
         for step in range(first, first + 5):
-            checkpoints.save(step)
+            checkpoints.variables["step"].assign(step)
+            checkpoints.save_now(step)
     names = {path.name for path in tmp_path.iterdir()}
     kept = {f"ckpt-{n}.{part}" for n in (8, 9, 10) for part in ("index", "data-00000-of-00001")}
     assert names == kept | {"checkpoint"}
-    checkpoints.save(10)
+    checkpoints.save_now(10)
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
@@ -123,7 +127,7 @@ def test_tensorflow_reads_them_and_the_folder_may_be_moved(tmp_path):
 
 def test_names_come_back_as_they_were(tmp_path):
     odd = {name: tf.Variable(1.0) for name in ("a.b/c", "a/.S/b", "x..y", "ü ~2", "/")}
-    Checkpoints(tmp_path, odd, {}).save(1)
+    Checkpoints(tmp_path, odd, {}).save_now(1)
     assert stored_variables(str(tmp_path / "ckpt-1")) == dict.fromkeys(odd, "float32[]")
     assert Checkpoints(tmp_path, odd, {}).restore() == 1
 
@@ -150,7 +154,7 @@ def test_another_run_is_refused_by_the_first_that_differs(tmp_path, words):
 
 
 def test_a_variable_too_many_in_the_checkpoint_is_refused_unless_it_does_not_matter(tmp_path):
-    opened(tmp_path, 5.0, extra=tf.Variable(5.0)).save(5)
+    opened(tmp_path, 5.0, extra=tf.Variable(5.0)).save_now(5)
     with pytest.raises(InputError, match="extra is float32.. there and absent here"):
         restored(tmp_path)
     some = Checkpoints(tmp_path, variables(-1.0), {"model": "m:f"}, exact=False)
@@ -172,11 +176,38 @@ def test_a_full_disk_is_one_line_and_harms_no_older_checkpoint(tmp_path):
     assert restored(tmp_path) == (1, 1.0)
 
 
+def test_what_is_written_beside_training_is_what_was_at_the_save(tmp_path):
+    checkpoints = opened(tmp_path, 1.0)
+    checkpoints.save(1)
+    snapshot = checkpoints.snapshot()
+    for variable in checkpoints.variables.values():
+        variable.assign_add(tf.ones_like(variable))
+    checkpoints.save(2)
+    checkpoints.save_now(3, {**snapshot, "step": tf.constant(3, tf.int64)})
+    assert [step for step, _ in find(tmp_path)] == [1, 2, 3]
+    for step, value in {1: 1.0, 2: 2.0, 3: 1.0}.items():
+        assert checkpoints.restore(wanted=step) == step
+        assert np.all(checkpoints.variables["model/a/kernel"].numpy() == value)
+
+
+def test_what_the_check_of_a_snapshot_raises_comes_with_the_next_call(tmp_path):
+    def refuse(snapshot):
+        assert snapshot["step"] == 1
+        raise RunError("no number")
+
+    checkpoints = opened(tmp_path, 1.0)
+    checkpoints.save(1, refuse)
+    for call in checkpoints.wait, lambda: checkpoints.save(2), lambda: checkpoints.save_now(2):
+        with pytest.raises(RunError, match="no number"):
+            call()
+    assert not tmp_path.exists() or not find(tmp_path)
+
+
 def test_they_load_with_any_number_of_towers(tmp_path):
     given = dict(ema_decay=0.5, optimizer="adamw")
     loop = tiny.Loop(tiny.options("unused", num_towers=4, **given))
     loop(3)
-    Checkpoints(tmp_path, loop.masters.variables(), {}).save(3)
+    Checkpoints(tmp_path, loop.masters.variables(), {}).save_now(3)
     for num_towers in 1, 3:
         masters = prepare(tiny.options("unused", num_towers=num_towers, **given)).masters
         assert Checkpoints(tmp_path, masters.variables(), {}).restore() == 3

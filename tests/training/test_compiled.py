@@ -88,6 +88,9 @@ def test_a_flag_that_contradicts_a_compiled_model_is_named(tmp_path, name):
         (dict(), "--loss="),
         (dict(loss="mae", metrics="none_such"), "--metrics=none_such"),
         (dict(loss="none_such"), "--loss=none_such"),
+        (dict(loss="keras.losses:Loss"), "--loss=keras.losses:Loss: its loss cannot be computed"),
+        (dict(loss=lambda: 3), "returned int; a function of targets and outputs"),
+        (dict(loss="mse", metrics="keras.metrics:MeanIoU"), "missing a required argument"),
         (dict(loss="mse", label_smoothing=0.1), "--label_smoothing"),
         (dict(loss="mse", variables="replicated"), "--variables=replicated"),
         (dict(loss="mse", objective="auc"), "--objective=auc"),
@@ -100,6 +103,15 @@ def test_what_cannot_be_had_is_said_in_a_line(tmp_path, changes, words):
         run(tmp_path, **changes)
     assert words in str(error.value) and "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_keras_cannot_recompute_in_a_graph_is_said_in_a_line(tmp_path):
+    def recomputed():
+        with keras.RematScope(mode="full"):
+            return plain()
+
+    with pytest.raises(InputError, match="Keras cannot recompute Sequential in a graph"):
+        run(tmp_path, recomputed, loss="mse")
 
 
 def test_a_schedule_of_the_optimizers_own_goes_on_after_a_stop(tmp_path):

@@ -149,7 +149,7 @@ def test_a_test_set_that_cannot_be_read_is_one_line(trained, capsys):
     name = "tests.training.test_evaluate:broken_tests"
     code, out, err = run_command(capsys, "evaluate", f"--train_dir={folder}", f"--dataset={name}")
     assert (code, out) == (1, "")
-    assert err.startswith(f"towers: --dataset={name} cannot be read: [file 7 is bad]")
+    assert err.startswith(f"towers: --dataset={name} cannot be read: file 7 is bad")
     assert err.count("\n") == 1
 
 

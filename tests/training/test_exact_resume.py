@@ -1,6 +1,7 @@
 """A fit that is interrupted anywhere and called again ends as one that never was."""
 
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -222,6 +223,32 @@ def test_a_damaged_file_is_passed_over(tmp_path):
     with pytest.warns(UserWarning, match="batch-3.npz cannot be read"):
         history = fit(model, callbacks=[ExactResume(tmp_path)])
     assert_equal((model, history), (expected, whole))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_disk_that_fills_up_costs_no_training(tmp_path, again):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (tmp_path / ".epoch-0-batch-2.npz.99").write_bytes(b"half")
+
+    def limit(epoch, num_bytes):
+        def act(at, logs):
+            if at == epoch:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+        return keras.callbacks.LambdaCallback(on_epoch_begin=act)
+
+    callbacks = [limit(1, 500), *([limit(2, soft)] if again else []), ExactResume(tmp_path)]
+    try:
+        with pytest.warns(UserWarning, match="File too large; the fit goes on"):
+            if again:
+                fit(make(), callbacks=callbacks)
+            else:
+                with pytest.raises(towers.RunError, match="File too large$"):
+                    fit(make(), callbacks=callbacks)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == ({"epoch-2-batch-0.npz", "epoch-3-batch-0.npz"} if again else set())
 
 
 def test_data_that_cannot_tell_their_place_are_named(tmp_path):

@@ -152,7 +152,7 @@ def test_an_overflow_skips_the_step(optimizer):
     before, after = (after_steps(GPU, options, n, {1}, **given) for n in (1, 2))
     told = {"loss_scale": 2.0**14, "good_steps": 0}
     assert {name: after[name] for name in told} == told
-    same = before.keys() - told.keys() - {"examples", "gradient_norm", "penalty"}
+    same = before.keys() - told.keys() - {"step", "examples", "gradient_norm", "penalty"}
     tiny.assert_identical({n: after[n] for n in same}, {n: before[n] for n in same})
     ways = (after_steps(place, options, 4, {1}, **given) for place in (GPU, HOST))
     assert_same(*ways)
@@ -185,7 +185,8 @@ def dense(num_layers):
     return keras.Sequential([keras.Input([4]), *layers])
 
 
-MOST = {"sgd": 35, "momentum": 40, "adamw": 70, "nadam": 70}
+# One of these for each joined vector chooses between before and after.
+MOST = {"sgd": 41, "momentum": 47, "adamw": 90, "nadam": 90}
 
 
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "lamb"])
@@ -197,7 +198,7 @@ def test_many_weights_start_as_many_ops_as_few(optimizer):
         ops = [node.op for node in executed(masters, options)]
         assert "UniqueV2" not in ops and "Unique" not in ops  # for whose size the host would wait
         counts.append(len([op for op in ops if op not in STARTS_NOTHING]))
-    assert counts[0] == counts[1] <= MOST.get(optimizer, 60)
+    assert counts[0] == counts[1] <= MOST.get(optimizer, 70)
 
 
 def test_large_weights_are_not_copied_together(monkeypatch):

@@ -150,6 +150,18 @@ def test_weights_in_the_layout_of_keras_2_go_into_a_backbone(tmp_path, capsys):
             np.testing.assert_array_equal(found[weight.path], weight.numpy(), weight.path)
 
 
+def test_no_code_in_a_file_runs(source, tmp_path, capsys):
+    model = keras.Sequential([keras.Input((8, 8, 3)), layers.Flatten(), layers.Dense(5)])
+    called = str(tmp_path / "called")
+    model.add(layers.Lambda(lambda x: (open(called, "a").close(), x)[1]))
+    for name in "a.keras", "a.h5", "a.weights.h5":
+        file = tmp_path / name
+        (model.save_weights if "weights" in name else model.save)(file)
+        tmp_path.joinpath("called").unlink(missing_ok=True)
+        start(tmp_path / f"of {name}", capsys, file, code=2)  # nothing fits
+        assert not tmp_path.joinpath("called").exists()
+
+
 def test_a_run_goes_on_without_its_source(source, tmp_path, capsys):
     file = tmp_path / "gone.keras"
     file.write_bytes((source[0] / "file.keras").read_bytes())

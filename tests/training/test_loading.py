@@ -9,6 +9,7 @@ import pytest
 import towers
 from tests import tiny
 from towers.errors import InputError
+from towers.options import trust
 from towers.training.train import train
 
 
@@ -67,13 +68,13 @@ def test_a_run_of_before_asks_its_data_set(run):
 
 def test_no_data_are_needed(run):
     flags = (run / "flags.cfg").read_text()
-    (run / "flags.cfg").write_text(flags.replace("tests.tiny:images", "gone:images"))
+    (run / "flags.cfg").write_text(trust.signed(flags.replace("tests.tiny:images", "gone:images")))
     assert_has(towers.load(run), run, 10)
 
 
 def test_the_function_may_be_given(run):
     flags = (run / "flags.cfg").read_text()
-    (run / "flags.cfg").write_text(flags.replace("tests.tiny:cnn", "__main__:build"))
+    (run / "flags.cfg").write_text(trust.signed(flags.replace("tests.tiny:cnn", "__main__:build")))
     assert_has(towers.load(run, model=tiny.cnn), run, 10)
 
 
@@ -88,8 +89,6 @@ def test_what_cannot_be_loaded_is_one_line(runs, run, tmp_path):
     assert "there is no checkpoint in" in refusal(tmp_path / "empty")
     assert "of step 7; there are those of 0, 5, 10" in refusal(run, step=7)
     other = refusal(run, model=lambda num_classes, image_shape, width: tiny.dense(3, (8, 8, 3)))
-    assert "is of another model than tests.tiny:cnn is now: sequential/dense/kernel is [3, 3] " in (
-        other
-    )
+    assert "another model than given_in_python:lambda is now: sequential/dense/kernel is " in other
     train(tiny.options(tmp_path / "plain", max_steps=1))
     assert "has no moving averages" in refusal(tmp_path / "plain", averages=True)

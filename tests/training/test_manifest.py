@@ -133,13 +133,25 @@ def test_other_data_are_said_when_a_run_is_continued(committed, run, tmp_path):
     assert line.startswith("warning     data.train.sha256 differs: ")
 
 
-DAMAGED = ["", "{", "[]", '{"sessions": []}', '{"format": 1, "sessions": 3}', '{"format": 99}']
+DAMAGED = [
+    "", "{", "[]", '{"sessions": []}', '{"format": 1, "sessions": 3}', '{"format": 99}',
+    "[" * 100_000, '{"format": 1, "sessions": [3]}', '{"format": 1, "sessions": [], "task": 3}',
+]  # fmt: skip
+WRONG = {
+    "spec": ["uint8", 3, [], {}, ["uint8[8"], ["gone[8]"], [3], ["uint8[x]"]], "augment": [None, 3],
+    "image_shape": ["8x8", ["8"]], "num_classes": ["three"], "class_names": [None, 3],
+}  # fmt: skip
 
 
-def test_a_damaged_manifest_is_replaced(committed, run, tmp_path):
-    for content in DAMAGED:
+def test_a_damaged_manifest_is_replaced(committed, run, tmp_path, capsys):
+    start_of(run, tmp_path)
+    whole = json.loads((tmp_path / "manifest.json").read_text())
+    wrong = [{**whole["task"], name: value} for name in WRONG for value in WRONG[name]]
+    for content in [json.dumps(whole | {"task": task}) for task in wrong] + DAMAGED:
         (tmp_path / "manifest.json").write_text(content)
         assert manifest.read(tmp_path) == {}
+        line = f"warning     {tmp_path}/manifest.json is damaged, and taken as absent\n"
+        assert capsys.readouterr().err == line
     run.masters.step.assign(4)
     assert write(run, tmp_path, 4) == []
     run.masters.step.assign(0)

@@ -154,6 +154,18 @@ def test_the_function_is_given_what_it_takes_and_model_args():
     assert build("neither").output_shape == (None, 10)
 
 
+@pytest.mark.parametrize("name", ["keras:Model", "keras:Sequential", "keras.layers:Dense"])
+def test_what_is_kerass_own_and_cannot_be_called_so_is_said_in_a_line(name):
+    with pytest.raises(InputError, match=name) as error:
+        model.build(name, num_classes=3, x=tf.TensorSpec(SHAPE), image_shape=SHAPE)
+    assert "\n" not in str(error.value)
+
+
+def test_the_shape_of_images_is_no_argument_of_the_users():
+    with pytest.raises(InputError, match="--model_args: image_shape is that of the data"):
+        build("both", {"image_shape": 3})
+
+
 def test_what_the_function_raises_comes_through():
     with pytest.raises(ZeroDivisionError, match="theirs"):
         build("fails")

@@ -19,7 +19,7 @@ def test_the_rule_book_in_full():
         "rules, the same at any number of towers:",
         "  1 loss and gradients: mean over the global batch; towers give sums, add_n gathers them",
         "  2 regularisation: once, on the master weights; weight decay 0 (L2), and the layers' own",
-        "  3 finite test: on the gathered gradient, not needed in this precision",
+        "  3 finite test: on the loss and the gathered gradient; else stop",
         "  4 clipping: none, after the gather; then update, then EMA",
         "  5 shuffling, augmentation, dropout: by (seed, step, place in the global batch), seed 0",
         "  6 BatchNorm: sync, moments over the global batch; statistics gathered, assigned once a "

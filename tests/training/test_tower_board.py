@@ -87,7 +87,7 @@ def test_no_number_depends_on_it(float64, tmp_path):
 def test_the_page_has_a_layout_and_the_graph_of_a_step(tmp_path):
     fit(make(2), towers.callbacks.TowerBoard(tmp_path), epochs=1)
     (path,) = [path for path in events.paths(tmp_path) if path.suffix == ".root"]
-    found = [event for event, _ in events.records(path)]
+    found = [event for event, *_ in events.Records(path)]
     graph = tf.compat.v1.GraphDef.FromString(next(e.graph_def for e in found if e.graph_def))
     devices = {node.device for node in graph.node if node.name.startswith("tower_1/")}
     assert "/device:CPU:1" in devices

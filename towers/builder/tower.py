@@ -141,6 +141,8 @@ class TowerBuilder:
         # [(what each tower starts from, what it ends with)] forward and backward if the batch is
         # taken in one part, gradients [towers][variables], their sums [variables]).
         self.on_gradients: Callable[..., None] | None = None
+        # Told, before towers' assignments are made, of the Keras variables that these are to.
+        self.on_assign: Callable[[list[Any]], None] | None = None
         self._rehearsals = Rehearsals(on_doubt)
         self.tell = self._rehearsals.tell
 
@@ -310,6 +312,9 @@ class TowerBuilder:
 
     def assign(self, scopes: Sequence[TowerScope], policies: dict[int, str]) -> None:
         """Make the assignments that the towers' scopes keep, one for each variable."""
+        if self.on_assign:
+            found = {id(v): v for scope in scopes for v in scope.assigned()}
+            self.on_assign(list(found.values()))
         with tf.device(self.gather_device), tf.name_scope("gather"):
             unknown = assign_once(scopes, policies)
         self.tell(map(doubts.not_put_together, unknown))

@@ -17,7 +17,8 @@ from towers.data.pipeline import Structure, is_label, spec_of, stored, stored_sp
 from towers.errors import InputError
 
 PARTS = ("x", "y", "sample_weight")
-_MAX_LABEL = np.iinfo(np.int32).max - 1
+MAX_LABEL = np.iinfo(np.int32).max - 1
+CLASSES_ARE = "classes are 0, 1, 2, ...: return floats where targets are no classes"
 
 
 def examples(name: str, parts: Sequence[object]) -> Structure:
@@ -46,8 +47,8 @@ def examples(name: str, parts: Sequence[object]) -> Structure:
     _check_targets(name, found)
     with np.errstate(over="ignore"):  # of float64: seen as an infinity
         kept = stored(found, stored_spec(tf.nest.map_structure(spec_of, found)))
-    for path, array in leaves(kept):
-        _check_finite(f"{name} {path}", array)
+    for (path, array), (_, given) in zip(leaves(kept), leaves(found), strict=True):
+        _check_finite(f"{name} {path}", array, given)
     return kept
 
 
@@ -192,17 +193,21 @@ def _check_targets(name: str, example: Structure) -> None:
             )
     y = example[1] if len(example) > 1 else None
     if isinstance(y, np.ndarray) and is_label(spec_of(y)):
-        wrong = np.flatnonzero((y < 0) | (y > _MAX_LABEL))
+        wrong = np.flatnonzero((y < 0) | (y > MAX_LABEL))
         if wrong.size:
             raise InputError(
-                f"{name} y: row {wrong[0]} (counted from 0) is {y.flat[wrong[0]]}; classes are 0, "
-                "1, 2, ...: return floats where targets are no classes"
+                f"{name} y: row {wrong[0]} (counted from 0) is {y.flat[wrong[0]]}; {CLASSES_ARE}"
             )
 
 
-def _check_finite(name: str, array: np.ndarray) -> None:
+def _check_finite(name: str, array: np.ndarray, given: np.ndarray) -> None:
     if array.dtype.kind == "f":
         finite = np.isfinite(array).reshape(len(array), -1).all(axis=1)
         if not finite.all():
             row = int(np.argmin(finite))
+            if np.isfinite(np.asarray(given[row], float)).all():
+                raise InputError(
+                    f"{name}: row {row} (counted from 0) has a number beyond {array.dtype.name}, "
+                    f"{np.finfo(array.dtype).max:.1e}: scale these, or leave that row out"
+                )
             raise InputError(f"{name}: row {row} (counted from 0) has a NaN or an infinity")

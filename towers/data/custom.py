@@ -9,7 +9,6 @@ It may also return `(train, validation, test)`, either with a number of classes 
 `{"train": ..., "validation": ..., "test": ...}`. What a half may be, `towers.data.halves` says.
 """
 
-import inspect
 import numbers
 from collections.abc import Mapping
 
@@ -17,7 +16,7 @@ from towers.data import halves
 from towers.data.arrays import describe
 from towers.data.pipeline import Data
 from towers.errors import InputError
-from towers.options.functions import load_function
+from towers.options.functions import call_plainly
 
 _ALLOWED_RESULT = (
     "return (train, test), (train, test, num_classes), (train, validation, test) or a dict of "
@@ -32,14 +31,7 @@ def load(dataset: str) -> Data:
         InputError: the module or the function is not there, or what the function returned is not
             data to train on. What the function itself raises is left as it is.
     """
-    function = load_function("dataset", dataset)
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise InputError(
-            f"--dataset={dataset} is called without arguments, but there is a {error}"
-        ) from None
-    given, num_classes = _halves(dataset, function())
+    given, num_classes = _halves(dataset, call_plainly("dataset", dataset))
     return halves.data_set(dataset, given, num_classes)
 
 
@@ -50,7 +42,7 @@ def _halves(dataset: str, result: object) -> tuple[Mapping[str, object], object]
         if not {"train", "test"} <= set(result) <= set(halves.NAMES):
             raise InputError(f"{dataset} returned a dict of {list(result)}; {_ALLOWED_RESULT}")
         return result, None
-    if not isinstance(result, tuple | list):
+    if not isinstance(result, tuple | list) or not result:
         raise wrong
     *given, last = result
     num_classes = last if isinstance(last, numbers.Number) else None

@@ -19,10 +19,12 @@ from typing import Any, Protocol
 import numpy as np
 import tensorflow as tf
 
+from towers.data.headers import check_pixels
 from towers.data.pipeline import Data, Split, digest, held_out_rows, shuffled_rows
 from towers.errors import InputError
 
 Size = tuple[int, int]  # (height, width)
+MAX_PIXELS = 64_000_000  # of an image, decoded: 200 MB, in as many threads as there are cores
 
 _CORES = os.cpu_count() or 1  # not left to autotuning: see `pipeline.prefetched`
 _SAMPLES = 16  # images of each split that are decoded at the start
@@ -49,26 +51,34 @@ def data_set(
     sources: Mapping[str, Source],
     class_names: Sequence[str],
     size: Size | None,
+    max_pixels: int = MAX_PIXELS,
 ) -> Data:
     """Return a data set of encoded images; try some of them.
 
     The sources are "train", "test" and, where there is such, "validation". Images are resized to
-    `size`; where that is None they must be of one size.
+    `size`; where that is None they must be of one size. None may have more than `max_pixels`.
 
     Raises:
-        InputError: one of those that are tried is damaged, or sizes differ and none is given.
+        InputError: one of those that are tried is damaged or too large, or sizes differ and none is
+            given.
     """
+    if size and size[0] * size[1] > max_pixels:
+        raise InputError(
+            f"--image_size={size[0]}x{size[1]} are {size[0] * size[1]:,} pixels, and "
+            f"--max_image_pixels={max_pixels:,} are allowed: make it smaller, or allow more"
+        )
     first = None
     for source in sources.values():
         last = len(source.labels) - 1
         for row in np.unique(np.linspace(0, last, _SAMPLES).astype(int)).tolist():
-            shape = _shape_of(source, row)
+            shape = _shape_of(source, row, max_pixels)
             first = first or shape
             if size is None and shape != first:
                 raise InputError(_sizes_differ(source.name(row), shape, first))
     shape = (*size, 3) if size else first
     splits = {
-        half: EncodedSplit(source, shape, size is not None) for half, source in sources.items()
+        half: EncodedSplit(source, shape, size is not None, max_pixels)
+        for half, source in sources.items()
     }
     return Data(name, num_classes=len(class_names), class_names=tuple(class_names), **splits)
 
@@ -76,18 +86,26 @@ def data_set(
 class EncodedSplit(Split):
     """A split whose images are read and decoded as they are needed."""
 
-    def __init__(self, source: Source, image_shape: tuple[int, int, int], resize: bool):
+    def __init__(
+        self,
+        source: Source,
+        image_shape: tuple[int, int, int],
+        resize: bool,
+        max_pixels: int = MAX_PIXELS,
+    ):
         """Keep the labels; read nothing. Images of another shape are resized, or are errors."""
         self.size = len(source.labels)
         self.spec = (tf.TensorSpec(image_shape, tf.uint8), tf.TensorSpec([], tf.int32))
         self._source, self._shape, self._resize = source, image_shape, resize
+        self._max_pixels = max_pixels
         with tf.device("/cpu:0"):
             self._labels = tf.constant(source.labels, tf.int32)
 
     def held_out(self, fraction: float) -> tuple[Split, Split]:
         """See `Split.held_out`."""
         rest, held = (_Part(self._source, rows) for rows in held_out_rows(self.size, fraction))
-        return tuple(EncodedSplit(part, self._shape, self._resize) for part in (rest, held))
+        about = self._shape, self._resize, self._max_pixels
+        return tuple(EncodedSplit(part, *about) for part in (rest, held))
 
     def checksum(self) -> dict[str, Any]:
         """See `Split.checksum`: of names and sizes of the files, wherever they lie, and labels."""
@@ -156,12 +174,14 @@ class EncodedSplit(Split):
         return tf.data.Dataset.zip(rows, decoded.batch(num_read)).map(check)
 
     def _read(self, rows: np.ndarray) -> np.ndarray:
-        """Read a batch; what cannot be read, and what is beyond the end, is empty."""
+        """Read a batch; what cannot be read or is too large, and beyond the end, is empty."""
         contents = np.full(len(rows), b"", object)
         for place, row in enumerate(rows.tolist()):
             if row < self.size:
                 with contextlib.suppress(Exception):  # `_explain` finds out which
-                    contents[place] = self._source.read(row)
+                    content = self._source.read(row)
+                    check_pixels("", content, self._max_pixels)
+                    contents[place] = content
         return contents
 
     def _decode(self, content: tf.Tensor) -> tf.Tensor:
@@ -174,7 +194,8 @@ class EncodedSplit(Split):
 
     def _explain(self, row: int) -> bool:
         """Raise an InputError that says what is wrong with a row."""
-        name, shape = self._source.name(int(row)), _shape_of(self._source, int(row))
+        name = self._source.name(int(row))
+        shape = _shape_of(self._source, int(row), self._max_pixels)
         if not self._resize and shape != self._shape:
             raise InputError(_sizes_differ(name, shape, self._shape))
         raise InputError(f"{name} could not be read, but now it can: start again to continue")
@@ -201,12 +222,16 @@ def _decode(encoded: tf.Tensor) -> tf.Tensor:
     return tf.io.decode_image(encoded, channels=3, expand_animations=False)
 
 
-def _shape_of(source: Source, row: int) -> tuple[int, int, int]:
+def _shape_of(source: Source, row: int, max_pixels: int) -> tuple[int, int, int]:
     """Decode an image and return its shape, or raise an InputError that names it."""
     name = source.name(row)
     try:
+        content = source.read(row)
+        check_pixels(name, content, max_pixels)
         with tf.device("/cpu:0"):
-            return tuple(_decode(source.read(row)).shape)
+            return tuple(_decode(content).shape)
+    except InputError:
+        raise
     except OSError as error:
         raise InputError(f"{name} cannot be read: {error.strerror}; mend or remove it") from None
     except Exception:  # of the decoder, or of a record that has changed

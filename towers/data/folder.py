@@ -22,7 +22,9 @@ _TEST_NAMES = ("test", "validation", "val")
 _EXPECTED = f"expected {DATA_SETS['folder'].layout}"
 
 
-def load(folder: str, size: encoded.Size | None = None) -> Data:
+def load(
+    folder: str, size: encoded.Size | None = None, max_pixels: int = encoded.MAX_PIXELS
+) -> Data:
     """Find the images in DIR; decode a few of them. They become uint8 `[H, W, 3]`.
 
     Raises:
@@ -46,7 +48,7 @@ def load(folder: str, size: encoded.Size | None = None) -> Data:
                 f"{os.path.join(path, unknown[0])} is a class that {train} has not; it has {some}"
             )
         sources[half] = _find(path, names, class_names)
-    return encoded.data_set("folder", sources, class_names, size)
+    return encoded.data_set("folder", sources, class_names, size, max_pixels)
 
 
 class _Files:

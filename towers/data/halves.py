@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from towers.data import arrays
@@ -24,7 +25,10 @@ ALLOWED = (
     "a tf.data.Dataset or (tf.data.Dataset, size), or a keras.utils.PyDataset"
 )
 _COUNT_BATCH = 1024
-_MAX_CLASSES = 100_000  # of more, integers are no classes: nobody looks at so many
+# What largest label makes integers classes, where nobody says how many there are: one wrong label
+# would else be an output for each number below it. There may be a few examples of many classes.
+_FEW_CLASSES, _MANY_CLASSES = 1000, 100_000
+_MAX_CLASSES = 1_000_000  # that anybody may say
 _HELD_OUT = 0.1
 _REMEDIES = {
     tf.RaggedTensorSpec: "pad it to one length, by x.to_tensor(shape=[LENGTH])",
@@ -41,8 +45,11 @@ class Half(Protocol):
     name: str
     spec: Structure
 
-    def max_label(self) -> int:
-        """Return the largest label; `spec` has labels."""
+    def largest_label(self) -> tuple[int, str]:
+        """Return the largest label and what a person finds it by; `spec` has labels."""
+
+    def num_examples(self) -> int:
+        """Return how many examples there are."""
 
     def split(self, num_classes: int) -> Split:
         """Return the split; labels are to be below `num_classes`, unless that is 0."""
@@ -64,7 +71,8 @@ def data_set(
         name: of the data set, as --dataset gave it.
         given: "train", and "test" and "validation" where they are there. Without "test" a tenth of
             the training examples is held out, and a note says so.
-        num_classes: how many classes labels may name; None: as many as there are.
+        num_classes: how many classes labels may name; None: as many as there are, but no more than
+            examples or 1000: else the targets are numbers, and `Data.no_classes` says why.
         class_names: their names; without them they are numbers.
 
     Raises:
@@ -74,7 +82,7 @@ def data_set(
     train = halves["train"]
     for half in halves.values():
         _check_alike(train, half)
-    num_classes = _num_classes(name, list(halves.values()), num_classes)
+    num_classes, no_classes = _num_classes(name, list(halves.values()), num_classes)
     splits = {half: value.split(num_classes) for half, value in halves.items()}
     notes = ()
     if "test" not in splits:
@@ -91,6 +99,7 @@ def data_set(
         names,
         splits.get("validation"),
         notes,
+        no_classes=no_classes,
     )
 
 
@@ -99,8 +108,12 @@ class _Arrays:
         self.name, self._example = name, arrays.examples(name, parts)
         self.spec = tf.nest.map_structure(spec_of, self._example)
 
-    def max_label(self) -> int:
-        return int(self._example[1].max())
+    def largest_label(self) -> tuple[int, str]:
+        row = int(np.argmax(self._example[1]))
+        return int(self._example[1][row]), f"{self.name} y: row {row} (counted from 0)"
+
+    def num_examples(self) -> int:
+        return _length(self._example)
 
     def split(self, num_classes: int) -> ArraySplit:
         arrays.check_labels(self.name, self._example, num_classes)
@@ -123,33 +136,45 @@ class _Dataset:
                 f"{size}; return (dataset.take(size), size), with 1 example or more"
             )
 
-    def max_label(self) -> int:
+    def num_examples(self) -> int:
+        return int(self._size)
+
+    def largest_label(self) -> tuple[int, str]:
         """Read the dataset once; count it on the way."""
         labels = self._dataset.map(lambda *example: tf.reshape(tf.cast(example[1], tf.int64), []))
-        batches = list(labels.batch(_COUNT_BATCH).as_numpy_iterator())
-        count = sum(map(len, batches))
-        if count != self._size:
-            raise InputError(f"{self.name} dataset has {count} examples but size is {self._size}")
-        return max(int(batch.max()) for batch in batches)
+        found = np.concatenate(
+            [np.zeros(0, np.int64), *labels.batch(_COUNT_BATCH).as_numpy_iterator()]
+        )
+        if len(found) != self._size:
+            raise InputError(
+                f"{self.name} dataset has {len(found)} examples but size is {self._size}"
+            )
+        wrong = np.flatnonzero((found < 0) | (found > arrays.MAX_LABEL))
+        row = int(wrong[0]) if wrong.size else int(np.argmax(found))
+        where = f"{self.name} dataset: example {row} (counted from 0)"
+        if wrong.size:
+            raise InputError(f"{where} has label {found[row]}; {arrays.CLASSES_ARE}")
+        return int(found[row]), where
 
     def split(self, num_classes: int) -> DatasetSplit:
-        def check(*example):
-            checked = tf.nest.map_structure(check_numbers, example)
+        def check(number, example):
+            where = f"{self.name} dataset: example", number, "(counted from 0) has"
+            checks = []
+            for tensor in tf.nest.flatten(example):
+                if tensor.dtype.is_floating:
+                    finite = tf.reduce_all(tf.math.is_finite(tensor))
+                    checks.append(tf.debugging.Assert(finite, [*where, "a NaN or an infinity"]))
             if num_classes:
-                label = example[1]
-                message = f"{self.name} has a label outside 0..{num_classes - 1}:"
-                good = tf.reduce_all((label >= 0) & (tf.cast(label, tf.int64) < num_classes))
-                with tf.control_dependencies([tf.debugging.Assert(good, [message, label])]):
-                    checked = (checked[0], tf.identity(label), *checked[2:])
-            return checked
+                label = tf.cast(example[1], tf.int64)
+                good = tf.reduce_all((label >= 0) & (label < num_classes))
+                outside = f"which is outside of 0..{num_classes - 1}"
+                checks.append(tf.debugging.Assert(good, [*where, "label", label, outside]))
+            with tf.control_dependencies(checks):
+                return tf.nest.map_structure(tf.identity, example)
 
-        def check_numbers(tensor):
-            message = f"{self.name} has a NaN or an infinity"
-            return (
-                tf.debugging.check_numerics(tensor, message) if tensor.dtype.is_floating else tensor
-            )
-
-        return DatasetSplit(self._dataset.map(check), int(self._size))
+        numbered = self._dataset.enumerate()
+        checked = numbered.map(lambda number, example: check(number, example))
+        return DatasetSplit(checked, int(self._size))
 
 
 class _Batches:
@@ -167,8 +192,13 @@ class _Batches:
         self._sizes = [_length(first)] * (num - 1) + [min(_length(first), _length(last))]
         self._check(num - 1, last)
 
-    def max_label(self) -> int:
-        return max(int(self._read(number)[1].max()) for number in range(len(self._sizes)))
+    def num_examples(self) -> int:
+        return sum(self._sizes)
+
+    def largest_label(self) -> tuple[int, str]:
+        found = [int(self._read(number)[1].max()) for number in range(len(self._sizes))]
+        number = int(np.argmax(found))
+        return found[number], self._batch(number)
 
     def split(self, num_classes: int) -> BatchSplit:
         read = functools.partial(self._read, num_classes=num_classes)
@@ -184,7 +214,11 @@ class _Batches:
         return f"{self.name} batch {number}"
 
     def _example(self, number: int) -> Structure:
-        batch = self._dataset[number]
+        try:
+            batch = self._dataset[number]
+        except BaseException as error:
+            error.add_note(f"in {self._batch(number)}")
+            raise
         parts = batch if isinstance(batch, tuple | list) and len(batch) in (1, 2, 3) else (batch,)
         return arrays.examples(self._batch(number), parts)
 
@@ -231,21 +265,36 @@ def _text(leaf: str, spec: tf.TensorSpec | None) -> str:
     return f"{leaf} is {list(spec.shape)} {spec.dtype.name}" if spec else f"has no {leaf}"
 
 
-def _num_classes(name: str, halves: Sequence[Half], given: object) -> int:
-    """Return the number of classes, 0 where targets are none."""
+def _num_classes(name: str, halves: Sequence[Half], given: object) -> tuple[int, str]:
+    """Return the number of classes, 0 where targets are none, and why whole numbers are none."""
     spec = halves[0].spec
     labels = len(spec) > 1 and is_label(spec[1])
     if given is not None:
-        if not isinstance(given, numbers.Integral) or given < 1:
-            raise InputError(f"{name}: num_classes is {given!r}; return 1 or more")
+        if not isinstance(given, numbers.Integral) or not 1 <= given <= _MAX_CLASSES:
+            most = f", up to {_MAX_CLASSES:,}" if isinstance(given, numbers.Integral) else ""
+            raise InputError(f"{name}: num_classes is {given!r}; return 1 or more{most}")
         if not labels:
             raise InputError(
                 f"{name}: num_classes is {given}, but y is not one integer for each example; leave "
                 "it out"
             )
-        return int(given)
-    found = 1 + max(half.max_label() for half in halves) if labels else 0
-    return found if found <= _MAX_CLASSES else 0
+        return int(given), ""
+    if not labels:
+        return 0, ""
+    label, where = max(half.largest_label() for half in halves)
+    allowed = max_classes(sum(half.num_examples() for half in halves))
+    if label < allowed:
+        return label + 1, ""
+    return 0, (
+        f"{where} has label {label}, where classes are 0..{allowed - 1} at most, by the number of "
+        "examples: mend it, or return (train, test, num_classes) from a function, "
+        "--dataset=my_data:load"
+    )
+
+
+def max_classes(num_examples: int) -> int:
+    """Return how many classes so many examples may have where nobody says how many there are."""
+    return min(max(num_examples, _FEW_CLASSES), _MANY_CLASSES)
 
 
 def _length(example: Structure) -> int:

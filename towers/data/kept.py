@@ -16,7 +16,7 @@ def kept(path: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.
 
     Where it cannot be written a warning says so, and the next run makes the arrays again.
     """
-    with contextlib.suppress(OSError, ValueError, EOFError, zipfile.BadZipFile):
+    with contextlib.suppress(OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile):
         with open(path, "rb") as file, np.load(file) as arrays:
             return dict(arrays)
     arrays = make()

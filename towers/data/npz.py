@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from towers.data import halves
+from towers.data import halves, zipped
 from towers.data.arrays import PARTS
 from towers.data.pipeline import Data
 from towers.errors import InputError
@@ -37,14 +37,14 @@ def load(dataset: str, path: str) -> Data:
     remedy = "write it by np.savez, of arrays of numbers, booleans or texts"
     try:
         with open(path, "rb") as file:
-            if not zipfile.is_zipfile(file):
-                raise zipfile.BadZipFile
-            file.seek(0)
+            zipped.check(file, f"--dataset={dataset}")
             with np.load(file, allow_pickle=False) as content:
                 arrays = {key: content[key] for key in content.files}
     except OSError as error:
         raise InputError(f"--dataset={dataset} cannot be read: {error.strerror}") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError):
+    except InputError:
+        raise
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError):
         raise InputError(f"--dataset={dataset} is damaged, or no .npz file; {remedy}") from None
     except ValueError:  # numpy's own, of what only a pickle can hold
         raise InputError(f"--dataset={dataset} has arrays of objects; {remedy}") from None

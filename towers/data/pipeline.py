@@ -104,6 +104,7 @@ class Data:
     validation: Split | None = None  # a third split, if there is one
     notes: tuple[str, ...] = ()  # lines that the start of a run prints
     columns: tuple[str, ...] = ()  # of a table, in the order of x
+    no_classes: str = ""  # why whole numbers as targets are no classes: the example is named
 
     @property
     def spec(self) -> Structure:
@@ -150,6 +151,10 @@ class ArraySplit(Split):
         """Return what `train_batches` returns, with rows of `arrays()`, int64 [B], for examples."""
         rows = shuffled_rows(batch_size, self.size, seed, examples)
         return _with_draws(rows, batch_size, seed, step)
+
+    def numbers(self, rows: tf.Tensor) -> np.ndarray:
+        """Return which rows of the arrays that were given these rows of `arrays()` are."""
+        return np.asarray(rows if self._rows is None else tf.gather(self._rows, rows))
 
     def held_out(self, fraction: float) -> tuple[Split, Split]:
         """See `Split.held_out`: the arrays are shared."""

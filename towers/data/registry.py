@@ -4,8 +4,8 @@ A name with a colon is a function of the user's own, one that ends in .npz or .c
 
 To add one, write its module `towers/data/NAME.py` with `load(path) -> Data`, where `path` is the
 folder to look in and to keep files in, and give it a line in DATA_SETS. The module of files of the
-user's own has `load(path, size)`, that of a downloaded set also `find(path)`, which returns the
-paths of its files, or none.
+user's own has `load(path, size, max_pixels)`, that of a downloaded set also `find(path)`, which
+returns the paths of its files, or none.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def load(
     image_size: tuple[int, int] | None = None,
     validation_fraction: float = 0.0,
     target: str = "",
+    max_image_pixels: int | None = None,
 ) -> Data:
     """Load a data set.
 
@@ -59,6 +60,7 @@ def load(
         validation_fraction: the part of the training examples, 0..1, that becomes the validation
             split; 0: the data set's own, if it has one.
         target: the target columns of a table, with commas between them; "": the last one.
+        max_image_pixels: of an image in the user's own files; None: see `encoded.MAX_PIXELS`.
 
     Raises:
         InputError: there is no such data set, or it is damaged or cannot be had.
@@ -82,7 +84,8 @@ def load(
     elif own:
         found = _module("custom").load(dataset)
     else:
-        found = _module(dataset).load(path, *[image_size] * bool(images))
+        of_images = [image_size, *([max_image_pixels] if max_image_pixels else [])]
+        found = _module(dataset).load(path, *(of_images if images else []))
     return _with_validation(found, validation_fraction) if validation_fraction else found
 
 

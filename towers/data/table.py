@@ -20,6 +20,7 @@ from towers.errors import InputError
 from towers.text import is_number
 
 _MAX_CLASSES = 1000
+_MAX_LINE = 2**24  # characters
 _SHOWN = 5  # names of columns in a line
 _OWN_CODE = "read the file in a function of your own, --dataset=my_data:load"
 
@@ -53,19 +54,19 @@ def load(dataset: str, paths: Sequence[str], target: str = "") -> Data:
     features = [name for name in names if name not in targets]
     if not features:
         raise InputError(f"{paths[0]} has no column but the target: 2 or more are needed")
-    y, class_names = _targets(tables, targets)
+    y, class_names, no_classes = _targets(tables, targets)
     x = [np.stack([table.numbers(name) for name in features], axis=1) for table in tables]
     given = dict(zip(("train", "test"), zip(x, y, strict=True), strict=False))
     found = halves.data_set(dataset, given, len(class_names) or None, class_names)
-    return dataclasses.replace(found, columns=tuple(features))
+    return dataclasses.replace(found, columns=tuple(features), no_classes=no_classes)
 
 
 def _targets(
     tables: Sequence["_Table"], names: Sequence[str]
-) -> tuple[list[np.ndarray], Sequence[str]]:
-    """Return the targets of each table, and the names of their classes if they are some."""
+) -> tuple[list[np.ndarray], Sequence[str], str]:
+    """Return the targets of each table, the names of their classes if they are some, or why not."""
     if len(names) > 1:
-        return [np.stack([t.numbers(name) for name in names], axis=1) for t in tables], ()
+        return [np.stack([t.numbers(name) for name in names], axis=1) for t in tables], (), ""
     cells = [table.column(names[0]) for table in tables]
     if not is_number(cells[0][0]):
         class_names = sorted(set(cells[0]))
@@ -76,12 +77,24 @@ def _targets(
                 f"{tables[0].names[0]}"
             )
         numbers = {name: number for number, name in enumerate(class_names)}
-        return [_numbers_of(t, names[0], numbers) for t in tables], class_names
+        return [_numbers_of(t, names[0], numbers) for t in tables], class_names, ""
     y = [table.numbers(names[0]) for table in tables]
-    largest = int(max(column.max() for column in y))
-    if largest < _MAX_CLASSES and all(cell.isdecimal() for column in cells for cell in column):
-        return [column.astype(np.int32) for column in y], [str(i) for i in range(largest + 1)]
-    return [column[:, None] for column in y], ()
+    as_numbers = [column[:, None] for column in y]
+    if not all(cell.isdecimal() for column in cells for cell in column):
+        return as_numbers, (), ""
+    largest, number = max((int(column.max()), i) for i, column in enumerate(y))
+    if largest < _MAX_CLASSES:
+        return [column.astype(np.int32) for column in y], list(map(str, range(largest + 1))), ""
+    table = tables[number]
+    line = table.lines[int(np.argmax(y[number]))]
+    return (
+        as_numbers,
+        (),
+        (
+            f"{table.path}, line {line}, column {names[0]} is {largest}, where classes are "
+            f"0..{_MAX_CLASSES - 1}: mend it, or {_OWN_CODE}"
+        ),
+    )
 
 
 def _numbers_of(table: "_Table", name: str, numbers: dict[str, int]) -> np.ndarray:
@@ -102,7 +115,9 @@ class _Table:
         self.path = path
         try:
             with open(path, newline="", encoding="utf-8-sig") as file:
-                rows = csv.reader(file, strict=True)
+                # Of a line without end no more is read than a reader of lines may hold.
+                lines = iter(lambda: file.readline(_MAX_LINE), "")
+                rows = csv.reader((self._checked(line) for line in lines), strict=True)
                 self.names = [name.strip() for name in next(rows, [])]
                 self._check_names()
                 self._rows, self.lines = [], []
@@ -124,6 +139,14 @@ class _Table:
                     f"{path}, line {line} has {len(row)} cells, but the first line names "
                     f"{len(self.names)} columns; write as many"
                 )
+
+    def _checked(self, line: str) -> str:
+        if len(line) == _MAX_LINE:
+            raise InputError(
+                f"{self.path} has a line of {_MAX_LINE:,} characters or more: no table of that "
+                "many columns is read; break it into lines"
+            )
+        return line
 
     def _check_names(self) -> None:
         expected = "the first line names the columns, with commas between them"
@@ -154,10 +177,7 @@ class _Table:
     def numbers(self, name: str) -> np.ndarray:
         """Return a column of finite numbers, float64 `[N]`."""
         cells = self.column(name)
-        try:
-            found = np.array(cells).astype(np.float64)
-        except ValueError:
-            found = np.array([float(cell) if is_number(cell) else np.nan for cell in cells])
+        found = np.array([float(cell) if is_number(cell) else np.nan for cell in cells])
         wrong = np.flatnonzero(~np.isfinite(found))
         if not wrong.size:
             return found

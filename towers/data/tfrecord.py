@@ -16,11 +16,14 @@ refused before the first step. It is kept in the cache folder for as long as the
 sizes and times. In memory are 20 bytes a record.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import hashlib
+import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +32,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.data import encoded
+from towers.data.halves import max_classes
 from towers.data.kept import kept
 from towers.data.pipeline import Data, prefetched
 from towers.data.registry import DATA_SETS, cache_dir
@@ -39,15 +43,19 @@ _IMAGE_KEYS = ("image/encoded", "image", "image_raw")
 _LABEL_KEYS = ("image/class/label", "label")
 # A record's own framing: length and its checksum before it, the data's checksum behind it.
 _BEFORE_BYTES, _FRAME_BYTES = 12, 16
+_DAMAGED = "cannot be read, or is damaged or compressed; write it again, uncompressed"
 _SCAN_BATCH = 64
 _SLOW_BYTES = 2**30  # a scan of more is announced
 _MAX_LABEL = np.iinfo(np.int32).max - 1
 
 
-def load(folder: str, size: encoded.Size | None = None) -> Data:
+def load(
+    folder: str, size: encoded.Size | None = None, max_pixels: int = encoded.MAX_PIXELS
+) -> Data:
     """Find the records in DIR; decode a few images. They become uint8 `[H, W, 3]`.
 
-    There are as many classes as the largest training label says, named "0", "1", ...
+    There are as many classes as the largest training label says, named "0", "1", ..., but no more
+    than records or 1000: one wrong label would else be an output for each number below it.
 
     Raises:
         InputError: files are missing, empty, compressed or damaged, a feature or a label is not as
@@ -63,13 +71,22 @@ def load(folder: str, size: encoded.Size | None = None) -> Data:
     keys = _keys(halves["train"][0])
     sources = {half: _Records(found, *keys) for half, found in halves.items()}
     num_classes = int(sources["train"].labels.max()) + 1
+    allowed = max_classes(len(sources["train"].labels))
+    if num_classes > allowed:
+        raise InputError(
+            f"{sources['train'].name(int(np.argmax(sources['train'].labels)))} has label "
+            f"{num_classes - 1}, where labels are 0..{allowed - 1} at most, by the number of "
+            "records: mend it, or return (train, test, num_classes) from a function, "
+            "--dataset=my_data:load"
+        )
     for source in sources.values():
         if source.labels.max() >= num_classes:
             raise InputError(
                 f"{source.name(int(np.argmax(source.labels)))} has label {source.labels.max()}, "
                 f"but the training labels are 0..{num_classes - 1}"
             )
-    return encoded.data_set("tfrecord", sources, [str(i) for i in range(num_classes)], size)
+    class_names = list(map(str, range(num_classes)))
+    return encoded.data_set("tfrecord", sources, class_names, size, max_pixels)
 
 
 class _Records:
@@ -111,6 +128,7 @@ def _paths(folder: str, prefix: str) -> list[str]:
 def _keys(path: str) -> list[str]:
     """Return the names under which a file's first record has its image and its label."""
     with _reading(path):
+        next(itertools.islice(_starts(path), 1, 2), None)  # looks at the first
         first = next(tf.data.TFRecordDataset(path).take(1).as_numpy_iterator(), b"")
     try:
         features = tf.train.Example.FromString(first).features.feature
@@ -162,6 +180,7 @@ def _scan(path: str, label_key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray
     records = tf.data.TFRecordDataset(path, buffer_size=2**20).batch(_SCAN_BATCH).map(look)
     batches = [(np.zeros(0, np.int32), np.zeros(0, np.int64))]  # of an empty file, too
     with _reading(path):
+        collections.deque(_starts(path), maxlen=0)
         batches += prefetched(records).as_numpy_iterator()
     lengths, labels = map(np.concatenate, zip(*batches, strict=True))
     wrong = np.flatnonzero((labels < 0) | (labels > _MAX_LABEL))
@@ -174,6 +193,25 @@ def _scan(path: str, label_key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return np.cumsum(framed) - framed + _BEFORE_BYTES, lengths, labels.astype(np.int32)
 
 
+def _starts(path: str) -> Iterator[int]:
+    """Yield where each record of a file begins.
+
+    TensorFlow makes room for a record as long as it says, and crashes where it says too much: that
+    is refused here, by an InputError.
+    """
+    start, number = 0, 0
+    with open(path, "rb") as file:
+        end = os.fstat(file.fileno()).st_size
+        while start < end:
+            yield start
+            length = int.from_bytes(os.pread(file.fileno(), 8, start), "little")
+            start += length + _FRAME_BYTES
+            if start > end:
+                which = f"record {number} (counted from 0), or one before,"
+                raise InputError(f"{path}: {which} {_DAMAGED}")
+            number += 1
+
+
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
     """Say which file TensorFlow cannot read, and why."""
@@ -182,6 +220,10 @@ def _reading(path: str) -> Iterator[None]:
     except tf.errors.InvalidArgumentError:
         wrong = "has a record that is no tf.train.Example, or lacks the label of the first; write "
         raise InputError(f"{path} {wrong}all records alike") from None
-    except tf.errors.OpError:
-        wrong = "cannot be read, or is damaged or compressed; write it again, uncompressed"
-        raise InputError(f"{path} {wrong}") from None
+    except (OSError, tf.errors.OpError) as error:
+        place = re.search(r"record at (\d+)", str(error))  # in bytes
+        record = ""
+        if place:
+            before = itertools.takewhile(lambda start: start <= int(place[1]), _starts(path))
+            record = f": record {len(list(before)) - 1} (counted from 0)"
+        raise InputError(f"{path}{record} {_DAMAGED}") from None

@@ -1,5 +1,6 @@
-"""Memory that is in use now, and the most that was: of a GPU by TensorFlow, or of this process."""
+"""Memory that there is, is in use now, and the most that was: of a GPU, or of this process."""
 
+import os
 import re
 from pathlib import Path
 
@@ -29,6 +30,22 @@ def peak_mib() -> float:
     program's own.
     """
     return _status("VmHWM")
+
+
+def of_host() -> int:
+    """Return the bytes of memory that this process may have: the machine's, or its container's."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return found
+    return min(found, int(limit)) if limit.isdecimal() else found
+
+
+def in_words(num_bytes: float) -> str:
+    """Return "1.5 GiB", or as many MiB, TiB or PiB."""
+    power = next((p for p in (50, 40, 30) if num_bytes >= 2**p), 20)
+    return f"{num_bytes / 2**power:.1f} {'MGTP'[power // 10 - 2]}iB"
 
 
 def _status(name: str) -> float:

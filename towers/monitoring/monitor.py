@@ -43,14 +43,15 @@ class Monitor:
         devices: Sequence[str],
         *,
         health: Callable[[], Mapping[str, float]] = dict,
+        check: Callable[[], None] = lambda: None,
         out: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """Open an event file each in train_dir/train and train_dir/eval.
+        """Write to an event file each in train_dir/train and train_dir/eval.
 
         What stands there at the step where a run goes on, or later, as after a crash, is dropped:
         it is written again. `health` returns {tag: value} of the GPUs since its last call, `clock`
-        seconds; `out` is standard output by default.
+        seconds; `out` is standard output by default. `check` is that of an `EventWriter`.
         """
         self._timetable, self._devices, self._health = timetable, list(devices), health
         self._out, self._clock = out or sys.stdout, clock
@@ -65,7 +66,7 @@ class Monitor:
                 self._noise.add(*(point[tag] for tag in _OF_NOISE))
             if _RATE in point and timetable.first_step == timetable.last_step:
                 self._rates.append(point[_RATE])  # this process makes no steps of its own
-        self._writer = EventWriter(train_dir, timetable.options.max_event_mib, self.say)
+        self._writer = EventWriter(train_dir, timetable.options.max_event_mib, self.say, check)
         self._bar = tqdm(
             total=timetable.last_step,
             initial=timetable.first_step,
@@ -119,6 +120,8 @@ class Monitor:
             **self._of_noise(metrics),
             **self._health(),
         }
+        if self._timetable.options.on_nan == "skip":
+            scalars["skipped_steps"] = metrics["skipped"]
         self._writer.scalars("train", self._timetable.x(step - 1), scalars)
         ending = ""
         if speed:

@@ -11,6 +11,7 @@ absl reads arguments and flagfiles; no flag is defined in anybody's program. No 
 imported, so that help and usage errors answer at once.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -23,7 +24,8 @@ from typing import Any
 from absl import flags
 
 from towers import files
-from towers.errors import InputError
+from towers.errors import InputError, RunError
+from towers.options import trust
 from towers.options.given import is_named_now
 from towers.options.run import Options
 
@@ -195,6 +197,8 @@ def _read(argv: Sequence[str], verb: Verb) -> dict[str, Any]:
         raise InputError(f"--flagfile={file.filename}: {file.strerror.lower()}") from None
     except (flags.Error, ValueError) as error:
         raise InputError(str(error)) from None
+    except RecursionError:
+        raise InputError("--flagfile: files name each other too deeply") from None
     if others and not positional:
         raise InputError(f"unexpected argument {others[0]!r}: flags are written --name=value")
     found = {name: defined[name].value for name in fields if name != positional}
@@ -260,7 +264,19 @@ def _of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
     found = {name: found[name] for name in found if _OF_RUN[name].metadata["affects"] != "call"}
     if verb.begins:
         _check_identity(train_dir, found, given)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if given.get("trust"):
+        _remember(path, text)
+    else:
+        trust.check(train_dir, text, {n: v for n, v in found.items() if n not in given})
     return {name: value for name, value in found.items() if name not in _replaced(found, given)}
+
+
+def _remember(path: Path, text: str) -> None:
+    """Let a run that is trusted be one of the user's own from now on, if its folder allows it."""
+    if not trust.is_own(text):
+        with contextlib.suppress(RunError):
+            files.write_text(path, trust.signed(text))
 
 
 def _replaced(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:

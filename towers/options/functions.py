@@ -4,6 +4,7 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import pkgutil
 import sys
@@ -41,11 +42,42 @@ def load_function(flag: str, name: str) -> Callable:
     """Return the function that a flag names as "package.module:function", or that was given.
 
     Raises:
-        InputError: one line: the name is malformed, or there is no such module or function. What
-            the module itself raises when it is imported comes through as it is.
+        InputError: one line: the name is malformed, there is no such module or function, or nobody
+            can tell how it is called. What the module itself raises when it is imported comes
+            through as it is.
     """
-    if name.startswith(PREFIX):
-        return _given(flag, name)
+    function = _given(flag, name) if name.startswith(PREFIX) else _named(flag, name)
+    try:
+        inspect.signature(function)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"--{flag}={name} does not tell which arguments it takes, as some that are not written "
+            "in Python: name a function of your own that calls it"
+        ) from None
+    return function
+
+
+def is_shipped(name: str) -> bool:
+    """Tell whether a name is that of a model that comes with towers."""
+    module_name = name.partition(":")[0]
+    parts = module_name.split(".")
+    return parts[0] == "models" and _CHECKOUT.joinpath(*parts).with_suffix(".py").is_file()
+
+
+def call_plainly(flag: str, name: str) -> object:
+    """Return what a function that takes no arguments returns; an InputError if it needs any."""
+    function = load_function(flag, name)
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise InputError(
+            f"--{flag}={name} is called without arguments, but there is a {error}"
+        ) from None
+    return function()
+
+
+def _named(flag: str, name: str) -> Callable:
+    """Return what is imported by a name."""
     module_name, function_name = _parts(flag, name)
     try:
         module = importlib.import_module(module_name)

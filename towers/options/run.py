@@ -44,6 +44,7 @@ _model, _data = group("Model"), group("Data")
 _towers = group("Towers", affects="speed")
 _length, _update = group("Length", minimum=0), group("Update", minimum=0)
 _when = group("When", affects="report", minimum=0)
+_nan = group("What may go wrong")
 _tensorboard = group("TensorBoard", affects="report", minimum=0)
 
 
@@ -69,6 +70,11 @@ class Options:
     json: bool = _run(
         False, "Print the result alone, as JSON, to standard output; the rest to stderr."
     )
+
+    trust: bool = _run(
+        False, "Run the functions that the flags.cfg of a run names which is not your own: made by "
+        "somebody else, on another machine, or changed by hand."
+    )  # fmt: skip
 
     model: str = _model(
         "models.cnn:cnn", "Function, as module:function, that returns a Keras model: a compiled "
@@ -114,6 +120,11 @@ class Options:
     image_size: str = _data(
         "", "Size to which the images of folder and tfrecord are resized: 64, or height x width, "
         "48x64; without it they must be of one size.",
+    )  # fmt: skip
+    max_image_pixels: int = _data(
+        64_000_000, "Pixels that an image in the files of folder, tfrecord or predict may have: "
+        "decoding takes 3 bytes for each, in as many threads as there are cores.",
+        affects="machine", minimum=1,
     )  # fmt: skip
     augment: str = _data(
         "auto", "Augmentation of training images: tutorial (crop to 3/4, flip, brightness, "
@@ -224,6 +235,13 @@ class Options:
         0.0, "Largest norm of all gathered gradients together; 0: any."
     )
 
+    on_nan: str = _nan(
+        "stop", "When a loss or gradient is infinite or NaN, of which no update is made: stop, and "
+        "write what `towers replay` needs; skip the update, at most 10 in a row; rollback: go on "
+        "from the last checkpoint at half the learning rate, at most 3 times.",
+        choices=("stop", "skip", "rollback"),
+    )  # fmt: skip
+
     log_every_steps: int = _when(
         100, "Steps from one terminal line and TensorBoard point to the next.", minimum=1
     )
@@ -243,6 +261,14 @@ class Options:
         "or SIGTERM; 0: only then.",
     )  # fmt: skip
     keep_checkpoints: int = _when(3, "Number of checkpoints that are kept: the newest.", minimum=1)
+    stall_seconds: float = _when(
+        300.0, "Seconds without a step, compiling apart, after which the run says what it waits "
+        "for; 0: never.",
+    )  # fmt: skip
+    on_stall: str = _when(
+        "wait", "What a run does then: wait; or stop, after saving what is whole, with exit code "
+        "76.", choices=("wait", "stop"),
+    )  # fmt: skip
 
     tensorboard_x: str = _tensorboard(
         "step", "What curves are drawn over: updates, or examples seen.", affects="result",

@@ -8,9 +8,11 @@
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from towers import files
+from towers.errors import RunError
 
 NAME = "best.json"
 
@@ -35,7 +37,11 @@ class Best:
         self._patience, self._keep = patience, keep
         found = files.read_json(self._path) if patience or keep else {}
         same = [found.get("objective"), found.get("direction")] == list(objective)
-        self._points = [p for p in found.get("points", []) if same and p[0] <= step]
+        points = found.get("points", [])
+        if not isinstance(points, list) or not all(map(_is_point, points)):
+            files.damaged(self._path)
+            points = []
+        self._points = [p for p in points if same and p[0] <= step]
 
     def knows(self, step: int) -> bool:
         """Tell whether there is a point after `step` updates."""
@@ -62,12 +68,21 @@ class Best:
         best = next((n for step, n, _ in self._points if step == self.step), self._points[0][1])
         return self._points[-1][1] - best >= self._patience
 
-    def write(self) -> None:
-        """Write the file, if anybody needs it; the best checkpoint is to be there before."""
-        if self._patience or self._keep:
-            about = {"objective": self._name, "direction": self._direction}
-            step = self.step if self._keep else None
+    def write(self, say: Callable[[str], None] | None = None) -> None:
+        """Write the file, if anybody needs it; the best checkpoint is to be there before.
+
+        What cannot be written is told to `say`, if that is given: it is written again.
+        """
+        if not self._patience and not self._keep:
+            return
+        about = {"objective": self._name, "direction": self._direction}
+        step = self.step if self._keep else None
+        try:
             files.write_json(self._path, about | {"step": step, "points": self._points})
+        except RunError as error:
+            if say is None:
+                raise
+            say(f"warning     {error}; training goes on, and it is written again")
 
 
 def step_of(folder: Path) -> int | None:
@@ -76,5 +91,11 @@ def step_of(folder: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
+def _is_point(found: object) -> bool:
+    """Tell whether something is [step, examples, value]."""
+    kinds = (int, int, int | float | None)
+    return isinstance(found, list) and len(found) == 3 and all(map(isinstance, found, kinds))
+
+
 def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) < math.inf

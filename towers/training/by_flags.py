@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from towers.errors import InputError
-from towers.options.functions import load_function
+from towers.options.functions import call_plainly, load_function
 from towers.options.run import OF_COMPILED, Options
 from towers.training.update import DECAY_APART, clips_of, is_decayed, make_optimizer
 
@@ -71,8 +71,14 @@ def _of_name(flag: str, name: str, get: Callable) -> Any:
     """
     if ":" in name:
         found = load_function(flag, name)
-        makes = isinstance(found, type) or not inspect.signature(found).parameters
-        return found() if makes else found
+        if isinstance(found, type) or not inspect.signature(found).parameters:
+            found = call_plainly(flag, name)
+        if not callable(found):
+            raise InputError(
+                f"--{flag}={name} returned {type(found).__name__}; a function of targets and "
+                f"outputs, or a Keras {'loss' if flag == 'loss' else 'metric'}, is needed"
+            )
+        return found
     try:
         found = get(name)
         return name if flag == "metrics" else found  # "accuracy" has many meanings, mae its name

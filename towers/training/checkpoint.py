@@ -1,157 +1,178 @@
-"""Checkpoints of the master variables: they load with any number of towers."""
+"""Checkpoints as files: they are TensorFlow's, and load with any number of towers.
 
+One counts only when it is whole: it is written under another name, flushed, its index is read, and
+then its files are renamed, the index last. TensorFlow's readers take a path for a pattern, in which
+`[0.1]` means one character: they are given another path.
+"""
+
+import contextlib
+import errno
 import json
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from towers import files
-from towers.errors import InputError, RunError
-from towers.options.given import is_named_now
-from towers.text import first_line
+from towers import files, tf_private
 
-_REMEDY = "choose another --train_dir, or --overwrite, which moves the old run aside"
+Snapshot = Mapping[str, tf.Tensor]  # values of variables, by name
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
-
-
-class Checkpoints:
-    """The checkpoints of one run, as TensorFlow checkpoints `ckpt-STEP` in one folder.
-
-    `tf.train.CheckpointManager` keeps its list in a file and would write a counter of its own; here
-    the folder itself is the list, which a crash or a damaged file cannot bring out of step.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        variables: Mapping[str, tf.Variable],
-        identity: Mapping[str, str],
-        keep: int = 3,
-        exact: bool = True,
-    ):
-        """Set what is saved and restored; write nothing yet.
-
-        `identity` are options that say what run this is. They are saved, too, and a checkpoint with
-        others is refused: two models may have the same variables. `keep` of the newest checkpoints
-        are kept; `exact` refuses one that holds other variables beside these.
-        """
-        self.directory = Path(directory)
-        self.variables, self.identity = dict(variables), dict(identity)
-        self.keep, self.exact = keep, exact
-        self.best: int | None = None  # a step whose checkpoint is kept beside the newest
-        self._checkpoint = tf.train.Checkpoint(
-            variables=self.variables, identity=tf.Variable(json.dumps(self.identity))
-        )
-
-    def save(self, step: int) -> None:
-        """Write the variables as the checkpoint of `step`.
-
-        TensorFlow writes the `.index` file last, by renaming: a checkpoint with an index is whole.
-
-        Raises:
-            RunError: the folder cannot be written, or the disk is full.
-        """
-        prefix = str(self.directory / f"ckpt-{step}")
-        try:
-            self._checkpoint.write(prefix)
-            self._keep_newest(step)
-        except (tf.errors.OpError, OSError) as error:
-            raise RunError(f"{prefix} cannot be written: {first_line(error)}") from None
-
-    def restore(self, warn: Callable[[str], None] = print, wanted: int | None = None) -> int | None:
-        """Read the newest checkpoint that can be read; return its step, None if there is none.
-
-        With `wanted` that of this step is read first.
-
-        Raises:
-            InputError: the checkpoint holds other variables than this run has, or all are damaged.
-        """
-        found = find(self.directory)
-        for step, prefix in sorted(found, key=lambda pair: (pair[0] == wanted, pair[0]))[::-1]:
-            try:
-                self._compare(prefix)
-                self._checkpoint.read(prefix).expect_partial().assert_existing_objects_matched()
-                return step
-            except InputError:
-                raise
-            except Exception as error:  # of many kinds: a short file gives an IndexError
-                warn(f"{prefix} cannot be read and is passed over: {first_line(error)}")
-        if found:
-            raise InputError(
-                f"none of the {len(found)} checkpoints in {self.directory} can be read: "
-                "start anew with --overwrite, which keeps them beside"
-            )
-        return None
-
-    def _keep_newest(self, step: int) -> None:
-        """Delete the oldest up to `step`; newer ones, which could not be read, do not count."""
-        found = find(self.directory)
-        prefixes = [Path(prefix) for number, prefix in found if number <= step]
-        best = [Path(prefix) for number, prefix in found if number == self.best]
-        kept = prefixes[-self.keep :]
-        old = [prefix for prefix in prefixes[: -self.keep] if prefix not in best]
-        lines = [f'model_checkpoint_path: "{kept[-1].name}"']  # for tf.train.latest_checkpoint
-        lines += [f'all_model_checkpoint_paths: "{prefix.name}"' for prefix in kept]
-        files.write_text(self.directory / "checkpoint", "\n".join(lines) + "\n")
-        for prefix in old:
-            prefix.with_name(f"{prefix.name}.index").unlink()  # first: an index means a whole one
-            for path in self.directory.glob(f"{prefix.name}.data-*"):
-                path.unlink()
-
-    def _compare(self, prefix: str) -> None:
-        """Raise InputError, naming the first difference, unless `prefix` is of this run."""
-        saved_identity = json.loads(tf.train.load_variable(prefix, f"identity{_SUFFIX}"))
-        for name, value in self.identity.items():
-            there = saved_identity.get(name, value)
-            if there != value and not is_named_now(there, value):
-                raise InputError(
-                    f"{prefix} is of another run: --{name}={there} there and --{name}={value} "
-                    f"here; {_REMEDY}"
-                )
-        saved = stored_variables(prefix)
-        ours = {name: f"{v.dtype.name}{v.shape.as_list()}" for name, v in self.variables.items()}
-        for name in [*ours, *(saved if self.exact else ())]:
-            here, there = ours.get(name, "absent"), saved.get(name, "absent")
-            if here != there:
-                raise InputError(
-                    f"{prefix} is of another model or optimizer: {name} is {there} there and "
-                    f"{here} here; {_REMEDY}"
-                )
+_PARTS = "data-00000-of-00001", "index"  # of a checkpoint, in the order of their writing
+_DATA = r"ckpt-(\d+)\.data-.*"
+_WHOLE = r"(\.ckpt-(\d+)\.\d+)\.index"  # what is written under another name, when it is whole
 
 
 def find(directory: Path) -> list[tuple[int, str]]:
     """Return (step, path prefix) of the checkpoints in `directory`, oldest first."""
-    matches = [re.fullmatch(r"ckpt-(\d+)\.index", p.name) for p in Path(directory).glob("*.index")]
-    steps = sorted(int(match[1]) for match in matches if match)
+    steps = sorted(int(match[1]) for match in _matches(directory, r"ckpt-(\d+)\.index"))
     return [(step, str(Path(directory) / f"ckpt-{step}")) for step in steps]
+
+
+def _matches(directory: Path, pattern: str) -> list[re.Match]:
+    """Return how the names in a folder match a pattern, where they do, in rising order."""
+    names = sorted(path.name for path in Path(directory).glob("*"))
+    return [match for name in names if (match := re.fullmatch(pattern, name))]
+
+
+def without_index(directory: Path) -> dict[int, str]:
+    """Return {step: line} of checkpoints newer than all others that are named or begun, not there.
+
+    One that is being written just now has its index under another name.
+    """
+    newest = max(dict(find(directory)), default=-1)
+    now = {int(match[2]) for match in _matches(directory, _WHOLE)}
+    try:
+        text = Path(directory, "checkpoint").read_text(errors="replace")
+    except OSError:
+        text = ""
+    named = re.findall(r'^model_checkpoint_path: "ckpt-(\d{1,18})"', text, re.MULTILINE)
+    why = {int(step): "the file `checkpoint` names it" for step in named}
+    why |= {int(match[1]): "its data are there" for match in _matches(directory, _DATA)}
+    return {
+        step: f"{directory}/ckpt-{step}.index is missing, though {why[step]}: passed over"
+        for step in sorted(why, reverse=True)
+        if step > newest and step not in now
+    }
+
+
+def tidy(directory: Path) -> None:
+    """End what dead processes began: finish a checkpoint that was whole, delete the rest."""
+    with contextlib.suppress(OSError):
+        there = dict(find(directory))
+        for match in _matches(directory, _WHOLE):
+            if int(match[2]) not in there:
+                _rename(Path(directory), match[1], int(match[2]))
+        there = dict(find(directory))
+        for match in _matches(directory, _DATA):
+            if int(match[1]) < max(there, default=0) and int(match[1]) not in there:
+                Path(directory, match[0]).unlink()
+    files.clear_leftovers(Path(directory))
 
 
 def stored_variables(prefix: str) -> dict[str, str]:
     """Return {name: "float32[4, 3]"} of the variables in a checkpoint."""
-    reader = tf.train.load_checkpoint(prefix)
-    dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
-    return {name: f"{dtypes[key].name}{shapes[key]}" for name, key in _keys(reader).items()}
+    with open_reader(prefix) as reader:
+        return described(reader)
 
 
 def read(prefix: str, beginning: str) -> dict[str, np.ndarray]:
     """Return {name: value} of the variables whose names begin so, as "model/", without that."""
-    reader = tf.train.load_checkpoint(prefix)
-    return {
-        name.removeprefix(beginning): reader.get_tensor(key)
-        for name, key in _keys(reader).items()
-        if name.startswith(beginning)
-    }
+    with open_reader(prefix) as reader:
+        return {
+            name.removeprefix(beginning): reader.get_tensor(key)
+            for name, key in keys_of(reader).items()
+            if name.startswith(beginning)
+        }
 
 
-def _keys(reader: Any) -> dict[str, str]:
+def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, str]) -> None:
+    """Write values as the checkpoint of `step`, whole or not at all.
+
+    Raises:
+        OSError, tf.errors.OpError: the folder cannot be written, or the disk is full.
+    """
+    named = {key_of("variables", name): value for name, value in values.items()}
+    graph = tf_private.object_graph("variables", list(values), list(named), key_of("identity"))
+    named |= {key_of("identity"): json.dumps(dict(identity)), tf_private.OBJECT_GRAPH: graph}
+    temporary = f".ckpt-{step}.{os.getpid()}"
+    with _plain(directory) as folder, tf.device("/cpu:0"):
+        try:
+            tf.raw_ops.SaveV2(
+                prefix=f"{folder}/{temporary}",
+                tensor_names=list(named),
+                shape_and_slices=[""] * len(named),
+                tensors=[tf.convert_to_tensor(value) for value in named.values()],
+            )
+            for part in _PARTS:
+                files.flush(f"{folder}/{temporary}.{part}")
+            there = tf.train.load_checkpoint(f"{folder}/{temporary}").get_variable_to_shape_map()
+            if there.keys() != named.keys():
+                raise OSError(errno.EIO, "what was written is not what is read")
+            _rename(Path(folder), temporary, step)
+        except BaseException:
+            for path in Path(folder).glob(f"{temporary}.*"):
+                path.unlink()
+            raise
+
+
+def _rename(folder: Path, temporary: str, step: int) -> None:
+    """Give a whole checkpoint its name; what a kill leaves of that is done by `tidy`."""
+    data, index = (folder / f"{temporary}.{part}" for part in _PARTS)
+    (folder / f"ckpt-{step}.index").unlink(missing_ok=True)  # it would be of other data
+    if data.exists():
+        data.rename(folder / f"ckpt-{step}.{_PARTS[0]}")
+    index.rename(folder / f"ckpt-{step}.{_PARTS[1]}")
+    with contextlib.suppress(OSError):  # not every file system can
+        files.flush(folder)
+
+
+@contextlib.contextmanager
+def open_reader(prefix: str) -> Iterator[Any]:
+    """Yield TensorFlow's reader of a checkpoint, whatever the name of its folder.
+
+    Raises:
+        ValueError: it is that of another step than its name says.
+        Exception: of many kinds: it is damaged.
+    """
+    path = Path(prefix)
+    with _plain(path.parent) as folder:
+        reader = tf.train.load_checkpoint(f"{folder}/{path.name}")
+        if reader.has_tensor(key := key_of("variables", "step")):
+            step = int(reader.get_tensor(key))
+            if path.name != f"ckpt-{step}":
+                raise ValueError(f"it is that of step {step}: name its files ckpt-{step}")
+        yield reader
+
+
+@contextlib.contextmanager
+def _plain(folder: Path) -> Iterator[str]:
+    """Yield another path of a folder, that is short and in which nobody sees a pattern."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def key_of(*path: str) -> str:
+    """Return what TensorFlow has a variable under; it escapes "/" as ".S", and "." as ".."."""
+    return "/".join(part.replace(".", "..").replace("/", ".S") for part in path) + _SUFFIX
+
+
+def described(reader: Any) -> dict[str, str]:
+    """Return {name: "float32[4, 3]"} of the variables that a reader sees."""
+    dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
+    return {name: f"{dtypes[key].name}{shapes[key]}" for name, key in keys_of(reader).items()}
+
+
+def keys_of(reader: Any) -> dict[str, str]:
     """Return {name of a variable: what the checkpoint has it under}."""
     found = {}
     for key in sorted(reader.get_variable_to_shape_map()):
         if match := re.fullmatch(f"variables/(.*){_SUFFIX}", key):
-            # TensorFlow escapes "/" as ".S", and "." as ".."
             found[re.sub(r"\.(\.|S)", lambda m: "/" if m[1] == "S" else ".", match[1])] = key
     return found

@@ -20,7 +20,7 @@ from towers.training.evaluation import Answers, Evaluation, accuracy_of_classes,
 from towers.training.masters import Masters, Replica
 from towers.training.model import floatx_of
 from towers.training.task import Stop, Task
-from towers.training.update import about_flags, is_own, make_update
+from towers.training.update import about_flags, is_own, make_update, noted, scaled
 
 
 class Classification(Task):
@@ -34,6 +34,11 @@ class Classification(Task):
         super().__init__(builder, masters.model, options, data)
         self.masters = masters
 
+    @property
+    def rate_is_set(self) -> bool:
+        """See `Task`."""
+        return not is_own(self.options)
+
     def make_train_step(self, learning_rate: Callable) -> Callable:
         """See `Task`; "loss" is the mean over all examples, "penalty" that of regularisation."""
         builder, masters, options = self.builder, self.masters, self.options
@@ -43,14 +48,14 @@ class Classification(Task):
             example: Any, draws: tf.Tensor, measured: tf.Tensor | None = None
         ) -> tuple[dict[str, tf.Tensor], list[Any]]:
             scale, seen = masters.loss_scale, {}
-            statistics = masters.statistics() if scale is not None else []
             variables = self.weights()
             with floatx_of(options.dtype):  # backward, too: layers may be called again there
                 sums = builder.tower_sums(self.tower_function, variables, *example, draws)
             # The update adds up the rows of a sparse gradient anyhow, so that it may be dense.
             dense = gather.dense_on_gpus(sums.gradients, variables, builder.devices)
             sums = dataclasses.replace(sums, gradients=dense)
-            loss, gradients = builder.gather_sums(sums, variables)
+            with noted(builder) as statistics:
+                loss, gradients = builder.gather_sums(sums, variables)
             gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
             if measured is not None:
                 with tf.name_scope("telemetry"):
@@ -58,15 +63,15 @@ class Classification(Task):
                     seen = tower_stats.measure(
                         batch, sums, loss, gradients, builder, measured, scale
                     )
+            if self.on_update:
+                factor = 1.0 if scale is None else 1.0 / scale
+                own = [None if g is None else scaled(g, factor) for g in gradients[0]]
+                self.on_update(own, self.model.trainable_variables)
             with tf.device(builder.gather_device), tf.name_scope("update"):
                 if scale is not None:
                     loss = loss / tf.cast(scale, loss.dtype)
                 rates = [self._rate(learning_rate, replica) for replica in masters.replicas]
-                metrics = update(gradients, rates, statistics)
-                masters.step.assign_add(1)
-                for replica in masters.replicas:
-                    with tf.device(replica.device):
-                        replica.examples.assign_add(tf.cast(num_rows(example[1]), tf.int64))
+                metrics = update(gradients, rates, statistics, loss, num_rows(example[1]))
             return metrics | {"loss": loss, "learning_rate": rates[0]} | seen, gradients[0]
 
         return train_step

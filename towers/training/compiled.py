@@ -24,12 +24,13 @@ from towers.monitoring.pictures import Predictions
 from towers.options.run import Options
 from towers.training import faults, fitting, flat
 from towers.training.evaluation import Answers, Evaluation, accuracy_of_classes, behind
+from towers.training.guard import Guard
 from towers.training.logits import final_activation
-from towers.training.masters import Masters, home_of, settle, shard
+from towers.training.masters import Masters, home_of, now, settle, shard
 from towers.training.model import floatx_of
 from towers.training.parallel import on_towers, put_on
 from towers.training.task import Stop, Task
-from towers.training.update import about_flags, about_scale, is_own, update_averages
+from towers.training.update import about_flags, about_scale, is_own, limit_of, noted
 
 
 class Compiled(Task):
@@ -58,10 +59,9 @@ class Compiled(Task):
         self.pairs = fitting.Pairs(model)
         self._log_names, self._figures = self._trace_once()
         optimizers = optimizers_of(model)
-        # Flags that compile a model leave the schedule to the run.
-        by_flags = bool(options.loss or options.metrics)
-        self._rate_is_set = by_flags and not is_own(options)
-        self.masters = Masters(model, *optimizers, ema=options.ema_decay > 0, device=home)
+        self.masters = Masters(
+            model, *optimizers, ema=options.ema_decay > 0, device=home, limit=limit_of(options)
+        )
 
     def _trace_once(self) -> tuple[list[str], list[str]]:
         """Return the names of what a step and an evaluation report, "loss" first if it is there.
@@ -133,6 +133,12 @@ class Compiled(Task):
             )
 
     @property
+    def rate_is_set(self) -> bool:
+        """See `Task`: flags that compile a model leave the schedule to the run."""
+        by_flags = bool(self.options.loss or self.options.metrics)
+        return by_flags and not is_own(self.options)
+
+    @property
     def step_names(self) -> Sequence[str]:
         """See `Task`."""
         return ["loss", "penalty", "learning_rate", *self._of_batch()]
@@ -161,10 +167,12 @@ class Compiled(Task):
                         )
                     )
 
-            with tf.device(builder.gather_device):
+            with tf.device(builder.gather_device), noted(builder) as before:
                 example = tf.nest.map_structure(tf.convert_to_tensor, example)
                 rate = learning_rate(masters.examples)
-                if self._rate_is_set:
+                before += self._before()
+                guard = Guard(masters, self.on_update)
+                if self.rate_is_set:
                     model.optimizer.learning_rate.assign(rate)
                 elif model.optimizer is not None:
                     rate = tf.convert_to_tensor(model.optimizer.learning_rate)
@@ -176,15 +184,14 @@ class Compiled(Task):
                     with contextlib.ExitStack() as stack:
                         stack.enter_context(floatx_of(self.options.dtype))
                         stack.enter_context(integers_on(builder.gather_device))
-                        stack.enter_context(flat.updates_joined(optimizers_of(model)))
+                        stack.enter_context(flat.updates_joined(optimizers_of(model), guard))
+                        stack.enter_context(guard.losses_noted(model))
                         logs = scalars(model.train_step(self._data(example, draws)))
                 finally:
                     builder.on_gradients = None
-                masters.step.assign_add(1)
-                rows = tf.shape(tf.nest.flatten(example)[0], tf.int64)[0]
-                masters.examples.assign_add(rows)
-                update_averages(masters, self.options)
                 loss = logs[_loss_name(logs)]
+                rows = tf.shape(tf.nest.flatten(example)[0], tf.int64)[0]
+                guard.end_step(loss, before, rows, self.options)
             return {
                 "loss": loss - tf.cast(penalty, loss.dtype),
                 "penalty": penalty,
@@ -194,6 +201,28 @@ class Compiled(Task):
             }, [None] * len(model.trainable_variables)
 
         return train_step
+
+    def _before(self) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """Return (variable, its value now) of what a step may have changed before it is known bad.
+
+        Of a step of Keras' own these are few: its one update is the last thing, and is left out. A
+        step of the user's may change anything at any time.
+        """
+        model = self.model
+        is_own = any(
+            getattr(type(model), name) is not getattr(keras.Model, name)
+            for name in ("train_step", "compute_loss", "compute_metrics")
+        )
+        if is_own:
+            optimizers = optimizers_of(model)  # a loss scale is lowered all the same
+            inner = [getattr(own, "inner_optimizer", own) for own in optimizers]
+            slots = [v for own in inner for v in own.variables]
+            changed = [v.value for v in (*model.trainable_variables, *slots)]
+            return [(v, now(v)) for v in changed] + self.masters.statistics()
+        if self.rate_is_set:
+            rate = model.optimizer.learning_rate.value
+            return [(rate, now(rate))]
+        return []
 
     def finish(self) -> bool:
         """See `Task`; an optimizer with `use_ema` puts the averages in the weights' place."""
@@ -262,7 +291,7 @@ class Compiled(Task):
     def about_update(self) -> dict[str, str]:
         """See `Task`."""
         scale = getattr(self.model.optimizer, "dynamic_scale", None)
-        if self._rate_is_set:
+        if self.rate_is_set:
             return about_flags(self.options, scale)
         optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
         names = ("clipnorm", "clipvalue", "global_clipnorm")

@@ -12,6 +12,7 @@ from towers.options.run import Options
 from towers.training import best, checkpoint
 from towers.training.guest import as_a_guest
 from towers.training.run import prepare
+from towers.training.saving import Checkpoints
 from towers.training.tensorflow_errors import one_line_errors
 
 
@@ -45,7 +46,7 @@ def evaluate(
         )
     run = prepare(dataclasses.replace(options, variables="default"))  # they are only read
     variables = run.masters.variables().items()
-    step = checkpoint.Checkpoints(
+    step = Checkpoints(
         folder,
         {name: v for name, v in variables if name.startswith(("model/", "average/"))},
         {name: getattr(run.options, name) for name in ("model", "model_args", "augment")},

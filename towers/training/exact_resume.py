@@ -221,10 +221,17 @@ class ExactResume(keras.callbacks.Callback):
             for name, own in lists.items():
                 arrays |= {f"also/{i}/{name}/{j}": array for j, array in enumerate(own)}
         self._num_since = 0
-        _write(self.directory, epoch, batch, arrays, about)
+        try:
+            _write(self.directory, epoch, batch, arrays, about)
+        except RunError as error:
+            if ended or epoch == self.params["epochs"]:
+                raise
+            warnings.warn(f"{error}; the fit goes on, and the next save tries again", stacklevel=2)
 
     def _newest(self) -> "_Saved | None":
         """Return the newest file that can be read."""
+        for left in self.directory.glob(".epoch-*-batch-*.npz.*"):  # by a process that was killed
+            left.unlink()
         found = _find(self.directory)
         for path in reversed(found):
             try:
@@ -293,11 +300,11 @@ def _write(directory: Path, epoch: int, batch: int, arrays: dict, about: dict) -
         directory.mkdir(parents=True, exist_ok=True)
         with files.replacing(path) as temporary, temporary.open("wb") as file:
             np.savez(file, about=np.frombuffer(text, np.uint8), **arrays)
+            file.flush()
+            files.flush(temporary)
         found = _find(directory)
         for old in found[: found.index(path) + 1][:-_KEPT]:  # newer ones could not be read
             old.unlink()
-        for left in directory.glob(f".{path.name}.*"):  # by a process that was killed
-            left.unlink()
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}") from None
 

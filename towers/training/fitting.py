@@ -108,7 +108,9 @@ def explained(task: Task, pairs: Pairs, batches: Any) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, TypeError, KeyError, AttributeError, tf.errors.OpError) as error:
+    except (
+        ValueError, TypeError, KeyError, AttributeError, NotImplementedError, tf.errors.OpError
+    ) as error:  # fmt: skip
         raised = tf_private.raised_in_compiled(error)
         if raised is None or isinstance(error, InputError):
             raise
@@ -185,13 +187,14 @@ def _check_structure(task: Task, example: Any) -> None:
 
 def _check_pairs(task: Task, pairs: Pairs, example: Any) -> list[str]:
     leaves = tf.nest.flatten(example[1]) if len(example) > 1 else []
-    num_classes = task.data.num_classes if len(leaves) == 1 else 0
+    data = task.data
+    known = (data.num_classes, data.no_classes) if len(leaves) == 1 else ()
     placed = _endings(pairs)
     order = _order_of_targets(task, example)
     lines = list(order)
     for pair, (name, ending) in zip(pairs.found, placed, strict=True):
         values = None if pair.target is None else leaves[pair.target].numpy()
-        one = OneOutput(_named(task), name, pair, ending, values, len(example) > 2, num_classes)
+        one = OneOutput(_named(task), name, pair, ending, values, len(example) > 2, *known)
         try:
             lines += one.check()
         except InputError as error:

@@ -25,6 +25,7 @@ from towers import tf_private
 from towers.builder.kinds import is_gpu
 from towers.builder.packed import dense as as_dense
 from towers.builder.packed import is_large, pack, unpack
+from towers.training.masters import now
 
 
 class Section(NamedTuple):
@@ -51,7 +52,7 @@ class Flat:
         self.variables, self.sections, first = variables, sections, variables[0]
         self.dtype, self.device, self.name = first.dtype, first.device, first.name
         self._unique_id = tf_private.unique_id(first)  # by which an optimizer knows its slots
-        self._now = self.join(variables)
+        self._now = self._before = self.join(variables)
 
     @property
     def value(self) -> "Flat":
@@ -98,8 +99,11 @@ class Flat:
         ]
         return tf.concat(results, axis=0)
 
-    def write(self) -> None:
-        """Give each variable its part."""
+    def write(self, wanted: tf.Tensor | None = None) -> None:
+        """Give each variable its part; of what it was before, unless this is `wanted`."""
+        if wanted is not None:
+            with tf.device(self.device):
+                self._now = tf.where(wanted, self._now, self._before)
         for variable, part in zip(self.variables, self.split(self._now), strict=True):
             variable.assign(part)
 
@@ -158,47 +162,68 @@ def packed(
 
 
 def apply(
-    optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any], weights: Sequence[Any]
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Sequence[Any],
+    weights: Sequence[Any] | None,
+    finite: tf.Tensor | None = None,
 ) -> None:
-    """Let a Keras optimizer update weights, some of which may be `Flat`."""
-    flats = [weight for weight in weights if isinstance(weight, Flat)]
-    if not flats:
-        with tf_private.each_update_apart(optimizer):
-            optimizer.apply(gradients, weights)
-        return
-    # Read once: what all groups compute of them is then computed once, too.
-    scalars = [v for v in (optimizer.iterations, optimizer.learning_rate) if _is_variable(v)]
-    scope = keras.StatelessScope([(v, tf.convert_to_tensor(v.value)) for v in scalars])
-    slots = []
+    """Let a Keras optimizer update weights, some of which may be `Flat`.
+
+    Where `finite`, a bool scalar, is given and False, all is afterwards as it was before.
+    """
+    flats = [weight for weight in weights or () if isinstance(weight, Flat)]
+    slots, scope, scalars = [], contextlib.nullcontext(), []
+    if flats:
+        # Read once: what all groups compute of them is then computed once, too.
+        scalars = [v for v in (optimizer.iterations, optimizer.learning_rate) if _is_variable(v)]
+        scope = keras.StatelessScope([(v, tf.convert_to_tensor(v.value)) for v in scalars])
     for flat in flats:
         for of_weight in tf_private.elementwise_slots(optimizer):
             own = [of_weight[tf_private.unique_id(v)] for v in flat.variables]
             slots.append(Flat([slot.value for slot in own]))
             scope.add_update((own[0], slots[-1]))
+    joined = {id(variable) for flat in (*flats, *slots) for variable in flat.variables}
+    alone = [v.value for v in (*optimizer.variables, *filter(_is_variable, weights or ()))]
+    if _is_variable(optimizer.learning_rate):  # which no update changes
+        joined.add(id(optimizer.learning_rate.value))
+    alone = [] if finite is None else [variable for variable in alone if id(variable) not in joined]
+    before = [now(variable) for variable in alone]
     with scope, tf_private.each_update_apart(optimizer):
         optimizer.apply(gradients, weights)
-    for variable in (optimizer.iterations, *(w for w in weights if _is_variable(w))):
+    for variable in (optimizer.iterations, *filter(_is_variable, weights)) if flats else ():
         value = scope.get_current_value(variable)
         if value is not None:  # what Keras counts and constrains, the scope has kept
             variable.assign(value)
     for flat in (*flats, *slots):
-        flat.write()
+        flat.write(finite)
+    put_back_unless(finite, alone, before)
 
 
 @contextlib.contextmanager
-def updates_joined(optimizers: Iterable[keras.optimizers.Optimizer]) -> Iterator[None]:
-    """Let Keras optimizers that are called in the block, as by a `train_step`, join weights."""
+def updates_joined(
+    optimizers: Iterable[keras.optimizers.Optimizer], guarded: Callable
+) -> Iterator[None]:
+    """Let Keras optimizers that are called in the block, as by a `train_step`, join weights.
+
+    Each update goes through `guarded(optimizer, gradients, weights, update)`, which calls
+    `update(finite)`, as `apply` takes that.
+    """
     optimizers = [own for own in optimizers if own.built]
 
     def joining(optimizer: keras.optimizers.Optimizer) -> Callable:
         def apply_joined(grads: Any, trainable_variables: Any = None) -> None:
             grads, weights = list(grads), list(trainable_variables or ())
+
+            def update(finite: tf.Tensor | None = None) -> None:
+                if not weights or any(gradient is None for gradient in grads):
+                    apply(optimizer, grads, weights or None, finite)
+                else:
+                    parts = packed(grads, weights, optimizer, lambda _: False, True)
+                    apply(optimizer, *parts, finite)
+
             vars(optimizer).pop("apply")  # Keras' own, from here on
             try:
-                if not weights or any(gradient is None for gradient in grads):
-                    optimizer.apply(grads, trainable_variables)
-                else:
-                    apply(optimizer, *packed(grads, weights, optimizer, lambda _: False, True))
+                guarded(optimizer, grads, weights, update)
             finally:
                 vars(optimizer)["apply"] = apply_joined
 
@@ -243,6 +268,8 @@ def put_back_unless(
     wanted: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]
 ) -> None:
     """Let variables have the values `before` again, unless `wanted`: nothing waits for it."""
+    if not variables:
+        return
     pairs = list(zip(variables, before, strict=True))
     for group in grouped(pairs, lambda pair: kind_of(pair[0])):
         now = joined([variable for variable, _ in group])

@@ -20,8 +20,8 @@ import tensorflow as tf
 from towers import tf_private
 from towers.data import augment
 from towers.errors import InputError
-from towers.options.flags import Verb, parse
-from towers.options.given import PREFIX
+from towers.options.flags import Verb, complete
+from towers.options.given import PREFIX, as_text
 from towers.options.run import Options
 from towers.text import first_line
 from towers.training import by_flags, checkpoint, manifest, model
@@ -75,6 +75,7 @@ def load(
     averages: bool = False,
     step: int | None = None,
     model: Callable | None = None,
+    trust: bool = False,
 ) -> keras.Model:
     """Return the Keras model of a run with its trained weights.
 
@@ -86,6 +87,7 @@ def load(
         averages: whether the weights are to be their moving averages (`--ema_decay`).
         step: of the checkpoint; None: the best one where the run keeps that, else the newest.
         model: the model function, where the run was given one that has no importable name.
+        trust: whether functions that the run names may be called though it is somebody else's.
 
     Returns:
         What the run's model function returns, called as in the run, and compiled as there if the
@@ -95,7 +97,9 @@ def load(
     Raises:
         InputError: there is no such run or checkpoint, or its model now has other variables.
     """
-    options = parse([f"--train_dir={train_dir}"], Verb("load", completes=True))
+    given = {"train_dir": str(train_dir), "trust": trust}
+    given |= {} if model is None else {"model": as_text("model", model)}
+    options = complete(given, Verb("load", completes=True))
     with as_a_guest():
         trained = load_run(options, averages=averages, step=step, function=model)
     if tf.config.list_logical_devices("GPU"):  # in a run, weights lie where they are gathered
@@ -159,7 +163,11 @@ def read_weights(train_dir: Path, step: int | None = None, warn: Warn = warnings
             f"--train_dir={train_dir} has no checkpoint of step {step}; there are those of "
             f"{', '.join(map(str, found))}"
         )
+    for line in checkpoint.without_index(folder).values() if step is None else ():
+        warn(line)
     best = step_of(train_dir)
+    if step is None and best is not None and best not in found:
+        warn(f"{folder}/ckpt-{best}, which is the best, is not there: passed over")
     newest_first = sorted(found, reverse=True)
     steps = [step] if step is not None else sorted(newest_first, key=lambda step: step != best)
     for step in steps:

@@ -47,6 +47,11 @@ from towers.training.run import Run
 
 NAME = "manifest.json"
 _FORMAT = 1
+_KINDS = {  # of what a task says, beside its spec
+    "num_classes": int | None, "class_names": list, "columns": list, "image_shape": list | None,
+    "augment": str,
+}  # fmt: skip
+_SPEC = re.compile(r"(\w+)\[((?:None|\d{1,18})(?:, (?:None|\d{1,18}))*)?\]")
 _GIT_SECONDS = 2.0  # for each call: a slow disk is no reason to keep a run waiting
 # What is compared, so that a warning means that numbers may differ: not the number of towers, which
 # changes none, nor what only says where and when.
@@ -119,10 +124,28 @@ def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a run, {} if it is missing or damaged."""
+    """Return the manifest of a run, {} if it is missing or, with a line, damaged."""
     found = files.read_json(folder / NAME)
-    whole = found.get("format") == _FORMAT and isinstance(found.get("sessions"), list)
+    sessions = found.get("sessions")
+    whole = isinstance(sessions, list) and all(isinstance(session, dict) for session in sessions)
+    of_task = "task" not in found or _is_task(found["task"])  # older manifests have none
+    whole = whole and found.get("format") == _FORMAT and of_task
+    if found and not whole:
+        files.damaged(folder / NAME)
     return found if whole else {}
+
+
+def _is_task(task: Any) -> bool:
+    """Tell whether something may be what `task_of` wrote."""
+    if not isinstance(task, dict) or not isinstance(spec := task.get("spec"), list) or not spec:
+        return False
+    specs = [_SPEC.fullmatch(leaf) for leaf in tf.nest.flatten(spec) if isinstance(leaf, str)]
+    return (
+        len(specs) == len(tf.nest.flatten(spec))
+        and all(match and hasattr(tf.dtypes, match[1]) for match in specs)
+        and all(isinstance(task.get(name), kind) for name, kind in _KINDS.items())
+        and all(isinstance(size, int) for size in task["image_shape"] or ())
+    )
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:

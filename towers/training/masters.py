@@ -51,6 +51,9 @@ class Masters:
         examples: int64, examples seen so far: the clock of every schedule.
         loss_scale: float32, or None where the precision needs none.
         good_steps: int64, steps since the loss scale last changed.
+        in_a_row: int64, one where each replica is: steps in a row whose loss or gradient was not
+            finite, a loss scale that can still be lowered apart. At `limit` of them no further step
+            changes anything. It is of this process, and not saved.
     """
 
     def __init__(
@@ -61,9 +64,10 @@ class Masters:
         loss_scaling: bool = False,
         device: str = HOST,
         copies: Sequence[Replica] = (),
+        limit: int = 1,
     ):
         """Build the optimizer's slots, the averages (equal to the weights) and the counters."""
-        self.model, self.optimizers = model, optimizers
+        self.model, self.optimizers, self.limit = model, optimizers, limit
         self.examples = counter("examples", device)
         first = next(iter(optimizers), None)
         self.replicas = [
@@ -85,6 +89,7 @@ class Masters:
             if loss_scaling:
                 self.loss_scale = tf.Variable(INITIAL_LOSS_SCALE, trainable=False)
                 self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self.in_a_row = [counter("in_a_row", replica.device) for replica in self.replicas]
 
     @contextlib.contextmanager
     def averages_as_weights(self) -> Iterator[None]:
@@ -94,10 +99,14 @@ class Masters:
                 variable.assign(average)
             yield
 
-    def statistics(self) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Return (variable, its value now) of what towers assign, such as BatchNorm statistics."""
-        variables = self.model.non_trainable_variables
-        return [(v, tf.identity(v.value)) for v in variables if v.value.dtype.is_floating]
+    def statistics(self) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """Return (variable, its value now) of all that an optimizer leaves alone."""
+        values = [v.value for v in variables_of(self.model) if not v.trainable]
+        return [(v, now(v)) for v in values if v.dtype != tf.string]
+
+    def stuck(self) -> tf.Tensor:
+        """Tell whether so many steps in a row were not finite that no more are made, a scalar."""
+        return self.in_a_row[0] >= self.limit
 
     def set_copies(self) -> None:
         """Give the copies the values of the masters, after these were set."""
@@ -106,10 +115,10 @@ class Masters:
             for variable, value in zip(replica.variables(), values, strict=True):
                 variable.assign(value)
 
-    def finite(self) -> bool:
-        """Tell whether no master variable holds an infinity or NaN."""
-        values = [v for v in self.variables().values() if v.dtype.is_floating]
-        return all(bool(tf.reduce_all(tf.math.is_finite(v))) for v in values)
+    def not_finite(self) -> list[str]:
+        """Return the names of master variables that hold an infinity or NaN."""
+        floats = {n: v for n, v in self.variables().items() if v.dtype.is_floating}
+        return [n for n, v in floats.items() if not bool(tf.reduce_all(tf.math.is_finite(v)))]
 
     def variables(self) -> dict[str, tf.Variable]:
         """Return every master variable by a name that does not depend on towers or devices."""
@@ -121,6 +130,13 @@ class Masters:
         if self.loss_scale is not None:
             named += [("loss_scale", self.loss_scale), ("good_steps", self.good_steps)]
         return by_unique_name(named)
+
+
+def are_finite(values: Iterable[tf.Tensor]) -> bool:
+    """Tell whether no value, as those of a snapshot, holds an infinity or NaN."""
+    with tf.device(HOST):
+        floating = [value for value in values if value.dtype.is_floating]
+        return all(bool(tf.reduce_all(tf.math.is_finite(value))) for value in floating)
 
 
 def by_unique_name(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -213,6 +229,12 @@ def _beside(variable: tf.Variable) -> tf.Variable:
     """Return a new variable of the same value on the same device."""
     with tf.device(variable.device):
         return tf.Variable(variable, trainable=False, name="average")
+
+
+def now(variable: tf.Variable) -> tf.Tensor:
+    """Return the value of a variable where it is; later assignments change nothing of it."""
+    with tf.device(variable.device):
+        return tf.identity(variable)
 
 
 def _num_bytes(variable: keras.Variable) -> int:

@@ -107,8 +107,12 @@ def build(
     return model
 
 
-def check_classifier(model: keras.Model, name: str, num_classes: int, x: Any) -> None:
+def check_classifier(
+    model: keras.Model, name: str, num_classes: int, x: Any, no_classes: str = ""
+) -> None:
     """Refuse a model that is not compiled and no classifier either.
+
+    `no_classes` says why whole numbers as targets are no classes, see `Data`.
 
     Raises:
         InputError: in one line.
@@ -117,6 +121,11 @@ def check_classifier(model: keras.Model, name: str, num_classes: int, x: Any) ->
         raise InputError(
             f"--model={name} has a train_step of its own, and is not compiled: call its compile in "
             f"{name.rpartition(':')[2]}"
+        )
+    if no_classes:
+        raise InputError(
+            f"{no_classes}; or, where targets are no classes, type --loss=mean_squared_error or "
+            f"return the model of {name} compiled"
         )
     if not num_classes:
         raise InputError(
@@ -153,6 +162,8 @@ def _accepted(function: Callable, name: str, given: dict, keywords: dict) -> dic
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     taken = {k: v for k, v in given.items() if k in signature.parameters or takes_all}
     arguments = taken | keywords
+    if "image_shape" in given and "image_shape" in keywords:
+        raise InputError("--model_args: image_shape is that of the data; leave it out")
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -166,15 +177,25 @@ def _accepted(function: Callable, name: str, given: dict, keywords: dict) -> dic
 def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
     """Call a model function; a ValueError that its own file raises is about its arguments.
 
-    Any other exception comes from deeper down and keeps its traceback.
+    So is whatever one of Keras' own raises. Any other exception comes from deeper down and keeps
+    its traceback.
     """
     try:
         return function(**arguments)
-    except ValueError as error:
+    except Exception as error:
         raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-        if raised_in != inspect.getsourcefile(inspect.unwrap(function)):
+        own = isinstance(error, ValueError) and raised_in == _file_of(function)
+        if not own and name.partition(":")[0].partition(".")[0] not in ("keras", "tensorflow"):
             raise
-        raise InputError(f"--model={name}: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"--model={name}: {reason}") from None
+
+
+def _file_of(function: Callable) -> str | None:
+    try:
+        return inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:  # it is not written in Python
+        return None
 
 
 def _call_on(model: keras.Model, name: str, x: Any) -> Any:

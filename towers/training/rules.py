@@ -33,7 +33,8 @@ def rule_book(run: Run) -> list[str]:
         "rules, the same at any number of towers:",
         "  1 loss and gradients: mean over the global batch; towers give sums, add_n gathers them",
         f"  2 regularisation: once, on the master weights; {update['decay']}, and the layers' own",
-        f"  3 finite test: on the gathered gradient{update['scale']}",
+        f"  3 finite test: on the loss and the gathered gradient{update['scale']}; else "
+        f"{options.on_nan}",
         f"  4 clipping: {update['clips'] or 'none'}, after the gather; then update, then EMA",
         "  5 shuffling, augmentation, dropout: by (seed, step, place in the global batch), "
         f"seed {options.seed}",

@@ -15,6 +15,7 @@ from towers.builder.rehearsal import Rehearsal
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split, augment
 from towers.data.on_gpus import OnGpus, store
+from towers.devices import memory
 from towers.errors import InputError
 from towers.options.run import Options
 from towers.options.timetable import Timetable
@@ -34,7 +35,7 @@ from towers.training.schedules import schedule
 from towers.training.step import make_train_loop
 from towers.training.task import Task
 from towers.training.tensorflow_errors import one_line_errors
-from towers.training.update import check_own, make_optimizer
+from towers.training.update import check_own, limit_of, make_optimizer
 
 DEFAULT_EPOCHS = 10.0
 
@@ -45,7 +46,8 @@ class Run:
 
     `total_epochs` is what the schedules go over, and `total_examples` where the run ends, unless
     `max_steps` ends it before; `doubts` is what the builder says of the towers' function;
-    `left_open` are options as they were given, which the devices decide anew in each process.
+    `left_open` are options as they were given, which the devices decide anew in each process;
+    from each of the numbers of examples `lowered_at` on, the learning rate is half as high.
     """
 
     options: Options
@@ -57,11 +59,12 @@ class Run:
     total_examples: int
     doubts: list[str] = dataclasses.field(default_factory=list)
     left_open: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lowered_at: Sequence[int] = ()
 
     def train_loop(self, *, telemetry: bool = True) -> Callable:
         """Return `step.make_train_loop` of this run."""
-        names = self.task.step_names
-        return make_train_loop(self.builder, self.train_step(), names, telemetry=telemetry)
+        parts = self.builder, self.train_step(), self.task.step_names
+        return make_train_loop(*parts, telemetry=telemetry, masters=self.masters)
 
     @functools.cached_property
     def on_gpus(self) -> OnGpus | None:
@@ -99,7 +102,10 @@ class Run:
             decay_epochs=self.options.decay_boundaries(),
             decay_factor=self.options.decay_factor,
         )
-        return rate_at(tf.cast(examples, tf.float64) / self.data.train.size)
+        rate = rate_at(tf.cast(examples, tf.float64) / self.data.train.size)
+        for start in self.lowered_at:
+            rate *= tf.where(examples >= start, tf.constant(0.5, rate.dtype), 1.0)
+        return rate
 
     def rehearse(self, batch: Any) -> Rehearsal:
         """Return what is known of the towers' function, tried on a batch of a step.
@@ -153,7 +159,8 @@ def load_data(options: Options, say: Callable[[str], None] | None = None) -> Dat
             say(f"data        {name} is not at hand: shapes, drawn in code, stand in for it")
             return data.load("shapes")
         size, fraction = options.image_height_width(), options.validation_fraction
-        return data.load(name, folder, size, fraction, options.target)
+        limit = options.max_image_pixels
+        return data.load(name, folder, size, fraction, options.target, limit)
 
 
 def assemble(
@@ -205,6 +212,7 @@ def assemble(
             task = Classification(builder, masters, options, dataset)
         task.objective()  # raises what it has to say
     _check_validation(options, dataset)
+    _check_batch(options, dataset)
     size = dataset.train.size
     if options.num_epochs or not options.max_steps:
         total_epochs = options.num_epochs or DEFAULT_EPOCHS
@@ -220,13 +228,18 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
     """Return the model, compiled if its function or flags say so, and how images come to it."""
     # "auto" may be another kind for a compiled model; images have the same shape in both.
     kind = augment.resolve(options.augment, dataset, compiled=False)
-    network = model.build_for(
-        dataclasses.replace(options, augment=kind),
-        num_classes=dataset.num_classes,
-        x=dataset.spec[0],
-        image_shape=dataset.image_shape,
-        exact=exact,
-    )
+    try:
+        network = model.build_for(
+            dataclasses.replace(options, augment=kind),
+            num_classes=dataset.num_classes,
+            x=dataset.spec[0],
+            image_shape=dataset.image_shape,
+            exact=exact,
+        )
+    except InputError as error:
+        if dataset.no_classes and "num_classes" in str(error):  # which the function must be given
+            raise InputError(dataset.no_classes) from None
+        raise
     if network.compiled:
         by_flags.check_flags(options)
         kind = augment.resolve(options.augment, dataset, compiled=True)
@@ -236,8 +249,20 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
     else:
         own = dataclasses.replace(options, augment=kind)
         x = model.prepared(own, dataset.spec[0], dataset.image_shape)
-        model.check_classifier(network, options.model, dataset.num_classes, x)
+        model.check_classifier(network, options.model, dataset.num_classes, x, dataset.no_classes)
     return network, dataclasses.replace(options, augment=kind)
+
+
+def _check_batch(options: Options, dataset: Data) -> None:
+    """Refuse a batch that the host could not hold, before any of it is read."""
+    leaves = tf.nest.flatten(dataset.spec)
+    each = sum(leaf.shape.num_elements() * (leaf.dtype.size or 1) for leaf in leaves)
+    needed, there = options.batch_size * each, memory.of_host()
+    if needed > there:
+        raise InputError(
+            f"--batch_size={options.batch_size}: a batch takes {memory.in_words(needed)}, and the "
+            f"memory of {memory.in_words(there)} holds {there // each} examples"
+        )
 
 
 def _check_validation(options: Options, dataset: Data) -> None:
@@ -283,4 +308,5 @@ def _make_masters(
         loss_scaling=loss_scaling,
         device=home,
         copies=copies,
+        limit=limit_of(options),
     )

@@ -19,17 +19,19 @@ from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short
 from towers.monitoring import dashboard, events
 from towers.monitoring.gallery import Batch, Sampler
+from towers.options import trust
 from towers.options.flags import IDENTITY
 from towers.options.run import Options
 from towers.options.timetable import Timetable
 from towers.text import count, first_line
-from towers.training import faults, fitting, manifest
-from towers.training.checkpoint import Checkpoints
+from towers.training import checkpoint, faults, fitting, manifest, memory
 from towers.training.initial import init_from
 from towers.training.masters import VARIABLES
 from towers.training.rules import rule_book
 from towers.training.run import Run, assemble, find
+from towers.training.saving import Checkpoints
 from towers.training.tensorflow_errors import one_line_errors
+from towers.training.watch import Watch
 
 Say = Callable[[str], None]
 TRIALS = 5
@@ -53,6 +55,14 @@ class Start:
     batches: Iterator
     sampler: Sampler
     placement: Placement
+
+    def steps_done(self) -> int:
+        """Return the number of updates that the master variables have had."""
+        return int(self.run.masters.step.numpy())
+
+    def largest_batch(self) -> int:
+        """Return the largest batch size whose steps are expected to fit into the memory."""
+        return memory.largest_batch(self.run, self.train_loop, self.batches)
 
 
 def build(options: Options, say: Say) -> Run:
@@ -144,8 +154,15 @@ def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
     )
     if run.options.overwrite:
         return checkpoints, None
+    files.clear_leftovers(folder)
+    checkpoint.tidy(checkpoints.directory)
     restored = checkpoints.restore(lambda line: print(line, file=sys.stderr))
-    if restored is None and any(events.paths(folder / part) for part in ("train", "eval")):
+    known = checkpoint.find(checkpoints.directory)  # one of step 0 that is damaged is made again
+    if (
+        restored is None
+        and not known
+        and any(events.paths(folder / part) for part in ("train", "eval"))
+    ):
         raise InputError(
             f"--train_dir={folder}: there are event files in its train or eval, and no checkpoint "
             "that they belong to: name another folder"
@@ -160,6 +177,7 @@ def begin(
     lock: files.Lock,
     checkpoints: Checkpoints,
     restored: int | None,
+    watch: Watch,
     say: Say,
 ) -> Start:
     """Build and place the graph, say what there is to say, and make the folder that of this run."""
@@ -174,7 +192,7 @@ def begin(
         size = run.on_gpus.bytes / 2**20
         say(f"data        {size:.1f} MiB on each GPU: the host sends the numbers of rows")
     sampler = Sampler(run.data.train, options)
-    with one_line_errors(options):
+    with one_line_errors(options), watch, watch.first_batch():
         batch = sampler.batch(step, examples)
     for line in [*rules, *fitting.check(run.task, batch), *devices.report(run.builder.devices)]:
         say(line)
@@ -189,14 +207,30 @@ def begin(
         folder.mkdir(parents=True, exist_ok=True)
     lock.take(folder)
     if restored is None:
-        checkpoints.save(0)
+        checkpoints.save_now(0)
     kept = dataclasses.replace(options, **run.left_open)
-    files.write_text(folder / "flags.cfg", kept.to_flagfile())
+    files.write_text(folder / "flags.cfg", trust.signed(kept.to_flagfile()))
     if options.log_device_placement:
         placement_report.write_tsv(folder / "placement.tsv", placement)
     for line in manifest.write(run, folder, restored, batch):
         say(line)
+    checkpoints.home = files.Home(folder, lock, say)
     graph = train_loop.get_concrete_function(batches, tf.constant(0)).graph
+    _open_root(run, folder, rules, lines, placement, graph)
+    return Start(
+        run, folder, checkpoints, restored, timetable, train_loop, batches, sampler, placement
+    )
+
+
+def _open_root(
+    run: Run,
+    folder: Path,
+    rules: list[str],
+    lines: list[str],
+    placement: Placement,
+    graph: tf.Graph,
+) -> None:
+    """Write what TensorBoard shows of the whole run: layout, texts and the graph of a step."""
     summary: list[str] = []
     run.masters.model.summary(line_length=100, print_fn=lambda line, **_: summary.append(line))
     texts = {
@@ -209,10 +243,7 @@ def begin(
     names = sorted(metrics, key=lambda name: (name != best_known, name == "loss"))
     parts = ["validation", "test"] if run.data.validation else ["test"]
     figures = [f"{part}_{name}" for part in parts for name in names]
-    dashboard.open_root(folder, options, run.builder.devices, texts, placement, graph, figures)
-    return Start(
-        run, folder, checkpoints, restored, timetable, train_loop, batches, sampler, placement
-    )
+    dashboard.open_root(folder, run.options, run.builder.devices, texts, placement, graph, figures)
 
 
 def _place(

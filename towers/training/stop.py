@@ -1,30 +1,27 @@
 """A stop that is asked for by a signal, and answered where it loses nothing."""
 
-import signal
-import threading
-from types import FrameType
+import contextlib
+
+from towers import signals
 
 
 class StopRequest:
-    """Turns Ctrl-C and SIGTERM into a question that the loop asks; a second one ends at once."""
+    """Turns the signals that ask for an end into a question that a loop asks."""
 
     def __enter__(self) -> "StopRequest":
-        """Take over the two signals, where Python lets us: in the main thread."""
-        self._asked = False
-        here = threading.current_thread() is threading.main_thread()
-        numbers = (signal.SIGINT, signal.SIGTERM) if here else ()
-        self._before = {number: signal.signal(number, self._ask) for number in numbers}
+        """Take over the signals, where Python lets us: in the main thread."""
+        self._stack = contextlib.ExitStack()
+        self.listener = self._stack.enter_context(signals.listening())
+        self._stack.enter_context(self.listener.answering(self._tick))
         return self
 
     def __exit__(self, *_: object) -> None:
         """Give the signals back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._stack.close()
 
     def __call__(self) -> bool:
         """Tell whether a stop was asked for."""
-        return self._asked
+        return self.listener.asked is not None
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._asked = True
-        self.__exit__()
+    def _tick(self) -> None:
+        """See `Listener.answering`."""

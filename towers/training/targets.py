@@ -70,7 +70,8 @@ class OneOutput:
 
     `named` is the flag that a message begins with, `name` that of the output, "" if there is one.
     `values` are the targets of a batch, None if they are not known; `weighted` tells whether there
-    are sample weights. `num_classes` are those of all targets, 0 if that is not known.
+    are sample weights. `num_classes` are those of all targets, 0 if that is not known, and
+    `no_classes` says why these are none, see `Data`.
     """
 
     named: str
@@ -80,6 +81,7 @@ class OneOutput:
     values: np.ndarray | None
     weighted: bool
     num_classes: int = 0
+    no_classes: str = ""
 
     def check(self) -> list[str]:
         """Return what is doubtful; raise what cannot be."""
@@ -243,6 +245,8 @@ class OneOutput:
                     f"the targets are of {self.num_classes} classes, and {self.output} has {size} "
                     f"units: give the last layer {self.num_classes}"
                 )
+            if self.no_classes and ignored is None:
+                self._refuse(self.no_classes)
             return
         shown = f"{', '.join(map(str, bad[:3]))}{', ...' if bad.size > 3 else ''}"
         one, least = bad.size == 1, int(values.min())

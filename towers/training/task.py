@@ -36,10 +36,12 @@ class Task(abc.ABC):
     Attributes:
         masters: what a step changes.
         placements: where the masters may lie, see `Options.variables`.
+        on_update: is told, while a step is traced, of (gradients, weights) of each update.
     """
 
     masters: Masters
     placements: Sequence[str] = VARIABLES
+    on_update: Callable[[list[Any], Sequence[Any]], None] | None = None
 
     def __init__(self, builder: TowerBuilder, model: keras.Model, options: Options, data: Data):
         """Set the parts of the run."""
@@ -60,6 +62,23 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def step_names(self) -> Sequence[str]:
         """What a step returns in any case; "loss", "learning_rate" among it."""
+
+    @property
+    @abc.abstractmethod
+    def rate_is_set(self) -> bool:
+        """Whether the run sets the learning rate in each step; else its optimizers have it."""
+
+    def num_skipped(self) -> int | None:
+        """Return how many of all steps made no update; None where none is ever left out.
+
+        Of a model's own step that makes several updates it is not known, and 0.
+        """
+        optimizers = self.masters.optimizers
+        scaled = any(getattr(own, "dynamic_scale", None) is not None for own in optimizers)
+        if not scaled and self.masters.loss_scale is None and self.options.on_nan != "skip":
+            return None
+        made = optimizers[0].iterations if optimizers else self.masters.step
+        return max(int(self.masters.step.numpy()) - int(made.numpy()), 0)
 
     def finish(self) -> bool:
         """Do what comes after the last step, once; return whether a master variable changed."""

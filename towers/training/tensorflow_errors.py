@@ -2,17 +2,23 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
+from towers.devices import memory
 from towers.errors import InputError, RunError
 from towers.graphs.placement import Op, short
+from towers.options.blame import blame
 from towers.options.run import Options
+from towers.text import first_line
+from towers.training import out_of_memory
 
-# What TensorFlow puts around the sentence that says what is wrong.
+# What TensorFlow puts around the sentence that says what is wrong: also where in a program the op
+# was made, a line of "File ..." for each call and nothing else.
 _NOISE = re.compile(
-    r"(?m)^Graph execution error.*|^Detected at node.*|^<stack.*|.*root error\(s\) found.*"
+    r'(?m)^Graph execution error.*|^Detected at node.*\n(\s*(File ".*", line \d+.*)?\n)*|^<stack.*'
+    r"|.*root error\(s\) found.*"
     r"|\{\{.*?\}\}|\[\[.*?\]\]|\[Op:.*|\(\d\) [A-Z_]+:|assertion failed:"
     r"|InputError: |Error in user-defined function passed to .*? with iterator: \S+ "
 )
@@ -34,28 +40,53 @@ _NOWHERE = re.compile(
 _XLA_REFUSED = re.compile(
     r"unsupported operations .*?: (?P<op>\w+) \(.*?\{\{node (?P<name>\S+?)\}\}"
 )
+# Of Python code that a pipeline calls: what TensorFlow tells of its error.
+_TRACEBACK = re.compile(r"(?s)Traceback \(most recent call last\):\n.*?\n(?=\n\n|\s*\[\[|\Z)")
+_BATCH = re.compile(r"(?m)^in \S.* batch \d+$")  # the note of a `keras.utils.PyDataset`
 # What stands in other errors: what that means.
 _MEANINGS = {
-    "IteratorGetNext": "--dataset={0.dataset} cannot be read",
+    "IteratorGetNext": "--dataset={0.dataset} cannot be read{1}",
     "SummaryWriter": "--train_dir={0.train_dir} cannot be written",
     "tf2xla": "--jit_compile: XLA cannot compile the towers",
 }
 
 
 @contextlib.contextmanager
-def one_line_errors(options: Options) -> Iterator[None]:
+def one_line_errors(
+    options: Options,
+    step: Callable[[], int] | None = None,
+    largest_batch: Callable[[], int] | None = None,
+) -> Iterator[None]:
     """Turn TensorFlow's errors that the user can mend into one line.
+
+    Args:
+        options: of the run.
+        step: returns how many steps are done, where there are some.
+        largest_batch: returns the largest batch size that the devices' memory is expected to hold.
 
     Raises:
         InputError: the model asks for a device that does not exist, or that has no kernel for an
             op, without soft placement; or no device has one.
         RunError: the data set, which may be a pipeline of the user's own, cannot be read, the
-            event files cannot be written, or XLA cannot compile the model.
+            event files cannot be written, XLA cannot compile the model, or there is too little
+            memory. What Python code of the user's own raised in a pipeline has its traceback as a
+            note.
     """
     try:
         yield
+    except MemoryError as error:
+        line = (
+            f"out of memory: {first_line(error)}; the host has {memory.in_words(memory.of_host())}"
+        )
+        raise _of_own_code(line, error, options) from error
+    except ValueError as error:
+        if "custom_gradient decorator currently supports keywords" not in str(error):
+            raise
+        raise InputError(_no_recomputing(str(error), options)) from None
     except tf.errors.OpError as error:
         text = str(error)
+        if line := out_of_memory.line(text, options, largest_batch):
+            raise _with_traceback(line, error, options) from None
         if refused := _NO_KERNEL.search(text) or _NOWHERE.search(text):
             raise InputError(_no_kernel(**refused.groupdict())) from None
         if refused := _DEVICE_REFUSED.search(text):
@@ -70,7 +101,42 @@ def one_line_errors(options: Options) -> Iterator[None]:
             raise
         lines = [line.strip() for line in _NOISE.sub("", text).splitlines()]
         reason = next(filter(None, lines), type(error).__name__)
-        raise RunError(f"{meaning.format(options)}: {reason[:300]}") from None
+        if "assertion failed:" in text:  # of texts and numbers, each in brackets
+            reason = re.sub(r"\] \[", " ", reason).strip("[]")
+        if batch := _BATCH.search(text):
+            reason += f" {batch[0]}"
+        where = f" at step {step()}" if step else ""
+        line = f"{meaning.format(options, where)}: {reason[:300]}"
+        raise _with_traceback(line, error, options) from None
+
+
+def _with_traceback(line: str, error: tf.errors.OpError, options: Options) -> RunError:
+    """Return the error of a line, with the traceback of Python code that a pipeline called."""
+    found = _TRACEBACK.search(str(error))
+    # towers' own code there says in a line what is wrong with an example.
+    if not found or "InputError:" in found[0]:
+        return RunError(line)
+    own = _of_own_code(line, error, options)
+    own.add_note("\n".join(filter(str.strip, found[0].splitlines())))
+    return own
+
+
+def _of_own_code(line: str, error: Exception, options: Options) -> RunError:
+    """Return the error of a line that ends in whose code it comes from."""
+    flags = ("model", "dataset", "loss", "metrics", "optimizer")
+    named = {flag: value for flag in flags if ":" in (value := getattr(options, flag))}
+    return RunError(f"{line}; {blame(error, named)}")
+
+
+def _no_recomputing(text: str, options: Options) -> str:
+    """Return the line for a layer under remat that takes keyword arguments."""
+    named = re.search(r"when calling (\w+)", text)
+    layer = named[1] if named else "a layer"
+    return (
+        f"--model={options.model}: Keras cannot recompute {layer} in a graph of "
+        "TensorFlow's, with towers or without (remat takes no keyword arguments there): use "
+        "keras.remat(lambda x: ...)(x) within the layer, or leave remat out"
+    )
 
 
 def _no_kernel(name: str, op: str | None, device: str = "") -> str:

@@ -1,8 +1,8 @@
 """Training: one loop, which knows neither how many towers there are nor where they run."""
 
 import contextlib
+import dataclasses
 import functools
-import math
 import os
 import sys
 import threading
@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import tensorflow as tf
 
-from towers import files
+from towers import files, signals
 from towers.devices.gpu_health import GpuHealth
 from towers.errors import RunError
 from towers.monitoring import dashboard
@@ -21,18 +21,19 @@ from towers.monitoring.gallery import Gallery
 from towers.monitoring.histograms import make_histograms
 from towers.monitoring.monitor import Monitor, tensorboard_command
 from towers.monitoring.profiler import Profiler
+from towers.monitoring.results import read_result
 from towers.options.call import options_of
 from towers.options.run import Options
 from towers.options.timetable import Timetable
-from towers.training import manifest
+from towers.training import manifest, nan
 from towers.training.best import Best
 from towers.training.evaluation import Evaluation
 from towers.training.guest import as_a_guest
 from towers.training.masters import kept
 from towers.training.run import Run
 from towers.training.start import Start, begin, build, restore
-from towers.training.stop import StopRequest
 from towers.training.tensorflow_errors import one_line_errors
+from towers.training.watch import Watch, check_snapshot
 
 RESULT = "result.json"
 
@@ -69,7 +70,8 @@ def train(
     files.check_train_dir(folder, options.overwrite)
     with files.Lock() as lock:
         lock.take(folder)
-        run = build(options, say)
+        with one_line_errors(options):
+            run = build(options, say)
         checkpoints, restored = restore(run, folder)
         if result := finished(run, folder):
             say(
@@ -79,43 +81,69 @@ def train(
             for line in table(result):
                 say(line)
             return result
-        begun = begin(run, folder, lock, checkpoints, restored, say)
-        with one_line_errors(options):
-            return _train(begun, out, start)
+        with contextlib.closing(GpuHealth()) as health:
+            while True:
+                run = nan.resumed(run, folder, restored)
+                watch = Watch(options, checkpoints, say, health.read)
+                with one_line_errors(options):
+                    begun = begin(run, folder, lock, checkpoints, restored, watch, say)
+                try:
+                    with one_line_errors(options, begun.steps_done, begun.largest_batch):
+                        return _train(begun, watch, health, out, start)
+                except nan.Rollback as rollback:  # as a new process would go on
+                    say(str(rollback))
+                again = dataclasses.replace(run.options, overwrite=False, **run.left_open)
+                run = build(again, say)
+                checkpoints, restored = restore(run, folder)
 
 
-def _train(begun: Start, out: TextIO, start: float) -> dict[str, Any] | None:
+def _train(
+    begun: Start, watch: Watch, health: GpuHealth, out: TextIO, start: float
+) -> dict[str, Any] | None:
     """Train from a start to the end of the run, and write what it ended with."""
     run, folder, timetable = begun.run, begun.folder, begun.timetable
     last, names = timetable.last_step, run.builder.devices
     best = best_of(run, folder)
     begun.checkpoints.best = best.step if run.options.keep_best else None
     with contextlib.ExitStack() as stack:
-        read_health = stack.enter_context(contextlib.closing(GpuHealth())).read
-        monitor = Monitor(folder, timetable, names, health=read_health, out=out)
+        home = begun.checkpoints.home
+        monitor = Monitor(folder, timetable, names, health=health.read, check=home.check, out=out)
         stack.enter_context(contextlib.closing(monitor))
+        begun.checkpoints.say = home.say = monitor.say
+        stack.enter_context(contextlib.closing(begun.checkpoints))
         announce(monitor, begun)
         planned = run.options.profile_range()
         profiler = Profiler(
             folder, planned, last_step=last, placement=begun.placement, say=monitor.say
         )
         stack.enter_context(profiler)
-        stop = stack.enter_context(StopRequest())
+        stop = stack.enter_context(watch)
+        stop.listener.keep(begun.batches)
         gallery = make_gallery(begun, monitor)
         look = Look(begun, monitor, gallery, best, stop)
-        step, seconds = _make_steps(begun, monitor, profiler, gallery, look, start)
+        with saved_if_it_fails(begun, watch):
+            step, seconds = _make_steps(begun, monitor, profiler, gallery, look, start)
         found = look.at_end(step) if step == last or best.is_over() else None
         if found and run.options.histogram_every_epochs:
             gallery.show_histograms(step)
     if found is None:
-        monitor.say(f"stopped at step {step} of {last}: saved; the same command continues the run")
+        signals.complain(
+            f"stopped at step {step} of {last}: saved; the same command continues the run"
+        )
         return None
+    if not begun.checkpoints.has(step):  # somebody may have deleted it meanwhile
+        begun.checkpoints.save_now(step)
     result = result_of(run, timetable, monitor, step, seconds, found)
     dashboard.close_root(folder, result, timetable.x(step))
     manifest.finish(folder, run.masters.variables())
     files.write_json(folder / RESULT, result)  # the last: with it the run is finished
     if advice := monitor.advice():  # several towers, whose points agree
         monitor.say(f"gradient noise scale: {advice}")
+    if result.get("skipped_steps"):
+        monitor.say(
+            f"skipped     {result['skipped_steps']} of {step} steps, whose loss or gradient was "
+            "not finite"
+        )
     for line in table(result):
         monitor.say(line)
     return result
@@ -135,48 +163,51 @@ def _make_steps(
     """
     run, timetable, seconds_to_first_step = begun.run, begun.timetable, None
     step = saved = timetable.first_step
-    values: Mapping[str, tf.Tensor] = {}
+    alarm = nan.Alarm(run, begun.folder, timetable, monitor.say)
     if timetable.evaluates(step) and not look.has_seen(step):  # it was stopped in that
         look.at(step)
     while step < timetable.last_step and not look.stop() and not look.best.is_over():
         with monitor.pause():
             profiler.begin(step)
-        num_steps = timetable.num_steps(step, profiler.due)
-        with profiler.trace(step):
+        num_steps = min(timetable.num_steps(step, profiler.due), look.stop.most_steps())
+        with profiler.trace(step), look.stop.steps(begun.train_loop, step, num_steps):
             shown = timetable.logs(step + num_steps)
             values = begun.train_loop(begun.batches, tf.constant(num_steps), shown)
+            if shown:
+                values["loss"].numpy()  # waits for the devices
         step += num_steps
+        due = shown, timetable.saves(step), timetable.evaluates(step), step == timetable.last_step
+        alarm.look(values, step, now=any(due))
         if seconds_to_first_step is None:
-            values["loss"].numpy()  # waits for the devices
             seconds_to_first_step = time.perf_counter() - start
         monitor.progress(step, values)
         with monitor.pause():
             profiler.end(step)
         if timetable.logs(step):
-            monitor.train_point(step, read_finite(values, step, begun.run))
-        if timetable.saves(step):
+            monitor.train_point(step, read_values(values) | {"skipped": run.task.num_skipped()})
+        if look.stop.wants_save(step) or timetable.saves(step):
             with monitor.pause():
-                save_finite(begun, values, step)
+                save_finite(begun, alarm, look.stop, step)
             saved = step
         if timetable.draws_histograms(step):
             gallery.show_histograms(step)
         if timetable.evaluates(step):
             with monitor.pause():
-                is_best = look.at(step)
-                if is_best and run.options.keep_best and step > saved:
-                    save_finite(begun, values, step)
-                    saved = step
-                look.best.write()
+                if look.at(step) and run.options.keep_best:
+                    if step > saved:
+                        save_finite(begun, alarm, look.stop, step)
+                        saved = step
+                    begun.checkpoints.close()  # it is to be there before the file names it
+                look.best.write(monitor.say)
     profiler.stop()
-    if step < timetable.last_step and look.best.is_over():
-        monitor.say(f"stopping    early, at step {step}: {look.why_over()}")
     ended = step == timetable.last_step or look.best.is_over()
+    if ended and step < timetable.last_step:
+        monitor.say(f"stopping    early, at step {step}: {look.why_over()}")
     changed = ended and run.task.finish()
     if changed:
         look.forget()
-    if changed or step > saved:
-        with monitor.pause():
-            save_finite(begun, values, step)
+    if changed or not begun.checkpoints.has(step):
+        save_finite(begun, alarm, look.stop, step, now=True)
     return step, seconds_to_first_step
 
 
@@ -199,17 +230,9 @@ def announce(monitor: Monitor, begun: Start) -> None:
         monitor.say(f"profile it  kill -USR2 {os.getpid()}")
 
 
-def read_finite(values: Mapping[str, tf.Tensor], step: int, run: Run) -> dict[str, Any]:
-    """Return a step's metrics as numbers, those of each tower as lists.
-
-    A loss that is no number ends the run: what follows would be lost work. A loss scale that can
-    still be lowered may mend it.
-    """
-    metrics = {name: value.numpy().tolist() for name, value in values.items()}
-    scale = run.masters.loss_scale
-    if not math.isfinite(metrics.get("loss", 0.0)) and (scale is None or scale.numpy() <= 1):
-        raise RunError(f"the loss is {metrics['loss']} at step {step - 1}: {_remedy(run)}")
-    return metrics
+def read_values(values: Mapping[str, tf.Tensor]) -> dict[str, Any]:
+    """Return a step's metrics as numbers, those of each tower as lists."""
+    return {n: value.numpy().tolist() for n, value in values.items() if n != "batch"}
 
 
 @contextlib.contextmanager
@@ -218,27 +241,44 @@ def best_weights(begun: Start, step: int) -> Iterator[bool]:
 
     What is told is whether they are others than those of `step`, which there are now.
     """
-    if begun.checkpoints.best in (None, step):
+    best = begun.checkpoints.best
+    if best not in (None, step) and not begun.checkpoints.has(best):
+        begun.checkpoints.say(f"warning     the checkpoint of step {best}, the best, is not there")
+        best = None
+    if best in (None, step):
         yield False
         return
     with kept(begun.run.masters.variables().values()):
-        begun.checkpoints.restore(wanted=begun.checkpoints.best)
+        begun.checkpoints.restore(wanted=best)
         yield True
 
 
-def save_finite(begun: Start, values: Mapping[str, tf.Tensor], step: int) -> None:
-    """Save a checkpoint, unless the loss or a weight is no number: older ones are worth more."""
-    read_finite(values, step, begun.run)
-    if not begun.run.masters.finite():
-        raise RunError(f"a weight is infinite or NaN after {step} steps: {_remedy(begun.run)}")
-    begun.checkpoints.save(step)
+def save_finite(
+    begun: Start, alarm: nan.Alarm, watch: Watch, step: int, now: bool = False
+) -> None:
+    """Save a checkpoint, unless a step or a weight is not finite: older ones are worth more.
+
+    It is written beside training, unless it has to be there `now`.
+    """
+    alarm.check_weights(step)
+    with watch.save(step):
+        save = begun.checkpoints.save_now if now else begun.checkpoints.save
+        save(step)
 
 
-def _remedy(run: Run) -> str:
-    return (
-        "try a lower --learning_rate or --clip_global_norm=1; "
-        f"{run.options.train_dir}/checkpoints holds the state before"
-    )
+@contextlib.contextmanager
+def saved_if_it_fails(begun: Start, watch: Watch) -> Iterator[None]:
+    """Save the last finished step if data, a disk or a reader of the output fails in the block."""
+    try:
+        yield
+    except (nan.NotFinite, nan.Rollback):
+        raise
+    except Exception:
+        step = int(begun.run.masters.step.numpy())
+        if watch.whole and not begun.checkpoints.has(step):
+            with contextlib.suppress(RunError):  # what failed first is what is told
+                begun.checkpoints.save_now(step, check=check_snapshot)
+        raise
 
 
 class Look:
@@ -248,7 +288,7 @@ class Look:
     """
 
     def __init__(
-        self, begun: Start, monitor: Monitor, gallery: Gallery, best: Best, stop: StopRequest
+        self, begun: Start, monitor: Monitor, gallery: Gallery, best: Best, stop: Watch
     ):
         """Compile nothing yet."""
         self.begun, self.monitor, self.gallery = begun, monitor, gallery
@@ -259,6 +299,10 @@ class Look:
 
     def at(self, step: int) -> bool:
         """Evaluate after `step` updates; return whether that is the best so far."""
+        with self.stop.evaluation(step):
+            return self._at(step)
+
+    def _at(self, step: int) -> bool:
         self._last, self._last_step = self._evaluate(self.stop), step
         if self._last is None:
             return False
@@ -292,6 +336,10 @@ class Look:
 
         None: it was stopped.
         """
+        with self.stop.evaluation(step):
+            return self._at_end(step)
+
+    def _at_end(self, step: int) -> dict[str, Evaluation] | None:
         if self._last_step != step:
             self.at(step)
         if self._last is None:
@@ -340,6 +388,7 @@ def result_of(
         "gradient_noise_scale": monitor.noise_scale(),
         **figures,
         "test_examples": found["test"].examples,
+        **({"skipped_steps": skipped} if (skipped := run.task.num_skipped()) is not None else {}),
         "objective": f"{'validation' if 'validation' in found else 'test'}_{name}",
         "direction": direction,
         "num_towers": len(run.builder.devices),
@@ -351,7 +400,7 @@ def result_of(
 
 def finished(run: Run, folder: Path) -> dict[str, Any] | None:
     """Return the result of a run that has nothing left to do, None for any other."""
-    result, timetable = files.read_json(folder / RESULT), run.timetable()
+    result, timetable = read_result(folder), run.timetable()
     over = timetable.first_step == timetable.last_step or best_of(run, folder).is_over()
     if not over or result.get("steps") != timetable.first_step:
         return None

@@ -6,8 +6,9 @@ the same gradients and make the same update. What stands for a weight here may b
 on a GPU that are treated alike go as one.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -15,14 +16,16 @@ import tensorflow as tf
 
 from towers.builder.gather import map_values
 from towers.builder.kinds import is_gpu
+from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
-from towers.options.functions import load_function
+from towers.options.functions import call_plainly
 from towers.options.run import Options
 from towers.training import flat
-from towers.training.masters import Masters, Replica
+from towers.training.masters import Masters, Replica, now
 
 # A loss scale doubles after this many steps without overflow (Micikevicius et al. 2018).
 STEPS_TO_DOUBLE = 2000
+MOST_SKIPPED = 10  # steps in a row that are not finite, with --on_nan=skip
 EMA_EXAMPLES = 128  # `ema_decay` is per so many examples: the tutorial's batch
 
 
@@ -57,7 +60,7 @@ def make_optimizer(
         InputError: the function of the user's own returns no optimizer.
     """
     if is_own(options):
-        optimizer = load_function("optimizer", options.optimizer)()
+        optimizer = call_plainly("optimizer", options.optimizer)
         if not isinstance(optimizer, _K.Optimizer):
             raise InputError(
                 f"--optimizer={options.optimizer} returned {type(optimizer).__name__}; a "
@@ -68,6 +71,11 @@ def make_optimizer(
     if options.optimizer in DECAY_APART:
         optimizer.exclude_from_weight_decay(var_list=[v for v in weights if not is_decayed(v)])
     return optimizer
+
+
+def limit_of(options: Options) -> int:
+    """Return how many steps in a row may be not finite, the last of which ends the run."""
+    return MOST_SKIPPED if options.on_nan == "skip" else 1
 
 
 def is_own(options: Options) -> bool:
@@ -121,16 +129,17 @@ def about_flags(options: Options, loss_scale: Any) -> dict[str, str]:
 def about_scale(loss_scale: Any) -> str:
     """Return what the rule book says of a loss scale, or of none."""
     if loss_scale is None:
-        return ", not needed in this precision"
+        return ""
     return f"; loss scale from {float(loss_scale.numpy()):g}"
 
 
 def make_update(masters: Masters, options: Options) -> Callable:
-    """Return `update(gradients, learning_rates, statistics)`: one step of the master variables.
+    """Return `update(gradients, learning_rates, statistics, loss, num_examples)`: one step.
 
     For each of `masters.replicas` it takes gathered mean gradients (scaled, where there is a loss
-    scale) and a learning rate; and `masters.statistics()` from before the towers ran: a step that
-    is skipped puts them back. It returns the scalars "gradient_norm", before clipping, and
+    scale) and a learning rate; and `masters.statistics()` from before the towers ran: where `loss`
+    or the gradients' norm is not finite, master variables are put back, see `Masters.in_a_row`. It
+    counts the step and its examples, and returns the scalars "gradient_norm", before clipping, and
     "penalty".
     """
     of_replicas = _same_of(masters.replicas)
@@ -138,7 +147,9 @@ def make_update(masters: Masters, options: Options) -> Callable:
     def update(
         gradients: Sequence[list[Any]],
         learning_rates: Sequence[tf.Tensor],
-        statistics: Sequence[tuple[keras.Variable, tf.Tensor]] = (),
+        statistics: Sequence[tuple[tf.Variable, tf.Tensor]] = (),
+        loss: tf.Tensor | None = None,
+        num_examples: Any = 0,
     ) -> dict[str, tf.Tensor]:
         scale, replicas = masters.loss_scale, masters.replicas
         updates = [
@@ -147,21 +158,133 @@ def make_update(masters: Masters, options: Options) -> Callable:
         ]
         penalties, norms, applies = zip(*updates, strict=True)
         penalty, norm = of_replicas(penalties, norms)
+        checked = norms if is_gpu(replicas[0].device) else [norm]
+        finite = [finite_now(masters, i, own, loss) for i, own in enumerate(checked)]
 
-        def apply() -> None:
-            for apply_replica in applies:
-                apply_replica()
-            update_averages(masters, options)
+        def apply(finite: Sequence[tf.Tensor | None]) -> None:
+            for apply_replica, own in zip(applies, finite, strict=True):
+                apply_replica(own)
+            update_averages(masters, options, finite[0])
 
-        if scale is None:
-            apply()
-        elif is_gpu(scale.device):
-            _apply_and_put_back(masters, norms, apply, statistics)
+        if is_gpu(replicas[0].device):
+            apply(finite)
         else:
-            _apply_if_finite(masters, tf.math.is_finite(norm), apply, statistics)
+            if_finite(finite[0], lambda: apply([None] * len(applies)))
+        end_step(masters, finite, statistics, num_examples)
         return {"gradient_norm": norm, "penalty": penalty}
 
     return update
+
+
+def if_finite(finite: tf.Tensor, apply: Callable) -> None:
+    """Make an update on the host, or leave it out."""
+    tf.cond(finite, lambda: (apply(), tf.no_op())[1], tf.no_op)
+
+
+def finite_now(
+    masters: Masters, replica: int, norm: tf.Tensor, loss: tf.Tensor | None
+) -> tf.Tensor:
+    """Tell whether a replica is to be updated, a bool scalar where it is.
+
+    So it is if the norm of the gradients and the loss are finite, and those of steps before were.
+    """
+    in_a_row = masters.in_a_row[replica]
+    with tf.device(in_a_row.device):
+        finite = tf.math.is_finite(norm) & (in_a_row < masters.limit)
+        return finite if loss is None else finite & tf.math.is_finite(loss)
+
+
+def end_step(
+    masters: Masters,
+    finite: Sequence[tf.Tensor],
+    statistics: Sequence[tuple[tf.Variable, tf.Tensor]],
+    num_examples: Any,
+    tolerated: tf.Tensor | bool | None = None,
+    moves: tf.Tensor | None = None,
+) -> None:
+    """Count a step, and put back what its towers have assigned if it was not finite.
+
+    A step that a loss scale above 1 may have spoilt is `tolerated`: the scale is halved, and draws
+    go on. Of any other the seeds are put back, too, and at `masters.limit` of them in a row there
+    has been no step: all is as before it.
+
+    Args:
+        masters: what a step changes.
+        finite: one bool scalar for each replica, or the first one's, where it is.
+        statistics: what `masters.statistics()` was before the step.
+        num_examples: of the step.
+        tolerated: None: as the masters' own loss scale says.
+        moves: whether floats that towers assigned, as statistics, stay so; None: if `finite`.
+    """
+    if tolerated is None:
+        tolerated = False if masters.loss_scale is None else masters.loss_scale > 1.0
+    first, advances, rows = finite[0], [], tf.cast(num_examples, tf.int64)
+    for i, replica in enumerate(masters.replicas):
+        own, in_a_row = finite[min(i, len(finite) - 1)], masters.in_a_row[i]
+        with tf.device(replica.device):
+            if tolerated is False and masters.limit == 1:  # so few ops, which GPUs count
+                in_a_row.assign(tf.cast(~own, tf.int64))
+                advances.append(tf.cast(own, tf.int64))
+            else:
+                bad = tf.cast(~(own | tolerated), tf.int64)
+                in_a_row.assign((in_a_row + bad) * tf.cast(~own, tf.int64))
+                advances.append(tf.cast(in_a_row < masters.limit, tf.int64))
+            replica.examples.assign_add(rows * advances[-1])
+    with tf.device(masters.step.device):
+        masters.step.assign_add(advances[0])
+    floats = [pair for pair in statistics if pair[0].dtype.is_floating]
+    others = [pair for pair in statistics if not pair[0].dtype.is_floating]
+    put_back_unless(first if moves is None else moves, floats)
+    put_back_unless(first if tolerated is False else first | tolerated, others)
+    if masters.loss_scale is not None:
+        with tf.device(masters.loss_scale.device):
+            _set_loss_scale(masters, first)
+
+
+@contextlib.contextmanager
+def noted(builder: TowerBuilder) -> Iterator[list[tuple[tf.Variable, tf.Tensor]]]:
+    """Note (variable, its value before) of what towers assign in the block."""
+    found: list[tuple[tf.Variable, tf.Tensor]] = []
+
+    def note(variables: Sequence[keras.Variable]) -> None:
+        known = {id(variable) for variable, _ in found}
+        values = [v.value for v in variables if id(v.value) not in known]
+        found.extend((value, now(value)) for value in values)
+
+    builder.on_assign = note
+    try:
+        yield found
+    finally:
+        builder.on_assign = None
+
+
+def put_back_unless(
+    finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]
+) -> None:
+    """Let variables have their values of before again, unless a step was `finite`."""
+    if not pairs:
+        return
+    variables, before = zip(*pairs, strict=True)
+    if any(is_gpu(variable.device) for variable in variables):  # a branch would wait for the GPU
+        flat.put_back_unless(finite, variables, before)
+        return
+
+    def put_back() -> tf.Operation:
+        for variable, value in pairs:
+            variable.assign(value)
+        return tf.no_op()
+
+    tf.cond(finite, tf.no_op, put_back)
+
+
+def _set_loss_scale(masters: Masters, finite: tf.Tensor) -> None:
+    """Halve the loss scale after an overflow, and double it after many good steps."""
+    scale, good_steps = masters.loss_scale, masters.good_steps
+    scale.assign(tf.where(finite, scale, tf.maximum(scale / 2.0, 1.0)))
+    good_steps.assign((good_steps + 1) * tf.cast(finite, tf.int64))
+    double = good_steps >= STEPS_TO_DOUBLE
+    scale.assign(tf.where(double, scale * 2.0, scale))
+    good_steps.assign(good_steps * tf.cast(~double, tf.int64))
 
 
 def _same_of(replicas: Sequence[Replica]) -> Callable:
@@ -201,7 +324,7 @@ def _replica_update(
     gradients, weights = flat.packed(gradients, replica.weights, optimizer, decayed)
     if loss_scale is not None:
         # A power of 2: nothing is rounded.
-        gradients = _each(lambda g, _: _scale(g, 1.0 / loss_scale), gradients, weights)
+        gradients = _each(lambda g, _: scaled(g, 1.0 / loss_scale), gradients, weights)
     gradients = _each(lambda g, _: _one_slice_a_row(g), gradients, weights)
     with tf.device(replica.device):
         penalty, gradients = regularise(weights, gradients, options)
@@ -209,12 +332,16 @@ def _replica_update(
         gradients, weights = [g for g, _ in used], [w for _, w in used]
         norm = global_norm(gradients)
 
-    def apply() -> None:
+    def apply(finite: tf.Tensor | None) -> None:
         with tf.device(replica.device):
-            if not is_own(options):
-                rate = optimizer.learning_rate
-                rate.assign(tf.cast(learning_rate, rate.dtype))
-            flat.apply(optimizer, clip(gradients, weights, norm, options), weights)
+            clipped = clip(gradients, weights, norm, options)
+            if is_own(options):
+                flat.apply(optimizer, clipped, weights, finite)
+                return
+            rate = optimizer.learning_rate
+            value = tf.cast(learning_rate, rate.dtype)
+            rate.assign(value if finite is None else tf.where(finite, value, rate))
+            flat.apply(optimizer, clipped, weights, finite)
 
     return penalty, norm, apply
 
@@ -289,7 +416,7 @@ def clip(
         # As tf.clip_by_global_norm, which takes gradients of one type only; NaN if not finite.
         factor = limit * tf.minimum(1.0 / norm, 1.0 / tf.constant(limit, norm.dtype))
         factor += norm - norm
-        return _each(lambda g, _: _scale(g, factor), gradients, weights)
+        return _each(lambda g, _: scaled(g, factor), gradients, weights)
     return gradients
 
 
@@ -303,7 +430,9 @@ def _clip_by_norm(gradient: Any, weight: Any, limit: float) -> Any:
     return weight.join([part * factor for part, factor in zip(parts, factors, strict=True)])
 
 
-def update_averages(masters: Masters, options: Options) -> None:
+def update_averages(
+    masters: Masters, options: Options, finite: tf.Tensor | None = None
+) -> None:
     """Move each average towards its variable, which has just been updated.
 
     The decay counts examples, and rises from 0.1 as in `tf.train.ExponentialMovingAverage` with
@@ -319,63 +448,15 @@ def update_averages(masters: Masters, options: Options) -> None:
         variable, average = (flat.joined(own) for own in zip(*pairs_of_kind, strict=True))
         with tf.device(average.device):
             value = tf.convert_to_tensor(variable)
-            average.assign_add((value - average) * tf.cast(rate, value.dtype))
+            change = (value - average) * tf.cast(rate, value.dtype)
+            if finite is None:
+                average.assign_add(change)
+            else:
+                average.assign(tf.where(finite, average + change, average))
             flat.write(average)
 
 
-def _apply_if_finite(
-    masters: Masters,
-    finite: tf.Tensor,
-    apply: Callable,
-    statistics: Sequence[tuple[keras.Variable, tf.Tensor]],
-) -> None:
-    """Apply the update, or skip it for all towers and halve the loss scale."""
-
-    def good() -> None:
-        apply()
-        masters.good_steps.assign_add(1)
-
-    def bad() -> None:
-        masters.loss_scale.assign(tf.maximum(masters.loss_scale / 2.0, 1.0))
-        masters.good_steps.assign(0)
-        for variable, value in statistics:
-            variable.assign(value)
-
-    tf.cond(finite, lambda: (good(), tf.no_op())[1], lambda: (bad(), tf.no_op())[1])
-    _double_after_good_steps(masters)
-
-
-def _apply_and_put_back(
-    masters: Masters,
-    norms: Sequence[tf.Tensor],
-    apply: Callable,
-    statistics: Sequence[tuple[keras.Variable, tf.Tensor]],
-) -> None:
-    """Do as `_apply_if_finite`, by choosing between values: a branch would wait for the GPU."""
-    all_finite = [tf.math.is_finite(norm) for norm in norms]  # each on its own device
-    before = [[tf.identity(v) for v in replica.variables()] for replica in masters.replicas]
-    averages = [average for _, average in masters.averages]
-    averages_before = [tf.identity(average) for average in averages]
-    apply()
-    for replica, values, finite in zip(masters.replicas, before, all_finite, strict=True):
-        flat.put_back_unless(finite, replica.variables(), values)
-    finite = all_finite[0]
-    flat.put_back_unless(finite, averages, averages_before)
-    flat.put_back_unless(finite, [v.value for v, _ in statistics], [v for _, v in statistics])
-    scale, good_steps = masters.loss_scale, masters.good_steps
-    with tf.device(scale.device):
-        scale.assign(tf.where(finite, scale, tf.maximum(scale / 2.0, 1.0)))
-        good_steps.assign((good_steps + 1) * tf.cast(finite, tf.int64))
-        _double_after_good_steps(masters)
-
-
-def _double_after_good_steps(masters: Masters) -> None:
-    double = masters.good_steps >= STEPS_TO_DOUBLE
-    masters.loss_scale.assign(tf.where(double, masters.loss_scale * 2.0, masters.loss_scale))
-    masters.good_steps.assign(masters.good_steps * tf.cast(~double, tf.int64))
-
-
-def _scale(gradient: Any, factor: tf.Tensor) -> Any:
+def scaled(gradient: Any, factor: tf.Tensor) -> Any:
     """Multiply a dense or sparse gradient, or None, by a scalar."""
     return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
 

@@ -9,7 +9,6 @@ window by window. This process computes nothing meanwhile.
 import contextlib
 import importlib.util
 import os
-import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -41,9 +40,6 @@ def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[s
     programs = check(options)
     numbers = parse_tower_numbers(options.num_towers) or default_numbers(options.run.devices)
     with contextlib.ExitStack() as stack:
-        for number in (signal.SIGTERM, signal.SIGHUP):  # they end the lanes, too, as Ctrl-C does
-            before = signal.signal(number, signal.default_int_handler)
-            stack.callback(signal.signal, number, before)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         exported = programs and options.dataset != "synthetic"
         images = os.path.join(folder, "train.npz") if exported else ""

@@ -108,6 +108,8 @@ class OwnLane:
             self._call(part, num_steps)
             steps += num_steps
             passed = time.perf_counter() - start
+        if bool(self.run.masters.stuck()):  # after which steps are no steps
+            raise RunError("the loss or a gradient is not finite: try a lower --learning_rate")
         return {"steps": steps, "seconds": passed}
 
     def _call(self, part: str, num_steps: int) -> None:

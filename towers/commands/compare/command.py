@@ -23,6 +23,7 @@ from towers.monitoring.results import (
     noted_runs,
     number,
     objective_of,
+    read_result,
     short,
 )
 from towers.options.run import names_that_affect
@@ -98,7 +99,7 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
         say(line)
     for noted in [noted for name in options.runs for noted in noted_runs(Path(name))]:
         if noted["status"] == "failed":
-            say(f"failed: {noted['name']}: {noted['error']}")
+            say(f"failed: {noted['name']}: {noted.get('error')}")
     result = {
         "runs": entries,
         "differing_flags": differing,
@@ -122,9 +123,9 @@ def find_runs(names: Sequence[str]) -> list[Path]:
         folder = Path(name)
         try:
             paths = [folder] if files.is_run(folder) else sorted(folder.iterdir())
+            inside = list(filter(files.is_run, paths))
         except OSError as error:
             raise InputError(f"{name}: {error.strerror}") from None
-        inside = list(filter(files.is_run, paths))
         if not inside:
             raise InputError(f"{name}: there is no run; name the folder of a run, or of a sweep")
         for run in inside:
@@ -135,10 +136,16 @@ def find_runs(names: Sequence[str]) -> list[Path]:
 def read_run(folder: Path, name: str) -> Compared:
     """Return what the folder of a run tells; what is not there is empty."""
     path = folder / "flags.cfg"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        lines = []
+    except (OSError, UnicodeDecodeError):
+        files.damaged(path)
+        lines = []
     pairs = [line[2:].partition("=") for line in lines if line.startswith("--")]
     flags = {flag: value for flag, _, value in pairs if flag not in _OF_ONE_RUN}
-    result = files.read_json(folder / "result.json")
+    result = read_result(folder)
     curves = read_curves(folder, _batch_size(flags), flags.get("tensorboard_x") == "examples")
     examples = number(result, "examples") or 0
     if len(curves.examples) and curves.examples[-1] > examples * (1 + _ROUNDING):
@@ -150,7 +157,8 @@ def read_run(folder: Path, name: str) -> Compared:
 
 
 def _batch_size(flags: dict[str, str]) -> int:
-    return int(flags.get("batch_size", 1))
+    given = flags.get("batch_size", "1")
+    return max(int(given), 1) if given.isascii() and given.isdecimal() and len(given) < 19 else 1
 
 
 def differing_flags(runs: Sequence[Compared]) -> list[str]:
@@ -307,6 +315,11 @@ def _draw(
     return None
 
 
+def _plain(text: str) -> str:
+    """Return a text that Matplotlib shows as it is: it sets formulas, and leaves out _names."""
+    return f" {text}".replace("$", r"\$")
+
+
 def draw(runs: Sequence[Compared], objective: Objective, path: Path) -> None:
     """Write the curves of runs, which may be empty, as a PNG file; an OSError says it cannot be."""
     import matplotlib
@@ -328,9 +341,9 @@ def draw(runs: Sequence[Compared], objective: Objective, path: Path) -> None:
         width = int(len(loss.values) * SMOOTHED_PART) + 1
         means = np.convolve(loss.values, np.full(width, 1 / width), "valid") if len(loss.x) else []
         left.plot(loss.examples[width - 1 :], means, color=colour, linewidth=1.3)
-        label = cut(run.name, 50)
+        label = _plain(cut(run.name, 50))
         right.plot(evaluated.examples, evaluated.values, color=colour, marker=".", label=label)
-    for axes, title in ((left, "training loss, its running mean"), (right, _words(name))):
+    for axes, title in ((left, "training loss, its running mean"), (right, _plain(_words(name)))):
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("examples")
         axes.grid(alpha=0.3)

@@ -46,7 +46,8 @@ left out."""
         if self.plot not in ("", "none") and not self.plot.lower().endswith(".png"):
             raise InputError(f"--plot={self.plot}: a name that ends in .png is needed, or none")
         try:
-            float(self.target_value or 0)
+            if not abs(float(self.target_value or 0)) < float("inf"):
+                raise ValueError
         except ValueError:
             raise InputError(f"--target_value={self.target_value}: a number is needed") from None
         if self.accuracy and (self.objective or self.target_value):

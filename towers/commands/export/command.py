@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -209,6 +210,12 @@ def _output(options: ExportOptions) -> Path:
     """Return the path to write; refuse one that is taken."""
     name = f"model{ENDINGS[options.format]}" if ENDINGS[options.format] else options.format
     path = Path(options.output or Path(options.run.train_dir, name)).expanduser()
+    pattern = re.search(r"[*?[\\]", str(path.absolute()))
+    if pattern and options.format == "saved_model":
+        raise InputError(
+            f"--output={path}: TensorFlow cannot load a SavedModel from a path with {pattern[0]}, "
+            "which is a pattern to it: name another with --output"
+        )
     if path.exists() or path.is_symlink():
         if not options.overwrite:
             raise InputError(

@@ -21,16 +21,15 @@ from towers.commands.plan.report import report
 from towers.data import Data
 from towers.errors import InputError
 from towers.graphs.flops import flop_per_example, has_unseen
-from towers.graphs.placement import read_placement, short
+from towers.graphs.placement import read_placement
 from towers.graphs.traffic import HOST, Step, executed_bytes, num_bytes, read_step
 from towers.options.run import Options
+from towers.training import memory
 from towers.training.run import Run, assemble, load_data
 from towers.training.tensorflow_errors import one_line_errors
 
 DEFAULT_TOWERS = 8
 GIB = 2**30
-# Of a GPU's memory, for CUDA's context, its libraries and their workspaces: an estimate.
-RESERVED_BYTES = GIB
 
 
 def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
@@ -130,9 +129,8 @@ class Placed:
 
     def describe(self, gpu_memory_gib: float) -> dict[str, Any]:
         """Return what the result of the plan says of this placement."""
-        held = [self.memory_of(name) for name in self.run.builder.devices]
+        held = [memory.held(self.run, self.step, name) for name in self.run.builder.devices]
         parts = max(held, key=lambda parts: sum(parts.values()))
-        each = -(-(parts["activations"] + parts["batch"]) // self.examples)
         limit, total = int(gpu_memory_gib * GIB), sum(parts.values())
         summed = self.step.summed_bytes()
         return {
@@ -151,26 +149,7 @@ class Placed:
             },
             "memory_bytes": parts | {"total": total},
             "fits": total <= limit,
-            "largest_batch_per_tower": max(self.examples + (limit - total) // each, 0),
-        }
-
-    def memory_of(self, name: str) -> dict[str, int]:
-        """Return the bytes that a tower's device holds."""
-        masters, tower = self.run.masters, self.run.builder.devices.index(name)
-        received = self.step.received_bytes(name)
-        copies = [v.value for replica in masters.replicas[1:] for v in replica.weights]
-        optimizers = [*masters.optimizers, *(r.optimizer for r in masters.replicas[1:])]
-        slots = [v.value for optimizer in optimizers for v in optimizer.variables]
-        return {
-            "weights": _bytes_on(name, [*(v.value for v in masters.model.variables), *copies]),
-            "optimizer": _bytes_on(name, slots),
-            "average": _bytes_on(name, [average for _, average in masters.averages]),
-            "weights_received": received["weights"],
-            "gradients": sum(num_bytes(v.value) for v in masters.model.trainable_variables),
-            "gather": received["other"] + 2 * self.step.summed_bytes()[name],
-            "reserved": RESERVED_BYTES,
-            "activations": self.step.activation_bytes(tower),
-            "batch": received["batch"],
+            "largest_batch_per_tower": memory.largest_part(parts, self.examples, limit),
         }
 
 
@@ -188,10 +167,6 @@ def place(options: Options, names: Sequence[str], dataset: Data) -> Placed:
 def _routes(crossing: Counter[tuple[str, str]]) -> dict[str, int]:
     """Return {"/cpu:0 -> /cpu:1": bytes}."""
     return {f"{source} -> {target}": b for (source, target), b in sorted(crossing.items())}
-
-
-def _bytes_on(name: str, variables: Sequence[tf.Variable]) -> int:
-    return sum(num_bytes(v) for v in variables if short(v.device) == name)
 
 
 def missing_gradients(run: Run) -> list[str]:

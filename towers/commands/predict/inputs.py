@@ -3,6 +3,7 @@
 import csv
 import os
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -10,12 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from towers.data import zipped
+from towers.data.headers import check_pixels
 from towers.errors import InputError
 from towers.text import is_number
 from towers.training.loading import Trained
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
 _KINDS = f"{', '.join(IMAGES)}, .npy, .npz and .csv"
+# What numpy, zipfile and csv raise of files that are not what their names say.
+_DAMAGED = (
+    ValueError, EOFError, KeyError, RuntimeError, zlib.error, zipfile.BadZipFile, csv.Error,
+)  # fmt: skip
 _NUM_THREADS = os.cpu_count() or 1
 
 Examples = Any  # arrays [n, ...] in the structure of a run's x
@@ -75,12 +82,15 @@ def _files(name: str) -> list[str]:
     def refuse(error: OSError) -> None:
         raise InputError(f"{error.filename}: {error.strerror}")
 
-    found = sorted(
-        os.path.join(folder, file)
-        for folder, _, files in os.walk(name, onerror=refuse)
-        for file in files
-        if file.lower().endswith(IMAGES) and not file.startswith(".")
-    )
+    try:
+        found = sorted(
+            os.path.join(folder, file)
+            for folder, _, files in os.walk(name, onerror=refuse)
+            for file in files
+            if file.lower().endswith(IMAGES) and not file.startswith(".")
+        )
+    except RecursionError:
+        raise InputError(f"{name}: there are too many folders within folders") from None
     if not found:
         raise InputError(f"{name} has no images ({', '.join(IMAGES)}); name files of another kind")
     return found
@@ -98,7 +108,7 @@ def _part(path: str, trained: Trained) -> Part:
         raise
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, UnicodeDecodeError, csv.Error):
+    except _DAMAGED:
         raise InputError(f"{path} is damaged, or no {ending} file") from None
 
 
@@ -118,8 +128,12 @@ def _image(path: str, trained: Trained) -> Part:
     def read(*_: int) -> np.ndarray:
         with open(path, "rb") as file, tf.device("/cpu:0"):
             try:
-                image = tf.io.decode_image(file.read(), spec.shape[-1], expand_animations=False)
-            except tf.errors.OpError:
+                content = file.read()
+                check_pixels(path, content, trained.options.max_image_pixels)
+                image = tf.io.decode_image(content, spec.shape[-1], expand_animations=False)
+            except InputError:
+                raise
+            except (ValueError, tf.errors.OpError):
                 raise InputError(f"{path} is damaged, or no PNG, JPEG, BMP or GIF") from None
             if size and image.shape != spec.shape:
                 image = tf.image.resize(image, size, antialias=True)  # as in the run
@@ -151,6 +165,8 @@ def _npy(path: str, trained: Trained) -> Part:
 
 def _npz(path: str, trained: Trained) -> Part:
     spec = trained.spec()[0]
+    with open(path, "rb") as file:
+        zipped.check(file, path)
     with np.load(path, allow_pickle=False) as arrays:
         found, names = [], list(arrays)
         for place in _places(spec):

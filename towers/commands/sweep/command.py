@@ -25,7 +25,7 @@ from towers.commands.sweep.options import PlannedRun, SweepOptions, plan
 from towers.devices import nvml, visibility
 from towers.devices.nvml import DriverGpu
 from towers.errors import InputError
-from towers.monitoring.results import noted_runs
+from towers.monitoring.results import noted_runs, read_result
 from towers.options import flags
 from towers.options.run import Options, names_that_affect, text_of
 from towers.training.stop import StopRequest
@@ -158,7 +158,7 @@ class _Sweep:
     ):
         self._options, self._runs, self._say = options, runs, say
         self._folder = Path(options.sweep_dir)
-        before = {entry["name"]: entry["seconds"] for entry in noted_runs(self._folder)}
+        before = {entry["name"]: entry.get("seconds", 0.0) for entry in noted_runs(self._folder)}
         self._entries = {run.name: self._entry(run, before.get(run.name, 0.0)) for run in runs}
         self._waiting = [r for r in runs if self._entries[r.name]["status"] == "waiting"]
         self._going: list[_Child] = []
@@ -236,7 +236,7 @@ class _Sweep:
 
 def _result_of(run: PlannedRun) -> dict[str, Any] | None:
     """Return the result of a run that is finished."""
-    result = files.read_json(Path(run.options.train_dir) / "result.json")
+    result = read_result(Path(run.options.train_dir))
     return result if "steps" in result else None
 
 

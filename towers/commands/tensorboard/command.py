@@ -52,10 +52,14 @@ def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict
 
 def start(options: TensorboardOptions) -> str:
     """Start a server in threads of this process, and return its address; raises as `run` does."""
-    if not any(glob.iglob("**/*tfevents*", root_dir=options.train_dir, recursive=True)):
+    there = f"--train_dir={options.train_dir}: there are"
+    try:
+        found = any(glob.iglob("**/*tfevents*", root_dir=options.train_dir, recursive=True))
+    except RecursionError:
+        raise InputError(f"{there} too many folders within folders; name that of a run") from None
+    if not found:
         raise InputError(
-            f"--train_dir={options.train_dir}: there are no event files; train first, or name the "
-            "folder of a run or of a sweep"
+            f"{there} no event files; train first, or name the folder of a run or of a sweep"
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it may load TensorFlow, and takes no GPU from a run
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -1,0 +1,113 @@
+"""Code that a run names is called only if the run is the user's own, or trusted."""
+
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+
+import towers
+from towers import cli
+from towers.errors import InputError
+from towers.options import trust
+from towers.options.run import Options
+
+MINE = dict(model="evil:build", dataset="evil:load", model_args="command=x", loss="evil:loss")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Stand in an empty folder, with no key yet."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path
+
+
+def make_run(name, sign=True, **values):
+    Path(name).mkdir()
+    text = Options(**values).to_flagfile()
+    Path(name, "flags.cfg").write_text(trust.signed(text) if sign else text)
+    return Path(name)
+
+
+def refusal(*argv):
+    with pytest.raises(InputError) as error:
+        cli.parse(*argv)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def somebody_else(monkeypatch, folder):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "other"))
+
+
+def test_a_run_of_ones_own_is_taken_wherever_it_lies(folder):
+    run = make_run("run", **MINE)
+    shutil.copytree(run, "copy")
+    shutil.move(run, "moved")
+    for name in "copy", "moved":
+        assert cli.parse("evaluate", [f"--train_dir={name}"]).model == "evil:build"
+        assert cli.parse("train", [f"--train_dir={name}"]).dataset == "evil:load"
+    (key,) = Path("config/towers").iterdir()
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("verb", [v.name for v in cli.VERBS.values() if v.completes])
+def test_a_foreign_run_names_no_code_that_runs(folder, monkeypatch, verb):
+    make_run("run", **MINE)
+    somebody_else(monkeypatch, folder)
+    argv = ["--train_dir=run", *(["x.png"] if verb == "predict" else [])]
+    message = refusal(verb, argv)
+    assert message.startswith("--train_dir=run: its flags.cfg was not written by your towers")
+    for word in "--model=evil:build", "--model_args=command=x", "--dataset=evil:load", "--trust":
+        assert word in message
+    cli.parse(verb, [*argv, "--trust"])
+    cli.parse(verb, argv)  # it is known from now on
+
+
+def test_from_python(folder, monkeypatch):
+    make_run("run", model="evil:build")
+    (folder / "run/checkpoints").mkdir()
+    somebody_else(monkeypatch, folder)
+    for call in towers.load, lambda name: towers.evaluate(train_dir=name):
+        with pytest.raises(InputError, match="its flags.cfg was not written by your towers"):
+            call("run")
+    for more in {"trust": True}, {"model": lambda: None}:
+        with pytest.raises(InputError, match="there is no checkpoint"):
+            towers.load("run", **more)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace("--seed=0", "--seed=1"),
+        lambda text: "--model=os:system\n" + text,
+        lambda text: text + "--model=os:system\n",
+        lambda text: text.rpartition(": ")[0] + ": " + "0" * 64 + "\n",
+        lambda text: text.rpartition("#")[0],
+        lambda text: text + "# made by the user whose key gives: \n",
+    ],
+)
+def test_a_run_that_was_changed_is_foreign(folder, damage):
+    path = make_run("run", model="mine:build") / "flags.cfg"
+    path.write_text(damage(path.read_text()))
+    assert "or was changed" in refusal("evaluate", ["--train_dir=run"])
+    cli.parse("evaluate", ["--train_dir=run", "--model=my:own"])
+
+
+def test_what_names_no_code_of_somebodys_needs_no_trust(folder):
+    make_run("run", sign=False, model="models.resnet:resnet20", dataset="cifar10")
+    make_run("given", sign=False, model="given_in_python:build", objective="max:auc")
+    for name in "run", "given":
+        cli.parse("evaluate", [f"--train_dir={name}"])
+    path = make_run("trusts itself", sign=False, model="evil:build") / "flags.cfg"
+    path.write_text(path.read_text() + "--trust\n")
+    assert "evil:build" in refusal("evaluate", ["--train_dir=trusts itself"])
+
+
+def test_where_no_key_can_be_kept_there_is_none(folder):
+    (folder / "config").write_text("")
+    run = make_run("run", model="mine:build")
+    assert (run / "flags.cfg").read_text() == Options(model="mine:build").to_flagfile()
+    assert "--trust" in refusal("evaluate", ["--train_dir=run"])
+    cli.parse("evaluate", ["--train_dir=run", "--trust"])

@@ -1,0 +1,137 @@
+"""What would take all memory is one line: labels, pictures, batches, and what is too large."""
+
+import re
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import towers
+from tests import tiny
+from towers import cli
+from towers.errors import InputError
+
+
+def compiled():
+    network = tiny.dense(3, tiny.IMAGE_SHAPE)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    network.compile("sgd", loss)
+    return network
+
+
+@pytest.mark.parametrize("model", [tiny.dense, compiled])
+def test_one_wrong_label_is_named_whatever_the_model(tmp_path, model):
+    images, labels = tiny.arrays(20)
+    labels = labels.astype(np.int64)
+    labels[17] = 2_000_000_000
+    train = dict(model=model, batch_size=4, max_steps=1, train_dir=str(tmp_path / "run"))
+    with pytest.raises(InputError, match=r"train y: row 17 \(counted from 0\) has label 20000000"):
+        towers.train(dataset=((images, labels), tiny.arrays(8)), **train)
+    assert not (tmp_path / "run").exists()
+
+
+# Data that fail on the way. Each is read twice before the first step.
+
+X, Y = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32), np.arange(60) % 3
+GOOD_READS = 2
+
+
+def generated(num, error=None):
+    """Return a half whose generator ends after `num` examples, or raises then."""
+    reads = iter(range(100))
+
+    def generate():
+        good = next(reads) < GOOD_READS
+        for i in range(60 if good else num):
+            yield X[i % 60], Y[i % 60]
+        if error and not good:
+            raise error
+
+    specs = tf.TensorSpec([4], tf.float32), tf.TensorSpec([], tf.int32)
+    return tf.data.Dataset.from_generator(generate, output_signature=specs), 60
+
+
+class Batches(keras.utils.PyDataset):
+    num_batches = 10
+
+    def __init__(self, error):
+        super().__init__()
+        self.error, self.reads = error, iter(range(1000))
+
+    def __getitem__(self, number):
+        if next(self.reads) > 20 and number == 7:
+            raise self.error
+        return X[:6], Y[:6]
+
+
+FAILING = {
+    "early": (lambda: generated(45), "expected to contain 60 elements but contained only 45 elem"),
+    "late": (lambda: generated(75), "expected to contain 60 elements but contained at least 61 e"),
+    "raises": (
+        lambda: generated(45, ValueError("mine")),
+        "ValueError: mine; the error comes from ",
+    ),
+    "exits": (lambda: generated(45, SystemExit(0)), "SystemExit: 0; the error comes from tests"),
+    "interrupts": (lambda: generated(45, KeyboardInterrupt()), "KeyboardInterrupt"),
+    "memory": (lambda: generated(45, MemoryError("no more")), "MemoryError: no more"),
+    "batch": (lambda: Batches(KeyError("mine")), "KeyError: 'mine' in tests.training.test_limits:"),
+    "batch that ends": (lambda: Batches(StopIteration()), "StopIteration"),
+    "batch that exits": (lambda: Batches(SystemExit(0)), "train batch 7; the error comes from tes"),
+}
+failing = None  # what `load` returns
+
+
+def load():
+    return FAILING[failing][0](), (X, Y), 3
+
+
+def line_of(num_classes):
+    return keras.Sequential([keras.Input([4]), keras.layers.Dense(num_classes)])
+
+
+def command(tmp_path, dataset="load", model="line_of"):
+    names = f"--model={__name__}:{model} --dataset={__name__}:{dataset} --train_dir={tmp_path}/run"
+    return cli.main(["train", *names.split(), "--batch_size=12", "--max_steps=60"])
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_data_that_fail_on_the_way_say_why_and_at_which_step(tmp_path, capsys, monkeypatch, kind):
+    monkeypatch.setattr(f"{__name__}.failing", kind)
+    assert command(tmp_path) == 1
+    *above, line = capsys.readouterr().err.splitlines()
+    assert re.match(rf"towers: --dataset={__name__}:load cannot be read at step [1-9]\d*: ", line)
+    assert FAILING[kind][1] in line
+    own = FAILING[kind][0]
+    if "error comes from" in line:  # the traceback of the user's own code stands above
+        assert any("test_limits.py" in row for row in above) and own
+    else:
+        assert above == []
+
+
+def exits():
+    sys.exit(0)
+
+
+def model_that_exits(num_classes):
+    sys.exit()
+
+
+def no_generator():
+    raise GeneratorExit
+
+
+def good():
+    return (X, Y), (X, Y), 3
+
+
+@pytest.mark.parametrize(
+    ("dataset", "model"),
+    [("exits", "line_of"), ("good", "model_that_exits"), ("no_generator",) * 2],
+)
+def test_own_code_that_exits_is_no_success(tmp_path, capsys, dataset, model):
+    assert command(tmp_path, dataset, model) == 1
+    *above, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("towers: the error comes from tests/training/test_limits.py, line ")
+    assert above[0].startswith("Traceback")

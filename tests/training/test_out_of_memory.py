@@ -1,0 +1,135 @@
+"""A device with too little memory: one line that says which, how much, and what would fit."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tests import tiny
+from towers import cli
+from towers.devices import memory
+from towers.errors import InputError, RunError
+from towers.options.run import Options
+from towers.training import memory as of_step
+from towers.training import out_of_memory
+from towers.training.run import prepare
+from towers.training.tensorflow_errors import one_line_errors
+
+NODE = "{{node while/body/_1/tower_1/model/conv2d/Conv2D}}"
+GPU = "/job:localhost/replica:0/task:0/device:GPU:1"
+# As TensorFlow's allocators, the copies between devices, and XLA put it.
+TEXTS = {
+    f"OOM when allocating tensor with shape[128,64,64,256] and type float on {GPU} by allocator "
+    f"GPU_1_bfc\n\t [[{NODE}]]\nHint: If you want to see a list of allocated tensors": (
+        "tower 1 on /gpu:1 asked for 512.0 MiB, float32[128, 64, 64, 256], in layer model/conv2d"
+    ),
+    f"OOM when allocating tensor with shape[1024] and type half on {GPU} by allocator gpu_async_1 "
+    "[Op:AddV2]": "/gpu:1 asked for 0.0 MiB, float16[1024]",
+    "OOM when allocating tensor with shape[] and type double on /job:localhost/replica:0/task:0/"
+    "device:CPU:0 by allocator mklcpu": "/cpu:0 asked for 0.0 MiB, float64[]",
+    f"Failed copying input tensor from /job:localhost/replica:0/task:0/device:CPU:0 to {GPU} in "
+    "order to run AssignVariableOp: Dst tensor is not initialized.": (
+        "/gpu:1 asked for room for a copy"
+    ),
+    "Out of memory while trying to allocate 4294967296 bytes.": "a device asked for 4.0 GiB",
+    "RESOURCE_EXHAUSTED: Out of memory allocating 1073741824 bytes.": "a device asked for 1.0 GiB",
+    "failed to allocate 2.00G (2147483648 bytes) from device: CUDA_ERROR_OUT_OF_MEMORY": (
+        "a device asked for 2.0 GiB"
+    ),
+    "failed to allocate request for 2.00GiB (2147483648B) on device ordinal 1": (
+        "/gpu:1 asked for 2.0 GiB"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_what_tensorflow_says_is_understood(text):
+    line = out_of_memory.line(text, Options())
+    assert line.startswith(f"out of memory: {TEXTS[text]}")
+    assert "type a lower --batch_size, or more --accumulate_steps" in line
+
+
+@pytest.mark.parametrize(
+    "text", ["No space left on device", "Too many open files", "Dst tensor", "MemoryError: "]
+)
+def test_other_things_that_are_exhausted_are_left_alone(text):
+    assert out_of_memory.line(text, Options()) is None
+
+
+@pytest.mark.parametrize(
+    ("fitting", "advice"),
+    [
+        (48, "is 48: type --batch_size=48, or --accumulate_steps=3 for the same update"),
+        (0, "no batch is expected to fit"),
+        (500, "type a lower --batch_size, or more --accumulate_steps for the same update; towers"),
+    ],
+)
+def test_the_largest_batch_that_fits_is_named(fitting, advice):
+    text = next(iter(TEXTS))
+    assert advice in out_of_memory.line(text, Options(batch_size=128), lambda: fitting)
+
+
+def test_an_estimate_that_fails_hides_nothing():
+    line = out_of_memory.line(next(iter(TEXTS)), Options(), lambda: 1 // 0)
+    assert line.endswith(
+        "type a lower --batch_size, or more --accumulate_steps for the same update"
+    )
+
+
+def test_the_batch_that_is_expected_to_fit_follows_the_memory(monkeypatch):
+    run = prepare(tiny.options("unused", num_towers=2, batch_size=12))
+    train_loop, batches = run.train_loop(), iter(run.batches(0, 0))
+
+    def largest(num_bytes):
+        monkeypatch.setattr(memory, "of_host", lambda: num_bytes)
+        return of_step.largest_batch(run, train_loop, batches)
+
+    assert largest(0) == 0
+    more = [largest(2 * of_step.RESERVED_BYTES + n * 2**24) for n in (1, 2, 3)]
+    assert more[0] > 12 and more[2] - more[1] == pytest.approx(more[1] - more[0], abs=4)
+
+
+class Large(keras.layers.Layer):
+    """Takes 4 PiB in a step: not when it is built."""
+
+    def call(self, x):
+        size = tf.cast(tf.reduce_max(tf.abs(x)), tf.int64) * 0 + 2**25
+        return x + tf.reduce_sum(tf.fill([size, size], tf.reduce_sum(x)))
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def large(num_classes, image_shape):
+    return keras.Sequential(
+        [keras.Input(image_shape), Large(), keras.layers.Flatten(), keras.layers.Dense(num_classes)]
+    )
+
+
+def test_a_run_that_needs_too_much_ends_in_one_line(tmp_path, capsys):
+    argv = f"--model={__name__}:large --dataset=tests.tiny:images --batch_size=6 --max_steps=2"
+    argv += f" --train_dir={tmp_path}/run --num_towers=2 --augment=none"
+    assert cli.main(["train", *argv.split()]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("towers: out of memory: tower ") and "on /cpu:" in line
+    assert "asked for 4.0 PiB, float32[33554432, 33554432], in layer sequential" in line
+    assert "; the host has " in line and "towers plan" in line
+
+
+def test_variables_and_arrays_of_python(capsys):
+    with pytest.raises(RunError, match="out of memory: /cpu:0 asked for 4.0 PiB, float32"):
+        with one_line_errors(Options()), tf.device("/cpu:0"):
+            tf.zeros([2**25, 2**25])
+    with pytest.raises(RunError, match="out of memory: Unable to all.*the error comes from tests/"):
+        with one_line_errors(Options()):
+            raise MemoryError("Unable to allocate 8.00 PiB for an array with shape (2,)")
+
+
+def test_a_batch_beyond_all_memory_is_refused(monkeypatch):
+    options = tiny.options("unused", batch_size=1_000_000)
+    monkeypatch.setattr(memory, "of_host", lambda: 2**20)
+    with pytest.raises(InputError) as error:
+        prepare(options)
+    assert str(error.value) == (
+        "--batch_size=1000000: a batch takes 186.9 MiB, and the memory of 1.0 MiB holds 5349 "
+        "examples"
+    )

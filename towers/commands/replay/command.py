@@ -1,0 +1,88 @@
+"""`towers replay`: the step that was not finite, made again on one device, seen layer by layer."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from towers.errors import InputError
+from towers.options.run import Options
+from towers.training import nan
+from towers.training.again import Again, Range, make_again
+from towers.training.run import find
+
+_HEADINGS = {
+    "data": "batch",
+    "layer": "outputs of layers, in the order of their calls",
+    "loss": "loss",
+    "gradient": "gradients",
+    "variable": "variables before the step",
+}
+
+
+def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Make the step in train_dir/nan again and say what of it is not finite.
+
+    Returns:
+        {"step", "again": whether the fault came again, "inputs_at_fault": whether it was in the
+        batch, "fault" and "name" of the first that is not finite, "rows" of the examples, "loss",
+        "device", "ranges": what `Range` has of each tensor}.
+
+    Raises:
+        InputError: there is nothing to replay, or it cannot be made.
+        RunError: the data set cannot be read.
+    """
+    folder = Path(options.train_dir)
+    report = nan.read_report(folder)
+    first = options.devices.partition(",")[0]
+    (device, *_), dataset = find(dataclasses.replace(options, num_towers=1, devices=first))
+    state, batch = nan.read(folder, (dataset.spec, None))
+    again = make_again(options, dataset, device, state, batch)
+    if again.reason:
+        raise InputError(f"--train_dir={folder}: its step cannot be made again: {again.reason}")
+    for line in _lines(report, again, device):
+        say(line)
+    fault = again.fault
+    return {
+        "step": report["step"],
+        "again": not again.is_finite,
+        "inputs_at_fault": bool(fault and fault.of_data),
+        "fault": fault and fault.kind,
+        "name": fault and fault.name,
+        "rows": report["rows"],
+        "loss": again.loss_text,
+        "device": device,
+        "ranges": [dataclasses.asdict(found) for found in again.ranges],
+    }
+
+
+def _lines(report: dict[str, Any], again: Again, device: str) -> list[str]:
+    """Return what there is to say: a table for each kind, and what came of it."""
+    lines = [f"step {report['step']} again, on {device}: the loss is {again.loss_text}"]
+    for kind, heading in _HEADINGS.items():
+        lines += _table(heading, [found for found in again.ranges if found.kind == kind])
+    lines.append(f"then        {report['line']}")
+    if again.is_finite:
+        lines.append("now         the step is finite: what it met then does not come again here")
+        return lines
+    fault = again.fault
+    first = f"{fault.name} ({fault.kind})" if fault else "not found"
+    lines.append(f"now         it comes again; the first that is not finite: {first}")
+    guilty = "are at fault" if fault and fault.of_data else "are finite, and not at fault"
+    return [*lines, f"inputs      {guilty}"]
+
+
+def _table(heading: str, ranges: Sequence[Range]) -> list[str]:
+    if not ranges:
+        return []
+    width = max(len(found.name) for found in ranges)
+    titles = f"{'least':>12} {'greatest':>12} {'not finite':>12} {'of':>10}"
+    lines = [f"{heading:{width + 2}} {titles}"]
+    for found in ranges:
+        low, high = ("-" if n is None else f"{n:.4g}" for n in (found.low, found.high))
+        mark = "  <--" if found.not_finite else ""
+        lines.append(
+            f"  {found.name:{width}} {low:>12} {high:>12} {found.not_finite:>12} "
+            f"{found.size:>10}{mark}"
+        )
+    return lines

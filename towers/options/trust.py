@@ -1,0 +1,92 @@
+"""Whose run it is: `flags.cfg` names functions, and a run that somebody else made would call them.
+
+    text = signed(options.to_flagfile())      # as a run of this user writes it
+    check("runs/a", text, {"model": "my_net:build"})    # an InputError unless it is such a one
+
+The last line of flags.cfg is a comment, a checksum of the text (HMAC) under a key that lies in the
+user's configuration folder. So a run that is copied or moved stays its user's own, and one that was
+downloaded does not become it, whoever owns the files.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from towers.errors import InputError
+from towers.options.functions import is_shipped
+from towers.options.given import PREFIX
+
+CODE = "model", "dataset", "loss", "metrics", "optimizer"  # options that may name a function
+_MARK = "# made by the user whose key gives: "
+_KEY_BYTES = 32
+
+
+def signed(text: str) -> str:
+    """Return the text of a flags.cfg with the mark of this user, unless no key can be kept."""
+    text, _, _ = text.partition(_MARK)
+    key = _key(make=True)
+    return f"{text}{_MARK}{_mark(key, text)}\n" if key else text
+
+
+def is_own(text: str) -> bool:
+    """Tell whether a flags.cfg is as this user's run has written it."""
+    text, found, mark = text.partition(_MARK)
+    key = _key() if found else None
+    return key is not None and hmac.compare_digest(mark.encode(), f"{_mark(key, text)}\n".encode())
+
+
+def check(train_dir: str, text: str, of_run: Mapping[str, object]) -> None:
+    """Refuse to call what the flags.cfg of a foreign run names.
+
+    Args:
+        train_dir: the folder of the run.
+        text: of its flags.cfg.
+        of_run: {option: value} of what is taken from there.
+
+    Raises:
+        InputError: it names a function, and this user's run has not written it.
+    """
+    named = [n for n in CODE if any(map(_is_code, str(of_run.get(n, "")).split(",")))]
+    if not named or is_own(text):
+        return
+    shown = [*named, *(["model_args"] if "model" in named and of_run.get("model_args") else [])]
+    flags = " ".join(f"--{name}={of_run[name]}" for name in shown)
+    raise InputError(
+        f"--train_dir={train_dir}: its flags.cfg was not written by your towers on this machine, "
+        f"or was changed, and names code that would run: {flags}; look at that, and type --trust, "
+        f"or give {' and '.join(f'--{name}' for name in named)} yourself"
+    )
+
+
+def _is_code(name: str) -> bool:
+    """Tell whether a name is looked for among what can be imported; our own models may run."""
+    return ":" in name and not name.startswith(PREFIX) and not is_shipped(name)
+
+
+def _mark(key: bytes, text: str) -> str:
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _key(make: bool = False) -> bytes | None:
+    """Return this user's key, None if there is none and none can be made."""
+    folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    path = Path(folder, "towers", "key")
+    with contextlib.suppress(OSError):
+        if make and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            own = path.with_name(f".key.{os.getpid()}")
+            try:
+                descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with open(descriptor, "wb") as file:
+                    file.write(secrets.token_bytes(_KEY_BYTES))
+                with contextlib.suppress(FileExistsError):  # another process was faster
+                    os.link(own, path)
+            finally:
+                own.unlink(missing_ok=True)
+        key = path.read_bytes()
+        return key if len(key) == _KEY_BYTES else None
+    return None

@@ -1,0 +1,227 @@
+"""Signals that are heard wherever the main thread is, and ends that have a sentence.
+
+Python answers a signal in its main thread, between two instructions: while that waits in C++, for
+input or for a device, nobody answers. So a thread reads the numbers of the signals from a pipe, to
+which C writes them at once (`signal.set_wakeup_fd`), and answers in the place of a main thread that
+does not.
+
+    with signals.Listener() as listener:      # a signal raises Ended in the main thread,
+        with listener.answering(tick):        # but here somebody asks whether one has come
+            while not listener.asked: ...
+
+Numbers: SIGINT (Ctrl-C), SIGTERM (schedulers) and SIGHUP (a terminal that is gone) ask for an end,
+SIGUSR1 asks to save now. SIGHUP that is ignored at the start, as under nohup, stays so.
+"""
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAVING = signal.SIGUSR1
+GRACE_SECONDS = 2.0  # after which a main thread that has not answered is taken to be blocked
+_UNWINDING_SECONDS = 20.0  # that one which has answered may take to clear up
+_SAME_SECONDS = 1.0  # signals that come so close are one: of a terminal, and of who passes it on
+_TICK_SECONDS = 0.5
+
+EXIT_STOPPED = 75  # as sysexits.h has it: try again, and it goes on
+_current: "Listener | None" = None
+
+
+class Ended(KeyboardInterrupt):
+    """A signal that asks for the end, where nobody answers it otherwise."""
+
+
+class Listener:
+    """Hears the signals of a process, for the length of a `with` block in the main thread.
+
+    Attributes:
+        asked: the first signal that asked for an end, None if there was none.
+        save_asked: whether SIGUSR1 came, until whoever answers sets it back.
+        owner: whether the process is ours: then it is ended where nothing else helps.
+        stopping: says what an end means to whoever reads it, as far as nobody answers otherwise:
+            (exit code, line) of a signal's number.
+    """
+
+    def __init__(self, owner: bool = False):
+        """Hear nothing yet."""
+        self.owner, self.asked, self.save_asked = owner, None, False
+        self.stopping: Callable[[int], tuple[int, str]] = interrupted
+        self.kept: list[object] = []
+        self._tick: Callable[[], None] | None = None
+        self._asked_at = self._answered_at = 0.0
+        self._errors = os.dup(2) if owner else None  # where a start is held back, too
+        self._closing = threading.Event()
+        self._code: int | None = None
+        if owner:
+            atexit.register(self._at_exit)  # the first to be registered is called last
+
+    def __enter__(self) -> "Listener":
+        """Take over the signals, and begin to listen."""
+        global _current
+        self._outer, _current = _current, self
+        self._reading, writing = os.pipe()
+        self._writing = writing
+        for end in (self._reading, writing):
+            os.set_blocking(end, False)
+        self._wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        self._before = {}
+        for number in (*ENDING, SAVING):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._hear) or signal.SIG_DFL
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the signals back."""
+        global _current
+        _current = self._outer
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._closing.set()
+        os.write(self._writing, b"\0")
+        self._thread.join()
+        os.close(self._reading)
+        os.close(self._writing)
+
+    @contextlib.contextmanager
+    def answering(self, tick: Callable[[], None] | None = None) -> Iterator[None]:
+        """Let the block ask whether a signal came, and none be raised in it.
+
+        `tick` is called twice a second, in the thread that listens.
+        """
+        before, self._tick = self._tick, tick or (lambda: None)
+        try:
+            yield
+        finally:
+            self._tick = before
+
+    def waited(self) -> float:
+        """Return the seconds since an end was first asked for, 0 if it was not."""
+        return time.monotonic() - self._asked_at if self.asked else 0.0
+
+    def keep(self, *things: object) -> None:
+        """Keep things to the end of the process, which `leave` is to be then.
+
+        Who takes apart a pipeline waits for its threads, for ever if its source is blocked.
+        """
+        self.kept += things
+
+    def leave(self, code: int, line: str = "") -> None:
+        """End the process, whatever the main thread and those of TensorFlow are waiting for."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        if line:
+            with contextlib.suppress(OSError):
+                os.write(2 if self._errors is None else self._errors, f"towers: {line}\n".encode())
+        if children := sys.modules.get("multiprocessing"):
+            for child in children.active_children():
+                child.terminate()
+        os._exit(code)
+
+    def close(self, code: int) -> None:
+        """End the process as Python does, but for what was kept; no signal ends it any more."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+        self._code = code
+        sys.exit(code)
+
+    def _at_exit(self) -> None:
+        """Leave, after all that others have registered for the end was called."""
+        if self.kept and self._code is not None:
+            self.leave(self._code)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        """Answer in the main thread: where nobody asks, by an exception."""
+        if number == SAVING:
+            self.save_asked = self._tick is not None  # else there is nothing to save
+            return
+        self._note(number)
+        now, first = time.monotonic(), self._answered_at
+        self._answered_at = first or now
+        again = first and now - first > _SAME_SECONDS
+        if self._tick is None or (again and not self.owner):
+            raise Ended(_name(number))
+
+    def _note(self, number: int) -> bool:
+        """Note a signal that asks for an end; return whether it is a second one."""
+        now = time.monotonic()
+        if self.asked is None:
+            self.asked, self._asked_at = signal.Signals(number), now
+        return now - self._asked_at > _SAME_SECONDS
+
+    def _listen(self) -> None:
+        """Hear signals, also while the main thread does not."""
+        while not self._closing.is_set():
+            ready, _, _ = select.select([self._reading], [], [], _TICK_SECONDS)
+            numbers = os.read(self._reading, 512) if ready else b""
+            for number in numbers:
+                self._pass_on(number)
+                if number == SAVING:
+                    self.save_asked = self._tick is not None
+                if number in ENDING and self._note(number) and self.owner:
+                    code, _ = interrupted(number)
+                    self.leave(code, f"ended at once, by a second signal ({_name(number)})")
+            tick = self._tick
+            if tick is not None:
+                try:
+                    tick()
+                except Exception:  # it is not to keep the next signal from being heard
+                    traceback.print_exc()
+            elif self.asked and self.owner:
+                allowed = _UNWINDING_SECONDS if self._answered_at else GRACE_SECONDS
+                if self.waited() > allowed:
+                    self.leave(*self.stopping(self.asked))
+
+    def _pass_on(self, number: int) -> None:
+        """Let an event loop that listened before, as that of a notebook, hear it too."""
+        if number and self._wakeup_before >= 0:
+            with contextlib.suppress(OSError):
+                os.write(self._wakeup_before, bytes([number]))
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Listener]:
+    """Give the listener of the process, or one for the block: a deaf one in another thread."""
+    if _current is not None or threading.current_thread() is not threading.main_thread():
+        yield _current or Listener()
+        return
+    with Listener() as listener:
+        yield listener
+
+
+def interrupted(number: int) -> tuple[int, str]:
+    """Return the exit code of who was ended by a signal, as shells have it, and the line."""
+    return 128 + number, f"interrupted by {_name(number)}"
+
+
+def complain(message: object) -> None:
+    """Print one line, whatever line breaks the user's own words bring into it."""
+    print("towers:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def _forget() -> None:
+    """Let a forked process, as a worker that loads data, be ended by signals as any other."""
+    if _current is not None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in set(_current._before) - {signal.SIGINT}:
+            signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,238 @@
+"""One step once more, on one device, with the range of all that is computed in it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import tf_private
+from towers.builder.kinds import HOST
+from towers.data import Data
+from towers.options.run import Options
+from towers.text import first_line
+from towers.training.masters import kept
+from towers.training.run import assemble
+
+_PARTS = ("inputs", "targets", "sample weights")
+_MOST_TRIALS = 40  # steps with some of the examples, to find out which are at fault
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """What the numbers of a tensor are.
+
+    `kind` is "data", "variable", "layer", "loss" or "gradient"; `low` and `high` are those of its
+    finite numbers, None if there are none; `not_finite` of `size` are infinite or NaN, which are in
+    `rows` of the batch, as far as it has a row for each example.
+    """
+
+    kind: str
+    name: str
+    dtype: str
+    low: float | None
+    high: float | None
+    not_finite: int
+    size: int
+    rows: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """The first of a step's numbers that are not finite; `rows` are places in the batch."""
+
+    kind: str
+    name: str
+    dtype: str
+    rows: list[int]
+
+    @property
+    def of_data(self) -> bool:
+        """Whether it was there before anything was computed."""
+        return self.kind == "data"
+
+
+@dataclasses.dataclass(frozen=True)
+class Again:
+    """What a step was when it was made again; `reason`: why it could not be made."""
+
+    ranges: list[Range]
+    is_finite: bool
+    loss: float
+    fault: Fault | None
+    reason: str = ""
+
+    @property
+    def what(self) -> str:
+        """Return in words what is not finite."""
+        if self.reason or np.isfinite(self.loss):
+            return "a gradient is not finite" if not self.reason else "the step is not finite"
+        return f"the loss is {self.loss:g}"
+
+    @property
+    def loss_text(self) -> str:
+        """Return the loss; JSON has no NaN."""
+        return f"{self.loss:g}"
+
+
+def make_again(
+    options: Options, dataset: Data, device: str, state: Mapping[str, np.ndarray], batch: Any
+) -> Again:
+    """Make a step from a state, the master variables by name, with a batch: (example, draws).
+
+    It is one tower's, without XLA and in one part. What fails of it is in `Again.reason`: who asks
+    has an error to report already.
+    """
+    for place in dict.fromkeys([device, HOST]):  # a GPU may be too small for all the batch
+        try:
+            return _Step(options, dataset, place, state).make(batch)
+        except Exception as error:  # of many kinds: the user's code, memory
+            reason = first_line(error)
+    return Again([], False, float("nan"), None, reason)
+
+
+class _Step:
+    """The step of a run on one device, with all that is seen in it."""
+
+    def __init__(self, options: Options, dataset: Data, device: str, state: Mapping):
+        changed = dict(variables="cpu", accumulate_steps=1, jit_compile=False, on_nan="stop")
+        options = dataclasses.replace(options, num_towers=1, devices="", **changed)
+        self.run = run = assemble(options, [device], dataset)
+        for name, variable in run.masters.variables().items():
+            variable.assign(state[name])
+        self.state = state
+        self._seen: list[tuple[str, str, Any]] = []
+        self._trace = tf.function(self._ranges, autograph=False)
+
+    def make(self, batch: Any) -> Again:
+        """Return what the step is of a batch."""
+        size = len(batch[1])
+        ranges = [_range_of("variable", name, v) for name, v in self.state.items()]
+        ranges = [found for found in ranges if found]
+        stuck, loss, found = self._call(batch)
+        ranges += [
+            Range(kind, name, dtype, *_numbers(values), _rows(values["rows"], size))
+            for (kind, name, dtype), values in found
+        ]
+        ranges.sort(key=lambda r: ("data", "layer", "loss", "gradient", "variable").index(r.kind))
+        fault = self._fault(ranges) if stuck else None
+        if fault and not fault.rows and fault.kind in ("loss", "gradient"):
+            fault = dataclasses.replace(fault, rows=self._rows_at_fault(batch))
+        return Again(ranges, not stuck, loss, fault)
+
+    def _fault(self, ranges: Sequence[Range]) -> Fault | None:
+        """Return the first of all that is not finite, in the order in which it is computed."""
+        bad = [found for found in ranges if found.not_finite]
+        layers = [found for found in bad if found.kind in ("layer", "loss")]
+        first = [
+            *(found for found in bad if found.kind == "variable"),
+            # In half precision large inputs overflow, which matters if a layer then does.
+            *(f for f in bad if f.kind == "data" and (layers or f.dtype != "float16")),
+            *layers,
+            # Going backward, the last variable comes first.
+            *[found for found in bad if found.kind == "gradient"][::-1],
+        ]
+        return Fault(first[0].kind, first[0].name, first[0].dtype, first[0].rows) if first else None
+
+    def _call(self, batch: Any) -> tuple[bool, float, list[tuple[tuple, Any]]]:
+        """Make the step; the state is as it was after it."""
+        masters = self.run.masters
+        with kept([*masters.variables().values(), *masters.in_a_row]):
+            loss, values = self._trace(*batch)
+            return bool(masters.stuck()), float(loss), list(zip(self._names, values, strict=True))
+
+    def _rows_at_fault(self, batch: Any) -> list[int]:
+        """Return which examples make a step of their own that is not finite, by halves."""
+        trials = 0
+
+        def find(rows: range) -> list[int]:
+            nonlocal trials
+            trials += 1
+            some = tf.nest.map_structure(lambda t: t[rows.start : rows.stop], batch)
+            if trials > _MOST_TRIALS or not self._call(some)[0]:
+                return []
+            if len(rows) == 1:
+                return [rows.start]
+            half = len(rows) // 2
+            return find(rows[:half]) + find(rows[half:])
+
+        try:
+            self._trace = tf.function(self._ranges, autograph=False, reduce_retracing=True)
+            return find(range(len(batch[1])))
+        except Exception:  # a model may need all of the batch
+            return []
+
+    def _ranges(self, example: Any, draws: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+        """Make a step; return its loss and what is known of each tensor in it."""
+        task, graph, seen = self.run.task, tf.compat.v1.get_default_graph(), []
+        for name, part in zip(_PARTS, example, strict=False):
+            leaves = [leaf for leaf in tf.nest.flatten(part) if leaf.dtype != tf.string]
+            floats = [t if t.dtype.is_floating else tf.cast(t, tf.float64) for t in leaves]
+            seen += [("data", name, leaf) for leaf in floats]
+        if self.run.options.dtype == "mixed_float16":
+            with tf.device(HOST):
+                leaves = tf.nest.flatten(task.inputs(example[0], draws))
+            floats = [leaf for leaf in leaves if leaf.dtype.is_floating]
+            seen += [("data", "inputs", tf.cast(leaf, tf.float16)) for leaf in floats]
+
+        def make(call: Callable) -> Callable:
+            def watched(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+                outputs = call(layer, *args, **kwargs)
+                if tf.compat.v1.get_default_graph() is graph:
+                    name = getattr(layer, "path", None) or layer.name
+                    seen.extend(("layer", name, leaf) for leaf in tf.nest.flatten(outputs))
+                return outputs
+
+            return watched
+
+        def on_update(gradients: Sequence[Any], weights: Sequence[Any]) -> None:
+            if tf.compat.v1.get_default_graph() is graph:
+                pairs = zip(gradients, weights, strict=True)
+                seen.extend(("gradient", weight.path, gradient) for gradient, weight in pairs)
+
+        task.on_update = on_update
+        with tf_private.layer_calls_replaced(make):
+            values, _ = task.make_train_step(self.run.learning_rate)(example, draws)
+        seen.append(("loss", "loss", values["loss"]))
+        seen = [(k, n, t.values if isinstance(t, tf.IndexedSlices) else t) for k, n, t in seen]
+        seen = [entry for entry in seen if _is_float(entry[2])]
+        self._names = [(kind, name, tensor.dtype.name) for kind, name, tensor in seen]
+        return values["loss"], [_statistics(tensor) for _, _, tensor in seen]
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and value.dtype.is_floating
+
+
+def _statistics(tensor: tf.Tensor) -> dict[str, tf.Tensor]:
+    """Return least and greatest finite number, how many are not finite, of how many; its rows."""
+    finite = tf.math.is_finite(tensor)
+    flat = tf.reshape(finite, [tf.shape(tensor)[0] if tensor.shape.rank else 1, -1])
+    return {
+        "low": tf.reduce_min(tf.where(finite, tensor, tensor.dtype.max)),
+        "high": tf.reduce_max(tf.where(finite, tensor, tensor.dtype.min)),
+        "not_finite": tf.math.count_nonzero(~finite),
+        "size": tf.size(tensor, tf.int64),
+        "rows": tf.reduce_any(~flat, axis=1),
+    }
+
+
+def _numbers(values: Mapping[str, tf.Tensor]) -> tuple[float | None, float | None, int, int]:
+    not_finite, size = int(values["not_finite"]), int(values["size"])
+    none = not_finite == size
+    low, high = (None if none else float(values[name]) for name in ("low", "high"))
+    return low, high, not_finite, size
+
+
+def _rows(bad: tf.Tensor, size: int) -> list[int]:
+    """Return the rows of a batch that are bad, none of what has no row for each example."""
+    return np.flatnonzero(bad.numpy()).tolist() if len(bad) == size else []
+
+
+def _range_of(kind: str, name: str, value: np.ndarray) -> Range | None:
+    tensor = tf.constant(value)
+    if not tensor.dtype.is_floating:
+        return None
+    return Range(kind, name, tensor.dtype.name, *_numbers(_statistics(tensor)))

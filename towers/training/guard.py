@@ -1,0 +1,118 @@
+"""What stands between Keras' own training step and the weights: no update that is not finite."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers import tf_private
+from towers.builder.kinds import is_gpu
+from towers.options.run import Options
+from towers.training.masters import Masters
+from towers.training.update import (
+    end_step,
+    finite_now,
+    global_norm,
+    if_finite,
+    scaled,
+    update_averages,
+)
+
+
+class Guard:
+    """Lets the optimizers of one step of a compiled model update only what is finite.
+
+    An update is left out if its gradients, those of an update before it in the step, or a loss so
+    far are not finite. A `LossScaleOptimizer` does so by itself while its scale is above 1. What an
+    optimizer does inside of a loop or a branch of the user's own is not seen.
+    """
+
+    def __init__(self, masters: Masters, on_update: Callable | None = None):
+        """Know nothing yet; `on_update(gradients, weights)` is told of each update."""
+        self.masters, self._on_update = masters, on_update
+        self.graph = tf.compat.v1.get_default_graph()
+        self._losses: list[tf.Tensor] = []
+        self._finite: list[tf.Tensor] = []
+        self._scales: list[tf.Tensor] = []  # before the step
+
+    @contextlib.contextmanager
+    def losses_noted(self, model: keras.Model) -> Iterator[None]:
+        """Note each loss that a model computes in the block."""
+
+        def make(compute: Callable) -> Callable:
+            def noting(*args: Any, **kwargs: Any) -> Any:
+                loss = compute(*args, **kwargs)
+                if self._is_here() and tf.is_tensor(loss):
+                    self._losses.append(loss)
+                return loss
+
+            return noting
+
+        with tf_private.computed_losses_replaced(model, make):
+            yield
+
+    def __call__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Any],
+        weights: Sequence[keras.Variable],
+        update: Callable,
+    ) -> None:
+        """Make an update, as `flat.updates_joined` asks for it, if it is finite."""
+        if not self._is_here():
+            update()
+            return
+        scale = getattr(optimizer, "dynamic_scale", None)
+        if scale is not None:
+            scale = tf.convert_to_tensor(scale.value)
+            self._scales.append(scale)
+        if self._on_update:
+            factor = 1.0 if scale is None else 1.0 / scale
+            self._on_update([None if g is None else scaled(g, factor) for g in gradients], weights)
+        norm = global_norm([g for g in gradients if g is not None])
+        finite = finite_now(self.masters, 0, norm, _total(self._losses))
+        self._finite.append(finite)
+        finite = _all(self._finite)
+        if scale is not None:  # it halves the scale itself, and tells that none was finite
+            finite |= scale > 1.0
+        if is_gpu(self.masters.replicas[0].device):
+            update(finite)
+        else:
+            if_finite(finite, update)
+
+    def end_step(
+        self,
+        loss: tf.Tensor,
+        before: Sequence[tuple[tf.Variable, tf.Tensor]],
+        num_examples: tf.Tensor,
+        options: Options,
+    ) -> None:
+        """Put back what was changed `before` a step was known to be bad; else move the averages."""
+        masters = self.masters
+        of_loss = finite_now(masters, 0, tf.zeros([], loss.dtype), loss)
+        finite = moves = _all([of_loss, *self._finite])
+        tolerated: Any = False
+        if self._scales:
+            tolerated = tf.reduce_any(tf.stack(self._scales) > 1.0)
+            moves = finite | (tolerated & of_loss)  # as in `fit`, too high a scale costs no more
+        end_step(masters, [finite], before, num_examples, tolerated, moves)
+        if is_gpu(masters.replicas[0].device):
+            update_averages(masters, options, moves)
+        elif masters.averages:
+            if_finite(moves, lambda: update_averages(masters, options))
+
+    def _is_here(self) -> bool:
+        return tf.compat.v1.get_default_graph() is self.graph
+
+
+def _all(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    return values[0] if len(values) == 1 else tf.reduce_all(tf.stack(values))
+
+
+def _total(losses: Sequence[tf.Tensor]) -> tf.Tensor | None:
+    """Return a scalar that is finite if all losses are."""
+    if len(losses) < 2:
+        return tf.reduce_sum(losses[0]) if losses else None
+    return tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float64)) for loss in losses])
