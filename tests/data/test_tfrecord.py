@@ -201,3 +201,9 @@ def test_a_file_that_goes_away_is_named(top):
     assert (
         "test-00000-of-00001.tfrecord: record 0 (counted from 0) cannot be read: No such file"
     ) in str(error.value)
+
+
+def test_a_link_to_nothing_is_named(top):
+    (top / "test-9.tfrecord").symlink_to(top / "nothing")
+    with pytest.raises(InputError, match="test-9.tfrecord cannot be read: No such file"):
+        data.load("tfrecord", str(top))

@@ -151,7 +151,10 @@ def _keys(path: str) -> list[str]:
 
 def _scanned(paths: Sequence[str], label_key: str) -> Mapping[str, np.ndarray]:
     """Return file, start, length and label of each record, `[N]`; kept while no file changes."""
-    stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
+    try:
+        stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
+    except OSError as error:  # a link to nothing, or a file that went just now
+        raise InputError(f"{error.filename} cannot be read: {error.strerror}") from None
     about = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
     digest = hashlib.sha256(json.dumps([about, label_key]).encode()).hexdigest()
 
