@@ -8,7 +8,7 @@ nothing then goes from there to the host in a step.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -115,11 +115,6 @@ class Masters:
             for variable, value in zip(replica.variables(), values, strict=True):
                 variable.assign(value)
 
-    def not_finite(self) -> list[str]:
-        """Return the names of master variables that hold an infinity or NaN."""
-        floats = {n: v for n, v in self.variables().items() if v.dtype.is_floating}
-        return [n for n, v in floats.items() if not bool(tf.reduce_all(tf.math.is_finite(v)))]
-
     def variables(self) -> dict[str, tf.Variable]:
         """Return every master variable by a name that does not depend on towers or devices."""
         named = [(f"model/{v.path}", v.value) for v in variables_of(self.model)]
@@ -132,11 +127,14 @@ class Masters:
         return by_unique_name(named)
 
 
-def are_finite(values: Iterable[tf.Tensor]) -> bool:
-    """Tell whether no value, as those of a snapshot, holds an infinity or NaN."""
-    with tf.device(HOST):
-        floating = [value for value in values if value.dtype.is_floating]
-        return all(bool(tf.reduce_all(tf.math.is_finite(value))) for value in floating)
+def not_finite(named: Mapping[str, Any]) -> list[str]:
+    """Return the names of variables, or of their values, that hold an infinity or NaN."""
+    found = []
+    for name, value in named.items():
+        with tf.device(value.device):
+            if value.dtype.is_floating and not bool(tf.reduce_all(tf.math.is_finite(value))):
+                found.append(name)
+    return found
 
 
 def by_unique_name(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:

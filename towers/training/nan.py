@@ -19,6 +19,7 @@ from towers.options.timetable import Timetable
 from towers.text import count, first_line
 from towers.training import checkpoint
 from towers.training.again import Again, Fault, make_again
+from towers.training.masters import not_finite
 from towers.training.run import Run
 
 FOLDER = "nan"
@@ -69,7 +70,7 @@ class Alarm:
     def check_weights(self, step: int) -> None:
         """Raise what `look` does if a master variable is infinite or NaN after so many steps."""
         self.look(self._last, step, now=True)
-        if names := self.run.masters.not_finite():
+        if names := not_finite(self.run.masters.variables()):
             line = f"{names[0]} is infinite or NaN after {step} steps"
             self._go_back(step, line)
             raise NotFinite(f"{line}: {_remedy(self.run)}; {self.folder}/checkpoints holds the "

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from towers import signals
 from towers.errors import RunError
 from towers.options.run import Options
-from towers.training.masters import are_finite
+from towers.training.masters import not_finite
 from towers.training.saving import Checkpoints, Snapshot
 from towers.training.step import TrainLoop
 from towers.training.stop import StopRequest
@@ -240,5 +240,5 @@ def _reads_input() -> bool:
 
 def check_snapshot(snapshot: Snapshot) -> None:
     """Refuse a state that nobody can go on with."""
-    if not are_finite(snapshot.values()):
+    if not_finite(snapshot):
         raise RunError("a weight is infinite or NaN: not saved, the newest checkpoint stands")
