@@ -12,19 +12,19 @@ import pytest
 SLOW = {
     "fuzz/test_fuzz.py",
     "test_after_training.py", "test_equivalence.py", "test_packaging.py", "test_real_images.py",
-    "test_zoo.py",
+    "test_alone.py", "test_zoo.py",
     "builder/test_batch_norm.py", "builder/test_draws.py", "builder/test_joined.py",
     "builder/test_rehearsal.py", "builder/test_threads.py", "builder/test_tower.py",
     "builder/test_xla.py", "commands/test_benchmark.py", "commands/test_export.py",
     "commands/test_plan.py", "commands/test_predict.py", "commands/test_sweep.py",
     "commands/test_tensorboard.py", "commands/test_verify.py", "commands/test_verify_fit.py",
     "data/test_encoded.py", "data/test_pipeline.py",
-    "devices/test_probe.py", "graphs/test_gpu_step.py",
+    "devices/test_probe.py", "devices/test_worker.py", "graphs/test_gpu_step.py",
     "graphs/test_gpu_view.py", "graphs/test_placement.py", "graphs/test_placement_report.py",
     "graphs/test_profile_summary.py", "models/test_models.py", "monitoring/test_dashboard.py",
     "monitoring/test_gallery.py", "monitoring/test_histograms.py", "monitoring/test_profiler.py",
     "monitoring/test_tower_stats.py", "scripts/test_fit_speed.py", "scripts/test_gpu_check.py",
-    "scripts/test_gpu_steps.py",
+    "scripts/test_gpu_steps.py", "scripts/test_local_cluster.py",
     "scripts/test_mirrored_faults.py", "scripts/test_peers.py", "scripts/test_scripts_exactness.py",
     "scripts/test_soak.py",
     "training/test_checkpoint.py", "training/test_evaluate.py", "training/test_exact_resume.py",
@@ -44,6 +44,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out what is to run alone, unless it is named."""
+    from tests.alone import ALONE
+
+    alone = any(collection_path.as_posix().endswith(f"tests/{path}") for path in ALONE)
+    named = any(collection_path.name in argument for argument in config.args)
+    return True if alone and not named else None
 
 
 def pytest_configure(config):

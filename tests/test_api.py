@@ -20,6 +20,7 @@ import pytest
 
 import towers
 from tests import tiny
+from tests.workers import workers
 from towers import cli
 from towers.monitoring.monitor import Monitor
 
@@ -279,13 +280,18 @@ def test_the_page_and_the_docstrings_run_in_a_new_process(tmp_path):
     docs = [fresh, *(named + text for text in of_names.values())]
     (tmp_path / "program.py").write_text("\n".join([*cells, *docs, "print('all of it')\n"]))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1"}
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    with workers(2) as addresses:
+        program = (tmp_path / "program.py").read_text()
+        for name, address in zip(("host1:2222", "host2:2222"), addresses, strict=True):
+            program = program.replace(name, address)
+        (tmp_path / "program.py").write_text(program)
+        done = subprocess.run(
+            [sys.executable, "program.py"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
     assert done.stdout.endswith("all of it\n"), done.stderr
     assert "did you mean --learning_rate?" in done.stdout
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"fit", "mine", "wide"}

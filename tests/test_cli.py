@@ -63,7 +63,8 @@ def call(argv):
 # ---------------------------------------------------------------------------- Bad command lines
 
 VERBS = (
-    "train|evaluate|verify|benchmark|plan|doctor|sweep|compare|tensorboard|predict|export|replay|init"
+    "train|evaluate|verify|benchmark|plan|doctor|sweep|compare|tensorboard|predict|export|replay|init|"
+    "worker"
 )
 MESSAGES = {
     "tran": f"there is no verb 'tran': towers {VERBS} --flag=value ...",

@@ -4,6 +4,8 @@ Whatever of this fails with a new release is to be mended in `towers/tf_private.
 """
 
 import ast
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
+from tensorflow.python import pywrap_tfe
 
 from towers import tf_private
 from towers.tf_private import added_losses, all_in_float64, floatx_set
@@ -803,3 +806,61 @@ def paths_of(graph):
         found[path] = [(one.name, one.checkpoint_key) for one in node.attributes]
         left += [((*path, c.local_name), graph.nodes[c.node_id]) for c in node.children]
     return found
+
+
+# Servers on other machines.
+
+SERVER = """
+import sys
+import tensorflow as tf
+address = f"127.0.0.1:{sys.argv[1]}"
+cpus = tf.compat.v1.ConfigProto(device_count={"CPU": 2, "GPU": 0})
+tf.distribute.Server({"worker": [address]}, job_name="worker", task_index=0, config=cpus)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+CLIENT = """
+import sys
+import tensorflow as tf
+from towers import tf_private
+
+mine = tf.Variable([1.0, 2.0])
+
+@tf.function
+def local(x):
+    return mine * x
+
+@tf.function
+def twice(device):
+    with tf.device("/job:worker/task:1/cpu:1"):
+        return tf.identity(mine) * 2.0
+
+print(local(1.0).numpy().tolist())
+for tasks in {1: sys.argv[1]}, {}, {1: sys.argv[1], 4: sys.argv[2]}:
+    tf_private.connect({task: f"127.0.0.1:{port}" for task, port in tasks.items()}, "127.0.0.1")
+    print([d.name for d in tf.config.list_logical_devices() if "worker" in d.name])
+    print([local(3.0).numpy().tolist(), mine.numpy().tolist()])
+    if tasks:
+        print(twice("").numpy().tolist(), flush=True)
+"""
+
+
+def test_servers_are_connected_to_again_and_what_lies_here_stays():
+    ports = [str(pywrap_tfe.TF_PickUnusedPortOrDie()) for _ in range(2)]
+    run = [sys.executable, "-c"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    servers = [subprocess.Popen([*run, SERVER, port], **pipes) for port in ports]
+    try:
+        assert [server.stdout.readline() for server in servers] == ["ready\n"] * 2
+        out = subprocess.check_output([*run, CLIENT, *ports], text=True, timeout=100)
+    finally:
+        for server in servers:
+            server.kill()
+            server.communicate()
+    first, *lines = [ast.literal_eval(line) for line in out.splitlines()]
+    one, more = (
+        [f"/job:worker/replica:0/task:{task}/device:CPU:{i}" for i in range(2)] for task in (1, 4)
+    )
+    here, there = [[3.0, 6.0], [1.0, 2.0]], [2.0, 4.0]
+    assert first == [1.0, 2.0]
+    assert lines == [one, here, there, [], here, one + more, here, there]

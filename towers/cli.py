@@ -38,20 +38,23 @@ class Verb(flags.Verb):
 
     Attributes:
         function: "module:function", called with the options and a function that takes lines.
-        tensorflow: how TensorFlow is started before: "" not at all, "cpu" without GPUs, "options"
-            as the options say.
+        tensorflow: how TensorFlow is started before: "" not at all, "import" only imported, "cpu"
+            without GPUs, "options" as the options say.
     """
 
     function: str = ""
     tensorflow: str = ""
 
 
+_OF_WORKERS = "workers towers_per_worker worker_timeout_seconds min_workers"
 _OF_EVALUATE = (
     "train_dir json trust model dataset data_dir image_size max_image_pixels batch_size dtype "
-    "num_towers devices"
+    f"num_towers devices {_OF_WORKERS}"
 )
 _OF_REPLAY = "train_dir json trust model dataset data_dir image_size max_image_pixels devices"
-_OF_PREDICT = "train_dir json trust max_image_pixels batch_size num_towers devices"
+_OF_PREDICT = (
+    f"train_dir json trust max_image_pixels batch_size num_towers devices {_OF_WORKERS}"
+)
 _VERBS = (
     Verb("train", "train a model over towers, or continue a run", completes=True, begins=True,
          function="towers.training.train:train", tensorflow="options"),
@@ -68,7 +71,7 @@ _VERBS = (
          options="towers.commands.plan.options:PlanOptions",
          function="towers.commands.plan.command:run", tensorflow="cpu"),
     Verb("doctor", "check this machine: versions, GPUs, memory, computing, data, folders",
-         takes=("train_dir", "json", "dataset", "data_dir", "visible_gpus"),
+         takes=("train_dir", "json", "dataset", "data_dir", "visible_gpus", *_OF_WORKERS.split()),
          function="towers.commands.doctor.command:run"),
     Verb("sweep", "train a run for each combination of flags, and say which is best",
          options="towers.commands.sweep.options:SweepOptions",
@@ -95,6 +98,10 @@ _VERBS = (
     Verb("init", "write a model, data and flags to begin with",
          options="towers.commands.init.command:InitOptions",
          function="towers.commands.init.command:run"),
+    Verb("worker", "lend this machine's devices to a program on another one",
+         options="towers.commands.worker.options:WorkerOptions",
+         takes=("address", "any_address", *GpuOptions.__dataclass_fields__),
+         function="towers.commands.worker.command:run", tensorflow="import"),
 )  # fmt: skip
 _NAME_FUNCTIONS = ("model", "dataset", "loss", "metrics", "optimizer")
 VERBS = {verb.name: verb for verb in _VERBS}
@@ -153,6 +160,9 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
     name, rest, named = argv[0], argv[1:], {}
     if name in _GO_ON:
         listener.stopping = _stopped
+    elif name == "worker":  # it has nothing to finish
+        listener.stopping = _ended
+        listener.keep(VERBS)  # TensorFlow takes seconds to be taken apart on a busy machine
     try:
         if name not in VERBS:
             hint = _ELSEWHERE.get(name.lower().replace("-", ""))
@@ -218,6 +228,11 @@ def _stopped(number: int) -> tuple[int, str]:
     return EXIT_STOPPED, f"stopped by {name}: nothing is lost, the same command goes on"
 
 
+def _ended(number: int) -> tuple[int, str]:
+    """Return exit code and line of a worker that was ended, which is how it ends."""
+    return 0, f"ended by {signal.Signals(number).name}"
+
+
 def _run(verb: Verb, options: Any, start: float) -> int:
     """Run a verb with its options; return its exit code."""
     sys.path.insert(0, os.getcwd())  # models.cnn:cnn is found where the user stands
@@ -232,11 +247,17 @@ def _run(verb: Verb, options: Any, start: float) -> int:
         with contextlib.suppress(ValueError):  # not in the main thread
             # It asks a run for a profile, and ends none that is not listening yet, or no more.
             signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    if verb.tensorflow:
+    if verb.tensorflow == "import":
+        with quiet_start(3):  # to a worker a program that is gone is no error
+            import tensorflow  # noqa: F401
+    elif verb.tensorflow or (verb.name == "doctor" and options.workers):
         _check_names(options, data=verb.takes is None or "dataset" in verb.takes)
-        with quiet_start():
+        # What is said of a worker that is gone stands in the run's own lines.
+        with quiet_start(3 if getattr(options, "workers", "") else 2):
             _start(
-                dataclasses.replace(of_run, devices="cpu") if verb.tensorflow == "cpu" else of_run
+                of_run
+                if verb.tensorflow == "options"
+                else dataclasses.replace(of_run, devices="cpu")
             )
     function = pkgutil.resolve_name(verb.function)
     result = function(options, start if verb.name == "train" else say)

@@ -10,7 +10,7 @@ is left behind. Each function here says which public interface would do instead,
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -30,11 +30,12 @@ from keras.src.trainers.data_adapters import get_data_adapter
 from tensorflow.core.protobuf import (
     device_properties_pb2,
     meta_graph_pb2,
+    tensorflow_server_pb2,
     trackable_object_graph_pb2,
 )
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
-from tensorflow.python.eager import cancellation, context, record
+from tensorflow.python.eager import cancellation, context, executor, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import errors_impl, kernels, op_def_registry, tensor_util
@@ -784,14 +785,78 @@ def has_started() -> bool:
     return context.context()._initialized
 
 
+def connect(workers: Mapping[int, str], own_address: str) -> int:
+    """Make the devices of these servers, and of no others, those of this process, too.
+
+    What lay on a server that is not named is gone. It may be called again with fewer or more.
+    Variables that were made before the first call can be read afterwards, but what is assigned to
+    them is lost: TensorFlow begins with new resources then, and keeps them from then on. Public:
+    experimental_connect_to_cluster gives out an address that other machines cannot reach.
+
+    Args:
+        workers: {number of the task: "host:port"} of job "worker".
+        own_address: of this process, by which the servers reach it; that of the first call counts.
+
+    Returns:
+        The port on which this process listens for the servers, at all its addresses.
+    """
+    before = context.context().get_server_def()
+    cluster = tf.train.ClusterSpec({"worker": dict(workers)}).as_cluster_def()
+    own = cluster.job.add()
+    own.name = "localhost"
+    if before is None:
+        own.tasks[0] = f"{own_address}:{pywrap_tfe.TF_PickUnusedPortOrDie()}"
+    else:
+        own.tasks[0] = next(job for job in before.cluster.job if job.name == "localhost").tasks[0]
+    port = int(own.tasks[0].rpartition(":")[2])
+    server = tensorflow_server_pb2.ServerDef(
+        cluster=cluster,
+        job_name="localhost",
+        protocol="grpc",
+        default_session_config=context.context().config,
+    )
+    if before is None:
+        context.context().set_server_def(server)
+    else:
+        context.context().update_server_def(server)
+    context.context().ensure_initialized()
+    return port
+
+
+def was_connected() -> bool:
+    """Tell whether `connect` was called. Public: none."""
+    return context.context().get_server_def() is not None
+
+
+@contextlib.contextmanager
+def asked_by_calls() -> Iterator[None]:
+    """Ask servers by a call for each op in the block, which fails with the server.
+
+    By streams, TensorFlow's way, it is never known to have failed, and `connect` waits for it. All
+    else is to go by streams: functions are registered on each server while Python's lock is held.
+    Public: an environment variable, for both.
+    """
+    apart = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
+    with context.executor_scope(apart):
+        try:
+            yield
+        finally:
+            apart.clear_error()  # of functions that went meanwhile, of which a server knew nothing
+
+
 def device_memory_bytes() -> dict[str, int]:
-    """Return {"/gpu:0": bytes that TensorFlow may take}, once it has started. Public: none."""
+    """Return {"/gpu:0": bytes that TensorFlow may take}, once it has started. Public: none.
+
+    The devices are those of this process, also while workers are connected.
+    """
     devices = pywrap_tfe.TFE_ContextListDevices(context.context()._handle)
     try:
         result = {}
         for i in range(pywrap_tf_session.TF_DeviceListCount(devices)):
             name = pywrap_tf_session.TF_DeviceListName(devices, i)
             kind, _, number = name.rpartition("device:")[2].partition(":")
+            if tf.DeviceSpec.from_string(name).job not in (None, "localhost"):
+                continue  # of a worker
             memory = pywrap_tf_session.TF_DeviceListMemoryBytes(devices, i)
             result[f"/{kind.lower()}:{number}"] = memory
         return result

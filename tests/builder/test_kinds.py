@@ -29,3 +29,19 @@ def test_logical_cpus_stand_in_for_gpus_where_that_is_asked_for(monkeypatch):
     assert found() == [False, False, False]
     monkeypatch.setenv(kinds.SWITCH, "1")
     assert found() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    "device, machine",
+    [
+        ("/cpu:0", ""),
+        ("", ""),
+        (f"{WHOLE}GPU:1", ""),
+        ("/job:localhost/cpu:0", ""),
+        ("/job:worker/task:1/gpu:0", "/job:worker/task:1"),
+        ("/job:worker/replica:0/task:2/device:CPU:3", "/job:worker/task:2"),
+        ("/job:worker", "/job:worker/task:0"),
+    ],
+)
+def test_the_machine_of_a_device_is_known(device, machine):
+    assert kinds.machine_of(device) == machine

@@ -87,7 +87,7 @@ def test_images_come_as_they_were_written_with_their_labels(loaded):
 
 
 def test_slow_reads_change_no_order(loaded, monkeypatch):
-    expected, real = take(loaded.train, 4, 4, seed=3), loaded.train._source.read
+    expected, real = take(loaded.train, 4, 4, seed=3), loaded.train.source.read
     first, another_has_read = [], threading.Event()
 
     def read(row):
@@ -99,7 +99,7 @@ def test_slow_reads_change_no_order(loaded, monkeypatch):
         return real(row)
 
     monkeypatch.setattr(encoded, "_CORES", 2)
-    monkeypatch.setattr(loaded.train._source, "read", read)
+    monkeypatch.setattr(loaded.train.source, "read", read)
     assert_same(take(loaded.train, 4, 4, seed=3), expected)
 
 
@@ -275,7 +275,7 @@ def test_a_run_that_meets_a_damaged_image_says_so_in_one_line(kind, tmp_path, ca
 
 def test_of_an_image_only_its_place_is_kept(loaded):
     def kept_bytes(split):
-        return sum(len(pickle.dumps(value)) for value in vars(split._source).values())
+        return sum(len(pickle.dumps(value)) for value in vars(split.source).values())
 
     of_each = (kept_bytes(loaded.train) - kept_bytes(loaded.test)) / (TRAIN - TEST)
     assert 0 < of_each < 40 < len(png(image(0)))

@@ -89,6 +89,8 @@ def test_names_are_read_as_tower_and_layer():
     assert Op("while/tower_0/mul", "Mul", "", "").layer == "the loss function itself"
     assert Op("while/update/AddN", "AddN", "", "/cpu:0").tower is None
     assert short("/job:localhost/replica:0/task:0/device:GPU:3") == "/gpu:3"
+    assert short("/job:worker/replica:0/task:1/device:CPU:2") == "/job:worker/task:1/cpu:2"
+    assert short("/job:localhost/cpu:0") == "/cpu:0"
     assert short("") == ""
 
 

@@ -63,9 +63,9 @@ def server(parts, tmp_path_factory):
 # -------------------------------------------------------------------------- What is in the file
 
 
-def test_the_layout_has_four_categories_and_each_tag_one_chart(server):
+def test_the_layout_has_five_categories_and_each_tag_one_chart(server):
     found = server.get("plugin/custom_scalars/layout")["category"]
-    assert [c["title"] for c in found] == ["run", "towers", "GPUs", "speed"]
+    assert [c["title"] for c in found] == ["run", "towers", "workers", "GPUs", "speed"]
     charts = [chart for category in found for chart in category["chart"]]
     shown = {"tower_0/loss", "tower_11/loss", "gpu_3/power_watts", "loss/data", "loss"}
     for tag in (*shown, "loss/regularisation_2", "accuracy_of_tower_0"):

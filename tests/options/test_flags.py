@@ -26,6 +26,8 @@ DEFAULTS = """
 --validation_fraction=0 --batch_size=128
 --num_towers=0 --devices= --placement=report --draws=report --variables=default --jit_compile=false
 --log_device_placement=false --batch_norm=sync --accumulate_steps=1 --steps_per_loop=10
+--workers= --towers_per_worker=0 --worker_timeout_seconds=15 --min_workers=0
+--on_worker_loss=continue
 --visible_gpus= --per_process_gpu_memory_fraction=0 --gpu_memory_limit_mib=0 --allow_growth=false
 --allow_soft_placement=true --tf32=true --num_epochs=0 --max_steps=0 --optimizer=momentum
 --learning_rate=0.05 --schedule=cosine --warmup_epochs=0 --decay_epochs= --decay_factor=0.1
@@ -37,7 +39,7 @@ DEFAULTS = """
 """.split()
 OF_EVALUATE = (
     "train_dir json trust model dataset data_dir image_size max_image_pixels batch_size dtype "
-    "num_towers devices "
+    "num_towers devices workers towers_per_worker worker_timeout_seconds min_workers "
     "visible_gpus per_process_gpu_memory_fraction gpu_memory_limit_mib allow_growth "
     "allow_soft_placement tf32"
 ).split()
@@ -51,7 +53,7 @@ OF_VERBS = {
     ),
     "plan": (
         "--num_towers=0 --gpu_memory_gib=16 --gpu_tflops=19.5 --gpu_utilisation=0.3 --step_ms=0 "
-        "--measure=true",
+        "--network_gbits=0 --network_latency_us=0 --straggler_spread=0.05 --plot= --measure=true",
         "",
     ),
     "sweep": (
@@ -91,7 +93,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_the_verbs_are_frozen():
     verbs = "train evaluate verify benchmark plan doctor sweep compare tensorboard"
-    assert list(cli.VERBS) == [*verbs.split(), "predict", "export", "replay", "init"]
+    assert list(cli.VERBS) == [*verbs.split(), "predict", "export", "replay", "init", "worker"]
 
 
 def shown_by(text):
@@ -141,7 +143,8 @@ def test_evaluate_and_doctor_take_what_they_use():
     text = help_of("evaluate")
     assert sorted(map(name_of, shown_by(text))) == sorted(OF_EVALUATE)
     assert "What is not given is as in the run's flags.cfg." in text
-    taken = ["--train_dir", "--json", "--dataset", "--data_dir", "--visible_gpus"]
+    taken = ["--train_dir", "--json", "--dataset", "--data_dir", "--visible_gpus", "--workers"]
+    taken += ["--towers_per_worker", "--worker_timeout_seconds", "--min_workers"]
     assert refusal("doctor", "--num_towers=2") == (
         f"towers doctor takes no --num_towers: it takes {', '.join(taken)}"
     )
@@ -331,6 +334,13 @@ def test_evaluate_refuses_what_it_would_ignore():
         assert message.endswith(", and the rest from the run's flags.cfg")
 
 
+def test_verbs_that_look_at_a_run_do_not_need_its_workers(folder):
+    write_run(folder / "run", workers="a:1", towers_per_worker=2, batch_size=7)
+    options = cli.parse("evaluate", ["--train_dir=run"])
+    assert (options.workers, options.towers_per_worker, options.batch_size) == ("", 0, 7)
+    assert cli.parse("evaluate", ["--train_dir=run", "--workers=b"]).workers == "b"
+
+
 # ---------------------------------------------------------------------------- train goes on
 
 
@@ -349,6 +359,9 @@ def test_train_goes_on_with_the_flags_of_the_run_and_then_those_given(folder):
 @pytest.mark.parametrize(
     "before, argv, after",
     [
+        (dict(num_towers=2), "--workers=a", dict(workers="a")),
+        (dict(workers="a", min_workers=1), "--num_towers=2", dict(num_towers=2)),
+        (dict(workers="a", min_workers=1), "--seed=0", dict(workers="a", min_workers=1)),
         (dict(max_steps=9), "--num_epochs=2", dict(num_epochs=2.0)),
         (dict(num_epochs=2.0), "--max_steps=9", dict(num_epochs=2.0, max_steps=9)),
         (dict(clip_norm=1.0), "--clip_value=2", dict(clip_value=2.0)),

@@ -151,7 +151,7 @@ def test_data_that_lie_on_gpus_give_the_same_numbers(task, towers):
     states = []
     for lie_there in True, False:
         loop = loop_of(towers, "default", **given)
-        assert loop.run.on_gpus
+        assert loop.run.on_towers
         if lie_there:
             loop.batches = iter(loop.run.batches(0, 0))
         loop(5)

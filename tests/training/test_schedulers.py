@@ -1,9 +1,10 @@
-"""The page "When things go wrong": its exit codes, and what schedulers are given."""
+"""The pages on ends and on many machines: exit codes, and what schedulers are given."""
 
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -11,32 +12,54 @@ from pathlib import Path
 import pytest
 
 from towers import cli
+from towers.devices.addresses import find_workers
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "towers/training/README.md").read_text(encoding="utf-8")
-(JOB,) = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
-(MANIFEST,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+JOB, JOB_OF_MANY = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+MANIFESTS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+CODE = r"((?: {14}.*\n)+)"  # of a shell, in a manifest
 CODES = {int(code) for code in re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)}
-TOWERS = """#!/bin/bash
+STAND_INS = {
+    "towers": """#!/bin/bash
+if [ "$1" = worker ]; then
+    echo "$@" > worker
+    [ -n "$NO_WORKER" ] && exit 2
+    exec python3 -c "$LISTEN" "$2"
+fi
 trap 'exit 75' TERM
 touch started
 [ -n "$END" ] && exit "$END"
 while true; do sleep 0.05; done
+""",
+    "scontrol": """#!/bin/bash
+if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" > told; fi
+""",
+    "srun": '#!/bin/bash\nSLURMD_NODENAME=127.0.0.1 exec "$@"\n',
+}
+LISTEN = """
+import pathlib, signal, socket, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (pathlib.Path("worker_ended").touch(), sys.exit()))
+time.sleep(0.5)
+with socket.create_server(("127.0.0.1", int(sys.argv[1].rpartition(":")[2]))):
+    time.sleep(60)
 """
 
 
 @pytest.fixture
 def job(tmp_path, monkeypatch):
-    """Return what runs the script for Slurm with stand-ins: (exit code, what scontrol was told)."""
-    for name, text in {"towers": TOWERS, "scontrol": '#!/bin/bash\necho "$@" > told\n'}.items():
+    """Return what runs a script for Slurm with stand-ins: (exit code, what scontrol was told)."""
+    for name, text in STAND_INS.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
-    def run(end=""):
-        environment = os.environ | {"END": str(end)}
-        process = subprocess.Popen(["bash", "-c", JOB], cwd=tmp_path, env=environment)
+    def run(end="", script=JOB, **variables):
+        environment = os.environ | {"END": str(end), "LISTEN": LISTEN} | variables
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            script = script.replace("2222", str(free.getsockname()[1]))
+        process = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=environment)
         if not end:
             while not (tmp_path / "started").exists():
                 time.sleep(0.01)
@@ -56,33 +79,70 @@ def test_slurm_is_told_how_a_run_failed(job, code):
     assert job(end=code) == (code, None)
 
 
+def test_slurm_starts_a_worker_on_each_node_then_the_program_and_ends_them(job, tmp_path):
+    assert job(script=JOB_OF_MANY) == (0, "requeue 7\n")
+    assert re.fullmatch(r"worker --address=127.0.0.1:\d+\n", (tmp_path / "worker").read_text())
+    until = time.monotonic() + 20
+    while not (tmp_path / "worker_ended").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_slurm_is_told_how_a_run_on_many_nodes_failed(job):
+    assert job(end=1, script=JOB_OF_MANY) == (1, None)
+
+
+def test_slurm_waits_for_no_worker_that_has_ended(job, tmp_path):
+    assert job(end=1, script=JOB_OF_MANY, NO_WORKER="1") == (1, None)
+    assert not (tmp_path / "started").exists()
+
+
 @pytest.mark.parametrize("code", [75, 76])
 def test_slurm_goes_on_with_what_was_saved(job, code):
     assert job(end=code) == (0, "requeue 7\n")
 
 
-def test_kubernetes_starts_again_what_was_stopped():
+@pytest.mark.parametrize("manifest", MANIFESTS)
+def test_kubernetes_starts_again_what_was_stopped(manifest):
     """A policy for exit codes is refused with any other restartPolicy."""
-    assert "restartPolicy: Never" in MANIFEST and "containerName: train" in MANIFEST
-    rules = re.findall(r"action: (\w+)\n\s+onExitCodes:.*?values: \[(.*?)\]", MANIFEST, re.DOTALL)
+    assert "restartPolicy: Never" in manifest and "containerName: train" in manifest
+    rules = re.findall(r"action: (\w+)\n\s+onExitCodes:.*?values: \[(.*?)\]", manifest, re.DOTALL)
     codes = {action: [int(code) for code in values.split(",")] for action, values in rules}
     assert codes == {"Ignore": [75], "FailJob": [1, 2]}
 
 
-def test_kubernetes_reads_keys_that_are_indented_by_two():
-    depth = 0
-    for line in MANIFEST.splitlines():
-        spaces, item, value = re.fullmatch(r"( *)(- )?[\w./]+:( [^#\t]+)?", line).groups()
-        assert len(spaces) % 2 == 0 and len(spaces) <= depth, line
-        depth = len(spaces) + (2 if item else 0) + (2 if value is None else 0)
+@pytest.mark.parametrize("manifest", MANIFESTS)
+def test_kubernetes_reads_keys_that_are_indented_by_two(manifest):
+    for document in manifest.split("---\n"):
+        depth = 0
+        for line in re.sub(r"\|\n" + CODE, "|\n", document).splitlines():
+            spaces, item, value = re.fullmatch(
+                r"( *)(- )?(?:[\w./-]+:)?( ?[^#\t]+)?", line
+            ).groups()
+            assert len(spaces) % 2 == 0 and len(spaces) <= depth, line
+            depth = len(spaces) + (2 if item else 0) + (2 if value is None else 0)
 
 
-def test_both_call_a_command_that_is_understood():
-    (command,) = re.findall(r"command: \[(.*)\]", MANIFEST)
-    (line,) = re.findall(r"^towers .*(?= &$)", JOB, re.MULTILINE)
-    for words in (command.split(", "), shlex.split(line)):
-        assert words[:2] == ["towers", "train"]
-        cli.parse("train", words[2:])
+def test_the_names_that_workers_need_are_those_of_the_manifest():
+    """The names of pods in DNS, as --workers=kubernetes makes them, are of Job and Service."""
+    manifest = MANIFESTS[1]
+    service, _, job = (re.search(r"  name: (\w+)", d)[1] for d in manifest.split("---\n"))
+    environ = dict(re.findall(r'- name: (\w+)\n +value: "?(\w+)"?', manifest))
+    assert environ["JOB_NAME"] == job and environ["JOB_SERVICE"] == service
+    assert f"completions: {environ['JOB_COMPLETIONS']}\n" in manifest
+    assert f"subdomain: {service}\n" in manifest
+    assert find_workers("kubernetes", environ)[3:] == [f"{job}-3.{service}:2222"]
+    (script,) = re.findall(r"\|\n" + CODE, manifest)
+    assert subprocess.run(["bash", "-n", "-c", script]).returncode == 0
+
+
+def test_all_call_commands_that_are_understood():
+    (command,) = re.findall(r"command: \[(towers.*)\]", MANIFESTS[0])
+    lines = [command.replace(", ", " "), *re.findall(r"^towers .*(?= &$)", PAGE, re.MULTILINE)]
+    lines += re.findall(r"exec (towers [^'\n]*)", PAGE)
+    assert len(lines) == 6
+    for verb, *flags in (shlex.split(line)[1:] for line in lines):
+        cli.parse(verb, [flag.replace("$", "") for flag in flags])
 
 
 def test_the_table_has_the_exit_codes_of_the_command_line():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.kinds import are_gpus
+from towers.builder.kinds import are_gpus, devices_here
 from towers.builder.packed import pack, unpack
 
 TIMEOUT_SECONDS = 300.0  # of a member that does not come, as when its tower has failed
@@ -119,7 +119,7 @@ class Meeting:
 
 def _hint(devices: Sequence[str]) -> str:
     cards = tf.config.get_visible_devices("GPU")
-    return communication(devices, len(cards), len(tf.config.list_logical_devices("GPU")))
+    return communication(devices, len(cards), len(devices_here("GPU")))
 
 
 def communication(devices: Sequence[str], num_cards: int, num_gpus: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import collectives
+from towers.builder import collectives, machines
 from towers.builder.kinds import is_gpu
 from towers.builder.merging import widen
 from towers.builder.packed import dense, pack, unpack
@@ -162,7 +162,8 @@ def sum_at(
 ) -> list[Any]:
     """Add up the towers' gradients, each at its place, and `finish` the sums there.
 
-    What GPUs give goes as one tensor from each to a place, if it is of one type.
+    What GPUs give goes as one tensor from each to a place, if it is of one type; towers of another
+    machine are summed there.
     """
     columns, groups = list(zip(*gradients, strict=True)), {}
     at = [*(places.of_variables or ()), *[places.home] * len(columns)]
@@ -173,13 +174,15 @@ def sum_at(
     for group in groups.values():
         first = group[0]
         if len(group) == 1:
+            of_machines = machines.sums(columns[first], places.towers, add)
             with tf.device(at[first]):
-                sums[first] = finish(add(columns[first]))
+                sums[first] = finish(add(of_machines))
             continue
         packed = []
         for device, own in zip(places.towers, gradients, strict=False):
             with tf.device(device):
                 packed.append(pack([own[i] for i in group]))
+        packed = machines.sums(packed, places.towers, add)
         with tf.device(at[first]):
             parts = unpack(finish(add(packed)), [columns[i][0] for i in group])
         for i, part in zip(group, parts, strict=True):

@@ -13,9 +13,14 @@ A machine without a GPU can go a GPU's ways, too, on logical CPU devices:
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import tensorflow as tf
 
 HOST = "/cpu:0"
+# The process that holds the graph; workers are "/job:worker/task:1", from whose block a device
+# takes each part that it does not name.
+PROGRAM = "/job:localhost/replica:0/task:0"
 SWITCH = "TOWERS_CPUS_FOR_GPUS"
 _in_block = False
 
@@ -31,6 +36,28 @@ def is_gpu(device: str) -> bool:
 def are_gpus(devices: Sequence[str]) -> bool:
     """Tell whether all these devices are GPUs."""
     return all(map(is_gpu, devices))
+
+
+def machine_of(device: str) -> str:
+    """Return the worker that a device belongs to, "/job:worker/task:1"; "" for this process."""
+    spec = tf.DeviceSpec.from_string(device)
+    if spec.job in (None, "localhost"):
+        return ""
+    return f"/job:{spec.job}/task:{spec.task or 0}"
+
+
+def are_of_workers(devices: Iterable[str]) -> bool:
+    """Tell whether any of these devices is on another machine, or of another process."""
+    return any(map(machine_of, devices))
+
+
+def devices_here(kind: str | None = None) -> list[str]:
+    """Return TensorFlow's names of this process' logical devices, of a kind: "GPU".
+
+    Once workers are connected `tf.config.list_logical_devices` has theirs, too.
+    """
+    found = [device.name for device in tf.config.list_logical_devices(kind)]
+    return [name for name in found if not machine_of(name)]
 
 
 def stand_in() -> bool:

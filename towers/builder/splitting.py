@@ -35,14 +35,18 @@ class StoredRows:
         stored = [on_gpu_0, on_gpu_1]             # a tf.Variable for each tower, of all examples
         builder.map(fn, StoredRows(stored, rows)) # rows: int64 [B], on the host
 
-    Elsewhere it stands for the whole batch, taken on the first tower's device.
+    Elsewhere it stands for the whole batch: `whole`, or taken on the first tower's device.
     """
 
     def __init__(
-        self, stored: Sequence[tf.Variable], rows: tf.Tensor, dtype: tf.DType | None = None
+        self,
+        stored: Sequence[tf.Variable],
+        rows: tf.Tensor,
+        dtype: tf.DType | None = None,
+        whole: tf.Tensor | None = None,
     ):
         """Set where the examples are, which of them are the batch, and their type in the batch."""
-        self.stored, self.rows = list(stored), rows
+        self.stored, self.rows, self.whole = list(stored), rows, whole
         self.dtype = tf.as_dtype(dtype or stored[0].dtype)
         self.shape = rows.shape.concatenate(stored[0].shape[1:])
 
@@ -55,7 +59,8 @@ class StoredRows:
 
 
 def _whole(value: StoredRows, dtype: tf.DType | None = None, *_: Any, **__: Any) -> tf.Tensor:
-    return tf.cast(value.of_tower(0, 0, num_rows(value)), dtype or value.dtype)
+    whole = value.of_tower(0, 0, num_rows(value)) if value.whole is None else value.whole
+    return tf.cast(whole, dtype or value.dtype)
 
 
 tf.register_tensor_conversion_function(StoredRows, _whole)
@@ -125,16 +130,22 @@ def split(
         values = [[leaf.values[i] for leaf in leaves] for i in range(num_towers)]
         return [Slice(tf.nest.pack_sequence_as(batch, part), None) for part in values]
     total = _check_rows(sizes_given)
-    rounds = _slice_sizes(total, num_rounds)
-    sizes = [size for part in rounds for size in _slice_sizes(part, num_towers)]
     slices = []
-    for i, (size, stop) in enumerate(zip(sizes, itertools.accumulate(sizes), strict=True)):
-        rows = Rows(stop - size, size, total)
+    for i, (start, size) in enumerate(slices_of(total, num_towers, num_rounds)):
+        rows = Rows(start, size, total)
         if never_empty and tf.is_tensor(size):
-            rows = Rows(tf.minimum(stop - size, total - 1), tf.maximum(size, 1), total)
+            rows = Rows(tf.minimum(start, total - 1), tf.maximum(size, 1), total)
         part = [_part(leaf, i % num_towers, rows) for leaf in leaves]
         slices.append(Slice(tf.nest.pack_sequence_as(batch, part), rows, size))
     return slices
+
+
+def slices_of(total: Any, num_towers: int, num_rounds: int = 1) -> list[tuple[Any, Any]]:
+    """Return (first row, number of rows) of each tower's slice, round by round."""
+    rounds = _slice_sizes(total, num_rounds)
+    sizes = [size for part in rounds for size in _slice_sizes(part, num_towers)]
+    stops = itertools.accumulate(sizes)
+    return [(stop - size, size) for size, stop in zip(sizes, stops, strict=True)]
 
 
 def is_split(batch: Sequence[Any]) -> bool:

@@ -28,7 +28,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import backward, doubts, gather, joined, xla
+from towers.builder import backward, doubts, gather, joined, machines, xla
 from towers.builder.assignments import TowerScope
 from towers.builder.backward import TowerSums
 from towers.builder.batch_norm import check_mode
@@ -71,6 +71,7 @@ class Copies:
             self._exchange.member(i) if self._exchange else None for i in range(len(slices))
         ]
         self._names = [f"tower_{i}" for i in range(len(slices))]
+        self._reads = machines.Reads(builder.devices)
 
     def run(self, fn: Callable) -> list[Any]:
         """Return `fn(tower, slice, its part in exchanges)` for each, made on the tower's device."""
@@ -80,7 +81,8 @@ class Copies:
         for i, part in enumerate(self.slices):
             drawing, device = self._draws[i], self.builder.devices[i]
             with tf.device(device), tf.name_scope(self._names[i]) as name, drawing.drawing():
-                results.append(fn(i, part, self._members[i]))
+                with self._reads.on(device):
+                    results.append(fn(i, part, self._members[i]))
             self._names[i] = name
             if drawing.num_guessed and self._exchange:
                 self.builder.tell([doubts.UNFORESEEN_DRAW])
@@ -155,7 +157,12 @@ class TowerBuilder:
 
         `fn` may return any structure; `IndexedSlices` stay sparse, and `None` counts as nothing.
         """
-        return self._gather(gather.add, self._run(fn, occupied(self.split(batch)), batch))
+        results = self._run(fn, occupied(self.split(batch)), batch)
+
+        def add(values: Sequence[Any]) -> Any:
+            return gather.add(machines.sums(values, self.devices, gather.add))
+
+        return self._gather(add, results)
 
     def concat(self, fn: Callable, *batch: Any) -> Any:
         """Return what the towers return, joined along axis 0 in tower order: that of the batch.

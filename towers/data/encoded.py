@@ -11,16 +11,19 @@ TensorFlow's own, in as many threads as there are cores, and its results keep th
 """
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
 
+from towers.builder.kinds import HOST, PROGRAM
 from towers.data.headers import check_pixels
-from towers.data.pipeline import Data, Split, digest, held_out_rows, shuffled_rows
+from towers.data.pipeline import Data, Split, digest, held_out_rows, shuffled_rows, with_draws
 from towers.errors import InputError
 
 Size = tuple[int, int]  # (height, width)
@@ -29,6 +32,14 @@ MAX_PIXELS = 64_000_000  # of an image, decoded: 200 MB, in as many threads as t
 _CORES = os.cpu_count() or 1  # not left to autotuning: see `pipeline.prefetched`
 _SAMPLES = 16  # images of each split that are decoded at the start
 _SIZED_FILES = 20_000  # of more, so many are looked at: a file system may take a millisecond each
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """What reads in a graph, without this process: both take a row, int64 []."""
+
+    read: Callable[[tf.Tensor], tf.Tensor]  # the encoded image, text []
+    path: Callable[[tf.Tensor], tf.Tensor]  # of its file, text []
 
 
 class Source(Protocol):
@@ -44,6 +55,12 @@ class Source(Protocol):
 
     def files(self) -> tuple[str, list[str]]:
         """Return a folder, and the files in it by their relative names."""
+
+    def reader(self, folder: str) -> "Reader":
+        """Return what reads in a graph, where relative paths are below a folder."""
+
+    def telling(self, num: int) -> np.ndarray:
+        """Return rows that tell, by about so many, whether the files are others: int64 [n]."""
 
 
 def data_set(
@@ -96,20 +113,20 @@ class EncodedSplit(Split):
         """Keep the labels; read nothing. Images of another shape are resized, or are errors."""
         self.size = len(source.labels)
         self.spec = (tf.TensorSpec(image_shape, tf.uint8), tf.TensorSpec([], tf.int32))
-        self._source, self._shape, self._resize = source, image_shape, resize
+        self.source, self._shape, self._resize = source, image_shape, resize
         self._max_pixels = max_pixels
         with tf.device("/cpu:0"):
             self._labels = tf.constant(source.labels, tf.int32)
 
     def held_out(self, fraction: float) -> tuple[Split, Split]:
         """See `Split.held_out`."""
-        rest, held = (_Part(self._source, rows) for rows in held_out_rows(self.size, fraction))
+        rest, held = (_Part(self.source, rows) for rows in held_out_rows(self.size, fraction))
         about = self._shape, self._resize, self._max_pixels
         return tuple(EncodedSplit(part, *about) for part in (rest, held))
 
     def checksum(self) -> dict[str, Any]:
         """See `Split.checksum`: of names and sizes of the files, wherever they lie, and labels."""
-        folder, names = self._source.files()
+        folder, names = self.source.files()
         found = hashlib.sha256("\0".join(names).encode(errors="surrogateescape"))
         places = np.linspace(0, len(names) - 1, min(len(names), _SIZED_FILES)).astype(int)
         for place in places.tolist():
@@ -117,6 +134,45 @@ class EncodedSplit(Split):
         found.update(digest(self._labels.numpy()).encode())
         kind, sha256 = "names, sizes and labels", found.hexdigest()
         return {"kind": kind, "sha256": sha256, "examples": self.size, "files": len(names)}
+
+    def train_rows(
+        self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
+    ) -> tf.data.Dataset:
+        """Return what `train_batches` returns, with rows, int64 [B], for examples."""
+        rows = shuffled_rows(batch_size, self.size, seed, examples)
+        return with_draws(rows, batch_size, seed, step)
+
+    def labels(self, rows: tf.Tensor) -> tf.Tensor:
+        """Return the labels of these rows."""
+        return tf.gather(self._labels, rows)
+
+    def read_there(
+        self, rows: tf.data.Dataset, batch_size: int, folder: str, where: str
+    ) -> tf.data.Dataset:
+        """Return batches (rows `[B]`, images) from batches of rows, read without this process.
+
+        Whoever makes it says on which device; relative paths are there below `folder`, and `where`
+        is how a person knows it.
+        """
+        reader = self.source.reader(folder)
+
+        def read_all(rows: tf.Tensor) -> tf.Tensor:
+            return tf.map_fn(
+                lambda row: tf.cond(
+                    row < self.size, lambda: reader.read(row), lambda: tf.constant(b"")
+                ),
+                rows,
+                fn_output_signature=tf.string,
+                parallel_iterations=_CORES,
+            )
+
+        def explain(row: tf.Tensor) -> tf.Tensor:
+            what = f"row {{}}, on {where}, is damaged, or no PNG, JPEG, BMP or GIF"
+            message = [reader.path(row), tf.strings.format(what, row)]
+            with tf.control_dependencies([tf.debugging.Assert(False, message)]):
+                return tf.constant(False)
+
+        return self._images(rows, batch_size, read_all, explain)
 
     def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
         rows = shuffled_rows(batch_size, self.size, seed, examples)
@@ -133,8 +189,17 @@ class EncodedSplit(Split):
         rows = firsts.map(lambda first: first + tf.range(batch_size, dtype=tf.int64))
         return self._images(rows, batch_size).map(cut)
 
-    def _images(self, rows: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
+    def _images(
+        self,
+        rows: tf.data.Dataset,
+        batch_size: int,
+        read_all: Callable | None = None,
+        explain: Callable | None = None,
+    ) -> tf.data.Dataset:
         """Return batches (rows `[B]`, images `[B, H, W, 3]`) from batches of rows `[B]`.
+
+        `read_all` returns what the images of rows `[n]` are read as, `explain` fails with what is
+        wrong with a row; by default both are Python's, of this process.
 
         Rows from `size` on are zeros. An image that cannot be decoded is dropped, the gap is seen,
         and then it is looked into: the error of a decoder does not say which image it had. One row
@@ -143,10 +208,11 @@ class EncodedSplit(Split):
         """
         num_read = batch_size + 1
         rows = rows.map(lambda rows: tf.concat([rows, [self.size]], axis=0))
+        read_all = read_all or functools.partial(_in_python, self._read, tf.string)
+        explain = explain or functools.partial(_in_python, self._explain, tf.bool)
 
         def read(rows):
-            contents = tf.numpy_function(self._read, [rows], tf.string, stateful=False)
-            return rows, tf.ensure_shape(contents, [num_read])
+            return rows, tf.ensure_shape(read_all(rows), [num_read])
 
         def decode(row, content):
             return row, tf.cond(
@@ -163,7 +229,7 @@ class EncodedSplit(Split):
             good = tf.cond(
                 tf.reduce_all(same),
                 lambda: True,
-                lambda: tf.numpy_function(self._explain, [missing], tf.bool),
+                lambda: explain(missing),
             )
             with tf.control_dependencies([good]):
                 images = tf.ensure_shape(images, [num_read, *self._shape])
@@ -179,7 +245,7 @@ class EncodedSplit(Split):
         for place, row in enumerate(rows.tolist()):
             if row < self.size:
                 with contextlib.suppress(Exception):  # `_explain` finds out which
-                    content = self._source.read(row)
+                    content = self.source.read(row)
                     check_pixels("", content, self._max_pixels)
                     contents[place] = content
         return contents
@@ -194,8 +260,8 @@ class EncodedSplit(Split):
 
     def _explain(self, row: int) -> bool:
         """Raise an InputError that says what is wrong with a row."""
-        name = self._source.name(int(row))
-        shape = _shape_of(self._source, int(row), self._max_pixels)
+        name = self.source.name(int(row))
+        shape = _shape_of(self.source, int(row), self._max_pixels)
         if not self._resize and shape != self._shape:
             raise InputError(_sizes_differ(name, shape, self._shape))
         raise InputError(f"{name} could not be read, but now it can: start again to continue")
@@ -215,6 +281,31 @@ class _Part:
 
     def files(self) -> tuple[str, list[str]]:
         return self._source.files()
+
+    def reader(self, folder: str) -> Reader:
+        rows, reader = of_program(self._rows), self._source.reader(folder)
+        return Reader(
+            lambda row: reader.read(tf.gather(rows, row)),
+            lambda row: reader.path(tf.gather(rows, row)),
+        )
+
+    def telling(self, num: int) -> np.ndarray:
+        return spread(len(self.labels), num)
+
+
+def spread(size: int, num: int) -> np.ndarray:
+    """Return about so many rows of 0..size-1, evenly, the first and the last among them."""
+    return np.unique(np.linspace(0, size - 1, min(num, size)).astype(np.int64))
+
+
+def of_program(values: Any) -> tf.Tensor:
+    """Return values on this machine, which functions for others take as they are, uncopied."""
+    with tf.init_scope(), tf.device(f"{PROGRAM}{HOST}"):
+        return tf.constant(values)
+
+
+def _in_python(function: Callable, dtype: tf.DType, rows: tf.Tensor) -> tf.Tensor:
+    return tf.numpy_function(function, [rows], dtype, stateful=False)
 
 
 def _decode(encoded: tf.Tensor) -> tf.Tensor:

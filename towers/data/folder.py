@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
+import tensorflow as tf
 
 from towers.data import encoded
 from towers.data.pipeline import Data
@@ -68,6 +69,18 @@ class _Files:
 
     def files(self) -> tuple[str, list[str]]:
         return self._folder, [os.fsdecode(bytes(name)) for name in self._names]
+
+    def reader(self, folder: str) -> encoded.Reader:
+        start = os.path.join(folder, self._folder, "")
+        names = encoded.of_program(self._names.tolist())
+
+        def path(row: tf.Tensor) -> tf.Tensor:
+            return start + tf.gather(names, row)
+
+        return encoded.Reader(lambda row: tf.io.read_file(path(row)), path)
+
+    def telling(self, num: int) -> np.ndarray:
+        return encoded.spread(len(self.labels), num)
 
 
 def _class_names(folder: str) -> list[str]:

@@ -57,7 +57,7 @@ class Split(abc.ABC):
             float32 `[B, NUM_DRAWS]` in [0, 1), a row for each example of the batch.
         """
         batches = self._shuffled_batches(batch_size, seed, examples)
-        return _with_draws(batches, batch_size, seed, step)
+        return with_draws(batches, batch_size, seed, step)
 
     def eval_batches(self, batch_size: int) -> tf.data.Dataset:
         """Return one pass over the split in its own order.
@@ -143,14 +143,14 @@ class ArraySplit(Split):
 
     def arrays(self) -> Structure:
         """Return all examples, on the host: the structure of `spec`, with an axis of them."""
-        return self._arrays if self._rows is None else self._batch(tf.range(self.size))
+        return self._arrays if self._rows is None else self.batch(tf.range(self.size))
 
     def train_rows(
         self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
     ) -> tf.data.Dataset:
         """Return what `train_batches` returns, with rows of `arrays()`, int64 [B], for examples."""
         rows = shuffled_rows(batch_size, self.size, seed, examples)
-        return _with_draws(rows, batch_size, seed, step)
+        return with_draws(rows, batch_size, seed, step)
 
     def numbers(self, rows: tf.Tensor) -> np.ndarray:
         """Return which rows of the arrays that were given these rows of `arrays()` are."""
@@ -178,14 +178,15 @@ class ArraySplit(Split):
         return found | {"shape": [self.size, *x.shape], "dtype": x.dtype.name}
 
     def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
-        return shuffled_rows(batch_size, self.size, seed, examples).map(self._batch)
+        return shuffled_rows(batch_size, self.size, seed, examples).map(self.batch)
 
     def _batches_in_order(self, batch_size: int) -> tf.data.Dataset:
         firsts = tf.data.Dataset.range(0, self.size, batch_size)
         ends = firsts.map(lambda first: (first, tf.minimum(first + batch_size, self.size)))
-        return ends.map(lambda first, end: self._batch(tf.range(first, end)))
+        return ends.map(lambda first, end: self.batch(tf.range(first, end)))
 
-    def _batch(self, rows: tf.Tensor) -> Structure:
+    def batch(self, rows: tf.Tensor) -> Structure:
+        """Return these rows of `arrays()`."""
         # Captured tensors, not constants: the arrays are not copied into the graph.
         if self._rows is not None:
             rows = tf.gather(self._rows, rows)
@@ -279,7 +280,7 @@ def shuffled_rows(batch_size: int, size: int, seed: int, examples: int) -> tf.da
     return tf.data.Dataset.counter().map(rows)
 
 
-def _with_draws(
+def with_draws(
     batches: tf.data.Dataset, batch_size: int, seed: int, step: int
 ) -> tf.data.Dataset:
     """Return (batch, draws) of each step from `step` on."""

@@ -117,6 +117,32 @@ class _Records:
         folder = os.path.dirname(self._paths[0])
         return folder, [os.path.basename(path) for path in self._paths]
 
+    def reader(self, folder: str) -> encoded.Reader:
+        paths = encoded.of_program([os.path.join(folder, path) for path in self._paths])
+        feature = {self._image_key: tf.io.FixedLenFeature([], tf.string)}
+        of_rows = self._file, self._start.astype(np.int64), self._length.astype(np.int64)
+        file, start, length = map(encoded.of_program, of_rows)
+
+        def path(row: tf.Tensor) -> tf.Tensor:
+            return tf.gather(paths, tf.gather(file, row))
+
+        def read(row: tf.Tensor) -> tf.Tensor:
+            record = tf.raw_ops.TFRecordDatasetV2(
+                filenames=path(row)[None],
+                compression_type="",
+                buffer_size=tf.gather(length, row) + _FRAME_BYTES,
+                byte_offsets=tf.gather(start, row)[None] - _BEFORE_BYTES,
+            )
+            records = tf.data.experimental.from_variant(record, tf.TensorSpec([], tf.string))
+            first = records.take(1).get_single_element()
+            return tf.io.parse_single_example(first, feature)[self._image_key]
+
+        return encoded.Reader(read, path)
+
+    def telling(self, num: int) -> np.ndarray:
+        ends = np.flatnonzero(np.diff(self._file))
+        return np.unique([*encoded.spread(len(self.labels), num), *ends, *(ends + 1)])
+
 
 def _paths(folder: str, prefix: str) -> list[str]:
     """Return the files of a split."""

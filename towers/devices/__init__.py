@@ -10,6 +10,7 @@ _HOME = {
     "Device": "selection",
     "config_proto": "gpus",
     "configure": "gpus",
+    "connect": "cluster",
     "describe": "selection",
     "read_back": "gpus",
     "report": "selection",

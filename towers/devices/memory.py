@@ -5,16 +5,23 @@ import re
 from pathlib import Path
 
 MIB = 2**20
+_STATUS = "/proc/self/status"
 
 
 def of_device(device: str) -> tuple[float, float] | None:
     """Return (now, peak), in MiB, of what TensorFlow has on a device; None if it does not tell.
 
-    The logical CPU devices of a process share its memory: for each it is that of the process.
+    The logical CPU devices of a process share its memory: for each it is that of the process. A
+    worker tells its process' memory, in a file, and nothing of its GPUs'.
     """
     import tensorflow as tf
 
-    if "gpu" not in device.lower():
+    from towers.builder.kinds import machine_of
+
+    machine, on_gpu = machine_of(device), "gpu" in device.lower()
+    if machine:
+        return None if on_gpu else _of_worker(machine)
+    if not on_gpu:
         return _status("VmRSS"), peak_mib()
     try:
         info = tf.config.experimental.get_memory_info(device)
@@ -48,6 +55,16 @@ def in_words(num_bytes: float) -> str:
     return f"{num_bytes / 2**power:.1f} {'MGTP'[power // 10 - 2]}iB"
 
 
-def _status(name: str) -> float:
-    status = Path("/proc/self/status").read_text(encoding="ascii")
+def _of_worker(machine: str) -> tuple[float, float] | None:
+    """Return the memory of a worker's process, now and peak, in MiB; None if it does not answer."""
+    from towers.devices.cluster import read_file
+
+    status = read_file(machine, _STATUS)
+    if status is None:
+        return None
+    return _status("VmRSS", status), _status("VmHWM", status)
+
+
+def _status(name: str, status: str = "") -> float:
+    status = status or Path(_STATUS).read_text(encoding="ascii")
     return int(re.search(rf"{name}:\s*(\d+)", status)[1]) / 2**10

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towers.builder import kinds
-from towers.devices import nvml, visibility
+from towers.builder.kinds import are_of_workers, machine_of
+from towers.devices import cluster, nvml, visibility
 from towers.devices.gpus import driver_gpus, missing_gpus, read_back, visible_gpus
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError
@@ -92,6 +93,9 @@ def describe(devices: Sequence[str] | None = None) -> list[Device]:
     seen = driver_gpus(gpus)
     rows = []
     for tower, device in enumerate(devices):
+        if machine_of(device):
+            rows.append(Device(tower, device, cluster.product_of(device)))
+            continue
         kind, _, number = device.strip("/").partition(":")
         if kind == "cpu":
             name = f"CPU, {os.cpu_count()} cores shared by all its devices"
@@ -111,6 +115,8 @@ def report(devices: Sequence[str]) -> list[str]:
     Raises:
         RunError: TensorFlow does not keep what `configure` was asked for.
     """
+    if are_of_workers(devices) and (workers := cluster.current()):
+        return [*workers.report(), *read_back()]
     header = ("tower", "device", "PCI bus id", "driver", "total MiB", "free MiB", "name")
     rows = []
     for row in describe(devices):
@@ -216,9 +222,9 @@ def _provide_cpus(chosen: Sequence[str]) -> int:
         except RuntimeError:
             raise InputError(
                 f"{needed} CPU devices are needed, but TensorFlow has started with "
-                f"{len(tf.config.list_logical_devices('CPU'))}: "
+                f"{len(kinds.devices_here('CPU'))}: "
                 f"call towers.devices.tower_devices({needed}) before anything creates a tensor, as "
                 "a model's weights are; in a notebook restart the kernel, and call it in its first "
                 "cell"
             ) from None
-    return len(tf.config.list_logical_devices("CPU"))
+    return len(kinds.devices_here("CPU"))

@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
+from towers.builder.kinds import machine_of
 from towers.builder.layers import layer_of, tower_of
 
 # What moves values between devices or steers loops is of no tower; masters are read where they are.
@@ -70,7 +71,8 @@ class Placement:
     def misplaced(self, devices: Sequence[str]) -> list[Op]:
         """Return the ops in a tower's scope that do not run on that tower's device."""
         work = [op for op in self.ops if op.tower is not None and op.type not in _NOT_OF_A_TOWER]
-        return [op for op in work if op.device != devices[op.tower]]
+        own = [short(device) for device in devices]
+        return [op for op in work if op.device != own[op.tower]]
 
     def crossing_bytes(self) -> Counter[tuple[str, str]]:
         """Return {(source, target): bytes in a step}, as far as shapes are known."""
@@ -119,9 +121,14 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
 
 
 def short(device: str) -> str:
-    """Return "/gpu:0" for "/job:localhost/replica:0/task:0/device:GPU:0"; "" for ""."""
-    match = re.search(r"device:([A-Za-z_]+):(\d+)$", device)
-    return f"/{match[1].lower()}:{match[2]}" if match else device
+    """Return "/gpu:0" for "/job:localhost/replica:0/task:0/device:GPU:0"; "" for "".
+
+    A worker's keeps the worker: "/job:worker/task:1/gpu:0".
+    """
+    match = re.search(r"/(?:device:)?([A-Za-z_]+):(\d+)$", device)
+    if not match or match[1] in ("job", "replica", "task"):
+        return device
+    return f"{machine_of(device)}/{match[1].lower()}:{match[2]}"
 
 
 def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Operation]]:

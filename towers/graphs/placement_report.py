@@ -63,9 +63,10 @@ def strays(
         names = ", ".join(dict.fromkeys(names))
         why = _why(requested, device, devices[tower])
         lines.append(f"tower {tower} on {devices[tower]}, layer {layer}: {names} on {device}{why}")
-    home = " or ".join(dict.fromkeys(master_devices))
+    homes = [short(device) for device in master_devices]
+    home = " or ".join(dict.fromkeys(homes))
     for name, variable in masters.items():
-        if (device := short(variable.device)) not in master_devices:
+        if (device := short(variable.device)) not in homes:
             lines.append(f"master variable {name} on {device}, not {home}")
     return lines
 

@@ -131,7 +131,7 @@ def report(times: Sequence[OpTime], num_steps: int) -> list[str]:
 
 def problems(trace: Any, times: Sequence[OpTime], placement: Placement) -> list[str]:
     """Return what the profiler complains of, and the GPUs of which nothing was recorded."""
-    used = {op.device for op in placement.ops if op.device.startswith("/gpu")}
+    used = {op.device for op in placement.ops if "/gpu:" in op.device}
     found = [said.splitlines()[0] for said in (*trace.errors, *trace.warnings) if said]
     if silent := sorted(used - {row.device for row in times}):
         found.append(

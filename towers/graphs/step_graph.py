@@ -28,7 +28,7 @@ def step_graph(graph: tf.Graph, placement: Placement) -> tf.compat.v1.GraphDef:
     for traced, scope, node in _nodes(called_graph(loop, "body") if loop else graph):
         device = ran.get(traced + node.name) or short(node.device)
         # "/device:GPU:0" for "/gpu:0": TensorBoard has a name for no other form.
-        node.device = re.sub(r"^/(\w+):(\d+)$", lambda m: f"/device:{m[1].upper()}:{m[2]}", device)
+        node.device = re.sub(r"/(\w+):(\d+)$", lambda m: f"/device:{m[1].upper()}:{m[2]}", device)
         node.name = _drawn(scope + node.name, in_loop)
         inputs = [re.match(r"(\^?)(.*)", name).groups() for name in node.input]
         node.input[:] = [caret + _drawn(scope + name, in_loop) for caret, name in inputs]

@@ -10,7 +10,7 @@ from typing import Any
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import summary as layout_summary
 
-# {category: {chart: tags}}. A tag with {} is of each tower, or GPU.
+# {category: {chart: tags}}. A tag with {} is of each tower, worker or GPU.
 CHARTS = {
     "run": {
         "loss": "loss/data loss/total loss loss_ema",
@@ -33,6 +33,14 @@ CHARTS = {
         "memory of each tower, MiB": "tower_{}/memory_mib",
         "peak memory of each tower, MiB": "tower_{}/peak_memory_mib",
     },
+    "workers": {
+        "seconds of each worker's slowest tower": "worker_{}/step_seconds",
+        "seconds that it waits for the slowest of all": "worker_{}/wait_seconds",
+        "memory of each worker's process, MiB": "worker_{}/memory_mib worker_{}/peak_memory_mib",
+        "bytes of a step, as its network interfaces count": (
+            "worker_{}/received_bytes worker_{}/sent_bytes"
+        ),
+    },
     "GPUs": {
         "utilisation, %": "gpu_{}/utilisation_percent",
         "memory utilisation, %": "gpu_{}/memory_utilisation_percent",
@@ -52,16 +60,19 @@ CHARTS = {
 }
 
 
-def layout(gpus: bool, metrics: Sequence[str] = ("test accuracy",)) -> Any:
+def layout(
+    gpus: bool, metrics: Sequence[str] = ("test accuracy",), *, workers: bool = False
+) -> Any:
     """Return the Summary of the custom-scalars dashboard, the same at any number of towers.
 
     `metrics` are charts by what they show: "validation auc" has auc, auc_ema and batch/auc.
     TensorBoard tries the patterns on the tags of every run, from the tag's first letter on. Without
-    GPUs their empty charts are folded up.
+    GPUs or workers their empty charts are folded up.
     """
     found = layout_pb2.Layout()
+    empty = {title for title, there in (("workers", workers), ("GPUs", gpus)) if not there}
     for title, charts in CHARTS.items():
-        category = found.category.add(title=title, closed=title == "GPUs" and not gpus)
+        category = found.category.add(title=title, closed=title in empty)
         for name, tags in charts.items():
             shown = {name: [tag.replace("{}", r"\d+") + "$" for tag in tags.split()]}
             if name == "METRICS":

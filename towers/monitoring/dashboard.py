@@ -20,6 +20,7 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from towers import devices
+from towers.builder.kinds import are_of_workers
 from towers.devices import host
 from towers.errors import RunError
 from towers.graphs.placement import Placement
@@ -58,7 +59,11 @@ def open_root(
     shown = [name.replace("_", " ", 1) for name in figures if name.startswith(f"{part}_")]
     shown = [name for name in shown if name != f"{part} loss"]  # the loss has a chart
     summaries = [
-        charts.layout(any(name.startswith("/gpu") for name in tower_devices), shown),
+        charts.layout(
+            any(name.startswith("/gpu") for name in tower_devices),
+            shown,
+            workers=are_of_workers(tower_devices),
+        ),
         hparams.experiment(columns, figures),
         hparams.session_start(options, len(tower_devices)),
         *(text(tag, lines) for tag, lines in texts.items()),

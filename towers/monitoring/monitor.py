@@ -26,6 +26,7 @@ from towers.devices import memory
 from towers.monitoring import events, tower_stats
 from towers.monitoring.comparison import NoiseScale, Stragglers, estimate
 from towers.monitoring.event_writer import PARTS, EventWriter
+from towers.monitoring.workers import WorkerCurves
 from towers.options.timetable import Timetable
 
 _PHASES = (*tower_stats.PHASES, "update_seconds")
@@ -73,7 +74,7 @@ class Monitor:
             unit="step",
             disable=not (sys.stderr.isatty() or "ipykernel" in sys.modules),  # in a notebook
         )
-        self._stragglers = Stragglers(devices)
+        self._stragglers, self._workers = Stragglers(devices), WorkerCurves(devices)
         self._window_start: tuple[float, int] | None = None
         self._calls: list[Mapping[str, tf.Tensor]] = []
         self._paused_seconds = 0.0
@@ -119,6 +120,7 @@ class Monitor:
             **speed,
             **self._of_noise(metrics),
             **self._health(),
+            **self._workers.point(step, own_seconds),
         }
         if self._timetable.options.on_nan == "skip":
             scalars["skipped_steps"] = metrics["skipped"]

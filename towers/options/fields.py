@@ -1,8 +1,11 @@
 """One option: its default, group, help and range, as a field of a frozen dataclass."""
 
 import dataclasses
+import importlib.util
 import numbers
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from towers.errors import InputError
@@ -101,6 +104,19 @@ def _check_number(field: dataclasses.Field, value: Any) -> None:
         example = field.metadata.get("example")
         such_as = f", as --{field.name}={example}" if example else ""
         raise InputError(f"--{field.name}={value}: {kind} {limits} is needed{such_as}")
+
+
+def check_picture(plot: str) -> None:
+    """Raise a one-line InputError if --plot names a file that cannot be drawn; "" names none."""
+    if not plot:
+        return
+    if not plot.lower().endswith(".png"):
+        raise InputError(f"--plot={plot}: a name that ends in .png is needed")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--plot needs matplotlib: pip install matplotlib")
+    folder = Path(plot).expanduser().parent
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"--plot={plot}: there is no folder {folder} to write to")
 
 
 def parse_tower_numbers(text: str) -> list[int]:

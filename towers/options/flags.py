@@ -27,7 +27,7 @@ from towers import files
 from towers.errors import InputError, RunError
 from towers.options import trust
 from towers.options.given import is_named_now
-from towers.options.run import Options
+from towers.options.run import MANY_MACHINES, Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +73,7 @@ _ONE_OF = (
     ("clip_norm", "clip_value", "clip_global_norm"),
     ("per_process_gpu_memory_fraction", "gpu_memory_limit_mib", "allow_growth"),
 )
+_OF_WORKERS = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
 _ELSEWHERE = {  # flags as other programs name them; what is nearly the same word needs no line
     theirs: ours
     for ours, line in {
@@ -269,7 +270,10 @@ def _of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
         _remember(path, text)
     else:
         trust.check(train_dir, text, {n: v for n, v in found.items() if n not in given})
-    return {name: value for name, value in found.items() if name not in _replaced(found, given)}
+    replaced = _replaced(found, given)
+    if not verb.begins:  # they may be gone long since, and the machine at hand will do
+        replaced |= _OF_WORKERS
+    return {name: value for name, value in found.items() if name not in replaced}
 
 
 def _remember(path: Path, text: str) -> None:
@@ -284,6 +288,10 @@ def _replaced(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
     names = {n for group in _ONE_OF if any(map(given.get, group)) for n in group}
     if given.get("num_epochs"):
         names.add("max_steps")  # an end that was set before; the other way round schedules stay
+    if given.get("workers"):
+        names |= {"num_towers", "devices"}
+    if given.get("num_towers") or given.get("devices"):
+        names |= _OF_WORKERS
     lists = [v.get("devices", "").lower() not in ("", "cpu") for v in (of_run, given)]
     if "num_towers" in given and lists[0]:
         names.add("devices")  # a list has a number of its own

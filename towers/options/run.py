@@ -39,9 +39,12 @@ OF_COMPILED = (
     "clip_global_norm",
 )  # fmt: skip
 
+MANY_MACHINES = "More than one machine"
+
 _run = group("The run", affects="call")
 _model, _data = group("Model"), group("Data")
 _towers = group("Towers", affects="speed")
+_workers = group(MANY_MACHINES, affects="machine")
 _length, _update = group("Length", minimum=0), group("Update", minimum=0)
 _when = group("When", affects="report", minimum=0)
 _nan = group("What may go wrong")
@@ -182,6 +185,27 @@ class Options:
         10, "Steps inside one call of TensorFlow; changes no number.", minimum=1
     )
 
+    workers: str = _workers(
+        "", "Machines that run `towers worker`, as host1:2222,host2:2222; or slurm, kubernetes, "
+        "TF_CONFIG: those that these have started. The towers stand on their devices.",
+    )  # fmt: skip
+    towers_per_worker: int = _workers(
+        0, "Towers of each worker. 0: one on each of its GPUs, else one. N: exactly N GPUs, or "
+        "without any GPU N logical CPU devices.", minimum=0,
+    )  # fmt: skip
+    worker_timeout_seconds: float = _workers(
+        15.0, "Seconds without an answer after which a worker is lost; also those without a word "
+        "of this program after which it is free for others.", minimum=1, maximum=86_400,
+    )  # fmt: skip
+    min_workers: int = _workers(
+        0, "Workers with which a run goes on. 0: a new run begins with all of them, and goes on "
+        "with one.", minimum=0,
+    )  # fmt: skip
+    on_worker_loss: str = _workers(
+        "continue", "When a worker is lost: continue with those that are left, and with it when "
+        "it answers again; or stop, after saving.", choices=("continue", "stop"),
+    )  # fmt: skip
+
     visible_gpus: str = same_option(GpuOptions, "visible_gpus")
     per_process_gpu_memory_fraction: float = same_option(
         GpuOptions, "per_process_gpu_memory_fraction"
@@ -311,12 +335,15 @@ class Options:
         self.gpu_options()
 
     def gpu_options(self) -> GpuOptions:
-        """Return what the process may take of the GPUs.
+        """Return what the process may take of the GPUs: none, if the towers are on workers.
 
         Raises:
             InputError: two options exclude each other, or `visible_gpus` is malformed.
         """
-        return GpuOptions(**{f.name: getattr(self, f.name) for f in dataclasses.fields(GpuOptions)})
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(GpuOptions)}
+        if self.workers and not self.visible_gpus:
+            values["visible_gpus"] = "none"  # a worker on the same machine may have them
+        return GpuOptions(**values)
 
     def check_tower_numbers(self, text: str) -> None:
         """Refuse what no verb can try with several numbers of towers, as `text` lists them."""

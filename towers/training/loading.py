@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_private
+from towers.builder.kinds import devices_here
 from towers.data import augment
 from towers.errors import InputError
 from towers.options.flags import Verb, complete
@@ -102,7 +103,7 @@ def load(
     options = complete(given, Verb("load", completes=True))
     with as_a_guest():
         trained = load_run(options, averages=averages, step=step, function=model)
-    if tf.config.list_logical_devices("GPU"):  # in a run, weights lie where they are gathered
+    if devices_here("GPU"):  # in a run, weights lie where they are gathered
         for variable in trained.model.variables:
             if variable.value.dtype.is_floating:
                 move(variable, "/gpu:0")

@@ -80,7 +80,8 @@ class Alarm:
         """Write what is known of the step, and raise."""
         run, masters = self.run, self.run.masters
         step, examples = int(masters.step.numpy()), int(masters.examples.numpy())
-        if batch is None:  # of GPUs' steps it is made again: a pure function of the step
+        # Of GPUs' steps, and of rows, it is made again: a pure function of the step.
+        if batch is None or tf.is_tensor(batch[0]):
             given = dict(seed=run.options.seed, step=step, examples=examples)
             batch = next(iter(run.data.train.train_batches(run.options.batch_size, **given)))
         state = {name: variable.numpy() for name, variable in masters.variables().items()}

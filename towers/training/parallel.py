@@ -25,6 +25,7 @@ from towers.builder.assignments import TowerScope
 from towers.builder.rehearsal import Rehearsal
 from towers.builder.splitting import is_device, num_rows
 from towers.builder.tower import TowerBuilder
+from towers.devices import cluster
 from towers.errors import InputError
 from towers.training import faults, masters
 
@@ -40,6 +41,8 @@ def parallelize(
     num_towers: int = 0,
     devices: str | Sequence[str] = "",
     *,
+    workers: str | Sequence[str] = (),
+    towers_per_worker: int = 0,
     gather_device: str = "/cpu:0",
     variables: str = "cpu",
     batch_norm: str = "sync",
@@ -62,6 +65,9 @@ def parallelize(
         num_towers: 0 for one tower on each visible GPU, else one on the CPU.
         devices: of the towers, in place of the first ones: "/gpu:0,/gpu:2" or a list; "cpu" for
             logical CPU devices although there are GPUs.
+        workers: addresses of `towers worker` on other machines, ["host1:2222"], whose devices have
+            the towers in place of this machine's.
+        towers_per_worker: 0 for one tower on each of its GPUs, else one.
         gather_device: of splitting, joining, the loss and the update.
         variables: "cpu": weights lie on the gather device; "sharded": each on one of the towers.
         batch_norm: moments of BatchNorm over all towers ("sync") or each tower's own ("local").
@@ -70,7 +76,7 @@ def parallelize(
         jit_compile: XLA compiles what each tower computes.
 
     Raises:
-        InputError: an argument is not as said here, or there is no such device.
+        InputError: an argument is not as said here, or there is no such device or worker.
     """
     if not isinstance(model, keras.Model):
         raise InputError(f"parallelize takes a keras.Model, not {type(model).__name__}")
@@ -82,7 +88,7 @@ def parallelize(
     if variables not in ("cpu", "sharded"):
         raise InputError(f"variables={variables!r} must be 'cpu' or 'sharded'")
     builder = TowerBuilder(
-        tower_devices.tower_devices(num_towers, devices),
+        _devices_for(model, num_towers, devices, workers, towers_per_worker),
         gather_device,
         batch_norm=batch_norm,
         accumulate_steps=accumulate_steps,
@@ -90,6 +96,36 @@ def parallelize(
         jit_compile=jit_compile,
     )
     return put_on(model, builder)
+
+
+def _devices_for(
+    model: keras.Model,
+    num_towers: int,
+    devices: str | Sequence[str],
+    workers: str | Sequence[str],
+    number: int,
+) -> list[str]:
+    """Return the devices of the towers, `number` on each worker if there are workers.
+
+    A model that was made before these were connected is refused: TensorFlow loses what is assigned
+    to its variables, without a word, so that metrics are 0.
+    """
+    if not workers:
+        return tower_devices.tower_devices(num_towers, devices)
+    if num_towers or devices:
+        raise InputError(
+            f"num_towers={num_towers} and devices={devices!r} are of this machine, and "
+            f"workers={workers!r} has the towers elsewhere: leave one of them out"
+        )
+    before = cluster.current()
+    found = cluster.connect(workers, number)
+    if found is not before and (model.compiled or model.variables):
+        raise InputError(
+            f"workers={workers!r}: connect to them before the model is made, by "
+            f"towers.devices.connect({workers!r}, {number}): TensorFlow loses what is assigned to "
+            "variables that are older"
+        )
+    return found.devices
 
 
 def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:

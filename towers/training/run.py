@@ -10,12 +10,13 @@ import keras
 import tensorflow as tf
 
 from towers import data, devices, tf_private
-from towers.builder.kinds import are_gpus
+from towers.builder.kinds import are_gpus, are_of_workers
 from towers.builder.rehearsal import Rehearsal
 from towers.builder.tower import TowerBuilder
-from towers.data import Data, Split, augment
-from towers.data.on_gpus import OnGpus, store
-from towers.devices import memory
+from towers.data import Data, Split, augment, on_workers
+from towers.data.on_towers import OnTowers, store
+from towers.data.on_workers import OnWorkers
+from towers.devices import cluster, memory
 from towers.errors import InputError
 from towers.options.run import Options
 from towers.options.timetable import Timetable
@@ -67,13 +68,15 @@ class Run:
         return make_train_loop(*parts, telemetry=telemetry, masters=self.masters)
 
     @functools.cached_property
-    def on_gpus(self) -> OnGpus | None:
-        """The training set on the towers' GPUs, copied there at the first look; see `store`."""
-        return store(self.data.train, self.builder.devices)
+    def on_towers(self) -> OnTowers | OnWorkers | None:
+        """The training set where the towers are, copied or looked at there at the first look."""
+        split, names, options = self.data.train, self.builder.devices, self.options
+        found = on_workers.find(split, names, options.batch_size, options.accumulate_steps)
+        return found or store(split, names)
 
     def batches(self, step: int, examples: int) -> tf.data.Dataset:
-        """Return what the train loop takes from a step on: batches, or rows of what is on GPUs."""
-        source = self.on_gpus or self.data.train
+        """Return what the train loop takes from a step on: batches, or rows of what towers have."""
+        source = self.on_towers or self.data.train
         size, seed = self.options.batch_size, self.options.seed
         return source.train_batches(size, seed=seed, step=step, examples=examples)
 
@@ -82,7 +85,7 @@ class Run:
         of_examples = self.task.make_train_step(self.learning_rate)
 
         def train_step(example: Any, draws: tf.Tensor, **keywords: Any) -> tuple:
-            example = self.on_gpus.example(example) if tf.is_tensor(example) else example
+            example = self.on_towers.example(example) if tf.is_tensor(example) else example
             return of_examples(example, draws, **keywords)
 
         return train_step
@@ -138,7 +141,18 @@ def find(options: Options) -> tuple[list[str], Data]:
     """Return the towers' devices and the data set; raise what `prepare` raises."""
     devices.configure(**dataclasses.asdict(options.gpu_options()))
     devices.try_out()
-    return devices.tower_devices(options.num_towers, options.devices), load_data(options)
+    return tower_devices(options), load_data(options)
+
+
+def tower_devices(options: Options) -> list[str]:
+    """Return the towers' devices, on this machine or on its workers.
+
+    Raises:
+        InputError: they cannot be had.
+    """
+    if workers := cluster.of_run(options):
+        return workers.devices
+    return devices.tower_devices(options.num_towers, options.devices)
 
 
 def load_data(options: Options, say: Callable[[str], None] | None = None) -> Data:
@@ -191,11 +205,8 @@ def assemble(
         if loss_scaling is None:
             loss_scaling = options.dtype == "mixed_float16"
         kind = compiled.Compiled if network.compiled else Classification
-        left_open = {}
-        if options.variables == "default":
-            left_open = {"variables": "default"}
-            found = kind.placements[-1 if are_gpus(device_names) else 0]
-            options = dataclasses.replace(options, variables=found)
+        left_open = {"variables": "default"} if options.variables == "default" else {}
+        options = dataclasses.replace(options, variables=_placement(options, kind, device_names))
         builder = TowerBuilder(
             device_names,
             home_of(options.variables, device_names),
@@ -222,6 +233,19 @@ def assemble(
         total_epochs = total_examples / size
     parts = options, builder, dataset, task.masters, task
     return Run(*parts, total_epochs, total_examples, doubts, left_open)
+
+
+def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) -> str:
+    """Return where the masters are to lie, as `--variables` or by default."""
+    found, far = options.variables, are_of_workers(device_names)
+    if found == "default":
+        return kind.placements[-1 if are_gpus(device_names) and not far else 0]
+    if found == "replicated" and far:
+        raise InputError(
+            "--variables=replicated sums by collectives, which reach no other machine: type "
+            "--variables=sharded, by which as little crosses the network, or --variables=cpu"
+        )
+    return found
 
 
 def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:

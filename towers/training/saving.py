@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import files
+from towers.builder.kinds import are_of_workers
 from towers.errors import InputError, RunError
 from towers.options.given import is_named_now
 from towers.text import first_line, reason
@@ -39,6 +40,7 @@ class Checkpoints:
         best: a step whose checkpoint is kept beside the newest.
         home: the folder of the run, once it is there: what is gone is made again.
         say: is given a line when a checkpoint could not be written beside training.
+        on_workers: whether any of the variables lies on another machine.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Checkpoints:
         are kept; `exact` refuses one that holds other variables beside these.
         """
         self.directory = Path(directory)
+        self.on_workers = are_of_workers(v.device for v in variables.values())
         self.variables, self.identity = dict(variables), dict(identity)
         self.keep, self.exact = keep, exact
         self.best: int | None = None

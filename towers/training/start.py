@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import devices, files
-from towers.builder.kinds import are_gpus
+from towers.builder.kinds import are_gpus, are_of_workers
 from towers.data import Data
 from towers.errors import InputError, RunError
 from towers.graphs import placement_report
@@ -188,9 +188,10 @@ def begin(
     step, examples = timetable.first_step, timetable.first_examples
     rules = rule_book(run)
     batches = iter(run.batches(step, examples))
-    if run.on_gpus:
-        size = run.on_gpus.bytes / 2**20
-        say(f"data        {size:.1f} MiB on each GPU: the host sends the numbers of rows")
+    if run.on_towers:
+        say(f"data        {run.on_towers}")
+    elif are_of_workers(run.builder.devices):
+        say("data        sent to the workers with each step")
     sampler = Sampler(run.data.train, options)
     with one_line_errors(options), watch, watch.first_batch():
         batch = sampler.batch(step, examples)

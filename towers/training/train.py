@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import tensorflow as tf
 
 from towers import files, signals
+from towers.devices import cluster
 from towers.devices.gpu_health import GpuHealth
 from towers.errors import RunError
 from towers.monitoring import dashboard
@@ -25,17 +26,21 @@ from towers.monitoring.results import read_result
 from towers.options.call import options_of
 from towers.options.run import Options
 from towers.options.timetable import Timetable
-from towers.training import manifest, nan
+from towers.training import checkpoint, manifest, nan
 from towers.training.best import Best
+from towers.training.elastic import Elastic
 from towers.training.evaluation import Evaluation
 from towers.training.guest import as_a_guest
 from towers.training.masters import kept
 from towers.training.run import Run
 from towers.training.start import Start, begin, build, restore
 from towers.training.tensorflow_errors import one_line_errors
-from towers.training.watch import Watch, check_snapshot
+from towers.training.watch import Watch, WorkersChanged, check_snapshot
 
 RESULT = "result.json"
+_FINISHED = (
+    "finished    {} has all its {} steps: more --num_epochs continue it, --overwrite moves it aside"
+)
 
 
 @as_a_guest()
@@ -71,27 +76,30 @@ def train(
     with files.Lock() as lock:
         lock.take(folder)
         with one_line_errors(options):
+            cluster.of_run(options, bool(checkpoint.find(folder / "checkpoints")))
             run = build(options, say)
         checkpoints, restored = restore(run, folder)
         if result := finished(run, folder):
-            say(
-                f"finished    {folder} has all its {result['steps']} steps: more --num_epochs "
-                "continue it, --overwrite moves it aside"
-            )
-            for line in table(result):
+            for line in [_FINISHED.format(folder, result["steps"]), *table(result)]:
                 say(line)
             return result
+        elastic = Elastic(options, say)
         with contextlib.closing(GpuHealth()) as health:
             while True:
                 run = nan.resumed(run, folder, restored)
                 watch = Watch(options, checkpoints, say, health.read)
-                with one_line_errors(options):
-                    begun = begin(run, folder, lock, checkpoints, restored, watch, say)
                 try:
-                    with one_line_errors(options, begun.steps_done, begun.largest_batch):
+                    with one_line_errors(options), elastic.told():
+                        begun = begin(run, folder, lock, checkpoints, restored, watch, say)
+                    of_step = begun.steps_done, begun.largest_batch
+                    with one_line_errors(options, *of_step), elastic.told():
                         return _train(begun, watch, health, out, start)
-                except nan.Rollback as rollback:  # as a new process would go on
+                # Each goes on as a new process would.
+                except nan.Rollback as rollback:
                     say(str(rollback))
+                except WorkersChanged:
+                    if not elastic.go_on(checkpoints, watch):
+                        return None
                 again = dataclasses.replace(run.options, overwrite=False, **run.left_open)
                 run = build(again, say)
                 checkpoints, restored = restore(run, folder)
@@ -271,13 +279,13 @@ def saved_if_it_fails(begun: Start, watch: Watch) -> Iterator[None]:
     """Save the last finished step if data, a disk or a reader of the output fails in the block."""
     try:
         yield
-    except (nan.NotFinite, nan.Rollback):
+    except (nan.NotFinite, nan.Rollback, WorkersChanged):
         raise
     except Exception:
-        step = int(begun.run.masters.step.numpy())
-        if watch.whole and not begun.checkpoints.has(step):
+        step, snapshot = watch.kept or (int(begun.run.masters.step.numpy()), None)
+        if (watch.kept or watch.whole) and not begun.checkpoints.has(step):
             with contextlib.suppress(RunError):  # what failed first is what is told
-                begun.checkpoints.save_now(step, check=check_snapshot)
+                begun.checkpoints.save_now(step, snapshot, check_snapshot)
         raise
 
 
@@ -287,9 +295,7 @@ class Look:
     On the way it sees validation data where there are any: the test set is for the end.
     """
 
-    def __init__(
-        self, begun: Start, monitor: Monitor, gallery: Gallery, best: Best, stop: Watch
-    ):
+    def __init__(self, begun: Start, monitor: Monitor, gallery: Gallery, best: Best, stop: Watch):
         """Compile nothing yet."""
         self.begun, self.monitor, self.gallery = begun, monitor, gallery
         self.best, self.stop, run = best, stop, begun.run

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from towers import signals
+from towers.devices import cluster
 from towers.errors import RunError
 from towers.options.run import Options
 from towers.training.masters import not_finite
@@ -27,6 +28,10 @@ BATCH, STEP, EVALUATION, SAVE = "a batch", "a step", "an evaluation", "a save"
 State = tuple[int, Snapshot]
 NOTHING: State = (0, {})  # needs no saving
 _CALL_SECONDS = 2.0  # which a call of the train loop may take: a stop waits for its end
+
+
+class WorkersChanged(Exception):
+    """Workers were lost or came back: the run is to be built anew on those that are there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +54,12 @@ class Watch(StopRequest):
 
     Attributes:
         whole: whether the masters are the state after a step, and not that in the middle of one.
+        kept: a state that no lost worker takes with it, that before what is under way: of a run
+            whose towers, but not its masters, are on workers.
     """
 
     whole = True
+    kept: State | None = None
 
     def __init__(
         self,
@@ -98,9 +106,12 @@ class Watch(StopRequest):
     def steps(self, train_loop: TrainLoop, step: int, number: int) -> Iterator[None]:
         """Watch a call of the train loop that makes `number` steps after `step`."""
         self._train_loop = train_loop
+        self._keep(step)
         start = time.monotonic()
 
         def state() -> State | None:
+            if self.kept:
+                return self.kept
             before = train_loop.moment()
             if not before.between_steps:
                 return None
@@ -126,8 +137,24 @@ class Watch(StopRequest):
     def evaluation(self, step: int) -> Iterator[None]:
         """Watch an evaluation after `step` steps, in which the masters may be lent to averages."""
         snapshot = self._checkpoints.snapshot()
+        self._keep(step, snapshot)
         with self._watching(EVALUATION, step, lambda: (step, snapshot), _reads_input):
             yield
+
+    def _keep(self, step: int, snapshot: Snapshot | None = None) -> None:
+        """Keep the state of now, if a lost worker could be in the way of another.
+
+        Raises:
+            WorkersChanged: a worker that was lost is there again, which has the run built anew.
+        """
+        workers = cluster.current()
+        if workers is None:
+            return
+        here = not self._checkpoints.on_workers
+        if here or workers.returned:
+            self.kept = step, snapshot or self._checkpoints.snapshot()
+        if workers.returned:
+            raise WorkersChanged
 
     @contextlib.contextmanager
     def save(self, step: int) -> Iterator[None]:
@@ -198,9 +225,7 @@ class Watch(StopRequest):
         except RunError as error:
             self._say(f"not saved   {error}")
 
-    def _save_and_leave(
-        self, waiting: _Waiting, code: int, why: str, always: bool = False
-    ) -> None:
+    def _save_and_leave(self, waiting: _Waiting, code: int, why: str, always: bool = False) -> None:
         """Save what is whole, and end the process; `always`, also if nothing is whole.
 
         A process that is not ours goes on waiting; what was made is not lost with it.

@@ -7,7 +7,6 @@ window by window. This process computes nothing meanwhile.
 """
 
 import contextlib
-import importlib.util
 import os
 import tempfile
 from collections.abc import Callable
@@ -63,7 +62,7 @@ def check(options: BenchmarkOptions) -> dict[str, Path]:
     """Return {peer: its program}, and refuse what could fail after all is measured.
 
     Raises:
-        InputError: a program or matplotlib is missing, or the plot's folder.
+        InputError: a program is missing.
     """
     programs = {n: PEER_FOLDER / f"{PROGRAMS.get(n, n)}.py" for n in options.peers()}
     for name, program in programs.items():
@@ -72,12 +71,6 @@ def check(options: BenchmarkOptions) -> dict[str, Path]:
                 f"--against={name}: there is no {program} in this folder; "
                 "run it in a checkout of towers"
             )
-    if options.plot:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise InputError("--plot needs matplotlib: pip install matplotlib")
-        folder = Path(options.plot).expanduser().parent
-        if not os.access(folder, os.W_OK):
-            raise InputError(f"--plot={options.plot}: there is no folder {folder} to write to")
     return programs
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from towers.errors import InputError
-from towers.options.fields import check_values, option
+from towers.options.fields import check_picture, check_values, option
 from towers.options.run import Options
 
 PEERS = "mirrored mirrored_own_layers mirrored_fit fit towers_fit torch_ddp jax session".split()
@@ -35,14 +35,18 @@ class BenchmarkOptions:
     def __post_init__(self) -> None:
         """Refuse values out of range, by the flag's name, in one line."""
         check_values(self)
+        if self.run.workers:
+            raise InputError(
+                f"--workers={self.run.workers}: a benchmark is of this machine's devices; leave it "
+                "out, or read the speed of a run over workers in its own lines"
+            )
         self.run.check_tower_numbers(self.num_towers)
         for name in self.peers():
             if name not in PEERS:
                 raise InputError(
                     f"--against={self.against}: {name!r} is unknown; allowed are {', '.join(PEERS)}"
                 )
-        if self.plot and not self.plot.lower().endswith(".png"):
-            raise InputError(f"--plot={self.plot}: a name that ends in .png is needed")
+        check_picture(self.plot)
 
     def peers(self) -> list[str]:
         """Return `against` as names, each once."""

@@ -4,7 +4,6 @@ Nothing is created, downloaded or left behind. TensorFlow runs in processes of i
 (`towers.devices.probe`), so that even one that cannot be imported is only one of the findings.
 """
 
-import dataclasses
 import importlib.metadata
 import itertools
 import os
@@ -18,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion
 
 from towers import files
+from towers.commands.doctor.checks import NOTE, OK, PROBLEM, Check
 from towers.data import registry
 from towers.devices import nvml, probe, visibility
 from towers.devices.nvml import MIB, DriverGpu
@@ -25,34 +25,28 @@ from towers.errors import InputError
 from towers.options.run import Options
 from towers.text import count
 
-OK, PROBLEM, NOTE = "ok", "problem", "note"  # a note is something to know, nothing to mend
 ROOT = Path(__file__).resolve().parents[3]
 INSTALL = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
 FREE_BYTES = 2**30  # for the checkpoints and events of a run
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """What was looked at and found; each part is one line."""
-
-    name: str
-    status: str  # OK, PROBLEM or NOTE
-    detail: str
-    remedy: str = ""  # what to type or to do
 
 
 def run(options: Options, say: Callable[[str], None]) -> list[Check]:
     """Look at versions, folder, data, GPUs and what they compute.
 
     Args:
-        options: `train_dir`, `dataset`, `data_dir` and those of the GPUs count.
+        options: `train_dir`, `dataset`, `data_dir` and those of the GPUs count; with `workers`
+            these alone are looked at, and this machine's way to them.
         say: is given each finding as soon as it is known, then a line that sums up.
 
     Returns:
         The findings, at least one.
     """
-    found = []
-    for check in _checks(options, dict(os.environ)):
+    found, checks = [], _checks(options, dict(os.environ))
+    if options.workers:
+        from towers.commands.doctor.workers import check_workers  # which needs TensorFlow
+
+        checks = check_workers(options, say)
+    for check in checks:
         found.append(check)
         say(f"{check.status:8} {check.name:22} {check.detail}")
         if check.remedy:

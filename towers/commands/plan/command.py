@@ -3,10 +3,11 @@
 The run's real training step is built with its towers on logical CPU devices apart from the host,
 as GPUs are. What crosses between devices is counted twice, in the graph as it was traced and in the
 one that TensorFlow executes; what the devices hold follows from the first. Steps on GPUs that
-nobody measured are predicted by `cost_model`.
+nobody measured are predicted by `cost_model`, and on many machines by `workers`.
 """
 
 import dataclasses
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +15,14 @@ from typing import Any
 import tensorflow as tf
 
 from towers import devices
-from towers.commands.plan import cost_model, gpus
+from towers.commands.plan import cost_model, gpus, workers
 from towers.commands.plan.measure import measure
+from towers.commands.plan.network import measure_network
 from towers.commands.plan.options import PlanOptions
+from towers.commands.plan.picture import draw
 from towers.commands.plan.report import report
 from towers.data import Data
+from towers.devices import cluster
 from towers.errors import InputError
 from towers.graphs.flops import flop_per_example, has_unseen
 from towers.graphs.placement import read_placement
@@ -28,7 +32,7 @@ from towers.training import memory
 from towers.training.run import Run, assemble, load_data
 from towers.training.tensorflow_errors import one_line_errors
 
-DEFAULT_TOWERS = 8
+DEFAULT_TOWERS = TOWERS_PER_WORKER = 8
 GIB = 2**30
 
 
@@ -38,23 +42,20 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
     Returns:
         "num_towers", "batch_size", "placements" {"cpu": {"bytes_per_step", "memory_bytes", "fits",
         "largest_batch_per_tower"}}, "gradients" {"missing"}, "gpu" {"1": `gpus.describe`, "2": of
-        two towers}, "flop_per_example", "flop_unseen":
-        whether there are loops or functions that are not in it, "assumptions", "predictions",
-        "model_error" {"2": 0.06}, and "failed": a gradient is missing, or the two counts of bytes
-        differ.
+        two towers}, "flop_per_example", "flop_unseen": whether there are loops or functions that
+        are not in it, "graph_seconds" of `num_towers`,
+        "assumptions", "predictions", of one machine and of workers, "model_error" {"2": 0.06}, and
+        "failed": a gradient is missing, or the two counts of bytes differ.
 
     Raises:
-        InputError: the options cannot be had.
+        InputError: the options cannot be had, or a worker.
         RunError: the data set cannot be read.
     """
     of_run, num_towers = options.run, options.num_towers or DEFAULT_TOWERS
-    if not 2 <= num_towers <= of_run.batch_size:
-        raise InputError(
-            f"--num_towers={num_towers}: from 2 to --batch_size={of_run.batch_size} towers can be "
-            "planned"
-        )
+    _check_towers(num_towers, of_run.batch_size)
     names = devices.tower_devices(max(num_towers + 1, 4), "cpu")[1 : num_towers + 1]
     dataset = load_data(of_run, say)
+    networks = networks_of(options)
     say(
         f"plan        {of_run.model} on {dataset.name}: {num_towers} towers, batch size "
         f"{of_run.batch_size} in all, {of_run.dtype}"
@@ -74,6 +75,7 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
     on_gpus = {str(count): _on_gpus(of_run, count, dataset, say) for count in (1, 2)}
     work = work_of(traffic, on_gpus["1"], options, flop)
     share = traffic.examples / of_run.batch_size
+    assumed = assumptions(options, work, networks)
     unequal = any(row["bytes_per_step"]["equal"] is False for row in placements.values())
     result = {
         "num_towers": num_towers,
@@ -83,14 +85,62 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
         "gpu": on_gpus,
         "flop_per_example": flop,
         "flop_unseen": has_unseen(one.masters.model, one.task.loss, batch),
-        "assumptions": assumptions(options, work),
-        "predictions": cost_model.predictions(work, share, one.task.placements),
+        "graph_seconds": traffic.build_seconds,
+        "assumptions": assumed,
+        "predictions": _predictions(work, share, one.task.placements, networks, assumed),
         "model_error": measure(of_run, dataset, say) if options.measure else {},
         "failed": bool(missing) or unequal,
     }
+    _show(result, options.plot, say)
+    return result
+
+
+def _predictions(
+    work: cost_model.Work,
+    share: float,
+    placements: Sequence[str],
+    networks: Sequence[cost_model.Link],
+    assumed: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Return those of one machine, and those of workers."""
+    of_workers = {name: assumed[name] for name in ("towers_per_worker", "straggler_spread")}
+    return [
+        *cost_model.predictions(work, share, placements),
+        *workers.predictions(work, share, placements, networks, **of_workers),
+    ]
+
+
+def _show(result: dict[str, Any], plot: str, say: Callable[[str], None]) -> None:
     for line in report(result):
         say(line)
-    return result
+    if plot:
+        draw(result, plot)
+        say(f"plot        {plot}")
+
+
+def _check_towers(num_towers: int, batch_size: int) -> None:
+    if not 2 <= num_towers <= batch_size:
+        raise InputError(
+            f"--num_towers={num_towers}: from 2 to --batch_size={batch_size} towers can be planned"
+        )
+
+
+def networks_of(options: PlanOptions) -> list[cost_model.Link]:
+    """Return the networks that workers may have: as the flags say, as copies tell, or three."""
+    found = list(workers.NETWORKS.values())
+    where = options.run.workers, 1, options.run.worker_timeout_seconds
+    if options.run.workers:
+        connected = cluster.connect(*where)
+        try:
+            found = [measure_network(connected.devices)]
+        finally:
+            connected.close()
+    if options.network_gbits:
+        found = [workers.network(options.network_gbits, found[0].latency_seconds)]
+    if options.network_latency_us:
+        seconds = options.network_latency_us / 1e6
+        found = [dataclasses.replace(link, latency_seconds=seconds) for link in found]
+    return found
 
 
 def _on_gpus(
@@ -110,6 +160,7 @@ class Placed:
     executed: Counter[tuple[str, str]]  # by the executed one
     unknown: Counter[tuple[str, str]]  # number of values whose size that does not tell
     constants: int  # bytes in neither count: values that are known beforehand
+    build_seconds: float  # from the options to the executed graph
 
     @property
     def examples(self) -> int:
@@ -155,13 +206,15 @@ class Placed:
 
 def place(options: Options, names: Sequence[str], dataset: Data) -> Placed:
     """Build a run's train loop, let TensorFlow place it, and read it both ways; no step is made."""
+    start = time.perf_counter()
     run = assemble(options, names, dataset)
     train_loop = run.train_loop(telemetry=False)  # which is not planned
     batches = iter(dataset.train.train_batches(options.batch_size, seed=options.seed))
     with one_line_errors(options):
         placement = read_placement(train_loop, batches, tf.constant(0))
+    seconds = time.perf_counter() - start
     step = read_step(train_loop.get_concrete_function(batches, tf.constant(0)))
-    return Placed(run, step, step.crossing_bytes(), *executed_bytes(placement, step))
+    return Placed(run, step, step.crossing_bytes(), *executed_bytes(placement, step), seconds)
 
 
 def _routes(crossing: Counter[tuple[str, str]]) -> dict[str, int]:
@@ -217,15 +270,18 @@ def work_of(
     )
 
 
-def assumptions(options: PlanOptions, work: cost_model.Work) -> dict[str, Any]:
+def assumptions(
+    options: PlanOptions, work: cost_model.Work, networks: Sequence[cost_model.Link]
+) -> dict[str, Any]:
     """Return what the predictions rest on."""
-    links = [*cost_model.LINKS.values(), *cost_model.NETWORKS.values()]
-    given = ("gpu_tflops", "gpu_utilisation", "gpu_memory_gib")
+    links = [*cost_model.LINKS.values(), *networks]
+    given = ("gpu_tflops", "gpu_utilisation", "gpu_memory_gib", "straggler_spread")
     return {name: getattr(options, name) for name in given} | {
         "tower_ms": work.computing_seconds * 1e3,
         "launch_ms": work.launch_seconds * 1e3,
         "update_launch_ms": work.update_launch_seconds * 1e3,
         "from": "--step_ms" if options.step_ms else "FLOP",
-        "gpus_per_machine": cost_model.GPUS_PER_MACHINE,
+        "towers_per_worker": options.run.towers_per_worker or TOWERS_PER_WORKER,
+        "network_latency_ms": networks[0].latency_seconds * 1e3,
         "links_gb_per_second": {link.name: link.gb_per_second * link.fraction for link in links},
     }

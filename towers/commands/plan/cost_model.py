@@ -1,4 +1,4 @@
-"""How long a step takes on N GPUs: arithmetic alone, every assumption a constant in this file.
+"""How long a step takes on N GPUs of one machine: arithmetic alone, each assumption a constant.
 
     work = Work(tower_seconds=0.01, launch_seconds=0.002, update_launch_seconds=0.0003,
                 slice_bytes=49_152, weights=[4_000_000], exchange_bytes=0)
@@ -16,8 +16,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-GPUS_PER_MACHINE = 8
-COUNTS = (1, 2, 4, 8, 16, 32, 64)
+COUNTS = (1, 2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +35,10 @@ class Link:
 
 
 # Rates of one direction: PCI-SIG's 16 and 32 GT/s x 16 lanes; 600 GB/s of NVLink 3 (A100) in both.
-# Fractions are estimates: headers and packets leave 80 % of PCIe and of NVLink, TCP and one copy in
-# memory 70 % of Ethernet. So are latencies: of a copy's launch, and of a socket.
+# Estimates are the fraction, what headers and packets leave, and the latency, of a copy's launch.
 _RATES = {"PCIe 4 x16": 31.5, "PCIe 5 x16": 63.0, "NVLink": 300.0}
 LINKS = {name: Link(name, rate) for name, rate in _RATES.items()}
 LEAST_LINK = "PCIe 4 x16"  # what a machine has at least
-NETWORKS = {f"{r} Gbit/s": Link(f"{r} Gbit/s", r / 8, 0.7, 50e-6) for r in (10, 100, 400)}
 # Of one op on a GPU, by TensorFlow's executor: an estimate. Small slices are bound by it.
 LAUNCH_SECONDS = 5e-6
 # Of a small all-sum by NCCL between the GPUs of a machine, its launch included: an estimate.
@@ -76,13 +73,11 @@ class Work:
         return dataclasses.replace(self, tower_seconds=seconds, slice_bytes=size)
 
 
-def step_seconds(
-    work: Work, placement: str, link: Link, num_towers: int, network: Link | None = None
-) -> float:
+def step_seconds(work: Work, placement: str, link: Link, num_towers: int) -> float:
     """Return the predicted seconds of a step of towers that each have this work.
 
     The placement is "cpu", "sharded" or "replicated", both of which are everything on the GPU where
-    there is one; beyond GPUS_PER_MACHINE there are full machines, and the network between them.
+    there is one.
     """
     weights, messages = sum(work.weights), 2 * len(work.weights)  # each there, its gradient back
     by_host = weights if placement == "cpu" else 0
@@ -92,10 +87,9 @@ def step_seconds(
 
     # What a machine's towers exchange with its memory goes over one link, which all share: so it is
     # with one root complex. The batch goes that way always; the copies of one tower wait in turn.
-    inside = min(num_towers, GPUS_PER_MACHINE)
     waits = work.host_copies + messages * (placement == "cpu")
     shared = min(link, HOST_LINK, key=lambda one: one.gb_per_second * one.fraction)
-    seconds += shared.seconds(inside * (by_host + work.slice_bytes), waits)
+    seconds += shared.seconds(num_towers * (by_host + work.slice_bytes), waits)
     if num_towers == 1:
         return seconds
 
@@ -108,18 +102,6 @@ def step_seconds(
     elif placement == "sharded":  # the tower with the largest shard is the busiest
         largest = largest_shard(work.weights, num_towers)
         seconds += link.seconds((num_towers - 1) * largest + (weights - largest), messages)
-
-    # Over the network card of the busiest machine, which has the batch.
-    outside = num_towers - inside
-    if outside:
-        machines, rounds = num_towers / GPUS_PER_MACHINE, 1.0 + 2 * work.exchanges
-        moved = outside * (by_host + work.slice_bytes + work.exchange_bytes)
-        if placement == "sharded":  # its weights to every tower elsewhere, and gradients back
-            here = weights / machines
-            moved += outside * here + GPUS_PER_MACHINE * (weights - here)
-        elif placement == "replicated":  # a ring that enters and leaves each machine once
-            moved, rounds = moved + ring, rounds + 2 * (machines - 1)
-        seconds += network.seconds(moved, rounds + waits)
     return seconds
 
 
@@ -137,22 +119,20 @@ def largest_shard(weights: Sequence[int], num_towers: int) -> int:
 
 
 def predictions(work: Work, share: float, placements: Sequence[str]) -> list[dict[str, Any]]:
-    """Predict each of COUNTS: over each link in one machine, beyond it over each network.
+    """Predict each of COUNTS over each link.
 
     `work` is of a tower with its slice, which is the part `share` of the global batch. In "strong"
     scaling that batch stays, and each tower's part shrinks; in "weak" that part stays. "efficiency"
     is the part of the "seconds" of a step that computes.
     """
-    inside = [(link, None) for link in LINKS.values()]
-    beyond = [(LINKS[LEAST_LINK], network) for network in NETWORKS.values()]
     rows, whole = [], work.part(share)
     for scaling, placement, count in itertools.product(("strong", "weak"), placements, COUNTS):
         part, useful = work, work.computing_seconds
         if scaling == "strong":
             part, useful = whole.part(count), whole.computing_seconds / count
-        for link, network in beyond if count > GPUS_PER_MACHINE else inside:
-            seconds = step_seconds(part, placement, link, count, network)
-            row = {"scaling": scaling, "placement": placement, "link": link.name}
-            row |= {"network": network.name if network else "", "num_towers": count}
-            rows.append(row | {"seconds": seconds, "efficiency": useful / seconds})
+        for link in LINKS.values():
+            seconds = step_seconds(part, placement, link, count)
+            row = {"scaling": scaling, "placement": placement, "link": link.name, "network": ""}
+            row |= {"num_towers": count, "seconds": seconds, "efficiency": useful / seconds}
+            rows.append(row)
     return rows

@@ -1,14 +1,20 @@
 """What `towers plan` prints: what crosses, what is held, how long a step would take."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from towers.commands.plan.cost_model import (
     ALL_SUM_SECONDS,
-    GPUS_PER_MACHINE,
     HOST_LINK,
     LAUNCH_SECONDS,
     LEAST_LINK,
+)
+from towers.commands.plan.workers import (
+    MOST_TOWERS,
+    STEP_SECONDS,
+    TENSOR_SECONDS,
+    TOWER_SECONDS,
 )
 from towers.text import table
 
@@ -108,14 +114,58 @@ def _predictions(result: Mapping[str, Any]) -> list[str]:
         f"{1e6 * ALL_SUM_SECONDS:g} us a small all-sum by NCCL",
         f"  in one direction pass, in GB/s: {', '.join(links)}",
         "  all GPUs of a machine share one PCIe link to the host, whatever joins them",
-        "  a ring that sums crosses each machine's network card once; --batch_size is global",
+        *_of_workers(result),
         "  efficiency in %: with the global batch as it is / with a tower's part as it is",
         "",
         *_efficiencies(result, "GPUs of one machine, estimated", "link"),
         *_efficiencies(
-            result, f"machines of {GPUS_PER_MACHINE}, {LEAST_LINK}, estimated", "network"
+            result,
+            f"workers of {given['towers_per_worker']}, {LEAST_LINK}, estimated",
+            "network",
         ),
+        *_limits(result),
     ]
+
+
+def _of_workers(result: Mapping[str, Any]) -> list[str]:
+    """Return what predictions for workers assume."""
+    given = result["assumptions"]
+    return [
+        f"  towers of workers: a small tensor takes {given['network_latency_ms']:.3g} ms to get "
+        "there; weights and gradients travel while towers compute, as far as there is time;",
+        f"  a tower's time is drawn from a log-normal distribution, sigma "
+        f"{given['straggler_spread']:g}, and all wait for the slowest; the program takes "
+        f"{1e3 * STEP_SECONDS:.3g} ms a step,",
+        f"  {1e3 * TOWER_SECONDS:.3g} ms a tower, and {1e3 * TENSOR_SECONDS:.3g} ms a tensor that "
+        "it or a worker sends or takes (estimates); rows are read by the workers",
+    ]
+
+
+def _limits(result: Mapping[str, Any]) -> list[str]:
+    """Return the sentences about what limits workers, and how far one program goes."""
+    rows = [row for row in result["predictions"] if row["network"] and row["scaling"] == "weak"]
+    lines = [""]
+    for (placement, network), found in groupby(
+        rows, key=lambda row: (row["placement"], row["network"])
+    ):
+        found = list(found)
+        last = found[-1]
+        most = max(last["parts"], key=lambda name: last["parts"][name])
+        enough = [row["num_towers"] for row in found if row["efficiency"] >= 0.5]
+        up_to = (
+            f"half of the step or more computes up to {max(enough)} GPUs"
+            if enough
+            else (f"less than half of the step computes on {found[0]['num_towers']} GPUs")
+        )
+        lines.append(
+            f"  {placement}, {network}: {up_to}; on {last['num_towers']} most of it is {most}"
+        )
+    minutes = result["graph_seconds"] / result["num_towers"] * MOST_TOWERS / 60
+    lines.append(
+        f"  one program holds the graph: {result['graph_seconds']:.0f} s to build and place it for "
+        f"{result['num_towers']} towers here, in proportion {minutes:.0f} min for {MOST_TOWERS:,}"
+    )
+    return lines
 
 
 def _efficiencies(result: Mapping[str, Any], title: str, way: str) -> list[str]:

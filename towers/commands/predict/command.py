@@ -18,6 +18,7 @@ from towers.text import count
 from towers.training.guest import without_advice
 from towers.training.loading import Trained, load_run
 from towers.training.model import floatx_of
+from towers.training.run import tower_devices
 from towers.training.tensorflow_errors import one_line_errors
 
 
@@ -37,7 +38,7 @@ def run(options: PredictOptions, say: Callable[[str], None] = print) -> dict[str
     of_run = options.run
     devices.configure(**dataclasses.asdict(of_run.gpu_options()))
     devices.try_out()
-    builder = TowerBuilder(devices.tower_devices(of_run.num_towers, of_run.devices))
+    builder = TowerBuilder(tower_devices(of_run))
     trained = load_run(of_run, averages=options.averages, warn=note)
     parts = inputs.find(options.files, trained)
     num = sum(part.size for part in parts)

@@ -8,6 +8,8 @@ the last, an evaluation of a batch of the test set is compared, too.
 
 import dataclasses
 import functools
+import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ import tensorflow as tf
 
 from towers import data, devices, tf_private
 from towers.builder import kinds
+from towers.builder.kinds import are_of_workers
 from towers.commands.verify.causes import likely_causes
 from towers.commands.verify.differences import (
     NUDGE_PART,
@@ -28,11 +31,13 @@ from towers.commands.verify.differences import (
 )
 from towers.commands.verify.lane import Lane
 from towers.commands.verify.options import VerifyOptions
+from towers.devices import cluster
+from towers.devices.addresses import find_workers
 from towers.devices.gpus import precision
 from towers.errors import InputError
 from towers.options.fields import parse_tower_numbers
 from towers.options.run import Options
-from towers.text import first_line, table
+from towers.text import count, first_line, table
 from towers.training import fitting
 from towers.training.guest import without_advice
 from towers.training.run import load_data
@@ -61,9 +66,9 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     of_run, numbers = options.run, parse_tower_numbers(options.num_towers)
     devices.configure(**dataclasses.asdict(of_run.gpu_options()))
     devices.try_out()
-    names = devices.tower_devices(max(numbers), of_run.devices)
+    names = _tower_devices(of_run, numbers)
     dataset = load_data(of_run, say)
-    own = dataclasses.replace(of_run, num_towers=max(numbers))
+    own = dataclasses.replace(of_run, num_towers=max(numbers), workers="")
     exact = dataclasses.replace(own, dtype="float64")
     scaled = of_run.dtype == "mixed_float16"
     say(
@@ -161,10 +166,30 @@ def table_lines(
     return [f"  {line}" for line in table(header, cells, widest=100)]
 
 
+def _tower_devices(options: Options, numbers: Sequence[int]) -> list[str]:
+    """Return the devices of the most towers; of workers those come in turn: two are on two."""
+    if not options.workers:
+        return devices.tower_devices(max(numbers), options.devices)
+    num_workers = len(find_workers(options.workers, os.environ))
+    each = options.towers_per_worker or -(-max(numbers) // num_workers)
+    workers = cluster.of_run(dataclasses.replace(options, towers_per_worker=each))
+    turns = itertools.zip_longest(*(worker.devices for worker in workers.alive()))
+    found = [device for turn in turns for device in turn if device]
+    if max(numbers) > len(found):
+        raise InputError(
+            f"--num_towers={','.join(map(str, numbers))}: the workers have "
+            f"{count(len(found), 'tower')}; ask for at most {len(found)}, or for more of each "
+            "with --towers_per_worker"
+        )
+    return found
+
+
 def _plain(options: Options, names: Sequence[str], dataset: data.Data, scaled: bool) -> Lane:
     """Return the lane of one device; where CPUs stand in for GPUs, of a CPU as such."""
     plain = dataclasses.replace(options, variables="cpu", jit_compile=False)
     one = ["/cpu:0"] if kinds.stand_in() else names[:1]
+    if are_of_workers(names):  # they are compared with a device of this machine
+        one = devices.tower_devices(0)[:1]
     return Lane(plain, one, dataset, scaled, plain=True)
 
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from towers import TowerBuilder
 from towers.builder import kinds
-from towers.data import ArraySplit, on_gpus
+from towers.data import ArraySplit, on_towers
 
 GPUS = ["/cpu:1", "/cpu:2"]
 
@@ -29,7 +29,7 @@ def split(num=23, **changes):
 @pytest.mark.parametrize("held", [False, True])
 def test_batches_are_those_of_the_host(held):
     train = split().held_out(0.3)[0] if held else split()
-    stored = on_gpus.store(train, GPUS)
+    stored = on_towers.store(train, GPUS)
     given = dict(seed=3, step=2, examples=14)
     ours, theirs = stored.train_batches(7, **given), train.train_batches(7, **given)
     for (rows, draws), (example, same_draws) in zip(ours.take(9), theirs.take(9), strict=True):
@@ -40,7 +40,7 @@ def test_batches_are_those_of_the_host(held):
 
 def test_each_tower_takes_its_rows_where_it_is():
     train = split()
-    stored = on_gpus.store(train, GPUS)
+    stored = on_towers.store(train, GPUS)
     (example, _) = next(iter(train.train_batches(5, seed=1)))
     (rows, _) = next(iter(stored.train_batches(5, seed=1)))
 
@@ -63,16 +63,16 @@ def test_each_tower_takes_its_rows_where_it_is():
 
 def test_what_does_not_fit_stays_on_the_host(monkeypatch):
     train = split()
-    size = on_gpus.size_of(train)
+    size = on_towers.size_of(train)
     assert size == 23 * (4 * 5 * 3 + 8 * 7 + 8 + 4)
     limits = dict.fromkeys(GPUS, 4 * size)
-    monkeypatch.setattr(on_gpus.tf_private, "device_memory_bytes", lambda: limits)
-    assert on_gpus.store(train, GPUS).bytes == size
+    monkeypatch.setattr(on_towers.tf_private, "device_memory_bytes", lambda: limits)
+    assert on_towers.store(train, GPUS).bytes == size
     limits["/cpu:2"] -= 1
-    assert on_gpus.store(train, GPUS) is None
-    assert on_gpus.store(train, GPUS[:1])
+    assert on_towers.store(train, GPUS) is None
+    assert on_towers.store(train, GPUS[:1])
 
 
 def test_nothing_is_copied_to_a_cpu_nor_are_texts_to_a_gpu():
-    assert on_gpus.store(split(), ["/cpu:0", "/cpu:1"]) is None
-    assert on_gpus.store(split(text=np.array(["a"] * 23)), GPUS) is None
+    assert on_towers.store(split(), ["/cpu:0", "/cpu:1"]) is None
+    assert on_towers.store(split(text=np.array(["a"] * 23)), GPUS) is None

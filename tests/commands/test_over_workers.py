@@ -1,0 +1,112 @@
+"""Verbs over workers, which are real processes of this machine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.workers import workers
+from towers.monitoring import events
+
+ROOT = Path(__file__).resolve().parents[2]
+DEAD = "127.0.0.1:9"
+SMALL = "--model=tests.catalogue:cnn --dataset=tests.tiny:images --augment=none --batch_size=8"
+
+
+@pytest.fixture(scope="module")
+def addresses():
+    with workers(2) as found:
+        yield ",".join(found)
+
+
+def python(*arguments, code=0):
+    """Run Python in a process of its own; return what it writes to standard output."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == code, done.stderr + done.stdout
+    return done.stdout
+
+
+def towers(line, code=0):
+    return python("-m", "towers", *line.split(), code=code)
+
+
+def test_doctor_tries_workers_and_names_the_one_that_is_dead(addresses):
+    found = json.loads(towers(f"doctor --workers={addresses},{DEAD} --json", code=1))
+    assert [check["address"] for check in found if check["status"] == "problem"] == [DEAD]
+    sound = {check["address"]: check for check in found if check.get("round_trip_seconds")}
+    assert set(sound) == set(addresses.split(","))
+    for check in sound.values():
+        assert 0 < check["round_trip_seconds"] < 1 < check["from_bytes_per_second"]
+    assert found[-1]["detail"] == "4 ways, bit for bit"
+
+
+def test_verify_compares_towers_of_workers_with_one_device_here(addresses):
+    line = f"verify {SMALL} --steps=2 --num_towers=2,3 --workers={addresses} --json"
+    found = json.loads(towers(line))
+    assert found["passed"] and set(found["max_relative_difference"]) == {"2", "3"}
+
+
+def test_a_run_shows_its_workers_and_is_evaluated_on_them(addresses, tmp_path):
+    line = f"--train_dir={tmp_path}/run --workers={addresses}"
+    steps = "--max_steps=6 --log_every_steps=2 --placement=strict"
+    printed = towers(f"train {SMALL} {steps} {line}")
+    assert "-> /job:worker/task:1/cpu:0" in printed  # what crosses
+    last = events.read(tmp_path / "run/train")[5]
+    for worker in "worker_0", "worker_1":
+        assert last[f"{worker}/memory_mib"] > 50
+        assert last[f"{worker}/received_bytes"] > 1000
+        assert last[f"{worker}/step_seconds"] > 0
+    waits = [last[f"worker_{i}/wait_seconds"] for i in (0, 1)]
+    assert min(waits) == 0 < max(waits)
+    there = json.loads(towers(f"evaluate {line} --json"))
+    here = json.loads(towers(f"evaluate --train_dir={tmp_path}/run --workers= --json"))
+    assert there["num_towers"] == 2 and here["num_towers"] == 1
+    assert there["accuracy"] == here["accuracy"]
+
+
+FIT = """
+import sys
+import keras, numpy as np
+import towers
+
+addresses = sys.argv[1].split(",")
+keras.config.set_floatx("float64")
+def build():
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Dense(4, "relu"), keras.layers.BatchNormalization()]
+    model = keras.Sequential([keras.Input([8]), *layers, keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model
+try:
+    towers.parallelize(build(), workers=addresses)
+except towers.InputError as error:
+    print(error)
+x, y = np.random.default_rng(0).random((2, 30, 8))
+one, many = build(), towers.parallelize(build(), workers=addresses)
+losses = [model.fit(x, y[:, :1], batch_size=8, epochs=2, verbose=0, shuffle=False).history["loss"]
+          for model in (one, many)]
+np.testing.assert_allclose(*losses, rtol=1e-9)
+for weights in zip(one.get_weights(), many.get_weights(), strict=True):
+    np.testing.assert_allclose(*weights, rtol=1e-9, atol=1e-12)
+try:
+    towers.parallelize(many, 2, workers=addresses)
+except towers.InputError as error:
+    print(error)
+"""
+
+
+def test_fit_over_workers_has_the_numbers_of_one_device(addresses):
+    too_old, both = python("-c", FIT, addresses).splitlines()
+    assert "before the model is made" in too_old
+    assert both.startswith("num_towers=2") and both.endswith("leave one of them out")

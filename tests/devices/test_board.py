@@ -1,0 +1,99 @@
+"""The files of a worker's board, and who they give it to; the time is passed by hand."""
+
+import json
+
+import pytest
+
+from towers.devices import board
+from towers.devices.board import Claim, Lease, Offer, Offered
+from towers.devices.worker import Claims
+
+OFFER = Offer("1.0", "2.21.0", address="h:1", devices=(Offered("/gpu:0", "A100", 2**30),))
+
+
+class Time:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.mark.parametrize("notice", [OFFER, Claim("a", "h", 3, "u", 2.0), Lease("a", "h", 3, "u")])
+def test_what_is_written_is_read_and_half_of_it_is_nothing(notice):
+    text = board.to_text(notice)
+    assert board.from_text(type(notice), text) == notice
+    assert [board.from_text(type(notice), text[:end]) for end in range(len(text))] == [None] * len(
+        text
+    )
+
+
+def test_a_free_worker_says_nothing_of_a_program():
+    assert board.to_text(None) == "{}" and board.from_text(Lease, b"{}").id == ""
+
+
+def test_other_versions_are_understood_as_far_as_they_go():
+    assert board.from_text(Offer, '{"towers": "0.9", "colour": "red"}') == Offer(towers="0.9")
+
+
+@pytest.mark.parametrize("text", ["[]", "1", '{"pid": "x"}', '{"id": null}', b"\xff", "[" * 9999])
+def test_what_is_no_claim_is_none(text):
+    assert board.from_text(Claim, text) is None
+
+
+@pytest.mark.parametrize("seconds, then", [(-1, 15), ("NaN", 15), ("Infinity", 15), (1e9, 3600)])
+def test_no_claim_keeps_a_worker_for_ever(seconds, then):
+    claim = board.from_text(Claim, f'{{"id": "a", "timeout_seconds": {seconds}}}')
+    assert claim.timeout_seconds == then
+
+
+def test_files_that_are_no_claims():
+    assert board.claim_id(board.claim_file("a-1_b")) == "a-1_b"
+    assert [board.claim_id(n) for n in ("claim.", "offer.json", "claim.a/b", "claim.ä")] == [""] * 4
+
+
+def test_odd_names_of_strangers_stay_in_their_line():
+    assert "\n" not in str(Lease("a", "h\n\x1b[31m", 1, "u" * 999))
+    assert len(str(Lease("a", "h", 1, "u" * 999))) < 120
+
+
+def claim(folder, name, **values):
+    text = json.dumps({"id": name, "user": name, "timeout_seconds": 10} | values)
+    (folder / f"claim.{name}").write_text(text)
+
+
+def given_to(folder):
+    return board.from_text(Lease, (folder / board.LEASE).read_bytes()).id
+
+
+def test_the_first_program_has_it_until_it_says_so(tmp_path):
+    claims = Claims(tmp_path, Time())
+    assert claims.look() == "" and given_to(tmp_path) == ""
+    claim(tmp_path, "first")
+    assert claims.look() == "" and given_to(tmp_path) == "first"
+    claim(tmp_path, "another")  # which would come before it by name
+    assert claims.look() == "" and given_to(tmp_path) == "first"
+    claim(tmp_path, "first", released=True)
+    assert claims.look() == "the program has released it"
+
+
+def test_a_program_that_says_nothing_loses_it(tmp_path):
+    time = Time()
+    claims = Claims(tmp_path, time)
+    claim(tmp_path, "a")
+    assert claims.look() == ""
+    time.now = 9
+    (tmp_path / "claim.a").write_text("{")  # half of a sign of life is one
+    assert claims.look() == ""
+    time.now = 18
+    assert claims.look() == ""
+    time.now = 20
+    assert claims.look() == "no word from the program for 10 s"
+
+
+def test_half_a_claim_and_one_that_is_released_get_nothing(tmp_path):
+    claims = Claims(tmp_path, Time())
+    (tmp_path / "claim.half").write_text('{"id":')
+    claim(tmp_path, "gone", released=True)
+    assert claims.look() == "" and given_to(tmp_path) == ""
+    claim(tmp_path, "half")
+    assert claims.look() == "" and given_to(tmp_path) == "half"

@@ -1,0 +1,78 @@
+"""`scripts/local_cluster`: workers for one command, and none after it."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.workers import ROOT, environment
+
+SCRIPT = [sys.executable, ROOT / "scripts/local_cluster"]
+SECONDS = 120
+# Tells its arguments; ends with 7 at once, or, if it is to wait, with 75 at SIGTERM.
+COMMAND = """
+trap 'exit 75' TERM
+echo "$@"
+[ "$1" = wait ] || exit 7
+while true; do sleep 0.05; done
+"""
+
+
+@contextlib.contextmanager
+def cluster(*flags, then=()):
+    """Run the command on workers; give the process, and the flags that the command was given."""
+    command = [*SCRIPT, *flags, "--", "sh", "-c", COMMAND, "sh", *then]
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process, process.stdout.readline().split()
+        finally:
+            process.terminate()
+
+
+def listens(address):
+    host, _, port = address.partition(":")
+    with contextlib.suppress(OSError):
+        socket.create_connection((host, int(port)), timeout=1).close()
+        return True
+    return False
+
+
+def addresses(flag):
+    return flag.removeprefix("--workers=").split(",")
+
+
+def test_a_command_gets_workers_and_hands_on_its_exit_code():
+    with cluster("--workers=2", "--towers_per_worker=3") as (process, (workers, towers)):
+        assert process.wait(SECONDS) == 7
+        assert len(set(addresses(workers))) == 2 and towers == "--towers_per_worker=3"
+        assert not any(map(listens, addresses(workers)))
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_a_signal_goes_to_the_command_and_no_worker_stays(number, code):
+    with cluster("--workers=1", then=["wait"]) as (process, (_, workers, _)):
+        assert all(map(listens, addresses(workers)))
+        process.send_signal(number)
+        assert process.wait(SECONDS) == code
+        end = time.monotonic() + 5
+        while any(map(listens, addresses(workers))):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def test_what_is_no_command_is_one_line():
+    done = subprocess.run(
+        [*SCRIPT, "--workers=1", "--", "no-such-command"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "local_cluster: no-such-command: No such file or directory\n"

@@ -1,0 +1,156 @@
+"""Towers on workers are given the same examples, whichever way these get there."""
+
+import pytest
+import tensorflow as tf
+
+from tests import tiny, workers
+from tests.data import image_files
+from towers.devices import cluster
+from towers.errors import InputError, RunError
+from towers.graphs.placement import read_placement
+from towers.options.run import Options
+from towers.training.tensorflow_errors import one_line_errors
+
+
+@pytest.fixture(scope="module")
+def two_workers():
+    """Give the flags for two towers on each of two workers."""
+    with workers.workers(2) as addresses:
+        given = dict(workers=",".join(addresses), towers_per_worker=2, num_towers=0)
+        try:
+            yield given
+        finally:
+            if connected := cluster.current():
+                connected.close()
+
+
+def generated():
+    """Return data of the user's own code."""
+    (x, y), test, num_classes = tiny.images()
+    train = tf.data.Dataset.from_tensor_slices((x, y))
+    return (train, len(y)), test, num_classes
+
+
+def loop_of(batch_size=7, **given):
+    options = tiny.options("unused", dtype="float64", batch_size=batch_size, **given)
+    loop = tiny.Loop(options)
+    loop.batches = iter(loop.run.batches(0, 0))
+    return loop
+
+
+def assert_same_numbers(two_workers, num_steps=3, **given):
+    """Return the loop over workers, after its numbers were found to be those of one machine."""
+    over_workers = loop_of(**two_workers, **given)
+    here = loop_of(num_towers=4, **given)
+    assert over_workers(num_steps) == pytest.approx(here(num_steps), rel=1e-12)
+    tiny.assert_close(over_workers.state(), here.state(), 1e-12)
+    return over_workers
+
+
+def sent(loop):
+    """Return the bytes of each slice of the batch that a step sends to a tower; none is whole."""
+    placement = read_placement(loop.run.train_loop(telemetry=False), loop.batches, tf.constant(0))
+    slices = ("/split/", "/GatherV2")
+    return [t.bytes for t in placement.transfers if any(part in t.name for part in slices)]
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"accumulate_steps": 2}, {"validation_fraction": 0.2}, {"batch_size": 3}]
+)
+def test_of_arrays_rows_are_sent(two_workers, given):
+    loop = assert_same_numbers(two_workers, **given)
+    assert "sent to the workers once" in str(loop.run.on_towers)
+
+
+def test_of_own_code_each_worker_is_sent_its_slices(two_workers):
+    loop = assert_same_numbers(two_workers, dataset=f"{__name__}:generated")
+    assert loop.run.on_towers is None
+    assert max(sent(loop)) == 2 * 8 * 8 * 3  # of a batch of 7 images
+
+
+def test_a_compiled_model_too(two_workers):
+    given = dict(model="tests.tasks:images", dataset="tests.tasks:images_data", augment="auto")
+    given |= dict(learning_rate=Options.learning_rate)
+    assert_same_numbers(two_workers, **given)
+
+
+def test_evaluation(two_workers):
+    given = dict(ema_decay=0.9)
+    found = [loop_of(**more, **given).run for more in (two_workers, {"num_towers": 4})]
+    over_workers, here = (run.task.make_evaluator(run.data.test)() for run in found)
+    assert over_workers.metrics == pytest.approx(here.metrics, rel=1e-12)
+    assert over_workers.class_accuracy == here.class_accuracy
+
+
+@pytest.fixture(params=["folder", "tfrecord"])
+def files(request, tmp_path):
+    """Give the flags of images in files, which are below a folder."""
+    for name, numbers in ("train", range(31)), ("test", range(40, 46)):
+        image_files.WRITE[request.param](tmp_path, numbers, split=name)
+    return {"dataset": request.param, "data_dir": str(tmp_path)}
+
+
+@pytest.mark.parametrize("more", [{}, {"accumulate_steps": 2}, {"validation_fraction": 0.2}])
+def test_workers_read_their_own_files(two_workers, files, more):
+    loop = assert_same_numbers(two_workers, 9, **files, **more)
+    assert str(loop.run.on_towers).startswith("read by the workers from")
+
+
+def test_it_goes_on_from_any_step(two_workers, files):
+    loop = loop_of(**two_workers, **files)
+    loop(4)
+    kept = loop.state()
+    loop(3)
+    expected = loop.state()
+    again = loop_of(**two_workers, **files)
+    for name, variable in again.masters.variables().items():
+        variable.assign(kept[name])
+    again.batches = iter(again.run.batches(4, 28))
+    again(3)
+    tiny.assert_identical(again.state(), expected)
+
+
+def test_a_file_that_is_another_one_is_named_and_none_is_needed(tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in here, there:
+        for split in "train", "test":
+            image_files.write_folder(folder / "images", range(9), split=split)
+    monkeypatch.chdir(here)
+    other = there / "images/train/cat/00004.png"
+    other.write_bytes(image_files.png(image_files.image(5)))
+    worker = workers.Worker(folder=there)
+    try:
+        given = dict(workers=worker.ready().address, num_towers=0)
+        given |= dict(dataset="folder", data_dir="images")
+        with pytest.raises(InputError, match=f"{other} is another one on worker 0 "):
+            loop_of(**given)
+        other.unlink()
+        loop = loop_of(**given)
+        assert loop.run.on_towers is None
+        loop(2)
+        image_files.write_folder(there / "images", [4])
+        loop = loop_of(**given)
+        assert loop.run.on_towers
+        other.write_bytes(b"GIF89a, or not")
+        line = rf"{other} row \d, on worker 0 \({worker.address}\), is damaged"
+        with pytest.raises(RunError, match=line), one_line_errors(loop.run.options):
+            loop(9)
+    finally:
+        cluster.current().close()
+        worker.close()
+
+
+def test_a_record_file_that_is_another_one_is_named(tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for split in "train", "test":
+        image_files.write_tfrecord(here, range(9), split=split)
+        image_files.write_tfrecord(there, range(1, 10), split=split)
+    monkeypatch.chdir(here)
+    worker = workers.Worker(folder=there)
+    try:
+        given = dict(workers=worker.ready().address, num_towers=0)
+        with pytest.raises(InputError, match=f"{there}/.*: record 0 .* another one on worker 0 "):
+            loop_of(**given, dataset="tfrecord", data_dir=".")
+    finally:
+        cluster.current().close()
+        worker.close()

@@ -1,0 +1,15 @@
+"""What a check of `towers doctor` finds."""
+
+import dataclasses
+
+OK, PROBLEM, NOTE = "ok", "problem", "note"  # a note is something to know, nothing to mend
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """What was looked at and found; each part is one line."""
+
+    name: str
+    status: str  # OK, PROBLEM or NOTE
+    detail: str
+    remedy: str = ""  # what to type or to do

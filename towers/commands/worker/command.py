@@ -1,0 +1,15 @@
+"""`towers worker`: lends this machine's devices to one program at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+from towers.commands.worker.options import WorkerOptions
+from towers.devices import worker
+from towers.devices.addresses import parse_address
+
+
+def run(options: WorkerOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Serve until Ctrl-C or another signal; raises as `towers.devices.worker.serve` does."""
+    host, port = parse_address(options.address, "address")
+    worker.serve(host, port, options.run.gpu_options(), options.any_address, say)
+    return {}

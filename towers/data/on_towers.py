@@ -1,0 +1,131 @@
+"""A training set in memory where the towers are: the program sends numbers of rows, no examples.
+
+    stored = on_towers.store(split, ["/gpu:0", "/gpu:1"])   # None: it is too large, or no array
+    for rows, draws in stored.train_batches(128, seed=1): ...
+    example = stored.example(rows)                          # as `split.train_batches` has it
+
+Each GPU holds all of it, since any example may fall to any tower. A worker holds it once, for all
+of its towers, in the memory of its machine where its GPUs have not enough.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from towers import tf_private
+from towers.builder.kinds import HOST, PROGRAM, are_gpus, is_gpu, machine_of
+from towers.builder.splitting import StoredRows
+from towers.data.pipeline import ArraySplit, Split, Structure
+from towers.devices import cluster, memory
+
+_SHARE = 0.25  # of a device's memory that is free
+# TensorFlow takes rows on a GPU of all numbers but these.
+_KEPT_AS = {tf.int32: tf.int64}
+_CHUNK_BYTES = 64 * 2**20  # sent at once to a worker: no message may have 2 GiB
+
+
+class OnTowers:
+    """A split on the devices of towers, or of their workers; `bytes` is what it takes of each."""
+
+    def __init__(self, split: ArraySplit, homes: Sequence[str]):
+        """Copy the split to these devices, one for each tower; several may have one."""
+        self.bytes, self.homes = size_of(split), list(homes)
+        self.train_batches = split.train_rows
+        arrays = tf.nest.flatten(split.arrays())
+        copies = {home: [_copy(array, home) for array in arrays] for home in dict.fromkeys(homes)}
+        self._stored = list(zip(*(copies[home] for home in homes), strict=True))
+        self._split = split
+
+    def __str__(self) -> str:
+        """Return what the start of a run says of it."""
+        size = f"{self.bytes / 2**20:.1f} MiB"
+        if are_gpus(self.homes):
+            return f"{size} on each GPU: the host sends the numbers of rows"
+        return f"sent to the workers once, {size} each: then the numbers of rows"
+
+    def example(self, rows: tf.Tensor) -> Structure:
+        """Return what stands for the examples of a batch, to be handed to a `TowerBuilder`."""
+        specs, whole = tf.nest.flatten(self._split.spec), [None] * len(self._stored)
+        if not are_gpus(self.homes):  # this process has it, too, and needs to ask no worker
+            with tf.device(HOST):
+                whole = tf.nest.flatten(self._split.batch(rows))
+        leaves = [
+            StoredRows(stored, rows, spec.dtype, here)
+            for stored, spec, here in zip(self._stored, specs, whole, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(self._split.spec, leaves)
+
+
+def store(split: Split, names: Sequence[str]) -> OnTowers | None:
+    """Copy a split to where the towers with these devices are.
+
+    It is None where some are on CPUs of this machine, which have it already, and where it takes
+    more than a quarter of what is free.
+    """
+    if not isinstance(split, ArraySplit):
+        return None
+    if any(spec.dtype == tf.string for spec in tf.nest.flatten(split.spec)):
+        return None
+    size, limits = size_of(split), tf_private.device_memory_bytes()
+    homes, free_on_host = [], functools.cache(_free_on_host)
+    for name in names:
+        worker = machine_of(name)
+        if is_gpu(name) and size <= _SHARE * _free(name, limits):
+            homes.append(name)
+        elif worker and size <= _SHARE * free_on_host(worker):
+            homes.append(f"{worker}/cpu:0")
+        else:
+            return None
+    return OnTowers(split, homes)
+
+
+def size_of(split: ArraySplit) -> int:
+    """Return how many bytes a GPU needs to hold a split, the most that any device needs."""
+    leaves = tf.nest.flatten(split.spec)
+    sizes = [spec.shape.num_elements() * _kept_as(spec.dtype).size for spec in leaves]
+    return split.size * sum(sizes)
+
+
+def _free(name: str, limits: dict[str, int]) -> float:
+    """Return how many bytes are free on a device, 0 of one that is not known."""
+    if machine_of(name):
+        offered = cluster.offered(name)
+        return (offered and offered.memory_bytes) or 0
+    limit = limits.get(name.lower(), 0)
+    used = memory.of_device(name) if "gpu" in name.lower() else None
+    return limit - (used[0] * memory.MIB if used else 0)
+
+
+def _free_on_host(worker: str) -> int:
+    """Return how many bytes of memory a worker's machine has free, read there."""
+
+    @tf.function(autograph=False)
+    def available() -> tf.Tensor:
+        with tf.device(f"{worker}/cpu:0"):
+            lines = tf.data.TextLineDataset("/proc/meminfo")
+            line = lines.filter(lambda text: tf.strings.substr(text, 0, 13) == "MemAvailable:")
+            return line.get_single_element()
+
+    return int(available.get_concrete_function()().numpy().split()[1]) * 2**10
+
+
+def _kept_as(dtype: tf.DType) -> tf.DType:
+    return _KEPT_AS.get(dtype, dtype)
+
+
+def _copy(array: tf.Tensor, home: str) -> tf.Variable:
+    """Copy an array to a device."""
+    dtype = _kept_as(array.dtype)
+    with tf.device(home):
+        if not machine_of(home):
+            return tf.Variable(tf.cast(array, dtype), trainable=False)
+        copied = tf.Variable(tf.zeros(array.shape, dtype), trainable=False)
+    row_bytes = array.shape[1:].num_elements() * dtype.size
+    num_rows = max(_CHUNK_BYTES // max(row_bytes, 1), 1)
+    for start in range(0, len(array), num_rows):
+        with tf.device(f"{PROGRAM}{HOST}"):  # so that no more is sent than these
+            rows = tf.cast(array[start : start + num_rows], dtype)
+        with tf.device(home):
+            copied[start : start + num_rows].assign(rows)
+    return copied

@@ -1,0 +1,205 @@
+"""Encoded images that each worker reads itself, from files of its own that are the program's.
+
+    files = on_workers.find(split, devices, batch_size=128)     # None: a worker has no such files
+    for rows, draws in files.train_batches(128, seed=1): ...    # the workers begin to read
+    example = files.example(rows)                               # in a step: once for each batch
+
+The program sends each step's numbers of rows, and a worker has these examples read and decoded
+already: it has the same order of its own, a pure function of seed and step. It compares the two.
+
+Before the start the contents of files are compared, by fingerprints that TensorFlow makes of them
+here and there: of some 256 images over the whole training set, the first and the last of each
+TFRecord file among them. A file that is not there is found when it is read, at the latest.
+"""
+
+import functools
+import itertools
+import posixpath
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from towers.builder.kinds import HOST, PROGRAM, machine_of
+from towers.builder.splitting import StoredRows, slices_of
+from towers.data.encoded import EncodedSplit
+from towers.data.pipeline import Split, Structure, prefetched, shuffled_rows
+from towers.devices import cluster
+from towers.errors import InputError
+
+_COMPARED = 256  # images
+# Of a record, and no sign that the worker is lost.
+_NOT_AS_HERE = (tf.errors.DataLossError, tf.errors.InvalidArgumentError, tf.errors.OutOfRangeError)
+_numbers = itertools.count()  # of iterators: each has a name of its own on its worker
+
+
+class OnWorkers:
+    """A split that workers read, in batches of one size."""
+
+    def __init__(self, split: EncodedSplit, names: Sequence[str], batch_size: int, num_rounds: int):
+        """Set which worker reads for which tower; read nothing."""
+        self._split, self._names = split, list(names)
+        self._places = slices_of(batch_size, len(names), num_rounds)
+        workers = dict.fromkeys(map(machine_of, names))
+        self._readers = {
+            worker: _Reader(split, worker, [self._places[i] for i in self._of(worker)])
+            for worker in workers
+        }
+
+    def __str__(self) -> str:
+        """Return what the start of a run says of it."""
+        return f"read by the workers from {self._split.source.files()[0]}"
+
+    def train_batches(
+        self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
+    ) -> tf.data.Dataset:
+        """Return what `Split.train_batches` does, with rows for examples; workers begin to read."""
+        for reader in self._readers.values():
+            reader.start(batch_size, seed, examples)
+        return self._split.train_rows(batch_size, seed=seed, step=step, examples=examples)
+
+    def example(self, rows: tf.Tensor) -> Structure:
+        """Return what stands for the examples of the next batch; it has these rows."""
+        parts: list[tf.Tensor] = [None] * len(self._places)
+        for worker, reader in self._readers.items():
+            for i, part in zip(self._of(worker), reader.next(rows), strict=True):
+                parts[i] = part
+        with tf.device(HOST):
+            return _Read(parts, self._places, rows), self._split.labels(rows)
+
+    def _of(self, worker: str) -> list[int]:
+        """Return which slices are for the towers of a worker."""
+        towers = len(self._names)
+        return [
+            i for i in range(len(self._places)) if machine_of(self._names[i % towers]) == worker
+        ]
+
+
+def find(
+    split: Split, names: Sequence[str], batch_size: int, num_rounds: int = 1
+) -> OnWorkers | None:
+    """Let the workers of towers with these devices read a split; None if one has not its files.
+
+    Raises:
+        InputError: a file is another one on a worker.
+    """
+    workers = list(dict.fromkeys(map(machine_of, names)))
+    if not isinstance(split, EncodedSplit) or not all(workers):
+        return None
+    rows = split.source.telling(_COMPARED)
+    given = tf.constant(rows)
+    here = _fingerprints(split, f"{PROGRAM}{HOST}", "")(given)
+    for worker in workers:
+        there = _fingerprints(split, f"{worker}{HOST}", _folder(worker))
+        try:
+            found = there(given)
+        except tf.errors.NotFoundError:
+            return None
+        except _NOT_AS_HERE:  # a record is not where it should be: which?
+            found = tf.concat([_or_none(there, row) for row in rows], axis=0)
+        different = np.flatnonzero((found != here).numpy().any(axis=1))
+        if different.size:
+            name = posixpath.join(_folder(worker), split.source.name(int(rows[different[0]])))
+            raise InputError(
+                f"{name} is another one on {_named(worker)} than here: copy the data there, or let "
+                "the program send them, from a --data_dir that workers do not have"
+            )
+    return OnWorkers(split, names, batch_size, num_rounds)
+
+
+class _Reader:
+    """What a worker reads: these slices of each batch, (start, size)."""
+
+    def __init__(self, split: EncodedSplit, worker: str, places: Sequence[tuple[int, int]]):
+        self._split, self._worker, self._places = split, worker, places
+        spans = [np.arange(start, start + size) for start, size in places]
+        self._rows = np.concatenate(spans).astype(np.int64)
+        image = split.spec[0]
+        self._spec = {
+            "output_types": [tf.int64, image.dtype],
+            "output_shapes": [[len(self._rows)], [len(self._rows), *image.shape]],
+        }
+        self._name = f"towers_data_{next(_numbers)}"
+
+    def start(self, batch_size: int, seed: int, examples: int) -> None:
+        """Begin with a batch, after this number of examples."""
+        size, places = self._split.size, self._rows
+
+        @tf.function(autograph=False)
+        def make() -> None:
+            with tf.device(f"{self._worker}{HOST}"):
+                batches = shuffled_rows(batch_size, size, seed, examples)
+                rows = batches.map(lambda rows: tf.gather(rows, places))
+                where = _folder(self._worker), _named(self._worker)
+                images = self._split.read_there(rows, len(places), *where)
+                variant = tf.data.experimental.to_variant(prefetched(images))
+                tf.raw_ops.MakeIterator(dataset=variant, iterator=self._iterator())
+
+        make.get_concrete_function()()
+
+    def next(self, rows: tf.Tensor) -> list[tf.Tensor]:
+        """Return the next batch's slices, which are of the program's rows."""
+        with tf.device(HOST):
+            expected = tf.gather(rows, self._rows)
+        with tf.device(f"{self._worker}{HOST}"):
+            found, images = tf.raw_ops.IteratorGetNext(iterator=self._iterator(), **self._spec)
+            same = tf.debugging.Assert(
+                tf.reduce_all(found == expected), ["a worker's order is not the program's"]
+            )
+            with tf.control_dependencies([same]):
+                return tf.split(images, [size for _, size in self._places])
+
+    def _iterator(self) -> tf.Tensor:
+        # By name: TensorFlow crashes where a function returns a resource of another machine.
+        return tf.raw_ops.IteratorV2(shared_name=self._name, container="", **self._spec)
+
+
+class _Read(StoredRows):
+    """The examples of a batch in slices, each on the worker of its tower."""
+
+    def __init__(
+        self, parts: Sequence[tf.Tensor], places: Sequence[tuple[int, int]], rows: tf.Tensor
+    ):
+        self._parts = dict(zip(places, parts, strict=True))
+        self.rows, self.dtype = rows, parts[0].dtype
+        self.shape = rows.shape.concatenate(parts[0].shape[1:])
+
+    @functools.cached_property
+    def whole(self) -> tf.Tensor:
+        with tf.device(HOST):
+            return tf.concat(list(self._parts.values()), axis=0)
+
+    def of_tower(self, tower: int, start: int, size: int) -> tf.Tensor:
+        found = self._parts.get((start, size))
+        return self.whole[start : start + size] if found is None else found
+
+
+def _fingerprints(split: EncodedSplit, device: str, folder: str) -> Callable:
+    """Return what makes 64 bits of what each of some rows is read as by a device, uint8 [n, 8]."""
+
+    @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])
+    def made(rows: tf.Tensor) -> tf.Tensor:
+        with tf.device(device):
+            read = split.source.reader(folder).read
+            return tf.fingerprint(tf.map_fn(read, rows, fn_output_signature=tf.string))
+
+    return made.get_concrete_function()
+
+
+def _or_none(fingerprints: Callable, row: int) -> tf.Tensor:
+    try:
+        return fingerprints(tf.constant([row]))
+    except _NOT_AS_HERE:
+        return tf.zeros([1, 8], tf.uint8)
+
+
+def _named(worker: str) -> str:
+    """Return how a person knows a worker."""
+    workers = cluster.current().workers if cluster.current() else ()
+    return next((str(w) for w in workers if w.name == worker), worker)
+
+
+def _folder(worker: str) -> str:
+    """Return where a worker was started."""
+    workers = cluster.current().workers if cluster.current() else ()
+    return next((w.offer.folder for w in workers if w.name == worker), "")

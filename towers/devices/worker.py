@@ -1,0 +1,392 @@
+"""A worker: TensorFlow's server on this machine, for one program at a time.
+
+Two processes. The supervisor decides which program has the worker (see `board`); its child is the
+server. When the program's lease is over the child is killed and another takes its place on the same
+port: all memory is free again within a second. The supervisor has TensorFlow imported and never
+started, so that a fork of it need not import it.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import importlib.metadata
+import multiprocessing
+import os
+import platform
+import pwd
+import random
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from towers import files
+from towers.devices import board, listening
+from towers.devices.addresses import join_address
+from towers.devices.board import Claim, Lease, Offer, Offered
+from towers.devices.memory import in_words, of_host
+from towers.errors import InputError, RunError
+from towers.options.gpu import GpuOptions
+from towers.text import count, first_line
+
+NUM_CPU_DEVICES = 16  # logical ones of a worker without GPUs; more where there are more cores
+_LOOK_SECONDS = 0.1
+_PARTING_SECONDS = 0.3  # in which the server still answers whoever released it
+_PORTS = range(20000, 32000)  # for port 0: below those that connections take for themselves
+_LEFT_SECONDS = 60.0  # after which a folder that nobody has locked is a killed worker's
+_PR_SET_PDEATHSIG = 1
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and where the machine itself finds it then
+
+
+def serve(
+    host: str,
+    port: int,
+    options: GpuOptions,
+    any_address: bool = False,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Serve one program after the other, until a signal ends it.
+
+    Args:
+        host: name or number of an address of this machine; the server is reached there alone.
+        port: 0 for any free one.
+        options: what the server takes of the GPUs.
+        any_address: serve at all addresses of the machine, whatever `host` is.
+        say: is given lines for people.
+
+    Raises:
+        InputError: the address is none of this machine's, the port is taken, or the options cannot
+            be had.
+        RunError: the server does not start.
+    """
+    ip, port = _locate(host, port, any_address)
+    address = join_address(socket.gethostname() if ip in _EVERYWHERE else ip, port)
+    told = False
+    import tensorflow  # noqa: F401
+
+    while True:
+        try:
+            with _folder() as folder, _server(folder, address, ip, options, any_address) as server:
+                process, offer = server
+                if not told:
+                    for line in _introduction(offer, ip, any_address):
+                        say(line)
+                    told = True
+                say(f"free        for towers train --workers={address}")
+                say(f"over        {_lend(folder, process, say)}")
+        except listening.Reached as error:
+            say(f"warning     {error}: the server is started again")
+        _wait_for_port(ip, port)
+
+
+def _lend(
+    folder: Path, process: multiprocessing.Process, say: Callable[[str], None] = print
+) -> str:
+    """Give a server to the first program that claims it; return why that has it no more."""
+    lease = None
+    try:
+        claims = Claims(folder)
+        while True:
+            why = claims.look()
+            if claims.lease and not lease:
+                say(f"taken       by {claims.lease}")
+            lease = claims.lease
+            if why:
+                time.sleep(_PARTING_SECONDS)
+                return why
+            if process.exitcode is not None:
+                return f"the server ended ({_ending(process.exitcode)})"
+            time.sleep(_LOOK_SECONDS)
+    except OSError as error:  # a program can do there what it likes
+        return f"its folder cannot be used any more: {error.strerror}"
+
+
+class Claims:
+    """The claims on a board: which program has the worker, and whether it still has.
+
+    Attributes:
+        lease: of the program that has it, None if none has.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic):
+        """Begin with a worker that is free."""
+        self.lease: Lease | None = None
+        self._folder, self._clock = folder, clock
+        self._claims: dict[str, Claim] = {}
+        self._written: dict[str, tuple[tuple[int, int], float]] = {}  # its state, since when
+        self._tell()
+
+    def look(self) -> str:
+        """Read the claims; return why the lease is over, "" if it is not, or there is none."""
+        now = self._clock()
+        for path in sorted(self._folder.iterdir()):
+            if claim_id := board.claim_id(path.name):
+                self._read(path, claim_id, now)
+        if self.lease is None:
+            for claim_id, claim in self._claims.items():
+                if not claim.released:
+                    self.lease = Lease(claim_id, claim.host, claim.pid, claim.user, time.time())
+                    self._tell()
+                    break
+            return ""
+        claim = self._claims[self.lease.id]
+        if claim.released:
+            return "the program has released it"
+        if now - self._written[self.lease.id][1] > claim.timeout_seconds:
+            return f"no word from the program for {claim.timeout_seconds:g} s"
+        return ""
+
+    def _read(self, path: Path, claim_id: str, now: float) -> None:
+        """Note a claim that was written since the last look; half of one is a sign of life, too."""
+        with contextlib.suppress(OSError):
+            about = path.stat()
+            state = about.st_mtime_ns, about.st_size
+            if self._written.get(claim_id, (None,))[0] == state:
+                return
+            if claim := board.from_text(Claim, path.read_bytes()):
+                self._claims[claim_id] = claim
+            self._written[claim_id] = state, now
+
+    def _tell(self) -> None:
+        temporary = self._folder / f".{board.LEASE}"
+        temporary.write_text(board.to_text(self.lease), encoding="utf-8")
+        temporary.replace(self._folder / board.LEASE)  # read whole, or not at all
+
+
+def _locate(host: str, port: int, any_address: bool) -> tuple[str, int]:
+    """Return (ip, port) of an address on which this process can listen; raises as `serve` does."""
+    given = f"--address={join_address(host, port)}"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise InputError(f"{given}: no machine is known by the name {host}") from None
+    ip = found[0][4][0]
+    if ip in _EVERYWHERE and not any_address:
+        raise InputError(
+            f"{given} is every address of this machine, and whoever reaches the port can run code "
+            "here: give the one in the network of your program, or add --any_address"
+        )
+    for candidate in [port] if port else random.sample(_PORTS, 100):
+        try:
+            _try_port(ip, candidate)
+            return ip, candidate
+        except PermissionError:
+            raise InputError(f"{given}: ports below 1024 are root's; take another") from None
+        except OSError as error:
+            if not _is_here(ip):
+                raise InputError(
+                    f"{given}: {ip} is no address of this machine ({error.strerror}); see "
+                    "hostname -I"
+                ) from None
+    raise InputError(
+        f"{given}: the port is taken by another process, perhaps another worker; give another port"
+    )
+
+
+def _try_port(ip: str, port: int) -> None:
+    """Raise OSError unless this process can listen there; TensorFlow takes all addresses at once.
+
+    What a server that was killed leaves of its connections is no obstacle.
+    """
+    everywhere = ("::", socket.AF_INET6) if socket.has_dualstack_ipv6() else ("", socket.AF_INET)
+    for host, family in [(ip, socket.AF_INET6 if ":" in ip else socket.AF_INET), everywhere]:
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if host == "::":
+                tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            tried.bind((host, port))
+            tried.listen()
+
+
+def _is_here(ip: str) -> bool:
+    """Tell whether an address is one of this machine's."""
+    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as tried:
+        try:
+            tried.bind((ip, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _wait_for_port(ip: str, port: int, seconds: float = 10) -> None:
+    """Wait until the kernel has cleared up after a server that was killed; RunError if it lasts."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return _try_port(ip, port)
+        except OSError as error:
+            if time.monotonic() > end:
+                raise RunError(f"port {port} is not free again: {error.strerror}") from None
+            time.sleep(_LOOK_SECONDS)
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """Give a folder of its own to a server; it is locked, so that others see that it is in use."""
+    prefix = "towers-worker-"
+    with files.Lock() as lock:
+        for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):  # of workers that were killed
+            with contextlib.suppress(OSError, InputError):
+                if time.time() - path.stat().st_mtime > _LEFT_SECONDS:
+                    lock.take(path)
+                    shutil.rmtree(path)
+        try:
+            folder = tempfile.mkdtemp(prefix=prefix)
+        except OSError as error:
+            raise RunError(f"no folder can be made for the server: {error.strerror}") from None
+        try:
+            lock.take(Path(folder))
+            yield Path(folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _user() -> str:
+    """Return the name of whoever this process runs as, its number where it has no name."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+@contextlib.contextmanager
+def _server(
+    folder: Path, address: str, ip: str, options: GpuOptions, any_address: bool
+) -> Iterator[tuple[multiprocessing.Process, Offer]]:
+    """Run a server in a process of its own, for the length of the block; raises as `serve` does."""
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    arguments = folder, address, ip, any_address, options, os.getpid(), sending
+    process = multiprocessing.get_context("fork").Process(target=_serve, args=arguments)
+    process.start()
+    try:
+        sending.close()
+        try:
+            answer = receiving.recv()
+        except EOFError:
+            process.join()
+            raise RunError(
+                f"the server ended ({_ending(process.exitcode)}) as it started"
+            ) from None
+        if isinstance(answer, Exception):
+            raise answer
+        yield process, answer
+    finally:
+        process.kill()
+        process.join()
+        receiving.close()
+
+
+def _serve(
+    folder: Path,
+    address: str,
+    ip: str,
+    any_address: bool,
+    options: GpuOptions,
+    parent: int,
+    sending: Connection,
+) -> None:
+    """Be the server, for ever; tell what it offers, or why it does not start.
+
+    It ends with its parent, however that ends; a Ctrl-C in the terminal is the parent's affair.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    started_in = os.getcwd()
+    os.chdir(folder)
+    try:
+        server, devices = _start(address, ip, any_address, options)
+        offer = _offer(address, started_in, parent, devices)
+        Path(board.OFFER).write_text(board.to_text(offer), encoding="utf-8")
+        sending.send(offer)
+    except (InputError, RunError) as error:
+        sending.send(error)
+        return
+    except Exception as error:
+        sending.send(RunError(f"the server does not start: {first_line(error)}"))
+        return
+    server.join()
+
+
+def _start(address: str, ip: str, any_address: bool, options: GpuOptions) -> tuple[Any, list[Any]]:
+    """Return a server that runs, and its devices as TensorFlow lists them."""
+    import tensorflow as tf
+
+    from towers.devices import gpus, nvml
+
+    gpus.configure(**dataclasses.asdict(options))
+    num_cpus = 1
+    if not tf.config.list_physical_devices("GPU"):
+        if gpus.visible_gpus(nvml.gpus()):
+            raise InputError(
+                "TensorFlow sees none of this machine's GPUs: type towers doctor, or offer the CPU "
+                "with --visible_gpus=none"
+            )
+        num_cpus = max(NUM_CPU_DEVICES, os.cpu_count() or 1)
+    config = gpus.config_proto(num_cpus=num_cpus, **dataclasses.asdict(options))
+    server = tf.distribute.Server(
+        {"worker": [address]}, job_name="worker", task_index=0, config=config, start=False
+    )
+    port = int(address.rpartition(":")[2])
+    if not any_address:
+        listening.only_to(ip, port)  # before it answers anybody
+    server.start()
+    with tf.compat.v1.Session(f"grpc://{join_address(_EVERYWHERE.get(ip, ip), port)}") as session:
+        return server, session.list_devices()
+
+
+def _offer(address: str, folder: str, pid: int, devices: list[Any]) -> Offer:
+    """Return what a server with these devices offers."""
+    from towers.devices import selection
+
+    cpus, found = [[d for d in devices if d.device_type == kind] for kind in ("CPU", "GPU")]
+    memory = [device.memory_limit_bytes for device in found] or [of_host()]
+    described = selection.describe([f"/gpu:{i}" for i in range(len(found))] or ["/cpu:0"])
+    offered = [Offered(d.device, d.name or "", m) for d, m in zip(described, memory, strict=True)]
+    return Offer(
+        **{name: importlib.metadata.version(name) for name in ("towers", "tensorflow", "keras")},
+        python=platform.python_version(),
+        address=address,
+        host=socket.gethostname(),
+        pid=pid,
+        folder=folder,
+        devices=tuple(offered),
+        kind="gpu" if found else "cpu",
+        num_cpu_devices=len(cpus),
+    )
+
+
+def _introduction(offer: Offer, ip: str, any_address: bool) -> list[str]:
+    """Return the lines with which a worker begins."""
+    lines = [f"worker      {offer.address} on {offer.host}, process {offer.pid}"]
+    for device in offer.devices:
+        memory = f", {in_words(device.memory_bytes)}" if device.memory_bytes else ""
+        lines.append(f"offers      {device.name} {device.what}{memory}")
+    if offer.kind == "cpu":
+        devices = count(offer.num_cpu_devices, "logical device")
+        lines.append(f"            up to {devices} on it: --towers_per_worker=N uses N")
+    lines.append(
+        f"versions    towers {offer.towers}, tensorflow {offer.tensorflow}, keras {offer.keras}, "
+        f"python {offer.python}"
+    )
+    where = "at every address of this machine" if any_address else f"at {ip} alone"
+    lines.append(
+        f"security    it listens {where}; whoever reaches the port can run code as "
+        f"{_user()}: close it to all but the program and the other workers"
+    )
+    if ip.startswith("127.") or ip == "::1":
+        lines.append("            (this address is reached from this machine alone)")
+    return lines
+
+
+def _ending(exitcode: int | None) -> str:
+    """Return how a process ended, in words."""
+    if exitcode is not None and exitcode < 0:
+        return signal.Signals(-exitcode).name
+    return f"exit code {exitcode}"
