@@ -9,6 +9,7 @@ and each of them the gradients of theirs: 2(W-1)/W x G in the mean over the work
 least that a ring could do; where one weight is most of the model, its worker sends more.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -17,15 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.slow_network import enter, slow_network  # noqa: E402 - found by the line above
 
-_WORKERS = flags.DEFINE_list("workers", ["2", "3"], "Numbers of workers.")
-_PROGRAM = flags.DEFINE_list("program", [], "Addresses of workers: be the program.")
 _PORT, _STEPS, _MBITS = 2222, 10, 10_000
 
 
@@ -86,14 +83,18 @@ def measure(num_workers: int) -> list[dict[str, Any]]:
                 process.communicate()
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Print a table, in parts of G."""
-    if _PROGRAM.value:
-        print(json.dumps(list(program(_PROGRAM.value))))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", default="2,3", help="numbers of workers")
+    parser.add_argument("--program", help="addresses of workers: be the program")
+    arguments = parser.parse_args()
+    if arguments.program:
+        print(json.dumps(list(program(arguments.program.split(",")))))
         return
     print("| variables | workers | program sends | expected | each worker sends: mean | expected |")
     print("|---|---|---|---|---|---|")
-    for number in map(int, _WORKERS.value):
+    for number in map(int, arguments.workers.split(",")):
         for row in measure(number):
             of_program, *of_workers = [size / row["gradients"] for size in row["sent"]]
             sharded = row["variables"] == "sharded"
@@ -107,4 +108,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    main()
