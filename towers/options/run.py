@@ -30,7 +30,7 @@ SCHEDULES = ("constant", "step", "cosine", "onecycle")
 DTYPES = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
 OPTIMIZERS = (
     "sgd", "momentum", "nesterov", "adam", "adamw", "adamax", "nadam", "lion", "lamb", "rmsprop",
-    "adagrad", "adadelta",
+    "adagrad", "adadelta", "muon",
 )  # fmt: skip
 # What a compiled model says itself.
 OF_COMPILED = (
@@ -224,8 +224,8 @@ class Options:
     )  # fmt: skip
 
     optimizer: str = _update(
-        "momentum", "Optimizer, of Keras; or module:function that returns one, with a learning "
-        "rate of its own.", choices=OPTIMIZERS, own=True,
+        "momentum", "Optimizer, of Keras; muon for kernels of any rank; or module:function that "
+        "returns one, with a learning rate of its own.", choices=OPTIMIZERS, own=True,
     )  # fmt: skip
     learning_rate: float = _update(0.05, "Highest learning rate of the run.")
     schedule: str = _update(
@@ -241,10 +241,10 @@ class Options:
     decay_factor: float = _update(
         0.1, "Factor by which schedule step multiplies the learning rate.", maximum=1
     )
-    momentum: float = _update(0.9, "Momentum of the optimizers momentum and nesterov.", maximum=1)
+    momentum: float = _update(0.9, "Momentum of the optimizers momentum, nesterov and muon.", maximum=1)
     weight_decay: float = _update(
         0.0, "Decay of weights of two or more dimensions: added to the gradient (L2), or decoupled "
-        "in adamw, lion and lamb.",
+        "in adamw, lion, lamb and muon.",
     )  # fmt: skip
     ema_decay: float = _update(
         0.0, "Decay, for each 128 examples, of the weights' moving average, which is evaluated "

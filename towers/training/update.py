@@ -22,6 +22,7 @@ from towers.options.functions import call_plainly
 from towers.options.run import Options
 from towers.training import flat
 from towers.training.masters import Masters, Replica, now
+from towers.training.muon import Muon
 
 # A loss scale doubles after this many steps without overflow (Micikevicius et al. 2018).
 STEPS_TO_DOUBLE = 2000
@@ -44,8 +45,9 @@ OPTIMIZERS = {
     "rmsprop": lambda o: _K.RMSprop,
     "adagrad": lambda o: _K.Adagrad,
     "adadelta": lambda o: _K.Adadelta,
+    "muon": lambda o: functools.partial(Muon, momentum=o.momentum, weight_decay=o.weight_decay),
 }
-DECAY_APART = ("adamw", "lion", "lamb")  # these decay weights apart from the gradient
+DECAY_APART = ("adamw", "lion", "lamb", "muon")  # these decay weights apart from the gradient
 
 
 def make_optimizer(
@@ -68,6 +70,8 @@ def make_optimizer(
             )
         return optimizer
     optimizer = OPTIMIZERS[options.optimizer](options)(options.learning_rate, **clips)
+    if options.optimizer == "muon":
+        optimizer.outputs = {weight.path for weight in list(filter(is_decayed, weights))[-1:]}
     if options.optimizer in DECAY_APART:
         optimizer.exclude_from_weight_decay(var_list=[v for v in weights if not is_decayed(v)])
     return optimizer
