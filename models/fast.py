@@ -108,7 +108,7 @@ def _normalize_and_activate(
 
 @keras.saving.register_keras_serializable(package="towers_models")
 class CosinePatterns(keras.initializers.Initializer):
-    """The patterns of a discrete cosine transform over a patch and its colours, and their negatives.
+    """The patterns of a cosine transform over a patch and its colours, and their negatives.
 
     The source takes the principal components of patches of training images. Of natural images these
     are nearly the cosine transform's, which needs no images.

@@ -10,7 +10,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from models.fast import fast as any_fast
 from models.resnet import resnet as any_resnet
 from tests import tiny
 

@@ -241,7 +241,9 @@ class Options:
     decay_factor: float = _update(
         0.1, "Factor by which schedule step multiplies the learning rate.", maximum=1
     )
-    momentum: float = _update(0.9, "Momentum of the optimizers momentum, nesterov and muon.", maximum=1)
+    momentum: float = _update(
+        0.9, "Momentum of the optimizers momentum, nesterov and muon.", maximum=1
+    )
     weight_decay: float = _update(
         0.0, "Decay of weights of two or more dimensions: added to the gradient (L2), or decoupled "
         "in adamw, lion, lamb and muon.",
