@@ -18,7 +18,7 @@ SLOW = {
     "builder/test_xla.py", "commands/test_benchmark.py", "commands/test_export.py",
     "commands/test_plan.py", "commands/test_predict.py", "commands/test_sweep.py",
     "commands/test_tensorboard.py", "commands/test_verify.py", "commands/test_verify_fit.py",
-    "data/test_encoded.py", "data/test_pipeline.py",
+    "data/test_encoded.py", "data/test_pipeline.py", "data/test_published.py",
     "devices/test_probe.py", "devices/test_worker.py", "graphs/test_gpu_step.py",
     "graphs/test_gpu_view.py", "graphs/test_placement.py", "graphs/test_placement_report.py",
     "graphs/test_profile_summary.py", "models/test_models.py", "monitoring/test_dashboard.py",

@@ -292,6 +292,6 @@ def test_data_that_is_not_downloaded(tmp_path):
     own = check_data("no_such_module:load", "")
     assert own.status == "ok" and "your own" in own.detail
     assert check_data("folder", str(tmp_path)).status == "ok"
-    for name, folder in [("cifar100", ""), ("tfrecord", ""), ("folder", f"{tmp_path}/nowhere")]:
+    for name, folder in [("imagenet", ""), ("tfrecord", ""), ("folder", f"{tmp_path}/nowhere")]:
         wrong = check_data(name, folder)
         assert wrong.status == "problem" and wrong.remedy

@@ -217,7 +217,7 @@ def test_the_user_s_own_examples_are_not_changed_unasked(kind, of_plain, of_comp
     assert augment.resolve("off", own(kind)) == "off"
 
 
-@pytest.mark.parametrize("name", ["shapes", "cifar10"])
+@pytest.mark.parametrize("name", ["shapes", "cifar10", "cifar100", "cifar100_coarse"])
 def test_the_data_sets_that_come_with_towers_are_augmented(name):
     for compiled in True, False:
         assert augment.resolve("auto", own("images", name), compiled) == "tutorial"

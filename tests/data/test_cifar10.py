@@ -49,11 +49,11 @@ def test_is_found_anywhere(tmp_path, write, folder):
 
 @pytest.mark.parametrize("write", [write_binaries, write_pickles])
 def test_files_that_are_not_the_published_ones_are_named_and_taken(
-    tmp_path, capsys, monkeypatch, write
+    tmp_path, capsys, publish, write
 ):
     write(tmp_path)
     sums = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in tmp_path.iterdir()}
-    monkeypatch.setattr(cifar10, "_MD5_OF", sums)
+    publish(cifar10, md5_of=sums)
     assert_is_cifar10(data.load("cifar10", str(tmp_path)))
     assert capsys.readouterr().err == ""
     first, *_, last = sorted(tmp_path.iterdir())
@@ -206,7 +206,7 @@ def test_a_pickle_with_any_byte_changed_is_an_error_or_a_valid_set(tmp_path, mon
             damaged[index] = value
             path.write_bytes(damaged)
             try:
-                images, labels, _ = cifar10._read(str(path))
+                images, labels, _ = cifar10.SETS["cifar10"]._read(str(path))
             except InputError as error:
                 assert str(path) in str(error) and "\n" not in str(error)  # noqa: PT017
             else:
@@ -216,22 +216,24 @@ def test_a_pickle_with_any_byte_changed_is_an_error_or_a_valid_set(tmp_path, mon
 
 # The download
 
+FOLDER = cifar10.SETS["cifar10"].folder
+
 
 @pytest.fixture
-def source(tmp_path, monkeypatch):
+def source(tmp_path, publish):
     """An archive of the binary set, which is where CIFAR-10 is downloaded from."""
-    write_binaries(tmp_path / "server" / cifar10.FOLDER)
+    write_binaries(tmp_path / "server" / FOLDER)
     path = tmp_path / "server/cifar-10-binary.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
-        tar.add(tmp_path / "server" / cifar10.FOLDER, cifar10.FOLDER)
-    monkeypatch.setattr(cifar10, "URL", path.as_uri())
-    monkeypatch.setattr(cifar10, "MD5", hashlib.md5(path.read_bytes()).hexdigest())
+        tar.add(tmp_path / "server" / FOLDER, FOLDER)
+    publish(cifar10, sources={path.as_uri(): hashlib.md5(path.read_bytes()).hexdigest()})
     return path
 
 
 @pytest.fixture
-def server(monkeypatch):
+def server(publish):
     """Serve on 127.0.0.1 what the test puts into `answer`."""
+    (md5,) = cifar10.SETS["cifar10"].sources.values()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -242,7 +244,7 @@ def server(monkeypatch):
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setattr(cifar10, "URL", f"http://127.0.0.1:{server.server_port}/cifar.tar.gz")
+        publish(cifar10, sources={f"http://127.0.0.1:{server.server_port}/cifar.tar.gz": md5})
         yield server
         server.shutdown()
 
@@ -258,7 +260,7 @@ def test_downloads_what_is_nowhere(tmp_path, source, server, capsys):
     server.answer = functools.partial(send, content=source.read_bytes())
     folder = tmp_path / "new/folder"
     assert_is_cifar10(data.load("cifar10", str(folder)))
-    assert os.listdir(folder) == [cifar10.FOLDER]
+    assert os.listdir(folder) == [FOLDER]
     assert capsys.readouterr().out == ""  # where --json writes
     server.answer = None  # the second time needs no server
     assert_is_cifar10(data.load("cifar10", str(folder)))
@@ -266,7 +268,8 @@ def test_downloads_what_is_nowhere(tmp_path, source, server, capsys):
 
 def assert_download_fails(folder, reason):
     message = fails(folder)
-    assert message.startswith(f"cannot download {cifar10.URL} to {folder}/{cifar10.FOLDER}: ")
+    (url,) = cifar10.SETS["cifar10"].sources
+    assert message.startswith(f"cannot download {url} to {folder}/{FOLDER}: ")
     assert reason in message and message.endswith("or use --dataset=shapes")
     assert os.listdir(folder) == []
 

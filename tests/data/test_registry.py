@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.data.mat_files import write_svhn
 from tests.data.tiny_cifar10 import assert_is_cifar10, write_binaries, write_pickles
 from towers import data
 from towers.data.registry import DATA_SETS
@@ -95,12 +96,16 @@ def test_what_needs_no_files():
     assert data.locate("mine:load") == "mine:load is your own: not looked at"
 
 
-def test_cifar10_is_located_whole_or_would_be_downloaded(tmp_path):
+def test_published_sets_are_located_whole_or_would_be_downloaded(tmp_path):
     assert data.locate("cifar10", str(tmp_path)) is None
     write_pickles(tmp_path / "there")
     assert data.locate("cifar10", str(tmp_path)) == f"cifar10 is in {tmp_path}/there"
     (tmp_path / "there/test_batch").unlink()
     assert "lacks test_batch; add" in refusal(data.locate, "cifar10", str(tmp_path))
+    write_svhn(tmp_path / "svhn", ("train", "test"))
+    assert data.locate("svhn", str(tmp_path)) == f"svhn is in {tmp_path}/svhn"
+    assert "lacks extra_32x32.mat" in refusal(data.locate, "svhn_extra", str(tmp_path))
+    assert data.locate("cifar100_coarse", str(tmp_path)) is None
 
 
 @pytest.mark.usefixtures("tiny")

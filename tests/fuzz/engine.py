@@ -15,9 +15,11 @@ from unittest import mock
 
 import numpy as np
 
-from tests.data import image_files, tiny_cifar10
+from tests.data import image_files, mat_files, tiny_cifar10, tiny_cifar100
 from tests.fuzz.inputs import FOLDER, LINK, READ_ONLY, Case
 from towers import cli
+from towers.data import cifar10, cifar100
+from towers.data.published import Published
 from towers.errors import InputError, RunError
 
 CODES = {0, 1, 2, 75, 76, 130, 141}
@@ -50,6 +52,9 @@ class Template:
         "tfrecord": ("tfrecord", "tfrecord"),
         "binaries": ("cifar10", "binaries"),
         "pickles": ("cifar10", "pickles"),
+        "binaries100": ("cifar100", "binaries100"),
+        "pickles100": ("cifar100_coarse", "pickles100"),
+        "matlab": ("svhn_extra", "matlab"),
     }
 
     @property
@@ -93,6 +98,9 @@ def make_template(folder: Path) -> Template:
             image_files.write_tfrecord(Path("tfrecord"), numbers, split=split, num_files=2)
         tiny_cifar10.write_binaries(Path("binaries"))
         tiny_cifar10.write_pickles(Path("pickles"))
+        tiny_cifar100.write_binaries(Path("binaries100"))
+        tiny_cifar100.write_pickles(Path("pickles100"))
+        mat_files.write_svhn(Path("matlab"))
     found = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     return Template({name: data for name, data in found.items() if "/.towers" not in name}, argv)
 
@@ -136,7 +144,7 @@ def _read_data(name: str, folder: str) -> str:
 
     options = Options(dataset=name, data_dir=folder)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), _few_records_and_no_download():
             found = load_data(options)
             with one_line_errors(options):
                 for split in found.train, found.test:
@@ -147,6 +155,16 @@ def _read_data(name: str, folder: str) -> str:
     except Exception:
         return f"traceback: {traceback.format_exc()[-6000:]}"
     return ""
+
+
+@contextlib.contextmanager
+def _few_records_and_no_download() -> Iterator[None]:
+    with (
+        mock.patch.object(cifar10, "RECORDS_PER_FILE", tiny_cifar10.NUM),
+        mock.patch.dict(cifar100.RECORDS, tiny_cifar100.NUM),
+        mock.patch.object(Published, "_download", side_effect=InputError("cannot download")),
+    ):
+        yield
 
 
 def _call(argv: list[str]) -> tuple[Any, str, str]:

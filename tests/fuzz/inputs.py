@@ -12,7 +12,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.data import tiny_cifar10
+from tests.data import tiny_cifar10, tiny_cifar100
 from towers import cli
 
 LINK, FOLDER = "link", "folder"  # in the place of a file
@@ -286,7 +286,7 @@ def data_files(draw, template) -> Case:
     for path in draw(st.lists(st.sampled_from(own), min_size=1, max_size=2)):
         content = template.files[path]
         choices = [in_place(content)]
-        if path.rpartition("/")[2] in tiny_cifar10.NAMES:
+        if path.rpartition("/")[2] in (*tiny_cifar10.NAMES, *tiny_cifar100.NUM):
             choices.append(st.sampled_from(hostile_pickles()))
         if path.endswith(".csv"):
             choices.append(_tables())

@@ -38,7 +38,9 @@ _ROW, _COLUMN, _FLIP, _CONTRAST = range(NUM_DRAWS)
 _CONTRAST_RANGE = (0.2, 1.8)
 _PADDING = 4  # pixels on each side, "resnet"
 
-_OF_TOWERS = ("cifar10", "shapes")  # data sets whose classes stay what they are when cut
+# Data sets whose classes stay what they are when cut and mirrored, and one whose classes do not.
+_OF_TOWERS = ("cifar10", "cifar100", "cifar100_coarse", "shapes")
+_DIGITS = ("svhn", "svhn_extra")
 _DONE = {
     "tutorial": "crop, flip, brightness, contrast, standardised",
     "resnet": "padded crop, flip, standardised",
@@ -51,9 +53,9 @@ _SHOWN = 10  # names of classes in a line
 def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     """Return the kind that --augment means for a data set.
 
-    "auto" is "tutorial" for the data sets that come with Towers, and nothing that would change what
-    is in the user's own images: "none", or "off" for a compiled model, which takes them as they
-    are. What is no image is left alone.
+    "auto" is "tutorial" for the data sets that come with Towers, but for digits, and nothing that
+    would change what is in those or in the user's own images: "none", or "off" for a compiled
+    model, which takes them as they are. What is no image is left alone.
 
     Args:
         kind: one of `names`, or "auto".
@@ -107,6 +109,11 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
         before = f"{'x'.join(map(str, shape))} {x.dtype.name}"
         after = f"{'x'.join(map(str, output_shape(shape, kind)))} {dtype.name}"
         lines = [f"images      {before} -> {after}: {_DONE[kind]}"]
+        if data.name in _DIGITS and "flip" in _DONE[kind]:
+            lines.append(
+                f"warning     --augment={kind} mirrors the digits of {data.name}, which are other "
+                "shapes then: --augment=none does not"
+            )
     if data.num_classes:
         plural = "es" * (data.num_classes > 1)
         some = ", ".join(data.class_names[:_SHOWN]) + ", ..." * (data.num_classes > _SHOWN)

@@ -4,8 +4,8 @@ A name with a colon is a function of the user's own, one that ends in .npz or .c
 
 To add one, write its module `towers/data/NAME.py` with `load(path) -> Data`, where `path` is the
 folder to look in and to keep files in, and give it a line in DATA_SETS. The module of files of the
-user's own has `load(path, size, max_pixels)`, that of a downloaded set also `find(path)`, which
-returns the paths of its files, or none.
+user's own has `load(path, size, max_pixels)`; one of sets that can be downloaded has `SETS`, each a
+`towers.data.published.Published`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from towers.errors import InputError
 
 if TYPE_CHECKING:
     from towers.data.pipeline import Data
+    from towers.data.published import Published
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +29,16 @@ class DataSet:
     """What is known of a data set before its module is loaded."""
 
     layout: str = ""  # of files of the user's own, which need --data_dir
-    downloaded: bool = False  # unless its module finds the files
+    published: str = ""  # the module that knows its files, which are downloaded if they are nowhere
 
 
 DATA_SETS = {
     "shapes": DataSet(),
-    "cifar10": DataSet(downloaded=True),
+    "cifar10": DataSet(published="cifar10"),
+    "cifar100": DataSet(published="cifar100"),
+    "cifar100_coarse": DataSet(published="cifar100"),
+    "svhn": DataSet(published="svhn"),
+    "svhn_extra": DataSet(published="svhn"),
     "folder": DataSet("DIR/train/CLASS/*.png (or .jpg, .jpeg, .bmp, .gif), DIR/test/CLASS/*.png"),
     "tfrecord": DataSet("DIR/train*.tfrecord* and DIR/test*.tfrecord* (or val*)"),
 }
@@ -83,6 +88,8 @@ def load(
         )
     elif own:
         found = _module("custom").load(dataset)
+    elif DATA_SETS[dataset].published:
+        found = _published(dataset).load(path)
     else:
         of_images = [image_size, *([max_image_pixels] if max_image_pixels else [])]
         found = _module(dataset).load(path, *(of_images if images else []))
@@ -111,12 +118,18 @@ def locate(dataset: str, data_dir: str | None = None) -> str | None:
     path = _check(dataset, data_dir)
     if ":" in dataset:
         return f"{dataset} is your own: not looked at"
-    if DATA_SETS[dataset].downloaded:
-        paths = _module(dataset).find(path)
+    if DATA_SETS[dataset].published:
+        paths = _published(dataset).find(path)
         return f"{dataset} is in {os.path.dirname(paths[0])}" if paths else None
     if DATA_SETS[dataset].layout:
         return f"{path} is there; a run looks at your own files in it"
     return f"{dataset} is drawn in code"
+
+
+def stand_in(dataset: str) -> Data:
+    """Return images drawn in code, of the form and with the classes of a published data set."""
+    names = _published(dataset).class_names
+    return dataclasses.replace(load("shapes"), num_classes=len(names), class_names=names)
 
 
 def cache_dir() -> str:
@@ -127,6 +140,10 @@ def cache_dir() -> str:
 
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"towers.data.{name}")
+
+
+def _published(dataset: str) -> Published:
+    return _module(DATA_SETS[dataset].published).SETS[dataset]
 
 
 def _files(dataset: str, data_dir: str | None) -> list[str]:

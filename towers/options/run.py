@@ -107,8 +107,9 @@ class Options:
     )  # fmt: skip
 
     dataset: str = _data(
-        "shapes", "Training and test set: shapes (drawn in code), cifar10, module:function of your "
-        "own, FILE.npz (x_train, y_train, x_test, y_test), FILE.csv or TRAIN.csv,TEST.csv, or "
+        "shapes", "Training and test set: shapes (drawn in code), cifar10, cifar100, "
+        "cifar100_coarse, svhn, svhn_extra (found in data_dir or downloaded), module:function of "
+        "your own, FILE.npz (x_train, y_train, x_test, y_test), FILE.csv or TRAIN.csv,TEST.csv, or "
         "files in data_dir: folder (train/CLASS/*.png, test/CLASS/*.png; jpg, bmp, gif), tfrecord "
         "(train*.tfrecord, test*.tfrecord).",
     )  # fmt: skip
@@ -132,8 +133,8 @@ class Options:
     augment: str = _data(
         "auto", "Augmentation of training images: tutorial (crop to 3/4, flip, brightness, "
         "contrast), resnet (pad 4, crop, flip), none: each standardises; off: images are taken as "
-        "they are. auto: tutorial for cifar10 and shapes, none for images of your own, off for "
-        "those of a compiled model.", choices=("auto", "tutorial", "resnet", "none", "off"),
+        "they are. auto: tutorial for shapes and the CIFARs; for svhn and images of your own none, "
+        "off with a compiled model.", choices=("auto", "tutorial", "resnet", "none", "off"),
     )  # fmt: skip
     validation_fraction: float = _data(
         0.0, "Part of the training set that is kept for validation: evaluations on the way look at "

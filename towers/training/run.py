@@ -160,8 +160,8 @@ def load_data(options: Options, say: Callable[[str], None] | None = None) -> Dat
 
     Args:
         options: of the run.
-        say: prints a line. With it nothing is downloaded: images drawn in code stand in for
-            CIFAR-10 where that is not at hand, since what is to be found out depends on no image.
+        say: prints a line. With it nothing is downloaded: images drawn in code stand in for what
+            is not at hand, since what is to be found out depends on no image.
 
     Raises:
         InputError: the data set cannot be had.
@@ -171,7 +171,7 @@ def load_data(options: Options, say: Callable[[str], None] | None = None) -> Dat
     with one_line_errors(options):
         if say and data.locate(name, folder) is None:
             say(f"data        {name} is not at hand: shapes, drawn in code, stand in for it")
-            return data.load("shapes")
+            return data.stand_in(name)
         size, fraction = options.image_height_width(), options.validation_fraction
         limit = options.max_image_pixels
         return data.load(name, folder, size, fraction, options.target, limit)
