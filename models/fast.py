@@ -18,6 +18,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from models import parts
+
 _GROUPS = (1, 4, 4)  # times `width`: channels
 _SHRINKS_BY = 8  # three poolings, and one that takes what is left
 
@@ -46,9 +48,7 @@ def fast(
         ValueError: an argument is of another kind, or out of range.
     """
     least = _SHRINKS_BY + 4
-    for name, value in (("num_classes", num_classes), ("width", width)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+    parts.require_whole(num_classes=num_classes, width=width)
     if not isinstance(small_steps, int) or small_steps < 0:
         raise ValueError(f"small_steps={small_steps!r} must be a whole number of at least 0")
     smallest = min(*image_shape[:2], small_size or least)
@@ -57,11 +57,10 @@ def fast(
             f"image_shape={tuple(image_shape)} and small_size={small_size!r}: images must be at "
             f"least {least} x {least} pixels; small_size=0 is for images of one size"
         )
-    full_precision = keras.config.dtype_policy().variable_dtype
+    full_precision = parts.full_precision()
     layers = keras.layers
 
-    inputs = keras.Input(image_shape, dtype=full_precision, name="images")
-    x = inputs
+    inputs = x = parts.images(image_shape)
     if small_size and small_steps:
         x = SmallAtFirst(small_size, small_steps, dtype=full_precision, name="small")(x)
     # Both signs of each pattern: after the activation nothing of it is lost.
@@ -81,7 +80,16 @@ def fast(
         x = _conv(f"group{group}_conv2", times * width)(x)
         x = _normalize_and_activate(x, f"group{group}_2")
     x = layers.GlobalMaxPooling2D(name="pool")(x)
-    logits = layers.Dense(num_classes, use_bias=False, dtype=full_precision, name="logits")(x)
+    # Smaller values and larger weights than usual: as the logits begin near 0, and move slowly.
+    scale = (4 * width) ** -0.5
+    x = layers.Rescaling(scale, dtype=full_precision, name="scale")(x)
+    logits = layers.Dense(
+        num_classes,
+        use_bias=False,
+        kernel_initializer=keras.initializers.RandomNormal(stddev=scale),
+        dtype=full_precision,
+        name="logits",
+    )(x)
     return keras.Model(inputs, logits, name="fast")
 
 

@@ -62,9 +62,10 @@ def after_steps(make, dtype, kernels, steps=20, sparse=False):
 
     for _ in range(steps):
         step(*(tf.constant(rng.normal(size=shape), dtype) for shape in SHAPES))
-    graph = step.get_concrete_function(*(tf.TensorSpec(shape, dtype) for shape in SHAPES)).graph
-    graphs = [graph.as_graph_def().node, *(f.node_def for f in graph.as_graph_def().library.function)]
-    ops = {node.op for nodes in graphs for node in nodes if node.op.startswith("ResourceApply")}
+    specs = [tf.TensorSpec(shape, dtype) for shape in SHAPES]
+    graph = step.get_concrete_function(*specs).graph.as_graph_def()
+    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+    ops = {node.op for node in nodes if node.op.startswith("ResourceApply")}
     assert "update_step" not in vars(optimizer)
     variables = (*weights, *optimizer.variables)
     return {f"{i} {v.name}": v.numpy() for i, v in enumerate(variables)}, ops

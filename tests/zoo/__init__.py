@@ -13,7 +13,7 @@ __all__ = ["CAUSES", "ENTRIES", "MODULES", "REFUSED", "SAME", "Entry", "found"]
 
 _OF_MODELS = (
     "convolutions norms sequences draws layouts programs gradients state mixing faults refused "
-    "applications"
+    "applications families"
 )
 
 
