@@ -106,7 +106,8 @@ def test_no_other_program_is_called_for():
 
 
 @pytest.mark.parametrize(
-    "name", re.findall(r"configs/\w+\.cfg", README) + [p.name for p in (ROOT / "configs").iterdir()]
+    "name",
+    re.findall(r"configs/\w+\.cfg", README) + [p.name for p in (ROOT / "configs").glob("*.cfg")],
 )
 def test_the_flagfiles_are_there_and_named(name):
     assert (ROOT / "configs" / Path(name).name).is_file()

@@ -160,12 +160,19 @@ def records(folder):
 
 
 def events(folder):
-    """Return [(step, tag, value)] of the scalars in a folder's event files."""
-    return [
+    """Return [(step, tag, value)] of the scalars in a folder's event files.
+
+    What is tower/loss of the run tower_0 in it is tower_0/loss here.
+    """
+    found = [
         (step, value.tag, float(tf.make_ndarray(value.tensor)))
         for step, value in records(folder)
         if value.metadata.plugin_data.plugin_name == "scalars"
     ]
+    for run in sorted(path for path in folder.glob("*_*") if path.is_dir()):
+        kind = run.name.partition("_")[0]
+        found += [(step, tag.replace(kind, run.name, 1), value) for step, tag, value in events(run)]
+    return found
 
 
 def summary(tag, num_bytes):

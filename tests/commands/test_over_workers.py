@@ -62,12 +62,12 @@ def test_a_run_shows_its_workers_and_is_evaluated_on_them(addresses, tmp_path):
     steps = "--max_steps=6 --log_every_steps=2 --placement=strict"
     printed = towers(f"train {SMALL} {steps} {line}")
     assert "-> /job:worker/task:1/cpu:0" in printed  # what crosses
-    last = events.read(tmp_path / "run/train")[5]
-    for worker in "worker_0", "worker_1":
-        assert last[f"{worker}/memory_mib"] > 50
-        assert last[f"{worker}/received_bytes"] > 1000
-        assert last[f"{worker}/step_seconds"] > 0
-    waits = [last[f"worker_{i}/wait_seconds"] for i in (0, 1)]
+    last = [events.read(tmp_path / "run/train" / f"worker_{i}")[5] for i in (0, 1)]
+    for worker in last:
+        assert worker["worker/memory_mib"] > 50
+        assert worker["worker/received_bytes"] > 1000
+        assert worker["worker/step_seconds"] > 0
+    waits = [worker["worker/wait_seconds"] for worker in last]
     assert min(waits) == 0 < max(waits)
     there = json.loads(towers(f"evaluate {line} --json"))
     here = json.loads(towers(f"evaluate --train_dir={tmp_path}/run --workers= --json"))

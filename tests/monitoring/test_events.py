@@ -1,5 +1,6 @@
 """Event files: every point once, whatever ended the process, and a size that is kept."""
 
+import os
 import struct
 
 import pytest
@@ -29,7 +30,6 @@ def write(folder, xs):
     own = writer(folder)
     for x in xs:
         own.scalars("train", x, {"a": x, "b/c": -x})
-    own.close()
     (path,) = set(folder.iterdir()) - before
     return path
 
@@ -53,7 +53,19 @@ def test_a_point_is_one_event_that_can_be_read_at_once(folder):
     assert events.read(folder, {"loss", "rate"}) == {7: {"loss": 0.25, "rate": 2.0}}  # not closed
     assert events.read(folder, {"rate"}) == {7: {"rate": 2.0}}
     assert events.read(folder, {"x"}) == events.read(folder / "none", {"rate"}) == {}
-    own.close()
+
+
+def test_each_tower_is_a_run_of_its_own_with_the_tags_of_all(folder):
+    own = writer(folder)
+    files = len(os.listdir("/dev/fd"))
+    for x in 0, 10:
+        towers = {f"tower_{i}/loss": i / 8 for i in range(200)}
+        own.scalars("train", x, {"loss": 0.25} | towers | {"gpu_3/power": 7.0})
+    assert len(os.listdir("/dev/fd")) == files  # of a thousand towers, too
+    assert events.read(folder) == {x: {"loss": 0.25} for x in (0, 10)}
+    assert events.read(folder / "tower_11") == {x: {"tower/loss": 11 / 8} for x in (0, 10)}
+    events.cut(folder, 10)
+    assert events.read(folder / "gpu_3") == {0: {"gpu/power": 7.0}}
 
 
 def test_what_a_continued_run_writes_anew_is_dropped(folder):
@@ -109,10 +121,8 @@ def test_pictures_leave_room_for_curves_and_say_so_once(folder):
     own.scalars("train", 1, {"a": 0.5})
     own.heavy("eval", 2, picture("picture", 20_000), last=True)  # may have what curves have
     assert xs_of(folder) == [1] and len(tiny.records(folder.with_name("eval"))) == 1
-    own.close()
     own = writer(folder, 1, lines.append)  # the run is continued: what is there counts
     own.heavy("eval", 3, picture("picture", 50_000))
-    own.close()
     assert len(tiny.records(folder.with_name("eval"))) == 1
 
 
@@ -124,7 +134,6 @@ def test_curves_never_pass_the_limit_and_none_is_starved(folder):
         own.scalars("train", x, {"a": 1.0} | {f"loss/{i}": 1.0 for i in range(40)})
         if x % 3 == 0:
             own.scalars("train", x, {"accuracy": 0.5})
-    own.close()
     assert size(folder) < MIB / 4
     xs = xs_of(folder)
     gaps = [after - before for before, after in zip(xs, xs[1:], strict=False)]

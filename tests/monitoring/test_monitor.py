@@ -8,8 +8,12 @@ import sys
 
 import pytest
 import tensorflow as tf
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from tests import tiny
+from towers.monitoring import events
+from towers.monitoring.curves import read_curves
 from towers.monitoring.monitor import Monitor, tensorboard_command
 from towers.options.run import Options
 from towers.options.timetable import Timetable
@@ -164,7 +168,7 @@ def test_an_evaluation_stands_after_its_updates_once(monitor, tmp_path):
     assert not monitor.evaluated(11)
     for _ in range(2):  # repeated after a crash
         monitor.eval_point(11, {"accuracy": 0.75, "accuracy_ema": None})
-    assert tiny.events(tmp_path / "eval") == [(11, "accuracy", 0.75)]
+    assert tiny.events(tmp_path / "eval") == [(11, "test/accuracy", 0.75)]
     assert monitor.evaluated(11) and not monitor.evaluated(10)
 
 
@@ -217,7 +221,7 @@ def test_curves_over_examples(tmp_path, make):
     monitor.eval_point(11, {"accuracy": 0.5})
     monitor.close()
     assert [x for x, _ in points(tmp_path / "train", "loss/data")] == [0, 1280]
-    assert points(tmp_path / "eval", "accuracy") == [(1408, 0.5)]
+    assert points(tmp_path / "eval", "test/accuracy") == [(1408, 0.5)]
     make(10, tensorboard_x="examples")
     assert [x for x, _ in points(tmp_path / "train", "loss/data")] == [0]
 
@@ -234,8 +238,24 @@ def test_what_is_written_again_after_a_crash_is_there_once(tmp_path, make):
     step_to(again, 20, 21)
     again.eval_point(30, {"accuracy": 0.5})
     assert [x for x, _ in points(tmp_path / "train", "loss/data")] == [0, 10, 20]
-    evaluated = dict(points(tmp_path / "eval", "accuracy"))
+    evaluated = dict(points(tmp_path / "eval", "test/accuracy"))
     assert evaluated == pytest.approx({10: 0.1, 20: 0.2, 30: 0.5})
+
+
+def test_a_run_goes_on_whose_curves_were_called_otherwise(tmp_path, make):
+    """Towers were tags of the run train once, and evaluations did not say of which part."""
+    for part, tag in ("train", "tower_0/loss"), ("eval", "accuracy"):
+        (tmp_path / part).mkdir()
+        points = [Event(step=x, summary=scalar_pb(tag, x / 8)) for x in (0, 10, 20)]
+        records = events.framed([Event(file_version="brain.Event:2"), *points])
+        (tmp_path / part / "events.out.tfevents.1.host").write_bytes(b"".join(records))
+    monitor = make(20)
+    step_to(monitor, 20, 21)
+    monitor.eval_point(30, {"accuracy": 0.5})
+    assert [event[:2] for event in tiny.events(tmp_path / "train") if "tower_0/loss" in event] == [
+        (x, "tower_0/loss") for x in (0, 10, 20)
+    ]
+    assert read_curves(tmp_path).of("accuracy").x.tolist() == [0, 10, 20, 30]
 
 
 def test_an_evaluation_that_was_cut_short_is_drawn_anew(tmp_path, make):
@@ -249,7 +269,7 @@ def test_an_evaluation_that_was_cut_short_is_drawn_anew(tmp_path, make):
     make(20)
     assert [(x, value.tag) for x, value in tiny.records(tmp_path / "eval")] == [
         (10, "confusion_matrix"),
-        (10, "accuracy"),
+        (10, "test/accuracy"),
     ]
 
 

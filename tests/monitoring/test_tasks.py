@@ -1,6 +1,7 @@
 """What TensorBoard and the terminal show of tasks of all kinds."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -57,8 +58,8 @@ def test_metrics_are_shown_by_their_names(tmp_path, capfd, task, flags, metrics,
     seen = tiny.events(tmp_path / "run" / "train")
     assert all(np.isfinite(value) for *_, value in seen)
     for metric in metrics:
-        assert metric in evaluated and f"batch/{metric}" in {tag for _, tag, _ in seen}
-        assert f"{metric}$" in charts[f"{part} {metric}"]
+        assert f"{part}/{metric}" in evaluated and f"batch/{metric}" in {tag for _, tag, _ in seen}
+        assert re.match(charts[f"{part} {metric}"][0], f"{part}/{metric}")
         assert {f"result/test_{metric}", f"result/{part}_{metric}"} <= set(columns)
     assert columns[0] == f"result/{result['objective']}"
     written = {tag for _, tag, _ in tiny.events(tmp_path / "run")}

@@ -53,24 +53,23 @@ def test_each_tower_is_seen(float64, tmp_path):
     history = fit(model, towers.callbacks.TowerBoard(tmp_path, every_steps=1))
     points = events.read(tmp_path / "train", Every())
     assert list(points) == [0, 1, 2, 3]
-    first = points[0]
-    norms = [first[f"tower_{i}/gradient_norm"] for i in range(2)]
+    first = [events.read(tmp_path / "train" / f"tower_{i}")[0] for i in range(2)]
+    norms = [tower["tower/gradient_norm"] for tower in first]
     np.testing.assert_allclose(norms, expected, rtol=1e-5)
-    assert 0 < first["tower_0/cosine_to_mean"] <= 1.00001
-    assert first["tower_0/step_seconds"] > 0 and first["tower_1/memory_mib"] > 0
+    assert 0 < first[0]["tower/cosine_to_mean"] <= 1.00001
+    assert first[0]["tower/step_seconds"] > 0 and first[1]["tower/memory_mib"] > 0
     assert points[1]["loss"] == pytest.approx(history["loss"][0])
     assert points[3]["progress/epoch"] == 1.5
     assert points[1]["speed/examples_per_second"] > 0 and points[1]["learning_rate"] > 0
-    evaluated = events.read(tmp_path / "eval", {"loss", "mae"})
-    assert evaluated[4]["loss"] == pytest.approx(history["val_loss"][1])
+    evaluated = events.read(tmp_path / "eval")
+    assert evaluated[4]["validation/loss"] == pytest.approx(history["val_loss"][1])
 
 
 def test_a_tower_without_an_example_has_no_points(float64, tmp_path):
     board = towers.callbacks.TowerBoard(tmp_path, every_steps=1)
     make(4).fit(X[:3], Y[:3], verbose=0, callbacks=[board])
-    first = events.read(tmp_path / "train", Every())[0]
-    assert "tower_2/gradient_norm" in first
-    assert not any(tag.startswith("tower_3/") for tag in first)
+    seen = {path.name for path in (tmp_path / "train").iterdir() if path.is_dir()}
+    assert seen == {"tower_0", "tower_1", "tower_2"}
 
 
 def test_no_number_depends_on_it(float64, tmp_path):

@@ -1,6 +1,7 @@
 """The curves of a run in one table: in which chart each is shown.
 
-Who adds a curve adds its tag to `CHARTS`, and the value to what the monitor writes.
+Who adds a curve adds its tag to `CHARTS`, and the value to what the monitor writes. A curve of each
+tower is tower/NAME of the runs train/tower_0, train/tower_1 ...: there each has its colour.
 """
 
 import re
@@ -10,10 +11,13 @@ from typing import Any
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import summary as layout_summary
 
+_EVALUATED = "(test/|validation/)?"  # before the name of a metric; older runs have nothing there
+_EXACT = "learning_rate", "progress/epoch", "progress/examples"  # not to be smoothed
+
 # {category: {chart: tags}}. A tag with {} is of each tower, worker or GPU.
 CHARTS = {
     "run": {
-        "loss": "loss/data loss/total loss loss_ema",
+        "loss": f"loss/data loss/total {_EVALUATED}loss {_EVALUATED}loss_ema",
         "METRICS": "",  # a chart for each
         "learning rate": "learning_rate",
         "gradient norm": "gradient_norm",
@@ -65,7 +69,8 @@ def layout(
 ) -> Any:
     """Return the Summary of the custom-scalars dashboard, the same at any number of towers.
 
-    `metrics` are charts by what they show: "validation auc" has auc, auc_ema and batch/auc.
+    `metrics` are charts by what they show: "validation auc" has validation/auc, validation/auc_ema
+    and, of training, auc or batch/auc.
     TensorBoard tries the patterns on the tags of every run, from the tag's first letter on. Without
     GPUs or workers their empty charts are folded up.
     """
@@ -74,7 +79,11 @@ def layout(
     for title, charts in CHARTS.items():
         category = found.category.add(title=title, closed=title in empty)
         for name, tags in charts.items():
-            shown = {name: [tag.replace("{}", r"\d+") + "$" for tag in tags.split()]}
+            if tags in _EXACT:  # TensorBoard smooths all charts, but for those with a margin
+                series = layout_pb2.MarginChartContent.Series(value=tags, lower=tags, upper=tags)
+                category.chart.add(title=name).margin.series.append(series)
+                continue
+            shown = {name: [tag.replace("_{}", r"(_\d+)?") + "$" for tag in tags.split()]}
             if name == "METRICS":
                 shown = {metric: _patterns(metric.partition(" ")[2]) for metric in metrics}
             for chart, patterns in shown.items():
@@ -83,4 +92,5 @@ def layout(
 
 
 def _patterns(metric: str) -> list[str]:
-    return [f"{re.escape(tag)}$" for tag in (metric, f"{metric}_ema", f"batch/{metric}")]
+    name = re.escape(metric)
+    return [f"{_EVALUATED}{name}$", f"{_EVALUATED}{name}_ema$", f"batch/{name}$"]

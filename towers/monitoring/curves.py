@@ -8,6 +8,7 @@ Everything is put over examples, the one clock that all runs have.
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from towers.monitoring import events
 _TRAIN_TAGS = (
     "loss/data", "loss/total", "progress/examples", "progress/epoch", "speed/examples_per_second",
 )  # fmt: skip
+
+_PART = re.compile("^(test|validation)/")  # of which an evaluation is
 
 Points = Mapping[float, Mapping[str, float]]  # {x: {tag: value}}
 
@@ -39,7 +42,7 @@ class Curves:
     """The curves of a run; each may be empty."""
 
     loss: Curve  # of training, on the data alone
-    evaluated: Mapping[str, Curve]  # of each metric, by its tag
+    evaluated: Mapping[str, Curve]  # of each metric, by its name
     examples: np.ndarray  # seen at points of training, with 0 at the start, [N]
     seconds: np.ndarray  # of training up to there, [N]; NaN where the speed is not known
     epoch_size: float | None  # examples of an epoch, None if that is not known
@@ -65,7 +68,10 @@ def read_curves(folder: Path, batch_size: int = 1, by_examples: bool = False) ->
     examples (--tensorboard_x=examples), else it is updates.
     """
     train = events.read(folder / "train", _TRAIN_TAGS)
-    evaluated = events.read(folder / "eval")
+    evaluated = {
+        x: {_PART.sub("", tag): value for tag, value in values.items()}
+        for x, values in events.read(folder / "eval").items()
+    }
     steps, seen = _series(train, "progress/examples")  # x is before the step, examples are after it
     known_x, known_examples = _from_zero(steps + 1), _from_zero(seen)
 

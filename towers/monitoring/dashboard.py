@@ -17,7 +17,6 @@ from typing import Any
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.plugins.text.summary_v2 import text_pb
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from towers import devices
 from towers.builder.kinds import are_of_workers
@@ -25,7 +24,7 @@ from towers.devices import host
 from towers.errors import RunError
 from towers.graphs.placement import Placement
 from towers.graphs.step_graph import step_graph
-from towers.monitoring import charts, hparams
+from towers.monitoring import charts, events, hparams
 from towers.monitoring.results import noted_runs
 from towers.options.run import Options, text_of
 
@@ -86,9 +85,8 @@ def write_root(folder: Path, summaries: Iterable[Any], step: Any, max_mib: float
     with _one_line_errors(folder):
         for path in folder.glob(_FILES):
             path.unlink()
-        with tf.io.TFRecordWriter(_new_path(folder)) as writer:
-            for event in (header, start, _event(summaries), graph_of_step):
-                writer.write(event.SerializeToString())
+        records = events.framed([header, start, _event(summaries), graph_of_step])
+        _new_path(folder).write_bytes(b"".join(records))
 
 
 def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
@@ -101,7 +99,7 @@ def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
     with _one_line_errors(folder):
         path = next(folder.glob(_FILES), _new_path(folder))  # somebody may have tidied up
         with open(path, "ab") as file:
-            RecordWriter(file).write(end.SerializeToString())
+            file.write(*events.framed([end]))
 
 
 def text(tag: str, lines: Iterable[str]) -> Any:
@@ -136,14 +134,13 @@ def _event(summaries: Iterable[Any], step: int = 0) -> Event:
     return event
 
 
-def _new_path(folder: Path) -> str:
-    return str(folder / _FILES.replace("*", f"{time.time():.6f}"))
+def _new_path(folder: Path) -> Path:
+    return folder / _FILES.replace("*", f"{time.time():.6f}")
 
 
 @contextlib.contextmanager
 def _one_line_errors(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, tf.errors.OpError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error.message
-        raise RunError(f"{folder} cannot be written: {reason}") from None
+    except OSError as error:
+        raise RunError(f"{folder} cannot be written: {error.strerror}") from None

@@ -1,27 +1,27 @@
-"""Event files as they are written: a point is one event, and they stay below a size.
+"""Event files as they are written: a point is one event of a run, and they stay below a size.
 
 writer = EventWriter(train_dir, max_mib=200)
-writer.scalars("train", 1000, {"loss/total": 0.5})
+writer.scalars("train", 1000, {"loss/total": 0.5, "tower_0/loss": 0.25})
 
-What cannot be written is told in a line, and is no reason not to train.
+TensorBoard has a colour and a name for each run, that is each folder. So every tower, worker and
+GPU is one, and a chart has all of them: what is called tower_0/loss here is tower/loss of the run
+train/tower_0. What cannot be written is told in a line, and is no reason not to train.
 """
 
-import contextlib
 import itertools
 import math
 import os
+import re
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
-from towers import files
 from towers.errors import RunError
 from towers.monitoring import events
 from towers.text import reason
@@ -30,6 +30,7 @@ HEAVY, POINT = "pictures and histograms", "curves"
 _SHARE = {HEAVY: 0.5, POINT: 1.0}  # of the size, at which none of a kind is left
 _OVERHEAD_BYTES = 64  # of an event
 PARTS = "train", "eval"
+_OWN = re.compile(r"((tower|worker|gpu)_\d+)/(.+)")  # tags of what is a run of its own
 _NUMBERS = itertools.count()  # of the files of a process
 
 
@@ -43,57 +44,59 @@ class EventWriter:
         say: Callable[[str], None] = print,
         check: Callable[[], None] = lambda: None,
     ):
-        """Write nothing yet; each part gets a new file with its first event.
+        """Write nothing yet; each run gets a new file with its first event.
 
         `say` gets a line when the first event is left out, or cannot be written; `check` is called
         before each and raises RunError or OSError where the folder is not that of the run.
         """
-        folders = {part: train_dir / part for part in PARTS}
-        found = [path for folder in (train_dir, *folders.values()) for path in events.paths(folder)]
+        folders = [train_dir, *(run for part in PARTS for run in events.runs(train_dir / part))]
+        found = [path for folder in folders for path in events.paths(folder)]
+        self._train_dir, self._files = train_dir, {}
         self._used_bytes = sum(path.stat().st_size for path in found)
         self._max_mib, self._say, self._check, self._told = max_mib, say, check, set()
-        self._offered: Counter[tuple[str, str]] = Counter()
-        self._files = {part: _File(folder) for part, folder in folders.items()}
+        self._offered: Counter[tuple[str, ...]] = Counter()
 
     def scalars(self, part: str, x: int, values: Mapping[str, float]) -> None:
-        """Write the scalars of a point, which are {tag: value}, at `x` in one event."""
-        summary = Summary()
+        """Write the scalars of a point, which are {tag: value}, at `x` in one event of each run."""
+        summaries: dict[str, Summary] = {}
         for tag, value in values.items():
-            summary.value.extend(scalar_pb(tag, value).value)
-        self._write(part, x, summary, POINT)
+            run = part
+            if own := _OWN.fullmatch(tag):
+                run, tag = f"{part}/{own[1]}", f"{own[2]}/{own[3]}"
+            summaries.setdefault(run, Summary()).value.extend(scalar_pb(tag, value).value)
+        self._write(part, x, summaries, POINT)
 
     def heavy(self, part: str, x: int, summary: Summary, *, last: bool = False) -> None:
         """Write a picture or the like at `x` if there is room; the last may use that of curves."""
-        self._write(part, x, summary, POINT if last else HEAVY)
+        self._write(part, x, {part: summary}, POINT if last else HEAVY)
 
-    def close(self) -> None:
-        """End the files."""
-        for file in self._files.values():
-            file.close()
-
-    def _write(self, part: str, x: int, summary: Summary, kind: str) -> None:
-        """Write an event if there is room.
+    def _write(self, part: str, x: int, summaries: Mapping[str, Summary], kind: str) -> None:
+        """Write an event of each run if there is room for all.
 
         All is written up to three quarters of what the kind may fill. From there on every second
         one of a tag is, up to half of what is left every fourth, and so on: the end is never
         reached.
         """
-        if not summary.value:
+        found = {run: summary for run, summary in summaries.items() if summary.value}
+        if not found:
             return
-        data, tag = summary.SerializeToString(), summary.value[0].tag
-        limit, num_bytes = _SHARE[kind] * self._max_mib * 2**20, len(data) + _OVERHEAD_BYTES
+        tag = next(iter(found.values())).value[0].tag
+        num_bytes = sum(summary.ByteSize() + _OVERHEAD_BYTES for summary in found.values())
+        limit = _SHARE[kind] * self._max_mib * 2**20
         left = (limit - self._used_bytes - num_bytes) / limit
         number = self._offered[kind, tag]
         self._offered[kind, tag] += 1
         if left >= 0.25 or (left > 0 and number % 2 ** math.ceil(-math.log2(4 * left)) == 0):
-            event = Event(step=x, wall_time=time.time())
-            event.summary.MergeFromString(data)
+            now = time.time()
+            own = [Event(step=x, wall_time=now, summary=summary) for summary in found.values()]
             try:
                 self._check()
-                self._files[part].write(event)
+                for run, record in zip(found, events.framed(own), strict=True):
+                    file = self._files.setdefault(run, _File(self._train_dir / run))
+                    file.append(record)
                 self._used_bytes += num_bytes
                 self._told.discard(part)
-            except (OSError, RunError, tf.errors.OpError) as error:
+            except (OSError, RunError) as error:
                 if part not in self._told:
                     self._say(f"warning     curves of {part} cannot be written: {reason(error)}")
                 self._told.add(part)
@@ -106,36 +109,28 @@ class EventWriter:
 
 
 class _File:
-    """An event file; a new one where it is gone, or its last event may not be whole."""
+    """An event file; a new one where it is gone, or its last event may not be whole.
+
+    It is open only while a record is written: a thousand towers are a thousand files.
+    """
 
     def __init__(self, folder: Path):
-        self._folder, self._path, self._place, self._writer = folder, None, None, None
+        self._folder, self._path = folder, None
 
-    def write(self, event: Event) -> None:
-        """Write an event so that it can be seen at once."""
-        try:
-            if self._writer is None or files.place_of(self._path) != self._place:
-                self._open()
-            self._writer.write(event.SerializeToString())
-            self._writer.flush()
-        except BaseException:
-            self.close()
-            raise
+    def append(self, record: bytes) -> None:
+        """Write a record so that it can be seen at once."""
+        path, self._path = self._path, None  # until all of it is written
+        if path is None or not path.exists():
+            path = self._begin()
+        with open(path, "ab") as file:
+            file.write(record)
+        self._path = path
 
-    def close(self) -> None:
-        """End the file."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with contextlib.suppress(tf.errors.OpError):
-                writer.close()
-
-    def _open(self) -> None:
-        self.close()
+    def _begin(self) -> Path:
+        """Return the path of a new file with nothing in it but what says what it is."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        now = time.time()
-        name = f"{int(now)}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}.v2"
-        self._path = self._folder / f"events.out.tfevents.{name}"
-        self._writer = tf.io.TFRecordWriter(str(self._path))
-        self._writer.write(Event(file_version="brain.Event:2", wall_time=now).SerializeToString())
-        self._writer.flush()
-        self._place = files.place_of(self._path)
+        now = int(time.time())
+        name = f"{now}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}.v2"
+        path = self._folder / f"events.out.tfevents.{name}"
+        path.write_bytes(*events.framed([Event(file_version="brain.Event:2", wall_time=now)]))
+        return path

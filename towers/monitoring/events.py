@@ -12,7 +12,7 @@ import math
 import os
 import struct
 import sys
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,20 @@ def paths(folder: Path) -> list[Path]:
     """
     found = [path for path in folder.glob("events.out.tfevents.*") if path.is_file()]
     return sorted(found, key=lambda path: (path.name.split(".")[3], path.stat().st_mtime))
+
+
+def runs(folder: Path) -> list[Path]:
+    """Return a folder and those in it: TensorBoard takes each that has event files for a run."""
+    return [folder, *sorted(path for path in folder.glob("*") if path.is_dir())]
+
+
+def framed(events: Iterable[Event]) -> list[bytes]:
+    """Return events as records of a file, as TensorFlow's own writer frames them."""
+    texts = [event.SerializeToString() for event in events]
+    lengths = [struct.pack("<Q", len(text)) for text in texts]
+    sums = crc32c.masked([*lengths, *texts]).tolist()
+    parts = zip(texts, lengths, sums, sums[len(texts) :], strict=False)
+    return [length + _SUM.pack(a) + text + _SUM.pack(b) for text, length, a, b in parts]
 
 
 class Records:
@@ -111,14 +125,14 @@ def read(
 
 
 def cut(folder: Path, x: int, say: Say = note) -> None:
-    """Drop what stands at `x` or later: a run that goes on from there writes it anew.
+    """Drop what stands at `x` or later, also in the folders within: it is written anew.
 
     After a crash a file may hold points that came after the last checkpoint, and a record that is
     not whole. SessionLog.START would hide such points in TensorBoard, but from nobody else. What is
     damaged is dropped, too: TensorBoard reads no further than to there. `say` is given a line for
     each file that is damaged, or cannot be cut.
     """
-    for path in paths(folder):
+    for path in (path for run in runs(folder) for path in paths(run)):
         try:
             records, kept = Records(path), []
             for event, begin, end in records:

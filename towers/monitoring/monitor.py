@@ -48,7 +48,7 @@ class Monitor:
         out: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """Write to an event file each in train_dir/train and train_dir/eval.
+        """Write to event files in train_dir/train, a folder for each tower, and train_dir/eval.
 
         What stands there at the step where a run goes on, or later, as after a crash, is dropped:
         it is written again. `health` returns {tag: value} of the GPUs since its last call, `clock`
@@ -139,10 +139,14 @@ class Monitor:
     def eval_point(
         self, step: int, scalars: Mapping[str, float | None], what: str = "test"
     ) -> None:
-        """Write the figures of an evaluation after `step` updates; None is left out."""
+        """Write the figures of an evaluation after `step` updates; None is left out.
+
+        `what` is the part of the data set, "test" or "validation", and begins their tags.
+        """
         known = {name: value for name, value in scalars.items() if value is not None}
         if not self.evaluated(step):
-            self._writer.scalars("eval", self._timetable.x(step), known)
+            of_part = {f"{what}/{name}": value for name, value in known.items()}
+            self._writer.scalars("eval", self._timetable.x(step), of_part)
         self._evaluated.add(self._timetable.x(step))
         self.say_figures(what, step, known)
 
@@ -183,9 +187,8 @@ class Monitor:
         return self._noise.advice(self._timetable.options.batch_size)
 
     def close(self) -> None:
-        """Flush the event files and end the bar."""
+        """End the bar."""
         self._bar.close()
-        self._writer.close()
 
     def _of_noise(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Return the scalars of the gradient noise scale."""

@@ -96,14 +96,13 @@ class TowerBoard(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write the evaluation."""
         self._write_point()
-        found = {n[4:]: v for n, v in (logs or {}).items() if n.startswith("val_")}
+        of_all = (logs or {}).items()
+        found = {f"validation/{n[4:]}": v for n, v in of_all if n.startswith("val_")}
         if self._writer and found:
             self._writer.scalars("eval", int(self.model.optimizer.iterations), _numbers(found))
 
     def on_train_end(self, logs: Any = None) -> None:
         """End the files; the next step is a plain one again."""
-        if self._writer:
-            self._writer.close()
         self._builder.on_gradients = None
         self.model.train_function = None
 
@@ -175,8 +174,12 @@ class TowerBoard(keras.callbacks.Callback):
             events.cut(self.folder / part, start)
         self._writer = EventWriter(self.folder, self.max_event_mib)
         devices = self._builder.devices
+        metrics = [f"validation {name}" for name in self.model.get_metrics_result()]
         summaries = [
-            charts.layout(any("gpu" in name.lower() for name in devices)),
+            charts.layout(
+                any("gpu" in name.lower() for name in devices),
+                [name for name in metrics if name != "validation loss"],  # which has a chart
+            ),
             dashboard.text("environment", dashboard.environment(devices)),
         ]
         if self._graph is not None:
