@@ -48,12 +48,13 @@ class Verb(flags.Verb):
 
 _OF_WORKERS = "workers towers_per_worker worker_timeout_seconds min_workers"
 _OF_EVALUATE = (
-    "train_dir json trust model dataset data_dir image_size max_image_pixels batch_size dtype "
-    f"num_towers devices {_OF_WORKERS}"
+    "train_dir json trust model dataset data_dir image_size max_image_pixels test_time_flip "
+    f"batch_size dtype num_towers devices {_OF_WORKERS}"
 )
 _OF_REPLAY = "train_dir json trust model dataset data_dir image_size max_image_pixels devices"
 _OF_PREDICT = (
-    f"train_dir json trust max_image_pixels batch_size num_towers devices {_OF_WORKERS}"
+    "train_dir json trust max_image_pixels test_time_flip batch_size num_towers devices "
+    f"{_OF_WORKERS}"
 )
 _VERBS = (
     Verb("train", "train a model over towers, or continue a run", completes=True, begins=True,

@@ -23,9 +23,12 @@ def reference(image, draws, kind):
     """Augment one image with TensorFlow's functions, in float64."""
     height, width, _ = augment.output_shape(image.shape, kind)
     image = tf.cast(image, tf.float64)
-    row, column, flip, contrast = (float(draw) for draw in draws)
+    row, column, flip, contrast = (float(draw) for draw in draws[:4])
     if kind == "resnet":
         image = tf.image.pad_to_bounding_box(image, 4, 4, image.shape[0] + 8, image.shape[1] + 8)
+    if kind == "shift":
+        sides = [(min(2, size - 1),) * 2 for size in image.shape[:2]]
+        image = tf.pad(image, [*sides, (0, 0)], "REFLECT")
     if kind == "off":
         return image
     if kind != "none":
@@ -79,7 +82,7 @@ def test_shapes_after_augmentation():
     assert augment.output_shape((32, 32, 3), "tutorial") == (24, 24, 3)
     assert augment.output_shape((28, 29, 1), "tutorial") == (21, 21, 1)
     assert augment.output_shape((1, 1, 1), "tutorial") == (1, 1, 1)
-    for kind in ("resnet", "none"):
+    for kind in ("resnet", "shift", "none", "resnet,cutout"):
         assert augment.output_shape((32, 30, 3), kind) == (32, 30, 3)
 
 
@@ -105,7 +108,7 @@ def test_a_slice_of_any_size_gives_the_same_bits_in_one_function(kind, dtype):
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 300, 2), (2040, 2047, 1)])
-@pytest.mark.parametrize("kind", ["tutorial", "resnet"])
+@pytest.mark.parametrize("kind", ["tutorial", "resnet", "shift"])
 @pytest.mark.parametrize("stored", [np.uint8, np.float32])
 def test_a_gpu_s_way_gives_the_same_bits(shape, kind, stored):
     images, draws = make(4 if shape[0] > 1000 else 60, shape)
@@ -150,7 +153,7 @@ def test_every_place_is_as_likely(kind):
         assert counts.min() > 850 and counts.max() < 1150
 
 
-@pytest.mark.parametrize("kind", ["tutorial", "resnet"])
+@pytest.mark.parametrize("kind", ["tutorial", "resnet", "shift"])
 def test_half_of_the_images_are_mirrored(kind):
     images, _ = make(1)
     draws = np.full((1000, augment.NUM_DRAWS), 0.5, np.float32)
@@ -183,7 +186,7 @@ def test_an_image_of_one_colour_does_not_become_noise(kind, value):
 
 
 def test_an_unknown_kind():
-    with pytest.raises(ValueError, match="allowed are tutorial, resnet, none, off"):
+    with pytest.raises(ValueError, match="allowed are auto, tutorial, resnet, shift, none, off"):
         augment.output_shape((32, 32, 3), "tutorail")
 
 

@@ -88,8 +88,28 @@ def test_the_order_goes_by_examples_so_the_batch_size_may_change(kind):
 def test_draws_go_by_seed_and_step_alone(kind):
     batches = take(make(10, kind), 6, 3, seed=7, step=40, examples=3)
     for step, (_, _, draws) in enumerate(batches, start=40):
-        expected = tf.random.stateless_uniform([6, augment.NUM_DRAWS], [7, step], alg="philox")
-        np.testing.assert_array_equal(draws, expected)
+        of_bases = tf.random.stateless_uniform([6, 4], [7, step], alg="philox")
+        np.testing.assert_array_equal(draws[:, :4], of_bases)
+        seed, num = [7, -2 - step], augment.NUM_DRAWS - 4
+        of_parts = tf.random.stateless_uniform([6, num], seed, alg="philox")
+        np.testing.assert_array_equal(draws[:, 4:], of_parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_partner_is_the_example_before_in_the_batch(kind):
+    split = make(10, kind)
+    given = dict(seed=7, step=40, examples=3)
+    example, draws = next(iter(split.train_batches(6, **given)))
+    again, (own, partners) = next(iter(split.with_partners().train_batches(6, **given)))
+    for ours, theirs in zip(
+        tf.nest.flatten((again, own)), tf.nest.flatten((example, draws)), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    for ours, theirs in zip(
+        tf.nest.flatten(partners), tf.nest.flatten((example, draws)), strict=True
+    ):
+        np.testing.assert_array_equal(ours, np.roll(theirs, 1, axis=0))
+    assert not split.paired
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,8 @@ def of_each_tower(run, batch):
     num_towers = len(run.builder.devices)
     result = []
     for tower in range(num_towers):
-        images, labels, draws = (
-            tf.concat(v, 0) for v in zip(*slices[tower::num_towers], strict=True)
+        images, labels, draws = tf.nest.map_structure(
+            lambda *parts: tf.concat(parts, 0), *slices[tower::num_towers]
         )
         kind, dtype = run.options.augment, run.options.input_dtype
         result.append((augment.train_images(images, draws, kind, dtype).numpy(), labels))
@@ -154,6 +154,7 @@ def of_each_tower(run, batch):
         (3, 40, {"augment": "resnet", "dtype": "float64"}),
         (2, 9, {"augment": "resnet", "accumulate_steps": 2}),
         (2, 6, {"augment": "off"}),
+        (2, 7, {"augment": "shift,cutout=3,color,randaugment,mixup,cutmix"}),
     ],
 )
 def test_the_images_are_those_that_each_towers_model_gets(num_towers, batch_size, changes):

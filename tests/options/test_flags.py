@@ -23,7 +23,7 @@ DEFAULTS = """
 --train_dir=runs/train --overwrite=false --seed=0 --json=false --trust=false
 --model=models.cnn:cnn --model_args= --init_from= --dtype=float32 --loss= --metrics= --objective=
 --dataset=shapes --target= --data_dir= --image_size= --max_image_pixels=64000000 --augment=auto
---validation_fraction=0 --batch_size=128
+--test_time_flip=false --validation_fraction=0 --batch_size=128
 --num_towers=0 --devices= --placement=report --draws=report --variables=default --jit_compile=false
 --log_device_placement=false --batch_norm=sync --accumulate_steps=1 --steps_per_loop=10
 --workers= --towers_per_worker=0 --worker_timeout_seconds=15 --min_workers=0
@@ -39,7 +39,8 @@ DEFAULTS = """
 """.split()
 OF_EVALUATE = (
     "train_dir json trust model dataset data_dir image_size max_image_pixels batch_size dtype "
-    "num_towers devices workers towers_per_worker worker_timeout_seconds min_workers "
+    "test_time_flip num_towers devices workers towers_per_worker worker_timeout_seconds "
+    "min_workers "
     "visible_gpus per_process_gpu_memory_fraction gpu_memory_limit_mib allow_growth "
     "allow_soft_placement tf32"
 ).split()
@@ -257,6 +258,7 @@ VALUES = {  # of options that say more than their type; of those that exclude ea
     ),
     "profile_steps": st.sampled_from(["", "0:1", "100:110"]),
     "image_size": st.sampled_from(["", "64", "48x64"]),
+    "augment": st.sampled_from(["auto", "off", "resnet,cutout=8", "shift,color=0.4,mixup=0.2"]),
     "optimizer": st.sampled_from([*OPTIMIZERS, "my.own:make"]),
     "visible_gpus": st.sampled_from(["", "none", "0", "0,2", "3, 1"]),
 }

@@ -34,6 +34,8 @@ def expected(kind, epoch, warmup, peak=0.1, total=10.0):
         return peak * epoch / warmup
     if kind == "step":
         return peak * 0.5 ** sum(epoch >= boundary for boundary in (2.5, 5, 7.5))
+    if kind == "linear":
+        return peak * (1 - min((epoch - warmup) / (total - warmup), 1))
     if kind == "cosine":
         return peak * half_cosine((epoch - warmup) / (total - warmup))
     return peak
@@ -48,6 +50,7 @@ def test_formulas(kind, warmup):
 
 def test_landmarks():
     assert rates("constant", [0, 5, 10]) == [0.1] * 3
+    assert rates("linear", [0, 2, 6, 11], warmup_epochs=2) == pytest.approx([0, 0.1, 0.05, 0])
     assert rates("cosine", [0, 5, 10, 11]) == pytest.approx([0.1, 0.05, 0, 0])
     assert rates("cosine", [0, 1, 2, 6, 10], warmup_epochs=2) == pytest.approx(
         [0, 0.05, 0.1, 0.05, 0]

@@ -12,8 +12,12 @@ The kinds:
   flip, random brightness, random contrast, standardised. Evaluation: the centre crop.
 * "resnet": four zero pixels around, random crop back to full size, flip, standardised. Evaluation:
   the whole image.
+* "shift": as "resnet", but two pixels around, which are the image's own, reflected.
 * "none": standardised.
 * "off": nothing, for images that are already as the model takes them, and for all other data.
+
+After a kind there may be parts, "resnet,cutout=8,mixup=0.2", of which `parts` tells; evaluation
+knows nothing of them.
 
 The tutorial's brightness adds one number (up to 63 of 255) to the whole image. Nothing is clipped
 after it, contrast is about the mean, and standardisation takes the mean away: it cancels. So it is
@@ -22,21 +26,25 @@ not computed, and the result is the tutorial's for images of any range; a test c
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from typing import Any
 
 import tensorflow as tf
 
 from towers.builder import kinds
-from towers.data import arrays
-from towers.data.pipeline import NUM_DRAWS, Data, Structure
+from towers.data import arrays, parts
+from towers.data.pipeline import NUM_DRAWS as NUM_DRAWS
+from towers.data.pipeline import Data, Structure
 from towers.errors import InputError
+from towers.options.augmentation import BASES as names
+from towers.options.augmentation import Augmentation, parse
 
-names = ("tutorial", "resnet", "none", "off")
-
-_ROW, _COLUMN, _FLIP, _CONTRAST = range(NUM_DRAWS)
+_ROW, _COLUMN, _FLIP, _CONTRAST = range(4)
 
 _CONTRAST_RANGE = (0.2, 1.8)
-_PADDING = 4  # pixels on each side, "resnet"
+_PADDING = {"resnet": 4, "shift": 2}  # pixels on each side
+_REFLECTED = ("shift",)
 
 # Data sets whose classes stay what they are when cut and mirrored, and one whose classes do not.
 _OF_TOWERS = ("cifar10", "cifar100", "cifar100_coarse", "shapes")
@@ -44,6 +52,7 @@ _DIGITS = ("svhn", "svhn_extra")
 _DONE = {
     "tutorial": "crop, flip, brightness, contrast, standardised",
     "resnet": "padded crop, flip, standardised",
+    "shift": "reflected crop, flip, standardised",
     "none": "standardised",
     "off": "as they are",
 }
@@ -58,33 +67,44 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     model, which takes them as they are. What is no image is left alone.
 
     Args:
-        kind: one of `names`, or "auto".
+        kind: "auto" or one of `names`, and parts.
         data: the data set.
         compiled: whether the model is compiled, and so says itself what becomes of an example.
 
     Raises:
         InputError: the kind is for images and the examples are none, or it would cut and mirror
-            images whose targets have places in them, as masks have.
+            images whose targets have places in them, as masks have; or there is no such part.
     """
-    if kind == "auto":
-        if data.image_shape is None:
-            return "off"
-        return "tutorial" if data.name in _OF_TOWERS else "off" if compiled else "none"
-    if kind == "off":
-        return kind
+    plan = parse(kind)
+    if plan.base == "auto" and data.image_shape is not None:
+        own = "off" if compiled else "none"
+        plan = dataclasses.replace(plan, base="tutorial" if data.name in _OF_TOWERS else own)
+    if not plan.parts and plan.base in ("auto", "off"):
+        return "off"
     if data.image_shape is None:
         raise InputError(
             f"--augment={kind} is for images, and {data.name} has none: an example is "
             f"{arrays.text_of(data.spec[:1])}; leave the flag out"
         )
-    if kind != "none":
+    if plan.base == "off":
+        raise InputError(
+            f"--augment={kind}: a compiled model takes images as they are, if nothing else is "
+            f"said; type --augment=none,{','.join(plan.parts)}, which also standardises"
+        )
+    height, width, _ = output_shape(data.image_shape, plan.base)
+    if plan.cutout > min(height, width):
+        raise InputError(
+            f"--augment={kind}: a square of {plan.cutout:g} pixels is more than an image, which is "
+            f"then {height}x{width}; take a smaller side"
+        )
+    if str(plan) != "none":
         for path, leaf in arrays.leaves(data.spec):
             if path != "x" and leaf.shape.rank >= 2:
                 raise InputError(
                     f"--augment={kind} cuts and mirrors images, and {path} {list(leaf.shape)} of "
                     f"{data.name} would not follow; type --augment=none"
                 )
-    return kind
+    return str(plan)
 
 
 def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -> list[str]:
@@ -95,7 +115,7 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
 
     Args:
         data: the data set.
-        kind: one of `names`.
+        kind: one of `names`, and parts.
         dtype: what images become; None: they stay what they are.
     """
     x, *rest = data.spec
@@ -108,8 +128,9 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
         dtype = x.dtype if dtype is None else tf.as_dtype(dtype)
         before = f"{'x'.join(map(str, shape))} {x.dtype.name}"
         after = f"{'x'.join(map(str, output_shape(shape, kind)))} {dtype.name}"
-        lines = [f"images      {before} -> {after}: {_DONE[kind]}"]
-        if data.name in _DIGITS and "flip" in _DONE[kind]:
+        plan = parse(kind)
+        lines = [f"images      {before} -> {after}: {', '.join([_DONE[plan.base], *plan.parts])}"]
+        if data.name in _DIGITS and "flip" in _DONE[plan.base]:
             lines.append(
                 f"warning     --augment={kind} mirrors the digits of {data.name}, which are other "
                 "shapes then: --augment=none does not"
@@ -133,29 +154,42 @@ def _parts(structure: Structure) -> str:
 
 
 def train_images(
-    images: tf.Tensor, draws: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32
+    images: tf.Tensor, draws: Any, kind: str, dtype: tf.DType | str = tf.float32
 ) -> tf.Tensor:
     """Augment a batch for training: `[b, H, W, C]` to `[b, h, w, C]` of `output_shape`.
 
     Args:
         images: uint8 or float; H, W and C are static, b may be 0.
-        draws: float32 `[b, NUM_DRAWS]`, uniform in [0, 1).
-        kind: one of `names`.
+        draws: float32 `[b, NUM_DRAWS]`, uniform in [0, 1); for mixup and cutmix of a paired split,
+            which also has the partners.
+        kind: one of `names`, and parts.
         dtype: of the result and of all arithmetic: float32 or float64.
 
     Raises:
-        ValueError: `kind` is unknown.
+        InputError: `kind` is unknown.
     """
-    if kind in ("none", "off"):
-        return eval_images(images, kind, dtype)
-    height, width, _ = output_shape(images.shape[1:], kind)
-    margin = _PADDING if kind == "resnet" else 0
-    images = tf.cast(_random_crop_and_flip(images, draws, height, width, margin), dtype)
-    if kind == "resnet":
-        return _standardise(images)
-    low, high = _CONTRAST_RANGE
-    contrast = low + (high - low) * tf.cast(draws[:, _CONTRAST], dtype)
-    return _standardise(images, contrast[:, None, None, None])
+    plan = parse(kind)
+    if not plan.mixes:
+        return _alone(images, draws, plan, dtype)
+    draws, ((partners, *_), of_partners) = draws
+    own = _alone(images, draws, plan, dtype)
+    return parts.mixed(own, _alone(partners, of_partners, plan, dtype), draws, plan)
+
+
+def _alone(
+    images: tf.Tensor, draws: tf.Tensor, plan: Augmentation, dtype: tf.DType | str
+) -> tf.Tensor:
+    """Return images before they are mixed with others."""
+    if plan.base in ("none", "off") and not plan.parts:
+        return eval_images(images, plan.base, dtype)
+    stored, contrast = images.dtype, 1.0
+    if plan.base != "none":
+        images = _random_crop_and_flip(images, draws, plan.base)
+    images = parts.on_values(tf.cast(images, dtype), draws, plan, stored)
+    if plan.base == "tutorial":
+        low, high = _CONTRAST_RANGE
+        contrast = low + (high - low) * tf.cast(draws[:, _CONTRAST], dtype)[:, None, None, None]
+    return parts.on_standardised(_standardise(images, contrast), draws, plan)
 
 
 def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32) -> tf.Tensor:
@@ -164,7 +198,7 @@ def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
     images = images[:, top : top + height, left : left + width]
     images = tf.cast(images, dtype)
-    return images if kind == "off" else _standardise(images)
+    return images if parse(kind).base == "off" else _standardise(images)
 
 
 def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int, int]:
@@ -173,18 +207,21 @@ def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int
     Raises:
         ValueError: `kind` is unknown.
     """
-    if kind not in names:
+    base = parse(kind).base
+    if base not in names:
         raise ValueError(f"unknown augmentation {kind!r}; allowed are {', '.join(names)}")
     height, width, channels = image_shape
-    if kind == "tutorial":
+    if base == "tutorial":
         height, width = max(1, height * 3 // 4), max(1, width * 3 // 4)
     return height, width, channels
 
 
-def _random_crop_and_flip(
-    images: tf.Tensor, draws: tf.Tensor, height: int, width: int, margin: int
-) -> tf.Tensor:
-    """Cut a window out of each image with zeros around it, half of them mirrored."""
+def _random_crop_and_flip(images: tf.Tensor, draws: tf.Tensor, base: str) -> tf.Tensor:
+    """Cut a window out of each image and what is around it, half of them mirrored."""
+    height, width, _ = output_shape(images.shape[1:], base)
+    margin = _PADDING.get(base, 0)
+    if base in _REFLECTED:
+        images, margin = _reflected(images, margin), 0
     rows, columns = (size + 2 * margin for size in images.shape[1:3])
     # A float32 below 1 times a whole number never rounds up to that number.
     top = draws[:, _ROW] * (rows - height + 1)
@@ -192,6 +229,20 @@ def _random_crop_and_flip(
     mirrored = draws[:, _FLIP] < 0.5
     cut = _cut_by_transform if kinds.is_gpu(top.device) else _cut_by_gather
     return cut(images, top, left, mirrored, height, width, margin)
+
+
+def _reflected(images: tf.Tensor, margin: int) -> tf.Tensor:
+    """Return images with pixels around them, as far as they have any to be reflected."""
+    # tf.pad fails of no images, and has no kernel for bytes on a GPU.
+    for axis in (1, 2):
+        size = images.shape[axis]
+        side = min(margin, size - 1)
+        whole = [slice(None)] * axis
+        first = images[(*whole, slice(1, 1 + side))]
+        last = images[(*whole, slice(size - 1 - side, size - 1))]
+        around = tf.reverse(first, [axis]), images, tf.reverse(last, [axis])
+        images = tf.concat(around, axis)
+    return images
 
 
 def _cut_by_gather(

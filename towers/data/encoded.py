@@ -140,7 +140,7 @@ class EncodedSplit(Split):
     ) -> tf.data.Dataset:
         """Return what `train_batches` returns, with rows, int64 [B], for examples."""
         rows = shuffled_rows(batch_size, self.size, seed, examples)
-        return with_draws(rows, batch_size, seed, step)
+        return with_draws(rows, batch_size, seed, step, self.paired)
 
     def labels(self, rows: tf.Tensor) -> tf.Tensor:
         """Return the labels of these rows."""

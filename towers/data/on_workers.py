@@ -84,8 +84,8 @@ def find(
         InputError: a file is another one on a worker.
     """
     workers = list(dict.fromkeys(map(machine_of, names)))
-    if not isinstance(split, EncodedSplit) or not all(workers):
-        return None
+    if not isinstance(split, EncodedSplit) or split.paired or not all(workers):
+        return None  # a partner is mostly another worker's
     rows = split.source.telling(_COMPARED)
     given = tf.constant(rows)
     here = _fingerprints(split, f"{PROGRAM}{HOST}", "")(given)

@@ -24,12 +24,14 @@ from towers.errors import InputError
 
 Structure = Any  # of tf.nest: dicts and tuples, with what is said in their leaves
 
-NUM_DRAWS = 4  # random numbers of each example, for `towers.data.augment`
+# Random numbers of each example: of bases for `towers.data.augment`, the rest for `parts`.
+NUM_DRAWS, _OF_BASES = 18, 4
 _PREFETCH_BATCHES = 2
 # TensorFlow's default of 4 rounds leaves neighbours of one epoch visibly related (chi-square of
 # their distances 34 per degree of freedom at 20,000 examples); with 8 it is 1.0, as numpy's.
 _SHUFFLE_ROUNDS = 8
 _SHUFFLE_STREAM = -1  # keeps the shuffle's random numbers apart from the draws of step 0, 1, ...
+_PARTS_STREAM = -2  # and down from here are the draws of parts, of step 0, 1, ...
 _PHILOX = 1  # the number that TensorFlow's raw ops know the algorithm by
 _HELD_OUT_KEY = (2016, 0, 0)  # one choice for all: a run that is evaluated later finds it again
 
@@ -39,6 +41,7 @@ class Split(abc.ABC):
 
     size: int
     spec: Structure  # of tf.TensorSpec: one example, without batch axis
+    paired: bool = False  # whether draws give each example another one of its batch, its partner
 
     def train_batches(
         self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
@@ -54,10 +57,11 @@ class Split(abc.ABC):
 
         Returns:
             A dataset of (example, draws): the structure of `spec`, with an axis of B in front, and
-            float32 `[B, NUM_DRAWS]` in [0, 1), a row for each example of the batch.
+            float32 `[B, NUM_DRAWS]` in [0, 1), a row for each example of the batch. Of a `paired`
+            split draws are (these, partners): (example, draws) again, each row one further down.
         """
         batches = self._shuffled_batches(batch_size, seed, examples)
-        return with_draws(batches, batch_size, seed, step)
+        return with_draws(batches, batch_size, seed, step, self.paired)
 
     def eval_batches(self, batch_size: int) -> tf.data.Dataset:
         """Return one pass over the split in its own order.
@@ -68,6 +72,12 @@ class Split(abc.ABC):
         """
         batches = self._batches_in_order(batch_size)
         return prefetched(batches.map(lambda *example: _padded(example, batch_size)))
+
+    def with_partners(self) -> "Split":
+        """Return the split, paired."""
+        found = copy.copy(self)
+        found.paired = True
+        return found
 
     @abc.abstractmethod
     def held_out(self, fraction: float) -> tuple["Split", "Split"]:
@@ -150,7 +160,7 @@ class ArraySplit(Split):
     ) -> tf.data.Dataset:
         """Return what `train_batches` returns, with rows of `arrays()`, int64 [B], for examples."""
         rows = shuffled_rows(batch_size, self.size, seed, examples)
-        return with_draws(rows, batch_size, seed, step)
+        return with_draws(rows, batch_size, seed, step, self.paired)
 
     def numbers(self, rows: tf.Tensor) -> np.ndarray:
         """Return which rows of the arrays that were given these rows of `arrays()` are."""
@@ -281,16 +291,29 @@ def shuffled_rows(batch_size: int, size: int, seed: int, examples: int) -> tf.da
 
 
 def with_draws(
-    batches: tf.data.Dataset, batch_size: int, seed: int, step: int
+    batches: tf.data.Dataset, batch_size: int, seed: int, step: int, paired: bool = False
 ) -> tf.data.Dataset:
     """Return (batch, draws) of each step from `step` on."""
 
     def draw(step):
-        shape = [batch_size, NUM_DRAWS]
-        return tf.random.stateless_uniform(shape, seed=[seed, step], alg="philox")
+        # Two streams, so that what bases draw does not depend on how many parts there are.
+        streams = (step, _OF_BASES), (_PARTS_STREAM - step, NUM_DRAWS - _OF_BASES)
+        columns = [
+            tf.random.stateless_uniform([batch_size, num], seed=[seed, stream], alg="philox")
+            for stream, num in streams
+        ]
+        return tf.concat(columns, axis=1)
+
+    def pair(batch, draws):
+        return batch, (draws, tf.nest.map_structure(_one_further, (batch, draws)))
 
     draws = tf.data.Dataset.counter(step).map(draw)
-    return prefetched(tf.data.Dataset.zip(batches, draws))
+    batches = tf.data.Dataset.zip(batches, draws)
+    return prefetched(batches.map(pair) if paired else batches)
+
+
+def _one_further(part: tf.Tensor) -> tf.Tensor:
+    return tf.ensure_shape(tf.concat([part[-1:], part[:-1]], axis=0), part.shape)
 
 
 def epoch_keys(first: tf.Tensor, num: int, seed: int) -> tf.Tensor:

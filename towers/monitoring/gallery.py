@@ -56,7 +56,7 @@ class Sampler:
 
 
 def seen_by_towers(
-    builder: TowerBuilder, options: Options, batch: tuple[tf.Tensor, ...], num: int
+    builder: TowerBuilder, options: Options, batch: tuple[Any, ...], num: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return at most `num` images of each tower's slice as its model gets them, with their labels.
 
@@ -69,11 +69,11 @@ def seen_by_towers(
     as_stored = options.augment == "off" and batch[0].dtype == tf.uint8
     kind, dtype = options.augment, options.input_dtype
 
-    def see(images: tf.Tensor, labels: tf.Tensor, draws: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        images = images[:num]
+    def see(*batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        images, labels, draws = tf.nest.map_structure(lambda t: t[:num], batch)
         if not as_stored:
-            images = augment.train_images(images, draws[:num], kind, dtype)
-        return images, labels[:num]
+            images = augment.train_images(images, draws, kind, dtype)
+        return images, labels
 
     found, num_towers = [], len(builder.devices)
     slices = split(batch, num_towers, builder.accumulate_steps)

@@ -25,7 +25,7 @@ from absl import flags
 
 from towers import files
 from towers.errors import InputError, RunError
-from towers.options import trust
+from towers.options import augmentation, trust
 from towers.options.given import is_named_now
 from towers.options.run import MANY_MACHINES, Options
 
@@ -303,7 +303,8 @@ def _replaced(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
 def _check_identity(train_dir: str, of_run: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Refuse what is given if it makes another run of the one in the folder."""
     pairs = {n: (of_run[n], given[n]) for n in IDENTITY if n in of_run and n in given}
-    pairs = {n: pair for n, pair in pairs.items() if pair[1] != "auto"}  # the run has resolved it
+    if "augment" in pairs and augmentation.agree(*pairs["augment"]):
+        del pairs["augment"]
     differ = [n for n, (then, now) in pairs.items() if then != now and not is_named_now(then, now)]
     if differ:
         now, then = (" ".join(f"--{n}={v[n]}" for n in differ) for v in (given, of_run))

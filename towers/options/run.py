@@ -16,6 +16,7 @@ import re
 from typing import Any
 
 from towers.errors import InputError
+from towers.options import augmentation
 from towers.options.fields import (
     check_values,
     group,
@@ -26,7 +27,7 @@ from towers.options.fields import (
 from towers.options.given import as_text
 from towers.options.gpu import GpuOptions
 
-SCHEDULES = ("constant", "step", "cosine", "onecycle")
+SCHEDULES = ("constant", "step", "linear", "cosine", "onecycle")
 DTYPES = ("float32", "float64", "mixed_bfloat16", "mixed_float16")
 OPTIMIZERS = (
     "sgd", "momentum", "nesterov", "adam", "adamw", "adamax", "nadam", "lion", "lamb", "rmsprop",
@@ -132,9 +133,15 @@ class Options:
     )  # fmt: skip
     augment: str = _data(
         "auto", "Augmentation of training images: tutorial (crop to 3/4, flip, brightness, "
-        "contrast), resnet (pad 4, crop, flip), none: each standardises; off: images are taken as "
-        "they are. auto: tutorial for shapes and the CIFARs; for svhn and images of your own none, "
-        "off with a compiled model.", choices=("auto", "tutorial", "resnet", "none", "off"),
+        "contrast), resnet (pad 4, crop, flip), shift (2 pixels reflected around, crop, flip), "
+        "none: each standardises; off: images are taken as they are. auto: tutorial for shapes and "
+        "the CIFARs; for svhn and images of your own none, off with a compiled model. After that "
+        "parts, as resnet,cutout=8,mixup: cutout=SIDE (16), color=STRENGTH (0.4), "
+        "randaugment=MAGNITUDE (9 of 10), mixup=ALPHA (0.2), cutmix=ALPHA (1).",
+    )  # fmt: skip
+    test_time_flip: bool = _data(
+        False, "Let a classifier's evaluations and predictions be the mean of the logits of an "
+        "image and of its mirror image.", affects="result",
     )  # fmt: skip
     validation_fraction: float = _data(
         0.0, "Part of the training set that is kept for validation: evaluations on the way look at "
@@ -325,6 +332,7 @@ class Options:
                 text = as_text(field.name, getattr(self, field.name))
                 object.__setattr__(self, field.name, text)
         check_values(self)
+        object.__setattr__(self, "augment", str(augmentation.parse(self.augment)))
         clips = [n for n in ("clip_norm", "clip_value", "clip_global_norm") if getattr(self, n)]
         if len(clips) > 1:
             raise InputError(

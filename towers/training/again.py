@@ -77,6 +77,11 @@ class Again:
         return f"{self.loss:g}"
 
 
+def num_examples(batch: Any) -> int:
+    """Return how many examples a batch, (example, draws), has."""
+    return len(tf.nest.flatten(batch[1])[0])
+
+
 def make_again(
     options: Options, dataset: Data, device: str, state: Mapping[str, np.ndarray], batch: Any
 ) -> Again:
@@ -108,7 +113,7 @@ class _Step:
 
     def make(self, batch: Any) -> Again:
         """Return what the step is of a batch."""
-        size = len(batch[1])
+        size = num_examples(batch)
         ranges = [_range_of("variable", name, v) for name, v in self.state.items()]
         ranges = [found for found in ranges if found]
         stuck, loss, found = self._call(batch)
@@ -160,7 +165,7 @@ class _Step:
 
         try:
             self._trace = tf.function(self._ranges, autograph=False, reduce_retracing=True)
-            return find(range(len(batch[1])))
+            return find(range(num_examples(batch)))
         except Exception:  # a model may need all of the batch
             return []
 

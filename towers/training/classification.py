@@ -12,8 +12,9 @@ from towers.builder import gather
 from towers.builder.assignments import TowerScope
 from towers.builder.splitting import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
-from towers.data import Data, Split
+from towers.data import Data, Split, parts
 from towers.monitoring import tower_stats
+from towers.options import augmentation
 from towers.options.run import Options
 from towers.tf_private import added_losses
 from towers.training.evaluation import Answers, Evaluation, accuracy_of_classes, behind
@@ -93,19 +94,29 @@ class Classification(Task):
     def loss(self, *batch: Any) -> tf.Tensor:
         """Return the losses `[b]` of (x, y, draws) or (x, y, weights, draws).
 
-        What layers add by `add_loss` or an activity regularizer is a part of each example's loss,
-        where a scope collects it.
+        That of an example which is mixed with another is made of both targets, each with the weight
+        of its own example. What layers add by `add_loss` or an activity regularizer is a part of
+        each example's loss, where a scope collects it.
         """
-        x, labels, *weights, draws = batch
+        x, *targets, draws = batch
         inputs, before = self.inputs(x, draws), len(added_losses())
         with floatx_of(self.options.dtype):
             logits = self.model(inputs, training=True)
-        losses = _cross_entropy(labels, logits, self.options.label_smoothing)
-        for weight in weights:
-            losses *= tf.cast(weight, losses.dtype)
+        losses = self._losses(logits, *targets)
+        plan = augmentation.parse(self.options.augment)
+        if plan.mixes:
+            draws, ((_, *others), _) = draws
+            own = parts.share(*inputs.shape[1:3], draws, plan, losses.dtype)
+            losses = own * losses + (1.0 - own) * self._losses(logits, *others)
         # Keras has them over the batch. In the mean over all examples, towers weigh by theirs.
         for added in added_losses()[before:]:
             losses += tf.reduce_sum(tf.cast(added, losses.dtype))
+        return losses
+
+    def _losses(self, logits: tf.Tensor, labels: tf.Tensor, *weights: tf.Tensor) -> tf.Tensor:
+        losses = _cross_entropy(labels, logits, self.options.label_smoothing)
+        for weight in weights:
+            losses *= tf.cast(weight, losses.dtype)
         return losses
 
     def tower_function(self, *batch: Any) -> tf.Tensor:
@@ -233,11 +244,11 @@ class Classification(Task):
                 pairs = zip(self.model.trainable_variables, copies, strict=True)
                 own = keras.StatelessScope([(v, tf.convert_to_tensor(c.value)) for v, c in pairs])
             with own:  # a layer that counts its calls, or draws, changes no master
-                outputs = [self.model(inputs, training=False)]
+                outputs = [logits_of(self.model, inputs, self.options)]
             if masters.averages:
                 averages = [(v, tf.convert_to_tensor(average)) for v, average in masters.averages]
                 with keras.StatelessScope(averages):
-                    outputs.append(self.model(inputs, training=False))
+                    outputs.append(logits_of(self.model, inputs, self.options))
             return outputs
 
         @tf.function(autograph=False)
@@ -256,6 +267,21 @@ class Classification(Task):
                 return tf.stack([tf.cast(c, columns[0].dtype) for c in columns], axis=1)
 
         return eval_step
+
+
+def logits_of(model: keras.Model, inputs: Any, options: Options) -> Any:
+    """Return the outputs of a run's model for evaluation.
+
+    With `test_time_flip` they are the mean of the logits of images and of their mirror images.
+    """
+    outputs = model(inputs, training=False)
+    if not options.test_time_flip:
+        return outputs
+    outputs, mirrored = (
+        tf.cast(logits, tf.float32) if logits.dtype.size < 4 else logits
+        for logits in (outputs, model(tf.reverse(inputs, [2]), training=False))
+    )
+    return (outputs + mirrored) / 2
 
 
 def _of_replica(gradients: list[Any], replica: int) -> list[Any]:

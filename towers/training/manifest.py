@@ -42,6 +42,7 @@ import tensorflow as tf
 from towers import devices, files
 from towers.data.pipeline import Data, digest
 from towers.devices import host
+from towers.options.augmentation import parse
 from towers.options.run import Options
 from towers.training.run import Run
 
@@ -105,7 +106,7 @@ def task_of(data: Data, options: Options) -> dict[str, Any]:
         "class_names": list(data.class_names),
         "columns": list(data.columns),
         "image_shape": data.image_shape and list(data.image_shape),
-        "augment": options.augment,
+        "augment": parse(options.augment).base,  # evaluation knows nothing of parts
         "spec": tf.nest.map_structure(
             lambda spec: f"{spec.dtype.name}{spec.shape.as_list()}", data.spec
         ),

@@ -18,7 +18,7 @@ from towers.errors import InputError, RunError
 from towers.options.timetable import Timetable
 from towers.text import count, first_line
 from towers.training import checkpoint
-from towers.training.again import Again, Fault, make_again
+from towers.training.again import Again, Fault, make_again, num_examples
 from towers.training.masters import not_finite
 from towers.training.run import Run
 
@@ -98,9 +98,9 @@ class Alarm:
 
     def _report(self, step: int, examples: int, again: Again, batch: Any) -> dict[str, Any]:
         run, fault = self.run, again.fault
-        numbers, what = numbers_of(run, step, examples, len(batch[1]))
+        numbers, what = numbers_of(run, step, examples, num_examples(batch))
         rows = fault.rows if fault else []
-        towers = sorted({tower_of(row, len(batch[1]), run) for row in rows})
+        towers = sorted({tower_of(row, num_examples(batch), run) for row in rows})
         report = {
             "step": step,
             "epoch": examples / run.data.train.size,
@@ -120,7 +120,7 @@ class Alarm:
             plural = "tower" if len(towers) == 1 else "towers"
             named = ", ".join(f"{t} ({run.builder.devices[t]})" for t in towers[:_SHOWN])
             where += f", {plural} {named}{', ...' if len(towers) > _SHOWN else ''}"
-        of_rows = _of_rows(report["rows"], what, len(batch[1]))
+        of_rows = _of_rows(report["rows"], what, num_examples(batch))
         report["line"] = f"{again.what} at {where}: {_described(fault, of_rows)}"
         report["remedy"] = _remedy(run, fault)
         return report

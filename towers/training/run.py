@@ -18,6 +18,7 @@ from towers.data.on_towers import OnTowers, store
 from towers.data.on_workers import OnWorkers
 from towers.devices import cluster, memory
 from towers.errors import InputError
+from towers.options.augmentation import parse
 from towers.options.run import Options
 from towers.options.timetable import Timetable
 from towers.training import by_flags, compiled, model
@@ -85,7 +86,11 @@ class Run:
         of_examples = self.task.make_train_step(self.learning_rate)
 
         def train_step(example: Any, draws: tf.Tensor, **keywords: Any) -> tuple:
-            example = self.on_towers.example(example) if tf.is_tensor(example) else example
+            if tf.is_tensor(example):
+                example = self.on_towers.example(example)
+                if self.data.train.paired:
+                    draws, (partners, of_partners) = draws
+                    draws = draws, (self.on_towers.example(partners), of_partners)
             return of_examples(example, draws, **keywords)
 
         return train_step
@@ -156,7 +161,7 @@ def tower_devices(options: Options) -> list[str]:
 
 
 def load_data(options: Options, say: Callable[[str], None] | None = None) -> Data:
-    """Return the data set.
+    """Return the data set, whose training set is paired if examples are to be mixed.
 
     Args:
         options: of the run.
@@ -174,7 +179,10 @@ def load_data(options: Options, say: Callable[[str], None] | None = None) -> Dat
             return data.stand_in(name)
         size, fraction = options.image_height_width(), options.validation_fraction
         limit = options.max_image_pixels
-        return data.load(name, folder, size, fraction, options.target, limit)
+        found = data.load(name, folder, size, fraction, options.target, limit)
+    if parse(options.augment).mixes:
+        found = dataclasses.replace(found, train=found.train.with_partners())
+    return found
 
 
 def assemble(
@@ -274,7 +282,22 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
         own = dataclasses.replace(options, augment=kind)
         x = model.prepared(own, dataset.spec[0], dataset.image_shape)
         model.check_classifier(network, options.model, dataset.num_classes, x, dataset.no_classes)
+    _check_classifies(network.compiled, kind, options, dataset)
     return network, dataclasses.replace(options, augment=kind)
+
+
+def _check_classifies(compiled: bool, kind: str, options: Options, dataset: Data) -> None:
+    """Refuse what is for logits of images where there are others."""
+    if compiled and parse(kind).mixes:
+        raise InputError(
+            f"--augment={kind}: mixup and cutmix mix the cross entropy of a classifier, and a "
+            "compiled model has a loss of its own; leave them out"
+        )
+    if options.test_time_flip and (compiled or dataset.image_shape is None):
+        what = "a compiled model" if compiled else f"{dataset.name}, which has none"
+        raise InputError(
+            f"--test_time_flip is for the logits of images, not for {what}; leave it out"
+        )
 
 
 def _check_batch(options: Options, dataset: Data) -> None:

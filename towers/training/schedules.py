@@ -24,9 +24,10 @@ def schedule(
     """Return the learning rate as a function of the epochs seen so far.
 
     Args:
-        kind: "constant"; "step", multiplied by `decay_factor` at each of `decay_epochs`; "cosine",
-            to zero at the end (Loshchilov and Hutter 2017, without restarts); "onecycle", a linear
-            rise from peak / 25 and a cosine fall to peak / 10^4 (Smith and Topin 2018).
+        kind: "constant"; "step", multiplied by `decay_factor` at each of `decay_epochs`; "linear",
+            to zero at the end; "cosine", likewise (Loshchilov and Hutter 2017, without restarts);
+            "onecycle", a linear rise from peak / 25 and a cosine fall to peak / 10^4 (Smith and
+            Topin 2018).
         peak: the highest rate.
         total_epochs: length of the run.
         warmup_epochs: linear rise from zero before the schedule proper, which then goes over the
@@ -47,6 +48,8 @@ def schedule(
         if kind == "constant":
             return tf.constant(peak, tf.float64)
         done = tf.clip_by_value((epoch - rise) / fall, 0.0, 1.0)
+        if kind == "linear":
+            return peak * (1.0 - done)
         return last + (peak - last) * 0.5 * (1.0 + tf.cos(math.pi * done))
 
     def rate(epoch: tf.Tensor) -> tf.Tensor:

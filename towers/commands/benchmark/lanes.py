@@ -24,6 +24,7 @@ from typing import Any
 
 from towers.commands.benchmark.options import BenchmarkOptions
 from towers.errors import InputError
+from towers.options.augmentation import parse
 from towers.text import count
 
 WAIT_SECONDS = 900.0  # for importing, loading data, building and warming up; for a huge step
@@ -171,6 +172,9 @@ class Turns:
         changes = {"fit": {"num_devices": 1}, "mirrored_own_layers": {"own_layers": True}}
         if images and not os.path.exists(images):
             why = f"--dataset={self.options.dataset} holds no images as bytes, with one class each"
+            self.skipped, programs = dict.fromkeys(programs, why), {}
+        if parse(ours["augment"]).parts:
+            why = f"--augment={ours['augment']} has parts that other programs do not do"
             self.skipped, programs = dict.fromkeys(programs, why), {}
         for name, program in programs.items():
             self.say(f"starting    {name} ...")

@@ -37,6 +37,7 @@ from towers.data import augment
 from towers.devices.memory import peak_mib
 from towers.errors import InputError, RunError
 from towers.graphs.flops import flop_per_example
+from towers.options.augmentation import parse
 from towers.options.run import Options
 from towers.training.run import Run, assemble, load_data
 
@@ -221,7 +222,8 @@ def load(options: Options) -> tuple[data.Data, Options]:
         return load_data(options), options
     size = options.image_height_width()
     stored = (*size, STORED_SHAPE[2]) if size else STORED_SHAPE
-    kind = "tutorial" if options.augment == "auto" else options.augment
+    base = parse(options.augment).base
+    kind = "tutorial" if base == "auto" else base
     image_shape = augment.output_shape(stored, kind)
     random = np.random.default_rng(options.seed)
     images = random.standard_normal((options.batch_size, *image_shape), np.float32)

@@ -15,6 +15,7 @@ from towers.builder.tower import TowerBuilder
 from towers.commands.predict import inputs, printing
 from towers.commands.predict.options import PredictOptions
 from towers.text import count
+from towers.training.classification import logits_of
 from towers.training.guest import without_advice
 from towers.training.loading import Trained, load_run
 from towers.training.model import floatx_of
@@ -62,7 +63,7 @@ def _rows(
     @floatx_of(trained.options.dtype)
     def on_tower(x: Any) -> Any:
         with TowerScope():  # a layer that counts its calls, or draws, changes nothing
-            return trained.model(trained.inputs(x), training=False)
+            return logits_of(trained.model, trained.inputs(x), trained.options)
 
     @tf.function(autograph=False)
     def predict(x: Any) -> Any:

@@ -1,0 +1,113 @@
+"""Examples that are mixed, and images that are seen in a mirror: what a loss and a metric are."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import towers
+from tests import tiny
+from towers.data import augment, parts
+from towers.errors import InputError
+from towers.options.augmentation import parse
+from towers.training.run import prepare
+
+NUM = 20
+
+
+def images():
+    return tiny.images()
+
+
+def weighted():
+    """The same images, with sample weights."""
+    train, test, num_classes = tiny.images()
+    weights = np.linspace(0.2, 3, len(train[1])).astype(np.float32)
+    return (*train, weights), (*test, np.ones(len(test[1]), np.float32)), num_classes
+
+
+def compiled(num_classes, image_shape):
+    model = tiny.dense(num_classes, image_shape)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, metrics=["accuracy"])
+    return model
+
+
+@pytest.mark.parametrize("dataset", ["images", "weighted"])
+@pytest.mark.parametrize("kind", ["none,mixup=1", "resnet,mixup,cutmix"])
+def test_the_loss_of_a_mixed_example_is_of_both_targets(kind, dataset):
+    given = dict(dataset=f"tests.training.test_mixed:{dataset}", label_smoothing=0.1)
+    run = prepare(tiny.options("unused", augment=kind, dtype="float64", **given))
+    (x, y, *weights), draws = next(iter(run.data.train.train_batches(NUM, seed=1)))
+    found = run.task.loss(x, y, *weights, draws).numpy()
+    inputs = augment.train_images(x, draws, kind, "float64")
+    probabilities = tf.nn.softmax(run.masters.model(inputs, training=True)).numpy()
+    smooth = np.eye(probabilities.shape[1])[y] * 0.9 + 0.1 / probabilities.shape[1]
+    losses = -(smooth[:, None] * np.log(probabilities)[None]).sum(2)  # of target i, image j
+    losses *= np.asarray(weights[0])[:, None] if weights else 1
+    share = parts.share(*inputs.shape[1:3], draws[0], parse(kind), tf.float64).numpy()
+    here = np.arange(NUM)
+    expected = share * losses[here, here] + (1 - share) * losses[here - 1, here]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_examples_of_what_lies_on_the_towers_are_mixed_alike():
+    given = dict(augment="resnet,mixup,cutmix", dtype="float64", num_towers=3)
+    run = prepare(tiny.options("unused", **given))
+    example, draws = next(iter(run.data.train.train_batches(NUM, seed=1)))
+    expected = run.task.gradients(*example, draws)
+    from towers.data.on_towers import OnTowers
+
+    stored = OnTowers(run.data.train, run.builder.devices)
+    rows, (own, (partners, of_partners)) = next(iter(stored.train_batches(NUM, seed=1)))
+    partners = stored.example(partners), of_partners
+    found = run.task.gradients(*stored.example(rows), (own, partners))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"augment": "none,mixup"}, "--augment=none,mixup=0.2: mixup and cutmix mix the cross "),
+        ({"test_time_flip": True}, "--test_time_flip is for the logits of images, not for a comp"),
+    ],
+)
+def test_a_compiled_model_has_a_loss_of_its_own(given, line):
+    given |= dict(dataset="tests.tiny:images", batch_size=7)
+    for more in (
+        {"model": "tests.training.test_mixed:compiled"},
+        {"model": "tests.tiny:dense", "loss": "sparse_categorical_crossentropy"},
+    ):
+        with pytest.raises(InputError) as error:
+            prepare(towers.Options(**given, **more))
+        assert str(error.value).startswith(line)
+
+
+def test_a_mirror_image_counts_as_much_in_evaluation(tmp_path):
+    folder = str(tmp_path / "run")
+    given = dict(train_dir=folder, dataset="tests.tiny:images", augment="resnet,mixup", max_steps=6)
+    given |= dict(model="tests.tiny:cnn", batch_size=7, ema_decay=0.5, test_time_flip=True)
+    towers.train(**given)
+    _, (x, y), _ = tiny.images()
+    for ending, averages in {"": False, "_ema": True}.items():
+        model = towers.load(folder, averages=averages)
+        inputs = augment.eval_images(x, "resnet")
+        logits = (model(inputs) + model(inputs[:, :, ::-1])) / 2
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+        found = towers.evaluate(train_dir=folder, num_towers=2)[f"loss{ending}"]
+        assert found == pytest.approx(float(np.mean(losses)), rel=1e-5)
+    plain = towers.evaluate(train_dir=folder, test_time_flip=False)["loss_ema"]
+    assert plain != pytest.approx(found, rel=1e-5)
+
+
+def test_a_run_with_parts_goes_on_bit_for_bit(tmp_path):
+    given = dict(dataset="tests.tiny:images", model="tests.tiny:cnn", batch_size=7)
+    given |= dict(augment="auto,cutout=3,color,randaugment,mixup,cutmix", num_epochs=1)
+    finals = []
+    for name, ends in {"whole": [6], "in two": [3, 6]}.items():
+        for end in ends:
+            towers.train(train_dir=str(tmp_path / name), max_steps=end, **given)
+        finals.append(tiny.saved(tmp_path / name))
+    for name, value in finals[0].items():
+        np.testing.assert_array_equal(value, finals[1][name])

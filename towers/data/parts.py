@@ -1,0 +1,299 @@
+"""The parts of --augment: batched functions of images and draws, as those of `augment`.
+
+    images = parts.on_values(images, draws, plan, tf.uint8)     # before they are standardised
+    images = parts.on_standardised(images, draws, plan)         # after it
+    images = parts.mixed(images, partners, draws, plan)         # with others of the batch
+
+Each example has its own numbers. The last bit of a power or a sine may depend on an example's place
+in the batch, since TensorFlow computes several at once: these are taken in float64 and rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towers.data.pipeline import NUM_DRAWS
+from towers.options.augmentation import Augmentation
+
+_FIRST = 4  # column of `draws`; those before are of the bases
+(
+    _CUT_ROW, _CUT_COLUMN, _BRIGHTNESS, _CONTRAST, _SATURATION, _OP_0, _SIGN_0, _OP_1, _SIGN_1,
+    _SHARE, _ANGLE, _BOX_ROW, _BOX_COLUMN, _WHICH,
+) = range(_FIRST, NUM_DRAWS)  # fmt: skip
+
+_GREY = (0.299, 0.587, 0.114)  # of red, green and blue, ITU-R BT.601
+_FILL = 128.0  # beyond an image's border
+
+# RandAugment at magnitude 10: degrees, part of a side, part of the way to an image without that
+# quality, bits.
+_TURN, _SHEAR, _SHIFT, _BLEND, _BITS = 30, 0.3, 0.3, 0.9, 4
+
+
+def on_values(
+    images: tf.Tensor, draws: tf.Tensor, plan: Augmentation, stored: tf.DType
+) -> tf.Tensor:
+    """Return images `[b, h, w, C]` after color and randaugment.
+
+    What was not `stored` as bytes is as if its least value were 0 and its greatest 255.
+    """
+    if not plan.color and not plan.randaugment:
+        return images
+    low, scale = tf.zeros([], images.dtype), tf.ones([], images.dtype)
+    if stored != tf.uint8:
+        low = tf.reduce_min(images, [1, 2, 3], keepdims=True)
+        range_ = tf.reduce_max(images, [1, 2, 3], keepdims=True) - low
+        scale = tf.where(range_ > 0, range_ / 255, 1)
+        images = (images - low) / scale
+    images = _jittered(images, draws, plan.color) if plan.color else images
+    for op, sign in ((_OP_0, _SIGN_0), (_OP_1, _SIGN_1)) if plan.randaugment else ():
+        images = _one_op(images, draws[:, op], draws[:, sign] < 0.5, plan.randaugment / 10)
+    return images if stored == tf.uint8 else images * scale + low
+
+
+def on_standardised(images: tf.Tensor, draws: tf.Tensor, plan: Augmentation) -> tf.Tensor:
+    """Return images with a square of zeros each, their mean (DeVries and Taylor 2017).
+
+    Its middle may be any pixel, so that less than the square may lie inside.
+    """
+    if not plan.cutout:
+        return images
+    rows = _span(draws[:, _CUT_ROW], plan.cutout, images.shape[1])
+    columns = _span(draws[:, _CUT_COLUMN], plan.cutout, images.shape[2])
+    return images * tf.cast(~_box(rows, columns), images.dtype)  # a where takes twice as long
+
+
+def mixed(
+    images: tf.Tensor, partners: tf.Tensor, draws: tf.Tensor, plan: Augmentation
+) -> tf.Tensor:
+    """Return images mixed with their partners: mixup (Zhang et al. 2018), CutMix (Yun et al. 2019).
+
+    Where both are asked for, each example has one of the two, either as likely as the other.
+    """
+    whole, inside = _mixing(images.shape[1], images.shape[2], draws, plan)
+    if not plan.cutmix:
+        return _blended(partners, images, _by_example(whole, images.dtype))
+    cut = tf.where(_box(*inside), partners, images)
+    if not plan.mixup:
+        return cut
+    both = _blended(partners, images, _by_example(whole, images.dtype))
+    return tf.where(_cuts(draws, plan)[:, None, None, None], cut, both)
+
+
+def share(
+    height: int, width: int, draws: tf.Tensor, plan: Augmentation, dtype: tf.DType | str
+) -> tf.Tensor:
+    """Return which part of its loss, `[b]`, is that of each example's own target."""
+    whole, inside = _mixing(height, width, draws, plan)
+    if plan.cutmix:
+        rows, columns = (tf.reduce_sum(tf.cast(side, tf.float64), axis=1) for side in inside)
+        outside = 1 - rows * columns / (height * width)
+        whole = tf.where(_cuts(draws, plan), outside, whole)
+    return tf.cast(whole, dtype)
+
+
+def _mixing(
+    height: int, width: int, draws: tf.Tensor, plan: Augmentation
+) -> tuple[tf.Tensor, list[tf.Tensor]]:
+    """Return mixup's share of each example, `[b]`, and CutMix's rows and columns of the partner."""
+    whole = _beta(draws, plan.mixup or plan.cutmix)
+    if not plan.cutmix:
+        return whole, []
+    length = tf.sqrt(1 - _beta(draws, plan.cutmix))
+    sides = (_BOX_ROW, height), (_BOX_COLUMN, width)
+    inside = [_span(draws[:, column], length * size, size) for column, size in sides]
+    return whole, inside
+
+
+def _cuts(draws: tf.Tensor, plan: Augmentation) -> tf.Tensor:
+    """Tell of each example whether it is CutMix that it has, bool `[b]`."""
+    return draws[:, _WHICH] < (0.5 if plan.mixup else 2.0)
+
+
+def _beta(draws: tf.Tensor, alpha: float) -> tf.Tensor:
+    """Return numbers of Beta(alpha, alpha), float64 `[b]`, of two uniform ones each.
+
+    Bailey (1994) makes Student's t, with 2 alpha degrees of freedom, of two uniform numbers; and
+    (1 + t / sqrt(t^2 + 2 alpha)) / 2 is of that distribution.
+    """
+    uniform = tf.cast(draws[:, _SHARE], tf.float64)
+    angle = tf.cos(2 * math.pi * tf.cast(draws[:, _ANGLE], tf.float64))
+    power, square = uniform ** (1 / alpha), angle * angle
+    part = tf.math.divide_no_nan(square * (1 - power), power + square * (1 - power))
+    return 0.5 + 0.5 * tf.sign(angle) * tf.sqrt(part)
+
+
+# Colours.
+
+
+def _jittered(images: tf.Tensor, draws: tf.Tensor, strength: float) -> tf.Tensor:
+    """Change brightness, contrast and saturation, each by a factor of 1 +- `strength`."""
+    qualities = (_BRIGHTNESS, _black), (_CONTRAST, _one_grey), (_SATURATION, _grey)
+    for column, without in qualities:
+        images = _less(images, without, strength * (2 * draws[:, column] - 1))
+    return images
+
+
+def _one_op(images: tf.Tensor, which: tf.Tensor, minus: tf.Tensor, strength: float) -> tf.Tensor:
+    """Do with each image one of OPS, by `which`, uniform in [0, 1); `strength` is in 0..1.
+
+    Each op is given its own images alone: to do all of them with all images took 6 times as long.
+    """
+    number, num_ops = tf.cast(which * len(OPS), tf.int32), len(OPS)
+    amounts = tf.where(minus, -strength, strength)
+    rows = tf.range(tf.shape(images)[0])
+    of_ops = zip(
+        *(tf.dynamic_partition(t, number, num_ops) for t in (images, amounts)), strict=True
+    )
+    done = [op(*given) for op, given in zip(OPS.values(), of_ops, strict=True)]
+    found = tf.dynamic_stitch(tf.dynamic_partition(rows, number, num_ops), done)
+    return tf.ensure_shape(found, images.shape)
+
+
+def _less(images: tf.Tensor, without: Callable, amounts: tf.Tensor) -> tf.Tensor:
+    """Take images further from what has not some quality, or nearer to it."""
+    factor = _by_example(1 + amounts, images.dtype)
+    return tf.clip_by_value(_blended(without(images), images, factor), 0, 255)
+
+
+def _black(images: tf.Tensor) -> tf.Tensor:
+    return tf.zeros([], images.dtype)
+
+
+def _one_grey(images: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_mean(_grey(images), [1, 2], keepdims=True)
+
+
+def _grey(images: tf.Tensor) -> tf.Tensor:
+    """Return images `[b, h, w, 1]` of one channel, that of others the mean."""
+    channels = images.shape[3]
+    weights = _GREY if channels == 3 else [1 / channels] * channels
+    return tf.reduce_sum(images * tf.constant(weights, images.dtype), axis=3, keepdims=True)
+
+
+def _blurred(images: tf.Tensor) -> tf.Tensor:
+    """Smooth images as Pillow does: a pixel counts 5, its neighbours 1, the border stays."""
+    height, width = images.shape[1:3]
+    if min(height, width) < 3:
+        return images
+    means = tf.nn.avg_pool2d(images, 3, 1, "SAME")
+    border = np.ones([height, width, 1], bool)
+    border[1:-1, 1:-1] = False
+    return tf.where(border, images, (9 * means + 4 * images) / 13)
+
+
+def _autocontrast(images: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
+    """Stretch each channel to 0..255."""
+    low = tf.reduce_min(images, [1, 2], keepdims=True)
+    range_ = tf.reduce_max(images, [1, 2], keepdims=True) - low
+    return tf.where(range_ > 0, (images - low) * (255 / tf.maximum(range_, 1)), images)
+
+
+def _equalized(images: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
+    """Return channels whose values lie evenly: each becomes the part of pixels up to it."""
+    height, width, channels = images.shape[1:]
+    num = tf.shape(images)[0] * channels
+    # Of each channel of each image 256 numbers, one after the other.
+    flat = tf.reshape(tf.transpose(images, [0, 3, 1, 2]), [num, height * width])
+    bins = tf.cast(tf.round(flat), tf.int32) + 256 * tf.range(num)[:, None]
+    ones = tf.ones_like(flat)
+    counts = tf.reshape(tf.math.unsorted_segment_sum(ones, bins, 256 * num), [num, 256])
+    below = tf.cumsum(counts, axis=1, exclusive=True)
+    # As Pillow, which divides whole numbers: the brightest pixels take no part.
+    others = tf.reduce_max(tf.where(counts > 0, below, 0), axis=1, keepdims=True)
+    step = tf.floor(others / 255)
+    becomes = tf.minimum(tf.floor((below + tf.floor(step / 2)) / tf.maximum(step, 1)), 255)
+    values = tf.gather(tf.reshape(becomes, [-1]), bins)
+    values = tf.where(step > 0, values, flat)
+    return tf.transpose(tf.reshape(values, [-1, channels, height, width]), [0, 2, 3, 1])
+
+
+def _solarized(images: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
+    """Invert what is bright: the more, the greater the amount."""
+    from_ = 256 * (1 - _by_example(tf.abs(amounts), images.dtype))
+    return tf.where(images >= from_, 255 - images, images)
+
+
+def _posterized(images: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
+    """Leave out the last bits."""
+    steps = tf.constant([2.0**bits for bits in range(_BITS + 1)])  # a power may be less exact
+    step = tf.gather(steps, tf.cast(tf.round(_BITS * tf.abs(amounts)), tf.int32))
+    step = _by_example(step, images.dtype)
+    return tf.floor(images / step) * step
+
+
+def _warp(kind: str) -> Callable:
+    """Return an op that turns, shears or shifts images about their middle."""
+    return lambda images, amounts: _warped(images, **{kind: tf.cast(amounts, tf.float64)})
+
+
+def _warped(
+    images: tf.Tensor, turn: Any = 0.0, shear_x: Any = 0.0, shear_y: Any = 0.0, shift_x: Any = 0.0,
+    shift_y: Any = 0.0,
+) -> tf.Tensor:  # fmt: skip
+    """Return images by the nearest pixels of an affine map, float64 `[b]` of what is not 0."""
+    height, width = images.shape[1:3]
+    x, y = (width - 1) / 2, (height - 1) / 2
+    none = tf.zeros([tf.shape(images)[0]], tf.float64)
+    angle = none + math.radians(_TURN) * turn
+    sine, cosine = tf.sin(angle), tf.cos(angle)
+    across, down = _SHEAR * shear_x - sine, _SHEAR * shear_y + sine
+    left = x - cosine * x - across * y + _SHIFT * width * shift_x
+    top = y - down * x - cosine * y + _SHIFT * height * shift_y
+    # Where each pixel comes from, in float64: half a pixel must not be another one by its last bit.
+    columns, rows = np.meshgrid(np.arange(width, dtype=float), np.arange(height, dtype=float))
+    cosine, across, down, left, top = (t[:, None, None] for t in (cosine, across, down, left, top))
+    column = tf.round(cosine * columns + across * rows + left)
+    row = tf.round(down * columns + cosine * rows + top)
+    inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+    place = tf.where(inside, row * width + column, 0)
+    pixels = tf.reshape(images, [-1, height * width, images.shape[3]])
+    found = tf.gather(pixels, tf.cast(place, tf.int64), batch_dims=1)
+    return tf.where(inside[..., None], found, tf.constant(_FILL, images.dtype))
+
+
+# RandAugment's list (Cubuk et al. 2019): functions of images and amounts, `[b]` in -1..1.
+OPS = {
+    "identity": lambda images, _: images,
+    "autocontrast": _autocontrast,
+    "equalize": _equalized,
+    "rotate": _warp("turn"),
+    "solarize": _solarized,
+    "posterize": _posterized,
+    "brightness": lambda images, amounts: _less(images, _black, _BLEND * amounts),
+    "contrast": lambda images, amounts: _less(images, _one_grey, _BLEND * amounts),
+    "color": lambda images, amounts: _less(images, _grey, _BLEND * amounts),
+    "sharpness": lambda images, amounts: _less(images, _blurred, _BLEND * amounts),
+    "shear_x": _warp("shear_x"),
+    "shear_y": _warp("shear_y"),
+    "translate_x": _warp("shift_x"),
+    "translate_y": _warp("shift_y"),
+}
+
+
+# Small ones.
+
+
+def _span(place: tf.Tensor, length: tf.Tensor | float, size: int) -> tf.Tensor:
+    """Tell which pixels have their middle in a span about any pixel's, bool `[b, size]`."""
+    middle = tf.cast(tf.floor(place * size), tf.float64) + 0.5
+    pixels = np.arange(size) + 0.5
+    low, high = middle - length / 2, middle + length / 2
+    return (pixels >= low[:, None]) & (pixels < high[:, None])
+
+
+def _box(rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
+    return rows[:, :, None, None] & columns[:, None, :, None]
+
+
+def _blended(first: tf.Tensor, second: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
+    """Return what lies between two images; `part` is that of the second, and may be above 1."""
+    return first + part * (second - first)
+
+
+def _by_example(numbers: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    return tf.cast(numbers, dtype)[:, None, None, None]

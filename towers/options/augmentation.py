@@ -1,0 +1,115 @@
+"""What --augment may say: a base, then parts with commas, each with a number or its usual one.
+
+    plan = parse("resnet,cutout=8,mixup")
+    plan.base, plan.cutout, plan.mixup      # "resnet", 8.0, 0.2
+    str(plan)                               # "resnet,cutout=8,mixup=0.2"
+
+`towers.data.augment` says what bases do with an image, `towers.data.parts` what parts do.
+"""
+
+import contextlib
+import dataclasses
+import functools
+
+from towers.errors import InputError
+
+BASES = ("tutorial", "resnet", "shift", "none", "off")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A number that a part may be given: what it is, its range, and the usual one."""
+
+    unit: str
+    low: float
+    high: float
+    usual: float
+
+
+PARTS = {
+    "cutout": Part("a side in whole pixels", 1, 4096, 16),
+    "color": Part("a strength", 0.01, 1, 0.4),
+    "randaugment": Part("a magnitude", 0.1, 10, 9),
+    "mixup": Part("an alpha", 0.01, 100, 0.2),
+    "cutmix": Part("an alpha", 0.01, 100, 1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Augmentation:
+    """A base, and the number of each part, 0 for one that was not asked for."""
+
+    base: str
+    cutout: float = 0
+    color: float = 0
+    randaugment: float = 0
+    mixup: float = 0
+    cutmix: float = 0
+
+    @property
+    def parts(self) -> list[str]:
+        """The parts as they are written, in the order in which they are done."""
+        found = {name: getattr(self, name) for name in PARTS}
+        return [f"{name}={value:g}" for name, value in found.items() if value]
+
+    @property
+    def mixes(self) -> bool:
+        """Whether an example is mixed with another one of its batch."""
+        return bool(self.mixup or self.cutmix)
+
+    def __str__(self) -> str:
+        """Return what --augment says, always in the same order."""
+        return ",".join([self.base, *self.parts])
+
+
+@functools.cache
+def parse(text: str) -> Augmentation:
+    """Return what the value of --augment means.
+
+    Raises:
+        InputError: one line: what is not known, or no such number, and what is allowed.
+    """
+    base, *parts = (part.strip() for part in text.split(","))
+    if base not in ("auto", *BASES):
+        raise InputError(
+            f"--augment={text}: allowed are auto, {', '.join(BASES)}, and after that parts, as "
+            "resnet,cutout=8,mixup"
+        )
+    found: dict[str, float] = {}
+    for part in parts:
+        name, equals, number = part.partition("=")
+        if name not in PARTS or name in found:
+            what = "there are two parts" if name in found else "there is no part"
+            raise InputError(
+                f"--augment={text}: {what} {name!r}; allowed are {', '.join(PARTS)}, each once"
+            )
+        found[name] = _number(text, part, number) if equals else PARTS[name].usual
+    if base == "off" and found:
+        raise InputError(
+            f"--augment={text}: off takes images as they are; type --augment=none,"
+            f"{text.partition(',')[2]}, which also standardises"
+        )
+    return Augmentation(base, **found)
+
+
+def _number(text: str, part: str, number: str) -> float:
+    name = part.partition("=")[0]
+    known, value = PARTS[name], float("nan")
+    with contextlib.suppress(ValueError):
+        value = float(number)
+    whole = name != "cutout" or value % 1 == 0
+    if not (known.low <= value <= known.high and whole):
+        raise InputError(
+            f"--augment={text}: {name} takes {known.unit} from {known.low:g} to {known.high:g}, as "
+            f"{name}={known.usual:g}"
+        )
+    return value
+
+
+def agree(of_run: str, given: str) -> bool:
+    """Tell whether what is given may mean what a run has, which has resolved "auto"."""
+    try:
+        ours, theirs = parse(given), parse(of_run)
+    except InputError:
+        return False
+    return ours.parts == theirs.parts and ours.base in ("auto", theirs.base)
