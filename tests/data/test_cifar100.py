@@ -54,8 +54,17 @@ def test_folders_of_the_same_names_are_no_files(tmp_path):
 
 
 def test_an_incomplete_set_is_named(tmp_path):
-    write_binaries(tmp_path, ["train"])
-    assert f"CIFAR-100 in {tmp_path} lacks test.bin; add what is missing" in fails(tmp_path)
+    folder = tmp_path / "some/CIFAR-100"
+    write_binaries(folder, ["train"])
+    assert f"CIFAR-100 in {folder} lacks test.bin; add what is missing" in fails(tmp_path)
+
+
+def test_a_single_file_of_so_common_a_name_may_be_somebody_else_s(tmp_path):
+    (tmp_path / "cifar/scripts").mkdir(parents=True)
+    (tmp_path / "cifar/scripts/test").write_text("#!/bin/sh")
+    assert data.locate("cifar100", str(tmp_path)) is None
+    write_pickles(tmp_path / "data")
+    assert data.load("cifar100", str(tmp_path)).train.size == NUM["train"]
 
 
 def test_pickles_that_are_not_the_published_ones_are_named(tmp_path, capsys):

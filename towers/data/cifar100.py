@@ -60,6 +60,7 @@ def _set(name: str, class_names: tuple[str, ...], key: str) -> Published:
             )
         },
         read=functools.partial(_read, key=key),
+        sign="cifar",
     )
 
 

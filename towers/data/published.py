@@ -37,6 +37,9 @@ class Published:
     sources: Mapping[str, str]  # {url: md5}: an archive of that folder, or the files for it
     # From a file's path and bytes to uint8 [N, 32, 32, 3] and int32 [N]. Raises InputError.
     read: Callable[[str, bytes], tuple[np.ndarray, np.ndarray]]
+    # In the name of a folder in which some of the files mean the rest is missing. Files of others
+    # may have such names as train and test, too.
+    sign: str = ""
 
     def load(self, data_dir: str) -> Data:
         """Read the data set from wherever it lies under `data_dir`; download it if it is nowhere.
@@ -83,7 +86,8 @@ class Published:
                 missing = [name for name in names if name not in files]
                 if not missing:
                     return [os.path.join(folder, name) for name in names]
-                if len(missing) < len(names):
+                named = self.sign in os.path.basename(os.path.realpath(folder)).lower()
+                if named and len(missing) < len(names):
                     incomplete = incomplete or f"{folder} lacks {', '.join(missing)}"
         if incomplete:
             raise InputError(
