@@ -409,6 +409,57 @@ def test_what_stands_in_for_a_variable_is_updated_without_a_strategy():
     np.testing.assert_allclose(stand.value, [0.0, -1.0])
 
 
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("float32", 2e-6)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(),
+        dict(momentum=0.9),
+        dict(momentum=0.9, nesterov=True),
+        dict(momentum=0.9, weight_decay=0.1, clipnorm=1.0, use_ema=True, ema_momentum=0.5),
+    ],
+)
+def test_sgd_in_one_pass_computes_what_keras_does(more, dtype, tolerance):
+    draws = np.random.default_rng(0)
+    start, gradients = draws.normal(size=[4, 3]), draws.normal(size=[20, 4, 3])
+    rows = tf.IndexedSlices(tf.ones([2, 3], dtype), tf.constant([0, 2]), tf.constant([4, 3]))
+
+    def after_all(suits):
+        weights = [keras.Variable(start, dtype=dtype) for _ in range(3)]
+        weights[2].constraint = keras.constraints.UnitNorm()
+        optimizer = keras.optimizers.SGD(0.1, **more)
+        optimizer.build(weights)
+
+        @tf.function
+        def update(dense):
+            with tf_private.in_one_pass(optimizer, lambda _: suits):
+                optimizer.apply([dense, rows, dense], weights)
+
+        for dense in gradients:
+            update(tf.constant(dense, dtype))
+        graph = update.get_concrete_function(tf.constant(start, dtype)).graph
+        ops = [op.type for op in graph.get_operations()]
+        return ops, [v.numpy() for v in (*weights, *optimizer.variables)]
+
+    ops, results = zip(after_all(False), after_all(True), strict=True)
+    kernel = "ResourceApplyKerasMomentum" if more else "ResourceApplyGradientDescent"
+    assert [own.count(kernel) for own in ops] == [0, 2]  # but the sparse one
+    for fused, keras_own in zip(*results, strict=True):
+        np.testing.assert_allclose(fused, keras_own, rtol=tolerance, atol=tolerance)
+
+
+def test_other_optimizers_than_keras_own_sgd_are_not_fused():
+    class Mine(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            self.assign(variable, gradient)
+
+    weight, optimizer = keras.Variable(tf.zeros([2])), Mine(0.1)
+    optimizer.build([weight])
+    with tf_private.in_one_pass(optimizer, lambda _: True):
+        optimizer.apply([tf.ones([2])], [weight])
+    np.testing.assert_array_equal(weight.numpy(), 1.0)
+
+
 # Graphs.
 
 

@@ -494,6 +494,46 @@ def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
     return _replaced((extended, "update", make), (optimizer, "_all_reduce_sum_gradients", gathered))
 
 
+def in_one_pass(
+    optimizer: keras.optimizers.Optimizer, suits: Callable[[tf.Variable], bool]
+) -> Block:
+    """Let Keras' SGD update variables that `suits` names by TensorFlow's fused kernels.
+
+    Those compute what Keras' chain of ops does, in one pass over the memory. Adam's and RMSprop's
+    do not: they compute 1 - beta in the weights' type, and in float32 1 - 0.999 is off by 5e-5;
+    Adagrad's adds epsilon after the root. Clips, decay, averages and constraints are Keras' own,
+    around this; sparse gradients are left to it. Public: a function that tells a weight's slots.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if type(optimizer) is not keras.optimizers.SGD:
+        return contextlib.nullcontext()
+    return _replaced((optimizer, "update_step", functools.partial(_fused, optimizer, suits)))
+
+
+def _fused(optimizer: keras.optimizers.SGD, suits: Callable, update_step: Callable) -> Callable:
+    """Return the `update_step` of `in_one_pass`, which falls back to Keras' own."""
+
+    def update(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        fits = isinstance(variable, tf.Variable) and isinstance(gradient, tf.Tensor)
+        if not (fits and variable.dtype in (tf.float32, tf.float64) and suits(variable)):
+            update_step(gradient, variable, learning_rate)
+            return
+        rate, gradient = (keras.ops.cast(v, variable.dtype) for v in (learning_rate, gradient))
+        if optimizer.momentum == 0:
+            tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=rate, delta=gradient)
+            return
+        tf.raw_ops.ResourceApplyKerasMomentum(
+            var=variable.handle,
+            accum=optimizer.momentums[optimizer._get_variable_index(variable)].value.handle,
+            lr=rate,
+            grad=gradient,
+            momentum=keras.ops.cast(optimizer.momentum, variable.dtype),
+            use_nesterov=optimizer.nesterov,
+        )
+
+    return update
+
+
 # Keras' optimizers whose update of an element looks at no other one, and where their slots are.
 _ELEMENTWISE = {
     keras.optimizers.SGD: ("momentums",),

@@ -11,7 +11,7 @@ nothing. Variables, slots and checkpoints stay as they are.
 TensorFlow's fused kernels (ResourceApplyKerasMomentum, ResourceApplyAdam) were the other way: one
 launch a variable, but for four of the twelve optimizers, and regularisation, norm, clipping and
 averages would still be chains of ops for each variable. On a CPU nothing is joined: there the
-copies cost more than the beginnings of ops, and the fused kernels are used.
+copies cost more than the beginnings of ops, and SGD uses the fused kernels.
 """
 
 import contextlib
@@ -25,7 +25,6 @@ from towers import tf_private
 from towers.builder.kinds import is_gpu
 from towers.builder.packed import dense as as_dense
 from towers.builder.packed import is_large, pack, unpack
-from towers.training.fused import by_kernels
 from towers.training.masters import now
 
 
@@ -132,11 +131,11 @@ def packed(
 
     def can_join(weight: keras.Variable) -> bool:
         alone = weight.constraint is not None or weight.overwrite_with_gradient
-        known = slots is not None and factors_of(weight.regularizer) is not None
+        known = slots is not None and factors(weight.regularizer) is not None
         return kind_of(weight.value) is not None and known and not alone
 
     def regularised(weight: keras.Variable) -> tuple:
-        return *factors_of(weight.regularizer), is_decayed(weight)
+        return *factors(weight.regularizer), is_decayed(weight)
 
     def dense(gradient: Any, weight: keras.Variable) -> Any:
         if gradient is None and can_join(weight) and any(regularised(weight)):
@@ -189,7 +188,8 @@ def apply(
         joined.add(id(optimizer.learning_rate.value))
     alone = [] if finite is None else [variable for variable in alone if id(variable) not in joined]
     before = [now(variable) for variable in alone]
-    with scope, tf_private.each_update_apart(optimizer), by_kernels(optimizer):
+    fused = tf_private.in_one_pass(optimizer, lambda variable: not is_gpu(variable.device))
+    with scope, tf_private.each_update_apart(optimizer), fused:
         optimizer.apply(gradients, weights)
     for variable in (optimizer.iterations, *filter(_is_variable, weights)) if flats else ():
         value = scope.get_current_value(variable)
@@ -286,11 +286,11 @@ def _is_variable(value: Any) -> bool:
 
 def _regularizer(weight: keras.Variable) -> Callable | None:
     """Return the regulariser of a weight, its factors as numbers: L1's is a tensor on the host."""
-    factors = factors_of(weight.regularizer)
-    return keras.regularizers.L1L2(*factors) if any(factors) else None
+    own = factors(weight.regularizer)
+    return keras.regularizers.L1L2(*own) if any(own) else None
 
 
-def factors_of(regularizer: Any) -> tuple[float, float] | None:
+def factors(regularizer: Any) -> tuple[float, float] | None:
     """Return the factors of L1 and L2, None if a regulariser is of another kind."""
     own = keras.regularizers
     if regularizer is None:

@@ -367,7 +367,7 @@ def regularise(
     It is that of the layers' regularisers and of `weight_decay`, unless the optimizer decays
     weights apart from the gradient.
     """
-    total, decay = [], options.weight_decay
+    total = []
 
     def add(gradient: Any, weight: Any) -> Any:
         if isinstance(weight, flat.Flat):
@@ -376,34 +376,25 @@ def regularise(
         if weight.regularizer is None and not decayed:
             return gradient
         value = tf.convert_to_tensor(weight.value)
-        penalty, of_penalty = _penalty(value, weight.regularizer, decay if decayed else 0.0)
+        l1, l2 = flat.factors(weight.regularizer) or (None, 0.0)
+        if l1 == 0.0:  # in one pass each; a tape would first make a tensor of ones of that shape
+            factor = 2.0 * l2 + (options.weight_decay if decayed else 0.0)
+            total.append(factor * tf.nn.l2_loss(value))
+            return factor * value if gradient is None else factor * value + gradient
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            penalty = tf.zeros([], value.dtype)
+            if weight.regularizer is not None:
+                penalty += tf.cast(weight.regularizer(value), value.dtype)
+            if decayed:
+                penalty += options.weight_decay * tf.nn.l2_loss(value)
         total.append(penalty)
+        of_penalty = tape.gradient(penalty, value)
         return of_penalty if gradient is None else of_penalty + gradient
 
     sums = _each(add, gradients, weights)
     widest = _widest(total)
     return tf.add_n([tf.cast(t, widest) for t in total]) if total else tf.zeros([]), sums
-
-
-def _penalty(
-    value: tf.Tensor, regularizer: Callable | None, decay: float
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the regularisation loss of a weight, and its gradient.
-
-    Those of Keras' L1 and L2 are written out: a tape reads and writes the weight twice as often.
-    """
-    factors = flat.factors_of(regularizer)
-    if factors is not None:
-        l1, l2 = factors[0], 2.0 * factors[1] + decay
-        penalty, gradient = l2 * tf.nn.l2_loss(value), l2 * value
-        if l1:
-            penalty += l1 * tf.reduce_sum(tf.abs(value))
-            gradient += l1 * tf.sign(value)
-        return penalty, gradient
-    with tf.GradientTape() as tape:
-        tape.watch(value)
-        penalty = tf.cast(regularizer(value), value.dtype) + decay * tf.nn.l2_loss(value)
-    return penalty, tape.gradient(penalty, value)
 
 
 def _is_penalised(options: Options, weight: Any) -> bool:
