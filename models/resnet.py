@@ -16,6 +16,8 @@ Source: Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 
 
 import keras
 
+from models.parts import Shortcut, conv, norm
+
 Shape = tuple[int, int, int]
 
 
@@ -78,8 +80,8 @@ def resnet(
     full_precision = keras.config.dtype_policy().variable_dtype
 
     inputs = keras.Input(image_shape, dtype=full_precision, name="images")
-    x = _conv("conv1", width)(inputs)
-    x = _norm("norm1")(x)
+    x = conv("conv1", width)(inputs)
+    x = norm("norm1")(x)
     x = keras.layers.ReLU(name="relu1")(x)
     for stage in (1, 2, 3):
         for block in range(1, int(depth) // 6 + 1):
@@ -100,61 +102,12 @@ def _residual_block(
     inputs: keras.KerasTensor, num_channels: int, stride: int, name: str
 ) -> keras.KerasTensor:
     """Apply two convolutions, `[B, H, W, C]` to `[B, H / stride, W / stride, num_channels]`."""
-    x = _conv(f"{name}_conv1", num_channels, stride)(inputs)
-    x = _norm(f"{name}_norm1")(x)
+    x = conv(f"{name}_conv1", num_channels, stride=stride)(inputs)
+    x = norm(f"{name}_norm1")(x)
     x = keras.layers.ReLU(name=f"{name}_relu1")(x)
-    x = _conv(f"{name}_conv2", num_channels)(x)
-    x = _norm(f"{name}_norm2")(x)
+    x = conv(f"{name}_conv2", num_channels)(x)
+    x = norm(f"{name}_norm2")(x)
     if stride != 1:
         inputs = Shortcut(num_channels, stride, name=f"{name}_shortcut")(inputs)
     x = keras.layers.Add(name=f"{name}_add")([inputs, x])
     return keras.layers.ReLU(name=f"{name}_relu2")(x)
-
-
-def _conv(name: str, num_channels: int, stride: int = 1) -> keras.layers.Layer:
-    return keras.layers.Conv2D(
-        num_channels,
-        kernel_size=3,
-        strides=stride,
-        padding="same",
-        use_bias=False,  # the normalization that follows has one
-        kernel_initializer="he_normal",
-        name=name,
-    )
-
-
-def _norm(name: str) -> keras.layers.Layer:
-    return keras.layers.BatchNormalization(momentum=0.9, epsilon=1e-5, name=name)
-
-
-@keras.saving.register_keras_serializable(package="towers_models")
-class Shortcut(keras.layers.Layer):
-    """The paper's option A: takes every `stride`-th pixel and appends channels of zeros.
-
-    It has no weights, which is how the paper's CIFAR-10 networks get by with so few.
-    """
-
-    def __init__(self, num_channels: int, stride: int, **kwargs: object):
-        """Set the shape of the output.
-
-        Args:
-            num_channels: number of channels of the output, at least that of the input.
-            stride: distance in pixels, along height and width.
-            **kwargs: `name`, `dtype` and the other arguments of `keras.layers.Layer`.
-        """
-        super().__init__(**kwargs)
-        self.num_channels = num_channels
-        self.stride = stride
-
-    def call(self, inputs: keras.KerasTensor) -> keras.KerasTensor:
-        """Map `[B, H, W, C]` to `[B, H / stride, W / stride, num_channels]`, rounded up."""
-        # The mean of one pixel: on CPUs a strided slice takes ten times as long, there and back.
-        pixels = keras.ops.average_pool(inputs, pool_size=1, strides=self.stride)
-        num_missing = self.num_channels - inputs.shape[-1]
-        return keras.ops.pad(pixels, [(0, 0), (0, 0), (0, 0), (0, num_missing)])
-
-    def get_config(self) -> dict:
-        """Return the arguments of the constructor."""
-        return {
-            **super().get_config(), "num_channels": self.num_channels, "stride": self.stride
-        }

@@ -1,6 +1,7 @@
 """The shipped families of models at their smallest: a stage has one block and few channels."""
 
 from models.densenet import densenet_bc
+from models.fast import fast
 from models.preact_resnet import preact_resnet
 from models.resnext import resnext
 from models.vgg import vgg16_bn
@@ -31,6 +32,10 @@ vgg = _family(
     dataset="tests.zoo.applications:images_32",
 )  # fmt: skip
 dense_net = _family(densenet_bc, "dropout in what is concatenated", 10, 2, dropout=0.2)
+growing = _family(
+    fast, "images that grow on the way", width=2, small_size=16, small_steps=2,
+    dataset="tests.zoo.applications:images_32",
+)  # fmt: skip
 grouped = _family(resnext, "groups one by one, stochastic depth", 11, 2, 2, 2, drop_path=0.5)
 transformer = _family(
     vit, "attention, stochastic depth of two branches", 1, 6, 2, 4, dropout=0.2, drop_path=0.5,
