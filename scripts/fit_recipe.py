@@ -26,7 +26,7 @@ with quiet_start(level=3):
 
 from towers import files  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
-from towers.options import flags, trust  # noqa: E402
+from towers.options import augmentation, flags, trust  # noqa: E402
 from towers.options.run import Options  # noqa: E402
 from towers.training.by_flags import compile_by_flags  # noqa: E402
 from towers.training.model import floatx_of  # noqa: E402
@@ -36,6 +36,9 @@ from towers.training.update import EMA_EXAMPLES, is_own  # noqa: E402
 
 def main(argv: Sequence[str]) -> int:
     """Train; return 0, or 2 where the flags are wrong."""
+    if "--help" in argv:
+        print(__doc__)
+        return 0
     try:
         options = dataclasses.replace(flags.parse(argv), num_towers=1, variables="cpu")
         with floatx_of(options.dtype):
@@ -99,6 +102,8 @@ def compiled(run: Run) -> keras.Model:
         raise InputError("fit trains a classifier with an optimizer of the flags, a step a batch")
     if options.dtype == "mixed_float16":
         raise InputError("--dtype=mixed_float16 is not compared with fit: type mixed_bfloat16")
+    if augmentation.parse(options.augment).mixes or options.test_time_flip:
+        raise InputError("fit neither mixes examples nor sees mirror images: leave them out")
     plain = dataclasses.replace(options, label_smoothing=0.0, metrics="accuracy")
     compile_by_flags(model, plain)
     optimizer, num_classes = model.optimizer, run.data.num_classes

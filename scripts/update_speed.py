@@ -6,15 +6,23 @@ The weights are those of the CNN, their gradients are given. Time is that of all
 so that other programs of the machine change little.
 """
 
+import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
 
-import keras
-import tensorflow as tf
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from towers.options.run import Options
-from towers.training.masters import Masters
-from towers.training.update import make_optimizer, make_update
+from towers.cli import quiet_start  # noqa: E402 - found by the line above
+
+with quiet_start(level=3):
+    import keras
+    import tensorflow as tf
+
+from towers.options.run import Options  # noqa: E402
+from towers.training.masters import Masters  # noqa: E402
+from towers.training.update import make_optimizer, make_update  # noqa: E402
 
 STEPS, WINDOWS = 60, 15
 
@@ -46,6 +54,7 @@ def core_milliseconds(name: str, l2: float) -> float:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     for name in ("sgd", "momentum", "adam"):
         for l2 in (0.0, 1e-4):
             print(f"{name:10} L2 {l2:<7g} {core_milliseconds(name, l2):.2f} core-ms", flush=True)

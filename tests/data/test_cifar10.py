@@ -314,8 +314,9 @@ REAL = os.environ.get("TOWERS_CIFAR10_DIR", "")
 
 
 @pytest.mark.skipif(not REAL, reason="TOWERS_CIFAR10_DIR does not name a folder with CIFAR-10")
-def test_the_real_images(monkeypatch):
+def test_the_real_images(monkeypatch, publish):
     monkeypatch.setattr(cifar10, "RECORDS_PER_FILE", 10_000)
+    publish(cifar10, max_bytes=4 * 10_000 * 3072)
     assert Path(REAL).is_dir()
     loaded = data.load("cifar10", REAL)
     assert (loaded.train.size, loaded.test.size) == (50_000, 10_000)

@@ -66,7 +66,7 @@ def test_choices(name):
 
 def test_an_optimizer_may_be_the_users_own():
     assert Options(optimizer="my.own:make").optimizer == "my.own:make"
-    assert "adadelta, module:function" in refusal(optimizer="my.own.make")
+    assert "muon, module:function" in refusal(optimizer="my.own.make")
 
 
 @pytest.mark.parametrize("name", STRINGS)

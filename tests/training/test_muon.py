@@ -74,3 +74,12 @@ def test_a_kernel_of_zeros_learns():
     optimizer.build(weights)
     optimizer.apply([tf.random.stateless_normal(w.shape, (1, 2)) for w in weights], weights)
     assert np.all(np.isfinite(weights[0])) and np.linalg.norm(weights[0]) > 0
+
+
+def test_it_survives_saving():
+    weights = model().trainable_variables
+    given = dict(clip_norm=0.5, momentum=0.7, weight_decay=0.1, learning_rate=0.3)
+    optimizer = make_optimizer(weights, Options(optimizer="muon", **given), clipnorm=0.5)
+    found = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(optimizer))
+    assert type(found) is type(optimizer) and found.get_config() == optimizer.get_config()
+    assert found.outputs == {weights[-2].path} and found.clipnorm == 0.5

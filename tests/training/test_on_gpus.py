@@ -7,6 +7,7 @@ import tensorflow as tf
 from tests import tiny
 from tests.tasks import TASKS
 from towers.builder import kinds
+from towers.data.pipeline import NUM_DRAWS
 from towers.graphs.placement import read_placement, short, traced_ops
 from towers.monitoring import events
 from towers.options.run import Options
@@ -167,7 +168,7 @@ def test_of_data_that_lie_on_gpus_the_host_sends_row_numbers():
     sent = [(t.target, t.bytes) for t in placement.transfers if t.source == "/cpu:0" and t.bytes]
     # Whether to go on, and the key of the collectives, which GPUs read in the host's memory.
     of_loop = [(name, size) for name in ("/cpu:1", "/cpu:2") for size in (1, 4)]
-    draws, rows = ([("/cpu:1", 4 * size), ("/cpu:2", 3 * size)] for size in (4 * 4, 8))
+    draws, rows = ([("/cpu:1", 4 * size), ("/cpu:2", 3 * size)] for size in (4 * NUM_DRAWS, 8))
     assert sorted(sent) == sorted([*of_loop, *draws, *rows])
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.kinds import are_gpus, devices_here
+from towers.builder.kinds import are_gpus, are_of_workers, devices_here
 from towers.builder.packed import pack, unpack
 
 TIMEOUT_SECONDS = 300.0  # of a member that does not come, as when its tower has failed
@@ -31,9 +31,8 @@ def are_there(devices: Sequence[str]) -> bool:
 
     CPUs could, too, but share the memory by which a gather device reads them.
     """
-    here = all(tf.DeviceSpec.from_string(device).job in (None, "localhost") for device in devices)
     apart = len(set(devices)) == len(devices) > 1
-    return here and apart and are_gpus(devices)
+    return apart and are_gpus(devices) and not are_of_workers(devices)
 
 
 def all_sum(

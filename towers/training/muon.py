@@ -14,7 +14,8 @@ Source: Jordan et al. 2024, Muon: an optimizer for hidden layers in neural netwo
 the CIFAR-10 records of the same author, whose smaller weights move by SGD.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -23,6 +24,7 @@ ADAM_RATIO = 0.05
 _NUM_ITERATIONS = 3  # of Newton-Schulz: more brought nothing in the source's records
 
 
+@keras.saving.register_keras_serializable(package="towers")
 class Muon(keras.optimizers.Muon):
     """`keras.optimizers.Muon` for kernels of any rank, whose norms stay what they are."""
 
@@ -31,8 +33,8 @@ class Muon(keras.optimizers.Muon):
         learning_rate: float = 0.24,
         momentum: float = 0.6,
         weight_decay: float = 0.0,
-        outputs: Sequence[str] = (),
-        **clips: float,
+        outputs: Iterable[str] = (),
+        **common: Any,
     ):
         """Set the constants.
 
@@ -41,7 +43,7 @@ class Muon(keras.optimizers.Muon):
             momentum: of the gradients of kernels, by Nesterov's rule.
             weight_decay: of what moves by Adam, apart from the gradient.
             outputs: paths of the kernels that move by Adam.
-            **clips: Keras' arguments for clipping.
+            **common: `clipnorm` and the other arguments of all optimizers of Keras.
         """
         super().__init__(
             learning_rate,
@@ -51,9 +53,15 @@ class Muon(keras.optimizers.Muon):
             weight_decay=None,
             adam_weight_decay=weight_decay,
             ns_steps=_NUM_ITERATIONS,
-            **clips,
+            **common,
         )
         self.outputs = frozenset(outputs)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the constructor."""
+        own = {"momentum": self.momentum, "weight_decay": self.adam_weight_decay}
+        common = keras.optimizers.Optimizer.get_config(self)
+        return {**common, **own, "outputs": sorted(self.outputs)}
 
     def _should_use_adamw(self, variable: keras.Variable) -> bool:
         embedding = self.exclude_embeddings and "embedding" in variable.path.lower()
