@@ -91,7 +91,7 @@ class Rest:
 
 
 def measure(
-    batch: Any,
+    start: tf.Tensor,
     sums: TowerSums,
     loss: tf.Tensor,
     gradients: Sequence[Sequence[Any]],
@@ -101,8 +101,9 @@ def measure(
 ) -> dict[str, tf.Tensor]:
     """Return how long a step took up to its gathered gradients, and how its towers agree.
 
-    `loss` is the gathered one; `gradients` are the gathered ones of the data's loss: one list, or
-    one for each tower on its device. Norms are 0 unless the bool scalar `measured` wants them.
+    `start` is the time before which no tower has begun; `loss` is the gathered one; `gradients` are
+    the gathered ones of the data's loss: one list, or one for each tower on its device. Norms are 0
+    unless the bool scalar `measured` wants them.
 
     Returns:
         Of each tower, [towers], 0 for one without examples: "tower_seconds" (from the batch to its
@@ -112,7 +113,6 @@ def measure(
         "gather_seconds" (what the gather took after that: most of it runs while towers compute),
         "data_gradient_norm" (of the gathered gradient).
     """
-    start = time_after(batch)
 
     def look(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
         ends = _ends(sums, builder)
@@ -174,7 +174,8 @@ def measure_joined(
             pairs = zip(after, builder.devices, strict=False)
             ends = [time_after(_arrived(own, device)) for own, device in pairs]
             with tf.device(HOST):
-                seconds += tf.stack(ends) - start
+                # Nothing waits for the clock here, which may be read too late.
+                seconds += tf.maximum(tf.stack(ends) - start, 0.0)
         with tf.device(HOST):
             own, both, whole = (tf.stack(column) for column in zip(*products, strict=True))
             values = {

@@ -50,7 +50,10 @@ class Classification(Task):
         ) -> tuple[dict[str, tf.Tensor], list[Any]]:
             scale, seen = masters.loss_scale, {}
             variables = self.weights()
-            with floatx_of(options.dtype):  # backward, too: layers may be called again there
+            # A tower may else be done before the clock is read: the order of ops is chance.
+            start = [] if measured is None else [tower_stats.time_after((example, draws))]
+            # Backward, too: layers may be called again there.
+            with floatx_of(options.dtype), tf.control_dependencies(start):
                 sums = builder.tower_sums(self.tower_function, variables, *example, draws)
             # The update adds up the rows of a sparse gradient anyhow, so that it may be dense.
             dense = gather.dense_on_gpus(sums.gradients, variables, builder.devices)
@@ -60,9 +63,8 @@ class Classification(Task):
             gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
             if measured is not None:
                 with tf.name_scope("telemetry"):
-                    batch = *example, draws
                     seen = tower_stats.measure(
-                        batch, sums, loss, gradients, builder, measured, scale
+                        *start, sums, loss, gradients, builder, measured, scale
                     )
             if self.on_update:
                 factor = 1.0 if scale is None else 1.0 / scale
