@@ -121,6 +121,11 @@ def batch_norm_replaced(make_call: Make, make_moments: Make) -> Block:
     return _replaced((layer, "call", make_call), (layer, "_moments", make_moments))
 
 
+def convolution_replaced(make: Make) -> Block:
+    """Replace what a Conv2D layer does with its kernel. Public: a layer of one's own."""
+    return _replaced((keras.layers.Conv2D, "convolution_op", make))
+
+
 def layers_of(layer: keras.Layer) -> list[keras.Layer]:
     """Return a layer and all below it, each once, in order. Public: `layers`, of models only."""
     found: dict[int, keras.Layer] = {}

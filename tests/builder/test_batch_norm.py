@@ -53,8 +53,10 @@ def on_one_device(model, x):
     return [loss, *gradients, *(v.numpy() for v in model.non_trainable_variables)]
 
 
-def on_towers(model, x, builder, known_size=True):
+def on_towers(model, x, builder, known_size=True, known_maps=True):
     shape = [len(x) if known_size else None, *x.shape[1:]]
+    if not known_maps:
+        shape = [None] * (len(shape) - 1) + shape[-1:]
 
     @tf.function(input_signature=[tf.TensorSpec(shape, x.dtype)])
     def step(x):
@@ -101,6 +103,29 @@ def test_the_fused_kernels_compute_what_keras_does(num_towers, shape, keywords):
     expected = on_one_device(make(), x)
     found = on_towers(make(), x, TowerBuilder(DEVICES[:num_towers], batch_norm="sync"))
     assert largest_difference(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("num_towers", [1, 3])
+@pytest.mark.parametrize("shape", [(5, 3), (6, 5, 3)], ids=str)
+def test_maps_of_unknown_size_are_normalised_by_the_fused_kernels(num_towers, shape):
+    def model():
+        keras.utils.set_random_seed(0)
+        unknown = keras.Input([*[None] * (len(shape) - 1), shape[-1]])
+        pool = [keras.layers.GlobalMaxPooling1D, keras.layers.GlobalMaxPooling2D]
+        normalise = keras.layers.BatchNormalization(momentum=0.5)
+        return keras.Sequential([unknown, normalise, pool[len(shape) - 2](), keras.layers.Dense(2)])
+
+    x = tf.random.stateless_normal([7, *shape], [1, 2], 30.0, 2.0)
+    builder = TowerBuilder(DEVICES[:num_towers], batch_norm="sync")
+    found = on_towers(model(), x, builder, known_maps=False)
+    assert largest_difference(found, on_one_device(model(), x)) < 1e-4
+    spec = [tf.TensorSpec([None] * len(shape) + [shape[-1]])]
+    gradients = tf.function(
+        lambda x: builder.gradients(loss_of(own), own.trainable_variables, x), input_signature=spec
+    )
+    own = model()
+    ops = {op.type for op in gradients.get_concrete_function().graph.get_operations()}
+    assert "FusedBatchNormV3" in ops
 
 
 def test_a_layer_that_asks_for_it_is_synchronized_anyway(float64):

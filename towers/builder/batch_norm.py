@@ -3,8 +3,7 @@
 Keras' `BatchNormalization` layers need not know: while a tower is built, their moments are put
 together over the towers, forward and backward. Keras normalises by a chain of elementwise ops,
 which takes a third of ResNet-20's step; the fused kernels are used where they exist: in float32,
-over all axes but the last, for a known number of examples. Both give the same numbers up to
-rounding.
+over all axes but the last. Both give the same numbers up to rounding.
 
 A GPU computes in the layer's own type, 16 bits too, and backward by the kernel of training alone:
 the other one knows one layout only, and would be transposed for. What its moving averages get
@@ -76,8 +75,7 @@ def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
     """Tell whether TensorFlow's fused kernels compute what the layer is to."""
     last = layer.axis in (-1, inputs.shape.rank - 1)
     wide = keras.backend.result_type(inputs.dtype, "float32") == "float32"
-    known = inputs.shape.rank is not None and all(inputs.shape[1:]) and inputs.shape[0] != 0
-    return last and wide and known and not layer.renorm
+    return last and wide and 0 not in inputs.shape and not layer.renorm
 
 
 def _call(layer: Any, inputs: tf.Tensor, member: Member | None) -> tf.Tensor:
@@ -122,12 +120,11 @@ def _call_on_gpu(
 def _arguments(layer: Any, inputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """Return the inputs [B, H, W, C] of a kernel, and scale and offset [C], in float32."""
     num_channels = inputs.shape[-1]
-    shape = [-1, 1, 1, num_channels]
-    if inputs.shape.rank == 4:
-        shape = [inputs.shape[0] or -1, *inputs.shape[1:]]
+    if inputs.shape.rank != 4:
+        inputs = tf.reshape(inputs, [-1, 1, 1, num_channels])
     scale = tf.cast(layer.gamma, tf.float32) if layer.scale else tf.ones([num_channels])
     offset = tf.cast(layer.beta, tf.float32) if layer.center else tf.zeros([num_channels])
-    return tf.reshape(inputs, shape), scale, offset
+    return inputs, scale, offset
 
 
 def _in_training(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float) -> Any:
