@@ -22,7 +22,7 @@ def make(num, shape=(32, 32, 3), seed=0):
 def reference(image, draws, kind):
     """Augment one image with TensorFlow's functions, in float64."""
     height, width, _ = augment.output_shape(image.shape, kind)
-    image = tf.cast(image, tf.float64)
+    stored, image = image.dtype, tf.cast(image, tf.float64)
     row, column, flip, contrast = (float(draw) for draw in draws[:4])
     if kind == "resnet":
         image = tf.image.pad_to_bounding_box(image, 4, 4, image.shape[0] + 8, image.shape[1] + 8)
@@ -42,6 +42,8 @@ def reference(image, draws, kind):
         # tf.image.adjust_contrast computes in float32.
         mean = tf.reduce_mean(image, [0, 1], keepdims=True)
         image = (image - mean) * (0.2 + 1.6 * contrast) + mean
+    if kind == "shift":
+        return image / 64 - 2 if stored == np.uint8 else image
     return standardised(image)
 
 
@@ -67,12 +69,15 @@ def test_train_images_are_tensorflows(shape, kind, stored):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", augment.names)
-def test_eval_images_are_tensorflows(shape, kind):
-    images, _ = make(5, shape)
+@pytest.mark.parametrize("stored", [np.uint8, np.float32])
+def test_eval_images_are_tensorflows(shape, kind, stored):
+    images = make(5, shape)[0].astype(stored)
     height, width, _ = augment.output_shape(shape, kind)
     result = augment.eval_images(images, kind)
     expected = tf.image.resize_with_crop_or_pad(images, height, width)
-    if kind != "off":
+    if kind == "shift" and stored == np.uint8:
+        expected = expected / 64 - 2
+    elif kind not in ("off", "shift"):
         expected = tf.image.per_image_standardization(expected)
     np.testing.assert_allclose(result, expected, atol=1e-5)
     assert result.dtype == tf.float32

@@ -12,7 +12,8 @@ The kinds:
   flip, random brightness, random contrast, standardised. Evaluation: the centre crop.
 * "resnet": four zero pixels around, random crop back to full size, flip, standardised. Evaluation:
   the whole image.
-* "shift": as "resnet", but two pixels around, which are the image's own, reflected.
+* "shift": as "resnet", but two pixels around, which are the image's own, reflected; and an image
+  keeps its brightness and contrast: bytes become numbers from -2 to 2, other numbers stay.
 * "none": standardised.
 * "off": nothing, for images that are already as the model takes them, and for all other data.
 
@@ -52,7 +53,7 @@ _DIGITS = ("svhn", "svhn_extra")
 _DONE = {
     "tutorial": "crop, flip, brightness, contrast, standardised",
     "resnet": "padded crop, flip, standardised",
-    "shift": "reflected crop, flip, standardised",
+    "shift": "reflected crop, flip, bytes from -2 to 2",
     "none": "standardised",
     "off": "as they are",
 }
@@ -189,7 +190,7 @@ def _alone(
     if plan.base == "tutorial":
         low, high = _CONTRAST_RANGE
         contrast = low + (high - low) * tf.cast(draws[:, _CONTRAST], dtype)[:, None, None, None]
-    return parts.on_standardised(_standardise(images, contrast), draws, plan)
+    return parts.on_standardised(_scaled(images, plan.base, stored, contrast), draws, plan)
 
 
 def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32) -> tf.Tensor:
@@ -197,8 +198,7 @@ def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32
     height, width, _ = output_shape(images.shape[1:], kind)
     top, left = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
     images = images[:, top : top + height, left : left + width]
-    images = tf.cast(images, dtype)
-    return images if parse(kind).base == "off" else _standardise(images)
+    return _scaled(tf.cast(images, dtype), parse(kind).base, images.dtype)
 
 
 def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int, int]:
@@ -282,6 +282,17 @@ def _cut_by_transform(
         output_shape=[height, width],
         interpolation="NEAREST",
     )
+
+
+def _scaled(
+    images: tf.Tensor, base: str, stored: tf.DType, contrast: tf.Tensor | float = 1.0
+) -> tf.Tensor:
+    """Return images in the range that a model is given; they were `stored` as that type."""
+    if base == "off":
+        return images
+    if base == "shift":
+        return (images - 128.0) / 64.0 if stored == tf.uint8 else images  # exact, in any way
+    return _standardise(images, contrast)
 
 
 def _standardise(images: tf.Tensor, contrast: tf.Tensor | float = 1.0) -> tf.Tensor:
