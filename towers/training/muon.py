@@ -20,7 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-ADAM_RATIO = 0.05
+ADAM_RATIO = 0.15
 _NUM_ITERATIONS = 3  # of Newton-Schulz: more brought nothing in the source's records
 
 

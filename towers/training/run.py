@@ -157,7 +157,7 @@ def tower_devices(options: Options) -> list[str]:
     """
     if workers := cluster.of_run(options):
         return workers.devices
-    return devices.tower_devices(options.num_towers, options.devices)
+    return devices.tower_devices(options.num_towers, options.devices, divide_cores=True)
 
 
 def load_data(options: Options, say: Callable[[str], None] | None = None) -> Data:

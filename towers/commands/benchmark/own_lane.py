@@ -39,7 +39,7 @@ from towers.errors import InputError, RunError
 from towers.graphs.flops import flop_per_example
 from towers.options.augmentation import parse
 from towers.options.run import Options
-from towers.training.run import Run, assemble, load_data
+from towers.training.run import Run, assemble, load_data, tower_devices
 
 STORED_SHAPE = (32, 32, 3)  # of the images that the synthetic ones stand in for
 NUM_CLASSES = 10
@@ -54,7 +54,7 @@ class OwnLane:
     def __init__(self, options: Options, matmul_size: int):
         """Build and warm up; matrix products are `[matmul_size, matmul_size]`."""
         devices.configure(**dataclasses.asdict(options.gpu_options()))
-        names = devices.tower_devices(options.num_towers, options.devices)
+        names = tower_devices(options)
         dataset, options = load(options)
         self.run = assemble(options, names, dataset)
         loop = self.run.train_loop()
