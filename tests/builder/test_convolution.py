@@ -93,3 +93,21 @@ def test_as_near_to_the_true_gradient_as_tensorflows_own():
 
     ours, own = (distance(gradients(c, *given)[1]) for c in (convolution._convolve, convolve))
     assert ours < 1.1 * own < 0.01
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
+def test_towers_that_run_eagerly(dtype):
+    layer = keras.layers.Conv2D(128, 3, padding="same", dtype=dtype)
+    x = keras.random.normal([2, 4, 4, 128], dtype="bfloat16", seed=0)
+    layer.build(x.shape)
+
+    def loss(x):
+        return tf.reduce_sum(tf.cast(layer(x), tf.float32) ** 2, [1, 2, 3])
+
+    builder = TowerBuilder(["/cpu:0"])
+    _, [ours, _] = builder.gradients(loss, [layer.kernel.value, layer.bias.value], x)
+    with tf.GradientTape() as tape:
+        mean = tf.reduce_mean(loss(x))
+    theirs = tape.gradient(mean, layer.kernel.value)
+    ours, theirs = (tf.cast(each, tf.float32) for each in (ours, theirs))
+    assert tf.norm(ours - theirs) < 0.01 * tf.norm(theirs)

@@ -15,7 +15,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from towers import tf_private
@@ -33,7 +32,7 @@ def kernels_by_products(device: str) -> Iterator[None]:
         def convolve(layer: Any, inputs: tf.Tensor, kernel: Any) -> tf.Tensor:
             if is_gpu(device) or not _is_plain(layer, inputs):
                 return keras_convolve(layer, inputs, kernel)
-            kernel = keras.ops.convert_to_tensor(kernel)  # in the type of the layer
+            kernel = tf.convert_to_tensor(kernel)  # in the type of the layer
             if kernel.dtype != inputs.dtype or not _is_wide(inputs, kernel):
                 return keras_convolve(layer, inputs, kernel)
             return _convolve(inputs, kernel)
