@@ -23,7 +23,7 @@ def reference(image, draws, kind):
     """Augment one image with TensorFlow's functions, in float64."""
     height, width, _ = augment.output_shape(image.shape, kind)
     stored, image = image.dtype, tf.cast(image, tf.float64)
-    row, column, flip, contrast = (float(draw) for draw in draws[:4])
+    row, column, flip, contrast, turn = (float(draw) for draw in (*draws[:4], draws[-1]))
     if kind == "resnet":
         image = tf.image.pad_to_bounding_box(image, 4, 4, image.shape[0] + 8, image.shape[1] + 8)
     if kind == "shift":
@@ -35,7 +35,7 @@ def reference(image, draws, kind):
         top = int(row * (image.shape[0] - height + 1))
         left = int(column * (image.shape[1] - width + 1))
         image = tf.image.crop_to_bounding_box(image, top, left, height, width)
-        if flip < 0.5:
+        if (turn if kind == "shift" else flip) < 0.5:
             image = tf.image.flip_left_right(image)
     if kind == "tutorial":
         image = tf.image.adjust_brightness(image, 63 * (2 * row - 1))  # any: it cancels
@@ -158,11 +158,11 @@ def test_every_place_is_as_likely(kind):
         assert counts.min() > 850 and counts.max() < 1150
 
 
-@pytest.mark.parametrize("kind", ["tutorial", "resnet", "shift"])
-def test_half_of_the_images_are_mirrored(kind):
+@pytest.mark.parametrize(("kind", "draw"), [("tutorial", 2), ("resnet", 2), ("shift", -1)])
+def test_half_of_the_images_are_mirrored(kind, draw):
     images, _ = make(1)
     draws = np.full((1000, augment.NUM_DRAWS), 0.5, np.float32)
-    draws[:, 2] = np.random.default_rng(2).random(1000)
+    draws[:, draw] = np.random.default_rng(2).random(1000)
     result = augment.train_images(np.repeat(images, 1000, 0), draws, kind).numpy()
     same = (result == result[0]).all((1, 2, 3))
     mirrored = np.isclose(result[:, :, ::-1], result[0], atol=1e-5).all((1, 2, 3))

@@ -90,9 +90,29 @@ def test_draws_go_by_seed_and_step_alone(kind):
     for step, (_, _, draws) in enumerate(batches, start=40):
         of_bases = tf.random.stateless_uniform([6, 4], [7, step], alg="philox")
         np.testing.assert_array_equal(draws[:, :4], of_bases)
-        seed, num = [7, -2 - step], augment.NUM_DRAWS - 4
+        seed, num = [7, -2 - step], augment.NUM_DRAWS - 5
         of_parts = tf.random.stateless_uniform([6, num], seed, alg="philox")
-        np.testing.assert_array_equal(draws[:, 4:], of_parts)
+        np.testing.assert_array_equal(draws[:, 4:-1], of_parts)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 25])
+@pytest.mark.parametrize("size", [9, 10])
+def test_the_last_draw_of_an_image_moves_by_a_half_in_each_epoch(size, batch_size):
+    batches = take(make(size), batch_size, -(-4 * size // batch_size), seed=7)
+    draws = np.concatenate([draws[:, -1] for _, _, draws in batches])
+    first, *later = (
+        dict(zip(labels_of(batches)[part], draws[part], strict=True))
+        for part in (slice(epoch * size, (epoch + 1) * size) for epoch in range(4))
+    )
+    assert len(set(first.values())) == size
+    assert sum(draw < 0.5 for draw in first.values()) in (size // 2, -(-size // 2))
+    for epoch, found in enumerate(later, start=1):
+        expected = {label: (draw + epoch / 2) % 1 for label, draw in first.items()}
+        assert found == pytest.approx(expected)
+    resumed = take(make(size), 3, 1, seed=7, step=40, examples=size + 2)[0][-1][:, -1]
+    np.testing.assert_array_equal(resumed, draws[size + 2 : size + 5])
+    other = take(make(size), batch_size, 1, seed=8)
+    assert draws[0] != other[0][-1][0, -1] or labels_of(other)[0] != labels_of(batches)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

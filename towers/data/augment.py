@@ -12,8 +12,9 @@ The kinds:
   flip, random brightness, random contrast, standardised. Evaluation: the centre crop.
 * "resnet": four zero pixels around, random crop back to full size, flip, standardised. Evaluation:
   the whole image.
-* "shift": as "resnet", but two pixels around, which are the image's own, reflected; and an image
-  keeps its brightness and contrast: bytes become numbers from -2 to 2, other numbers stay.
+* "shift": as "resnet", but two pixels around, which are the image's own, reflected; an image is
+  mirrored in every other epoch, half of them in the first; and it keeps its brightness and contrast:
+  bytes become numbers from -2 to 2, other numbers stay.
 * "none": standardised.
 * "off": nothing, for images that are already as the model takes them, and for all other data.
 
@@ -42,10 +43,11 @@ from towers.options.augmentation import BASES as names
 from towers.options.augmentation import Augmentation, parse
 
 _ROW, _COLUMN, _FLIP, _CONTRAST = range(4)
+_TURN = NUM_DRAWS - 1
 
 _CONTRAST_RANGE = (0.2, 1.8)
 _PADDING = {"resnet": 4, "shift": 2}  # pixels on each side
-_REFLECTED = ("shift",)
+_REFLECTED = _MIRRORED_IN_TURNS = ("shift",)
 
 # Data sets whose classes stay what they are when cut and mirrored, and one whose classes do not.
 _OF_TOWERS = ("cifar10", "cifar100", "cifar100_coarse", "shapes")
@@ -226,7 +228,7 @@ def _random_crop_and_flip(images: tf.Tensor, draws: tf.Tensor, base: str) -> tf.
     # A float32 below 1 times a whole number never rounds up to that number.
     top = draws[:, _ROW] * (rows - height + 1)
     left = draws[:, _COLUMN] * (columns - width + 1)
-    mirrored = draws[:, _FLIP] < 0.5
+    mirrored = draws[:, _TURN if base in _MIRRORED_IN_TURNS else _FLIP] < 0.5
     cut = _cut_by_transform if kinds.is_gpu(top.device) else _cut_by_gather
     return cut(images, top, left, mirrored, height, width, margin)
 

@@ -23,7 +23,7 @@ import tensorflow as tf
 
 from towers.builder.kinds import HOST, PROGRAM
 from towers.data.headers import check_pixels
-from towers.data.pipeline import Data, Split, digest, held_out_rows, shuffled_rows, with_draws
+from towers.data.pipeline import Data, Split, digest, held_out_rows, shuffled_rows
 from towers.errors import InputError
 
 Size = tuple[int, int]  # (height, width)
@@ -140,7 +140,7 @@ class EncodedSplit(Split):
     ) -> tf.data.Dataset:
         """Return what `train_batches` returns, with rows, int64 [B], for examples."""
         rows = shuffled_rows(batch_size, self.size, seed, examples)
-        return with_draws(rows, batch_size, seed, step, self.paired)
+        return self._with_draws(rows, batch_size, seed, step, examples)
 
     def labels(self, rows: tf.Tensor) -> tf.Tensor:
         """Return the labels of these rows."""

@@ -20,11 +20,11 @@ import tensorflow as tf
 from towers.data.pipeline import NUM_DRAWS
 from towers.options.augmentation import Augmentation
 
-_FIRST = 4  # column of `draws`; those before are of the bases
+_FIRST = 4  # column of `draws`; those before are of the bases, the last too
 (
     _CUT_ROW, _CUT_COLUMN, _BRIGHTNESS, _CONTRAST, _SATURATION, _OP_0, _SIGN_0, _OP_1, _SIGN_1,
     _SHARE, _ANGLE, _BOX_ROW, _BOX_COLUMN, _WHICH,
-) = range(_FIRST, NUM_DRAWS)  # fmt: skip
+) = range(_FIRST, NUM_DRAWS - 1)  # fmt: skip
 
 _GREY = (0.299, 0.587, 0.114)  # of red, green and blue, ITU-R BT.601
 _FILL = 128.0  # beyond an image's border

@@ -24,14 +24,15 @@ from towers.errors import InputError
 
 Structure = Any  # of tf.nest: dicts and tuples, with what is said in their leaves
 
-# Random numbers of each example: of bases for `towers.data.augment`, the rest for `parts`.
-NUM_DRAWS, _OF_BASES = 18, 4
+# Random numbers of each example: of bases for `towers.data.augment`, those of `parts`, and the last.
+NUM_DRAWS, _OF_BASES, _OF_PARTS = 19, 4, 14
 _PREFETCH_BATCHES = 2
 # TensorFlow's default of 4 rounds leaves neighbours of one epoch visibly related (chi-square of
 # their distances 34 per degree of freedom at 20,000 examples); with 8 it is 1.0, as numpy's.
 _SHUFFLE_ROUNDS = 8
 _SHUFFLE_STREAM = -1  # keeps the shuffle's random numbers apart from the draws of step 0, 1, ...
 _PARTS_STREAM = -2  # and down from here are the draws of parts, of step 0, 1, ...
+_BEFORE_ALL = -1  # number of an epoch whose order tells which images are mirrored first
 _PHILOX = 1  # the number that TensorFlow's raw ops know the algorithm by
 _HELD_OUT_KEY = (2016, 0, 0)  # one choice for all: a run that is evaluated later finds it again
 
@@ -59,9 +60,11 @@ class Split(abc.ABC):
             A dataset of (example, draws): the structure of `spec`, with an axis of B in front, and
             float32 `[B, NUM_DRAWS]` in [0, 1), a row for each example of the batch. Of a `paired`
             split draws are (these, partners): (example, draws) again, each row one further down.
+            The last number of an example is another one by 1/2 in the next epoch, and the same
+            again after that; where the data have no numbers of rows it is a draw as the others.
         """
         batches = self._shuffled_batches(batch_size, seed, examples)
-        return with_draws(batches, batch_size, seed, step, self.paired)
+        return self._with_draws(batches, batch_size, seed, step, examples)
 
     def eval_batches(self, batch_size: int) -> tf.data.Dataset:
         """Return one pass over the split in its own order.
@@ -78,6 +81,27 @@ class Split(abc.ABC):
         found = copy.copy(self)
         found.paired = True
         return found
+
+    def _with_draws(
+        self, batches: tf.data.Dataset, batch_size: int, seed: int, step: int, examples: int
+    ) -> tf.data.Dataset:
+        """Return (batch, draws) of each step from `step` on, after this number of examples."""
+
+        def draw(step, number):
+            # Two streams, so that what bases draw does not depend on how many parts there are.
+            streams = (step, _OF_BASES), (_PARTS_STREAM - step, _OF_PARTS)
+            columns = [
+                tf.random.stateless_uniform([batch_size, num], seed=[seed, stream], alg="philox")
+                for stream, num in streams
+            ]
+            return tf.concat([*columns, _turn(number, self.size, seed)[:, None]], axis=1)
+
+        def pair(batch, draws):
+            return batch, (draws, tf.nest.map_structure(_one_further, (batch, draws)))
+
+        steps = tf.data.Dataset.counter(step), _numbers(batch_size, examples)
+        batches = tf.data.Dataset.zip(batches, tf.data.Dataset.zip(*steps).map(draw))
+        return prefetched(batches.map(pair) if self.paired else batches)
 
     @abc.abstractmethod
     def held_out(self, fraction: float) -> tuple["Split", "Split"]:
@@ -160,7 +184,7 @@ class ArraySplit(Split):
     ) -> tf.data.Dataset:
         """Return what `train_batches` returns, with rows of `arrays()`, int64 [B], for examples."""
         rows = shuffled_rows(batch_size, self.size, seed, examples)
-        return with_draws(rows, batch_size, seed, step, self.paired)
+        return self._with_draws(rows, batch_size, seed, step, examples)
 
     def numbers(self, rows: tf.Tensor) -> np.ndarray:
         """Return which rows of the arrays that were given these rows of `arrays()` are."""
@@ -264,52 +288,47 @@ def num_held_out(size: int, fraction: float) -> int:
 
 def is_held_out(rows: tf.Tensor, size: int, num_held: int) -> tf.Tensor:
     """Tell of each row whether it is held out: spread by chance, since data may be periodic."""
-    place = tf.raw_ops.RandomIndexShuffle(
-        index=rows,
-        seed=tf.constant(_HELD_OUT_KEY, tf.int64),
-        max_index=tf.constant(size - 1, tf.int64),
-        rounds=_SHUFFLE_ROUNDS,
-    )
-    return place < num_held
+    return _shuffled(rows, size, tf.constant(_HELD_OUT_KEY, tf.int64)) < num_held
 
 
 def shuffled_rows(batch_size: int, size: int, seed: int, examples: int) -> tf.data.Dataset:
     """Return the rows, int64 `[B]`, of each batch, without end, from example `examples` on."""
-
-    def rows(index):
-        number = examples + index * batch_size + tf.range(batch_size, dtype=tf.int64)
-        epoch = number // size
-        keys = epoch_keys(epoch[0], (batch_size - 1) // size + 2, seed)
-        return tf.raw_ops.RandomIndexShuffle(
-            index=number % size,
-            seed=tf.gather(keys, epoch - epoch[0]),
-            max_index=tf.constant(size - 1, tf.int64),
-            rounds=_SHUFFLE_ROUNDS,
-        )
-
-    return tf.data.Dataset.counter().map(rows)
+    numbers = _numbers(batch_size, examples)
+    return numbers.map(lambda number: _row(number, size, seed))
 
 
-def with_draws(
-    batches: tf.data.Dataset, batch_size: int, seed: int, step: int, paired: bool = False
-) -> tf.data.Dataset:
-    """Return (batch, draws) of each step from `step` on."""
+def _numbers(batch_size: int, examples: int) -> tf.data.Dataset:
+    """Return the numbers, int64 `[B]`, of the examples of each batch: counted over all epochs."""
+    starts = tf.data.Dataset.counter(examples, batch_size)
+    return starts.map(lambda start: start + tf.range(batch_size, dtype=tf.int64))
 
-    def draw(step):
-        # Two streams, so that what bases draw does not depend on how many parts there are.
-        streams = (step, _OF_BASES), (_PARTS_STREAM - step, NUM_DRAWS - _OF_BASES)
-        columns = [
-            tf.random.stateless_uniform([batch_size, num], seed=[seed, stream], alg="philox")
-            for stream, num in streams
-        ]
-        return tf.concat(columns, axis=1)
 
-    def pair(batch, draws):
-        return batch, (draws, tf.nest.map_structure(_one_further, (batch, draws)))
+def _row(number: tf.Tensor, size: int, seed: int) -> tf.Tensor:
+    """Return the rows of the examples of a batch, from their numbers."""
+    epoch = number // size
+    keys = epoch_keys(epoch[0], (len(number) - 1) // size + 2, seed)
+    return _shuffled(number % size, size, tf.gather(keys, epoch - epoch[0]))
 
-    draws = tf.data.Dataset.counter(step).map(draw)
-    batches = tf.data.Dataset.zip(batches, draws)
-    return prefetched(batches.map(pair) if paired else batches)
+
+def _turn(number: tf.Tensor, size: int, seed: int) -> tf.Tensor:
+    """Return a number in [0, 1) for each example of a batch, further by 1/2 in each epoch.
+
+    Half of the images are mirrored in the first epoch, the others in the next one, and so on
+    (Jordan 2024, arXiv:2404.00498, "alternating flip"): two epochs show all there is.
+    """
+    row = _row(number, size, seed)
+    place = _shuffled(row, size, epoch_keys(tf.constant(_BEFORE_ALL), 1, seed)[0])
+    return tf.cast((2 * place + size * (number // size)) % (2 * size), tf.float32) / (2 * size)
+
+
+def _shuffled(rows: tf.Tensor, size: int, keys: tf.Tensor) -> tf.Tensor:
+    """Return the place of each row in an order, of a key of three numbers, or one each."""
+    return tf.raw_ops.RandomIndexShuffle(
+        index=rows,
+        seed=keys,
+        max_index=tf.constant(size - 1, tf.int64),
+        rounds=_SHUFFLE_ROUNDS,
+    )
 
 
 def _one_further(part: tf.Tensor) -> tf.Tensor:
