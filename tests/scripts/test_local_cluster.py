@@ -1,11 +1,13 @@
 """`scripts/local_cluster`: workers for one command, and none after it."""
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +66,18 @@ def test_a_signal_goes_to_the_command_and_no_worker_stays(number, code):
         while any(map(listens, addresses(workers))):
             assert time.monotonic() < end
             time.sleep(0.05)
+
+
+@pytest.mark.parametrize("said", ["", "7"])
+def test_towers_divide_the_cores(monkeypatch, said):
+    monkeypatch.delenv("TF_NUM_INTRAOP_THREADS", raising=False)
+    if said:
+        monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", said)
+    share = said or str(-(-len(os.sched_getaffinity(0)) // 4))
+    with cluster("--workers=2", "--towers_per_worker=2", then=["wait"]) as (process, _):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        found = [Path(f"/proc/{child}/environ").read_text().split("\0") for child in children]
+    assert sum(f"TF_NUM_INTRAOP_THREADS={share}" in each for each in found) == 2 + bool(said)
 
 
 def test_what_is_no_command_is_one_line():

@@ -13,7 +13,7 @@ The kinds:
 * "resnet": four zero pixels around, random crop back to full size, flip, standardised. Evaluation:
   the whole image.
 * "shift": as "resnet", but two pixels around, which are the image's own, reflected; an image is
-  mirrored in every other epoch, half of them in the first; and it keeps its brightness and contrast:
+  mirrored in every other epoch, half of them in the first; and brightness and contrast are kept:
   bytes become numbers from -2 to 2, other numbers stay.
 * "none": standardised.
 * "off": nothing, for images that are already as the model takes them, and for all other data.

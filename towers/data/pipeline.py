@@ -24,7 +24,7 @@ from towers.errors import InputError
 
 Structure = Any  # of tf.nest: dicts and tuples, with what is said in their leaves
 
-# Random numbers of each example: of bases for `towers.data.augment`, those of `parts`, and the last.
+# Random numbers of each example: of bases for `towers.data.augment`, those of `parts`, its turn.
 NUM_DRAWS, _OF_BASES, _OF_PARTS = 19, 4, 14
 _PREFETCH_BATCHES = 2
 # TensorFlow's default of 4 rounds leaves neighbours of one epoch visibly related (chi-square of
