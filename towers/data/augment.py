@@ -55,7 +55,7 @@ _DIGITS = ("svhn", "svhn_extra")
 _DONE = {
     "tutorial": "crop, flip, brightness, contrast, standardised",
     "resnet": "padded crop, flip, standardised",
-    "shift": "reflected crop, flip, bytes from -2 to 2",
+    "shift": "reflected crop, flip in turns, bytes from -2 to 2",
     "none": "standardised",
     "off": "as they are",
 }

@@ -133,11 +133,12 @@ class Options:
     )  # fmt: skip
     augment: str = _data(
         "auto", "Augmentation of training images: tutorial (crop to 3/4, flip, brightness, "
-        "contrast), resnet (pad 4, crop, flip), shift (2 pixels reflected around, crop, flip), "
-        "none: each standardises; off: images are taken as they are. auto: tutorial for shapes and "
-        "the CIFARs; for svhn and images of your own none, off with a compiled model. After that "
-        "parts, as resnet,cutout=8,mixup: cutout=SIDE (16), color=STRENGTH (0.4), "
-        "randaugment=MAGNITUDE (9 of 10), mixup=ALPHA (0.2), cutmix=ALPHA (1).",
+        "contrast), resnet (pad 4, crop, flip), none: each standardises; shift (2 pixels reflected "
+        "around, crop, flip in every other epoch) keeps brightness and contrast; off: images are "
+        "taken as they are. auto: tutorial for shapes and the CIFARs; for svhn and images of your "
+        "own none, off with a compiled model. After that parts, as resnet,cutout=8,mixup: "
+        "cutout=SIDE (16), color=STRENGTH (0.4), randaugment=MAGNITUDE (9 of 10), mixup=ALPHA "
+        "(0.2), cutmix=ALPHA (1).",
     )  # fmt: skip
     test_time_flip: bool = _data(
         False, "Let a classifier's evaluations and predictions be the mean of the logits of an "
