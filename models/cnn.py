@@ -46,12 +46,12 @@ def cnn(
     layers = keras.layers
     full_precision = keras.config.dtype_policy().variable_dtype
 
-    def conv(name: str, bias: float) -> keras.layers.Layer:
+    def conv(name: str, bias: float, activation: str | None) -> keras.layers.Layer:
         return layers.Conv2D(
             filters=64,
             kernel_size=5,
             padding="same",
-            activation="relu",
+            activation=activation,
             kernel_initializer=keras.initializers.TruncatedNormal(stddev=0.05),
             bias_initializer=keras.initializers.Constant(bias),
             name=name,
@@ -69,11 +69,13 @@ def cnn(
         )
 
     inputs = keras.Input(image_shape, dtype=full_precision, name="images")
-    x = conv("conv1", bias=0.0)(inputs)
+    x = conv("conv1", bias=0.0, activation=None)(inputs)
     x = layers.MaxPooling2D(pool_size=3, strides=2, padding="same", name="pool1")(x)
+    # The tutorial's ReLU comes before: that is the same, and has four times as much to do.
+    x = layers.Activation("relu", name="relu1")(x)
     if lrn:
         x = LocalResponseNormalization(name="norm1")(x)
-    x = conv("conv2", bias=0.1)(x)
+    x = conv("conv2", bias=0.1, activation="relu")(x)
     if lrn:
         x = LocalResponseNormalization(name="norm2")(x)
     x = layers.MaxPooling2D(pool_size=3, strides=2, padding="same", name="pool2")(x)

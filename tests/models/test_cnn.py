@@ -16,7 +16,7 @@ def value_and_gradient(function, x, upstream):
 def test_has_the_tutorials_layers_and_number_of_weights():
     model = cnn()
     assert [layer.name for layer in model.layers] == (
-        "images conv1 pool1 norm1 conv2 norm2 pool2 flatten dense1 dense2 logits".split()
+        "images conv1 pool1 relu1 norm1 conv2 norm2 pool2 flatten dense1 dense2 logits".split()
     )
     assert model.get_layer("pool1").output.shape == (None, 12, 12, 64)
     assert model.get_layer("pool2").output.shape == (None, 6, 6, 64)
