@@ -141,3 +141,5 @@ def test_digits_are_not_mirrored_unasked_and_a_line_says_so_if_they_are(tmp_path
     assert len(augment.describe(loaded, "none")) == 2
     _, line, _ = augment.describe(loaded, augment.resolve("resnet", loaded))
     assert line.startswith(f"warning     --augment=resnet mirrors the digits of {name}")
+    _, line, _ = augment.describe(loaded, "none", test_time_flip=True)
+    assert line.startswith(f"warning     --test_time_flip mirrors the digits of {name}")

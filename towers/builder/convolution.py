@@ -11,7 +11,6 @@ cores: 229 became 154 at 7x7 pixels, 58 became 21 at 3x3; at 15x15 pixels oneDNN
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,17 +89,18 @@ def _by_op(x: tf.Tensor, upstream: tf.Tensor, shape: tf.TensorShape) -> tf.Tenso
 def _by_products(x: tf.Tensor, upstream: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
     """Return the gradient of a kernel of `shape`, a product for each of its places."""
     height, width, num_inputs, num_outputs = shape
-    products = []
-    for down, across in itertools.product(_places(height), _places(width)):
-        met = x[:, _seen(down), _seen(across)]
-        back = upstream[:, _seen(-down), _seen(-across)]
-        products.append(
-            tf.matmul(
-                tf.reshape(met, [-1, num_inputs]), tf.reshape(back, [-1, num_outputs]),
+    # Rows of maps to the front: then some of them are no copy. It takes a tenth of the time.
+    x, upstream = (tf.transpose(maps, [1, 0, 2, 3]) for maps in (x, upstream))
+    products = {}
+    for across in _places(width):
+        met, back = x[:, :, _seen(across)], upstream[:, :, _seen(-across)]
+        for down in _places(height):
+            products[down, across] = tf.matmul(
+                tf.reshape(met[_seen(down)], [-1, num_inputs]),
+                tf.reshape(back[_seen(-down)], [-1, num_outputs]),
                 transpose_a=True,
             )
-        )  # fmt: skip
-    return tf.reshape(tf.stack(products), shape)
+    return tf.reshape(tf.stack([products[place] for place in sorted(products)]), shape)
 
 
 def _places(size: int) -> range:

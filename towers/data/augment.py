@@ -110,7 +110,12 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     return str(plan)
 
 
-def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -> list[str]:
+def describe(
+    data: Data,
+    kind: str,
+    dtype: tf.DType | str | None = tf.float32,
+    test_time_flip: bool = False,
+) -> list[str]:
     """Say in a few lines what an example is, and what happens to it before the model.
 
         images      32x32x3 uint8 -> 24x24x3 float32: crop, flip, brightness, contrast, standardised
@@ -120,6 +125,7 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
         data: the data set.
         kind: one of `names`, and parts.
         dtype: what images become; None: they stay what they are.
+        test_time_flip: whether they are evaluated with their mirror images.
     """
     x, *rest = data.spec
     shape = data.image_shape
@@ -133,10 +139,12 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
         after = f"{'x'.join(map(str, output_shape(shape, kind)))} {dtype.name}"
         plan = parse(kind)
         lines = [f"images      {before} -> {after}: {', '.join([_DONE[plan.base], *plan.parts])}"]
-        if data.name in _DIGITS and "flip" in _DONE[plan.base]:
+        flips = {"--augment=none": f"--augment={kind}"} if "flip" in _DONE[plan.base] else {}
+        flips |= {"--test_time_flip=false": "--test_time_flip"} if test_time_flip else {}
+        for remedy, flag in flips.items() if data.name in _DIGITS else ():
             lines.append(
-                f"warning     --augment={kind} mirrors the digits of {data.name}, which are other "
-                "shapes then: --augment=none does not"
+                f"warning     {flag} mirrors the digits of {data.name}, which are other shapes "
+                f"then: {remedy} does not"
             )
     if data.num_classes:
         plural = "es" * (data.num_classes > 1)
