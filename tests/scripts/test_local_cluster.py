@@ -90,3 +90,18 @@ def test_what_is_no_command_is_one_line():
     )
     assert done.returncode == 2
     assert done.stderr == "local_cluster: no-such-command: No such file or directory\n"
+
+
+def test_the_catalogue_is_tried_on_workers():
+    catalogue = [ROOT / "scripts/catalogue", "layouts:heads_first"]
+    done = subprocess.run(
+        [*SCRIPT, "--workers=2", "--towers_per_worker=2", "--", *catalogue],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    row, last = done.stdout.splitlines()[-2:]
+    assert row.split()[:2] == ["layouts:heads_first", "same"] and row.endswith(" same")
+    assert last == "1 models, 1 as expected, 0 not"
