@@ -306,7 +306,7 @@ def _numbers(batch_size: int, examples: int) -> tf.data.Dataset:
 def _row(number: tf.Tensor, size: int, seed: int) -> tf.Tensor:
     """Return the rows of the examples of a batch, from their numbers."""
     epoch = number // size
-    keys = epoch_keys(epoch[0], (len(number) - 1) // size + 2, seed)
+    keys = epoch_keys(epoch[0], (number.shape[0] - 1) // size + 2, seed)
     return _shuffled(number % size, size, tf.gather(keys, epoch - epoch[0]))
 
 
