@@ -17,7 +17,7 @@ import tensorflow as tf
 from tests.workers import ROOT, Worker, environment, started
 from towers.devices import board, worker
 from towers.devices.board import Claim, Lease, Offer
-from towers.errors import InputError
+from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
 
 PATIENCE_SECONDS = 20.0
@@ -215,6 +215,20 @@ def test_a_port_that_is_taken_is_one_line(holder):
     with socket.create_server((holder, 0), family=family, dualstack_ipv6=holder == "::") as taken:
         with pytest.raises(InputError, match="the port is taken"):
             worker.serve("127.0.0.1", taken.getsockname()[1], GpuOptions())
+
+
+@pytest.mark.parametrize(("port", "attempts"), [(0, 3), (23456, 1)])
+def test_a_port_that_was_free_and_is_taken_is_not_the_only_one(monkeypatch, port, attempts):
+    tried = []
+
+    def server(folder, address, *_):
+        tried.append(address)
+        raise RunError("the server does not start")
+
+    monkeypatch.setattr(worker, "_server", server)
+    with pytest.raises(RunError, match="does not start"):
+        worker.serve("127.0.0.1", port, GpuOptions())
+    assert len(set(tried)) == len(tried) == attempts
 
 
 def test_faults_of_the_command_line_are_one_line_and_exit_code_2():

@@ -38,6 +38,7 @@ NUM_CPU_DEVICES = 16  # logical ones of a worker without GPUs; more where there 
 _LOOK_SECONDS = 0.1
 _PARTING_SECONDS = 0.3  # in which the server still answers whoever released it
 _PORTS = range(20000, 32000)  # for port 0: below those that connections take for themselves
+_ATTEMPTS = 3  # at other ports, where any may be taken
 _LEFT_SECONDS = 60.0  # after which a folder that nobody has locked is a killed worker's
 _PR_SET_PDEATHSIG = 1
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and where the machine itself finds it then
@@ -64,12 +65,13 @@ def serve(
             be had.
         RunError: the server does not start.
     """
+    attempts = 1 if port else _ATTEMPTS
     ip, port = _locate(host, port, any_address)
-    address = join_address(socket.gethostname() if ip in _EVERYWHERE else ip, port)
     told = False
     import tensorflow  # noqa: F401
 
     while True:
+        address = join_address(socket.gethostname() if ip in _EVERYWHERE else ip, port)
         try:
             with _folder() as folder, _server(folder, address, ip, options, any_address) as server:
                 process, offer = server
@@ -81,6 +83,11 @@ def serve(
                 say(f"over        {_lend(folder, process, say)}")
         except listening.Reached as error:
             say(f"warning     {error}: the server is started again")
+        except RunError:
+            attempts -= 1
+            if told or not attempts:
+                raise
+            ip, port = _locate(host, 0, any_address)  # that one may have been taken meanwhile
         _wait_for_port(ip, port)
 
 
