@@ -1,7 +1,8 @@
 """Augmentation as pure batched functions, run inside each tower on its own slice.
 
 Every random number comes from `draws`, one row for each example, so what an example looks like
-depends on (seed, step, its place in the global batch) and not on the tower that it falls to:
+depends on (seed, step, its place in the global batch), in which epochs "shift" mirrors it on (seed,
+its row), and nothing on the tower that it falls to:
 
     draws = tf.random.stateless_uniform([128, augment.NUM_DRAWS], seed=[seed, step])
     images = augment.train_images(images_uint8, draws, "tutorial")  # float32 [128, 24, 24, 3]
