@@ -1,5 +1,7 @@
 """Towers on workers, which are processes of this machine: the numbers, and what crosses between."""
 
+from collections import Counter
+
 import keras
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from tests.workers import workers
 from towers.builder.kinds import HOST, PROGRAM, machine_of
 from towers.devices import cluster
 from towers.graphs.placement import read_placement
+from towers.options.run import Options
+from towers.training.run import assemble, load_data
 
 layers = keras.layers
 SMALL = 200  # bytes of counts and losses
@@ -96,6 +100,47 @@ def test_a_weight_and_a_sum_of_gradients_cross_once_for_each_worker(far, way):
         its_batch = 4 * (50 + 3 * 2 + 1) * 4  # outputs there and back in the other way
         assert size <= crossing["", worker] <= size + its_batch + SMALL
         assert size <= crossing[worker, ""] <= size + its_batch + SMALL
+
+
+@pytest.mark.parametrize("num_layers", [2, 9])
+def test_small_weights_and_gradients_cross_as_one(far, num_layers):
+    model = keras.Sequential([keras.Input([5])])
+    for _ in range(num_layers):
+        model.add(layers.Dense(5))
+    one_each = far[::2]
+    placement = read_placement(
+        stepper(one_each, model, "by_example"), tf.ones([4, 5]), tf.zeros([4], tf.int32)
+    )
+    size = model.count_params() * 4
+    for worker in map(machine_of, one_each):
+        for route in ("", worker), (worker, ""):
+            sizes = [
+                t.bytes
+                for t in placement.transfers
+                if (machine_of(t.source), machine_of(t.target)) == route
+            ]
+            assert size in sizes
+            assert sum(sizes) <= size + SMALL
+
+
+@pytest.mark.parametrize("variables", ["cpu", "sharded"])
+def test_in_a_step_of_a_run_too_sums_cross_once_for_each_worker(far, variables):
+    options = Options(variables=variables, batch_size=8, devices="cpu")
+    run = assemble(options, far, load_data(options))
+    size = sum(v.shape.num_elements() * 4 for v in run.masters.model.trainable_variables)
+    loop, batches = run.train_loop(), iter(run.batches(0, 0))
+    placement = read_placement(loop, batches, tf.constant(0))
+    sent = Counter()
+    for (source, target), number in placement.always_crossing_bytes().items():
+        if machine_of(source) != machine_of(target):
+            sent[machine_of(source)] += number
+    images = 8 * 4 * 24 * 24 * 3
+    assert sum(sent.values()) <= (4 if variables == "cpu" else 2) * size + images
+    values = loop(batches, tf.constant(1))
+    norms, cosines = values["tower_gradient_norm"].numpy(), values["tower_cosine"].numpy()
+    assert (norms > 0).all()
+    assert (np.abs(cosines) <= 1).all()
+    assert (cosines > 0).any()
 
 
 def test_sums_and_sparse_sums_are_those_of_one_device(far):

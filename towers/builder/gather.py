@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder import collectives, machines
-from towers.builder.kinds import is_gpu
+from towers.builder.kinds import is_gpu, machine_of
 from towers.builder.merging import widen
-from towers.builder.packed import dense, pack, unpack
+from towers.builder.packed import dense, is_small, pack, unpack
 from towers.builder.splitting import PerTower
 
 
@@ -162,13 +162,14 @@ def sum_at(
 ) -> list[Any]:
     """Add up the towers' gradients, each at its place, and `finish` the sums there.
 
-    What GPUs give goes as one tensor from each to a place, if it is of one type; towers of another
-    machine are summed there.
+    What GPUs give goes as one tensor from each to a place, if it is of one type, and so do small
+    tensors from another machine, whose towers are summed there.
     """
     columns, groups = list(zip(*gradients, strict=True)), {}
     at = [*(places.of_variables or ()), *[places.home] * len(columns)]
+    far = len({machine_of(device) for device in [*places.towers, *at]}) > 1
     for i, (values, place) in enumerate(zip(columns, at, strict=False)):
-        packs = is_gpu(places.towers[0]) and _are_dense(values)
+        packs = _are_dense(values) and (is_gpu(places.towers[0]) or (far and is_small(values[0])))
         groups.setdefault((place, values[0].dtype) if packs else i, []).append(i)
     sums: list[Any] = [None] * len(columns)
     for group in groups.values():

@@ -1,7 +1,8 @@
-"""What crosses the network between machines, where several towers stand on one of them.
+"""What crosses the network between machines.
 
 A variable that lies on another machine comes to each machine once, and is handed on there; what the
-towers of a machine have is summed there before it leaves.
+towers of a machine have is summed there before it leaves. Small tensors cross as one: a round trip
+costs both sides more than the bytes.
 """
 
 import contextlib
@@ -13,45 +14,66 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder.kinds import machine_of
+from towers.builder.packed import is_small, pack, unpack
+
+SCOPE = "small_reads"
 
 
 class Reads:
-    """What the towers of a compiled step read of variables that lie on other machines."""
+    """What the towers of a compiled step read of variables that lie on other machines.
+
+    Which these are is known when all towers are traced: until then they go on with stand-ins.
+    """
 
     def __init__(self, devices: Sequence[str]):
         """Set the towers' devices; nothing is read yet."""
         self._graph = tf.compat.v1.get_default_graph()
         self._eager = tf.executing_eagerly()
         machines = list(map(machine_of, devices))
-        counts = Counter(machines)
-        self._first: dict[str, str] = {}  # {machine with several towers: the first one's device}
-        for machine, device in zip(machines, devices, strict=True):
-            if machine and counts[machine] > 1:
-                self._first.setdefault(machine, device)
-        self._values: dict[tuple[str, int], tf.Tensor] = {}
+        self._first = dict(zip(reversed(machines), reversed(devices), strict=True))
+        self._shared = {machine for machine, count in Counter(machines).items() if count > 1}
+        self._stand_ins: dict[tuple[str, int], tf.Tensor] = {}
+        self._small: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]] = {}  # not joined yet
 
     def on(self, device: str) -> contextlib.AbstractContextManager[None]:
-        """Let the tower on a device read in the block what has come to its machine."""
+        """Let the tower on a device read in the block what will have come to its machine."""
         machine = machine_of(device)
-        if self._eager or machine not in self._first:
+        if self._eager or not machine:
             return contextlib.nullcontext()
 
         def read(variable: tf.Variable, own: Callable) -> tf.Tensor:
             inside = tf.compat.v1.get_default_graph() is not self._graph  # of a loop, a branch
             if inside or machine_of(variable.device) == machine:
                 return own(variable)
+            small = is_small(variable)
+            if not small and machine not in self._shared:
+                return own(variable)
             key = machine, id(variable)
-            if key not in self._values:
-                value = own(variable)
+            if key not in self._stand_ins:
+                value = tf.zeros(variable.shape, variable.dtype) if small else own(variable)
                 # An op that remains: without an identity between them each tower would get it.
                 with tf.device(self._first[machine]):
-                    self._values[key] = tf.raw_ops.PlaceholderWithDefault(
-                        input=value, shape=value.shape
-                    )
+                    stand_in = tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
+                self._stand_ins[key] = stand_in
+                if small:
+                    group = machine, variable.device, variable.dtype
+                    self._small.setdefault(group, []).append((variable, stand_in))
             with tf.device(device):
-                return tf.identity(self._values[key])
+                return tf.identity(self._stand_ins[key])
 
         return tf_private.reads_replaced(read)
+
+    def join(self) -> None:
+        """Let small values come, those from one device as one tensor: it costs one round trip."""
+        for (machine, source, _), reads in self._small.items():
+            variables = [variable for variable, _ in reads]
+            with tf.device(source), tf.name_scope(SCOPE):
+                packed = pack([tf.convert_to_tensor(variable) for variable in variables])
+            with tf.device(self._first[machine]), tf.name_scope(SCOPE):
+                values = unpack(packed, variables)
+            for (_, stand_in), value in zip(reads, values, strict=True):
+                tf_private.set_input(stand_in.op, value)
+        self._small.clear()
 
 
 def sums(values: Sequence[Any], devices: Sequence[str], add: Callable) -> Sequence[Any]:

@@ -12,11 +12,22 @@ import tensorflow as tf
 
 # An op on so many bytes takes a GPU longer than to begin it; copies of them would cost memory.
 LARGE_BYTES = 4 * 2**20
+# Copying so many bytes into one tensor and out of it costs a CPU less than one more message.
+SMALL_BYTES = 2**16
 
 
 def is_large(variable: Any) -> bool:
     """Tell whether a variable is better left alone."""
-    return variable.shape.num_elements() * tf.as_dtype(variable.dtype).size > LARGE_BYTES
+    return _num_bytes(variable) > LARGE_BYTES
+
+
+def is_small(value: Any) -> bool:
+    """Tell whether a variable or tensor is better sent to another machine together with others."""
+    return value.shape.is_fully_defined() and _num_bytes(value) <= SMALL_BYTES
+
+
+def _num_bytes(value: Any) -> int:
+    return value.shape.num_elements() * tf.as_dtype(value.dtype).size
 
 
 def dense(gradient: Any, variable: Any) -> Any:

@@ -88,6 +88,7 @@ class Copies:
                 self.builder.tell([doubts.UNFORESEEN_DRAW])
         if self._exchange:
             self._exchange.join(self.builder.gather_device)
+        self._reads.join()
         return results
 
 

@@ -25,6 +25,7 @@ _NOT_OF_A_TOWER = frozenset(
     "NextIteration ReadVariableOp VarHandleOp ResourceGather".split()
 )
 _RECEIVES = ("_Recv", "_HostRecv")
+_IN_BRANCH = re.compile(r"/(?:then|else)/_\d+/")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +50,16 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A value that crosses from one device to another in each step; `bytes` None if unknown."""
+    """A value that crosses from one device to another in a step.
+
+    `bytes` is None if unknown; what is made in a branch crosses in some steps alone.
+    """
 
     name: str
     source: str
     target: str
     bytes: int | None
+    in_some_steps: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +80,19 @@ class Placement:
         return [op for op in work if op.device != own[op.tower]]
 
     def crossing_bytes(self) -> Counter[tuple[str, str]]:
-        """Return {(source, target): bytes in a step}, as far as shapes are known."""
-        total: Counter[tuple[str, str]] = Counter()
-        for transfer in self.transfers:
-            total[transfer.source, transfer.target] += transfer.bytes or 0
-        return total
+        """Return {(source, target): bytes in a step}, as far as shapes are known, at most."""
+        return _by_route(self.transfers)
+
+    def always_crossing_bytes(self) -> Counter[tuple[str, str]]:
+        """Return {(source, target): bytes in each step}, as far as shapes are known."""
+        return _by_route(t for t in self.transfers if not t.in_some_steps)
+
+
+def _by_route(transfers: Iterable[Transfer]) -> Counter[tuple[str, str]]:
+    total: Counter[tuple[str, str]] = Counter()
+    for transfer in transfers:
+        total[transfer.source, transfer.target] += transfer.bytes or 0
+    return total
 
 
 def read_placement(function: Any, *arguments: Any) -> Placement:
@@ -210,4 +223,5 @@ def _transfer(
         short(node.attr["send_device"].s.decode()),
         short(node.attr["recv_device"].s.decode()),
         num_bytes,
+        bool(_IN_BRANCH.search(source)),
     )

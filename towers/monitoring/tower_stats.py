@@ -8,6 +8,7 @@ more, the host has to wait for a value from there. So GPUs are timed in a measur
 begins when they have done all before it; in any other step nothing goes to the host.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ import tensorflow as tf
 
 from towers.builder import gather
 from towers.builder.backward import TowerSums
-from towers.builder.kinds import HOST, is_gpu
+from towers.builder.kinds import HOST, is_gpu, machine_of
+from towers.builder.packed import is_small, pack, unpack
 from towers.builder.tower import TowerBuilder
 
 PHASES = ("input_wait_seconds", "compute_seconds", "gather_seconds")
@@ -118,8 +120,7 @@ def measure(
         ends = _ends(sums, builder)
         gathered = time_after((gradients, ends))
         means = gradients if len(gradients) > 1 else list(gradients) * len(sums.losses)
-        pairs = zip(sums.gradients, means, strict=False)
-        products = [_products(own, mean, measured) for own, mean in pairs]
+        products = _all_products(sums.gradients, means, builder.devices, measured)
         with tf.device(HOST):
             own_seconds = tf.stack(ends) - start
             compute = tf.reduce_max(own_seconds)
@@ -166,7 +167,8 @@ def measure_joined(
         share = examples / tf.reduce_sum(examples) * tf.cast(scale, tf.float32)
 
     def look(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
-        products = [_products(own, gathered, measured) for own in gradients]
+        means = [gathered] * len(gradients)
+        products = _all_products(gradients, means, builder.devices, measured)
         with tf.device(HOST):
             seconds = tf.zeros_like(examples, tf.float64)
         for before, after in phases:
@@ -248,6 +250,73 @@ def _ends(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
     return ends
 
 
+def _all_products(
+    gradients: Sequence[Sequence[Any]],
+    means: Sequence[Sequence[Any]],
+    devices: Sequence[str],
+    measured: tf.Tensor | None,
+) -> list[tuple[tf.Tensor, ...]]:
+    """Return of each tower what `_products` does, its gradients and the mean that it has given.
+
+    From a worker with several towers their sum alone has crossed the network. There the mean comes
+    back to them instead, once for all, in measured steps alone.
+    """
+    counts = Counter(filter(None, map(machine_of, devices)))
+    towers = list(zip(gradients, means, devices, strict=False))
+    summed = [tower for tower in towers if counts[machine_of(tower[2])] > 1]
+    if not summed:
+        return [_products(own, mean, measured) for own, mean, _ in towers]
+
+    def compute() -> tf.Tensor:
+        there: dict[str, list[Any]] = {}
+        found = []
+        for own, mean, device in summed:
+            machine = machine_of(device)
+            if machine not in there:
+                there[machine] = _brought(mean, [device] * len(mean))
+            with tf.device(device):
+                pairs = zip(own, there[machine], strict=True)
+                products = [_of_variable(*both) for both in pairs if both[1] is not None]
+                found.append(tf.stack(_sums(products or [(tf.zeros([]),) * 3])))
+        with tf.device(HOST):
+            return tf.stack(found)
+
+    if measured is None:
+        found = compute()
+    else:
+        # Known to the towers when their sums are done, see `_products`.
+        with tf.device(HOST), tf.control_dependencies(_tensors(summed[0][1])):
+            late = _here(measured)
+        found = tf.cond(late, compute, lambda: tf.zeros([len(summed), 3]))
+    with tf.device(HOST):
+        rows = iter(tf.unstack(found, len(summed)))
+        return [
+            tuple(tf.unstack(next(rows)))
+            if counts[machine_of(device)] > 1
+            else _products(own, mean, measured)
+            for own, mean, device in towers
+        ]
+
+
+def _brought(
+    gradients: Sequence[Any], devices: Sequence[str], packs: Callable = lambda own: True
+) -> list[Any]:
+    """Return gradients for devices; what `packs`, dense, crosses to another machine as one."""
+    found, groups = list(gradients), {}
+    for i, (own, device) in enumerate(zip(gradients, devices, strict=True)):
+        dense = isinstance(own, tf.Tensor) and own.shape.is_fully_defined()
+        if dense and machine_of(own.device) != machine_of(device) and packs(own):
+            groups.setdefault((own.device, device, own.dtype), []).append(i)
+    for (place, device, _), group in groups.items():
+        own = [gradients[i] for i in group]
+        with tf.device(place):
+            packed = pack(own)
+        with tf.device(device):
+            for i, part in zip(group, unpack(packed, own), strict=True):
+                found[i] = part
+    return found
+
+
 def _products(
     own: Sequence[Any], mean: Sequence[Any], measured: tf.Tensor | None
 ) -> tuple[tf.Tensor, ...]:
@@ -256,6 +325,8 @@ def _products(
     They are 0 unless `measured`, which is None for what is measured anyhow.
     """
     places: dict[str, list[tuple[Any, Any]]] = {}
+    # As they have been sent for the sum.
+    own = _brought(own, ["" if o is None else _values(o).device for o in mean], is_small)
     for one, other in zip(own, mean, strict=True):
         if other is not None:
             place = _values(other).device
