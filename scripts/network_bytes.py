@@ -1,12 +1,14 @@
 """Count what a training step sends over the network, by the machines' own cards. Root only.
 
-    python scripts/network_bytes.py --workers=2,3
+    python scripts/network_bytes.py --workers=2,3 [--towers_per_worker=2]
 
 The machines are network namespaces (`slow_network`), the model is the tutorial's CNN, and G is what
 its gradients take. With `--variables=cpu` each worker is sent the weights, and sends its gradients:
 the program sends W x G. With `sharded` a worker sends the weights that it holds to the W-1 others,
 and each of them the gradients of theirs: 2(W-1)/W x G in the mean over the workers, which is the
-least that a ring could do; where one weight is most of the model, its worker sends more.
+least that a ring could do; where one weight is most of the model, its worker sends more. To a
+worker with several towers the mean of the gradients, G, comes back in the last of the steps, which
+is that of the log.
 """
 
 import argparse
@@ -32,7 +34,7 @@ def sent(machine: int) -> int:
     return int(subprocess.check_output([*enter(machine), "cat", path]))
 
 
-def program(addresses: list[str]) -> Iterator[dict[str, Any]]:
+def program(addresses: list[str], towers_per_worker: int) -> Iterator[dict[str, Any]]:
     """Make steps, and yield what each machine has sent in one, the program first."""
     import tensorflow as tf
 
@@ -40,10 +42,10 @@ def program(addresses: list[str]) -> Iterator[dict[str, Any]]:
     from towers.options.run import Options
     from towers.training.run import assemble, load_data
 
-    workers = cluster.connect(addresses)
+    workers = cluster.connect(addresses, towers_per_worker)
     machines = range(len(addresses) + 1)
     for variables in ("cpu", "sharded"):
-        options = Options(variables=variables, batch_size=8 * len(addresses))
+        options = Options(variables=variables, batch_size=8 * len(workers.devices))
         run = assemble(options, workers.devices, load_data(options))
         size = sum(4 * v.shape.num_elements() for v in run.masters.model.trainable_variables)
         train_loop, batches = run.train_loop(), iter(run.batches(0, 0))
@@ -55,7 +57,7 @@ def program(addresses: list[str]) -> Iterator[dict[str, Any]]:
     workers.close()
 
 
-def measure(num_workers: int) -> list[dict[str, Any]]:
+def measure(num_workers: int, towers_per_worker: int = 1) -> list[dict[str, Any]]:
     """Return what `program` yields on so many workers, each a machine of its own."""
     with slow_network(num_workers + 1, _MBITS, 0.0) as hosts:
         addresses = [f"{host}:{_PORT}" for host in hosts[1:]]
@@ -72,6 +74,7 @@ def measure(num_workers: int) -> list[dict[str, Any]]:
             for process in processes:
                 next(line for line in process.stdout if line.startswith("free"))
             own = [*enter(0), *python, __file__, f"--program={','.join(addresses)}"]
+            own.append(f"--towers_per_worker={towers_per_worker}")
             quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
             out = subprocess.run(
                 own, cwd=ROOT, env=quiet, check=True, stdout=subprocess.PIPE, text=True
@@ -87,21 +90,25 @@ def main() -> None:
     """Print a table, in parts of G."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", default="2,3", help="numbers of workers")
+    parser.add_argument("--towers_per_worker", type=int, default=1, help="how many each has")
     parser.add_argument("--program", help="addresses of workers: be the program")
     arguments = parser.parse_args()
     if arguments.program:
-        print(json.dumps(list(program(arguments.program.split(",")))))
+        addresses = arguments.program.split(",")
+        print(json.dumps(list(program(addresses, arguments.towers_per_worker))))
         return
     print("| variables | workers | program sends | expected | each worker sends: mean | expected |")
     print("|---|---|---|---|---|---|")
     for number in map(int, arguments.workers.split(",")):
-        for row in measure(number):
+        for row in measure(number, arguments.towers_per_worker):
             of_program, *of_workers = [size / row["gradients"] for size in row["sent"]]
             sharded = row["variables"] == "sharded"
-            expected = (0, 2 * (number - 1) / number) if sharded else (number, 1)
+            mean = (arguments.towers_per_worker > 1) / _STEPS
+            share = (number - 1) / number
+            expected = (0, (2 + mean) * share) if sharded else (number * (1 + mean), 1)
             each = ", ".join(f"{size:.2f}" for size in of_workers)
             print(
-                f"| {row['variables']} | {number} | {of_program:.2f} | {expected[0]} | "
+                f"| {row['variables']} | {number} | {of_program:.2f} | {expected[0]:.2f} | "
                 f"{sum(of_workers) / number:.2f} ({each}) | {expected[1]:.2f} |",
                 flush=True,
             )

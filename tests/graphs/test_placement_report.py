@@ -236,3 +236,10 @@ def test_many_strays_are_summed_up_and_sizes_that_are_not_known_are_said():
         "  in a step cross 4.37 MB /cpu:0 -> /gpu:0, 0.01 kB /gpu:0 -> /cpu:0, and 1 of unknown "
         "size",
     ]
+
+
+def test_what_crosses_in_some_steps_is_told_apart():
+    both = Transfer("x", "/cpu:0", "/gpu:0", 4_000), Transfer("y", "/cpu:0", "/gpu:0", 5_000, True)
+    (_, line) = placement_report.report(placement_of(transfers=both), [])
+    assert "4.00 kB /cpu:0 -> /gpu:0;" in line
+    assert "5.00 kB more" in line

@@ -31,7 +31,8 @@ def report(placement: Placement, stray: Sequence[str]) -> list[str]:
     if crossing:
         routes = [f"{_size(b)} {source} -> {to}" for (source, to), b in sorted(crossing.items())]
         more = f", and {unknown} of unknown size" if unknown else ""
-        more += f"; {_size(rest)} more in steps of which the log tells" if rest else ""
+        if rest > crossing.total() / 100:
+            more += f"; {_size(rest)} more in steps of which the log tells"
         lines.append(f"  in a step cross {', '.join(routes)}{more}")
     return lines
 

@@ -299,9 +299,15 @@ def _all_products(
 
 
 def _brought(
-    gradients: Sequence[Any], devices: Sequence[str], packs: Callable = lambda own: True
+    gradients: Sequence[Any],
+    devices: Sequence[str],
+    packs: Callable = lambda own: True,
+    after: Sequence[Any] = (),
 ) -> list[Any]:
-    """Return gradients for devices; what `packs`, dense, crosses to another machine as one."""
+    """Return gradients for devices; what `packs`, dense, crosses to another machine as one.
+
+    There it is taken after the values in the same places of `after`; see `_products`.
+    """
     found, groups = list(gradients), {}
     for i, (own, device) in enumerate(zip(gradients, devices, strict=True)):
         dense = isinstance(own, tf.Tensor) and own.shape.is_fully_defined()
@@ -311,8 +317,9 @@ def _brought(
         own = [gradients[i] for i in group]
         with tf.device(place):
             packed = pack(own)
-        with tf.device(device):
-            for i, part in zip(group, unpack(packed, own), strict=True):
+        waits = [after[i] for i in group] if after else []
+        with tf.device(device), tf.control_dependencies(waits):
+            for i, part in zip(group, unpack(_here(packed), own), strict=True):
                 found[i] = part
     return found
 
@@ -326,7 +333,8 @@ def _products(
     """
     places: dict[str, list[tuple[Any, Any]]] = {}
     # As they have been sent for the sum.
-    own = _brought(own, ["" if o is None else _values(o).device for o in mean], is_small)
+    places_of = ["" if other is None else _values(other).device for other in mean]
+    own = _brought(own, places_of, is_small, after=mean)
     for one, other in zip(own, mean, strict=True):
         if other is not None:
             place = _values(other).device
