@@ -1,5 +1,6 @@
 """Towers on workers, which are processes of this machine: the numbers, and what crosses between."""
 
+import dataclasses
 from collections import Counter
 
 import keras
@@ -141,6 +142,33 @@ def test_in_a_step_of_a_run_too_sums_cross_once_for_each_worker(far, variables):
     assert (norms > 0).all()
     assert (np.abs(cosines) <= 1).all()
     assert (cosines > 0).any()
+
+
+def deep(num_classes, image_shape, depth):
+    model = keras.Sequential([keras.Input(image_shape), layers.Flatten()])
+    for _ in range(depth):
+        model.add(layers.Dense(8, kernel_regularizer=keras.regularizers.L2(0.01)))
+    model.add(layers.Dense(num_classes))
+    return model
+
+
+@pytest.mark.parametrize("towers", [slice(None), slice(0, 4, 2)], ids=["2x2", "2x1"])
+@pytest.mark.parametrize(
+    "update", [{"optimizer": "adam"}, {"optimizer": "sgd", "clip_global_norm": 1.0}]
+)
+def test_of_masters_on_workers_as_many_tensors_cross_however_many_they_are(far, update, towers):
+    def num_transfers(depth):
+        options = Options(
+            model=f"{__name__}:deep", model_args=f"depth={depth}", variables="sharded", **update
+        )
+        options = dataclasses.replace(options, batch_size=8, devices="cpu", ema_decay=0.9)
+        run = assemble(options, far[towers], load_data(options))
+        loop, batches = run.train_loop(), iter(run.batches(0, 0))
+        placement = read_placement(loop, batches, tf.constant(0))
+        ends = [(machine_of(t.source), machine_of(t.target)) for t in placement.transfers]
+        return Counter(end for end in ends if end[0] != end[1])
+
+    assert num_transfers(8) == num_transfers(16)  # each tower has some of them
 
 
 def test_sums_and_sparse_sums_are_those_of_one_device(far):

@@ -6,7 +6,6 @@ costs both sides more than the bytes.
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +30,6 @@ class Reads:
         self._eager = tf.executing_eagerly()
         machines = list(map(machine_of, devices))
         self._first = dict(zip(reversed(machines), reversed(devices), strict=True))
-        self._shared = {machine for machine, count in Counter(machines).items() if count > 1}
         self._stand_ins: dict[tuple[str, int], tf.Tensor] = {}
         self._small: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]] = {}  # not joined yet
 
@@ -46,12 +44,11 @@ class Reads:
             if inside or machine_of(variable.device) == machine:
                 return own(variable)
             small = is_small(variable)
-            if not small and machine not in self._shared:
-                return own(variable)
             key = machine, id(variable)
             if key not in self._stand_ins:
                 value = tf.zeros(variable.shape, variable.dtype) if small else own(variable)
-                # An op that remains: without an identity between them each tower would get it.
+                # An op that remains: without an identity between them each tower would get it, and
+                # whatever TensorFlow makes a constant, as a shape, would wait for the read itself.
                 with tf.device(self._first[machine]):
                     stand_in = tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
                 self._stand_ins[key] = stand_in

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.builder import gather
+from towers.builder import gather, machines
 from towers.builder.backward import TowerSums
 from towers.builder.kinds import HOST, is_gpu, machine_of
 from towers.builder.packed import is_small, pack, unpack
@@ -125,10 +125,10 @@ def measure(
             own_seconds = tf.stack(ends) - start
             compute = tf.reduce_max(own_seconds)
             counts = tf.cast(tf.stack(sums.counts), tf.float32)
-            with tf.control_dependencies([loss]):  # as in `_products`
+            with tf.control_dependencies([loss]):  # as in `_at_means`
                 losses = tf.cast(tf.stack(sums.losses), tf.float32)
             scale = 1.0 if loss_scale is None else tf.convert_to_tensor(loss_scale)
-            own, both, whole = (tf.stack(column) for column in zip(*products, strict=True))
+            own, both, whole = tf.unstack(products, axis=1)
             of_towers = {
                 "tower_seconds": own_seconds,
                 "tower_examples": counts,
@@ -179,7 +179,7 @@ def measure_joined(
                 # Nothing waits for the clock here, which may be read too late.
                 seconds += tf.maximum(tf.stack(ends) - start, 0.0)
         with tf.device(HOST):
-            own, both, whole = (tf.stack(column) for column in zip(*products, strict=True))
+            own, both, whole = tf.unstack(products, axis=1)
             values = {
                 "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(own), share),
                 "tower_cosine": tf.math.divide_no_nan(both, tf.sqrt(own) * tf.sqrt(whole)),
@@ -255,47 +255,91 @@ def _all_products(
     means: Sequence[Sequence[Any]],
     devices: Sequence[str],
     measured: tf.Tensor | None,
-) -> list[tuple[tf.Tensor, ...]]:
-    """Return of each tower what `_products` does, its gradients and the mean that it has given.
+) -> tf.Tensor:
+    """Return own * own, own * mean and mean * mean of each tower's gradients, `[towers, 3]`.
 
-    From a worker with several towers their sum alone has crossed the network. There the mean comes
-    back to them instead, once for all, in measured steps alone.
+    They are taken where the means are, which the towers' gradients have reached for the sum. From a
+    worker with several towers their sum alone has crossed the network: there the mean comes back to
+    them instead, once for all. They are 0 unless `measured`, which is None for what is measured
+    anyhow.
     """
     counts = Counter(filter(None, map(machine_of, devices)))
-    towers = list(zip(gradients, means, devices, strict=False))
-    summed = [tower for tower in towers if counts[machine_of(tower[2])] > 1]
-    if not summed:
-        return [_products(own, mean, measured) for own, mean, _ in towers]
-
-    def compute() -> tf.Tensor:
-        there: dict[str, list[Any]] = {}
-        found = []
-        for own, mean, device in summed:
-            machine = machine_of(device)
-            if machine not in there:
-                there[machine] = _brought(mean, [device] * len(mean))
-            with tf.device(device):
-                pairs = zip(own, there[machine], strict=True)
-                products = [_of_variable(*both) for both in pairs if both[1] is not None]
-                found.append(tf.stack(_sums(products or [(tf.zeros([]),) * 3])))
-        with tf.device(HOST):
-            return tf.stack(found)
-
-    if measured is None:
-        found = compute()
-    else:
-        # Known to the towers when their sums are done, see `_products`.
-        with tf.device(HOST), tf.control_dependencies(_tensors(summed[0][1])):
-            late = _here(measured)
-        found = tf.cond(late, compute, lambda: tf.zeros([len(summed), 3]))
+    alone, summed = [], []
+    for i, tower in enumerate(zip(gradients, means, devices, strict=False)):
+        (summed if counts[machine_of(tower[2])] > 1 else alone).append((i, *tower))
+    num_towers = len(alone) + len(summed)
+    tables = []
+    if alone:
+        pairs = _at_means(alone)
+        tables.append(_if(measured, lambda: _table(pairs, num_towers), num_towers))
+    if summed:
+        late = measured
+        if measured is not None:  # known to the towers when their sums are done, see `_at_means`
+            with tf.device(HOST), tf.control_dependencies(_tensors(summed[0][2])):
+                late = _here(measured)
+        tables.append(_if(late, lambda: _table(_at_towers(summed), num_towers), num_towers))
     with tf.device(HOST):
-        rows = iter(tf.unstack(found, len(summed)))
-        return [
-            tuple(tf.unstack(next(rows)))
-            if counts[machine_of(device)] > 1
-            else _products(own, mean, measured)
-            for own, mean, device in towers
-        ]
+        return tf.add_n(tables)
+
+
+# {place: {tower: [(its gradient, the mean) of a variable]}}
+_Pairs = dict[str, dict[int, list[tuple[Any, Any]]]]
+
+
+def _at_means(towers: Sequence[tuple]) -> _Pairs:
+    """Return the pairs of (tower, its gradients, means, its device) where the means are."""
+    found: _Pairs = {}
+    for tower, own, mean, _ in towers:
+        # As they have been sent for the sum.
+        places = ["" if other is None else _values(other).device for other in mean]
+        own = _brought(own, places, is_small, after=mean)
+        for one, other, place in zip(own, mean, places, strict=True):
+            if other is None:
+                continue
+            # The tower's part has been sent there, for the sum. It is taken after the sum: add_n
+            # would begin with a buffer that nobody else holds, and which that is, is chance.
+            with tf.device(place), tf.control_dependencies([_values(other)]):
+                one = gather.map_values(_here, one)
+            found.setdefault(place, {}).setdefault(tower, []).append((one, other))
+    return found
+
+
+def _at_towers(towers: Sequence[tuple]) -> _Pairs:
+    """Return the pairs of (tower, its gradients, means, its device) where the towers are."""
+    there: dict[str, list[Any]] = {}
+    found: _Pairs = {}
+    for tower, own, mean, device in towers:
+        machine = machine_of(device)
+        if machine not in there:
+            there[machine] = _brought(mean, [device] * len(mean))
+        pairs = zip(own, there[machine], strict=True)
+        found[device] = {tower: [both for both in pairs if both[1] is not None]}
+    return found
+
+
+def _if(measured: tf.Tensor | None, table: Callable, num_towers: int) -> tf.Tensor:
+    if measured is None:
+        return table()
+    return tf.cond(measured, table, lambda: tf.zeros([num_towers, 3]))
+
+
+def _table(pairs: _Pairs, num_towers: int) -> tf.Tensor:
+    """Return the sums of the products of pairs, `[towers, 3]`; each machine sends one tensor."""
+    parts = []
+    for place, of_towers in pairs.items():
+        with tf.device(place):
+            rows = [_sums(of_towers.get(tower, ())) for tower in range(num_towers)]
+            parts.append(tf.stack(rows))
+    parts = machines.sums(parts, list(pairs), tf.add_n)
+    with tf.device(HOST):
+        return tf.add_n(parts) if parts else tf.zeros([num_towers, 3])
+
+
+def _sums(pairs: Sequence[tuple[Any, Any]]) -> tf.Tensor:
+    products = [_of_variable(*pair) for pair in pairs]
+    if not products:
+        return tf.zeros([3])
+    return tf.stack([tf.add_n(column) for column in zip(*products, strict=True)])
 
 
 def _brought(
@@ -306,7 +350,7 @@ def _brought(
 ) -> list[Any]:
     """Return gradients for devices; what `packs`, dense, crosses to another machine as one.
 
-    There it is taken after the values in the same places of `after`; see `_products`.
+    There it is taken after the values in the same places of `after`; see `_at_means`.
     """
     found, groups = list(gradients), {}
     for i, (own, device) in enumerate(zip(gradients, devices, strict=True)):
@@ -322,46 +366,6 @@ def _brought(
             for i, part in zip(group, unpack(_here(packed), own), strict=True):
                 found[i] = part
     return found
-
-
-def _products(
-    own: Sequence[Any], mean: Sequence[Any], measured: tf.Tensor | None
-) -> tuple[tf.Tensor, ...]:
-    """Return own * own, own * mean and mean * mean, scalars, of two lists of gradients.
-
-    They are 0 unless `measured`, which is None for what is measured anyhow.
-    """
-    places: dict[str, list[tuple[Any, Any]]] = {}
-    # As they have been sent for the sum.
-    places_of = ["" if other is None else _values(other).device for other in mean]
-    own = _brought(own, places_of, is_small, after=mean)
-    for one, other in zip(own, mean, strict=True):
-        if other is not None:
-            place = _values(other).device
-            # The tower's part has been sent there, for the sum. It is taken after the sum: add_n
-            # would begin with a buffer that nobody else holds, and which that is, is chance.
-            with tf.device(place), tf.control_dependencies([_values(other)]):
-                one = gather.map_values(_here, one)
-            places.setdefault(place, []).append((one, other))
-
-    def nothing() -> tuple[tf.Tensor, ...]:
-        return tuple(tf.zeros([]) for _ in range(3))
-
-    def compute() -> tuple[tf.Tensor, ...]:
-        products = []
-        for place, pairs in places.items():
-            with tf.device(place):  # three numbers leave it
-                products.append(_sums([_of_variable(one, other) for one, other in pairs]))
-        with tf.device(HOST):
-            return _sums(products)
-
-    if not places:
-        return nothing()
-    return compute() if measured is None else tf.cond(measured, compute, nothing)
-
-
-def _sums(products: Sequence[tuple[tf.Tensor, ...]]) -> tuple[tf.Tensor, ...]:
-    return tuple(tf.add_n(column) for column in zip(*products, strict=True))
 
 
 def _of_variable(one: Any, other: Any) -> tuple[tf.Tensor, ...]:

@@ -1,7 +1,8 @@
 """The task of a model that gives logits, and of labels, one for each example."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -52,20 +53,20 @@ class Classification(Task):
             variables = self.weights()
             # A tower may else be done before the clock is read: the order of ops is chance.
             start = [] if measured is None else [tower_stats.time_after((example, draws))]
-            # Backward, too: layers may be called again there.
-            with floatx_of(options.dtype), tf.control_dependencies(start):
-                sums = builder.tower_sums(self.tower_function, variables, *example, draws)
-            # The update adds up the rows of a sparse gradient anyhow, so that it may be dense.
-            dense = gather.dense_on_gpus(sums.gradients, variables, builder.devices)
-            sums = dataclasses.replace(sums, gradients=dense)
-            with noted(builder) as statistics:
-                loss, gradients = builder.gather_sums(sums, variables)
-            gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
-            if measured is not None:
-                with tf.name_scope("telemetry"):
-                    seen = tower_stats.measure(
-                        *start, sums, loss, gradients, builder, measured, scale
-                    )
+            with _after(start):
+                with floatx_of(options.dtype):  # backward, too: layers may be called again there
+                    sums = builder.tower_sums(self.tower_function, variables, *example, draws)
+                # The update adds up the rows of a sparse gradient anyhow: it may be dense.
+                dense = gather.dense_on_gpus(sums.gradients, variables, builder.devices)
+                sums = dataclasses.replace(sums, gradients=dense)
+                with noted(builder) as statistics:
+                    loss, gradients = builder.gather_sums(sums, variables)
+                gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
+                if measured is not None:
+                    with tf.name_scope("telemetry"):
+                        seen = tower_stats.measure(
+                            *start, sums, loss, gradients, builder, measured, scale
+                        )
             if self.on_update:
                 factor = 1.0 if scale is None else 1.0 / scale
                 own = [None if g is None else scaled(g, factor) for g in gradients[0]]
@@ -284,6 +285,17 @@ def logits_of(model: keras.Model, inputs: Any, options: Options) -> Any:
         for logits in (outputs, model(tf.reverse(inputs, [2]), training=False))
     )
     return (outputs + mirrored) / 2
+
+
+@contextlib.contextmanager
+def _after(start: Sequence[tf.Tensor]) -> Iterator[None]:
+    """Let what the block computes wait for the clock, and for nothing that the clock waits for.
+
+    Workers are told of each op for which theirs wait.
+    """
+    alone = tf.control_dependencies(None) if start else contextlib.nullcontext()
+    with alone, tf.control_dependencies(start):
+        yield
 
 
 def _of_replica(gradients: list[Any], replica: int) -> list[Any]:

@@ -172,11 +172,7 @@ def apply(
     Where `finite`, a bool scalar, is given and False, all is afterwards as it was before.
     """
     flats = [weight for weight in weights or () if isinstance(weight, Flat)]
-    slots, scope, scalars = [], contextlib.nullcontext(), []
-    if flats:
-        # Read once: what all groups compute of them is then computed once, too.
-        scalars = [v for v in (optimizer.iterations, optimizer.learning_rate) if _is_variable(v)]
-        scope = keras.StatelessScope([(v, tf.convert_to_tensor(v.value)) for v in scalars])
+    slots, scope = [], keras.StatelessScope() if flats else contextlib.nullcontext()
     for flat in flats:
         for of_weight in tf_private.elementwise_slots(optimizer):
             own = [of_weight[tf_private.unique_id(v)] for v in flat.variables]
@@ -189,7 +185,9 @@ def apply(
     alone = [] if finite is None else [variable for variable in alone if id(variable) not in joined]
     before = [now(variable) for variable in alone]
     fused = tf_private.in_one_pass(optimizer, lambda variable: not is_gpu(variable.device))
-    with scope, tf_private.each_update_apart(optimizer), fused:
+    scalars = [v for v in (optimizer.iterations, optimizer.learning_rate) if _is_variable(v)]
+    read_once = _read_once([scalar.value for scalar in scalars])
+    with scope, tf_private.each_update_apart(optimizer), fused, read_once:
         optimizer.apply(gradients, weights)
     for variable in (optimizer.iterations, *filter(_is_variable, weights)) if flats else ():
         value = scope.get_current_value(variable)
@@ -198,6 +196,33 @@ def apply(
     for flat in (*flats, *slots):
         flat.write(finite)
     put_back_unless(finite, alone, before)
+
+
+@contextlib.contextmanager
+def _read_once(variables: Sequence[tf.Variable]) -> Iterator[None]:
+    """Let variables be read once in the block, unless they are assigned there.
+
+    What an optimizer computes of them for each weight is then computed once, too, and they are sent
+    once to each machine that holds weights.
+    """
+    values = {id(variable): tf.convert_to_tensor(variable) for variable in variables}
+
+    def read(variable: tf.Variable, own: Callable) -> tf.Tensor:
+        value = values.get(id(variable))
+        return own(variable) if value is None else value
+
+    def forgetting(name: str) -> Callable:
+        def make(own: Callable) -> Callable:
+            def assign(variable: tf.Variable, *args: Any, **options: Any) -> Any:
+                values.pop(id(variable), None)
+                return own(variable, *args, **options)
+
+            return assign
+
+        return make
+
+    with tf_private.reads_replaced(read), tf_private.assignments_replaced(forgetting):
+        yield
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from towers.builder import machines
 from towers.builder.gather import map_values
 from towers.builder.kinds import is_gpu
 from towers.builder.tower import TowerBuilder
@@ -394,7 +395,7 @@ def regularise(
 
     sums = _each(add, gradients, weights)
     widest = _widest(total)
-    return tf.add_n([tf.cast(t, widest) for t in total]) if total else tf.zeros([]), sums
+    return _sum([tf.cast(t, widest) for t in total]), sums
 
 
 def _is_penalised(options: Options, weight: Any) -> bool:
@@ -403,9 +404,23 @@ def _is_penalised(options: Options, weight: Any) -> bool:
 
 
 def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
-    """Return the norm of all gradients together, in the widest of their types."""
+    """Return the norm of all gradients together, in the widest of their types.
+
+    From each machine one number comes.
+    """
     widest = _widest(gradients)
-    return tf.linalg.global_norm([map_values(lambda g: tf.cast(g, widest), g) for g in gradients])
+    squares = []
+    for gradient in gradients:
+        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        with tf.device(values.device):
+            squares.append(tf.nn.l2_loss(tf.cast(values, widest)))
+    return tf.sqrt(2.0 * _sum(squares))
+
+
+def _sum(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return the sum of scalars, those of a machine added up there."""
+    of_machines = machines.sums(scalars, [scalar.device for scalar in scalars], tf.add_n)
+    return tf.add_n(of_machines) if scalars else tf.zeros([])
 
 
 def _widest(values: Sequence[Any]) -> tf.DType:
