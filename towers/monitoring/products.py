@@ -1,0 +1,169 @@
+"""Inner products of each tower's gradients with their mean, on as few bytes as the sum has taken.
+
+What a tower has sent for the sum is taken where it has arrived: nothing is sent again. To a worker
+with several towers, from which their sum alone has come, the mean goes back.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers.builder import gather, machines
+from towers.builder.kinds import HOST, machine_of
+from towers.builder.packed import is_small, pack, unpack
+
+# {place: {tower: [(its gradient, the mean) of a variable]}}
+_Pairs = dict[str, dict[int, list[tuple[Any, Any]]]]
+
+
+def products_of_towers(
+    gradients: Sequence[Sequence[Any]],
+    means: Sequence[Sequence[Any]],
+    devices: Sequence[str],
+    measured: tf.Tensor | None,
+) -> tf.Tensor:
+    """Return own * own, own * mean and mean * mean of each tower's gradients, `[towers, 3]`.
+
+    They are taken where the means are, which the towers' gradients have reached for the sum. From a
+    worker with several towers their sum alone has crossed the network: there the mean comes back to
+    them instead, once for all. They are 0 unless `measured`, which is None for what is measured
+    anyhow.
+    """
+    counts = Counter(filter(None, map(machine_of, devices)))
+    alone, summed = [], []
+    for i, tower in enumerate(zip(gradients, means, devices, strict=False)):
+        (summed if counts[machine_of(tower[2])] > 1 else alone).append((i, *tower))
+    num_towers = len(alone) + len(summed)
+    tables = []
+    if alone:
+        pairs = _at_means(alone)
+        tables.append(_if(measured, lambda: _table(pairs, num_towers), num_towers))
+    if summed:
+        late = measured
+        if measured is not None:  # known to the towers when their sums are done, see `_at_means`
+            with tf.device(HOST), tf.control_dependencies(gather.tensors(summed[0][2])):
+                late = here(measured)
+        tables.append(_if(late, lambda: _table(_at_towers(summed), num_towers), num_towers))
+    with tf.device(HOST):
+        return tf.add_n(tables)
+
+
+def _at_means(towers: Sequence[tuple]) -> _Pairs:
+    """Return the pairs of (tower, its gradients, means, its device) where the means are."""
+    found: _Pairs = {}
+    for tower, own, mean, _ in towers:
+        # As they have been sent for the sum.
+        places = ["" if other is None else _values(other).device for other in mean]
+        own = _brought(own, places, is_small, after=mean)
+        for one, other, place in zip(own, mean, places, strict=True):
+            if other is None:
+                continue
+            # The tower's part has been sent there, for the sum. It is taken after the sum: add_n
+            # would begin with a buffer that nobody else holds, and which that is, is chance.
+            with tf.device(place), tf.control_dependencies([_values(other)]):
+                one = gather.map_values(here, one)
+            found.setdefault(place, {}).setdefault(tower, []).append((one, other))
+    return found
+
+
+def _at_towers(towers: Sequence[tuple]) -> _Pairs:
+    """Return the pairs of (tower, its gradients, means, its device) where the towers are."""
+    there: dict[str, list[Any]] = {}
+    found: _Pairs = {}
+    for tower, own, mean, device in towers:
+        machine = machine_of(device)
+        if machine not in there:
+            there[machine] = _brought(mean, [device] * len(mean))
+        pairs = zip(own, there[machine], strict=True)
+        found[device] = {tower: [both for both in pairs if both[1] is not None]}
+    return found
+
+
+def _if(measured: tf.Tensor | None, table: Callable, num_towers: int) -> tf.Tensor:
+    if measured is None:
+        return table()
+    return tf.cond(measured, table, lambda: tf.zeros([num_towers, 3]))
+
+
+def _table(pairs: _Pairs, num_towers: int) -> tf.Tensor:
+    """Return the sums of the products of pairs, `[towers, 3]`; each machine sends one tensor."""
+    parts = []
+    for place, of_towers in pairs.items():
+        with tf.device(place):
+            nothing = tf.zeros([3])
+            towers = [of_towers.get(tower) for tower in range(num_towers)]
+            parts.append(tf.stack([_sums(own) if own else nothing for own in towers]))
+    parts = machines.sums(parts, list(pairs), tf.add_n)
+    with tf.device(HOST):
+        return tf.add_n(parts) if parts else tf.zeros([num_towers, 3])
+
+
+def _sums(pairs: Sequence[tuple[Any, Any]]) -> tf.Tensor:
+    columns = zip(*(_of_variable(*pair) for pair in pairs), strict=True)
+    return tf.stack([tf.add_n(column) for column in columns])
+
+
+def _brought(
+    gradients: Sequence[Any],
+    devices: Sequence[str],
+    packs: Callable = lambda own: True,
+    after: Sequence[Any] = (),
+) -> list[Any]:
+    """Return gradients for devices; what `packs`, dense, crosses to another machine as one.
+
+    There it is taken after the values in the same places of `after`; see `_at_means`.
+    """
+    found, groups = list(gradients), {}
+    for i, (own, device) in enumerate(zip(gradients, devices, strict=True)):
+        dense = isinstance(own, tf.Tensor) and own.shape.is_fully_defined()
+        if dense and machine_of(own.device) != machine_of(device) and packs(own):
+            groups.setdefault((own.device, device, own.dtype), []).append(i)
+    for (place, device, _), group in groups.items():
+        own = [gradients[i] for i in group]
+        with tf.device(place):
+            packed = pack(own)
+        waits = [after[i] for i in group] if after else []
+        with tf.device(device), tf.control_dependencies(waits):
+            for i, part in zip(group, unpack(here(packed), own), strict=True):
+                found[i] = part
+    return found
+
+
+def _of_variable(one: Any, other: Any) -> tuple[tf.Tensor, ...]:
+    """Return one * one, one * other and other * other of gradients; None is zero."""
+    if isinstance(other, tf.IndexedSlices):
+        one, other = _same_rows(one, other)
+    elif isinstance(one, tf.IndexedSlices):
+        one = tf.math.unsorted_segment_sum(one.values, one.indices, tf.shape(other)[0])
+    if one is None:
+        return tf.zeros([]), tf.zeros([]), _square(other)
+    one, other = tf.cast(one, tf.float32), tf.cast(other, tf.float32)
+    return _square(one), tf.reduce_sum(one * other), _square(other)
+
+
+def _same_rows(one: Any, other: tf.IndexedSlices) -> tuple[tf.Tensor | None, tf.Tensor]:
+    """Return two sparse gradients as arrays of the rows that either has: tables may be large."""
+    parts = [part for part in (one, other) if part is not None]
+    rows, places = tf.unique(tf.concat([part.indices for part in parts], axis=0))
+    places = tf.split(places, [tf.shape(part.indices)[0] for part in parts])
+    arrays = [
+        tf.math.unsorted_segment_sum(part.values, own, tf.size(rows))
+        for part, own in zip(parts, places, strict=True)
+    ]
+    return (None if one is None else arrays[0]), arrays[-1]
+
+
+def here(value: tf.Tensor) -> tf.Tensor:
+    """Return `value` on the current device; of an Identity nothing would be left of that."""
+    return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
+
+
+def _square(value: tf.Tensor) -> tf.Tensor:
+    """Return the sum of squares, a float32 scalar."""
+    return 2.0 * tf.nn.l2_loss(tf.cast(value, tf.float32))
+
+
+def _values(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
