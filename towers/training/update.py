@@ -394,8 +394,7 @@ def regularise(
         return of_penalty if gradient is None else of_penalty + gradient
 
     sums = _each(add, gradients, weights)
-    widest = _widest(total)
-    return _sum([tf.cast(t, widest) for t in total]), sums
+    return _sum(total), sums
 
 
 def _is_penalised(options: Options, weight: Any) -> bool:
@@ -409,18 +408,26 @@ def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
     From each machine one number comes.
     """
     widest = _widest(gradients)
-    squares = []
+    halves = []
     for gradient in gradients:
         values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
         with tf.device(values.device):
-            squares.append(tf.nn.l2_loss(tf.cast(values, widest)))
-    return tf.sqrt(2.0 * _sum(squares))
+            halves.append(tf.nn.l2_loss(tf.cast(values, widest)))
+    return tf.sqrt(2.0 * _sum(halves))
 
 
 def _sum(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return the sum of scalars, those of a machine added up there."""
-    of_machines = machines.sums(scalars, [scalar.device for scalar in scalars], tf.add_n)
-    return tf.add_n(of_machines) if scalars else tf.zeros([])
+    """Return the sum of scalars, in the widest of their types; those of a machine are added there.
+
+    Of none it is 0.
+    """
+    if not scalars:
+        return tf.zeros([])
+    widest, devices, wide = _widest(scalars), [scalar.device for scalar in scalars], []
+    for scalar, device in zip(scalars, devices, strict=True):
+        with tf.device(device):
+            wide.append(tf.cast(scalar, widest))
+    return tf.add_n(machines.sums(wide, devices, tf.add_n))
 
 
 def _widest(values: Sequence[Any]) -> tf.DType:
