@@ -1,6 +1,7 @@
 """`towers worker` as a process, asked as programs ask it: by TensorFlow's own file operations."""
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -114,6 +115,51 @@ def test_a_program_that_is_silent_loses_it_and_one_that_speaks_does_not(lent):
     assert "no word" in lent.read_until("over")
     lent.read_until("free")
     assert lease(lent.address) == ""
+
+
+def test_a_program_that_cannot_speak_but_whose_server_answers_keeps_it_for_a_while(tmp_path):
+    now, claim = 0.0, Claim("mine", timeout_seconds=10.0)
+    claims = worker.Claims(tmp_path, clock=lambda: now)
+    with started(1) as (server,):  # which answers in the place of the program's
+        claim = dataclasses.replace(claim, address=server.address)
+        (tmp_path / board.claim_file("mine")).write_text(board.to_text(claim))
+        for seconds in (0.0, 9.0, 11.0, 190.0):
+            now = seconds
+            assert claims.look() == "" and claims.lease.id == "mine"
+        server.signal_all(signal.SIGSTOP)
+        assert "no word" in claims.look()
+        server.signal_all(signal.SIGCONT)
+        wait_for(lambda: claims.look() == "")
+        now = 201.0
+        assert "no word" in claims.look()
+    now = 11.0
+    assert "no word" in claims.look()
+
+
+PROGRAM_WITH_THE_LOCK = """
+import ctypes, sys, time
+import tensorflow as tf
+from towers.devices import cluster
+found = cluster.connect([sys.argv[1]], timeout_seconds=2.0)
+with tf.device(found.devices[0]):
+    there = tf.Variable(7.0)
+ctypes.PyDLL(None).sleep(7)  # no other thread of Python runs meanwhile
+for _ in range(5):
+    assert there.numpy() == 7.0 and not found.lost() and not found.workers[0].lost_because
+    time.sleep(0.5)
+found.close()
+print("it is still there")
+"""
+
+
+def test_a_program_that_holds_pythons_lock_for_long_keeps_it(lent):
+    command = [sys.executable, "-c", PROGRAM_WITH_THE_LOCK, lent.address]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert "it is still there" in done.stdout, done.stderr
+    assert "released" in lent.read_until("over")
+    lent.read_until("free")
 
 
 def test_a_server_that_dies_is_replaced(lent):

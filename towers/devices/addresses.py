@@ -9,6 +9,7 @@ find_workers("TF_CONFIG", os.environ)          the workers of TensorFlow's own v
 import itertools
 import json
 import re
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from towers.errors import InputError
 
 PORT = 2222  # TensorFlow's usual one
 _MOST = 65536  # workers; a typo in a list of nodes is not to take all memory
+# What a server that speaks HTTP/2, as gRPC does, answers at once, by its settings.
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _TYPE = "or name the workers, as --workers=host1:2222,host2:2222"
 
 
@@ -134,3 +137,15 @@ def _of_tf_config(text: str, environ: Mapping[str, str]) -> list[Any]:
             + _TYPE
         )
     return found
+
+
+def greets(address: str, timeout_seconds: float) -> bool:
+    """Tell whether a gRPC server answers at an address, and is not stopped."""
+    where = parse_address(address, "workers")
+    try:
+        with socket.create_connection(where, timeout_seconds) as connection:
+            connection.settimeout(timeout_seconds)
+            connection.sendall(_GREETING)
+            return connection.recv(4)[3:4] == b"\4"  # a frame of settings
+    except OSError:
+        return False

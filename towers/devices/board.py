@@ -58,6 +58,7 @@ class Claim:
     user: str = ""
     timeout_seconds: float = 15.0  # without a word for so long, the lease is over
     released: bool = False  # the program needs the worker no more
+    address: str = ""  # at which TensorFlow's server in the program answers
 
     def __post_init__(self) -> None:
         """Take a time that makes no sense for the usual one, and none for longer than an hour."""

@@ -35,7 +35,7 @@ import towers
 from towers import tf_private
 from towers.builder.kinds import HOST, PROGRAM, is_gpu, machine_of
 from towers.devices import board, listening
-from towers.devices.addresses import find_workers, parse_address
+from towers.devices.addresses import find_workers, greets, parse_address
 from towers.devices.board import Claim, Lease, Notice, Offer
 from towers.errors import InputError, RunError
 from towers.options.run import Options
@@ -44,12 +44,11 @@ from towers.text import count, first_line, table
 TIMEOUT_SECONDS = 15.0
 _BEATS = 5  # in the time after which a worker is lost
 _CUT_SECONDS = 0.1  # from one shutting of connections to the next: gRPC opens them again
+_STARVED_SECONDS = 1.0  # that a thread wakes up too late, as it does without Python's lock
 _PATIENCE_SECONDS = 8.0  # a worker that is free again needs some for a new server
 _BUSY_SECONDS = 60.0  # to the next look at one that another program has: it has the run built anew
 _LOOK_SECONDS = 1.0  # from one look for lost workers to the next
 _CLOCKS_SECONDS = 2.0  # by which they may differ without a word
-# What a server that speaks HTTP/2, as gRPC does, answers at once, by its settings.
-_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _NO_ANSWER = (
     "does not answer: start `towers worker --address={}` there, or see what lies between by "
     "`towers doctor --workers`"
@@ -362,7 +361,13 @@ class Cluster:
 
         def beat() -> None:
             pause = self.timeout_seconds / _BEATS
-            while worker.is_alive and not self._closing.wait(pause):
+            while worker.is_alive:
+                until = time.monotonic() + pause
+                if self._closing.wait(pause):
+                    return
+                # While Python's lock was held, as TensorFlow does in registering a large function,
+                # nobody could hear.
+                worker.heard_at += max(time.monotonic() - until, 0.0)
                 try:
                     self._guarded(worker, lambda: self._write_claim(worker))
                 except tf.errors.OpError:
@@ -423,7 +428,13 @@ class Cluster:
 
         def shut() -> None:
             pause = after
-            while not done.wait(pause):
+            while True:
+                until = time.monotonic() + pause
+                if done.wait(pause):
+                    return
+                if time.monotonic() - until > _STARVED_SECONDS:
+                    pause = _STARVED_SECONDS  # an answer may be there that nobody could take
+                    continue
                 pause = _CUT_SECONDS
                 _shut_connections([worker.address for worker in workers])
 
@@ -445,7 +456,8 @@ class Cluster:
 
     def _write_claim(self, worker: Worker, released: bool = False) -> None:
         who = self._id, socket.gethostname(), os.getpid(), _user()
-        claim = Claim(*who, self.timeout_seconds, released)
+        own = f"{self._own_address}:{self._port}"
+        claim = Claim(*who, self.timeout_seconds, released, own)
         _write(worker, board.claim_file(self._id), board.to_text(claim))
 
 
@@ -569,18 +581,6 @@ def offered(device: str) -> board.Offered | None:
             found = [d for d in worker.offer.devices if f"/{kind}:" in d.name]
             return found[min(int(number), len(found) - 1)] if found else None
     return None
-
-
-def greets(address: str, timeout_seconds: float) -> bool:
-    """Tell whether a gRPC server answers at an address, and is not stopped."""
-    where = parse_address(address, "workers")
-    try:
-        with socket.create_connection(where, timeout_seconds) as connection:
-            connection.settimeout(timeout_seconds)
-            connection.sendall(_GREETING)
-            return connection.recv(4)[3:4] == b"\4"  # a frame of settings
-    except OSError:
-        return False
 
 
 def _await(address: str, patience: float) -> bool:

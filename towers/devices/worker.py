@@ -27,7 +27,7 @@ from typing import Any
 
 from towers import files
 from towers.devices import board, listening
-from towers.devices.addresses import join_address
+from towers.devices.addresses import greets, join_address
 from towers.devices.board import Claim, Lease, Offer, Offered
 from towers.devices.memory import in_words, of_host
 from towers.errors import InputError, RunError
@@ -36,6 +36,8 @@ from towers.text import count, first_line
 
 NUM_CPU_DEVICES = 16  # logical ones of a worker without GPUs; more where there are more cores
 _LOOK_SECONDS = 0.1
+_GREETING_SECONDS = 4.0
+_MOST_SILENT = 20.0  # times the timeout: another program's server may have that address now
 _PARTING_SECONDS = 0.3  # in which the server still answers whoever released it
 _PORTS = range(20000, 32000)  # for port 0: below those that connections take for themselves
 _ATTEMPTS = 3  # at other ports, where any may be taken
@@ -144,9 +146,12 @@ class Claims:
         claim = self._claims[self.lease.id]
         if claim.released:
             return "the program has released it"
-        if now - self._written[self.lease.id][1] > claim.timeout_seconds:
-            return f"no word from the program for {claim.timeout_seconds:g} s"
-        return ""
+        silent = (now - self._written[self.lease.id][1]) / claim.timeout_seconds
+        # While TensorFlow registers a large function there, it holds Python's lock, and nobody
+        # writes. Its server answers then, too; but not that of a process that is stopped.
+        if silent <= 1.0 or (silent <= _MOST_SILENT and _answers(claim.address)):
+            return ""
+        return f"no word from the program for {claim.timeout_seconds:g} s"
 
     def _read(self, path: Path, claim_id: str, now: float) -> None:
         """Note a claim that was written since the last look; half of one is a sign of life, too."""
@@ -163,6 +168,14 @@ class Claims:
         temporary = self._folder / f".{board.LEASE}"
         temporary.write_text(board.to_text(self.lease), encoding="utf-8")
         temporary.replace(self._folder / board.LEASE)  # read whole, or not at all
+
+
+def _answers(address: str) -> bool:
+    """Tell whether a server answers at what a program calls its address."""
+    try:
+        return bool(address) and greets(address, _GREETING_SECONDS)
+    except InputError:  # that is none
+        return False
 
 
 def _locate(host: str, port: int, any_address: bool) -> tuple[str, int]:

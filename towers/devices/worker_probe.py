@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from towers.devices.addresses import parse_address
-from towers.devices.cluster import Cluster, Worker, greets
+from towers.devices.addresses import greets, parse_address
+from towers.devices.cluster import Cluster, Worker
 from towers.text import first_line
 
 CONNECT_SECONDS = 2.0
