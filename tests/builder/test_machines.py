@@ -168,7 +168,12 @@ def test_of_masters_on_workers_as_many_tensors_cross_however_many_they_are(far, 
         ends = [(machine_of(t.source), machine_of(t.target)) for t in placement.transfers]
         return Counter(end for end in ends if end[0] != end[1])
 
-    assert num_transfers(8) == num_transfers(16)  # each tower has some of them
+    found = num_transfers(8)
+    assert found == num_transfers(16)  # each tower has some of them
+    one_each = far[towers] != far
+    for worker in {machine_of(device) for device in far} if one_each else ():
+        # Its loss when its gradients are there, its norms, its products; its means, its update.
+        assert found[worker, ""] == 5
 
 
 def test_sums_and_sparse_sums_are_those_of_one_device(far):

@@ -92,3 +92,20 @@ def sums(values: Sequence[Any], devices: Sequence[str], add: Callable) -> Sequen
             own = [value for value, _ in members]
             found.append(own[0] if len(own) == 1 else add(own))
     return found
+
+
+def sent_last(
+    losses: Sequence[tf.Tensor], gradients: Sequence[Any], devices: Sequence[str]
+) -> list[tf.Tensor]:
+    """Return the towers' losses, those on other machines as they are once their gradients are done.
+
+    So what comes from there tells of both, in one message.
+    """
+    found = []
+    for loss, own, device in zip(losses, gradients, devices, strict=False):
+        if machine_of(device):
+            leaves = tf.nest.flatten(own, expand_composites=True)
+            with tf.device(device), tf.control_dependencies(filter(tf.is_tensor, leaves)):
+                loss = tf.identity(loss)
+        found.append(loss)
+    return found

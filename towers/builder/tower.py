@@ -232,7 +232,9 @@ class TowerBuilder:
             return *losses, gather.fix_rows(found, masters, rehearsal.fixed_rows)
 
         sums = zip(*self._in_parts(on_tower, batch, rehearsal.draws), strict=True)
-        return TowerSums(*map(list, sums), scopes, rehearsal.policies, outputs)
+        losses, counts, gradients = map(list, sums)
+        losses = machines.sent_last(losses, gradients, self.devices)
+        return TowerSums(losses, counts, gradients, scopes, rehearsal.policies, outputs)
 
     def gather_sums(self, sums: TowerSums, variables: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:
         """Return the mean loss and its gradients, as `gradients` does, from the towers' sums."""

@@ -4,6 +4,7 @@ What a tower has sent for the sum is taken where it has arrived: nothing is sent
 with several towers, from which their sum alone has come, the mean goes back.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,13 +40,13 @@ def products_of_towers(
     tables = []
     if alone:
         pairs = _at_means(alone)
-        tables.append(_if(measured, lambda: _table(pairs, num_towers), num_towers))
+        tables.append(_table(pairs, num_towers, measured))
     if summed:
         late = measured
         if measured is not None:  # known to the towers when their sums are done, see `_at_means`
             with tf.device(HOST), tf.control_dependencies(gather.tensors(summed[0][2])):
                 late = here(measured)
-        tables.append(_if(late, lambda: _table(_at_towers(summed), num_towers), num_towers))
+        tables.append(_if(late, lambda: _table(_at_towers(summed), num_towers, None), num_towers))
     with tf.device(HOST):
         return tf.add_n(tables)
 
@@ -87,14 +88,22 @@ def _if(measured: tf.Tensor | None, table: Callable, num_towers: int) -> tf.Tens
     return tf.cond(measured, table, lambda: tf.zeros([num_towers, 3]))
 
 
-def _table(pairs: _Pairs, num_towers: int) -> tf.Tensor:
-    """Return the sums of the products of pairs, `[towers, 3]`; each machine sends one tensor."""
+def _table(pairs: _Pairs, num_towers: int, measured: tf.Tensor | None) -> tf.Tensor:
+    """Return the sums of the products of pairs, `[towers, 3]`; each machine sends one tensor.
+
+    Whether they are wanted, each place is told once, and decides by itself: of a branch that is
+    taken elsewhere it would be told for its constants, too.
+    """
+
+    def of_place(of_towers: dict[int, list[tuple[Any, Any]]]) -> tf.Tensor:
+        towers = [of_towers.get(tower) for tower in range(num_towers)]
+        return tf.stack([_sums(own) if own else tf.zeros([3]) for own in towers])
+
     parts = []
     for place, of_towers in pairs.items():
         with tf.device(place):
-            nothing = tf.zeros([3])
-            towers = [of_towers.get(tower) for tower in range(num_towers)]
-            parts.append(tf.stack([_sums(own) if own else nothing for own in towers]))
+            wanted = None if measured is None else here(measured)
+            parts.append(_if(wanted, functools.partial(of_place, of_towers), num_towers))
     parts = machines.sums(parts, list(pairs), tf.add_n)
     with tf.device(HOST):
         return tf.add_n(parts) if parts else tf.zeros([num_towers, 3])

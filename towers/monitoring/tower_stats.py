@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers.builder.backward import TowerSums
-from towers.builder.kinds import HOST, is_gpu
+from towers.builder.kinds import HOST, is_gpu, machine_of
 from towers.builder.tower import TowerBuilder
 from towers.monitoring.products import here, products_of_towers
 
@@ -238,8 +238,11 @@ def _ends(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
     """
     ends = []
     for loss, own, device in zip(sums.losses, sums.gradients, builder.devices, strict=False):
-        with tf.device(device), tf.control_dependencies(_tensors(own)):
-            done = tf.identity(loss)
+        if machine_of(device):  # it is sent after the gradients anyhow
+            done = loss
+        else:
+            with tf.device(device), tf.control_dependencies(_tensors(own)):
+                done = tf.identity(loss)
         with tf.device(HOST):
             arrived = tf.cast(tf.math.is_finite(done), tf.float64)
             # That value has to be used: else only an order of execution would be sent.

@@ -67,15 +67,15 @@ class Classification(Task):
                         seen = tower_stats.measure(
                             *start, sums, loss, gradients, builder, measured, scale
                         )
-            if self.on_update:
-                factor = 1.0 if scale is None else 1.0 / scale
-                own = [None if g is None else scaled(g, factor) for g in gradients[0]]
-                self.on_update(own, self.model.trainable_variables)
-            with tf.device(builder.gather_device), tf.name_scope("update"):
-                if scale is not None:
-                    loss = loss / tf.cast(scale, loss.dtype)
-                rates = [self._rate(learning_rate, replica) for replica in masters.replicas]
-                metrics = update(gradients, rates, statistics, loss, num_rows(example[1]))
+                if self.on_update:
+                    factor = 1.0 if scale is None else 1.0 / scale
+                    own = [None if g is None else scaled(g, factor) for g in gradients[0]]
+                    self.on_update(own, self.model.trainable_variables)
+                with tf.device(builder.gather_device), tf.name_scope("update"):
+                    if scale is not None:
+                        loss = loss / tf.cast(scale, loss.dtype)
+                    rates = [self._rate(learning_rate, replica) for replica in masters.replicas]
+                    metrics = update(gradients, rates, statistics, loss, num_rows(example[1]))
             return metrics | {"loss": loss, "learning_rate": rates[0]} | seen, gradients[0]
 
         return train_step

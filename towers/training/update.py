@@ -14,9 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers.builder import machines
 from towers.builder.gather import map_values
-from towers.builder.kinds import is_gpu
+from towers.builder.kinds import is_gpu, machine_of
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 from towers.options.functions import call_plainly
@@ -332,10 +331,11 @@ def _replica_update(
         gradients = _each(lambda g, _: scaled(g, 1.0 / loss_scale), gradients, weights)
     gradients = _each(lambda g, _: _one_slice_a_row(g), gradients, weights)
     with tf.device(replica.device):
-        penalty, gradients = regularise(weights, gradients, options)
+        penalties, gradients = regularise(weights, gradients, options)
         used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
         gradients, weights = [g for g, _ in used], [w for _, w in used]
-        norm = global_norm(gradients)
+        penalty, half = _sums(penalties, _halves_of_squares(gradients))
+        norm = tf.sqrt(2.0 * half)
 
     def apply(finite: tf.Tensor | None) -> None:
         with tf.device(replica.device):
@@ -362,8 +362,8 @@ def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variab
 
 def regularise(
     weights: Sequence[keras.Variable], gradients: list[Any], options: Options
-) -> tuple[tf.Tensor, list[Any]]:
-    """Return the regularisation loss, and the gradients with its own added.
+) -> tuple[list[tf.Tensor], list[Any]]:
+    """Return the parts of the regularisation loss, and the gradients with its own added.
 
     It is that of the layers' regularisers and of `weight_decay`, unless the optimizer decays
     weights apart from the gradient.
@@ -394,7 +394,7 @@ def regularise(
         return of_penalty if gradient is None else of_penalty + gradient
 
     sums = _each(add, gradients, weights)
-    return _sum(total), sums
+    return total, sums
 
 
 def _is_penalised(options: Options, weight: Any) -> bool:
@@ -403,31 +403,43 @@ def _is_penalised(options: Options, weight: Any) -> bool:
 
 
 def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
-    """Return the norm of all gradients together, in the widest of their types.
+    """Return the norm of all gradients together, in the widest of their types."""
+    (half,) = _sums(_halves_of_squares(gradients))
+    return tf.sqrt(2.0 * half)
 
-    From each machine one number comes.
-    """
-    widest = _widest(gradients)
-    halves = []
+
+def _halves_of_squares(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    """Return half the sum of squares of each gradient, in the widest of their types."""
+    widest, halves = _widest(gradients), []
     for gradient in gradients:
         values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
         with tf.device(values.device):
             halves.append(tf.nn.l2_loss(tf.cast(values, widest)))
-    return tf.sqrt(2.0 * _sum(halves))
+    return halves
 
 
-def _sum(scalars: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return the sum of scalars, in the widest of their types; those of a machine are added there.
+def _sums(*lists: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the sum of each list of scalars, in the widest of its types; of none it is 0.
 
-    Of none it is 0.
+    Those of a machine are added there, and from another one the sums of all lists come as one.
     """
-    if not scalars:
-        return tf.zeros([])
-    widest, devices, wide = _widest(scalars), [scalar.device for scalar in scalars], []
-    for scalar, device in zip(scalars, devices, strict=True):
-        with tf.device(device):
-            wide.append(tf.cast(scalar, widest))
-    return tf.add_n(machines.sums(wide, devices, tf.add_n))
+    types = [_widest(own) for own in lists]
+    widest = max(types, key=lambda dtype: dtype.size)
+    of_machines: dict[str, list[list[tf.Tensor]]] = {"": [[] for _ in lists]}
+    for i, own in enumerate(lists):
+        for scalar in own:
+            machine = machine_of(scalar.device)
+            parts = of_machines.setdefault(machine, [[] for _ in lists])
+            with tf.device(scalar.device):
+                parts[i].append(tf.cast(scalar, types[i]))
+    sums = of_machines.pop("")
+    for parts in of_machines.values():
+        with tf.device(next(part.device for own in parts for part in own)):
+            there = [tf.add_n(own) if own else tf.zeros([]) for own in parts]
+            packed = tf.stack([tf.cast(value, widest) for value in there])
+        for own, dtype, value in zip(sums, types, tf.unstack(packed), strict=True):
+            own.append(tf.cast(value, dtype))
+    return [tf.add_n(own) if own else tf.zeros([]) for own in sums]
 
 
 def _widest(values: Sequence[Any]) -> tf.DType:
