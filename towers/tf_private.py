@@ -830,6 +830,9 @@ def has_started() -> bool:
     return context.context()._initialized
 
 
+_PORT_ATTEMPTS = 3
+
+
 def connect(workers: Mapping[int, str], own_address: str) -> int:
     """Make the devices of these servers, and of no others, those of this process, too.
 
@@ -849,23 +852,30 @@ def connect(workers: Mapping[int, str], own_address: str) -> int:
     cluster = tf.train.ClusterSpec({"worker": dict(workers)}).as_cluster_def()
     own = cluster.job.add()
     own.name = "localhost"
-    if before is None:
-        own.tasks[0] = f"{own_address}:{pywrap_tfe.TF_PickUnusedPortOrDie()}"
-    else:
-        own.tasks[0] = next(job for job in before.cluster.job if job.name == "localhost").tasks[0]
-    port = int(own.tasks[0].rpartition(":")[2])
-    server = tensorflow_server_pb2.ServerDef(
-        cluster=cluster,
-        job_name="localhost",
-        protocol="grpc",
-        default_session_config=context.context().config,
-    )
-    if before is None:
-        context.context().set_server_def(server)
-    else:
-        context.context().update_server_def(server)
-    context.context().ensure_initialized()
-    return port
+    for attempts_left in reversed(range(_PORT_ATTEMPTS)):
+        if before is None:
+            own.tasks[0] = f"{own_address}:{pywrap_tfe.TF_PickUnusedPortOrDie()}"
+        else:
+            named = next(job for job in before.cluster.job if job.name == "localhost")
+            own.tasks[0] = named.tasks[0]
+        server = tensorflow_server_pb2.ServerDef(
+            cluster=cluster,
+            job_name="localhost",
+            protocol="grpc",
+            default_session_config=context.context().config,
+        )
+        try:
+            if before is None:
+                context.context().set_server_def(server)
+            else:
+                context.context().update_server_def(server)
+            context.context().ensure_initialized()
+            break
+        except tf.errors.UnknownError:  # another process may have taken the port meanwhile
+            if before is not None or not attempts_left:
+                raise
+            context.context()._server_def = None
+    return int(own.tasks[0].rpartition(":")[2])
 
 
 def was_connected() -> bool:

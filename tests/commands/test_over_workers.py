@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.workers import workers
+from tests.workers import started, workers
 from towers.monitoring import events
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,3 +111,50 @@ def test_fit_over_workers_has_the_numbers_of_one_device(addresses):
     too_old, both = python("-c", FIT, addresses).splitlines()
     assert "before the model is made" in too_old
     assert both.startswith("num_towers=2") and both.endswith("leave one of them out")
+
+
+HANGS = """
+import os, signal, sys
+import towers
+from towers.devices.cluster import Cluster, connect
+
+look = Cluster._unfit
+
+def hangs(cluster, worker):
+    os.killpg(int(sys.argv[2]), signal.SIGSTOP)
+    return look(cluster, worker)
+
+Cluster._unfit = hangs
+try:
+    connect(sys.argv[1], timeout_seconds=2)
+except towers.InputError as error:
+    print(error)
+"""
+
+
+def test_a_worker_that_hangs_while_it_is_looked_at_is_named():
+    with started(1) as (worker,):
+        start = time.monotonic()
+        said = python("-c", HANGS, worker.address, str(worker.process.pid))
+        assert worker.address in said and "does not answer" in said
+        assert time.monotonic() - start < 40
+
+
+@pytest.mark.parametrize(
+    "flags, why",
+    [
+        (["--min_workers=3"], "--min_workers=2"),
+        (["--workers={0},localhost:{1}"], "are the same worker"),
+    ],
+)
+def test_what_cannot_be_had_of_workers_is_one_line(addresses, tmp_path, flags, why):
+    first = addresses.split(",")[0]
+    flags = [flag.format(first, first.rpartition(":")[2]) for flag in flags]
+    done = subprocess.run(
+        [sys.executable, "-m", "towers", "train", f"--train_dir={tmp_path}/run", *SMALL.split(),
+         f"--workers={addresses}", *flags],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and why in last and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from towers.devices.addresses import find_workers, join_address, parse_address
+from towers.devices.addresses import check_distinct, find_workers, join_address, parse_address
 from towers.errors import InputError
 
 
@@ -76,3 +76,13 @@ def test_what_names_no_workers_is_one_line(text, environ, why):
 def test_an_address_is_taken_apart_and_joined():
     for text in ("a:1", "10.0.0.5:2222", "[fd00::5]:0"):
         assert join_address(*parse_address(text, "address")) == text
+
+
+@pytest.mark.parametrize("other", ["127.0.0.1", "127.0.0.2"])
+def test_two_names_of_one_worker_are_refused(other):
+    with pytest.raises(InputError, match=r"localhost:2223 and .*:2223 are the same worker"):
+        check_distinct(["10.0.0.5:2223", "localhost:2223", f"{other}:2223"])
+
+
+def test_workers_at_other_ports_or_of_unknown_hosts_are_others():
+    check_distinct(["localhost:1", "127.0.0.1:2", "nowhere.invalid:1", "nobody.invalid:1"])

@@ -60,6 +60,45 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def check_distinct(addresses: Sequence[str]) -> None:
+    """Refuse two names of one worker, as localhost:2222 and 127.0.0.1:2222: it would wait for ever.
+
+    A host that is not known passes; whoever connects to it is told so.
+
+    Raises:
+        InputError: one line that names both.
+    """
+    found: dict[tuple[str, int], str] = {}
+    for address in addresses:
+        for place in _places(address):
+            if found.setdefault(place, address) != address:
+                raise InputError(
+                    f"--workers={','.join(addresses)}: {found[place]} and {address} are the same "
+                    "worker; name each worker once"
+                )
+
+
+def _places(address: str) -> set[tuple[str, int]]:
+    """Return (IP, port) of an address; TensorFlow takes a port of all of a machine's addresses."""
+    host, port = parse_address(address, "workers")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return set()
+    numbers = {where[0].removeprefix("::ffff:") for *_, where in found}
+    return {("" if is_here(number) else number, port) for number in numbers}
+
+
+def is_here(ip: str) -> bool:
+    """Tell whether an address is one of this machine's."""
+    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as tried:
+        try:
+            tried.bind((ip, 0))
+        except OSError:
+            return False
+    return True
+
+
 def _checked(text: str, parts: Sequence[Any]) -> list[str]:
     """Return the addresses with their ports, each once, or raise as `find_workers` does."""
     found: list[str] = []

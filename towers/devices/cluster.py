@@ -35,7 +35,7 @@ import towers
 from towers import tf_private
 from towers.builder.kinds import HOST, PROGRAM, is_gpu, machine_of
 from towers.devices import board, listening
-from towers.devices.addresses import find_workers, greets, parse_address
+from towers.devices.addresses import check_distinct, find_workers, greets, parse_address
 from towers.devices.board import Claim, Lease, Notice, Offer
 from towers.errors import InputError, RunError
 from towers.options.run import Options
@@ -47,6 +47,7 @@ _CUT_SECONDS = 0.1  # from one shutting of connections to the next: gRPC opens t
 _STARVED_SECONDS = 1.0  # that a thread wakes up too late, as it does without Python's lock
 _PATIENCE_SECONDS = 8.0  # a worker that is free again needs some for a new server
 _BUSY_SECONDS = 60.0  # to the next look at one that another program has: it has the run built anew
+_PARTING_SECONDS = 2.0  # in which a worker that cannot be had may hear so
 _LOOK_SECONDS = 1.0  # from one look for lost workers to the next
 _CLOCKS_SECONDS = 2.0  # by which they may differ without a word
 _NO_ANSWER = (
@@ -102,7 +103,8 @@ class Cluster:
         towers_per_worker: int = 0,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ):
-        """Connect to nothing yet."""
+        """Connect to nothing yet; two names of one worker are an InputError."""
+        check_distinct(addresses)
         self.workers = [Worker(address, task) for task, address in enumerate(addresses)]
         self.towers_per_worker, self.timeout_seconds = towers_per_worker, timeout_seconds
         self._id = secrets.token_hex(8)
@@ -130,6 +132,12 @@ class Cluster:
         Raises:
             InputError: there are too few; each that is missing, busy or too old is named.
         """
+        if at_least > len(self.workers):
+            named = count(len(self.workers), "worker")
+            raise InputError(
+                f"--min_workers={at_least}, but --workers has {named}: name more of them, or type "
+                f"--min_workers={len(self.workers)}"
+            )
         self._claim(self.workers)
         if len(self.alive()) < (at_least or len(self.workers)):
             missing = [f"{w} {w.lost_because}" for w in self.workers if not w.is_alive]
@@ -271,8 +279,9 @@ class Cluster:
             worker.lost_because, worker.is_alive = problem, not problem
             if problem and worker.offer != Offer():  # somebody else has it, or it does not fit
                 worker.busy_until = time.monotonic() + _BUSY_SECONDS
-        if any(not worker.is_alive for worker in found):
-            self._connect(self._tasks())
+        if refused := [worker for worker in found if not worker.is_alive]:
+            with self._shutting(refused, after=_PARTING_SECONDS):
+                self._connect(self._tasks())
 
     def _connect_to(self, found: list[Worker]) -> list[Worker]:
         """Connect to these workers, too, but for those that are something else; return the rest."""
@@ -315,7 +324,7 @@ class Cluster:
 
     def _unfit(self, worker: Worker) -> str:
         """Return what of a worker does not go with this program, "" if nothing."""
-        offer, sent = worker.offer, time.time()
+        offer = worker.offer
         ours = {"towers": towers.__version__, "tensorflow": tf.__version__}
         for package, version in ours.items():
             there = getattr(offer, package)
@@ -333,10 +342,8 @@ class Cluster:
                 f"asks for more: type --towers_per_worker={there}"
             )
         worker.devices = [f"{worker.name}/{kind}:{i}" for i in range(wanted)]
-        with tf.device(worker.host):
-            there = tf.timestamp()
-        with tf.device(self.home):
-            there = float(tf.identity(there))
+        sent = time.time()
+        there = self._guarded(worker, lambda: _clock(worker))
         worker.clock_seconds = there - (sent + time.time()) / 2
         return ""
 
@@ -622,6 +629,14 @@ def _write(worker: Worker, name: str, text: str) -> None:
 def _read(worker: Worker, name: str, kind: type[Notice]) -> Notice | None:
     """Return what a file on a worker's board says, None if it is being written."""
     return board.from_text(kind, _file(worker.host, name))
+
+
+def _clock(worker: Worker) -> float:
+    """Return what a worker's clock says, in seconds."""
+    with tf.device(worker.host):
+        there = tf.timestamp()
+    with tf.device(Cluster.home):
+        return float(tf.identity(there))
 
 
 def _file(device: str, path: str) -> bytes:

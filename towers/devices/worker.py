@@ -27,7 +27,7 @@ from typing import Any
 
 from towers import files
 from towers.devices import board, listening
-from towers.devices.addresses import greets, join_address
+from towers.devices.addresses import greets, is_here, join_address
 from towers.devices.board import Claim, Lease, Offer, Offered
 from towers.devices.memory import in_words, of_host
 from towers.errors import InputError, RunError
@@ -198,7 +198,7 @@ def _locate(host: str, port: int, any_address: bool) -> tuple[str, int]:
         except PermissionError:
             raise InputError(f"{given}: ports below 1024 are root's; take another") from None
         except OSError as error:
-            if not _is_here(ip):
+            if not is_here(ip):
                 raise InputError(
                     f"{given}: {ip} is no address of this machine ({error.strerror}); see "
                     "hostname -I"
@@ -221,16 +221,6 @@ def _try_port(ip: str, port: int) -> None:
                 tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             tried.bind((host, port))
             tried.listen()
-
-
-def _is_here(ip: str) -> bool:
-    """Tell whether an address is one of this machine's."""
-    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as tried:
-        try:
-            tried.bind((ip, 0))
-        except OSError:
-            return False
-    return True
 
 
 def _wait_for_port(ip: str, port: int, seconds: float = 10) -> None:
