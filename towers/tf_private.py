@@ -38,6 +38,7 @@ from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import cancellation, context, executor, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+from tensorflow.python.framework import config as tf_config
 from tensorflow.python.framework import errors_impl, kernels, op_def_registry, tensor_util
 from tensorflow.python.grappler import cluster as grappler_cluster
 from tensorflow.python.grappler import tf_optimizer
@@ -828,6 +829,14 @@ def has_listed_devices() -> bool:
 def has_started() -> bool:
     """Tell whether TensorFlow has started. Public: none."""
     return context.context()._initialized
+
+
+def ops_are_deterministic() -> bool:
+    """Return whether op determinism is on, by TensorFlow's function or TF_DETERMINISTIC_OPS=1.
+
+    Public: it can be enabled, not asked for.
+    """
+    return tf_config.is_op_determinism_enabled()
 
 
 _PORT_ATTEMPTS = 3

@@ -14,8 +14,6 @@ from towers import tf_private
 from towers.builder.kinds import are_gpus, are_of_workers, devices_here
 from towers.builder.packed import pack, unpack
 
-TIMEOUT_SECONDS = 300.0  # of a member that does not come, as when its tower has failed
-
 # Each collective costs a round of meetings, so small tensors go together; but a first bucket that
 # is under way while the next is computed costs nothing. 4 MiB is a few milliseconds of computing.
 BUCKET_BYTES = 4 * 2**20
@@ -104,16 +102,21 @@ class Meeting:
         return self._launch(tf.raw_ops.CollectiveGatherV2, tf.expand_dims(value, 0), device)
 
     def _launch(self, op: Callable, value: tf.Tensor, device: str) -> tf.Tensor:
+        # There is no timeout: TensorFlow implements one by two threads that sleep for so long, for
+        # each collective and device, and a process has room for some 32,000. A tower that fails
+        # ends the collectives of its step at once without it.
         with tf.device(device):
-            return op(
-                input=value,
+            # TensorFlow's NCCL takes bfloat16 for float32 with as many elements.
+            known = tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
+            result = op(
+                input=known,
                 group_size=len(self._devices),
                 group_key=_group_key(self._devices),
                 instance_key=self._first + self._place,
                 ordering_token=[_ordering_token(device).handle],
                 communication_hint=_hint(self._devices),
-                timeout_seconds=TIMEOUT_SECONDS,
             )
+            return tf.cast(result, value.dtype)
 
 
 def _hint(devices: Sequence[str]) -> str:
@@ -167,7 +170,8 @@ def _next_key() -> tuple[tf.Tensor, int]:
     firsts = here.get_collection_ref("first keys of collectives")
     first = next((tensor for tensor in firsts if tensor.graph is here), None)
     if first is None:
-        with tf.device("/cpu:0"):  # an op that remains: it is sent to each tower once
+        # An op that remains: it is sent to each tower once, and is of none of them.
+        with tf.device("/cpu:0"), tf.name_scope(""):
             first = tf.raw_ops.PlaceholderWithDefault(input=keys.first, shape=[])
         firsts.append(first)
     keys.num += 1

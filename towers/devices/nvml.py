@@ -13,6 +13,9 @@ from typing import Any
 import pynvml
 
 MIB = 2**20
+# An older driver lacks functions; for some of them the library raises the second, which is no
+# NVMLError.
+_ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +98,7 @@ def opened() -> Iterator[bool]:
     """Tell whether there is a driver, and keep NVML open meanwhile."""
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    except _ERRORS:
         yield False
         return
     try:
@@ -157,5 +160,5 @@ def _ask(function: Callable, *arguments: Any) -> Any:
     """Call NVML; None where it does not answer: not supported, no permission, GPU lost."""
     try:
         return function(*arguments)
-    except (pynvml.NVMLError, UnicodeDecodeError):  # a process may bear any name
+    except (*_ERRORS, UnicodeDecodeError):  # a process may bear any name
         return None

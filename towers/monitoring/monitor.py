@@ -213,8 +213,9 @@ class Monitor:
             self._rates.append(rate)
             scalars = {_RATE: rate, "speed/seconds_per_step": seconds / num_steps}
             total = {name: value.numpy() / num_steps for name, value in _sum(self._calls).items()}
-            scalars |= {f"speed/{name}": total[name] for name in _PHASES}
-            own_seconds = total["tower_seconds"].tolist()
+            if not math.isnan(total["update_seconds"]):  # see `tower_stats.time_after`
+                scalars |= {f"speed/{name}": total[name] for name in _PHASES}
+                own_seconds = total["tower_seconds"].tolist()
         self._window_start, self._calls, self._paused_seconds = (now, step), [], 0.0
         return scalars, own_seconds
 

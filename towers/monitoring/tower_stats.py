@@ -8,11 +8,13 @@ more, the host has to wait for a value from there. So GPUs are timed in a measur
 begins when they have done all before it; in any other step nothing goes to the host.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from towers import tf_private
 from towers.builder.backward import TowerSums
 from towers.builder.kinds import HOST, is_gpu, machine_of
 from towers.builder.tower import TowerBuilder
@@ -39,9 +41,15 @@ def on_gpus(builder: TowerBuilder) -> bool:
 
 
 def time_after(values: Any) -> tf.Tensor:
-    """Return the time at which `values` were there, in seconds, by the host's clock."""
+    """Return the time at which `values` were there, in seconds, by the host's clock.
+
+    It is NaN, and with it all seconds of a step, where ops are deterministic: TensorFlow then
+    refuses to read a clock.
+    """
     waiting = tf.control_dependencies(_tensors(values))
     with tf.device(HOST), tf.name_scope("telemetry"), waiting:
+        if tf_private.ops_are_deterministic():
+            return tf.constant(math.nan, tf.float64)
         return tf.timestamp()
 
 

@@ -144,7 +144,7 @@ def _is_task(task: Any) -> bool:
     return (
         len(specs) == len(tf.nest.flatten(spec))
         and all(match and hasattr(tf.dtypes, match[1]) for match in specs)
-        and all(isinstance(task.get(name), kind) for name, kind in _KINDS.items())
+        and all(n in task and isinstance(task[n], kind) for n, kind in _KINDS.items())
         and all(isinstance(size, int) for size in task["image_shape"] or ())
     )
 
