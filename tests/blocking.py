@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 SIZE, STEPS = 64, 8  # of each part; of an epoch, with batches of 8
+SECONDS = 0.2  # of a batch, so that a test can tell in time that the next ones are to block
 
 
 def data():
@@ -36,7 +37,7 @@ class _batches(keras.utils.PyDataset):
         return STEPS
 
     def __getitem__(self, index):
-        time.sleep(0.1)  # so that a test can tell in time that the next ones are to block
+        time.sleep(SECONDS)
         while self.part.exists() and threading.current_thread() is not threading.main_thread():
             time.sleep(0.02)
         rows = slice(8 * index, 8 * index + 8)

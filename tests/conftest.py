@@ -1,51 +1,40 @@
-"""Every test process sees four CPU devices, which stand in for GPUs."""
+"""What all tests share: four CPU devices that stand in for GPUs, tiers, trained runs, an end."""
 
 import atexit
+import collections
+import gc
+import json
 import os
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 
 import pytest
 
-# Modules whose tests train for long or start processes; in others single tests are marked.
-SLOW = {
-    "fuzz/test_fuzz.py",
-    "test_after_training.py", "test_equivalence.py", "test_packaging.py", "test_real_images.py",
-    "test_alone.py", "test_zoo.py",
-    "builder/test_batch_norm.py", "builder/test_draws.py", "builder/test_joined.py",
-    "builder/test_rehearsal.py", "builder/test_threads.py", "builder/test_tower.py",
-    "builder/test_xla.py", "commands/test_benchmark.py", "commands/test_export.py",
-    "commands/test_plan.py", "commands/test_predict.py", "commands/test_sweep.py",
-    "commands/test_tensorboard.py", "commands/test_verify.py", "commands/test_verify_fit.py",
-    "data/test_encoded.py", "data/test_pipeline.py", "data/test_published.py",
-    "devices/test_probe.py", "devices/test_worker.py", "graphs/test_gpu_step.py",
-    "graphs/test_gpu_view.py", "graphs/test_placement.py", "graphs/test_placement_report.py",
-    "graphs/test_profile_summary.py", "models/test_families.py", "models/test_models.py",
-    "monitoring/test_dashboard.py",
-    "monitoring/test_gallery.py", "monitoring/test_histograms.py", "monitoring/test_profiler.py",
-    "monitoring/test_tower_stats.py", "scripts/test_accuracy.py", "scripts/test_fit_speed.py",
-    "scripts/test_gpu_check.py",
-    "scripts/test_gpu_steps.py", "scripts/test_local_cluster.py",
-    "scripts/test_mirrored_faults.py", "scripts/test_peers.py", "scripts/test_scripts_exactness.py",
-    "scripts/test_soak.py",
-    "training/test_checkpoint.py", "training/test_evaluate.py", "training/test_exact_resume.py",
-    "training/test_flat.py", "training/test_initial.py", "training/test_loading.py",
-    "training/test_logits.py", "training/test_manifest.py", "training/test_parallel.py",
-    "training/test_parallel_foreign.py", "training/test_step.py", "training/test_stop.py",
-    "training/test_tower_board.py",
-    "training/test_train.py", "training/test_update.py", "training/test_variables.py",
-}  # fmt: skip
+from tests import leftovers, tiers, trained_runs
+
+_FOLDER = Path(__file__).parent
+_DURATIONS = _FOLDER / "durations.json"
+_KEY = pytest.StashKey[str]()  # marks what this process starts
+_LEFT = pytest.StashKey[list[str]]()
+_RECORDS = pytest.StashKey[dict[str, list]]()  # {test: [tier, seconds]}
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Runs of the tests are not those of whoever starts them.
-os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="towers-tests-")
-atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
+# Runs of the tests are not those of whoever starts them; all processes of a session share the key.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        os.environ[name] = tempfile.mkdtemp(prefix="towers-tests-")
+        atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
 # So a shell starts what runs in the background, or under nohup, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--keep-durations", action="store_true", help=f"write {_DURATIONS.name}")
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -62,7 +51,14 @@ def pytest_configure(config):
 
     The options need none, nor does the process that hands tests out to the others.
     """
-    starts_others = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    is_worker = hasattr(config, "workerinput")
+    config.stash[_LEFT], config.stash[_RECORDS] = [], {}
+    if is_worker:
+        config.stash[_KEY] = f"{os.environ[leftovers.VARIABLE]}/{config.workerinput['workerid']}"
+        os.environ[leftovers.VARIABLE] = config.stash[_KEY]
+    else:
+        config.stash[_KEY] = leftovers.begin()
+    starts_others = config.getoption("numprocesses", None) and not is_worker
     if starts_others or all("tests/options" in argument for argument in config.args):
         return
     import tensorflow as tf
@@ -72,12 +68,140 @@ def pytest_configure(config):
     )
 
 
+# Tiers.
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the tests that `scripts/test --fast` leaves out."""
-    folder = os.path.dirname(__file__)
-    for item in items:
-        if os.path.relpath(item.path, folder) in SLOW:
-            item.add_marker(pytest.mark.slow)
+    """Give each test its one tier, which -m goes by, and begin with the slowest modules."""
+    seconds = json.loads(_DURATIONS.read_text())["modules"] if _DURATIONS.exists() else {}
+    of_items = [(item, tiers.tier_of(item)) for item in items]
+    for item, tier in of_items:
+        for node in item.listchain():  # -m would also find a module's mark, which is further away
+            node.own_markers = [m for m in node.own_markers if m.name not in tiers.TIERS]
+        item.user_properties.append(("tier", tier))
+    for item, tier in of_items:
+        item.add_marker(tier)
+    items.sort(key=lambda item: -seconds.get(os.path.relpath(item.path, _FOLDER), 0.0))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session):
+    """Guard the tiers once all modules are imported, in the processes that run tests."""
+    if not session.config.getoption("numprocesses", None) or hasattr(session.config, "workerinput"):
+        tiers.install()
+        gc.collect()
+        gc.freeze()  # what has been imported need not be looked through again
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    tiers.enter(dict(item.user_properties)["tier"])
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    try:
+        return (yield)
+    finally:
+        last = nextitem is None or nextitem.path != item.path
+        if last and dict(item.user_properties)["tier"] in ("run", "process"):
+            gc.collect()  # models and graphs refer to themselves: a process grew to 7 GiB
+        tiers.leave()
+        if "trained" in item.fixturenames:
+            item.funcargs["trained"].assert_unchanged()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Let what only a higher tier may do fail a test that catches the error, too."""
+    report = yield
+    if call.when == "call" and report.passed:
+        try:
+            tiers.leave()
+        except tiers.TierError as error:
+            report.outcome, report.longrepr = "failed", str(error)
+    return report
+
+
+# How long they take.
+
+
+def pytest_runtest_logreport(report):
+    """Add up what the parts of a test take, in the process that shows them."""
+    records = getattr(pytest_runtest_logreport, "records", None)
+    if records is not None:
+        tier = dict(report.user_properties).get("tier", "?")
+        records.setdefault(report.nodeid, [tier, 0.0])[1] += report.duration
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session):
+    if not hasattr(session.config, "workerinput"):
+        pytest_runtest_logreport.records = session.config.stash[_RECORDS]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Print what each tier takes and the slowest tests; keep it where that is asked for."""
+    for line in config.stash[_LEFT]:
+        terminalreporter.write_line(f"left behind by a test: {line}", red=True)
+    records = config.stash[_RECORDS]
+    of_tiers = collections.defaultdict(list)
+    of_modules = collections.Counter()
+    for name, (tier, seconds) in records.items():
+        of_tiers[tier].append(seconds)
+        of_modules[name.partition("::")[0].removeprefix("tests/")] += seconds
+    slowest = sorted(records, key=lambda name: -records[name][1])[:20]
+    if not records:
+        return
+    terminalreporter.section("durations: seconds of one process")
+    for tier in filter(of_tiers.get, tiers.TIERS):
+        line = f"{sum(of_tiers[tier]):8.1f}  {tier}, {len(of_tiers[tier])} tests"
+        terminalreporter.write_line(line)
+    for name in slowest:
+        terminalreporter.write_line(f"{records[name][1]:8.1f}  {records[name][0]:8} {name}")
+    if config.getoption("keep_durations"):
+        kept = {
+            "tiers": {tier: [len(of_tiers[tier]), round(sum(of_tiers[tier]))] for tier in of_tiers},
+            "slowest": {name: round(records[name][1], 1) for name in slowest},
+            "modules": {name: round(of_modules[name], 1) for name in sorted(of_modules)},
+        }
+        _DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+# What is left.
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Let a session fail whose tests leave processes behind; the watchdog ends them."""
+    config = session.config
+    left = [f"process {pid}: {line}" for pid, line in leftovers.marked(config.stash[_KEY]).items()]
+    if hasattr(config, "workerinput"):
+        config.workeroutput["left"] = left
+        return
+    if not config.getoption("numprocesses", None):
+        config.stash[_LEFT].extend(left)
+    if config.stash[_LEFT] and session.exitstatus == 0:
+        session.exitstatus = 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    node.config.stash[_LEFT].extend(getattr(node, "workeroutput", {}).get("left", []))
+
+
+# What tests ask for.
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """Runs that are trained once for all tests, which read them; see `trained_runs`."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # that of all processes of the session
+    return trained_runs.Runs(folder / "trained")
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ class Machine:
             tf.config.LogicalDeviceConfiguration(memory_limit=limit) for limit in limits_mib
         ]
 
-    def physical(self):
+    def physical(self, kind="GPU"):
         if self._devices is None:
             value = os.environ.get("CUDA_VISIBLE_DEVICES")
             shown = list(self.cards)
@@ -117,7 +117,7 @@ class Machine:
 
     # What stands in for functions of TensorFlow.
 
-    def visible(self):
+    def visible(self, kind="GPU"):
         return [gpu for i, gpu in enumerate(self.physical()) if i not in self.hidden]
 
     def details(self, gpu):
@@ -156,16 +156,14 @@ def install(monkeypatch, *cards, driver=True, build=CUDA_BUILD):
     monkeypatch.setattr(tf_private, "device_memory_bytes", machine.device_memory_bytes)
     monkeypatch.setattr(tf.sysconfig, "get_build_info", lambda: build)
     config = tf.config
-    for name, found in {
-        "list_physical_devices": machine.physical,
-        "get_visible_devices": machine.visible,
-    }.items():
-        real = getattr(config, name)
-        monkeypatch.setattr(
-            config,
-            name,
-            lambda kind=None, real=real, found=found: found() if kind == "GPU" else real(kind),
-        )
+
+    def answer(owner, name, made_up, is_of_gpus):
+        real = getattr(owner, name)
+        function = lambda *given: (made_up if is_of_gpus(*given) else real)(*given)  # noqa: E731
+        monkeypatch.setattr(owner, name, function)
+
+    answer(config, "list_physical_devices", machine.physical, lambda kind=None: kind == "GPU")
+    answer(config, "get_visible_devices", machine.visible, lambda kind=None: kind == "GPU")
     for owner, name, made_up in (
         (config, "get_logical_device_configuration", machine.get_parts),
         (config, "set_logical_device_configuration", machine.set_parts),
@@ -173,12 +171,7 @@ def install(monkeypatch, *cards, driver=True, build=CUDA_BUILD):
         (config.experimental, "set_memory_growth", machine.set_growth),
         (config.experimental, "get_device_details", machine.details),
     ):
-        real = getattr(owner, name)
-
-        def of_gpus(device, *rest, real=real, made_up=made_up):
-            return (made_up if device.device_type == "GPU" else real)(device, *rest)
-
-        monkeypatch.setattr(owner, name, of_gpus)
+        answer(owner, name, made_up, lambda device, *_: device.device_type == "GPU")
     monkeypatch.setattr(
         config, "set_soft_device_placement", lambda on: setattr(machine, "soft_placement", on)
     )
@@ -216,11 +209,10 @@ def install_driver(monkeypatch, *cards, there=True):
         return SimpleNamespace(total=total, free=free, reserved=reserved)
 
     def process_name(pid):
-        for card in cards:
-            for holder, name, _ in card.holders:
-                if holder == pid and name:
-                    return name
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        names = {holder: name for card in cards for holder, name, _ in card.holders}
+        if not names.get(pid):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return names[pid]
 
     def of_card(name, answer):
         def function(handle, *what):
@@ -233,10 +225,8 @@ def install_driver(monkeypatch, *cards, there=True):
         return function
 
     def processes(index, card):
-        return [
-            SimpleNamespace(pid=pid, usedGpuMemory=used and used * MIB)
-            for pid, _, used in card.holders
-        ]
+        found = [(pid, used and used * MIB) for pid, _, used in card.holders]
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in found]
 
     functions = {
         "nvmlInit": init,
@@ -268,20 +258,17 @@ def install_driver(monkeypatch, *cards, there=True):
         ],
     }
     functions |= {name: of_card(name, answer) for name, answer in answers.items()}
+
+    def while_open(name, function):
+        def guarded(*arguments):
+            assert open_count or name == "nvmlInit", f"{name} was called while NVML is closed"
+            return function(*arguments)
+
+        return guarded
+
     for name, function in functions.items():
-        monkeypatch.setattr(pynvml, name, _while_open(name, function, open_count))
+        monkeypatch.setattr(pynvml, name, while_open(name, function))
     return open_count
-
-
-def _while_open(name, function, open_count):
-    """Let NVML refuse what is asked before nvmlInit or after nvmlShutdown."""
-
-    def guarded(*arguments):
-        if name != "nvmlInit" and not open_count:
-            raise AssertionError(f"{name} was called while NVML is closed")
-        return function(*arguments)
-
-    return guarded
 
 
 def uuid(index):

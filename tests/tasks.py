@@ -12,7 +12,13 @@ _SIZES = (46, 23)  # of training and test set
 
 
 def _halves(make):
-    return tuple(make(np.random.default_rng(seed), size) for seed, size in enumerate(_SIZES))
+    """Return a function that returns what `make(random, size)` does for training and test set."""
+
+    def data():
+        return tuple(make(np.random.default_rng(seed), size) for seed, size in enumerate(_SIZES))
+
+    data.__name__ = data.__qualname__ = make.__name__
+    return data
 
 
 # Images with one label each.
@@ -34,12 +40,10 @@ def images():
     return model
 
 
-def images_data():
-    def make(random, size):
-        x = random.integers(0, 256, (size, 8, 8, 3)).astype(np.uint8)
-        return x, random.integers(0, 3, size)
-
-    return _halves(make)
+@_halves
+def images_data(random, size):
+    x = random.integers(0, 256, (size, 8, 8, 3)).astype(np.uint8)
+    return x, random.integers(0, 3, size)
 
 
 # Text: tokens, with a mask.
@@ -60,13 +64,11 @@ def text():
     return model
 
 
-def text_data():
-    def make(random, size):
-        tokens = random.integers(1, 20, (size, 7))
-        tokens[:, 5:] *= random.integers(0, 2, (size, 1))
-        return tokens.astype(np.int32), random.integers(0, 2, size)
-
-    return _halves(make)
+@_halves
+def text_data(random, size):
+    tokens = random.integers(1, 20, (size, 7))
+    tokens[:, 5:] *= random.integers(0, 2, (size, 1))
+    return tokens.astype(np.int32), random.integers(0, 2, size)
 
 
 # A table, and a number to be told.
@@ -80,12 +82,10 @@ def table():
     return model
 
 
-def table_data():
-    def make(random, size):
-        x = random.normal(size=(size, 4))
-        return x, x.sum(axis=1, keepdims=True)
-
-    return _halves(make)
+@_halves
+def table_data(random, size):
+    x = random.normal(size=(size, 4))
+    return x, x.sum(axis=1, keepdims=True)
 
 
 # Segmentation: a mask of each image.
@@ -101,12 +101,10 @@ def masks():
     return model
 
 
-def masks_data():
-    def make(random, size):
-        x = random.random((size, 8, 8, 1))
-        return x, (x > 0.5).astype(np.float32)
-
-    return _halves(make)
+@_halves
+def masks_data(random, size):
+    x = random.random((size, 8, 8, 1))
+    return x, (x > 0.5).astype(np.float32)
 
 
 # Two inputs, two outputs, weights of examples.
@@ -127,13 +125,11 @@ def two():
     return model
 
 
-def two_data():
-    def make(random, size):
-        x = {"left": random.normal(size=(size, 3)), "right": random.normal(size=(size, 2))}
-        y = {"value": x["left"].sum(1, keepdims=True), "kind": random.integers(0, 3, (size, 1))}
-        return x, y, {"value": random.random(size), "kind": random.random(size)}
-
-    return _halves(make)
+@_halves
+def two_data(random, size):
+    x = {"left": random.normal(size=(size, 3)), "right": random.normal(size=(size, 2))}
+    y = {"value": x["left"].sum(1, keepdims=True), "kind": random.integers(0, 3, (size, 1))}
+    return x, y, {"value": random.random(size), "kind": random.random(size)}
 
 
 # Several labels of each example.
@@ -148,8 +144,6 @@ def several():
     return model
 
 
-def several_data():
-    def make(random, size):
-        return random.normal(size=(size, 6)), random.integers(0, 2, (size, 4)).astype(np.float32)
-
-    return _halves(make)
+@_halves
+def several_data(random, size):
+    return random.normal(size=(size, 6)), random.integers(0, 2, (size, 4)).astype(np.float32)

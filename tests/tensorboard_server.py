@@ -53,13 +53,8 @@ class Server:
 
     def rows(self) -> dict[str, dict]:
         """Return {name: row} of the HParams table."""
-        everything = {
-            "experimentName": "",
-            "allowedStatuses": EVERY_STATUS,
-            "colParams": [],
-            "startIndex": 0,
-            "sliceSize": 1000,
-        }
+        everything = {"experimentName": "", "allowedStatuses": EVERY_STATUS, "colParams": []}
+        everything |= {"startIndex": 0, "sliceSize": 1000}
         found = self.post("plugin/hparams/session_groups", everything).get("sessionGroups", [])
         return {row["name"]: row for row in found}
 

@@ -1,31 +1,36 @@
 """Training from Python: functions and data as they are, several runs in a process, notebooks."""
 
 import asyncio
+import contextlib
 import gc
+import io
 import os
 import random
 import re
+import shutil
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
 import types
 import weakref
-from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import towers
 from tests import tiny
+from tests.programs import ROOT, python
 from tests.workers import workers
 from towers import cli
 from towers.monitoring.monitor import Monitor
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.run
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1"}
 SMALL = dict(
     augment="none", schedule="constant", batch_size=7, max_steps=4, evaluate_every_epochs=0
 )
@@ -49,14 +54,30 @@ def train(folder, **fields):
     return towers.train(train_dir=folder, **fields)
 
 
-def test_functions_and_data_train_as_their_names_do(tmp_path):
-    by_name = dict(model="tests.tiny:dense", dataset="tests.tiny:images")
-    results = [train(tmp_path / "given"), train(tmp_path / "named", **by_name)]
-    for result in results:
-        assert result["steps"] == 4 and result["test_examples"] == 23
-    tiny.assert_identical(tiny.saved(tmp_path / "given"), tiny.saved(tmp_path / "named"))
-    figures = towers.evaluate(train_dir=tmp_path / "named", say=lambda line: None)
-    assert figures["accuracy"] == results[1]["test_accuracy"]
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """Return a run of functions and data, trained in a thread, and its result."""
+    folder, before, results = tmp_path_factory.mktemp("api") / "given", handlers(), []
+    thread = threading.Thread(target=lambda: results.append(train(folder)))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        thread.start()
+        thread.join()
+    assert handlers() == before and "USR2" not in out.getvalue()  # which would end the program
+    return folder, results[0]
+
+
+def test_functions_and_data_train_as_their_names_do_and_a_thread_as_the_main_thread(
+    given, tmp_path, capsys
+):
+    folder, result = given
+    keras.layers.Dense(1)  # which Keras counts; the names are those of a new process
+    options = tiny.options(tmp_path, **{**SMALL, "max_steps": 9}, learning_rate=0.05)
+    other = towers.train(options, max_steps=4)  # a field changes options
+    for found in result, other:
+        assert found["steps"] == 4 and found["test_examples"] == 23
+    tiny.assert_identical(tiny.saved(folder), tiny.saved(tmp_path))
+    figures = towers.evaluate(options, say=lambda line: None, num_towers=2)
+    assert figures["accuracy"] == result["test_accuracy"] and figures["num_towers"] == 2
 
 
 def test_loss_metrics_and_optimizer_may_be_functions(tmp_path):
@@ -77,67 +98,59 @@ def test_loss_metrics_and_optimizer_may_be_functions(tmp_path):
     assert result["test_loss"] == pytest.approx(result["test_root"] ** 2, rel=1e-5)
 
 
-def test_a_call_that_is_made_again_finds_it_finished_and_more_steps_continue_it(tmp_path, capsys):
-    first, again = train(tmp_path), train(tmp_path)
-    assert first == again and "finished " in capsys.readouterr().out
-    given = dict(model=lambda **given: build(**given), dataset=data())
-    more = towers.train(train_dir=tmp_path, max_steps=6, **given)  # the rest as in flags.cfg
+def test_a_call_that_is_made_again_finds_it_finished_and_more_steps_continue_it(
+    given, tmp_path, capsys, monkeypatch
+):
+    """In a notebook with a bar, in a program without."""
+    folder = shutil.copytree(given[0], tmp_path / "run")
+    assert train(folder) == given[1] | {"train_dir": str(folder)}
+    assert "finished " in capsys.readouterr().out
+    again = dict(model=lambda **given: build(**given), dataset=data())
+    more = towers.train(train_dir=folder, max_steps=6, **again)  # the rest as in flags.cfg
     assert more["steps"] == 6 and more["batch_size"] == 7
-    train(tmp_path / "whole", max_steps=6)
-    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(tmp_path / "whole"))
+    assert "6/6" not in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    train(folder, max_steps=8)
+    assert "8/8" in capsys.readouterr().err
 
 
-def test_what_flags_cfg_cannot_name_is_given_again(tmp_path, capsys):
-    train(tmp_path)
+def test_what_flags_cfg_cannot_name_is_given_again(given, tmp_path, capsys):
+    run = f"--train_dir={shutil.copytree(given[0], tmp_path / 'run')}"
     with pytest.raises(towers.InputError, match="give it again there, as dataset="):
-        towers.evaluate(train_dir=tmp_path, model=build)
+        towers.evaluate(train_dir=given[0], model=build)
     capsys.readouterr()
-    assert cli.main(["evaluate", f"--train_dir={tmp_path}"]) == 2
+    assert cli.main(["evaluate", run]) == 2
     assert capsys.readouterr().err == (
         "towers: --model=given_in_python:lambda was given in Python: give it again there, as "
         "model=..., or name it as module:function\n"
     )
     names = ["--dataset=tests.tiny:images", "--model=tests.tiny:dense"]
-    assert cli.main(["evaluate", f"--train_dir={tmp_path}", *names]) == 0
-    assert cli.main(["train", f"--train_dir={tmp_path}", "--max_steps=5", *names]) == 0
+    assert cli.main(["evaluate", run, *names]) == 0
+    assert cli.main(["train", run, "--max_steps=5", *names]) == 0
     with pytest.raises(towers.InputError, match="goes on with it; for another run name another"):
-        towers.train(train_dir=tmp_path, model=data)
+        towers.train(train_dir=tmp_path / "run", model=data)
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        (dict(learnin_rate=0.1), "there is no flag --learnin_rate; did you mean --learning_rate?"),
-        (dict(model=5), "model=5: a string is needed"),
-        (dict(batch_size=0), "--batch_size=0: a whole number of at least 1 is needed"),
-    ],
-)
-def test_bad_input_is_one_line(tmp_path, fields, message):
-    with pytest.raises(towers.InputError) as error:
-        towers.train(train_dir=tmp_path / "run", **fields)
-    assert str(error.value) == message
-    assert not (tmp_path / "run").exists()
+@pytest.mark.unit
+def test_bad_input_is_one_line(tmp_path):
+    def refusal(**fields):
+        with pytest.raises(towers.InputError) as error:
+            towers.train(train_dir=tmp_path / "run", **fields)
+        return str(error.value)
 
-
-def test_what_is_built_once_is_refused(tmp_path):
-    with pytest.raises(towers.InputError, match="give the function that builds it, such as model="):
-        towers.train(train_dir=tmp_path, model=build(3, (8, 8, 3)))
-    with pytest.raises(towers.InputError, match=r"optimizer=lambda: keras.optimizers.Adam\("):
-        towers.train(train_dir=tmp_path, optimizer=keras.optimizers.Adam())
-
-
-def test_evaluate_needs_a_run(tmp_path):
+    meant = "there is no flag --learnin_rate; did you mean --learning_rate?"
+    assert refusal(learnin_rate=0.1) == meant
+    assert refusal(model=5) == "model=5: a string is needed"
+    assert refusal(batch_size=0) == "--batch_size=0: a whole number of at least 1 is needed"
+    builder = "give the function that builds it, such as model="
+    assert builder in refusal(model=build(3, (8, 8, 3)))  # which is built once
+    assert "optimizer=lambda: keras.optimizers.Adam(" in refusal(optimizer=keras.optimizers.Adam())
     with pytest.raises(towers.InputError, match="there is no run; train first"):
         towers.evaluate(train_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
-def test_fields_change_options(tmp_path):
-    options = tiny.options(tmp_path, max_steps=9)
-    assert towers.train(options, max_steps=3)["steps"] == 3
-    assert towers.evaluate(options, say=lambda line: None, num_towers=2)["num_towers"] == 2
-
-
-# ---------------------------------------------------------------------------- In a program
+# In a program.
 
 
 def test_an_interrupt_saves_and_the_same_cell_goes_on(tmp_path, capsys, monkeypatch):
@@ -163,25 +176,6 @@ def test_an_interrupt_saves_and_the_same_cell_goes_on(tmp_path, capsys, monkeypa
     assert f"continuing  {tmp_path} at step {step} of" in capsys.readouterr().out
 
 
-def test_a_notebook_has_a_bar(tmp_path, capsys, monkeypatch):
-    train(tmp_path / "program")
-    assert "4/4" not in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
-    train(tmp_path / "notebook")
-    assert "4/4" in capsys.readouterr().err
-
-
-def test_a_thread_trains_as_the_main_thread_does(tmp_path, capsys):
-    before, results = handlers(), []
-    thread = threading.Thread(target=lambda: results.append(train(tmp_path / "thread")))
-    thread.start()
-    thread.join()
-    assert results[0]["steps"] == 4 and handlers() == before
-    assert "USR2" not in capsys.readouterr().out  # it would end the program
-    train(tmp_path / "main")
-    tiny.assert_identical(tiny.saved(tmp_path / "thread"), tiny.saved(tmp_path / "main"))
-
-
 def test_a_function_that_is_defined_again_is_the_one_that_counts(tmp_path):
     cell = "def build(num_classes, image_shape):\n    return dense(num_classes, image_shape, {})\n"
     names = {"dense": tiny.dense, "__name__": "__main__"}
@@ -190,10 +184,6 @@ def test_a_function_that_is_defined_again_is_the_one_that_counts(tmp_path):
         train(tmp_path / str(width), model=names["build"])
         shapes = {value.shape for value in tiny.saved(tmp_path / str(width)).values()}
         assert (192, width) in shapes
-
-
-def random_states():
-    return random.getstate(), np.random.get_state()[1].tolist()
 
 
 def test_runs_leave_the_program_as_it_was(tmp_path, capfd):
@@ -208,54 +198,44 @@ def test_runs_leave_the_program_as_it_was(tmp_path, capfd):
     def failing(num_classes, image_shape):
         raise RuntimeError("theirs")
 
+    def random_states():
+        return random.getstate(), np.random.get_state()[1].tolist()
+
     before = keras.config.dtype_policy().name, keras.config.floatx(), handlers()
-    for i, dtype in enumerate(("float64", "mixed_bfloat16", "float32", "float64", "float32")):
+    for num_towers, dtype in enumerate(("float64", "mixed_bfloat16", "float32"), start=1):
         states = random_states()
-        train(tmp_path / str(i), model=keeping, dtype=dtype, num_towers=1 + i % 3)
+        train(tmp_path / dtype, model=keeping, dtype=dtype, num_towers=num_towers)
         assert random_states() == states
         draws.add(np.random.rand())
     with pytest.raises(RuntimeError, match="theirs"):
         train(tmp_path / "failed", model=failing, dtype="float64")
     assert (keras.config.dtype_policy().name, keras.config.floatx(), handlers()) == before
-    assert len(draws) == 5  # else each run's split would be that of the one before
+    assert len(draws) == 3  # else each run's split would be that of the one before
     gc.collect()
-    assert len(models) == 5 and not any(model() for model in models)
+    assert len(models) == 3 and not any(model() for model in models)
     assert "retracing" not in capfd.readouterr().err
     train(tmp_path / "failed", model=keeping)  # nobody holds the folder
 
 
-def test_names_are_those_of_a_new_process(tmp_path):
-    for folder in ("one", "two"):
-        keras.layers.Dense(1)  # which Keras counts
-        train(tmp_path / folder)
-    assert tiny.saved(tmp_path / "one").keys() == tiny.saved(tmp_path / "two").keys()
-
-
-@pytest.mark.slow
-def test_what_comes_too_late_says_what_comes_first():
-    program = (
-        "import tensorflow as tf, towers\n"
-        "tf.constant(1)\n"
-        "try:\n    towers.train(num_towers=3)\n"
-        "except towers.InputError as error:\n    print(error)\n"
+@pytest.mark.unit
+def test_what_comes_too_late_says_what_comes_first(tmp_path):
+    tf.constant(1)
+    with pytest.raises(towers.InputError) as error:
+        towers.train(num_towers=7, train_dir=tmp_path)
+    assert str(error.value).endswith(
+        "call towers.devices.tower_devices(7) before anything creates a tensor, as a model's "
+        "weights are; in a notebook restart the kernel, and call it in its first cell"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
-    )
-    assert done.stdout.endswith(
-        "call towers.devices.tower_devices(3) before anything creates a tensor, as a model's "
-        "weights are; in a notebook restart the kernel, and call it in its first cell\n"
-    ), done.stderr
 
 
-# ---------------------------------------------------------------------------- The page
+# The page.
 
 
 PAGE = (ROOT / "towers/README.md").read_text(encoding="utf-8")
 CALLED = [name for name in towers.__all__ if name not in ("callbacks", "devices")]
 
 
+@pytest.mark.unit
 def test_the_page_has_every_public_name_with_an_example():
     sections = re.findall(r"^## (.*?)$(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     shown = {name for title, text in sections if "```python" in text for name in title.split(", ")}
@@ -269,7 +249,7 @@ def examples(name):
     return "".join(textwrap.dedent(part) + "\n" for part in parts)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_page_and_the_docstrings_run_in_a_new_process(tmp_path):
     cells = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     of_names = {name: examples(name) for name in CALLED if not name.endswith("Error")}
@@ -278,20 +258,12 @@ def test_the_page_and_the_docstrings_run_in_a_new_process(tmp_path):
     named = "from my_net import build\nmodel = regression\n"
     fresh = f"import shutil\nshutil.rmtree('runs/mine')\n{named}{of_names.pop('train')}"
     docs = [fresh, *(named + text for text in of_names.values())]
-    (tmp_path / "program.py").write_text("\n".join([*cells, *docs, "print('all of it')\n"]))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1"}
+    program = "\n".join([*cells, *docs, "print('all of it')\n"])
     with workers(2) as addresses:
-        program = (tmp_path / "program.py").read_text()
         for name, address in zip(("host1:2222", "host2:2222"), addresses, strict=True):
             program = program.replace(name, address)
         (tmp_path / "program.py").write_text(program)
-        done = subprocess.run(
-            [sys.executable, "program.py"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env=environment,
-        )
+        done = python("program.py", cwd=tmp_path, variables=NO_GPU)
     assert done.stdout.endswith("all of it\n"), done.stderr
     assert "did you mean --learning_rate?" in done.stdout
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"fit", "mine", "wide"}

@@ -14,17 +14,16 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import towers
+from tests.programs import python
 from towers import cli
 from towers.commands.doctor.command import Check
 from towers.errors import InputError, RunError
 from towers.options import flags
-from towers.options.run import Options
 
-ROOT = Path(__file__).resolve().parents[1]
+pytestmark = pytest.mark.unit
+
 WRITTEN = "flags are written --name=value"
 RESULT = {"accuracy": 0.5, "step": 3}
 
@@ -37,15 +36,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def shell(*argv, **environment):
-    """Run `python -m towers` in a process of its own."""
-    kept = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
-    return subprocess.run(
-        [sys.executable, "-m", "towers", *argv],
-        env=kept | {"PYTHONPATH": str(ROOT)} | environment,
-        capture_output=True,
-        text=True,
-    )
+def shell(*argv, **given):
+    return python("-m", "towers", *argv, cwd=Path.cwd(), **given)
 
 
 def call(argv):
@@ -60,7 +52,7 @@ def call(argv):
     return code, out.getvalue(), err.getvalue()
 
 
-# ---------------------------------------------------------------------------- Bad command lines
+# Bad command lines.
 
 VERBS = (
     "train|evaluate|verify|benchmark|plan|doctor|sweep|compare|tensorboard|predict|export|replay|init|"
@@ -73,14 +65,11 @@ MESSAGES = {
     "weights of a run",
     "--num_towers=2 train": f"there is no verb '--num_towers=2': towers {VERBS} --flag=value ...",
     "train --learnin_rate=2": "there is no flag --learnin_rate; did you mean --learning_rate?",
-    "train --num_gpu=2": "there is no flag --num_gpu; did you mean --num_gpus?",
     "train --größe=3": "there is no flag --größe; see towers train --help",
-    "train --batch_size=1.5": "--batch_size=1.5: a whole number is needed",
     "train --num_gpus=x": "--num_towers=x: a whole number is needed",
     "train --overwrite false": f"unexpected argument 'false': {WRITTEN}",
     "train --num_towers -1": "--num_towers=-1: a whole number of at least 0 is needed",
     "train --train_dir --overwrite": "--train_dir needs a value: --train_dir=...",
-    "train --seed=1 evaluate": f"unexpected argument 'evaluate': {WRITTEN}",
     "train -": f"unexpected argument '-': {WRITTEN}",
     "sweep": "towers sweep needs a flag to vary, as --vary=learning_rate:0.05,0.1,0.2",
     "sweep --vary=seed:1 --overwrite": "towers sweep takes no --overwrite: runs lie in --sweep_dir",
@@ -107,6 +96,7 @@ def test_a_bad_command_line_gets_one_line(folder):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.process
 def test_usage_needs_no_tensorflow(folder):
     lines = [line.split() for line in MESSAGES] + [argv for argv, _ in WITH_SPACES]
     lines += [[], ["--help"], ["--version"], ["train", "--help"], ["evaluate", "-h"]]
@@ -118,10 +108,11 @@ codes = {cli.main(line) for line in json.load(open("lines.json"))}
 assert codes == {0, 2}, codes
 assert not {"tensorflow", "keras", "numpy"} & set(sys.modules)
 """
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True)
+    done = python("-c", code, cwd=folder)
+    assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.process
 def test_the_module_is_the_command():
     for bad in (shell("train", "--batch_size=x"), shell("train", b"--train_dir=\xff")):
         assert (bad.returncode, bad.stdout, bad.stderr.count("\n")) == (2, "", 1)
@@ -129,51 +120,17 @@ def test_the_module_is_the_command():
     assert (good.returncode, good.stdout, good.stderr) == (0, f"towers {towers.__version__}\n", "")
 
 
-FLAG_NAMES = [f.name for f in Options.__dataclass_fields__.values()]
-VALUES = ["", "1", "-1", "0.5", "1e400", "true", "nan", "80,120", "a=1", "a:b", "."]
-ARGUMENTS = st.one_of(
-    st.builds(
-        "{}{}{}{}".format,
-        st.sampled_from(["--", "-", "", "---", "--no"]),
-        st.sampled_from([*FLAG_NAMES, "num_gpus", "flagfile", "help", ""]) | st.text(max_size=5),
-        st.sampled_from(["=", "=", "", " "]),
-        st.sampled_from(VALUES) | st.text(max_size=5),
-    ),
-    st.text(max_size=8),
-    st.sampled_from(["--", "-", "1", "--help", "-h", "--dtype=float64", "9" * 5000]),
-)
+# Help.
 
 
-@settings(deadline=None, max_examples=100)
-@given(
-    verb=st.sampled_from(["train", "train", "evaluate", "evaluate", "--version", ""])
-    | st.text(max_size=5),
-    arguments=st.lists(ARGUMENTS, max_size=6),
-)
-def test_no_command_line_brings_it_down(verb, arguments):
-    code, out, err = call([verb, *arguments])
-    assert code in (0, 2)
-    if code == 0:
-        assert err == ""
-    else:
-        assert out == ""
-        assert err.startswith("towers: ") and err.endswith("\n") and len(err.splitlines()) == 1
-
-
-# ---------------------------------------------------------------------------- Help
-
-
-@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["-help"], ["help"], ["--help", "x"]])
-def test_help(argv):
+def test_help():
     out = flags.main_help(towers.__version__, list(cli.VERBS.values()))
-    assert call(argv) == (0, out, "")
+    for argv in [], ["--help"], ["-h"], ["-help"], ["help"], ["--help", "x"]:
+        assert call(argv) == (0, out, "")
     assert out.startswith(f"towers {towers.__version__}: ") and "towers VERB --help" in out
-
-
-@pytest.mark.parametrize("verb", list(cli.VERBS))
-def test_help_of_a_verb(verb):
-    for argv in (["--help"], ["--batch_size=3", "-h"], ["--nonsense", "x", "-help"]):
-        assert call([verb, *argv]) == (0, flags.verb_help(cli.VERBS[verb]), "")
+    for verb in cli.VERBS:
+        for argv in ["--help"], ["--batch_size=3", "-h"], ["--nonsense", "x", "-help"]:
+            assert call([verb, *argv]) == (0, flags.verb_help(cli.VERBS[verb]), "")
 
 
 def test_version(monkeypatch):
@@ -182,7 +139,7 @@ def test_version(monkeypatch):
     assert call(None) == (0, f"towers {towers.__version__}\n", "")
 
 
-# ---------------------------------------------------------------------------- Outcomes of a verb
+# Outcomes of a verb.
 
 
 def run_verb(monkeypatch, verb, outcome, *argv):
@@ -240,21 +197,19 @@ def test_doctor_fails_if_there_is_a_problem(monkeypatch, capsys, found, code):
     assert capsys.readouterr().out == "a line\n"
 
 
-@pytest.mark.parametrize("error", [ValueError("theirs"), OSError(28, "No space")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(ValueError("theirs"), OSError(28, "No space"), BrokenPipeError(32, "theirs")),
+        *(SystemExit(0), SystemExit(), SystemExit(3), GeneratorExit()),  # is no success
+    ],
+)
 def test_other_errors_have_a_traceback_and_a_line_that_says_whose_code_failed(
     monkeypatch, capsys, error
 ):
     assert run_verb(monkeypatch, "train", error) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("Traceback") and lines[-2].endswith(str(error))
-    assert re.fullmatch(r"towers: the error comes from \S+py, line \d+, in end: .*", lines[-1])
-
-
-@pytest.mark.parametrize("error", [SystemExit(0), SystemExit(), SystemExit(3), GeneratorExit()])
-def test_own_code_that_ends_the_program_is_no_success_and_named(monkeypatch, capsys, error):
-    assert run_verb(monkeypatch, "train", error) == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("Traceback")
     assert re.fullmatch(r"towers: the error comes from \S+py, line \d+, in end: .*", lines[-1])
 
 
@@ -275,40 +230,29 @@ def test_a_name_that_nothing_has_is_told_before_tensorflow_starts(
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("argv", ["train --help", "train --lr=1", "doctor --dataset=x"])
 def test_it_is_quiet_when_its_reader_has_ended(argv):
     reading, writing = os.pipe()
     os.close(reading)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "towers", *argv.split()]
     # As in `towers ... 2>&1 | head`, and with standard error apart, where lines may still stand.
-    both = subprocess.run(command, env=environment, stdout=writing, stderr=writing)
-    apart = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE)
+    both = shell(*argv.split(), stdout=writing, stderr=writing)
+    apart = shell(*argv.split(), stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert both.returncode == 141
     if "lr" in argv:  # says nothing on standard output
-        assert (apart.returncode, apart.stderr.count(b"\n")) == (2, 1)
+        assert (apart.returncode, apart.stderr.count("\n")) == (2, 1)
     else:
-        assert (apart.returncode, apart.stderr) == (141, b"")
+        assert (apart.returncode, apart.stderr) == (141, "")
 
 
-def test_a_broken_pipe_of_the_users_own_is_an_error(monkeypatch, capsys):
-    assert run_verb(monkeypatch, "train", BrokenPipeError(32, "theirs")) == 1
-    assert "theirs" in capsys.readouterr().err
-
-
-# ---------------------------------------------------------------------------- TensorFlow's lines
+# TensorFlow's lines.
 
 NOISE = "I0000 port.cc:153] oneDNN custom operations are on."
 LOG_LINE = re.compile(r"^[IWEF]\d{4} |^WARNING: All log messages|^To enable the following", re.M)
 
 
-def start_with(folder, ending, **environment):
-    """Start a run where importing Keras writes a line in C's way, and then ends so."""
-    (folder / "keras.py").write_text(f"import os\nos.write(2, b'{NOISE}\\n')\n{ending}\n")
-    return shell("train", **environment)
-
-
+@pytest.mark.process
 @pytest.mark.parametrize(
     "ending, environment, code, shown",
     [
@@ -319,7 +263,9 @@ def start_with(folder, ending, **environment):
     ],
 )
 def test_the_lines_of_a_start_are_shown_if_it_fails(folder, ending, environment, code, shown):
-    ended = start_with(folder, ending, **environment)
+    """Importing Keras writes a line in C's way, and then ends so."""
+    (folder / "keras.py").write_text(f"import os\nos.write(2, b'{NOISE}\\n')\n{ending}\n")
+    ended = shell("train", variables=environment)
     assert ended.returncode == code
     assert all(text in ended.stderr for text in shown), ended.stderr
     assert (NOISE in ended.stderr) == (NOISE in shown)
@@ -333,17 +279,19 @@ class Bad(keras.layers.Layer):
             return x.nothing  # line 6: AutoGraph reads this function, Keras calls it
         return x
 def build(num_classes, how):
-    if how == "now":
-        return {}["absent"]  # line 10
     if how == "keras":
-        return keras.layers.Dense("x")  # line 12
+        return keras.layers.Dense("x")  # line 10
     return keras.Sequential([keras.layers.Flatten(), Bad(), keras.layers.Dense(num_classes)])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
-    "how, where", [("step", "6, in call"), ("now", "10, in build"), ("keras", "12, in build")]
+    "how, where",
+    [
+        ("step", "6, in call"),
+        pytest.param("keras", "10, in build", marks=pytest.mark.extended),
+    ],
 )
 def test_the_users_own_line_is_named_through_keras_and_autograph(folder, how, where):
     (folder / "mine.py").write_text(FAILING)
@@ -355,7 +303,7 @@ def test_the_users_own_line_is_named_through_keras_and_autograph(folder, how, wh
     )
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_healthy_run_shows_its_own_lines_only(folder):
     (folder / "mine.py").write_text(
         "import keras, numpy as np, tensorflow as tf\n"

@@ -1,23 +1,24 @@
 """N towers compute what one device computes: models, options, numbers of towers, several steps.
 
-Two levels. The builder's gradients are compared with a plain GradientTape over the whole batch on
-one device, which knows nothing of towers; a run's steps with those of the run on one tower.
+A run's steps are compared with those of the run on one tower; `towers verify` compares compiled
+models with plain Keras. The same of the builder is in builder/test_equality.py, of `fit` in
+training/test_parallel.py, and of many more models in test_zoo.py.
 """
 
 import functools
-import itertools
+import json
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import tiny
-from tests.catalogue import CASES
+from tests import tasks, tiny
 from tests.training.test_update import batches_with_overflow
-from towers import TowerBuilder
+from towers import TowerBuilder, cli
 
-DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
+pytestmark = pytest.mark.graph
+
 TOLERANCE = 1e-9  # in float64, of an array's largest value
 FLOOR = 1e-3  # gradients that are zero in theory are not compared with their own rounding
 
@@ -43,152 +44,45 @@ def assert_not_same(found, expected):
     assert difference(found, expected)[0] > 1e-4
 
 
-# ------------------------------------------------------------------------------------- The builder
+def on(num_towers, model="tests.tiny:dense", **options):
+    return num_towers, {"model": model} | options
 
 
-def batch(size, step):
-    random = np.random.default_rng([size, step])
-    images = random.normal(size=(size, *tiny.IMAGE_SHAPE))
-    images[0, 0, 0, 0] = 2.0  # example 0 asks for what others do without, see Sometimes
-    return tf.constant(images), tf.constant(random.integers(0, tiny.NUM_CLASSES, size), tf.int32)
-
-
-def train(case, compute, sizes):
-    """Return what some steps of plain descent give: losses, gradients and all that changes."""
-    record, variables = {}, [*case.variables, *case.state]
-    initial = [v.numpy() for v in variables]
-    for step, size in enumerate(sizes):
-        loss, gradients = compute(*batch(size, step))
-        record[f"loss {step}"] = loss
-        for i, (v, g) in enumerate(zip(case.variables, gradients, strict=True)):
-            name = f"gradient {step} of {i} {v.name}"
-            record[f"{name}: none, sparse"] = [g is None, isinstance(g, tf.IndexedSlices)]
-            if g is not None:
-                record[name] = tf.convert_to_tensor(g)
-                v.assign(v - 0.1 * record[name])
-        for i, v in enumerate(case.state):
-            record[f"state {step} of {i} {v.path}"] = v.numpy()
-    for v, value in zip(variables, initial, strict=True):
-        v.assign(value)
-    return record
-
-
-def one_device(case, num_parts=1):
-    """Compute loss and gradients by a tape; in parts for those whose BatchNorm sees a part."""
-    sources = [v.value if isinstance(v, keras.Variable) else v for v in case.variables]
-
-    def compute(*batch):
-        size, before = len(batch[0]), [v.numpy() for v in case.state]
-        loss, gradients, states = 0.0, [None] * len(case.variables), []
-        for rows in np.array_split(np.arange(size), min(num_parts, size)):
-            for v, value in zip(case.state, before, strict=True):
-                v.assign(value)
-            with tf.GradientTape() as tape:
-                part = tf.reduce_sum(case.loss_fn(*(x[rows[0] : rows[-1] + 1] for x in batch)))
-                part /= size
-            loss += part
-            of_part = tape.gradient(part, sources)
-            pairs = zip(gradients, of_part, strict=True)
-            gradients = [b if a is None else a + tf.convert_to_tensor(b) for a, b in pairs]
-            states.append([np.float64(v.numpy()) * len(rows) / size for v in case.state])
-        for v, *values in zip(case.state, *states, strict=True):
-            v.assign(np.round(sum(values)) if v.dtype == "uint32" else sum(values))
-        return loss, gradients
-
-    return compute
-
-
-def on_towers(case, num_towers, accumulate_steps=1, size=None, batch_norm="sync"):
-    """Compute loss and gradients by the builder, compiled for batches of one size, or of any."""
-    builder = TowerBuilder(
-        DEVICES[:num_towers], batch_norm=batch_norm, accumulate_steps=accumulate_steps
-    )
-    images = tf.TensorSpec([size, *tiny.IMAGE_SHAPE], tf.float64)
-
-    @tf.function(autograph=False, input_signature=[images, tf.TensorSpec([size], tf.int32)])
-    def step(images, labels):
-        return builder.gradients(case.loss_fn, case.variables, images, labels)
-
-    return step
-
-
-def make(name):
-    keras.utils.set_random_seed(0)
-    return CASES[name]()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_one_device(float64, name):
-    case, sizes = make(name), [7] * 3
-    num_towers = 2 if name in ("resnet", "transformer") else 3  # those that are slow to build
-    expected = train(case, one_device(case), sizes)
-    assert_same(train(case, on_towers(case, num_towers, size=7), sizes), expected)
-
-
-FEW = ["cnn", "embedding", "frozen", "partly_used", "two_outputs"]
-
-
-@pytest.mark.parametrize(
-    "name, size",
-    [(name, None) for name in CASES if name != "resnet"] + [(name, 2) for name in FEW],
-)
-def test_towers_may_be_left_without_examples(float64, name, size):
-    """In batches of any size, and where two examples for four towers are all there is."""
-    case, sizes = make(name), [size] * 2 if size else [7, 2, 5]
-    expected = train(case, one_device(case), sizes)
-    assert_same(train(case, on_towers(case, 4, size=size), sizes), expected)
-
-
-@pytest.mark.parametrize(
-    "name, num_towers",
-    [("cnn", 4), ("embedding", 4), ("partly_used", 4), ("module", 2), ("frozen", 1), ("frozen", 4)],
-)
-def test_parts_add_up_to_the_batch(float64, name, num_towers):
-    """BatchNorm sees a part at a time: the same parts at any number of towers."""
-    case, sizes = make(name), [7] * 2
-    expected = train(case, one_device(case, num_parts=3 if name == "frozen" else 1), sizes)
-    assert_same(train(case, on_towers(case, num_towers, 3, size=7), sizes), expected)
-
-
-# -------------------------------------------------------------------- What would be found, if wrong
-
-
-def test_local_batch_norm_is_not_the_same(float64):
-    case = make("resnet")
-    expected = train(case, one_device(case), [7])
-    assert_not_same(train(case, on_towers(case, 2, batch_norm="local"), [7]), expected)
-
-
-# ------------------------------------------------------------------------------------------ The run
-
-MODELS = {name: dict(model=f"tests.catalogue:{name}") for name in ("cnn", "embedding", "frozen")}
-RUNS = MODELS | {
-    "partly used": dict(model="tests.catalogue:partly_used"),
-    "sgd, smooth labels": dict(optimizer="sgd", label_smoothing=0.2),
-    "momentum, two examples": dict(momentum=0.5, batch_size=2),
-    "nesterov, resnet's crops": dict(optimizer="nesterov", augment="resnet"),
-    "adamw, regularizer": dict(optimizer="adamw", weight_decay=0.25, model_args="l2=0.25"),
-    "clip_norm, the tutorial's crops": dict(clip_norm=0.02, augment="tutorial"),
-    "reflected crops, parts": dict(augment="shift,cutout=3,color,randaugment", schedule="linear"),
-    "mixed with others": dict(augment="resnet,mixup,cutmix", label_smoothing=0.1, batch_size=7),
-    "CutMix in parts": dict(augment="none,cutmix", accumulate_steps=2, optimizer="lamb"),
-    "clip_value": dict(clip_value=0.002),
-    "clip_global_norm, weight decay": dict(clip_global_norm=0.1, weight_decay=0.25),
-    "sparse slots": MODELS["embedding"] | dict(optimizer="adamw", weight_decay=0.1),
-    "sparse momentum, clipped": MODELS["embedding"] | dict(optimizer="nesterov", clip_norm=0.02),
-    "moments of parts": MODELS["frozen"] | dict(accumulate_steps=3),
-    "much at once": dict(
-        model="tests.tiny:cnn",
-        augment="tutorial",
-        accumulate_steps=2,
-        optimizer="nesterov",
-        weight_decay=0.1,
-        clip_global_norm=0.1,
-        label_smoothing=0.1,
-        ema_decay=0.5,
+MODELS = {
+    "dropouts": on(3, "tests.zoo.draws:dropouts"),
+    "embedding": on(2, "tests.zoo.programs:embedding_twice"),
+    "frozen": on(4, "tests.zoo.norms:batch_norm_frozen"),
+    "partly used": on(3, "tests.zoo.gradients:partly_used"),
+    "lstm": on(3, "tests.zoo.sequences:lstm"),
+    "attention": on(2, "tests.zoo.sequences:vision_transformer"),
+}
+EMBEDDING = MODELS["embedding"][1]["model"]
+RUNS = MODELS | {  # of options that do not hide each other
+    "two examples, partly used": on(4, "tests.zoo.gradients:partly_used", batch_size=2),
+    "two examples, sparse": on(4, EMBEDDING, batch_size=2),
+    "sgd, clip_global_norm, weight decay, smooth labels, resnet's crops": on(
+        2, optimizer="sgd", clip_global_norm=0.1, weight_decay=0.25, label_smoothing=0.2,
+        augment="resnet",
+    ),
+    "momentum, clip_value, two examples": on(4, momentum=0.5, clip_value=0.002, batch_size=2),
+    "nesterov, augmentation of all kinds": on(
+        3, optimizer="nesterov", augment="shift,cutout=3,color,randaugment", schedule="linear"
+    ),
+    "adamw, regularizer": on(2, optimizer="adamw", weight_decay=0.25, model_args="l2=0.25"),
+    "clip_norm, the tutorial's crops": on(4, clip_norm=0.02, augment="tutorial"),
+    "mixed with others": on(
+        3, augment="resnet,mixup,cutmix", label_smoothing=0.1, batch_size=7
+    ),
+    "CutMix in parts, lamb": on(2, augment="none,cutmix", accumulate_steps=2, optimizer="lamb"),
+    "sparse slots": on(4, EMBEDDING, optimizer="adamw", weight_decay=0.1),
+    "sparse momentum, clipped": on(3, EMBEDDING, optimizer="nesterov", clip_norm=0.02),
+    "moments of parts": on(2, "tests.tiny:cnn", accumulate_steps=3),
+    "much at once": on(
+        3, "tests.tiny:cnn", augment="tutorial", accumulate_steps=2, optimizer="nesterov",
+        weight_decay=0.1, clip_global_norm=0.1, label_smoothing=0.1, ema_decay=0.5,
         schedule="onecycle",
     ),
-}
+}  # fmt: skip
 OVERFLOWING = "tests.training.test_update:overflowing"
 
 
@@ -210,33 +104,77 @@ def run(num_towers=1, batches=None, num_steps=3, **options):
 
 
 @functools.cache
-def without_options(model="tests.tiny:dense"):
+def without_options(model):
     return run(model=model)
 
 
-@pytest.mark.parametrize("name, num_towers", list(zip(RUNS, itertools.cycle([3, 2, 4]))))
-def test_a_run_is_that_of_one_tower(name, num_towers):
-    """A model, or options that do not hide each other, on one of the numbers of towers."""
-    options = RUNS[name]
-    plain, _ = without_options(options.get("model", "tests.tiny:dense"))
-    expected, metrics = without_options(options["model"]) if name in MODELS else run(**options)
-    assert expected["step"] == 3 and expected["examples"] == 3 * options.get("batch_size", 7)
-    if set(options) != {"model"}:
+RARE = (
+    "adamw, regularizer", "CutMix in parts, lamb", "sparse momentum, clipped",
+    "two examples, sparse", "nesterov, augmentation of all kinds",
+)  # fmt: skip
+
+
+def tried(names, rare):
+    """Return names as parameters, rare ones for `scripts/test --all` alone."""
+    marks = {True: pytest.mark.extended, False: ()}
+    return [pytest.param(name, marks=marks[name in rare]) for name in names]
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("name", tried(RUNS, RARE))
+def test_a_run_is_that_of_one_tower(name):
+    num_towers, options = RUNS[name]
+    plain, metrics = without_options(options["model"])
+    expected = plain
+    if name not in MODELS:
+        expected, metrics = run(**options)
         biases = [n for n in expected if n.startswith("model/") and n.endswith("bias")]
         # The options do something here.
         assert_not_same({n: expected[n] for n in biases}, {n: plain[n] for n in biases})
+    assert expected["step"] == 3 and expected["examples"] == 3 * options.get("batch_size", 7)
     state, found = run(num_towers, **options)
     assert_same(state, expected)
     assert found == pytest.approx(metrics, rel=1e-6)
 
 
-@pytest.mark.parametrize("name, num_towers", [("cnn", 3), ("embedding", 1)])
+@pytest.mark.run
+@pytest.mark.parametrize("name, num_towers", [("dropouts", 3), ("embedding", 1)])
 def test_a_run_in_parts_is_that_of_whole_batches(name, num_towers):
-    model = MODELS[name]["model"]
+    model = MODELS[name][1]["model"]
     state, _ = run(num_towers, model=model, accumulate_steps=3)
     assert_same(state, without_options(model)[0])
 
 
+@pytest.mark.parametrize("num_towers", [1, 4])
+def test_batch_norm_sees_a_part_at_a_time(float64, num_towers):
+    """Loss, gradients and statistics are the means of parts on one device, by their examples."""
+    keras.utils.set_random_seed(0)
+    norm = keras.layers.BatchNormalization(momentum=0.5)
+    own = [keras.layers.Dense(4, "tanh"), norm, keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((3,)), *own])
+    x, state = np.random.default_rng(0).normal(size=(7, 3)), model.non_trainable_variables
+    before, expected = [v.numpy() for v in state], 0
+
+    def losses(x):
+        return tf.reduce_sum(model(x, training=True) ** 3, axis=1)
+
+    for part in np.array_split(x, 3):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(losses(part))
+        of_part = [loss, *tape.gradient(loss, [w.value for w in model.trainable_variables]), *state]
+        expected += np.array([np.array(value) for value in of_part], object) * len(part) / 7
+        for v, value in zip(state, before, strict=True):
+            v.assign(value)
+    devices = [f"/cpu:{i}" for i in range(num_towers)]
+    builder = TowerBuilder(devices, batch_norm="sync", accumulate_steps=3)
+    loss, gradients = tf.function(
+        lambda x: builder.gradients(losses, model.trainable_variables, x), autograph=False
+    )(tf.constant(x))
+    found = dict(enumerate(np.array(value) for value in [loss, *gradients, *state]))
+    assert_same(found, dict(enumerate(expected)))
+
+
+@pytest.mark.run
 def test_the_loss_scale_and_a_skipped_step_are_those_of_one_tower():
     """The overflow is in the last tower's slice, the second step of four."""
     given = dict(model=OVERFLOWING, batch_size=8, loss_scale=2.0**8, num_steps=4)
@@ -248,11 +186,11 @@ def test_the_loss_scale_and_a_skipped_step_are_those_of_one_tower():
     assert found == pytest.approx(metrics, rel=1e-6)
 
 
-# -------------------------------------- What MirroredStrategy with Keras 3 gets wrong on 2 replicas
-
-
 def test_clipping_comes_after_the_sum():
-    """The update's norm is the limit: with each tower's gradient clipped it would be up to 1.41."""
+    """The update's norm is the limit: with each tower's gradient clipped it would be up to 1.41.
+
+    MirroredStrategy with Keras 3 clips on each of its replicas.
+    """
     options = dict(optimizer="sgd", schedule="constant", learning_rate=1.0, clip_norm=1.0)
     loop = make_loop(2, model_args="scale=100,activation=linear", **options)
     before = loop.state()
@@ -262,13 +200,35 @@ def test_clipping_comes_after_the_sum():
     assert norms[0] == pytest.approx(1.0, abs=1e-9)
 
 
-def test_an_infinite_gradient_on_the_second_tower_skips_the_step_for_all():
-    given = dict(model=OVERFLOWING, dtype="mixed_float16", batch_size=8, loss_scale=2.0**8)
-    loop = make_loop(2, batches_with_overflow({1}), **given)
-    loop()
-    before = loop.state()
-    loop()
-    after = loop.state()
-    told = {"step": 2, "examples": 16, "loss_scale": 2**7, "good_steps": 0}
-    assert {name: after.pop(name) for name in told} == told
-    tiny.assert_identical(after, {name: before[name] for name in after})
+# -------------------------------------------------------------------------------- Compiled models
+
+TASKS = {
+    "images": "--num_towers=1,3 --ema_decay=0.9 --variables=sharded",
+    "text": "--num_towers=3",
+    "table": "--num_towers=2 --validation_fraction=0.2 --accumulate_steps=2",
+    "masks": "--num_towers=3",
+    "two": "--num_towers=2",
+    "several": "--num_towers=2 --float32",
+}
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_every_task_is_that_of_plain_keras(capsys, task):
+    flags = f"--dataset=tests.tasks:{task}_data --batch_size=8 --steps=2 --json {TASKS[task]}"
+    assert cli.main(["verify", f"--model=tests.tasks:{task}", *flags.split()]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["passed"] and result["first_difference"] is None
+    assert all(value < 1e-11 for value in result["max_relative_difference"].values())
+    kinds = {name.partition("/")[0] for name in result["differences"]}
+    assert {"loss", "metric", "model", "optimizer", "evaluation"} <= kinds
+    assert ("average" in kinds) == ("ema" in TASKS[task])
+    assert "evaluation/loss" in result["differences"]
+
+
+@pytest.mark.run
+@pytest.mark.extended
+def test_on_gpus_too_keras_squares_each_example_s_row_of_an_embedding(monkeypatch):
+    monkeypatch.setenv("TOWERS_CPUS_FOR_GPUS", "1")
+    task = "--model=tests.tasks:text --dataset=tests.tasks:text_data --devices=cpu"
+    assert cli.main(f"verify {task} --num_towers=2 --batch_size=7 --steps=1".split()) == 0

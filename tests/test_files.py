@@ -9,6 +9,8 @@ import pytest
 from towers import files
 from towers.errors import InputError, RunError
 
+pytestmark = pytest.mark.unit
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
@@ -29,7 +31,7 @@ def refusal(path, overwrite=False):
     return str(error.value)
 
 
-# ---------------------------------------------------------------------------- Whole files
+# Whole files
 
 
 def test_files_are_whole_while_others_are_written_over_them(folder):
@@ -73,7 +75,7 @@ def test_json(folder, capsys):
         assert capsys.readouterr().err == f"warning     {path} is damaged, and taken as absent\n"
 
 
-# ---------------------------------------------------------------------------- Runs
+# Runs
 
 
 def test_a_run_is_moved_to_the_first_free_number(folder):
@@ -97,70 +99,75 @@ def test_a_run_that_cannot_be_moved(folder, monkeypatch):
         files.move_aside(Path("a"))
 
 
-# ---------------------------------------------------------------------------- Refusals
+# Refusals
+
+
+@pytest.fixture
+def things(folder):
+    """Let there be good folders and others."""
+    (folder / "empty").mkdir()
+    make_run(folder / "a run")
+    (folder / "thesis").mkdir()
+    (folder / "thesis/chapter 1.tex").touch()
+    (folder / "notes.txt").touch()
+    links = {"link": "a run", "gone": "missing", "itself": "itself", "far": "a/b/missing"}
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    return folder
 
 
 @pytest.mark.parametrize("name", ["missing", "deep/er/missing", "empty", "a run", "link"])
-def test_good_folders(folder, name):
-    (folder / "empty").mkdir()
-    make_run(folder / "a run")
-    (folder / "link").symlink_to("a run")
-    before = sorted(folder.rglob("*"))
+def test_good_folders(things, name):
+    before = sorted(things.rglob("*"))
     for overwrite in (False, True):
         files.check_train_dir(Path(name), overwrite)
-        files.check_train_dir(folder / name, overwrite)
-    assert sorted(folder.rglob("*")) == before
+        files.check_train_dir(things / name, overwrite)
+    assert sorted(things.rglob("*")) == before
 
 
-def test_a_file_is_no_folder(folder):
-    (folder / "notes.txt").write_text("")
-    for overwrite in (False, True):
-        message = "--train_dir=notes.txt: notes.txt is a file; name a folder"
-        assert refusal("notes.txt", overwrite) == message
-        message = f"--train_dir=notes.txt/a/b: {folder}/notes.txt is a file; name a folder"
-        assert refusal("notes.txt/a/b", overwrite) == message
+REFUSED = {
+    "notes.txt": "notes.txt is a file; name a folder",
+    "notes.txt/a/b": "HERE/notes.txt is a file; name a folder",
+    "gone": "gone is a link to missing, which is not",
+    "gone/run": "HERE/gone is a link to missing, which is not",
+    "itself": "itself is a link to itself, which is not",
+    "far": "far is a link to a/b/missing, which is not",
+    "x" * 300: "File name too long",
+}
 
 
-@pytest.mark.parametrize("target", ["missing", "link", "a/b/missing"])
-def test_a_link_to_nothing_is_no_folder(folder, target):
-    (folder / "link").symlink_to(target)
-    for overwrite in (False, True):
-        message = refusal("link", overwrite)
-        assert message.startswith(f"--train_dir=link: link is a link to {target}, which is not")
-        assert "link" in refusal("link/run", overwrite)
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_can_be_no_folder(things, name, overwrite):
+    message = f"--train_dir={name}: {REFUSED[name]}".replace("HERE", str(things))
+    assert refusal(name, overwrite).startswith(message)
 
 
 @pytest.mark.parametrize("name", [*files.PARTS, *files.TEXTS])
 def test_something_else_lies_where_a_run_is_to_write(folder, name):
-    make_run(folder / "a")
-    path = folder / "a" / name
+    path = make_run(folder / "a") / name
     path.unlink(missing_ok=True)
     if name in files.PARTS:
         path.symlink_to("missing")
         assert f"a/{name} is no folder" in refusal("a")
         path.unlink()
-        path.write_text("")
+        path.touch()
     else:
         path.mkdir()
     assert f"--train_dir=a: a/{name} is no f" in refusal("a")
 
 
-def test_files_that_are_no_run_are_not_overwritten(folder):
-    (folder / "thesis").mkdir()
-    (folder / "thesis" / "chapter 1.tex").write_text("")
+def test_files_that_are_no_run_are_not_overwritten(things):
     files.check_train_dir(Path("thesis"), overwrite=False)
     message = refusal("thesis", overwrite=True)
     assert message.startswith("--overwrite: thesis holds files but no run (no flags.cfg)")
     assert message.endswith("name another --train_dir")
-    name = "x" * 300
-    assert refusal(name) == f"--train_dir={name}: File name too long"
 
 
 @pytest.mark.parametrize("name", [".", "..", "../a", "../../runs/a"])
 def test_the_current_folder_is_not_moved_aside(folder, monkeypatch, name):
-    make_run(folder / "runs" / "a")
-    (folder / "runs" / "flags.cfg").write_text("")
-    monkeypatch.chdir(folder / "runs" / "a")
+    monkeypatch.chdir(make_run(folder / "runs/a"))
+    (folder / "runs/flags.cfg").touch()
     files.check_train_dir(Path(name), overwrite=False)
     assert refusal(name, overwrite=True) == (
         f"--overwrite: {Path(name)} cannot be moved aside, it holds the current folder: "

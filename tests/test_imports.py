@@ -1,4 +1,4 @@
-"""Which module may import which: read from the source, so that nothing need be imported."""
+"""Which module may import which, and how long a function may be: read from the source."""
 
 import ast
 import functools
@@ -6,6 +6,10 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "towers"
@@ -20,6 +24,11 @@ INSTALLED = set("PIL absl keras numpy packaging pynvml tensorboard tensorflow tq
 
 
 @functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imported_names(path, package="", everywhere=True):
     """Return the dotted names that a file imports.
 
@@ -27,7 +36,7 @@ def imported_names(path, package="", everywhere=True):
     the imports inside functions, which run later, are left out.
     """
     names = set()
-    nodes = [ast.parse(path.read_text(encoding="utf-8"))]
+    nodes = [tree_of(path)]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Import):
@@ -81,9 +90,9 @@ def place(module):
 def reachable(module, edges):
     found, waiting = set(), [module]
     while waiting:
-        for target in edges[waiting.pop()] - found:
-            found.add(target)
-            waiting.append(target)
+        new = edges[waiting.pop()] - found
+        found |= new
+        waiting += new
     return found
 
 
@@ -128,12 +137,9 @@ def test_no_modules_import_each_other():
 
 
 def test_the_pattern_is_read_without_the_rest_of_the_house():
-    edges = internal_edges()
-    found = reachable("builder.tower", edges)
-    assert {module for module in found if not module.startswith("builder")} == {
-        "errors",
-        "tf_private",
-    }
+    found = reachable("builder.tower", internal_edges())
+    outside = {module for module in found if not module.startswith("builder")}
+    assert outside == {"errors", "tf_private"}
 
 
 def test_modules_that_programs_in_strings_import_are_there():
@@ -172,3 +178,14 @@ def test_options_need_no_tensorflow():
     start += [module for module in edges if module.endswith(".options")]
     for module in set(start).union(*(reachable(module, edges) for module in start)):
         assert not top_level(imports[module]) & {"keras", "tensorflow"}, module
+
+
+def test_a_function_is_seen_at_one_glance():
+    lines = {
+        f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}": node.end_lineno - node.lineno + 1
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert len(lines) > 100
+    assert [place for place, number in lines.items() if number > 60] == []

@@ -1,5 +1,6 @@
 """A newcomer with an empty folder outside of the checkout types what README says, word for word."""
 
+import json
 import os
 import re
 import shlex
@@ -12,13 +13,12 @@ import keras
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PATH = README.partition("## Your own model and data\n")[2].partition("## The pattern")[0]
 BLOCKS = [block for _, block in re.findall(r"```(\w+)\n(.*?)```", PATH, re.DOTALL)]
-
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
@@ -29,6 +29,15 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)  # set by the tests' own TensorFlow
     (tmp_path / "mine").mkdir()
     monkeypatch.chdir(tmp_path / "mine")
+
+
+SEVERAL = """
+import json, sys
+from towers import cli
+for words in json.loads(sys.argv[1]):
+    print("typed:", *words)
+    assert cli.main(words[1:]) == 0, words
+"""
 
 
 def program(words):
@@ -42,8 +51,14 @@ def typed(*words):
     """Return what a command that succeeds prints, without a word of TensorFlow's."""
     out, err = (process := program(words)).communicate()
     assert process.returncode == 0, f"{words}: {out}{err}"
-    assert words[0] != "towers" or not re.search(r"^[IWE]\d{4} |WARNING|Traceback", err, re.M), err
+    assert words[0] == "use.py" or not re.search(r"^[IWE]\d{4} |WARNING|Traceback", err, re.M), err
     return out
+
+
+def typed_one_by_one(*commands):
+    """Return what each prints, in one process: TensorFlow starts once."""
+    out = typed("-c", SEVERAL, json.dumps(commands))
+    return [part.partition("\n")[2] for part in out.split("typed: ")[1:]]
 
 
 def block(start):
@@ -55,10 +70,12 @@ def lines(start):
     return [shlex.split(line, comments=True) for line in block(start).splitlines()]
 
 
-def test_own_images_from_the_first_command_to_fine_tuning(folder):
+def test_from_the_first_command_to_fine_tuning_and_a_table(folder):
     init, train, go_on, evaluate, predict, export, tune, verify = lines("towers init")
     typed(*init)
     Path("my_net.py").write_text(block("# my_net.py"))
+    image = np.random.default_rng(0).integers(0, 256, [16, 16, 1], np.uint8)
+    keras.utils.save_img("photo.png", image, scale=False)
 
     process = program([*train, "--num_epochs=1000"])
     shown = ""
@@ -74,41 +91,22 @@ def test_own_images_from_the_first_command_to_fine_tuning(folder):
     out = typed(*go_on)
     assert "continuing  runs/mine at step " in out
     accuracy = re.search(r"test_accuracy +([\d.]+)", out)[1]
-    assert re.search(r"accuracy +([\d.]+)", typed(*evaluate))[1] == accuracy
 
-    image = np.random.default_rng(0).integers(0, 256, [16, 16, 1], np.uint8)
-    keras.utils.save_img("photo.png", image, scale=False)
-    said = typed(*predict).split()[-5:]
-    assert said[0] == "photo.png"
-    typed(*export)
+    Path("my_price.py").write_text(block("# my_price.py"))
+    table = np.random.default_rng(0).normal(size=[400, 4])
+    np.savetxt("prices.csv", table, delimiter=",", header="area,rooms,age,price", comments="")
+    (more,) = re.findall(r"`(--model_args=.*?)`", PATH)
+    (prices,) = lines("towers train --model=my_price:build")
+    verified, evaluated, predicted, _, tuned, of_prices = typed_one_by_one(
+        [*verify, more], evaluate, predict, export, tune, prices
+    )
+    assert "\npassed " in verified
+    assert re.search(r"accuracy +([\d.]+)", evaluated)[1] == accuracy
+    assert re.search(r"init_from   runs/mine, .* 4 of 4 weights", tuned)
+    assert "task        compiled: loss mse; mae" in of_prices and "test_mae" in of_prices
+    name, kind, *_ = predicted.split()[-5:]
     logits = keras.models.load_model("mine.keras").predict(image[None], verbose=0)
-    assert str(logits.argmax()) == said[1]
-
-    assert re.search(r"init_from   runs/mine, .* 4 of 4 weights", typed(*tune))
-    assert "\npassed " in typed(*verify)
+    assert (name, kind) == ("photo.png", str(logits.argmax()))
 
     Path("use.py").write_text(block("import keras\nimport towers") + "print(model.output_shape)\n")
     assert typed("use.py").endswith("(None, 3)\n")
-
-
-def test_a_table_and_a_compiled_model(folder):
-    """The other commands are those above, as README says."""
-    (train,) = lines("towers train --model=my_price:build")
-    Path("my_price.py").write_text(block("# my_price.py"))
-    rows = np.random.default_rng(0).normal(size=[400, 3])
-    table = np.column_stack([rows, rows @ [1.0, 2.0, 3.0]])
-    header = {"header": "area,rooms,age,price", "comments": ""}
-    np.savetxt("prices.csv", table, delimiter=",", **header)
-    np.savetxt("new.csv", rows[:2], delimiter=",", header="area,rooms,age", comments="")
-
-    assert "task        compiled: loss mse; mae" in typed(*train)
-    run = "--train_dir=runs/prices"
-    assert re.search(r"\nmae +\d", typed("towers", "evaluate", run))
-    said = typed("towers", "predict", run, "new.csv").splitlines()[-2:]
-    typed("towers", "export", run, "--output=price.keras")
-    prices = keras.models.load_model("price.keras").predict(rows[:2], verbose=0)[:, 0]
-    np.testing.assert_allclose([float(line.split()[-1]) for line in said], prices, rtol=1e-3)
-    model, data = "--model=my_price:build", "--dataset=prices.csv"
-    tuned = typed("towers", "train", model, data, "--init_from=price.keras", "--max_steps=1")
-    assert "price.keras: 4 of 4 weights" in tuned
-    assert "\npassed " in typed("towers", "verify", model, data, "--steps=2")

@@ -14,7 +14,10 @@ import pytest
 
 import towers
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[1]
+PYTEST = "-m pytest -n 2 --dist=loadfile --no-loadscope-reorder"
 SCRIPTS = ["scripts/quickstart", "scripts/test", ".ci/run"]
 TOP_LEVEL = "setup.py README.md pyproject.toml LICENSE towers models configs scripts tests".split()
 TOP_LEVEL += [".gitignore", ".ci", "README.zh-CN.md"]
@@ -23,15 +26,14 @@ NOT_SOURCE = shutil.ignore_patterns(
 )
 
 
-def copy_checkout(target):
+def copy_checkout(target, names=TOP_LEVEL):
     """Copy what belongs to the project, not what was made in the checkout since."""
     target.mkdir(parents=True)
-    for name in TOP_LEVEL:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, target / name, ignore=NOT_SOURCE)
-        elif source.exists():
-            shutil.copy2(source, target / name)
+    for name in names:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target / name, ignore=NOT_SOURCE)
+        elif (ROOT / name).exists():
+            shutil.copy2(ROOT / name, target / name)
     return target
 
 
@@ -43,12 +45,7 @@ def build(checkout, target, *arguments):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     [wheel] = target.glob("*.whl")
-    return wheel
-
-
-def files_of(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        return set(archive.namelist())
+    return zipfile.ZipFile(wheel)
 
 
 def run(folder, *command, **environment):
@@ -73,30 +70,27 @@ def dirty_wheel(tmp_path_factory):
         path = checkout / "build" / "lib" / left_over
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
-    return build(checkout, folder / "dist", "--wheel")
-
-
-@pytest.fixture(scope="module")
-def about(dirty_wheel):
-    """Return a function that reads a file of the wheel's metadata."""
-    with zipfile.ZipFile(dirty_wheel) as archive:
-        yield lambda name: archive.read(f"towers-{towers.__version__}.dist-info/{name}").decode()
+    with build(checkout, folder / "dist", "--wheel") as wheel:
+        yield wheel
 
 
 def test_wheel_holds_the_package_and_nothing_else(dirty_wheel):
-    assert dirty_wheel.name == f"towers-{towers.__version__}-py3-none-any.whl"
-    files = {name for name in files_of(dirty_wheel) if ".dist-info/" not in name}
+    assert dirty_wheel.filename.endswith(f"/towers-{towers.__version__}-py3-none-any.whl")
+    files = {name for name in dirty_wheel.namelist() if ".dist-info/" not in name}
     assert files == {str(path.relative_to(ROOT)) for path in (ROOT / "towers").rglob("*.py")}
 
 
 def test_source_distribution_is_enough_to_build_the_same_wheel(dirty_wheel, tmp_path):
     checkout = copy_checkout(tmp_path / "checkout")
-    wheel = build(checkout, tmp_path / "dist")  # the source distribution, and from it the wheel
-    assert files_of(wheel) == files_of(dirty_wheel)
+    with build(checkout, tmp_path / "dist") as wheel:  # from the source distribution
+        assert set(wheel.namelist()) == set(dirty_wheel.namelist())
     assert len(list((tmp_path / "dist").glob("*.tar.gz"))) == 1
 
 
-def test_metadata(about):
+def test_metadata(dirty_wheel):
+    def about(name):
+        return dirty_wheel.read(f"towers-{towers.__version__}.dist-info/{name}").decode()
+
     command = ["[console_scripts]", "towers", "=", "towers.__main__:main"]
     assert about("entry_points.txt").split() == command
     metadata = email.message_from_string(about("METADATA"))
@@ -124,11 +118,13 @@ def test_metadata(about):
     assert tools <= set(required["test"])
 
 
+@pytest.mark.unit
 def test_license_is_apache_2_in_full():
     text = " ".join((ROOT / "LICENSE").read_text(encoding="utf-8").split())
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "0ffddef9e48f8a09"
 
 
+@pytest.mark.unit
 def test_top_level_holds_what_the_design_says():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0 or not listed.stdout:
@@ -136,16 +132,18 @@ def test_top_level_holds_what_the_design_says():
     assert {line.split("/")[0] for line in listed.stdout.splitlines()} <= set(TOP_LEVEL)
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "scripts/_venv"])
-def test_scripts_can_be_run(script):
-    assert subprocess.run(["bash", "-n", ROOT / script]).returncode == 0
-    assert os.access(ROOT / script, os.X_OK) == (script in SCRIPTS)  # _venv is sourced
+def test_scripts_can_be_run():
+    for script in [*SCRIPTS, "scripts/_venv"]:
+        assert subprocess.run(["bash", "-n", ROOT / script]).returncode == 0
+        assert os.access(ROOT / script, os.X_OK) == (script in SCRIPTS)  # _venv is sourced
 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout whose path has a space in it, and no .venv."""
-    return copy_checkout(tmp_path / "a checkout")
+    """A checkout whose path has a space in it, and no .venv: what its scripts look at."""
+    copied = copy_checkout(tmp_path / "a checkout", "setup.py pyproject.toml scripts .ci".split())
+    (copied / "tests/builder").mkdir(parents=True)
+    return copied
 
 
 @pytest.fixture
@@ -173,23 +171,21 @@ def num_installations(python):
     return sum("-m pip install" in call for call in calls(python))
 
 
-@pytest.mark.parametrize(
-    "version_printed, message",
-    [
-        ("3.9", r"/\S+ is Python 3\.9, towers needs 3\.10 or newer; set PYTHON to its path"),
-        ("", r"cannot run /\S+; install .*"),  # there is no such program
-        ("3.12", r"/\S+ has no venv module; type: apt-get install python3\.12-venv"),
-    ],
-)
-def test_quickstart_refuses_a_python_that_will_not_do(checkout, tmp_path, version_printed, message):
-    text = f'case "$*" in *version_info*) echo {version_printed} ;; *ensurepip*) exit 1 ;; esac\n'
-    found = tmp_path / "bin" / "python"
-    if version_printed:
-        executable(found, text)
-    done = run(checkout, "scripts/quickstart", PYTHON=str(found))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(f"quickstart: {message}\n", done.stderr)
-    assert not (checkout / ".venv").exists()
+def test_quickstart_refuses_a_python_that_will_not_do(checkout, tmp_path):
+    for version, message in {
+        "": "cannot run PYTHON; install Python 3.10 or newer",  # there is no such program
+        "3.9": "PYTHON is Python 3.9, towers needs 3.10 or newer; set PYTHON to its path",
+        "3.12": "PYTHON has no venv module; type: apt-get install python3.12-venv",
+    }.items():
+        found = tmp_path / "bin" / "python"
+        if version:
+            text = f'case "$*" in *version_info*) echo {version} ;; *ensurepip*) exit 1 ;; esac\n'
+            executable(found, text)
+        done = run(checkout, "scripts/quickstart", PYTHON=str(found))
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        message = message.replace("PYTHON", str(found), 1)
+        assert done.stderr.startswith(f"quickstart: {message}")
+        assert not (checkout / ".venv").exists()
 
 
 def test_quickstart_trains_and_installs_only_when_that_changes_something(
@@ -230,28 +226,31 @@ def test_an_installation_is_not_trusted_before_its_end(checkout, python):
     assert done.stderr.startswith(f"quickstart: process {os.getpid()} is installing")
 
 
-def test_test_script_checks_the_style_and_passes_arguments_on(checkout, python):
-    done = run(checkout, "scripts/test", "tests/models", "-k", "cnn", PYTHON=str(python))
-    assert done.returncode == 0, done.stderr
-    assert calls(python)[-3:] == [
-        "-m pip install -qq --disable-pip-version-check --no-input -e .[test]",
-        "-m ruff check .",
-        "-m pytest -n 2 --dist=worksteal tests/models -k cnn",
-    ]
+def test_test_script_checks_the_style_chooses_tiers_and_passes_arguments_on(checkout, python):
+    quick, release = "-m (unit or graph) and not extended", "-m not extended"
+    for line, chosen in {
+        "--fast": quick,
+        "": release,
+        "--all": "",
+        "--fast builder -x": f"{quick} tests/builder -x",
+        "tests/models -k cnn": f"{release} tests/models -k cnn",
+    }.items():
+        done = run(checkout, "scripts/test", *line.split(), PYTHON=str(python))
+        assert done.returncode == 0, done.stderr
+        assert calls(python)[-2:] == ["-m ruff check .", f"{PYTEST} {chosen}".strip()]
+    assert "-m pip install -qq --disable-pip-version-check --no-input -e .[test]" in calls(python)
     # What the tests need includes what quickstart needs.
     run(checkout, "scripts/quickstart", PYTHON=str(python))
-    assert num_installations(python) == 1
     run(checkout, "scripts/test", PYTHON=str(python))
     assert num_installations(python) == 1
 
 
 def test_ci_unpacks_the_images_if_they_are_beside_the_checkout(checkout, python, tmp_path):
-    environment = dict(PYTHON=str(python), CI="true")
-    assert run(checkout, "bash", ".ci/run", **environment).returncode == 0
+    ci = ("bash", checkout / ".ci/run")
+    assert run(tmp_path, *ci, PYTHON=str(python)).returncode == 0
     assert not any("unpack" in call for call in calls(python))
-
     (tmp_path / "shared" / "cifar10").mkdir(parents=True)
-    done = run(tmp_path, "bash", checkout / ".ci/run", **environment)
+    done = run(tmp_path, *ci, PYTHON=str(python))
     assert done.returncode == 0, done.stderr
     assert "../shared/cifar10/unpack.py .cifar10" in calls(python)
-    assert calls(python)[-1] == "-m pytest -n 2 --dist=worksteal"
+    assert calls(python)[-1] == f"{PYTEST} -m not extended"

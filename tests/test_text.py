@@ -1,6 +1,10 @@
 """Tables of text."""
 
+import pytest
+
 from towers.text import cut, table
+
+pytestmark = pytest.mark.unit
 
 
 def test_tables_keep_their_columns():

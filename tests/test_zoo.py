@@ -1,4 +1,8 @@
-"""The zoo: small models as strangers write them, and whether verify says the truth about each."""
+"""The zoo: small models as strangers write them, and whether verify says the truth about each.
+
+A normal run tries a model of each verdict that test_verify and test_verify_fit do not find; what is
+extended are all.
+"""
 
 from collections import Counter
 
@@ -9,28 +13,47 @@ from towers import cli
 from towers.builder import kinds
 from towers.options.functions import load_function
 
-
-@pytest.mark.parametrize("entry", [e for e in zoo.ENTRIES if e.quick], ids=lambda e: e.name)
-def test_verify_says_the_truth(capsys, entry):
-    code = cli.main([*entry.command(), "--num_towers=3"])
-    found, _ = zoo.found(code, *capsys.readouterr())
-    assert found == entry.expected
+pytestmark = pytest.mark.run
 
 
-ON_GPUS = ("added_divergence", "batch_norm_after_dropout", "embedding", "stateful", "counter")
+def tried(entries, usual):
+    """Return parameters: entries, the usual ones of which a normal run tries, too."""
+    marks = {True: [], False: [pytest.mark.extended]}
+    return [pytest.param(e, marks=marks[usual(e)], id=e.name) for e in entries]
+
+
+def found(capsys, entry, num_towers):
+    code = cli.main([*entry.command(), f"--num_towers={num_towers}"])
+    return zoo.found(code, *capsys.readouterr())[0]
+
+
+ELSEWHERE = ("random op", "mixed examples", "local BatchNorm", "batch size")
 
 
 @pytest.mark.parametrize(
-    "entry", [e for e in zoo.ENTRIES if any(n in e.name for n in ON_GPUS)][:7], ids=lambda e: e.name
+    "entry", tried(zoo.ENTRIES, lambda e: e.quick and e.expected not in ELSEWHERE)
+)
+def test_verify_says_the_truth(capsys, entry):
+    assert found(capsys, entry, 3) == entry.expected
+
+
+ON_GPUS = ("added_divergence", "batch_norm_after_dropout", "embedding", "counter")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    tried(
+        [e for e in zoo.ENTRIES if any(name in e.name for name in ON_GPUS)],
+        lambda e: e.name == "norms:batch_norm_after_dropout",
+    ),
 )
 def test_verify_says_the_truth_of_gpus(capsys, monkeypatch, entry):
     """Logical CPUs go the ways of GPUs, against a CPU as such."""
     monkeypatch.setenv(kinds.SWITCH, "1")
-    code = cli.main([*entry.command(), "--num_towers=2"])
-    found, _ = zoo.found(code, *capsys.readouterr())
-    assert found == entry.expected
+    assert found(capsys, entry, 2) == entry.expected
 
 
+@pytest.mark.unit
 def test_the_catalogue_is_well_formed():
     names = Counter(entry.name for entry in zoo.ENTRIES)
     assert [name for name, number in names.items() if number > 1] == []

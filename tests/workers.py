@@ -9,14 +9,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests import programs
+from tests.programs import ROOT
+
 _START_SECONDS = 120.0  # on a machine that tests share
 
 
 def environment() -> dict[str, str]:
-    """Return what a user's environment is like, as far as tests have changed it."""
-    own = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
-    return own | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    """Return that of a user, without GPUs."""
+    return programs.environment(CUDA_VISIBLE_DEVICES="")
 
 
 class Worker:

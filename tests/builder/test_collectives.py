@@ -1,5 +1,8 @@
 """Collectives between the towers of one step; a ring of CPUs stands in for that of GPUs."""
 
+import contextlib
+import os
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,10 +10,12 @@ import tensorflow as tf
 from towers.builder import collectives
 from towers.builder.kinds import cpus_for_gpus
 
+pytestmark = pytest.mark.graph
 DEVICES = ["/cpu:1", "/cpu:2", "/cpu:3"]
 GPUS = ["/gpu:0", "/gpu:1"]
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     "devices, num_cards, num_gpus, hint",
     [
@@ -37,21 +42,15 @@ def test_the_hint_is_in_the_graph(monkeypatch):
     assert hints == [b"nccl"] * 2
 
 
-@pytest.mark.parametrize(
-    "devices, there",
-    [
-        (GPUS, True),
-        (["/gpu:0"], False),
-        (["/gpu:0", "/gpu:0"], False),
-        (["/gpu:0", "/cpu:0"], False),
-        (["/job:worker/task:0/gpu:0", "/job:worker/task:1/gpu:0"], False),
-        (DEVICES, False),
-    ],
-)
-def test_gpus_of_their_own_meet(devices, there):
-    assert collectives.are_there(devices) is there
-    with cpus_for_gpus():
-        assert collectives.are_there(devices) is (there or devices == DEVICES)
+@pytest.mark.unit
+def test_gpus_of_their_own_meet():
+    of_workers = ["/job:worker/task:0/gpu:0", "/job:worker/task:1/gpu:0"]
+    others = ["/gpu:0"], ["/gpu:0", "/gpu:0"], ["/gpu:0", "/cpu:0"], of_workers
+    for stand_in in contextlib.nullcontext, cpus_for_gpus:
+        with stand_in():
+            assert collectives.are_there(GPUS)
+            assert not any(map(collectives.are_there, others))
+            assert collectives.are_there(DEVICES) is (stand_in is cpus_for_gpus)
 
 
 def test_a_function_may_be_called_twice_in_a_step():
@@ -95,3 +94,52 @@ def test_values_are_stacked_in_tower_order():
 
     for stacked in step():
         np.testing.assert_array_equal(stacked, [[0, 0], [1, 1], [2, 2]])
+
+
+def test_what_nccl_takes_for_another_type_is_summed_in_float32():
+    @tf.function
+    def step():
+        halves = [[tf.constant([1.0, 2.0**-8], tf.bfloat16), tf.ones(3)]] * 3
+        meeting = collectives.Meeting(DEVICES)
+        stacked = [meeting.stack(tf.ones([1], tf.bfloat16), device) for device in DEVICES]
+        return collectives.all_sum(halves, DEVICES), stacked
+
+    ops = step.get_concrete_function().graph.get_operations()
+    exchanged = [op for op in ops if op.type.startswith("Collective")]
+    assert {op.get_attr("T") for op in exchanged} == {tf.float32}
+    assert len(exchanged) == 9 and not any(op.get_attr("timeout_seconds") for op in exchanged)
+    sums, stacked = step()
+    assert {own[0].dtype for own in sums} == {x.dtype for x in stacked} == {tf.bfloat16}
+    np.testing.assert_array_equal(tf.cast(sums[2][0], tf.float32), [3.0, 3 * 2.0**-8])
+
+
+def test_a_collective_leaves_no_thread_behind():
+    """Each of those with a timeout leaves two that sleep until then."""
+
+    @tf.function
+    def step(x):
+        for _ in range(10):
+            x = collectives.all_sum([[x]] * 3, DEVICES)[0][0] / 3.0
+        return x
+
+    def num_threads():
+        return len(os.listdir("/proc/self/task"))
+
+    step(tf.ones(2))
+    before = num_threads()
+    for _ in range(20):
+        step(tf.ones(2))
+    assert num_threads() <= before + 8  # of TensorFlow's pools, where they were not full
+
+
+def test_a_tower_that_fails_ends_the_step_and_the_next_one_works():
+    @tf.function(autograph=False)
+    def step(x, least):
+        with tf.control_dependencies([tf.debugging.assert_less(x, least)]):
+            values = [[tf.identity(x)], [x], [x]]
+        return collectives.all_sum(values, DEVICES)[0][0]
+
+    assert float(step(tf.constant(1.0), tf.constant(5.0))) == 3.0
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        step(tf.constant(7.0), tf.constant(5.0))
+    assert float(step(tf.constant(2.0), tf.constant(5.0))) == 6.0

@@ -8,6 +8,8 @@ import tensorflow as tf
 from towers import TowerBuilder
 from towers.builder import convolution
 
+pytestmark = pytest.mark.graph
+
 
 def gradients(convolve, x, kernel, upstream):
     with tf.GradientTape() as tape:
@@ -16,9 +18,20 @@ def gradients(convolve, x, kernel, upstream):
     return tape.gradient(total, (x, kernel))
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("kernel", [(1, 1), (3, 3), (5, 3), (7, 7)])
-@pytest.mark.parametrize("image", [(1, 1), (2, 3), (7, 7), (11, 10)])
+@pytest.mark.run
+@pytest.mark.parametrize(
+    ("image", "kernel", "known"),
+    [
+        ((1, 1), (1, 1), True),
+        ((1, 1), (7, 7), False),
+        ((2, 3), (5, 3), True),
+        ((2, 3), (7, 7), True),
+        ((7, 7), (3, 3), False),
+        ((11, 10), (1, 1), False),
+        ((11, 10), (5, 3), True),
+        ((11, 10), (7, 7), True),
+    ],
+)
 def test_gradients_are_those_of_tensorflow(image, kernel, known):
     random = tf.random.Generator.from_seed(0)
     given = [
@@ -61,6 +74,7 @@ def nodes(part):
     return part.node if hasattr(part, "node") else part.node_def
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [

@@ -11,8 +11,10 @@ from towers import TowerBuilder
 from towers.builder import kinds, philox
 from towers.builder.draws import Draws, Rows
 
+pytestmark = pytest.mark.unit
 DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
 SEED = (3, 4)
+EXAMPLES = tf.random.stateless_uniform([7, 6, 5], [0, 0])
 DRAWS = {
     "uniform": lambda shape, dtype: tf.random.stateless_uniform(shape, SEED, dtype=dtype),
     "normal": lambda shape, dtype: tf.random.stateless_normal(shape, SEED, dtype=dtype),
@@ -107,37 +109,37 @@ class Images(keras.layers.Layer):
         return tf.reduce_sum(self.inner(images, training=training), axis=-1)
 
 
-def outputs(layer, num_towers, x, num_steps, known_size):
-    """What a layer gives in training, joined from the towers, step by step."""
-    builder = TowerBuilder(DEVICES[:num_towers])
-    given = [len(x) if known_size else None, *x.shape[1:]]
+def layers_and_step(names, builder, size):
+    """Return layers, and a step that joins from the towers what each gives in training."""
+    layers = {name: LAYERS[name]() for name in names}
+    for layer in layers.values():
+        layer(EXAMPLES, training=False)
 
-    @tf.function(input_signature=[tf.TensorSpec(given, tf.float32)])
-    def step(x):
-        return builder.concat(lambda x: layer(x, training=True), x)
+    def fn(x):
+        return {name: layer(x, training=True) for name, layer in layers.items()}
 
-    return [step(x).numpy() for _ in range(num_steps)]
-
-
-@pytest.mark.parametrize("known_size", [True, False], ids=["known size", "unknown size"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_draw_for_each_example_what_one_device_draws(name, known_size):
-    x = tf.random.stateless_uniform([7, 6, 5], [0, 0])
-    alone = LAYERS[name]()
-    alone(x, training=False)
-    plain = [alone(x, training=True).numpy() for _ in range(3)]
-    assert np.abs(plain[0] - plain[1]).max() > 0  # it does draw, anew in each step
-    for num_towers in (1, 3) if known_size else (2, 4):
-        layer = LAYERS[name]()
-        layer(x, training=False)
-        found = outputs(layer, num_towers, x, 3, known_size)
-        np.testing.assert_allclose(found, plain, rtol=2e-5, atol=2e-5)
+    spec = tf.TensorSpec([size, 6, 5])
+    return layers, tf.function(lambda x: builder.concat(fn, x), input_signature=[spec])
 
 
+@pytest.mark.run
+@pytest.mark.parametrize(("num_towers", "size"), [(1, 7), (2, None), (3, 7), (4, None)])
+def test_layers_draw_for_each_example_what_one_device_draws(num_towers, size):
+    plain, _ = layers_and_step(LAYERS, None, size)
+    expected = [{name: plain[name](EXAMPLES, training=True) for name in LAYERS} for _ in range(3)]
+    _, step = layers_and_step(LAYERS, TowerBuilder(DEVICES[:num_towers]), size)
+    found = [step(EXAMPLES) for _ in range(3)]
+    for name in LAYERS:
+        assert np.abs(expected[0][name] - expected[1][name]).max() > 0  # it draws anew
+        for own, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(own[name], other[name], 2e-5, 2e-5, err_msg=name)
+
+
+@pytest.mark.graph
 def test_masks_differ_between_examples():
     layer = keras.layers.Dropout(0.5, seed=1)
-    (found,) = outputs(layer, 4, tf.ones([8, 4, 4]), 1, True)
-    assert len({mask.tobytes() for mask in found}) == 8
+    found = TowerBuilder(DEVICES).concat(lambda x: layer(x, training=True), tf.ones([8, 4, 4]))
+    assert len({mask.numpy().tobytes() for mask in found}) == 8
 
 
 # ---------------------------------------------------------------------------- On GPUs
@@ -156,22 +158,18 @@ def test_keys_that_are_made_on_the_device_are_tensorflows(dtype, data):
         np.testing.assert_array_equal(part, expected)
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("num_towers", "size"), [(1, 7), (1, None), (2, None), (3, 7)])
-@pytest.mark.parametrize("name", ["Dropout", "MultiHeadAttention", "RandomRotation"])
-def test_gpus_draw_the_same_without_a_key_from_the_host(name, num_towers, size):
-    x = tf.random.stateless_uniform([7, 6, 5], [0, 0])
-    spec = tf.TensorSpec([size, 6, 5], tf.float32)
-
+def test_gpus_draw_the_same_without_a_key_from_the_host(num_towers, size):
     def draw_on(builder):
-        layer = LAYERS[name]()
-        layer(x, training=False)
-        step = tf.function(lambda x: builder.concat(lambda x: layer(x, training=True), x), [spec])
+        names = ["Dropout", "MultiHeadAttention", "RandomRotation"]
+        _, step = layers_and_step(names, builder, size)
         kinds_of_ops = {op.type for op in step.get_concrete_function().graph.get_operations()}
-        return [step(x).numpy() for _ in range(3)], kinds_of_ops
+        return [step(EXAMPLES) for _ in range(3)], kinds_of_ops
 
     builder = TowerBuilder(DEVICES[1 : 1 + num_towers])
     expected, of_cpus = draw_on(builder)
     with kinds.cpus_for_gpus():
         found, of_gpus = draw_on(builder)
-    np.testing.assert_array_equal(found, expected)
+    tf.nest.map_structure(np.testing.assert_array_equal, found, expected)
     assert "StatelessRandomGetKeyCounter" in of_cpus - of_gpus

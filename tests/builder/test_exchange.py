@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from towers.builder.exchange import Exchange
 
+pytestmark = pytest.mark.graph
 DEVICES = ["/cpu:1", "/cpu:2", "/cpu:3"]
 
 
@@ -35,12 +36,11 @@ def test_gradients_go_through_it():
             loss = value * tf.reduce_sum(everything**2)
         return tape.gradient(loss, value)
 
-    numbers = [1.0, 2.0, 3.0]
-    values = [tf.Variable(v) for v in numbers]
+    values = [tf.Variable(v) for v in (1.0, 2.0, 3.0)]
     with tf.GradientTape() as tape:
         loss = sum(v * sum(w**2 for w in values) for v in values)
     expected = tape.gradient(loss, values)
-    np.testing.assert_allclose(on_towers(fn, *map(tf.constant, numbers)), expected)
+    np.testing.assert_allclose(on_towers(fn, *values), expected)
 
 
 def test_values_are_put_together_once_on_the_gather_device():
@@ -76,6 +76,7 @@ def test_towers_that_make_other_calls_are_refused():
         on_towers(only_the_first, tf.zeros([2]), tf.zeros([2]))
 
 
+@pytest.mark.unit
 def test_towers_that_run_one_after_the_other_are_refused():
     with pytest.raises(ValueError, match=r"make a tf.function of the step"):
         Exchange([None] * 2, DEVICES[:2]).member(0).all_gather(tf.zeros([2]))

@@ -9,6 +9,8 @@ from towers import TowerBuilder
 from towers.builder import kinds
 from towers.builder.inside import integers_on
 
+pytestmark = pytest.mark.graph
+
 
 def test_a_gpu_and_a_cpu_look_up_the_same_tokens(float64):
     tokens = np.arange(6, dtype=np.int32).reshape(3, 2)
@@ -27,6 +29,7 @@ def test_a_gpu_and_a_cpu_look_up_the_same_tokens(float64):
     np.testing.assert_array_equal(tf.convert_to_tensor(found), tf.convert_to_tensor(expected))
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("num_towers", [1, 2])
 def test_tokens_are_looked_up_and_masked_where_they_are(float64, num_towers):
     tokens = np.random.default_rng(0).integers(0, 9, [5, 7]).astype(np.int32)

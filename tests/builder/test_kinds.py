@@ -4,20 +4,15 @@ import pytest
 
 from towers.builder import kinds
 
+pytestmark = pytest.mark.unit
 WHOLE = "/job:localhost/replica:0/task:0/device:"
 
 
-GPUS = ["/gpu:0", "/GPU:3", f"{WHOLE}GPU:1", "/job:worker/task:1/gpu:0"]
-
-
-@pytest.mark.parametrize("device", GPUS)
-def test_gpus_are_gpus(device):
-    assert kinds.is_gpu(device)
-
-
-@pytest.mark.parametrize("device", ["", "/cpu:0", "/cpu:1", f"{WHOLE}CPU:2"])
-def test_nothing_else_is_one(device):
-    assert not kinds.is_gpu(device)
+def test_gpus_are_gpus_and_nothing_else_is_one():
+    for device in "/gpu:0", "/GPU:3", f"{WHOLE}GPU:1", "/job:worker/task:1/gpu:0":
+        assert kinds.is_gpu(device), device
+    for device in "", "/cpu:0", "/cpu:1", f"{WHOLE}CPU:2":
+        assert not kinds.is_gpu(device), device
 
 
 def test_logical_cpus_stand_in_for_gpus_where_that_is_asked_for(monkeypatch):

@@ -1,5 +1,6 @@
 """Towers in several threads, towers in towers, and what is beside them: nobody meets a patch."""
 
+import functools
 import threading
 
 import keras
@@ -7,34 +8,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.builder import test_equality as equality
+from tests.builder.test_equality import THREE, assert_equal
 from towers import TowerBuilder, tf_private
 
+pytestmark = pytest.mark.run
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(8, 5)).astype("float32")
 TWO = ["/cpu:0", "/cpu:1"]
-
-
-def network(seed=0):
-    keras.utils.set_random_seed(seed)
-    return keras.Sequential(
-        [
-            keras.Input((5,)),
-            layers.Dense(4),
-            layers.BatchNormalization(),
-            layers.Dropout(0.5, seed=3),
-            layers.Dense(1),
-        ]
-    )
-
-
-def losses_of(model):
-    return lambda x: tf.square(model(x, training=True)[:, 0])
-
-
-def step_of(model, devices):
-    builder = TowerBuilder(devices, batch_norm="sync")
-    step = tf.function(lambda x: builder.gradients(losses_of(model), model.trainable_variables, x))
-    return lambda: step(tf.constant(X))
 
 
 def in_threads(*functions):
@@ -57,35 +38,31 @@ def in_threads(*functions):
 
 
 def test_towers_that_are_traced_at_the_same_time():
-    expected, *_ = step_of(network(), TWO[:1])()
-    for loss, _ in in_threads(*(step_of(network(), TWO) for _ in range(4))):
-        assert loss.numpy() == pytest.approx(expected.numpy(), rel=1e-5)
+    make = equality.moments_of_several_layers
+    cases = [equality.case_of(make) for _ in range(4)]
+    steps = [equality.step_of(case, THREE) for case in cases]
+    runs = map(functools.partial, [equality.outcome] * 4, cases, steps)
+    for found in in_threads(*runs):
+        assert_equal(found, equality.of_one_device(make))
 
 
 def test_a_bystander_meets_no_tower():
     """A plain model is trained in another thread while a tower is being traced."""
+    make, found = equality.moments_of_several_layers, []
+    case, plain = equality.case_of(make), equality.case_of(make)
+    step = equality.with_tape(lambda x: tf.reduce_mean(plain.losses(x)), plain.weights)
 
-    def train_plainly(model):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(losses_of(model)(tf.constant(X)))
-        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
-        return [loss.numpy(), *(g.numpy() for g in gradients), model.layers[1].moving_mean.numpy()]
-
-    expected = train_plainly(network())
-    towers_model, plain_model, found = network(), network(), []
-
-    def loss_fn(x):
+    def losses(x):
         if not found:  # in the midst of the first trace
-            found.extend(in_threads(lambda: train_plainly(plain_model)))
-        return losses_of(towers_model)(x)
+            found.extend(in_threads(lambda: equality.outcome(plain, step)))
+        return case.losses(x)
 
-    builder = TowerBuilder(TWO, batch_norm="sync")
-    step = tf.function(lambda x: builder.gradients(loss_fn, towers_model.trainable_variables, x))
-    step(tf.constant(X))
-    for a, b in zip(found[0], expected, strict=True):
-        np.testing.assert_array_equal(a, b)
+    equality.step_of(case._replace(losses=losses), THREE)(*case.batch)
+    for name, expected in equality.of_one_device(make).items():
+        np.testing.assert_array_equal(found[0][name], expected)
 
 
+@pytest.mark.graph
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_nothing_is_left_behind_by_an_error(error):
     call = layers.BatchNormalization.call

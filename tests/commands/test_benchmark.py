@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from models.cnn import cnn
-from tests import tiny
+from tests import leftovers, tiny
 from towers import cli
 from towers.commands.benchmark import lanes, own_lane, results
 from towers.commands.benchmark.options import BenchmarkOptions
@@ -23,30 +23,30 @@ from towers.graphs.flops import flop_per_example
 from towers.options.run import Options
 from towers.training.run import prepare
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.unit
 
 # A program that speaks the protocol and computes nothing; {} is what it does when it starts.
 PEER = """
 import json, os, subprocess, sys, time
 config = json.loads(sys.argv[1])
-with open("log", "a") as log:
-    print("start", os.path.basename(__file__), os.getpid(), file=log)
+def note(word):
+    with open("log", "a") as log:
+        print(word, file=log)
+note("start" if "TOWERS_TESTS" in os.environ else "not marked")
 def say(**answer):
     print(json.dumps(answer), flush=True)
 {}
 print("a word of the library's own")
 say(ready=True, versions={{"peer": "1.0"}}, config=config)
 for line in sys.stdin:
-    with open("log", "a") as log:
-        print("turn", os.path.basename(__file__), line.strip(), file=log)
+    note(line.strip())
     say(steps=4, seconds=2.0, loss=1.0)
 say(peak_memory_mib=12.5)
 """
 CRASH = "sys.stderr.write('first\\nno memory is left\\n'); sys.exit(3)"
 CHILD = """
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-with open("log", "a") as log:
-    print("start", "child", child.pid, file=log)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+note("child")
 """
 KEEP_IMAGES = """
 images = __import__('numpy').load(config['data'])
@@ -72,31 +72,18 @@ def write_peer(folder, program, start=""):
 
 
 def log(folder):
-    """Return the lines that peers have written, as lists of words."""
-    path = folder / "log"
-    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return (folder / "log").read_text().split()
 
 
-def is_alive(pid):
-    """Tell whether a process runs; one that has ended and was not asked for is no more."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def nobody_is_left(folder):
-    """Wait a little for what was killed to be gone; tell whether all processes of the log are."""
-    pids = [int(words[2]) for words in log(folder) if words[0] == "start"]
+def nobody_is_left():
+    """Wait a little for what was killed to be gone; tell whether all that was started is."""
     end = time.monotonic() + 10
-    while any(map(is_alive, pids)) and time.monotonic() < end:
-        os.sched_yield()
-    return bool(pids) and not any(map(is_alive, pids))
+    while (left := leftovers.marked(os.environ[leftovers.VARIABLE])) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not left
 
 
-# ---------------------------------------------------------------------------- From end to end
-
-
+@pytest.mark.process
 def test_the_command_line_with_peers(folder, capsys):
     write_peer(folder, "mirrored", KEEP_IMAGES)
     write_peer(folder, "fit", "say(skipped='fit is not installed: pip install fit'); sys.exit()")
@@ -109,8 +96,9 @@ def test_the_command_line_with_peers(folder, capsys):
     assert cli.main(argv.split()) == cli.EXIT_FAILED  # a peer has failed
     out, err = capsys.readouterr()
     result = json.loads(out)
-    check_own(result["results"])
-    strong = next(r for r in result["results"] if (r["num_towers"], r["scaling"]) == (2, "strong"))
+    found = [(r["scaling"], r["num_towers"], r["batch_size"]) for r in result["results"]]
+    assert found == [("strong", 1, 8), ("strong", 2, 8), ("weak", 2, 16)]
+    strong = result["results"][1]
     theirs = 8 * 4 / 2.0  # examples/s of a window
     for name in ("mirrored", "mirrored_own_layers"):
         assert result["peers"][name] == {
@@ -127,8 +115,8 @@ def test_the_command_line_with_peers(folder, capsys):
     assert "2 towers at batch size 8" in result["limit"] and result["limit"] in err
     assert "| strong | 2 | 8 |" in err and "failed      jax: exit code 3" in err
     assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert [words[2] for words in log(folder) if words[0] == "turn"] == ["0.02"] * 4
-    assert nobody_is_left(folder)
+    assert log(folder).count("0.02") == 4  # turns of peers
+    assert nobody_is_left()
     # No train_dir; peers train what we train, on the same images.
     assert {p.name for p in folder.iterdir()} == {"scripts", "log", "a.png", "config"}
     config = json.loads((folder / "config").read_text())
@@ -141,13 +129,7 @@ def test_the_command_line_with_peers(folder, capsys):
         "optimizer": "adamw", "learning_rate": 0.05, "momentum": 0.9, "weight_decay": 0.0,
         "ema_decay": 0.0, "augment": "none", "steps_per_loop": 10, "seed": 0, "own_layers": True,
     }  # fmt: skip
-
-
-def check_own(rows):
-    """Look at the entries of 1 and 2 towers, batch size 8."""
-    found = [(r["scaling"], r["num_towers"], r["batch_size"]) for r in rows]
-    assert found == [("strong", 1, 8), ("strong", 2, 8), ("weak", 2, 16)]
-    for row in rows:
+    for row in result["results"]:
         rates = row["examples_per_second"]
         assert 0 < rates["min"] <= rates["median"] <= rates["max"]
         assert row["control"]["min"] > 0 and row["efficiency"] > 0
@@ -158,9 +140,6 @@ def check_own(rows):
         assert row["gflops"] == pytest.approx(gflops, rel=1e-6)
         assert row["devices"] == [f"/cpu:{i}" for i in range(row["num_towers"])]
         assert row["shared"] == (row["num_towers"] > 1)
-
-
-# ---------------------------------------------------------------------------- Turns
 
 
 class FakeLane:
@@ -191,6 +170,7 @@ def test_lanes_take_turns_window_by_window_and_every_other_backwards():
         given.take()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "start, message",
     [
@@ -207,9 +187,15 @@ def test_a_lane_that_hangs_or_ends_is_ended_with_all_that_it_started(
     with pytest.raises(lanes.LaneError, match=message):
         lane.wait_ready()
     lane.close()
-    assert nobody_is_left(folder)
+    assert log(folder)[0] == "start" and nobody_is_left()
 
 
+OWN = FakeLane("own", [])
+OWN.ready |= {"image_shape": [8, 8, 3], "num_classes": 3, "num_towers": 1, "devices": ["/cpu:0"]}
+OWN.ready |= {"augment": "off"}
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_all(folder, number, monkeypatch, capsys):
     """The signal comes while a peer starts, which has a child; our own lane is left out."""
@@ -218,15 +204,7 @@ def test_an_interrupt_ends_all(folder, number, monkeypatch, capsys):
     monkeypatch.setattr(lanes.Turns, "start_own", lambda self, *_: self.own.append(OWN))
     assert cli.main(["benchmark", "--against=mirrored", "--num_towers=1"]) == 128 + number
     assert number.name in capsys.readouterr().err.splitlines()[-1]
-    assert len(log(folder)) == 2 and nobody_is_left(folder)
-
-
-OWN = FakeLane("own", [])
-OWN.ready |= {"image_shape": [8, 8, 3], "num_classes": 3, "num_towers": 1, "devices": ["/cpu:0"]}
-OWN.ready |= {"augment": "off"}
-
-
-# ---------------------------------------------------------------------------- The parts of a step
+    assert log(folder) == ["start", "child"] and nobody_is_left()
 
 
 COUNTS = []
@@ -257,6 +235,7 @@ def counting(num_classes, image_shape):
     return keras.Sequential([keras.Input(image_shape), *layers])
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("variables", ["cpu", "replicated"])
 def test_no_part_of_a_step_is_left_out_or_moved_out_of_the_loop(variables):
     given = tiny.options("unused", model=f"{__name__}:counting", num_towers=2, variables=variables)
@@ -277,7 +256,9 @@ def test_no_part_of_a_step_is_left_out_or_moved_out_of_the_loop(variables):
             tiny.assert_identical(state(), before)
 
 
-def test_a_lane_trains_as_long_as_it_was_asked_to():
+@pytest.mark.run
+def test_a_lane_trains_as_long_as_it_was_asked_to(monkeypatch):
+    monkeypatch.setattr(own_lane, "WARM_UP_SECONDS", 0.01)
     given = tiny.options("unused", dataset="synthetic", augment="tutorial", batch_size=5)
     lane = own_lane.OwnLane(given, 8)
     before = int(lane.run.masters.step)
@@ -291,9 +272,7 @@ def test_a_lane_trains_as_long_as_it_was_asked_to():
     assert lane.run.options.augment == "off" and (one == two).all()
 
 
-# ---------------------------------------------------------------------------- Arithmetic
-
-
+@pytest.mark.graph
 def test_the_arithmetic_of_a_step():
     network = cnn(lrn=False)
     first = 24 * 24 * 64 * (5 * 5 * 3)  # no gradient of the images is needed
@@ -316,9 +295,6 @@ def test_the_arithmetic_of_a_step():
         assert flop_per_example(model, loss_fn, batch) == 2 * products
 
 
-# ---------------------------------------------------------------------------- What the numbers say
-
-
 def result_of(shared=True, full=(1.0,), **seconds):
     """Return the result of a lane of 2 towers, from seconds of a step; others are not measured."""
     ready = {"shared": shared, "num_towers": 2, "scaling": "strong", "devices": []}
@@ -339,13 +315,10 @@ def test_a_result_is_made_of_the_windows():
     assert percents == pytest.approx({"input": 10, "compute": 50, "gather": 30, "update": 10})
     assert result["gflops"] == 0.25 and result["matmul_gflops"] == pytest.approx(1.0)
     assert result["arithmetic_rate"] == pytest.approx(0.25)
-
-
-@pytest.mark.parametrize("gather, control, percent", [(0.8, 0.9, 0), (1.2, 0.98, 2)])
-def test_noise_below_zero_counts_as_nothing(gather, control, percent):
-    result = result_of(gather=[gather], control=[control])
-    assert result["split"]["gather"]["percent"] == pytest.approx(percent)
-    assert sum(part["percent"] for part in result["split"].values()) == pytest.approx(100)
+    for gather, control, percent in (0.8, 0.9, 0), (1.2, 0.98, 2):  # noise counts as nothing
+        split = result_of(gather=[gather], control=[control])["split"]
+        assert split["gather"]["percent"] == pytest.approx(percent)
+        assert sum(part["percent"] for part in split.values()) == pytest.approx(100)
 
 
 @pytest.mark.parametrize(
@@ -360,9 +333,6 @@ def test_noise_below_zero_counts_as_nothing(gather, control, percent):
 def test_what_limits(shared, gather, control, words):
     said = results.limit(result_of(shared, gather=[gather], control=[control]))
     assert all(word in said for word in words)
-
-
-# ---------------------------------------------------------------------------- Bad input
 
 
 @pytest.mark.parametrize(
@@ -386,19 +356,19 @@ def test_bad_input_is_one_line(folder, capsys, given, words):
     assert not list(folder.rglob("*.png")) and "measuring" not in out
 
 
-# ---------------------------------------------------------------------------- Other tasks
-
-
-@pytest.mark.parametrize("task", ["table", "masks", "two"])
-def test_every_part_of_a_step_of_a_compiled_model_is_measured(task):
+@pytest.mark.run
+@pytest.mark.parametrize("task", ["two", pytest.param("masks", marks=pytest.mark.extended)])
+def test_every_part_of_a_step_of_a_compiled_model_is_measured(monkeypatch, task):
+    monkeypatch.setattr(own_lane, "WARM_UP_SECONDS", 0.01)
     names = {"model": f"tests.tasks:{task}", "dataset": f"tests.tasks:{task}_data"}
     lane = own_lane.OwnLane(Options(**names, batch_size=8, num_towers=2), 8)
     assert lane.ready["parts"] == ["constant", "gather", "control", "matmul"]
-    assert (lane.ready["image_shape"] is None) == (task != "masks")
+    assert (lane.ready["image_shape"] is None) == (task == "two")
     assert lane.ready["flop_per_example"] > 0
     assert lane.train(0.01)["steps"] > 0
 
 
+@pytest.mark.graph
 def test_data_that_are_no_images_with_classes_are_given_to_nobody(tmp_path):
     for task in "table", "masks", "two":
         data, _ = own_lane.load(Options(dataset=f"tests.tasks:{task}_data"))

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tests import tiny
 from towers import cli
 from towers.commands.compare import command
+from towers.monitoring import events
 from towers.monitoring.curves import read_curves, training_seconds
 from towers.options.run import Options
+
+pytestmark = pytest.mark.unit
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +31,12 @@ def write_events(folder, points, began=1000, wall_time=0.0):
     """Write an event file of [(x, {tag: value})]; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"events.out.tfevents.{began}.host.1.v2"
-    events = [Event(wall_time=wall_time, file_version="brain.Event:2")]
+    found = [Event(wall_time=wall_time, file_version="brain.Event:2")]
     for x, values in points:
-        events.append(Event(wall_time=wall_time + x, step=x))
+        found.append(Event(wall_time=wall_time + x, step=x))
         for tag, value in values.items():
-            events[-1].summary.value.extend(scalar_pb(tag, value).value)
-    with open(path, "wb") as file:
-        for event in events:
-            RecordWriter(file).write(event.SerializeToString())
+            found[-1].summary.value.extend(scalar_pb(tag, value).value)
+    path.write_bytes(b"".join(events.framed(found)))
     return path
 
 
@@ -44,12 +44,9 @@ def train_points(steps, rate=100.0, by_examples=False):
     """Return the points after these numbers of steps of 10 examples; the first has no speed."""
     points = []
     for step in steps:
-        values = {
-            "loss/data": 10.0 / step,
-            "progress/examples": step * 10,
-            "progress/epoch": step / 100,
-            **({"speed/examples_per_second": rate} if step != steps[0] else {}),
-        }
+        values = {"loss/data": 10 / step, "progress/examples": step * 10}
+        values |= {"progress/epoch": step / 100}
+        values |= {"speed/examples_per_second": rate} if step != steps[0] else {}
         points.append(((step - 1) * (10 if by_examples else 1), values))
     return points
 
@@ -90,9 +87,6 @@ RESULT = {
 }  # fmt: skip
 
 
-# ---------------------------------------------------------------------------- Tables
-
-
 def test_flags_results_and_times():
     make_run("runs/a", [0.5, 0.7, 0.9], RESULT, learning_rate=0.1)
     make_run("runs/b", [0.6, 0.8], rate=50.0, learning_rate=0.2, optimizer="adamw")
@@ -128,14 +122,6 @@ def test_an_accuracy_may_never_be_reached_and_is_reached_when_it_is_equal():
     assert cells(lines, "no flag differs") == []
 
 
-def test_the_moving_average_counts_where_there_is_one():
-    events = [(100, {"accuracy": 0.5, "accuracy_ema": 0.75})]
-    write_events(make_run("a", [0.5]) / "eval", events)
-    make_run("b", [0.5])
-    result, _ = compare_lines("a", "b", "--plot=none")
-    assert [run["metrics"]["accuracy"] for run in result["runs"]] == [0.75, 0.5]
-
-
 def test_runs_over_examples_and_over_steps_are_the_same():
     make_run("a", [0.5, 0.7])
     make_run("b", [0.5, 0.7], by_examples=True)
@@ -145,12 +131,16 @@ def test_runs_over_examples_and_over_steps_are_the_same():
     assert (left["steps"], left["examples"]) == (200, 2000)
 
 
-def test_the_result_of_a_run_that_went_on_is_an_old_one():
-    make_run("a", [0.5, 0.6, 0.7], RESULT | {"examples": 2000})
+def test_the_moving_average_and_the_newest_result_count():
+    make_run("a", [0.5, 0.6, 0.7], RESULT | {"examples": 2000})  # and went on
     make_run("b", [0.5, 0.6, 0.7], RESULT)
-    result, _ = compare_lines("a", "b", "--plot=none")
-    assert [run["status"] for run in result["runs"]] == ["unfinished", "finished"]
-    assert [run["metrics"]["accuracy"] for run in result["runs"]] == pytest.approx([0.7, 0.9])
+    averaged = [(100, {"accuracy": 0.5, "accuracy_ema": 0.75})]
+    write_events(make_run("c", [0.5]) / "eval", averaged)
+    result, _ = compare_lines("a", "b", "c", "--plot=none")
+    statuses = [run["status"] for run in result["runs"]]
+    assert statuses == ["unfinished", "finished", "unfinished"]
+    found = [run["metrics"]["accuracy"] for run in result["runs"]]
+    assert found == pytest.approx([0.7, 0.9, 0.75])
 
 
 @pytest.mark.parametrize(
@@ -238,9 +228,6 @@ def test_bad_input_gets_one_line(folder, capsys, argv, message):
     assert tiny.files(folder) == before
 
 
-# ---------------------------------------------------------------------------- Objectives
-
-
 def make_regression(name, errors, result=True, **more):
     """Make the folder of a run whose mae was these, and whose average's was half of that."""
     folder = make_run(name, [], **more)
@@ -279,32 +266,23 @@ def test_another_objective_can_be_named_and_different_ones_are_told():
     result, lines = compare_lines("a", "b", "--objective=max:mae", "--plot=none")
     assert (result["objective"], result["direction"]) == ("test_mae", "max")
     assert [run["metrics"]["objective"] for run in result["runs"]] == [0.45, None]
-
-
-def test_runs_that_are_not_finished_are_compared_by_what_they_have():
-    make_regression("a", [0.9], result=False)
-    make_regression("b", [0.8], result=False)
-    result, _ = compare_lines("a", "b", "--objective=min:mae", "--plot=none")
+    for name, error in ("c", 0.9), ("d", 0.8):  # without a result: by what they have
+        make_regression(name, [error], result=False)
+    result, _ = compare_lines("c", "d", "--objective=min:mae", "--plot=none")
     assert [run["metrics"]["objective"] for run in result["runs"]] == pytest.approx([0.45, 0.4])
-    assert compare_lines("a", "b", "--plot=none")[0]["objective"] == "test_loss"
+    assert compare_lines("c", "d", "--plot=none")[0]["objective"] == "test_loss"
 
 
-# ---------------------------------------------------------------------------- Curves
-
-
-@pytest.mark.parametrize(
-    ("examples", "rates", "seconds"),
-    [
+def test_seconds_are_examples_by_speed():
+    for examples, rates, seconds in (
         ([10, 110, 310], [math.nan, 100, 50], [0, 0.1, 1.1, 5.1]),
         ([10, 110, 120, 220], [math.nan, 100, math.nan, 10], [0, 0.1, 1.1, 2.1, 12.1]),
         ([10, 20], [10, math.nan], [0, 1, 2]),
         ([10], [math.nan], [0, math.nan]),
         ([], [], []),
-    ],
-)
-def test_seconds_are_examples_by_speed(examples, rates, seconds):
-    found = training_seconds(np.array(examples, float), np.array(rates, float))
-    assert found == pytest.approx(seconds, nan_ok=True)
+    ):
+        found = training_seconds(np.array(examples, float), np.array(rates, float))
+        assert found == pytest.approx(seconds, nan_ok=True)
 
 
 def test_a_night_between_two_sessions_is_not_counted():
@@ -335,15 +313,10 @@ def test_a_file_is_read_up_to_where_a_crash_cut_it_off_and_pictures_are_passed_o
     picture, late = Event(step=49), Event(step=99, summary=scalar_pb("loss/data", 1.0))
     picture.summary.value.add(tag="loss/data").tensor.tensor_shape.dim.add(size=3)
     picture.summary.value.add(tag="images/tower_0").tensor.string_val.append(b"png")
-    with open(path, "ab") as file:
-        RecordWriter(file).write(picture.SerializeToString())
-        RecordWriter(file).write(late.SerializeToString())
+    path.write_bytes(path.read_bytes() + b"".join(events.framed([picture, late])))
     assert read_curves(Path("a")).loss.x.tolist() == [0, 49, 99]
     path.write_bytes(path.read_bytes()[:-3])
     assert read_curves(Path("a")).loss.x.tolist() == [0, 49]
-
-
-# ---------------------------------------------------------------------------- The picture
 
 
 def test_the_picture_lies_where_the_runs_are_or_where_it_is_asked_for():
@@ -356,14 +329,12 @@ def test_the_picture_lies_where_the_runs_are_or_where_it_is_asked_for():
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and data == Path("runs/compare.png").read_bytes()
 
 
-@pytest.mark.parametrize("missing", ["matplotlib", "permission"])
-def test_without_a_picture_the_tables_still_come(monkeypatch, missing):
+def test_without_a_picture_the_tables_still_come(monkeypatch):
     make_run("a", [0.5], seed=1)
     make_run("b", [0.5], seed=2)
     Path("compare.png").mkdir()
-    if missing == "matplotlib":
+    for remedy in "try --plot=FILE.png", "pip install matplotlib":
+        result, lines = compare_lines("a", "b")
+        assert lines[-1].startswith("plot        none: ") and remedy in lines[-1]
+        assert lines[0] == "flags that differ" and result["plot"] is None
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result, lines = compare_lines("a", "b")
-    remedy = {"matplotlib": "pip install matplotlib", "permission": "try --plot=FILE.png"}[missing]
-    assert lines[-1].startswith("plot        none: ") and remedy in lines[-1]
-    assert lines[0] == "flags that differ" and result["plot"] is None

@@ -1,18 +1,17 @@
 """Verbs over workers, which are real processes of this machine."""
 
 import json
-import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.workers import started, workers
+from tests.workers import ROOT, environment, started, workers
 from towers.monitoring import events
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.process
+
 DEAD = "127.0.0.1:9"
 SMALL = "--model=tests.catalogue:cnn --dataset=tests.tiny:images --augment=none --batch_size=8"
 
@@ -24,26 +23,28 @@ def addresses():
 
 
 def python(*arguments, code=0):
-    """Run Python in a process of its own; return what it writes to standard output."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    """Run Python in a process of its own; return what it writes to standard output and error."""
     done = subprocess.run(
         [sys.executable, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
     assert done.returncode == code, done.stderr + done.stdout
-    return done.stdout
+    return done.stdout, done.stderr
 
 
 def towers(line, code=0):
     return python("-m", "towers", *line.split(), code=code)
 
 
+def test_verify_compares_towers_of_workers_with_one_device_here(addresses):
+    line = f"verify {SMALL} --steps=2 --num_towers=2,3 --workers={addresses} --json"
+    found = json.loads(towers(line)[0])
+    assert found["passed"] and set(found["max_relative_difference"]) == {"2", "3"}
+
+
+@pytest.mark.extended
 def test_doctor_tries_workers_and_names_the_one_that_is_dead(addresses):
-    found = json.loads(towers(f"doctor --workers={addresses},{DEAD} --json", code=1))
+    found = json.loads(towers(f"doctor --workers={addresses},{DEAD} --json", code=1)[0])
     assert [check["address"] for check in found if check["status"] == "problem"] == [DEAD]
     sound = {check["address"]: check for check in found if check.get("round_trip_seconds")}
     assert set(sound) == set(addresses.split(","))
@@ -52,16 +53,11 @@ def test_doctor_tries_workers_and_names_the_one_that_is_dead(addresses):
     assert found[-1]["detail"] == "4 ways, bit for bit"
 
 
-def test_verify_compares_towers_of_workers_with_one_device_here(addresses):
-    line = f"verify {SMALL} --steps=2 --num_towers=2,3 --workers={addresses} --json"
-    found = json.loads(towers(line))
-    assert found["passed"] and set(found["max_relative_difference"]) == {"2", "3"}
-
-
+@pytest.mark.extended
 def test_a_run_shows_its_workers_and_is_evaluated_on_them(addresses, tmp_path):
     line = f"--train_dir={tmp_path}/run --workers={addresses}"
     steps = "--max_steps=6 --log_every_steps=2 --placement=strict"
-    printed = towers(f"train {SMALL} {steps} {line}")
+    printed, _ = towers(f"train {SMALL} {steps} {line}")
     assert "-> /job:worker/task:1/cpu:0" in printed  # what crosses
     last = [events.read(tmp_path / "run/train" / f"worker_{i}")[5] for i in (0, 1)]
     for worker in last:
@@ -70,8 +66,8 @@ def test_a_run_shows_its_workers_and_is_evaluated_on_them(addresses, tmp_path):
         assert worker["worker/step_seconds"] > 0
     waits = [worker["worker/wait_seconds"] for worker in last]
     assert min(waits) == 0 < max(waits)
-    there = json.loads(towers(f"evaluate {line} --json"))
-    here = json.loads(towers(f"evaluate --train_dir={tmp_path}/run --workers= --json"))
+    there = json.loads(towers(f"evaluate {line} --json")[0])
+    here = json.loads(towers(f"evaluate --train_dir={tmp_path}/run --workers= --json")[0])
     assert there["num_towers"] == 2 and here["num_towers"] == 1
     assert there["accuracy"] == here["accuracy"]
 
@@ -89,10 +85,12 @@ def build():
     model = keras.Sequential([keras.Input([8]), *layers, keras.layers.Dense(1)])
     model.compile("adam", "mse")
     return model
-try:
-    towers.parallelize(build(), workers=addresses)
-except towers.InputError as error:
-    print(error)
+def refused(*given, **workers):
+    try:
+        towers.parallelize(*given, **workers)
+    except towers.InputError as error:
+        print(error)
+refused(build(), workers=addresses)
 x, y = np.random.default_rng(0).random((2, 30, 8))
 one, many = build(), towers.parallelize(build(), workers=addresses)
 losses = [model.fit(x, y[:, :1], batch_size=8, epochs=2, verbose=0, shuffle=False).history["loss"]
@@ -100,15 +98,13 @@ losses = [model.fit(x, y[:, :1], batch_size=8, epochs=2, verbose=0, shuffle=Fals
 np.testing.assert_allclose(*losses, rtol=1e-9)
 for weights in zip(one.get_weights(), many.get_weights(), strict=True):
     np.testing.assert_allclose(*weights, rtol=1e-9, atol=1e-12)
-try:
-    towers.parallelize(many, 2, workers=addresses)
-except towers.InputError as error:
-    print(error)
+refused(many, 2, workers=addresses)
 """
 
 
+@pytest.mark.extended
 def test_fit_over_workers_has_the_numbers_of_one_device(addresses):
-    too_old, both = python("-c", FIT, addresses).splitlines()
+    too_old, both = python("-c", FIT, addresses)[0].splitlines()
     assert "before the model is made" in too_old
     assert both.startswith("num_towers=2") and both.endswith("leave one of them out")
 
@@ -132,29 +128,27 @@ except towers.InputError as error:
 """
 
 
+@pytest.mark.extended
 def test_a_worker_that_hangs_while_it_is_looked_at_is_named():
     with started(1) as (worker,):
         start = time.monotonic()
-        said = python("-c", HANGS, worker.address, str(worker.process.pid))
+        said, _ = python("-c", HANGS, worker.address, str(worker.process.pid))
         assert worker.address in said and "does not answer" in said
         assert time.monotonic() - start < 40
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "flags, why",
     [
-        (["--min_workers=3"], "--min_workers=2"),
-        (["--workers={0},localhost:{1}"], "are the same worker"),
+        ("--min_workers=3", "--min_workers=2"),
+        ("--workers={0},localhost:{1}", "are the same worker"),
     ],
 )
 def test_what_cannot_be_had_of_workers_is_one_line(addresses, tmp_path, flags, why):
     first = addresses.split(",")[0]
-    flags = [flag.format(first, first.rpartition(":")[2]) for flag in flags]
-    done = subprocess.run(
-        [sys.executable, "-m", "towers", "train", f"--train_dir={tmp_path}/run", *SMALL.split(),
-         f"--workers={addresses}", *flags],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    last = done.stderr.splitlines()[-1]
-    assert done.returncode == 2 and why in last and "Traceback" not in done.stderr
+    flags = flags.format(first, first.rpartition(":")[2])
+    line = f"train --train_dir={tmp_path}/run {SMALL} --workers={addresses} {flags}"
+    _, err = towers(line, code=2)
+    assert why in err.splitlines()[-1] and "Traceback" not in err
     assert not (tmp_path / "run").exists()

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,13 +12,17 @@ from pathlib import Path
 import pytest
 
 from tests import fake_gpus, tiny
+from tests.workers import ROOT
 from towers import cli, files
 from towers.commands.sweep import command
 from towers.commands.sweep import report as sweep_report
+from towers.commands.sweep.options import plan
+from towers.devices import nvml
 from towers.errors import InputError
 from towers.options import flags
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.process
+
 FAKE = [sys.executable, str(ROOT / "tests" / "fake_train.py")]
 TINY = (
     "--model=tests.tiny:dense --dataset=tests.tiny:images --augment=none --batch_size=7 "
@@ -49,21 +54,18 @@ def statuses(result):
     return {run["name"]: run["status"] for run in result["runs"]}
 
 
-# ---------------------------------------------------------------------------- What it makes of runs
-
-
-def test_a_grid_ends_with_the_table_the_best_first(folder):
-    result, lines = run_fake("--vary=learning_rate:0.1,0.3,0.2", "--vary=seed:1,3")
+def test_a_grid_ends_with_the_table_the_best_first_and_a_command_that_can_be_typed(folder):
+    given = ["--vary=learning_rate:0.1,0.3", "--vary=seed:1,3", "--model_args=a=1,b=x y"]
+    result, lines = run_fake(*given)
     assert [line for line in lines if line.startswith("run ")] == [
-        f"run {i + 1} of 6 learning_rate={rate},seed={seed}: accuracy {rate + seed / 100:.4f} "
+        f"run {i + 1} of 4 learning_rate={rate},seed={seed}: accuracy {rate + seed / 100:.4f} "
         f"({result['runs'][i]['seconds']:.0f} s)"
-        for i, (rate, seed) in enumerate((r, s) for r in (0.1, 0.3, 0.2) for s in (1, 3))
+        for i, (rate, seed) in enumerate((r, s) for r in (0.1, 0.3) for s in (1, 3))
     ]
-    rows = [line.split() for line in lines[lines.index("") + 1 :][:4]]
+    rows = [line.split() for line in lines[lines.index("") + 1 :][:3]]
     assert rows == [
         "learning_rate accuracy std min max n examples/s failed".split(),
         "0.3 0.3200 0.0141 0.3100 0.3300 2 200.0 0".split(),
-        "0.2 0.2200 0.0141 0.2100 0.2300 2 200.0 0".split(),
         "0.1 0.1200 0.0141 0.1100 0.1300 2 200.0 0".split(),
     ]
     assert "best        learning_rate=0.3: accuracy 0.3200" in lines
@@ -72,18 +74,13 @@ def test_a_grid_ends_with_the_table_the_best_first(folder):
         {"mean": 0.32, "std": 0.0002**0.5, "min": 0.31, "max": 0.33}
     )
     assert result["best"]["flags"] == {"learning_rate": 0.3}
-
-
-def test_the_best_is_a_command_that_can_be_typed(folder):
-    result, lines = run_fake("--vary=model_args:a=1,b=x y;a=2", "--vary=seed:1", "--momentum=0.5")
-    command = result["best"]["command"]
-    assert f"  {command}" in lines
-    words = subprocess.run(
-        ["sh", "-c", f'towers() {{ printf "%s\\n" "$@"; }}; {command}'],
-        capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
-    options = cli.parse(words[0], words[1:])
-    assert (options.model_args, options.seed, options.momentum) == ("a=1,b=x y", 1, 0.5)
+    typed = result["best"]["command"]
+    assert f"  {typed}" in lines
+    say = f'towers() {{ printf "%s\\n" "$@"; }}; {typed}'
+    done = subprocess.run(["sh", "-c", say], capture_output=True, text=True, check=True)
+    verb, *words = done.stdout.splitlines()
+    options = cli.parse(verb, words)
+    assert (options.model_args, options.seed, options.learning_rate) == ("a=1,b=x y", 1, 0.3)
     assert options.train_dir == "S-best"
 
 
@@ -105,14 +102,20 @@ def test_failed_runs_do_not_end_the_others_and_are_tried_again(folder):
     assert started() == [*names, *names[:4]]
 
 
-def test_the_average_counts_where_there_is_one_and_a_failure_puts_a_row_last():
-    def entry(rate, seed, accuracy):
-        result = accuracy and {"test_accuracy": 0.1, "test_accuracy_ema": accuracy}
-        status = "finished" if accuracy else "failed"
-        flags = {"learning_rate": rate, "seed": seed}
-        return {"name": f"{rate},{seed}", "flags": flags, "status": status, "result": result}
+def entry(rate, seed, result):
+    """Return what is known of a run; without a result it has failed."""
+    found = {"name": f"{rate},{seed}", "flags": {"learning_rate": rate, "seed": seed}}
+    found |= {"status": "finished" if result else "failed", "result": result}
+    return found | {"seconds": 2.0, "train_dir": "S/x"}
 
-    entries = [entry(1, 1, 0.9), entry(1, 2, None), entry(2, 1, 0.5), entry(3, 1, None)]
+
+@pytest.mark.unit
+def test_the_average_counts_where_there_is_one_and_a_failure_puts_a_row_last():
+    found = [(1, 1, 0.9), (1, 2, None), (2, 1, 0.5), (3, 1, None)]
+    entries = [
+        entry(rate, seed, average and {"test_accuracy": 0.1, "test_accuracy_ema": average})
+        for rate, seed, average in found
+    ]
     rows = sweep_report.summarise(entries)
     assert [row["flags"]["learning_rate"] for row in rows] == [2, 1, 3]
     assert rows[0]["accuracy"]["std"] is None and rows[2]["accuracy"] is None
@@ -123,17 +126,15 @@ def test_the_average_counts_where_there_is_one_and_a_failure_puts_a_row_last():
     ]
 
 
+@pytest.mark.unit
 def test_the_objective_is_that_of_the_runs_and_may_be_better_when_it_is_lower():
-    def entry(rate, error):
-        result = {"objective": "validation_mae", "direction": "min", "validation_mae": error}
-        result |= {"steps": 3, "test_loss": error}
-        flags = {"learning_rate": rate, "seed": 1}
-        end = {"name": f"{rate}", "seconds": 2.0, "status": "finished", "train_dir": "S/x"}
-        return end | {"flags": flags, "result": result}
-
+    of_runs = {"objective": "validation_mae", "direction": "min", "steps": 3}
+    entries = [
+        entry(rate, 1, of_runs | {"validation_mae": error, "test_loss": error})
+        for rate, error in ((1, 0.5), (2, 0.25))
+    ]
     options = cli.parse("sweep", ["--sweep_dir=S", "--vary=learning_rate:1,2"])
-    entries = [entry(1, 0.5), entry(2, 0.25)]
-    assert sweep_report.line_of(entries[0], 1, 2) == "run 1 of 2 1: mae 0.5000 (2 s)"
+    assert sweep_report.line_of(entries[0], 1, 2) == "run 1 of 2 1,1: mae 0.5000 (2 s)"
     document = sweep_report.document(options, entries)
     assert (document["objective"], document["direction"]) == ("validation_mae", "min")
     assert document["best"]["flags"] == {"learning_rate": 2}
@@ -148,16 +149,13 @@ def test_the_objective_is_that_of_the_runs_and_may_be_better_when_it_is_lower():
     assert any(line.startswith("the runs have different objectives") for line in lines)
 
 
-# ---------------------------------------------------------------------------- Going on
-
-
 def test_what_is_finished_is_not_started_again_and_values_can_be_added(folder):
-    run_fake("--vary=learning_rate:0.1,0.2", "--vary=seed:1")
+    run_fake("--vary=learning_rate:0.1", "--vary=seed:1")
     before = tiny.files(Path("S/learning_rate=0.1,seed=1"))
-    result, lines = run_fake("--vary=learning_rate:0.3,0.2,0.1", "--vary=seed:1,2")
-    assert "sweep       S: 6 runs, 2 of them finished before" in lines
+    result, lines = run_fake("--vary=learning_rate:0.3,0.1", "--vary=seed:1,2")
+    assert "sweep       S: 4 runs, 1 of them finished before" in lines
     assert set(statuses(result).values()) == {"finished"}
-    assert len(started()) == len(set(started())) == 6
+    assert len(started()) == len(set(started())) == 4
     assert tiny.files(Path("S/learning_rate=0.1,seed=1")) == before
 
 
@@ -176,6 +174,16 @@ def test_another_experiment_is_refused_with_both_values_and_no_other_change(fold
     assert len(started()) == 1
 
 
+SWEEP = f"""
+import sys
+from towers import cli
+from towers.commands.sweep.command import run
+result = run(cli.parse("sweep", sys.argv[1:]), program={FAKE!r})
+assert "tensorflow" not in sys.modules  # of which a sweep has no need
+sys.exit(75 if result["interrupted"] else 0)
+"""
+
+
 @pytest.fixture
 def background(folder):
     """Return what starts a sweep of fake runs in a process, and waits for its waiting run."""
@@ -183,13 +191,7 @@ def background(folder):
 
     def start(*argv):
         os.mkfifo("ready")
-        code = (
-            "import sys; from towers import cli; "
-            "from towers.commands.sweep.command import run; "
-            f"result = run(cli.parse('sweep', sys.argv[1:]), program={FAKE!r}); "
-            "sys.exit(75 if result['interrupted'] else 0)"
-        )
-        argv = [sys.executable, "-c", code, "--sweep_dir=S", *argv]
+        argv = [sys.executable, "-c", SWEEP, "--sweep_dir=S", *argv]
         environ = os.environ | {"READY": str(folder / "ready")}
         process = subprocess.Popen(argv, env=environ, stdout=subprocess.PIPE, text=True)
         processes.append(process)
@@ -236,56 +238,58 @@ def test_the_runs_of_a_killed_sweep_save_and_end(folder, background):
     assert tiny.files(Path("S/model=fine,seed=1")) == before
 
 
-def test_two_sweeps_cannot_be_at_work_in_one_folder(folder):
+@pytest.mark.unit
+def test_a_folder_that_cannot_be_a_sweeps_is_refused(folder):
     Path("S").mkdir()
     with files.Lock() as lock:
         lock.take(Path("S"))
         with pytest.raises(InputError, match="--sweep_dir=S: another process trains there"):
             run_fake("--vary=seed:1")
     assert list(Path("S").iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "make", [lambda p: p.write_text(""), lambda p: (p / "checkpoints").mkdir(parents=True)]
-)
-def test_a_folder_that_cannot_be_a_sweeps_is_refused(folder, make):
-    make(Path("S"))
+    Path("S/checkpoints").mkdir()
+    Path("file").touch()
     before = tiny.files(folder)
-    with pytest.raises(InputError, match="^--sweep_dir=S"):
-        run_fake("--vary=seed:1")
+    for name in "S", "file":
+        with pytest.raises(InputError, match=f"^--sweep_dir={name}"):
+            run_fake("--vary=seed:1", f"--sweep_dir={name}")
     assert tiny.files(folder) == before
 
 
-# ---------------------------------------------------------------------------- GPUs
+WHOLE, IN_PARTS = [fake_gpus.A100] * 4, [fake_gpus.SPLIT] * 2
 
 
-def gpus_of_runs():
-    return sorted(line.split(" ")[1] for line in Path("S/started").read_text().splitlines())
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "cards, argv, places",
+    [
+        (WHOLE, "", [[]]),
+        (WHOLE, "--parallel=2", [["0", "1"], ["2", "3"]]),
+        (WHOLE, "--parallel=3", [["0"], ["1"], ["2"]]),
+        (WHOLE, "--parallel=2 --visible_gpus=1,3", [["1"], ["3"]]),
+        (WHOLE, "--parallel=8 --devices=cpu", [[]] * 8),
+        (WHOLE, "--parallel=8 --visible_gpus=none", [[]] * 8),
+        (IN_PARTS, "--parallel=2", [[fake_gpus.part_uuid(0, part)] for part in (0, 1)]),
+    ],
+)
+def test_gpus_are_dealt_out(monkeypatch, cards, argv, places):
+    fake_gpus.install_driver(monkeypatch, *cards)
+    options = cli.parse("sweep", ["--sweep_dir=S", "--vary=seed:1,2", *argv.split()])
+    assert command.deal_gpus(plan(options), options.parallel, nvml.gpus(), os.environ) == places
 
 
 @pytest.mark.parametrize(
     "argv, shares",
-    [
-        ("", [""] * 2),
-        ("--parallel=2", ["0,1", "2,3"]),
-        ("--parallel=3", ["0", "1"]),
-        ("--parallel=2 --visible_gpus=1,3", ["1", "3"]),
-        ("--parallel=8 --devices=cpu", [""] * 2),
-        ("--parallel=8 --visible_gpus=none", ["none"] * 2),
-    ],
+    [("--parallel=2", ["0,1", "2,3"]), ("--parallel=2 --visible_gpus=none", ["none"] * 2)],
 )
-def test_gpus_are_dealt_out(folder, monkeypatch, argv, shares):
-    fake_gpus.install_driver(monkeypatch, *[fake_gpus.A100] * 4)
+def test_a_run_gets_its_gpus(folder, monkeypatch, argv, shares):
+    fake_gpus.install_driver(monkeypatch, *WHOLE)
     result, _ = run_fake("--vary=seed:1,2", *argv.split())
-    assert (result["finished"], gpus_of_runs()) == (2, shares)
+    assert result["finished"] == 2
+    given = Path("S/started").read_text().splitlines()
+    assert sorted(line.partition(" ")[2] for line in given) == shares
 
 
-def test_parts_of_gpus_are_dealt_out_one_by_one(folder, monkeypatch):
-    fake_gpus.install_driver(monkeypatch, fake_gpus.SPLIT, fake_gpus.SPLIT)
-    run_fake("--vary=seed:1,2", "--parallel=2")
-    assert gpus_of_runs() == [fake_gpus.part_uuid(0, 0), fake_gpus.part_uuid(0, 1)]
-
-
+@pytest.mark.unit
 @pytest.mark.parametrize(
     "argv, words",
     [
@@ -298,36 +302,15 @@ def test_parts_of_gpus_are_dealt_out_one_by_one(folder, monkeypatch):
     ],
 )
 def test_gpus_that_do_not_suffice_are_refused(folder, monkeypatch, argv, words):
-    fake_gpus.install_driver(monkeypatch, *[fake_gpus.A100] * 4)
-    with pytest.raises(InputError) as error:
+    fake_gpus.install_driver(monkeypatch, *WHOLE)
+    with pytest.raises(InputError, match=re.escape(words)):
         run_fake("--vary=seed:1,2", *argv.split())
-    assert words in str(error.value)
     assert list(folder.iterdir()) == []
 
 
-# ---------------------------------------------------------------------------- What is seen of it
-
-
-def test_a_sweep_needs_no_tensorflow(folder):
-    code = (
-        "import sys; from towers import cli; "
-        "from towers.commands.sweep.command import run; "
-        f"run(cli.parse('sweep', sys.argv[1:]), program={FAKE!r}); "
-        "sys.exit('tensorflow' in sys.modules)"
-    )
-    argv = [sys.executable, "-c", code, "--sweep_dir=S", "--vary=seed:1"]
-    done = subprocess.run(argv, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-# ---------------------------------------------------------------------------- Real ones
-
-
 def test_a_killed_sweep_of_real_runs_repeats_nothing_that_was_finished(folder):
-    command = [
-        sys.executable, "-m", "towers", "sweep", "--sweep_dir=S", *TINY,
-        "--vary=learning_rate:0.05,0.1",
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "towers", "sweep", "--sweep_dir=S", *TINY]
+    command.append("--vary=learning_rate:0.05,0.1")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.startswith("run "):

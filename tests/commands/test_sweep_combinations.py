@@ -20,13 +20,11 @@ from towers.commands.sweep.options import (
 from towers.errors import InputError
 from towers.options.run import Options
 
+pytestmark = pytest.mark.unit
+
 
 def plan_of(*argv):
     return plan(cli.parse("sweep", ["--sweep_dir=S", *argv]))
-
-
-def parse_each(texts):
-    return [parse(text) for text in texts]
 
 
 def refusal(*argv):
@@ -35,9 +33,6 @@ def refusal(*argv):
         plan_of(*argv)
     assert len(str(error.value).splitlines()) == 1
     return str(error.value)
-
-
-# ---------------------------------------------------------------------------- What --vary means
 
 
 @pytest.mark.parametrize(
@@ -57,29 +52,20 @@ def refusal(*argv):
         ("model_args:depth=20,depth=32", ("depth=20", "depth=32")),
         ("decay_epochs:80,120;60,90", ("80,120", "60,90")),
         ("data_dir:../a,../b", ("../a", "../b")),
+        # ranges, and whether their logarithm is even
+        ("learning_rate:log(0.01..0.3)", (0.01, 0.3, True)),
+        ("learning_rate:log( 1e-4 .. 1e-1 )", (1e-4, 0.1, True)),
+        ("momentum:0.1..0.9", (0.1, 0.9, False)),
+        ("momentum:.1...9", (0.1, 0.9, False)),
+        ("batch_size:16..256", (16, 256, False)),
+        ("batch_size:log(16..256)", (16, 256, True)),
     ],
 )
-def test_lists(text, values):
+def test_lists_and_ranges(text, values):
     varied = parse(text)
-    assert varied.values == values
-    assert [type(value) for value in varied.values] == [type(value) for value in values]
-
-
-@pytest.mark.parametrize(
-    "text, low, high, log",
-    [
-        ("learning_rate:log(0.01..0.3)", 0.01, 0.3, True),
-        ("learning_rate:log( 1e-4 .. 1e-1 )", 1e-4, 0.1, True),
-        ("momentum:0.1..0.9", 0.1, 0.9, False),
-        ("momentum:.1...9", 0.1, 0.9, False),
-        ("batch_size:16..256", 16, 256, False),
-        ("batch_size:log(16..256)", 16, 256, True),
-    ],
-)
-def test_ranges(text, low, high, log):
-    varied = parse(text)
-    assert (varied.values, varied.low, varied.high, varied.log) == ((), low, high, log)
-    assert type(varied.low) is type(low)
+    found = varied.values or (varied.low, varied.high, varied.log)
+    assert found == values
+    assert [type(value) for value in found] == [type(value) for value in values]
 
 
 MESSAGES = {
@@ -109,20 +95,14 @@ def test_a_sweep_varies_something_and_each_flag_once():
     assert "num_towers" in refusal("--vary=num_gpus:1", "--vary=num_towers:2")
 
 
-def test_flags_that_are_whole_only_together():
-    runs = plan_of("--schedule=step", "--vary=decay_epochs:80,120;60,90")
-    assert [run.options.decay_epochs for run in runs] == ["80,120", "60,90"]
-
-
-def test_vary_may_stand_in_a_flagfile(tmp_path):
+def test_vary_may_stand_in_a_flagfile_and_flags_be_whole_only_together(tmp_path):
     path = tmp_path / "sweep.cfg"
     path.write_text("--batch_size=8\n--vary=seed:1,2\n--vary=model_args:a=1,b=2;a=2,b=2\n")
     runs = plan_of(f"--flagfile={path}", "--vary", "momentum:0,0.9")
     assert len(runs) == 8 and {run.options.batch_size for run in runs} == {8}
     assert list(runs[0].flags) == ["seed", "model_args", "momentum"]
-
-
-# ---------------------------------------------------------------------------- Combinations
+    runs = plan_of("--schedule=step", "--vary=decay_epochs:80,120;60,90")
+    assert [run.options.decay_epochs for run in runs] == ["80,120", "60,90"]
 
 
 def test_a_grid_is_all_combinations():
@@ -146,27 +126,24 @@ def test_samples_are_the_same_after_a_restart_and_more_keep_the_first():
 
 
 def test_samples_differ_and_there_must_be_so_many():
-    varied = parse_each(["seed:1,2,3", "batch_size:1..2"])
+    varied = [parse("seed:1,2,3"), parse("batch_size:1..2")]
     assert len({describe(combination) for combination in sample(varied, 6, 0)}) == 6
     assert {describe(c) for c in sample(varied, 6, 0)} == {
         f"batch_size={size},seed={seed}" for size in (1, 2) for seed in (1, 2, 3)
     }
     with pytest.raises(InputError, match="--samples=7: only 6 different .* or --samples=6"):
         sample(varied, 7, 0)
-    assert sorted(c["seed"] for c in grid(parse_each(["seed:1,2,3"]))) == [1, 2, 3]
+    assert sorted(c["seed"] for c in grid([parse("seed:1,2,3")])) == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "text, where, value",
-    [
+def test_draws_are_even_in_their_range_or_its_logarithm():
+    for text, where, value in (
         ("learning_rate:log(0.01..1)", 0.5, 0.1),
         ("momentum:0.2..0.8", 0.5, 0.5),
         ("batch_size:16..19", 0.99, 19),
         ("seed:4,5", 0.5, 5),
-    ],
-)
-def test_draws_are_even_in_their_range_or_its_logarithm(text, where, value):
-    assert parse(text).draw(where) == value
+    ):
+        assert parse(text).draw(where) == value
 
 
 @settings(deadline=None)
@@ -183,9 +160,6 @@ def test_a_draw_stays_in_its_range(low, factor, where, log):
     assert whole.low <= whole.draw(where) <= whole.high and isinstance(whole.draw(where), int)
 
 
-# ---------------------------------------------------------------------------- Names
-
-
 def test_names_do_not_depend_on_how_flags_are_given():
     left = plan_of("--vary=seed:1", "--vary=weight_decay:1e-4", "--vary=learning_rate:0.10")
     right = plan_of("--vary=learning_rate:.1", "--vary=weight_decay:0.0001", "--vary=seed:1")
@@ -195,7 +169,7 @@ def test_names_do_not_depend_on_how_flags_are_given():
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=300)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(left=TEXTS, right=TEXTS)
 def test_names_are_safe_short_and_different(left, right):
     names = [name_of({"model_args": value, "seed": 3}) for value in (left, right)]

@@ -7,19 +7,22 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import tiny
+from tests import fits, tiny
 from towers import cli
 from towers.commands.verify import command as verify
 from towers.commands.verify.differences import differences, kind_of
 from towers.options.run import Options
 
+pytestmark = pytest.mark.run
 layers = keras.layers
+IMAGES = "--dataset=tests.tiny:images --augment=none"
+TABLE = "--dataset=tests.tasks:table_data"  # of compiled models
 
 
-def command(capsys, model, *argv):
+def command(capsys, model, *argv, data=IMAGES):
     """Verify one of this module's models, or another one that has a module; return its JSON."""
     capsys.readouterr()
-    small = "--dataset=tests.tiny:images --augment=none --batch_size=7 --steps=2 --num_towers=2"
+    small = f"{data} --batch_size=7 --steps=2 --num_towers=2"
     model = model if ":" in model else f"{__name__}:{model}"
     code = cli.main(["verify", *small.split(), f"--model={model}", "--json", *argv])
     out, err = capsys.readouterr()
@@ -27,15 +30,9 @@ def command(capsys, model, *argv):
 
 
 def net(image_shape, num_classes, *middle):
-    return keras.Sequential(
-        [
-            keras.Input(image_shape),
-            layers.Conv2D(3, 3, activation="tanh"),
-            *middle,
-            layers.GlobalAveragePooling2D(),
-            layers.Dense(num_classes),
-        ]
-    )
+    first, last = layers.Conv2D(3, 3, activation="tanh"), layers.GlobalAveragePooling2D()
+    head = layers.Dense(num_classes)
+    return keras.Sequential([keras.Input(image_shape), first, *middle, last, head])
 
 
 # ---------------------------------------------------------------------------- What passes
@@ -121,10 +118,44 @@ def test_layers_with_a_precision_of_their_own_compute_in_float64(capsys):
     assert keras.config.floatx() == "float32"
 
 
-def test_other_options_and_a_loss_scale_pass(capsys):
-    flags = "--optimizer=adamw --accumulate_steps=3 --clip_norm=0.01 --dtype=mixed_float16"
-    code, result, _ = command(capsys, "sound", *flags.split())
-    assert code == 0 and "loss_scale" in result["differences"]
+def plain_table():
+    return keras.Sequential([keras.Input((4,)), layers.Dense(3, "tanh"), layers.Dense(1)])
+
+
+class InFloat32(layers.Layer):
+    """TensorFlow's op has no float64."""
+
+    def call(self, x):
+        return tf.nn.local_response_normalization(x[:, None, None])[:, 0, 0]
+
+
+def no_float64():
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(1)(InFloat32()(layers.Dense(6)(inputs))))
+    model.compile("adam", "mse")
+    return model
+
+
+@pytest.mark.parametrize(
+    "model, data, flags, names",
+    [
+        ("sound", IMAGES,
+         "--optimizer=adamw --accumulate_steps=3 --clip_norm=0.01 --dtype=mixed_float16",
+         {"loss_scale"}),
+        ("plain_table", TABLE,
+         "--loss=mean_squared_error --metrics=mae --optimizer=adam --weight_decay=0.01",
+         {"metric/mae", "evaluation/mae"}),
+    ],
+)  # fmt: skip
+def test_a_loss_scale_and_losses_by_flags_pass(capsys, model, data, flags, names):
+    code, result, _ = command(capsys, model, *flags.split(), data=data)
+    assert code == 0 and names <= set(result["differences"])
+
+
+def test_what_cannot_be_had_in_float64_is_compared_in_the_runs_own_precision(capsys):
+    code, result, _ = command(capsys, "no_float64", "--num_towers=3", data=TABLE)
+    assert code == 0 and result["dtype"] == "float32"
+    assert 0 < result["max_relative_difference"]["3"] < 1e-4
 
 
 # ------------------------------------------------------------------- What is zero in theory
@@ -137,18 +168,8 @@ def first_cnn(num_classes, image_shape):
 
 
 def test_rounding_passes_and_an_error_of_a_millionth_is_found_in_every_array(capsys, monkeypatch):
-    results_of = verify.results_of
-
-    def wrong_on_two_towers(lane, *batches):
-        found = results_of(lane, *batches)
-        sizes = {name: np.abs(array.astype(float)).max() for name, array in found.items()}
-        for name in [n for n in found if lane.num_towers == 2 and found[n].dtype.kind == "f"]:
-            of_kind = [size for n, size in sizes.items() if kind_of(n) == kind_of(name)]
-            found[name] = np.array(found[name])
-            found[name].flat[-1] += 1e-6 * max(of_kind)
-        return found
-
-    monkeypatch.setattr(verify, "results_of", wrong_on_two_towers)
+    wrong = fits.wrong_on_two_towers(verify.results_of)
+    monkeypatch.setattr(verify, "results_of", wrong)
     flags = ["--optimizer=adamw", "--ema_decay=0.9", "--num_towers=2,3"]
     code, result, _ = command(capsys, "first_cnn", *flags)
     floats = {
@@ -166,13 +187,9 @@ def test_rounding_passes_and_an_error_of_a_millionth_is_found_in_every_array(cap
 # ---------------------------------------------------------------------------- What fails
 
 
-class DrawsItsGradient(layers.Layer):
-    def call(self, x):
-        @tf.custom_gradient
-        def noisy(x):
-            return tf.identity(x), lambda dy: dy * tf.random.uniform(tf.shape(x), dtype=x.dtype)
-
-        return noisy(x)
+@tf.custom_gradient
+def noisy(x):
+    return tf.identity(x), lambda dy: dy * tf.random.uniform(tf.shape(x), dtype=x.dtype)
 
 
 class NarrowWeight(layers.Layer):
@@ -190,7 +207,7 @@ class ReadsItsTowerInEvaluation(layers.Layer):
 
 
 def random_gradient(num_classes, image_shape):
-    return net(image_shape, num_classes, DrawsItsGradient(name="guilty"))
+    return net(image_shape, num_classes, layers.Lambda(lambda x: noisy(x), name="guilty"))
 
 
 def narrow_weight(num_classes, image_shape):
@@ -201,26 +218,69 @@ def unlike_in_evaluation(num_classes, image_shape):
     return net(image_shape, num_classes, ReadsItsTowerInEvaluation(name="guilty"))
 
 
-FAULTS, LOCAL = "tests.zoo.faults", "--batch_norm=local"
-# Other causes are those of models in tests/zoo.
+def minus_mean(x):
+    return x - keras.ops.mean(x, axis=0)
+
+
+def mixed():
+    middle = [layers.Dense(6, "tanh"), layers.Lambda(minus_mean, name="guilty")]
+    model = keras.Sequential([keras.Input((4,)), *middle, layers.Dense(1)])
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+
+class Counting:
+    """Counts how often it is called, which is how often a step is traced."""
+
+    calls = 0
+
+    def __call__(self, y, outputs):
+        type(self).calls += 1
+        return keras.ops.mean(keras.ops.square(y - outputs), axis=-1) * type(self).calls
+
+
+def stateful_loss():
+    model = plain_table()
+    model.compile("adam", Counting())
+    return model
+
+
+def stateful_metric():
+    model = plain_table()
+    model.compile("adam", "mse", metrics=[counted])
+    return model
+
+
+def counted(y, outputs):
+    return Counting()(y, outputs)
+
+
+def rare(*case):
+    """Return a case whose cause the zoo has in a normal run, too."""
+    return pytest.param(*case, marks=pytest.mark.extended)
 
 
 @pytest.mark.parametrize(
-    "model, flags, name, cause",
+    "model, data, flags, name, cause",
     [
-        ("random_gradient", "", "gradient/", "random op:"),
-        ("first_cnn", LOCAL, "loss", "local BatchNorm: sequential/norm takes its"),
-        ("narrow_weight", "", "gradient/sequential/guilty/variable",
-         "rounding: layer sequential/guilty"),
+        ("random_gradient", IMAGES, "", "gradient/", "random op:"),
+        rare("first_cnn", IMAGES, "--batch_norm=local", "loss",
+             "local BatchNorm: sequential/norm takes its"),
+        rare("narrow_weight", IMAGES, "", "gradient/sequential/guilty/variable",
+             "rounding: layer sequential/guilty"),
+        rare("mixed", TABLE, "", "loss", "mixed examples: layer sequential/guilty"),
+        rare("stateful_loss", TABLE, "", "loss", "state in Python: a step"),
+        ("stateful_metric", TABLE, "", "metric/counted", "metric: the loss is the same"),
     ],
 )  # fmt: skip
-def test_a_fault_is_found_and_named(capsys, model, flags, name, cause):
-    code, result, err = command(capsys, model, *flags.split())
+def test_a_fault_is_found_and_named(capsys, model, data, flags, name, cause):
+    """Other causes are those of models in tests/zoo."""
+    code, result, err = command(capsys, model, *flags.split(), data=data)
     first = result["first_difference"]
     assert code == 1 and result["passed"] is False
     assert first["step"] == 0 and first["name"].startswith(name)
     # A random layer does not hide in its own noise.
-    assert first["relative_difference"] > (1e-3 if "random" in f"{model} {cause}" else 1e-9)
+    assert first["relative_difference"] > (1e-3 if model == "random_gradient" else 1e-9)
     assert first["cause"].startswith(cause)
     assert f"likely      {first['cause']}" in err
 
@@ -257,9 +317,9 @@ TRAIN = "--dataset=tests.tiny:images --augment=none --max_steps=1 --batch_size=7
     "model, line",
     [
         ("faults:tensorflow_normal", "random op:"),
-        ("state:last_example", "state: the variable sequential/tracked/value"),
         ("mixing:minus_mean", "mixed examples: layer sequential/"),
-        ("state:histogram", None),
+        rare("state:last_example", "state: the variable sequential/tracked/value"),
+        rare("state:histogram", None),
     ],
 )
 def test_the_run_itself_says_what_depends_on_the_number_of_towers(tmp_path, capsys, model, line):
@@ -279,7 +339,7 @@ def test_the_run_itself_says_what_depends_on_the_number_of_towers(tmp_path, caps
 def test_strict_refuses_draws_that_do_not_follow_the_example(tmp_path, capsys):
     flags = [*TRAIN, "--num_towers=2", "--draws=strict", f"--train_dir={tmp_path}/run"]
     for model in "tensorflow_normal", "square_draw":
-        assert cli.main(["train", *flags, f"--model={FAULTS}:{model}"]) == 1
+        assert cli.main(["train", *flags, f"--model=tests.zoo.faults:{model}"]) == 1
         assert capsys.readouterr().err.splitlines()[-1].startswith("towers: --draws=strict: ")
         assert not (tmp_path / "run").exists()
     assert cli.main(["train", *flags, f"--model={__name__}:sound"]) == 0
@@ -288,6 +348,7 @@ def test_strict_refuses_draws_that_do_not_follow_the_example(tmp_path, capsys):
 # ---------------------------------------------------------------------------- The comparison
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     "expected, found, noise, relative, with_noise",
     [
@@ -309,11 +370,13 @@ def test_differences_are_relative_to_the_array_or_to_its_noise(
     assert first.relative_difference == pytest.approx(with_noise)
 
 
+@pytest.mark.unit
 def test_units_of_the_last_place_are_those_of_the_largest_value():
     (found,) = differences({"loss": np.array(2.5)}, {"loss": np.array(2.0)}, 2, 0)
     assert found.ulps == 0.5 / np.spacing(2.0)
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     "array", [np.array([np.nan, 1.0]), np.array([np.inf, 1.0]), np.array([1.0, 1.0, 1.0]), None]
 )
@@ -323,6 +386,7 @@ def test_what_cannot_be_compared_differs(array):
     assert difference.relative_difference == float("inf")
 
 
+@pytest.mark.unit
 def test_no_data_is_downloaded(tmp_path):
     said = []
     options = Options(dataset="cifar10", data_dir=str(tmp_path / "none"))

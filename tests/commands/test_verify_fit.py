@@ -1,14 +1,19 @@
 """`towers.verify`: what passes of a compiled model, what fails, and that it stays as it is."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import towers
+from tests import fits
 from towers.commands.verify import fit
 from towers.commands.verify.differences import kind_of
 from towers.training.parallel import builder_of
+
+pytestmark = pytest.mark.run
 
 layers = keras.layers
 RANDOM = np.random.default_rng(0)
@@ -173,30 +178,6 @@ class Guilty(layers.Layer):
         return x
 
 
-@pytest.mark.parametrize(
-    "kind, name, cause",
-    [
-        ("mixed", "loss", "mixed examples: layer guilty"),
-        ("number", "loss", "batch size: layer guilty"),
-        ("evaluation", "evaluation/", "evaluation: "),
-    ],
-)
-def test_a_layer_that_towers_compute_wrongly_is_named(kind, name, cause):
-    result, said = verified(net(Guilty(kind, name="guilty")))
-    first = result["first_difference"]
-    assert not result["passed"] and first["name"].startswith(name) and first["num_towers"] == 2
-    assert first["cause"].startswith(cause)
-    assert f"likely      {first['cause']}" in said
-
-
-def test_local_batch_norm_is_found():
-    result, _ = verified(net(norm=True), batch_norm="local")
-    first = result["first_difference"]
-    assert first["name"] == "loss" and first["step"] == 0
-    assert first["cause"].startswith("local BatchNorm: norm takes its moments")
-    assert first["cause"].endswith('give batch_norm="sync"')
-
-
 class Counts(keras.metrics.Mean):
     """Adds how often it was traced, by whomever."""
 
@@ -207,24 +188,35 @@ class Counts(keras.metrics.Mean):
         super().update_state(outputs * Counts.traces)
 
 
-def test_a_metric_that_differs_is_found():
-    first = verified(net(metrics=[Counts(name="counts")]))[0]["first_difference"]
-    assert first["name"] == "metric/counts" and first["cause"].startswith("metric: ")
+def guilty(kind="mixed"):
+    return net(Guilty(kind, name="guilty"))
+
+
+@pytest.mark.parametrize(
+    "make, options, name, cause",
+    [
+        (guilty, {}, "loss", "mixed examples: layer guilty"),
+        (guilty, {"dtype": None}, "loss", "mixed examples: layer .*guilty"),
+        (lambda: guilty("number"), {}, "loss", "batch size: layer guilty"),
+        (lambda: guilty("evaluation"), {}, "evaluation/", "evaluation: "),
+        (lambda: net(norm=True), {"batch_norm": "local"}, "loss",
+         'local BatchNorm: norm takes its moments.*give batch_norm="sync"$'),
+        (lambda: net(metrics=[Counts(name="counts")]), {}, "metric/counts", "metric: "),
+    ],
+    ids=["mixed", "own precision", "number", "evaluation", "local BatchNorm", "metric"],
+)  # fmt: skip
+def test_a_fault_is_found_and_named(make, options, name, cause):
+    result, said = verified(make(), **options)
+    first = result["first_difference"]
+    assert not result["passed"] and first["name"].startswith(name) and first["num_towers"] == 2
+    assert re.match(cause, first["cause"]) and f"likely      {first['cause']}" in said
+    assert first["step"] == (1 if name == "evaluation/" else 0)
+    assert result["dtype"] == ("float32" if options == {"dtype": None} else "float64")
+    assert not said[0].startswith("in float64")
 
 
 def test_an_error_of_a_millionth_is_found_in_every_part(monkeypatch):
-    results_of = fit.results_of
-
-    def wrong_on_two_towers(lane, *arguments):
-        found = results_of(lane, *arguments)
-        for name in [n for n in found if lane.num_towers == 2 and found[n].dtype.kind == "f"]:
-            found[name] = np.array(found[name])
-            found[name].flat[-1] += 1e-6 * max(
-                np.abs(array).max() for n, array in found.items() if kind_of(n) == kind_of(name)
-            )
-        return found
-
-    monkeypatch.setattr(fit, "results_of", wrong_on_two_towers)
+    monkeypatch.setattr(fit, "results_of", fits.wrong_on_two_towers(fit.results_of))
     model = net(norm=True, optimizer="adam", metrics=["accuracy"])
     result, _ = verified(model, num_towers=(2, 3), steps=1)
     floats = {n: row for n, row in result["differences"].items() if not n.endswith("iteration")}
@@ -235,15 +227,10 @@ def test_an_error_of_a_millionth_is_found_in_every_part(monkeypatch):
     assert [name for name, row in floats.items() if row["2"] < 1e-8 or row["3"] > 1e-9] == []
 
 
-def test_a_difference_is_found_in_the_models_own_precision_too():
-    result, said = verified(net(Guilty(name="guilty")), dtype=None)
-    assert result["dtype"] == "float32" and not said[0].startswith("in float64")
-    assert result["first_difference"]["cause"].startswith("mixed examples: layer")
-
-
 # ---------------------------------------------------------------------------- What is refused
 
 
+@pytest.mark.unit
 def test_bad_input_is_said_in_one_line():
     model, eager = net(), net()
     eager.run_eagerly = True

@@ -7,9 +7,9 @@ import types
 
 import pytest
 
-from tests.data import tiny_cifar10
+from tests.data import cifar_files
 from towers import data
-from towers.data import cifar, cifar10, cifar100, svhn
+from towers.data import cifar, cifar10, cifar100, shapes, svhn
 
 
 @pytest.fixture
@@ -26,29 +26,31 @@ def publish(monkeypatch):
 @pytest.fixture
 def tiny(monkeypatch, publish, tmp_path):
     """Expect few records in each file of the CIFARs, and download from nowhere."""
-    num = tiny_cifar10.NUM
-    monkeypatch.setattr(cifar10, "RECORDS_PER_FILE", num)
-    monkeypatch.setattr(cifar100, "RECORDS", {"train": num, "test": num // 2})
+    monkeypatch.setattr(cifar10, "RECORDS_PER_FILE", cifar_files.NUM)
+    monkeypatch.setattr(cifar100, "RECORDS", cifar_files.NUM_OF_100)
     sources = {(tmp_path / "no-such-archive.tar.gz").as_uri(): "0" * 32}
+    max_bytes = cifar.MAX_PICKLE * cifar_files.NUM * cifar.PICTURE_BYTES
     for module in cifar10, cifar100, svhn:
-        publish(module, sources=sources, max_bytes=cifar.MAX_PICKLE * num * cifar.PICTURE_BYTES)
+        publish(module, sources=sources, max_bytes=max_bytes)
 
 
 @pytest.fixture
-def mine(monkeypatch):
-    """An importable module `mine`."""
+def few_shapes(monkeypatch, tmp_path):
+    """Draw few of the built-in pictures, and keep them in a folder of the test's."""
+    monkeypatch.setattr(shapes, "NUM_TRAIN", 50)
+    monkeypatch.setattr(shapes, "NUM_TEST", 20)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Load what a function `mine:load` returns."""
     module = types.ModuleType("mine")
     module.__spec__ = importlib.machinery.ModuleSpec("mine", loader=None)
     monkeypatch.setitem(sys.modules, "mine", module)
-    return module
 
-
-@pytest.fixture
-def load(mine):
-    """Load what a function `mine:load` returns."""
-
-    def call(result):
-        mine.load = lambda: result
-        return data.load("mine:load")
+    def call(result, **given):
+        module.load = result if callable(result) else lambda: result
+        return data.load("mine:load", **given)
 
     return call

@@ -59,18 +59,3 @@ def write_tfrecord(top, numbers, *, split="train", num_files=3, encode=png, **ke
 
 
 WRITE = {"folder": write_folder, "tfrecord": write_tfrecord}
-
-
-def take(split, batch_size, num_batches, **start):
-    """Return batches for training, the tensors of each in a row."""
-    return flat(split.train_batches(batch_size, **start).take(num_batches))
-
-
-def flat(batches):
-    return [tuple(part.numpy() for part in tf.nest.flatten(batch)) for batch in batches]
-
-
-def assert_same(batches, others):
-    for batch, other in zip(batches, others, strict=True):
-        for part, same in zip(batch, other, strict=True):
-            np.testing.assert_array_equal(part, same)

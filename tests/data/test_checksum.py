@@ -8,17 +8,15 @@ import tensorflow as tf
 
 from tests import tiny
 from tests.data.image_files import WRITE, image, png
+from tests.data.splits import run
 from towers import data
 from towers.data import ArraySplit, DatasetSplit
 from towers.data.pipeline import digest
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.unit
 
 
-def test_arrays_are_told_apart_by_any_bit():
+def test_arrays_are_told_apart_by_any_bit_and_by_shapes_and_types_not_by_layout():
     images, labels = tiny.arrays(20)
     first = ArraySplit(images, labels).checksum()
     assert (first["kind"], first["shape"], first["dtype"]) == ("arrays", [20, 8, 8, 3], "uint8")
@@ -28,9 +26,6 @@ def test_arrays_are_told_apart_by_any_bit():
     labels[4] = (labels[4] + 1) % 3
     third = ArraySplit(images, labels).checksum()["sha256"]
     assert len({first["sha256"], second, third}) == 3
-
-
-def test_shapes_and_types_count_and_the_layout_in_memory_does_not():
     zeros = np.zeros([2, 6], np.float32)
     same_bytes = [zeros, zeros.reshape(6, 2), zeros.view(np.int32)]
     assert len({digest(array) for array in same_bytes}) == 3
@@ -40,8 +35,10 @@ def test_shapes_and_types_count_and_the_layout_in_memory_does_not():
     assert digest(tf.zeros([2, 3], tf.bfloat16).numpy()) != digest(tf.zeros([]).numpy())
 
 
-@pytest.mark.parametrize("kind", list(WRITE))
-def test_files_that_are_moved_stay_the_same(kind, tmp_path):
+@pytest.mark.graph
+@pytest.mark.parametrize("kind", ["folder", *run(["tfrecord"])])
+def test_files_that_are_moved_stay_the_same(kind, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for split, numbers in {"train": range(9), "test": range(9, 15)}.items():
         WRITE[kind](tmp_path / "here", numbers, split=split)
     first = data.load(kind, str(tmp_path / "here"))
@@ -72,6 +69,7 @@ def test_a_file_of_another_name_or_size_or_class_is_seen(tmp_path):
     assert len(set(seen)) == 4
 
 
+@pytest.mark.graph
 def test_a_pipeline_of_the_users_is_not_read():
     dataset = tf.data.Dataset.from_tensor_slices(tiny.arrays(5))
     found = DatasetSplit(dataset, 5).checksum()

@@ -9,6 +9,8 @@ import tensorflow as tf
 from towers.data.headers import check_pixels
 from towers.errors import InputError
 
+pytestmark = pytest.mark.unit
+
 IMAGE = np.random.default_rng(0).integers(0, 256, (13, 17, 3)).astype(np.uint8)
 
 

@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.data.splits import run
 from towers import TowerBuilder
 from towers.builder import kinds
 from towers.data import ArraySplit, on_towers
+
+pytestmark = pytest.mark.graph
 
 GPUS = ["/cpu:1", "/cpu:2"]
 
@@ -26,7 +29,7 @@ def split(num=23, **changes):
     return ArraySplit(x | changes, random.integers(0, 5, num), random.random(num))
 
 
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("held", [False, *run([True])])
 def test_batches_are_those_of_the_host(held):
     train = split().held_out(0.3)[0] if held else split()
     stored = on_towers.store(train, GPUS)
@@ -38,6 +41,7 @@ def test_batches_are_those_of_the_host(held):
         tf.nest.map_structure(np.testing.assert_array_equal, found, example)
 
 
+@pytest.mark.run
 def test_each_tower_takes_its_rows_where_it_is():
     train = split()
     stored = on_towers.store(train, GPUS)
@@ -61,6 +65,7 @@ def test_each_tower_takes_its_rows_where_it_is():
     assert sorted(gathers) == ["cpu:1"] * 4 + ["cpu:2"] * 4
 
 
+@pytest.mark.unit
 def test_what_does_not_fit_stays_on_the_host(monkeypatch):
     train = split()
     size = on_towers.size_of(train)
@@ -73,6 +78,7 @@ def test_what_does_not_fit_stays_on_the_host(monkeypatch):
     assert on_towers.store(train, GPUS[:1])
 
 
+@pytest.mark.unit
 def test_nothing_is_copied_to_a_cpu_nor_are_texts_to_a_gpu():
     assert on_towers.store(split(), ["/cpu:0", "/cpu:1"]) is None
     assert on_towers.store(split(text=np.array(["a"] * 23)), GPUS) is None

@@ -7,25 +7,16 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.data.tiny_cifar10 import everything
+from tests.data.splits import all_of, assert_same
 from towers import data
 from towers.data import shapes
 
-
-@pytest.fixture
-def few(monkeypatch):
-    monkeypatch.setattr(shapes, "NUM_TRAIN", 50)
-    monkeypatch.setattr(shapes, "NUM_TEST", 20)
+pytestmark = pytest.mark.unit
 
 
-def load_few(folder):
+def load(folder):
     loaded = data.load("shapes", str(folder))
-    return *everything(loaded.train), *everything(loaded.test)
-
-
-def assert_same(first, second):
-    for one, other in zip(first, second, strict=True):
-        np.testing.assert_array_equal(one, other)
+    return all_of(loaded.train), all_of(loaded.test)
 
 
 @pytest.fixture(scope="module")
@@ -34,25 +25,18 @@ def drawn():
     return shapes.draw(10_000, (2016, 0)), shapes.draw(4_000, (2016, 1))
 
 
-def test_describes_itself(tmp_path, few):
-    loaded = data.load("shapes", str(tmp_path))
-    assert (loaded.name, loaded.num_classes, loaded.image_shape) == ("shapes", 10, (32, 32, 3))
-    assert len(set(loaded.class_names)) == 10
-
-
-def test_classes_are_balanced_and_look_alike_on_average(drawn):
+@pytest.mark.run
+def test_classes_are_balanced_and_look_alike_on_average_and_no_picture_is_there_twice(drawn):
     for images, labels in drawn:
         assert np.bincount(labels).tolist() == [len(labels) // 10] * 10
         # The mean of a class strays by chance alone: deviation of one picture's / sqrt(number).
         means = images.mean((1, 2, 3))
         of_class = [means[labels == label].mean() for label in range(10)]
         assert np.std(of_class) < 2 * means.std() / (len(labels) / 10) ** 0.5
-
-
-def test_no_picture_twice(drawn):
     assert len({image.tobytes() for images, _ in drawn for image in images}) == 14_000
 
 
+@pytest.mark.run
 def test_a_linear_model_cannot_tell_them_apart(drawn):
     """Softmax regression on standardised pixels, fitted far beyond convergence on the test set."""
     (x, y), (test_x, test_y) = drawn
@@ -101,32 +85,33 @@ def test_outlines_have_equal_area_and_stay_within_the_crop(name):
     assert reach < 12
 
 
-def test_the_second_time_reads_what_the_first_has_kept(tmp_path, few, monkeypatch, capsys):
-    first = load_few(tmp_path / "new/folder")
+def test_they_are_the_default_described_and_kept_in_the_cache(few_shapes, tmp_path):
+    loaded = data.load()
+    assert (loaded.name, loaded.num_classes, loaded.image_shape) == ("shapes", 10, (32, 32, 3))
+    assert len(set(loaded.class_names)) == 10
+    assert os.listdir(tmp_path / "cache/towers") == [shapes.FILE]
+
+
+def test_the_second_time_reads_what_the_first_has_kept(few_shapes, tmp_path, monkeypatch, capsys):
+    first = load(tmp_path / "new/folder")
     [path] = (tmp_path / "new/folder").iterdir()
     with monkeypatch.context() as patch:
         patch.setattr(shapes, "draw", None)
-        assert_same(load_few(tmp_path / "new/folder"), first)
+        assert_same(load(tmp_path / "new/folder"), first)
     for damaged in path.read_bytes()[:-1], path.read_bytes()[:50], b"":  # as after a crash
         path.write_bytes(damaged)
-        assert_same(load_few(tmp_path / "new/folder"), first)
+        assert_same(load(tmp_path / "new/folder"), first)
     assert [*path.parent.iterdir()] == [path]
     assert capsys.readouterr() == ("", "")
 
 
-def test_shapes_are_the_default_and_are_kept_in_the_cache(tmp_path, few, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert data.load().name == "shapes"
-    assert os.listdir(tmp_path / "towers") == [shapes.FILE]
-
-
-def test_a_full_disk_is_done_without(tmp_path, few, monkeypatch, capsys):
+def test_a_full_disk_is_done_without(few_shapes, tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    kept = load_few(tmp_path / "a")
+    kept = load(tmp_path / "a")
     monkeypatch.setattr(os, "replace", full)
-    assert_same(load_few(tmp_path / "b"), kept)
+    assert_same(load(tmp_path / "b"), kept)
     error = capsys.readouterr().err
     assert error.startswith(f"warning: {tmp_path}/b/{shapes.FILE} cannot be kept: No space left")
     assert os.listdir(tmp_path / "b") == []

@@ -7,6 +7,8 @@ import pytest
 from towers.devices.addresses import check_distinct, find_workers, join_address, parse_address
 from towers.errors import InputError
 
+pytestmark = pytest.mark.unit
+
 
 def slurm(nodes):
     return {"SLURM_JOB_NODELIST": nodes}
@@ -38,6 +40,10 @@ def test_workers_are_found(text, environ, found):
     assert find_workers(text, environ) == found
 
 
+NO_ADDRESS, NO_NODES = "HOST:PORT is needed", "no list of nodes"
+NO_CLUSTER = "TF_CONFIG has no"
+
+
 @pytest.mark.parametrize(
     "text, environ, why",
     [
@@ -45,25 +51,18 @@ def test_workers_are_found(text, environ, found):
         ("a,A:2222", {}, "a:2222 is named twice"),
         ("a,,b", {}, "an address is empty"),
         ("", {}, "an address is empty"),
-        ("a:1:2", {}, "HOST:PORT is needed"),
-        ("http://a", {}, "HOST:PORT is needed"),
-        ("a:65536", {}, "HOST:PORT is needed"),
-        ("a b", {}, "HOST:PORT is needed"),
+        *((text, {}, NO_ADDRESS) for text in ("a:1:2", "http://a", "a:65536", "a b")),
         ("a:0", {}, "has no port"),
-        ("slurm:x", slurm("a"), "HOST:PORT is needed"),
+        ("slurm:x", slurm("a"), NO_ADDRESS),
         ("slurm", {}, "SLURM_JOB_NODELIST is not in the environment"),
-        ("slurm", slurm("n[1-"), "no list of nodes"),
-        ("slurm", slurm("n[3-1]"), "no list of nodes"),
-        ("slurm", slurm("n[1-99999999999]"), "no list of nodes"),
-        ("slurm", slurm("n[0-60000]m[0-60000]"), "no list of nodes"),
-        ("slurm", slurm("a b"), "no list of nodes"),
+        *(("slurm", slurm(nodes), NO_NODES) for nodes in ("n[1-", "n[3-1]", "a b")),
+        *(("slurm", slurm(f"n[{n}]"), NO_NODES) for n in ("1-99999999999", "0-60000]m[0-60000")),
         ("slurm", slurm("a,a"), "named twice"),
         ("kubernetes", {"JOB_NAME": "mine"}, "JOB_COMPLETIONS is not in the environment"),
         ("kubernetes", KUBERNETES | {"JOB_COMPLETIONS": "0"}, "no number of pods"),
         ("TF_CONFIG", {}, "TF_CONFIG is not in the environment"),
-        ("TF_CONFIG", {"TF_CONFIG": "{"}, "TF_CONFIG has no"),
-        ("TF_CONFIG", tf_config(worker=[]), "TF_CONFIG has no"),
-        ("TF_CONFIG", tf_config(worker={"0": "a:1"}), "TF_CONFIG has no"),
+        ("TF_CONFIG", {"TF_CONFIG": "{"}, NO_CLUSTER),
+        *(("TF_CONFIG", tf_config(worker=workers), NO_CLUSTER) for workers in ([], {"0": "a:1"})),
         ("TF_CONFIG", tf_config(worker=[1]), "an address is empty"),
     ],
 )
@@ -78,11 +77,8 @@ def test_an_address_is_taken_apart_and_joined():
         assert join_address(*parse_address(text, "address")) == text
 
 
-@pytest.mark.parametrize("other", ["127.0.0.1", "127.0.0.2"])
-def test_two_names_of_one_worker_are_refused(other):
-    with pytest.raises(InputError, match=r"localhost:2223 and .*:2223 are the same worker"):
-        check_distinct(["10.0.0.5:2223", "localhost:2223", f"{other}:2223"])
-
-
-def test_workers_at_other_ports_or_of_unknown_hosts_are_others():
+def test_two_names_of_one_worker_are_refused_and_other_ports_and_unknown_hosts_are_others():
+    for other in "127.0.0.1", "127.0.0.2":
+        with pytest.raises(InputError, match=r"localhost:2223 and .*:2223 are the same worker"):
+            check_distinct(["10.0.0.5:2223", "localhost:2223", f"{other}:2223"])
     check_distinct(["localhost:1", "127.0.0.1:2", "nowhere.invalid:1", "nobody.invalid:1"])

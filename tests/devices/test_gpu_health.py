@@ -9,10 +9,17 @@ from tests import fake_gpus
 from tests.fake_gpus import A100, MIB, Card
 from towers.devices.gpu_health import PERIOD_SECONDS, GpuHealth
 
-TAGS = (
-    "utilisation_percent memory_utilisation_percent memory_used_mib power_watts "
-    "temperature_celsius sm_clock_mhz memory_clock_mhz"
-).split()
+pytestmark = pytest.mark.unit
+
+TAGS = {
+    "utilisation_percent": 97,
+    "memory_utilisation_percent": 41,
+    "memory_used_mib": 700,
+    "power_watts": 250.5,
+    "temperature_celsius": 64,
+    "sm_clock_mhz": 1410,
+    "memory_clock_mhz": 1215,
+}
 CARD = Card(total_mib=1000, free_mib=300)
 
 
@@ -33,36 +40,21 @@ def join():
         thread.join(60)
 
 
-def watch(samples, between=lambda n: None):
-    """Take so many samples; `between(n)` comes after the n-th. The thread has ended then."""
-    count, waited = [], []
-
-    def wait(seconds):
-        waited.append(seconds)
-        count.append(1)
-        between(len(count))
-        return len(count) == samples
-
-    health = GpuHealth(wait)
+def sampled():
+    """Return what is read after one sample; the thread has ended then."""
+    waited = []
+    health = GpuHealth(lambda seconds: not waited.append(seconds))
     health.close()
     join()
-    assert waited == [PERIOD_SECONDS] * samples
-    return health
+    assert waited == [PERIOD_SECONDS]
+    return health.read()
 
 
 def test_all_that_the_driver_tells(monkeypatch):
     still_open = fake_gpus.install_driver(monkeypatch, CARD, A100)
-    values = watch(1).read()
+    values = sampled()
     assert set(values) == {f"gpu_{i}/{tag}" for i in (0, 1) for tag in TAGS}
-    assert {tag: values[f"gpu_0/{tag}"] for tag in TAGS} == {
-        "utilisation_percent": 97,
-        "memory_utilisation_percent": 41,
-        "memory_used_mib": 700,
-        "power_watts": 250.5,
-        "temperature_celsius": 64,
-        "sm_clock_mhz": 1410,
-        "memory_clock_mhz": 1215,
-    }
+    assert {tag: values[f"gpu_0/{tag}"] for tag in TAGS} == TAGS
     assert {type(value) for value in values.values()} == {float}
     assert not still_open
 
@@ -73,24 +65,13 @@ def vary(monkeypatch, name, answers):
     monkeypatch.setattr(pynvml, name, lambda *_: next(answers))
 
 
-def test_means_and_peaks(monkeypatch):
-    fake_gpus.install_driver(monkeypatch, CARD)
-    vary(monkeypatch, "nvmlDeviceGetPowerUsage", [100_000, 400_000, 160_000])
-    vary(monkeypatch, "nvmlDeviceGetTemperature", [60, 71, 65])
-    memory = [
-        fake_gpus.SimpleNamespace(total=9 * MIB, free=f * MIB) for f in (0, 5, 2, 8)
-    ]  # the first at the start
-    vary(monkeypatch, "nvmlDeviceGetMemoryInfo", memory)
-    values = watch(3).read()
-    assert values["gpu_0/power_watts"] == 220
-    assert values["gpu_0/temperature_celsius"] == 71
-    assert values["gpu_0/memory_used_mib"] == 7
-
-
-def test_each_read_starts_a_new_window(monkeypatch):
+def test_means_and_peaks_since_the_last_read(monkeypatch):
     fake_gpus.install_driver(monkeypatch, CARD)
     vary(monkeypatch, "nvmlDeviceGetPowerUsage", [100_000, 400_000, 160_000])
     vary(monkeypatch, "nvmlDeviceGetTemperature", [80, 71, 65])
+    free = [0, 2, 5, 8]  # the first at the start
+    memory = [fake_gpus.SimpleNamespace(total=9 * MIB, free=mib * MIB) for mib in free]
+    vary(monkeypatch, "nvmlDeviceGetMemoryInfo", memory)
     taken, go_on = threading.Semaphore(0), threading.Semaphore(0)
     rounds = iter([False, False, True])
 
@@ -99,41 +80,32 @@ def test_each_read_starts_a_new_window(monkeypatch):
         return next(rounds) if go_on.acquire(timeout=60) else True
 
     health = GpuHealth(wait)
-    taken.acquire(timeout=60)
+    assert taken.acquire(timeout=60)
     seen = [health.read()]
     go_on.release(3)
     join()
     seen += [health.read(), health.read()]
     assert [values.get("gpu_0/power_watts") for values in seen] == [100, 280, None]
     assert [values.get("gpu_0/temperature_celsius") for values in seen] == [80, 71, None]
+    assert [values.get("gpu_0/memory_used_mib") for values in seen] == [7, 4, None]
     assert seen[2] == {}
 
 
-def test_only_what_this_process_sees_by_the_drivers_index(monkeypatch):
-    fake_gpus.install(monkeypatch, A100, A100, A100)
+def test_only_what_this_process_sees_by_the_drivers_index_and_what_it_tells(monkeypatch):
+    mute = Card(silent=frozenset(["nvmlDeviceGetUtilizationRates", "nvmlDeviceGetClockInfo"]))
+    fake_gpus.install(monkeypatch, A100, mute, A100)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    values = watch(1).read()
-    assert {tag.split("/")[0] for tag in values} == {"gpu_1", "gpu_2"}
+    left = ("memory_used_mib", "power_watts", "temperature_celsius")
+    assert set(sampled()) == {f"gpu_2/{tag}" for tag in TAGS} | {f"gpu_1/{tag}" for tag in left}
 
 
-@pytest.mark.parametrize(
-    "cards, driver", [((), True), ((A100,), False)], ids=["no GPU", "no driver"]
-)
+@pytest.mark.parametrize("cards, driver", [([], True), ([A100], False)])
 def test_nothing_to_read_and_no_thread(monkeypatch, cards, driver):
     fake_gpus.install(monkeypatch, *cards, driver=driver)
     health = GpuHealth()
     assert threads() == []
     assert health.read() == {}
     health.close()
-
-
-def test_what_is_not_supported_is_left_out(monkeypatch):
-    silent = frozenset(["nvmlDeviceGetUtilizationRates", "nvmlDeviceGetClockInfo"])
-    fake_gpus.install_driver(monkeypatch, Card(silent=silent), A100)
-    values = watch(1).read()
-    left = {"memory_used_mib", "power_watts", "temperature_celsius"}
-    assert {tag for tag in TAGS if f"gpu_0/{tag}" in values} == left
-    assert all(f"gpu_1/{tag}" in values for tag in TAGS)
 
 
 def test_a_driver_that_goes_mad_ends_the_curves_only(monkeypatch):
@@ -149,11 +121,7 @@ def test_a_driver_that_hangs_holds_nobody_up(monkeypatch):
     fake_gpus.install_driver(monkeypatch, A100)
     monkeypatch.setattr("towers.devices.gpu_health._CLOSE_SECONDS", 0.01)
     asked, answer = threading.Event(), threading.Event()
-
-    def hang(handle):
-        asked.set()
-        answer.wait(60)
-
+    hang = lambda handle: asked.set() or answer.wait(60)  # noqa: E731
     monkeypatch.setattr(pynvml, "nvmlDeviceGetPowerUsage", hang)
     health = GpuHealth()
     assert asked.wait(60)

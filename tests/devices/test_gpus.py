@@ -1,26 +1,37 @@
 """Set, then read back: what a process sees and takes of GPUs, on made-up machines."""
 
-import dataclasses
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tensorflow as tf
 
 from tests.fake_gpus import A100, FULL, LOST, MIB, OLD, PART, SMALL, SPLIT, Card, part_uuid
-from towers.devices import gpus
+from towers.devices import config_proto, gpus
 from towers.errors import InputError, RunError
+
+pytestmark = pytest.mark.unit
 
 LIMITED = Card(total_mib=10000, free_mib=9900)
 SILENT = Card(silent=frozenset(["nvmlDeviceGetMemoryInfo"]))
+SHARED = Card(total_mib=10000, free_mib=4000, holders=((17, "python", 6000),))
+HALF = {"per_process_gpu_memory_fraction": 0.5}
+ALL = {"per_process_gpu_memory_fraction": 1}
 THREADS = "threads     TF_GPU_THREAD_MODE=gpu_private"
 TF32_ON = (
     "precision   TF32 is on: float32 products are of 10 bits of their factors; "
     "--tf32=false for all 23"
 )
+TF32_OFF = "precision   TF32 is off: float32 products are of all 23 bits of their factors"
 NO_GPU = "memory      no GPU here: --{} has nothing to act on"
+
+
+def memory(*mib):
+    """Return the lines of GPUs with so much memory."""
+    return [f"memory      /gpu:{i} {n} MiB, growth off" for i, n in enumerate(mib)]
 
 
 def refusal(**options):
@@ -31,84 +42,80 @@ def refusal(**options):
     return message
 
 
-# ---------------------------------------------------------------------------- Which are seen
-
-
-def test_nothing_is_asked_for(install):
-    machine = install(A100, SMALL)
-    gpus.configure()
-    assert "CUDA_VISIBLE_DEVICES" not in os.environ
-    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert machine.growth == [None] and machine.limits_mib == [None]
-    assert not machine.started
-    assert gpus.read_back() == ["memory      /gpu:0 40036 MiB, growth off", TF32_ON]
-
-
-def test_visible_gpus_hides_the_others(install):
-    install(A100, FULL, A100)
-    gpus.configure(visible_gpus="0,2")
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,2"
-    listed = tf.config.list_physical_devices("GPU")
-    assert [gpu.index for gpu in gpus.driver_gpus(listed)] == [0, 2]
-
-
-def test_no_gpu_is_seen(install):
-    machine = install(A100)
-    gpus.configure(visible_gpus="none", allow_growth=True)
-    assert machine.physical() == []
-    assert gpus.read_back() == [NO_GPU.format("allow_growth=True")]
+def started(machine):
+    """Return a machine on which TensorFlow has listed its devices, and started."""
+    machine.physical()
+    machine.started = True
+    return machine
 
 
 @pytest.mark.parametrize(
-    "cards, asked, says",
+    "cards, options, limits, lines",
     [
-        ((A100, SMALL, A100), "1,2", "does not list GPU 1 (NVIDIA T400): it leaves out GPUs with"),
-        ((A100, OLD), "1", "does not list GPU 1 (Tesla K80): GPU 1 (Tesla K80) has compute capab"),
-        ((A100, LOST), "0,1", "does not list GPU 1 (unreadable): the driver cannot read GPU 1; se"),
+        ([A100, SMALL], {}, [None], [*memory(40036), TF32_ON]),
+        ([LIMITED, Card(total_mib=501, free_mib=500), A100], HALF, [[5000], [250], [20480]],
+         [*memory(5000, 250, 20480), THREADS, TF32_ON]),
+        ([LIMITED], ALL, [[10000]], [*memory(10000), TF32_ON]),
+        # What the driver keeps to itself is not CUDA's.
+        ([replace(A100, reserved_mib=424)], ALL, [[40536]], [*memory(40536), TF32_ON]),
+        ([LIMITED], {"gpu_memory_limit_mib": 10000}, [[10000]], [*memory(10000), TF32_ON]),
+        ([SILENT], {"gpu_memory_limit_mib": 4096}, [[4096]], [*memory(4096), TF32_ON]),
+        ([A100, FULL, A100], {"visible_gpus": "0,2"}, [None, None],
+         [*memory(40036, 40036), THREADS, TF32_ON]),
+        ([A100], {"visible_gpus": "none", "allow_growth": True}, [],
+         [NO_GPU.format("allow_growth=True")]),
+        ([], HALF, [], [NO_GPU.format("per_process_gpu_memory_fraction=0.5")]),
+        ([], {"visible_gpus": "none"}, [], []),
     ],
-    ids=["skipped", "too old", "lost"],
-)
-def test_a_gpu_that_cannot_be_had_is_refused_by_number_only(install, cards, asked, says):
-    install(*cards)
+)  # fmt: skip
+def test_what_is_set_is_read_back(install, cards, options, limits, lines):
+    machine = install(*cards, driver=bool(cards))
+    gpus.configure(**options)
+    shown = {None: None, "none": "-1", "0,2": "0,2"}[options.get("visible_gpus")]
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == shown
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert machine.limits_mib == limits and machine.growth == [None] * len(limits)
+    assert os.environ.get("TF_GPU_THREAD_MODE") == ("gpu_private" if len(limits) > 1 else None)
+    listed = gpus.driver_gpus(tf.config.list_physical_devices("GPU"))
+    assert [gpu.index for gpu in listed] == ([0, 2] if shown == "0,2" else [*range(len(limits))])
+    assert not machine.started
+    assert gpus.read_back() == lines
+
+
+@pytest.mark.parametrize(
+    "cards, options, says",
+    [
+        ([A100, SMALL, A100], {"visible_gpus": "1,2"},
+         "--visible_gpus=1,2: TensorFlow does not list GPU 1 (NVIDIA T400): it leaves out GPUs wi"),
+        ([A100, OLD], {"visible_gpus": "1"},
+         "--visible_gpus=1: TensorFlow does not list GPU 1 (Tesla K80): GPU 1 (Tesla K80) has co"),
+        ([A100, LOST], {"visible_gpus": "0,1"},
+         "--visible_gpus=0,1: TensorFlow does not list GPU 1 (unreadable): the driver cannot re"),
+        ([], {"visible_gpus": "0"}, "--visible_gpus=0: there is no GPU 0; no NVIDIA"),
+        ([A100, LIMITED], {"gpu_memory_limit_mib": 10001},
+         "GPU 1 (NVIDIA A100) has 9900 of 10000 MiB free, 10001 are needed: ask for less"),
+        ([A100, SILENT], HALF, "--per_process_gpu_memory_fraction=0.5 is of the total memory, "
+         "which the driver (NVML) does not tell here: type --gpu_memory_limit_mib=4096"),
+        ([SHARED, A100], HALF, "GPU 0 (NVIDIA A100) has 4000 of 10000 MiB free, 5000 are needed: "
+         "python (pid 17, 6000 MiB) holds the rest"),
+    ],
+    ids=["skipped", "too old", "lost", "no driver", "above the total", "unknown total", "full"],
+)  # fmt: skip
+def test_what_cannot_be_had_is_refused_and_nothing_is_set_by_halves(install, cards, options, says):
+    machine = install(*cards, driver=bool(cards))
+    assert refusal(**options).startswith(says)
+    assert set(machine.limits_mib) <= {None}
+    machine = install(*cards, driver=bool(cards))
+    gpus.configure(gpu_memory_limit_mib=4000)
+    assert machine.limits_mib == [[4000] for card in cards if card.listed]
+    install(*cards, driver=bool(cards))
     gpus.configure()
-    install(*cards)
-    assert refusal(visible_gpus=asked).startswith(f"--visible_gpus={asked}: TensorFlow {says}")
-
-
-def test_the_missing_driver(install):
-    install(driver=False)
-    assert refusal(visible_gpus="0").startswith("--visible_gpus=0: there is no GPU 0; no NVIDIA")
-    gpus.configure(visible_gpus="none")
-    gpus.configure(per_process_gpu_memory_fraction=0.4)
-    assert gpus.read_back() == [NO_GPU.format("per_process_gpu_memory_fraction=0.4")]
-
-
-# ---------------------------------------------------------------------------- Memory
-
-
-def test_a_fraction_is_of_each_gpus_total(install):
-    machine = install(LIMITED, Card(total_mib=501, free_mib=500), A100)
-    gpus.configure(per_process_gpu_memory_fraction=0.5)
-    assert machine.limits_mib == [[5000], [250], [20480]]
-    assert gpus.read_back() == [
-        "memory      /gpu:0 5000 MiB, growth off",
-        "memory      /gpu:1 250 MiB, growth off",
-        "memory      /gpu:2 20480 MiB, growth off",
-        THREADS,
-        TF32_ON,
-    ]
-
-
-def test_a_fraction_is_of_what_cuda_has_where_the_driver_tells(install):
-    machine = install(dataclasses.replace(A100, reserved_mib=424))
-    gpus.configure(per_process_gpu_memory_fraction=1)
-    assert machine.limits_mib == [[40536]]
 
 
 def test_a_part_has_its_own_memory_and_name(install):
     second = part_uuid(0, 1)
     machine = install(SPLIT)
-    gpus.configure(visible_gpus=second, per_process_gpu_memory_fraction=0.5)
+    gpus.configure(visible_gpus=second, **HALF)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == second
     assert machine.limits_mib == [[2400]]
     install(SPLIT)
@@ -117,37 +124,8 @@ def test_a_part_has_its_own_memory_and_name(install):
     )
     both = f"{part_uuid(0, 0)},{second}"
     assert "one part of a GPU that MIG splits" in refusal(visible_gpus=both)
-    full = dataclasses.replace(PART, free_mib=10)
-    install(dataclasses.replace(SPLIT, parts=(full, PART)))
+    install(replace(SPLIT, parts=(replace(PART, free_mib=10), PART)))
     assert refusal().endswith(f"choose others with --visible_gpus={second}")
-
-
-@pytest.mark.parametrize(
-    "card, options, limit",
-    [
-        (LIMITED, {"per_process_gpu_memory_fraction": 1}, 10000),
-        (LIMITED, {"gpu_memory_limit_mib": 10000}, 10000),
-        (SILENT, {"gpu_memory_limit_mib": 4096}, 4096),
-    ],
-)
-def test_a_limit(install, card, options, limit):
-    machine = install(card, A100)
-    gpus.configure(**options)
-    assert machine.limits_mib[0] == [limit] and machine.growth == [None, None]
-
-
-@pytest.mark.parametrize(
-    "card, options, says",
-    [
-        (LIMITED, {"gpu_memory_limit_mib": 10001}, "of 10000 MiB free, 10001 are needed: ask for"),
-        (SILENT, {"per_process_gpu_memory_fraction": 0.5}, "not tell here: type --gpu_memory_limi"),
-    ],
-    ids=["above the total", "of an unknown total"],
-)
-def test_a_limit_that_cannot_be_had(install, card, options, says):
-    machine = install(A100, card)
-    assert says in refusal(**options)
-    assert machine.limits_mib == [None, None]  # nothing is set by halves
 
 
 # ---------------------------------------------------------------------------- A full GPU
@@ -159,7 +137,7 @@ def test_a_full_gpu_names_who_fills_it_and_another(install, monkeypatch):
         "GPU 1 (NVIDIA A100) has 1000 of 40960 MiB free: python (pid 17, 39000 MiB), "
         "blender (pid 18) holds the rest; choose others with --visible_gpus=0,2"
     )
-    install(dataclasses.replace(FULL, holders=()))
+    install(replace(FULL, holders=()))
     assert refusal().endswith(
         "MiB free: another process holds the rest; choose others with --visible_gpus=none"
     )
@@ -171,34 +149,23 @@ def test_a_full_gpu_names_who_fills_it_and_another(install, monkeypatch):
 def test_a_full_gpu_is_no_matter_if_it_is_hidden_or_skipped_or_ones_own(install):
     install(A100, FULL)
     gpus.configure(visible_gpus="0")
-    install(A100, dataclasses.replace(FULL, name="T400", listed=False))
+    install(A100, replace(FULL, name="T400", listed=False))
     gpus.configure()
-    machine = install(FULL)
-    machine.physical()
-    machine.started = True
+    started(install(FULL))
     gpus.configure()
-
-
-def test_too_little_room_for_the_limit(install):
-    shared = Card(total_mib=10000, free_mib=4000, holders=((17, "python", 6000),))
-    machine = install(shared, A100)
-    message = refusal(per_process_gpu_memory_fraction=0.5)
-    assert "4000 of 10000 MiB free, 5000 are needed: python (pid 17, 6000 MiB)" in message
-    gpus.configure(gpu_memory_limit_mib=4000)
-    assert machine.limits_mib == [[4000], [4000]]
 
 
 # ---------------------------------------------------------------------------- In time
 
 
-def test_memory_options_after_the_start(install):
-    machine = install(A100)
-    machine.physical()
-    machine.started = True
+def test_options_after_the_start(install):
+    machine = started(install(A100))
     message = refusal(gpu_memory_limit_mib=512)
     assert message.startswith("--gpu_memory_limit_mib=512 comes too late, TensorFlow has started")
     assert "towers.devices.configure() before" in message
     assert machine.limits_mib == [None]
+    started(install())
+    gpus.configure(visible_gpus="none")  # there is nothing to hide
 
 
 def test_visible_gpus_after_listing(install):
@@ -212,13 +179,6 @@ def test_visible_gpus_after_listing(install):
     assert machine.growth == [True, True]
 
 
-def test_hiding_what_is_not_there_is_never_too_late(install):
-    machine = install()
-    machine.physical()
-    machine.started = True
-    gpus.configure(visible_gpus="none")
-
-
 def test_the_same_again_is_fine_at_any_time(install):
     machine = install(A100, A100)
     for _ in range(2):
@@ -227,7 +187,7 @@ def test_the_same_again_is_fine_at_any_time(install):
     assert machine.started
     gpus.configure()
     gpus.configure(visible_gpus="1")
-    assert gpus.read_back() == ["memory      /gpu:0 512 MiB, growth off", TF32_ON]
+    assert gpus.read_back() == [*memory(512), TF32_ON]
     assert "comes too late" in refusal(gpu_memory_limit_mib=513)
 
 
@@ -241,9 +201,7 @@ def test_what_came_first_is_kept(install):
 
 
 def test_soft_placement_may_change_at_any_time(install):
-    machine = install()
-    machine.physical()
-    machine.started = True
+    machine = started(install())
     gpus.configure(allow_soft_placement=False)
     assert machine.soft_placement is False
     assert gpus.read_back() == ["placement   soft placement is off"]
@@ -252,17 +210,8 @@ def test_soft_placement_may_change_at_any_time(install):
     assert gpus.read_back() == []
 
 
-@pytest.mark.parametrize("cards, mode", [([A100], None), ([A100, A100], "gpu_private")])
-def test_each_of_several_gpus_has_threads_of_its_own(install, cards, mode):
-    install(*cards)
-    gpus.configure()
-    assert os.environ.get("TF_GPU_THREAD_MODE") == mode
-
-
 def test_the_users_own_thread_mode_and_one_that_would_come_too_late(install, monkeypatch):
-    machine = install(A100, A100)
-    machine.physical()
-    machine.started = True
+    started(install(A100, A100))
     gpus.configure()
     assert "TF_GPU_THREAD_MODE" not in os.environ
     install(A100, A100)
@@ -282,19 +231,17 @@ def test_tf32_is_told_and_switched(install, tf32, monkeypatch):
     install(A100)
     gpus.configure(tf32=False)
     assert not tf.config.experimental.tensor_float_32_execution_enabled()
-    off = "precision   TF32 is off: float32 products are of all 23 bits of their factors"
-    assert gpus.precision() == [off]
+    assert gpus.precision() == [TF32_OFF]
     gpus.configure()
     assert gpus.precision() == [TF32_ON]
     tf32(False)  # by the program: it stays
     gpus.configure()
-    assert gpus.precision() == [off]
+    assert gpus.precision() == [TF32_OFF]
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     assert gpus.precision() == ["precision   TF32 is off, by NVIDIA_TF32_OVERRIDE=0"]
-    install(dataclasses.replace(SMALL, listed=True))  # of 7.5
-    assert gpus.precision() == []
-    install()
-    assert gpus.precision() == []
+    for cards in [replace(SMALL, listed=True)], []:  # of 7.5; none
+        install(*cards)
+        assert gpus.precision() == []
 
 
 PROGRAM = """
@@ -315,7 +262,7 @@ print(devices.report(["/cpu:1"])[-1])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_program_with_the_real_tensorflow():
     root = str(Path(__file__).resolve().parents[2])
     environment = os.environ | {"PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": '"0,1"'}
@@ -341,22 +288,15 @@ def test_a_limit_that_is_not_kept_is_an_error(install):
         gpus.read_back()
 
 
-def test_the_parts_of_a_split_gpu_each_have_their_line(install):
+def test_parts_have_a_line_each_and_what_the_program_hides_is_not_taken_for_another(install):
     machine = install(A100, LIMITED)
     gpus.configure()
     machine.split(0, 1000, 2000)
-    assert [line.split()[1:3] for line in gpus.read_back()[:3]] == [
-        ["/gpu:0", "1000"],
-        ["/gpu:1", "2000"],
-        ["/gpu:2", "9400"],
-    ]
-
-
-def test_a_gpu_that_the_program_hides_is_not_taken_for_another(install):
+    assert gpus.read_back()[:3] == memory(1000, 2000, 9400)
     machine = install(A100, LIMITED)
-    gpus.configure(per_process_gpu_memory_fraction=0.5)
+    gpus.configure(**HALF)
     machine.hidden = [0]
-    assert gpus.read_back() == ["memory      /gpu:0 5000 MiB, growth off", TF32_ON]
+    assert gpus.read_back() == [*memory(5000), TF32_ON]
     visible = tf.config.get_visible_devices("GPU")
     assert [gpu.index for gpu in gpus.driver_gpus(visible)] == [1]
 
@@ -388,16 +328,72 @@ def test_each_gpu_is_tried_out_before_it_is_used(install, monkeypatch):
     "found, message",
     [
         ("was ended by SIGABRT: bad ptx", "the GPUs cannot be used: the probe was ended by SIGAB"),
-        (
-            found_on([], ["matmul: off", "convolution: off"]),
-            "/gpu:1: matmul: off (2 faults in all)",
-        ),
+        (found_on([], ["matmul: off", "convolution: off"]),
+         "/gpu:1: matmul: off (2 faults in all)"),
         (found_on([], [], copies={"/gpu:0 to /gpu:1": "3 words"}), "copy from /gpu:0 to /gpu:1: 3"),
     ],
-)
+)  # fmt: skip
 def test_a_gpu_that_does_not_compute_is_told_in_one_line(install, monkeypatch, found, message):
     install(A100, A100)
     monkeypatch.setattr(gpus.probe, "run_probe", lambda devices: found)
     with pytest.raises(RunError) as error:
         gpus.try_out()
     assert str(error.value).startswith(message) and str(error.value).endswith("type towers doctor")
+
+
+# ------------------------------------ The ConfigProto of a session; test_guides.py runs sessions
+
+
+def limits(**options):
+    virtual = config_proto(**options).gpu_options.experimental.virtual_devices
+    return [list(gpu.memory_limit_mb) for gpu in virtual]
+
+
+def shown(**options):
+    """Return which of the GPUs that CUDA shows a session sees."""
+    return config_proto(**options).gpu_options.visible_device_list
+
+
+def test_each_option_has_its_field_and_by_default_all_is_as_tensorflow_has_it(install):
+    install(*[A100] * 4)
+    config = config_proto()
+    assert config.allow_soft_placement and not config.log_device_placement
+    assert dict(config.device_count) == {"CPU": 1}
+    assert config.gpu_options.per_process_gpu_memory_fraction == 0
+    assert not config.gpu_options.allow_growth
+    assert limits() == [] and shown() == ""
+    config = config_proto(allow_soft_placement=False, log_device_placement=True, num_cpus=3)
+    assert not config.allow_soft_placement and config.log_device_placement
+    assert dict(config.device_count) == {"CPU": 3}
+    assert dict(config_proto(visible_gpus="none").device_count) == {"CPU": 1, "GPU": 0}
+    assert shown(visible_gpus="none") == ""
+
+
+def test_a_limit_is_for_each_gpu_that_the_session_sees(install, monkeypatch):
+    install(*[A100] * 4)
+    assert limits(gpu_memory_limit_mib=512) == [[512]] * 4
+    assert limits(gpu_memory_limit_mib=512, visible_gpus="1,3") == [[512]] * 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert limits(gpu_memory_limit_mib=512) == [[512]] * 3
+
+
+def test_visible_gpus_are_places_among_those_that_cuda_shows(install, monkeypatch):
+    install(*[A100] * 4)
+    assert shown(visible_gpus="0,2") == "0,2"
+    assert config_proto(visible_gpus="0,2").device_count["GPU"] == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2,0")
+    assert shown(visible_gpus="0,2") == "2,1"
+    with pytest.raises(InputError, match="GPU 1 is hidden by CUDA_VISIBLE_DEVICES=3,2,0,"):
+        config_proto(visible_gpus="1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", '"1,2"')
+    assert shown(visible_gpus="2") == "1"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,2"  # so CUDA reads what was checked
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_a_session_without_a_driver(install):
+    install(driver=False)
+    assert limits(gpu_memory_limit_mib=512) == [[512]]
+    assert config_proto(per_process_gpu_memory_fraction=0.4, visible_gpus="none")
+    with pytest.raises(InputError, match="no NVIDIA driver answers here"):
+        config_proto(visible_gpus="0")

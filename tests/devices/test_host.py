@@ -1,20 +1,22 @@
-"""What a run stands on, and that no secret is among it."""
+"""What a run stands on, its memory, and that no secret is among what is written of it."""
 
 import os
 import platform
 
+import pytest
 import tensorflow as tf
 
-from towers.devices import host
+from towers.devices import host, memory
+
+pytestmark = pytest.mark.unit
 
 
 def test_versions_are_those_in_use():
     versions = host.versions()
     assert versions["python"] == platform.python_version()
     assert versions["tensorflow"] == tf.__version__
-    assert {"keras", "numpy", "tensorboard", "towers", "cuda_build", "cudnn_build", "driver"} < set(
-        versions
-    )
+    named = {"keras", "numpy", "tensorboard", "towers", "cuda_build", "cudnn_build", "driver"}
+    assert named < set(versions)
     assert all(value is None or isinstance(value, str) for value in versions.values())
 
 
@@ -26,27 +28,17 @@ def test_the_machine_is_described():
 
 
 def test_variables_that_matter_are_read_and_no_others():
-    given = {
-        "TF_ENABLE_ONEDNN_OPTS": "0",
-        "XLA_FLAGS": "",
-        "PYTHONHASHSEED": "1",
-        "CUDA_VISIBLE_DEVICES": "0,2",
-        "CUDA_SECRET_TOKEN": "hush",
-        "TF_PASSWORD": "hush",
-        "KERAS_API_KEY": "hush",
-        "NVIDIA_NGC_API_KEY": "hush",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "TF_CLI_CONFIG_FILE": "of Terraform",
-        "TF_LOG": "of Terraform",
-        "SOME_TF_FLAG": "1",
-        "PATH": "/bin",
-    }
-    assert host.environment(given) == {
+    read = {
         "CUDA_VISIBLE_DEVICES": "0,2",
         "PYTHONHASHSEED": "1",
         "TF_ENABLE_ONEDNN_OPTS": "0",
         "XLA_FLAGS": "",
     }
+    others = (
+        "CUDA_SECRET_TOKEN TF_PASSWORD KERAS_API_KEY NVIDIA_NGC_API_KEY TF_CPP_MIN_LOG_LEVEL "
+        "TF_CLI_CONFIG_FILE TF_LOG SOME_TF_FLAG PATH"  # TF_CLI, TF_LOG: Terraform's
+    )
+    assert host.environment(dict.fromkeys(others.split(), "hush") | read) == read
 
 
 def test_the_command_can_be_typed_again_but_shows_no_secret():
@@ -54,7 +46,21 @@ def test_the_command_can_be_typed_again_but_shows_no_secret():
     assert host.command(plain) == (
         "python -m towers train '--data_dir=/a b' --model_args=num_tokens=3"
     )
-    hidden = host.command(
-        ["my.py", "--api-key", "hush", "--wandb_token=hush", "-password", "hush", "--x=1"]
-    )
+    secret = "my.py --api-key hush --wandb_token=hush -password hush --x=1"
+    hidden = host.command(secret.split())
     assert "hush" not in hidden and hidden.endswith("--x=1") and hidden.count("***") == 3
+
+
+def test_a_cpu_device_has_the_memory_of_the_process():
+    now, peak = memory.of_device("/cpu:1")
+    assert 50 < now <= peak < 100_000
+    assert peak == pytest.approx(memory.peak_mib(), rel=0.05)
+
+
+def test_a_gpu_has_what_tensorflow_tells(monkeypatch):
+    assert memory.of_device("/gpu:7") is None
+    assert {"current", "peak"} <= set(tf.config.experimental.get_memory_info("/cpu:1"))
+    info = {"/gpu:1": {"current": 3 * 2**20, "peak": 5 * 2**20}}
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", info.pop)
+    assert memory.of_device("/gpu:1") == (3, 5)
+    assert info == {}

@@ -7,7 +7,11 @@ import pytest
 from towers.devices.listening import Reached, only_to
 from towers.errors import RunError
 
-PATIENCE_SECONDS = 0.5
+pytestmark = pytest.mark.unit
+
+ADDRESSES = ["127.0.0.1", "127.0.0.2", "::1"]
+# The kernel answers by itself, within the call that connects; what it drops is never answered.
+PATIENCE_SECONDS = 0.1
 
 
 @pytest.fixture
@@ -17,28 +21,25 @@ def listener():
         yield server
 
 
-def answers(host, port):
+def answers(host, port, seconds=10.0):
     try:
-        socket.create_connection((host, port), timeout=PATIENCE_SECONDS).close()
+        socket.create_connection((host, port), timeout=seconds).close()
     except TimeoutError:
         return False
     return True
 
 
-@pytest.mark.parametrize("ip, other", [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")])
-def test_it_is_reached_at_one_address_alone(listener, ip, other):
+
+@pytest.mark.parametrize("ip", ADDRESSES)
+def test_it_is_reached_at_one_address_alone(listener, ip):
     port = listener.getsockname()[1]
-    assert answers(ip, port) and answers(other, port) and answers("::1", port)
-    for _ in range(3):
+    for address in ADDRESSES:
+        assert answers(address, port)
         listener.accept()[0].close()
     only_to(ip, port)
-    assert answers(ip, port) and not answers(other, port) and not answers("::1", port)
-
-
-def test_ipv6_is_kept_likewise(listener):
-    port = listener.getsockname()[1]
-    only_to("::1", port)
-    assert answers("::1", port) and not answers("127.0.0.1", port)
+    assert answers(ip, port)
+    others = [address for address in ADDRESSES if address != ip]
+    assert not any(answers(other, port, PATIENCE_SECONDS) for other in others)
 
 
 def test_data_pass(listener):
@@ -50,15 +51,11 @@ def test_data_pass(listener):
         assert sum(map(len, iter(lambda: server.recv(2**16), b""))) == 2**17
 
 
-def test_somebody_who_came_before_is_told(listener):
+def test_what_was_before_is_told(listener):
     port = listener.getsockname()[1]
     with socket.create_connection(("127.0.0.2", port)):
         with pytest.raises(Reached, match="reached port .* at 127.0.0.2, not 127.0.0.1"):
             only_to("127.0.0.1", port)
-
-
-def test_a_port_on_which_nobody_listens_is_told(listener):
-    port = listener.getsockname()[1]
     listener.close()
-    with pytest.raises(RunError, match="cannot be kept to 127.0.0.1"):
+    with pytest.raises(RunError, match="cannot be kept to 127.0.0.1"):  # nobody listens
         only_to("127.0.0.1", port)

@@ -1,31 +1,24 @@
 """The driver's view, with a made-up driver."""
 
+import pynvml
 import pytest
 
-from tests.fake_gpus import (
-    A100,
-    FULL,
-    LOST,
-    SMALL,
-    SPLIT,
-    Card,
-    bus_id,
-    install_driver,
-    part_uuid,
-    uuid,
-)
+from tests.fake_gpus import A100, FULL, LOST, SMALL, SPLIT, Card, bus_id, part_uuid, uuid
+from tests.fake_gpus import install_driver as install
 from towers.devices import nvml
 from towers.devices.nvml import MIB, DriverGpu
 
+pytestmark = pytest.mark.unit
+
 
 def test_no_driver_no_gpus(monkeypatch):
-    install_driver(monkeypatch, A100, there=False)
+    install(monkeypatch, A100, there=False)
     assert nvml.gpus() == []
     assert nvml.driver_version() is None
 
 
 def test_all_that_the_driver_tells(monkeypatch):
-    still_open = install_driver(monkeypatch, A100, FULL)
+    still_open = install(monkeypatch, A100, FULL)
     first, second = nvml.gpus()
     assert first == DriverGpu(
         index=0,
@@ -43,7 +36,7 @@ def test_all_that_the_driver_tells(monkeypatch):
 
 
 def test_a_lost_gpu_keeps_its_number(monkeypatch):
-    install_driver(monkeypatch, LOST, SMALL)
+    install(monkeypatch, LOST, SMALL)
     assert nvml.gpus()[0] == DriverGpu(0)
     assert [str(gpu) for gpu in nvml.gpus()] == ["0 (unreadable)", "1 (NVIDIA T400)"]
 
@@ -51,24 +44,19 @@ def test_a_lost_gpu_keeps_its_number(monkeypatch):
 def test_what_is_not_supported_is_none(monkeypatch):
     names = "MemoryInfo PciInfo CudaComputeCapability UUID Name ComputeRunningProcesses".split()
     silent = frozenset(f"nvmlDeviceGet{name}" for name in names)
-    install_driver(monkeypatch, Card(silent=silent, holders=((5, "x", 1),)))
+    install(monkeypatch, Card(silent=silent, holders=((5, "x", 1),)))
     assert nvml.gpus() == [DriverGpu(0)] and not nvml.gpus()[0].full
 
 
 def test_a_process_whose_name_cannot_be_read(monkeypatch):
-    install_driver(monkeypatch, Card(holders=((7, "", 3),)))
-    [process] = nvml.gpus()[0].processes
-    assert process == "? (pid 7, 3 MiB)"
-
-    def undecodable(pid):
-        return b"\xff".decode()
-
-    monkeypatch.setattr(nvml.pynvml, "nvmlSystemGetProcessName", undecodable)
+    install(monkeypatch, Card(holders=((7, "", 3),)))
+    assert nvml.gpus()[0].processes == ("? (pid 7, 3 MiB)",)
+    monkeypatch.setattr(nvml.pynvml, "nvmlSystemGetProcessName", lambda pid: b"\xff".decode())
     assert nvml.gpus()[0].processes == ("? (pid 7, 3 MiB)",)
 
 
 def test_a_gpu_that_mig_splits_is_there_by_its_parts(monkeypatch):
-    install_driver(monkeypatch, SMALL, SPLIT)
+    install(monkeypatch, SMALL, SPLIT)
     _, first, second = nvml.gpus()
     assert (first.index, first.mig, first.key) == (1, 0, part_uuid(1, 0))
     assert (second.index, second.mig, second.name) == (1, 1, "NVIDIA A100 MIG 1g.5gb")
@@ -82,14 +70,40 @@ def test_a_gpu_that_mig_splits_is_there_by_its_parts(monkeypatch):
     assert "utilisation_percent" not in values
 
 
-def test_each_value_of_a_gpu_may_be_missing(monkeypatch):
-    functions = "MemoryInfo UtilizationRates PowerUsage Temperature ClockInfo".split()
-    for name in functions:
-        install_driver(monkeypatch, Card(silent=frozenset([f"nvmlDeviceGet{name}"])))
-        with nvml.opened():
-            assert 5 <= len(nvml.sample(DriverGpu(0))) <= 6
+def sample(monkeypatch, card):
+    install(monkeypatch, card)
+    with nvml.opened():
+        return nvml.sample(DriverGpu(0))
+
+
+@pytest.mark.parametrize(
+    "function, missing",
+    [
+        ("MemoryInfo", {"memory_used_mib"}),
+        ("UtilizationRates", {"utilisation_percent", "memory_utilisation_percent"}),
+        ("PowerUsage", {"power_watts"}),
+        ("Temperature", {"temperature_celsius"}),
+        ("ClockInfo", {"sm_clock_mhz", "memory_clock_mhz"}),
+    ],
+)
+def test_each_value_of_a_gpu_may_be_missing(monkeypatch, function, missing):
+    told = sample(monkeypatch, Card(silent=frozenset([f"nvmlDeviceGet{function}"])))
+    assert set(sample(monkeypatch, A100)) - set(told) == missing
 
 
 @pytest.mark.parametrize("free, full", [(0, True), (4, True), (5, False), (100, False)])
 def test_full_is_less_than_a_twentieth(free, full):
     assert DriverGpu(0, total_bytes=100, free_bytes=free).full is full
+
+
+def test_a_driver_that_lacks_a_function_tells_the_rest(monkeypatch):
+    """The library then raises an error that is no NVMLError."""
+    install(monkeypatch, A100)
+
+    def missing(*_):
+        raise pynvml.NVMLLibraryMismatchError("use a versioned function")
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", missing)
+    assert [str(gpu) for gpu in nvml.gpus()] == ["0 (NVIDIA A100)"]
+    monkeypatch.setattr(pynvml, "nvmlInit", missing)
+    assert nvml.gpus() == [] and nvml.driver_version() is None

@@ -8,14 +8,18 @@ import pytest
 import tensorflow as tf
 
 from tests import fake_gpus
-from tests.fake_gpus import A100, FULL, LOST, MIB, OLD, SMALL, SPLIT, Card
+from tests.fake_gpus import A100, CUDA_BUILD, FULL, LOST, MIB, OLD, SMALL, SPLIT, Card
 from towers.builder import kinds
+from towers.devices.gpus import read_back
 from towers.devices.selection import Device, describe, report, tower_devices
 from towers.errors import InputError
 
+pytestmark = pytest.mark.unit
+
 CPUS = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
 CPU = f"CPU, {os.cpu_count()} cores shared by all its devices"
-NO_CUDA = fake_gpus.CUDA_BUILD | {"is_cuda_build": False}
+NO_CUDA = CUDA_BUILD | {"is_cuda_build": False}
+CORES = len(os.sched_getaffinity(0))
 
 
 def refusal(*args, **kwargs):
@@ -24,9 +28,6 @@ def refusal(*args, **kwargs):
     message = str(error.value)
     assert len(message.splitlines()) == 1
     return message
-
-
-# ---------------------------------------------------------------------------- Without GPUs
 
 
 def test_without_gpus():
@@ -44,31 +45,32 @@ def test_cpus_that_stand_in_for_gpus_are_others_than_the_host():
         assert tower_devices(3) == tower_devices(3, "cpu") == CPUS[1:]
 
 
-CORES = len(os.sched_getaffinity(0))
+CASES = [(1, "", 0), (2, "", -(-CORES // 2)), (CORES + 1, "", 1)]
+CASES += [(CORES + 1, "env", 0), (2, "5", 5)]
+THREADS = f"""
+import multiprocessing, os
+import tensorflow as tf
+from towers.options.run import Options
+from towers.training.run import tower_devices
+
+def threads(num_towers, said, _):
+    if said == "env":
+        os.environ["TF_NUM_INTRAOP_THREADS"] = "7"
+    elif said:
+        tf.config.threading.set_intra_op_parallelism_threads(int(said))
+    tower_devices(Options(num_towers=num_towers, devices="cpu"))
+    tf.constant(0)
+    return tf.config.threading.get_intra_op_parallelism_threads()
+
+with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:  # a process each
+    print(pool.starmap(threads, {CASES}, chunksize=1))
+"""
 
 
-@pytest.mark.parametrize(
-    ("num_towers", "said", "found"),
-    [(1, "", 0), (2, "", -(-CORES // 2)), (CORES + 1, "", 1), (CORES + 1, "env", 0), (2, "5", 5)],
-)
-def test_towers_on_cpus_have_their_share_of_the_cores_unless_threads_are_said(
-    num_towers, said, found
-):
-    program = f"""if 1:
-        import tensorflow as tf
-        from towers.options.run import Options
-        from towers.training.run import tower_devices
-        if "{said}".isdigit():
-            tf.config.threading.set_intra_op_parallelism_threads(int("{said}"))
-        tower_devices(Options(num_towers={num_towers}, devices="cpu"))
-        tf.constant(0)
-        print(tf.config.threading.get_intra_op_parallelism_threads())
-    """
-    environment = os.environ | ({"TF_NUM_INTRAOP_THREADS": "7"} if said == "env" else {})
-    ran = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.split()[-1] == str(found)
+@pytest.mark.process
+def test_towers_on_cpus_have_their_share_of_the_cores_unless_threads_are_said():
+    ran = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1:] == [str([found for *_, found in CASES])], ran.stderr
 
 
 @pytest.mark.parametrize("args", [(5,), (5, "cpu"), (0, "/cpu:0,/cpu:4")])
@@ -90,15 +92,22 @@ def test_a_gpu_that_is_not_there(args, given, missing):
     )
 
 
-# ---------------------------------------------------------------------------- With GPUs
-
-
-def test_all_gpus_or_the_first(install):
+@pytest.mark.parametrize(
+    "args, devices",
+    [
+        ((), [0, 1, 2]), ((1,), [0]), ((2, ""), [0, 1]), ((3, []), [0, 1, 2]),
+        ((0, "/gpu:0,/gpu:2"), [0, 2]), ((2, "gpu:0,gpu:2"), [0, 2]),
+        ((0, "/GPU:0,/device:GPU:2"), [0, 2]), ((2, "device:gpu:00, Gpu:2 "), [0, 2]),
+        ((2, ["/gpu:0", "/gpu:2"]), [0, 2]), ((0, ("GPU:0", "/device:GPU:2")), [0, 2]),
+        ((0, "/gpu:1,/gpu:0"), [1, 0]), ((0, "/gpu:0,/cpu:1"), [0, "/cpu:1"]),
+        ((3, "cpu"), CPUS[:3]), ((0, "CPU"), CPUS[:1]), ((3, " cpu "), CPUS[:3]),
+        ((0, ["cpu"]), CPUS[:1]),
+    ],
+)  # fmt: skip
+def test_all_gpus_or_the_first_or_those_named_in_any_spelling(install, args, devices):
     install(A100, A100, A100)
-    assert tower_devices() == ["/gpu:0", "/gpu:1", "/gpu:2"]
-    assert tower_devices(1) == ["/gpu:0"]
-    assert tower_devices(2, "") == ["/gpu:0", "/gpu:1"]
-    assert tower_devices(3, []) == ["/gpu:0", "/gpu:1", "/gpu:2"]
+    names = [f"/gpu:{device}" if isinstance(device, int) else device for device in devices]
+    assert tower_devices(*args) == names
 
 
 @pytest.mark.parametrize(
@@ -131,17 +140,14 @@ def test_hidden_and_skipped_gpus_are_named(install, monkeypatch):
     assert "2 (NVIDIA A100); CUDA_VISIBLE_DEVICES=2 hides the rest; ask for at most 1" in refusal(2)
 
 
-# ------------------------------------------------- The driver has GPUs, and TensorFlow sees none
-
-
 @pytest.mark.parametrize("number", [0, 2])
 @pytest.mark.parametrize(
     "card, build, says",
     [
-        (Card(listed=False), fake_gpus.CUDA_BUILD, "0 (NVIDIA A100): CUDA 12.5.1 or cuDNN 9 is no"),
+        (Card(listed=False), CUDA_BUILD, "0 (NVIDIA A100): CUDA 12.5.1 or cuDNN 9 is no"),
         (Card(listed=False), NO_CUDA, "0 (NVIDIA A100): this TensorFlow was built without CUDA; "),
-        (OLD, fake_gpus.CUDA_BUILD, "0 (Tesla K80): GPU 0 (Tesla K80) has compute capability 3.7"),
-        (LOST, fake_gpus.CUDA_BUILD, "0 (unreadable): the driver cannot read GPU 0; see nvidia-"),
+        (OLD, CUDA_BUILD, "0 (Tesla K80): GPU 0 (Tesla K80) has compute capability 3.7"),
+        (LOST, CUDA_BUILD, "0 (unreadable): the driver cannot read GPU 0; see nvidia-"),
     ],
 )
 def test_a_run_never_goes_to_the_cpu_in_silence(install, card, build, says, number):
@@ -155,22 +161,19 @@ def test_a_run_never_goes_to_the_cpu_in_silence(install, card, build, says, numb
     assert f"{', '.join(CPUS)}, the driver has {says}" in refusal(devices="/gpu:0")
 
 
-@pytest.mark.parametrize("value", ["", "-1", "none", '""', '"-1"'])
-def test_gpus_that_are_hidden_on_purpose(install, monkeypatch, value):
-    install(A100, A100)
+@pytest.mark.parametrize(
+    "value, on_purpose",
+    [(value, True) for value in ("", "-1", "none", '""', '"-1"')]
+    + [(value, False) for value in ("7", "0,0", "gpu:0")],
+)
+def test_gpus_that_are_hidden_on_purpose_or_by_mistake(install, monkeypatch, value, on_purpose):
+    install(Card(listed=False), Card(listed=False))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert tower_devices() == ["/cpu:0"]
-    assert tower_devices(2) == ["/cpu:0", "/cpu:1"]
-
-
-@pytest.mark.parametrize("value", ["7", "0,0", "gpu:0"])
-def test_gpus_that_are_hidden_by_mistake(install, monkeypatch, value):
-    install(Card(listed=False))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert f"CUDA_VISIBLE_DEVICES={value} hides all of them: type unset CUDA_VIS" in refusal()
-
-
-# ---------------------------------------------------------------------------- Hidden, split
+    if on_purpose:
+        assert tower_devices() == ["/cpu:0"]
+        assert tower_devices(2) == ["/cpu:0", "/cpu:1"]
+    else:
+        assert f"CUDA_VISIBLE_DEVICES={value} hides all of them: type unset CUDA_VIS" in refusal()
 
 
 def test_gpus_that_the_program_hides_do_not_count(install):
@@ -191,33 +194,6 @@ def test_the_parts_of_a_split_gpu_count_each(install):
     assert "TensorFlow sees 4 GPUs" in refusal(5)
 
 
-@pytest.mark.parametrize(
-    "devices",
-    ["/gpu:0,/gpu:2", "gpu:0,gpu:2", "/GPU:0,/device:GPU:2", "device:gpu:00, Gpu:2 "]
-    + [["/gpu:0", "/gpu:2"], ("GPU:0", "/device:GPU:2")],
-)
-@pytest.mark.parametrize("num_towers", [0, 2])
-def test_named_gpus_in_every_spelling(install, devices, num_towers):
-    install(A100, A100, A100)
-    assert tower_devices(num_towers, devices) == ["/gpu:0", "/gpu:2"]
-
-
-def test_names_in_any_order_and_mixed(install):
-    install(A100, A100)
-    assert tower_devices(devices="/gpu:1,/gpu:0") == ["/gpu:1", "/gpu:0"]
-    assert tower_devices(devices="/gpu:0,/cpu:1") == ["/gpu:0", "/cpu:1"]
-    assert f"there is no /gpu:2; TensorFlow sees /gpu:0, /gpu:1, {', '.join(CPUS)}" in (
-        refusal(devices="/gpu:0,/gpu:2")
-    )
-
-
-@pytest.mark.parametrize("name", ["cpu", "CPU", " cpu ", ["cpu"]])
-def test_cpus_in_place_of_gpus(install, name):
-    install(A100, A100)
-    assert tower_devices(3, name) == CPUS[:3]
-    assert tower_devices(devices=name) == ["/cpu:0"]
-
-
 def test_a_process_sees_one_part_of_a_gpu_that_mig_splits(install):
     install(SPLIT, A100)
     assert tower_devices() == ["/gpu:0"]
@@ -227,41 +203,30 @@ def test_a_process_sees_one_part_of_a_gpu_that_mig_splits(install):
     assert "CUDA shows a process one part of a GPU that MIG splits, and nothing" in refusal(2)
 
 
-# ---------------------------------------------------------------------------- What is malformed
+NO_DEVICE = "--devices={}: {!r} is not a device; name them as /gpu:0"
 
 
 @pytest.mark.parametrize(
-    "devices, name",
+    "number, devices, says",
     [
-        ("/gpu:0,,/gpu:1", ""),
-        ("/gpu:x", "/gpu:x"),
-        ("/tpu:0", "/tpu:0"),
-        ("0,1", "0"),
-        ("cpu,/gpu:0", "cpu"),
-        ("/cpu:10000000000", "/cpu:10000000000"),
+        (0, "/gpu:0,,/gpu:1", NO_DEVICE.format("/gpu:0,,/gpu:1", "")),
+        (0, "/gpu:x", NO_DEVICE.format("/gpu:x", "/gpu:x")),
+        (0, "/tpu:0", NO_DEVICE.format("/tpu:0", "/tpu:0")),
+        (0, "0,1", NO_DEVICE.format("0,1", "0")),
+        (0, "cpu,/gpu:0", NO_DEVICE.format("cpu,/gpu:0", "cpu")),
+        (0, "/cpu:10000000000", NO_DEVICE.format("/cpu:10000000000", "/cpu:10000000000")),
+        (0, "/gpu:0,/gpu:3", "--devices=/gpu:0,/gpu:3: there is no /gpu:3; TensorFlow sees /gpu:0, "
+         f"/gpu:1, /gpu:2, {', '.join(CPUS)}"),
+        (0, "/gpu:0,/gpu:1,/device:GPU:0",
+         "--devices=/gpu:0,/gpu:1,/device:GPU:0: /gpu:0 is named twice"),
+        (1, "/gpu:0,/gpu:2", "--num_towers=1 and --devices=/gpu:0,/gpu:2 disagree"),
+        (2, "/gpu:2", "--num_towers=2 and --devices=/gpu:2 disagree, which names 1"),
+        (-1, "", "--num_towers=-1: 0 or more is needed"),
     ],
-)
-def test_what_is_no_device(install, devices, name):
-    install(A100, A100)
-    message = refusal(devices=devices)
-    assert message.startswith(f"--devices={devices}: {name!r} is not a device; name them as /gpu:0")
-
-
-@pytest.mark.parametrize(
-    "args, says",
-    [
-        ((0, "/gpu:0,/gpu:1,/device:GPU:0"), ": /gpu:0 is named twice"),
-        ((1, "/gpu:0,/gpu:2"), "--num_towers=1 and --devices=/gpu:0,/gpu:2 disagree"),
-        ((2, "/gpu:2"), "--num_towers=2 and --devices=/gpu:2 disagree, which names 1"),
-        ((-1,), "--num_towers=-1: 0 or more is needed"),
-    ],
-)
-def test_the_number_and_the_names_agree(install, args, says):
+)  # fmt: skip
+def test_names_are_of_devices_and_agree_with_the_number(install, number, devices, says):
     install(A100, A100, A100)
-    assert says in refusal(*args)
-
-
-# ---------------------------------------------------------------------------- What is reported
+    assert refusal(number, devices).startswith(says)
 
 
 def test_each_towers_device_is_described(install, monkeypatch):
@@ -289,8 +254,4 @@ def test_the_table(install):
         ["2", "/gpu:1", "00000000:25:00.0", "1", "40960", "40536", "NVIDIA", "A100"],
         ["3", "/gpu:2", "00000000:35:00.0", "2", "-", "-", "NVIDIA", "A100"],
     ]
-    assert lines[6:9] == [
-        "memory      /gpu:0 1000 MiB, growth off",
-        "memory      /gpu:1 2000 MiB, growth off",
-        "memory      /gpu:2 40036 MiB, growth off",
-    ]
+    assert lines[6] == "memory      /gpu:0 1000 MiB, growth off" and lines[6:] == read_back()

@@ -1,5 +1,6 @@
 """Trying an input: it ends with a documented code and one line, in time, and runs no code."""
 
+import builtins
 import contextlib
 import dataclasses
 import io
@@ -15,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 
-from tests.data import image_files, mat_files, tiny_cifar10, tiny_cifar100
+from tests.data import cifar_files, image_files, mat_files
 from tests.fuzz.inputs import FOLDER, LINK, READ_ONLY, Case
 from towers import cli
 from towers.data import cifar10, cifar100
@@ -57,16 +58,6 @@ class Template:
         "matlab": ("svhn_extra", "matlab"),
     }
 
-    @property
-    def events(self) -> list[str]:
-        """The event files of the runs."""
-        return sorted(name for name in self.files if "tfevents" in name)
-
-    @property
-    def texts(self) -> list[str]:
-        """The files of the runs that hold JSON."""
-        return sorted(name for name in self.files if name.endswith(".json"))
-
 
 def make_template(folder: Path) -> Template:
     """Train two small runs and write small data sets; return all of it."""
@@ -88,7 +79,7 @@ def make_template(folder: Path) -> Template:
             '{"runs": [{"name": "run", "status": "failed", "seconds": 1.0, "flags": {"seed": 0}, '
             '"error": "exit code 1"}]}'
         )
-        for kind in "npz", "csv", "folder", "tfrecord", "binaries", "pickles":
+        for kind in "npz", "csv", "folder", "tfrecord":
             Path(kind).mkdir()
         np.savez("npz/data.npz", **parts)
         for name in "train", "test":
@@ -96,32 +87,25 @@ def make_template(folder: Path) -> Template:
         for split, numbers in ("train", range(6)), ("test", range(6, 9)):
             image_files.write_folder(Path("folder"), numbers, split=split)
             image_files.write_tfrecord(Path("tfrecord"), numbers, split=split, num_files=2)
-        tiny_cifar10.write_binaries(Path("binaries"))
-        tiny_cifar10.write_pickles(Path("pickles"))
-        tiny_cifar100.write_binaries(Path("binaries100"))
-        tiny_cifar100.write_pickles(Path("pickles100"))
+        for names, number in (cifar_files.CIFAR10, ""), (cifar_files.CIFAR100, "100"):
+            cifar_files.write_binaries(Path(f"binaries{number}"), names)
+            cifar_files.write_pickles(Path(f"pickles{number}"), names)
         mat_files.write_svhn(Path("matlab"))
-    found = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
     return Template({name: data for name, data in found.items() if "/.towers" not in name}, argv)
 
 
 def try_out(kind: str, case: Case, template: Template, folder: Path) -> str:
     """Try an input in an empty folder; return what is wrong about how it ended, "" for nothing."""
     _lay_out(case, template, folder, kind)
-    before = songs()
+    before = vars(builtins).get("canary_songs")
     with _standing_in(folder), _in_time():
         try:
             wrong = _read_data(*case.read) if case.read else _run(kind, case.argv)
         except Hang:
             wrong = f"hang: longer than {SECONDS:g} s"
-    return "code ran: the canary sang" if songs() != before else wrong
-
-
-def songs() -> int:
-    """Return how often the canary has sung."""
-    import builtins
-
-    return getattr(builtins, "canary_songs", 0)
+    return "code ran: the canary sang" if vars(builtins).get("canary_songs") != before else wrong
 
 
 def _run(kind: str, argv: tuple[str, ...]) -> str:
@@ -160,8 +144,8 @@ def _read_data(name: str, folder: str) -> str:
 @contextlib.contextmanager
 def _few_records_and_no_download() -> Iterator[None]:
     with (
-        mock.patch.object(cifar10, "RECORDS_PER_FILE", tiny_cifar10.NUM),
-        mock.patch.dict(cifar100.RECORDS, tiny_cifar100.NUM),
+        mock.patch.object(cifar10, "RECORDS_PER_FILE", cifar_files.NUM),
+        mock.patch.dict(cifar100.RECORDS, cifar_files.NUM_OF_100),
         mock.patch.object(Published, "_download", side_effect=InputError("cannot download")),
     ):
         yield

@@ -12,7 +12,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.data import tiny_cifar10, tiny_cifar100
+from tests.data.cifar_files import CIFAR10, CIFAR100
 from towers import cli
 
 LINK, FOLDER = "link", "folder"  # in the place of a file
@@ -206,8 +206,8 @@ def foreign_flags(draw, template) -> Case:
 @st.composite
 def texts_of_runs(draw, template) -> Case:
     """Return runs with JSON that is not what it should be, compared."""
-    files = {}
-    for name in draw(st.lists(st.sampled_from(template.texts), min_size=1, max_size=2)):
+    files, texts = {}, sorted(name for name in template.files if name.endswith(".json"))
+    for name in draw(st.lists(st.sampled_from(texts), min_size=1, max_size=2)):
         content = template.files[name]
         files[name] = draw(changed_json(content) | in_place(content))
     more = draw(st.sampled_from([(), ("--json",), ("--objective=loss",), ("--target_value=0.5",)]))
@@ -217,7 +217,8 @@ def texts_of_runs(draw, template) -> Case:
 @st.composite
 def event_files(draw, template) -> Case:
     """Return runs with damaged event files, compared."""
-    names = draw(st.lists(st.sampled_from(template.events), min_size=1, max_size=3))
+    events = sorted(name for name in template.files if "tfevents" in name)
+    names = draw(st.lists(st.sampled_from(events), min_size=1, max_size=3))
     files = {name: draw(in_place(template.files[name])) for name in names}
     return Case(files, ("compare", "run", "other", "--plot=none"))
 
@@ -279,14 +280,14 @@ def hostile_pickles() -> list[bytes]:
 @st.composite
 def data_files(draw, template) -> Case:
     """Return data sets of all kinds with damaged files."""
-    kind = draw(st.sampled_from([k for k in template.data]))
+    kind = draw(st.sampled_from(list(template.data)))
     name, folder = template.data[kind]
     own = [path for path in template.files if path.startswith(f"{kind}/")]
     files = {}
     for path in draw(st.lists(st.sampled_from(own), min_size=1, max_size=2)):
         content = template.files[path]
         choices = [in_place(content)]
-        if path.rpartition("/")[2] in (*tiny_cifar10.NAMES, *tiny_cifar100.NUM):
+        if path.rpartition("/")[2] in CIFAR10 + CIFAR100:
             choices.append(st.sampled_from(hostile_pickles()))
         if path.endswith(".csv"):
             choices.append(_tables())

@@ -1,18 +1,30 @@
-"""Where ops really ran: read from executed graphs on logical CPU devices."""
+"""Where ops really ran, on logical CPU devices; what a run says of it, and how strict it is."""
 
+import csv
+import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import keras
 import pytest
 import tensorflow as tf
 
 import towers
 from tests import tiny
-from towers.graphs.placement import Op, read_placement, short
+from towers import cli
+from towers.builder import kinds
+from towers.errors import InputError
+from towers.graphs import placement_report
+from towers.graphs.placement import Op, Placement, Transfer, read_placement, short
+from towers.training.tensorflow_errors import one_line_errors
+
+pytestmark = pytest.mark.graph
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES = ["/cpu:0", "/cpu:1"]
+HERE = "TensorFlow has /cpu:0, /cpu:1, /cpu:2, /cpu:3: "
 
 
 def ops_of(placement, kind):
@@ -35,6 +47,8 @@ def test_the_ops_of_two_towers_and_their_sum():
         ("/cpu:0", "/cpu:1"): 2 * 6 * 4,
         ("/cpu:1", "/cpu:0"): 4 * 4,
     }
+    with pytest.raises(ValueError, match="read its placement at its first call"):
+        read_placement(product, tf.ones([2, 3]), tf.ones([3, 2]))
 
 
 def test_a_request_is_not_the_device():
@@ -72,47 +86,265 @@ def test_a_train_loop_of_no_steps_is_placed_and_its_bytes_are_weights_slice_and_
     }
 
 
-def test_a_function_that_ran_before_is_refused():
-    square = tf.function(lambda a: a * a)
-    square(tf.ones([2]))
-    with pytest.raises(ValueError, match="read its placement at its first call"):
-        read_placement(square, tf.ones([2]))
-
-
+@pytest.mark.unit
 def test_names_are_read_as_tower_and_layer():
     op = Op("gradient_tape/while/tower_1_2/cnn_1/conv2_1/Relu", "ReluGrad", "", "/cpu:0")
     assert (op.tower, op.layer) == (1, "cnn/conv2")
-    inner = "while/body/_1/while/tower_0/net_1/block_2_1/fn_1/PartitionedCall/Tanh"
-    assert Op(inner, "Tanh", "", "").layer == "net/block_2/fn"
-    loop = "while/body/_1/while/tower_0/lstm_3/while/body/_9/while/tower_0/lstm_3/while/cell_1/Tanh"
-    assert Op(loop, "Tanh", "", "").layer == "lstm/cell"
-    assert Op("while/tower_0/mul", "Mul", "", "").layer == "the loss function itself"
+    loop = "while/body/_1/while/tower_0"
+    for name, layer in {
+        f"{loop}/net_1/block_2_1/fn_1/PartitionedCall/Tanh": "net/block_2/fn",
+        f"{loop}/lstm_3/while/body/_9/while/tower_0/lstm_3/while/cell_1/Tanh": "lstm/cell",
+        "while/tower_0/mul": "the loss function itself",
+    }.items():
+        assert Op(name, "Tanh", "", "").layer == layer
     assert Op("while/update/AddN", "AddN", "", "/cpu:0").tower is None
-    assert short("/job:localhost/replica:0/task:0/device:GPU:3") == "/gpu:3"
-    assert short("/job:worker/replica:0/task:1/device:CPU:2") == "/job:worker/task:1/cpu:2"
-    assert short("/job:localhost/cpu:0") == "/cpu:0"
-    assert short("") == ""
+    for long, name in {
+        "/job:localhost/replica:0/task:0/device:GPU:3": "/gpu:3",
+        "/job:worker/replica:0/task:1/device:CPU:2": "/job:worker/task:1/cpu:2",
+        "/job:localhost/cpu:0": "/cpu:0",
+        "": "",
+    }.items():
+        assert short(long) == name
 
 
-def script(*words):
-    return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+@pytest.mark.process
+def test_the_demonstrations():
+    def script(*words):
+        command = [sys.executable, *words]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
-
-def test_the_demonstration_of_two_towers():
-    done = script("scripts/matmul_towers.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("[[ 44.  56.]\n [ 98. 128.]]\n")
-    lines = [line.split() for line in done.stdout.splitlines()]
+    out = script("scripts/matmul_towers.py")
+    assert out.startswith("[[ 44.  56.]\n [ 98. 128.]]\n")
+    lines = [line.split() for line in out.splitlines()]
     assert {(name, device) for name, *_, device in lines if "MatMul" in name} == {
         ("tower_0/MatMul", "/cpu:0"),
         ("tower_1/MatMul", "/cpu:1"),
     }
     assert ["gather/AddN", "AddN", "/cpu:0"] in lines
+    out = script("scripts/matpow.py", "--size=120", "--n=4")
+    assert all(word in out for word in ("one device", "two towers", "ratio", "difference"))
 
 
-def test_the_demonstration_of_powers():
-    done = script("scripts/matpow.py", "--size=120", "--n=4")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(word in done.stdout for word in ("one device", "two towers", "ratio", "difference"))
+# ---------------------------------------------------------------------------- Runs
+
+
+class Pinned(keras.layers.Layer):
+    """A layer that insists on a device of its own."""
+
+    def __init__(self, device, **keywords):
+        super().__init__(**keywords)
+        self.device = device
+
+    def call(self, inputs):
+        with tf.device(self.device):
+            return tf.tanh(inputs) * 2.0
+
+
+def pinned(num_classes, image_shape, device="/cpu:1"):
+    block = keras.Sequential(
+        [keras.layers.Flatten(), Pinned(device, name="stubborn")], name="block"
+    )
+    return keras.Sequential([keras.Input(image_shape), block, keras.layers.Dense(num_classes)])
+
+
+def pinned_weights(num_classes, image_shape):
+    """A functional model: Keras keeps nothing of tf.device but the place of the weights."""
+    inputs = keras.Input(image_shape)
+    x = keras.layers.Flatten()(inputs)
+    with tf.device("/cpu:1"):
+        x = keras.layers.Dense(4, name="hidden")(x)
+    return keras.Model(inputs, keras.layers.Dense(num_classes)(x))
+
+
+def missing_at_once(num_classes, image_shape, device):
+    with tf.device(device):
+        scale = tf.Variable(1.0)
+    return tiny.dense(num_classes, image_shape, width=int(scale.numpy()))
+
+
+class ForGpus(keras.layers.Layer):
+    """A layer that no CPU can run."""
+
+    def call(self, inputs):
+        rows, state = tf.reshape(inputs, [1, -1, 4]), tf.zeros([1, tf.size(inputs) // 4, 4])
+        drawn = tf.raw_ops.CudnnRNN(input=rows, input_h=state, input_c=state, params=tf.zeros(160))
+        return inputs + tf.reduce_sum(drawn[0])
+
+
+def for_gpus(num_classes, image_shape):
+    flat, fast = keras.layers.Flatten(), ForGpus(name="fast")
+    return keras.Sequential([keras.Input(image_shape), flat, fast, keras.layers.Dense(num_classes)])
+
+
+SHORT = "--dataset=tests.tiny:images --augment=none --max_steps=5 --batch_size=8 --num_towers=2"
+HARD = "--allow_soft_placement=false"
+
+
+@pytest.fixture
+def command(tmp_path, capsys):
+    """Return `command(model, *flags)`, a short run's exit code, output and error."""
+
+    def command(model, *flags):
+        argv = ["train", *SHORT.split(), f"--train_dir={tmp_path}/run", f"--model={model}", *flags]
+        return cli.main(argv), *capsys.readouterr()
+
+    yield command
+    tf.config.set_soft_device_placement(True)  # runs set it for the whole process
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    "model, num_towers",
+    [("tests.tiny:cnn", 3), pytest.param("models.cnn:cnn", 2, marks=pytest.mark.extended)],
+)
+def test_a_model_that_chooses_no_device_passes_strict(tmp_path, command, model, num_towers):
+    code, out, err = command(model, f"--num_towers={num_towers}", "--placement=strict", HARD)
+    assert (code, err) == (0, "")
+    assert tiny.saved_steps(tmp_path / "run")[-1] == 5
+    assert "ops in towers, each on its tower's device" in out
+
+
+@pytest.mark.run
+def test_batch_norm_over_gpus_passes_strict(tmp_path, command, monkeypatch):
+    """What collectives count their calls by is of no tower."""
+    monkeypatch.setenv(kinds.SWITCH, "1")
+    towers = "--devices=/cpu:1,/cpu:2", "--variables=replicated", "--num_towers=2"
+    assert command("tests.tiny:cnn", *towers, "--placement=strict")[0] == 0
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    "device, tower, where",
+    [
+        ("/cpu:1", 0, "/cpu:1, where a tf.device puts it"),
+        ("/gpu:7", 1, "/cpu:0, by soft placement: it asks for /gpu:7"),
+    ],
+)
+def test_a_pinned_layer_is_listed_and_strict_stops_the_run(tmp_path, command, device, tower, where):
+    model = f"{__name__}:pinned", f"--model_args=device={device}"
+    code, out, err = command(*model, "--placement=strict")
+    assert code == 1
+    line = f"tower {tower} on /cpu:{tower}, layer sequential/block/stubborn: Tanh, Mul on {where}"
+    assert line in err and err.startswith("towers: --placement=strict: ")
+    assert len(err.splitlines()) == 1
+    assert "step 0" not in out
+    assert not list(tmp_path.iterdir())
+
+    code, out, err = command(*model)
+    assert (code, err) == (0, "")
+    assert f"  {line}" in out and tiny.saved_steps(tmp_path / "run")[-1] == 5
+    before = tiny.files(tmp_path)
+    assert command(*model, "--placement=strict", "--max_steps=9")[0] == 1
+    assert tiny.files(tmp_path) == before  # strict leaves an old run as it was
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    "model, flags, code, says",
+    [
+        ("pinned", f"--model_args=device=/gpu:7 {HARD}", 2,
+         ["layer sequential/block/stubborn asks for /gpu:7", HERE]),
+        ("missing_at_once", f"--model_args=device=/gpu:7 {HARD}", 2,
+         ["the model asks for /gpu:7, which is not there", HERE]),
+        ("for_gpus", "--num_towers=1", 2,
+         ["CudnnRNN, of layer sequential/fast: TensorFlow has no kernel for it"]),
+        ("pinned_weights", "--placement=strict", 1,
+         ["master variable model/hidden/kernel on /cpu:1, not /cpu:0"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_one_line_without_a_run(tmp_path, command, model, flags, code, says):
+    found, _, err = command(f"{__name__}:{model}", *flags.split())
+    assert found == code and len(err.splitlines()) == 1
+    assert all(words in err for words in says)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.run
+def test_log_device_placement(tmp_path, command):
+    code, out, _ = command("tests.tiny:dense", "--log_device_placement")
+    assert code == 0
+    lines = out.splitlines()
+    mapping = lines.index("  device mapping:")
+    assert re.fullmatch(r"  /cpu:1 -> CPU, \d+ cores shared by all its devices", lines[mapping + 2])
+    (header,) = [i for i, x in enumerate(lines) if x.split() == ["op", "type", "/cpu:0", "/cpu:1"]]
+    rows_of_table = itertools.takewhile(lambda x: x.startswith("  "), lines[header + 1 :])
+    table = {line.split()[0]: line.split()[1:] for line in rows_of_table}
+    with open(tmp_path / "run/placement.tsv", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    assert list(rows[0]) == ["name", "type", "tower", "layer", "requested", "device"]
+    ran = [row for row in rows if row["device"] != "-"]
+    assert len(ran) == sum(map(int, table["all"]))
+    sums = [row["device"] for row in ran if row["type"] == "AddN"]
+    assert set(sums) == {"/cpu:0"} and table["AddN"] == [str(len(sums)), "-"]
+    products = [row for row in ran if "MatMul" in row["type"] and row["tower"]]
+    assert {(row["tower"], row["requested"], row["device"]) for row in products} == {
+        ("0", "/cpu:0", "/cpu:0"),
+        ("1", "/cpu:1", "/cpu:1"),
+    }
+    assert {row["layer"].split("/")[-1] for row in products} >= {"dense", "dense_1"}
+    assert any(row["device"] == "-" for row in rows)  # what was folded, fused or pruned
+
+
+# ---------------------------------------------------------------------------- Lines
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "end", ["", "\nOp: GatherV2\nNode attrs: T=DT_UINT8\nRegistered kernels:\n"]
+)
+def test_an_op_without_a_kernel_for_the_device_is_named_with_its_layer(end):
+    said = (
+        "Cannot assign a device for operation while/tower_0/net_1/crop_1/GatherV2: Could not "
+        "satisfy explicit device specification '/job:localhost/replica:0/task:0/device:GPU:0' "
+        f"because no supported kernel for GPU devices is available.\nColocation Debug Info:\n{end}"
+    )
+    with pytest.raises(InputError) as error, one_line_errors(tiny.options("unused")):
+        raise tf.errors.InvalidArgumentError(None, None, said)
+    (line,) = str(error.value).splitlines()
+    assert "GatherV2, of layer net/crop, has no kernel for /gpu:0" in line
+    assert "leave the flag out" in line and "towers plan" in line
+
+
+def placement_of(*cells, transfers=()):
+    return Placement(tuple(Op(*cell) for cell in cells), (), transfers)
+
+
+@pytest.mark.unit
+def test_an_op_without_a_kernel_is_told_apart():
+    placement = placement_of(
+        ("while/tower_0/net_1/text_1/StringLower", "StringLower", "/gpu:0", "/cpu:0"),
+        ("while/tower_0/net_1/text_1/Substr", "Substr", "", "/cpu:0"),
+        ("while/tower_0/net_1/dense_1/MatMul", "MatMul", "/gpu:0", "/gpu:0"),
+        ("while/gather/AddN", "AddN", "/cpu:0", "/cpu:0"),
+    )
+    assert placement_report.strays(placement, ["/gpu:0"], {}, "/cpu:0") == [
+        "tower 0 on /gpu:0, layer net/text: Substr on /cpu:0",
+        "tower 0 on /gpu:0, layer net/text: StringLower on /cpu:0, by soft placement: /gpu:0 "
+        "cannot run it",
+    ]
+
+
+@pytest.mark.unit
+def test_many_strays_are_summed_up_and_sizes_that_are_not_known_are_said():
+    names = [f"while/tower_0/layer{i}x/Tanh" for i in range(30)]
+    routes = [("/cpu:0", "/gpu:0", 4_370_000), ("/cpu:0", "/gpu:0", None), ("/gpu:0", "/cpu:0", 12)]
+    placement = placement_of(
+        *((name, "Tanh", "/cpu:1", "/cpu:1") for name in names),
+        transfers=tuple(Transfer("x", *route) for route in routes),
+    )
+    stray = placement_report.strays(placement, ["/cpu:0"], {}, "/cpu:0")
+    lines = placement_report.report(placement, stray)
+    assert len(lines) == 11
+    assert lines[-2:] == [
+        "  and 22 more: see --log_device_placement",
+        "  in a step cross 4.37 MB /cpu:0 -> /gpu:0, 0.01 kB /gpu:0 -> /cpu:0, and 1 of unknown "
+        "size",
+    ]
+
+
+@pytest.mark.unit
+def test_what_crosses_in_some_steps_is_told_apart():
+    both = Transfer("x", "/cpu:0", "/gpu:0", 4_000), Transfer("y", "/cpu:0", "/gpu:0", 5_000, True)
+    (_, line) = placement_report.report(placement_of(transfers=both), [])
+    assert "4.00 kB /cpu:0 -> /gpu:0;" in line
+    assert "5.00 kB more" in line

@@ -1,9 +1,12 @@
 """The most expensive ops, from made-up traces of CPUs and GPUs."""
 
+import pytest
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from towers.graphs.placement import Op, Placement
 from towers.graphs.profile_summary import OUTSIDE, XLA, copies, op_times, problems, report
+
+pytestmark = pytest.mark.unit
 
 MS = 10**9  # picoseconds
 BODY, FILTER = "while/body/_1/while", "while/tower_0/net/conv/Filter"

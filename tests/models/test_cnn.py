@@ -1,9 +1,13 @@
+import functools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from models.cnn import LocalResponseNormalization, cnn, local_response_normalization
+
+pytestmark = pytest.mark.graph
 
 
 def value_and_gradient(function, x, upstream):
@@ -23,12 +27,9 @@ def test_has_the_tutorials_layers_and_number_of_weights():
     # 5*5*3*64+64 + 5*5*64*64+64 + 2304*384+384 + 384*192+192 + 192*10+10
     assert model.count_params() == 1_068_298
     assert len(model.trainable_variables) == 10
-
-
-def test_lrn_can_be_left_out():
-    model = cnn(lrn=False)
-    assert not [layer for layer in model.layers if "norm" in layer.name]
-    assert model.count_params() == 1_068_298
+    without = cnn(lrn=False)
+    assert not [layer for layer in without.layers if "norm" in layer.name]
+    assert without.count_params() == 1_068_298
 
 
 def test_initial_values_are_the_tutorials():
@@ -57,28 +58,23 @@ def test_weight_decay_is_the_tutorials_l2_loss_on_the_hidden_dense_layers():
     assert cnn(weight_decay=0).losses == []
 
 
-def test_negative_weight_decay_is_refused():
-    with pytest.raises(ValueError, match=r"^weight_decay=-1 must be a number of at least 0.*$"):
-        cnn(weight_decay=-1)
-
-
 @pytest.mark.parametrize("num_channels", [1, 8, 64])
 @pytest.mark.parametrize("depth_radius", [0, 4, 5])
 @pytest.mark.parametrize("size, bias, alpha", [(1, 1, 0.001 / 9), (100, 1, 0.001 / 9), (1, 2, 0.3)])
 def test_lrn_gives_tensorflows_values_and_gradients(num_channels, depth_radius, size, bias, alpha):
-    x = size * tf.random.stateless_normal([3, 5, 4, num_channels], seed=(1, 2))
-    upstream = tf.random.stateless_normal(x.shape, seed=(3, 4))
     constants = dict(depth_radius=depth_radius, bias=bias, alpha=alpha)
-
-    y, gradient = value_and_gradient(
-        lambda x: local_response_normalization(x, **constants), x, upstream
-    )
-    expected_y, expected_gradient = value_and_gradient(
-        lambda x: tf.nn.local_response_normalization(x, **constants, beta=0.75), x, upstream
-    )
-
-    np.testing.assert_allclose(y, expected_y, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
+    for num_examples in (3, 0):
+        x = size * tf.random.stateless_normal([num_examples, 5, 4, num_channels], seed=(1, 2))
+        upstream = tf.random.stateless_normal(x.shape, seed=(3, 4))
+        found, expected = (
+            value_and_gradient(functools.partial(function, **constants), x, upstream)
+            for function in (
+                local_response_normalization,
+                functools.partial(tf.nn.local_response_normalization, beta=0.75),
+            )
+        )
+        for value, of_tensorflow in zip(found, expected, strict=True):
+            np.testing.assert_allclose(value, of_tensorflow, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(tf.bfloat16, 2**-8), (tf.float16, 2**-11)])
@@ -99,24 +95,9 @@ def test_lrn_is_exact_to_rounding_in_16_bits(dtype, rounding, size):
         )
 
 
-def test_lrn_takes_no_examples():
-    y, gradient = value_and_gradient(
-        local_response_normalization, tf.zeros([0, 6, 6, 8]), tf.zeros([0, 6, 6, 8])
-    )
-    assert y.shape == gradient.shape == (0, 6, 6, 8)
-
-
 def test_lrn_layer_says_how_it_was_made():
     layer = LocalResponseNormalization(depth_radius=2, bias=2.0, alpha=0.3, name="norm")
     again = LocalResponseNormalization.from_config(layer.get_config())
     x = tf.random.stateless_normal([2, 4, 4, 8], seed=(1, 2))
     np.testing.assert_array_equal(again(x), layer(x))
     assert again.get_config() == layer.get_config()
-
-
-@pytest.mark.parametrize("constant", [{"depth_radius": -1}, {"bias": 0.0}, {"alpha": -0.1}])
-def test_lrn_refuses_constants_out_of_range(constant):
-    [(name, value)] = constant.items()
-    with pytest.raises(ValueError, match=f"{name}={value}") as error:
-        LocalResponseNormalization(**constant)
-    assert "\n" not in str(error.value)

@@ -1,48 +1,59 @@
-"""The families of models against their papers: weights, layers, what is refused."""
+"""The models against their papers: weights, layers, and the parts that are their own."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from models import densenet, preact_resnet, resnext, vgg, vit, wide_resnet
+from models import densenet, fast, preact_resnet, resnet, resnext, vgg, vit, wide_resnet
 
-FAMILIES = {
-    "preact_resnet": preact_resnet.preact_resnet,
-    "wide_resnet": wide_resnet.wide_resnet,
-    "vgg": vgg.vgg16_bn,
-    "densenet": densenet.densenet_bc,
-    "resnext": resnext.resnext,
-    "vit": vit.vit,
-}
+pytestmark = pytest.mark.graph
 
 
 def count(variables):
     return sum(int(np.prod(variable.shape)) for variable in variables)
 
 
+LARGE = [pytest.mark.run, pytest.mark.extended]  # slow to build
+
+
 @pytest.mark.parametrize(
     ("module", "name", "in_the_paper", "exactly"),
     [
+        (resnet, "resnet20", "0.27", 269_722),
+        pytest.param(resnet, "resnet32", "0.46", 464_154, marks=LARGE),
+        pytest.param(resnet, "resnet44", "0.66", 658_586, marks=LARGE),
+        pytest.param(resnet, "resnet56", "0.85", 853_018, marks=LARGE),
+        pytest.param(resnet, "resnet110", "1.7", 1_727_962, marks=pytest.mark.run),
         (preact_resnet, "preact_resnet20", None, 269_722),
-        (preact_resnet, "preact_resnet56", None, 853_018),
-        (preact_resnet, "preact_resnet110", "1.7", 1_727_962),
-        (preact_resnet, "preact_resnet164", "1.7", 1_703_258),
+        pytest.param(preact_resnet, "preact_resnet56", None, 853_018, marks=LARGE),
+        pytest.param(preact_resnet, "preact_resnet110", "1.7", 1_727_962, marks=LARGE),
+        pytest.param(preact_resnet, "preact_resnet164", "1.7", 1_703_258, marks=LARGE),
         (wide_resnet, "wide_resnet16_4", "2.7", 2_748_890),
-        (wide_resnet, "wide_resnet28_10", "36.5", 36_479_194),
-        (vgg, "vgg16_bn", None, 14_987_210),
-        (densenet, "densenet_bc100_12", "0.8", 769_162),
-        (resnext, "resnext29_8x64d", "34.4", 34_426_698),
-        (resnext, "resnext29_16x64d", "68.1", 68_155_210),
+        pytest.param(wide_resnet, "wide_resnet28_10", "36.5", 36_479_194, marks=LARGE),
+        pytest.param(vgg, "vgg16_bn", None, 14_987_210, marks=pytest.mark.run),
+        pytest.param(densenet, "densenet_bc100_12", "0.8", 769_162, marks=pytest.mark.run),
+        pytest.param(resnext, "resnext29_8x64d", "34.4", 34_426_698, marks=pytest.mark.run),
+        pytest.param(resnext, "resnext29_16x64d", "68.1", 68_155_210, marks=LARGE),
         (vit, "vit_small", None, 2_693_194),
+        (fast, "fast", None, 1_971_328),
     ],
 )
 def test_has_the_papers_number_of_weights(module, name, in_the_paper, exactly):
-    found = count(getattr(module, name)().trainable_variables)
+    model = getattr(module, name)()
+    found = count(model.trainable_variables)
     assert found == exactly
-    assert f"| {exactly:,} |" in module.__doc__
+    if module is fast:
+        assert f"{model.count_params():,} weights, of which {exactly:,} are" in module.__doc__
+    else:
+        assert f"| {exactly:,} |" in module.__doc__
     if in_the_paper:  # they round down, too: 68.1
-        assert found / 1e6 == pytest.approx(float(in_the_paper), abs=0.06)
+        last = 10.0 ** -len(in_the_paper.partition(".")[2])
+        assert found / 1e6 == pytest.approx(float(in_the_paper), abs=0.6 * last)
+    if module is resnet:
+        counted = (keras.layers.Conv2D, keras.layers.Dense)
+        depth = sum(isinstance(layer, counted) for layer in model.layers)
+        assert name == model.name == f"resnet{depth}"
 
 
 def test_the_paper_does_not_count_the_normalizations_of_1001_layers():
@@ -56,59 +67,6 @@ def test_the_paper_does_not_count_the_normalizations_of_1001_layers():
     (total, without) = (a + 110 * (b - a) for a, b in (totals, without_norms))
     assert f"| {total:,} |" in preact_resnet.__doc__
     assert f"{without / 1e6:.1f}" == "10.2"
-
-
-@pytest.mark.parametrize(
-    ("family", "argument", "values"),
-    [
-        *((family, "num_classes", [0, -1, "x", 2.5, True]) for family in FAMILIES),
-        *(
-            (family, "drop_path", [-0.1, 1, 1.5, "x", float("nan"), True])
-            for family in ("preact_resnet", "wide_resnet", "resnext", "vit")
-        ),
-        *(
-            (family, "dropout", [-0.1, 1, "x"])
-            for family in ("wide_resnet", "vgg", "densenet", "vit")
-        ),
-        ("preact_resnet", "bottleneck", [1, "x"]),
-        ("preact_resnet", "depth", [21, 2, 20.0, "x"]),
-        ("wide_resnet", "depth", [20, 4, "x"]),
-        ("densenet", "depth", [99, 4, "x"]),
-        ("resnext", "depth", [20.5, 28, 2]),
-        ("vit", "heads", [0, "x"]),
-        ("vit", "width", [100]),
-        ("vit", "patch", [0]),
-    ],
-)
-def test_bad_arguments_are_said_by_the_model_itself(family, argument, values):
-    for value in values:
-        with pytest.raises(ValueError, match=f"^{argument}={value!r} must be") as error:
-            FAMILIES[family](**{argument: value})
-        assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("depth", "nearest"), [(21, "20 or 26"), (7, "8"), (-4, "8"), (18, "14 or 20")]
-)
-def test_the_nearest_depths_are_named(depth, nearest):
-    with pytest.raises(ValueError, match=f"^depth={depth} must be 6n .* 1; nearest: {nearest}$"):
-        preact_resnet.preact_resnet(depth)
-
-
-@pytest.mark.parametrize(
-    ("family", "shape"),
-    [("vgg", (31, 32, 3)), ("densenet", (4, 3, 3)), ("vit", (32, 30, 3))],
-)
-def test_images_that_are_too_small_or_do_not_fit_are_refused(family, shape):
-    with pytest.raises(ValueError, match=r"^image_shape=\(.*\) must have [^\n]*$"):
-        FAMILIES[family](image_shape=shape)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_layer_has_a_name_of_its_own(family):
-    names = [layer.name for layer in FAMILIES[family]().layers]
-    assert names[0] == "images" and names[-1] == "logits"
-    assert names == [layer.name for layer in FAMILIES[family]().layers]
 
 
 def test_grouped_convolution_has_the_values_and_gradients_of_keras_own():
@@ -130,6 +88,8 @@ def test_grouped_convolution_has_the_values_and_gradients_of_keras_own():
 
 def test_drop_path_skips_a_branch_for_whole_examples_and_keeps_its_mean():
     model = preact_resnet.preact_resnet(8, drop_path=0.3)
+    again = preact_resnet.preact_resnet(8, drop_path=0.3)
+    assert [layer.name for layer in again.layers] == [layer.name for layer in model.layers]
     of_stages = [model.get_layer(f"stage{stage}_block1_drop_path") for stage in (1, 2, 3)]
     assert [layer.rate for layer in of_stages] == pytest.approx([0.1, 0.2, 0.3])
     ones = np.ones([4000, 2, 1, 3], np.float32)
@@ -138,3 +98,85 @@ def test_drop_path_skips_a_branch_for_whole_examples_and_keeps_its_mean():
     assert np.all(y == y[:, :1])
     assert set(np.round(y[:, 0], 3)) == {0, np.float32(1.429)}
     assert y.mean() == pytest.approx(1, abs=0.04)
+
+
+# ResNet.
+
+
+def test_stages_halve_the_image_and_double_the_channels():
+    model = resnet.resnet(depth=8, width=4, image_shape=(32, 30, 1))
+    shapes = [model.get_layer(f"stage{s}_block1_relu2").output.shape for s in (1, 2, 3)]
+    assert shapes == [(None, 32, 30, 4), (None, 16, 15, 8), (None, 8, 8, 16)]
+
+
+def test_convolutions_have_no_bias_and_normalization_the_papers_constants():
+    model = resnet.resnet(depth=8)
+    convolutions = [x for x in model.layers if isinstance(x, keras.layers.Conv2D)]
+    norms = [x for x in model.layers if isinstance(x, keras.layers.BatchNormalization)]
+    assert len(convolutions) == len(norms) == 7
+    assert all(x.kernel_size == (3, 3) and not x.use_bias for x in convolutions)
+    assert {(x.momentum, x.epsilon) for x in norms} == {(0.9, 1e-5)}
+    names = [layer.name for layer in model.layers]
+    assert names[:5] == ["images", "conv1", "norm1", "relu1", "stage1_block1_conv1"]
+    assert names[-2:] == ["pool", "logits"]
+
+
+def test_shortcut_takes_every_second_pixel_and_appends_zeros():
+    x = np.random.default_rng(1).normal(size=[2, 5, 4, 3]).astype(np.float32)
+    layer = resnet.Shortcut(num_channels=6, stride=2)
+    y = layer(x)
+    np.testing.assert_array_equal(y[..., :3], x[:, [0, 2, 4]][:, :, [0, 2]])
+    np.testing.assert_array_equal(y[..., 3:], np.zeros([2, 3, 2, 3]))
+    assert layer.weights == []
+
+
+def test_a_block_without_convolution_is_the_identity():
+    """With the gammas of a block's last normalization at 0, only the shortcut is left."""
+    model = resnet.resnet(depth=8)
+    for stage in (1, 2, 3):
+        gamma = model.get_layer(f"stage{stage}_block1_norm2").gamma
+        gamma.assign(tf.zeros_like(gamma))
+    features = keras.Model(
+        model.inputs,
+        [model.get_layer("relu1").output, model.get_layer("stage3_block1_relu2").output],
+    )
+    first, last = features(tf.random.stateless_normal([2, 32, 32, 3], seed=(1, 2)))
+    np.testing.assert_array_equal(last[..., :16], first[:, ::4, ::4])
+    np.testing.assert_array_equal(last[..., 16:], np.zeros([2, 8, 8, 48]))
+
+
+# The fast network.
+
+
+def test_patterns_take_neighbours_and_colours_apart():
+    """They are orthonormal, both signs of each, and of a plain patch but one is not 0."""
+    kernel = fast.CosinePatterns()([2, 2, 3, 24]).numpy().reshape(12, 24)
+    np.testing.assert_allclose(kernel[:, :12].T @ kernel[:, :12], np.eye(12), atol=1e-6)
+    np.testing.assert_array_equal(kernel[:, 12:], -kernel[:, :12])
+    seen = np.ones(12) @ kernel[:, :12]
+    np.testing.assert_allclose(seen, [12**0.5, *[0] * 11], atol=1e-6)
+
+
+def test_the_first_channels_hand_on_what_they_see():
+    kernel = fast.IdentityFirst(seed=1)([3, 3, 5, 8])
+    images = tf.random.stateless_normal([2, 6, 7, 5], seed=(1, 2))
+    seen = tf.nn.conv2d(images, kernel, 1, "SAME")
+    np.testing.assert_allclose(seen[..., :5], images, atol=1e-6)
+    assert np.std(kernel[..., 5:]) == pytest.approx((1 / (3 * 45)) ** 0.5, rel=0.2)
+
+
+def test_images_are_small_in_the_first_steps_of_training_alone():
+    layer = fast.SmallAtFirst(size=16, num_steps=2)
+    images = tf.random.stateless_uniform([1, 32, 24, 3], seed=(1, 2))
+    call = tf.function(layer)
+    seen = [call(images, training=training) for training in (True, False, True, True, True)]
+    assert [tuple(x.shape[1:3]) for x in seen] == [(16, 16), (32, 24), (16, 16), (32, 24), (32, 24)]
+    np.testing.assert_array_equal(seen[-1], images)
+    assert np.mean(seen[0]) == pytest.approx(np.mean(images), abs=0.01)
+
+
+def test_what_it_says_depends_on_no_fixed_size():
+    keras.utils.set_random_seed(1)
+    model = fast.fast(width=2, small_size=16, small_steps=1)
+    assert model(tf.zeros([2, 32, 32, 3]), training=True).shape == (2, 10)
+    assert model(tf.zeros([2, 32, 32, 3]), training=True).shape == (2, 10)

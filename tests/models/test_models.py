@@ -29,21 +29,21 @@ MODELS = {
     "vit": (functools.partial(vit, 2, 24, 3), 32),
     "fast": (functools.partial(fast, width=25, small_size=16, small_steps=1), 32),
 }
-POLICIES = {
-    "float32": ("float32", "float32"),
-    "float64": ("float64", "float64"),
-    "mixed_bfloat16": ("bfloat16", "float32"),
-    "mixed_float16": ("float16", "float32"),
-}
+TYPES = [  # of computation, and of weights and logits
+    pytest.param("float32", "float32", marks=pytest.mark.extended),
+    ("float64", "float64"),
+    ("bfloat16", "float32"),
+    pytest.param("float16", "float32", marks=pytest.mark.extended),
+]
 
-pytestmark = pytest.mark.parametrize("name", MODELS)
+pytestmark = [pytest.mark.run, pytest.mark.parametrize("name", MODELS)]  # slow to build
 
 
-@pytest.fixture
-def policy(request):
+@pytest.fixture(autouse=True)
+def policy():
+    """Let a test set Keras' policy."""
     before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(request.param)
-    yield request.param
+    yield
     keras.config.set_dtype_policy(before)
 
 
@@ -52,12 +52,17 @@ def images(name, dtype=tf.float32):
     return tf.random.stateless_normal([4, size, size, 3], seed=(1, 2), dtype=dtype)
 
 
-@pytest.mark.parametrize("policy", POLICIES, indirect=True)
-def test_layers_compute_in_the_policys_type_and_logits_in_full_precision(name, policy):
-    compute_dtype, full_precision = POLICIES[policy]
+@pytest.mark.parametrize(("dtype", "full_precision"), TYPES)
+def test_layers_compute_in_the_policys_type_and_logits_in_full_precision(
+    name, dtype, full_precision
+):
+    keras.config.set_dtype_policy(dtype if dtype == full_precision else f"mixed_{dtype}")
     model = MODELS[name][0]()
     dtypes = {layer.compute_dtype for layer in model.layers if layer.weights}
-    assert dtypes == {compute_dtype, full_precision}  # the last layer's
+    assert dtypes == {dtype, full_precision}  # the last layer's
+    if dtype == "float64":
+        exact = images(name, tf.float64)  # which are not rounded to float32
+        assert np.any(model(exact) != model(tf.cast(tf.cast(exact, tf.float32), tf.float64)))
     with tf.GradientTape() as tape:
         logits = model(images(name), training=True)
         loss = tf.reduce_sum(logits**2)
@@ -67,24 +72,22 @@ def test_layers_compute_in_the_policys_type_and_logits_in_full_precision(name, p
     assert all(np.all(np.isfinite(gradient)) for gradient in gradients)
 
 
-@pytest.mark.parametrize("policy", ["float64"], indirect=True)
-def test_float64_images_are_not_rounded_to_float32(name, policy):
-    model, exact = MODELS[name][0](), images(name, tf.float64)
-    assert np.any(model(exact) != model(tf.cast(tf.cast(exact, tf.float32), tf.float64)))
-
-
 # Of the fast network: its patterns, and kernels that hand on as many channels as they see.
 CONSTANT = r"(patterns|group[123]_conv2|group3_conv1)/kernel$"
 
 
-def test_the_seed_decides_the_initial_values(name):
-    weights = []
+def test_the_seed_decides_the_initial_values_and_every_layer_has_a_name_of_its_own(name):
+    weights, names = [], []
     for seed in (5, 5, 6):
         keras.utils.set_random_seed(seed)
-        own = [w for w in MODELS[name][0]().weights if not re.search(CONSTANT, w.path)]
+        model = MODELS[name][0]()
+        own = [w for w in model.weights if not re.search(CONSTANT, w.path)]
         weights.append([w.numpy() for w in own if len(w.shape) > 1 and w.numpy().any()])
+        names.append([layer.name for layer in model.layers])
     assert all(np.array_equal(a, b) for a, b in zip(weights[0], weights[1], strict=True))
     assert not any(np.array_equal(a, b) for a, b in zip(weights[0], weights[2], strict=True))
+    # Keras numbers the layers that were not named: conv2d_3.
+    assert names[0] == names[1] and names[0][0] == "images" and names[0][-1] == "logits"
 
 
 def test_image_shape_and_num_classes_are_arguments(name):

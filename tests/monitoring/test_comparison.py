@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from towers.monitoring.comparison import NoiseScale, Stragglers, estimate
 
+pytestmark = pytest.mark.unit
+
 EVEN, SLOW = [0.1, 0.1, 0.1], [0.1, 0.1, 0.3]
 
 
@@ -34,7 +36,7 @@ def noise_of(points):
 
 
 @pytest.mark.parametrize(
-    ("trace", "words"),
+    "trace, words",
     [
         (1000.0, "about 1000 examples, well above the batch size of 128"),
         (128.0, "about 128 examples, near"),
@@ -79,7 +81,7 @@ def test_what_is_told_is_right_to_a_factor_of_two():
 
 
 @pytest.mark.parametrize(
-    ("points", "named"),
+    "points, named",
     [
         ([[0.1, 0.2, 0.12]] * 3, ["tower 1 on /gpu:1 takes 0.200 s a step, 0.120 s is"]),  # once
         ([EVEN, SLOW, EVEN, SLOW, EVEN], []),  # one slow point is nothing

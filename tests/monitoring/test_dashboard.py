@@ -1,6 +1,7 @@
-"""The event file of the run itself, as a TensorBoard server shows it."""
+"""What a run leaves for TensorBoard, as a TensorBoard server shows it."""
 
-import dataclasses
+import html
+import json
 import re
 from pathlib import Path
 
@@ -10,9 +11,9 @@ import tensorflow as tf
 from google.protobuf import text_format
 from tensorboard.compat.proto.graph_pb2 import GraphDef
 
-from tests import tiny
+from tests import tiny, trained_runs
 from tests.tensorboard_server import Server, metrics
-from towers import files
+from towers import cli, files
 from towers.errors import RunError
 from towers.graphs.placement import read_placement
 from towers.graphs.step_graph import step_graph
@@ -21,69 +22,112 @@ from towers.monitoring.hparams import hparams_of
 from towers.options.run import Options
 from towers.training.run import prepare
 
-RESULT = {
-    "steps": 12,
-    "examples": 84,
-    "test_accuracy": 0.5,
-    "test_accuracy_ema": None,
-    "test_loss": 1.25,
-    "train_loss": 1.5,
-    "examples_per_second": 300.0,
-    "devices": ["/cpu:0", "/cpu:1"],
+pytestmark = pytest.mark.graph
+
+AT = [0, 4, 8, 12, 16, 17]  # updates before the steps that get a point
+# What "classes" of `trained` shows: {run: {tag: updates at which its points stand}}.
+SCALARS = {
+    "train": {
+        **dict.fromkeys(
+            "loss/data loss/regularisation loss/total learning_rate gradient_norm "
+            "progress/examples progress/epoch noise_scale/trace noise_scale/squared_norm".split(),
+            AT,
+        ),
+        **dict.fromkeys(  # between two points
+            "speed/examples_per_second speed/seconds_per_step speed/input_wait_seconds "
+            "speed/compute_seconds speed/gather_seconds speed/update_seconds".split(),
+            AT[1:],
+        ),
+    },
+    **dict.fromkeys(
+        ["train/tower_0", "train/tower_1"],
+        dict.fromkeys(
+            "tower/loss tower/gradient_norm tower/cosine_to_mean tower/memory_mib "
+            "tower/peak_memory_mib".split(),
+            AT,
+        )
+        | {"tower/step_seconds": AT[1:]},
+    ),
+    "eval": dict.fromkeys(
+        "test/accuracy test/accuracy_ema test/loss test/loss_ema".split(), [5, 9, 13, 18]
+    ),
+    ".": dict.fromkeys(
+        "result/test_accuracy result/test_accuracy_ema result/test_loss result/test_loss_ema "
+        "result/train_loss result/examples_per_second result/steps result/examples".split(),
+        [18],
+    ),
 }
 
 
-def traced(**changes):
-    """Return a run, where its ops ran, and its graph."""
-    run = prepare(tiny.options("unused", **({"num_towers": 2, "devices": "cpu"} | changes)))
-    loop, size, seed = run.train_loop(), run.options.batch_size, run.options.seed
-    arguments = iter(run.data.train.train_batches(size, seed=seed)), tf.constant(0)
-    placement = read_placement(loop, *arguments)
-    return run, placement, loop.get_concrete_function(*arguments).graph
-
-
 @pytest.fixture(scope="module")
-def parts():
-    return traced(model="tests.tiny:cnn", learning_rate=0.25, clip_norm=2.0)
+def server(trained):
+    return Server(trained("classes"))
 
 
-def open_root(parts, folder):
-    run, placement, graph = parts
-    texts = {"rules": ["of this run"], "model": ["<Conv2D>"]}
-    dashboard.open_root(folder, run.options, run.builder.devices, texts, placement, graph)
+# A run.
 
 
-@pytest.fixture(scope="module")
-def server(parts, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("run")
-    open_root(parts, folder)
-    dashboard.close_root(folder, RESULT, 12)
-    return Server(folder)
+@pytest.mark.run
+def test_every_curve_has_all_its_points_and_none_is_missing_above(server):
+    shown = {}
+    for run, tag in server.tags("scalars"):
+        shown.setdefault(run, {})[tag] = [step for step, _ in server.points(run, tag)]
+    # what is seen of it depends on how noisy the gradients are: at some steps it has no value
+    shown["train"].pop("noise_scale/examples", None)
+    for run, tags in shown.items():
+        some = {tag: tags[tag] for tag in tags if tag.startswith(("gpu_", "result/"))}
+        assert tags == some | SCALARS[run]
+    assert shown.keys() == SCALARS.keys()
 
 
-# -------------------------------------------------------------------------- What is in the file
+@pytest.mark.run
+def test_the_pictures_histograms_and_texts_are_there(server):
+    for plugin, shown in {
+        "images": ["train images/tower_0", "train images/tower_1", "train filters/"]
+        + ["eval confusion", "eval mistakes"],
+        "histograms": ["train weights/", "train gradients/", "train activations/"],
+    }.items():
+        for run, start in map(str.split, shown):
+            tags = [tag for of, tag in server.tags(plugin) if of == run and tag.startswith(start)]
+            assert tags
+            assert server.get(f"plugin/{plugin}/{plugin}", run=run, tag=tags[0], sample="0")
+    for tag, pattern in {
+        "rules": "the same at any number of towers",
+        "flags": "--ema_decay",
+        "placement": r"each on its tower's device[^$]*op type +/cpu:0 +/cpu:1[^$]*\n +AddN +\d+",
+        "environment": "/cpu:1",
+        "model": "Conv2D",
+    }.items():
+        (text,) = server.text(tag)
+        assert re.search(pattern, html.unescape(text))
 
 
+@pytest.mark.run
 def test_the_layout_has_five_categories_and_each_tag_one_chart(server):
-    found = server.get("plugin/custom_scalars/layout")["category"]
-    assert [c["title"] for c in found] == ["run", "towers", "workers", "GPUs", "speed"]
-    charts = [chart for category in found for chart in category["chart"]]
-    charts = [chart["multiline"]["tag"] for chart in charts if "multiline" in chart]
-    shown = {"tower/loss", "gpu/power_watts", "loss/data", "test/loss", "test/accuracy_ema"}
+    layout = server.get("plugin/custom_scalars/layout")["category"]
+    assert [c["title"] for c in layout] == ["run", "towers", "workers", "GPUs", "speed"]
+    charts = [chart for category in layout for chart in category["chart"]]
+    exact = {series["value"] for c in charts for series in c.get("margin", {}).get("series", [])}
+    assert exact == {"learning_rate", "progress/examples", "progress/epoch"}  # never smoothed
+    patterns = [chart["multiline"]["tag"] for chart in charts if "multiline" in chart]
+    shown = {tag for run, tags in SCALARS.items() if run != "." for tag in tags} - exact
+    shown |= {"gpu/power_watts", "test/accuracy_ema"}
     shown |= {"tower_0/loss", "tower_11/loss", "gpu_3/power_watts", "loss"}  # of older runs
     for tag in (*shown, "loss/regularisation_2", "accuracy_of_tower_0"):
-        matching = [c for c in charts if any(re.match(t, tag) for t in c)]
-        assert len(matching) == (tag in shown)
+        matching = [c for c in patterns if any(re.match(t, tag) for t in c)]
+        assert len(matching) == (tag in shown), tag
 
 
+@pytest.mark.run
 def test_the_flags_start_with_those_that_are_no_defaults(server):
     lines = [line for line in server.text("flags")[0].splitlines() if "--" in line]
     assert len(lines) == len(Options.__dataclass_fields__)
-    changed = ["--clip_norm=2.0", "--learning_rate=0.25"]
-    assert all(any(flag in line for line in lines[:20]) for flag in changed)
-    assert any("--momentum=" in line for line in lines[20:])
+    changed = ["--weight_decay=0.01", "--learning_rate=0.1"]
+    assert all(any(flag in line for line in lines[:25]) for flag in changed)
+    assert any("--momentum=" in line for line in lines[25:])
 
 
+@pytest.mark.run
 def test_the_graph_is_shown_with_towers_as_scopes_on_their_devices(server):
     assert server.get("plugin/graphs/info")["."]["run_graph"]
     graph = text_format.Parse(server.get("plugin/graphs/graph", run="."), GraphDef())
@@ -95,89 +139,151 @@ def test_the_graph_is_shown_with_towers_as_scopes_on_their_devices(server):
         assert {n.device for n in own if n.op == "MatMul"} == {f"/device:CPU:{tower}"}
 
 
+@pytest.mark.run
+def test_a_run_is_one_row_with_its_flags_and_results(server, trained):
+    (row,) = server.rows().values()
+    expected = hparams_of(Options(**trained_runs.flags("classes"), variables="cpu"), 2)
+    assert row["hparams"] == expected and expected["num_towers"] == 2
+    assert not {"train_dir", "overwrite", "json"} & set(expected)
+    result = json.loads((trained("classes") / "result.json").read_text())
+    shown = {name: result[name.removeprefix("result/")] for name in metrics(row)}
+    assert metrics(row) == pytest.approx(shown) and set(SCALARS["."]) <= set(shown)
+    assert [session["status"] for session in row["sessions"]] == ["STATUS_SUCCESS"]
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    "task, metrics, pictures",
+    [
+        ("text", ["right", "auc"], ["confusion_matrix"]),
+        ("masks", ["iou"], []),
+        ("two", ["kind_accuracy", "value_mae"], []),
+        ("images", ["accuracy"], ["confusion_matrix", "mistakes"]),
+        ("several", ["auc"], []),  # evaluated on a part of the training data
+    ],
+)
+def test_metrics_are_shown_by_their_names(trained, tmp_path, capfd, task, metrics, pictures):
+    part = "validation" if task == "several" else "test"
+    if part == "test":
+        folder = trained(task)
+    else:
+        folder = tmp_path / "run"
+        given = trained_runs.flags(task) | {"validation_fraction": 0.3, "max_steps": 4}
+        given["histogram_every_epochs"] = 1
+        given = [f"--{name}={value}" for name, value in given.items()]
+        assert cli.main(["train", f"--train_dir={folder}", *given]) == 0
+        out = capfd.readouterr().out
+        assert not any(f"no {what}" in out for what in ("pictures", "histograms", "mistakes"))
+        assert "nan" not in out.lower().replace("nanosecond", "")
+    shown = Server(folder)
+    assert part == "test" or {"train"} == {run for run, _ in shown.tags("histograms")}
+    layout = shown.get("plugin/custom_scalars/layout")["category"]
+    charts = {chart["title"]: chart for category in layout for chart in category["chart"]}
+    columns = [info["name"]["tag"] for info in shown.columns()["metricInfos"]]
+    result = json.loads((folder / "result.json").read_text())
+    assert columns[0] == f"result/{result['objective']}"
+    scalars = shown.tags("scalars")
+    seen = [value for run, tag in scalars if run == "train" for _, value in shown.points(run, tag)]
+    assert np.isfinite(seen).all()
+    for name in metrics:
+        assert {("eval", f"{part}/{name}"), ("train", f"batch/{name}")} <= scalars
+        assert (".", f"result/test_{name}") in scalars
+        assert re.match(charts[f"{part} {name}"]["multiline"]["tag"][0], f"{part}/{name}")
+        assert {f"result/test_{name}", f"result/{part}_{name}"} <= set(columns)
+    drawn = {(run, tag.partition("/")[0]) for run, tag in shown.tags("images")}
+    assert sorted(tag for run, tag in drawn if run == "eval") == pictures
+    of_images = {("train", "images"), ("train", "filters")}
+    assert drawn & of_images == (of_images if task in ("masks", "images") else set())
+
+
+# The graph.
+
+
+@pytest.mark.run
 @pytest.mark.parametrize("changes", [{"accumulate_steps": 2}, {"jit_compile": True}])
 def test_towers_inside_a_loop_or_a_call_are_drawn_with_their_devices(changes):
-    _, placement, graph = traced(batch_size=8, **changes)
-    nodes = step_graph(graph, placement).node
+    given = dict(num_towers=2, devices="cpu", batch_size=8) | changes
+    run = prepare(tiny.options("unused", **given))
+    loop = run.train_loop()
+    arguments = iter(run.data.train.train_batches(8, seed=0)), tf.constant(0)
+    placement = read_placement(loop, *arguments)
+    nodes = step_graph(loop.get_concrete_function(*arguments).graph, placement).node
     names = {node.name for node in nodes}
     assert {name.partition(":")[0].lstrip("^") for n in nodes for name in n.input} <= names
     for tower in (0, 1):
-        products = [
-            n for n in nodes if n.op == "MatMul" and re.search(rf"(^|/)tower_{tower}/", n.name)
-        ]
-        assert {n.device for n in products} == {f"/device:CPU:{tower}"}
+        own = re.compile(rf"(^|/)tower_{tower}/")
+        products = {n.device for n in nodes if n.op == "MatMul" and own.search(n.name)}
+        assert products == {f"/device:CPU:{tower}"}
+
+
+def placed(constant):
+    """Return where the ops of x + constant ran, and its graph."""
+    function = tf.function(lambda x: x + tf.constant(constant, tf.float32), autograph=False)
+    argument = tf.zeros(np.shape(constant))
+    return read_placement(function, argument), function.get_concrete_function(argument).graph
 
 
 def test_a_large_constant_is_left_out_of_the_graph():
-    @tf.function(autograph=False)
-    def function(x):
-        return x + tf.constant(np.arange(10000.0), tf.float32)
-
-    argument = tf.zeros([10000])
-    placement = read_placement(function, argument)
-    found = step_graph(function.get_concrete_function(argument).graph, placement)
+    placement, graph = placed(np.arange(10000.0))
+    found = step_graph(graph, placement)
     assert "AddV2" in {node.op for node in found.node}
     assert found.ByteSize() < 10000
 
 
-# ------------------------------------------------------------------------------------ HParams
+# The file of a run.
+
+RESULT = {
+    "steps": 12, "examples": 84, "test_accuracy": 0.5, "test_accuracy_ema": None,
+    "test_loss": 1.25, "train_loss": 1.5, "examples_per_second": 300.0,
+    "devices": ["/cpu:0", "/cpu:1"],
+}  # fmt: skip
 
 
-def test_a_run_is_one_row_with_its_flags_and_results(server, parts):
-    rows = server.rows()
-    assert len(rows) == 1
-    (row,) = rows.values()
-    expected = hparams_of(parts[0].options, 2)
-    assert row["hparams"] == expected
-    assert not {"train_dir", "overwrite", "json"} & set(expected)
-    assert metrics(row) == {
-        f"result/{name}": value for name, value in RESULT.items() if isinstance(value, int | float)
-    }
-    assert [session["status"] for session in row["sessions"]] == ["STATUS_SUCCESS"]
+def open_root(folder, **changes):
+    options = tiny.options("unused", num_towers=2, **changes)
+    texts = {"rules": ["of this run"]}
+    dashboard.open_root(folder, options, RESULT["devices"], texts, *placed(1.0))
 
 
-def test_a_run_that_goes_on_is_one_row_with_one_value(parts, tmp_path):
+def test_a_run_that_goes_on_is_one_row_with_one_value(tmp_path):
     other = tmp_path / "events.out.tfevents.1.somebody"  # stays
     other.write_bytes(b"")
     for accuracy in (0.5, 0.75):
-        open_root(parts, tmp_path)
-        dashboard.close_root(tmp_path, RESULT | {"test_accuracy": accuracy}, 12)
+        open_root(tmp_path)
+        result = RESULT | {"test_accuracy": accuracy}
+        dashboard.close_root(tmp_path, result, 12)
     assert len(list(tmp_path.iterdir())) == 2 and other.exists()
     server = Server(tmp_path)
     (row,) = server.rows().values()
-    assert metrics(row)["result/test_accuracy"] == 0.75
+    numbers = {name: value for name, value in result.items() if isinstance(value, int | float)}
+    assert metrics(row) == {f"result/{name}": value for name, value in numbers.items()}
     assert server.points(".", "result/test_accuracy") == [(12, 0.75)]
     assert len(server.text("rules")) == 1
 
 
-def test_a_sweep_shows_a_row_for_each_run_and_what_is_varied_first(parts, tmp_path):
+def test_a_sweep_shows_a_row_for_each_run_and_what_is_varied_first(tmp_path):
     noted = {"name": "seed=1", "status": "finished", "flags": {"momentum": 0.5, "seed": 1}}
     files.write_json(tmp_path / "sweep.json", {"runs": [noted]})
     for seed in (1, 2):
-        run, *rest = parts
         folder = tmp_path / f"seed={seed}"
         folder.mkdir()
-        changed = dataclasses.replace(run.options, seed=seed, momentum=0.5)
-        open_root((dataclasses.replace(run, options=changed), *rest), folder)
+        open_root(folder, seed=seed, momentum=0.5)
         dashboard.close_root(folder, RESULT | {"test_loss": float(seed)}, 12)
     server = Server(tmp_path)
     rows = server.rows()
-    for row in (rows["seed=1"], rows["seed=2"]):
-        assert metrics(row)["result/test_loss"] == row["hparams"]["seed"]
-    assert [rows[f"seed={seed}"]["hparams"]["seed"] for seed in (1, 2)] == [1, 2]
+    for seed in (1, 2):
+        row = rows[f"seed={seed}"]
+        assert metrics(row)["result/test_loss"] == row["hparams"]["seed"] == seed
     shown = [column["name"] for column in server.columns()["hparamInfos"][:5]]  # at first
     assert {"momentum", "seed"} < set(shown)
     alone = Server(tmp_path / "seed=1").columns()["hparamInfos"]
     assert [h["name"] for h in alone if h.get("differs")] == shown
 
 
-# ------------------------------------------------------------------------------------ The file
-
-
-def test_a_full_disk_is_one_line(parts, tmp_path, monkeypatch):
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(dashboard, "_new_path", lambda folder: Path("/dev/full"))
     with pytest.raises(RunError, match=f"^{tmp_path} cannot be written: .*No space left on device"):
-        open_root(parts, tmp_path)
+        open_root(tmp_path)
 
 
 def test_a_run_whose_file_was_deleted_ends_well(tmp_path):

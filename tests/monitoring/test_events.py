@@ -15,6 +15,8 @@ from tests import tiny
 from towers.monitoring import crc32c, events
 from towers.monitoring.event_writer import EventWriter
 
+pytestmark = pytest.mark.unit
+
 MIB = 2**20
 picture = tiny.summary
 
@@ -47,27 +49,24 @@ def size(folder):
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-def test_a_point_is_one_event_that_can_be_read_at_once(folder):
-    own = writer(folder)
-    own.scalars("train", 7, {"loss": 0.25, "rate": 2.0})
-    assert events.read(folder, {"loss", "rate"}) == {7: {"loss": 0.25, "rate": 2.0}}  # not closed
-    assert events.read(folder, {"rate"}) == {7: {"rate": 2.0}}
-    assert events.read(folder, {"x"}) == events.read(folder / "none", {"rate"}) == {}
-
-
 def test_each_tower_is_a_run_of_its_own_with_the_tags_of_all(folder):
     own = writer(folder)
     files = len(os.listdir("/dev/fd"))
     for x in 0, 10:
         towers = {f"tower_{i}/loss": i / 8 for i in range(200)}
         own.scalars("train", x, {"loss": 0.25} | towers | {"gpu_3/power": 7.0})
-    assert len(os.listdir("/dev/fd")) == files  # of a thousand towers, too
+    assert len(os.listdir("/dev/fd")) <= files  # of a thousand towers, too
     assert events.read(folder) == {x: {"loss": 0.25} for x in (0, 10)}
     assert events.read(folder / "tower_11") == {x: {"tower/loss": 11 / 8} for x in (0, 10)}
+    own.scalars("train", 10, {"loss": 0.5, "rate": 2.0})
+    assert events.read(folder, {"loss", "rate"})[10] == {"loss": 0.5, "rate": 2.0}  # not closed
+    assert events.read(folder, {"rate"}) == {10: {"rate": 2.0}}
+    assert events.read(folder, {"x"}) == events.read(folder / "none", {"rate"}) == {}
     events.cut(folder, 10)
     assert events.read(folder / "gpu_3") == {0: {"gpu/power": 7.0}}
 
 
+@pytest.mark.graph
 def test_what_a_continued_run_writes_anew_is_dropped(folder):
     write(folder, range(0, 100, 10))
     events.cut(folder, 40)
@@ -82,31 +81,24 @@ def test_what_a_continued_run_writes_anew_is_dropped(folder):
     events.cut(folder / "none", 0)
 
 
-def test_a_file_that_ends_in_the_middle_of_a_record(folder):
+def test_a_file_whose_end_was_never_written(folder):
     path = write(folder, [0, 10, 20])
     whole = path.read_bytes()
     *_, end, _ = [end for _, _, end in events.Records(path)]
     for cut_at in range(end + 1, len(whole)):
         path.write_bytes(whole[:cut_at])
         assert xs_of(folder) == [0, 10]
-    events.cut(folder, 100)
-    assert path.stat().st_size == end
+    header = struct.pack("<Q", 4)
+    no_event = header + struct.pack("<I", masked_crc32c(header)) + b"\xff" * 8
+    for block in whole[end:-1], b"", bytes(4096), b"\xff" * 4096, no_event:
+        path.write_bytes(whole[:end] + block)  # as after a power failure
+        events.cut(folder, 100)
+        assert path.read_bytes() == whole[:end]
     write(folder, [20])
     assert xs_of(folder) == [0, 10, 20]
 
 
-@pytest.mark.parametrize("block", [b"", bytes(4096), b"\xff" * 4096, "no event"])
-def test_a_file_whose_end_was_never_written(folder, block):
-    path = write(folder, [0, 10])
-    good = path.read_bytes()
-    if block == "no event":
-        header = struct.pack("<Q", 4)
-        block = header + struct.pack("<I", masked_crc32c(header)) + b"\xff" * 8
-    path.write_bytes(good + block)  # as after a power failure
-    events.cut(folder, 100)
-    assert path.read_bytes() == good
-
-
+@pytest.mark.graph
 def test_pictures_leave_room_for_curves_and_say_so_once(folder):
     lines = []
     own = writer(folder, 1, lines.append)
@@ -142,9 +134,6 @@ def test_curves_never_pass_the_limit_and_none_is_starved(folder):
     assert len(lines) == 1 and "curves" in lines[0]
 
 
-# ---------------------------------------------------------------------------- Damage
-
-
 def damaged(folder, path, content):
     """Return the points of a file with such bytes, and the lines that reading and cutting said."""
     path.write_bytes(content)
@@ -158,10 +147,11 @@ def damaged(folder, path, content):
     return points, read
 
 
+@pytest.mark.graph
 def test_no_flipped_bit_changes_or_loses_a_point_in_silence(folder):
     path = write(folder, range(0, 60, 10))
     good, expected = path.read_bytes(), events.read(folder)
-    for place in range(0, len(good), 7):
+    for place in range(0, len(good), 23):
         bad = bytearray(good)
         bad[place] ^= 1 << place % 8
         points, lines = damaged(folder, path, bad)
@@ -169,6 +159,7 @@ def test_no_flipped_bit_changes_or_loses_a_point_in_silence(folder):
         assert len(lines) == 1 and "1 of 7 records" in lines[0] and str(path) in lines[0]
 
 
+@pytest.mark.graph
 def test_what_stands_behind_a_damaged_place_is_kept(folder):
     path = write(folder, range(0, 60, 10))
     good, expected = path.read_bytes(), events.read(folder)
@@ -207,6 +198,14 @@ def test_what_cannot_be_read_is_said(folder, monkeypatch):
     ]
 
 
+def write_events(folder, *found):
+    """Write a file with these events."""
+    folder.mkdir(exist_ok=True)
+    with tf.io.TFRecordWriter(str(folder / "events.out.tfevents.9999999999.x")) as file:
+        for event in (Event(file_version="brain.Event:2"), *found):
+            file.write(event.SerializeToString())
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -229,19 +228,9 @@ def test_what_is_no_number_is_no_point(folder, tensor):
 
 def test_a_point_before_the_first_step_hides_no_others(folder):
     write(folder, [0, 10])
-    write_events(folder, Event(step=-5, summary={"value": [{"tag": "a", "tensor": FLOAT}]}))
+    tensor = {"dtype": "DT_FLOAT", "float_val": [1.0]}
+    write_events(folder, Event(step=-5, summary={"value": [{"tag": "a", "tensor": tensor}]}))
     assert xs_of(folder) == [0, 10]
-
-
-FLOAT = {"dtype": "DT_FLOAT", "float_val": [1.0]}
-
-
-def write_events(folder, *found):
-    """Write a file with these events."""
-    folder.mkdir(exist_ok=True)
-    with tf.io.TFRecordWriter(str(folder / "events.out.tfevents.9999999999.x")) as file:
-        for event in (Event(file_version="brain.Event:2"), *found):
-            file.write(event.SerializeToString())
 
 
 @settings(max_examples=50, deadline=None)

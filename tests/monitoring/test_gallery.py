@@ -7,14 +7,14 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
+from tests.trained_runs import flags
 from towers.data import ArraySplit, DatasetSplit, augment
 from towers.monitoring import gallery, histograms, pictures
+from towers.options.run import Options
 from towers.training.run import prepare
 from towers.training.train import train
 
-GIVEN = dict(
-    model="tests.tiny:cnn", num_towers=2, evaluate_every_epochs=1.0, histogram_every_epochs=0.5
-)
+pytestmark = pytest.mark.run
 
 
 def tags_at(folder):
@@ -26,47 +26,36 @@ def tags_at(folder):
     return found
 
 
-def train_in_two_parts(folder):
-    for num_epochs in 1.0, 2.0:
-        train(tiny.options(folder, **GIVEN, num_epochs=num_epochs))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory):
-    return train_in_two_parts(tmp_path_factory.mktemp("runs") / "shown")
-
-
-def test_each_picture_stands_once_where_it_belongs(shown):
-    of_training = tags_at(shown / "train")
-    kinds = {
-        tag: of_training.pop(tag) for tag in list(of_training) if tag[:6] in ("images", "filter")
-    }
-    assert set(kinds) == {"images/tower_0", "images/tower_1", "filters/sequential/conv2d"}
-    assert set(map(tuple, kinds.values())) == {(0, 9, 18)}
-    assert tags_at(shown / "eval") == {"confusion_matrix": [9, 18], "mistakes": [9, 18]}
-    assert {tag.partition("/")[0] for tag in of_training} == {"weights", "gradients", "activations"}
-    assert set(map(tuple, of_training.values())) == {(0, 5, 9, 13, 18)}
-
-
-def test_a_picture_that_cannot_be_made_is_a_line_and_changes_nothing(
-    shown, tmp_path, monkeypatch, capsys
+def test_a_run_that_goes_on_has_each_picture_once_and_needs_none(
+    trained, tmp_path, monkeypatch, capsys
 ):
     def fail(*_):
         raise ZeroDivisionError("of a\npicture")
 
-    monkeypatch.setattr(pictures, "of_towers", fail)
-    monkeypatch.setattr(pictures, "of_evaluation", fail)
-    monkeypatch.setattr(histograms, "_summary", fail)
-    train_in_two_parts(tmp_path)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no ")]
-    assert {line.split(":")[0] for line in lines} == {
-        "no pictures ZeroDivisionError",
-        "no histograms ZeroDivisionError",
-        "no mistakes ZeroDivisionError",
-    }
-    assert tags_at(tmp_path / "train") == tags_at(tmp_path / "eval") == {}
-    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(shown))
+    runs = [trained.copy("classes", tmp_path / name) for name in ("shown", "failed")]
+    for run in runs:
+        if run.name == "failed":
+            monkeypatch.setattr(pictures, "of_towers", fail)
+            monkeypatch.setattr(pictures, "of_evaluation", fail)
+            monkeypatch.setattr(histograms, "_summary", fail)
+        train(Options(train_dir=str(run), **flags("classes") | {"num_epochs": 3.0}))
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no ")]
+        kinds, shown = ("pictures", "histograms", "mistakes"), run.name == "shown"
+        assert {line.split(":")[0] for line in lines} == {
+            f"no {kind} ZeroDivisionError" for kind in kinds if not shown
+        }
+        at = dict.fromkeys(("images", "filters"), [0, 5, 9, 13, 18, 22, 26])
+        at |= dict.fromkeys(("weights", "gradients", "activations"), [0, 9, 18, 26])
+        found = tags_at(run / "train")
+        assert {tag.partition("/")[0] for tag in found} == set(at)
+        assert {"images/tower_0", "images/tower_1", "filters/sequential/conv2d"} < set(found)
+        for tag, steps in found.items():
+            expected = at[tag.partition("/")[0]]
+            # The picture at 18 is of the first step that the run goes on with.
+            assert steps == [step for step in expected if shown or step < 18]
+        steps = [5, 9, 13, 18, 22, 26] if shown else [5, 9, 13, 18]
+        assert tags_at(run / "eval") == {"confusion_matrix": steps, "mistakes": steps}
+    tiny.assert_identical(*map(tiny.saved, runs))
 
 
 # What towers see.
@@ -153,7 +142,7 @@ def of_each_tower(run, batch):
 @pytest.mark.parametrize(
     ("num_towers", "batch_size", "changes"),
     [
-        (2, 7, {"augment": "tutorial"}),
+        pytest.param(2, 7, {"augment": "tutorial"}, marks=pytest.mark.graph),
         (3, 40, {"augment": "resnet", "dtype": "float64"}),
         (2, 9, {"augment": "resnet", "accumulate_steps": 2}),
         (2, 6, {"augment": "off"}),
@@ -174,6 +163,7 @@ def test_the_images_are_those_that_each_towers_model_gets(num_towers, batch_size
         np.testing.assert_array_equal(labels, all_labels[:8])
 
 
+@pytest.mark.graph
 def test_bytes_to_which_nothing_is_done_stay_bytes():
     images, labels = tiny.arrays(20)
     for stored in images, images.astype(np.float32) / 255:

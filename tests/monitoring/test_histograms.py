@@ -9,7 +9,10 @@ from tensorboard.util import tensor_util
 from tests import tiny
 from towers.data import augment
 from towers.monitoring import gallery, histograms
+from towers.options.run import Options
 from towers.training.run import prepare
+
+pytestmark = pytest.mark.run
 
 
 def read(summary):
@@ -57,7 +60,7 @@ def gradients_of(run, batch):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"num_towers": 3},
+        pytest.param({"num_towers": 3}, marks=pytest.mark.graph),
         {"num_towers": 2, "variables": "sharded"},
         {"num_towers": 2, "variables": "replicated"},
         {"num_towers": 2, "accumulate_steps": 2, "augment": "resnet"},
@@ -81,32 +84,43 @@ def test_weights_gathered_gradients_and_activations_are_shown(changes):
         assert_shows(found[f"activations/{layer.path}"], values)
 
 
+@pytest.mark.parametrize("task", ["text", "masks", "two", "images"])
+def test_a_model_that_its_user_compiled_shows_them_too(task):
+    given = dict(model=f"tests.tasks:{task}", dataset=f"tests.tasks:{task}_data", batch_size=8)
+    found = of_first_step(prepare(Options(**given, num_towers=2, max_steps=3)))
+    kinds = {name.partition("/")[0] for name in found}
+    assert kinds == {"weights", "gradients", "activations"}
+
+
 @pytest.mark.parametrize(
-    ("variables", "dtype"),
-    [("cpu", "float64"), ("replicated", "mixed_float16")],
+    "changes",
+    [
+        dict(variables="cpu", batch_norm="sync", dtype="float64"),
+        dict(variables="sharded"),
+        dict(variables="replicated", batch_norm="local", dtype="mixed_float16"),
+    ],
 )
-def test_looking_changes_no_variable_and_no_step(variables, dtype):
-    given = dict(
-        batch_norm="sync" if variables == "cpu" else "local",
-        model="tests.tiny:cnn",
-        num_towers=2,
-        variables=variables,
-        dtype=dtype,
-        ema_decay=0.5,
-    )
+def test_looking_changes_no_variable_and_no_step(changes):
+    """Neither at what towers tell of their steps, nor at histograms and pictures between them."""
+    given = tiny.options("unused", model="tests.tiny:cnn", num_towers=3, ema_decay=0.5, **changes)
     states = []
+
+    def state(run):
+        return {name: v.numpy() for name, v in run.masters.variables().items()}
+
     for looks in False, True:
-        loop = tiny.Loop(tiny.options("unused", **given))
-        look = histograms_of(loop.run)
-        for step in range(3):
+        run = prepare(given)
+        loop, look = run.train_loop(telemetry=looks), histograms_of(run)
+        batches, step = iter(run.data.train.train_batches(7, seed=0)), 0
+        for num_steps in 1, 4, 3:
             if looks:
-                before = loop.state()
-                batch = tiny.sampler(loop.run).batch(step, 7 * step)
+                before, batch = state(run), tiny.sampler(run).batch(step, 7 * step)
                 assert "gradients/sequential/conv2d/kernel" in look(batch)
-                gallery.seen_by_towers(loop.run.builder, loop.run.options, tiny.flat(batch), 8)
-                tiny.assert_identical(loop.state(), before)
-            loop.loop(loop.batches, tf.constant(1))
-        states.append(loop.state())
+                gallery.seen_by_towers(run.builder, run.options, tiny.flat(batch), 8)
+                tiny.assert_identical(state(run), before)
+            loop(batches, tf.constant(num_steps))
+            step += num_steps
+        states.append(state(run))
     assert any("seed" in name for name in states[0])
     tiny.assert_identical(*states)
 
@@ -155,7 +169,7 @@ def own(num_classes, image_shape):
 
 def test_layers_of_a_subclassed_model_are_caught_wherever_they_are_called():
     run = prepare(
-        tiny.options("unused", model="tests.monitoring.test_histograms:own", num_towers=2)
+        tiny.options("unused", model=f"{__name__}:own", num_towers=2)
     )
     model, batch = run.masters.model, tiny.sampler(run).batch(0, 0)
     found = histograms_of(run)(batch)
@@ -188,7 +202,7 @@ def odd(num_classes, image_shape):
 
 
 def test_sparse_gradients_and_a_weight_that_is_not_used():
-    model = "tests.monitoring.test_histograms:odd"
+    model = f"{__name__}:odd"
     found = of_first_step(prepare(tiny.options("unused", model=model, num_towers=2)))
     unused = [name for name in found if name.endswith("unused/unused")]
     assert [name.partition("/")[0] for name in unused] == ["weights"]
@@ -197,23 +211,20 @@ def test_sparse_gradients_and_a_weight_that_is_not_used():
     assert rows[0, 0] < 0 < rows[-1, 1]
 
 
-def test_what_is_not_finite_is_left_out():
+@pytest.mark.graph
+def test_of_many_values_some_are_taken_and_none_that_is_not_finite(monkeypatch):
+    monkeypatch.setattr(histograms, "_MAX_VALUES", 100)
     run = prepare(tiny.options("unused"))
+    look, batch = histograms_of(run), tiny.sampler(run).batch(0, 0)
+    found, path = look(batch), run.masters.model.layers[0].path
+    for name in "weights/sequential/dense/kernel", f"activations/{path}":
+        assert 50 <= found[name][:, 2].sum() <= 100
     kernel = run.masters.model.trainable_variables[2]
     values = kernel.numpy()
     values[0, 0], values[1, 1] = np.nan, np.inf
     kernel.assign(values)
-    found = of_first_step(run)
+    found = look(batch)
     assert_shows(found[f"weights/{kernel.path}"], values[np.isfinite(values)])
     assert "gradients/sequential/dense/kernel" not in found  # NaN all over
     kernel.assign(np.full_like(values, np.nan))
-    assert f"weights/{kernel.path}" not in of_first_step(run)
-
-
-def test_of_many_values_some_are_taken(monkeypatch):
-    monkeypatch.setattr(histograms, "_MAX_VALUES", 100)
-    run = prepare(tiny.options("unused"))
-    found = of_first_step(run)
-    path = run.masters.model.layers[0].path
-    for name in "weights/sequential/dense/kernel", f"activations/{path}":
-        assert 50 <= found[name][:, 2].sum() <= 100
+    assert f"weights/{kernel.path}" not in look(batch)

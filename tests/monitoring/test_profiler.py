@@ -13,6 +13,8 @@ from towers.graphs import profile_summary
 from towers.graphs.placement import read_placement
 from towers.monitoring.profiler import Profiler
 
+pytestmark = pytest.mark.graph
+
 
 def handler():
     return signal.getsignal(signal.SIGUSR2)

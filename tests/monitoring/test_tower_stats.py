@@ -8,6 +8,8 @@ import tensorflow as tf
 from tests import tiny
 from towers.training.run import prepare
 
+pytestmark = pytest.mark.run
+
 BATCH = 8
 
 
@@ -32,6 +34,11 @@ class Slow(keras.layers.Layer):
         return x + 0 * tf.reduce_sum(square)
 
 
+def uneven_work(num_classes, image_shape):
+    flat, dense = keras.layers.Flatten(), keras.layers.Dense(num_classes)
+    return keras.Sequential([keras.Input(image_shape), Slow(), flat, dense])
+
+
 class Constant(keras.layers.Layer):
     """Has a weight that its output does not depend on."""
 
@@ -40,12 +47,6 @@ class Constant(keras.layers.Layer):
 
     def call(self, x):
         return tf.zeros([tf.shape(x)[0], tiny.NUM_CLASSES])
-
-
-def uneven_work(num_classes, image_shape):
-    return keras.Sequential(
-        [keras.Input(image_shape), Slow(), keras.layers.Flatten(), keras.layers.Dense(num_classes)]
-    )
 
 
 def without_gradients(num_classes, image_shape):
@@ -90,7 +91,7 @@ class Looked:
         ([3, 3, 2], {"variables": "sharded"}),
         ([3, 3, 2], {"variables": "replicated"}),
         ([8], {"num_towers": 1}),
-        ([3, 3, 2], {"model": "tests.monitoring.test_tower_stats:embedding", "augment": "off"}),
+        ([3, 3, 2], {"model": f"{__name__}:embedding", "augment": "off"}),
         ([4, 4], {"num_towers": 2, "accumulate_steps": 2}),
         ([4, 4], {"num_towers": 2, "dtype": "mixed_float16"}),
     ],
@@ -132,26 +133,12 @@ def test_towers_without_examples_say_nothing():
     found = looked.step()
     assert found["tower_examples"].tolist() == [1, 1, 0, 0]
     for name in "tower_loss", "tower_gradient_norm", "tower_cosine", "tower_seconds":
-        assert (found[name] > 0).tolist() == [True, True, False, False] or name == "tower_cosine"
+        assert all(found[name][:2] > 0) or name == "tower_cosine"
         assert found[name][2:].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("variables", ["cpu", "sharded", "replicated"])
-def test_looking_changes_no_bit(variables):
-    options = tiny.options("unused", model="tests.tiny:cnn", num_towers=3, variables=variables)
-    states = []
-    for telemetry in True, False:
-        run = prepare(options)
-        loop = run.train_loop(telemetry=telemetry)
-        batches = iter(run.data.train.train_batches(7, seed=0))
-        for num_steps in 1, 4, 3:
-            loop(batches, tf.constant(num_steps))
-        states.append({name: v.numpy() for name, v in run.masters.variables().items()})
-    tiny.assert_identical(*states)
-
-
 def test_the_times_of_a_step_are_its_parts_and_the_slow_tower_takes_longer():
-    looked = Looked(num_towers=2, model="tests.monitoring.test_tower_stats:uneven_work")
+    looked = Looked(num_towers=2, model=f"{__name__}:uneven_work")
     looked.step()
     clock = tf.timestamp()
     found = looked.step(3)
@@ -165,6 +152,6 @@ def test_the_times_of_a_step_are_its_parts_and_the_slow_tower_takes_longer():
 
 
 def test_a_model_without_gradients():
-    found = Looked(model="tests.monitoring.test_tower_stats:without_gradients").step()
+    found = Looked(model=f"{__name__}:without_gradients").step()
     assert found["tower_gradient_norm"].tolist() == found["tower_cosine"].tolist() == [0, 0, 0]
     assert found["tower_loss"] == pytest.approx([np.log(3)] * 3)

@@ -16,6 +16,8 @@ from towers.errors import InputError
 from towers.options import flags, trust
 from towers.options.run import OPTIMIZERS, Options
 
+pytestmark = pytest.mark.unit
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Scripts of others rely on these: change them only deliberately.
@@ -40,27 +42,22 @@ DEFAULTS = """
 OF_EVALUATE = (
     "train_dir json trust model dataset data_dir image_size max_image_pixels batch_size dtype "
     "test_time_flip num_towers devices workers towers_per_worker worker_timeout_seconds "
-    "min_workers "
-    "visible_gpus per_process_gpu_memory_fraction gpu_memory_limit_mib allow_growth "
+    "min_workers visible_gpus per_process_gpu_memory_fraction gpu_memory_limit_mib allow_growth "
     "allow_soft_placement tf32"
 ).split()
 # {verb: the flags that it shows first, its own; those of a run that it does not take}
 OF_VERBS = {
     "train": ("", ""),
     "verify": ("--num_towers=1,2,3,4 --steps=10 --float32=false", ""),
-    "benchmark": (
-        "--dataset=synthetic --num_towers= --against= --windows=5 --seconds=2 --plot=",
-        "",
-    ),
+    "benchmark":
+        ("--dataset=synthetic --num_towers= --against= --windows=5 --seconds=2 --plot=", ""),
     "plan": (
         "--num_towers=0 --gpu_memory_gib=16 --gpu_tflops=19.5 --gpu_utilisation=0.3 --step_ms=0 "
         "--network_gbits=0 --network_latency_us=0 --straggler_spread=0.05 --plot= --measure=true",
         "",
     ),
-    "sweep": (
-        "--vary= --samples=0 --sweep_seed=0 --sweep_dir=runs/sweep --parallel=1",
-        "train_dir overwrite",
-    ),
+    "sweep": ("--vary= --samples=0 --sweep_seed=0 --sweep_dir=runs/sweep --parallel=1",
+              "train_dir overwrite"),
 }
 
 
@@ -80,13 +77,6 @@ def refusal(verb, *argv):
     with pytest.raises(InputError) as error:
         cli.parse(verb, argv)
     return str(error.value)
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Stand in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 # ---------------------------------------------------------------------------- The command line
@@ -152,16 +142,6 @@ def test_evaluate_and_doctor_take_what_they_use():
     assert cli.parse("doctor", ["--json", "--train_dir=a"]) == Options(json=True, train_dir="a")
 
 
-def test_an_alias():
-    for argv, number in (
-        (["--num_gpus=3"], 3),
-        (["--num_gpus=3", "--num_towers=4"], 4),
-        (["--num_towers=4", "--num_gpus", "3"], 3),
-    ):
-        assert flags.parse(argv).num_towers == number
-    assert "Also --num_gpus." in help_of("train")
-
-
 def test_flags_of_other_programs_are_told_as_they_are_here():
     for theirs, ours in flags._ELSEWHERE.items():
         assert ours in [*FLAGS_OF_RUN, "num_gpus", "flagfile"] and theirs not in FLAGS_OF_RUN
@@ -174,12 +154,8 @@ def test_flags_of_other_programs_are_told_as_they_are_here():
 
 @pytest.mark.parametrize(
     "flag, meant",
-    [
-        ("--dtype=bf16", "mixed_bfloat16"),
-        ("--dtype=FP16", "mixed_float16"),
-        ("--optimizer=nag", "nesterov"),
-        ("--schedule=one_cycle", "onecycle"),
-    ],
+    [("--dtype=bf16", "mixed_bfloat16"), ("--dtype=FP16", "mixed_float16")]
+    + [("--optimizer=nag", "nesterov"), ("--schedule=one_cycle", "onecycle")],
 )
 def test_values_of_other_programs_are_told_as_they_are_here(flag, meant):
     assert refusal("train", flag).endswith(f"; did you mean {meant}?")
@@ -193,18 +169,27 @@ def test_help_is_narrow_and_names_every_choice():
     assert all(f"\n  {verb} " in main_help for verb in cli.VERBS)
     words = " ".join(help_of("train").split())
     assert "One of float32, float64, mixed_bfloat16, mixed_float16." in words
+    assert "Also --num_gpus." in words
 
 
-def test_the_ways_to_write_a_flag():
-    for line in ("--batch_size=3", "--batch_size 3", "-batch_size=3", "-batch_size 3"):
-        assert flags.parse(line.split()).batch_size == 3
-    for line in ("--overwrite", "--overwrite=true", "--overwrite=1", "--overwrite=T"):
-        assert flags.parse([line]).overwrite is True
-    for line in ("--nooverwrite", "--overwrite=False", "--overwrite --nooverwrite"):
-        assert flags.parse(line.split()).overwrite is False
-    assert flags.parse(["--model_args=depth=20,width=16"]).model_args == "depth=20,width=16"
-    assert flags.parse(["--train_dir=a b"]).train_dir == "a b"
-    assert flags.parse(["--batch_size=3", "--json", "--batch_size=4"]).batch_size == 4
+@pytest.mark.parametrize(
+    "line, values",
+    [(line, dict(batch_size=3)) for line in ("--batch_size=3", "-batch_size=3", "-batch_size 3")]
+    + [(f"--overwrite{end}", dict(overwrite=True)) for end in ("", "=true", "=1", "=T")]
+    + [(line, {}) for line in ("--nooverwrite", "--overwrite=False", "--overwrite --nooverwrite")]
+    + [
+        ("--batch_size=3 --json --batch_size=4", dict(batch_size=4, json=True)),
+        ("--batch_size 3 --model_args=depth=20,width=16",
+         dict(batch_size=3, model_args="depth=20,width=16")),
+        # --num_gpus is an alias.
+        ("--num_gpus=3", dict(num_towers=3)),
+        ("--num_gpus=3 --num_towers=4", dict(num_towers=4)),
+        ("--num_towers=4 --num_gpus 3", dict(num_towers=3)),
+    ],
+)  # fmt: skip
+def test_the_ways_to_write_a_flag(line, values):
+    assert flags.parse(line.split()) == Options(**values)
+    assert flags.parse([*line.split(), "--train_dir=a b"]).train_dir == "a b"
 
 
 def test_folders_may_lie_at_home(folder, monkeypatch):
@@ -218,21 +203,16 @@ def test_folders_may_lie_at_home(folder, monkeypatch):
 # ---------------------------------------------------------------------------- Flagfiles
 
 
-def test_flagfiles_nest_and_take_comments_and_blank_lines(folder):
+def test_flagfiles_nest_count_where_they_stand_and_take_comments_and_blank_lines(folder):
     (folder / "inner.cfg").write_text("--batch_size=1\n--max_steps=1\n--seed=1\n")
     (folder / "outer.cfg").write_text(
         "# a comment\n\n   \n// another\n--max_steps=2\n"
         "--flagfile=inner.cfg\n  --seed=2  \r\n--overwrite\n--train_dir=a b"
     )
-    options = flags.parse(["--flagfile=outer.cfg"])
-    assert options == Options(batch_size=1, max_steps=1, seed=2, overwrite=True, train_dir="a b")
-
-
-def test_a_flagfile_counts_where_it_stands(folder):
-    (folder / "a.cfg").write_text("--batch_size=1\n--num_towers=2")
-    for flag in (["--flagfile=a.cfg"], ["--flagfile", "a.cfg"], ["-flagfile=a.cfg"]):
-        options = flags.parse(["--batch_size=3", *flag, "--num_gpus=4"])
-        assert (options.batch_size, options.num_towers) == (1, 4)
+    values = dict(batch_size=1, max_steps=1, seed=2, overwrite=True, train_dir="a b", num_towers=4)
+    for flag in (["--flagfile=outer.cfg"], ["--flagfile", "outer.cfg"], ["-flagfile=outer.cfg"]):
+        options = flags.parse(["--batch_size=3", "--num_towers=2", *flag, "--num_gpus=4"])
+        assert options == Options(**values)
 
 
 def test_what_is_wrong_in_a_flagfile_is_one_line(folder):
@@ -294,28 +274,35 @@ def test_a_run_is_repeated_by_its_flagfile(tmp_path_factory, options):
     assert flags.parse([f"--flagfile={path}"]) == options
 
 
-# ---------------------------------------------------------------------------- evaluate
+# ---------------------------------------------------------------------------- Of a run
 
 
 def write_run(folder, **values):
     folder.mkdir(parents=True)
-    text = Options(train_dir="elsewhere", **values).to_flagfile()
+    text = Options(**values | {"train_dir": "elsewhere"}).to_flagfile()
     (folder / "flags.cfg").write_text(trust.signed(text))
 
 
-def test_evaluate_takes_the_run_and_then_its_own_flags(folder):
-    write_run(folder / "run", batch_size=7, model="a.b:c", num_towers=2, seed=5)
-    of_run = Options(train_dir="run", batch_size=7, model="a.b:c", num_towers=2, seed=5)
-    options = cli.parse("evaluate", ["--train_dir=run", "--num_gpus=4", "--json"])
-    assert options == dataclasses.replace(of_run, num_towers=4, json=True)
-    (folder / "a.cfg").write_text("--train_dir=run\n--seed=6\n")
-    options = cli.parse("evaluate", ["--flagfile=a.cfg"])
-    assert options == dataclasses.replace(of_run, seed=6)
+@pytest.mark.parametrize("verb", ["train", "evaluate"])
+def test_the_flags_of_the_run_count_and_then_those_given(folder, verb):
+    values = dict(train_dir="run", batch_size=7, model="a.b:c", num_towers=2, seed=5)
+    write_run(folder / "run", **values)
+    assert cli.parse(verb, ["--train_dir=run"]) == Options(**values)
+    given = dict(num_towers=4, json=True)
+    options = cli.parse(verb, ["--train_dir=run", "--num_gpus=4", "--json"])
+    assert options == Options(**values | given)
+    (folder / "a.cfg").write_text("--train_dir=run\n--seed=6\n--model=a.b:c\n")  # as at first
+    options = cli.parse(verb, ["--flagfile=a.cfg", "--num_gpus=4", "--json"])
+    assert options == Options(**values | given | {"seed": 6})
 
 
-def test_evaluate_does_without_flags_cfg_where_there_are_checkpoints(folder):
-    (folder / "run" / "checkpoints").mkdir(parents=True)
-    assert cli.parse("evaluate", ["--train_dir=run"]) == Options(train_dir="run")
+def test_what_is_no_run_yet_has_the_flags_given_alone(folder):
+    write_run(folder / "run", batch_size=7)
+    options = cli.parse("train", ["--train_dir=run", "--overwrite"])
+    assert options == Options(train_dir="run", overwrite=True)
+    assert cli.parse("train", ["--train_dir=new"]) == Options(train_dir="new")
+    (folder / "old" / "checkpoints").mkdir(parents=True)  # without flags.cfg
+    assert cli.parse("evaluate", ["--train_dir=old"]) == Options(train_dir="old")
 
 
 def test_evaluate_needs_a_run(folder):
@@ -341,21 +328,6 @@ def test_verbs_that_look_at_a_run_do_not_need_its_workers(folder):
     options = cli.parse("evaluate", ["--train_dir=run"])
     assert (options.workers, options.towers_per_worker, options.batch_size) == ("", 0, 7)
     assert cli.parse("evaluate", ["--train_dir=run", "--workers=b"]).workers == "b"
-
-
-# ---------------------------------------------------------------------------- train goes on
-
-
-def test_train_goes_on_with_the_flags_of_the_run_and_then_those_given(folder):
-    write_run(folder / "run", batch_size=7, model="a.b:c", num_towers=2, seed=5)
-    of_run = Options(train_dir="run", batch_size=7, model="a.b:c", num_towers=2, seed=5)
-    assert cli.parse("train", ["--train_dir=run"]) == of_run
-    (folder / "a.cfg").write_text("--train_dir=run\n--seed=6\n--model=a.b:c\n")  # as at first
-    options = cli.parse("train", ["--flagfile=a.cfg", "--num_gpus=4", "--json"])
-    assert options == dataclasses.replace(of_run, seed=6, num_towers=4, json=True)
-    options = cli.parse("train", ["--train_dir=run", "--overwrite"])
-    assert options == Options(train_dir="run", overwrite=True)
-    assert cli.parse("train", ["--train_dir=new"]) == Options(train_dir="new")
 
 
 @pytest.mark.parametrize(
@@ -432,6 +404,7 @@ def test_a_flags_cfg_of_before_is_read(folder):
 # ---------------------------------------------------------------------------- Importing
 
 
+@pytest.mark.process
 def test_importing_towers_defines_no_flag_and_starts_no_tensorflow():
     code = """
 import sys

@@ -9,22 +9,7 @@ from towers.errors import InputError
 from towers.options import functions
 from towers.options.functions import check_function, load_function
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """A folder on the search path, whose modules are forgotten afterwards."""
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    before = set(sys.modules)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
-
-
-def write(folder, name, text=""):
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("modules")]
 
 
 def refusal(name, flag="model"):
@@ -33,18 +18,18 @@ def refusal(name, flag="model"):
     return str(error.value)
 
 
-def test_a_function_of_a_module(folder):
-    write(folder, "net.py", "class Net:\n    pass\nbuild = lambda: 'built'\n_private = build\n")
-    write(folder, "deep/__init__.py")
-    write(folder, "deep/er/net.py", "def build():\n    return 'built'\n")
+def test_a_function_of_a_module(write):
+    write("net.py", "class Net:\n    pass\nbuild = lambda: 'built'\n_private = build\n")
+    write("deep/__init__.py")
+    write("deep/er/net.py", "def build():\n    return 'built'\n")
     for name in ("net:build", "net:_private", "deep.er.net:build"):
         assert load_function("model", name)() == "built"
     assert load_function("model", "net:Net").__name__ == "Net"
     assert load_function("dataset", "json:dumps") is json.dumps
 
 
-def test_the_form_of_a_name(folder):
-    write(folder, "net.py", "def build():\n    pass\n")
+def test_the_form_of_a_name(write):
+    write("net.py", "def build():\n    pass\n")
     for name in "net net: :build : net.build .net:build a..b:c net.:build".split() + [""]:
         for flag in ("model", "dataset"):
             message = f"--{flag}={name} must be module:function, such as models.cnn:cnn"
@@ -56,10 +41,9 @@ def test_the_form_of_a_name(folder):
     ["no_net:build", "no_net.a.b:c", "net.a:build", "net.a.b:build", "a/net.py:build", "a b:c"]
     + ["pack.no:build", "pack.net.no:build", "a\0b:c"],
 )
-def test_a_module_that_is_not_there(folder, name):
-    write(folder, "net.py")
-    write(folder, "pack/__init__.py")
-    write(folder, "pack/net.py")
+def test_a_module_that_is_not_there(write, name):
+    for path in "net.py", "pack/__init__.py", "pack/net.py":
+        write(path)
     module = name.partition(":")[0]
     assert refusal(name, "dataset").startswith(f"--dataset={name}: there is no module {module} in")
 
@@ -75,26 +59,20 @@ def test_a_module_that_is_not_there(folder, name):
     ],
 )
 @pytest.mark.parametrize("path, name", [("net.py", "net:f"), ("net/__init__.py", "net.sub:f")])
-def test_what_a_module_raises_comes_through(folder, text, error, path, name):
-    write(folder, path, text)
+def test_what_a_module_raises_comes_through(write, text, error, path, name):
+    write(path, text)
     with pytest.raises(Exception, match=error) as raised:
         load_function("model", name)
     assert not isinstance(raised.value, InputError)
 
 
-def test_a_function_that_is_not_there(folder):
-    write(folder, "net.py", "class A:\n    b = print\nresnet20 = A\n_resnet = A\nresnet = 20\n")
-    assert refusal("net:resnet21") == (
-        "--model=net:resnet21: net has no function resnet21; did you mean net:resnet20?"
-    )
-    assert refusal("net:resnet") == (
-        "--model=net:resnet: net has no function resnet; did you mean net:resnet20?"
-    )
+def test_a_function_that_is_not_there(write):
+    write("net.py", "class A:\n    b = print\nresnet20 = A\n_resnet = A\nresnet = 20\n")
+    for name in "resnet21", "resnet":
+        said = f"--model=net:{name}: net has no function {name}; did you mean net:resnet20?"
+        assert refusal(f"net:{name}") == said
     for name in ("xyz", "A.bcd", "::::"):
         assert refusal(f"net:{name}") == f"--model=net:{name}: net has no function {name}"
-
-
-# ---------------------------------------------------------------------------- Before an import
 
 
 def told(name):
@@ -123,9 +101,9 @@ with open("") as e: pass
 """
 
 
-def test_names_are_read_from_the_source(folder):
-    write(folder, "net.py", NET)
-    write(folder, "deep/er/net.py", NET)  # packages without __init__
+def test_names_are_read_from_the_source(write):
+    write("net.py", NET)
+    write("deep/er/net.py", NET)  # packages without __init__
     for name in "build Net a b c d e y j os Model kl".split():
         assert told(f"net:{name}") is told(f"deep.er.net:{name}") is None
     for name in "inner x json path layers".split():
@@ -135,28 +113,21 @@ def test_names_are_read_from_the_source(folder):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "from x import *",
-        "def __getattr__(name): ...",
-        "globals()['build'] = 1",
-        "def make():\n    global build\n    build = 1",
-        "import sys\nsys.modules[__name__] = 1",
-        "exec('build = 1')",
-        "def build(:",
-        "\0",
-    ],
+    ["from x import *", "def __getattr__(name): ...", "globals()['build'] = 1", "exec('build = 1')"]
+    + ["def make():\n    global build\n    build = 1", "import sys\nsys.modules[__name__] = 1"]
+    + ["def build(:", "\0"],
 )
-def test_what_a_source_does_not_tell_is_left_to_the_import(folder, text):
-    write(folder, "net.py", text)
+def test_what_a_source_does_not_tell_is_left_to_the_import(write, text):
+    write("net.py", text)
     assert told("net:build") is None
-    write(folder, "pack/__init__.py", "__path__.append('elsewhere')")
+    write("pack/__init__.py", "__path__.append('elsewhere')")
     assert told("pack.net:build") is None
 
 
-def test_a_module_that_is_not_there_is_told_before_it_is_imported(folder):
-    write(folder, "net.py")
-    write(folder, "pack/__init__.py", "1 / 0")
-    write(folder, "pack/net.py")
+def test_a_module_that_is_not_there_is_told_before_it_is_imported(write):
+    write("net.py")
+    write("pack/__init__.py", "1 / 0")
+    write("pack/net.py")
     near = {"nett:f": "net:f", "net.py:f": "net:f", "pack.nett:f": "pack.net:f", "net.f:g": "net:g"}
     for name, meant in near.items():
         assert told(name).endswith(f"or the installed packages; did you mean {meant}?")
@@ -165,29 +136,31 @@ def test_a_module_that_is_not_there_is_told_before_it_is_imported(folder):
     assert told("json:dumps") is None and "json has no function f" in told("json:f")
 
 
-def test_the_shipped_models_are_found_from_anywhere_and_after_the_users_own(folder, monkeypatch):
-    here = list(sys.path)
-    monkeypatch.setattr(sys, "path", [p for p in here if p != str(functions._CHECKOUT)])
-    monkeypatch.delitem(sys.modules, "models", raising=False)
+@pytest.fixture
+def away(monkeypatch):
+    """Let the checkout not be on the search path, and its models not be imported."""
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(functions._CHECKOUT)])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "models"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_the_shipped_models_are_found_from_anywhere(modules, away, monkeypatch):
     assert told("models.cnn:cnn") is None
     assert told("models.cnm:cnn").endswith("did you mean models.cnn:cnn?")
     assert sys.path[-1] == str(functions._CHECKOUT)
     assert load_function("model", "models.cnn:cnn").__name__ == "cnn"
-    monkeypatch.setattr(functions, "_CHECKOUT", folder / "none")  # installed without a checkout
+    monkeypatch.setattr(functions, "_CHECKOUT", modules / "none")  # installed without a checkout
     assert "type towers init for a model of your own" in told("models.cnm:cnn")
 
 
-def test_models_of_the_users_own_come_first(folder, monkeypatch):
-    write(folder, "models/mine.py", "def build(): ...")
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(functions._CHECKOUT)])
-    for name in [name for name in sys.modules if name.partition(".")[0] == "models"]:
-        monkeypatch.delitem(sys.modules, name)
+def test_models_of_the_users_own_come_first(write, away):
+    write("models/mine.py", "def build(): ...")
     assert told("models.mine:build") is None
     assert str(functions._CHECKOUT) not in sys.path
 
 
 @pytest.mark.parametrize("name", ["builtins:dict", "time:time", "functools:partial"])
-def test_what_does_not_tell_how_it_is_called_is_refused(folder, name):
+def test_what_does_not_tell_how_it_is_called_is_refused(name):
     for flag in ("model", "dataset", "loss"):
         with pytest.raises(InputError, match=f"^--{flag}={name} does not tell which arguments"):
             load_function(flag, name)

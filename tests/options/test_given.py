@@ -12,6 +12,8 @@ from towers.errors import InputError
 from towers.options.functions import load_function
 from towers.options.run import Options
 
+pytestmark = pytest.mark.unit
+
 
 def build():
     return "built"
@@ -44,6 +46,7 @@ def test_any_other_is_known_to_its_options_alone(value, name):
     options = Options(model=value)
     assert options.model == f"given_in_python:{name}"
     assert load_function("model", options.model) is value
+    assert f"--model={options.model}" in options.to_flagfile().splitlines()
     with pytest.raises(InputError, match=f"--model=given_in_python:{name} was given in Python"):
         load_function("model", str(options.model))  # as flags.cfg has it
 
@@ -62,33 +65,24 @@ def test_data_is_what_a_function_would_return():
         options = Options(dataset=data)
         assert options.dataset == "given_in_python:data"
         assert load_function("dataset", options.dataset)() is data
+        assert "--dataset=given_in_python:data" in options.to_flagfile().splitlines()
     assert Options(dataset=local(halves)).dataset == "given_in_python:build"
 
 
-def test_a_list_is_its_items_with_commas():
+def test_a_list_is_its_items_with_commas_and_a_folder_may_be_a_path(tmp_path):
     assert Options(devices=["/gpu:0", "/gpu:2"]).devices == "/gpu:0,/gpu:2"
     assert Options(decay_epochs=(80, 120.5)).decay_epochs == "80,120.5"
-    names = Options(model_args=["a=1", "b=2"]).model_args
-    assert names == "a=1,b=2"
+    assert Options(model_args=["a=1", "b=2"]).model_args == "a=1,b=2"
+    assert Options(train_dir=tmp_path).train_dir == str(tmp_path)
 
 
 def test_each_item_of_a_list_may_be_a_function():
     one, two = lambda: 1, lambda: 2  # noqa: E731
     text = Options(devices=["mae", one, build, two, one]).devices
     lambdas = "given_in_python:lambda", "given_in_python:lambda_2"
-    own = f"{__name__}:build"
-    assert text == f"mae,{lambdas[0]},{own},{lambdas[1]},{lambdas[0]}"
+    assert text == f"mae,{lambdas[0]},{__name__}:build,{lambdas[1]},{lambdas[0]}"
     found = [load_function("metrics", part.strip())() for part in text.split(",")[1:]]
     assert found == [1, "built", 2, 1]
-
-
-def test_a_folder_may_be_a_path(tmp_path):
-    assert Options(train_dir=tmp_path).train_dir == str(tmp_path)
-
-
-def test_what_flags_cfg_holds():
-    text = Options(model=local(1), dataset=[1, 2]).to_flagfile().splitlines()
-    assert {"--model=given_in_python:build", "--dataset=given_in_python:data"} <= set(text)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,20 @@
-"""Options: what each may be, and what is said of a value that it may not be."""
+"""Options: what each may be, and what is said of a value that it may not be.
+
+They need neither TensorFlow nor a GPU.
+"""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 
 from towers.errors import InputError
+from towers.options import augmentation
+from towers.options.gpu import GpuOptions
 from towers.options.run import Options, names_that_affect
+
+pytestmark = pytest.mark.unit
 
 # The least and the greatest value of each number.
 AT_LEAST_1 = "batch_size accumulate_steps steps_per_loop log_every_steps keep_checkpoints".split()
@@ -21,13 +29,16 @@ CHOICES = {name: f.metadata["choices"] for name, f in FIELDS.items() if "choices
 STRINGS = [name for name, field in FIELDS.items() if field.type is str and name not in CHOICES]
 
 
-def refusal(**values):
+def refusal(kind=Options, **values):
     """Return the message with which the options are refused."""
     with pytest.raises(InputError) as error:
-        Options(**values)
+        kind(**values)
     message = str(error.value)
     assert message == " ".join(message.splitlines())
     return message
+
+
+# ---------------------------------------------------------------------------- By their types
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -44,14 +55,11 @@ def test_numbers_are_finite_and_have_their_range(name):
         assert refusal(**{name: value}) == f"--{name}={value}: {kind} is needed"
 
 
-def test_a_whole_number_has_no_fraction():
-    assert refusal(batch_size=1.0) == "--batch_size=1.0: a whole number is needed"
-
-
-def test_numbers_of_numpy_will_do():
+def test_numbers_of_numpy_will_do_and_a_whole_number_has_no_fraction():
     options = Options(batch_size=np.int64(32), learning_rate=np.float64(0.1), num_epochs=3)
     lines = options.to_flagfile().splitlines()
     assert {"--batch_size=32", "--learning_rate=0.1", "--num_epochs=3"} <= set(lines)
+    assert refusal(batch_size=1.0) == "--batch_size=1.0: a whole number is needed"
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -89,70 +97,6 @@ def test_a_switch_is_true_or_false(name):
         assert refusal(**{name: value}) == f"{name}={value!r}: True or False is needed"
 
 
-def test_one_way_of_clipping():
-    names = ["clip_norm", "clip_value", "clip_global_norm"]
-    for one, other in [(0, 1), (0, 2), (1, 2)]:
-        Options(**{names[one]: 1.0, names[other]: 0.0})
-        assert refusal(**{names[one]: 1.0, names[other]: 1.0}).startswith(
-            f"--{names[one]} and --{names[other]} exclude each other"
-        )
-
-
-def test_a_step_schedule_needs_its_steps():
-    message = refusal(schedule="step")
-    assert "--schedule=step needs --decay_epochs" in message and "=80,120" in message
-    # A flagfile that is overridden by another schedule may leave them there.
-    assert Options(schedule="cosine", decay_epochs="80").decay_boundaries() == [80]
-
-
-@pytest.mark.parametrize(
-    "name, method, good, bad, remedy",
-    [
-        (
-            "image_size", "image_height_width",
-            {"": None, "64": (64, 64), "48x64": (48, 64)},
-            ["0", "64x", "x64", "64x0", "64,48", "64x48x3", "-1", "6.4", "64X48", "1000000"],
-            "as 64, or height x width, as 48x64",
-        ),
-        (
-            "profile_steps", "profile_range",
-            {"": None, "0:3": (0, 3)},
-            ["100", "100:", "5:5", "7:5", "-1:5", "a:b", "1:2:3", "1.5:2"],
-            "the first before the last, as 100:110",
-        ),
-        (
-            "decay_epochs", "decay_boundaries",
-            {"": [], "0,0.5, 80,1e2": [0.0, 0.5, 80.0, 100.0]},
-            ["80,x", "80,", ",80", "80;120", "nan", "80,nan", "80,inf", "-1,80"],
-            "numbers with commas are needed, as 80,120",
-        ),
-        (
-            "decay_epochs", "decay_boundaries", {}, ["120,80", "80,80", "80,80.0"],
-            "each number must be greater than the one before",
-        ),
-        (
-            "model_args", "model_keywords",
-            {
-                "": {}, "depth=20,width=16": {"depth": 20, "width": 16},
-                "a=0.5,b=1e-3,c=2.": {"a": 0.5, "b": 0.001, "c": 2.0},
-                "a=true,b=False": {"a": True, "b": False},
-                "a=relu,b=,c=x=y": {"a": "relu", "b": "", "c": "x=y"},
-                "a=-3, b=+3,c=007,": {"a": -3, "b": 3, "c": 7},
-            },
-            ["depth", "a=1,20", "=3", "a b=1"],
-            "is not name=value, as in --model_args=depth=20,width=16",
-        ),
-    ],
-)  # fmt: skip
-def test_text_with_a_meaning(name, method, good, bad, remedy):
-    for text, value in good.items():
-        found = getattr(Options(**{name: text}), method)()
-        assert repr(found) == repr(value)  # with the types
-    for text in bad:
-        message = refusal(**{name: text})
-        assert message.startswith(f"--{name}={text}: ") and message.endswith(remedy)
-
-
 def test_the_flagfile_is_the_whole_run_but_for_what_concerns_one_call():
     lines = Options(train_dir="runs/a", overwrite=True, json=True).to_flagfile().splitlines()
     assert lines[0] == "# towers train --flagfile=THIS_FILE repeats the run"
@@ -167,3 +111,141 @@ def test_each_option_says_what_it_means_and_what_it_affects():
     kinds = ("result", "speed", "machine", "report", "call")
     assert sorted(sum(map(names_that_affect, kinds), [])) == sorted(FIELDS)
     assert names_that_affect("call") == ["train_dir", "overwrite", "json", "trust"]
+
+
+# ---------------------------------------------------------------------------- By their meaning
+
+
+def test_a_step_schedule_needs_its_steps():
+    message = refusal(schedule="step")
+    assert "--schedule=step needs --decay_epochs" in message and "=80,120" in message
+    # A flagfile that is overridden by another schedule may leave them there.
+    assert Options(schedule="cosine", decay_epochs="80").decay_boundaries() == [80]
+
+
+@pytest.mark.parametrize(
+    "name, method, good, bad, remedy",
+    [
+        ("image_size", "image_height_width", {"": None, "64": (64, 64), "48x64": (48, 64)},
+         ["0", "64x", "x64", "64x0", "64,48", "64x48x3", "-1", "6.4", "64X48", "1000000"],
+         "as 64, or height x width, as 48x64"),
+        ("profile_steps", "profile_range", {"": None, "0:3": (0, 3)},
+         ["100", "100:", "5:5", "7:5", "-1:5", "a:b", "1:2:3", "1.5:2"],
+         "the first before the last, as 100:110"),
+        ("decay_epochs", "decay_boundaries", {"": [], "0,0.5, 80,1e2": [0.0, 0.5, 80.0, 100.0]},
+         ["80,x", "80,", ",80", "80;120", "nan", "80,nan", "80,inf", "-1,80"],
+         "numbers with commas are needed, as 80,120"),
+        ("decay_epochs", "decay_boundaries", {}, ["120,80", "80,80", "80,80.0"],
+         "each number must be greater than the one before"),
+        ("model_args", "model_keywords",
+         {"": {}, "depth=20,width=16": {"depth": 20, "width": 16},
+          "a=0.5,b=1e-3,c=2.": {"a": 0.5, "b": 0.001, "c": 2.0},
+          "a=true,b=False": {"a": True, "b": False},
+          "a=relu,b=,c=x=y": {"a": "relu", "b": "", "c": "x=y"},
+          "a=-3, b=+3,c=007,": {"a": -3, "b": 3, "c": 7}},
+         ["depth", "a=1,20", "=3", "a b=1"],
+         "is not name=value, as in --model_args=depth=20,width=16"),
+    ],
+)  # fmt: skip
+def test_text_with_a_meaning(name, method, good, bad, remedy):
+    for text, value in good.items():
+        found = getattr(Options(**{name: text}), method)()
+        assert repr(found) == repr(value)  # with the types
+    for text in bad:
+        message = refusal(**{name: text})
+        assert message.startswith(f"--{name}={text}: ") and message.endswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("auto", "auto"),
+        ("resnet,cutout", "resnet,cutout=16"),
+        ("none, cutmix, color=0.1", "none,color=0.1,cutmix=1"),
+        ("shift,mixup=.3,randaugment", "shift,randaugment=9,mixup=0.3"),
+    ],
+)
+def test_a_run_says_in_one_way_how_it_augments(text, meant):
+    assert Options(augment=text).augment == Options(augment=meant).augment == meant
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("tutorail", "allowed are auto, tutorial, resnet, shift, none, off, and after that parts,"),
+        ("cutout=8", "allowed are auto, tutorial, resnet, shift, none, off, and after that parts,"),
+        ("resnet,cutot=8", "there is no part 'cutot'; allowed are cutout, color, randaugment, "),
+        ("resnet,", "there is no part ''; allowed are cutout, "),
+        ("resnet,mixup,mixup=1", "there are two parts 'mixup'; allowed are cutout, "),
+        ("none,cutout=2.5", "cutout takes a side in whole pixels from 1 to 4096, as cutout=16"),
+        ("none,color=2", "color takes a strength from 0.01 to 1, as color=0.4"),
+        ("none,randaugment=11", "randaugment takes a magnitude from 0.1 to 10, as randaugment=9"),
+        ("none,mixup=nan", "mixup takes an alpha from 0.01 to 100, as mixup=0.2"),
+        ("none,mixup=", "mixup takes an alpha from 0.01 to 100, as mixup=0.2"),
+        ("off,mixup", "off takes images as they are; type --augment=none,mixup, which also "),
+    ],
+)
+def test_an_augmentation_that_is_not_known_is_one_line(text, line):
+    assert refusal(augment=text).startswith(f"--augment={text}: {line}")
+
+
+def test_what_is_given_may_leave_the_base_of_the_augmentation_to_the_run():
+    for given in "resnet,cutout=16", "auto,cutout", "resnet, cutout":
+        assert augmentation.agree("resnet,cutout=16", given)
+    for given in "auto", "none,cutout", "resnet,cutout=8", "resnet,cutout,color", "gone":
+        assert not augmentation.agree("resnet,cutout=16", given)
+    assert augmentation.agree("tutorial", "auto")
+
+
+# ---------------------------------------------------------------------------- GPUs, exclusion
+
+CLIPS = ["clip_norm", "clip_value", "clip_global_norm"]
+MEMORY = {
+    "per_process_gpu_memory_fraction": 0.4,
+    "gpu_memory_limit_mib": 4096,
+    "allow_growth": True,
+}
+GPUS = {
+    "": None, "none": [], "None": [], "0": ["0"], "0,2": ["0", "2"], "2, 0": ["2", "0"],
+    "2,0,2": ["2", "0"], "10,07": ["10", "7"], "MIG-0a5b-3": ["MIG-0a5b-3"],
+    "GPU-0a,MIG-GPU-0a5b/3/0": ["GPU-0a", "MIG-GPU-0a5b/3/0"],
+}  # fmt: skip
+NO_GPUS = ["0,,2", "0,", "-1", "gpu:0", "0;2", "1.5", "²", "٣", "none,0", '"0,1"']
+NO_GPUS += ["MIG-", "0:1", "UUID-0"]
+
+
+@pytest.mark.parametrize("pair", [*itertools.combinations(MEMORY, 2)])
+def test_memory_options_that_exclude_each_other(pair):
+    assert refusal(GpuOptions, **{name: MEMORY[name] for name in pair}) == (
+        f"--{pair[0]} and --{pair[1]} exclude each other in TensorFlow: give one of them"
+    )
+
+
+@pytest.mark.parametrize("pair", [*itertools.combinations(CLIPS, 2)])
+def test_one_way_of_clipping(pair):
+    one, other = pair
+    Options(**{one: 1.0, other: 0.0})
+    expected = f"--{one} and --{other} exclude each other"
+    assert refusal(**{one: 1.0, other: 1.0}).startswith(expected)
+
+
+def test_visible_gpus():
+    for text, numbers in GPUS.items():
+        assert GpuOptions(visible_gpus=text).chosen() == numbers
+    for text in NO_GPUS:
+        expected = f"--visible_gpus={text}: numbers of GPUs are needed, as --visible_gpus=0,2"
+        assert refusal(GpuOptions, visible_gpus=text).startswith(expected)
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_what_must_be_set_before_tensorflow_starts(name):
+    options = GpuOptions(visible_gpus="1", allow_soft_placement=False, **{name: MEMORY[name]})
+    assert options.demands() == {"visible_gpus": "1", name: MEMORY[name]}
+    assert GpuOptions(allow_soft_placement=False).demands() == {}
+
+
+def test_a_number_of_gpus_memory_is_refused_with_an_example():
+    message = refusal(GpuOptions, per_process_gpu_memory_fraction=40)
+    assert message.endswith("from 0 to 1 is needed, as --per_process_gpu_memory_fraction=0.4")
+    message = refusal(GpuOptions, gpu_memory_limit_mib=-1)
+    assert message.endswith("of at least 0 is needed, as --gpu_memory_limit_mib=4096")

@@ -2,11 +2,14 @@
 
 from fractions import Fraction
 
+import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from towers.options.run import Options
 from towers.options.timetable import Timetable
+
+pytestmark = pytest.mark.unit
 
 KINDS = ("logs", "saves", "evaluates", "draws_histograms")
 
@@ -37,10 +40,9 @@ def due(plan):
     """Return what is due after each step of the run, from the options alone."""
     options, steps = plan.options, range(plan.first_step + 1, plan.last_step + 1)
     result = {kind: [] for kind in KINDS}
-    everies = {
-        "evaluates": Fraction(str(options.evaluate_every_epochs)) * plan.train_size,
-        "draws_histograms": Fraction(str(options.histogram_every_epochs)) * plan.train_size,
-    }
+    epochs = {"evaluates": options.evaluate_every_epochs}
+    epochs["draws_histograms"] = options.histogram_every_epochs
+    everies = {kind: Fraction(str(number)) * plan.train_size for kind, number in epochs.items()}
     multiples = {kind: every and plan.first_examples // every for kind, every in everies.items()}
     for step in steps:
         before_update = step - 1
@@ -101,28 +103,22 @@ def test_calls_are_as_long_as_may_be():
     plan = timetable(last=60, steps_per_loop=10, log_every_steps=24, evaluate_every_epochs=0)
     assert walk(plan)[0] == [1, 11, 21, 25, 35, 45, 49, 59, 60]
     assert walk(timetable(first=100, last=100))[0] == []
+    plan = timetable(steps_per_loop=10, log_every_steps=100, evaluate_every_epochs=0)
+    assert plan.num_steps(1) == 10
+    assert plan.num_steps(1, lambda step: step in (4, 7)) == 3  # something else may end a call
 
 
-def test_examples_and_epochs():
+def test_examples_and_epochs_and_where_points_stand():
     plan = timetable(first=10, first_examples=600, batch_size=64, size=128)
     assert [plan.examples(step) for step in (10, 11, 20)] == [600, 664, 1240]
     assert plan.epochs(20) == 1240 / 128
     assert not plan.evaluates(0)
+    assert timetable(first=10, first_examples=500).x(12) == 12
+    plan = timetable(first=10, first_examples=500, tensorboard_x="examples")
+    assert (plan.x(10), plan.x(12)) == (500, 700)
 
 
 def test_a_new_batch_size_keeps_the_epochs():
     # 1500 of 2000 examples seen in steps of another size: the epoch ends 5 steps later.
     plan = timetable(first=7, first_examples=1500, last=40, size=1000, batch_size=100)
     assert walk(plan)[1]["evaluates"] == [12, 22, 32]
-
-
-def test_something_else_may_end_a_call():
-    plan = timetable(steps_per_loop=10, log_every_steps=100, evaluate_every_epochs=0)
-    assert plan.num_steps(1) == 10
-    assert plan.num_steps(1, lambda step: step in (4, 7)) == 3
-
-
-def test_where_points_stand():
-    assert timetable(first=10, first_examples=500).x(12) == 12
-    plan = timetable(first=10, first_examples=500, tensorboard_x="examples")
-    assert (plan.x(10), plan.x(12)) == (500, 700)

@@ -12,15 +12,14 @@ from towers.errors import InputError
 from towers.options import trust
 from towers.options.run import Options
 
+pytestmark = pytest.mark.unit
+
 MINE = dict(model="evil:build", dataset="evil:load", model_args="command=x", loss="evil:loss")
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """Stand in an empty folder, with no key yet."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    return tmp_path
+def no_key_yet(folder, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
 
 
 def make_run(name, sign=True, **values):
@@ -37,11 +36,7 @@ def refusal(*argv):
     return str(error.value)
 
 
-def somebody_else(monkeypatch, folder):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "other"))
-
-
-def test_a_run_of_ones_own_is_taken_wherever_it_lies(folder):
+def test_a_run_of_ones_own_is_taken_wherever_it_lies():
     run = make_run("run", **MINE)
     shutil.copytree(run, "copy")
     shutil.move(run, "moved")
@@ -55,7 +50,7 @@ def test_a_run_of_ones_own_is_taken_wherever_it_lies(folder):
 @pytest.mark.parametrize("verb", [v.name for v in cli.VERBS.values() if v.completes])
 def test_a_foreign_run_names_no_code_that_runs(folder, monkeypatch, verb):
     make_run("run", **MINE)
-    somebody_else(monkeypatch, folder)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "other"))  # somebody else's
     argv = ["--train_dir=run", *(["x.png"] if verb == "predict" else [])]
     message = refusal(verb, argv)
     assert message.startswith("--train_dir=run: its flags.cfg was not written by your towers")
@@ -68,7 +63,7 @@ def test_a_foreign_run_names_no_code_that_runs(folder, monkeypatch, verb):
 def test_from_python(folder, monkeypatch):
     make_run("run", model="evil:build")
     (folder / "run/checkpoints").mkdir()
-    somebody_else(monkeypatch, folder)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "other"))  # somebody else's
     for call in towers.load, lambda name: towers.evaluate(train_dir=name):
         with pytest.raises(InputError, match="its flags.cfg was not written by your towers"):
             call("run")
@@ -88,14 +83,14 @@ def test_from_python(folder, monkeypatch):
         lambda text: text + "# made by the user whose key gives: \n",
     ],
 )
-def test_a_run_that_was_changed_is_foreign(folder, damage):
+def test_a_run_that_was_changed_is_foreign(damage):
     path = make_run("run", model="mine:build") / "flags.cfg"
     path.write_text(damage(path.read_text()))
     assert "or was changed" in refusal("evaluate", ["--train_dir=run"])
     cli.parse("evaluate", ["--train_dir=run", "--model=my:own"])
 
 
-def test_what_names_no_code_of_somebodys_needs_no_trust(folder):
+def test_what_names_no_code_of_somebodys_needs_no_trust():
     make_run("run", sign=False, model="models.resnet:resnet20", dataset="cifar10")
     make_run("given", sign=False, model="given_in_python:build", objective="max:auc")
     for name in "run", "given":

@@ -13,8 +13,10 @@ import pytest
 
 from tests.workers import ROOT, environment
 
+pytestmark = pytest.mark.process
 SCRIPT = [sys.executable, ROOT / "scripts/local_cluster"]
 SECONDS = 120
+PIPES = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 # Tells its arguments; ends with 7 at once, or, if it is to wait, with 75 at SIGTERM.
 COMMAND = """
 trap 'exit 75' TERM
@@ -28,79 +30,67 @@ while true; do sleep 0.05; done
 def cluster(*flags, then=()):
     """Run the command on workers; give the process, and the flags that the command was given."""
     command = [*SCRIPT, *flags, "--", "sh", "-c", COMMAND, "sh", *then]
-    with subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, env=environment(), **PIPES) as process:
         try:
             yield process, process.stdout.readline().split()
         finally:
             process.terminate()
 
 
-def listens(address):
-    host, _, port = address.partition(":")
-    with contextlib.suppress(OSError):
-        socket.create_connection((host, int(port)), timeout=1).close()
-        return True
-    return False
+def on_workers(number, *command):
+    """Run a command to its end on so many workers of two towers."""
+    flags = [f"--workers={number}", "--towers_per_worker=2"]
+    line = [*SCRIPT, *flags, "--", *command]
+    return subprocess.run(line, env=environment(), timeout=SECONDS, **PIPES)
 
 
-def addresses(flag):
-    return flag.removeprefix("--workers=").split(",")
+def listening(flag):
+    """Return which workers of a flag still listen."""
+    found = []
+    for address in flag.removeprefix("--workers=").split(","):
+        host, _, port = address.partition(":")
+        with contextlib.suppress(OSError):
+            socket.create_connection((host, int(port)), timeout=1).close()
+            found.append(address)
+    return found
 
 
 def test_a_command_gets_workers_and_hands_on_its_exit_code():
     with cluster("--workers=2", "--towers_per_worker=3") as (process, (workers, towers)):
         assert process.wait(SECONDS) == 7
-        assert len(set(addresses(workers))) == 2 and towers == "--towers_per_worker=3"
-        assert not any(map(listens, addresses(workers)))
+        assert len(set(workers.split(","))) == 2 and towers == "--towers_per_worker=3"
+        assert not listening(workers)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
-def test_a_signal_goes_to_the_command_and_no_worker_stays(number, code):
-    with cluster("--workers=1", then=["wait"]) as (process, (_, workers, _)):
-        assert all(map(listens, addresses(workers)))
-        process.send_signal(number)
-        assert process.wait(SECONDS) == code
-        end = time.monotonic() + 5
-        while any(map(listens, addresses(workers))):
-            assert time.monotonic() < end
-            time.sleep(0.05)
-
-
-@pytest.mark.parametrize("said", ["", "7"])
-def test_towers_divide_the_cores(monkeypatch, said):
+@pytest.mark.parametrize("name, code, said", [("SIGTERM", 75, ""), ("SIGKILL", -9, "7")])
+def test_towers_divide_the_cores_and_no_worker_outlives_a_signal(monkeypatch, name, code, said):
     monkeypatch.delenv("TF_NUM_INTRAOP_THREADS", raising=False)
     if said:
         monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", said)
     share = said or str(-(-len(os.sched_getaffinity(0)) // 4))
-    with cluster("--workers=2", "--towers_per_worker=2", then=["wait"]) as (process, _):
+    flags = ("--workers=2", "--towers_per_worker=2")
+    with cluster(*flags, then=["wait"]) as (process, (_, workers, _)):
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         found = [Path(f"/proc/{child}/environ").read_text().split("\0") for child in children]
-    assert sum(f"TF_NUM_INTRAOP_THREADS={share}" in each for each in found) == 2 + bool(said)
+        assert sum(f"TF_NUM_INTRAOP_THREADS={share}" in each for each in found) == 2 + bool(said)
+        assert len(listening(workers)) == 2
+        process.send_signal(signal.Signals[name])
+        assert process.wait(SECONDS) == code
+        end = time.monotonic() + SECONDS
+        while listening(workers):
+            assert time.monotonic() < end
+            time.sleep(0.05)
 
 
 def test_what_is_no_command_is_one_line():
-    done = subprocess.run(
-        [*SCRIPT, "--workers=1", "--", "no-such-command"],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    done = on_workers(1, "no-such-command")
     assert done.returncode == 2
     assert done.stderr == "local_cluster: no-such-command: No such file or directory\n"
 
 
+@pytest.mark.extended
 def test_the_catalogue_is_tried_on_workers():
-    catalogue = [ROOT / "scripts/catalogue", "layouts:heads_first"]
-    done = subprocess.run(
-        [*SCRIPT, "--workers=2", "--towers_per_worker=2", "--", *catalogue],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    done = on_workers(2, ROOT / "scripts/catalogue", "layouts:heads_first")
     assert done.returncode == 0, done.stderr
     row, last = done.stdout.splitlines()[-2:]
     assert row.split()[:2] == ["layouts:heads_first", "same"] and row.endswith(" same")

@@ -14,6 +14,8 @@ import tensorflow as tf
 
 from models import cnn, resnet
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / "scripts" / "peers"
 PACKAGES = {"torch_ddp": "torch", "jax_loop": "jax"}
@@ -66,36 +68,37 @@ def trained(name, windows, **config):
     return ready, reports
 
 
-# ---------------------------------------------------------------------------- the protocol
+# The protocol.
 
 
-@pytest.mark.parametrize("name", ["mirrored_fit", "towers_fit", "session", "torch_ddp", "jax_loop"])
+LONG = "mirrored_fit", "session", "torch_ddp", "jax_loop"
+
+
+@pytest.mark.parametrize(
+    "name", ["towers_fit", *(pytest.param(name, marks=pytest.mark.extended) for name in LONG)]
+)
 def test_peer_trains_in_windows(name):
     _, reports = trained(name, windows=(0, 0.2, 0), learning_rate=0.02, weight_decay=1e-4)
     assert reports[0]["steps"] == 3
     assert reports[-1]["loss"] < reports[0]["loss"]
 
 
-BFLOAT16 = {"augment": "tutorial", "image_shape": [9, 9, 3], "dtype": "mixed_bfloat16"}
-OF_A_FILE = {
-    "fit": BFLOAT16 | {"optimizer": "adamw"},
-    "mirrored": {
-        "augment": "resnet", "image_shape": [12, 12, 3], "model": "models.resnet:resnet",
-        "model_args": {"depth": 8},
-    },
-    "session": BFLOAT16 | {"optimizer": "momentum"},
-    "torch_ddp": BFLOAT16 | {"optimizer": "adamw"},
-    "jax_loop": BFLOAT16 | {"optimizer": "adamw"},
-}  # fmt: skip
+TUTORIAL = {"augment": "tutorial", "image_shape": [9, 9, 3], "dtype": "mixed_bfloat16"}
+RESNET = {"model": "models.resnet:resnet", "model_args": {"depth": 8}}
+RESNET |= {"augment": "resnet", "image_shape": [12, 12, 3]}
 
 
-@pytest.mark.parametrize("name", OF_A_FILE)
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["fit", "mirrored", "session", "torch_ddp", "jax_loop"])
 def test_peer_trains_on_images_of_a_file(name, tmp_path):
     draw = np.random.default_rng(0)
     images = draw.integers(256, size=(40, 12, 12, 3), dtype=np.uint8)
     np.savez(tmp_path / "a.npz", images=images, labels=draw.integers(4, size=40).astype(np.int32))
-    common = {"data": str(tmp_path / "a.npz"), "ema_decay": 0.9, "learning_rate": 0.001}
-    ready, _ = trained(name, windows=(0, 0), **common, **OF_A_FILE[name])
+    config = {"data": str(tmp_path / "a.npz"), "ema_decay": 0.9, "learning_rate": 0.001}
+    config |= RESNET if name == "mirrored" else TUTORIAL
+    if name != "mirrored":
+        config["optimizer"] = "momentum" if name == "session" else "adamw"
+    ready, _ = trained(name, windows=(0, 0), **config)
     assert ("note" in ready) == (name in ("fit", "session"))
 
 
@@ -108,6 +111,7 @@ def test_missing_package_is_skipped_by_name(name, tmp_path):
     assert line == {"skipped": f"{package} is not installed: pip install -e '.[peers]'"}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "config", "words"),
     [
@@ -121,9 +125,10 @@ def test_what_a_peer_cannot_do_is_skipped_with_a_reason(name, config, words):
     assert set(line) == {"skipped"} and words in line["skipped"]
 
 
-# ---------------------------------------------------------------------------- the same functions
+# The same functions.
 
 
+@pytest.mark.extended
 def test_mirrored_takes_the_steps_that_one_device_takes(module):
     loops = 3  # two that warm up, one in a window of no length
     _, [report] = trained("mirrored", windows=(0,), weight_decay=0.01)
@@ -146,6 +151,7 @@ def test_mirrored_takes_the_steps_that_one_device_takes(module):
     assert report["loss"] == pytest.approx(float(loss), rel=1e-4)
 
 
+@pytest.mark.graph
 def test_tensorflows_normalization_is_the_same_function(module):
     ours = cnn.cnn(image_shape=ODD_SHAPE)
     theirs = module("tf_program").with_tensorflow_lrn(ours)
@@ -186,6 +192,8 @@ def assert_same_logits(theirs, ours):
     np.testing.assert_allclose(theirs / scale, ours / scale, atol=1e-5)
 
 
+@pytest.mark.graph
+@pytest.mark.extended
 def test_torch_model_is_the_same_function(ours, module):
     models, lane = module("torch_models"), module("lane")
     import torch
@@ -210,6 +218,8 @@ def test_torch_model_is_the_same_function(ours, module):
             assert_same_logits(theirs(inputs).numpy(), np.array(model(images, training=train)))
 
 
+@pytest.mark.graph
+@pytest.mark.extended
 def test_jax_model_is_the_same_function(ours, module):
     models, lane = module("jax_models"), module("lane")
     import jax

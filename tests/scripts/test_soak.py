@@ -1,28 +1,29 @@
 """scripts/soak: a few of its rounds, and that it notices what is wrong."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from scripts.soak_run import Run, Wrong
+from tests.programs import python
 
-ROOT = Path(__file__).resolve().parents[2]
-FAULTS = "killed_in_save,terminated,damaged,blocked"
+pytestmark = pytest.mark.process
 
 
 @pytest.mark.timeout(600)  # of a busy machine
-def test_some_rounds_pass(tmp_path):
-    command = [sys.executable, "scripts/soak", "--rounds=4", f"--faults={FAULTS}", "--json"]
-    done = subprocess.run(
-        [*command, f"--folder={tmp_path}/soak"], cwd=ROOT, capture_output=True, text=True
-    )
+@pytest.mark.parametrize(
+    "faults",
+    ["terminated", pytest.param("killed_in_save,damaged,blocked", marks=pytest.mark.extended)],
+)
+def test_some_rounds_pass(tmp_path, faults):
+    faults, folder = faults.split(","), tmp_path / "soak"
+    flags = [f"--rounds={len(faults)}", f"--faults={','.join(faults)}", f"--folder={folder}"]
+    done = python("scripts/soak", *flags, "--json")
     assert done.returncode == 0, done.stderr
     rounds = json.loads(done.stdout)
-    assert sorted(r["fault"] for r in rounds) == sorted(FAULTS.split(","))
-    assert not any(r["wrong"] for r in rounds) and not (tmp_path / "soak").exists()
+    assert sorted(r["fault"] for r in rounds) == sorted(faults)
+    assert not any(r["wrong"] for r in rounds) and not folder.exists()
 
 
 @pytest.mark.parametrize(
@@ -43,9 +44,10 @@ def test_an_end_that_no_page_has_is_noticed(program, wrong, tmp_path):
         run.command = [sys.executable, "-c", program]
         run.start()
         with pytest.raises(Wrong, match=wrong):
-            run.end(0, 75, seconds=1)
+            run.end(0, 75, seconds=1 if "sleep" in program else 60)
 
 
+@pytest.mark.unit
 def test_what_a_run_leaves_half_written_is_noticed(tmp_path):
     with Run("dropout", tmp_path / "run") as run:
         folder = run.train_dir / "checkpoints"

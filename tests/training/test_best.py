@@ -1,14 +1,17 @@
 """Which evaluation is the best, and what a run does with it."""
 
 import json
+import shutil
 
 import pytest
 
 from tests import tiny
-from towers import cli
+from tests.training.runs import command
 from towers.errors import InputError
 from towers.training.best import Best, step_of
 from towers.training.train import train
+
+pytestmark = pytest.mark.unit
 
 MAX = ("accuracy", "max")
 
@@ -68,6 +71,7 @@ def points(train_dir):
     return json.loads((train_dir / "best.json").read_text())["points"]
 
 
+@pytest.mark.run
 def test_the_best_checkpoint_is_kept_and_is_what_the_test_set_sees(tmp_path, capsys):
     options = tiny.options(tmp_path, **GIVEN, max_steps=40, keep_checkpoints=1, learning_rate=1.0)
     result = train(options)
@@ -77,43 +81,36 @@ def test_the_best_checkpoint_is_kept_and_is_what_the_test_set_sees(tmp_path, cap
     assert tiny.saved_steps(tmp_path) == [best, 40]
     assert result["validation_accuracy"] == highest
     assert (result["objective"], result["direction"]) == ("validation_accuracy", "max")
-    capsys.readouterr()
-    assert cli.main(["evaluate", f"--train_dir={tmp_path}", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    code, out, _ = command(capsys, "evaluate", f"--train_dir={tmp_path}", "--json")
+    found = json.loads(out)
+    assert code == 0
     assert found["step"] == best and found["accuracy"] == result["test_accuracy"]
     assert found["examples"] == tiny.TEST_SIZE
 
 
-def test_a_run_stops_early_and_is_finished_then(tmp_path, capsys):
-    options = tiny.options(
-        tmp_path, **GIVEN, max_steps=400, early_stopping_epochs=2, learning_rate=0.0
-    )
-    result = train(options)
-    assert result["steps"] < 30
-    assert "stopping    early" in capsys.readouterr().out
-    before = tiny.files(tmp_path)
-    assert train(options)["steps"] == result["steps"]
-    assert tiny.files(tmp_path) == before
-    more = train(tiny.options(tmp_path, **GIVEN, max_steps=400, early_stopping_epochs=4,
-                              learning_rate=0.0))  # fmt: skip
-    assert more["steps"] > result["steps"]
+@pytest.mark.run
+def test_a_run_stops_early_and_where_it_would_have_if_it_is_killed(tmp_path, capsys):
+    given = GIVEN | dict(max_steps=60, learning_rate=0.3, checkpoint_every_steps=4)
+    folder, cut, patience = tmp_path / "whole", tmp_path / "cut", dict(early_stopping_epochs=1.5)
+    whole = train(tiny.options(folder, **given, **patience))
+    assert whole["steps"] < 60 and "stopping    early" in capsys.readouterr().out
+    before = tiny.files(folder)
+    assert train(tiny.options(folder, **given, **patience)) == whole  # it is finished
+    assert tiny.files(folder) == before
 
-
-def test_killed_and_resumed_it_stops_where_it_would_have(tmp_path):
-    given = GIVEN | dict(max_steps=60, early_stopping_epochs=1.5, learning_rate=0.3)
-    whole = train(tiny.options(tmp_path / "whole", **given, checkpoint_every_steps=4))
-    cut = tmp_path / "cut"
-    train(tiny.options(cut, **given, checkpoint_every_steps=4))
+    shutil.copytree(folder, cut)
     (cut / "result.json").unlink()
     for step in tiny.saved_steps(cut):
         if step > 8:
             for path in (cut / "checkpoints").glob(f"ckpt-{step}.*"):
                 path.unlink()
     assert max(tiny.saved_steps(cut)) <= 8
-    again = train(tiny.options(cut, **given, checkpoint_every_steps=4))
-    assert points(cut) == points(tmp_path / "whole")
+    again = train(tiny.options(cut, **given, **patience))
+    assert points(cut) == points(folder)
     for name in ("steps", "test_loss", "validation_accuracy"):
         assert again[name] == whole[name]
+    more = train(tiny.options(folder, **given, early_stopping_epochs=4))
+    assert more["steps"] > whole["steps"]
 
 
 def test_nothing_is_chosen_by_the_test_set(tmp_path):

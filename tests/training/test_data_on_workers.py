@@ -5,11 +5,15 @@ import tensorflow as tf
 
 from tests import tiny, workers
 from tests.data import image_files
+from tests.training.runs import released
 from towers.devices import cluster
 from towers.errors import InputError, RunError
 from towers.graphs.placement import read_placement
 from towers.options.run import Options
 from towers.training.tensorflow_errors import one_line_errors
+
+pytestmark = pytest.mark.process
+extended = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +58,11 @@ def sent(loop):
     return [t.bytes for t in placement.transfers if any(part in t.name for part in slices)]
 
 
-@pytest.mark.parametrize(
-    "given", [{}, {"accumulate_steps": 2}, {"validation_fraction": 0.2}, {"batch_size": 3}]
-)
+RARE = {"accumulate_steps": 2}, {"validation_fraction": 0.2}, {"batch_size": 3}
+MORE = released([{}, *RARE], {})
+
+
+@pytest.mark.parametrize("given", MORE)
 def test_of_arrays_rows_are_sent(two_workers, given):
     loop = assert_same_numbers(two_workers, **given)
     assert "sent to the workers once" in str(loop.run.on_towers)
@@ -68,12 +74,14 @@ def test_of_own_code_each_worker_is_sent_its_slices(two_workers):
     assert max(sent(loop)) == 2 * 8 * 8 * 3  # of a batch of 7 images
 
 
+@extended
 def test_a_compiled_model_too(two_workers):
     given = dict(model="tests.tasks:images", dataset="tests.tasks:images_data", augment="auto")
     given |= dict(learning_rate=Options.learning_rate)
     assert_same_numbers(two_workers, **given)
 
 
+@extended
 def test_evaluation(two_workers):
     given = dict(ema_decay=0.9)
     found = [loop_of(**more, **given).run for more in (two_workers, {"num_towers": 4})]
@@ -82,7 +90,7 @@ def test_evaluation(two_workers):
     assert over_workers.class_accuracy == here.class_accuracy
 
 
-@pytest.fixture(params=["folder", "tfrecord"])
+@pytest.fixture(params=released(["folder", "tfrecord"], "folder"))
 def files(request, tmp_path):
     """Give the flags of images in files, which are below a folder."""
     for name, numbers in ("train", range(31)), ("test", range(40, 46)):
@@ -90,10 +98,16 @@ def files(request, tmp_path):
     return {"dataset": request.param, "data_dir": str(tmp_path)}
 
 
-@pytest.mark.parametrize("more", [{}, {"accumulate_steps": 2}, {"validation_fraction": 0.2}])
+@pytest.mark.parametrize("more", MORE)
 def test_workers_read_their_own_files(two_workers, files, more):
     loop = assert_same_numbers(two_workers, 9, **files, **more)
     assert str(loop.run.on_towers).startswith("read by the workers from")
+
+
+def test_devices_of_this_machine_are_not_asked_for_beside(two_workers):
+    for given, remedy in [(dict(devices="cpu"), "--towers_per_worker"), (dict(num_towers=3), "=0")]:
+        with pytest.raises(InputError, match=f"{next(iter(given))}.*{remedy}"):
+            cluster.of_run(tiny.options("unused", **two_workers | given))
 
 
 def test_it_goes_on_from_any_step(two_workers, files):
@@ -110,17 +124,21 @@ def test_it_goes_on_from_any_step(two_workers, files):
     tiny.assert_identical(again.state(), expected)
 
 
+@extended
 def test_a_file_that_is_another_one_is_named_and_none_is_needed(tmp_path, monkeypatch):
     here, there = tmp_path / "here", tmp_path / "there"
-    for folder in here, there:
-        for split in "train", "test":
+    for split in "train", "test":
+        for i, folder in enumerate((here, there)):
             image_files.write_folder(folder / "images", range(9), split=split)
+            image_files.write_tfrecord(folder, range(i, i + 9), split=split)
     monkeypatch.chdir(here)
     other = there / "images/train/cat/00004.png"
     other.write_bytes(image_files.png(image_files.image(5)))
     worker = workers.Worker(folder=there)
     try:
         given = dict(workers=worker.ready().address, num_towers=0)
+        with pytest.raises(InputError, match=f"{there}/.*: record 0 .* another one on worker 0 "):
+            loop_of(**given, dataset="tfrecord", data_dir=".")
         given |= dict(dataset="folder", data_dir="images")
         with pytest.raises(InputError, match=f"{other} is another one on worker 0 "):
             loop_of(**given)
@@ -135,22 +153,6 @@ def test_a_file_that_is_another_one_is_named_and_none_is_needed(tmp_path, monkey
         line = rf"{other} row \d, on worker 0 \({worker.address}\), is damaged"
         with pytest.raises(RunError, match=line), one_line_errors(loop.run.options):
             loop(9)
-    finally:
-        cluster.current().close()
-        worker.close()
-
-
-def test_a_record_file_that_is_another_one_is_named(tmp_path, monkeypatch):
-    here, there = tmp_path / "here", tmp_path / "there"
-    for split in "train", "test":
-        image_files.write_tfrecord(here, range(9), split=split)
-        image_files.write_tfrecord(there, range(1, 10), split=split)
-    monkeypatch.chdir(here)
-    worker = workers.Worker(folder=there)
-    try:
-        given = dict(workers=worker.ready().address, num_towers=0)
-        with pytest.raises(InputError, match=f"{there}/.*: record 0 .* another one on worker 0 "):
-            loop_of(**given, dataset="tfrecord", data_dir=".")
     finally:
         cluster.current().close()
         worker.close()

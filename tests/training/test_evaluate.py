@@ -8,25 +8,24 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
-from towers import cli
+from tests.training.runs import command, result_of
 from towers.data import ArraySplit
 from towers.errors import InputError
 from towers.training.evaluate import evaluate
 from towers.training.evaluation import NUM_MISTAKES, Evaluation
 from towers.training.run import prepare
-from towers.training.train import train
+
+pytestmark = pytest.mark.graph
 
 
-def evaluated(run):
-    """Return what an evaluation finds in the test set."""
-    return run.task.make_evaluator(run.data.test)()
+def logits_of(model, images):
+    mean, deviation = images.mean((1, 2, 3), keepdims=True), images.std((1, 2, 3), keepdims=True)
+    return model((images - mean) / deviation, training=False).numpy()
 
 
 def by_numpy(model, images, labels):
     """Return the figures of an evaluation in numpy, all images at once."""
-    images = images.astype(np.float64)
-    mean, deviation = images.mean((1, 2, 3), keepdims=True), images.std((1, 2, 3), keepdims=True)
-    logits = model((images - mean) / deviation, training=False).numpy()
+    logits = logits_of(model, images.astype(np.float64))
     losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(labels)), labels]
     right = logits.argmax(1) == labels
     of_class = {
@@ -36,14 +35,20 @@ def by_numpy(model, images, labels):
     return dict(accuracy=right.mean(), loss=losses.mean(), class_accuracy=of_class)
 
 
+def turned_around(run):
+    """Let the averages be the model's weights turned around; return a model that has these."""
+    model = keras.models.clone_model(run.masters.model)
+    model.set_weights([np.flip(weight, 0) for weight in run.masters.model.get_weights()])
+    for variable, average in run.masters.averages:
+        average.assign(np.flip(variable.numpy(), 0))
+    return model
+
+
 @pytest.mark.parametrize(("num_towers", "batch_size"), [(3, 4), (4, 100)])
 def test_counts_are_exact_at_every_remainder(num_towers, batch_size):
-    options = tiny.options(
-        "unused", num_towers=num_towers, batch_size=batch_size, ema_decay=0.5, dtype="float64"
-    )
-    run = prepare(options)
-    for variable, average in run.masters.averages:
-        average.assign(np.flip(variable.numpy(), 0))  # so that the two differ
+    given = dict(num_towers=num_towers, batch_size=batch_size, ema_decay=0.5, dtype="float64")
+    run = prepare(tiny.options("unused", **given))
+    averaged = turned_around(run)
     for size in range(10, 10 + min(batch_size, 4)):
         images, labels = tiny.arrays(size, seed=5)
         labels %= 2  # no examples of the last class
@@ -55,10 +60,7 @@ def test_counts_are_exact_at_every_remainder(num_towers, batch_size):
         assert result.class_accuracy == expected["class_accuracy"]
         assert result.class_accuracy["2"] is None
         assert found["loss"] == pytest.approx(expected["loss"], rel=1e-12)
-
-        turned = keras.models.clone_model(run.masters.model)
-        turned.set_weights([np.flip(w, 0) for w in run.masters.model.get_weights()])
-        expected = by_numpy(turned, images, labels)
+        expected = by_numpy(averaged, images, labels)
         assert found["accuracy_ema"] == expected["accuracy"]
         assert result.class_accuracy_ema == expected["class_accuracy"]
         assert found["loss_ema"] == pytest.approx(expected["loss"], rel=1e-12)
@@ -76,28 +78,13 @@ def test_an_evaluation_can_be_repeated_and_changes_nothing():
     assert evaluator().metrics["loss"] != first.metrics["loss"]
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A run that is finished: its folder, and its result.json."""
-    folder = tmp_path_factory.mktemp("runs") / "a run"
-    train(tiny.options(folder, num_towers=2, ema_decay=0.9, model="tests.tiny:cnn"))
-    return folder, json.loads((folder / "result.json").read_text())
-
-
-def run_command(capsys, *argv):
-    """Return the exit code, standard output and standard error of a command line."""
-    capsys.readouterr()
-    code = cli.main(list(argv))
-    return code, *capsys.readouterr()
-
-
+@pytest.mark.run
 @pytest.mark.parametrize("flag", [None, "--num_towers=3", "--batch_size=23"])
 def test_the_command_repeats_the_numbers_of_the_run(trained, capsys, flag):
     """Bit for bit; towers and batches change only roundings."""
-    folder, result = trained
-    before = tiny.files(folder)
-    more = [flag] if flag else []
-    code, out, err = run_command(capsys, "evaluate", f"--train_dir={folder}", "--json", *more)
+    folder, more = trained("classes"), [flag] if flag else []
+    result = result_of(folder)
+    code, out, err = command(capsys, "evaluate", f"--train_dir={folder}", "--json", *more)
     found = json.loads(out)
     assert code == 0 and out.count("\n") == 1
     assert " ".join(found) == (
@@ -108,26 +95,25 @@ def test_the_command_repeats_the_numbers_of_the_run(trained, capsys, flag):
         exact = "accuracy" in name or not flag
         assert found[name] == pytest.approx(result[f"test_{name}"], rel=0 if exact else 1e-6, abs=0)
     assert found["loss"] != found["loss_ema"]
-    assert (found["examples"], found["step"]) == (23, 12)
-    assert flag or "step 12, 23 test examples, 2 towers" in err
-    assert tiny.files(folder) == before
+    assert (found["examples"], found["step"]) == (23, 18)
+    assert flag or "step 18, 23 test examples, 2 towers" in err
 
 
 def test_a_folder_without_a_run_is_refused_and_left_alone(tmp_path, capsys):
     for folder in tmp_path, tmp_path / "none":
+        code, out, err = command(capsys, "evaluate", f"--train_dir={folder}")
+        assert (code, out, err.count("\n")) == (2, "", 1)
         with pytest.raises(InputError, match=f"--train_dir={folder}: there is no checkpoint in"):
             evaluate(tiny.options(folder))
-        code, out, err = run_command(capsys, "evaluate", f"--train_dir={folder}")
-        assert (code, out, err.count("\n")) == (2, "", 1)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.run
 def test_another_model_is_refused(trained):
-    folder, _ = trained
     with pytest.raises(InputError, match="--model=tests.tiny:cnn there and --model=tests.tiny:d"):
-        evaluate(tiny.options(folder))
-    with pytest.raises(InputError, match="--model_args= there and --model_args=width=4 here"):
-        evaluate(tiny.options(folder, model="tests.tiny:cnn", model_args="width=4"))
+        evaluate(tiny.options(trained("classes")))
+    with pytest.raises(InputError, match="--model_args=width=3 there and --model_args=width=4 he"):
+        evaluate(tiny.options(trained("classes"), model="tests.tiny:cnn", model_args="width=4"))
 
 
 def broken_tests():
@@ -135,8 +121,7 @@ def broken_tests():
     images, labels = tiny.arrays(20)
 
     def check(image, label):
-        good = tf.debugging.assert_less(label, 9, "file 7 is bad")
-        with tf.control_dependencies([good]):
+        with tf.control_dependencies([tf.debugging.assert_less(label, 9, "file 7 is bad")]):
             return image, tf.identity(label)
 
     labels[13] = 9
@@ -144,10 +129,11 @@ def broken_tests():
     return tiny.arrays(60), (dataset.map(check), 20), tiny.NUM_CLASSES
 
 
+@pytest.mark.run
 def test_a_test_set_that_cannot_be_read_is_one_line(trained, capsys):
-    folder, _ = trained
-    name = "tests.training.test_evaluate:broken_tests"
-    code, out, err = run_command(capsys, "evaluate", f"--train_dir={folder}", f"--dataset={name}")
+    name = f"{__name__}:broken_tests"
+    flags = f"--train_dir={trained('classes')}", f"--dataset={name}"
+    code, out, err = command(capsys, "evaluate", *flags)
     assert (code, out) == (1, "")
     assert err.startswith(f"towers: --dataset={name} cannot be read: file 7 is bad")
     assert err.count("\n") == 1
@@ -171,34 +157,16 @@ def test_the_table_in_full():
 # What is kept beside the figures
 
 
-def stored(run):
-    """Return the images and labels of a run's test set."""
-    examples = [example for example, _ in run.data.test.eval_batches(1)]
-    return tuple(np.concatenate(values) for values in zip(*examples, strict=True))
-
-
-def probabilities(model, images):
-    images = images.astype(np.float32)
-    mean, deviation = images.mean((1, 2, 3), keepdims=True), images.std((1, 2, 3), keepdims=True)
-    return tf.nn.softmax(model((images - mean) / deviation, training=False)).numpy()
-
-
-@pytest.mark.parametrize("num_towers, batch_size, ema_decay", [(3, 4, 0.5), (3, 100, 0.0)])
-def test_predictions_and_the_most_confident_mistakes_are_kept(num_towers, batch_size, ema_decay):
-    run = prepare(
-        tiny.options("x", num_towers=num_towers, batch_size=batch_size, ema_decay=ema_decay)
-    )
-    images, labels = stored(run)
+@pytest.mark.parametrize("batch_size, ema_decay", [(4, 0.5), (100, 0.0)])
+def test_predictions_and_the_most_confident_mistakes_are_kept(batch_size, ema_decay):
+    run = prepare(tiny.options("x", num_towers=3, batch_size=batch_size, ema_decay=ema_decay))
+    images, labels = tiny.arrays(tiny.TEST_SIZE, seed=1)
     # Padding, which is all zeros, would be a mistake.
     run.masters.model.trainable_variables[-1].assign([0.1, 0.2, 0.9])
-    # Shown are the averages, if there are any; let them be the model's weights turned around.
-    expected = keras.models.clone_model(run.masters.model)
-    weights = run.masters.model.get_weights()
-    expected.set_weights([np.flip(w, 0) if ema_decay else w for w in weights])
-    for variable, average in run.masters.averages:
-        average.assign(np.flip(variable.numpy(), 0))
-    found = evaluated(run).predictions
-    chances = probabilities(expected, images)
+    averaged = turned_around(run)
+    expected = averaged if ema_decay else run.masters.model  # averages, if there are any
+    found = run.task.make_evaluator(run.data.test)().predictions
+    chances = tf.nn.softmax(logits_of(expected, images.astype(np.float32))).numpy()
     assert found.averaged == (ema_decay > 0)
     np.testing.assert_array_equal(found.labels, labels)
     np.testing.assert_array_equal(found.predicted, chances.argmax(1))
@@ -212,17 +180,16 @@ def test_predictions_and_the_most_confident_mistakes_are_kept(num_towers, batch_
         assert mistake.confidence == pytest.approx(chances[row].max(), rel=1e-5)
 
 
-def test_only_so_many_mistakes_are_kept_and_the_figures_follow_from_the_predictions(monkeypatch):
+def test_only_so_many_mistakes_are_kept_and_of_a_broken_model_none(monkeypatch):
+    """The figures follow from the predictions."""
     monkeypatch.setattr("towers.training.evaluation.NUM_MISTAKES", 3)
-    result = evaluated(prepare(tiny.options("unused", batch_size=5)))
+    run = prepare(tiny.options("unused", batch_size=5))
+    evaluator = run.task.make_evaluator(run.data.test)
+    result = evaluator()
     confidence = [mistake.confidence for mistake in result.predictions.mistakes]
     assert len(confidence) == 3 and confidence == sorted(confidence, reverse=True)
     right = result.predictions.labels == result.predictions.predicted
     assert result.examples == len(right) and result.metrics["accuracy"] == right.mean()
-
-
-def test_a_broken_model_makes_no_confident_mistakes():
-    run = prepare(tiny.options("unused"))
     run.masters.model.trainable_variables[0].assign(np.full((192, 5), np.nan))
-    found = evaluated(run).predictions
+    found = evaluator().predictions
     assert found.mistakes == [] and len(found.labels) == 23

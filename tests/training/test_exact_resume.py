@@ -1,5 +1,6 @@
 """A fit that is interrupted anywhere and called again ends as one that never was."""
 
+import functools
 import random
 import resource
 import signal
@@ -14,6 +15,8 @@ import pytest
 import tensorflow as tf
 
 import towers
+
+pytestmark = pytest.mark.run
 
 layers, ExactResume = keras.layers, towers.callbacks.ExactResume
 X = np.random.RandomState(0).normal(size=(22, 3)).astype("float32")
@@ -71,7 +74,8 @@ def generated():
 
 
 DATA = {
-    "arrays": lambda: {"x": X, "y": Y, "batch_size": BATCH, "validation_data": (X, Y)},
+    "arrays": lambda: {"x": X, "y": Y, "batch_size": BATCH},
+    "validated": lambda: DATA["arrays"]() | {"validation_data": (X, Y)},
     "steps of arrays": lambda: {"x": X, "y": Y, "batch_size": BATCH, "steps_per_epoch": 2},
     "PyDataset": lambda: {"x": Rows()},
     "tf.data": lambda: {"shuffle": False, "x": of_tf_data()},
@@ -83,10 +87,8 @@ DATA = {
 def make(num_towers=0, built=True, steps_per_execution=1):
     """Return a model with all that there is to save, as a new process would make it."""
     keras.utils.set_random_seed(3)
-    model = keras.Sequential(
-        [keras.Input([3])] * built
-        + [layers.Dense(4), layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(1)]
-    )
+    own = [layers.Dense(4), layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(1)]
+    model = keras.Sequential([keras.Input([3])] * built + own)
     if num_towers:
         towers.parallelize(model, devices=[f"/cpu:{i}" for i in range(num_towers)])
     optimizer = keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.9)
@@ -106,6 +108,20 @@ def state(model):
     return [keras.ops.convert_to_numpy(v) for v in [*model.variables, *model.optimizer.variables]]
 
 
+@functools.cache
+def uninterrupted(data="arrays", also=lambda: [], **options):
+    """Return the History and the variables of a fit that was not interrupted."""
+    model = make(**options)
+    return fit(model, data, also()), state(model)
+
+
+def assert_as_uninterrupted(model, history, *arguments, **options):
+    whole, variables = uninterrupted(*arguments, **options)
+    assert history == whole
+    for own, wanted in zip(state(model), variables, strict=True):
+        np.testing.assert_array_equal(own, wanted)
+
+
 def interrupted(tmp_path, place, data="arrays", also=lambda: [], **options):
     """Return the model and History of a fit that ended at a place and was called again."""
     model, others = make(**options), also()
@@ -117,34 +133,28 @@ def interrupted(tmp_path, place, data="arrays", also=lambda: [], **options):
     return model, fit(model, data, [*others, ExactResume(tmp_path, every_steps=1, also=others)])
 
 
-def assert_equal(one, other):
-    (model, history), (expected, whole) = one, other
-    assert history == whole
-    for own, wanted in zip(state(model), state(expected), strict=True):
-        np.testing.assert_array_equal(own, wanted)
-
-
-PLACES = [("arrays", (0, 0)), ("arrays", (2, 0)), ("tf.data", (2, 0))]
-PLACES += [(data, place) for data in DATA for place in [(1, 1), (1, None)]]
-
-
-@pytest.mark.parametrize(("data", "place"), PLACES)
-def test_it_ends_as_if_it_had_not_been_interrupted(tmp_path, data, place):
-    expected = make()
-    whole = fit(expected, data)
-    assert_equal(interrupted(tmp_path, place, data), (expected, whole))
+MIDDLE, END = (1, 1), (1, None)  # of an epoch
+PLACES = [(data, MIDDLE, {}) for data in ("arrays", "PyDataset", "tf.data")] + [
+    ("arrays", (0, 0), {}), ("validated", END, {}), ("arrays", (0, 3), {"num_towers": 2}),
+    ("arrays", (0, 3), {"built": False}), ("arrays", END, {"steps_per_execution": 2}),
+]  # fmt: skip
+RARE = [
+    ("validated", MIDDLE, {}), ("validated", (2, 0), {}), ("tf.data", (2, 0), {}),
+    ("arrays", END, {"num_towers": 2}), ("arrays", END, {"built": False}),
+    ("arrays", (0, 3), {"steps_per_execution": 2}), ("PyDataset", END, {}), ("tf.data", END, {}),
+    *((data, place, {}) for data in ("steps of arrays", "endless tf.data", "from_generator")
+      for place in (MIDDLE, END)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"num_towers": 2}, {"built": False}, {"steps_per_execution": 2}],
-    ids=lambda options: next(iter(options)),
+    "data, place, options",
+    PLACES + [pytest.param(*place, marks=pytest.mark.extended) for place in RARE],
+    ids=str,
 )
-@pytest.mark.parametrize("place", [(0, 3), (1, None)])
-def test_so_does_any_model(tmp_path, options, place):
-    expected = make(**options)
-    whole = fit(expected)
-    assert_equal(interrupted(tmp_path, place, **options), (expected, whole))
+def test_it_ends_as_if_it_had_not_been_interrupted(tmp_path, data, place, options):
+    found = interrupted(tmp_path, place, data, **options)
+    assert_as_uninterrupted(*found, data, **options)
 
 
 def test_an_order_without_a_seed_is_kept_within_the_epoch(tmp_path):
@@ -170,48 +180,50 @@ def test_an_order_without_a_seed_is_kept_within_the_epoch(tmp_path):
     assert sorted(before + rest) == sorted(X[:, 0])
 
 
+def waiting():
+    return [
+        keras.callbacks.EarlyStopping("loss", 9, patience=9, restore_best_weights=True),
+        keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=2, min_delta=9),
+    ]
+
+
 def test_callbacks_that_are_named_keep_what_they_remember(tmp_path):
-    def also():
-        return [
-            keras.callbacks.EarlyStopping("loss", 9, patience=9, restore_best_weights=True),
-            keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=2, min_delta=9),
-        ]
-
-    expected = make()
-    whole = fit(expected, callbacks=also())
-    assert_equal(interrupted(tmp_path, (1, 3), also=also), (expected, whole))
+    found = interrupted(tmp_path, (1, 3), also=waiting)
+    assert_as_uninterrupted(*found, also=waiting)
 
 
-def _decay(epoch, rate):
-    return rate * 0.5
+def decaying():
+    return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)]
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_a_schedule_acts_once_an_epoch(tmp_path, first):
     def callbacks(*others):
-        schedule = [keras.callbacks.LearningRateScheduler(_decay)]
-        return [*schedule, *others] if first else [*others, *schedule]
+        return [*decaying(), *others] if first else [*others, *decaying()]
 
-    expected = make()
-    whole = fit(expected, callbacks=callbacks())
     with pytest.raises(Killed):
         fit(make(), callbacks=callbacks(ExactResume(tmp_path, 2), KillAt(1, 4)))
     model = make()
-    assert_equal((model, fit(model, callbacks=callbacks(ExactResume(tmp_path)))), (expected, whole))
+    history = fit(model, callbacks=callbacks(ExactResume(tmp_path)))
+    assert_as_uninterrupted(model, history, also=decaying)
 
 
-def test_a_fit_that_ended_is_not_repeated_and_the_next_one_begins_at_its_own_epoch(tmp_path):
+def test_a_fit_that_ended_is_not_repeated_nor_goes_on_with_another_model(tmp_path):
     model = make()
     fit(model, callbacks=[ExactResume(tmp_path)])
     again = make()
     fit(again, callbacks=[ExactResume(tmp_path)])
     np.testing.assert_array_equal(state(again)[0], state(model)[0])
-    assert len(fit(again)["loss"]) == EPOCHS
+    assert len(fit(again)["loss"]) == EPOCHS  # the next fit begins at its own epoch
+    other = keras.Sequential([keras.Input([3]), layers.Dense(1)])
+    other.compile("adam", "mse")
+    with pytest.raises(towers.InputError, match="model/0 is float32.* there and float32.* here"):
+        fit(other, callbacks=[ExactResume(tmp_path)])
+    with pytest.raises(towers.InputError, match="every_steps=-1"):
+        ExactResume(tmp_path, every_steps=-1)
 
 
 def test_a_damaged_file_is_passed_over(tmp_path):
-    expected = make()
-    whole = fit(expected)
     with pytest.raises(Killed):
         fit(make(), callbacks=[ExactResume(tmp_path, 1), KillAt(1, 3)])
     paths = sorted(tmp_path.iterdir())
@@ -222,7 +234,7 @@ def test_a_damaged_file_is_passed_over(tmp_path):
     model = make()
     with pytest.warns(UserWarning, match="batch-3.npz cannot be read"):
         history = fit(model, callbacks=[ExactResume(tmp_path)])
-    assert_equal((model, history), (expected, whole))
+    assert_as_uninterrupted(model, history)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -258,16 +270,6 @@ def test_data_that_cannot_tell_their_place_are_named(tmp_path):
         model.fit(data, shuffle=False, verbose=0, callbacks=[ExactResume(tmp_path, 2)])
 
 
-def test_another_model_is_refused_in_one_line(tmp_path):
-    fit(make(), callbacks=[ExactResume(tmp_path)])
-    other = keras.Sequential([keras.Input([3]), layers.Dense(1)])
-    other.compile("adam", "mse")
-    with pytest.raises(towers.InputError, match="model/0 is float32.* there and float32.* here"):
-        fit(other, callbacks=[ExactResume(tmp_path)])
-    with pytest.raises(towers.InputError, match="every_steps=-1"):
-        ExactResume(tmp_path, every_steps=-1)
-
-
 PROGRAM = """
     import os, signal, sys
     import keras
@@ -277,36 +279,38 @@ PROGRAM = """
 
     cpus = [tf.config.LogicalDeviceConfiguration()] * 2
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], cpus)
-    folder, kill, num_towers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    keras.utils.set_random_seed(7)
-    x = np.random.normal(size=(22, 3))
-    y = x.sum(axis=1, keepdims=True)
-    model = keras.Sequential([keras.Input([3]), keras.layers.Dropout(0.4), keras.layers.Dense(1)])
-    if num_towers:
-        towers.parallelize(model, devices=["/cpu:0", "/cpu:1"])
-    model.compile("adam", "mse", metrics=["mae"])
+    kill, num_towers, folders = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
 
     class Kill(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            if int(model.optimizer.iterations) == kill:
+            if int(self.model.optimizer.iterations) == kill:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    resume = towers.callbacks.ExactResume(folder, every_steps=2)
-    history = model.fit(x, y, batch_size=4, epochs=3, verbose=0, callbacks=[resume, Kill()])
-    print(repr(history.history), [v.numpy().tobytes().hex() for v in model.weights])
+    for folder in folders:
+        keras.utils.set_random_seed(7)
+        x = np.random.normal(size=(22, 3))
+        y = x.sum(axis=1, keepdims=True)
+        own = [keras.layers.Dropout(0.4), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input([3]), *own])
+        if num_towers:
+            towers.parallelize(model, devices=["/cpu:0", "/cpu:1"])
+        model.compile("adam", "mse", metrics=["mae"])
+        resume = towers.callbacks.ExactResume(folder, every_steps=2)
+        history = model.fit(x, y, batch_size=4, epochs=3, verbose=0, callbacks=[resume, Kill()])
+        print(repr(history.history), [v.numpy().tobytes().hex() for v in model.weights])
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_towers", [0, 2])
+@pytest.mark.process
+@pytest.mark.parametrize("num_towers", [2, pytest.param(0, marks=pytest.mark.extended)])
 def test_a_killed_process_goes_on(tmp_path, num_towers):
-    def run(name, kill=-1):
-        program = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-        arguments = [tmp_path / name, str(kill), str(num_towers)]
-        return subprocess.run([*program, *arguments], capture_output=True, text=True, timeout=120)
+    def run(kill, *names):
+        program = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(kill), str(num_towers)]
+        return subprocess.run([*program, *(tmp_path / n for n in names)], **text)
 
-    assert run("killed", kill=10).returncode == -signal.SIGKILL
-    on, whole = run("killed"), run("whole")
-    assert "goes on at epoch 2, batch 2" in on.stdout, on.stderr
-    assert on.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
-    assert whole.stdout, whole.stderr
+    text = dict(capture_output=True, text=True)
+    assert run(10, "killed").returncode == -signal.SIGKILL
+    both = run(-1, "killed", "whole")
+    assert "goes on at epoch 2, batch 2" in both.stdout, both.stderr
+    on, whole = [line for line in both.stdout.splitlines() if line.startswith("{")]
+    assert on == whole

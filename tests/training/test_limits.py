@@ -10,25 +10,25 @@ import tensorflow as tf
 
 import towers
 from tests import tiny
-from towers import cli
+from tests.training.runs import command, released
 from towers.errors import InputError
+
+pytestmark = pytest.mark.graph
 
 
 def compiled():
     network = tiny.dense(3, tiny.IMAGE_SHAPE)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    network.compile("sgd", loss)
+    network.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return network
 
 
 @pytest.mark.parametrize("model", [tiny.dense, compiled])
 def test_one_wrong_label_is_named_whatever_the_model(tmp_path, model):
     images, labels = tiny.arrays(20)
-    labels = labels.astype(np.int64)
-    labels[17] = 2_000_000_000
-    train = dict(model=model, batch_size=4, max_steps=1, train_dir=str(tmp_path / "run"))
+    labels = np.where(np.arange(20) == 17, 2_000_000_000, labels)
+    train = dict(model=model, dataset=((images, labels), tiny.arrays(8)), max_steps=1)
     with pytest.raises(InputError, match=r"train y: row 17 \(counted from 0\) has label 20000000"):
-        towers.train(dataset=((images, labels), tiny.arrays(8)), **train)
+        towers.train(**train, batch_size=4, train_dir=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
 
@@ -69,14 +69,11 @@ class Batches(keras.utils.PyDataset):
 FAILING = {
     "early": (lambda: generated(45), "expected to contain 60 elements but contained only 45 elem"),
     "late": (lambda: generated(75), "expected to contain 60 elements but contained at least 61 e"),
-    "raises": (
-        lambda: generated(45, ValueError("mine")),
-        "ValueError: mine; the error comes from ",
-    ),
+    "raises": (lambda: generated(45, ValueError("mine")), "ValueError: mine; the error comes"),
     "exits": (lambda: generated(45, SystemExit(0)), "SystemExit: 0; the error comes from tests"),
     "interrupts": (lambda: generated(45, KeyboardInterrupt()), "KeyboardInterrupt"),
     "memory": (lambda: generated(45, MemoryError("no more")), "MemoryError: no more"),
-    "batch": (lambda: Batches(KeyError("mine")), "KeyError: 'mine' in tests.training.test_limits:"),
+    "batch": (lambda: Batches(KeyError("mine")), f"KeyError: 'mine' in {__name__}:"),
     "batch that ends": (lambda: Batches(StopIteration()), "StopIteration"),
     "batch that exits": (lambda: Batches(SystemExit(0)), "train batch 7; the error comes from tes"),
 }
@@ -91,47 +88,35 @@ def line_of(num_classes):
     return keras.Sequential([keras.Input([4]), keras.layers.Dense(num_classes)])
 
 
-def command(tmp_path, dataset="load", model="line_of"):
-    names = f"--model={__name__}:{model} --dataset={__name__}:{dataset} --train_dir={tmp_path}/run"
-    return cli.main(["train", *names.split(), "--batch_size=12", "--max_steps=60"])
+def train(tmp_path, capsys, dataset="load"):
+    """Return the lines on standard error of a run that fails."""
+    flags = f"--model={__name__}:line_of", f"--dataset={__name__}:{dataset}", "--batch_size=12"
+    code, _, err = command(capsys, "train", *flags, f"--train_dir={tmp_path}/run", "--max_steps=60")
+    assert code == 1
+    return err.splitlines()
 
 
-@pytest.mark.parametrize("kind", FAILING)
+@pytest.mark.run
+@pytest.mark.parametrize("kind", released(FAILING, "early", "raises", "interrupts", "batch"))
 def test_data_that_fail_on_the_way_say_why_and_at_which_step(tmp_path, capsys, monkeypatch, kind):
     monkeypatch.setattr(f"{__name__}.failing", kind)
-    assert command(tmp_path) == 1
-    *above, line = capsys.readouterr().err.splitlines()
-    assert re.match(rf"towers: --dataset={__name__}:load cannot be read at step [1-9]\d*: ", line)
+    *above, line = train(tmp_path, capsys)
+    words = rf"towers: --dataset={__name__}:load cannot be read at step ([1-9]\d*): "
+    step = int(re.match(words, line)[1])
     assert FAILING[kind][1] in line
-    own = FAILING[kind][0]
     if "error comes from" in line:  # the traceback of the user's own code stands above
-        assert any("test_limits.py" in row for row in above) and own
+        assert above[0].startswith("Traceback") and any("test_limits.py" in row for row in above)
+        assert kind != "raises" or above[-1] == "ValueError: mine"
     else:
         assert above == []
+    assert tiny.saved_steps(tmp_path / "run") == [0, step]  # no step that was made is lost
 
 
 def exits():
     sys.exit(0)
 
 
-def model_that_exits(num_classes):
-    sys.exit()
-
-
-def no_generator():
-    raise GeneratorExit
-
-
-def good():
-    return (X, Y), (X, Y), 3
-
-
-@pytest.mark.parametrize(
-    ("dataset", "model"),
-    [("exits", "line_of"), ("good", "model_that_exits"), ("no_generator",) * 2],
-)
-def test_own_code_that_exits_is_no_success(tmp_path, capsys, dataset, model):
-    assert command(tmp_path, dataset, model) == 1
-    *above, line = capsys.readouterr().err.splitlines()
+def test_own_code_that_exits_is_no_success(tmp_path, capsys):
+    above, *_, line = train(tmp_path, capsys, "exits")
     assert line.startswith("towers: the error comes from tests/training/test_limits.py, line ")
-    assert above[0].startswith("Traceback")
+    assert above.startswith("Traceback")

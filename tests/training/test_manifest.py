@@ -15,6 +15,8 @@ from towers.data import ArraySplit
 from towers.training import manifest
 from towers.training.run import assemble, prepare
 
+pytestmark = pytest.mark.graph
+
 PARTS = {
     "format", "time", "step", "command", "folder", "flags", "versions", "git", "devices", "host",
     "environment", "data", "first_batch", "initial_weights", "sessions", "final", "task",
@@ -123,10 +125,6 @@ def test_the_origin_stays_and_each_start_is_added(committed, tmp_path):
     assert [session["step"] for session in found["sessions"]] == [0, 12]
     assert [session["flags"]["learning_rate"] for session in found["sessions"]] == [0.1, 0.2]
     assert len(found["sessions"][1]["devices"]) == 2 and found["final"] is None
-
-
-def test_other_data_are_said_when_a_run_is_continued(committed, run, tmp_path):
-    start_of(run, tmp_path)
     images, labels = tiny.arrays(60)
     data = dataclasses.replace(run.data, train=ArraySplit(images ^ 1, labels))
     (line,) = write(dataclasses.replace(run, data=data), tmp_path, 3)
@@ -146,7 +144,9 @@ WRONG = {
 def test_a_damaged_manifest_is_replaced(committed, run, tmp_path, capsys):
     start_of(run, tmp_path)
     whole = json.loads((tmp_path / "manifest.json").read_text())
-    wrong = [{**whole["task"], name: value} for name in WRONG for value in WRONG[name]]
+    task = whole["task"]
+    wrong = [{**task, name: value} for name in WRONG for value in WRONG[name]]
+    wrong += [{other: task[other] for other in task if other != name} for name in task]
     for content in [json.dumps(whole | {"task": task}) for task in wrong] + DAMAGED:
         (tmp_path / "manifest.json").write_text(content)
         assert manifest.read(tmp_path) == {}
@@ -166,29 +166,28 @@ def test_the_end_is_written_even_if_the_manifest_is_gone(run, tmp_path):
     assert found["final"]["step"] == 0 and len(found["final"]["state"]) == 64
 
 
+COMPARED = [  # what, now, at the run's start, what is said
+    ("versions.tensorflow", "2.21.0", "2.22.0", "2.21.0 now, 2.22.0"),
+    ("versions.keras", "3.15.1", "3.15.1", None),
+    ("versions.driver", None, "550", None),
+    ("git.folder.commit", "a" * 40, "b" * 40, "aaaaaaaaaaaa... now, bbbbbbbbbbbb..."),
+    ("git.folder.diff", "clean", "c" * 64, "clean now, cccccccccccc..."),
+    ("git.model", None, {"commit": "d" * 40}, None),
+    ("devices", [{"tower": 0, "name": "A100"}], [{"tower": 0, "name": "L4"}], None),
+    ("host.name", "one", "two", None),
+    ("host.processor", "P", "Q", "P now, Q"),
+    ("data.train.sha256", "1" * 64, "2" * 64, "111111111111... now, 222222222222..."),
+    ("data.train.path", "/a", "/b", None),
+    ("data.test", None, {"sha256": "3" * 64}, None),
+    ("flags.seed", 1, 2, None),
+]
+
+
 def test_what_differs_is_said_in_lines():
-    now = {
-        "versions": {"tensorflow": "2.21.0", "keras": "3.15.1", "driver": None},
-        "git": {"folder": {"commit": "a" * 40, "diff": "clean"}},
-        "devices": [{"tower": 0, "name": "A100"}],
-        "host": {"name": "one", "processor": "P"},
-        "data": {"train": {"sha256": "1" * 64, "path": "/a"}, "test": None},
-        "flags": {"seed": 1},
-    }
-    before = {
-        "versions": {"tensorflow": "2.22.0", "keras": "3.15.1", "driver": "550"},
-        "git": {"folder": {"commit": "b" * 40, "diff": "c" * 64}, "model": {"commit": "d" * 40}},
-        "devices": [{"tower": 0, "name": "L4"}],
-        "host": {"name": "two", "processor": "Q"},
-        "data": {"train": {"sha256": "2" * 64, "path": "/b"}, "test": {"sha256": "3" * 64}},
-        "flags": {"seed": 2},
-    }
+    now, before = ({row[0]: row[i] for row in COMPARED} for i in (1, 2))
+    said = {name: words for name, *_, words in COMPARED if words}
     assert manifest.differences(now, before) == [
-        "versions.tensorflow differs: 2.21.0 now, 2.22.0 at the run's start",
-        "git.folder.commit differs: aaaaaaaaaaaa... now, bbbbbbbbbbbb... at the run's start",
-        "git.folder.diff differs: clean now, cccccccccccc... at the run's start",
-        "host.processor differs: P now, Q at the run's start",
-        "data.train.sha256 differs: 111111111111... now, 222222222222... at the run's start",
+        f"{name} differs: {words} at the run's start" for name, words in said.items()
     ]
     assert manifest.differences(now, now) == manifest.differences(now, {}) == []
 
@@ -196,6 +195,7 @@ def test_what_differs_is_said_in_lines():
 # A run that is repeated
 
 
+@pytest.mark.run
 def test_the_flagfile_of_a_run_gives_the_same_weights(tmp_path, monkeypatch):
     """Also where the run chose the place of its variables itself: nothing of the trial remains."""
     monkeypatch.setattr("towers.training.start._TRIAL_SECONDS", 0.0)

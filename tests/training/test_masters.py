@@ -8,6 +8,8 @@ from tests import tiny
 from towers.training.masters import not_finite
 from towers.training.run import prepare
 
+pytestmark = pytest.mark.graph
+
 
 def namesakes(num_classes, image_shape):
     """Two blocks whose inner layers bear the same name."""
@@ -15,15 +17,9 @@ def namesakes(num_classes, image_shape):
     def block(name):
         return keras.Sequential([keras.layers.Dense(4, name="same")], name=name)
 
-    return keras.Sequential(
-        [
-            keras.Input(image_shape),
-            keras.layers.Flatten(name="flat.with.dots"),
-            block("left"),
-            block("right"),
-            keras.layers.Dense(num_classes, name="head.with.dots"),
-        ]
-    )
+    first, last = keras.layers.Flatten(name="flat.with.dots"), keras.layers.Dense
+    inner = [first, block("left"), block("right"), last(num_classes, name="head.with.dots")]
+    return keras.Sequential([keras.Input(image_shape), *inner])
 
 
 class Pair(keras.Model):

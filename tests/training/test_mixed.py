@@ -8,15 +8,13 @@ import tensorflow as tf
 import towers
 from tests import tiny
 from towers.data import augment, parts
+from towers.data.on_towers import OnTowers
 from towers.errors import InputError
 from towers.options.augmentation import parse
 from towers.training.run import prepare
 
+pytestmark = pytest.mark.graph
 NUM = 20
-
-
-def images():
-    return tiny.images()
 
 
 def weighted():
@@ -33,11 +31,16 @@ def compiled(num_classes, image_shape):
     return model
 
 
-@pytest.mark.parametrize("dataset", ["images", "weighted"])
-@pytest.mark.parametrize("kind", ["none,mixup=1", "resnet,mixup,cutmix"])
+@pytest.mark.parametrize(
+    ("kind", "dataset"),
+    [
+        ("none,mixup=1", "tests.tiny:images"),
+        ("resnet,mixup,cutmix", "tests.training.test_mixed:weighted"),
+    ],
+)
 def test_the_loss_of_a_mixed_example_is_of_both_targets(kind, dataset):
-    given = dict(dataset=f"tests.training.test_mixed:{dataset}", label_smoothing=0.1)
-    run = prepare(tiny.options("unused", augment=kind, dtype="float64", **given))
+    given = dict(dataset=dataset, label_smoothing=0.1, augment=kind, dtype="float64")
+    run = prepare(tiny.options("unused", **given))
     (x, y, *weights), draws = next(iter(run.data.train.train_batches(NUM, seed=1)))
     found = run.task.loss(x, y, *weights, draws).numpy()
     inputs = augment.train_images(x, draws, kind, "float64")
@@ -51,13 +54,12 @@ def test_the_loss_of_a_mixed_example_is_of_both_targets(kind, dataset):
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.run
 def test_examples_of_what_lies_on_the_towers_are_mixed_alike():
     given = dict(augment="resnet,mixup,cutmix", dtype="float64", num_towers=3)
     run = prepare(tiny.options("unused", **given))
     example, draws = next(iter(run.data.train.train_batches(NUM, seed=1)))
     expected = run.task.gradients(*example, draws)
-    from towers.data.on_towers import OnTowers
-
     stored = OnTowers(run.data.train, run.builder.devices)
     rows, (own, (partners, of_partners)) = next(iter(stored.train_batches(NUM, seed=1)))
     partners = stored.example(partners), of_partners
@@ -84,23 +86,23 @@ def test_a_compiled_model_has_a_loss_of_its_own(given, line):
         assert str(error.value).startswith(line)
 
 
-def test_a_mirror_image_counts_as_much_in_evaluation(tmp_path):
-    folder = str(tmp_path / "run")
-    given = dict(train_dir=folder, dataset="tests.tiny:images", augment="resnet,mixup", max_steps=6)
-    given |= dict(model="tests.tiny:cnn", batch_size=7, ema_decay=0.5, test_time_flip=True)
-    towers.train(**given)
+@pytest.mark.run
+def test_a_mirror_image_counts_as_much_in_evaluation(trained):
+    folder = str(trained("classes"))
+    found = towers.evaluate(train_dir=folder, num_towers=2, test_time_flip=True)
     _, (x, y), _ = tiny.images()
     for ending, averages in {"": False, "_ema": True}.items():
         model = towers.load(folder, averages=averages)
-        inputs = augment.eval_images(x, "resnet")
+        inputs = augment.eval_images(x, "tutorial")
         logits = (model(inputs) + model(inputs[:, :, ::-1])) / 2
         losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
-        found = towers.evaluate(train_dir=folder, num_towers=2)[f"loss{ending}"]
-        assert found == pytest.approx(float(np.mean(losses)), rel=1e-5)
-    plain = towers.evaluate(train_dir=folder, test_time_flip=False)["loss_ema"]
-    assert plain != pytest.approx(found, rel=1e-5)
+        assert found[f"loss{ending}"] == pytest.approx(float(np.mean(losses)), rel=1e-5)
+    plain = towers.evaluate(train_dir=folder)["loss_ema"]
+    assert plain != pytest.approx(found["loss_ema"], rel=1e-5)
 
 
+@pytest.mark.run
+@pytest.mark.extended
 def test_a_run_with_parts_goes_on_bit_for_bit(tmp_path):
     given = dict(dataset="tests.tiny:images", model="tests.tiny:cnn", batch_size=7)
     given |= dict(augment="auto,cutout=3,color,randaugment,mixup,cutmix", num_epochs=1)
@@ -109,5 +111,4 @@ def test_a_run_with_parts_goes_on_bit_for_bit(tmp_path):
         for end in ends:
             towers.train(train_dir=str(tmp_path / name), max_steps=end, **given)
         finals.append(tiny.saved(tmp_path / name))
-    for name, value in finals[0].items():
-        np.testing.assert_array_equal(value, finals[1][name])
+    tiny.assert_identical(*finals)

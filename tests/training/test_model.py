@@ -12,7 +12,8 @@ from towers.training import model
 
 SHAPE = (8, 8, 3)
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Keras says it at length, too
+# Keras says it at length, too.
+pytestmark = [pytest.mark.graph, pytest.mark.filterwarnings("ignore::UserWarning")]
 calls = []
 
 
@@ -38,25 +39,12 @@ def options(num_classes, *, width=4, activation="relu", bias=True):
     return keras.Sequential([layers.Flatten(), dense, layers.Dense(num_classes)])
 
 
-def needs(num_classes, depth, width):
-    return neither()
-
-
 def functional(num_classes, image_shape):
     images = keras.Input(image_shape)
     x = layers.Conv2D(4, 3)(images)
     x = layers.BatchNormalization()(x)
     x = layers.GlobalAveragePooling2D()(x)
     return keras.Model(images, layers.Dense(num_classes)(layers.Dropout(0.5)(x)))
-
-
-def particular(num_classes, depth=20):
-    if depth % 6 != 2:
-        raise ValueError(f"depth={depth} must be 6n + 2")
-
-
-def deep():
-    return layers.Dense(-1)
 
 
 class Subclassed(keras.Model):
@@ -73,29 +61,6 @@ def any_size(num_classes):
     return keras.Model(images, layers.Dense(num_classes)(layers.GlobalAveragePooling2D()(images)))
 
 
-def fixed(num_classes, shape=(32, 32, 3)):
-    images = keras.Input(shape)
-    return keras.Model(images, layers.Dense(num_classes)(layers.Flatten()(images)))
-
-
-def nothing():
-    pass
-
-
-def layer():
-    return layers.Dense(10)
-
-
-def not_flat(num_classes):
-    return keras.Sequential([layers.Dense(num_classes)])
-
-
-def two_outputs(num_classes, image_shape):
-    images = keras.Input(image_shape)
-    outputs = [layers.Dense(num_classes)(layers.Flatten()(images)) for _ in range(2)]
-    return keras.Model(images, outputs)
-
-
 def two_inputs(num_classes, image_shape):
     images, sizes = keras.Input(image_shape, name="image"), keras.Input((2,), name="size")
     flat = layers.Concatenate()([layers.Flatten()(images), sizes])
@@ -105,15 +70,6 @@ def two_inputs(num_classes, image_shape):
 class TakesLabels(Subclassed):
     def call(self, images, labels, training):
         return super().call(images)
-
-
-class Signs(layers.Layer):
-    def call(self, x):
-        return keras.ops.cast(x > 0, "int32")
-
-
-def whole_numbers(num_classes):
-    return keras.Sequential([layers.Flatten(), layers.Dense(num_classes), Signs()])
 
 
 class Mistaken(Subclassed):
@@ -126,15 +82,31 @@ class ReturnsNothing(Subclassed):
         super().call(images)
 
 
-def fails(num_classes):
+def particular(depth=20):
+    if depth % 6 != 2:
+        raise ValueError(f"depth={depth} must be 6n + 2")
+
+
+def flat(shape, num_classes, num_outputs=1):
+    images = keras.Input(shape)
+    outputs = [layers.Dense(num_classes)(layers.Flatten()(images)) for _ in range(num_outputs)]
+    return keras.Model(images, outputs if num_outputs > 1 else outputs[0])
+
+
+class Signs(layers.Layer):
+    def call(self, x):
+        return keras.ops.cast(x > 0, "int32")
+
+
+def fails():
     raise ZeroDivisionError("theirs")
 
 
-def build(name, keywords=None, **options):
+def build(function, keywords=None, **options):
     options = {"num_classes": 10, "image_shape": SHAPE} | options
     dtype = "float64" if options.get("dtype") == "float64" else "float32"
-    x, name = tf.TensorSpec(options["image_shape"], dtype), f"{__name__}:{name}"
-    built = model.build(name, keywords, x=x, **options)
+    x, name = tf.TensorSpec(options["image_shape"], dtype), f"my:{function.__name__}"
+    built = model.build(name, keywords, x=x, function=function, **options)
     model.check_classifier(built, name, options["num_classes"], x)
     return built
 
@@ -144,14 +116,14 @@ def build(name, keywords=None, **options):
 
 def test_the_function_is_given_what_it_takes_and_model_args():
     calls.clear()
-    build("both")
-    build("keywords", {"extra": 1}, image_shape=[8, 8, 3])
+    build(both)
+    build(keywords, {"extra": 1}, image_shape=[8, 8, 3])
     given = {"num_classes": 10, "image_shape": SHAPE}
     assert calls == [(10, SHAPE), given | {"extra": 1}, (10, SHAPE)]
-    build("options")
-    build("options", {"width": 7, "bias": False, "activation": "tanh"})
+    build(options)
+    build(options, {"width": 7, "bias": False, "activation": "tanh"})
     assert calls[3:] == [(4, "relu", True), (7, "tanh", False)]
-    assert build("neither").output_shape == (None, 10)
+    assert build(neither).output_shape == (None, 10)
 
 
 @pytest.mark.parametrize("name", ["keras:Model", "keras:Sequential", "keras.layers:Dense"])
@@ -163,68 +135,77 @@ def test_what_is_kerass_own_and_cannot_be_called_so_is_said_in_a_line(name):
 
 def test_the_shape_of_images_is_no_argument_of_the_users():
     with pytest.raises(InputError, match="--model_args: image_shape is that of the data"):
-        build("both", {"image_shape": 3})
+        build(both, {"image_shape": 3})
 
 
 def test_what_the_function_raises_comes_through():
     with pytest.raises(ZeroDivisionError, match="theirs"):
-        build("fails")
+        build(fails)
     with pytest.raises(NameError, match="imagse"):
-        build("Mistaken")
+        build(Mistaken)
     with pytest.raises(ValueError, match="units") as error:
-        build("deep")  # from further down than the function itself
+        build(lambda: layers.Dense(-1))  # from further down than the function itself
     assert not isinstance(error.value, InputError)
 
 
 # ---------------------------------------------------------------------------- What it returns
 
 
-@pytest.mark.parametrize(
-    "name",
-    "both neither functional Subclassed any_size options".split(),
-)
-def test_every_kind_of_model_is_built(name):
-    built = build(name)
+@pytest.mark.parametrize("function", [both, neither, functional, Subclassed, any_size, options])
+def test_every_kind_of_model_is_built(function):
+    built = build(function)
     assert built.built and built.trainable_variables
     assert built(np.zeros([5, *SHAPE], np.float32), training=False).shape == (5, 10)
 
 
 REFUSED = [
-    ("options", {"depth": 20}, "--model_args: .*:options takes .num_classes, .*'depth'"),
-    ("needs", {"width": 3}, "--model_args: .*missing .*'depth'; .* num_classes, image_shape, "),
-    ("particular", {"depth": 21}, "--model=.*:particular: depth=21 must be 6n . 2"),
-    ("nothing", {}, "--model=.*:nothing returned NoneType; a keras.Model is needed"),
-    ("layer", {}, "returned Dense; a keras.Model is needed"),
-    ("two_inputs", {}, r"cannot take images of shape \(8, 8, 3\) alone .*expects 2 .*input"),
-    ("TakesLabels", {}, "cannot take images of shape .* alone .*labels"),
-    ("ReturnsNothing", {}, r"outputs of NoneType; logits of shape \(batch, 10\) are needed"),
-    ("whole_numbers", {}, "gives outputs of type int32; logits are floats"),
-    ("both", {"num_classes": 3}, r"of shape \(None, 3\); .* take num_classes=10 as an argument"),
-    ("not_flat", {}, r"gives outputs of shape \(None, 8, 8, 10\); logits of shape \(batch, 10\)"),
-    ("two_outputs", {}, "gives outputs of list; logits of shape"),
-    ("fixed", {}, r"take image_shape as an argument\): it takes inputs of shape \(32, 32, 3\)"),
-    ("fixed", {"shape": (192,)}, r"it takes inputs of shape \(192,\)"),
-]
+    (options, {"depth": 20}, "--model_args: .*:options takes .num_classes, .*'depth'"),
+    (
+        lambda num_classes, depth, width: neither(), {"width": 3},
+        "--model_args: .*missing .*'depth'; .* num_classes, image_shape, ",
+    ),
+    (particular, {"depth": 21}, "--model=.*:particular: depth=21 must be 6n . 2"),
+    (lambda: None, {}, "--model=.*:.* returned NoneType; a keras.Model is needed"),
+    (lambda: layers.Dense(10), {}, "returned Dense; a keras.Model is needed"),
+    (two_inputs, {}, r"cannot take images of shape \(8, 8, 3\) alone .*expects 2 .*input"),
+    (TakesLabels, {}, "cannot take images of shape .* alone .*labels"),
+    (ReturnsNothing, {}, r"outputs of NoneType; logits of shape \(batch, 10\) are needed"),
+    (
+        lambda: keras.Sequential([layers.Flatten(), layers.Dense(10), Signs()]), {},
+        "gives outputs of type int32; logits are floats",
+    ),
+    (both, {"num_classes": 3}, r"of shape \(None, 3\); .* take num_classes=10 as an argument"),
+    (
+        lambda: keras.Sequential([layers.Dense(10)]), {},
+        r"gives outputs of shape \(None, 8, 8, 10\); logits of shape \(batch, 10\)",
+    ),
+    (lambda: flat(SHAPE, 10, 2), {}, "gives outputs of list; logits of shape"),
+    (
+        lambda: flat((32, 32, 3), 10), {},
+        r"take image_shape as an argument\): it takes inputs of shape \(32, 32, 3\)",
+    ),
+    (lambda: flat((192,), 10), {}, r"it takes inputs of shape \(192,\)"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, keywords, words", REFUSED)
-def test_what_does_not_map_images_to_logits_is_refused_in_one_line(name, keywords, words):
+@pytest.mark.parametrize("function, keywords, words", REFUSED)
+def test_what_does_not_map_images_to_logits_is_refused_in_one_line(function, keywords, words):
     with pytest.raises(InputError, match=words) as error:
-        build(name, keywords)
+        build(function, keywords)
     assert "\n" not in str(error.value)
 
 
 # ---------------------------------------------------------------------------- Weights
 
 
-@pytest.mark.parametrize("name", ["functional", "neither"])  # at once, or by the first call
-def test_the_seed_makes_the_weights(name):
-    first = build(name, seed=3).get_weights()
+@pytest.mark.parametrize("function", [functional, neither])  # at once, or by the first call
+def test_the_seed_makes_the_weights(function):
+    first = build(function, seed=3).get_weights()
     keras.utils.set_random_seed(99)
     np.random.normal(), tf.random.normal([])
-    for one, other in zip(first, build(name, seed=3).get_weights(), strict=True):
+    for one, other in zip(first, build(function, seed=3).get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
-    other = build(name, seed=4).get_weights()
+    other = build(function, seed=4).get_weights()
     assert any((a != b).any() for a, b in zip(first, other, strict=True))
 
 
@@ -232,7 +213,7 @@ def test_the_seed_makes_the_weights(name):
 def test_precision_and_place(dtype):
     before = keras.config.dtype_policy()
     with tf.device("/cpu:2"):
-        built = build("functional", dtype=dtype)
+        built = build(functional, dtype=dtype)
     assert keras.config.dtype_policy() == before
     assert {v.value.device.rpartition("/")[2] for v in built.variables} == {"device:CPU:0"}
     compute = dtype.removeprefix("mixed_")
@@ -241,20 +222,12 @@ def test_precision_and_place(dtype):
     assert {v.dtype for v in built.trainable_variables} == {master}
 
 
-def test_the_policy_of_the_program_comes_back(float64):
-    assert {v.dtype for v in build("functional").trainable_variables} == {"float32"}
-    with pytest.raises(ZeroDivisionError):
-        build("fails")
-    assert keras.config.dtype_policy().name == "float64"
-
-
-def test_floatx_is_float64_while_a_model_is_built_and_no_longer():
-    seen = []
-    with model.floatx_of("float64"):
-        seen.append(keras.config.floatx())
-        with model.floatx_of("mixed_bfloat16"):
-            seen.append(keras.config.floatx())
-    with pytest.raises(ZeroDivisionError):
-        build("fails", dtype="float64")
-    assert seen == ["float64"] * 2 and keras.config.floatx() == "float32"
-    assert keras.config.dtype_policy().name == "float32"
+def test_policy_and_floatx_of_the_program_come_back(float64):
+    with model.floatx_of("float64"), model.floatx_of("mixed_bfloat16"):
+        assert keras.config.floatx() == "float64"
+    assert {v.dtype for v in build(functional).trainable_variables} == {"float32"}
+    for dtype in ("float32", "float64"):
+        with pytest.raises(ZeroDivisionError):
+            build(fails, dtype=dtype)
+        assert keras.config.floatx() == "float32"
+        assert keras.config.dtype_policy().name == "float64"

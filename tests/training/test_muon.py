@@ -10,19 +10,15 @@ from towers.options.run import Options
 from towers.training.muon import ADAM_RATIO, Muon
 from towers.training.update import make_optimizer
 
+pytestmark = pytest.mark.graph
+
 
 def model():
     layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input([8, 8, 3]),
-            layers.Conv2D(6, 3, use_bias=False, name="conv"),
-            layers.BatchNormalization(),
-            layers.Conv2D(40, 1, name="wide"),
-            layers.Flatten(),
-            layers.Dense(5, name="last"),
-        ]
-    )
+    convolution = layers.Conv2D(6, 3, use_bias=False, name="conv")
+    others = layers.BatchNormalization(), layers.Conv2D(40, 1, name="wide"), layers.Flatten()
+    last = layers.Dense(5, name="last")
+    return keras.Sequential([keras.Input([8, 8, 3]), convolution, *others, last])
 
 
 def step(**options):

@@ -1,5 +1,6 @@
 """Steps that are not finite: no update is made of them, they are named, and can be made again."""
 
+import contextlib
 import json
 import re
 
@@ -9,88 +10,73 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
-from tests.training.test_train import command
+from tests.training import runs
+from tests.training.runs import command
 from towers.builder import kinds
 from towers.errors import InputError, RunError
 from towers.training.train import train
+
+pytestmark = pytest.mark.run
 
 BAD_ROW, MARK = 41, 77.0
 SIZE = 60
 
 
-def rows(seed=0, size=SIZE):
+def rows(seed=0, size=SIZE, bad=slice(0), column=0, value=MARK):
+    """Return random examples, of which some have another value in a column."""
     random = np.random.default_rng(seed)
-    return random.normal(size=(size, 6)), random.integers(0, 3, size)
+    x, y = random.normal(size=(size, 6)), random.integers(0, 3, size)
+    x[bad, column] = value
+    return x, y
 
 
 def marked():
     """Data of which one row has a mark that a layer cannot take."""
-    x, y = rows()
-    x[BAD_ROW, 0] = MARK
-    return (x, y), rows(1, 20)
+    return rows(bad=BAD_ROW), rows(1, 20)
+
+
+def all_marked():
+    return rows(bad=slice(None)), rows(1, 20)
 
 
 def too_large():
     """A pipeline of finite numbers, of which one is none in float32."""
-    x, y = rows()
-    x[BAD_ROW, 2] = 1e300
-    return tf.data.Dataset.from_tensor_slices((x, y)), rows(1, 20)
+    train = rows(bad=BAD_ROW, column=2, value=1e300)
+    return tf.data.Dataset.from_tensor_slices(train), rows(1, 20)
 
 
 def too_large_for_half():
-    x, y = rows()
-    x[BAD_ROW, 2] = 1e5
-    return (x, y), rows(1, 20)
+    return rows(bad=BAD_ROW, column=2, value=1e5), rows(1, 20)
 
 
 class Refusing(keras.layers.Layer):
-    """Gives NaN, or only a gradient that is NaN, for an example with the mark."""
+    """Has a weight; gives NaN, or only a gradient that is NaN, for an example with the mark."""
 
-    def __init__(self, where="output"):
-        super().__init__()
+    def __init__(self, where="output", **given):
+        super().__init__(**given)
         self.where = where
-
-    def call(self, inputs):
-        nan = tf.constant(np.nan, inputs.dtype)
-        bad = inputs[:, :1] == tf.constant(MARK, inputs.dtype)
-        if self.where == "output":
-            return tf.where(bad, nan, inputs)
-
-        @tf.custom_gradient
-        def refuse(values):
-            return values, lambda upstream: upstream * tf.where(bad, nan, 1.0)
-
-        return inputs + refuse(inputs)
-
-
-def network(num_classes, where="output", kind=keras.Sequential):
-    layers = keras.layers
-    first = [keras.Input([6]), layers.Dense(6, name="first", kernel_initializer="identity")]
-    if where == "output":
-        first = first[:1]
-    rest = [layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(num_classes)]
-    if where == "gradient":  # of what comes before
-        return kind([keras.Input([6]), Before(), *rest])
-    return kind([*first, Refusing(where), *rest])
-
-
-class Before(Refusing):
-    """Has a weight, and a gradient that is NaN for an example with the mark."""
-
-    def __init__(self):
-        super().__init__("gradient")
 
     def build(self, shape):
         self.scale = self.add_weight(shape=shape[1:], initializer="ones", name="scale")
 
     def call(self, inputs):
         bad = inputs[:, :1] == tf.constant(MARK, inputs.dtype)
+        scaled = inputs * tf.cast(self.scale, inputs.dtype)
+        nan = tf.constant(np.nan, inputs.dtype)
+        if self.where == "output":
+            return tf.where(bad, nan, scaled)
 
         @tf.custom_gradient
         def refuse(values):
-            return values, lambda up: up * tf.where(bad, tf.constant(np.nan, up.dtype), 1.0)
+            return values, lambda upstream: upstream * tf.where(bad, nan, 1.0)
 
-        return refuse(inputs * tf.cast(self.scale, inputs.dtype))
+        return refuse(scaled)
+
+
+def network(num_classes, where="output", kind=keras.Sequential):
+    layers = keras.layers
+    rest = [layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(num_classes)]
+    return kind([keras.Input([6]), Refusing(where, name="refusing"), *rest])
 
 
 def cross_entropy(y, outputs):
@@ -122,7 +108,7 @@ def own(num_classes, where="output", schedule=False):
     return model
 
 
-NAME = "tests.training.test_nan"
+NAME = __name__
 OWN = dict(model=f"{NAME}:own", learning_rate=0.05)  # the flag's default: it has its own
 
 
@@ -151,38 +137,42 @@ KINDS = {
 }
 
 
-def first_bad_step(loop):
-    """Make one step at a time up to the one that is not finite; return its number, all states."""
-    states = [loop.state()]
-    while not bool(loop.values["stuck"]):
-        loop()
-        states.append(loop.state())
-    return len(states) - 2, states
-
-
 class Loop(tiny.Loop):
-    def __init__(self, options):
-        super().__init__(options)
-        self.values = {"stuck": False}
+    def start_again(self, state):
+        """Let the run begin anew."""
+        for name, variable in self.masters.variables().items():
+            variable.assign(state[name])
+        self.masters.set_copies()
+        for in_a_row in self.masters.in_a_row:
+            in_a_row.assign(0)
+        self.batches = iter(self.run.data.train.train_batches(7, seed=self.run.options.seed))
 
-    def __call__(self, num_steps=1):
-        self.values = self.loop(self.batches, tf.constant(num_steps))
+
+RELEASE = ("cpu", "replicated", "compiled", "own step, gradient", "GPUs")
 
 
-@pytest.mark.parametrize("name", KINDS)
+def on_devices(name):
+    return kinds.cpus_for_gpus() if name.startswith("GPUs") else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("name", runs.released(KINDS, *RELEASE))
 def test_after_a_bad_step_all_is_as_before_it(name):
-    given = options("unused", **KINDS[name])
-    with kinds.cpus_for_gpus() if name.startswith("GPUs") else kinds.contextlib.nullcontext():
-        number, states = first_bad_step(Loop(given))
+    with on_devices(name):
+        loop = Loop(options("unused", **KINDS[name]))
+        states, values = [loop.state()], {"stuck": False}
+        while not bool(values["stuck"]):
+            values = loop.loop(loop.batches, tf.constant(1))
+            states.append(loop.state())
+        number = len(states) - 2
         assert 0 < number < 9  # it is in the first epoch
         tiny.assert_identical(states[-1], states[-2])
         assert states[-1]["step"] == number and states[-1]["examples"] == 7 * number
-        many = Loop(given)
-        many(12)
-        batch = many.values.get("batch")
+
+        loop.start_again(states[0])  # now in one call
+        batch = loop.loop(loop.batches, tf.constant(12)).get("batch")
         assert name.startswith("GPUs") or MARK in batch[0][0].numpy()  # that of this very step
-        many(3)  # what comes after it changes nothing
-        tiny.assert_identical(many.state(), states[-1])
+        loop.loop(loop.batches, tf.constant(3))  # what comes after it changes nothing
+        tiny.assert_identical(loop.state(), states[-1])
 
 
 def test_a_skipped_step_counts_and_training_goes_on(tmp_path, capsys):
@@ -197,17 +187,19 @@ def test_a_skipped_step_counts_and_training_goes_on(tmp_path, capsys):
     assert saved["step"] == 18 and saved["optimizer.Ssgd.Siteration"] == 16
 
 
+@pytest.mark.extended
 def test_skipping_is_bounded(tmp_path):
     given = dict(on_nan="skip", model_args="where=gradient", max_steps=40, batch_size=60)
     with pytest.raises(RunError, match="at step 9 "):  # the tenth in a row
         train(options(tmp_path, **given))
 
 
-@pytest.mark.parametrize("name", ["cpu", "gradient", "own step, gradient", "GPUs"])
+@pytest.mark.parametrize(
+    "name", runs.released(["cpu", "gradient", "own step, gradient", "GPUs"], *RELEASE)
+)
 def test_the_step_is_named_written_and_made_again(tmp_path, capsys, name):
-    with kinds.cpus_for_gpus() if name.startswith("GPUs") else kinds.contextlib.nullcontext():
-        with pytest.raises(RunError) as caught:
-            train(options(tmp_path, **KINDS[name]))
+    with on_devices(name), pytest.raises(RunError) as caught:
+        train(options(tmp_path, **KINDS[name]))
     report = json.loads((tmp_path / "nan/report.json").read_text())
     line, (tower,) = str(caught.value), report["towers"]
     place = report["devices"][0]
@@ -218,7 +210,8 @@ def test_the_step_is_named_written_and_made_again(tmp_path, capsys, name):
         "cpu": "the loss is nan at step ",
         "GPUs": "layer sequential/refusing is the first whose output is not finite",
     }
-    assert part.get(name, "/before/scale is not for ") in line
+    assert part.get(name, "/refusing/scale is not for ") in line
+    assert name != "gradient" or line.startswith("a gradient is not finite at step ")
     place = report["places_in_batch"][0]
     assert np.load(tmp_path / "nan/batch.npz")["0"][place, 0] == MARK
     assert max(tiny.saved_steps(tmp_path)) <= report["step"]
@@ -234,12 +227,27 @@ def test_the_step_is_named_written_and_made_again(tmp_path, capsys, name):
     assert (layer["not_finite"] > 0) == (report["fault"] == "layer")
 
 
-def test_there_may_be_nothing_to_replay(tmp_path, capsys):
-    train(tiny.options(tmp_path, max_steps=1))
-    code, out, err = command(capsys, "replay", f"--train_dir={tmp_path}")
-    assert (code, out) == (2, "") and err.startswith(
-        f"towers: --train_dir={tmp_path}: there is nothing to replay: "
+def test_there_may_be_nothing_to_replay(trained, capsys):
+    code, out, err = command(capsys, "replay", flag := f"--train_dir={trained('classes')}")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"towers: {flag}: there is nothing to replay: ")
+
+
+@pytest.mark.parametrize("dtype", runs.released(["float32", "mixed_float16"], "float32"))
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path, dtype):
+    step = 15 if dtype == "mixed_float16" else 0  # a loss scale is halved as often before
+    with pytest.raises(RunError) as caught:
+        train(options(tmp_path, dataset=f"{NAME}:all_marked", dtype=dtype, max_steps=40))
+    assert str(caught.value) == (
+        f"the loss is nan at step {step} (epoch {step * 7 / 60:.2f}), towers 0 (/cpu:0), 1 "
+        "(/cpu:1): layer sequential/refusing is the first whose output is not finite for all 7 "
+        "examples: try a lower --learning_rate or --clip_global_norm=1, or --on_nan=rollback; "
+        f"`towers replay --train_dir={tmp_path}` makes it again"
     )
+    assert max(tiny.saved_steps(tmp_path)) <= step
+    for value in tiny.saved(tmp_path).values():
+        assert np.all(np.isfinite(value))
+    assert not (tmp_path / "result.json").exists()
 
 
 INPUTS = {
@@ -248,7 +256,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("dtype", INPUTS)
+@pytest.mark.parametrize("dtype", runs.released(INPUTS, "float32"))
 def test_inputs_that_overflow_are_no_divergence(tmp_path, dtype):
     given = dict(batch_size=60, on_nan="rollback")  # which would not help
     with pytest.raises(RunError) as caught:
@@ -262,7 +270,7 @@ def test_inputs_that_overflow_are_no_divergence(tmp_path, dtype):
 BROKEN = {1: r"model/\S+ is infinite or NaN after 1 steps: ", 0: "the variable model/.* is not fin"}
 
 
-@pytest.mark.parametrize("every", BROKEN)
+@pytest.mark.parametrize("every", runs.released(BROKEN, 1))
 def test_weights_that_an_update_broke_are_named_and_not_saved(tmp_path, every):
     given = dict(learning_rate=1e38, optimizer="sgd", max_steps=8, checkpoint_every_steps=every)
     with pytest.raises(RunError, match=BROKEN[every]):

@@ -5,7 +5,6 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
-from tests.tasks import TASKS
 from towers.builder import kinds
 from towers.data.pipeline import NUM_DRAWS
 from towers.graphs.placement import read_placement, short, traced_ops
@@ -14,6 +13,7 @@ from towers.options.run import Options
 from towers.training import start
 from towers.training.train import train
 
+pytestmark = pytest.mark.run
 WAYS = ("cpu", "sharded", "replicated")
 
 
@@ -31,30 +31,31 @@ def homes(loop):
     return {name: short(v.device) for name, v in loop.masters.variables().items()}
 
 
-def test_one_gpu_keeps_everything():
+@pytest.mark.graph
+def test_one_gpu_keeps_everything_and_the_tutorials_way_stays_on_the_host():
     loop = loop_of(1, "default", ema_decay=0.9, model="tests.tiny:cnn")
-    assert set(homes(loop).values()) == {"/cpu:1"}
-    assert loop.run.builder.gather_device == "/cpu:1"
-
-
-def test_the_tutorials_way_stays_on_the_host():
+    assert set(homes(loop).values()) == {loop.run.builder.gather_device} == {"/cpu:1"}
     assert set(homes(loop_of(2, "cpu")).values()) == {"/cpu:0"}
+    sharded = loop_of(2, "sharded", model="tests.tiny:cnn")
+    assert set(homes(sharded).values()) == {"/cpu:1", "/cpu:2"}  # nothing is left on the host
 
 
-def test_with_shards_nothing_is_left_on_the_host():
-    assert set(homes(loop_of(2, "sharded", model="tests.tiny:cnn")).values()) == {
-        "/cpu:1", "/cpu:2",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("variables", WAYS)
-def test_the_numbers_are_those_of_cpus(variables):
+def test_the_numbers_are_those_of_cpus():
+    """A replica computes its own learning rate, evaluation gives out one tensor a batch."""
     given = dict(dtype="float64", ema_decay=0.9, model="tests.tiny:cnn", batch_size=7)
-    ours = loop_of(2, variables, **given)
-    ours(3)
     theirs = tiny.Loop(tiny.options("unused", devices="/cpu:0", **given))
+    rows = theirs.run.task.eval_step()(tiny.arrays(7))
     theirs(3)
-    tiny.assert_close(ours.state(), theirs.state(), 1e-9)
+    for variables in WAYS:
+        ours = loop_of(2, variables, **given)
+        if variables == "replicated":
+            found = ours.run.task.eval_step()(tiny.arrays(7))
+            assert isinstance(rows, tf.Tensor) and isinstance(found, tf.Tensor)
+            np.testing.assert_allclose(found, rows, rtol=1e-9)
+        ours(3)
+        tiny.assert_close(ours.state(), theirs.state(), 1e-9)
+        counts = [int(replica.examples) for replica in ours.masters.replicas]
+        assert counts == [3 * 7] * (2 if variables == "replicated" else 1)
 
 
 @pytest.mark.parametrize("towers", [1, 2])
@@ -69,20 +70,14 @@ def test_a_step_that_nobody_looks_at_sends_nothing_to_the_host(towers):
     assert back == []
 
 
-@pytest.mark.parametrize("variables", ["sharded", "replicated"])
-def test_a_replica_computes_its_own_learning_rate(variables):
-    loop = loop_of(2, variables, schedule="cosine")
-    loop(4)
-    counts = [int(replica.examples) for replica in loop.masters.replicas]
-    assert counts == [4 * loop.run.options.batch_size] * (2 if variables == "replicated" else 1)
-
-
-def test_seconds_of_towers_are_measured_where_a_point_is_due(tmp_path):
+def test_seconds_of_towers_are_measured_where_a_point_is_due(tmp_path, capsys):
+    """And it is told where the data lie."""
     given = dict(num_towers=2, variables="replicated", log_every_steps=5, steps_per_loop=2)
     train(tiny.options(tmp_path, max_steps=12, **given))
     tag = "speed/compute_seconds"
     points = events.read(tmp_path / "train", {tag}).values()
     assert points and all(0 < point[tag] < 10 for point in points)
+    assert "data        0.0 MiB on each GPU: the host sends" in capsys.readouterr().out
 
 
 def test_by_default_what_is_fastest_is_tried_and_flags_cfg_keeps_it(tmp_path, capsys, monkeypatch):
@@ -99,51 +94,34 @@ def test_by_default_what_is_fastest_is_tried_and_flags_cfg_keeps_it(tmp_path, ca
     assert "--variables=replicated" in flags and "--jit_compile=true" in flags
 
 
-@pytest.mark.parametrize("number, lost", [(1, ["jit_compile"]), (2, ["jit_compile", "replicated"])])
-def test_what_cannot_be_had_is_not_taken(tmp_path, capsys, monkeypatch, number, lost):
+@pytest.mark.graph
+@pytest.mark.parametrize(
+    "number, best, lost", [(1, "replicated", ""), (2, "sharded", "replicated")]
+)
+def test_what_cannot_be_had_is_not_taken(capsys, monkeypatch, number, best, lost):
     """As where the collectives of a machine, or XLA's library of functions, are broken."""
 
     def window(run):
-        if run.options.variables in lost or run.options.jit_compile:
+        if run.options.variables == lost or run.options.jit_compile:
             raise tf.errors.InternalError(None, None, "libdevice not found")
         return lambda: float(run.options.variables != "cpu")
 
     monkeypatch.setattr(start, "_window", window)
-    train(tiny.options(tmp_path, num_towers=number, max_steps=1, batch_norm="local"))
+    start.build(tiny.options("unused", num_towers=number, batch_norm="local"), print)
     out = capsys.readouterr().out
     assert "XLA         not compiled: libdevice not found" in out
-    best = {1: "replicated", 2: "sharded"}[number]
     assert f"variables   {best}, the fastest" in out
 
 
-def test_on_cpus_flags_cfg_leaves_the_place_open(tmp_path):
-    train(tiny.options(tmp_path, devices="/cpu:0", max_steps=1))
-    assert "--variables=default" in (tmp_path / "flags.cfg").read_text()
-
-
-@pytest.mark.parametrize("task", ["images", "table"])
-def test_a_compiled_model_is_on_its_gpu_with_all_that_it_has(task):
-    assert task in TASKS
-    given = dict(model=f"tests.tasks:{task}", dataset=f"tests.tasks:{task}_data", augment="auto")
-    loop = loop_of(1, "default", learning_rate=Options.learning_rate, **given)
-    assert set(homes(loop).values()) == {"/cpu:1"}
-    assert {short(v.value.device) for v in loop.masters.model.metrics_variables} == {"/cpu:1"}
-    assert np.isfinite(loop(2)["loss"])
-
-
-def test_evaluation_is_that_of_cpus_and_gives_out_one_tensor_a_batch():
-    given = dict(dtype="float64", ema_decay=0.9)
-    found = []
-    for more in ({"num_towers": 2, "variables": "replicated"}, {"devices": "/cpu:0"}):
-        run = tiny.Loop(tiny.options("unused", **given | more)).run
-        rows = run.task.eval_step()(tiny.arrays(7))
-        assert isinstance(rows, tf.Tensor)
-        found.append(rows.numpy())
-    np.testing.assert_allclose(*found, rtol=1e-9)
-
-
-@pytest.mark.parametrize("towers", [1, 2])
-@pytest.mark.parametrize("task", [None, "images"])
+@pytest.mark.parametrize(
+    ("task", "towers"),
+    [
+        (None, 2),
+        ("images", 1),
+        pytest.param(None, 1, marks=pytest.mark.extended),
+        pytest.param("images", 2, marks=pytest.mark.extended),
+    ],
+)
 def test_data_that_lie_on_gpus_give_the_same_numbers(task, towers):
     given = dict(augment="resnet", batch_size=7, validation_fraction=0.2)
     if task:
@@ -180,19 +158,18 @@ def test_what_a_gpu_makes_of_all_examples_does_not_come_back_to_be_split():
     assert all(t.bytes <= 8 for t in placement.transfers if t.source == "/cpu:1" and t.bytes)
 
 
-def test_where_the_data_lie_is_told(tmp_path, capsys):
-    train(tiny.options(tmp_path, num_towers=2, max_steps=2, variables="replicated"))
-    assert "data        0.0 MiB on each GPU: the host sends" in capsys.readouterr().out
-
-
-def test_the_optimizer_of_a_compiled_model_starts_few_ops_and_gives_the_same_numbers():
-    given = dict(model="tests.tasks:images", dataset="tests.tasks:images_data", augment="auto")
+@pytest.mark.parametrize("task", ["images", pytest.param("table", marks=pytest.mark.extended)])
+def test_a_compiled_model_is_on_its_gpu_starts_few_ops_and_gives_the_same_numbers(task):
+    given = dict(model=f"tests.tasks:{task}", dataset=f"tests.tasks:{task}_data", augment="auto")
     given |= dict(learning_rate=Options.learning_rate, dtype="float64")
     ours = loop_of(1, "default", **given)
+    assert set(homes(ours).values()) == {"/cpu:1"}
+    assert {short(v.value.device) for v in ours.masters.model.metrics_variables} == {"/cpu:1"}
     theirs = tiny.Loop(tiny.options("unused", devices="/cpu:0", **given))
-    for loop in (ours, theirs):
-        loop(3)
+    assert [np.isfinite(loop(3)["loss"]) for loop in (ours, theirs)] == [True, True]
     tiny.assert_close(ours.state(), theirs.state(), 1e-9)
+    if task == "table":  # whose optimizer clips the gradient of each weight
+        return
     nums = []
     for loop in (ours, theirs):
         graph = loop.loop.get_concrete_function(loop.batches, tf.constant(0)).graph

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
-from towers import cli
+from tests.training.runs import command
 from towers.devices import memory
 from towers.errors import InputError, RunError
 from towers.options.run import Options
@@ -13,6 +13,8 @@ from towers.training import memory as of_step
 from towers.training import out_of_memory
 from towers.training.run import prepare
 from towers.training.tensorflow_errors import one_line_errors
+
+pytestmark = pytest.mark.unit
 
 NODE = "{{node while/body/_1/tower_1/model/conv2d/Conv2D}}"
 GPU = "/job:localhost/replica:0/task:0/device:GPU:1"
@@ -39,42 +41,34 @@ TEXTS = {
         "/gpu:1 asked for 2.0 GiB"
     ),
 }
+LOWER = "type a lower --batch_size, or more --accumulate_steps for the same update"
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_tensorflow_says_is_understood(text):
     line = out_of_memory.line(text, Options())
-    assert line.startswith(f"out of memory: {TEXTS[text]}")
-    assert "type a lower --batch_size, or more --accumulate_steps" in line
+    assert line.startswith(f"out of memory: {TEXTS[text]}") and LOWER in line
+
+
+def test_other_things_that_are_exhausted_are_left_alone():
+    for text in "No space left on device", "Too many open files", "Dst tensor", "MemoryError: ":
+        assert out_of_memory.line(text, Options()) is None
 
 
 @pytest.mark.parametrize(
-    "text", ["No space left on device", "Too many open files", "Dst tensor", "MemoryError: "]
-)
-def test_other_things_that_are_exhausted_are_left_alone(text):
-    assert out_of_memory.line(text, Options()) is None
-
-
-@pytest.mark.parametrize(
-    ("fitting", "advice"),
+    "estimate, advice",
     [
-        (48, "is 48: type --batch_size=48, or --accumulate_steps=3 for the same update"),
-        (0, "no batch is expected to fit"),
-        (500, "type a lower --batch_size, or more --accumulate_steps for the same update; towers"),
+        (lambda: 48, "is 48: type --batch_size=48, or --accumulate_steps=3 for the same update"),
+        (lambda: 0, "no batch is expected to fit"),
+        (lambda: 500, f"{LOWER}; towers"),
+        (lambda: 1 // 0, LOWER),  # an estimate that fails hides nothing
     ],
 )
-def test_the_largest_batch_that_fits_is_named(fitting, advice):
-    text = next(iter(TEXTS))
-    assert advice in out_of_memory.line(text, Options(batch_size=128), lambda: fitting)
+def test_the_largest_batch_that_fits_is_named(estimate, advice):
+    assert advice in out_of_memory.line(next(iter(TEXTS)), Options(batch_size=128), estimate)
 
 
-def test_an_estimate_that_fails_hides_nothing():
-    line = out_of_memory.line(next(iter(TEXTS)), Options(), lambda: 1 // 0)
-    assert line.endswith(
-        "type a lower --batch_size, or more --accumulate_steps for the same update"
-    )
-
-
+@pytest.mark.graph
 def test_the_batch_that_is_expected_to_fit_follows_the_memory(monkeypatch):
     run = prepare(tiny.options("unused", num_towers=2, batch_size=12))
     train_loop, batches = run.train_loop(), iter(run.batches(0, 0))
@@ -100,25 +94,32 @@ class Large(keras.layers.Layer):
 
 
 def large(num_classes, image_shape):
-    return keras.Sequential(
-        [keras.Input(image_shape), Large(), keras.layers.Flatten(), keras.layers.Dense(num_classes)]
-    )
+    layers = [Large(), keras.layers.Flatten(), keras.layers.Dense(num_classes)]
+    return keras.Sequential([keras.Input(image_shape), *layers])
 
 
+@pytest.mark.run
+@pytest.mark.extended  # TensorFlow tries it for ten seconds
 def test_a_run_that_needs_too_much_ends_in_one_line(tmp_path, capsys):
-    argv = f"--model={__name__}:large --dataset=tests.tiny:images --batch_size=6 --max_steps=2"
-    argv += f" --train_dir={tmp_path}/run --num_towers=2 --augment=none"
-    assert cli.main(["train", *argv.split()]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    flags = f"--model={__name__}:large", "--dataset=tests.tiny:images", "--augment=none"
+    flags = *flags, f"--train_dir={tmp_path}/run", "--num_towers=2", "--batch_size=6"
+    code, _, err = command(capsys, "train", *flags, "--max_steps=2")
+    (line,) = err.splitlines()
+    assert code == 1
     assert line.startswith("towers: out of memory: tower ") and "on /cpu:" in line
     assert "asked for 4.0 PiB, float32[33554432, 33554432], in layer sequential" in line
     assert "; the host has " in line and "towers plan" in line
 
 
-def test_variables_and_arrays_of_python(capsys):
+@pytest.mark.run
+@pytest.mark.extended  # here, too
+def test_variables_that_need_too_much():
     with pytest.raises(RunError, match="out of memory: /cpu:0 asked for 4.0 PiB, float32"):
         with one_line_errors(Options()), tf.device("/cpu:0"):
             tf.zeros([2**25, 2**25])
+
+
+def test_arrays_of_python():
     with pytest.raises(RunError, match="out of memory: Unable to all.*the error comes from tests/"):
         with one_line_errors(Options()):
             raise MemoryError("Unable to allocate 8.00 PiB for an array with shape (2,)")

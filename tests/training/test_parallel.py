@@ -1,7 +1,16 @@
-"""`model.fit` over towers: the numbers of one device, and a model that stays Keras'."""
+"""`model.fit` over towers: one table of models with the numbers of one device, and what else it is.
 
+Models are the examples, and what others write: steps, losses, optimizers and inputs of their own.
+"""
+
+import contextlib
 import copy
+import functools
+import importlib
 import pickle
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -9,45 +18,78 @@ import pytest
 import tensorflow as tf
 
 import towers
+from tests import fits
+from towers.builder import gather
+from towers.builder.draws import Draws
 from towers.training.parallel import builder_of
 
+pytestmark = pytest.mark.run
 RANDOM = np.random.default_rng(0)
-X, Y = RANDOM.normal(size=(22, 5)), RANDOM.normal(size=(22, 1))
+X, Y = RANDOM.normal(size=(27, 5)), RANDOM.normal(size=(27, 1))
+SQUARES = tf.math.squared_difference
+dense, dropout = keras.layers.Dense, keras.layers.Dropout
 
 
-@pytest.fixture
-def all_float64(float64):
-    """Let data and losses be float64, too."""
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx("float32")
+# ------------------------------------------------------------------------------------- The data
+
+ARRAYS = {"x": X, "y": Y, "batch_size": 8}  # 27 examples: 8, 8, 8 and 3
+VALIDATED = {"batch_size": 8, "validation_split": 0.2}  # of the 27 examples, 8, 8 and 5 are left
 
 
-def network(*layers, **compiled):
-    """Return a compiled model with layers of these classes; each has the same initial weights."""
-    keras.utils.set_random_seed(2)
-    model = keras.Sequential([
-        keras.Input((5,)), keras.layers.Dense(6, activation="relu"),
-        *(make() for make in layers),
-        keras.layers.Dense(1),
-    ])  # fmt: skip
+def validated():
+    return {"x": X, "y": Y, **VALIDATED}
+
+
+def arrays():
+    return ARRAYS
+
+
+def tokens():
+    return ARRAYS | {"x": np.random.default_rng(1).integers(0, 4, size=(27, 5))}
+
+
+def few_ragged_rows():
+    """A last batch with fewer examples than there are towers."""
+    rows = tf.ragged.constant([[1, 2], [3], [4, 5, 6], [7], [8, 1]])
+    return {"x": rows, "y": Y[:5], "batch_size": 4, "validation_data": (rows, Y[:5])}
+
+
+def batches_of(x):
+    return {"x": tf.data.Dataset.from_tensor_slices((x, Y[:8])).batch(4), "shuffle": False}
+
+
+def ragged_and_texts():
+    rows = tf.RaggedTensor.from_row_lengths(X.ravel()[:20], [3, 0, 5, 1, 2, 4, 4, 1])
+    return batches_of({"rows": rows, "text": tf.constant(list("abcaabbc"))})
+
+
+def sparse():
+    return batches_of(tf.sparse.from_dense(np.where(X[:8] > 0, X[:8], 0)))
+
+
+def in_tf_data():
+    return batches_of(X[:8])
+
+
+# ------------------------------------------------------------------------------------ The models
+
+
+def network(*makers, **compiled):
+    """Return a compiled model with layers of these classes."""
+    layers = [dense(6, activation="relu"), *(make() for make in makers), dense(1)]
+    model = keras.Sequential([keras.Input((5,)), *layers])
     model.compile(**{"optimizer": "sgd", "loss": "mse", **compiled})
     return model
 
 
-def fitted(model, num_towers=0, epochs=2, **options):
-    """Return all numbers of a model that is trained on uneven batches."""
-    if num_towers:
-        towers.parallelize(model, num_towers, **options)
-    keras.utils.set_random_seed(4)
-    history = model.fit(X, Y, batch_size=8, epochs=epochs, verbose=0).history
-    variables = [*model.variables, *model.optimizer.variables]
-    return [*history.values(), *(np.asarray(v.numpy(), "float64") for v in variables)]
+def small(size_in, size_out, *layers):
+    """Return a part of a model, with some layers in its middle."""
+    parts = [dense(5, activation="tanh"), *layers, dense(size_out)]
+    return keras.Sequential([keras.Input((size_in,)), *parts])
 
 
-def assert_same(found, expected):
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+def update(tape, loss, optimizer, variables):
+    optimizer.apply(tape.gradient(loss, variables), variables)
 
 
 class AddsLosses(keras.layers.Layer):
@@ -55,34 +97,12 @@ class AddsLosses(keras.layers.Layer):
 
     def __init__(self):
         super().__init__()
-        self.dropout = keras.layers.Dropout(0.4)
+        self.dropout = dropout(0.4)
 
     def call(self, x, training=None):
         self.add_loss(0.3 * keras.ops.mean(x**2))
         self.add_loss(0.1 * keras.ops.sum(keras.ops.abs(x)))
         return self.dropout(x, training=training)
-
-
-class OwnStep(keras.Model):
-    """Trains two networks by a step of its own, in which examples see each other."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(5)
-
-    def call(self, x):
-        return self.decoder(self.encoder(x))
-
-    def train_step(self, data):
-        x, _ = data
-        with tf.GradientTape() as tape:
-            codes = self.encoder(x)
-            products = tf.matmul(codes, codes, transpose_a=True) + tf.eye(4, dtype=x.dtype)
-            apart = tf.linalg.logdet(products)
-            loss = tf.reduce_mean((self.decoder(codes) - x) ** 2) - 0.01 * apart
-        weights = self.trainable_variables
-        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-        return {"loss": loss}
 
 
 class Positions(keras.layers.Layer):
@@ -96,28 +116,339 @@ class Positions(keras.layers.Layer):
         return x + keras.ops.squeeze(self.table(keras.ops.arange(6)), -1)
 
 
-def own_step():
-    keras.utils.set_random_seed(2)
-    model = OwnStep()
-    model.compile("adam")
+class OwnStep(keras.Model):
+    """Trains two networks by a step of its own, in which examples see each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = dense(4, activation="tanh"), dense(5)
+
+    def call(self, x):
+        return self.decoder(self.encoder(x))
+
+    def train_step(self, data):
+        x, _ = data
+        with tf.GradientTape() as tape:
+            codes = self.encoder(x)
+            products = tf.matmul(codes, codes, transpose_a=True) + tf.eye(4, dtype=x.dtype)
+            apart = tf.linalg.logdet(products)
+            loss = tf.reduce_mean((self.decoder(codes) - x) ** 2) - 0.01 * apart
+        update(tape, loss, self.optimizer, self.trainable_variables)
+        return {"loss": loss}
+
+
+class LayerByLayer(keras.Model):
+    """Calls its layers in the step, one by one, so that a mask goes from one to the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = keras.layers.Embedding(9, 3, mask_zero=True)
+        self.rnn, self.top = keras.layers.LSTM(2), dense(1)
+
+    def call(self, x):
+        return self.top(self.rnn(self.embedding(x)))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self.top(self.rnn(self.embedding(x))) - y) ** 2)
+        update(tape, loss, self.optimizer, self.trainable_variables)
+        return {"loss": loss}
+
+
+class LongestOfBatch(LayerByLayer):
+    """Fails of no example: it makes a loop over the longest row of a batch."""
+
+    train_step = keras.Model.train_step
+
+    def call(self, x):
+        return super().call(x.to_tensor())
+
+
+class Gan(keras.Model):
+    """Two networks, two optimizers, noise, and a penalty on the critic's slope."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = small(3, 5, keras.layers.BatchNormalization())
+        self.critic = small(5, 1, dropout(0.3, seed=1))
+        self.noise = keras.random.SeedGenerator(2)
+        self.optimizers = keras.optimizers.Adam(), keras.optimizers.Adam()
+
+    def _slopes(self, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            scores = self.critic(x, training=True)
+        return tf.norm(tape.gradient(scores, x), axis=1)
+
+    def train_step(self, data):
+        real = data[0]
+        noise = keras.random.normal((tf.shape(real)[0], 3), seed=self.noise)
+        with tf.GradientTape() as tape:
+            fake = self.generator(noise, training=True)
+            apart = tf.reduce_mean(self.critic(fake, training=True) - self.critic(real))
+            loss = apart + tf.reduce_mean((self._slopes((real + fake) / 2) - 1) ** 2)
+        update(tape, loss, self.optimizers[0], self.critic.trainable_variables)
+        with tf.GradientTape() as tape:
+            deceit = -tf.reduce_mean(self.critic(self.generator(noise, training=True)))
+        update(tape, deceit, self.optimizers[1], self.generator.trainable_variables)
+        return {"critic": loss, "generator": deceit}
+
+
+class Student(keras.Model):
+    """Learns from a frozen teacher, in a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = small(5, 1, dropout(0.3, seed=1)), small(5, 1)
+        self.teacher.trainable = False
+
+    def call(self, x, training=False):
+        return self.student(x, training=training)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight)
+        return loss + tf.reduce_mean(SQUARES(y_pred, self.teacher(x)))
+
+
+class TwoSteps(keras.Model):
+    """Goes up the gradient and back within a step (sharpness-aware), and is not built before."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = dense(5, use_bias=False), dense(1)
+        self.norm = keras.layers.BatchNormalization()
+
+    def call(self, x, training=False):
+        return self.out(tf.tanh(self.norm(self.hidden(x), training=training)))
+
+    def _loss(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(SQUARES(self(x, training=True), y))
+        return loss, tape.gradient(loss, self.trainable_variables)
+
+    def train_step(self, data):
+        x, y = data
+        loss, gradients = self._loss(x, y)
+        steps = [0.05 * tf.math.l2_normalize(gradient) for gradient in gradients]
+        for weight, step in zip(self.trainable_variables, steps, strict=True):
+            weight.assign_add(step)
+        _, gradients = self._loss(x, y)
+        for weight, step in zip(self.trainable_variables, steps, strict=True):
+            weight.assign_sub(step)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class Compiled(keras.Model):
+    """Its step is a `tf.function` with a loop in it, whose trace is kept between calls of `fit`."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = small(5, 1)
+        self.optimizer_within = keras.optimizers.SGD(0.1)
+
+    @tf.function
+    def train_step(self, data):
+        x, y = data
+        variables = self.network.trainable_variables
+
+        def body(i, _):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(SQUARES(self.network(x), y))
+            update(tape, loss, self.optimizer_within, variables)
+            return i + 1, loss
+
+        zero = tf.constant(0.0, tf.float64)
+        return {"loss": tf.while_loop(lambda i, _: i < 2, body, (0, zero))[1]}
+
+
+class Unequal(keras.Model):
+    """Takes rows of unequal lengths and texts, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = keras.layers.StringLookup(vocabulary=["a", "b"])
+        self.table, self.out = keras.layers.Embedding(3, 4), dense(1)
+
+    def call(self, inputs):
+        sums = tf.reduce_sum(inputs["rows"], axis=1, keepdims=True)
+        return self.out(tf.concat([sums, self.table(self.words(inputs["text"]))], axis=1))
+
+
+def of_sparse():
+    inputs = keras.Input((5,), sparse=True)
+    return keras.Model(inputs, dense(1)(dense(3, activation="tanh")(inputs)))
+
+
+# ------------------------------------------------------------------------------------- The table
+
+
+class Case(NamedTuple):
+    """A model, the arguments of `fit`, and the numbers of towers to compare with one device."""
+
+    build: Callable
+    data: Callable = arrays
+    numbers: Sequence[int] = (3,)
+    options: Mapping[str, Any] = MappingProxyType({})  # of parallelize
+    plain_first: bool = False
+    extended: Sequence[int] = ()  # those of the numbers that a normal run leaves out
+
+
+def compiled(make, optimizer="sgd", loss=None):
+    """Return a function that makes a compiled model of a class."""
+
+    def build():
+        model = make()
+        model.compile(optimizer, loss)
+        return model
+
+    return build
+
+
+def with_dropout():
+    return network(lambda: dropout(0.3), optimizer="adam")
+
+
+def foreign(make, data=in_tf_data, numbers=(3,)):
+    return Case(compiled(make, "sgd", "mse"), data, numbers, plain_first=True)
+
+
+def example(name, *numbers):
+    module = importlib.import_module(f"scripts.examples.{name}")
+    given = functools.partial(module.data, size=29)  # 23 to train on: 8, 8 and 7
+    return Case(module.build, lambda: given() | VALIDATED, numbers, extended=numbers)
+
+
+CASES = {
+    "added losses, BatchNorm": Case(
+        lambda: network(AddsLosses, keras.layers.BatchNormalization, metrics=["mae"]),
+        validated,
+        numbers=(1, 4),
+    ),
+    "several steps at once": Case(
+        lambda: network(steps_per_execution=2, optimizer=keras.optimizers.AdamW(global_clipnorm=1))
+    ),
+    "clipped once": Case(lambda: network(optimizer=keras.optimizers.SGD(1.0, 0.9, clipnorm=0.1))),
+    "positions": Case(lambda: network(Positions, optimizer="adam"), numbers=(4,)),
+    "parts": Case(with_dropout, numbers=(2,), options={"accumulate_steps": 3}),
+    "XLA": Case(with_dropout, numbers=(2,), options={"jit_compile": True}),
+    "sharded": Case(with_dropout, numbers=(2,), options={"variables": "sharded"}),
+    "own step": Case(compiled(OwnStep, "adam"), numbers=(4,)),
+    "masks in a step": Case(compiled(LayerByLayer), tokens, (2,)),
+    "fewer examples than towers": Case(
+        compiled(LongestOfBatch, "adam", "mse"), few_ragged_rows, (2,)
+    ),
+    "gan": foreign(Gan, numbers=(2,)),
+    "teacher": foreign(Student),
+    "two steps": foreign(TwoSteps),
+    "tf.function": foreign(Compiled),
+    "ragged and texts": foreign(Unequal, ragged_and_texts),
+    "sparse": foreign(of_sparse, sparse),
+    "example images": example("images", 1, 3, 4),
+    "example pairs": example("pairs", 3),
+    "example segmentation": example("segmentation", 3),
+    "example table": example("table", 3),
+    "example text": example("text", 3),
+    "example two_outputs": example("two_outputs", 1, 2, 4),
+}
+
+
+@functools.cache
+def by_keras(build, data, plain_first=False):
+    return fits.fit(build, data(), plain_first=plain_first)
+
+
+def by_towers(case, num_towers, **options):
+    given = {"plain_first": case.plain_first, **case.options, **options}
+    return fits.fit(case.build, case.data(), num_towers, **given)
+
+
+def of_table():
+    for name, case in CASES.items():
+        for number in case.numbers:
+            marks = [pytest.mark.extended] if number in case.extended else []
+            yield pytest.param(name, number, marks=marks, id=f"{name} on {number}")
+
+
+@pytest.mark.parametrize("name, num_towers", list(of_table()))
+def test_towers_have_the_numbers_of_one_device(name, num_towers):
+    case = CASES[name]
+    expected = by_keras(case.build, case.data, case.plain_first)
+    assert fits.differences(expected, by_towers(case, num_towers)) == {}
+
+
+class Raw(keras.layers.Layer):
+    def call(self, x):
+        return tf.nn.softmax(x)
+
+
+def saturated(end):
+    start = keras.initializers.RandomNormal(0, 40, 1)
+    last = Raw() if end == "function" else keras.layers.Activation(end)
+    model = keras.Sequential([keras.Input([4]), dense(3, kernel_initializer=start), last])
+    loss = "binary_crossentropy" if end == "sigmoid" else "categorical_crossentropy"
+    model.compile(keras.optimizers.SGD(0.1), loss)
     return model
 
 
-@pytest.mark.usefixtures("all_float64")
+@pytest.mark.parametrize("end", ["softmax", "sigmoid", "function"])
+def test_a_loss_of_probabilities_sees_the_logits_behind_them_as_in_keras(end):
+    """Of probabilities themselves nothing is left where a model is sure and wrong."""
+    x = np.random.RandomState(0).normal(size=(10, 4))
+    given = {"x": x, "y": np.eye(3)[np.arange(10) % 3], "batch_size": 10, "shuffle": False}
+    expected = fits.fit(lambda: saturated(end), given)
+    ((_, losses),) = expected["losses"]
+    assert losses[0] > 20  # of clipped probabilities it would be 16 at most
+    assert fits.differences(expected, fits.fit(lambda: saturated(end), given, 3)) == {}
+
+
+# ----------------------------------------------------------------- What would be seen, if wrong
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("part", fits.PARTS)
+def test_a_small_difference_is_seen_in_each_part(part):
+    found = {name: [("zero", np.zeros(2)), ("it", np.array([-3.0, 1.0]))] for name in fits.PARTS}
+    assert fits.differences(found, found) == {}
+    changed = [*found[part][:1], ("it", np.array([-3.0, 1.0 + 6e-9]))]
+    assert list(fits.differences(found, found | {part: changed})) == [part]
+
+
+def forgets_a_tower(monkeypatch):
+    add = gather.add
+    monkeypatch.setattr(gather, "add", lambda values: add(values[:1]))
+
+
+def joins_in_another_order(monkeypatch):
+    join = gather.join
+    monkeypatch.setattr(gather, "join", lambda values: join(values[::-1]))
+
+
+def each_tower_draws_from_the_start(monkeypatch):
+    monkeypatch.setattr(Draws, "drawing", lambda self: contextlib.nullcontext())
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize(
-    "make",
+    "name, fault, options",
     [
-        lambda: network(AddsLosses, keras.layers.BatchNormalization, metrics=["mae"]),
-        lambda: network(steps_per_execution=2, optimizer=keras.optimizers.AdamW(global_clipnorm=1)),
-        lambda: network(Positions, optimizer="adam"),
-        own_step,
+        ("example table", forgets_a_tower, {}),
+        ("example pairs", joins_in_another_order, {}),
+        ("example two_outputs", each_tower_draws_from_the_start, {}),
+        ("example images", lambda _: None, {"batch_norm": "local"}),
     ],
-    ids=["layers", "options", "positions", "own step"],
 )
-def test_towers_have_the_numbers_of_one_device(make):
-    expected = fitted(make())
-    for num_towers in (2, 4):
-        assert_same(fitted(make(), num_towers), expected)
+def test_a_fault_is_seen(name, fault, options, monkeypatch):
+    case = CASES[name]
+    expected = by_keras(case.build, case.data)
+    fault(monkeypatch)
+    found = set(fits.differences(expected, by_towers(case, 2, **options)))
+    assert found - {"metrics"} == {"losses", "weights", "optimizer", "predictions"}
+    assert options or "metrics" in found
+
+
+# --------------------------------------------------------------- What runs on one device, is said
 
 
 class MeanOfBatch(keras.layers.Layer):
@@ -134,114 +465,38 @@ class HalfOfFour(keras.layers.Layer):
         return keras.ops.reshape(x, (8, 6))
 
 
-@pytest.mark.usefixtures("all_float64")
+class Centred(keras.layers.Layer):
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=0)
+
+
 @pytest.mark.parametrize("layer", [MeanOfBatch, HalfOfFour])
 def test_what_cannot_be_called_with_a_part_of_the_batch_runs_on_one_device(layer):
-    def fitted_on(num_towers):
-        model = network(layer, loss=lambda y, outputs: keras.ops.sum(outputs**2))
-        towers.parallelize(model, num_towers)
-        history = model.fit(X[:16], Y[:16], batch_size=8, verbose=0).history
-        return [*history.values(), *model.get_weights()]
-
-    expected = fitted_on(1)
+    given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
+    build = functools.partial(network, layer, loss=lambda y, outputs: keras.ops.sum(outputs**2))
+    expected = fits.fit(build, given, 1, epochs=1)
     with pytest.warns(UserWarning, match="sequential.* runs on one device"):
-        assert_same(fitted_on(2), expected)
-
-
-class LayerByLayer(keras.Model):
-    """Calls its layers in the step, one by one, so that a mask goes from one to the next."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = keras.layers.Embedding(4, 3, mask_zero=True)
-        self.rnn, self.top = keras.layers.LSTM(2), keras.layers.Dense(1)
-
-    def call(self, x):
-        return self.top(self.rnn(self.embedding(x)))
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = keras.ops.mean((self.top(self.rnn(self.embedding(x))) - y) ** 2)
-        weights = self.trainable_variables
-        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-        return {"loss": loss}
-
-
-@pytest.mark.usefixtures("all_float64")
-def test_masks_go_from_one_layer_of_a_step_to_the_next():
-    tokens = RANDOM.integers(0, 4, size=(22, 5))
-
-    def fitted_on(num_towers):
-        keras.utils.set_random_seed(2)
-        model = LayerByLayer()
-        model.compile("sgd")
-        if num_towers:
-            towers.parallelize(model, num_towers)
-        model.fit(tokens, Y, batch_size=8, verbose=0)
-        return model.get_weights()
-
-    assert_same(fitted_on(2), fitted_on(0))
+        assert fits.differences(expected, fits.fit(build, given, 2, epochs=1)) == {}
 
 
 def test_a_model_that_runs_eagerly_says_that_it_runs_on_one_device():
-    model = network(run_eagerly=True)
+    build = functools.partial(network, run_eagerly=True)
     with pytest.warns(UserWarning, match="run_eagerly"):
-        found = fitted(model, 2, epochs=1)
-    assert_same(found, fitted(network(run_eagerly=True), epochs=1))
-
-
-class LongestOfBatch(keras.Model):
-    """Fails of no example: it makes a loop over the longest row of a batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = keras.layers.Embedding(9, 3, mask_zero=True)
-        self.rnn, self.top = keras.layers.LSTM(2), keras.layers.Dense(1)
-
-    def call(self, x):
-        return self.top(self.rnn(self.embedding(x.to_tensor())))
-
-
-@pytest.mark.usefixtures("all_float64")
-def test_a_last_batch_may_have_fewer_examples_than_there_are_towers():
-    rows = tf.ragged.constant([[1, 2], [3], [4, 5, 6], [7], [8, 1]])
-
-    def fitted_on(num_towers):
-        keras.utils.set_random_seed(2)
-        model = LongestOfBatch()
-        model.compile("adam", "mse")
-        if num_towers:
-            towers.parallelize(model, num_towers)
-        losses = model.fit(rows, Y[:5], batch_size=4, verbose=0).history["loss"]
-        return [losses, *model.get_weights(), model.predict(rows, batch_size=4, verbose=0)]
-
-    assert_same(fitted_on(3), fitted_on(0))
+        found = fits.fit(build, ARRAYS, 2, epochs=1)
+    assert fits.differences(fits.fit(build, ARRAYS, epochs=1), found) == {}
 
 
 def test_a_layer_in_which_examples_see_each_other_is_named():
-    class Centred(keras.layers.Layer):
-        def call(self, x):
-            return x - keras.ops.mean(x, axis=0)
-
     with pytest.warns(UserWarning, match="mixed examples: layer .*centred"):
-        fitted(network(lambda: Centred(name="centred")), 2, epochs=1)
+        fits.fit(lambda: network(lambda: Centred(name="centred")), ARRAYS, 2, epochs=1)
 
 
-@pytest.mark.usefixtures("all_float64")
-@pytest.mark.parametrize(
-    "options", [{"accumulate_steps": 3}, {"jit_compile": True}, {"variables": "sharded"}], ids=str
-)
-def test_options_of_towers_change_no_number(options):
-    def make():
-        return network(lambda: keras.layers.Dropout(0.3), optimizer="adam")
-
-    assert_same(fitted(make(), 2, **options), fitted(make()))
+# -------------------------------------------------------------------------- The model stays Keras'
 
 
 def test_sharded_weights_and_their_slots_lie_on_the_towers():
-    model = network(optimizer="adam")
-    fitted(model, 2, variables="sharded", epochs=1)
+    model = towers.parallelize(network(optimizer="adam"), 2, variables="sharded")
+    model.train_on_batch(X[:8], Y[:8])
     places = {weight.value.device for weight in model.trainable_variables}
     assert {place[-5:] for place in places} == {"CPU:0", "CPU:1"}
     slots = model.optimizer._momentums
@@ -271,51 +526,63 @@ def test_a_model_can_be_compiled_again_and_put_back_on_one_device():
             devices.append(x.device)
             return x
 
-    model = network(Notes)
-    fitted(model, 2)
-    assert any("CPU:1" in device for device in devices)
+    model = towers.parallelize(network(Notes), 2)
+
+    def uses_two():
+        devices.clear()
+        model.train_on_batch(X, Y)
+        assert devices
+        return any("CPU:1" in device for device in devices)
+
+    assert uses_two()
     model.compile("adam", "mae")
-    devices.clear()
-    model.fit(X, Y, verbose=0)
-    assert any("CPU:1" in device for device in devices)
+    assert uses_two()
     towers.unparallelize(model)
-    devices.clear()
-    model.fit(X, Y, verbose=0)
-    assert devices and not any("CPU:1" in device for device in devices)
+    assert not uses_two()
 
 
+@pytest.mark.graph
 def test_bad_arguments_are_refused_in_one_line():
+    model = network()
     for given, message in (
         ({"variables": "everywhere"}, "sharded"), ({"batch_norm": "global"}, "sync"),
         ({"accumulate_steps": 0}, "accumulate_steps"), ({"devices": "/gpu:0"}, "/gpu:0"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message) as error:
-            towers.parallelize(network(), **given)
+            towers.parallelize(model, **given)
         assert "\n" not in str(error.value)
     with pytest.raises(towers.InputError, match="keras.Model"):
         towers.parallelize(lambda x: x)
 
 
-# What goes wrong under tf.distribute.MirroredStrategy.
+class Scaled(keras.Model):
+    """Hands a scalar of its own, which is trained, to its network."""
+
+    def __init__(self):
+        super().__init__()
+        self.network, self.scale = small(5, 1), self.add_weight(shape=(), name="scale")
+
+    def call(self, x, scale=1.0, training=False):
+        return self.network(x) * scale
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(SQUARES(self(x, scale=tf.exp(self.scale.value)), y))
+        update(tape, loss, self.optimizer, self.trainable_variables)
+        return {"loss": loss}
 
 
-@pytest.mark.usefixtures("all_float64")
-def test_gradients_are_clipped_once_for_all_towers():
-    def make():
-        return network(optimizer=keras.optimizers.SGD(1.0, clipnorm=0.1))
-
-    assert_same(fitted(make(), 3), fitted(make()))
-
-
-@pytest.mark.usefixtures("all_float64")
-def test_statistics_of_batch_norm_are_those_of_the_whole_batch():
-    def make():
-        return network(keras.layers.BatchNormalization)
-
-    assert_same(fitted(make(), 3), fitted(make()))
+def test_a_scalar_that_has_a_gradient_is_refused_as_an_argument(float64):
+    model = towers.parallelize(Scaled(), 2)
+    model.compile("sgd")
+    with pytest.raises(towers.InputError, match="hand it over as an argument") as error:
+        model.fit(X, Y, verbose=0)
+    assert "\n" not in str(error.value)
 
 
 def test_an_infinity_on_one_tower_skips_the_step_for_all():
+    """MirroredStrategy with Keras 3 skips it on one replica alone."""
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0)
     model = towers.parallelize(network(optimizer=optimizer), 2)
     before = [weight.numpy() for weight in model.weights]
@@ -327,40 +594,3 @@ def test_an_infinity_on_one_tower_skips_the_step_for_all():
     assert optimizer.dynamic_scale.numpy() == 1.0
     model.train_on_batch(np.ones((8, 5), "float32"), np.zeros((8, 1), "float32"))
     assert any((w.numpy() != v).any() for w, v in zip(model.weights, before, strict=True))
-
-
-def saturated(end):
-    inputs = keras.Input([4])
-    hidden = keras.layers.Dense(3, kernel_initializer=keras.initializers.RandomNormal(0, 40, 1))
-    outputs = hidden(inputs)
-    if end == "function":
-        outputs = Raw()(outputs)
-    else:
-        outputs = keras.layers.Activation(end)(outputs)
-    loss = "binary_crossentropy" if end == "sigmoid" else "categorical_crossentropy"
-    model = keras.Model(inputs, outputs)
-    model.compile(keras.optimizers.SGD(0.1), loss)
-    return model
-
-
-class Raw(keras.layers.Layer):
-    def call(self, x):
-        return tf.nn.softmax(x)
-
-
-@pytest.mark.parametrize("end", ["softmax", "sigmoid", "function"])
-def test_a_loss_of_probabilities_sees_the_logits_behind_them_as_in_keras(all_float64, end):
-    """Of probabilities themselves nothing is left where a model is sure and wrong."""
-    x = np.random.RandomState(0).normal(size=(10, 4))
-    y = np.eye(3)[np.arange(10) % 3]
-    found = []
-    for num_towers in (0, 2, 3):
-        model = saturated(end)
-        if num_towers:
-            towers.parallelize(model, devices=[f"/cpu:{i}" for i in range(num_towers)])
-        history = model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0).history
-        found.append([history["loss"], *model.get_weights()])
-    assert found[0][0][0] > 20  # of clipped probabilities it would be 16 at most
-    for other in found[1:]:
-        for one, two in zip(found[0], other, strict=True):
-            np.testing.assert_allclose(two, one, rtol=1e-9)

@@ -1,8 +1,12 @@
 """The rule book as it is printed, with the numbers of the run."""
 
+import pytest
+
 from tests import tiny
 from towers.training.rules import rule_book
 from towers.training.run import prepare
+
+pytestmark = pytest.mark.graph
 
 
 def test_the_rule_book_in_full():

@@ -8,6 +8,7 @@ import tensorflow as tf
 from towers.options.run import SCHEDULES
 from towers.training.schedules import schedule
 
+pytestmark = pytest.mark.unit
 EPOCHS = [0.0, 1e-6, 0.5, 1.0, 2.4999, 2.5, 4.0, 5.0, 7.5, 9.999, 10.0, 12.0]
 
 
@@ -65,14 +66,10 @@ def test_landmarks():
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_run_of_no_length_has_a_rate(kind):
+def test_runs_of_no_length_or_shorter_than_the_warmup_have_rates(kind):
     for warmup in (0.0, 1.0):
         (rate,) = rates(kind, [0.0], total_epochs=0.0, warmup_epochs=warmup)
         assert 0 <= rate <= 0.1
-
-
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_warmup_longer_than_the_run_goes_on_rising(kind):
     found = rates(kind, [0, 5, 10], warmup_epochs=40)
     first = 0.004 if kind == "onecycle" else 0
     assert found == pytest.approx([first + (0.1 - first) * part for part in (0, 1 / 8, 1 / 4)])

@@ -8,6 +8,8 @@ import tensorflow as tf
 from tests import tiny
 from towers.data import augment
 
+pytestmark = pytest.mark.run
+
 
 class Counter(keras.layers.Layer):
     """Keeps variables that are not trained, and counts its calls in each mode."""
@@ -35,32 +37,6 @@ def in_bfloat16(num_classes, image_shape):
     flat = keras.layers.Flatten(dtype="float32")
     head = keras.layers.Dense(num_classes, dtype="mixed_bfloat16")
     return keras.Sequential([keras.Input(image_shape), flat, head])
-
-
-@pytest.mark.parametrize("dtype", ["float64", "mixed_bfloat16"])
-def test_every_precision_trains(dtype):
-    loop = tiny.Loop(tiny.options("unused", dtype=dtype, num_towers=2, max_steps=40))
-    first = loop()["loss"]
-    for _ in range(3):
-        last = loop(13)["loss"]
-    assert last < 0.8 * first
-    kernel = loop.masters.model.trainable_variables[0]
-    assert kernel.value.dtype == ("float64" if dtype == "float64" else "float32")
-
-
-def test_logits_in_bfloat16_are_trained_on_and_evaluated_in_float32():
-    loop = tiny.Loop(
-        tiny.options("unused", model="tests.training.test_step:in_bfloat16", num_towers=2)
-    )
-    model = loop.masters.model
-    assert model(tf.zeros([1, *tiny.IMAGE_SHAPE])).dtype == "bfloat16"
-    images, labels = tiny.arrays(40)
-    evaluate = loop.run.task.eval_sums
-    sums = evaluate((images, labels), tf.ones([40]))
-    logits = tf.cast(model(tf.image.per_image_standardization(images)), tf.float32)
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-    assert float(sums["raw"]["loss"]) == pytest.approx(float(tf.reduce_sum(losses)), rel=1e-5)
-    assert np.isfinite(loop(3)["loss"])
 
 
 def test_layers_variables_are_assigned_once_a_step_and_not_in_evaluation():
@@ -96,18 +72,38 @@ def of_no_type(num_classes, image_shape, head=""):
     return keras.Sequential([keras.Input(image_shape), *layers, last])
 
 
-def test_float64_is_there_for_layers_that_name_no_type():
-    options = tiny.options(
-        "unused", dtype="float64", model="tests.training.test_step:of_no_type", num_towers=2,
-        ema_decay=0.5, model_args="head=float32",
-    )  # fmt: skip
-    loop = tiny.Loop(options)
-    assert np.isfinite(loop(2)["loss"])
-    evaluate = loop.run.task.eval_sums
-    sums = evaluate(tiny.arrays(7), tf.ones([7]))
+PRECISIONS = {
+    "float64": dict(model="tests.training.test_step:of_no_type", model_args="head=float32"),
+    "mixed_bfloat16": {},
+    "float32": dict(model="tests.training.test_step:in_bfloat16"),
+}
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_every_precision_trains_and_is_evaluated(dtype):
+    """In float64 layers that name no type have it; logits in bfloat16 become float32."""
+    given = dict(dtype=dtype, num_towers=2, max_steps=40, ema_decay=0.5) | PRECISIONS[dtype]
+    loop = tiny.Loop(tiny.options("unused", **given))
+    model = loop.masters.model
+    kernel = model.trainable_variables[0]
+    assert kernel.value.dtype == ("float64" if dtype == "float64" else "float32")
+
+    images, labels = tiny.arrays(40)
+    sums = loop.run.task.eval_sums((images, labels), tf.ones([40]))
     assert np.isfinite(sums["raw"]["loss"]) and np.isfinite(sums["ema"]["loss"])
-    assert keras.config.floatx() == "float32"
-    assert keras.config.dtype_policy().name == "float32"
+    assert keras.config.floatx() == keras.config.dtype_policy().name == "float32"
+    if dtype == "float32":
+        logits = model(tf.image.per_image_standardization(images))
+        assert logits.dtype == "bfloat16"
+        logits = tf.cast(logits, tf.float32)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        assert float(sums["raw"]["loss"]) == pytest.approx(float(tf.reduce_sum(losses)), rel=1e-5)
+
+    first = loop()["loss"]
+    for _ in range(3):
+        last = loop(13)["loss"]
+    assert last < 0.8 * first
+    assert keras.config.floatx() == keras.config.dtype_policy().name == "float32"
 
 
 # ------------------------------------------------------------------- Losses that layers add
@@ -126,45 +122,18 @@ class AddsLosses(keras.layers.Layer):
 def adding(num_classes, image_shape):
     layers = keras.layers
     inner = [layers.Dense(5, "tanh", activity_regularizer="l2"), AddsLosses()]
-    head = layers.Dense(num_classes, activity_regularizer="l1", kernel_regularizer="l2")
+    l2 = keras.regularizers.L2(2**-6)  # 0.01 would be rounded to float32
+    head = layers.Dense(num_classes, activity_regularizer="l1", kernel_regularizer=l2)
     return keras.Sequential(
         [keras.Input(image_shape), layers.Flatten(), keras.Sequential(inner), head]
     )
 
 
-def by_keras(loop, rate):
-    """Return the weights after a step of plain Keras with the whole batch, and its loss."""
-    model, options = loop.masters.model, loop.run.options
-    batches = loop.run.data.train.train_batches(options.batch_size, seed=options.seed)
-    images, labels, draws = tiny.flat(next(iter(batches)))
-    inputs = augment.train_images(images, draws, options.augment, dtype=tf.float64)
-    with tf.GradientTape() as tape:
-        logits = model(inputs, training=True)
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-        loss = tf.reduce_mean(losses) + sum(tf.reduce_sum(added) for added in model.losses)
-    weights = [v.value for v in model.trainable_variables]
-    gradients = tape.gradient(loss, weights)
-    paths = [f"model/{v.path}" for v in model.trainable_variables]
-    new = [w - rate * g for w, g in zip(weights, gradients, strict=True)]
-    return {p: v.numpy() for p, v in zip(paths, new, strict=True)}, float(loss)
-
-
-@pytest.mark.parametrize(
-    "num_towers, batch_size, more", [(2, 7, {"accumulate_steps": 2}), (3, 2, {})]
-)
-def test_losses_that_layers_add_are_trained_on(num_towers, batch_size, more):
-    options = tiny.options(
-        "unused", dtype="float64", model="tests.training.test_step:adding", optimizer="sgd",
-        schedule="constant", learning_rate=0.125, num_towers=num_towers, batch_size=batch_size,
-        **more,
-    )  # fmt: skip
+@pytest.mark.graph
+def test_losses_that_layers_add_in_training_are_not_those_of_evaluation():
+    """That they are trained on, test_update tells."""
+    options = tiny.options("unused", dtype="float64", model="tests.training.test_step:adding")
     loop = tiny.Loop(options)
-    expected, loss = by_keras(loop, 0.125)
-    metrics = loop()
-    assert metrics["loss"] + metrics["penalty"] == pytest.approx(loss, rel=1e-6)
-    state = loop.state()
-    tiny.assert_close({name: state[name] for name in expected}, expected, 1e-10)
-
     images, labels = tiny.arrays(7)
     sums = loop.run.task.eval_sums((images, labels), tf.ones([7]))
     inputs = augment.eval_images(images, options.augment, dtype=tf.float64)

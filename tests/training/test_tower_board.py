@@ -9,6 +9,8 @@ import towers
 from towers.monitoring import events
 from towers.training.parallel import builder_of
 
+pytestmark = pytest.mark.run
+
 X = np.random.RandomState(0).normal(size=(10, 3))
 Y = X.sum(axis=1, keepdims=True)
 
@@ -29,16 +31,8 @@ def make(num_towers):
 
 
 def fit(model, *callbacks, epochs=2):
-    return model.fit(
-        X,
-        Y,
-        batch_size=5,
-        epochs=epochs,
-        verbose=0,
-        shuffle=False,
-        validation_data=(X, Y),
-        callbacks=list(callbacks),
-    ).history
+    given = dict(batch_size=5, shuffle=False, validation_data=(X, Y), verbose=0)
+    return model.fit(X, Y, epochs=epochs, callbacks=list(callbacks), **given).history
 
 
 def norm_of(model, x, y):
@@ -63,6 +57,14 @@ def test_each_tower_is_seen(float64, tmp_path):
     assert points[1]["speed/examples_per_second"] > 0 and points[1]["learning_rate"] > 0
     evaluated = events.read(tmp_path / "eval")
     assert evaluated[4]["validation/loss"] == pytest.approx(history["val_loss"][1])
+    # The page has a layout, and the graph of a step.
+    (path,) = [path for path in events.paths(tmp_path) if path.suffix == ".root"]
+    found = [event for event, *_ in events.Records(path)]
+    graph = tf.compat.v1.GraphDef.FromString(next(e.graph_def for e in found if e.graph_def))
+    devices = {node.device for node in graph.node if node.name.startswith("tower_1/")}
+    assert "/device:CPU:1" in devices
+    tags = [value.tag for event in found for value in event.summary.value]
+    assert any("custom_scalars" in tag for tag in tags)
 
 
 def test_a_tower_without_an_example_has_no_points(float64, tmp_path):
@@ -81,17 +83,6 @@ def test_no_number_depends_on_it(float64, tmp_path):
     assert list(events.read(tmp_path / "train", {"loss"})) == [0, 3]
     fit(seen)
     assert builder_of(seen).on_gradients is None
-
-
-def test_the_page_has_a_layout_and_the_graph_of_a_step(tmp_path):
-    fit(make(2), towers.callbacks.TowerBoard(tmp_path), epochs=1)
-    (path,) = [path for path in events.paths(tmp_path) if path.suffix == ".root"]
-    found = [event for event, *_ in events.Records(path)]
-    graph = tf.compat.v1.GraphDef.FromString(next(e.graph_def for e in found if e.graph_def))
-    devices = {node.device for node in graph.node if node.name.startswith("tower_1/")}
-    assert "/device:CPU:1" in devices
-    tags = [value.tag for event in found for value in event.summary.value]
-    assert any("custom_scalars" in tag for tag in tags)
 
 
 def test_a_fit_that_goes_on_writes_each_point_once(tmp_path):

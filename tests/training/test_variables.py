@@ -1,11 +1,11 @@
 """Where the master variables lie: other places, the same numbers."""
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests import tiny
+from tests.training.test_update import embedding  # noqa: F401 (tests of XLA name it here)
 from towers.builder import collectives, gather
 from towers.commands.verify.command import run as verify
 from towers.commands.verify.options import VerifyOptions
@@ -16,42 +16,31 @@ from towers.training import start
 from towers.training.start import build
 from towers.training.train import train
 
+pytestmark = pytest.mark.graph
 PLACES = ("cpu", "sharded", "replicated")
 
 
-def embedding(num_classes, image_shape):
-    """Sparse gradients, as of words, beside dense ones."""
-
-    class Words(keras.layers.Layer):
-        def call(self, images):
-            return tf.cast(tf.abs(images[:, :3, 0, 0]) * 4, tf.int32)
-
-    layers = [Words(), keras.layers.Embedding(9, 4), keras.layers.Flatten()]
-    return keras.Sequential([keras.Input(image_shape), *layers, keras.layers.Dense(num_classes)])
-
-
 CASES = {
-    "cnn": dict(model="tests.tiny:cnn", ema_decay=0.9, weight_decay=0.01, clip_global_norm=0.5),
-    "l2": dict(model_args="l2=0.1", clip_norm=0.3, optimizer="nesterov"),
-    "adamw": dict(optimizer="adamw", weight_decay=0.3, dtype="mixed_float16"),
-    "fewer examples than towers": dict(accumulate_steps=2, batch_size=2, clip_value=0.01),
-    "embedding": dict(model="tests.training.test_variables:embedding", weight_decay=0.01),
+    "replicated": dict(variables="replicated"),
+    "sharded": dict(variables="sharded"),
+    "replicated, adamw": dict(
+        variables="replicated", optimizer="adamw", weight_decay=0.3, dtype="mixed_float16"
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    "name, variables",
-    [*((name, "replicated") for name in CASES), ("cnn", "sharded"), ("embedding", "sharded")],
-)
-def test_towers_compute_what_one_device_computes(variables, name):
+@pytest.mark.run
+@pytest.mark.parametrize("name", CASES)
+def test_towers_compute_what_one_device_computes(name):
     """That device has its variables on the CPU: a rule that a place breaks would be seen."""
-    given = dict(model="tests.tiny:dense", dataset="tests.tiny:images", augment="none")
-    given |= dict(batch_size=7, variables=variables) | CASES[name]
+    given = dict(model="tests.tiny:cnn", dataset="tests.tiny:images", augment="none", batch_size=7)
+    given |= dict(ema_decay=0.9, weight_decay=0.01, clip_global_norm=0.5) | CASES[name]
     options = VerifyOptions(Options(**given), num_towers="1,3", steps=2)
     result = verify(options, say=lambda line: None)
     assert result["passed"], result["first_difference"]
 
 
+@pytest.mark.run
 def test_copies_stay_the_same_bit_for_bit(tmp_path):
     loop = tiny.Loop(
         tiny.options(tmp_path, num_towers=3, variables="replicated", model="tests.tiny:cnn")
@@ -83,6 +72,7 @@ def test_where_variables_lie(tmp_path):
     assert set(places("replicated").values()) == {"/cpu:0"}
 
 
+@pytest.mark.run
 def test_only_the_batch_crosses_to_replicated_towers(tmp_path):
     """And a sharded weight crosses to those towers alone that do not have it."""
     crossing = {}
@@ -97,6 +87,7 @@ def test_only_the_batch_crosses_to_replicated_towers(tmp_path):
     assert crossing["replicated"] == pytest.approx(batch, abs=100)
 
 
+@pytest.mark.run
 def test_a_run_goes_on_in_another_place(tmp_path):
     """A checkpoint knows no place; and strict placement knows where variables belong."""
     given = dict(num_towers=2, ema_decay=0.9, num_epochs=12 * 7 / 60)
@@ -109,13 +100,19 @@ def test_a_run_goes_on_in_another_place(tmp_path):
 
 
 def test_auto_takes_the_fastest_and_says_so(tmp_path, capsys, monkeypatch):
+    """What flags.cfg keeps of it, test_on_gpus tells."""
     rates = {"cpu": 10.0, "sharded": 30.0, "replicated": 20.0}
     monkeypatch.setattr(start, "_window", lambda run: lambda: rates[run.options.variables])
-    train(tiny.options(tmp_path, num_towers=2, variables="auto", max_steps=1))
+    run = build(tiny.options(tmp_path, num_towers=2, variables="auto"), print)
     line = next(line for line in capsys.readouterr().out.splitlines() if "fastest" in line)
     assert line.startswith("variables   sharded")
     assert all(f"{name} {rate:.0f}" in line for name, rate in rates.items())
-    assert "--variables=sharded" in (tmp_path / "flags.cfg").read_text()
+    assert run.options.variables == "sharded" and not run.left_open
+
+
+@pytest.mark.run
+def test_on_cpus_flags_cfg_leaves_the_place_open(trained):
+    assert "--variables=default" in (trained("classes") / "flags.cfg").read_text()
 
 
 def test_one_tower_needs_no_trial(tmp_path, capsys):

@@ -1,7 +1,8 @@
 """A catalogue of small models as strangers write them, each with the truth about it.
 
 N towers compute what one device computes, or `towers verify` names the one cause why they do not,
-or the model is refused. `scripts/catalogue` tries them all; the quick ones are tests.
+or the model is refused. `scripts/catalogue` tries them all, and so does `scripts/test --all`; a
+normal run of the tests tries the quick ones, one of each truth.
 """
 
 import importlib

@@ -4,79 +4,55 @@ import keras
 import tensorflow as tf
 
 from tests.zoo.entry import SAME, entry
-from tests.zoo.parts import of_images, on_images, on_maps
+from tests.zoo.parts import of_images, on_images, on_maps, own
 
 layers = keras.layers
 
-first_cnn = on_images(
-    SAME,
-    "biases before BatchNorm: their gradients are zero in theory",
-    lambda: [
-        layers.Conv2D(4, 3, padding="same"),
-        layers.BatchNormalization(),
-        layers.ReLU(),
-        layers.MaxPooling2D(),
-        layers.Conv2D(6, 3, padding="same"),
-        layers.BatchNormalization(),
-        layers.Activation("relu"),
-        layers.Dropout(0.5),
-    ],
-)
+first_cnn = on_images(SAME, "biases before BatchNorm: their gradients are zero in theory", lambda: [
+    layers.Conv2D(4, 3, padding="same"),
+    layers.BatchNormalization(),
+    layers.ReLU(),
+    layers.MaxPooling2D(),
+    layers.Conv2D(6, 3, padding="same"),
+    layers.BatchNormalization(),
+    layers.Activation("relu"),
+    layers.Dropout(0.5),
+])
 
-dilated = on_maps(
-    SAME,
-    "dilated and depthwise-dilated kernels",
-    lambda: [
-        layers.Conv2D(4, 3, dilation_rate=2, padding="same", activation="elu"),
-        layers.DepthwiseConv2D(3, dilation_rate=2, padding="same"),
-    ],
-)
-one_dimension = on_images(
-    SAME,
-    "Conv1D: causal, separable, transposed",
-    lambda: [
-        layers.Reshape((64, 3)),
-        layers.Conv1D(4, 5, padding="causal", activation="relu"),
-        layers.MaxPooling1D(4),
-        layers.SeparableConv1D(5, 3, activation="relu"),
-        layers.Conv1DTranspose(3, 3, strides=2),
-        layers.AveragePooling1D(2),
-        layers.SpatialDropout1D(0.3),
-        layers.GlobalMaxPooling1D(),
-    ],
-)
-three_dimensions = on_images(
-    SAME,
-    "Conv3D, BatchNorm of five axes",
-    lambda: [
-        layers.Reshape((4, 4, 4, 3)),
-        layers.Conv3D(4, 2, strides=(1, 1, 2), activation="relu"),
-        layers.BatchNormalization(),
-        layers.SpatialDropout3D(0.3),
-        layers.Conv3DTranspose(3, 2),
-        layers.GlobalAveragePooling3D(),
-    ],
-)
-adaptive_pooling = on_images(
-    SAME,
-    "pooling whose windows are of unlike sizes",
-    lambda: [
-        layers.Conv2D(4, 3, activation="relu"),
-        layers.AdaptiveAveragePooling2D(4),
-        layers.AdaptiveMaxPooling2D(2),
-    ],
-)
-padded_and_resized = on_maps(
-    SAME,
-    "padding, bilinear resizing, PReLU of each place",
-    lambda: [
-        layers.ZeroPadding2D(1),
-        layers.UpSampling2D(2, interpolation="bilinear"),
-        layers.Conv2D(3, 3, strides=3),
-        layers.Cropping2D(1),
-        layers.PReLU(),
-    ],
-)
+dilated = on_maps(SAME, "dilated and depthwise-dilated kernels", lambda: [
+    layers.Conv2D(4, 3, dilation_rate=2, padding="same", activation="elu"),
+    layers.DepthwiseConv2D(3, dilation_rate=2, padding="same"),
+])
+one_dimension = on_images(SAME, "Conv1D: causal, separable, transposed", lambda: [
+    layers.Reshape((64, 3)),
+    layers.Conv1D(4, 5, padding="causal", activation="relu"),
+    layers.MaxPooling1D(4),
+    layers.SeparableConv1D(5, 3, activation="relu"),
+    layers.Conv1DTranspose(3, 3, strides=2),
+    layers.AveragePooling1D(2),
+    layers.SpatialDropout1D(0.3),
+    layers.GlobalMaxPooling1D(),
+])
+three_dimensions = on_images(SAME, "Conv3D, BatchNorm of five axes", lambda: [
+    layers.Reshape((4, 4, 4, 3)),
+    layers.Conv3D(4, 2, strides=(1, 1, 2), activation="relu"),
+    layers.BatchNormalization(),
+    layers.SpatialDropout3D(0.3),
+    layers.Conv3DTranspose(3, 2),
+    layers.GlobalAveragePooling3D(),
+])
+adaptive_pooling = on_images(SAME, "pooling whose windows are of unlike sizes", lambda: [
+    layers.Conv2D(4, 3, activation="relu"),
+    layers.AdaptiveAveragePooling2D(4),
+    layers.AdaptiveMaxPooling2D(2),
+])
+padded_and_resized = on_maps(SAME, "padding, bilinear resizing, PReLU of each place", lambda: [
+    layers.ZeroPadding2D(1),
+    layers.UpSampling2D(2, interpolation="bilinear"),
+    layers.Conv2D(3, 3, strides=3),
+    layers.Cropping2D(1),
+    layers.PReLU(),
+])
 
 
 @of_images(SAME, "strides, transposed convolution, a skip")
@@ -116,22 +92,16 @@ class WeightStandardisedConv(layers.Conv2D):
         return super().convolution_op(inputs, (kernel - mean) / tf.sqrt(variance + 1e-5))
 
 
-class ByTensorFlow(layers.Layer):
+@own(on_maps, SAME, "TensorFlow's own ops on a Keras weight", kernel=(3, 3, None, 4))
+def by_tensorflow(self, x):
     """Convolution, patches and pooling by TensorFlow's own functions."""
-
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(3, 3, shape[-1], 4), name="kernel")
-
-    def call(self, x):
-        x = tf.nn.conv2d(x, self.kernel, strides=1, padding="SAME")
-        x = tf.nn.max_pool2d(x, 2, 2, "SAME")
-        patches = tf.image.extract_patches(x, [1, 2, 2, 1], [1, 1, 1, 1], [1, 1, 1, 1], "VALID")
-        return tf.nn.depth_to_space(patches, 2)
+    x = tf.nn.conv2d(x, self.kernel, strides=1, padding="SAME")
+    x = tf.nn.max_pool2d(x, 2, 2, "SAME")
+    patches = tf.image.extract_patches(x, [1, 2, 2, 1], [1, 1, 1, 1], [1, 1, 1, 1], "VALID")
+    return tf.nn.depth_to_space(patches, 2)
 
 
 weight_standardised = on_maps(
-    SAME,
-    "moments of a kernel, not of the batch",
+    SAME, "moments of a kernel, not of the batch",
     lambda: [WeightStandardisedConv(5, 3), layers.ReLU()],
 )
-by_tensorflow = on_maps(SAME, "TensorFlow's own ops on a Keras weight", ByTensorFlow)

@@ -4,37 +4,28 @@ import keras
 import tensorflow as tf
 
 from tests.zoo.entry import SAME, entry
-from tests.zoo.parts import Seeded, of_images, on_features, on_images, on_maps, on_rows
+from tests.zoo.parts import layer, of_images, on_features, on_images, on_maps, on_rows, own, seed
 
 layers, ops, random = keras.layers, keras.ops, keras.random
 
-dropouts = on_maps(
-    SAME,
-    "each of Keras' noise layers",
-    lambda: [
-        layers.SpatialDropout2D(0.3),
-        layers.Conv2D(4, 3, padding="same"),
-        layers.Dropout(0.3, noise_shape=(None, 1, None, 1)),
-        layers.AlphaDropout(0.2),
-        layers.GaussianDropout(0.3),
-        layers.GaussianNoise(0.2),
-    ],
-)
+dropouts = on_maps(SAME, "each of Keras' noise layers", lambda: [
+    layers.SpatialDropout2D(0.3),
+    layers.Conv2D(4, 3, padding="same"),
+    layers.Dropout(0.3, noise_shape=(None, 1, None, 1)),
+    layers.AlphaDropout(0.2),
+    layers.GaussianDropout(0.3),
+    layers.GaussianNoise(0.2),
+])
 entry(SAME, "a part has its own place", "--accumulate_steps=2")(dropouts)
 dropout_shared_by_all = on_maps(
-    SAME,
-    "one mask for the batch, by noise_shape",
+    SAME, "one mask for the batch, by noise_shape",
     lambda: layers.Dropout(0.5, noise_shape=(1, None, None, 4)),
 )
-dropout_of_rows = on_rows(
-    SAME,
-    "one mask for all times of an example",
-    lambda: [
-        layers.SpatialDropout1D(0.3, seed=1),
-        layers.Dense(4, activation="selu"),
-        layers.AlphaDropout(0.3, noise_shape=(None, 1, None)),
-    ],
-)
+dropout_of_rows = on_rows(SAME, "one mask for all times of an example", lambda: [
+    layers.SpatialDropout1D(0.3, seed=1),
+    layers.Dense(4, activation="selu"),
+    layers.AlphaDropout(0.3, noise_shape=(None, 1, None)),
+])
 entry(SAME, "a loss scale", "--dtype=mixed_float16")(dropout_of_rows)
 
 
@@ -46,51 +37,34 @@ def dropout_used_twice(images):
 
 # ------------------------------------------------------------------------------------ Augmentation
 
-flips_and_turns = on_images(
-    SAME,
-    "Keras' geometric augmentation",
-    lambda: [
-        layers.RandomFlip("horizontal"),
-        layers.RandomTranslation(0.2, 0.2),
-        layers.RandomRotation(0.1, fill_mode="nearest"),
-        layers.RandomZoom(0.2),
-        layers.Conv2D(4, 3, activation="relu"),
-        layers.GlobalAveragePooling2D(),
-    ],
-)
-crop = on_images(
-    SAME,
-    "RandomCrop draws one place for the batch",
-    lambda: [
-        layers.RandomCrop(6, 6),  # of square images, in evaluation, Keras 3.15 crops nothing
-        layers.Conv2D(4, 3, activation="relu"),
-        layers.GlobalAveragePooling2D(),
-    ],
-)
-colours = on_images(
-    SAME,
-    "Keras' colour augmentation",
-    lambda: [
-        layers.Rescaling(0.25, offset=0.5),
-        layers.RandomBrightness(0.2, value_range=(0, 1)),
-        layers.RandomContrast(0.4, value_range=(0, 1)),
-        layers.RandomSaturation(0.5, value_range=(0, 1)),
-        layers.RandomGrayscale(0.3),
-        layers.Conv2D(4, 3, activation="relu"),
-        layers.GlobalMaxPooling2D(),
-    ],
-)
-erasing = on_images(
-    SAME,
-    "places [B], and noise of whole images",
-    lambda: [
-        layers.RandomErasing(1.0, scale=(0.2, 0.6), value_range=(-2, 2)),
-        layers.RandomShear(0.3, 0.3),
-    ],
-)
+flips_and_turns = on_images(SAME, "Keras' geometric augmentation", lambda: [
+    layers.RandomFlip("horizontal"),
+    layers.RandomTranslation(0.2, 0.2),
+    layers.RandomRotation(0.1, fill_mode="nearest"),
+    layers.RandomZoom(0.2),
+    layers.Conv2D(4, 3, activation="relu"),
+    layers.GlobalAveragePooling2D(),
+])
+crop = on_images(SAME, "RandomCrop draws one place for the batch", lambda: [
+    layers.RandomCrop(6, 6),  # of square images, in evaluation, Keras 3.15 crops nothing
+    layers.Conv2D(4, 3, activation="relu"),
+    layers.GlobalAveragePooling2D(),
+])
+colours = on_images(SAME, "Keras' colour augmentation", lambda: [
+    layers.Rescaling(0.25, offset=0.5),
+    layers.RandomBrightness(0.2, value_range=(0, 1)),
+    layers.RandomContrast(0.4, value_range=(0, 1)),
+    layers.RandomSaturation(0.5, value_range=(0, 1)),
+    layers.RandomGrayscale(0.3),
+    layers.Conv2D(4, 3, activation="relu"),
+    layers.GlobalMaxPooling2D(),
+])
+erasing = on_images(SAME, "places [B], and noise of whole images", lambda: [
+    layers.RandomErasing(1.0, scale=(0.2, 0.6), value_range=(-2, 2)),
+    layers.RandomShear(0.3, 0.3),
+])
 rand_augment = on_images(
-    SAME,
-    "which operations is drawn for the batch, how much by example",
+    SAME, "which operations is drawn for the batch, how much by example",
     lambda: [
         layers.Rescaling(40.0, offset=128.0),
         # This seed does not draw the equalization, whose histogram is of the whole batch.
@@ -106,11 +80,11 @@ rand_augment = on_images(
 def adding(why, draw, **keywords):
     """Put in a layer that adds what `draw(x, seed)` returns while the model is trained."""
 
-    class Adds(Seeded):
-        def call(self, x, training=False):
-            return x + draw(x, self.seed) if training else x
+    @own(on_features, SAME, why, seed=seed, **keywords)
+    def adds(self, x, training):
+        return x + draw(x, self.seed) if training else x
 
-    return on_features(SAME, why, Adds, **keywords)
+    return adds
 
 
 fixed_seed = adding(
@@ -123,7 +97,6 @@ without_dtype = adding(
 without_seed = adding(
     "Keras' global generator, which is no layer's",
     lambda x, _: random.uniform(ops.shape(x), dtype=x.dtype),
-    quick=True,
 )
 
 
@@ -136,44 +109,28 @@ def _whole_numbers(x, seed):
 whole_numbers = adding("integers and a truncated normal from one generator", _whole_numbers)
 
 
-class ByTensorFlow(layers.Layer):
-    """Draws by TensorFlow's stateless functions, and a counter of its own."""
-
-    def build(self, shape):
-        self.calls = self.add_weight(
-            shape=(), initializer="zeros", dtype="int32", trainable=False, name="calls"
-        )
-
-    def call(self, x, training=False):
-        if not training:
-            return x
-        seed = tf.stack([5, self.calls * 1])
-        self.calls.assign_add(1)
-        x = tf.image.stateless_random_flip_left_right(x, seed)
-        x = tf.image.stateless_random_brightness(x, 0.2, seed + 1)
-        return tf.nn.experimental.stateless_dropout(x, 0.3, seed + 2)
+@own(on_maps, SAME, "stateless draws by a counter of calls",
+     calls=dict(shape=(), initializer="zeros", dtype="int32", trainable=False))  # fmt: skip
+def by_tensorflow(self, x, training):
+    if not training:
+        return x
+    seed = tf.stack([5, self.calls * 1])
+    self.calls.assign_add(1)
+    x = tf.image.stateless_random_flip_left_right(x, seed)
+    x = tf.image.stateless_random_brightness(x, 0.2, seed + 1)
+    return tf.nn.experimental.stateless_dropout(x, 0.3, seed + 2)
 
 
-class RandomLayerDrop(Seeded):
+@layer(dense=lambda: layers.Dense(6, activation="tanh"), seed=seed)
+def random_layer_drop(self, x, training):
     """Leaves a whole layer out for all examples at once (Fan et al. 2019)."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = layers.Dense(6, activation="tanh")
-
-    def build(self, shape):
-        self.dense.build(shape)
-
-    def call(self, x, training=False):
-        if not training:
-            return self.dense(x)
-        kept = random.uniform((), seed=self.seed) < 0.7
-        return ops.where(kept, self.dense(x), x)
+    if not training:
+        return self.dense(x)
+    kept = random.uniform((), seed=self.seed) < 0.7
+    return ops.where(kept, self.dense(x), x)
 
 
-by_tensorflow = on_maps(SAME, "stateless draws by a counter of calls", ByTensorFlow)
 layer_drop = on_features(
-    SAME,
-    "one number for the batch leaves a layer out",
-    lambda: [RandomLayerDrop(), RandomLayerDrop()],
+    SAME, "one number for the batch leaves a layer out",
+    lambda: [random_layer_drop(), random_layer_drop()],
 )

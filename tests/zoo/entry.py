@@ -22,7 +22,7 @@ class Entry:
             training, exit code 2; or the one of CAUSES that verify must name.
         why: it is so, or is here.
         flags: further ones, of verify.
-        quick: it takes part in the tests.
+        quick: a normal run of the tests tries it, too.
         dataset: what it is tried on.
         model: "norms:spectral" is tests.zoo.norms:spectral, as `--model` takes it.
     """

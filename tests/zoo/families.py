@@ -10,10 +10,10 @@ from models.wide_resnet import wide_resnet
 from tests.zoo.entry import SAME, entry
 
 
-def _family(function, why, *args, dataset="tests.tiny:images", quick=False, **keywords):
+def _family(function, why, *args, dataset="tests.tiny:images", **keywords):
     """Return a model function of a shipped one with these arguments."""
 
-    @entry(SAME, why, quick=quick, dataset=dataset)
+    @entry(SAME, why, dataset=dataset)
     def model(num_classes, image_shape):
         return function(*args, **keywords, num_classes=num_classes, image_shape=image_shape)
 
@@ -38,6 +38,5 @@ growing = _family(
 )  # fmt: skip
 grouped = _family(resnext, "groups one by one, stochastic depth", 11, 2, 2, 2, drop_path=0.5)
 transformer = _family(
-    vit, "attention, stochastic depth of two branches", 1, 6, 2, 4, dropout=0.2, drop_path=0.5,
-    quick=True,
-)  # fmt: skip
+    vit, "attention, stochastic depth of two branches", 1, 6, 2, 4, dropout=0.2, drop_path=0.5
+)

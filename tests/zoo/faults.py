@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.zoo.parts import Seeded, on_features, on_maps, on_rows
+from tests.zoo.parts import Seeded, on_features, on_maps, on_rows, own, seed
 
 layers, ops, random = keras.layers, keras.ops, keras.random
 
@@ -50,18 +50,10 @@ def categorical_draw(self, x):
     return x + ops.one_hot(chosen[:, 0], x.shape[1], dtype=x.dtype)
 
 
-class ByGenerator(layers.Layer):
-    """Draws from TensorFlow's own generator."""
-
-    def __init__(self):
-        super().__init__()
-        self.generator = tf.random.Generator.from_seed(1)
-
-    def call(self, x, training=False):
-        return x + self.generator.normal(tf.shape(x), dtype=x.dtype) if training else x
-
-
-tensorflow_generator = on_features("random op", "tf.random.Generator", ByGenerator)
+@own(on_features, "random op", "tf.random.Generator",
+     generator=lambda: tf.random.Generator.from_seed(1))  # fmt: skip
+def tensorflow_generator(self, x, training):
+    return x + self.generator.normal(tf.shape(x), dtype=x.dtype) if training else x
 
 
 # ------------------------------------------------------------------------------------ Python code
@@ -144,59 +136,44 @@ def seed_by_its_name(_, x):
 # --------------------------------------------------------------------------------------- Rounding
 
 
-class Float32Inside(layers.Layer):
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(shape[-1], 5), name="kernel")
-
-    def call(self, x):
-        kernel = tf.cast(ops.convert_to_tensor(self.kernel), tf.float32)
-        return tf.cast(tf.matmul(tf.cast(x, tf.float32), kernel), x.dtype)
+@own(on_features, "rounding", "a product over the slice in float32", kernel=(None, 5))
+def float32_inside(self, x):
+    kernel = tf.cast(ops.convert_to_tensor(self.kernel), tf.float32)
+    return tf.cast(tf.matmul(tf.cast(x, tf.float32), kernel), x.dtype)
 
 
-class Quantised(layers.Layer):
-    """Learned limits of a quantisation that TensorFlow has in float32 only."""
-
-    def build(self, shape):
-        limit = keras.initializers.Constant
-        self.low = self.add_weight(shape=(), initializer=limit(-0.5), name="low")
-        self.high = self.add_weight(shape=(), initializer=limit(0.5), name="high")
-
-    def call(self, x):
-        given = [tf.cast(ops.convert_to_tensor(v), tf.float32) for v in (x, self.low, self.high)]
-        return tf.cast(tf.quantization.fake_quant_with_min_max_vars(*given), x.dtype)
+def _limit(value):
+    return {"shape": (), "initializer": keras.initializers.Constant(value)}
 
 
-float32_inside = on_features("rounding", "a product over the slice in float32", Float32Inside)
-quantised = on_maps("rounding", "an op that exists in float32 alone", Quantised, quick=True)
+@own(on_maps, "rounding", "an op that exists in float32 alone", quick=True,
+     low=_limit(-0.5), high=_limit(0.5))  # fmt: skip
+def quantised(self, x):
+    """Learned limits of a quantisation."""
+    given = [tf.cast(ops.convert_to_tensor(v), tf.float32) for v in (x, self.low, self.high)]
+    return tf.cast(tf.quantization.fake_quant_with_min_max_vars(*given), x.dtype)
 
 
 # ------------------------------------------------------------------- Added losses, initial weights
 
 
-class SumOfSquares(layers.Layer):
-    def call(self, x):
-        self.add_loss(0.01 * tf.nn.l2_loss(x))
-        return x
+@own(on_features, "added loss", "l2_loss adds up")
+def added_sum(self, x):
+    self.add_loss(0.01 * tf.nn.l2_loss(x))
+    return x
 
 
-class Divergence(Seeded):
+@own(on_features, "added loss", "a sum over examples", quick=True,
+     both=lambda: layers.Dense(8), seed=seed)  # fmt: skip
+def added_divergence(self, x, training):
     """Adds the divergence of a variational autoencoder, over all examples."""
-
-    def __init__(self):
-        super().__init__()
-        self.both = layers.Dense(8)
-
-    def build(self, shape):
-        self.both.build(shape)
-
-    def call(self, x, training=False):
-        mean, log_variance = ops.split(self.both(x), 2, axis=1)
-        terms = ops.square(mean) + ops.exp(log_variance) - log_variance - 1
-        self.add_loss(0.5 * ops.sum(terms))
-        if not training:
-            return mean
-        noise = random.normal(ops.shape(mean), dtype=x.dtype, seed=self.seed)
-        return mean + ops.exp(log_variance / 2) * noise
+    mean, log_variance = ops.split(self.both(x), 2, axis=1)
+    terms = ops.square(mean) + ops.exp(log_variance) - log_variance - 1
+    self.add_loss(0.5 * ops.sum(terms))
+    if not training:
+        return mean
+    noise = random.normal(ops.shape(mean), dtype=x.dtype, seed=self.seed)
+    return mean + ops.exp(log_variance / 2) * noise
 
 
 def _by_new_generator():
@@ -211,8 +188,6 @@ def _projection():
     return layers.Dense(5, kernel_initializer=start, trainable=False)
 
 
-added_sum = on_features("added loss", "l2_loss adds up", SumOfSquares)
-added_divergence = on_features("added loss", "a sum over examples", Divergence, quick=True)
 weights_by_numpys_new_generator = on_maps(
     "initial weights", "default_rng() without a seed", _by_new_generator
 )

@@ -4,33 +4,34 @@ import keras
 import tensorflow as tf
 
 from tests.zoo.entry import SAME
-from tests.zoo.parts import Seeded, on_features, on_maps, on_rows
+from tests.zoo.parts import Seeded, on_features, on_maps, on_rows, own, seed
 
 layers, ops, random = keras.layers, keras.ops, keras.random
 
 
-def dropped(on, why, call, **keywords):
-    """Put in `call(x, dropout)`, which lays x out before dropout, and back after it."""
+def dropped(on, why, **keywords):
+    """Put in what a function of `(x, dropout)` returns, which lays x out and back again."""
 
-    class Guilty(layers.Layer):
-        def __init__(self):
-            super().__init__()
-            self.dropout = layers.Dropout(0.4, seed=1)
-
-        def call(self, x, training=False):
+    def decorate(call):
+        @own(on, SAME, why, dropout=lambda: layers.Dropout(0.4, seed=1), **keywords)
+        def laid_out(self, x, training):
             return call(x, lambda y: self.dropout(y, training=training))
 
-    return on(SAME, why, Guilty, **keywords)
+        return laid_out
+
+    return decorate
 
 
-def _heads_first(x, dropout):
+@dropped(on_rows, "[heads * B, T, T]", quick=True)
+def heads_first(x, dropout):
     """Attention whose heads are joined along the batch."""
     heads = tf.concat(tf.split(x, 2, axis=2), axis=0)
     weights = tf.nn.softmax(tf.matmul(heads, heads, transpose_b=True))
     return tf.concat(tf.split(tf.matmul(dropout(weights), heads), 2, axis=0), axis=2)
 
 
-def _heads_last(x, dropout):
+@dropped(on_rows, "[B * heads, T, T]")
+def heads_last(x, dropout):
     """Attention whose heads are folded into the batch."""
     times, size = x.shape[1:]
     heads = tf.transpose(tf.reshape(x, [-1, times, 2, size // 2]), [0, 2, 1, 3])
@@ -40,7 +41,8 @@ def _heads_last(x, dropout):
     return tf.reshape(tf.transpose(heads, [0, 2, 1, 3]), tf.shape(x))
 
 
-def _windows(x, dropout):
+@dropped(on_maps, "[B * windows, 9, 9]")
+def windows(x, dropout):
     """Attention inside of windows of 3 x 3 places (Liu et al. 2021)."""
     _, height, width, size = x.shape
     split = ops.reshape(x, (-1, height // 3, 3, width // 3, 3, size))
@@ -51,71 +53,53 @@ def _windows(x, dropout):
     return ops.reshape(ops.transpose(split, (0, 1, 3, 2, 4, 5)), (-1, height, width, size))
 
 
-def _two_views(x, dropout):
+@dropped(on_features, "[2 * B, C], one copy of the batch after the other")
+def two_views(x, dropout):
     first, second = tf.split(dropout(tf.concat([x, x], axis=0)), 2, axis=0)
     return (first + tf.tanh(second)) / 2
 
 
-def _repeated(x, dropout):
+@dropped(on_features, "[B * 2, C], an example's copies side by side")
+def repeated(x, dropout):
     copies = dropout(tf.repeat(x, 2, axis=0))
     return tf.reduce_max(tf.reshape(copies, [-1, 2, x.shape[1]]), axis=1)
 
 
-times_in_rows = dropped(
-    on_rows,
-    "[B * T, C]",
-    lambda x, dropout: tf.reshape(dropout(tf.reshape(x, [-1, x.shape[2]])), tf.shape(x)),
+times_in_rows = dropped(on_rows, "[B * T, C]")(
+    lambda x, dropout: tf.reshape(dropout(tf.reshape(x, [-1, x.shape[2]])), tf.shape(x))
 )
-time_major = dropped(
-    on_rows,
-    "[T, B, C]",
-    lambda x, dropout: tf.transpose(dropout(tf.transpose(x, [1, 0, 2])), [1, 0, 2]),
+time_major = dropped(on_rows, "[T, B, C]")(
+    lambda x, dropout: tf.transpose(dropout(tf.transpose(x, [1, 0, 2])), [1, 0, 2])
 )
-heads_first = dropped(on_rows, "[heads * B, T, T]", _heads_first, quick=True)
-heads_last = dropped(on_rows, "[B * heads, T, T]", _heads_last)
-windows = dropped(on_maps, "[B * windows, 9, 9]", _windows)
-flat = dropped(
-    on_rows,
-    "[B * T * C]",
-    lambda x, dropout: tf.reshape(dropout(tf.reshape(x, [-1])), tf.shape(x)),
+flat = dropped(on_rows, "[B * T * C]")(
+    lambda x, dropout: tf.reshape(dropout(tf.reshape(x, [-1])), tf.shape(x))
 )
-features_first = dropped(
-    on_features, "[C, B]", lambda x, dropout: tf.transpose(dropout(tf.transpose(x)))
+features_first = dropped(on_features, "[C, B]")(
+    lambda x, dropout: tf.transpose(dropout(tf.transpose(x)))
 )
-two_views = dropped(on_features, "[2 * B, C], one copy of the batch after the other", _two_views)
-repeated = dropped(on_features, "[B * 2, C], an example's copies side by side", _repeated)
-one_more_axis = dropped(on_rows, "[1, B, T, C]", lambda x, dropout: dropout(x[None])[0])
+one_more_axis = dropped(on_rows, "[1, B, T, C]")(lambda x, dropout: dropout(x[None])[0])
 
 
 # ---------------------------------------------------- Of the whole batch, as long as a slice or not
 
 
-class SampledKernel(Seeded):
-    """Draws a kernel for all examples at once, with as many rows as it is told."""
+def _kernel(num_rows):
+    """Return an entry that draws a kernel for all examples at once, with so many rows."""
+    as_long_as = "the batch" if num_rows == 7 else "a slice"
 
-    def __init__(self, num_rows):
-        super().__init__()
-        self.num_rows = num_rows
-
-    def build(self, shape):
-        self.inner = self.add_weight(shape=(shape[-1], self.num_rows), name="inner")
-        self.scale = self.add_weight(shape=(self.num_rows, 5), initializer="ones", name="scale")
-
-    def call(self, x, training=False):
+    @own(on_features, SAME, f"[{num_rows}, 5] for all, as long as {as_long_as}", seed=seed,
+         inner=(None, num_rows), scale={"shape": (num_rows, 5), "initializer": "ones"})  # fmt: skip
+    def sampled(self, x, training):
         kernel = ops.convert_to_tensor(self.scale)
         if training:
             kernel *= random.normal(kernel.shape, dtype=x.dtype, seed=self.seed)
         return ops.matmul(ops.matmul(x, self.inner), kernel)
 
-
-def _kernel(num_rows, **keywords):
-    as_long_as = "the batch" if num_rows == 7 else "a slice"
-    why = f"[{num_rows}, 5] for all, as long as {as_long_as}"
-    return on_features(SAME, why, lambda: SampledKernel(num_rows), **keywords)
+    return sampled
 
 
 kernel_of_two_rows = _kernel(2)
-kernel_of_three_rows = _kernel(3, quick=True)
+kernel_of_three_rows = _kernel(3)
 kernel_of_four_rows = _kernel(4)
 kernel_of_seven_rows = _kernel(7)
 
@@ -137,18 +121,16 @@ class DropConnect(Seeded):
         return ops.matmul(x, kernel)
 
 
-class PairOfScales(Seeded):
+@own(on_features, SAME, "[2], then [B, 1] from the same generator", seed=seed)
+def pair_of_scales(self, x, training):
     """Draws a range of two numbers for the batch, then one in it for each example."""
-
-    def call(self, x, training=False):
-        if not training:
-            return x
-        low, high = tf.unstack(random.uniform((2,), dtype=x.dtype, seed=self.seed))
-        each = random.uniform((ops.shape(x)[0], 1), dtype=x.dtype, seed=self.seed)
-        return x * (low + (high - low) * each)
+    if not training:
+        return x
+    low, high = tf.unstack(random.uniform((2,), dtype=x.dtype, seed=self.seed))
+    each = random.uniform((ops.shape(x)[0], 1), dtype=x.dtype, seed=self.seed)
+    return x * (low + (high - low) * each)
 
 
 drop_connect = on_rows(
     SAME, "[4, 3] and [3, 4], masks of weights", lambda: [DropConnect(3), DropConnect(4)]
 )
-pair_of_scales = on_features(SAME, "[2], then [B, 1] from the same generator", PairOfScales)

@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from tests.zoo.entry import SAME, entry
-from tests.zoo.parts import of_images, on_features, on_images, on_maps, on_rows
+from tests.zoo.parts import of_images, on_features, on_images, on_maps, on_rows, own
 
 layers = keras.layers
 BatchNorm = layers.BatchNormalization
@@ -19,25 +19,17 @@ def batch_norm_ranks(images):
     return BatchNorm()(layers.Dense(6)(layers.Flatten()(rows)))
 
 
-batch_norm_axes = on_maps(
-    SAME,
-    "BatchNorm of an axis that is not the last",
-    lambda: [
-        BatchNorm(axis=1),
-        layers.Conv2D(4, 3, padding="same", activation="relu"),
-        BatchNorm(axis=2),
-        layers.Conv2D(4, 3, activation="relu"),
-        BatchNorm(axis=-1, center=False),
-    ],
-)
-batch_norm_plain = on_rows(
-    SAME,
-    "neither scale nor offset; momentum 0",
-    lambda: [
-        BatchNorm(scale=False, center=False, momentum=0.5, epsilon=1e-2),
-        BatchNorm(momentum=0.0, gamma_initializer="zeros"),
-    ],
-)
+batch_norm_axes = on_maps(SAME, "BatchNorm of an axis that is not the last", lambda: [
+    BatchNorm(axis=1),
+    layers.Conv2D(4, 3, padding="same", activation="relu"),
+    BatchNorm(axis=2),
+    layers.Conv2D(4, 3, activation="relu"),
+    BatchNorm(axis=-1, center=False),
+])
+batch_norm_plain = on_rows(SAME, "neither scale nor offset; momentum 0", lambda: [
+    BatchNorm(scale=False, center=False, momentum=0.5, epsilon=1e-2),
+    BatchNorm(momentum=0.0, gamma_initializer="zeros"),
+])
 
 
 class Padding(layers.Layer):
@@ -56,15 +48,13 @@ def batch_norm_masked(images):
     return layers.GlobalAveragePooling1D()(BatchNorm()(layers.Dense(4)(x)))
 
 
-class Inference(layers.Layer):
-    """Keeps its BatchNorm in inference whatever the model does."""
+@own(on_maps, SAME, "called with training=False in training", norm=BatchNorm,
+     then=lambda: [layers.Conv2D(3, 3)])  # fmt: skip
+def batch_norm_in_inference(self, x):
+    return self.norm(x, training=False)
 
-    def __init__(self):
-        super().__init__()
-        self.norm = BatchNorm()
 
-    def call(self, x):
-        return self.norm(x, training=False)
+entry(SAME, "no moments are taken", IN_PARTS)(batch_norm_in_inference)
 
 
 class Norm(BatchNorm):
@@ -72,22 +62,14 @@ class Norm(BatchNorm):
         return tf.nn.relu(super().call(x, training=training, mask=mask))
 
 
-batch_norm_frozen = on_maps(
-    SAME,
-    "statistics stay, nothing is averaged",
-    lambda: [
-        BatchNorm(trainable=False, moving_mean_initializer=keras.initializers.Constant(0.25)),
-        layers.Conv2D(3, 3, activation="tanh"),
-    ],
-)
+batch_norm_frozen = on_maps(SAME, "statistics stay, nothing is averaged", lambda: [
+    layers.Conv2D(3, 2, trainable=False),
+    BatchNorm(trainable=False, moving_mean_initializer=keras.initializers.Constant(0.25)),
+    layers.Conv2D(3, 3, activation="tanh"),
+])
 entry(SAME, "no moments are taken", LOCAL)(batch_norm_frozen)
-batch_norm_in_inference = on_maps(
-    SAME, "called with training=False in training", lambda: [Inference(), layers.Conv2D(3, 3)]
-)
-entry(SAME, "no moments are taken", IN_PARTS)(batch_norm_in_inference)
 batch_norm_subclass = on_maps(
-    SAME,
-    "a layer that inherits from BatchNorm",
+    SAME, "a layer that inherits from BatchNorm",
     lambda: [Norm(), layers.Conv2D(4, 3), Norm(momentum=0.9)],
 )
 
@@ -103,54 +85,35 @@ batch_norm_synchronized = on_maps(
     SAME, "asks for all towers", lambda: [BatchNorm(synchronized=True), layers.ReLU()], LOCAL
 )
 batch_norm_renorm = on_maps(
-    SAME,
-    "moments of the batch beside moving ones",
+    SAME, "moments of the batch beside moving ones",
     lambda: [BatchNorm(renorm=True), layers.ReLU()],
 )
 batch_norm_float32 = on_maps(
-    SAME,
-    "the layer's own dtype: widened for the comparison",
+    SAME, "the layer's own dtype: widened for the comparison",
     lambda: [BatchNorm(dtype="float32"), layers.ReLU()],
 )
 batch_norm_after_dropout = on_features(
-    SAME,
-    "draws by example, then moments of all",
+    SAME, "draws by example, then moments of all",
     lambda: [layers.Dropout(0.3), BatchNorm(), layers.ReLU()],
 )
 entry("local BatchNorm", "moments of a slice", LOCAL, quick=True)(batch_norm_after_dropout)
-by_example = on_maps(
-    SAME,
-    "LayerNorm, GroupNorm, UnitNorm, RMSNorm: one example alone",
-    lambda: [
-        layers.LayerNormalization(axis=[1, 2, 3]),
-        layers.GroupNormalization(2),
-        layers.Conv2D(4, 3, padding="same"),
-        layers.UnitNormalization(),
-        layers.RMSNormalization(),
-        layers.GroupNormalization(-1),
-    ],
-)
-spectral = on_maps(
-    SAME,
-    "assigns its kernel and a vector, from weights alone",
-    lambda: [
-        layers.SpectralNormalization(layers.Conv2D(4, 3, activation="relu")),
-        layers.SpectralNormalization(layers.Conv2D(4, 1), power_iterations=2),
-    ],
-)
-weight_normalised_head = on_features(
-    SAME,
-    "a constraint acts on the master",
-    lambda: [
-        layers.Dense(5, kernel_constraint=keras.constraints.UnitNorm()),
-        layers.UnitNormalization(),
-    ],
-)
-given_statistics = on_images(
-    SAME,
-    "Normalization with numbers given: fixed weights",
-    lambda: [
-        layers.Normalization(mean=[0.1, 0.0, -0.1], variance=[1.0, 0.5, 2.0]),
-        layers.Conv2D(3, 3, activation="relu"),
-    ],
-)
+by_example = on_maps(SAME, "LayerNorm, GroupNorm, UnitNorm, RMSNorm: one example alone", lambda: [
+    layers.LayerNormalization(axis=[1, 2, 3]),
+    layers.GroupNormalization(2),
+    layers.Conv2D(4, 3, padding="same"),
+    layers.UnitNormalization(),
+    layers.RMSNormalization(),
+    layers.GroupNormalization(-1),
+])
+spectral = on_maps(SAME, "assigns its kernel and a vector, from weights alone", lambda: [
+    layers.SpectralNormalization(layers.Conv2D(4, 3, activation="relu")),
+    layers.SpectralNormalization(layers.Conv2D(4, 1), power_iterations=2),
+])
+weight_normalised_head = on_features(SAME, "a constraint acts on the master", lambda: [
+    layers.Dense(5, kernel_constraint=keras.constraints.UnitNorm()),
+    layers.UnitNormalization(),
+])
+given_statistics = on_images(SAME, "Normalization with numbers given: fixed weights", lambda: [
+    layers.Normalization(mean=[0.1, 0.0, -0.1], variance=[1.0, 0.5, 2.0]),
+    layers.Conv2D(3, 3, activation="relu"),
+])

@@ -7,6 +7,8 @@ The layers get what the name says: `images` [B, 8, 8, 3], `maps` [B, 6, 6, 4], `
 `features` [B, 6].
 """
 
+import inspect
+
 import keras
 
 from tests.zoo.entry import entry
@@ -65,9 +67,65 @@ def of_images(expected, why, flags="", **keywords):
     return decorate
 
 
+def layer(**has):
+    """Return a decorator that makes a class of layers of a function of `(layer, x[, training])`.
+
+    A layer has what is given by name: weights by their shape, in which None is the last size of
+    the inputs, or by all arguments of `add_weight`; layers and others by functions that make them.
+    """
+
+    def decorate(function):
+        learns = "training" in inspect.signature(function).parameters
+
+        class Own(layers.Layer):
+            def __init__(self):
+                super().__init__()
+                for name, make in has.items():
+                    if callable(make):
+                        setattr(self, name, make())
+
+            def build(self, shape):
+                for name, what in has.items():
+                    if callable(what):
+                        if isinstance(getattr(self, name), layers.Layer):
+                            getattr(self, name).build(shape)
+                    else:
+                        given = what if isinstance(what, dict) else {"shape": what}
+                        size = [n or shape[-1] for n in given["shape"]]
+                        weight = self.add_weight(**given | {"shape": size, "name": name})
+                        setattr(self, name, weight)
+
+            def call(self, x, training=False):
+                return function(self, x, training) if learns else function(self, x)
+
+        return Own
+
+    return decorate
+
+
+def own(on, expected, why, flags="", quick=False, before=list, then=list, **has):
+    """Return a decorator that puts such a layer in between those of `before()` and `then()`."""
+
+    def decorate(function):
+        make = layer(**has)(function)
+        return on(expected, why, lambda: [*before(), make(), *then()], flags, quick=quick)
+
+    return decorate
+
+
+def seed():
+    """Return a generator for a layer that draws."""
+    return keras.random.SeedGenerator(1)
+
+
+def kept(start="zeros", shape=(), **keywords):
+    """Return the arguments of a weight that is not trained."""
+    return {"shape": shape, "initializer": start, "trainable": False} | keywords
+
+
 class Seeded(layers.Layer):
     """A layer that draws from a generator of its own."""
 
     def __init__(self, **keywords):
         super().__init__(**keywords)
-        self.seed = keras.random.SeedGenerator(1)
+        self.seed = seed()

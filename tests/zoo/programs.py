@@ -5,24 +5,25 @@ import numpy as np
 import tensorflow as tf
 
 from tests.zoo.entry import SAME, entry
-from tests.zoo.parts import of_images, on_features, on_maps
+from tests.zoo.parts import layer, of_images, on_features, on_maps, own
 
 layers, ops = keras.layers, keras.ops
 
 
-class Holder(layers.Layer):
-    """Has a dense layer and a dropout layer, to be called in some unusual place."""
+HELD = {
+    "dense": lambda: layers.Dense(6, activation="tanh"),
+    "dropout": lambda: layers.Dropout(0.4, seed=1),
+}
 
+
+class Compiled(layers.Layer):
     def __init__(self):
         super().__init__()
-        self.dense = layers.Dense(6, activation="tanh")
-        self.dropout = layers.Dropout(0.4, seed=1)
+        self.dense, self.dropout = (make() for make in HELD.values())
 
     def build(self, shape):
         self.dense.build(shape)
 
-
-class Compiled(Holder):
     @tf.function
     def masked(self, x):
         return self.dropout(self.dense(x), training=True)
@@ -31,46 +32,35 @@ class Compiled(Holder):
         return self.masked(x) if training else self.dense(x)
 
 
-class InBranch(Holder):
-    def call(self, x, training=False):
-        if not training:
-            return x
-        positive = tf.reduce_sum(ops.convert_to_tensor(self.dense.kernel)) > -100
-        return tf.cond(positive, lambda: self.dropout(x, training=True), lambda: self.dense(x))
-
-
-class InLoop(Holder):
-    def call(self, x, training=False):
-        def body(i, y):
-            return i + 1, self.dropout(self.dense(y), training=training)
-
-        return tf.while_loop(lambda i, y: i < 3, body, (0, x))[1]
-
-
-class Recomputed(Holder):
-    def call(self, x, training=False):
-        def block(x):
-            return self.dropout(self.dense(x), training=training)
-
-        return keras.remat(block)(x)
-
-
-class Loops(Holder):
-    """keras.ops' loop and branch, with nothing random in them."""
-
-    def call(self, x):
-        x = ops.fori_loop(0, 3, lambda _, y: self.dense(y), x)
-        large = ops.sum(self.dense.kernel) > 0
-        return ops.cond(large, lambda: ops.sin(x), lambda: ops.cos(x) * 2)
-
-
 dropout_in_function = on_features(SAME, "a tf.function that is traced for one tower", Compiled)
-dropout_in_cond = on_features(SAME, "a seed is assigned in a branch", InBranch)
-dropout_in_while = on_features(SAME, "a seed is assigned in a loop", InLoop, quick=True)
-dropout_recomputed = on_features(
-    SAME, "the mask must be the same the second time", Recomputed, quick=True
-)
-loop_and_branch = on_features(SAME, "keras.ops' loop and branch, with weights in them", Loops)
+
+
+@own(on_features, SAME, "a seed is assigned in a branch", **HELD)
+def dropout_in_cond(self, x, training):
+    if not training:
+        return x
+    positive = tf.reduce_sum(ops.convert_to_tensor(self.dense.kernel)) > -100
+    return tf.cond(positive, lambda: self.dropout(x, training=True), lambda: self.dense(x))
+
+
+@own(on_features, SAME, "a seed is assigned in a loop", **HELD)
+def dropout_in_while(self, x, training):
+    def body(i, y):
+        return i + 1, self.dropout(self.dense(y), training=training)
+
+    return tf.while_loop(lambda i, y: i < 3, body, (0, x))[1]
+
+
+@own(on_features, SAME, "the mask must be the same the second time", **HELD)
+def dropout_recomputed(self, x, training):
+    return keras.remat(lambda x: self.dropout(self.dense(x), training=training))(x)
+
+
+@own(on_features, SAME, "keras.ops' loop and branch, with weights in them", dense=HELD["dense"])
+def loop_and_branch(self, x):
+    x = ops.fori_loop(0, 3, lambda _, y: self.dense(y), x)
+    large = ops.sum(self.dense.kernel) > 0
+    return ops.cond(large, lambda: ops.sin(x), lambda: ops.cos(x) * 2)
 
 
 @of_images(SAME, "layers that are computed again for the gradient")
@@ -83,68 +73,48 @@ def remat(images):
     return layers.GlobalAveragePooling2D()(x)
 
 
-class RecomputedNorm(layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm = layers.Conv2D(4, 3), layers.BatchNormalization()
-
-    def build(self, shape):
-        self.conv.build(shape)
-        self.norm.build((*shape[:3], 4))
-
-    def call(self, x, training=False):
-        return tf.recompute_grad(lambda x: self.norm(self.conv(x), training=training))(x)
+@own(on_maps, SAME, "moments of all towers, taken twice", then=lambda: [layers.ReLU()],
+     conv=lambda: layers.Conv2D(4, 3), norm=lambda: layers.BatchNormalization())  # fmt: skip
+def batch_norm_recomputed(self, x, training):
+    return tf.recompute_grad(lambda x: self.norm(self.conv(x), training=training))(x)
 
 
-class PerExample(layers.Layer):
+@own(on_features, SAME, "vectorized_map and map", kernel=(None, None))
+def mapped_over_examples(self, x):
     """Functions of one example, mapped over the batch in two ways."""
 
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), name="kernel")
+    def gram(row):
+        return ops.tanh(ops.matmul(row, ops.convert_to_tensor(self.kernel)))
 
-    def call(self, x):
-        def gram(row):
-            return ops.tanh(ops.matmul(row, ops.convert_to_tensor(self.kernel)))
-
-        return ops.vectorized_map(gram, x) + ops.map(lambda row: ops.sort(row), x)
-
-
-batch_norm_recomputed = on_maps(
-    SAME, "moments of all towers, taken twice", lambda: [RecomputedNorm(), layers.ReLU()]
-)
-mapped_over_examples = on_features(SAME, "vectorized_map and map", PerExample)
+    return ops.vectorized_map(gram, x) + ops.map(lambda row: ops.sort(row), x)
 
 
 # ------------------------------------------------------------------------ Tables and shared parts
 
 
-class Bins(layers.Layer):
-    def call(self, x):
-        return ops.cast(ops.clip(ops.floor((x[:, ::2, :, 0] + 2) * 2), 0, 7), "int32")
+@layer()
+def bins(_, x):
+    return ops.cast(ops.clip(ops.floor((x[:, ::2, :, 0] + 2) * 2), 0, 7), "int32")
 
 
-class Tied(layers.Layer):
+@layer(table=(8, 3))
+def tied(self, bins):
     """Looks rows up in a table and compares with all of it: sparse and dense gradients."""
-
-    def build(self, shape):
-        self.table = self.add_weight(shape=(8, 3), name="table")
-
-    def call(self, bins):
-        found = tf.gather(ops.convert_to_tensor(self.table), bins)
-        return tf.matmul(tf.reduce_mean(found, [1, 2]), self.table, transpose_b=True)
+    found = tf.gather(ops.convert_to_tensor(self.table), bins)
+    return tf.matmul(tf.reduce_mean(found, [1, 2]), self.table, transpose_b=True)
 
 
 @entry(SAME, "sharded masters", "--variables=sharded")
 @of_images(SAME, "sparse gradients of two look-ups")
 def embedding_twice(images):
-    bins, table = Bins()(images), layers.Embedding(8, 3)
-    return layers.Add()([table(bins), table(7 - bins)])
+    rows, table = bins()(images), layers.Embedding(8, 3)
+    return layers.Add()([table(rows), table(7 - rows)])
 
 
-@entry(SAME, "a copy on each tower", "--variables=replicated", quick=True)
+@entry(SAME, "a copy on each tower", "--variables=replicated")
 @of_images(SAME, "a sparse and a dense gradient of one table")
 def tied_embedding(images):
-    return Tied()(Bins()(images))
+    return tied()(bins()(images))
 
 
 @of_images(SAME, "an encoder with BatchNorm that is used twice")
@@ -187,50 +157,32 @@ class Subclassed(keras.Model):
 # ------------------------------------------------------- Losses of layers, precision, fixed weights
 
 
-class MeanSquare(layers.Layer):
-    def call(self, x):
-        self.add_loss(0.1 * ops.mean(ops.square(x)))
-        return x
+@own(on_features, SAME, "add_loss of a mean over examples")
+def added_mean(self, x):
+    self.add_loss(0.1 * ops.mean(ops.square(x)))
+    return x
 
 
-class PenaltyOfItsWeights(layers.Layer):
-    def build(self, shape):
-        self.kernel = self.add_weight(shape=(shape[-1], 4), name="kernel")
-
-    def call(self, x):
-        self.add_loss(0.01 * ops.sum(ops.square(self.kernel)))
-        return ops.matmul(x, self.kernel)
+@own(on_features, SAME, "add_loss of what no example enters", kernel=(None, 4))
+def added_penalty(self, x):
+    self.add_loss(0.01 * ops.sum(ops.square(self.kernel)))
+    return ops.matmul(x, self.kernel)
 
 
-penalised_weights = on_features(
-    SAME,
-    "regularizers act once, on the masters",
-    lambda: [
-        layers.Dense(5, kernel_regularizer="l2", bias_regularizer=keras.regularizers.L1(0.1)),
-        layers.Dense(4, kernel_regularizer=keras.regularizers.L1L2(0.1, 0.2)),
-    ],
-)
+penalised_weights = on_features(SAME, "regularizers act once, on the masters", lambda: [
+    layers.Dense(5, kernel_regularizer="l2", bias_regularizer=keras.regularizers.L1(0.1)),
+    layers.Dense(4, kernel_regularizer=keras.regularizers.L1L2(0.1, 0.2)),
+])
 entry(SAME, "decay, too", "--optimizer=adamw --weight_decay=0.1")(penalised_weights)
-activity_regularizer = on_features(
-    SAME,
-    "Keras divides it by the number of examples",
-    lambda: [
-        layers.Dense(5, activation="relu", activity_regularizer=keras.regularizers.L2(0.1)),
-        layers.ActivityRegularization(l1=0.01),
-    ],
-    quick=True,
-)
-added_mean = on_features(SAME, "add_loss of a mean over examples", MeanSquare)
-added_penalty = on_features(SAME, "add_loss of what no example enters", PenaltyOfItsWeights)
-float32_head = on_features(
-    SAME,
-    "layers with a dtype of their own",
-    lambda: [
-        layers.Dropout(0.2),
-        layers.Dense(5, activation="tanh", dtype="float32"),
-        layers.Dense(4, dtype="float32"),
-    ],
-)
+activity_regularizer = on_features(SAME, "Keras divides it by the number of examples", lambda: [
+    layers.Dense(5, activation="relu", activity_regularizer=keras.regularizers.L2(0.1)),
+    layers.ActivityRegularization(l1=0.01),
+])
+float32_head = on_features(SAME, "layers with a dtype of their own", lambda: [
+    layers.Dropout(0.2),
+    layers.Dense(5, activation="tanh", dtype="float32"),
+    layers.Dense(4, dtype="float32"),
+])
 
 
 def _fixed_features():

@@ -4,78 +4,41 @@ import keras
 import tensorflow as tf
 
 from tests.zoo.entry import REFUSED, SAME, entry
-from tests.zoo.parts import on_features, on_maps
+from tests.zoo.parts import kept, on_features, on_maps, own
 
 layers, ops = keras.layers, keras.ops
 
 
-class CountsInATensorFlowVariable(layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.calls = tf.Variable(0, trainable=False)
-
-    def call(self, x, training=False):
-        if training:
-            self.calls.assign_add(1)
-        return x
+def _norm():
+    return layers.BatchNormalization()
 
 
-class LayerInCall(layers.Layer):
-    """Makes a new layer whenever it is called."""
-
-    def call(self, x):
-        return layers.Dense(5, activation="tanh")(x)
-
-
-class SometimesNorm(layers.Layer):
-    """Normalises in a branch."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = layers.BatchNormalization()
-
-    def build(self, shape):
-        self.norm.build(shape)
-        self.threshold = self.add_weight(
-            shape=(), initializer="zeros", trainable=False, name="threshold"
-        )
-
-    def call(self, x, training=False):
-        return ops.cond(
-            self.threshold < 1, lambda: self.norm(x, training=training), lambda: ops.tanh(x)
-        )
+@own(on_features, REFUSED, "a tf.Variable is assigned in each tower", quick=True,
+     calls=lambda: tf.Variable(0, trainable=False))  # fmt: skip
+def tensorflow_variable(self, x, training):
+    if training:
+        self.calls.assign_add(1)
+    return x
 
 
-class Branch(layers.Layer):
-    """A branch with a convolution in it."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = layers.Conv2D(4, 1)
-
-    def build(self, shape):
-        self.conv.build(shape)
-        self.threshold = self.add_weight(
-            shape=(), initializer="zeros", trainable=False, name="threshold"
-        )
-
-    def call(self, x):
-        return ops.cond(self.threshold < 1, lambda: self.conv(x), lambda: ops.tanh(x))
+@own(on_features, REFUSED, "weights that are new in each call")
+def layer_in_call(_, x):
+    return layers.Dense(5, activation="tanh")(x)
 
 
-tensorflow_variable = on_features(
-    REFUSED, "a tf.Variable is assigned in each tower", CountsInATensorFlowVariable, quick=True
-)
-layer_in_call = on_features(REFUSED, "weights that are new in each call", LayerInCall)
-batch_norm_in_cond = on_maps(REFUSED, "towers cannot meet in a branch", SometimesNorm, quick=True)
-batch_norm_beside_cond = on_maps(
-    SAME,
-    "the branch has no BatchNorm in it",
-    lambda: [layers.BatchNormalization(), Branch(), layers.ReLU()],
-)
+@own(on_maps, REFUSED, "towers cannot meet in a branch", quick=True, norm=_norm, threshold=kept())
+def batch_norm_in_cond(self, x, training):
+    normalised = lambda: self.norm(x, training=training)  # noqa: E731
+    return ops.cond(self.threshold < 1, normalised, lambda: ops.tanh(x))
 
 
-@entry(REFUSED, "one batch of images is all there is", quick=True)
+@own(on_maps, SAME, "the branch has no BatchNorm in it", before=lambda: [_norm()],
+     then=lambda: [layers.ReLU()], conv=lambda: layers.Conv2D(4, 1), threshold=kept())  # fmt: skip
+def batch_norm_beside_cond(self, x):
+    return ops.cond(self.threshold < 1, lambda: self.conv(x), lambda: ops.tanh(x))
+
+
+@entry(REFUSED, "one batch of images is all there is")
 def two_inputs(num_classes, image_shape):
     images, others = keras.Input(image_shape), keras.Input((4,))
     x = layers.Concatenate()([layers.Flatten()(images), others])

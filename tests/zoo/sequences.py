@@ -4,31 +4,24 @@ import keras
 import tensorflow as tf
 
 from tests.zoo.entry import SAME
-from tests.zoo.parts import of_images, on_images, on_rows
+from tests.zoo.parts import layer, of_images, on_images, on_rows, own
 
 layers, ops = keras.layers, keras.ops
 
 lstm = on_rows(
-    SAME,
-    "masks made once for all times",
+    SAME, "masks made once for all times",
     lambda: layers.LSTM(4, dropout=0.3, recurrent_dropout=0.3, return_sequences=True),
 )
-gru = on_rows(
-    SAME,
-    "recurrent masks; both kinds of reset",
-    lambda: [
-        layers.GRU(4, dropout=0.2, return_sequences=True),
-        layers.GRU(3, recurrent_dropout=0.4, reset_after=False),
-    ],
-)
+gru = on_rows(SAME, "recurrent masks; both kinds of reset", lambda: [
+    layers.GRU(4, dropout=0.2, return_sequences=True),
+    layers.GRU(3, recurrent_dropout=0.4, reset_after=False),
+])
 simple_rnn_unrolled = on_rows(
-    SAME,
-    "no loop in the graph",
+    SAME, "no loop in the graph",
     lambda: layers.SimpleRNN(4, dropout=0.3, recurrent_dropout=0.2, unroll=True),
 )
 stacked_cells = on_rows(
-    SAME,
-    "cells in a cell, each with masks",
+    SAME, "cells in a cell, each with masks",
     lambda: layers.RNN(
         layers.StackedRNNCells(
             [layers.LSTMCell(4, dropout=0.3), layers.GRUCell(3, recurrent_dropout=0.3)]
@@ -57,14 +50,10 @@ class CellWithDropout(layers.Layer):
 
 
 own_cell = on_rows(
-    SAME,
-    "dropout within the loop over times",
-    lambda: layers.RNN(CellWithDropout()),
-    quick=True,
+    SAME, "dropout within the loop over times", lambda: layers.RNN(CellWithDropout())
 )
 time_distributed = on_images(
-    SAME,
-    "dropout within TimeDistributed: [B * T, ...] or in a loop",
+    SAME, "dropout within TimeDistributed: [B * T, ...] or in a loop",
     lambda: [
         layers.Reshape((4, 2, 8, 3)),
         layers.TimeDistributed(layers.Conv2D(3, (1, 3), activation="relu")),
@@ -74,24 +63,16 @@ time_distributed = on_images(
         layers.GRU(3),
     ],
 )
-conv_lstm = on_images(
-    SAME,
-    "masks of maps",
-    lambda: [
-        layers.Reshape((4, 2, 8, 3)),
-        layers.ConvLSTM2D(3, 2, dropout=0.2, recurrent_dropout=0.2),
-    ],
-)
-masked_lstm = on_images(
-    SAME,
-    "times without input, unlike in number",
-    lambda: [
-        layers.Reshape((-1, 3)),
-        layers.Lambda(lambda x: x[:, :9] * ops.cast(x[:, :9, :1] > 0, x.dtype)),
-        layers.Masking(0.0),
-        layers.LSTM(4, dropout=0.2),
-    ],
-)
+conv_lstm = on_images(SAME, "masks of maps", lambda: [
+    layers.Reshape((4, 2, 8, 3)),
+    layers.ConvLSTM2D(3, 2, dropout=0.2, recurrent_dropout=0.2),
+])
+masked_lstm = on_images(SAME, "times without input, unlike in number", lambda: [
+    layers.Reshape((-1, 3)),
+    layers.Lambda(lambda x: x[:, :9] * ops.cast(x[:, :9, :1] > 0, x.dtype)),
+    layers.Masking(0.0),
+    layers.LSTM(4, dropout=0.2),
+])
 
 
 def _rows(images):
@@ -127,26 +108,17 @@ class DropPath(layers.Layer):
         return x * kept / (1 - self.rate)
 
 
-class Tokens(layers.Layer):
-    """Puts a class token before the patches and adds a table of positions, with dropout on it."""
-
-    def __init__(self):
-        super().__init__()
-        self.dropout = layers.Dropout(0.2)
-
-    def build(self, shape):
-        self.first = self.add_weight(shape=(1, 1, shape[-1]), name="class_token")
-        self.table = self.add_weight(shape=(1, shape[1] + 1, shape[-1]), name="positions")
-
-    def call(self, x, training=False):
-        first = tf.repeat(self.first, tf.shape(x)[0], axis=0)
-        return tf.concat([first, x], 1) + self.dropout(self.table, training=training)
+@layer(first=(1, 1, None), table=(1, 5, None), dropout=lambda: layers.Dropout(0.2))
+def tokens(self, x, training):
+    """Puts a token before the four patches and adds a table of positions, with dropout on it."""
+    first = tf.repeat(self.first, tf.shape(x)[0], axis=0)
+    return tf.concat([first, x], 1) + self.dropout(self.table, training=training)
 
 
 @of_images(SAME, "class token, dropout on the table of positions, paths dropped")
 def vision_transformer(images):
     x = layers.Reshape((-1, 4))(layers.Conv2D(4, 4, strides=4)(images))
-    x = Tokens()(x)
+    x = tokens()(x)
     for rate in (0.2, 0.4):
         y = layers.LayerNormalization()(x)
         x = x + DropPath(rate)(layers.MultiHeadAttention(2, 2, dropout=0.1)(y, y))
@@ -155,9 +127,6 @@ def vision_transformer(images):
     return x[:, 0]
 
 
-class Fourier(layers.Layer):
-    def call(self, x):
-        return tf.math.real(tf.signal.fft2d(tf.complex(x, tf.zeros_like(x)))) / 8
-
-
-fnet = on_rows(SAME, "complex numbers", lambda: [Fourier(), layers.LayerNormalization()])
+@own(on_rows, SAME, "complex numbers", then=lambda: [layers.LayerNormalization()])
+def fnet(_, x):
+    return tf.math.real(tf.signal.fft2d(tf.complex(x, tf.zeros_like(x)))) / 8

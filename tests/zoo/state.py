@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from tests.zoo.entry import SAME
-from tests.zoo.parts import Seeded, on_features, on_maps
+from tests.zoo.parts import kept, layer, on_features, on_maps, own, seed
 
 layers, ops = keras.layers, keras.ops
 
@@ -33,103 +33,70 @@ def tracked(shape, update, **keywords):
 # ------------------------------------------------------------------------------------------ Sound
 
 
-class Annealed(layers.Layer):
+@own(on_features, SAME, "added up over towers; read before",
+     seen=kept(), number=kept(dtype="int64"))  # fmt: skip
+def counters_of_examples(self, x, training):
     """Counts examples, in a float and in an integer, and cools down as it has seen more."""
-
-    def build(self, shape):
-        zeros = {"shape": (), "initializer": "zeros", "trainable": False}
-        self.seen = self.add_weight(**zeros, name="seen")
-        self.number = self.add_weight(**zeros, dtype="int64", name="number")
-
-    def call(self, x, training=False):
-        y = x / (1 + 0.05 * self.seen)
-        if training:
-            self.seen.assign_add(ops.cast(ops.shape(x)[0], self.seen.dtype))
-            self.number.assign_add(ops.cast(ops.shape(x)[0], "int64"))
-        return y
+    y = x / (1 + 0.05 * self.seen)
+    if training:
+        self.seen.assign_add(ops.cast(ops.shape(x)[0], self.seen.dtype))
+        self.number.assign_add(ops.cast(ops.shape(x)[0], "int64"))
+    return y
 
 
-class WarmUp(layers.Layer):
-    """Counts its calls, in a float and in an integer."""
-
-    def build(self, shape):
-        zeros = {"shape": (), "initializer": "zeros", "trainable": False}
-        self.calls = self.add_weight(**zeros, name="calls")
-        self.number = self.add_weight(**zeros, dtype="int32", name="number")
-
-    def call(self, x, training=False):
-        if training:
-            self.calls.assign_add(1)
-            self.number.assign_add(1)
-        return x * (1 - 0.5 ** (1 + self.calls))
+@own(on_features, SAME, "one more each step, not each tower",
+     calls=kept(), number=kept(dtype="int32"))  # fmt: skip
+def counters_of_calls(self, x, training):
+    if training:
+        self.calls.assign_add(1)
+        self.number.assign_add(1)
+    return x * (1 - 0.5 ** (1 + self.calls))
 
 
-class Centred(layers.Layer):
+@layer(mean=kept(shape=(None,)))
+def centred(self, x, training):
     """Subtracts a moving average of the mean, as it was before this batch."""
-
-    def build(self, shape):
-        self.mean = self.add_weight(
-            shape=(shape[-1],), initializer="zeros", trainable=False, name="mean"
-        )
-
-    def call(self, x, training=False):
-        y = x - self.mean
-        if training:
-            mean = ops.mean(x, axis=tuple(range(len(x.shape) - 1)))
-            self.mean.assign(0.8 * self.mean + 0.2 * mean)
-        return y
+    y = x - self.mean
+    if training:
+        mean = ops.mean(x, axis=tuple(range(len(x.shape) - 1)))
+        self.mean.assign(0.8 * self.mean + 0.2 * mean)
+    return y
 
 
-class NoiseByState(Seeded):
+@own(on_features, SAME, "state and draws together", level=kept("ones"), seed=seed)
+def growing_noise(self, x, training):
     """Adds noise that grows with the number of calls."""
-
-    def build(self, shape):
-        self.level = self.add_weight(shape=(), initializer="ones", trainable=False, name="level")
-
-    def call(self, x, training=False):
-        if not training:
-            return x
-        self.level.assign(self.level * 1.5)
-        noise = keras.random.normal(ops.shape(x), dtype=x.dtype, seed=self.seed)
-        return x + 0.1 * self.level * noise
+    if not training:
+        return x
+    self.level.assign(self.level * 1.5)
+    noise = keras.random.normal(ops.shape(x), dtype=x.dtype, seed=self.seed)
+    return x + 0.1 * self.level * noise
 
 
 def _histogram(value, x):
     return value + ops.sum(ops.one_hot(ops.argmax(x, axis=-1), 6, dtype="int32"), axis=0)
 
 
-counters_of_examples = on_features(SAME, "added up over towers; read before", Annealed, quick=True)
-counters_of_calls = on_features(SAME, "one more each step, not each tower", WarmUp)
 histogram = on_features(
     SAME, "integers that are added up", lambda: tracked((6,), _histogram, dtype="int32")
 )
-running_range = on_features(
-    SAME,
-    "the largest and smallest of all towers",
-    lambda: [
-        tracked(
-            (6,),
-            lambda value, x: ops.maximum(value, ops.max(x, axis=0)),
-            initializer=keras.initializers.Constant(-9.0),
-        ),
-        tracked((6,), lambda value, x: ops.minimum(value, ops.min(x, axis=0)), initializer="ones"),
-    ],
-)
+running_range = on_features(SAME, "the largest and smallest of all towers", lambda: [
+    tracked(
+        (6,),
+        lambda value, x: ops.maximum(value, ops.max(x, axis=0)),
+        initializer=keras.initializers.Constant(-9.0),
+    ),
+    tracked((6,), lambda value, x: ops.minimum(value, ops.min(x, axis=0)), initializer="ones"),
+])
 moving_mean = on_maps(
-    SAME,
-    "the mean of the towers, by examples",
-    lambda: [Centred(), layers.Conv2D(4, 3), Centred()],
+    SAME, "the mean of the towers, by examples",
+    lambda: [centred(), layers.Conv2D(4, 3), centred()],
 )
-given_policies = on_features(
-    SAME,
-    "aggregation says how",
-    lambda: [
-        tracked((), lambda v, x: v + ops.sum(ops.cast(x > 0, v.dtype)), aggregation="sum"),
-        tracked((6,), lambda v, x: 0.9 * v + 0.1 * ops.mean(x, axis=0), aggregation="mean"),
-        tracked((), lambda v, x: 2 * v + 1, aggregation="only_first_replica"),
-    ],
-)
-growing_noise = on_features(SAME, "state and draws together", NoiseByState)
+given_policies = on_features(SAME, "aggregation says how", lambda: [
+    tracked((), lambda v, x: v + ops.sum(ops.cast(x > 0, v.dtype)), aggregation="sum"),
+    tracked((6,), lambda v, x: 0.9 * v + 0.1 * ops.mean(x, axis=0), aggregation="mean"),
+    tracked((), lambda v, x: 2 * v + 1, aggregation="only_first_replica"),
+])
 
 
 # ------------------------------------------------------------------- What cannot be put together
@@ -144,8 +111,7 @@ last_example = on_features(
     "state", "one tower alone has it", lambda: tracked((6,), lambda value, x: x[-1]), quick=True
 )
 moving_variance = on_maps(
-    "state",
-    "a variance is not the mean of variances",
+    "state", "a variance is not the mean of variances",
     lambda: tracked((4,), lambda v, x: 0.9 * v + 0.1 * ops.var(x, axis=(0, 1, 2))),
 )
 memory_bank = on_features(

@@ -1,0 +1,540 @@
+"""N towers compute what one device computes: a table of what is computed, in several ways.
+
+Loss, gradients and all that is assigned, in two steps, beside plain TensorFlow and Keras.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from towers import PerTower, TowerBuilder
+from towers.builder.kinds import cpus_for_gpus
+
+layers = keras.layers
+DEVICES = ["/cpu:1", "/cpu:2", "/cpu:3", "/cpu:1"]  # where no weight is, but of GPUs
+X = np.random.default_rng(0).normal(size=(7, 3))
+ROWS = []  # of the table
+
+
+class Case(NamedTuple):
+    """What is computed."""
+
+    losses: Callable  # of a batch, one for each example
+    weights: Sequence[Any]
+    batch: Sequence[Any] = (tf.constant(X),)
+    state: Sequence[Any] = ()  # what `losses` assigns
+    plain: Callable | None = None  # what one device is to compute, if not `losses`
+
+
+class Way(NamedTuple):
+    """How towers compute it."""
+
+    name: str
+    num_towers: int
+    compiled: bool = True
+    known: bool = True  # the number of examples
+    size: int | None = None  # all examples
+    joined: bool = False  # a loss of what `concat` gives, in place of `gradients`
+    parts: int = 1
+    batch_norm: str = "sync"
+    by_xla: bool = False
+    on_gpus: bool = False  # each with a copy of Keras' weights
+
+
+ONE = Way("one, eager", 1, compiled=False)
+TWO = Way("two, eager", 2, compiled=False, batch_norm="local")
+THREE, JOINED = Way("three", 3), Way("two, joined", 2, joined=True)
+JOINED_IN_PARTS = JOINED._replace(name="two, joined, in parts", parts=3)
+JOINED_UNKNOWN = Way("four, joined, unknown size", 4, known=False, joined=True)
+UNKNOWN = Way("three, unknown size", 3, known=False)
+TWO_EXAMPLES = Way("three, two examples, unknown size", 3, known=False, size=2)
+EVEN, IN_PARTS = Way("two, even", 2, size=6), Way("two, in parts", 2, parts=3)
+LOCAL = Way("three, local", 3, batch_norm="local")
+BY_XLA = Way("two, by XLA", 2, batch_norm="local", by_xla=True)
+JOINED_BY_XLA = BY_XLA._replace(name="two, joined, by XLA", joined=True)
+EAGER_BY_XLA = BY_XLA._replace(name="two, eager, by XLA", compiled=False)
+UNKNOWN_BY_XLA = UNKNOWN._replace(name="three, by XLA, unknown size", by_xla=True)
+TWO_EXAMPLES_BY_XLA = TWO_EXAMPLES._replace(name="three, by XLA, two examples", by_xla=True)
+GPU, GPUS = Way("one GPU", 1, on_gpus=True), Way("three GPUs", 3, on_gpus=True)
+GPUS_JOINED = Way("three GPUs, joined", 3, joined=True, on_gpus=True)
+GPUS_UNKNOWN = Way("three GPUs, unknown size", 3, known=False, on_gpus=True)
+GPUS_EVEN = Way("three GPUs, even", 3, size=6, on_gpus=True)
+GPUS_TWO_EXAMPLES = TWO_EXAMPLES._replace(name="three GPUs, two examples", on_gpus=True)
+RARE = JOINED_BY_XLA, EAGER_BY_XLA, UNKNOWN_BY_XLA, TWO_EXAMPLES_BY_XLA, GPUS_EVEN, GPUS_UNKNOWN
+
+
+def row(*ways, tier="run"):
+    """Add a case to the table, as a function returns it; of three towers in this tier."""
+
+    def add(make):
+        for way in ways:
+            marks = [getattr(pytest.mark, tier if way is THREE else "run")]
+            marks += [pytest.mark.extended] if way in RARE else []
+            ROWS.append(pytest.param(make, way, marks=marks, id=f"{make.__name__}-{way.name}"))
+        return make
+
+    return add
+
+
+def cubes(predict):
+    """Return losses of what a function predicts."""
+
+    def losses(*batch):
+        y = predict(*batch)
+        return tf.reduce_sum(y**3, axis=list(range(1, y.shape.rank)))
+
+    return losses
+
+
+def of_model(model, x=X):
+    """Return a case of a Keras model in training."""
+    losses, x = cubes(functools.partial(model, training=True)), tf.convert_to_tensor(x)
+    return Case(losses, model.trainable_variables, [x], model.non_trainable_variables)
+
+
+def entry(shape):
+    return keras.Input(shape, dtype=keras.config.dtype_policy().variable_dtype)
+
+
+def sequential(shape, *rest):
+    return keras.Sequential([entry(shape), *rest])
+
+
+# What is called.
+
+
+@row(ONE, TWO, THREE, JOINED, UNKNOWN, IN_PARTS, tier="graph")
+def variables_of_a_module_and_keywords():
+    w, module = keras.Variable(X[:3], dtype="float64"), tf.Module()
+    module.b = tf.Variable(0.5, dtype=tf.float64)
+    linear = functools.partial(lambda x, *, scale: scale * tf.matmul(x, w) + module.b, scale=2.0)
+    return Case(cubes(linear), [w, *module.trainable_variables])
+
+
+def dense():
+    return sequential((3,), layers.Dense(4, "tanh"), layers.Dense(2))
+
+
+@row(TWO, THREE)
+def a_shared_layer_and_two_outputs():
+    x = entry((3,))
+    shared = layers.Dense(3, activation="tanh")
+    net = keras.Model(x, {"a": layers.Dense(1)(shared(shared(x))), "b": shared(x)})
+    return Case(cubes(lambda x: net(x)["a"] * net(x)["b"]), net.trainable_variables)
+
+
+@row(TWO, THREE, BY_XLA)
+def a_recurrent_model():
+    return of_model(sequential((3,), layers.Reshape((3, 1)), layers.GRU(2), layers.Dense(1)))
+
+
+@row(TWO, THREE)
+def a_stateless_call():
+    net = dense()
+    call = lambda x: net.stateless_call(net.trainable_variables, [], x)[0]  # noqa: E731
+    return Case(cubes(call), net.trainable_variables)
+
+
+@row(ONE, TWO, THREE, BY_XLA, tier="graph")
+def a_loss_that_is_traced():
+    """For one tower and one step, it serves the others with the weights of the day."""
+    case = of_model(dense())
+    return case._replace(losses=tf.function(case.losses))
+
+
+@row(TWO, THREE)
+def a_loss_that_is_traced_for_slices_of_one_size():
+    return a_loss_that_is_traced()._replace(batch=[tf.constant(X[:6])])
+
+
+@row(TWO, THREE)
+def functions_inside():
+    w = tf.Variable(2.0, dtype=tf.float64)
+    signed = tf.function(lambda a: a * tf.cast(a.shape.rank + 1, tf.float32), [tf.TensorSpec([])])
+    number = tf.function(lambda: 3.0)
+    rows = lambda x: tf.vectorized_map(lambda row: w * tf.reduce_sum(row), x)  # noqa: E731
+    return Case(lambda x: rows(x) * tf.cast(signed(2.0) * number(), x.dtype), [w])
+
+
+@row(THREE)
+def grouped_convolutions():
+    """Keras has XLA compile them, which reads no weights of another device."""
+    return of_model(sequential((1, 3), layers.Conv1D(3, 1, groups=3)), X[:, np.newaxis])
+
+
+@row(TWO, THREE, BY_XLA)
+def gradients_in_a_loss():
+    net = dense()
+
+    def losses(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = net(x)
+        return tf.reduce_sum(tape.gradient(y, x) ** 2, axis=1)
+
+    return Case(losses, net.trainable_variables[:3])  # no gradient reaches the last
+
+
+@row(TWO, THREE, tier="graph")
+def losses_of_layers():
+    net = sequential((3,), layers.Dense(3, activity_regularizer="l2"))
+    return Case(lambda x: cubes(net)(x) + sum(net.losses), net.trainable_variables)
+
+
+@row(ONE, TWO, THREE, tier="graph")
+def sparse_tensors():
+    w = tf.Variable(X[:5, :1])
+    x = tf.sparse.from_dense(np.random.default_rng(1).integers(0, 3, (7, 5)).astype("float64"))
+    product = lambda x, y: tf.sparse.sparse_dense_matmul(x, w)[:, 0] * y  # noqa: E731
+    return Case(product, [w], [x, tf.range(7.0, dtype=tf.float64)])
+
+
+@row(ONE, TWO, THREE, JOINED, GPUS, BY_XLA, EAGER_BY_XLA, tier="graph")
+def embeddings():
+    """Sparse gradients: of Keras, of TensorFlow, used densely too, and not chosen by examples."""
+    tokens = tf.constant([[0, 1], [1, 2], [8, 8], [3, 0], [1, 1], [5, 7], [8, 2]])
+    chosen, fixed = layers.Embedding(9, 3), layers.Embedding(4, 2)
+    chosen.build(), fixed.build()
+    normal = np.random.default_rng(0).normal(size=(9, 3))
+    table, tied = tf.Variable(normal), keras.Variable(normal, dtype="float64")
+    scale, unused = tf.Variable(3.0, trainable=False, dtype=tf.float64), tf.Variable(1.0)
+
+    def losses(tokens):
+        logits = tf.matmul(tf.gather(tied, tokens[:, 0]), tied, transpose_b=True)
+        rows = tf.reduce_sum(fixed(tf.range(2)[tf.newaxis]) ** 2, axis=[1, 2])
+        return (
+            tf.nn.sparse_softmax_cross_entropy_with_logits(tokens[:, 0], logits)
+            + cubes(chosen)(tokens)
+            + cubes(lambda tokens: tf.gather(table, tokens))(tokens)
+            + rows * scale * tf.ones([tf.shape(tokens)[0]], tf.float64)
+        )
+
+    return Case(losses, [chosen.embeddings, table, tied, fixed.embeddings, unused], [tokens])
+
+
+# What is assigned.
+
+ASSIGNMENTS = {
+    "counter of calls": lambda v, x: v.assign_add(1),
+    "counter of examples": lambda v, x: v.assign_add(tf.cast(tf.shape(x)[0], v.dtype)),
+    "sum": lambda v, x: v.assign_add(tf.reduce_sum(x)),
+    "largest": lambda v, x: v.assign(tf.maximum(v.value, tf.reduce_max(x))),
+    "smallest": lambda v, x: v.assign(tf.minimum(v.value, tf.reduce_min(x))),
+    "moving mean": lambda v, x: v.assign(0.9 * v.value + 0.1 * tf.reduce_mean(x)),
+    "sum of means": lambda v, x: v.assign_add(tf.reduce_mean(x)),
+    "sum by means": lambda v, x: v.assign_add(
+        tf.reduce_mean(x) * tf.cast(tf.shape(x)[0], v.dtype)
+    ),
+    "first": lambda v, x: v.assign(x[0, 0]),
+    "in a function": lambda v, x: tf.function(lambda: v.assign_add(1.0))(),
+    "in a loop": lambda v, x: tf.while_loop(
+        lambda i, _: i < 1, lambda i, _: (i + 1, v.assign_add(1.0)), (0, v.value)
+    ),
+    "in a branch": lambda v, x: tf.cond(
+        tf.shape(x)[0] < 99, lambda: v.assign_add(1.0), lambda: v.value
+    ),
+}
+
+
+def kept(value, dtype):
+    return keras.Variable(value, dtype=dtype, trainable=False)
+
+
+@row(TWO, THREE, UNKNOWN, TWO_EXAMPLES, GPUS)
+def state():
+    """Each is put together as the function shows; metrics and counters count from anywhere."""
+    floats = {name: kept(0.5, "float64") for name in ASSIGNMENTS}
+    counters, signs = [kept(n, "int64") for n in (0, 10**6, 10**8)], kept(np.zeros(3), "int64")
+    accuracy = keras.metrics.BinaryAccuracy(dtype="float64")
+    accuracy.update_state([1], [1])
+
+    def losses(x):
+        for name, assign in ASSIGNMENTS.items():
+            assign(floats[name], x)
+        for counter in counters:
+            counter.assign_add(x.shape[0] or tf.cast(tf.shape(x)[0], tf.int64))
+        positive = tf.cast(x[:, 0] > 0, tf.int32)
+        signs.assign_add(tf.math.bincount(positive, minlength=3, dtype=tf.int64))
+        accuracy.update_state(tf.ones_like(positive), positive)
+        return x[:, 0]
+
+    return Case(losses, [], state=[*floats.values(), *counters, signs, *accuracy.variables])
+
+
+@row(TWO, THREE, JOINED, tier="graph")
+def counters_that_are_read():
+    """Every tower sees the master's, then its own."""
+    integer, floating = kept(5, "int32"), kept(5.0, "float64")
+
+    def losses(x):
+        before = integer.value + 0, floating.value + 0
+        integer.assign_add(1)
+        floating.assign(floating + 1)
+        after = integer.value + 0, floating.value + 0
+        return x[:, 0] * tf.cast(before[0] + after[0], x.dtype) * (before[1] + after[1])
+
+    return Case(losses, [], state=[integer, floating])
+
+
+@row(ONE, TWO, THREE, JOINED, UNKNOWN, TWO_EXAMPLES, IN_PARTS, GPUS, tier="graph")
+@row(BY_XLA, UNKNOWN_BY_XLA, TWO_EXAMPLES_BY_XLA, JOINED_IN_PARTS, JOINED_BY_XLA)
+def draws():
+    return of_model(sequential((3,), layers.Dense(9), layers.Dropout(0.5, seed=1)))
+
+
+@row(TWO, THREE, JOINED)
+def a_spectral_norm():
+    """The power iteration is no part of the gradient, as with plain Keras."""
+    return of_model(sequential((3,), layers.SpectralNormalization(layers.Dense(3))))
+
+
+# What is recomputed in the backward pass, as it ran in the forward one.
+
+
+@row(TWO, THREE, BY_XLA)
+def a_recomputed_part():
+    """Weights of a part that is recomputed and of one that is not."""
+    net = dense()
+    recomputed = tf.recompute_grad(lambda x: net(x))
+    return Case(cubes(lambda x: recomputed(x) * net(2 * x)), net.trainable_variables)
+
+
+@row(ONE, EVEN, THREE, JOINED, JOINED_UNKNOWN, GPUS_JOINED)
+def draws_and_moments_that_are_recomputed():
+    rest = layers.BatchNormalization(), layers.Dropout(0.5, seed=1)
+    net = sequential((3,), layers.Dense(5), *rest)
+    plain = lambda x: tf.tanh(net(x, training=True))  # noqa: E731
+    recomputed = cubes(tf.recompute_grad(plain))
+    return of_model(net)._replace(losses=recomputed, plain=cubes(plain))
+
+
+# Moments over all towers.
+
+
+def images(size=7):
+    return tf.random.stateless_normal([size, 4, 4, 3], [0, 0], 5.0, 2.0, tf.float64)
+
+
+def convolutions(**keywords):
+    norm = functools.partial(layers.BatchNormalization, **keywords)
+    body = [norm(momentum=0.5), layers.Conv2D(5, 3, activation="tanh")]
+    body += [norm(momentum=0.9, scale=False), layers.Flatten(), layers.Dense(4, "tanh"), norm()]
+    return of_model(sequential((4, 4, 3), *body), images())
+
+
+@row(ONE, EVEN, THREE, JOINED, UNKNOWN, TWO_EXAMPLES)
+@row(GPU, GPUS, GPUS_UNKNOWN, GPUS_EVEN, GPUS_JOINED)
+def batch_norm():
+    return convolutions()
+
+
+class Moments(layers.Layer):
+    """Keeps the mean of what it has seen, and its largest value."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.most = self.add_weight(shape=(3,), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.mean.assign(keras.ops.mean(x))
+        self.most.assign(keras.ops.maximum(self.most, keras.ops.max(x, axis=0)))
+        return x
+
+
+@row(GPU, GPUS, GPUS_UNKNOWN, GPUS_EVEN, GPUS_TWO_EXAMPLES)
+def moments_of_several_layers():
+    norm, dropout = layers.BatchNormalization(), layers.Dropout(0.3, seed=1)
+    body = Moments(), layers.Dense(3, "tanh"), norm, dropout, layers.Dense(2)
+    return of_model(sequential((3,), *body))
+
+
+@row(LOCAL)
+def batch_norm_that_asks():
+    return convolutions(synchronized=True)
+
+
+@row(THREE, GPUS)
+def batch_norm_of_another_axis_shared_and_read_again():
+    """Of two calls, the second begins with what the first has assigned."""
+    other = layers.BatchNormalization(axis=1, momentum=0.7)
+    norm, once = (layers.BatchNormalization(momentum=0.7) for _ in range(2))
+    x = entry((4, 4, 3))
+    y = layers.Flatten()(other(keras.ops.tanh(other(x))))
+    z = layers.Flatten()(once(once(norm(norm(x) ** 2 + x)), training=False))
+    return of_model(keras.Model(x, layers.Dense(2)(y) + layers.Dense(2)(z)), images())
+
+
+@row(GPUS)
+def batch_norm_shared_and_read_again_in_float32():
+    keras.config.set_dtype_policy("float32")
+    case = batch_norm_of_another_axis_shared_and_read_again()
+    return case._replace(batch=[tf.cast(case.batch[0], tf.float32)])
+
+
+class Positions(layers.Layer):
+    """Keeps the positions that are not masked."""
+
+    supports_masking = True
+
+    def call(self, x, mask=None):
+        return tf.reshape(x * tf.cast(mask[..., tf.newaxis], x.dtype), [tf.shape(x)[0], 18])
+
+
+@row(THREE, GPUS)
+def batch_norm_of_masked_steps():
+    """Sequences of other lengths: a step that is masked counts nowhere."""
+    x = np.random.default_rng(0).normal(3, 2, (7, 6, 3))
+    for i in range(7):
+        x[i, i:] = 0
+    norm = layers.BatchNormalization(momentum=0.5)
+    return of_model(sequential((6, 3), layers.Masking(0.0), norm, Positions()), x)
+
+
+@row(ONE, THREE, JOINED_UNKNOWN, GPU, GPUS, GPUS_UNKNOWN, GPUS_EVEN)
+def fused_batch_norm():
+    """In float32, of all ranks; a mean of 15 deviations must cost few digits."""
+    keras.config.set_dtype_policy("float32")
+    models = []
+    for shape, use in ((3,), {}), ((5, 3), {"scale"}), ((4, 4, 3), {"center"}), ((2, 4, 4, 3), {}):
+        norm = layers.BatchNormalization(momentum=0.5, **dict.fromkeys(use, False))
+        rest = layers.Dense(4, "tanh"), layers.Flatten(), layers.Dense(2)
+        models.append(sequential(shape, norm, *rest))
+    batch = [
+        tf.random.stateless_normal([7, *net.input_shape[1:]], [1, 2], 30.0, 2.0) for net in models
+    ]
+    cases = [of_model(net) for net in models]
+    return Case(
+        lambda *xs: tf.add_n([case.losses(x) for case, x in zip(cases, xs, strict=True)]),
+        [v for case in cases for v in case.weights],
+        batch,
+        [v for case in cases for v in case.state],
+    )
+
+
+def fused_maps():
+    """Return a case in float32 whose moments are of many values on each tower."""
+    keras.config.set_dtype_policy("float32")
+    body = layers.Dropout(0.2, seed=1), layers.BatchNormalization(), layers.Dense(4, "tanh")
+    model = sequential((4, 4, 3), *body, layers.Flatten(), layers.Dense(2))
+    return of_model(model, tf.cast(images(), tf.float32))
+
+
+def case_of(make):
+    """Return the case, with the same numbers whenever it is made."""
+    keras.utils.set_random_seed(0)
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("float64")
+    try:
+        case = make()
+    finally:
+        keras.config.set_dtype_policy(before)
+    assert case.weights or case.state
+    return case
+
+
+def contrast(losses):
+    """Return a loss in which the examples of a batch see each other."""
+    return tf.reduce_logsumexp(losses * losses[:, tf.newaxis])
+
+
+def with_tape(loss_fn, weights, inputs_too=False):
+    """Return a step that gives a loss, and its gradients by weights and perhaps by inputs."""
+    sources = [v.value if isinstance(v, keras.Variable) else v for v in weights]
+
+    def step(*batch):
+        inputs = [x for x in batch if inputs_too and x.dtype.is_floating]
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            loss = loss_fn(*batch)
+        return loss, tape.gradient(loss, [*sources, *inputs])
+
+    return step
+
+
+def copies(weights, num_towers):
+    """Return weights of GPUs as `gradients` takes them, with a copy on each tower."""
+    others = []
+    for device in DEVICES[1:num_towers]:
+        with tf.device(device):
+            others.append([keras.Variable(tf.Variable(v.value), dtype=v.dtype) for v in weights])
+    return [PerTower(own) for own in zip(weights, *others, strict=True)] if others else weights
+
+
+def outcome(case, step, size=None):
+    """Return {what: value} of two steps, with other weights in the second."""
+    found = {}
+    for i in (1, 2):
+        loss, gradients = step(*(part[:size] if size else part for part in case.batch))
+        found[f"loss {i}"] = loss
+        for n, gradient in enumerate(gradients):
+            first, *others = gradient if isinstance(gradient, list) else [gradient]
+            assert all(np.array_equal(first, other) for other in others)
+            found[f"gradient {n} of step {i}"] = first
+        found |= {f"state {n} after step {i}": v.numpy() for n, v in enumerate(case.state)}
+        for weight in case.weights:
+            for v in getattr(weight, "values", [weight]):
+                v.assign(0.9 * v + 0.1)
+    return found
+
+
+@functools.cache
+def of_one_device(make, size=None, joined=False):
+    case = case_of(make)
+    losses, of_all = case.plain or case.losses, contrast if joined else tf.reduce_mean
+    return outcome(case, with_tape(lambda *xs: of_all(losses(*xs)), case.weights, joined), size)
+
+
+def step_of(case, way, devices=DEVICES, gather_device="/cpu:0"):
+    builder = TowerBuilder(
+        devices[: way.num_towers], gather_device, accumulate_steps=way.parts,
+        jit_compile=way.by_xla, batch_norm=way.batch_norm,
+    )  # fmt: skip
+
+    def step(*batch):
+        loss, gradients = builder.gradients(case.losses, case.weights, *batch)
+        return loss, [g.values if isinstance(g, PerTower) else g for g in gradients]
+
+    if way.joined:
+        loss_fn = lambda *batch: contrast(builder.concat(case.losses, *batch))  # noqa: E731
+        step = with_tape(loss_fn, case.weights, True)
+    specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in case.batch]
+    return tf.function(step, None if way.known else specs) if way.compiled else step
+
+
+def of_towers(make, way):
+    if not way.on_gpus:
+        case = case_of(make)
+        return outcome(case, step_of(case, way), way.size)
+    with cpus_for_gpus():
+        with tf.device(DEVICES[0]):
+            case = case_of(make)
+        if all(isinstance(v, keras.Variable) for v in case.weights) and not way.joined:
+            case = case._replace(weights=copies(case.weights, way.num_towers))
+        return outcome(case, step_of(case, way, gather_device=DEVICES[0]), way.size)
+
+
+def assert_equal(found, expected):
+    """Compare by the largest value; sparse gradients by their rows, in their order."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        own = found[name]
+        if isinstance(value, tf.IndexedSlices):
+            assert isinstance(own, tf.IndexedSlices), name
+            np.testing.assert_array_equal(own.indices, value.indices)
+            own, value = own.values, value.values
+        assert (own is None) == (value is None), name
+        if value is not None:
+            error = np.max(np.abs(own - value), initial=0)
+            tolerance = 1e-4 if value.dtype == "float32" else 1e-10
+            size = max(np.max(np.abs(value), initial=0), 1e-3)
+            assert error <= tolerance * size, f"{name} differs by {error / size:.1e}"
+
+
+@pytest.mark.parametrize(("make", "way"), ROWS)
+def test_towers_compute_what_one_device_computes(make, way):
+    assert_equal(of_towers(make, way), of_one_device(make, way.size, way.joined))

@@ -1,0 +1,157 @@
+"""The suite itself: a test keeps to its tier, leaves nothing behind, and changes no shared run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import leftovers
+
+pytestmark = pytest.mark.process
+ROOT = Path(__file__).resolve().parents[1]
+CONFTEST = "from tests.conftest import *\n"
+TOO_MUCH = """
+import contextlib, subprocess, sys
+import keras, numpy as np, pytest, tensorflow as tf
+import towers
+
+def model():
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+def trace(calls):
+    net = model()
+    for n in range(1, calls + 1):
+        tf.function(net).get_concrete_function(tf.zeros([n, 2]))
+
+@pytest.mark.unit
+def test_graph():
+    tf.function(lambda x: x + 1).get_concrete_function(tf.zeros([]))
+
+@pytest.mark.graph
+def test_traces():
+    trace(3)
+
+@pytest.mark.graph
+def test_fit():
+    net = model()
+    net.compile("sgd", "mse")
+    net.fit(np.ones([2, 2]), np.ones([2, 1]), verbose=0)
+
+@pytest.mark.graph
+def test_train(tmp_path):
+    given = dict(model="tests.tiny:dense", dataset="tests.tiny:images", max_steps=1)
+    towers.train(**given, train_dir=str(tmp_path))
+
+@pytest.mark.graph
+def test_verify():
+    net = model()
+    net.compile("sgd", "mse")
+    towers.verify(net, np.ones([4, 2]), np.ones([4, 1]), steps=1)
+
+@pytest.mark.run
+def test_process():
+    subprocess.run([sys.executable, "-c", ""])
+
+@pytest.mark.unit
+def test_caught():
+    with contextlib.suppress(BaseException):
+        tf.Graph()
+
+@pytest.mark.graph
+def test_in_its_tier():
+    trace(2)
+
+class TestOfModule:
+    pytestmark = pytest.mark.graph
+
+    @pytest.mark.run
+    def test_nearest_mark_counts(self):
+        trace(3)
+"""
+NEEDS = {
+    "graph": "graph", "traces": "run", "fit": "run", "train": "run", "verify": "run",
+    "process": "process", "caught": "graph",
+}  # fmt: skip
+STARTS = """
+import os, subprocess, sys, time
+import pytest
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+@pytest.mark.process
+def test_starts_a_process_with_a_session_of_its_own():
+    subprocess.Popen(SLEEP, start_new_session=True).returncode = 0  # or Python would warn of it
+    print("started", os.environ["TOWERS_TESTS"], flush=True)
+    {then}
+"""
+
+
+def command(folder, source, *flags):
+    """Write a folder of tests; return what runs them, and how."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_it.py").write_text(source)
+    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={ROOT}", *flags]
+    strict = f"--config-file={ROOT}/pyproject.toml"
+    own = {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | own
+    return [*line, strict, str(folder)], dict(env=environment, cwd=ROOT, text=True)
+
+
+def run(folder, source, *flags):
+    line, given = command(folder, source, *flags)
+    return subprocess.run(line, **given, capture_output=True)
+
+
+def test_a_test_that_does_more_than_its_tier_fails_and_names_the_marker(tmp_path):
+    out = run(tmp_path, TOO_MUCH).stdout
+    assert "7 failed, 2 passed" in out
+    for name, marker in NEEDS.items():
+        (line,) = [x for x in out.splitlines() if x.startswith("FAILED") and f"test_{name} " in x]
+        assert f"mark it @pytest.mark.{marker}" in out.partition(f"_ test_{name} _")[2][:9000]
+        assert "TierError" in line or name == "caught"
+
+
+def test_a_test_needs_a_tier(tmp_path):
+    done = run(tmp_path, "def test_it():\n    pass\n")
+    assert done.returncode == 4
+    assert "test_it.py::test_it has no tier: write @pytest.mark.unit" in done.stderr
+
+
+def test_what_a_test_leaves_behind_fails_the_session_and_is_ended(tmp_path):
+    done = run(tmp_path, STARTS.replace("{then}", ""), "-s")
+    assert done.returncode == 1 and "1 passed" in done.stdout
+    assert "left behind by a test: process " in done.stdout and "time.sleep(600)" in done.stdout
+    assert_soon_nothing_has(key_in(done.stdout.splitlines()))
+
+
+@pytest.mark.parametrize(
+    "number, processes", [(signal.SIGKILL, 1), (signal.SIGTERM, 1), (signal.SIGINT, 0)]
+)
+def test_nothing_outlives_tests_that_are_ended(tmp_path, number, processes):
+    path = tmp_path / "key"
+    then = f"open({str(path)!r}, 'w').write(os.environ['TOWERS_TESTS']); time.sleep(600)"
+    line, given = command(tmp_path, STARTS.replace("{then}", then), f"-n{processes}", "-s")
+    with subprocess.Popen(line, **given, stdout=subprocess.DEVNULL, start_new_session=True) as done:
+        deadline = time.monotonic() + 120
+        while not (path.exists() and path.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        key = path.read_text().partition("/")[0]
+        assert any("time.sleep(600)" in line for line in leftovers.marked(key).values())
+        done.send_signal(number)
+    assert_soon_nothing_has(key)
+
+
+def key_in(lines):
+    (line,) = [line for line in lines if "started " in line]
+    return line.partition("started ")[2].strip()
+
+
+def assert_soon_nothing_has(key):
+    deadline = time.monotonic() + 30
+    while (left := leftovers.marked(key)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left

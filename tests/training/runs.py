@@ -1,0 +1,79 @@
+"""What tests of whole runs share: the command line, what happens at a step, what a run left."""
+
+import contextlib
+import json
+import resource
+import threading
+
+import pytest
+
+from tests import tiny
+from towers import cli
+from towers.monitoring.monitor import Monitor
+
+
+def released(values, *names):
+    """Return parameters of which those with other names are left to `scripts/test --all`."""
+    rare = pytest.mark.extended
+    return [pytest.param(v, marks=[] if v in names else [rare], id=str(v)) for v in values]
+
+
+def command(capsys, *argv):
+    """Return the exit code, standard output and standard error of a command line."""
+    capsys.readouterr()
+    code = cli.main([str(word) for word in argv])
+    return code, *capsys.readouterr()
+
+
+def done(capsys, verb, train_dir, *flags):
+    """Return what a command about a run prints, which is to succeed."""
+    code, out, err = command(capsys, verb, f"--train_dir={train_dir}", *flags)
+    assert code == 0, err
+    return out
+
+
+def at_step(monkeypatch, actions):
+    """Let each action of {step: action} be done once, when at least so many steps are made."""
+    real = Monitor.progress
+
+    def progress(monitor, step, values):
+        real(monitor, step, values)
+        for number in [number for number in actions if number <= step]:
+            for thread in threading.enumerate():
+                if thread.name == "checkpoint":  # the save before is to be over
+                    thread.join()
+            actions.pop(number)()
+
+    monkeypatch.setattr(Monitor, "progress", progress)
+
+
+@contextlib.contextmanager
+def small_disk():
+    """Give a function that lets no file grow beyond a size; without one, it ends that."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(num_bytes=soft):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+
+    try:
+        yield limit
+    finally:
+        limit()
+
+
+def result_of(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def points(folder, tag="loss/total"):
+    return [(step, value) for step, name, value in tiny.events(folder) if name == tag]
+
+
+def assert_has(model, train_dir, step=None, averages=False):
+    """Compare the variables of a model with those in a checkpoint, bit for bit."""
+    saved = tiny.saved(train_dir, step)
+    kind = "average" if averages else "model"
+    found = {v.path: v.numpy() for v in model.variables}
+    names = {path: path.replace("/", ".S") for path in found}
+    of_kind = {p: saved.get(f"{kind}.S{n}", saved[f"model.S{n}"]) for p, n in names.items()}
+    tiny.assert_identical(found, of_kind)
