@@ -30,6 +30,7 @@ def found(capsys, entry, num_towers):
 ELSEWHERE = ("random op", "mixed examples", "local BatchNorm", "batch size")
 
 
+@pytest.mark.timeout(1500)  # of a large application
 @pytest.mark.parametrize(
     "entry", tried(zoo.ENTRIES, lambda e: e.quick and e.expected not in ELSEWHERE)
 )

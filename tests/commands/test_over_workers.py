@@ -13,7 +13,7 @@ from towers.monitoring import events
 pytestmark = pytest.mark.process
 
 DEAD = "127.0.0.1:9"
-SMALL = "--model=tests.catalogue:cnn --dataset=tests.tiny:images --augment=none --batch_size=8"
+SMALL = "--model=tests.zoo.draws:dropouts --dataset=tests.tiny:images --augment=none --batch_size=8"
 
 
 @pytest.fixture(scope="module")

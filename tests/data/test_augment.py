@@ -416,21 +416,11 @@ def test_the_user_s_own_examples_are_not_changed_unasked():
         assert augment.resolve("off", own(kind)) == "off"
 
 
-def test_the_data_sets_that_come_with_towers_are_augmented_but_for_digits():
+def test_the_data_sets_that_come_with_towers_are_augmented():
     for name in "shapes", "cifar10", "cifar100", "cifar100_coarse":
         for compiled in True, False:
             assert augment.resolve("auto", own("images", name), compiled) == "tutorial"
         assert augment.resolve("none", own("images", name)) == "none"
-    for name in "svhn", "svhn_extra":
-        digits = own("images", name)
-        assert augment.resolve("auto", digits) == "none"
-        assert len(augment.describe(digits, "none")) == 2
-        for flag, given in {
-            "--augment=resnet": dict(kind=augment.resolve("resnet", digits)),
-            "--test_time_flip": dict(kind="none", test_time_flip=True),
-        }.items():
-            _, line, _ = augment.describe(digits, **given)
-            assert line.startswith(f"warning     {flag} mirrors the digits of {name}")
 
 
 @pytest.mark.parametrize("kind", ["tutorial", "resnet", "none"])

@@ -1,4 +1,4 @@
-"""CIFAR-10, CIFAR-100 and SVHN: found under a folder in any form, or downloaded, and read."""
+"""CIFAR-10 and CIFAR-100: found under a folder in any form, or downloaded, and read."""
 
 import functools
 import gc
@@ -14,39 +14,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data import cifar_files, mat_files
+from tests.data import cifar_files
 from tests.data.cifar_files import CIFAR10, CIFAR100, NUM, pickled, write_binaries, write_pickles
 from tests.data.splits import all_of, assert_same, refusal
 from towers import cli, data
-from towers.data import cifar10, cifar100, svhn
+from towers.data import cifar10, cifar100
 from towers.errors import InputError
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("tiny")]
 
 of_100 = functools.partial(write_binaries, names=CIFAR100)
 pickles_of_100 = functools.partial(write_pickles, names=CIFAR100)
-big_endian = functools.partial(mat_files.write_svhn, order=">")
-not_compressed = functools.partial(mat_files.write_svhn, compress=False)
 FORMS = [  # of data sets, with what writes them
     ("cifar10", write_binaries), ("cifar10", write_pickles),
     ("cifar100", of_100), ("cifar100_coarse", of_100),
     ("cifar100", pickles_of_100), ("cifar100_coarse", pickles_of_100),
-    ("svhn", mat_files.write_svhn), ("svhn", big_endian), ("svhn", not_compressed),
-    ("svhn_extra", mat_files.write_svhn),
 ]  # fmt: skip
-MODULES = {"cifar10": cifar10, "cifar100": cifar100, "svhn": svhn}
+MODULES = {"cifar10": cifar10, "cifar100": cifar100}
 
 
 def halves(name):
     """Return the training examples and the test examples of a data set, as they were written."""
     if name == "cifar10":
         return [cifar_files.half(names, "labels") for names in (CIFAR10[:5], CIFAR10[5:])]
-    if name.startswith("cifar100"):
-        key = "coarse_labels" if "coarse" in name else "fine_labels"
-        return [cifar_files.half([file], key) for file in CIFAR100]
-    train = ("train", "extra") if name == "svhn_extra" else ("train",)
-    parts = [[mat_files.digits(part) for part in parts] for parts in (train, ("test",))]
-    return [tuple(map(np.concatenate, zip(*part, strict=True))) for part in parts]
+    key = "coarse_labels" if "coarse" in name else "fine_labels"
+    return [cifar_files.half([file], key) for file in CIFAR100]
 
 
 def assert_is(folder, name):
@@ -69,7 +61,6 @@ def test_it_is_found_anywhere_in_any_form(tmp_path, name, write):
 def test_the_names_of_the_classes(tmp_path):
     write_binaries(tmp_path)
     of_100(tmp_path)
-    mat_files.write_svhn(tmp_path)
     known = {name: data.load(name, str(tmp_path)).class_names for name, _ in FORMS}
     airplanes = "airplane automobile bird cat deer dog frog horse ship truck"
     assert known["cifar10"] == tuple(airplanes.split())
@@ -79,7 +70,6 @@ def test_the_names_of_the_classes(tmp_path):
     assert len(set(coarse)) == len(coarse) == 20
     names = ["aquatic_mammals", "large_carnivores", "vehicles_2"]
     assert [coarse[i] for i in (0, 8, 19)] == names
-    assert known["svhn"] == known["svhn_extra"] == tuple("0123456789")
 
 
 def test_what_stands_in_has_as_many_classes(few_shapes, tmp_path):
@@ -96,11 +86,8 @@ def test_what_stands_in_has_as_many_classes(few_shapes, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "write"),
-    [
-        ("cifar10", write_binaries), ("cifar10", write_pickles), ("cifar100", pickles_of_100),
-        ("svhn", mat_files.write_svhn),
-    ],
-)  # fmt: skip
+    [("cifar10", write_binaries), ("cifar10", write_pickles), ("cifar100", pickles_of_100)],
+)
 def test_files_that_are_not_the_published_ones_are_named_and_taken(
     tmp_path, capsys, publish, name, write
 ):
@@ -148,9 +135,6 @@ def test_an_incomplete_set_is_named_and_not_downloaded(tmp_path):
     write_binaries(tmp_path / "some/CIFAR-100", ["train"])
     message = f"CIFAR-100 in {tmp_path}/some/CIFAR-100 lacks test.bin; add what is missing"
     assert message in refusal("cifar100", str(tmp_path))
-    mat_files.write_svhn(tmp_path / "c", ["train", "test"])
-    assert "lacks extra_32x32.mat; add" in refusal("svhn_extra", str(tmp_path))
-    assert_is(tmp_path, "svhn")
 
 
 def test_folders_and_single_files_of_so_common_names_are_no_data_set(tmp_path):
@@ -257,34 +241,6 @@ BAD_BINARIES_OF_100 = {
     "coarse": (changed(OF_100, 6148, 20), f"record 2 {COUNTED} has coarse label 20; allowed"),
     "fine": (changed(OF_100, 6149, 100), f"record 2 {COUNTED} has fine label 100; allowed"),
 }
-TRAIN = mat_files.arrays_of("train")
-X, Y = TRAIN["X"], TRAIN["y"]
-
-
-def digits(x=X, y=Y):
-    return mat_files.mat({"X": x, "y": y})
-
-
-FORM = "expected X, uint8 [32, 32, 3, N], and y [N, 1]"
-BAD_MATRICES = {
-    "not of MATLAB": (b"x" * 1000, "does not begin as a MATLAB 5 file"),
-    "no y": (mat_files.mat({"X": X}), FORM),
-    "no X": (mat_files.mat({"y": Y}), FORM),
-    "more labels": (digits(X[..., 1:]), FORM),
-    "labels in a row": (digits(y=Y.T), FORM),
-    "images of another shape": (digits(X[1:]), FORM),
-    "images first": (digits(np.moveaxis(X, 3, 0)), FORM),
-    "signed": (digits(X.view(np.int8)), FORM),
-    "no images": (digits(X[..., :0], Y[:0]), FORM),
-    "truncated": (digits()[:-9], "ends too early"),
-    "large": (digits() + bytes(300_000), "has more than 245,760 bytes"),
-} | {
-    f"label {label}": (
-        digits(y=np.where(np.arange(len(Y))[:, None] == 3, label, Y.astype(float))),
-        f"y 3 {COUNTED} is {float(label)}; allowed are 1..10",
-    )
-    for label in (0, 11, 255, 2.5, np.nan, -1)
-}  # fmt: skip
 DAMAGE = [
     pytest.param(name, write, file, *bad[kind], id=f"{file} {kind}")
     for name, write, file, bad in [
@@ -293,7 +249,6 @@ DAMAGE = [
         ("cifar100", of_100, "train.bin", BAD_BINARIES_OF_100),
         ("cifar100_coarse", of_100, "train.bin", BAD_BINARIES_OF_100),
         ("cifar100", pickles_of_100, "test", BAD_PICKLES_OF_100),
-        ("svhn", mat_files.write_svhn, "train_32x32.mat", BAD_MATRICES),
     ]
     for kind in bad
 ]
@@ -310,19 +265,6 @@ def test_a_damaged_file_is_named_and_nothing_in_it_runs(
     assert message.startswith(str(tmp_path / "data" / file)) and expected in message
     assert message.endswith("; put an intact copy in its place")
     assert not (tmp_path / "pwned").exists()
-
-
-def test_labels_of_digits_may_be_stored_as_floats(tmp_path):
-    mat_files.write_svhn(tmp_path)
-    (tmp_path / "train_32x32.mat").write_bytes(digits(y=Y.astype(np.float64)))
-    assert_is(tmp_path, "svhn")
-
-
-def test_more_images_than_were_published_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(svhn, "MAX_IMAGES", mat_files.NUM["train"] - 1)
-    mat_files.write_svhn(tmp_path)
-    message = refusal("svhn", str(tmp_path))
-    assert "train_32x32.mat is no MATLAB file of SVHN: an array in it has" in message
 
 
 @pytest.mark.run
@@ -452,27 +394,12 @@ def test_an_interrupted_download_leaves_nothing(tmp_path, monkeypatch, source, i
     assert_is(tmp_path / "data", "cifar10")
 
 
-def test_a_download_of_several_files_is_one_folder(tmp_path, publish):
-    mat_files.write_svhn(tmp_path / "server")
-    sources = {path.as_uri(): md5(path) for path in sorted((tmp_path / "server").iterdir())}
-    publish(svhn, sources=sources)
-    assert_is(tmp_path / "here", "svhn_extra")
-    assert os.listdir(tmp_path / "here") == ["svhn"]
-    publish(svhn, sources={**sources, next(iter(sources)): "0" * 32})
-    message = refusal("svhn", str(tmp_path / "there"))
-    assert "train_32x32.mat" in message and "hash does not match" in message
-    assert os.listdir(tmp_path / "there") == []
-
-
-def test_a_folder_with_other_things_is_not_replaced(tmp_path, publish):
-    mat_files.write_svhn(tmp_path / "server")
-    (tmp_path / "here/svhn").mkdir(parents=True)
-    (tmp_path / "here/svhn/notes.txt").write_text("mine")
-    path = tmp_path / "server/train_32x32.mat"
-    publish(svhn, sources={path.as_uri(): md5(path)})
-    message = refusal("svhn", str(tmp_path / "here"))
+def test_a_folder_with_other_things_is_not_replaced(tmp_path, source):
+    (tmp_path / "here" / FOLDER).mkdir(parents=True)
+    (tmp_path / "here" / FOLDER / "notes.txt").write_text("mine")
+    message = refusal("cifar10", str(tmp_path / "here"))
     assert "not empty" in message and message.endswith("or use --dataset=shapes")
-    assert (tmp_path / "here/svhn/notes.txt").read_text() == "mine"
+    assert (tmp_path / "here" / FOLDER / "notes.txt").read_text() == "mine"
 
 
 # Through the verbs: the same numbers on 1 and 2 towers, each example once
@@ -484,7 +411,7 @@ def test_a_folder_with_other_things_is_not_replaced(tmp_path, publish):
     ["cifar100_coarse"]
     + [
         pytest.param(name, marks=[pytest.mark.run, pytest.mark.extended])
-        for name in ("cifar10", "cifar100", "svhn", "svhn_extra", "npz")
+        for name in ("cifar10", "cifar100", "npz")
     ],
 )
 def test_train_evaluate_verify(name, tmp_path, capsys):
@@ -494,7 +421,7 @@ def test_train_evaluate_verify(name, tmp_path, capsys):
         return json.loads(capsys.readouterr().out)
 
     if name == "npz":  # as Keras gives out its data sets, labels [N, 1]
-        (x, y), (test_x, test_y) = halves("svhn")
+        (x, y), (test_x, test_y) = halves("cifar10")
         where = [f"--dataset={tmp_path}/keras.npz"]
         parts = dict(x_train=x, y_train=y[:, None], x_test=test_x, y_test=test_y[:, None])
         np.savez(tmp_path / "keras.npz", **parts)
@@ -506,7 +433,7 @@ def test_train_evaluate_verify(name, tmp_path, capsys):
     trained = run("train", *small, "--max_steps=4", "--num_towers=2", folder)
     for towers in 1, 2:  # 7 does not divide it
         found = run("evaluate", folder, f"--num_towers={towers}")
-        assert found["examples"] == len(halves("svhn" if name == "npz" else name)[1][0])
+        assert found["examples"] == len(halves("cifar10" if name == "npz" else name)[1][0])
         assert found["accuracy"] == pytest.approx(trained["test_accuracy"])
     proof = run("verify", *small, "--steps=2", "--num_towers=2")
     assert proof["passed"] and proof["max_relative_difference"]["2"] < 1e-9

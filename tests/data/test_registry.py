@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from tests.data.cifar_files import write_binaries, write_pickles
-from tests.data.mat_files import write_svhn
 from tests.data.splits import all_of, refusal
 from towers import data
 from towers.data.registry import DATA_SETS
@@ -83,15 +82,12 @@ def test_a_part_of_the_training_examples_is_for_validation(load):
 def test_what_is_located_needs_no_files_or_is_whole_or_would_be_downloaded(tmp_path):
     assert data.locate("shapes") == "shapes is drawn in code"
     assert data.locate("mine:load") == "mine:load is your own: not looked at"
-    for name in "cifar10", "cifar100", "cifar100_coarse", "svhn", "svhn_extra":
+    for name in "cifar10", "cifar100", "cifar100_coarse":
         assert data.locate(name, str(tmp_path)) is None
     write_pickles(tmp_path / "there")
     assert data.locate("cifar10", str(tmp_path)) == f"cifar10 is in {tmp_path}/there"
     (tmp_path / "there/test_batch").unlink()
     assert "lacks test_batch; add" in refusal("cifar10", str(tmp_path), call=data.locate)
-    write_svhn(tmp_path / "svhn", ("train", "test"))
-    assert data.locate("svhn", str(tmp_path)) == f"svhn is in {tmp_path}/svhn"
-    assert "lacks extra_32x32.mat" in refusal("svhn_extra", str(tmp_path), call=data.locate)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from unittest import mock
 
 import numpy as np
 
-from tests.data import cifar_files, image_files, mat_files
+from tests.data import cifar_files, image_files
 from tests.fuzz.inputs import FOLDER, LINK, READ_ONLY, Case
 from towers import cli
 from towers.data import cifar10, cifar100
@@ -55,7 +55,6 @@ class Template:
         "pickles": ("cifar10", "pickles"),
         "binaries100": ("cifar100", "binaries100"),
         "pickles100": ("cifar100_coarse", "pickles100"),
-        "matlab": ("svhn_extra", "matlab"),
     }
 
 
@@ -90,7 +89,6 @@ def make_template(folder: Path) -> Template:
         for names, number in (cifar_files.CIFAR10, ""), (cifar_files.CIFAR100, "100"):
             cifar_files.write_binaries(Path(f"binaries{number}"), names)
             cifar_files.write_pickles(Path(f"pickles{number}"), names)
-        mat_files.write_svhn(Path("matlab"))
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     found = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
     return Template({name: data for name, data in found.items() if "/.towers" not in name}, argv)

@@ -50,9 +50,8 @@ _CONTRAST_RANGE = (0.2, 1.8)
 _PADDING = {"resnet": 4, "shift": 2}  # pixels on each side
 _REFLECTED = _MIRRORED_IN_TURNS = ("shift",)
 
-# Data sets whose classes stay what they are when cut and mirrored, and one whose classes do not.
+# Data sets whose classes stay what they are when cut and mirrored.
 _OF_TOWERS = ("cifar10", "cifar100", "cifar100_coarse", "shapes")
-_DIGITS = ("svhn", "svhn_extra")
 _DONE = {
     "tutorial": "crop, flip, brightness, contrast, standardised",
     "resnet": "padded crop, flip, standardised",
@@ -66,9 +65,9 @@ _SHOWN = 10  # names of classes in a line
 def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     """Return the kind that --augment means for a data set.
 
-    "auto" is "tutorial" for the data sets that come with Towers, but for digits, and nothing that
-    would change what is in those or in the user's own images: "none", or "off" for a compiled
-    model, which takes them as they are. What is no image is left alone.
+    "auto" is "tutorial" for the data sets that come with Towers, and nothing that would change what
+    is in the user's own images: "none", or "off" for a compiled model, which takes them as they
+    are. What is no image is left alone.
 
     Args:
         kind: "auto" or one of `names`, and parts.
@@ -112,10 +111,7 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
 
 
 def describe(
-    data: Data,
-    kind: str,
-    dtype: tf.DType | str | None = tf.float32,
-    test_time_flip: bool = False,
+    data: Data, kind: str, dtype: tf.DType | str | None = tf.float32
 ) -> list[str]:
     """Say in a few lines what an example is, and what happens to it before the model.
 
@@ -126,7 +122,6 @@ def describe(
         data: the data set.
         kind: one of `names`, and parts.
         dtype: what images become; None: they stay what they are.
-        test_time_flip: whether they are evaluated with their mirror images.
     """
     x, *rest = data.spec
     shape = data.image_shape
@@ -140,13 +135,6 @@ def describe(
         after = f"{'x'.join(map(str, output_shape(shape, kind)))} {dtype.name}"
         plan = parse(kind)
         lines = [f"images      {before} -> {after}: {', '.join([_DONE[plan.base], *plan.parts])}"]
-        flips = {"--augment=none": f"--augment={kind}"} if "flip" in _DONE[plan.base] else {}
-        flips |= {"--test_time_flip=false": "--test_time_flip"} if test_time_flip else {}
-        for remedy, flag in flips.items() if data.name in _DIGITS else ():
-            lines.append(
-                f"warning     {flag} mirrors the digits of {data.name}, which are other shapes "
-                f"then: {remedy} does not"
-            )
     if data.num_classes:
         plural = "es" * (data.num_classes > 1)
         some = ", ".join(data.class_names[:_SHOWN]) + ", ..." * (data.num_classes > _SHOWN)

@@ -34,7 +34,7 @@ class Published:
     md5_of: Mapping[str, str]  # {name: sum} of the files as they are published, where it is known
     max_bytes: int  # of a file
     folder: str  # that a download makes
-    sources: Mapping[str, str]  # {url: md5}: an archive of that folder, or the files for it
+    sources: Mapping[str, str]  # {url: md5} of an archive of that folder
     # From a file's path and bytes to uint8 [N, 32, 32, 3] and int32 [N]. Raises InputError.
     read: Callable[[str, bytes], tuple[np.ndarray, np.ndarray]]
     # In the name of a folder in which some of the files mean the rest is missing. Files of others
@@ -112,31 +112,28 @@ class Published:
         return images, labels, "" if md5 == self.md5_of.get(name, md5) else name
 
     def _download(self, data_dir: str) -> None:
-        """Fetch the files; their folder appears in one move, when it is complete."""
+        """Fetch the archive; its folder appears in one move, when it is complete."""
         import keras
 
         folder = os.path.join(data_dir, self.folder)
-        url = ""
+        ((url, md5),) = self.sources.items()
         try:
             os.makedirs(data_dir, exist_ok=True)
             with (
                 tempfile.TemporaryDirectory(dir=data_dir, prefix=".towers-") as temporary,
                 contextlib.redirect_stdout(sys.stderr),  # where the JSON of --json is not
             ):
-                for url, md5 in self.sources.items():
-                    archive = url.endswith(".tar.gz")
-                    path = keras.utils.get_file(
-                        "archive" if archive else os.path.basename(url),
-                        url,
-                        cache_dir=temporary,
-                        cache_subdir="" if archive else self.folder,
-                        file_hash=md5,
-                        hash_algorithm="md5",
-                        extract=archive,
-                    )
-                    made = os.path.join(path, self.folder) if archive else os.path.dirname(path)
+                path = keras.utils.get_file(
+                    "archive",
+                    url,
+                    cache_dir=temporary,
+                    cache_subdir="",
+                    file_hash=md5,
+                    hash_algorithm="md5",
+                    extract=True,
+                )
                 if not self.find(data_dir):  # another process may have brought it meanwhile
-                    os.replace(made, folder)
+                    os.replace(os.path.join(path, self.folder), folder)
         except Exception as error:  # Keras raises many kinds, the plain Exception among them
             reason = " ".join(str(error).split()) or type(error).__name__
             first, *_, last = self.forms[0]

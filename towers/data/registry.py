@@ -37,8 +37,6 @@ DATA_SETS = {
     "cifar10": DataSet(published="cifar10"),
     "cifar100": DataSet(published="cifar100"),
     "cifar100_coarse": DataSet(published="cifar100"),
-    "svhn": DataSet(published="svhn"),
-    "svhn_extra": DataSet(published="svhn"),
     "folder": DataSet("DIR/train/CLASS/*.png (or .jpg, .jpeg, .bmp, .gif), DIR/test/CLASS/*.png"),
     "tfrecord": DataSet("DIR/train*.tfrecord* and DIR/test*.tfrecord* (or val*)"),
 }

@@ -109,9 +109,9 @@ class Options:
 
     dataset: str = _data(
         "shapes", "Training and test set: shapes (drawn in code), cifar10, cifar100, "
-        "cifar100_coarse, svhn, svhn_extra (found in data_dir or downloaded), module:function of "
-        "your own, FILE.npz (x_train, y_train, x_test, y_test), FILE.csv or TRAIN.csv,TEST.csv, or "
-        "files in data_dir: folder (train/CLASS/*.png, test/CLASS/*.png; jpg, bmp, gif), tfrecord "
+        "cifar100_coarse (found in data_dir or downloaded), module:function of your own, FILE.npz "
+        "(x_train, y_train, x_test, y_test), FILE.csv or TRAIN.csv,TEST.csv, or files in data_dir: "
+        "folder (train/CLASS/*.png, test/CLASS/*.png; jpg, bmp, gif), tfrecord "
         "(train*.tfrecord, test*.tfrecord).",
     )  # fmt: skip
     target: str = _data(
@@ -135,8 +135,8 @@ class Options:
         "auto", "Augmentation of training images: tutorial (crop to 3/4, flip, brightness, "
         "contrast), resnet (pad 4, crop, flip), none: each standardises; shift (2 pixels reflected "
         "around, crop, flip in every other epoch) keeps brightness and contrast; off: images are "
-        "taken as they are. auto: tutorial for shapes and the CIFARs; for svhn and images of your "
-        "own none, off with a compiled model. After that parts, as resnet,cutout=8,mixup: "
+        "taken as they are. auto: tutorial for shapes and the CIFARs; for images of your own "
+        "none, off with a compiled model. After that parts, as resnet,cutout=8,mixup: "
         "cutout=SIDE (16), color=STRENGTH (0.4), randaugment=MAGNITUDE (9 of 10), mixup=ALPHA "
         "(0.2), cutmix=ALPHA (1).",
     )  # fmt: skip

@@ -26,9 +26,7 @@ def rule_book(run: Run) -> list[str]:
         f"data        {run.data.name}: {size} training examples per epoch, {held}"
         f"{run.data.test.size} test; {size / options.batch_size:.1f} steps per epoch",
         *run.data.notes,
-        *augment.describe(
-            run.data, options.augment, run.task.image_dtype(), options.test_time_flip
-        ),
+        *augment.describe(run.data, options.augment, run.task.image_dtype()),
         f"model       {options.model}({options.model_args}): {weights} trainable weights",
         f"task        {run.task.about()}",
         f"length      {run.total_examples} examples, {run.total_epochs:g} epochs{at_most}",
