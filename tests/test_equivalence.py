@@ -213,7 +213,7 @@ TASKS = {
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("task", tasks.TASKS)
+@pytest.mark.parametrize("task", tried(tasks.TASKS, ("masks", "several")))
 def test_every_task_is_that_of_plain_keras(capsys, task):
     flags = f"--dataset=tests.tasks:{task}_data --batch_size=8 --steps=2 --json {TASKS[task]}"
     assert cli.main(["verify", f"--model=tests.tasks:{task}", *flags.split()]) == 0

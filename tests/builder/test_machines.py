@@ -47,7 +47,7 @@ def step_of(devices, case, way):
     return equality.step_of(case, way, devices, PROGRAM + HOST)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.extended)])
 @pytest.mark.parametrize("way", [FOUR, JOINED])
 def test_towers_on_workers_compute_what_one_device_computes(far, way, parts):
     found = []
@@ -58,6 +58,7 @@ def test_towers_on_workers_compute_what_one_device_computes(far, way, parts):
     equality.assert_equal(*found)
 
 
+@pytest.mark.extended
 def test_sparse_gradients_of_workers_are_those_of_one_device(far):
     case = equality.case_of(equality.embeddings)
     found = equality.outcome(case, step_of(far, case, FOUR))
@@ -111,7 +112,9 @@ def loop_of(devices, options):
     return run, loop, batches, read_placement(loop, batches, tf.constant(0))
 
 
-@pytest.mark.parametrize("variables", ["cpu", "sharded"])
+@pytest.mark.parametrize(
+    "variables", [pytest.param("cpu", marks=pytest.mark.extended), "sharded"]
+)
 def test_in_a_step_of_a_run_too_sums_cross_once_for_each_worker(far, variables):
     options = Options(variables=variables, batch_size=8, devices="cpu")
     run, loop, batches, placement = loop_of(far, options)
@@ -138,7 +141,11 @@ def deep(num_classes, image_shape, depth):
     ("towers", "update"),
     [
         (slice(None), {"optimizer": "adam"}),
-        (slice(0, 4, 2), {"optimizer": "sgd", "clip_global_norm": 1.0}),
+        pytest.param(
+            slice(0, 4, 2),
+            {"optimizer": "sgd", "clip_global_norm": 1.0},
+            marks=pytest.mark.extended,
+        ),
     ],
     ids=["2x2", "2x1"],
 )

@@ -83,6 +83,7 @@ def nobody_is_left():
     return not left
 
 
+@pytest.mark.extended
 @pytest.mark.process
 def test_the_command_line_with_peers(folder, capsys):
     write_peer(folder, "mirrored", KEEP_IMAGES)

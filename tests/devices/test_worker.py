@@ -165,6 +165,7 @@ print("it is still there")
 """
 
 
+@pytest.mark.extended
 def test_a_program_that_holds_pythons_lock_for_long_keeps_it(lent):
     command = [sys.executable, "-c", PROGRAM_WITH_THE_LOCK, lent.address]
     done = subprocess.run(

@@ -29,6 +29,7 @@ def accuracy(monkeypatch):
     return module
 
 
+@pytest.mark.extended
 @pytest.mark.process
 @pytest.mark.timeout(600)  # of a busy machine
 def test_a_seed_is_trained_once_and_fit_learns_the_same(accuracy, tmp_path, capfd, monkeypatch):

@@ -89,6 +89,7 @@ def test_what_is_no_command_is_one_line():
 
 
 @pytest.mark.extended
+@pytest.mark.extended
 def test_the_catalogue_is_tried_on_workers():
     done = on_workers(2, ROOT / "scripts/catalogue", "layouts:heads_first")
     assert done.returncode == 0, done.stderr

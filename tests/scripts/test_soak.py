@@ -11,13 +11,10 @@ from tests.programs import python
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(600)  # of a busy machine
-@pytest.mark.parametrize(
-    "faults",
-    ["terminated", pytest.param("killed_in_save,damaged,blocked", marks=pytest.mark.extended)],
-)
-def test_some_rounds_pass(tmp_path, faults):
-    faults, folder = faults.split(","), tmp_path / "soak"
+def test_some_rounds_pass(tmp_path):
+    faults, folder = ["terminated", "killed_in_save", "damaged", "blocked"], tmp_path / "soak"
     flags = [f"--rounds={len(faults)}", f"--faults={','.join(faults)}", f"--folder={folder}"]
     done = python("scripts/soak", *flags, "--json")
     assert done.returncode == 0, done.stderr

@@ -71,6 +71,7 @@ def two_optimizers(kind=Evaluated, **options):
     return model
 
 
+@pytest.mark.extended
 def test_optimizers_in_a_list_go_on_where_they_were_averages_and_all(tmp_path, capsys):
     model = lambda: two_optimizers(use_ema=True)  # noqa: E731 which are left to its step
     whole = run(tmp_path / "whole", model, max_steps=4)

@@ -303,6 +303,7 @@ ROLLS = dict(
 )  # fmt: skip
 
 
+@pytest.mark.extended
 def test_a_run_that_was_rolled_back_is_the_same_when_it_is_resumed(tmp_path, capsys):
     """At 0.3 a step it is too far after 6; at 0.15 from step 4 on, after 8; at 0.075 never."""
     whole = train(options(tmp_path / "whole", **ROLLS))
