@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import towers
 from tests import tasks, tiny
-from tests.training.runs import assert_has, done, released
+from tests.runs import assert_has, done, released
 
 pytestmark = pytest.mark.run
 

@@ -5,8 +5,8 @@ import os
 import pytest
 
 import towers
+from tests.runs import assert_has, command, done, released
 from tests.test_files import refusal
-from tests.training.runs import assert_has, command, done, released
 from towers.monitoring import events
 
 pytestmark = pytest.mark.run

@@ -91,6 +91,7 @@ def install() -> None:
         return
     from tensorflow.python.framework import func_graph, ops
 
+    ops.get_default_graph()  # which is made once in a process, by whoever asks for it first
     _wrap(ops.Graph, "__init__", _counts_as_graph)
     for name, module in list(sys.modules.items()):  # some have it by `from ... import`
         if name.startswith("tensorflow.") and hasattr(module, "func_graph_from_py_func"):

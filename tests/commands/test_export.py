@@ -11,7 +11,7 @@ import pytest
 
 import towers
 from tests import tiny
-from tests.commands.runs import as_trained, command
+from tests.runs import as_trained, command
 from towers import files
 from towers.commands.export import command as export
 from towers.commands.export.options import ExportOptions

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.commands.runs import command as command_line
+from tests.runs import command as command_line
 from tests.workers import ROOT
 from towers import data, devices
 from towers.commands.plan import command, cost_model, measure, workers

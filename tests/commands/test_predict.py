@@ -13,8 +13,8 @@ from PIL import Image
 
 import towers
 from tests import tiny
-from tests.commands.runs import as_trained, command
 from tests.data import image_files
+from tests.runs import as_trained, command
 from towers.commands.predict import command as of_predict
 from towers.commands.predict import inputs
 from towers.commands.predict.options import PredictOptions

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests import tiny
-from tests.training.runs import command
+from tests.runs import command
 from towers.errors import InputError
 from towers.training.best import Best, step_of
 from towers.training.train import train

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from tests import tiny, workers
 from tests.data import image_files
-from tests.training.runs import released
+from tests.runs import released
 from towers.devices import cluster
 from towers.errors import InputError, RunError
 from towers.graphs.placement import read_placement

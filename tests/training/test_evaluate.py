@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
-from tests.training.runs import command, result_of
+from tests.runs import command, result_of
 from towers.data import ArraySplit
 from towers.errors import InputError
 from towers.training.evaluate import evaluate

@@ -7,7 +7,7 @@ import pytest
 from keras.src.legacy.saving import legacy_h5_format
 
 from tests import tiny
-from tests.training.runs import command
+from tests.runs import command
 from towers.errors import InputError
 from towers.training import manifest
 from towers.training.initial import init_from

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import towers
 from tests import tiny
-from tests.training.runs import command, released
+from tests.runs import command, released
 from towers.errors import InputError
 
 pytestmark = pytest.mark.graph

@@ -7,7 +7,7 @@ import pytest
 
 import towers
 from tests import tiny
-from tests.training.runs import assert_has
+from tests.runs import assert_has
 from towers.errors import InputError
 from towers.options import trust
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import tiny
-from tests.training import runs
-from tests.training.runs import command
+from tests import runs, tiny
+from tests.runs import command
 from towers.builder import kinds
 from towers.errors import InputError, RunError
 from towers.training.train import train

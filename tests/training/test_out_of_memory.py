@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
-from tests.training.runs import command
+from tests.runs import command
 from towers.devices import memory
 from towers.errors import InputError, RunError
 from towers.options.run import Options

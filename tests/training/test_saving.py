@@ -10,8 +10,7 @@ import pytest
 import tensorflow as tf
 
 import towers
-from tests import tiny
-from tests.training import runs
+from tests import runs, tiny
 from towers.errors import RunError
 from towers.monitoring import events
 from towers.training.checkpoint import find

@@ -13,9 +13,8 @@ import keras
 import numpy as np
 import pytest
 
-from tests import tiny, trained_runs
-from tests.training import runs
-from tests.training.runs import command, points, result_of
+from tests import runs, tiny, trained_runs
+from tests.runs import command, points, result_of
 from towers import cli
 from towers.errors import InputError
 from towers.monitoring.monitor import Monitor

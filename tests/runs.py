@@ -10,6 +10,8 @@ import pytest
 from tests import tiny
 from towers import cli
 from towers.monitoring.monitor import Monitor
+from towers.options.run import Options
+from towers.training.loading import Trained
 
 
 def released(values, *names):
@@ -77,3 +79,9 @@ def assert_has(model, train_dir, step=None, averages=False):
     names = {path: path.replace("/", ".S") for path in found}
     of_kind = {p: saved.get(f"{kind}.S{n}", saved[f"model.S{n}"]) for p, n in names.items()}
     tiny.assert_identical(found, of_kind)
+
+
+def as_trained(model, *spec, **task):
+    """Return a model as if it were that of a run on such examples."""
+    about = dict(num_classes=0, class_names=[], image_shape=None, augment="off", spec=list(spec))
+    return Trained(Options(batch_size=4, num_towers=2), about | task, model, 5, False)
