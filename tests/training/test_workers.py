@@ -125,14 +125,20 @@ def test_with_as_many_workers_as_before_not_a_bit_differs(pair, undisturbed, tmp
 
 
 @extended
-def test_masters_that_a_lost_worker_had_are_those_of_the_last_checkpoint(pair, tmp_path):
-    flags = ["--variables=sharded", "--towers_per_worker=2", "--min_workers=2"]
-    with Run(tmp_path / "quiet", pair, *flags) as run:
+def test_two_towers_on_each_worker_compute_what_four_here_do(pair, tmp_path):
+    with Run(tmp_path / "far", pair, "--variables=sharded", "--towers_per_worker=2") as run:
         printed = run.end()
     assert all(worker.address in printed for worker in pair)
     assert "/job:worker/task:1/cpu:1" in printed
     here = near(tmp_path / "near", "--variables=sharded", "--num_towers=4")
-    assert_same(tmp_path / "quiet", here, 1e-9)
+    assert_same(tmp_path / "far", here, 1e-9)
+
+
+@extended
+def test_masters_that_a_lost_worker_had_are_those_of_the_last_checkpoint(pair, tmp_path):
+    flags = ["--variables=sharded", "--min_workers=2"]
+    with Run(tmp_path / "quiet", pair, *flags) as run:
+        run.end()
     with started(1) as (other,), Run(tmp_path / "run", [pair[0], other], *flags) as run:
         run.until("step 150,")
         other.kill()
