@@ -77,7 +77,7 @@ NEEDS = {
     "process": "process", "caught": "graph",
 }  # fmt: skip
 STARTS = """
-import os, subprocess, sys, time
+import os, pathlib, subprocess, sys, time
 import pytest
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -133,15 +133,20 @@ def test_what_a_test_leaves_behind_fails_the_session_and_is_ended(tmp_path):
 )
 def test_nothing_outlives_tests_that_are_ended(tmp_path, number, processes):
     path = tmp_path / "key"
-    then = f"open({str(path)!r}, 'w').write(os.environ['TOWERS_TESTS']); time.sleep(600)"
+    then = f"pathlib.Path({str(path)!r}).write_text(os.environ['TOWERS_TESTS']); time.sleep(600)"
     line, given = command(tmp_path, STARTS.replace("{then}", then), f"-n{processes}", "-s")
-    with subprocess.Popen(line, **given, stdout=subprocess.DEVNULL, start_new_session=True) as done:
+    pipes = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with subprocess.Popen(line, **given, **pipes, start_new_session=True) as done:
         deadline = time.monotonic() + 120
         while not (path.exists() and path.read_text()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        key = path.read_text().partition("/")[0]
-        assert any("time.sleep(600)" in line for line in leftovers.marked(key).values())
-        done.send_signal(number)
+        try:
+            key = path.read_text().partition("/")[0]
+            assert any("time.sleep(600)" in line for line in leftovers.marked(key).values())
+            done.send_signal(number)
+            done.wait(60)
+        finally:
+            done.kill()
     assert_soon_nothing_has(key)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -55,7 +56,8 @@ def test_what_goes_wrong_is_seen(template, tmp_path, monkeypatch):
     folder = tmp_path / "here"
     whole = inputs.Case({}, ("compare", "run", "other", "--plot=none"))
     assert engine.try_out("texts_of_runs", whole, template, folder) == ""
-    monkeypatch.setattr(engine, "SECONDS", 0.01)
+    monkeypatch.setattr(engine, "SECONDS", 0.2)
+    monkeypatch.setattr("towers.commands.compare.command.read_curves", lambda *_: time.sleep(60))
     assert engine.try_out("texts_of_runs", whole, template, folder).startswith("hang")
     monkeypatch.undo()
     named = inputs.Case({}, ("compare", "run", "other", "--objective=none_such"))
