@@ -112,6 +112,7 @@ def test_a_blocked_run_saves_and_is_left_with_its_last_finished_step(start, monk
     tiny.assert_identical(tiny.saved("run"), tiny.saved("whole"))
 
 
+@pytest.mark.extended
 def test_a_first_batch_that_does_not_come_has_lost_nothing(start):
     Path("train").touch()
     run = start(*FLAGS, "--stall_seconds=1")
