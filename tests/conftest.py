@@ -18,7 +18,7 @@ _FOLDER = Path(__file__).parent
 _DURATIONS = _FOLDER / "durations.json"
 _KEY = pytest.StashKey[str]()  # marks what this process starts
 _LEFT = pytest.StashKey[list[str]]()
-_RECORDS = pytest.StashKey[dict[str, list]]()  # {test: [tier, seconds]}
+_records: dict[str, list] = {}  # {test: [tier, seconds]}
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Runs of the tests are not those of whoever starts them; all processes of a session share the key.
@@ -52,7 +52,7 @@ def pytest_configure(config):
     The options need none, nor does the process that hands tests out to the others.
     """
     is_worker = hasattr(config, "workerinput")
-    config.stash[_LEFT], config.stash[_RECORDS] = [], {}
+    config.stash[_LEFT] = []
     if is_worker:
         config.stash[_KEY] = f"{os.environ[leftovers.VARIABLE]}/{config.workerinput['workerid']}"
         os.environ[leftovers.VARIABLE] = config.stash[_KEY]
@@ -101,70 +101,57 @@ def pytest_runtest_setup(item):
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Let what only a higher tier may do fail a test that catches the error, too."""
+    result = yield
+    tiers.check()
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
+    tiers.enter(tiers.TIERS[-1])
     try:
         return (yield)
     finally:
         last = nextitem is None or nextitem.path != item.path
         if last and dict(item.user_properties)["tier"] in ("run", "process"):
             gc.collect()  # models and graphs refer to themselves: a process grew to 7 GiB
-        tiers.leave()
         if "trained" in item.fixturenames:
             item.funcargs["trained"].assert_unchanged()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    """Let what only a higher tier may do fail a test that catches the error, too."""
-    report = yield
-    if call.when == "call" and report.passed:
-        try:
-            tiers.leave()
-        except tiers.TierError as error:
-            report.outcome, report.longrepr = "failed", str(error)
-    return report
 
 
 # How long they take.
 
 
 def pytest_runtest_logreport(report):
-    """Add up what the parts of a test take, in the process that shows them."""
-    records = getattr(pytest_runtest_logreport, "records", None)
-    if records is not None:
-        tier = dict(report.user_properties).get("tier", "?")
-        records.setdefault(report.nodeid, [tier, 0.0])[1] += report.duration
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionstart(session):
-    if not hasattr(session.config, "workerinput"):
-        pytest_runtest_logreport.records = session.config.stash[_RECORDS]
+    """Add up what the parts of a test take."""
+    tier = dict(report.user_properties).get("tier", "?")
+    _records.setdefault(report.nodeid, [tier, 0.0])[1] += report.duration
 
 
 def pytest_terminal_summary(terminalreporter, config):
     """Print what each tier takes and the slowest tests; keep it where that is asked for."""
     for line in config.stash[_LEFT]:
         terminalreporter.write_line(f"left behind by a test: {line}", red=True)
-    records = config.stash[_RECORDS]
+    if not _records:
+        return
     of_tiers = collections.defaultdict(list)
     of_modules = collections.Counter()
-    for name, (tier, seconds) in records.items():
+    for name, (tier, seconds) in _records.items():
         of_tiers[tier].append(seconds)
         of_modules[name.partition("::")[0].removeprefix("tests/")] += seconds
-    slowest = sorted(records, key=lambda name: -records[name][1])[:20]
-    if not records:
-        return
+    slowest = sorted(_records, key=lambda name: -_records[name][1])[:20]
     terminalreporter.section("durations: seconds of one process")
     for tier in filter(of_tiers.get, tiers.TIERS):
         line = f"{sum(of_tiers[tier]):8.1f}  {tier}, {len(of_tiers[tier])} tests"
         terminalreporter.write_line(line)
     for name in slowest:
-        terminalreporter.write_line(f"{records[name][1]:8.1f}  {records[name][0]:8} {name}")
+        terminalreporter.write_line(f"{_records[name][1]:8.1f}  {_records[name][0]:8} {name}")
     if config.getoption("keep_durations"):
         kept = {
             "tiers": {tier: [len(of_tiers[tier]), round(sum(of_tiers[tier]))] for tier in of_tiers},
-            "slowest": {name: round(records[name][1], 1) for name in slowest},
+            "slowest": {name: round(_records[name][1], 1) for name in slowest},
             "modules": {name: round(of_modules[name], 1) for name in sorted(of_modules)},
         }
         _DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")

@@ -35,12 +35,12 @@ def begin() -> str:
 
 
 def marked(key: str) -> dict[int, str]:
-    """Return {process ID: command line} of the live processes whose mark begins with a key."""
-    found, wanted = {}, f"{VARIABLE}={key}".encode()
+    """Return {process ID: command line} of the live processes with this mark, or one below it."""
+    found, wanted = {}, f"{VARIABLE}={key}/".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             environment = (folder / "environ").read_bytes().split(b"\0")
-            if any(entry.startswith(wanted) for entry in environment):
+            if any((entry + b"/").startswith(wanted) for entry in environment):
                 if _state(folder) not in "ZX":
                     words = (folder / "cmdline").read_bytes().split(b"\0")
                     found[int(folder.name)] = b" ".join(words).decode(errors="replace").strip()

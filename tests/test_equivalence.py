@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 from tests import tasks, tiny
+from tests.runs import released
 from tests.training.test_update import batches_with_overflow
 from towers import TowerBuilder, cli
 
@@ -114,14 +115,8 @@ RARE = (
 )  # fmt: skip
 
 
-def tried(names, rare):
-    """Return names as parameters, rare ones for `scripts/test --all` alone."""
-    marks = {True: pytest.mark.extended, False: ()}
-    return [pytest.param(name, marks=marks[name in rare]) for name in names]
-
-
 @pytest.mark.run
-@pytest.mark.parametrize("name", tried(RUNS, RARE))
+@pytest.mark.parametrize("name", released(RUNS, *RUNS.keys() - set(RARE)))
 def test_a_run_is_that_of_one_tower(name):
     num_towers, options = RUNS[name]
     plain, metrics = without_options(options["model"])
@@ -213,7 +208,7 @@ TASKS = {
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("task", tried(tasks.TASKS, ("masks", "several")))
+@pytest.mark.parametrize("task", released(tasks.TASKS, "images", "text", "table", "two"))
 def test_every_task_is_that_of_plain_keras(capsys, task):
     flags = f"--dataset=tests.tasks:{task}_data --batch_size=8 --steps=2 --json {TASKS[task]}"
     assert cli.main(["verify", f"--model=tests.tasks:{task}", *flags.split()]) == 0

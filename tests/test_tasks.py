@@ -9,24 +9,15 @@ import tensorflow as tf
 
 import towers
 from tests import tasks, tiny, trained_runs
+from tests.runs import released, result_of
 from towers import cli, tf_private
 from towers.training import checkpoint
 
 pytestmark = pytest.mark.run
 
 
-def several(*chosen):
-    """Return all tasks, those that are not chosen for `scripts/test --all` alone."""
-    left = [pytest.param(n, marks=pytest.mark.extended) for n in tasks.TASKS if n not in chosen]
-    return [*chosen, *left]
-
-
 def command(verb, **given):
     return cli.main([verb, *(f"--{name}={value}" for name, value in given.items())])
-
-
-def result_of(train_dir):
-    return json.loads((train_dir / "result.json").read_text())
 
 
 def forget_after(train_dir, step):
@@ -38,7 +29,7 @@ def forget_after(train_dir, step):
                 path.unlink()
 
 
-@pytest.mark.parametrize("name", several("images", "two"))
+@pytest.mark.parametrize("name", released(tasks.TASKS, "images", "two"))
 def test_a_killed_run_goes_on_bit_for_bit(trained, tmp_path, name):
     before, train_dir = trained(name), trained.copy(name, tmp_path / "run")
     forget_after(train_dir, 4)
@@ -49,7 +40,7 @@ def test_a_killed_run_goes_on_bit_for_bit(trained, tmp_path, name):
     assert figures and [again[figure] for figure in figures] == [result[f] for f in figures]
 
 
-@pytest.mark.parametrize("name", several("two"))
+@pytest.mark.parametrize("name", released(tasks.TASKS, "two"))
 def test_from_functions_it_is_the_same_run(trained, tmp_path, name):
     functions = dict(model=getattr(tasks, name), dataset=getattr(tasks, f"{name}_data"))
     result = towers.train(**trained_runs.flags(name) | functions, train_dir=str(tmp_path))
@@ -57,7 +48,7 @@ def test_from_functions_it_is_the_same_run(trained, tmp_path, name):
     assert result["test_loss"] == result_of(trained(name))["test_loss"]
 
 
-@pytest.mark.parametrize("name", several("images", "two"))
+@pytest.mark.parametrize("name", released(tasks.TASKS, "images", "two"))
 def test_figures_are_those_of_the_run_evaluated_on_more_towers_and_by_keras(trained, capsys, name):
     result = result_of(trained(name))
     assert result["steps"] == trained_runs.STEPS and np.isfinite(result["test_loss"])
@@ -80,9 +71,7 @@ def test_figures_are_those_of_the_run_evaluated_on_more_towers_and_by_keras(trai
             assert value == pytest.approx(figures[figure], rel=1e-4), figure
 
 
-@pytest.mark.parametrize(
-    "name", ["two", *(pytest.param(n, marks=pytest.mark.extended) for n in ("masks", "several"))]
-)
+@pytest.mark.parametrize("name", released(("two", "masks", "several"), "two"))
 def test_the_first_step_is_that_of_keras(tmp_path, name):
     """Without dropout and averages: what Keras draws for a batch is drawn by example here."""
     changes = dict(max_steps=1, ema_decay=0.0, num_towers=3, train_dir=str(tmp_path))

@@ -1,10 +1,6 @@
 """The tower builder: what it computes, where that runs, and what it says when it cannot."""
 
-import os
-import pathlib
 import re
-import subprocess
-import sys
 import textwrap
 from typing import NamedTuple
 
@@ -15,6 +11,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.builder.test_equality import with_tape
+from tests.programs import python
 from towers import PerTower, TowerBuilder, tf_private
 from towers.builder import tower
 
@@ -52,10 +50,7 @@ def assert_same(actual, expected, tolerance=1e-10):
 
 def one_device(loss_fn, variables, *batch):
     """What the builder promises, computed without it."""
-    sources = [v.value if isinstance(v, keras.Variable) else v for v in variables]
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(loss_fn(*batch))
-    return loss, tape.gradient(loss, sources)
+    return with_tape(lambda *batch: tf.reduce_mean(loss_fn(*batch)), variables)(*batch)
 
 
 def executed_ops(function, *args):
@@ -129,13 +124,7 @@ run()
 
 @pytest.mark.process
 def test_towers_in_a_session():
-    root = pathlib.Path(tower.__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", SESSIONS],
-        env=os.environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", SESSIONS)
     devices = [("tower_0", "CPU:2"), ("tower_1", "CPU:3")]
     line = f"{PRODUCT_TWICE} [[22.0, 28.0], [49.0, 64.0]] {devices}\n"
     assert done.stdout == 2 * line, done.stderr

@@ -1,13 +1,12 @@
 """Verbs over workers, which are real processes of this machine."""
 
 import json
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.workers import ROOT, environment, started, workers
+from tests import programs
+from tests.workers import started, workers
 from towers.monitoring import events
 
 pytestmark = pytest.mark.process
@@ -24,10 +23,8 @@ def addresses():
 
 def python(*arguments, code=0):
     """Run Python in a process of its own; return what it writes to standard output and error."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    none = {"CUDA_VISIBLE_DEVICES": ""}
+    done = programs.python(*arguments, variables=none, capture_output=True, timeout=200)
     assert done.returncode == code, done.stderr + done.stdout
     return done.stdout, done.stderr
 

@@ -28,10 +28,10 @@ def tiny(monkeypatch, publish, tmp_path):
     """Expect few records in each file of the CIFARs, and download from nowhere."""
     monkeypatch.setattr(cifar10, "RECORDS_PER_FILE", cifar_files.NUM)
     monkeypatch.setattr(cifar100, "RECORDS", cifar_files.NUM_OF_100)
-    sources = {(tmp_path / "no-such-archive.tar.gz").as_uri(): "0" * 32}
+    archive = dict(url=(tmp_path / "no-such-archive.tar.gz").as_uri(), md5="0" * 32)
     max_bytes = cifar.MAX_PICKLE * cifar_files.NUM * cifar.PICTURE_BYTES
     for module in cifar10, cifar100:
-        publish(module, sources=sources, max_bytes=max_bytes)
+        publish(module, **archive, max_bytes=max_bytes)
 
 
 @pytest.fixture

@@ -316,14 +316,13 @@ def source(tmp_path, publish):
     path = tmp_path / "server/cifar-10-binary.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
         tar.add(tmp_path / "server" / FOLDER, FOLDER)
-    publish(cifar10, sources={path.as_uri(): md5(path)})
+    publish(cifar10, url=path.as_uri(), md5=md5(path))
     return path
 
 
 @pytest.fixture
 def server(publish):
     """Serve on 127.0.0.1 what the test puts into `answer`."""
-    (sum_,) = cifar10.SETS["cifar10"].sources.values()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -334,7 +333,7 @@ def server(publish):
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
-        publish(cifar10, sources={f"http://127.0.0.1:{server.server_port}/cifar.tar.gz": sum_})
+        publish(cifar10, url=f"http://127.0.0.1:{server.server_port}/cifar.tar.gz")
         yield server
         server.shutdown()
 
@@ -358,7 +357,7 @@ def test_downloads_what_is_nowhere(tmp_path, source, server, capsys):
 
 def assert_download_fails(folder, reason):
     message = refusal("cifar10", str(folder))
-    (url,) = cifar10.SETS["cifar10"].sources
+    url = cifar10.SETS["cifar10"].url
     assert message.startswith(f"cannot download {url} to {folder}/{FOLDER}: ")
     assert reason in message and message.endswith("or use --dataset=shapes")
     assert os.listdir(folder) == []

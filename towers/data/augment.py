@@ -110,9 +110,7 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     return str(plan)
 
 
-def describe(
-    data: Data, kind: str, dtype: tf.DType | str | None = tf.float32
-) -> list[str]:
+def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -> list[str]:
     """Say in a few lines what an example is, and what happens to it before the model.
 
         images      32x32x3 uint8 -> 24x24x3 float32: crop, flip, brightness, contrast, standardised

@@ -47,11 +47,8 @@ SETS = {
         md5_of=_MD5_OF,
         max_bytes=cifar.MAX_PICKLE * RECORDS_PER_FILE * cifar.PICTURE_BYTES,
         folder="cifar-10-batches-bin",
-        sources={
-            "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz": (
-                "c32a1d4ab5d03f1284b67883e8d87530"
-            )
-        },
+        url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+        md5="c32a1d4ab5d03f1284b67883e8d87530",
         read=_read,
     )
 }

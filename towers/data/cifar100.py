@@ -54,11 +54,8 @@ def _set(name: str, class_names: tuple[str, ...], key: str) -> Published:
         },
         max_bytes=cifar.MAX_PICKLE * RECORDS["train"] * cifar.PICTURE_BYTES,
         folder="cifar-100-binary",
-        sources={
-            "https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz": (
-                "03b5dce01913d631647c71ecec9e9cb8"
-            )
-        },
+        url="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+        md5="03b5dce01913d631647c71ecec9e9cb8",
         read=functools.partial(_read, key=key),
         sign="cifar",
     )

@@ -34,7 +34,8 @@ class Published:
     md5_of: Mapping[str, str]  # {name: sum} of the files as they are published, where it is known
     max_bytes: int  # of a file
     folder: str  # that a download makes
-    sources: Mapping[str, str]  # {url: md5} of an archive of that folder
+    url: str  # of an archive of that folder
+    md5: str  # of the archive
     # From a file's path and bytes to uint8 [N, 32, 32, 3] and int32 [N]. Raises InputError.
     read: Callable[[str, bytes], tuple[np.ndarray, np.ndarray]]
     # In the name of a folder in which some of the files mean the rest is missing. Files of others
@@ -116,7 +117,6 @@ class Published:
         import keras
 
         folder = os.path.join(data_dir, self.folder)
-        ((url, md5),) = self.sources.items()
         try:
             os.makedirs(data_dir, exist_ok=True)
             with (
@@ -125,10 +125,10 @@ class Published:
             ):
                 path = keras.utils.get_file(
                     "archive",
-                    url,
+                    self.url,
                     cache_dir=temporary,
                     cache_subdir="",
-                    file_hash=md5,
+                    file_hash=self.md5,
                     hash_algorithm="md5",
                     extract=True,
                 )
@@ -139,7 +139,7 @@ class Published:
             first, *_, last = self.forms[0]
             between = " ... " if len(self.forms[0]) > 2 else ", "
             raise InputError(
-                f"cannot download {url} to {folder}: {reason}; put {self.folder} "
+                f"cannot download {self.url} to {folder}: {reason}; put {self.folder} "
                 f"({first}{between}{last}) under {data_dir}, or use --dataset=shapes"
             ) from None
 
