@@ -24,7 +24,7 @@ def in_float64():
         keras.config.set_dtype_policy(before[1])
 
 
-def fit(build, given, num_towers=0, *, epochs=2, plain_first=False, **options):
+def fit(build, given, num_towers=0, *, epochs=2, plain_first=False, devices=(), **options):
     """Train a new model and return what can be read of it: {part: [(name, array)]}.
 
     Args:
@@ -33,6 +33,7 @@ def fit(build, given, num_towers=0, *, epochs=2, plain_first=False, **options):
         num_towers: 0 for plain Keras on one device.
         epochs: to train.
         plain_first: one epoch before them is of plain Keras.
+        devices: of the towers, in place of the first CPUs.
         **options: of parallelize.
     """
     with in_float64():
@@ -40,8 +41,7 @@ def fit(build, given, num_towers=0, *, epochs=2, plain_first=False, **options):
         model = build()
         if plain_first:
             model.fit(**given, verbose=0)
-        if num_towers:
-            devices = [f"/cpu:{i}" for i in range(num_towers)]
+        if devices := devices or [f"/cpu:{i}" for i in range(num_towers)]:
             towers.parallelize(model, devices=devices, **options)
         history = model.fit(**given, epochs=epochs, verbose=0).history
         figures = {name: np.asarray(values) for name, values in history.items()}

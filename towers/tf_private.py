@@ -9,6 +9,7 @@ is left behind. Each function here says which public interface would do instead,
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -478,6 +479,12 @@ def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:
     return _replaced((optimizer, "add_variable_from_reference", make))
 
 
+def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Return what an optimizer has been built for. Public: a method that tells it."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    return getattr(optimizer, "_trainable_variables", [])
+
+
 def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
     """Let a Keras optimizer compute each update on its variable's device, when that is ready.
 
@@ -803,17 +810,17 @@ def call_for_at_most(seconds: float, function: Any, *arguments: Any) -> Any:
 
 
 @contextlib.contextmanager
-def executed_graphs() -> Iterator[list[tf.compat.v1.GraphDef]]:
-    """Collect the graphs that are executed in the block, one for each device, after partitioning.
+def executed_graphs() -> Iterator[list[list[tf.compat.v1.GraphDef]]]:
+    """Collect, of each function that is executed in the block, its graph on each device.
 
     Public: none tells what ran.
     """
-    graphs: list[tf.compat.v1.GraphDef] = []
+    graphs: list[list[tf.compat.v1.GraphDef]] = []
     context.context().enable_graph_collection()
     try:
         yield graphs
         for function_graphs in context.context().export_run_metadata().function_graphs:
-            graphs.extend(function_graphs.partition_graphs)
+            graphs.append(list(function_graphs.partition_graphs))
     finally:
         context.context().disable_graph_collection()
 
@@ -829,6 +836,13 @@ def has_listed_devices() -> bool:
 def has_started() -> bool:
     """Tell whether TensorFlow has started. Public: none."""
     return context.context()._initialized
+
+
+def step_of_fit(model: keras.Model) -> Function:
+    """Return the `tf.function` that `fit` calls with its iterator. Public: an attribute for it."""
+    model.make_train_function()
+    calling = inspect.unwrap(model.train_function)
+    return inspect.getclosurevars(calling).nonlocals["multi_step_on_iterator"]
 
 
 def ops_are_deterministic() -> bool:

@@ -55,9 +55,9 @@ def one_device(loss_fn, variables, *batch):
 
 def executed_ops(function, *args):
     """Run a `tf.function` for the first time; return what TensorFlow made of it and ran."""
-    with tf_private.executed_graphs() as graphs:
+    with tf_private.executed_graphs() as functions:
         function(*args)
-    return [node for graph in graphs for node in graph.node]
+    return [node for graphs in functions for graph in graphs for node in graph.node]
 
 
 def devices_of(ops, kind, scope=""):

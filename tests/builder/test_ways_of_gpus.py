@@ -4,6 +4,7 @@ Logical CPU devices stand in for GPUs; /cpu:0 is the host, where the batch is.
 """
 
 import collections
+import itertools
 import re
 
 import keras
@@ -64,13 +65,14 @@ def executed(model, num_towers, **keywords):
                     copied.value.assign_sub(part)
 
     update.get_concrete_function()  # with all that is tried before
-    with tf_private.executed_graphs() as graphs:
+    with tf_private.executed_graphs() as functions:
         update(x)
     sent, ops = collections.defaultdict(list), collections.defaultdict(collections.Counter)
 
     def place(device):
         return "/cpu:" + re.search(r"CPU:(\d)$", device)[1]
 
+    graphs = itertools.chain.from_iterable(functions)
     for node in (node for graph in graphs for node in graph.node):
         ops[place(node.device)][node.op] += 1
         if node.op == "_Send" and "/ctrl/" not in node.input[0]:

@@ -182,9 +182,9 @@ def executed(masters, options):
     for replica in masters.replicas:
         with tf.device(replica.device):
             gradients.append(gradients_for(replica.weights, 0))
-    with tf_private.executed_graphs() as graphs:
+    with tf_private.executed_graphs() as functions:
         step(gradients)
-    return [node for graph in graphs for node in graph.node]
+    return [node for graphs in functions for graph in graphs for node in graph.node]
 
 
 def dense(num_layers):

@@ -29,15 +29,15 @@ class Node:
         takers: (which output, None if it waits only; the node that takes it; as which input).
     """
 
-    def __init__(self, proto: NodeDef, traced: Mapping[str, tf.Operation]):
-        """Read a node; `traced` are the ops of the function by name."""
+    def __init__(self, proto: NodeDef, traced: Mapping[str, tf.Operation], depth: int = 0):
+        """Read a node; `traced` are the ops of the function by name, at a depth of its own."""
         device = short(proto.device)
         self.proto = proto
         self.gpu = "" if device in ("", "/cpu:0") else _gpu(device)
         self.name = traced_name(proto.name, traced)
         self.traced = traced.get(self.name)
         self.kernel: GpuKernel = gpu_kernel(proto, self.traced.type if self.traced else "")
-        self.depth = len(_LOOP.findall(proto.name)) + ("/LoopCond/" in proto.name)
+        self.depth = depth + len(_LOOP.findall(proto.name)) + ("/LoopCond/" in proto.name)
         self.measured = False
         self.takers: list[tuple[int | None, Node, int]] = []
 
@@ -79,10 +79,13 @@ def _gpu(device: str) -> str:
 
 
 def read_nodes(
-    graphs: Iterable[tf.compat.v1.GraphDef], traced: Mapping[str, tf.Operation]
+    graphs: Iterable[tf.compat.v1.GraphDef], traced: Mapping[str, tf.Operation], depth: int = 0
 ) -> list[Node]:
-    """Return the nodes of the executed graphs, joined over the devices: without sends."""
-    graphs = [{proto.name: Node(proto, traced) for proto in graph.node} for graph in graphs]
+    """Return the nodes of the executed graphs, joined over the devices: without sends.
+
+    `depth` is 1 if a call of the function is one step, not a loop over steps.
+    """
+    graphs = [{proto.name: Node(proto, traced, depth) for proto in graph.node} for graph in graphs]
     sends = {
         node.proto.attr["tensor_name"].s: (nodes, node.proto.input[0])
         for nodes in graphs

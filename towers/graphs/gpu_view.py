@@ -7,9 +7,10 @@
     view.launches("update")               # kernels that the update starts on the busiest GPU
 
 It is the graph that TensorFlow executes, after its placer, optimizer and partitioner, with a GPU in
-place of each logical CPU but the first. What the registry of kernels says of each op tells in which
-memory its inputs and outputs lie; a value that is made in one and read in another is copied with
-each step, a constant too, and each copy from a GPU to the host is a wait.
+place of each logical CPU but the first; `read_fit` reads a step of `model.fit`. What the registry
+of kernels says of each op tells in which memory its inputs and outputs lie; a value that is made in
+one and read in another is copied with each step, a constant too, and each copy from a GPU to the
+host is a wait.
 
 What a machine without GPUs cannot tell: Keras calls cuDNN for an LSTM or a GRU where there is a GPU
 and the layer's arguments allow it. Here its loop is seen, which it is for all others.
@@ -19,9 +20,10 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from towers import tf_private
@@ -118,7 +120,7 @@ class GpuView:
         moves: all that goes between the parts of the graph, one for each device, or between
             memories.
         collectives: one for each GPU that takes part.
-        undirected: ops that ask for no device, and would run on the first GPU.
+        undirected: ops on the first GPU that ask for no device.
         layout: what TensorFlow's layout optimizer makes of convolutions and their like.
     """
 
@@ -196,18 +198,45 @@ def read(function: Any, *arguments: Any) -> GpuView:
     Raises:
         ValueError: the function has run before.
     """
-    with kinds.cpus_for_gpus(), _not_fused(), tf_private.executed_graphs() as graphs:
-        function(*arguments)
-    if not graphs:
-        raise ValueError("the function has run before: read what it does at its first call")
-    concrete = function.get_concrete_function(*arguments)
-    nodes = read_nodes(graphs, dict(traced_ops(concrete.graph)))
+    return _read(function, function, arguments)
+
+
+def read_fit(model: keras.Model, batches: tf.data.Dataset) -> GpuView:
+    """Call what `fit` calls once, on a compiled model, and return what GPUs would do in a step.
+
+    So many steps are made as one call makes, `steps_per_execution`; the model must not have been
+    fitted before.
+
+    Raises:
+        ValueError: the model has been fitted before.
+    """
+    step, one = tf_private.step_of_fit(model), model.steps_per_execution == 1
+    return _read(model.train_function, step, [iter(batches)], int(one))
+
+
+def _read(
+    call: Callable, function: Any, arguments: Sequence[Any], depth_of_step: int = 0
+) -> GpuView:
+    """Return what a `tf.function` does on GPUs if `call` calls it with these arguments.
+
+    `depth_of_step` is 1 if it makes one step, 0 if its loop makes them.
+    """
+    # What asks for no device goes to the first GPU.
+    with kinds.cpus_for_gpus(), _not_fused(), tf.device("/cpu:1"):
+        with tf_private.executed_graphs() as functions:
+            call(*arguments)
+        if not functions:
+            raise ValueError("the function has run before: read what it does at its first call")
+        concrete = function.get_concrete_function(*arguments)
+    # Small ones besides have made the variables.
+    graphs = max(functions, key=lambda found: sum(len(graph.node) for graph in found))
+    nodes = read_nodes(graphs, dict(traced_ops(concrete.graph)), depth_of_step)
     ours = [node for node in nodes if node.gpu and node.depth]
     return GpuView(
         tuple(map(_op, ours)),
         tuple(_moves(nodes)),
         tuple(_collective(node) for node in ours if node.proto.op.startswith("Collective")),
-        tuple(node.name for node in nodes if _is_undirected(node)),
+        tuple(node.name for node in ours if _is_undirected(node)),
         read_layout(concrete.graph),
     )
 
@@ -281,9 +310,9 @@ def _collective(node: Node) -> Collective:
 
 
 def _is_undirected(node: Node) -> bool:
-    """Tell whether an op would go to the first GPU because nobody says where."""
-    if node.gpu or node.traced is None or node.traced.device or not node.kernel.exists:
+    """Tell whether an op is on a GPU because nobody says where it is to run."""
+    if node.traced is None or node.traced.device or not node.kernel.exists:
         return False
     # An op on a variable runs where that lies.
     variables = any(argument.dtype == tf.resource for argument in node.kernel.inputs)
-    return bool(node.depth) and not variables and node.proto.op not in _PLUMBING
+    return not variables and node.proto.op not in _PLUMBING

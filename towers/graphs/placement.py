@@ -8,6 +8,7 @@ comes here is taken after TensorFlow's placer, optimizer and partitioner.
 """
 
 import dataclasses
+import itertools
 import re
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -105,8 +106,9 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
         ValueError: the function has run with such arguments before; TensorFlow places a graph when
             it first runs, and shows it only then.
     """
-    with tf_private.executed_graphs() as graphs:
+    with tf_private.executed_graphs() as functions:
         function(*arguments)
+    graphs = list(itertools.chain.from_iterable(functions))
     if not graphs:
         raise ValueError("the function has run before: read its placement at its first call")
     traced = dict(traced_ops(function.get_concrete_function(*arguments).graph))

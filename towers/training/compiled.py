@@ -26,7 +26,7 @@ from towers.training import faults, fitting, flat
 from towers.training.evaluation import Answers, Evaluation, accuracy_of_classes, behind
 from towers.training.guard import Guard
 from towers.training.logits import final_activation
-from towers.training.masters import Masters, home_of, now, settle, shard
+from towers.training.masters import Masters, home_of, now, optimizers_of, settle, shard
 from towers.training.model import floatx_of
 from towers.training.parallel import on_towers, put_on
 from towers.training.task import Stop, Task
@@ -418,26 +418,6 @@ class Compiled(Task):
         right = labels[labels == predictions.predicted]
         counts = (np.bincount(values, minlength=size) for values in (right, labels))
         return accuracy_of_classes(*counts, self.data.class_names)
-
-
-def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizer of a model, and others that it keeps as attributes, or in such.
-
-    Those of models inside of it are among them if they have been used.
-    """
-    found = list(_optimizers_in(vars(model)))
-    for layer in tf_private.layers_of(model):
-        if isinstance(layer, keras.Model) and layer is not model:
-            found += [own for own in _optimizers_in(vars(layer)) if own.built]
-    return list({id(optimizer): optimizer for optimizer in found}.values())
-
-
-def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:
-    if isinstance(value, keras.optimizers.Optimizer):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _optimizers_in(part)
 
 
 def _in_words(loss: Any) -> str:

@@ -232,13 +232,17 @@ def updates_joined(
     """Let Keras optimizers that are called in the block, as by a `train_step`, join weights.
 
     Each update goes through `guarded(optimizer, gradients, weights, update)`, which calls
-    `update(finite)`, as `apply` takes that.
+    `update(finite)`, as `apply` takes that. One whose updates are joined already is left alone.
+    An optimizer that is not built yet makes its slots beside the weights.
     """
-    optimizers = [own for own in optimizers if own.built]
+    optimizers = [own for own in optimizers if "apply" not in vars(own)]
 
     def joining(optimizer: keras.optimizers.Optimizer) -> Callable:
         def apply_joined(grads: Any, trainable_variables: Any = None) -> None:
             grads, weights = list(grads), list(trainable_variables or ())
+            if weights and not optimizer.built:
+                with keras.name_scope(optimizer.name), tf_private.slots_beside_weights(optimizer):
+                    optimizer.build(weights)
 
             def update(finite: tf.Tensor | None = None) -> None:
                 if not weights or any(gradient is None for gradient in grads):

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder.kinds import HOST, are_gpus
+from towers.builder.splitting import is_device
 
 VARIABLES = ("cpu", "sharded", "replicated")
 INITIAL_LOSS_SCALE = 2.0**15
@@ -70,9 +71,7 @@ class Masters:
         self.model, self.optimizers, self.limit = model, optimizers, limit
         self.examples = counter("examples", device)
         first = next(iter(optimizers), None)
-        self.replicas = [
-            Replica(model.trainable_variables, first, device, self.examples), *copies
-        ]
+        self.replicas = [Replica(model.trainable_variables, first, device, self.examples), *copies]
         for replica in self.replicas if optimizers else ():
             beside = tf_private.slots_beside_weights(replica.optimizer)
             with tf.device(replica.device), beside:
@@ -81,9 +80,7 @@ class Masters:
         with tf.device(device):
             # BatchNorm statistics are averaged, too: they belong to the weights of their time.
             averaged = variables_of(model) if ema else []
-            self.averages = [
-                (v, _beside(v.value)) for v in averaged if v.value.dtype.is_floating
-            ]
+            self.averages = [(v, _beside(v.value)) for v in averaged if v.value.dtype.is_floating]
             self.step = counter("step", device)
             self.loss_scale = self.good_steps = None
             if loss_scaling:
@@ -166,6 +163,26 @@ def variables_of(model: keras.Model) -> list[keras.Variable]:
     return [v for v in model.variables if id(v) not in metrics]
 
 
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Return the optimizer of a model, and others that it keeps as attributes, or in such.
+
+    Those of models inside of it are among them if they have been used.
+    """
+    found = list(_optimizers_in(vars(model)))
+    for layer in tf_private.layers_of(model):
+        if isinstance(layer, keras.Model) and layer is not model:
+            found += [own for own in _optimizers_in(vars(layer)) if own.built]
+    return list({id(optimizer): optimizer for optimizer in found}.values())
+
+
+def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _optimizers_in(part)
+
+
 # Placing.
 
 
@@ -185,7 +202,7 @@ def settle(variables: Iterable[keras.Variable], home: str) -> None:
     int32 stays where it is: TensorFlow keeps it in the host's memory, on GPUs too.
     """
     for variable in variables:
-        if home != HOST and variable.value.dtype not in (tf.int32, tf.string):
+        if variable.value.dtype not in (tf.int32, tf.string):
             move(variable, home)
 
 
@@ -205,7 +222,9 @@ def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> None:
 
 
 def move(variable: keras.Variable, device: str) -> None:
-    """Move a Keras variable's value to a device; nothing may have read it before."""
+    """Move a Keras variable's value to a device, if it is elsewhere; nothing may have read it."""
+    if is_device(variable.value.device, device):
+        return
     with tf.device(device):
         value = tf.Variable(variable.value, trainable=variable.trainable, name=variable.name)
     tf_private.set_value_of(variable, value)

@@ -11,7 +11,7 @@ metrics and the update are Keras' or the user's own, made once, over the global 
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -22,12 +22,15 @@ from towers import devices as tower_devices
 from towers import tf_private
 from towers.builder import doubts
 from towers.builder.assignments import TowerScope
+from towers.builder.inside import integers_on
+from towers.builder.kinds import HOST, are_gpus, are_of_workers
 from towers.builder.rehearsal import Rehearsal
-from towers.builder.splitting import is_device, num_rows
+from towers.builder.splitting import num_rows
 from towers.builder.tower import TowerBuilder
 from towers.devices import cluster
 from towers.errors import InputError
-from towers.training import faults, masters
+from towers.training import faults, flat, masters
+from towers.training.masters import optimizers_of
 
 _STEPS = ("train_step", "test_step", "predict_step")
 _BATCH = object()  # stands for a tensor among arguments
@@ -43,8 +46,8 @@ def parallelize(
     *,
     workers: str | Sequence[str] = (),
     towers_per_worker: int = 0,
-    gather_device: str = "/cpu:0",
-    variables: str = "cpu",
+    gather_device: str = "",
+    variables: str = "default",
     batch_norm: str = "sync",
     accumulate_steps: int = 1,
     jit_compile: bool = False,
@@ -68,8 +71,10 @@ def parallelize(
         workers: addresses of `towers worker` on other machines, ["host1:2222"], whose devices have
             the towers in place of this machine's.
         towers_per_worker: 0 for one tower on each of its GPUs, else one.
-        gather_device: of splitting, joining, the loss and the update.
-        variables: "cpu": weights lie on the gather device; "sharded": each on one of the towers.
+        gather_device: of splitting, joining, the loss and the update; "" for the first tower's GPU
+            if weights lie on GPUs, else "/cpu:0".
+        variables: "cpu": weights lie on the gather device; "sharded": each on one of the towers;
+            "default": "sharded" on GPUs, else "cpu".
         batch_norm: moments of BatchNorm over all towers ("sync") or each tower's own ("local").
         accumulate_steps: takes each batch in so many parts, one after the other, for less memory;
             the forward pass is computed twice, and BatchNorm's moments are those of a part.
@@ -85,11 +90,15 @@ def parallelize(
             "parallelize is in the place of tf.distribute: make the model outside of a strategy's "
             "scope, and call parallelize there"
         )
-    if variables not in ("cpu", "sharded"):
-        raise InputError(f"variables={variables!r} must be 'cpu' or 'sharded'")
+    if variables not in ("default", "cpu", "sharded"):
+        raise InputError(f"variables={variables!r} must be 'default', 'cpu' or 'sharded'")
+    device_names = _devices_for(model, num_towers, devices, workers, towers_per_worker)
+    if variables == "default":
+        here = are_gpus(device_names) and not are_of_workers(device_names)
+        variables = "sharded" if here else "cpu"
     builder = TowerBuilder(
-        _devices_for(model, num_towers, devices, workers, towers_per_worker),
-        gather_device,
+        device_names,
+        gather_device or masters.home_of(variables, device_names),
         batch_norm=batch_norm,
         accumulate_steps=accumulate_steps,
         gather_at_variables=variables == "sharded",
@@ -134,7 +143,7 @@ def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:
     steps = _Steps(model, builder)
     vars(model)["_tower_builder"] = builder
     vars(model).update({name: steps.on_towers(name) for name in _STEPS})
-    vars(model).update({name: steps.without_xla(name) for name in _MAKERS})
+    vars(model).update({name: steps.made_for_towers(name) for name in _MAKERS})
     return model
 
 
@@ -165,8 +174,8 @@ class _Steps:
     """A model's steps on towers."""
 
     def __init__(self, model: keras.Model, builder: TowerBuilder):
-        self.model, self.builder, self.sharded = model, builder, builder.gather_at_variables
-        self._placed = False
+        self.model, self.builder, self.home = model, builder, builder.gather_device
+        self._placed: set[int] = set()  # ids of variables
         self._tried: set[Callable] = set()
         self._functions: dict[tuple, Callable] = {}  # kept, so that each is rehearsed once
 
@@ -179,25 +188,47 @@ class _Steps:
         """Return a function in which outermost layers are called on towers."""
 
         def with_towers(*args: Any) -> Any:
-            with self._updates_at_weights(), tf_private.layer_calls_replaced(self._make_call):
+            joined = flat.updates_joined(optimizers_of(self.model), lambda *args: args[-1]())
+            calls = tf_private.layer_calls_replaced(self._make_call)
+            with tf.device(self.home), integers_on(self.home), joined, calls:
                 return fn(*args)
 
         return with_towers
 
-    def without_xla(self, name: str) -> Callable:
-        """Return what makes a function of a step: XLA would compile it for one device."""
+    def made_for_towers(self, name: str) -> Callable:
+        """Return a model's method that makes a function of a step, so that this runs on towers.
+
+        XLA does not compile it, which would be for one device.
+        """
         make = getattr(type(self.model), name)
+        attribute = name.removeprefix("make_")  # of the model, which holds what is made
 
         @functools.wraps(make)
-        def make_without_xla(force: bool = False) -> Any:
-            by_xla = self.model.jit_compile
-            self.model.jit_compile = False
+        def make_for_towers(force: bool = False) -> Any:
+            model, by_xla, before = self.model, self.model.jit_compile, vars(self.model)[attribute]
+            model.jit_compile = False
             try:
-                return make(self.model, force)
+                make(model, force)
             finally:
-                self.model.jit_compile = by_xla
+                model.jit_compile = by_xla
+            function = vars(model)[attribute]
+            if function is before:
+                return function
+            new = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
+            parts = [model, *model.metrics, *new]
+            self._place([variable for part in parts for variable in part.variables])
 
-        return make_without_xla
+            @functools.wraps(function)
+            def placed(*args: Any) -> Any:
+                # Keras' loop over steps waits for its condition, so it is the host's. A single
+                # step is not waited for: what it returns stays where it is.
+                with tf.device(HOST if model.steps_per_execution > 1 else self.home):
+                    return function(*args)
+
+            setattr(model, attribute, placed)
+            return placed
+
+        return make_for_towers
 
     def _make_call(self, keras_call: Callable) -> Callable:
         self._keras_call = keras_call
@@ -219,10 +250,10 @@ class _Steps:
         fn = self._function(layer, arguments, leaves)
         batch = [leaf for leaf in leaves if _is_batch(leaf)]
         self._build(layer, fn, batch)
-        self._place()
+        self._place(layer.variables)
         if reason := self._reason_against(fn, batch):
             self.builder.tell([f"layer {layer.name} runs on one device: {reason}"])
-            with tf.device(self.builder.gather_device), self._plain():
+            with tf.device(self.home), self._plain():
                 return layer(*arguments[0], **arguments[1])
         found = self.builder.rehearse(fn, *batch)
         fn.policies = found.policies_of_added
@@ -274,7 +305,7 @@ class _Steps:
         """Build layers as Keras does, in a trace that is dropped: towers make no variables."""
         if all(below.built for below in tf_private.layers_of(layer)):
             return
-        with tf.init_scope(), tf.device(self.builder.gather_device), self._plain():
+        with tf.init_scope(), tf.device(self.home), self._plain():
             specs = map(tf.type_spec_from_value, batch)
             tf.function(fn, autograph=False).get_concrete_function(*specs)
 
@@ -282,31 +313,19 @@ class _Steps:
         """Let layers in the block be called as Keras does."""
         return tf_private.layer_calls_replaced(lambda _: self._keras_call)
 
-    def _place(self) -> None:
-        """Move the weights to where they are to lie, before an optimizer makes slots for them."""
-        weights, home = self.model.trainable_variables, self.builder.gather_device
-        optimizer = getattr(self.model, "optimizer", None)  # none before it is compiled
-        if self._placed or not weights or getattr(optimizer, "built", False):
-            return
-        self._placed = True
-        with tf.init_scope():
-            if self.sharded:
-                masters.shard(weights, self.builder.devices)
-                return
-            for weight in weights:
-                if not is_device(weight.value.device, home):
-                    masters.move(weight, home)
+    def _place(self, variables: Sequence[keras.Variable]) -> None:
+        """Move new variables to where they are to lie; nothing that is kept may have read them.
 
-    @contextlib.contextmanager
-    def _updates_at_weights(self) -> Iterator[None]:
-        """Let the optimizer of sharded weights make and change its slots beside them."""
-        optimizer = getattr(self.model, "optimizer", None)
-        if not self.sharded or optimizer is None:
-            yield
-            return
-        apart = tf_private.each_update_apart(optimizer)
-        with tf_private.slots_beside_weights(optimizer), apart:
-            yield
+        Weights that an optimizer has been built for stay where its slots are.
+        """
+        new = [v for v in variables if id(v) not in self._placed]
+        self._placed |= {id(v) for v in new}
+        with_slots = [v for own in optimizers_of(self.model) for v in tf_private.weights_of(own)]
+        new = [v for v in new if id(v) not in set(map(id, with_slots))]
+        weights = [v for v in new if v.trainable and self.builder.gather_at_variables]
+        with tf.init_scope():
+            masters.shard(weights, self.builder.devices)
+            masters.settle([v for v in new if id(v) not in set(map(id, weights))], self.home)
 
 
 def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> Callable:

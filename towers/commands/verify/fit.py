@@ -34,8 +34,8 @@ from towers.graphs.placement import traced_ops
 from towers.options.fields import parse_tower_numbers
 from towers.text import first_line
 from towers.training import faults
-from towers.training.compiled import optimizers_of
 from towers.training.guest import without_advice
+from towers.training.masters import optimizers_of
 
 
 def verify(

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.errors import InputError
-from towers.training.compiled import optimizers_of
+from towers.training.masters import optimizers_of
 from towers.training.parallel import builder_of, parallelize, unparallelize
 
 

@@ -1,0 +1,102 @@
+"""What a step of `model.fit` over towers does on GPUs: held on machines without one.
+
+Logical CPUs stand in for GPUs. Plain `fit` on one GPU is the measure.
+"""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import towers
+from tests import fits
+from towers.builder.kinds import cpus_for_gpus
+from towers.graphs import gpu_view
+from towers.graphs.gpu_nodes import HOST
+
+pytestmark = pytest.mark.run
+GPUS = ["/cpu:1", "/cpu:2"]
+RANDOM = np.random.default_rng(0)
+DATA = {"x": RANDOM.normal(size=(22, 8, 8, 3)), "y": RANDOM.integers(0, 4, size=22)}
+layers = keras.layers
+
+
+def network(optimizer="adam", steps_per_execution=1):
+    model = keras.Sequential(
+        [
+            keras.Input([8, 8, 3]),
+            layers.Conv2D(4, 3, padding="same", use_bias=False),  # which BatchNorm would leave at 0
+            layers.BatchNormalization(),
+            layers.ReLU(),
+            layers.Dropout(0.5),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(4),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    options = dict(jit_compile=False, steps_per_execution=steps_per_execution)
+    model.compile(optimizer, loss, metrics=["accuracy"], **options)
+    return model
+
+
+def view(num_towers, **options):
+    with cpus_for_gpus(), tf.device(GPUS[0]):  # where Keras makes variables on a machine with GPUs
+        model = network(**options)
+        if num_towers:
+            towers.parallelize(model, devices=GPUS[:num_towers])
+        batches = tf.data.Dataset.from_tensor_slices((DATA["x"], DATA["y"])).batch(8)
+        return gpu_view.read_fit(model, batches)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_step_copies_no_more_to_the_host_than_that_of_plain_fit(steps):
+    plain = view(0, steps_per_execution=steps)
+    # Keras says of no op where it runs, and all are counted as the first GPU's.
+    assert len(plain.undirected) > 100 and plain.launches(*plain.scopes) > 100
+    assert plain.transfers(HOST) and plain.transfers(target=HOST)
+    for num_towers in 1, 2:
+        over = view(num_towers, steps_per_execution=steps)
+        told = [(t.source, t.type, t.name) for t in over.transfers(target=HOST)]
+        assert len(told) <= len(plain.transfers(target=HOST)), told
+        for gpu in ("/gpu:0", "/gpu:1")[:num_towers]:
+            assert len(over.transfers(HOST, gpu)) <= len(plain.transfers(HOST))
+        assert over.without_kernel == [] and len(over.undirected) <= 1
+        if num_towers == 1:
+            assert over.launches(*over.scopes) < plain.launches(*plain.scopes)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize("build", ["before", "in fit"])
+def test_variables_lie_on_the_gpus(optimizer, build):
+    with cpus_for_gpus():
+        model = network(optimizer)
+        if build == "in fit":
+            model = keras.Sequential(model.layers[:-1] + [layers.Dense(4)])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(optimizer, loss, metrics=["accuracy"])
+        towers.parallelize(model, devices=GPUS)
+        model.fit(**DATA, batch_size=8, verbose=0)
+        model.evaluate(**DATA, batch_size=8, verbose=0)
+        model.predict(DATA["x"], batch_size=8, verbose=0)
+    places = {v.path: v.value.device[-6:] for v in model.variables + model.optimizer.variables}
+    assert set(places.values()) == {":CPU:1", ":CPU:2"}, places
+    if optimizer == "adam":
+        pairs = zip(model.trainable_variables, model.optimizer._momentums, strict=True)
+        together = [(weight.value.device, slot.value.device) for weight, slot in pairs]
+        assert all(of_weight == of_slot for of_weight, of_slot in together), together
+
+
+@pytest.mark.parametrize("num_towers", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"variables": "cpu"}], ids=str)
+def test_the_numbers_are_those_of_one_device(num_towers, options):
+    given = DATA | {"batch_size": 8, "validation_split": 0.2}
+    plain = fits.fit(network, given)
+    with cpus_for_gpus():
+        over = fits.fit(network, given, devices=GPUS[:num_towers], **options)
+    assert fits.differences(plain, over) == {}
+    of_plain, of_towers = (
+        [re.sub(r"_\d+", "", name) for name, _ in found["optimizer"]] for found in (plain, over)
+    )
+    assert of_plain == of_towers
