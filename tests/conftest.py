@@ -49,7 +49,8 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_configure(config):
     """Make the devices before a test is read, which may make tensors.
 
-    The options need none, nor does the process that hands tests out to the others.
+    The process that hands tests out to the others needs none. Keras' first import may start a
+    process, for matplotlib's fonts, of which no test is to be blamed.
     """
     is_worker = hasattr(config, "workerinput")
     config.stash[_LEFT] = []
@@ -58,9 +59,9 @@ def pytest_configure(config):
         os.environ[leftovers.VARIABLE] = config.stash[_KEY]
     else:
         config.stash[_KEY] = leftovers.begin()
-    starts_others = config.getoption("numprocesses", None) and not is_worker
-    if starts_others or all("tests/options" in argument for argument in config.args):
+    if config.getoption("numprocesses", None) and not is_worker:
         return
+    import keras  # noqa: F401
     import tensorflow as tf
 
     tf.config.set_logical_device_configuration(
