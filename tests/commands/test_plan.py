@@ -186,6 +186,7 @@ WORKS = st.builds(
     tower_seconds=st.floats(1e-4, 1.0),
     launch_seconds=st.floats(0, 1e-2),
     update_launch_seconds=st.floats(0, 1e-2),
+    more_launch_seconds=st.floats(0, 1e-2),
     slice_bytes=st.floats(0, 1e7),
     weights=st.lists(st.integers(1, 10**8), min_size=1, max_size=20),
     exchange_bytes=st.floats(0, 1e5),
@@ -198,7 +199,10 @@ PLACEMENTS = st.sampled_from(["cpu", "sharded", "replicated"])
 @given(WORKS, PLACEMENTS, st.sampled_from([2, 8]))
 def test_a_step_takes_computing_update_exchanges_and_what_crosses_at_a_cost(work, where, number):
     best = Link("a wire without length", math.inf, 1.0, 0.0)
-    alone = work.computing_seconds + work.update_launch_seconds
+    alone = work.computing_seconds(number) + work.update_launch_seconds
+    assert work.computing_seconds(number) == max(
+        work.tower_seconds, work.launch_seconds + work.more_launch_seconds
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost_model, "HOST_LINK", best)
         patch.setattr(cost_model, "ALL_SUM_SECONDS", 0.0)
@@ -212,7 +216,7 @@ def test_a_step_takes_computing_update_exchanges_and_what_crosses_at_a_cost(work
 @given(WORKS)
 def test_one_gpu_waits_for_its_batch_and_for_each_variable_on_the_host(work):
     link = LINKS["PCIe 4 x16"]
-    own = work.computing_seconds + work.update_launch_seconds
+    own = work.computing_seconds() + work.update_launch_seconds
     there = step_seconds(work, "replicated", link, 1)
     assert there == pytest.approx(own + link.seconds(work.slice_bytes, work.host_copies))
     assert there == step_seconds(work, "sharded", link, 1)
@@ -341,6 +345,22 @@ def test_what_a_step_would_do_on_gpus_what_they_cannot_run_and_a_missing_gradien
     assert "each of 2 GPUs" in said
     assert "no kernel: GatherV2 of uint8, layer functional/lookup" in said
     assert "FAILED      no gradient: nothing/kernel" in said
+
+
+@pytest.mark.run
+def test_what_towers_exchange_in_batch_norm_is_launched_and_slows_down_two_gpus(capsys):
+    # So small that its time is that of launches.
+    small = ["--model=models.resnet:resnet", "--model_args=depth=8,width=2", "--batch_size=8"]
+    _, out, said = plan(capsys, *small, "--dataset=shapes", "--nomeasure", "--json")
+    result = json.loads(out)
+    one, two = (result["gpu"][number]["launches"]["tower"] for number in "12")
+    assumed = result["assumptions"]
+    more = (two - one) * cost_model.LAUNCH_SECONDS * 1e3
+    assert more > assumed["launch_ms"] and assumed["more_launch_ms"] == pytest.approx(more)
+    rows = [r for r in result["predictions"] if r["scaling"] == "weak" and not r["network"]]
+    took = {n: min(r["seconds"] for r in rows if r["num_towers"] == n) for n in (1, 2)}
+    assert took[2] - took[1] > 0.9e-3 * more
+    assert f"{more:.2f} ms more among several GPUs" in said
 
 
 @pytest.mark.run

@@ -73,7 +73,7 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
         traffic = traffic or placed
         placements[placement] = placed.describe(options.gpu_memory_gib)
     on_gpus = {str(count): _on_gpus(of_run, count, dataset, say) for count in (1, 2)}
-    work = work_of(traffic, on_gpus["1"], options, flop)
+    work = work_of(traffic, on_gpus, options, flop)
     share = traffic.examples / of_run.batch_size
     assumed = assumptions(options, work, networks)
     unequal = any(row["bytes_per_step"]["equal"] is False for row in placements.values())
@@ -236,20 +236,23 @@ def missing_gradients(run: Run) -> list[str]:
 
 
 def work_of(
-    placed: Placed, on_gpu: dict[str, Any], options: PlanOptions, flop: int
+    placed: Placed, on_gpus: dict[str, dict[str, Any]], options: PlanOptions, flop: int
 ) -> cost_model.Work:
     """Return what each tower computes and moves.
 
-    What crosses is read from the step with its variables on the host, `placed`; what one GPU
-    launches and waits for is `gpus.describe` of it.
+    What crosses is read from the step with its variables on the host, `placed`; what one
+    GPU, and each of two, launches and waits for is `gpus.describe` of "1" and "2".
     """
+    on_gpu, launches = on_gpus["1"], {n: view["launches"] for n, view in on_gpus.items()}
     step, names = placed.step, placed.run.builder.devices
     received = step.received_bytes(names[0])
     per_second = options.gpu_tflops * 1e12 * options.gpu_utilisation
     work = cost_model.Work(
         tower_seconds=flop * placed.examples / per_second,
-        launch_seconds=on_gpu["launches"]["tower"] * cost_model.LAUNCH_SECONDS,
-        update_launch_seconds=on_gpu["launches"]["update"] * cost_model.LAUNCH_SECONDS,
+        launch_seconds=launches["1"]["tower"] * cost_model.LAUNCH_SECONDS,
+        more_launch_seconds=cost_model.LAUNCH_SECONDS
+        * (launches["2"]["tower"] - launches["1"]["tower"]),
+        update_launch_seconds=launches["1"]["update"] * cost_model.LAUNCH_SECONDS,
         host_copies=on_gpu["from_host"]["count"] + on_gpu["to_host"]["count"],
         slice_bytes=received["batch"],
         weights=[num_bytes(v.value) for v in placed.run.masters.model.trainable_variables],
@@ -277,8 +280,9 @@ def assumptions(
     links = [*cost_model.LINKS.values(), *networks]
     given = ("gpu_tflops", "gpu_utilisation", "gpu_memory_gib", "straggler_spread")
     return {name: getattr(options, name) for name in given} | {
-        "tower_ms": work.computing_seconds * 1e3,
+        "tower_ms": work.computing_seconds() * 1e3,
         "launch_ms": work.launch_seconds * 1e3,
+        "more_launch_ms": work.more_launch_seconds * 1e3,
         "update_launch_ms": work.update_launch_seconds * 1e3,
         "from": "--step_ms" if options.step_ms else "FLOP",
         "towers_per_worker": options.run.towers_per_worker or TOWERS_PER_WORKER,

@@ -54,18 +54,19 @@ class Work:
     """What a step computes and moves, whatever the number of towers."""
 
     tower_seconds: float  # computing of one tower on its slice, without any transfer
-    launch_seconds: float  # of the tower's ops, which computing cannot be shorter than
+    launch_seconds: float  # of the ops of one tower, which computing cannot be shorter than
     update_launch_seconds: float  # of what comes after the towers
     slice_bytes: float  # of a tower's slice of the batch
     weights: Sequence[int]  # bytes of each trainable variable, and of its gradient
     exchange_bytes: float  # that one tower sends to the others in the middle of a step, as moments
     host_copies: int = 1  # from the host or to it, of one GPU that has all variables: the batch
     exchanges: int = 0  # of them in a step, one after the other
+    more_launch_seconds: float = 0.0  # of a tower among several, as for BatchNorm over all
 
-    @property
-    def computing_seconds(self) -> float:
-        """Seconds of a tower without any transfer."""
-        return max(self.tower_seconds, self.launch_seconds)
+    def computing_seconds(self, num_towers: int = 1) -> float:
+        """Return the seconds of a tower, one of so many, without any transfer."""
+        more = self.more_launch_seconds if num_towers > 1 else 0.0
+        return max(self.tower_seconds, self.launch_seconds + more)
 
     def part(self, count: float) -> "Work":
         """Return the work of one of `count` equal parts of the batch."""
@@ -81,7 +82,7 @@ def step_seconds(work: Work, placement: str, link: Link, num_towers: int) -> flo
     """
     weights, messages = sum(work.weights), 2 * len(work.weights)  # each there, its gradient back
     by_host = weights if placement == "cpu" else 0
-    seconds = work.computing_seconds + work.update_launch_seconds
+    seconds = work.computing_seconds(num_towers) + work.update_launch_seconds
     if by_host:
         seconds += (num_towers + 1 + UPDATE_PASSES) * weights / HOST_BYTES_PER_SECOND
 
@@ -127,9 +128,9 @@ def predictions(work: Work, share: float, placements: Sequence[str]) -> list[dic
     """
     rows, whole = [], work.part(share)
     for scaling, placement, count in itertools.product(("strong", "weak"), placements, COUNTS):
-        part, useful = work, work.computing_seconds
+        part, useful = work, work.computing_seconds()
         if scaling == "strong":
-            part, useful = whole.part(count), whole.computing_seconds / count
+            part, useful = whole.part(count), whole.computing_seconds() / count
         for link in LINKS.values():
             seconds = step_seconds(part, placement, link, count)
             row = {"scaling": scaling, "placement": placement, "link": link.name, "network": ""}

@@ -108,7 +108,8 @@ def _predictions(result: Mapping[str, Any]) -> list[str]:
     return [
         "estimated for GPUs; none was measured",
         f"  a tower computes {given['tower_ms']:.2f} ms: {how},",
-        f"  but {given['launch_ms']:.2f} ms at least, to launch its ops, and "
+        f"  but {given['launch_ms']:.2f} ms at least, to launch its ops, "
+        f"{given['more_launch_ms']:.2f} ms more among several GPUs, and "
         f"{given['update_launch_ms']:.2f} ms those of the update; transfers come after it",
         f"  estimates: {1e6 * LAUNCH_SECONDS:g} us a launch, {waits}, "
         f"{1e6 * ALL_SUM_SECONDS:g} us a small all-sum by NCCL",

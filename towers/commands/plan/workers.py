@@ -90,7 +90,7 @@ def parts(work: Work, placement: str, num_towers: int, cluster: Cluster) -> dict
     """
     each, network = min(num_towers, cluster.towers_per_worker), cluster.network
     workers = math.ceil(num_towers / each)
-    alone = work.computing_seconds + work.update_launch_seconds
+    alone = work.computing_seconds() + work.update_launch_seconds
     weights, number = sum(work.weights), len(work.weights)
     # What the busiest card passes on in either direction, and what is added and updated behind it.
     if placement == "cpu":
@@ -99,13 +99,14 @@ def parts(work: Work, placement: str, num_towers: int, cluster: Cluster) -> dict
         home = largest_shard(work.weights, workers)
         moved, tensors = (workers - 1) * home, 4 * number * (workers - 1) / workers
     way = network.seconds(moved, 0)
-    forward = FORWARD * work.computing_seconds
-    backward = work.computing_seconds - forward
+    computing = work.computing_seconds(num_towers)
+    forward = FORWARD * computing
+    backward = computing - forward
     crossing = sum(max(way - cluster.overlap * hidden, 0.0) for hidden in (forward, backward))
     sent = 2 * work.exchange_bytes + cluster.sends_rows * work.slice_bytes
     return {
         "computing": alone,
-        "slowest tower": work.computing_seconds * (slowest(num_towers, cluster.spread) - 1),
+        "slowest tower": computing * (slowest(num_towers, cluster.spread) - 1),
         "inside workers": step_seconds(work, "cpu", cluster.link, each) - alone,
         "network": crossing + network.seconds(num_towers * sent, 0),
         "latency": (WAYS[placement] + 2 * work.exchanges) * network.latency_seconds,
@@ -148,9 +149,9 @@ def predictions(
     for scaling, placement, network, count in itertools.product(
         ("strong", "weak"), placements, networks, counts(towers_per_worker)
     ):
-        part, useful = work, work.computing_seconds
+        part, useful = work, work.computing_seconds()
         if scaling == "strong":
-            part, useful = whole.part(count), whole.computing_seconds / count
+            part, useful = whole.part(count), whole.computing_seconds() / count
         cluster = Cluster(network, LINKS[LEAST_LINK], towers_per_worker, straggler_spread)
         of_step = parts(part, placement, count, cluster)
         seconds = sum(of_step.values())
