@@ -50,6 +50,7 @@ class Card:
     mhz: tuple[int, int] = (1410, 1215)  # of its processors and of its memory
     reserved_mib: int | None = None  # what the driver keeps; None: an old one, which does not tell
     parts: tuple["Card", ...] = ()  # into which MIG splits it
+    p2p: dict[int, int] = dataclasses.field(default_factory=dict)  # status with another, if not OK
 
 
 A100 = Card()
@@ -208,6 +209,11 @@ def install_driver(monkeypatch, *cards, there=True):
         total, free = card.total_mib * MIB, card.free_mib * MIB
         return SimpleNamespace(total=total, free=free, reserved=reserved)
 
+    def p2p_status(first, second, way):
+        if "nvmlDeviceGetP2PStatus" in first.card.silent:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        return first.card.p2p.get(second.index, pynvml.NVML_P2P_STATUS_OK)
+
     def process_name(pid):
         names = {holder: name for card in cards for holder, name, _ in card.holders}
         if not names.get(pid):
@@ -233,8 +239,10 @@ def install_driver(monkeypatch, *cards, there=True):
         "nvmlShutdown": open_count.pop,
         "nvmlDeviceGetCount": lambda: len(cards),
         "nvmlSystemGetDriverVersion": lambda: "555.42.02",
+        "nvmlSystemGetCudaDriverVersion": lambda: 12050,
         "nvmlDeviceGetHandleByIndex": handle,
         "nvmlSystemGetProcessName": process_name,
+        "nvmlDeviceGetP2PStatus": p2p_status,
         "nvmlDeviceGetMigDeviceHandleByIndex": handle_of_part,
         "nvmlDeviceGetGpuInstanceId": lambda handle: 7 + handle.part,
         "nvmlDeviceGetComputeInstanceId": lambda handle: 0,

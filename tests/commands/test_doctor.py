@@ -50,7 +50,9 @@ def clean(monkeypatch):
 def machine(monkeypatch, tmp_path):
     """Return `make(driver, gpus)`, which examines such a machine: {name of a check: check}."""
 
-    def make(driver, gpus, results=None, copies=None, build=BUILD, start=None, **options):
+    def make(
+        driver, gpus, results=None, copies=None, build=BUILD, start=None, sums=None, **options
+    ):
         """`gpus`: TensorFlow's; `results`: {device: what its probe gives}; `start`: a failure."""
         calls = []
 
@@ -68,8 +70,15 @@ def machine(monkeypatch, tmp_path):
             }
 
         monkeypatch.setattr(nvml, "gpus", lambda: driver)
+        def run_all_sum(devices, environ):
+            make.summed = devices
+            return sums or {"float32": None, "int64": None}
+
         monkeypatch.setattr(nvml, "driver_version", lambda: driver and "550.54" or None)
+        monkeypatch.setattr(nvml, "driver_cuda_version", lambda: driver and (12, 6) or None)
         monkeypatch.setattr(probe, "run_probe", run_probe)
+        monkeypatch.setattr(probe, "run_all_sum", run_all_sum)
+        make.summed = []
         lines = []
         checks = doctor.run(Options(train_dir=str(tmp_path / "run"), **options), lines.append)
         make.lines, make.probed, make.environ = lines, calls[-1][0], calls[-1][1]
@@ -106,6 +115,7 @@ def test_a_machine_without_gpus_and_one_with_several(machine):
     none = "no GPU and no NVIDIA driver here: towers run on the CPU"
     assert checks["GPUs"] == Check("GPUs", "ok", none) and not problems(checks)
     assert machine.probed == ["/cpu:0", "/cpu:1"]  # logical ones
+    assert not {"driver", "P2P", "/dev/shm", "all-sum"} & set(checks)
 
     copies = {"/gpu:0 to /gpu:1": None, "/gpu:1 to /gpu:0": None}
     checks = machine([gpu(0), gpu(1)], [A100] * 2, {"/gpu:0": device(matmul=9000.0)}, copies)
@@ -119,7 +129,11 @@ def test_a_machine_without_gpus_and_one_with_several(machine):
         "computing on /cpu:0": "matmul 100 GFLOP/s",
         "copies": "2 pairs of devices, bit for bit",
         "memory of GPU 1": "39000 of 40000 MiB free",
+        "driver": "550.54; CUDA 12.5.1 needs 525.60.13 or newer",
+        "P2P": "the driver does not tell: 0-1",
+        "all-sum": "exact over 2 GPUs: float32, int64",
     }.items()
+    assert machine.summed == ["/gpu:0", "/gpu:1"] and "/dev/shm" in checks
 
 
 def test_a_full_gpu_names_who_holds_it_and_is_not_probed(machine):
@@ -133,6 +147,7 @@ def test_a_full_gpu_names_who_holds_it_and_is_not_probed(machine):
     )  # fmt: skip
     assert checks["memory of GPU 0"].status == "ok"
     assert machine.probed == ["/cpu:0", "/gpu:0", "/gpu:2"]
+    assert machine.summed == ["/gpu:0", "/gpu:2"]
 
     checks = machine(driver, [A100] * 2, visible_gpus="0,2")  # what it said to type
     assert "memory of GPU 1" not in checks
@@ -202,6 +217,62 @@ def test_a_probe_that_fails_is_one_problem(machine):
     assert checks["computing"].remedy.startswith(command)
     checks = machine([gpu(0, free=0)], [], start="was ended by SIGILL: without a word")
     assert problems(checks) == ["TensorFlow starts", "memory of GPU 0"]
+
+
+@pytest.mark.parametrize(
+    ("version", "newest", "cuda", "status", "says"),
+    [
+        ("525.60.13", None, "12.5.1", "ok", "525.60.13; CUDA 12.5.1 needs 525.60.13 or newer"),
+        ("525.60.11", (12, 0), "12.5.1", "problem", "needs 525.60.13"),
+        ("470.256.02", (11, 4), "12.5", "problem", "needs 525.60.13"),
+        ("550.54.14", (12, 4), "12.5.1", "note", "is of CUDA 12.4, which runs by minor version"),
+        ("555.42.02", (12, 5), "12.5.1", "ok", "555.42.02"),
+        ("580.65.06", (13, 0), "12.5.1", "ok", "580.65.06"),
+        ("570.10", (12, 8), "13.0.1", "problem", "needs 580.65.06"),
+        ("new", (12, 8), "12.5.1", "note", "new; CUDA 12.5.1 needs"),
+    ],
+)
+def test_a_driver_beside_the_cuda_of_the_build(version, newest, cuda, status, says):
+    (check,) = doctor.check_driver(version, newest, cuda)
+    assert check.status == status and says in check.detail
+    assert ("update the NVIDIA driver" in check.remedy) == (status != "ok")
+
+
+@pytest.mark.parametrize("cuda", [None, "", "?", "99.1"])
+def test_no_cuda_that_is_known_needs_no_driver(cuda):
+    assert list(doctor.check_driver("550.54", (12, 4), cuda)) == []
+    assert list(doctor.check_driver(None, None, "12.5.1")) == []
+
+
+def test_pairs_of_gpus_with_and_without_p2p():
+    check = doctor.check_peer_access({("0", "1"): "", ("0", "2"): "", ("1", "2"): ""})
+    assert check == Check("P2P", "ok", "P2P: 0-1 0-2 1-2")
+    reason = "the chipset does not support it"
+    check = doctor.check_peer_access({("0", "1"): "", ("0", "2"): reason, ("1", "2"): None})
+    assert check.status == "note" and "IOMMU" in check.remedy
+    assert check.detail == f"P2P: 0-1; {reason}: 0-2; the driver does not tell: 1-2"
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "p2p", "status"),
+    [(64, False, "problem"), (64, True, "note"), (1024, False, "ok"), (None, True, "problem")],
+)
+def test_room_for_nccl_in_containers(free_mib, p2p, status):
+    check = doctor.check_shared_memory(free_mib and free_mib * MIB, p2p)
+    assert (check.name, check.status) == ("/dev/shm", status)
+    assert ("--shm-size=1g" in check.remedy) == (status != "ok")
+
+
+def test_an_all_sum_that_is_wrong_or_hangs(machine):
+    for sums, says in (
+        ({"float32": None, "int32": "a wrong sum on /gpu:1"}, "int32: a wrong sum on /gpu:1"),
+        ("gave no answer within 120 s: float16: an all-sum", "its process gave no answer within"),
+    ):
+        checks = machine([gpu(0), gpu(1)], [A100] * 2, sums=sums)
+        assert problems(checks) == ["all-sum"]
+        assert checks["all-sum"].detail.startswith(says)
+        command = "NCCL_DEBUG=INFO python -m towers.devices.probe --all_sum /gpu:0 /gpu:1"
+        assert command in checks["all-sum"].remedy and "--variables=cpu" in checks["all-sum"].remedy
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """The driver's view, with a made-up driver."""
 
+import re
+from pathlib import Path
+
 import pynvml
 import pytest
 
@@ -96,14 +99,45 @@ def test_full_is_less_than_a_twentieth(free, full):
     assert DriverGpu(0, total_bytes=100, free_bytes=free).full is full
 
 
-def test_a_driver_that_lacks_a_function_tells_the_rest(monkeypatch):
-    """The library then raises an error that is no NVMLError."""
+def test_which_gpus_read_each_others_memory(monkeypatch):
+    card = Card(p2p={2: pynvml.NVML_P2P_STATUS_DISABLED_BY_REGKEY, 3: 99, 4: 6})
+    install(monkeypatch, card, A100, A100, A100, A100, LOST)
+    told = nvml.peer_access(nvml.gpus())
+    of_first = {pair[1]: reason for pair, reason in told.items() if pair[0] == "0"}
+    disabled = "the driver's settings disable it"
+    assert of_first == {"1": "", "2": disabled, "3": "status 99", "4": None, "5": None}
+    assert told["1", "2"] == "" and len(told) == 15
+    install(monkeypatch, Card(silent=frozenset(["nvmlDeviceGetP2PStatus"])), A100)
+    assert nvml.peer_access(nvml.gpus()) == {("0", "1"): None}
+    install(monkeypatch, A100, there=False)
+    assert nvml.peer_access([DriverGpu(0), DriverGpu(1)]) == {("0", "1"): None}
+
+
+def test_the_newest_cuda_of_a_driver(monkeypatch):
     install(monkeypatch, A100)
+    assert nvml.driver_cuda_version() == (12, 5)
+    install(monkeypatch, A100, there=False)
+    assert nvml.driver_cuda_version() is None
+
+
+SOURCE = Path(nvml.__file__).read_text()
+LACKING = [
+    pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND),
+    pynvml.NVMLLibraryMismatchError("use a versioned function"),  # no NVMLError
+]
+
+
+@pytest.mark.parametrize("error", LACKING, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"pynvml\.(nvml[A-Z][A-Za-z]+)\b", SOURCE))))
+def test_a_driver_that_lacks_any_function_tells_the_rest(monkeypatch, name, error):
+    install(monkeypatch, SPLIT, A100)
 
     def missing(*_):
-        raise pynvml.NVMLLibraryMismatchError("use a versioned function")
+        raise error
 
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", missing)
-    assert [str(gpu) for gpu in nvml.gpus()] == ["0 (NVIDIA A100)"]
-    monkeypatch.setattr(pynvml, "nvmlInit", missing)
-    assert nvml.gpus() == [] and nvml.driver_version() is None
+    monkeypatch.setattr(pynvml, name, missing)
+    found = nvml.gpus()
+    nvml.peer_access(found), nvml.driver_version(), nvml.driver_cuda_version()
+    with nvml.opened():
+        [nvml.sample(gpu) for gpu in found]
+    assert len(found) == {"nvmlInit": 0, "nvmlDeviceGetCount": 0}.get(name, len(found))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from towers.builder import collectives
 from towers.devices import probe
 
 pytestmark = pytest.mark.unit
@@ -110,6 +111,36 @@ def test_a_single_wrong_bit_of_a_copy(monkeypatch):
     monkeypatch.setattr(tf, "identity", identity)
     error = probe.probe_copy("/cpu:0", "/cpu:1")
     assert error == f"1 of {probe.COPY_BYTES // 4} words arrived wrong"
+
+
+@pytest.mark.graph
+def test_an_all_sum_of_each_type():
+    assert probe.all_sum(["/cpu:1", "/cpu:2", "/cpu:3"]) == dict.fromkeys(probe.SUM_TYPES)
+
+
+@pytest.mark.graph
+def test_a_wrong_sum_names_the_device_and_a_failure_ends_the_sums(monkeypatch):
+    right = collectives.all_sum
+
+    def wrong(values, devices):
+        first, (last,) = right(values, devices)
+        if last.dtype == tf.float16:
+            raise ValueError("no kernel\nof that type")
+        return [first, [last + tf.cast(last.dtype == tf.float64, last.dtype)]]
+
+    monkeypatch.setattr(collectives, "all_sum", wrong)
+    assert probe.all_sum(["/cpu:1", "/cpu:2"]) == {
+        "float32": None, "float64": "a wrong sum on /cpu:2", "float16": "no kernel of that type"
+    }  # fmt: skip
+
+
+@pytest.mark.process
+def test_an_all_sum_in_a_process_of_its_own(child):
+    found = probe.run_all_sum(CPUS)
+    assert found == dict.fromkeys(probe.SUM_TYPES)
+    child("print('float16: an all-sum', file=sys.stderr, flush=True)\ntime.sleep(600)")
+    found = probe.run_all_sum(CPUS, timeout_seconds=2)
+    assert found == "gave no answer within 2 s: float16: an all-sum"
 
 
 def test_only_the_gpus_that_are_asked_for_are_seen(monkeypatch):

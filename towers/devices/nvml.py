@@ -7,7 +7,8 @@ What a driver does not tell is None: of a laptop, a virtual GPU or a part that i
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pynvml
@@ -16,6 +17,13 @@ MIB = 2**20
 # An older driver lacks functions; for some of them the library raises the second, which is no
 # NVMLError.
 _ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
+_NO_P2P = {
+    pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED: "the chipset does not support it",
+    pynvml.NVML_P2P_STATUS_GPU_NOT_SUPPORTED: "the GPUs do not support it",
+    pynvml.NVML_P2P_STATUS_IOH_TOPOLOGY_NOT_SUPPORTED: "they are on different I/O hubs",
+    pynvml.NVML_P2P_STATUS_DISABLED_BY_REGKEY: "the driver's settings disable it",
+    pynvml.NVML_P2P_STATUS_NOT_SUPPORTED: "not supported",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +101,40 @@ def driver_version() -> str | None:
         return _ask(pynvml.nvmlSystemGetDriverVersion) if there else None
 
 
+def driver_cuda_version() -> tuple[int, int] | None:
+    """Return the newest CUDA version that the driver supports, (12, 4); None if unknown."""
+    with opened() as there:
+        number = _ask(pynvml.nvmlSystemGetCudaDriverVersion) if there else None
+    return number and (number // 1000, number % 1000 // 10)
+
+
+def peer_access(gpus: Sequence[DriverGpu]) -> dict[tuple[str, str], str | None]:
+    """Return for each pair of GPUs why they cannot read and write each other's memory (P2P).
+
+    Returns:
+        {("0", "1"): reason}; the reason is "" where P2P is there, None where the driver does not
+        tell.
+    """
+    found: dict[tuple[str, str], str | None] = {}
+    with opened() as there:
+        for first, second in itertools.combinations(gpus, 2):
+            found[first.key, second.key] = _no_peer_access(first, second) if there else None
+    return found
+
+
+def _no_peer_access(first: DriverGpu, second: DriverGpu) -> str | None:
+    pair = [_ask(pynvml.nvmlDeviceGetHandleByIndex, gpu.index) for gpu in (first, second)]
+    if None in pair:
+        return None
+    answers = [
+        _ask(pynvml.nvmlDeviceGetP2PStatus, *pair, way)
+        for way in (pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_CAPS_INDEX_WRITE)
+    ]
+    if None in answers or pynvml.NVML_P2P_STATUS_UNKNOWN in answers:
+        return None
+    return next((_NO_P2P.get(answer, f"status {answer}") for answer in answers if answer), "")
+
+
 @contextlib.contextmanager
 def opened() -> Iterator[bool]:
     """Tell whether there is a driver, and keep NVML open meanwhile."""
@@ -104,7 +146,7 @@ def opened() -> Iterator[bool]:
     try:
         yield True
     finally:
-        pynvml.nvmlShutdown()
+        _ask(pynvml.nvmlShutdown)
 
 
 def _gpus(index: int) -> list[DriverGpu]:

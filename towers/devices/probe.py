@@ -8,6 +8,9 @@ prints one JSON object:
      "build": {"cuda_version": "12.5.1"},                 tf.sysconfig.get_build_info()
      "devices": {"/cpu:0": {"errors": [], "gflops": {"matmul": 90.0, "convolution": 80.0}}, ...},
      "copies": {"/cpu:0 to /gpu:0": null, ...}}           null, or what was wrong
+
+With --all_sum before the devices the process sums over all of them instead, as towers do, since a
+collective that hangs must not hide the rest: {"float32": null, ...}, null or what was wrong.
 """
 
 import itertools
@@ -27,6 +30,10 @@ TIMED_SECONDS = 0.2  # of each operation on each device, at least
 TOLERANCE = 1e-2  # relative to the largest value: TensorFloat-32 is off by 5e-4, bfloat16 by 3e-3
 MATMUL_SIZE = 1024
 COPY_BYTES = 2**22
+SUM_TIMEOUT_SECONDS = 120
+SUM_ELEMENTS = 100_003
+# Those that are rarest in collectives come last: the first failure ends all that follow.
+SUM_TYPES = ("float32", "float64", "float16", "int64", "bfloat16", "int32")
 
 
 def run_probe(
@@ -46,6 +53,31 @@ def run_probe(
         What the module's docstring says. Or, where the process did not come to its end, how that
         was: "was ended by SIGABRT: last words".
     """
+    return _run(devices, timeout_seconds, environ)
+
+
+def run_all_sum(
+    devices: Sequence[str],
+    timeout_seconds: float = SUM_TIMEOUT_SECONDS,
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, str | None] | str:
+    """Sum over all devices in a process of its own, once in each of SUM_TYPES.
+
+    Args:
+        devices: two or more, as for `run_probe`.
+        timeout_seconds: that the process may take.
+        environ: what the process sees in place of os.environ.
+
+    Returns:
+        {type: None, or what was wrong}. Or how the process ended, as from `run_probe`.
+    """
+    return _run(["--all_sum", *devices], timeout_seconds, environ)
+
+
+def _run(
+    arguments: Sequence[str], timeout_seconds: float, environ: Mapping[str, str] | None
+) -> dict[str, Any] | str:
+    """Run this module in a process of its own; return what it prints, or how it ended."""
     environ = os.environ if environ is None else environ
     root = str(Path(__file__).resolve().parents[2])
     environ = {
@@ -55,7 +87,7 @@ def run_probe(
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "TF_FORCE_GPU_ALLOW_GROWTH": "true",
     }
-    command = [sys.executable, "-m", "towers.devices.probe", *devices]
+    command = [sys.executable, "-m", "towers.devices.probe", *arguments]
     pipes = dict(stdin=subprocess.DEVNULL, capture_output=True)
     try:
         done = subprocess.run(command, env=environ, timeout=timeout_seconds, **pipes)
@@ -179,9 +211,50 @@ def probe_copy(source: str, target: str) -> str | None:
     return f"{wrong} of {words.size} words arrived wrong" if wrong else None
 
 
+def all_sum(devices: Sequence[str]) -> dict[str, str | None]:
+    """Sum over all devices, as towers do; return {type: None, or what was wrong}.
+
+    What fails ends all collectives of the process: the types after it are not tried.
+    """
+    import numpy as np
+    import tensorflow as tf
+
+    from towers.builder import collectives
+
+    numbers = np.arange(SUM_ELEMENTS) % 16  # whole and small: each type holds their sum
+    found: dict[str, str | None] = {}
+    for name in SUM_TYPES:
+        dtype = tf.as_dtype(name)
+        print(f"{name}: an all-sum over {', '.join(devices)}", file=sys.stderr, flush=True)
+
+        @tf.function(autograph=False)
+        def sums(*values: Any) -> list[Any]:
+            return [total for (total,) in collectives.all_sum([[v] for v in values], devices)]
+
+        values, added = [], sum(numbers + tower for tower in range(len(devices)))
+        try:
+            for tower, device in enumerate(devices):
+                with tf.device(device):
+                    values.append(tf.identity(tf.constant(numbers + tower, dtype)))
+            totals = [total.numpy() for total in sums(*values)]
+            expected = tf.constant(added, dtype).numpy()
+        except Exception as error:
+            return found | {name: _one_line(error)}
+        pairs = zip(devices, totals, strict=True)
+        wrong = [device for device, total in pairs if not np.array_equal(total, expected)]
+        found[name] = f"a wrong sum on {', '.join(wrong)}" if wrong else None
+    return found
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 if __name__ == "__main__":
-    print(json.dumps(probe(sys.argv[1:])))
+    if sys.argv[1:2] == ["--all_sum"]:
+        import tensorflow as tf
+
+        visible = _make_visible(sys.argv[2:], tf.config.list_physical_devices("GPU"))
+        print(json.dumps(all_sum(list(visible.values()))))
+    else:
+        print(json.dumps(probe(sys.argv[1:])))

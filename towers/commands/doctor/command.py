@@ -8,13 +8,14 @@ import importlib.metadata
 import itertools
 import os
 import platform
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
-from packaging.version import InvalidVersion
+from packaging.version import InvalidVersion, Version
 
 from towers import files
 from towers.commands.doctor.checks import NOTE, OK, PROBLEM, Check
@@ -28,6 +29,11 @@ from towers.text import count
 ROOT = Path(__file__).resolve().parents[3]
 INSTALL = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
 FREE_BYTES = 2**30  # for the checkpoints and events of a run
+SHARED_MEMORY = "/dev/shm"
+SHARED_BYTES = 2**30  # what NVIDIA's containers advise
+# The oldest driver for each major version of CUDA; later minor versions run on it, too:
+# https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+LEAST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 
 
 def run(options: Options, say: Callable[[str], None]) -> list[Check]:
@@ -153,10 +159,18 @@ def check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> It
     gpus = [(name, capability and tuple(capability)) for name, capability in start["gpus"]]
     yield check_gpus(driver, gpus, start["build"], environ)
     yield from check_memory(driver, visible)
-    numbered = enumerate(visibility.match(gpus, visible))
-    devices = [f"/gpu:{number}" for number, gpu in numbered if not (gpu and gpu.full)]
-    devices = ["/cpu:0", *(devices if gpus else ["/cpu:1"])]
+    if driver:
+        versions = nvml.driver_version(), nvml.driver_cuda_version()
+        yield from check_driver(*versions, start["build"].get("cuda_version"))
+    numbered = list(enumerate(visibility.match(gpus, visible)))
+    usable = [f"/gpu:{number}" for number, gpu in numbered if not (gpu and gpu.full)]
+    devices = ["/cpu:0", *(usable if gpus else ["/cpu:1"])]
     yield from check_probe(probe.run_probe(devices, environ=environ), devices)
+    if len(usable) > 1:
+        access = nvml.peer_access(visible)
+        yield check_peer_access(access)
+        yield check_shared_memory(_free_bytes(SHARED_MEMORY), "" in access.values())
+        yield check_all_sum(probe.run_all_sum(usable, environ=environ), usable)
 
 
 def check_gpus(
@@ -208,6 +222,89 @@ def check_memory(driver: Sequence[DriverGpu], visible: Sequence[DriverGpu]) -> I
         others = ",".join(other.key for other in driver if not other.full)
         instead = f"--visible_gpus={others}" if others else "--devices=cpu"
         yield Check(name, PROBLEM, f"full: {detail}", f"type {instead}, or end what holds it")
+
+
+def check_driver(
+    version: str | None, newest: tuple[int, int] | None, cuda: str | None
+) -> Iterator[Check]:
+    """Compare the driver with the CUDA that TensorFlow was built for.
+
+    Args:
+        version: of the driver, "550.54.14".
+        newest: the newest CUDA version that it supports, (12, 4).
+        cuda: of TensorFlow's build, "12.5.1"; without one there is nothing to compare.
+    """
+    built = tuple(map(int, re.findall("[0-9]+", cuda or "")[:2]))
+    least = LEAST_DRIVER.get(built[0]) if built else None
+    if not (version and least):
+        return
+    update = "update the NVIDIA driver (nvidia-smi shows it; in a container it is the host's)"
+    detail = f"{version}; CUDA {cuda} needs {least} or newer"
+    try:
+        too_old = Version(version) < Version(least)
+    except InvalidVersion:
+        yield Check("driver", NOTE, detail, update)
+        return
+    if too_old:
+        yield Check("driver", PROBLEM, detail, update)
+    elif newest and newest < built:
+        of_driver = ".".join(map(str, newest))
+        detail += f"; it is of CUDA {of_driver}, which runs by minor version compatibility"
+        yield Check("driver", NOTE, detail, f"if a kernel or XLA fails to compile, {update}")
+    else:
+        yield Check("driver", OK, detail)
+
+
+def check_peer_access(access: Mapping[tuple[str, str], str | None]) -> Check:
+    """Say which pairs of GPUs read each other's memory, by `nvml.peer_access`."""
+    pairs_by_reason: dict[str, list[str]] = {}
+    for pair, reason in access.items():
+        reason = "the driver does not tell" if reason is None else reason or "P2P"
+        pairs_by_reason.setdefault(reason, []).append("-".join(pair))
+    detail = "; ".join(f"{why}: {' '.join(pairs)}" for why, pairs in pairs_by_reason.items())
+    if all(reason == "" for reason in access.values()):
+        return Check("P2P", OK, detail)
+    slower = (
+        "these pairs exchange through host memory, which is slower; P2P needs NVLink, or one PCIe "
+        "root with IOMMU and ACS off"
+    )
+    return Check("P2P", NOTE, detail, slower)
+
+
+def check_shared_memory(free_bytes: int | None, some_peer_access: bool) -> Check:
+    """Say whether NCCL has room in /dev/shm, by which GPUs without P2P exchange."""
+    remedy = (
+        f"start the container with --shm-size={SHARED_BYTES // 2**30}g (Docker gives 64 MiB), "
+        "or with --ipc=host"
+    )
+    if free_bytes is None:
+        return Check(SHARED_MEMORY, PROBLEM, "cannot be read; NCCL needs it", remedy)
+    detail = f"{free_bytes // MIB} MiB free"
+    if free_bytes >= SHARED_BYTES:
+        return Check(SHARED_MEMORY, OK, detail)
+    detail += f"; NCCL may need {SHARED_BYTES // MIB}"
+    return Check(SHARED_MEMORY, NOTE if some_peer_access else PROBLEM, detail, remedy)
+
+
+def check_all_sum(found: dict[str, str | None] | str, devices: Sequence[str]) -> Check:
+    """Say what an all-sum over the GPUs found, by `probe.run_all_sum`."""
+    remedy = (
+        f"type NCCL_DEBUG=INFO python -m towers.devices.probe --all_sum {' '.join(devices)}, which "
+        "says why; try NCCL_P2P_DISABLE=1; --variables=cpu needs no all-sum"
+    )
+    if isinstance(found, str):
+        return Check("all-sum", PROBLEM, f"its process {found}", remedy)
+    wrong = [f"{name}: {error}" for name, error in found.items() if error]
+    if wrong:
+        return Check("all-sum", PROBLEM, "; ".join(wrong), remedy)
+    return Check("all-sum", OK, f"exact over {count(len(devices), 'GPU')}: {', '.join(found)}")
+
+
+def _free_bytes(folder: str) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def check_probe(found: dict[str, Any] | str, devices: Sequence[str]) -> Iterator[Check]:
