@@ -1,6 +1,7 @@
 """Collectives between the towers of one step; a ring of CPUs stands in for that of GPUs."""
 
 import contextlib
+import functools
 import os
 
 import numpy as np
@@ -70,6 +71,21 @@ def test_a_function_may_be_called_twice_in_a_step():
         once, again = step(tf.constant([1.0, 2.0]))
         np.testing.assert_array_equal(once, [[6.0, 12.0]] * 3)
         np.testing.assert_array_equal(again, [[60.0, 120.0]] * 3)
+
+
+def test_the_first_step_of_a_process_is_traced_once(monkeypatch):
+    monkeypatch.setattr(
+        collectives, "_ordering_token", functools.cache(collectives._ordering_token.__wrapped__)
+    )
+    traces = []
+
+    @tf.function
+    def step(x):
+        traces.append(x)
+        return collectives.all_sum([[x]] * 3, DEVICES)
+
+    np.testing.assert_array_equal(step(tf.constant([1.0, 2.0])), [[[3.0, 6.0]]] * 3)
+    assert len(traces) == 1
 
 
 def test_in_a_loop_and_after_it():

@@ -113,7 +113,7 @@ class Meeting:
                 group_size=len(self._devices),
                 group_key=_group_key(self._devices),
                 instance_key=self._first + self._place,
-                ordering_token=[_ordering_token(device).handle],
+                ordering_token=[_ordering_token(device)],
                 communication_hint=_hint(self._devices),
             )
             return tf.cast(result, value.dtype)
@@ -185,11 +185,13 @@ def _group_key(devices: tuple[str, ...]) -> int:
 
 
 @functools.cache
-def _ordering_token(device: str) -> tf.Variable:
-    """Return a variable by which the collectives of a device, and only those, are ordered.
+def _ordering_token(device: str) -> tf.Tensor:
+    """Return a resource by which the collectives of a device, and only those, are ordered.
 
     Automatic control dependencies would order those of different devices, too: each would then wait
-    for one that waits for it.
+    for one that waits for it. The handle of a variable is all that is needed: a function that makes
+    a `tf.Variable` while it is traced is traced a second time.
     """
     with tf.init_scope(), tf.device(device):
-        return tf.Variable(0.0, trainable=False, name="ordering_token")
+        name = f"ordering token of {device}"
+        return tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[], shared_name=name)
