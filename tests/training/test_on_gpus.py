@@ -11,6 +11,7 @@ from towers.graphs.placement import read_placement, short, traced_ops
 from towers.monitoring import events
 from towers.options.run import Options
 from towers.training import start
+from towers.training.evaluate import evaluate
 from towers.training.train import train
 
 pytestmark = pytest.mark.run
@@ -78,6 +79,15 @@ def test_seconds_of_towers_are_measured_where_a_point_is_due(tmp_path, capsys):
     points = events.read(tmp_path / "train", {tag}).values()
     assert points and all(0 < point[tag] < 10 for point in points)
     assert "data        0.0 MiB on each GPU: the host sends" in capsys.readouterr().out
+
+
+def test_an_evaluation_on_all_gpus_is_that_of_the_run(tmp_path):
+    """Each tower has weights of its own, and all of them are those of the checkpoint."""
+    given = dict(num_towers=2, variables="replicated", learning_rate=0.5)
+    result = train(tiny.options(tmp_path, max_steps=12, **given))
+    for num_towers in (1, 2):
+        found = evaluate(train_dir=str(tmp_path), num_towers=num_towers, devices="cpu")
+        assert found["loss"] == pytest.approx(result["test_loss"], rel=1e-5)
 
 
 def test_by_default_what_is_fastest_is_tried_and_flags_cfg_keeps_it(tmp_path, capsys, monkeypatch):
