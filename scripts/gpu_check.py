@@ -1,22 +1,26 @@
-"""What only a GPU can show of towers: training, speed, copies, collectives, memory options.
+"""What only GPUs can show of towers: one command, the most telling checks first.
 
-    python scripts/gpu_check.py
+    python scripts/gpu_check.py            # on all visible GPUs
+    python scripts/gpu_check.py --dry=8    # on 8 CPU devices that go a GPU's ways: a rehearsal
+    python scripts/gpu_check.py --list     # the checks, what each decides, and its time limit
 
-Each check runs in a process of its own, since memory options are per process; the most telling come
-first, and what does not fit into --minutes is left out. A single GPU is split into two logical ones
-where a check needs two. What was found stands in gpu_check.json, too: seconds of a step in each
-setting, copies in a step, counted and foretold. Exit code: 0 none failed, 1 a check failed, 3 there
-is no GPU. With --kind=cpu logical CPUs take the part of GPUs in the checks that know no memory.
+Each check is a process of its own with a time limit, so that one that hangs or crashes costs the
+others nothing. What it finds is kept at once, a line each, in FOLDER/results.jsonl, and all that
+it prints in FOLDER/NAME.log. A second call goes on with the checks that have no result yet. Exit
+code: 0 none failed, 1 a check failed, 2 bad input, 3 there is no GPU.
 """
 
 import argparse
-import dataclasses
+import contextlib
+import faulthandler
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,139 +32,188 @@ from towers.cli import quiet_start  # noqa: E402
 with quiet_start(level=3):
     import tensorflow as tf
 
-from scripts import gpu_steps  # noqa: E402
-from scripts.gpu_checks import FIND, MEMORY_CHECKS, TOWER_CHECKS, find  # noqa: E402
-from scripts.gpu_steps import Setting, Skipped  # noqa: E402
+from scripts.gpu_checks import Check, Gpus, Skipped, checks_for  # noqa: E402
 from towers.builder import kinds  # noqa: E402
-from towers.devices import nvml  # noqa: E402
+from towers.devices import nvml, probe  # noqa: E402
 
-EXIT_FAILED, EXIT_NO_GPU, EXIT_SKIPPED = 1, 3, 4
-TIMEOUT_SECONDS = 180  # of one check
-LEAST_SECONDS = 15  # which a check takes, TensorFlow's start included
-OK, FAILED, SKIPPED = "ok", "FAILED", "skipped"
-OUT_OF_TIME = "out of time"
-
-
-def names_of_checks(kind: str, num_gpus: int) -> list[str]:
-    """Return what can be checked on so many devices of a kind, in order; settings as JSON."""
-    steps = [json.dumps(dataclasses.asdict(setting)) for setting in gpu_steps.settings(num_gpus)]
-    first, *others = TOWER_CHECKS
-    telling = len(gpu_steps.MODELS)  # the default of each model
-    memory_checks = MEMORY_CHECKS if kind == "gpu" else ()
-    return [first, *steps[:telling], *others, *memory_checks, *steps[telling:]]
+EXIT_FAILED, EXIT_USAGE, EXIT_NO_GPU, EXIT_SKIPPED = 1, 2, 3, 4
+OK, FAILED, HANGS, SKIPPED = "ok", "FAILED", "HANGS", "skipped"
+RESULTS = "results.jsonl"
+LAST_WORDS_SECONDS = 20  # of a process that is to say where it hangs
+ENVIRONMENT = {
+    # Newer GPUs than TensorFlow's build compile its kernels first, for minutes: once is enough.
+    "CUDA_CACHE_MAXSIZE": str(4 * 2**30),
+    "PYTHONUNBUFFERED": "1",
+}
 
 
-def check(name: str, kind: str) -> Any:
-    """Make a check in this process, and return what it found."""
-    if name.startswith("{"):
-        return gpu_steps.measure(Setting(**json.loads(name)), kind)
-    alone = {FIND: find, **MEMORY_CHECKS}.get(name)
-    return alone() if alone else TOWER_CHECKS[name](kind)
-
-
-def run_check(name: str, kind: str, seconds: float = TIMEOUT_SECONDS) -> tuple[str, Any]:
-    """Run a check in a process of its own; return OK, FAILED or SKIPPED, and what it found.
-
-    This process must not start TensorFlow: it would take the memory of all GPUs.
-    """
-    command = [sys.executable, __file__, f"--kind={kind}", f"--only={name}"]
-    stand_in = {kinds.SWITCH: "1"} if kind == "cpu" else {}
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            timeout=min(seconds, TIMEOUT_SECONDS),
-            env=os.environ | stand_in,
-        )
-    except subprocess.TimeoutExpired:
-        if seconds < TIMEOUT_SECONDS:
-            return SKIPPED, OUT_OF_TIME
-        # XLA may compile a large model for minutes: no fault.
-        status = SKIPPED if name.startswith("{") else FAILED
-        return status, f"no answer within {TIMEOUT_SECONDS} s"
-    if done.returncode in (0, EXIT_SKIPPED):
-        return SKIPPED if done.returncode else OK, json.loads(done.stdout.splitlines()[-1])
-    lines = done.stderr.strip().splitlines() or ["no output"]
-    return FAILED, f"{lines[-1][:300]} (exit code {done.returncode})"
-
-
-def run_all(
-    names: Sequence[str], kind: str, end: float, run: Callable, note: Callable[[dict], None]
-) -> list[dict[str, Any]]:
-    """Run checks one after the other until `time.monotonic()` is `end`; print and note each."""
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """Return what earlier calls have kept, without a line that was not written to its end."""
     rows = []
-    for name in names:
-        began = time.monotonic()
-        left = end - began
-        status, found = SKIPPED, OUT_OF_TIME
-        if left >= LEAST_SECONDS:
-            status, found = run(name, kind, left)
-        seconds = round(time.monotonic() - began, 1)
-        title, detail = name, found
-        if name.startswith("{"):
-            title = f"a step of {Setting(**json.loads(name))}"
-            detail = gpu_steps.in_words(found) if status == OK else found
-        rows.append(dict(name=title, status=status, found=found, seconds=seconds))
-        note(rows[-1])
-        if found != OUT_OF_TIME:
-            print(f"{status:8}{title:64}{detail}", flush=True)
-    if late := sum(row["found"] == OUT_OF_TIME for row in rows):
-        print(f"{SKIPPED:8}{late} more: {OUT_OF_TIME}")
+    if (path := folder / RESULTS).exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
     return rows
 
 
-def main(argv: Sequence[str] | None = None, run: Callable = run_check) -> int:
-    """Run all checks, print the table and write the JSON; return the exit code."""
+def keep(folder: Path, **row: Any) -> None:
+    """Append a row to the results, and wait until it is on the disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / RESULTS).open("ab+") as file:
+        file.seek(-min(1, file.tell()), os.SEEK_END)
+        after_a_torn_line = file.read() not in (b"", b"\n")
+        file.write((b"\n" * after_a_torn_line) + json.dumps(row).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def outcomes(folder: Path) -> dict[str, str]:
+    """Return {check: its last status} of those that have come to an end."""
+    return {row["check"]: row["status"] for row in read_results(folder) if "status" in row}
+
+
+# ---------------------------------------------------------------------------- All checks
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the checks that have no result yet; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kind", choices=("gpu", "cpu"), default="gpu", help="of the towers")
-    parser.add_argument("--only", help="one check, in this process, as JSON")
-    parser.add_argument("--minutes", type=float, default=10, help="that all checks may take")
-    parser.add_argument("--json_file", default="gpu_check.json", help="takes all that was found")
+    parser.add_argument("--dry", type=int, default=0, help="CPU devices in place of GPUs")
+    parser.add_argument("--folder", help="of the results; default: gpu_check, or gpu_check_dry_N")
+    parser.add_argument("--only", help="names between commas: run these, even once more")
+    parser.add_argument("--list", action="store_true", help="the checks, and run none")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     flags = parser.parse_args(argv)
-    if flags.only:
-        try:
-            print(json.dumps(check(flags.only, flags.kind)))
-        except Skipped as reason:
-            print(json.dumps(str(reason)))
-            return EXIT_SKIPPED
+    folder = Path(flags.folder or (f"gpu_check_dry_{flags.dry}" if flags.dry else "gpu_check"))
+    if flags.child:
+        name, number = flags.child.split(":")
+        return run_here(name, Gpus(int(number), bool(flags.dry), folder.resolve()))
+    machine = machine_of(flags.dry)
+    if isinstance(machine, str):
+        print(machine)
+        return EXIT_FAILED
+    number = len(machine["gpus"])
+    if not number and not flags.list:
+        print("no GPU here; --dry=2 tries all this on CPU devices")
+        return EXIT_NO_GPU
+    gpus = Gpus(number or 1, bool(flags.dry), folder.resolve())
+    checks = checks_for(gpus)
+    if flags.list:
+        for check in checks:
+            print(f"{check.name:44} {gpus.limit(check):5.0f} s  {check.decides}")
         return 0
-    end = time.monotonic() + 60 * flags.minutes
-    result: dict[str, Any] = {"kind": flags.kind, "tensorflow": tf.__version__}
-    num_gpus = 2
-    if flags.kind == "gpu":
-        status, found = run(FIND, flags.kind, TIMEOUT_SECONDS)
-        if status != OK:
-            print(found)
-            return EXIT_FAILED
-        if not found:
-            print("no GPU here")
-            return EXIT_NO_GPU
-        num_gpus = len(found)
-        result |= {"gpus": found, "driver": nvml.driver_version(), "cuda": cuda_of_build()}
-        print(*found, f"TensorFlow {tf.__version__}, driver {result['driver']}", sep="\n")
-    result["checks"] = []
-
-    def note(row: dict[str, Any]) -> None:  # at once: what was found is not lost
-        result["checks"].append(row)
-        Path(flags.json_file).write_text(json.dumps(result, indent=1), encoding="utf-8")
-
-    print(f"{flags.minutes:g} minutes at most; copies of a step: up, down and between GPUs")
-    names = names_of_checks(flags.kind, num_gpus)
-    rows = run_all(names, flags.kind, end, run, note)
-    counts = {status: sum(row["status"] == status for row in rows) for status in (OK, SKIPPED)}
-    failed = len(rows) - sum(counts.values())
-    print(
-        f"{counts[OK]} passed, {failed} failed, {counts[SKIPPED]} skipped; all in {flags.json_file}"
-    )
-    return EXIT_FAILED if failed else 0
+    wanted = flags.only.split(",") if flags.only else []
+    if unknown := sorted(set(wanted) - {check.name for check in checks}):
+        print(f"--only={flags.only}: there is no check {unknown[0]}; --list shows all")
+        return EXIT_USAGE
+    known = next((row["machine"] for row in read_results(folder) if "machine" in row), None)
+    if known not in (None, machine):
+        print(f"{folder} holds results of other GPUs or versions: name another --folder")
+        return EXIT_USAGE
+    if known is None:
+        keep(folder, machine=machine)
+    print(*(f"{name:14}{value}" for name, value in machine.items()), sep="\n")
+    done = outcomes(folder)
+    rest = [c for c in checks if (c.name in wanted if wanted else c.name not in done)]
+    if len(rest) < len(checks):
+        print(f"{len(rest)} of {len(checks)} checks; of the others {folder} has results")
+    for number in (signal.SIGTERM, signal.SIGINT):  # an exception ends the check under way, too
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for check in rest:
+        run_apart(check, gpus)
+    return summary([outcomes(folder)[check.name] for check in rest], folder)
 
 
-def cuda_of_build() -> dict[str, Any]:
-    """Return the versions that TensorFlow was built with."""
-    build = tf.sysconfig.get_build_info()
-    return {name: build.get(name) for name in ("cuda_version", "cudnn_version")}
+def machine_of(num_dry: int) -> dict[str, Any] | str:
+    """Return what results depend on, without starting a GPU; or how TensorFlow failed."""
+    commit = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    found = {
+        "gpus": [f"CPU device {number}" for number in range(num_dry)],
+        "tensorflow": tf.__version__,
+        "towers": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
+    }
+    if num_dry:
+        return found
+    start = probe.run_probe([])
+    if isinstance(start, str):
+        return f"TensorFlow's process {start}"
+    build = {name: start["build"].get(name) for name in ("cuda_version", "cudnn_version")}
+    gpus = [" ".join(map(str, gpu)) for gpu in start["gpus"]]
+    return found | {"gpus": gpus, "driver": nvml.driver_version(), **build}
+
+
+def run_apart(check: Check, gpus: Gpus) -> None:
+    """Run a check in a process of its own, and keep how it ended.
+
+    This process must not start TensorFlow: it would take the memory of all GPUs.
+    """
+    log, limit = gpus.folder / f"{check.name}.log", gpus.limit(check)
+    command = [sys.executable, __file__, f"--child={check.name}:{gpus.number}"]
+    command += [f"--folder={gpus.folder}", f"--dry={gpus.number * gpus.dry}"]
+    stand_ins = {kinds.SWITCH: "1"} if gpus.dry else {}
+    began, status = time.monotonic(), None
+    with log.open("ab") as out:
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, **pipes, cwd=ROOT, env=os.environ | ENVIRONMENT | stand_ins,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = HANGS
+            os.killpg(process.pid, signal.SIGABRT)  # which prints where each thread is
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LAST_WORDS_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    ended = {0: OK, EXIT_SKIPPED: SKIPPED}
+    status = status or ended.get(process.returncode, FAILED)
+    rows = [row for row in read_results(gpus.folder) if row.get("check") == check.name]
+    detail = rows[-1]["found"] if rows else None
+    if status == HANGS:
+        detail = f"no end within {limit:.0f} s; {log.name} says where it was"
+    elif status == FAILED:
+        detail = f"exit code {process.returncode}: {last_line(log)}; all of it in {log.name}"
+    seconds = round(time.monotonic() - began, 1)
+    keep(gpus.folder, check=check.name, status=status, seconds=seconds, found=detail)
+    print(f"{status:8}{seconds:7.1f} s  {check.name:44} {json.dumps(detail)[:200]}", flush=True)
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log that says something."""
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    said = [line.strip() for line in lines if line.strip()]
+    return said[-1][:300] if said else "without a word"
+
+
+def summary(statuses: Sequence[str], folder: Path) -> int:
+    """Print how many checks passed; return the exit code."""
+    counts = [f"{statuses.count(status)} {status}" for status in (OK, FAILED, HANGS, SKIPPED)]
+    print(f"{', '.join(counts)}; all of it in {folder}")
+    return EXIT_FAILED if {FAILED, HANGS} & set(statuses) else 0
+
+
+# ---------------------------------------------------------------------------- One check
+
+
+def run_here(name: str, gpus: Gpus) -> int:
+    """Run a check in this process, and keep what it finds as it comes; return the exit code."""
+    [check] = [check for check in checks_for(gpus) if check.name == name]
+    faulthandler.enable()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Should the other process be killed, this one ends by itself.
+    signal.alarm(int(gpus.limit(check) + 2 * LAST_WORDS_SECONDS))
+    try:
+        for found in check.run(gpus):
+            keep(gpus.folder, check=name, found=found)
+    except Skipped as reason:
+        keep(gpus.folder, check=name, found=str(reason))
+        return EXIT_SKIPPED
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """What a step takes on GPUs in one setting, what it copies, and ring against NCCL.
 
-    steps = measure(Setting("resnet20", towers=1, variables="replicated"), "gpu")
-    steps["128"]["seconds_per_step"], steps["128"]["copies"], steps["128"]["foretold"]
+    for found in measure(Setting("resnet20", towers=1, variables="replicated"), gpus):
+        ...  # {"seconds_per_step": 0.01}, then {"copies": {"host to GPU": {"number": 2.0, ...}}}
 
-Copies are counted in a profile; beside them stands what `towers.graphs.gpu_view` foretells of the
-same step, which it reads on logical CPU devices of this process. `scripts/gpu_check.py` runs all
-this, each setting in a process of its own.
+Copies are counted in a profile; what they should be `scripts/gpu_table.py` counts in the graph, on
+any machine. `scripts/gpu_check.py` runs all this, each setting in a process of its own.
 """
 
 import dataclasses
@@ -13,26 +12,26 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from towers import devices
-from towers.builder import kinds
 from towers.errors import InputError
-from towers.graphs import gpu_view, profile_summary
+from towers.graphs import profile_summary
 from towers.options.run import Options
 from towers.text import first_line
 from towers.training.run import Run, assemble, load_data
+
+if TYPE_CHECKING:
+    from scripts.gpu_checks import Gpus
 
 MODELS = {
     "cnn": {"model": "models.cnn:cnn", "augment": "tutorial"},
     "resnet20": {"model": "models.resnet:resnet20", "augment": "resnet"},
 }
-WAYS = ("host to GPU", "GPU to host", "GPU to GPU")
-BATCH_SIZES = {"gpu": (128, 1024), "cpu": (8,)}  # a CPU shows only that all of this works
+BATCH_SIZES = (1024, 128)
 WINDOWS, WINDOW_SECONDS = 3, 0.5
 STEPS = 10  # of a call of the loop
 PROFILED_STEPS = 20
@@ -51,83 +50,76 @@ class Setting:
     variables: str
     dtype: str = "float32"
     jit_compile: bool = False
+    batch_size: int = BATCH_SIZES[0]
 
     def __str__(self) -> str:
-        """Return "resnet20, 2 towers, replicated, float32, XLA"."""
+        """Return "resnet20, 2 towers, replicated, float32, XLA, batch size 1024"."""
         towers = f"{self.towers} tower{'s' * (self.towers > 1)}"
         xla = ["XLA"] * self.jit_compile
-        return ", ".join([self.model, towers, self.variables, self.dtype, *xla])
+        parts = [self.model, towers, self.variables, self.dtype, *xla]
+        return ", ".join([*parts, f"batch size {self.batch_size}"])
 
-    def options(self, batch_size: int) -> Options:
+    @property
+    def name(self) -> str:
+        """Return "step_resnet20_2_replicated_float32_xla_1024"."""
+        xla = ["xla"] * self.jit_compile
+        parts = [self.model, self.towers, self.variables, self.dtype, *xla, self.batch_size]
+        return "_".join(map(str, ["step", *parts]))
+
+    def options(self) -> Options:
         """Return the options of its run."""
         given = dict(variables=self.variables, dtype=self.dtype, jit_compile=self.jit_compile)
         given |= MODELS[self.model]
-        return Options(**given, num_towers=self.towers, batch_size=batch_size)
+        return Options(**given, num_towers=self.towers, batch_size=self.batch_size)
 
 
-def settings(num_gpus: int) -> list[Setting]:
-    """Return all settings that so many GPUs can have, the most telling first."""
-    found = []
-    for jit, dtype in itertools.product((False, True), ("float32", "mixed_bfloat16")):
-        for towers in dict.fromkeys((num_gpus, 1)):
-            # On one GPU, sharded variables lie where replicated ones do.
-            for variables in ("replicated", "sharded", "cpu"):
-                if towers > 1 or variables != "sharded":
-                    found += [Setting(m, towers, variables, dtype, jit) for m in MODELS]
+def settings(gpus: "Gpus") -> list[Setting]:
+    """Return the settings that are timed, the most telling first: one thing varies at a time."""
+    numbers = list(dict.fromkeys((gpus.number, 1)))
+    sizes = [2 * gpus.number] if gpus.dry else BATCH_SIZES  # CPUs show only that all of it works
+    found = [
+        Setting(model, number, "replicated", batch_size=size)
+        for size in sizes
+        for number in numbers
+        for model in MODELS
+    ]
+    for number in numbers:
+        plain = [Setting(model, number, "replicated", batch_size=sizes[0]) for model in MODELS]
+        others = [{"dtype": "mixed_bfloat16"}, {"jit_compile": True}, {"variables": "cpu"}]
+        if number > 1:  # on one GPU these lie where replicated ones do
+            others.append({"variables": "sharded"})
+        found += [dataclasses.replace(one, **other) for other in others for one in plain]
     return found
 
 
-def measure(setting: Setting, kind: str) -> dict[str, dict[str, Any]]:
-    """Return {"128": {"seconds_per_step", "copies", "foretold"}}, for each of the BATCH_SIZES.
+def measure(setting: Setting, gpus: "Gpus") -> Iterator[dict[str, Any]]:
+    """Yield {"seconds_per_step", "examples_per_second"} of steps, then {"copies"} of one.
 
-    Copies are those of one step on all GPUs: {"host to GPU": {"number": 2.0, "bytes": 400000.0}};
-    None where nothing was recorded or foretold. In place of all that stands "error" where a batch
-    is too large for the GPU.
+    Copies are those of a step on all GPUs: {"host to GPU": {"number": 2.0, "bytes": 400000.0}};
+    None where nothing was recorded.
 
     Raises:
-        Skipped: the model cannot be had in this setting.
+        Skipped: the model cannot be had in this setting, or its batch is too large for the GPU.
     """
-    foretell = setting.dtype == "float32" and not setting.jit_compile  # types copy as much
-    devices.configure()
-    stand_ins = []
-    if foretell or kind == "cpu":  # before TensorFlow starts
-        with kinds.cpus_for_gpus():
-            stand_ins = devices.tower_devices(setting.towers, "cpu")
-    names = stand_ins if kind == "cpu" else devices.tower_devices(setting.towers)
-    sizes = BATCH_SIZES[kind]
-    dataset = load_data(setting.options(sizes[0]))
-
-    def build(names: Sequence[str], batch_size: int) -> tuple[Run, Any]:
-        run = assemble(setting.options(batch_size), names, dataset)
-        return run, iter(run.batches(0, 0))
-
-    found = {}
-    for batch_size in sizes:
-        try:
-            steps = _measured(*build(names, batch_size))
-        except InputError as error:
-            raise Skipped(first_line(error, 300)) from None
-        except tf.errors.ResourceExhaustedError as error:
-            found[str(batch_size)] = {"error": first_line(error, 200)}
-            continue
-        steps["foretold"] = None
-        if foretell:
-            with kinds.cpus_for_gpus():
-                steps["foretold"] = _foretold(*build(stand_ins, batch_size))
-        found[str(batch_size)] = steps
-    return found
+    names = gpus.devices(setting.towers)
+    try:
+        run = assemble(setting.options(), names, load_data(setting.options()))
+        yield from _measured(run, setting.batch_size)
+    except (InputError, tf.errors.ResourceExhaustedError) as error:
+        raise Skipped(first_line(error, 300)) from None
 
 
-def _measured(run: Run, batches: Any) -> dict[str, Any]:
-    """Time steps that nobody looks at, then profile some."""
-    loop = run.train_loop(telemetry=False)
+def _measured(run: Run, batch_size: int) -> Iterator[dict[str, Any]]:
+    """Time steps that nobody looks at, then profile some; the graph is built once."""
+    loop, batches = run.train_loop(telemetry=False), iter(run.batches(0, 0))
 
     def make_steps(number: int) -> None:
         loop(batches, tf.constant(number))["loss"].numpy()  # which waits for all
 
     make_steps(1)
-    windows = _windows(lambda: make_steps(STEPS), STEPS)
-    return {"seconds_per_step": statistics.median(windows), "copies": _profiled(make_steps)}
+    seconds = statistics.median(_windows(lambda: make_steps(STEPS), STEPS))
+    yield {"seconds_per_step": seconds, "examples_per_second": batch_size / seconds}
+    yield {"seconds_per_step": seconds, "copies": _profiled(make_steps)}
 
 
 def _windows(call: Callable[[], None], per_call: int) -> list[float]:
@@ -175,42 +167,14 @@ def _copied(make_steps: Callable[[int], None], number: int) -> dict[str, tuple[i
         return profile_summary.copies(profile_summary.read_trace(path))
 
 
-def _foretold(run: Run, batches: Any) -> dict[str, dict[str, float]]:
-    """Return the copies of a step as `gpu_view` reads them from the graph."""
-    view = gpu_view.read(run.train_loop(telemetry=False), batches, tf.constant(0))
-    found = {way: {"number": 0, "bytes": 0} for way in WAYS}
-    for move in view.transfers():
-        ends = ["host" if end == "host" else "GPU" for end in (move.source, move.target)]
-        way = found[" to ".join(ends)]
-        way["number"] += 1
-        way["bytes"] += move.bytes or 0
-    return found
-
-
-def in_words(steps: dict[str, dict[str, Any]]) -> str:
-    """Return what `measure` found in one line; copies are those up, down and between GPUs."""
-    lines = []
-    for batch_size, found in steps.items():
-        if "error" in found:
-            lines.append(f"at {batch_size}: {found['error']}")
-            continue
-        line = f"{1e3 * found['seconds_per_step']:.2f} ms at {batch_size}"
-        for name in ("copies", "foretold"):
-            if copies := found[name]:
-                numbers = " ".join(f"{copies[way]['number']:.3g}" for way in WAYS)
-                line += f", {name} {numbers}"
-        lines.append(line)
-    return "; ".join(lines)
-
-
 # ---------------------------------------------------------------------------- Ring against NCCL
 
 SUM_BYTES = {"1 MiB": 2**20, "64 MiB": 2**26}
 _keys = itertools.count(50_000_000)  # far from those of a step
 
 
-def ring_against_nccl(names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return {"nccl": {"1 MiB": seconds of an all-sum}, "ring": ...}; each sum is exact.
+def ring_against_nccl(names: Sequence[str]) -> Iterator[dict[str, dict[str, float]]]:
+    """Yield {"nccl": {"1 MiB": seconds of an all-sum}, "ring": ...}, as it grows; sums are exact.
 
     Raises:
         ArithmeticError: a sum is wrong.
@@ -230,7 +194,7 @@ def ring_against_nccl(names: Sequence[str]) -> dict[str, dict[str, float]]:
                     raise ArithmeticError(f"{hint}: a wrong sum of {title} on {name}")
             call = lambda sums=sums: [total[:1].numpy() for total in sums()]  # noqa: E731
             found.setdefault(hint, {})[title] = statistics.median(_windows(call, 1))
-    return found
+            yield found
 
 
 def _make_sums(

@@ -1,21 +1,49 @@
-"""scripts/gpu_check.py and gpu_steps.py on logical CPUs or made-up GPUs: checks, steps, table."""
+"""scripts/gpu_check.py and gpu_steps.py on logical CPUs or made-up GPUs: checks, steps, results."""
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
+import sys
+import time
 
 import pytest
 import tensorflow as tf
 
 from scripts import gpu_check, gpu_checks, gpu_steps
+from scripts.gpu_checks import Check, Gpus
 from scripts.gpu_steps import Setting, Skipped
 from tests.fake_gpus import A100, MIB, SMALL, SPLIT, Card
+from tests.programs import ROOT
+from towers.builder.kinds import cpus_for_gpus
 from towers.devices import nvml
 from towers.errors import RunError
 
 pytestmark = pytest.mark.unit
 
 TINY = {"model": "tests.tiny:dense", "dataset": "tests.tiny:images", "augment": "none"}
+GPU = Gpus(2)
+
+
+@pytest.fixture
+def dry(tmp_path):
+    with cpus_for_gpus():
+        yield Gpus(2, dry=True, folder=tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """Put back what `gpu_check.main` sets for signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def last(check, gpus):
+    """Return what a check finds last."""
+    return list(check(gpus))[-1]
 
 
 # Towers, on CPUs.
@@ -23,52 +51,78 @@ TINY = {"model": "tests.tiny:dense", "dataset": "tests.tiny:images", "augment": 
 
 @pytest.mark.graph
 @pytest.mark.parametrize(
-    "check, found",
+    "check, part",
     [
-        (gpu_checks.placement, "MatMul on /cpu:0 and /cpu:1"),
-        (gpu_checks.gradients, "largest relative difference "),
-        (gpu_checks.collectives, "exact on /cpu:0 and /cpu:1"),
-        (gpu_checks.copies, "2 ways between 2 devices"),
-        (gpu_checks.batch_norm, "largest relative difference "),
-        (gpu_checks.profile, "MatMul on /cpu:0 "),
+        (gpu_checks.all_sum, "'int32': 'exact'"),
+        (gpu_checks.copies, "6 ways between 3 devices"),
+        (gpu_checks.batch_norm, "largest_relative_difference"),
+        (gpu_checks.profile, "milliseconds of MatMul on /cpu:2"),
     ],
 )
-def test_checks_of_towers(check, found):
-    assert check("cpu").startswith(found)
-
-
-@pytest.fixture
-def soft_placement():
-    yield
-    gpu_checks.devices.configure(allow_soft_placement=True)
+def test_checks_of_towers(dry, check, part):
+    assert part in str(last(check, dry))
 
 
 @pytest.mark.run
-@pytest.mark.parametrize(
-    "check",
-    [
-        gpu_checks.STRICT,
-        pytest.param("training with --variables=replicated", marks=pytest.mark.extended),
-        pytest.param("training with --metrics, by a step of Keras", marks=pytest.mark.extended),
-    ],
-)
-def test_short_runs(check, soft_placement, capsys):
-    detail = gpu_checks.TOWER_CHECKS[check]("cpu", max_steps=6, log_every_steps=5, **TINY)
-    assert detail.split(", loss ")[0].endswith(" examples/s")
-    assert float(detail.split(", loss ")[1]) > 0
+def test_fit_beside_fit_over_towers(dry):
+    plain, over_towers, off = gpu_checks.fit(dry)
+    assert len(plain["plain"]["losses"]) == len(over_towers["towers"]["losses"]) == 3
+    assert off["largest_relative_difference"] < 1e-5
+
+
+@pytest.mark.run
+def test_a_command_and_what_it_prints(dry):
+    flags = "--num_towers={all} --variables=replicated --model=tests.tiny:dense"
+    found = last(gpu_checks.train("short", flags), dry)
+    assert found["steps"] == 10 and found["num_towers"] == 2
+    assert (dry.folder / "runs" / "short" / "result.json").exists()
+    with pytest.raises(RunError, match="--no_such_flag .* ended with exit code 2"):
+        last(gpu_checks.command("doctor --no_such_flag"), dry)
+
+
+def test_what_a_long_run_leaves_behind_is_told(dry, monkeypatch):
+    counts = iter(range(100, 200, 10))
+
+    class Loop:
+        def __call__(self, *_):
+            return {"loss": tf.constant(1.0)}
+
+    class Run:
+        train_loop = staticmethod(Loop)
+        batches = staticmethod(lambda *_: [])
+
+    def held(names):
+        return {"threads": next(counts), "descriptors": 5, "resident_mib": 50, "gpu_mib": 0}
+
+    monkeypatch.setattr(gpu_checks, "prepare", lambda options: Run)
+    monkeypatch.setattr(gpu_checks, "held", held)
+    with pytest.raises(RunError, match="^140 threads after 200 steps, 100 before$"):
+        last(gpu_checks.long_run, dry)
+    assert gpu_checks.held is held
+
+
+def test_evaluations_that_differ(dry, monkeypatch):
+    with pytest.raises(Skipped):
+        last(gpu_checks.evaluate, dry)
+    run = dry.folder / "runs" / "a"
+    run.mkdir(parents=True)
+    (run / "result.json").touch()
+    numbers = {"examples": 9, "accuracy": 0.5}
+    answers = iter([numbers | {"loss": 4.7}, numbers | {"loss": 5.5}])
+    monkeypatch.setattr(gpu_checks, "run_apart", lambda *_: (0, next(answers)))
+    with pytest.raises(RunError, match="^loss 4.7 by 2 towers, 5.5 by 1$"):
+        last(gpu_checks.evaluate, dry)
 
 
 @pytest.mark.graph
-def test_an_op_on_the_wrong_device_is_seen(monkeypatch):
+def test_an_op_on_the_wrong_device_is_seen(dry, monkeypatch):
     real = tf.device
     monkeypatch.setattr(tf, "device", lambda name: real("/cpu:0" if name == "/cpu:1" else name))
-    with pytest.raises(RunError, match="^MatMul ran on /cpu:0$"):
-        gpu_checks.placement("cpu")
     with pytest.raises(RunError, match="^/cpu:0 -> /cpu:1 ran on .*CPU:0$"):
-        gpu_checks.copies("cpu")
+        last(gpu_checks.copies, dry)
 
 
-def test_a_copy_that_loses_a_bit_is_seen(monkeypatch):
+def test_a_copy_that_loses_a_bit_is_seen(dry, monkeypatch):
     real = tf.identity
     calls = []
 
@@ -77,21 +131,8 @@ def test_a_copy_that_loses_a_bit_is_seen(monkeypatch):
         return real(x) if len(calls) % 2 else tf.bitcast(tf.bitcast(x, tf.int32) ^ 1, tf.float32)
 
     monkeypatch.setattr(tf, "identity", broken)
-    with pytest.raises(RunError, match="other bits arrive: /cpu:0 -> /cpu:1, /cpu:1 -> /cpu:0"):
-        gpu_checks.copies("cpu")
-
-
-@pytest.mark.graph
-def test_towers_that_compute_something_else_are_seen(monkeypatch):
-    real = gpu_checks.towers.TowerBuilder.gradients
-
-    def wrong(builder, loss, weights, batch):
-        value, [gradient] = real(builder, loss, weights, batch)
-        return value, [gradient * (1 + 1e-9 * len(builder.devices))]
-
-    monkeypatch.setattr(gpu_checks.towers.TowerBuilder, "gradients", wrong)
-    with pytest.raises(RunError, match="^largest relative difference 1.0e-09$"):
-        gpu_checks.gradients("cpu")
+    with pytest.raises(RunError, match="other bits arrive: /cpu:0 -> /cpu:1, /cpu:0 -> /cpu:2"):
+        last(gpu_checks.copies, dry)
 
 
 # Memory, made up.
@@ -111,34 +152,35 @@ def silent_about(name):
 )
 def test_what_gpus_have_is_told(install, check, cards, found):
     install(*cards)
-    assert getattr(gpu_checks, check)() == found
+    assert last(getattr(gpu_checks, check), GPU) == found
 
 
 def test_the_health_of_gpus(install):
     install(A100, SMALL)
-    assert gpu_checks.health().startswith("utilisation_percent 97, memory_utilisation_percent 41")
+    found = last(gpu_checks.health, GPU)
+    assert found["0"]["utilisation_percent"] == 97 and found["1"]["power_watts"] == 250.5
     install(silent_about("nvmlDeviceGetUtilizationRates"))  # as a laptop's
-    assert gpu_checks.health().startswith("memory_used_mib 424, power_watts 250.5")
+    assert "utilisation_percent" not in last(gpu_checks.health, GPU)["0"]
     install(Card(lost=True))
     with pytest.raises(Skipped, match="the driver tells nothing"):
-        gpu_checks.health()
+        last(gpu_checks.health, GPU)
 
 
 def test_what_a_gpu_does_not_tell_is_no_fault(install):
     install(silent_about("nvmlDeviceGetMemoryInfo"))
     for check in (gpu_checks.fraction, gpu_checks.growth, gpu_checks.session):
         with pytest.raises(Skipped):
-            check()
+            last(check, GPU)
 
 
 def test_another_fraction_and_other_gpus_than_were_asked_for_are_seen(install, monkeypatch):
     install(A100).memory = {"/gpu:0": 10241 * MIB}
     with pytest.raises(RunError, match="may take 10241 MiB, 10240 were asked for"):
-        gpu_checks.fraction()
+        last(gpu_checks.fraction, GPU)
     install(A100, A100)
     monkeypatch.setattr(gpu_checks.devices, "configure", lambda **options: None)
     with pytest.raises(RunError, match=r"^--visible_gpus=1, and TensorFlow sees \[0, 1\]$"):
-        gpu_checks.visible()
+        last(gpu_checks.visible, GPU)
 
 
 def test_a_limit(install, monkeypatch):
@@ -149,10 +191,10 @@ def test_a_limit(install, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(tf, "zeros", exhausted)
-        assert gpu_checks.limit() == "/gpu:0 512 MiB, growth off; 1 GiB is refused"
+        assert last(gpu_checks.limit, GPU) == "/gpu:0 512 MiB, growth off; 1 GiB is refused"
     monkeypatch.setattr(tf, "zeros", lambda shape: tf.constant(0.0))
     with pytest.raises(RunError, match="1 GiB was given in spite of a limit of 512 MiB"):
-        gpu_checks.limit()
+        last(gpu_checks.limit, GPU)
 
 
 def test_growth(install, monkeypatch):
@@ -168,10 +210,10 @@ def test_growth(install, monkeypatch):
 
     takes(500)
     says = "/gpu:0 40036 MiB, growth on; 4 MiB in use, 500 MiB taken"
-    assert gpu_checks.growth() == says
+    assert last(gpu_checks.growth, GPU) == says
     takes(30000)
     with pytest.raises(RunError, match="^4 MiB in use, 30000 MiB taken$"):
-        gpu_checks.growth()
+        last(gpu_checks.growth, GPU)
 
 
 def test_two_devices(install):
@@ -181,159 +223,203 @@ def test_two_devices(install):
         ([A100] * 3, [None, None, None]),
     ]:
         machine = install(*cards)
-        assert gpu_checks.two_devices("gpu") == ["/gpu:0", "/gpu:1"]
+        assert Gpus(len(cards)).devices(2) == ["/gpu:0", "/gpu:1"]
         assert machine.limits_mib == limits_mib
 
 
-# The table.
+# The results.
 
 
-STATUS = {"collectives sum": "FAILED", "memory limit is read back and holds": "skipped"}
+def found(gpus):
+    yield {"half": 1}
+    yield {"whole": 2}
 
 
-def outcomes(gpus, statuses=()):
-    """Return a made-up `run`, which finds these GPUs, and what `statuses` say of checks."""
-
-    def run(name, kind, seconds):
-        if name == gpu_check.FIND:
-            return gpus
-        if name in statuses:
-            return STATUS[name], f"no {kind}"
-        steps = {"128": {"seconds_per_step": 0.01, "copies": None, "foretold": None}}
-        return "ok", steps if name.startswith("{") else f"a {kind}"
-
-    return run
+def fails(gpus):
+    yield {"half": 1}
+    print("Traceback", file=sys.stderr)
+    raise RunError("a wrong sum")
 
 
-GPU = ("ok", ["/gpu:0 -> A100"])
+def skips(gpus):
+    raise Skipped("there is one GPU")
+    yield
 
 
-@pytest.mark.parametrize(
-    "kind, gpus, statuses, code, last",
-    [
-        ("gpu", GPU, [], 0, "36 passed, 0 failed, 0 skipped"),
-        ("gpu", GPU, STATUS, 1, "34 passed, 1 failed, 1 skipped"),
-        ("gpu", ("ok", []), [], gpu_check.EXIT_NO_GPU, "no GPU here"),
-        ("gpu", ("FAILED", "TensorFlow sees 0 GPUs"), [], 1, "TensorFlow sees 0 GPUs"),
-        ("cpu", None, [], 0, "54 passed, 0 failed, 0 skipped"),
-    ],
-)
-def test_the_table_the_json_and_the_exit_code(capsys, tmp_path, kind, gpus, statuses, code, last):
-    file = tmp_path / "found.json"
-    argv = [f"--kind={kind}", f"--json_file={file}"]
-    assert gpu_check.main(argv, outcomes(gpus, statuses)) == code
+def hangs(gpus):
+    yield {"half": 1}
+    subprocess.Popen(["sleep", "600"])
+    time.sleep(600)
+
+
+def aborts(gpus):
+    yield {"half": 1}
+    os.abort()
+
+
+MADE_UP = [Check(f.__name__, f"what {f.__name__}", 10, f) for f in (found, fails, skips, aborts)]
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """Let the checks be those of this module, each in a process that is forked from this one."""
+
+    def use(*checks):
+        monkeypatch.setattr(gpu_check, "checks_for", lambda gpus: list(checks))
+
+    use(*MADE_UP)
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from scripts import gpu_check; "
+        "from tests.scripts.test_gpu_check import *; import tests.scripts.test_gpu_check as t; "
+        "gpu_check.checks_for = lambda gpus: [*t.MADE_UP, Check('hangs', '', 4, hangs)]; "
+        "sys.exit(gpu_check.main(sys.argv[1:]))"
+    )
+    real = subprocess.Popen
+
+    def popen(command, **pipes):
+        if "gpu_check.py" in str(command):
+            command = [command[0], "-c", program, *command[2:]]
+        return real(command, **pipes)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    return use
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.process
+def test_each_check_has_its_end_and_a_second_call_goes_on(made_up, tmp_path, capsys):
+    argv = ["--dry=2", f"--folder={tmp_path}"]
+    assert gpu_check.main(argv) == 1
+    *lines, end = capsys.readouterr().out.splitlines()
+    assert end == f"1 ok, 2 FAILED, 0 HANGS, 1 skipped; all of it in {tmp_path}"
+    ends = {row["check"]: row for row in rows(tmp_path) if "status" in row}
+    assert ends["found"]["found"] == {"whole": 2} and ends["found"]["status"] == "ok"
+    assert ends["skips"]["found"] == "there is one GPU"
+    assert "RunError: a wrong sum; all of it in fails.log" in ends["fails"]["found"]
+    assert "exit code -6" in ends["aborts"]["found"]
+    halves = [row["check"] for row in rows(tmp_path) if row.get("found") == {"half": 1}]
+    assert halves == ["found", "fails", "aborts"]  # kept, whatever came after
+    assert "Fatal Python error: Aborted" in (tmp_path / "aborts.log").read_text()
+
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"check": "torn')  # by a kill
+    made_up(*MADE_UP, Check("more", "", 10, found))
+    assert gpu_check.main([*argv, "--only=skips,nothing"]) == gpu_check.EXIT_USAGE
+    assert gpu_check.main([*argv, "--only=skips"]) == 0
+    assert "torn" in (tmp_path / "results.jsonl").read_text().splitlines()[-3]
+    assert gpu_check.outcomes(tmp_path).keys() == {check.name for check in MADE_UP}
+    assert gpu_check.main(["--dry=3", f"--folder={tmp_path}"]) == gpu_check.EXIT_USAGE
+    assert "holds results of other GPUs" in capsys.readouterr().out
+
+
+@pytest.mark.process
+def test_a_check_that_hangs_is_ended_and_says_where(made_up, tmp_path):
+    made_up(Check("hangs", "", 4, hangs), MADE_UP[0])
+    assert gpu_check.main(["--dry=2", f"--folder={tmp_path}"]) == 1
+    assert gpu_check.outcomes(tmp_path) == {"hangs": "HANGS", "found": "ok"}
+    assert "in hangs" in (tmp_path / "hangs.log").read_text()  # of the thread that slept
+
+
+@pytest.mark.process
+def test_a_signal_ends_the_check_too_and_keeps_what_it_has_found(tmp_path):
+    command = [sys.executable, "scripts/gpu_check.py", "--dry=2", f"--folder={tmp_path}"]
+    process = subprocess.Popen([*command, "--only=long_run"], cwd=ROOT, stdout=subprocess.PIPE)
+    path = tmp_path / "long_run.log"
+    while not path.exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert gpu_check.outcomes(tmp_path) == {} and len(rows(tmp_path)) == 1
+
+
+def test_no_gpu_and_a_tensorflow_that_does_not_start(monkeypatch, capsys, tmp_path):
+    found = {"gpus": [], "build": {}}
+    monkeypatch.setattr(gpu_check.probe, "run_probe", lambda devices: found)
+    assert gpu_check.main([f"--folder={tmp_path}"]) == gpu_check.EXIT_NO_GPU
+    assert "no GPU here" in capsys.readouterr().out
+    monkeypatch.setattr(gpu_check.probe, "run_probe", lambda devices: "was ended by SIGILL")
+    assert gpu_check.main([f"--folder={tmp_path}"]) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_table(capsys):
+    assert gpu_check.main(["--dry=8", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].split("; ")[0] == last
-    assert [line for line in lines if line.startswith(("FAILED", "skipped"))] == [
-        f"{STATUS[name]:8}{name:64}no {kind}" for name in statuses
-    ]
-    if "passed" in last:
-        rows = json.loads(file.read_text())["checks"]
-        assert sum(row["status"] == "ok" for row in rows) == int(last.split()[0])
-        steps = [row["name"] for row in rows if row["name"].startswith("a step of")]
-        towers = "1 tower" if kind == "gpu" else "2 towers"
-        assert steps[:2] == [
-            f"a step of {model}, {towers}, replicated, float32" for model in ("cnn", "resnet20")
-        ]
-        assert [row["name"] for row in rows][1:3] == steps[:2]  # before the other checks
-
-
-@pytest.mark.process
-def test_what_does_not_fit_into_the_time_is_skipped(capsys, tmp_path):
-    argv = ["--kind=cpu", f"--json_file={tmp_path / 'found.json'}", "--minutes=0.2"]
-    assert gpu_check.main(argv, outcomes(None)) == 0
-    *_, late, last = capsys.readouterr().out.splitlines()
-    assert late == "skipped 54 more: out of time" and last.startswith("0 passed, 0 failed, 54 sk")
-    assert gpu_check.run_check("collectives sum", "cpu", 0.01) == ("skipped", "out of time")
-
-
-@pytest.mark.process
-def test_a_check_that_aborts_or_does_not_answer(monkeypatch):
-    done = subprocess.CompletedProcess([], -6, stdout="", stderr="Traceback\nKeyError: 1\n")
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "run", lambda *command, **details: done)
-        found = gpu_check.run_check("collectives sum", "gpu")
-    assert found == ("FAILED", "KeyError: 1 (exit code -6)")
-    monkeypatch.setattr(gpu_check, "TIMEOUT_SECONDS", 0.01)
-    assert gpu_check.run_check("collectives sum", "cpu") == ("FAILED", "no answer within 0.01 s")
-
-
-@pytest.mark.process
-def test_a_check_in_a_process_of_its_own():
-    found = gpu_check.run_check("collectives sum", "cpu")
-    assert found == ("ok", "exact on /cpu:1 and /cpu:2")  # /cpu:0 is the host
-    status, found = gpu_check.run_check('{"model": "cnn", "towers": 3, "variables": "all"}', "cpu")
-    assert status == "FAILED" and "--variables=all" in found
+    names = [line.split()[0] for line in lines]
+    assert names[:3] == ["one_gpu", "all_sum", "two_gpus"] and len(set(names)) == len(names)
+    checks = gpu_checks.checks_for(Gpus(8))
+    assert all(check.decides and Gpus(8).limit(check) == 2.5 * check.seconds for check in checks)
+    only_gpus = {check.name for check in gpu_checks.GPU_CHECKS}
+    steps = [check.name for check in checks if check.name.startswith("step_")]
+    assert steps[0] == "step_cnn_8_replicated_float32_1024" and only_gpus < {c.name for c in checks}
+    assert not only_gpus & set(names)
 
 
 # Steps.
 
 
-ONE = {way: {"number": 1.0, "bytes": 8.0} for way in gpu_steps.WAYS}
-
-
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setitem(gpu_steps.MODELS, "tiny", TINY | {"model": "tests.tiny:cnn"})
-    monkeypatch.setattr(gpu_steps, "BATCH_SIZES", {"cpu": (4, 6)})
     monkeypatch.setattr(gpu_steps, "WINDOW_SECONDS", 0.01)
     monkeypatch.setattr(gpu_steps, "SUM_BYTES", {"1 KiB": 1024})
 
 
-def test_settings_begin_with_what_a_run_does_by_default(small):
-    assert [str(setting) for setting in gpu_steps.settings(1)[:7:3]] == [
-        "cnn, 1 tower, replicated, float32",
-        "cnn, 1 tower, cpu, float32",
-        "cnn, 1 tower, replicated, mixed_bfloat16",
-    ]
-    several = gpu_steps.settings(4)
-    assert str(several[0]) == "cnn, 4 towers, replicated, float32"
-    assert len(several) == len(set(several)) == (3 + 2) * 2 * 2 * len(gpu_steps.MODELS)
+def test_settings_vary_one_thing_at_a_time():
+    one, several = gpu_steps.settings(Gpus(1)), gpu_steps.settings(Gpus(4))
+    assert str(one[0]) == "cnn, 1 tower, replicated, float32, batch size 1024"
+    assert {setting.variables for setting in one} == {"replicated", "cpu"}
+    assert str(several[0]) == "cnn, 4 towers, replicated, float32, batch size 1024"
+    assert len({setting.name for setting in several}) == len(several)
+    for setting in several:
+        plain = Setting(setting.model, setting.towers, "replicated")
+        pairs = zip(dataclasses.astuple(setting), dataclasses.astuple(plain), strict=True)
+        assert sum(a != b for a, b in pairs) <= 1
+    assert {setting.batch_size for setting in gpu_steps.settings(Gpus(8, dry=True))} == {16}
 
 
 @pytest.mark.run
-def test_a_step_is_timed_at_each_batch_size(small):
-    found = gpu_steps.measure(Setting("tiny", 2, "replicated"), "cpu")
-    assert list(found) == ["4", "6"]
-    for batch_size, steps in found.items():
-        assert 0 < steps["seconds_per_step"] < 10
-        assert steps["copies"] is None  # there is no GPU in a profile of CPUs
-        rows = steps["foretold"]["host to GPU"]  # to each tower the int64 numbers of its examples
-        assert rows == {"number": 2, "bytes": 8 * int(batch_size)}
+def test_a_step_is_timed_and_its_graph_is_built_once(small, dry):
+    times, copies = gpu_steps.measure(Setting("tiny", 2, "replicated", batch_size=6), dry)
+    assert 0 < times["seconds_per_step"] < 10
+    assert times["examples_per_second"] == pytest.approx(6 / times["seconds_per_step"])
+    assert copies["copies"] is None  # there is no GPU in a profile of CPUs
 
 
 @pytest.mark.graph
-def test_what_cannot_be_had_is_no_fault(small, monkeypatch):
-    with pytest.raises(gpu_steps.Skipped, match="XLA|jit_compile"):
-        gpu_steps.measure(Setting("tiny", 2, "cpu", jit_compile=True), "cpu")  # it has BatchNorm
+def test_what_cannot_be_had_is_no_fault(small, dry, monkeypatch):
+    with pytest.raises(Skipped, match="XLA|jit_compile"):  # it has BatchNorm
+        last(lambda gpus: gpu_steps.measure(Setting("tiny", 2, "cpu", jit_compile=True), gpus), dry)
 
-    def full(run, batches):
+    def full(run, batch_size):
         raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
 
     monkeypatch.setattr(gpu_steps, "_measured", full)
-    found = gpu_steps.measure(Setting("tiny", 1, "cpu"), "cpu")
-    assert gpu_steps.in_words(found) == "at 4: OOM when allocating; at 6: OOM when allocating"
+    with pytest.raises(Skipped, match="OOM when allocating"):
+        last(lambda gpus: gpu_steps.measure(Setting("tiny", 1, "cpu"), gpus), dry)
 
 
 def test_copies_are_those_of_a_step(monkeypatch):
     made = []
 
     def copies(trace):
-        return {way: (2 + 3 * made[-1], 10 * made[-1]) for way in gpu_steps.WAYS}
+        return {way: (2 + 3 * made[-1], 10 * made[-1]) for way in ("host to GPU", "GPU to GPU")}
 
     monkeypatch.setattr(gpu_steps.profile_summary, "copies", copies)
     found = gpu_steps._profiled(made.append)
-    assert found == {way: {"number": 3.0, "bytes": 10.0} for way in gpu_steps.WAYS}
-    line = {"128": {"seconds_per_step": 0.012, "copies": found, "foretold": ONE}}
-    assert gpu_steps.in_words(line) == "12.00 ms at 128, copies 3 3 3, foretold 1 1 1"
+    assert found == {way: {"number": 3.0, "bytes": 10.0} for way in ("host to GPU", "GPU to GPU")}
 
 
 @pytest.mark.graph
 def test_sums_are_exact_and_a_wrong_one_is_told(small, monkeypatch):
     names = ["/cpu:1", "/cpu:2"]
-    found = gpu_steps.ring_against_nccl(names)
+    *_, found = gpu_steps.ring_against_nccl(names)
     assert list(found) == ["nccl", "ring"] and all(v["1 KiB"] > 0 for v in found.values())
     wrong = lambda *_: lambda: [tf.zeros(256), tf.zeros(256)]  # noqa: E731
     monkeypatch.setattr(gpu_steps, "_make_sums", wrong)
     with pytest.raises(ArithmeticError, match="nccl: a wrong sum of 1 KiB on /cpu:1"):
-        gpu_steps.ring_against_nccl(names)
+        list(gpu_steps.ring_against_nccl(names))
