@@ -2,6 +2,7 @@
 
 import email
 import hashlib
+import importlib.metadata
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import towers
 
@@ -116,6 +118,17 @@ def test_metadata(dirty_wheel):
     assert required["profile"] == {"tensorboard-plugin-profile": {">=2.24", "<3"}}
     tools = {"pytest", "pytest-xdist", "pytest-timeout", "hypothesis", "ruff", "build"}
     assert tools <= set(required["test"])
+
+
+@pytest.mark.unit
+def test_constraints_have_one_version_of_each_cuda_package_that_tensorflow_takes():
+    lines = (ROOT / "scripts" / "cuda-constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    taken = map(Requirement, importlib.metadata.requires("tensorflow"))
+    extra = {r.name: r.specifier for r in taken if r.marker and "and-cuda" in str(r.marker)}
+    assert pinned.keys() == {"tensorflow", "keras", *extra}
+    assert all(specifier.contains(pinned[name]) for name, specifier in extra.items())
+    assert pinned["tensorflow"] == importlib.metadata.version("tensorflow")
 
 
 @pytest.mark.unit

@@ -108,7 +108,7 @@ def test_every_flag_that_is_named_exists():
         assert known or name in SCRIPT_FLAGS, name
 
 
-SCRIPT_FLAGS = {"fast", "all"} | {
+SCRIPT_FLAGS = {"fast", "all", "shm"} | {  # --shm-size is of docker
     name
     for path in (ROOT / "scripts").iterdir()
     if path.is_file()
