@@ -70,6 +70,7 @@ def machine(monkeypatch, tmp_path):
             }
 
         monkeypatch.setattr(nvml, "gpus", lambda: driver)
+
         def run_all_sum(devices, environ):
             make.summed = devices
             return sums or {"float32": None, "int64": None}
@@ -123,16 +124,19 @@ def test_a_machine_without_gpus_and_one_with_several(machine):
     assert machine.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert not problems(checks)
     details = {name: check.detail for name, check in checks.items()}
-    assert details.items() >= {
-        "GPUs": "the driver (550.54) has 0 (NVIDIA A100), 1 (NVIDIA A100); TensorFlow lists 2",
-        "computing on /gpu:0": "matmul 9000 GFLOP/s",
-        "computing on /cpu:0": "matmul 100 GFLOP/s",
-        "copies": "2 pairs of devices, bit for bit",
-        "memory of GPU 1": "39000 of 40000 MiB free",
-        "driver": "550.54; CUDA 12.5.1 needs 525.60.13 or newer",
-        "P2P": "the driver does not tell: 0-1",
-        "all-sum": "exact over 2 GPUs: float32, int64",
-    }.items()
+    assert (
+        details.items()
+        >= {
+            "GPUs": "the driver (550.54) has 0 (NVIDIA A100), 1 (NVIDIA A100); TensorFlow lists 2",
+            "computing on /gpu:0": "matmul 9000 GFLOP/s",
+            "computing on /cpu:0": "matmul 100 GFLOP/s",
+            "copies": "2 pairs of devices, bit for bit",
+            "memory of GPU 1": "39000 of 40000 MiB free",
+            "driver": "550.54; CUDA 12.5.1 needs 525.60.13 or newer",
+            "P2P": "the driver does not tell: 0-1",
+            "all-sum": "exact over 2 GPUs: float32, int64",
+        }.items()
+    )
     assert machine.summed == ["/gpu:0", "/gpu:1"] and "/dev/shm" in checks
 
 
@@ -242,6 +246,17 @@ def test_a_driver_beside_the_cuda_of_the_build(version, newest, cuda, status, sa
 def test_no_cuda_that_is_known_needs_no_driver(cuda):
     assert list(doctor.check_driver("550.54", (12, 4), cuda)) == []
     assert list(doctor.check_driver(None, None, "12.5.1")) == []
+
+
+def test_gpus_for_which_kernels_are_compiled_first():
+    names = ["sm_60", "sm_70", "sm_80", "sm_89", "compute_90"]
+    build = {"cuda_compute_capabilities": names}
+    capabilities = [(6, 1), (7, 5), (8, 0), (8, 6), (8, 9), None]
+    assert not list(doctor.check_kernels([("", known) for known in capabilities], build))
+    assert not list(doctor.check_kernels([("", (9, 0))], {}))  # a build that does not tell
+    (check,) = doctor.check_kernels([("", (9, 0)), ("", (12, 0)), ("", (8, 0))], build)
+    assert check.status == "note" and "CUDA_CACHE_MAXSIZE" in check.remedy
+    assert "compute capability 9.0, 12.0: " in check.detail
 
 
 def test_pairs_of_gpus_with_and_without_p2p():

@@ -198,6 +198,18 @@ def why_skipped(
     )
 
 
+def compiles(capability: tuple[int, int] | None, build: Mapping[str, object]) -> bool:
+    """Return whether TensorFlow, of that build, has no binary kernels for a compute capability.
+
+    Those of "sm_80" run on 8.0 and what comes after it, up to 8.9.
+    """
+    names = [n for n in build.get("cuda_compute_capabilities", ()) if n.startswith("sm_")]
+    if capability is None or not names:
+        return False
+    major, minor = capability
+    return all(m != major or least > minor for m, least in map(_capability, names))
+
+
 def _capability(name: str) -> tuple[int, int]:
     """Return (8, 9) for "sm_89" and "compute_89", (9, 0) for "sm_90a"."""
     digits = re.search("([0-9]+)([0-9])", name)

@@ -162,6 +162,7 @@ def check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> It
     if driver:
         versions = nvml.driver_version(), nvml.driver_cuda_version()
         yield from check_driver(*versions, start["build"].get("cuda_version"))
+        yield from check_kernels(gpus, start["build"])
     numbered = list(enumerate(visibility.match(gpus, visible)))
     usable = [f"/gpu:{number}" for number, gpu in numbered if not (gpu and gpu.full)]
     devices = ["/cpu:0", *(usable if gpus else ["/cpu:1"])]
@@ -253,6 +254,16 @@ def check_driver(
         yield Check("driver", NOTE, detail, f"if a kernel or XLA fails to compile, {update}")
     else:
         yield Check("driver", OK, detail)
+
+
+def check_kernels(gpus: Sequence[visibility.Seen], build: Mapping[str, object]) -> Iterator[Check]:
+    """Say for which GPUs TensorFlow has no kernels, so that CUDA compiles them at first use."""
+    newer = {capability for _, capability in gpus if visibility.compiles(capability, build)}
+    if newer:
+        names = ", ".join(".".join(map(str, capability)) for capability in sorted(newer))
+        detail = f"none are built for compute capability {names}: CUDA compiles them at first use"
+        keep = "type export CUDA_CACHE_MAXSIZE=4294967296, which keeps them; it takes minutes once"
+        yield Check("kernels", NOTE, detail, keep)
 
 
 def check_peer_access(access: Mapping[tuple[str, str], str | None]) -> Check:
