@@ -127,12 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def machine_of(num_dry: int) -> dict[str, Any] | str:
     """Return what results depend on, without starting a GPU; or how TensorFlow failed."""
-    commit = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    found = {
-        "gpus": [f"CPU device {number}" for number in range(num_dry)],
-        "tensorflow": tf.__version__,
-        "towers": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
-    }
+    gpus = [f"CPU device {number}" for number in range(num_dry)]
+    found = {"gpus": gpus, "tensorflow": tf.__version__}
     if num_dry:
         return found
     start = probe.run_probe([])
@@ -170,8 +166,8 @@ def run_apart(check: Check, gpus: Gpus) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    ended = {0: OK, EXIT_SKIPPED: SKIPPED}
-    status = status or ended.get(process.returncode, FAILED)
+    of_code = {0: OK, EXIT_SKIPPED: SKIPPED}
+    status = status or of_code.get(process.returncode, FAILED)
     rows = [row for row in read_results(gpus.folder) if row.get("check") == check.name]
     detail = rows[-1]["found"] if rows else None
     if status == HANGS:
@@ -179,8 +175,15 @@ def run_apart(check: Check, gpus: Gpus) -> None:
     elif status == FAILED:
         detail = f"exit code {process.returncode}: {last_line(log)}; all of it in {log.name}"
     seconds = round(time.monotonic() - began, 1)
-    keep(gpus.folder, check=check.name, status=status, seconds=seconds, found=detail)
+    ended = dict(status=status, seconds=seconds, towers=commit(), found=detail)
+    keep(gpus.folder, check=check.name, **ended)
     print(f"{status:8}{seconds:7.1f} s  {check.name:44} {json.dumps(detail)[:200]}", flush=True)
+
+
+def commit() -> str:
+    """Return the version of the checkout, which may change between two calls."""
+    describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    return subprocess.run(describe, capture_output=True, text=True).stdout.strip()
 
 
 def last_line(log: Path) -> str:
