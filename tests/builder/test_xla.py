@@ -73,6 +73,19 @@ def test_compiled_towers_compute_what_one_device_computes(changes):
     assert result["passed"], result["first_difference"]
 
 
+@pytest.mark.parametrize("num_towers", [1, 2])
+def test_compiled_towers_on_gpus_move_the_averages_of_batch_norm(tmp_path, num_towers):
+    given = dict(model="tests.tiny:cnn", num_towers=num_towers, batch_norm="local", max_steps=3)
+
+    def result(**more):
+        folder = tmp_path / str(len(more))
+        return train(tiny.options(folder, variables="replicated", **given, **more))
+
+    with kinds.cpus_for_gpus():
+        compiled, plain = result(jit_compile=True), result()
+    assert compiled["test_loss"] == pytest.approx(plain["test_loss"], rel=1e-4)
+
+
 def test_xla_gets_no_op_that_is_good_for_gpus_alone():
     images = np.random.default_rng(0).integers(0, 256, (5, 8, 9, 3), np.uint8)
     draws = np.random.default_rng(1).random((5, augment.NUM_DRAWS), np.float32)

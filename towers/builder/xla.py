@@ -37,7 +37,7 @@ def compiled(
     def program() -> tuple[Any, list[tf.Tensor]]:
         with _reads(outside, reads):
             scope, results = fn()
-        scope.settle()
+            scope.settle()  # which reads the moving averages
         scopes.append(scope)
         return results, [value for _, value in scope.updates.values()]
 
