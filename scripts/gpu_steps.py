@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from towers.errors import InputError
 from towers.graphs import profile_summary
 from towers.options.run import Options
 from towers.text import first_line
@@ -70,6 +69,8 @@ class Setting:
         """Return the options of its run."""
         given = dict(variables=self.variables, dtype=self.dtype, jit_compile=self.jit_compile)
         given |= MODELS[self.model]
+        if self.jit_compile:  # a program of XLA's meets no other
+            given |= {"batch_norm": "local"}
         return Options(**given, num_towers=self.towers, batch_size=self.batch_size)
 
 
@@ -99,13 +100,13 @@ def measure(setting: Setting, gpus: "Gpus") -> Iterator[dict[str, Any]]:
     None where nothing was recorded.
 
     Raises:
-        Skipped: the model cannot be had in this setting, or its batch is too large for the GPU.
+        Skipped: the batch is too large for the GPU.
     """
     names = gpus.devices(setting.towers)
     try:
         run = assemble(setting.options(), names, load_data(setting.options()))
         yield from _measured(run, setting.batch_size)
-    except (InputError, tf.errors.ResourceExhaustedError) as error:
+    except tf.errors.ResourceExhaustedError as error:
         raise Skipped(first_line(error, 300)) from None
 
 
