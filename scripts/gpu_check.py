@@ -43,6 +43,9 @@ LAST_WORDS_SECONDS = 20  # of a process that is to say where it hangs
 ENVIRONMENT = {
     # Newer GPUs than TensorFlow's build compile its kernels first, for minutes: once is enough.
     "CUDA_CACHE_MAXSIZE": str(4 * 2**30),
+    # The log of a check has all that TensorFlow and NCCL say.
+    "TF_CPP_MIN_LOG_LEVEL": "0",
+    "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN"),
     "PYTHONUNBUFFERED": "1",
 }
 
@@ -95,6 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     number = len(machine["gpus"])
     if not number and not flags.list:
+        if driver := nvml.gpus():
+            print(f"TensorFlow sees none of {', '.join(map(str, driver))}: towers doctor says why")
+            return EXIT_FAILED
         print("no GPU here; --dry=2 tries all this on CPU devices")
         return EXIT_NO_GPU
     gpus = Gpus(number or 1, bool(flags.dry), folder.resolve())
@@ -114,15 +120,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if known is None:
         keep(folder, machine=machine)
     print(*(f"{name:14}{value}" for name, value in machine.items()), sep="\n")
+    for number in (signal.SIGTERM, signal.SIGINT):  # an exception ends the check under way, too
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     done = outcomes(folder)
     rest = [c for c in checks if (c.name in wanted if wanted else c.name not in done)]
     if len(rest) < len(checks):
-        print(f"{len(rest)} of {len(checks)} checks; of the others {folder} has results")
-    for number in (signal.SIGTERM, signal.SIGINT):  # an exception ends the check under way, too
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        print(f"{len(rest)} of {len(checks)} checks are to be made")
     for check in rest:
         run_apart(check, gpus)
-    return summary([outcomes(folder)[check.name] for check in rest], folder)
+    return summary([outcomes(folder)[c.name] for c in (rest if wanted else checks)], folder)
 
 
 def machine_of(num_dry: int) -> dict[str, Any] | str:
@@ -183,7 +189,9 @@ def run_apart(check: Check, gpus: Gpus) -> None:
 def commit() -> str:
     """Return the version of the checkout, which may change between two calls."""
     describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    return subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+    with contextlib.suppress(FileNotFoundError):  # there may be no git
+        return subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 def last_line(log: Path) -> str:

@@ -552,6 +552,6 @@ def step_check(setting: Setting) -> Check:
 def checks_for(gpus: Gpus) -> list[Check]:
     """Return all checks for so many GPUs, the most telling first."""
     checks = CHECKS if gpus.dry else CHECKS + GPU_CHECKS
-    if gpus.number == 2:  # "two" is "all"
+    if gpus.all == 2:  # these are all
         checks = [check for check in checks if check.name != "all_gpus"]
     return [*checks, *map(step_check, gpu_steps.settings(gpus))]

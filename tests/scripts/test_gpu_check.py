@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -257,7 +258,7 @@ def aborts(gpus):
     os.abort()
 
 
-MADE_UP = [Check(f.__name__, f"what {f.__name__}", 10, f) for f in (found, fails, skips, aborts)]
+MADE_UP = [Check(f.__name__, f"what {f.__name__}", 60, f) for f in (found, fails, skips, aborts)]
 
 
 @pytest.fixture
@@ -271,7 +272,7 @@ def made_up(monkeypatch):
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); from scripts import gpu_check; "
         "from tests.scripts.test_gpu_check import *; import tests.scripts.test_gpu_check as t; "
-        "gpu_check.checks_for = lambda gpus: [*t.MADE_UP, Check('hangs', '', 4, hangs)]; "
+        "gpu_check.checks_for = lambda gpus: [*t.MADE_UP, Check('hangs', '', 15, hangs)]; "
         "sys.exit(gpu_check.main(sys.argv[1:]))"
     )
     real = subprocess.Popen
@@ -303,10 +304,15 @@ def test_each_check_has_its_end_and_a_second_call_goes_on(made_up, tmp_path, cap
     halves = [row["check"] for row in rows(tmp_path) if row.get("found") == {"half": 1}]
     assert halves == ["found", "fails", "aborts"]  # kept, whatever came after
     assert "Fatal Python error: Aborted" in (tmp_path / "aborts.log").read_text()
+    assert re.search(
+        r"^I\d{4} .*oneDNN", (tmp_path / "found.log").read_text(), re.M
+    )  # TensorFlow's
 
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write('{"check": "torn')  # by a kill
-    made_up(*MADE_UP, Check("more", "", 10, found))
+    assert gpu_check.main(argv) == 1  # there is nothing to do, and what failed has failed
+    assert capsys.readouterr().out.splitlines()[-2:] == ["0 of 4 checks are to be made", end]
+    made_up(*MADE_UP, Check("more", "", 60, found))
     assert gpu_check.main([*argv, "--only=skips,nothing"]) == gpu_check.EXIT_USAGE
     assert gpu_check.main([*argv, "--only=skips"]) == 0
     assert "torn" in (tmp_path / "results.jsonl").read_text().splitlines()[-3]
@@ -317,7 +323,7 @@ def test_each_check_has_its_end_and_a_second_call_goes_on(made_up, tmp_path, cap
 
 @pytest.mark.process
 def test_a_check_that_hangs_is_ended_and_says_where(made_up, tmp_path):
-    made_up(Check("hangs", "", 4, hangs), MADE_UP[0])
+    made_up(Check("hangs", "", 15, hangs), MADE_UP[0])
     assert gpu_check.main(["--dry=2", f"--folder={tmp_path}"]) == 1
     assert gpu_check.outcomes(tmp_path) == {"hangs": "HANGS", "found": "ok"}
     assert "in hangs" in (tmp_path / "hangs.log").read_text()  # of the thread that slept
@@ -341,6 +347,9 @@ def test_no_gpu_and_a_tensorflow_that_does_not_start(monkeypatch, capsys, tmp_pa
     monkeypatch.setattr(gpu_check.probe, "run_probe", lambda devices: found)
     assert gpu_check.main([f"--folder={tmp_path}"]) == gpu_check.EXIT_NO_GPU
     assert "no GPU here" in capsys.readouterr().out
+    monkeypatch.setattr(gpu_check.nvml, "gpus", lambda: [nvml.DriverGpu(0, name="A100")])
+    assert gpu_check.main([f"--folder={tmp_path}"]) == 1
+    assert "sees none of 0 (A100)" in capsys.readouterr().out
     monkeypatch.setattr(gpu_check.probe, "run_probe", lambda devices: "was ended by SIGILL")
     assert gpu_check.main([f"--folder={tmp_path}"]) == 1
     assert list(tmp_path.iterdir()) == []
