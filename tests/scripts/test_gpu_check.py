@@ -321,6 +321,7 @@ def test_each_check_has_its_end_and_a_second_call_goes_on(made_up, tmp_path, cap
     assert "holds results of other GPUs" in capsys.readouterr().out
 
 
+@pytest.mark.extended
 @pytest.mark.process
 def test_a_check_that_hangs_is_ended_and_says_where(made_up, tmp_path):
     made_up(Check("hangs", "", 15, hangs), MADE_UP[0])
