@@ -37,12 +37,20 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+# What TensorFlow puts around the sentence that says what is wrong: also where in a program the op
+# was made, a line of "File ..." for each call and nothing else.
+_AROUND = re.compile(
+    r'(?m)^Graph execution error.*|^Detected at node.*\n(\s*(File ".*", line \d+.*)?\n)*|^<stack.*'
+    r"|.*root error\(s\) found.*|\(\d\) [A-Z_]+:|\[\[\{\{.*?\}\}\]\]|\{\{.*?\}\} *"
+)
+
+
 def first_line(error: BaseException, widest: int = 200) -> str:
-    """Return the first line of an error that says something, without TensorFlow's names of nodes.
+    """Return the first line of an error that says something, without what TensorFlow puts around.
 
     An error that says nothing gives the name of its class.
     """
-    lines = re.sub(r"\{\{.*?\}\} *", "", str(error)).splitlines()
+    lines = _AROUND.sub("", str(error)).splitlines()
     return next(filter(None, map(str.strip, lines)), type(error).__name__)[:widest]
 
 

@@ -14,12 +14,9 @@ from towers.options.run import Options
 from towers.text import first_line
 from towers.training import out_of_memory
 
-# What TensorFlow puts around the sentence that says what is wrong: also where in a program the op
-# was made, a line of "File ..." for each call and nothing else.
+# What stands before and after a reason, besides what `first_line` leaves out.
 _NOISE = re.compile(
-    r'(?m)^Graph execution error.*|^Detected at node.*\n(\s*(File ".*", line \d+.*)?\n)*|^<stack.*'
-    r"|.*root error\(s\) found.*"
-    r"|\{\{.*?\}\}|\[\[.*?\]\]|\[Op:.*|\(\d\) [A-Z_]+:|assertion failed:"
+    r"\[\[.*?\]\]|\[Op:.*|assertion failed:"
     r"|InputError: |Error in user-defined function passed to .*? with iterator: \S+ "
 )
 # Without soft placement: of an op in a graph, or of one that runs at once.
@@ -99,8 +96,7 @@ def one_line_errors(
         meaning = next((meaning for part, meaning in _MEANINGS.items() if part in text), None)
         if meaning is None:
             raise
-        lines = [line.strip() for line in _NOISE.sub("", text).splitlines()]
-        reason = next(filter(None, lines), type(error).__name__)
+        reason = first_line(type(error)(None, None, _NOISE.sub("", text)), 1000)
         if "assertion failed:" in text:  # of texts and numbers, each in brackets
             reason = re.sub(r"\] \[", " ", reason).strip("[]")
         if batch := _BATCH.search(text):
