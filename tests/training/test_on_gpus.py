@@ -1,11 +1,15 @@
 """A run whose towers are on GPUs, for which logical CPU devices stand in: /cpu:0 is the host."""
 
+import dataclasses
+import gc
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tests import tiny
 from towers.builder import kinds
+from towers.data import on_towers
 from towers.data.pipeline import NUM_DRAWS
 from towers.graphs.placement import read_placement, short, traced_ops
 from towers.monitoring import events
@@ -121,6 +125,44 @@ def test_what_cannot_be_had_is_not_taken(capsys, monkeypatch, number, best, lost
     out = capsys.readouterr().out
     assert "XLA         not compiled: libdevice not found" in out
     assert f"variables   {best}, the fastest" in out
+
+
+def test_after_the_trial_no_more_lives_than_of_one_run(monkeypatch):
+    """And in it never more than two models, beside one copy of the data."""
+    copies, alive = [], []
+    own_copy, own_window = on_towers._copy, start._window
+    monkeypatch.setattr(
+        on_towers, "_copy", lambda *given: copies.append(own_copy(*given)) or copies[-1]
+    )
+
+    def window(run):
+        measured = own_window(run)
+        alive.append(variable_bytes())
+        return measured
+
+    monkeypatch.setattr(start, "TRIALS", 1)
+    monkeypatch.setattr(start, "_TRIAL_SECONDS", 0.0)
+    given = tiny.options("unused", num_towers=2, variables="default", batch_norm="local")
+    before = variable_bytes()
+    run = start.build(dataclasses.replace(given, variables="replicated"), print)
+    assert run.on_towers
+    of_one, num_copies = variable_bytes() - before, len(copies)
+    del run
+    copies.clear()
+    gc.collect()
+
+    monkeypatch.setattr(start, "_window", window)
+    before = variable_bytes()
+    run = start.build(given, print)
+    assert run.on_towers and len(copies) == num_copies
+    assert 0 < variable_bytes() - before <= of_one
+    assert len(alive) == 4 and max(alive) - before <= 2 * of_one
+
+
+def variable_bytes():
+    """Return the bytes of all variables that have not been freed, garbage included."""
+    held = [v for v in gc.get_objects() if isinstance(v, tf.Variable)]
+    return sum(v.shape.num_elements() * (v.dtype.size or 1) for v in held)
 
 
 @pytest.mark.parametrize(

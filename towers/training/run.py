@@ -50,6 +50,7 @@ class Run:
     `max_steps` ends it before; `doubts` is what the builder says of the towers' function;
     `left_open` are options as they were given, which the devices decide anew in each process;
     from each of the numbers of examples `lowered_at` on, the learning rate is half as high.
+    `stored` returns the training set where the towers are, copied there when it is first called.
     """
 
     options: Options
@@ -57,6 +58,7 @@ class Run:
     data: Data
     masters: Masters
     task: Task
+    stored: Callable[[], OnTowers | OnWorkers | None]
     total_epochs: float
     total_examples: int
     doubts: list[str] = dataclasses.field(default_factory=list)
@@ -68,12 +70,10 @@ class Run:
         parts = self.builder, self.train_step(), self.task.step_names
         return make_train_loop(*parts, telemetry=telemetry, masters=self.masters)
 
-    @functools.cached_property
+    @property
     def on_towers(self) -> OnTowers | OnWorkers | None:
-        """The training set where the towers are, copied or looked at there at the first look."""
-        split, names, options = self.data.train, self.builder.devices, self.options
-        found = on_workers.find(split, names, options.batch_size, options.accumulate_steps)
-        return found or store(split, names)
+        """The training set where the towers are, None if each step is sent its examples."""
+        return self.stored()
 
     def batches(self, step: int, examples: int) -> tf.data.Dataset:
         """Return what the train loop takes from a step on: batches, or rows of what towers have."""
@@ -192,11 +192,13 @@ def assemble(
     *,
     loss_scaling: bool | None = None,
     exact: bool = False,
+    stored: Callable[[], OnTowers | OnWorkers | None] | None = None,
 ) -> Run:
     """Build a run on these devices, one for each tower, with this data.
 
     `loss_scaling` tells whether there is a loss scale; None: if the precision needs one. With
     `exact`, layers that ask for another floating type than float64 get it, too, in float64.
+    `stored` is that of a run on the same devices with the same data, which then share one copy.
 
     Raises:
         InputError: the model cannot be had as the options say, or has nothing to train.
@@ -239,8 +241,22 @@ def assemble(
     else:
         total_examples = options.max_steps * options.batch_size
         total_epochs = total_examples / size
-    parts = options, builder, dataset, task.masters, task
+    stored = stored or _stored(dataset.train, device_names, options)
+    parts = options, builder, dataset, task.masters, task, stored
     return Run(*parts, total_epochs, total_examples, doubts, left_open)
+
+
+def _stored(
+    split: Split, names: Sequence[str], options: Options
+) -> Callable[[], OnTowers | OnWorkers | None]:
+    """Return a function that copies a split to the towers, or looks for it there, once."""
+
+    @functools.cache
+    def stored() -> OnTowers | OnWorkers | None:
+        found = on_workers.find(split, names, options.batch_size, options.accumulate_steps)
+        return found or store(split, names)
+
+    return stored
 
 
 def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) -> str:

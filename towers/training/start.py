@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import statistics
 import sys
 import time
@@ -14,6 +15,8 @@ import tensorflow as tf
 from towers import devices, files
 from towers.builder.kinds import are_gpus, are_of_workers
 from towers.data import Data
+from towers.data.on_towers import OnTowers
+from towers.data.on_workers import OnWorkers
 from towers.errors import InputError, RunError
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short
@@ -34,6 +37,7 @@ from towers.training.tensorflow_errors import one_line_errors
 from towers.training.watch import Watch
 
 Say = Callable[[str], None]
+Stored = Callable[[], OnTowers | OnWorkers | None]
 TRIALS = 5
 _TRIAL_SECONDS = 0.3
 
@@ -73,58 +77,89 @@ def build(options: Options, say: Say) -> Run:
         RunError: the data set cannot be read, or a GPU does not compute.
     """
     names, dataset = find(options)
+    stored = None
     by_default = options.variables == "default" and are_gpus(names)
     if options.variables == "auto" or by_default:  # flags.cfg keeps what is found: bit for bit
-        options = _fastest(options, names, dataset, say)
-    return assemble(options, names, dataset)
+        options, stored = _fastest(options, names, dataset, say)
+        gc.collect()  # traced functions are cycles, and hold their variables in the devices' memory
+    return assemble(options, names, dataset, stored=stored)
 
 
-def _fastest(options: Options, device_names: Sequence[str], dataset: Data, say: Say) -> Options:
+def _fastest(
+    options: Options, device_names: Sequence[str], dataset: Data, say: Say
+) -> tuple[Options, Stored | None]:
     """Return the options with that `variables` which makes the steps of this run fastest.
 
-    Each is tried on a model of its own, in turn, window by window; on GPUs the best of them also
-    with XLA. Nothing of the trial remains.
+    Each is tried on a model of its own, beside the fastest so far, window by window; on GPUs the
+    best of them also with XLA. All share one copy of the data, which is returned for the run; a
+    model that was slower is dropped before the next is built, so that there are never three.
     """
     gpus = are_gpus(device_names)
     if len(device_names) == 1 and not gpus:
         say("variables   cpu: there is one tower, and nothing to try")
-        return dataclasses.replace(options, variables="cpu")
+        return dataclasses.replace(options, variables="cpu"), None
+    first = dataclasses.replace(options, variables=VARIABLES[0])
+    run = assemble(first, device_names, dataset)  # its errors are the run's own
+    stored, placements = run.stored, run.task.placements
+    best = _Candidate(VARIABLES[0], first, _window(run))
+    del run
 
-    def tried(**changed: Any) -> tuple[Run, Callable[[], float]]:
-        run = assemble(dataclasses.replace(options, **changed), device_names, dataset)
-        return run, _window(run)
-
-    def if_it_runs(label: str, name: str, **changed: Any) -> dict[str, Callable[[], float]]:
+    def tried(label: str, name: str, **changed: Any) -> _Candidate | None:
+        gc.collect()  # of the last loser, or of one that failed
+        own = dataclasses.replace(options, **changed)
         try:
-            return {name: tried(**changed)[1]}
-        except (InputError, ValueError, tf.errors.OpError) as error:
+            with one_line_errors(own):
+                run = assemble(own, device_names, dataset, stored=stored)
+                return _Candidate(name, own, _window(run))
+        except (InputError, RunError, ValueError, tf.errors.OpError) as error:
             say(f"{label:12}not {name}: {first_line(error)}")
-            return {}
+            return None
 
-    run, window = tried(variables=VARIABLES[0])  # whose errors are the run's own
-    windows = {VARIABLES[0]: window}
     # On one GPU all but the first are one: everything lies there.
-    others = run.task.placements[1:] if len(device_names) > 1 else run.task.placements[-1:]
+    others = placements[1:] if len(device_names) > 1 else placements[-1:]
+    rates: dict[str, float] = {}
     for mode in others:
-        windows |= if_it_runs("variables", mode, variables=mode)
-    best, figures = _best_of(windows)
-    say(f"variables   {best}, the fastest; examples/s, median of {TRIALS} windows: {figures}")
-    options = dataclasses.replace(options, variables=best)
+        best = _faster(best, tried("variables", mode, variables=mode), rates)
+    say(f"variables   {best.name}, the fastest; {_figures(rates or _rates(best))}")
+    options = best.options
     if gpus and not options.jit_compile:
-        by_xla = if_it_runs("XLA", "compiled", variables=best, jit_compile=True)
+        best = dataclasses.replace(best, name="not compiled")
+        by_xla = tried("XLA", "compiled", variables=options.variables, jit_compile=True)
         if by_xla:
-            faster, figures = _best_of({"not compiled": windows[best]} | by_xla)
-            say(f"XLA         {faster}, the faster; examples/s, likewise: {figures}")
-            options = dataclasses.replace(options, jit_compile=faster in by_xla)
-    return options
+            rates = {}
+            best = _faster(best, by_xla, rates)
+            say(f"XLA         {best.name}, the faster; {_figures(rates)}")
+            options = best.options
+    return options, stored
 
 
-def _best_of(windows: Mapping[str, Callable[[], float]]) -> tuple[str, str]:
-    """Return the fastest, and what was measured of each in turn."""
-    rounds = [{name: window() for name, window in windows.items()} for _ in range(TRIALS)]
-    rates = {name: statistics.median(rate[name] for rate in rounds) for name in windows}
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    """Options that are tried; `window` trains with them for a while and returns examples/s."""
+
+    name: str
+    options: Options
+    window: Callable[[], float]
+
+
+def _faster(best: _Candidate, other: _Candidate | None, rates: dict[str, float]) -> _Candidate:
+    """Return the faster of two, whose windows take turns; note the rates of both."""
+    if other is None:
+        return best
+    rates |= _rates(best, other)
+    return max(best, other, key=lambda candidate: rates[candidate.name])
+
+
+def _rates(*candidates: _Candidate) -> dict[str, float]:
+    """Return the examples/s of each, the median of windows that take turns."""
+    rounds = [[candidate.window() for candidate in candidates] for _ in range(TRIALS)]
+    medians = map(statistics.median, zip(*rounds, strict=True))
+    return dict(zip((candidate.name for candidate in candidates), medians, strict=True))
+
+
+def _figures(rates: Mapping[str, float]) -> str:
     figures = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
-    return max(rates, key=rates.__getitem__), figures
+    return f"examples/s, median of {TRIALS} windows: {figures}"
 
 
 def _window(run: Run) -> Callable[[], float]:
