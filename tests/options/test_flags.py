@@ -31,7 +31,8 @@ DEFAULTS = """
 --workers= --towers_per_worker=0 --worker_timeout_seconds=15 --min_workers=0
 --on_worker_loss=continue
 --visible_gpus= --per_process_gpu_memory_fraction=0 --gpu_memory_limit_mib=0 --allow_growth=false
---allow_soft_placement=true --tf32=true --num_epochs=0 --max_steps=0 --optimizer=momentum
+--allow_soft_placement=true --tf32=true --deterministic=false
+--num_epochs=0 --max_steps=0 --optimizer=momentum
 --learning_rate=0.05 --schedule=cosine --warmup_epochs=0 --decay_epochs= --decay_factor=0.1
 --momentum=0.9 --weight_decay=0 --ema_decay=0 --label_smoothing=0 --clip_norm=0 --clip_value=0
 --clip_global_norm=0 --on_nan=stop --log_every_steps=100 --evaluate_every_epochs=1
@@ -43,7 +44,7 @@ OF_EVALUATE = (
     "train_dir json trust model dataset data_dir image_size max_image_pixels batch_size dtype "
     "test_time_flip num_towers devices workers towers_per_worker worker_timeout_seconds "
     "min_workers visible_gpus per_process_gpu_memory_fraction gpu_memory_limit_mib allow_growth "
-    "allow_soft_placement tf32"
+    "allow_soft_placement tf32 deterministic"
 ).split()
 # {verb: the flags that it shows first, its own; those of a run that it does not take}
 OF_VERBS = {

@@ -1,25 +1,37 @@
-"""TF_DETERMINISTIC_OPS=1: all runs, the same bits come out, and no step reads a clock."""
+"""--deterministic: all runs, the same bits come out, and no step reads a clock."""
+
+import json
+import signal
 
 import pytest
 
 from tests import tiny
 from tests.programs import python
+from tests.workers import workers
 
 pytestmark = pytest.mark.process
 PROGRAM = """
-import sys
+import os, signal, sys
 import numpy as np, keras
 import towers
 from towers import cli
+from towers.monitoring.monitor import Monitor
 
-run, other = sys.argv[1:]
+run, other, *given = sys.argv[1:]
 flags = "--model=tests.tiny:cnn --dataset=tests.tiny:images --augment=tutorial".split()
 more = "--batch_size=7 --num_towers=2 --devices=cpu --ema_decay=0.9 --log_every_steps=2".split()
-more += ["--schedule=constant"]  # which does not depend on how many steps are asked for
-for folder, steps in (run, 4), (run, 9), (other, 9):
+more += ["--schedule=constant", *given]  # which does not depend on how many steps are asked for
+if os.environ.get("KILLED"):
+    more += ["--checkpoint_every_steps=2", "--steps_per_loop=1"]
+    own = Monitor.progress
+    Monitor.progress = lambda self, step, values: (
+        os.kill(os.getpid(), signal.SIGKILL) if step == 5 else own(self, step, values)
+    )
+for folder, steps in (run, 9), (other, 9):
     assert cli.main(["train", *flags, *more, f"--max_steps={steps}", f"--train_dir={folder}"]) == 0
-assert cli.main(["evaluate", f"--train_dir={run}", "--num_towers=1"]) == 0
+assert cli.main(["evaluate", f"--train_dir={run}", "--num_towers=1", *given]) == 0
 
+towers.devices.configure(deterministic=bool(given))
 model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, "relu"), keras.layers.Dense(1)])
 model.compile("adam", "mse")
 towers.parallelize(model, num_towers=2)
@@ -30,11 +42,37 @@ model.fit(
 """
 
 
-def test_runs_evaluations_and_fit_need_no_clock(tmp_path):
+@pytest.mark.parametrize(
+    ("given", "variables"),
+    [
+        (["--deterministic"], {}),
+        pytest.param([], {"TF_DETERMINISTIC_OPS": "1"}, marks=pytest.mark.extended),
+    ],
+)
+def test_runs_evaluations_and_fit_need_no_clock(tmp_path, given, variables):
     folders = [tmp_path / name for name in ("first", "second")]
-    done = python("-c", PROGRAM, *folders, variables={"TF_DETERMINISTIC_OPS": "1"})
+    killed = python("-c", PROGRAM, *folders, *given, variables=variables | {"KILLED": "1"})
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    done = python("-c", PROGRAM, *folders, *given, variables=variables)
     assert done.returncode == 0, done.stderr
     tiny.assert_identical(tiny.saved(tmp_path / "first"), tiny.saved(tmp_path / "second"))
     tags = {tag for _, tag, _ in tiny.events(tmp_path / "first" / "train")}
     assert {"loss/total", "tower_1/loss", "speed/examples_per_second"} <= tags
     assert not any(tag.endswith("_seconds") for tag in tags)
+    flags, said = (tmp_path / "first/flags.cfg").read_text(), bool(given)
+    assert f"--deterministic={str(said).lower()}" in flags
+    assert "determinism ops give the same bits" in done.stdout
+    assert (
+        json.loads((tmp_path / "first/manifest.json").read_text())["flags"]["deterministic"] is said
+    )
+
+
+def test_workers_and_the_program_are_both_deterministic_or_neither(tmp_path):
+    task = "--model=tests.tiny:dense --dataset=tests.tiny:images --augment=none --batch_size=8"
+    with workers(1, "--deterministic") as (address,):
+        run = f"train {task} --max_steps=2 --workers={address}".split()
+        own = f"--train_dir={tmp_path}/own"
+        refused = python("-m", "towers", *run, own)
+        assert refused.returncode == 2 and "type --deterministic here, too" in refused.stderr
+        done = python("-m", "towers", *run, own, "--deterministic")
+        assert done.returncode == 0, done.stderr

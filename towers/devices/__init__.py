@@ -12,6 +12,7 @@ _HOME = {
     "configure": "gpus",
     "connect": "cluster",
     "describe": "selection",
+    "hide_gpus": "gpus",
     "read_back": "gpus",
     "report": "selection",
     "tower_devices": "selection",

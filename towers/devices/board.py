@@ -46,6 +46,7 @@ class Offer:
     devices: tuple[Offered, ...] = ()  # its GPUs, or its one CPU
     kind: str = "cpu"  # "gpu" or "cpu"
     num_cpu_devices: int = 1  # logical ones
+    deterministic: bool = False  # whether its ops are
 
 
 @dataclasses.dataclass(frozen=True)

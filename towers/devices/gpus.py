@@ -23,12 +23,12 @@ def configure(**options: Any) -> None:
 
     Options that are left at their defaults ask for nothing, so a second call may repeat some of
     what the first one set. `allow_soft_placement` and `tf32` may change at any time: the last call
-    counts.
+    counts. Once `deterministic` was asked for, it holds for the rest of the process.
 
     Args:
         **options: fields of `towers.options.gpu.GpuOptions`: `visible_gpus`,
             `per_process_gpu_memory_fraction`, `gpu_memory_limit_mib`, `allow_growth`,
-            `allow_soft_placement`, `tf32`.
+            `allow_soft_placement`, `tf32`, `deterministic`.
 
     Raises:
         InputError: an option is out of range or cannot be had here, a GPU is full, or the call
@@ -44,7 +44,15 @@ def configure(**options: Any) -> None:
     tf.config.set_soft_device_placement(asked.allow_soft_placement)
     if asked.tf32 != _in_force.tf32:  # else it stays as the program has it
         tf.config.experimental.enable_tensor_float_32_execution(asked.tf32)
+    if asked.deterministic:
+        tf.config.experimental.enable_op_determinism()
     _in_force = asked
+
+
+def hide_gpus() -> None:
+    """Leave the GPUs to other processes, unless TensorFlow has started and has them already."""
+    if not tf_private.has_started():
+        tf.config.set_visible_devices([], "GPU")
 
 
 def _set(asked: GpuOptions) -> None:
@@ -98,6 +106,8 @@ def read_back() -> list[str]:
     if len(gpus) > 1 and (mode := os.environ.get(_THREAD_MODE)):
         lines.append(f"threads     {_THREAD_MODE}={mode}")
     lines += precision()
+    if tf_private.ops_are_deterministic():
+        lines.append("determinism ops give the same bits each time, or are an error")
     if not tf.config.get_soft_device_placement():
         lines.append("placement   soft placement is off")
     if wrong:

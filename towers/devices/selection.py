@@ -19,7 +19,7 @@ import tensorflow as tf
 from towers.builder import kinds
 from towers.builder.kinds import are_of_workers, machine_of
 from towers.devices import cluster, nvml, visibility
-from towers.devices.gpus import driver_gpus, missing_gpus, read_back, visible_gpus
+from towers.devices.gpus import driver_gpus, hide_gpus, missing_gpus, read_back, visible_gpus
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError
 from towers.text import count, table
@@ -67,11 +67,13 @@ def tower_devices(
     """
     if num_towers < 0:
         raise InputError(f"--num_towers={num_towers}: 0 or more is needed")
-    gpus = [f"/gpu:{i}" for i in range(len(_logical_gpus()))]
     names = devices.split(",") if isinstance(devices, str) else list(devices)
+    if asks_for_cpus(names):
+        hide_gpus()
+    gpus = [f"/gpu:{i}" for i in range(len(_logical_gpus()))]
     if names in ([""], []):
         chosen = _first_devices(num_towers, gpus)
-    elif [name.strip().lower() for name in names] == ["cpu"]:
+    elif asks_for_cpus(names):
         chosen = _cpus(num_towers)
     else:
         chosen = _named_devices(num_towers, names)
@@ -86,6 +88,12 @@ def tower_devices(
                 f"{', '.join(existing)}{why}; type --devices={existing[0]}, or --devices=cpu"
             )
     return chosen
+
+
+def asks_for_cpus(devices: str | Sequence[str]) -> bool:
+    """Return whether the towers are to be on logical CPU devices although there may be GPUs."""
+    names = [devices] if isinstance(devices, str) else devices
+    return [name.strip().lower() for name in names] == ["cpu"]
 
 
 def describe(devices: Sequence[str] | None = None) -> list[Device]:

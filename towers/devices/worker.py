@@ -353,6 +353,7 @@ def _start(address: str, ip: str, any_address: bool, options: GpuOptions) -> tup
 
 def _offer(address: str, folder: str, pid: int, devices: list[Any]) -> Offer:
     """Return what a server with these devices offers."""
+    from towers import tf_private
     from towers.devices import selection
 
     cpus, found = [[d for d in devices if d.device_type == kind] for kind in ("CPU", "GPU")]
@@ -369,6 +370,7 @@ def _offer(address: str, folder: str, pid: int, devices: list[Any]) -> Offer:
         devices=tuple(offered),
         kind="gpu" if found else "cpu",
         num_cpu_devices=len(cpus),
+        deterministic=tf_private.ops_are_deterministic(),
     )
 
 

@@ -35,6 +35,11 @@ class GpuOptions:
         True, "Let GPUs of compute capability 8.0 and above round the factors of float32 products "
         "to TF32, 10 of their 23 bits, as TensorFlow does by default.", affects="result",
     )  # fmt: skip
+    deterministic: bool = _gpus(
+        False, "Let ops give the same bits each time they are given the same, which on GPUs takes "
+        "slower kernels; an op that has none is an error, and seconds of towers are not measured.",
+        affects="result",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         """Refuse values out of range and pairs that exclude each other.

@@ -223,6 +223,7 @@ class Options:
     allow_growth: bool = same_option(GpuOptions, "allow_growth")
     allow_soft_placement: bool = same_option(GpuOptions, "allow_soft_placement")
     tf32: bool = same_option(GpuOptions, "tf32")
+    deterministic: bool = same_option(GpuOptions, "deterministic")
 
     num_epochs: float = _length(
         0.0, "Passes over the training set; 0: as max_steps says, else 10.", maximum=10**9

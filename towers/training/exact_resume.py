@@ -29,8 +29,9 @@ _KEPT = 2  # of the newest files: the older one is for a newest one that is dama
 class ExactResume(keras.callbacks.Callback):
     """Saves all that a `fit` needs to go on, and goes on from there when it is called again.
 
-    The same call in a new process ends with the weights, to the last bit, and the History of a
-    `fit` that was never interrupted, in plain Keras and over towers. Saved are weights, optimizer,
+    The same call in a new process ends with the weights and the History of a `fit` that was never
+    interrupted, in plain Keras and over towers: bit for bit on CPUs, and on GPUs with
+    --deterministic, in a program `towers.devices.configure(deterministic=True)`. Saved are weights, optimizer,
     metrics, Keras' seeds, the random states of Python and NumPy, epoch and batch, History, and the
     position in the data: of arrays and `tf.data` by their iterator; what Python makes, as
     `keras.utils.PyDataset` does, is read again from the epoch's beginning, and dropped.

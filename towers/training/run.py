@@ -16,7 +16,7 @@ from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split, augment, on_workers
 from towers.data.on_towers import OnTowers, store
 from towers.data.on_workers import OnWorkers
-from towers.devices import cluster, memory
+from towers.devices import cluster, memory, selection
 from towers.errors import InputError
 from towers.options.augmentation import parse
 from towers.options.run import Options
@@ -145,6 +145,8 @@ def prepare(options: Options) -> Run:
 def find(options: Options) -> tuple[list[str], Data]:
     """Return the towers' devices and the data set; raise what `prepare` raises."""
     devices.configure(**dataclasses.asdict(options.gpu_options()))
+    if selection.asks_for_cpus(options.devices):
+        devices.hide_gpus()
     devices.try_out()
     return tower_devices(options), load_data(options)
 

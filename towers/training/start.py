@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers import devices, files
+from towers import devices, files, tf_private
 from towers.builder.kinds import are_gpus, are_of_workers
 from towers.data import Data
 from towers.data.on_towers import OnTowers
@@ -79,7 +79,11 @@ def build(options: Options, say: Say) -> Run:
     names, dataset = find(options)
     stored = None
     by_default = options.variables == "default" and are_gpus(names)
-    if options.variables == "auto" or by_default:  # flags.cfg keeps what is found: bit for bit
+    if tf_private.ops_are_deterministic():  # what a clock decides may differ from run to run
+        if options.variables == "auto":
+            say("variables   default: a trial might choose otherwise next time")
+            options = dataclasses.replace(options, variables="default")
+    elif options.variables == "auto" or by_default:  # flags.cfg keeps what is found: bit for bit
         options, stored = _fastest(options, names, dataset, say)
         gc.collect()  # traced functions are cycles, and hold their variables in the devices' memory
     return assemble(options, names, dataset, stored=stored)
