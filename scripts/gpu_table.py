@@ -61,10 +61,10 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float32,mixed_bfloat16")
     parser.add_argument("--variables", default="replicated")
     flags = parser.parse_args()
-    devices.tower_devices(3, "cpu")
+    numbers = [int(number) for number in flags.num_towers.split(",")]
+    devices.tower_devices(max(numbers) + 1, "cpu")  # the first one stays the host's
     tf.get_logger().setLevel("ERROR")
-    models, numbers = flags.models.split(","), map(int, flags.num_towers.split(","))
-    cases = itertools.product(models, numbers, flags.dtypes.split(","))
+    cases = itertools.product(flags.models.split(","), numbers, flags.dtypes.split(","))
     rows = [row(*case, flags.variables) for case in cases]
     print("\n".join(text.markdown(HEADER, rows)))
 

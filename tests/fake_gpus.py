@@ -121,6 +121,10 @@ class Machine:
     def visible(self, kind="GPU"):
         return [gpu for i, gpu in enumerate(self.physical()) if i not in self.hidden]
 
+    def set_visible(self, chosen, kind):
+        assert not self.started
+        self.hidden = [i for i, gpu in enumerate(self.physical()) if gpu not in chosen]
+
     def details(self, gpu):
         card = self._shown[self.physical().index(gpu)]
         return {"device_name": card.name, "compute_capability": card.capability}
@@ -165,6 +169,7 @@ def install(monkeypatch, *cards, driver=True, build=CUDA_BUILD):
 
     answer(config, "list_physical_devices", machine.physical, lambda kind=None: kind == "GPU")
     answer(config, "get_visible_devices", machine.visible, lambda kind=None: kind == "GPU")
+    answer(config, "set_visible_devices", machine.set_visible, lambda _, kind=None: kind == "GPU")
     for owner, name, made_up in (
         (config, "get_logical_device_configuration", machine.get_parts),
         (config, "set_logical_device_configuration", machine.set_parts),

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.fake_gpus import A100, FULL, LOST, MIB, OLD, PART, SMALL, SPLIT, Card, part_uuid
-from towers.devices import config_proto, gpus
+from towers.devices import config_proto, gpus, tower_devices
 from towers.errors import InputError, RunError
 
 pytestmark = pytest.mark.unit
@@ -397,3 +397,23 @@ def test_a_session_without_a_driver(install):
     assert config_proto(per_process_gpu_memory_fraction=0.4, visible_gpus="none")
     with pytest.raises(InputError, match="no NVIDIA driver answers here"):
         config_proto(visible_gpus="0")
+
+
+@pytest.mark.parametrize("devices", ["cpu", [" CPU "]])
+def test_gpus_are_left_alone_where_towers_are_to_be_on_cpus(install, devices):
+    machine = install(A100, A100)
+    assert tower_devices(1, devices) == ["/cpu:0"]
+    assert machine.visible() == []
+    machine = started(install(A100))  # too late: it has them
+    assert tower_devices(1, devices) == ["/cpu:0"]
+    assert len(machine.visible()) == 1
+
+
+def test_the_fast_half_precision_of_old_cards_is_named(install):
+    install(A100, Card("Tesla V100", (7, 0)))
+    (line,) = gpus.advice_on("mixed_bfloat16")
+    assert "/gpu:1 (Tesla V100, compute capability 7.0)" in line and "A100" not in line
+    assert line.endswith("type --dtype=mixed_float16")
+    assert gpus.advice_on("mixed_float16") == gpus.advice_on("float32") == []
+    install(A100)
+    assert gpus.advice_on("mixed_bfloat16") == []

@@ -8,6 +8,7 @@ from towers.options.functions import lazily
 
 _HOME = {
     "Device": "selection",
+    "advice_on": "gpus",
     "config_proto": "gpus",
     "configure": "gpus",
     "connect": "cluster",

@@ -14,7 +14,7 @@ from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
 
 _THREAD_MODE = "TF_GPU_THREAD_MODE"
-_TF32_CAPABILITY = (8, 0)
+_TF32_CAPABILITY = _BFLOAT16_CAPABILITY = (8, 0)
 _in_force = GpuOptions()  # what this process has set, once, before TensorFlow starts
 
 
@@ -130,6 +130,22 @@ def precision() -> list[str]:
     return [
         "precision   TF32 is on: float32 products are of 10 bits of their factors; --tf32=false "
         "for all 23"
+    ]
+
+
+def advice_on(dtype: str) -> list[str]:
+    """Return a line that names the faster precision, if a GPU has no fast kernels for `dtype`."""
+    gpus = tf.config.get_visible_devices("GPU")
+    slow = [
+        f"/gpu:{i} ({name}, compute capability {'.'.join(map(str, capability))})"
+        for i, (name, capability) in enumerate(_details(gpus))
+        if capability and capability < _BFLOAT16_CAPABILITY
+    ]
+    if dtype != "mixed_bfloat16" or not slow:
+        return []
+    return [
+        f"precision   bfloat16 is slow on {', '.join(slow)}: it is fast from compute capability "
+        "8.0 on; type --dtype=mixed_float16"
     ]
 
 

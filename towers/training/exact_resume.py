@@ -31,10 +31,11 @@ class ExactResume(keras.callbacks.Callback):
 
     The same call in a new process ends with the weights and the History of a `fit` that was never
     interrupted, in plain Keras and over towers: bit for bit on CPUs, and on GPUs with
-    --deterministic, in a program `towers.devices.configure(deterministic=True)`. Saved are weights, optimizer,
-    metrics, Keras' seeds, the random states of Python and NumPy, epoch and batch, History, and the
-    position in the data: of arrays and `tf.data` by their iterator; what Python makes, as
-    `keras.utils.PyDataset` does, is read again from the epoch's beginning, and dropped.
+    --deterministic, in a program `towers.devices.configure(deterministic=True)`. Saved are
+    weights, optimizer, metrics, Keras' seeds, the random states of Python and NumPy, epoch and
+    batch, History, and the position in the data: of arrays and `tf.data` by their iterator; what
+    Python makes, as `keras.utils.PyDataset` does, is read again from the epoch's beginning, and
+    dropped.
 
     With `shuffle="batch"` the order within a batch is another one. TensorFlow itself does not go on
     exactly where a shuffled dataset is repeated and a pass has just ended: shuffle after `repeat`.

@@ -234,7 +234,10 @@ def begin(
     sampler = Sampler(run.data.train, options)
     with one_line_errors(options), watch, watch.first_batch():
         batch = sampler.batch(step, examples)
-    for line in [*rules, *fitting.check(run.task, batch), *devices.report(run.builder.devices)]:
+    lines = [*rules, *fitting.check(run.task, batch), *devices.report(run.builder.devices)]
+    if are_gpus(run.builder.devices):
+        lines += devices.advice_on(options.dtype)
+    for line in lines:
         say(line)
     run.rehearse(batch)
     placement, lines = _place(run, train_loop, batches, say)
