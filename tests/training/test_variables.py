@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import tiny
+from tests import runs, tiny
 from tests.training.test_update import embedding  # noqa: F401 (tests of XLA name it here)
 from towers.builder import collectives, gather
 from towers.commands.verify.command import run as verify
@@ -13,6 +13,7 @@ from towers.errors import InputError
 from towers.graphs.placement import read_placement, short
 from towers.options.run import Options
 from towers.training import start
+from towers.training.masters import Masters
 from towers.training.start import build
 from towers.training.train import train
 
@@ -170,3 +171,33 @@ def test_what_not_all_towers_have_is_gathered_and_handed_out():
         np.testing.assert_allclose(own[0], [0.5, 0.5])
         np.testing.assert_allclose(own[1], [0.25] * 3)
         np.testing.assert_allclose(own[2], [[0, 0], [0.5, 0.5], [0, 0]])
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("slot", [False, True])
+def test_copies_that_drift_are_told_and_go_on_from_what_is_saved(
+    tmp_path, capsys, monkeypatch, slot
+):
+    """One bit of a weight, or of what the optimizer keeps of it, on the second tower."""
+
+    def drift():
+        replica = masters[-1].replicas[1]
+        variable = (replica.optimizer.variables[-1] if slot else replica.weights[0]).value
+        flat = variable.numpy().ravel()
+        flat[0] = np.nextafter(flat[0], np.float32(9))
+        variable.assign(flat.reshape(variable.shape))
+
+    masters = []
+    real = Masters.make_copies_equal
+    monkeypatch.setattr(
+        Masters, "make_copies_equal", lambda self: masters.append(self) or real(self)
+    )
+    runs.at_step(monkeypatch, {4: drift})
+    given = dict(num_towers=2, variables="replicated", checkpoint_every_steps=2, steps_per_loop=1)
+    train(tiny.options(tmp_path, max_steps=6, **given))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "differ at step" in line]
+    assert len(lines) == 1
+    assert "/cpu:0 and /cpu:1 differ at step 4" in lines[0] and "--variables=cpu" in lines[0]
+    first, second = [[v.numpy() for v in replica.variables()] for replica in masters[-1].replicas]
+    for ours, theirs in zip(first, second, strict=True):
+        np.testing.assert_array_equal(ours, theirs)

@@ -8,7 +8,7 @@ nothing then goes from there to the host in a step.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -87,6 +87,7 @@ class Masters:
                 self.loss_scale = tf.Variable(INITIAL_LOSS_SCALE, trainable=False)
                 self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64)
         self.in_a_row = [counter("in_a_row", replica.device) for replica in self.replicas]
+        self._sums: list[Callable[[], tf.Tensor]] | None = None
 
     @contextlib.contextmanager
     def averages_as_weights(self) -> Iterator[None]:
@@ -111,6 +112,27 @@ class Masters:
         for replica in self.replicas[1:]:
             for variable, value in zip(replica.variables(), values, strict=True):
                 variable.assign(value)
+
+    def make_copies_equal(self) -> tuple[str, str, str] | None:
+        """Give the copies the values of the masters if they have others.
+
+        Each device adds up the bits of its own, and sends one number for each variable.
+
+        Returns:
+            (name, device of the masters, device of the copy) of the first that differed, or None.
+        """
+        if len(self.replicas) == 1:
+            return None
+        if self._sums is None:  # traced once
+            self._sums = [_sums_of_bits(replica) for replica in self.replicas]
+        first, *others = [sums().numpy() for sums in self._sums]
+        for replica, sums in zip(self.replicas[1:], others, strict=True):
+            differ = (sums != first).nonzero()[0]
+            if len(differ):
+                self.set_copies()
+                name = self.replicas[0].variables()[differ[0]].name.partition(":")[0]
+                return name, self.replicas[0].device, replica.device
+        return None
 
     def variables(self) -> dict[str, tf.Variable]:
         """Return every master variable by a name that does not depend on towers or devices."""
@@ -240,6 +262,23 @@ def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]
         twin.regularizer, twin.constraint = weight.regularizer, weight.constraint
         copies.append(twin)
     return copies
+
+
+def _sums_of_bits(replica: Replica) -> Callable[[], tf.Tensor]:
+    """Return a function that gives the sum of the bits of each variable as integers, int64."""
+    variables = replica.variables()
+    of_size = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+
+    @tf.function(autograph=False)
+    def sums() -> tf.Tensor:
+        with tf.device(replica.device):  # int32 would be added up on the host
+            bits = [
+                tf.bitcast(v, of_size[v.dtype.size]) if v.dtype.is_floating else v
+                for v in variables
+            ]
+            return tf.stack([tf.reduce_sum(tf.cast(each, tf.int64)) for each in bits])
+
+    return sums
 
 
 def _beside(variable: tf.Variable) -> tf.Variable:

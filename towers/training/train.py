@@ -266,8 +266,17 @@ def save_finite(
 ) -> None:
     """Save a checkpoint, unless a step or a weight is not finite: older ones are worth more.
 
-    It is written beside training, unless it has to be there `now`.
+    It is written beside training, unless it has to be there `now`. Copies on other towers that have
+    drifted away, as they may on unlike cards, get the values that are saved: the run goes on as one
+    that is continued from this checkpoint does.
     """
+    if drifted := begun.run.masters.make_copies_equal():
+        name, device, other = drifted
+        begun.checkpoints.say(
+            f"warning     copies of {name} on {device} and {other} differ at step {step}: all go "
+            f"on from that of {device}, which is saved; type --variables=cpu or sharded, which "
+            "have one copy, or --deterministic"
+        )
     alarm.check_weights(step)
     with watch.save(step):
         save = begun.checkpoints.save_now if now else begun.checkpoints.save
