@@ -21,7 +21,6 @@ from towers.builder import doubts, layouts, states
 from towers.builder.draws import Drawn
 from towers.builder.tracing import Trace, Tracer
 from towers.errors import InputError
-from towers.text import first_line
 
 FEW, MORE = 3, 5  # examples of the two traces, if the function takes any number of them
 _MULTIPLES = (1, 2, 4, 5, 7, 8, 10, 16)  # some functions take even numbers only, and so on
@@ -172,8 +171,13 @@ def _trace(tracer: Tracer, size: int) -> Trace | None:
     except InputError:
         raise
     except Exception as error:
-        tracer.failure = first_line(error, 150)
+        tracer.failure = _first_line(error)
         return None
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0][:150]
 
 
 @contextlib.contextmanager
@@ -184,4 +188,4 @@ def _noted(reasons: list[str]) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        reasons.append(first_line(error, 150))
+        reasons.append(_first_line(error))
