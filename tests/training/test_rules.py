@@ -3,6 +3,8 @@
 import pytest
 
 from tests import tiny
+from towers import devices
+from towers.builder.kinds import cpus_for_gpus
 from towers.training.rules import rule_book
 from towers.training.run import prepare
 
@@ -67,3 +69,20 @@ def test_the_length_is_told_and_is_never_nothing():
     assert line("length", num_epochs=2.5) == "length      150 examples, 2.5 epochs"
     assert line("length", num_epochs=2, max_steps=9).endswith("2 epochs, at most 9 steps")
     assert line("length", num_epochs=0.001) == "length      1 examples, 0.001 epochs"
+
+
+def test_what_batch_norm_over_all_gpus_costs_is_told():
+    devices.tower_devices(3, "cpu")
+    model = dict(model="models.resnet:resnet", model_args="depth=8,width=2", batch_size=8)
+
+    def lines(devices, **changes):
+        given = dict(num_towers=devices.count(",") + 1, devices=devices, variables="replicated")
+        given |= dict(augment="none") | model | changes
+        return [x for x in rule_book(prepare(tiny.options("t", **given))) if "kernels" in x]
+
+    with cpus_for_gpus():
+        (line,) = lines("/cpu:1,/cpu:2")
+        assert "7 layers" in line and f"{7 * 34} more" in line and "--batch_norm=local" in line
+        assert lines("/cpu:1,/cpu:2", batch_norm="local") == lines("/cpu:1") == []
+        assert lines("/cpu:1,/cpu:2", model="tests.tiny:dense", model_args="") == []
+    assert lines("/cpu:0,/cpu:1", variables="cpu") == []

@@ -23,6 +23,9 @@ from towers.builder.assignments import Average, TowerScope
 from towers.builder.exchange import Member
 from towers.builder.kinds import is_gpu
 
+# Kernels that moments over all towers have a GPU launch for a layer in a step, beside its own two.
+EXCHANGE_LAUNCHES = 34
+
 
 def check_mode(mode: str) -> None:
     """Refuse what says not which examples moments are taken over."""

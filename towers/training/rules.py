@@ -2,7 +2,13 @@
 
 from collections import Counter
 
+import keras
+
+from towers import tf_private
+from towers.builder import collectives
+from towers.builder.batch_norm import EXCHANGE_LAUNCHES
 from towers.data import augment
+from towers.text import count
 from towers.training.run import Run
 
 
@@ -40,9 +46,27 @@ def rule_book(run: Run) -> list[str]:
         f"seed {options.seed}",
         f"  6 BatchNorm: {options.batch_norm}, moments over {moments}{parts}; statistics "
         "gathered, assigned once a step",
+        *_cost_of_moments(run),
         f"  7 clock: {update['clock']}, EMA {options.ema_decay or 'none'}",
         "  8 the loss that is printed is that of all towers",
     ]
+
+
+def _cost_of_moments(run: Run) -> list[str]:
+    """Return a line on what moments over all towers cost where these are GPUs, if any do."""
+    layers = [
+        layer
+        for layer in tf_private.layers_of(run.masters.model)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+    ]
+    if run.options.batch_norm != "sync" or not collectives.are_there(run.builder.devices):
+        return []
+    line = (
+        f"    {count(len(layers), 'layer')} meet twice a step, and each GPU launches some "
+        f"{EXCHANGE_LAUNCHES * len(layers)} more kernels for it: --batch_norm=local does without, "
+        "and gives other numbers"
+    )
+    return [line] if layers else []
 
 
 def _gather(run: Run) -> str:
