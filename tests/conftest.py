@@ -38,10 +38,10 @@ def pytest_addoption(parser):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Leave out what is to run alone, unless it is named."""
+    """Leave out what is to run alone, or with GPUs, unless it is named."""
     from tests.alone import ALONE
 
-    alone = any(collection_path.as_posix().endswith(f"tests/{path}") for path in ALONE)
+    alone = any(collection_path == _FOLDER / path for path in [*ALONE, "gpu"])
     named = any(collection_path.name in argument for argument in config.args)
     return True if alone and not named else None
 
