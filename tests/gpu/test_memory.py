@@ -1,0 +1,111 @@
+"""Which GPUs a process sees and how much of their memory it takes: set, read back, and felt."""
+
+import json
+
+import pytest
+
+from tests import programs
+
+pytestmark = pytest.mark.process
+
+# Tells how much address space the first allocation takes, and which of some fit on the last GPU.
+_ALLOCATE = """
+import json, os, sys
+import tensorflow as tf
+from towers import devices
+
+def mapped_mib():
+    return int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE") // 2**20
+
+def fits(mib, device):
+    with tf.device(device):
+        try:
+            return float(tf.fill([mib, 2**18], 1.0)[-1, -1]) == 1
+        except tf.errors.ResourceExhaustedError:
+            return False
+
+options, sizes = map(json.loads, sys.argv[1:])
+devices.configure(**options)
+lines = devices.read_back()
+device = tf.config.list_logical_devices("GPU")[-1].name
+before = mapped_mib()
+fits(1, device)
+taken = mapped_mib() - before
+print(json.dumps([device[-5:], lines, taken, [fits(mib, device) for mib in sizes]]))
+"""
+
+
+def allocate(mib, **options):
+    """Return (last GPU, lines, MiB taken at first, whether a third of `mib` and 10 more than it fit).
+
+    What does not fit is an error only after ten seconds, in which TensorFlow waits for others.
+    """
+    argv = json.dumps(options), json.dumps([mib // 3, mib + 10])
+    done = programs.python("-c", _ALLOCATE, *argv, variables={"TF_CPP_MIN_LOG_LEVEL": "3"})
+    assert done.returncode == 0, done.stderr
+    device, lines, taken, fits = json.loads(done.stdout)
+    return device, "\n".join(lines), taken, fits
+
+
+def test_all_memory_is_taken_at_first():
+    device, lines, taken, fits = allocate(1024)
+    assert device == "GPU:1"
+    assert "/gpu:0 1024 MiB, growth off" in lines and "/gpu:1 1024 MiB, growth off" in lines
+    assert taken >= 1024 and fits == [True, False]
+
+
+def test_memory_grows():
+    _, lines, taken, fits = allocate(1024, allow_growth=True)
+    assert "/gpu:0 1024 MiB, growth on" in lines and "/gpu:1 1024 MiB, growth on" in lines
+    assert taken < 1024 and fits == [True, False]
+
+
+@pytest.mark.parametrize(
+    "mib, option",
+    [
+        (409, {"per_process_gpu_memory_fraction": 0.4}),
+        (200, {"gpu_memory_limit_mib": 200}),
+        (256, {"per_process_gpu_memory_fraction": 0.25, "visible_gpus": "1"}),
+    ],
+)
+def test_a_limit_is_kept(mib, option):
+    device, lines, taken, fits = allocate(mib, **option)
+    assert device == ("GPU:0" if "visible_gpus" in option else "GPU:1")
+    assert f"/gpu:0 {mib} MiB, growth off" in lines
+    assert taken >= mib and fits == [True, False]
+
+
+# The same in a session, each with its GPU alone.
+_SESSION = """
+import json, sys
+import tensorflow as tf
+from towers import devices
+
+config = devices.config_proto(**json.loads(sys.argv[1]))
+with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
+    gpus = [d for d in session.list_devices() if d.device_type == "GPU"]
+    with tf.device("/gpu:0"):
+        x = tf.random.uniform([64, 2**18]) if gpus else tf.constant(0.0)
+    try:
+        session.run(tf.reduce_sum(x))
+        fits = True
+    except tf.errors.ResourceExhaustedError:
+        fits = False
+print(json.dumps([[gpu.memory_limit_bytes // 2**20 for gpu in gpus], fits]))
+"""
+
+
+@pytest.mark.parametrize(
+    "options, limits_mib, fits",
+    [
+        ({"allow_growth": True}, [1024, 1024], True),
+        ({"per_process_gpu_memory_fraction": 0.05}, [51, 51], False),
+        ({"gpu_memory_limit_mib": 300, "visible_gpus": "1"}, [300], True),
+        ({"visible_gpus": "none"}, [], True),
+    ],
+)
+def test_a_session_takes_the_same_options(options, limits_mib, fits):
+    variables = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = programs.python("-c", _SESSION, json.dumps(options), variables=variables)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [limits_mib, fits]
