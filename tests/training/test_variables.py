@@ -42,10 +42,10 @@ def test_towers_compute_what_one_device_computes(name):
 
 
 @pytest.mark.run
-def test_copies_stay_the_same_bit_for_bit(tmp_path):
-    loop = tiny.Loop(
-        tiny.options(tmp_path, num_towers=3, variables="replicated", model="tests.tiny:cnn")
-    )
+@pytest.mark.parametrize("optimizer", ["momentum", "muon"])  # which asks for paths of weights
+def test_copies_stay_the_same_bit_for_bit(tmp_path, optimizer):
+    given = dict(num_towers=3, variables="replicated", optimizer=optimizer)
+    loop = tiny.Loop(tiny.options(tmp_path, model="tests.tiny:cnn", **given))
     loop(5)
     first, *others = ([v.numpy() for v in r.variables()] for r in loop.masters.replicas)
     assert len(others) == 2

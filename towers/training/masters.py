@@ -253,10 +253,12 @@ def move(variable: keras.Variable, device: str) -> None:
 
 
 def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]:
-    """Return copies of the weights on a device."""
+    """Return copies of the weights on a device, of the same paths: optimizers may go by them."""
     copies = []
     for weight in weights:
-        with tf.device(device):
+        with tf.device(device), contextlib.ExitStack() as scopes:
+            for part in weight.path.split("/")[:-1]:
+                scopes.enter_context(keras.name_scope(part))
             value = tf.identity(weight.value)  # of a tf.Variable itself Keras makes no copy
             twin = keras.Variable(value, dtype=weight.dtype, name=weight.name)
         twin.regularizer, twin.constraint = weight.regularizer, weight.constraint
