@@ -14,7 +14,7 @@ from towers.data.pipeline import NUM_DRAWS
 from towers.graphs.placement import read_placement, short, traced_ops
 from towers.monitoring import events
 from towers.options.run import Options
-from towers.training import start
+from towers.training import best, start
 from towers.training.evaluate import evaluate
 from towers.training.train import train
 
@@ -63,6 +63,21 @@ def test_the_numbers_are_those_of_cpus():
         assert counts == [3 * 7] * (2 if variables == "replicated" else 1)
 
 
+@pytest.mark.parametrize("keep_best", [False, True])
+def test_every_tower_evaluates_the_weights_that_were_restored(tmp_path, keep_best):
+    """Those of a checkpoint, and at the end of a run those of its best one."""
+    given = dict(num_towers=2, variables="replicated", dtype="float64", max_steps=8)
+    if keep_best:  # weights that only get worse
+        given |= dict(keep_best=True, validation_fraction=0.2, evaluate_every_epochs=0.2)
+        given |= dict(learning_rate=30.0, schedule="constant")
+    result = train(tiny.options(tmp_path, model="tests.tiny:cnn", **given))
+    assert not keep_best or best.step_of(tmp_path) < 8
+    on_two = evaluate(train_dir=str(tmp_path), say=lambda line: None)
+    on_one = evaluate(train_dir=str(tmp_path), devices="/cpu:0", num_towers=1, say=lambda line: None)
+    found = [result["test_loss"], on_two["loss"]]
+    assert found == pytest.approx([on_one["loss"]] * 2, rel=1e-9)
+
+
 @pytest.mark.parametrize("towers", [1, 2])
 def test_a_step_that_nobody_looks_at_sends_nothing_to_the_host(towers):
     loop = loop_of(towers, "replicated", model="tests.tiny:cnn", clip_global_norm=1.0)
@@ -83,15 +98,6 @@ def test_seconds_of_towers_are_measured_where_a_point_is_due(tmp_path, capsys):
     points = events.read(tmp_path / "train", {tag}).values()
     assert points and all(0 < point[tag] < 10 for point in points)
     assert "data        0.0 MiB on each GPU: the host sends" in capsys.readouterr().out
-
-
-def test_an_evaluation_on_all_gpus_is_that_of_the_run(tmp_path):
-    """Each tower has weights of its own, and all of them are those of the checkpoint."""
-    given = dict(num_towers=2, variables="replicated", learning_rate=0.5)
-    result = train(tiny.options(tmp_path, max_steps=12, **given))
-    for num_towers in (1, 2):
-        found = evaluate(train_dir=str(tmp_path), num_towers=num_towers, devices="cpu")
-        assert found["loss"] == pytest.approx(result["test_loss"], rel=1e-5)
 
 
 def test_by_default_what_is_fastest_is_tried_and_flags_cfg_keeps_it(tmp_path, capsys, monkeypatch):

@@ -256,9 +256,12 @@ def best_weights(begun: Start, step: int) -> Iterator[bool]:
     if best in (None, step):
         yield False
         return
-    with kept(begun.run.masters.variables().values()):
+    masters = begun.run.masters
+    with kept(masters.variables().values()):
         begun.checkpoints.restore(wanted=best)
+        masters.set_copies()
         yield True
+    masters.set_copies()
 
 
 def save_finite(
