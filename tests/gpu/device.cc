@@ -34,6 +34,9 @@
 #include "tensorflow/core/grappler/optimizers/custom_graph_optimizer.h"
 #include "tensorflow/core/grappler/optimizers/custom_graph_optimizer_registry.h"
 #include "tensorflow/core/public/session_options.h"
+#include "xla/stream_executor/platform_manager.h"
+#include "xla/stream_executor/stream.h"
+#include "xla/stream_executor/stream_executor.h"
 
 asm(R"(
     .section .rodata
@@ -109,6 +112,8 @@ class Memory : public tsl::SubAllocator {  // BFCAllocator takes regions from it
 };
 
 void Copy(const Tensor* from, Tensor* to, const StatusCallback& done) {
+  // So a copy between TensorFlow's devices says that there is no memory for it.
+  if (!to->IsInitialized()) return done(absl::InternalError("Dst tensor is not initialized."));
   const absl::string_view bytes = from->tensor_data();
   if (!bytes.empty()) {
     std::memmove(const_cast<char*>(to->tensor_data().data()), bytes.data(), bytes.size());
@@ -151,6 +156,7 @@ class Gpu : public LocalDevice {
   Gpu(const SessionOptions& options, const DeviceAttributes& attributes, Allocator* memory)
       : LocalDevice(options, attributes), memory_(memory) {
     info_.default_context = copies_.get();
+    info_.stream = stream_.get();
     set_tensorflow_accelerator_device_info(&info_);
   }
 
@@ -189,6 +195,14 @@ class Gpu : public LocalDevice {
  private:
   Allocator* const memory_;
   const core::RefCountPtr<DeviceContext> copies_{new Copies};
+  // By which XLA finds out whom to compile for; nothing is put into it.
+  const std::unique_ptr<stream_executor::Stream> stream_ =
+      stream_executor::PlatformManager::PlatformWithName("Host")
+          .value()
+          ->ExecutorForDevice(0)
+          .value()
+          ->CreateStream()
+          .value();
   AcceleratorDeviceInfo info_;
 };
 

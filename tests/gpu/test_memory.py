@@ -36,7 +36,7 @@ print(json.dumps([device[-5:], lines, taken, [fits(mib, device) for mib in sizes
 
 
 def allocate(mib, **options):
-    """Return (last GPU, lines, MiB taken at first, whether a third of `mib` and 10 more than it fit).
+    """Return (last GPU, lines, MiB taken at first, whether a third of `mib` fits, and 10 more).
 
     What does not fit is an error only after ten seconds, in which TensorFlow waits for others.
     """

@@ -72,8 +72,8 @@ def test_every_tower_evaluates_the_weights_that_were_restored(tmp_path, keep_bes
         given |= dict(learning_rate=30.0, schedule="constant")
     result = train(tiny.options(tmp_path, model="tests.tiny:cnn", **given))
     assert not keep_best or best.step_of(tmp_path) < 8
-    on_two = evaluate(train_dir=str(tmp_path), say=lambda line: None)
-    on_one = evaluate(train_dir=str(tmp_path), devices="/cpu:0", num_towers=1, say=lambda line: None)
+    of_run = dict(train_dir=str(tmp_path), say=lambda line: None)
+    on_two, on_one = evaluate(**of_run), evaluate(**of_run, devices="/cpu:0", num_towers=1)
     found = [result["test_loss"], on_two["loss"]]
     assert found == pytest.approx([on_one["loss"]] * 2, rel=1e-9)
 

@@ -1,0 +1,86 @@
+"""Commands in processes of their own: what they set before TensorFlow starts, and the driver."""
+
+import json
+import sys
+
+import pytest
+
+from tests import programs
+
+pytestmark = pytest.mark.process
+DENSE = "--model=tests.tiny:dense --dataset=tests.tiny:images --augment=none --max_steps=2"
+DRIVERS = {name: f"{sys.prefix}/lib/{name}" for name in ("driver", "old_driver", "none")}
+
+
+def towers(*argv, driver="driver", **variables):
+    """Return the exit code, standard output and standard error of a command."""
+    variables |= {"LD_LIBRARY_PATH": DRIVERS[driver], "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = programs.python("-m", "towers", *map(str, argv), variables=variables)
+    noise = "WARNING: All log messages", "I0000"  # of TensorFlow's CPU build
+    err = [line for line in done.stderr.splitlines() if not line.startswith(noise)]
+    return done.returncode, done.stdout, "\n".join(err)
+
+
+def train(tmp_path, *flags, **variables):
+    """Return what a run prints, which is to succeed, and the devices of its towers."""
+    folder = f"--train_dir={tmp_path}/run"
+    code, out, err = towers("train", folder, *DENSE.split(), *flags, **variables)
+    assert code == 0, err
+    return out, json.loads((tmp_path / "run/result.json").read_text())["devices"]
+
+
+@pytest.mark.parametrize(
+    "flags, variables, devices, row",
+    [
+        ("--visible_gpus=1", {}, ["/gpu:0"], "0  /gpu:0  00000000:02:00.0       1  "),
+        ("--visible_gpus=none", {}, ["/cpu:0"], "0  /cpu:0  "),
+        ("", {"CUDA_VISIBLE_DEVICES": "1"}, ["/gpu:0"], "0  /gpu:0  00000000:02:00.0       1  "),
+        ("", {"CUDA_VISIBLE_DEVICES": ""}, ["/cpu:0"], "0  /cpu:0  "),
+        ("--devices=cpu --num_towers=2", {}, ["/cpu:0", "/cpu:1"], "1  /cpu:1  "),
+    ],
+)
+def test_a_run_sees_the_gpus_that_it_is_told(flags, variables, devices, row, tmp_path):
+    out, found = train(tmp_path, "--variables=cpu", *flags.split(), **variables)
+    assert found == devices and f" {row}" in out
+
+
+def test_memory_options_of_a_run_are_read_back(tmp_path):
+    out, _ = train(tmp_path, "--per_process_gpu_memory_fraction=0.25", "--variables=cpu")
+    assert "/gpu:0 256 MiB, growth off" in out and "/gpu:1 256 MiB, growth off" in out
+
+
+def test_too_little_memory_is_one_line(tmp_path):
+    flags = "--model_args=width=20000", "--gpu_memory_limit_mib=50", "--variables=replicated"
+    code, _, err = towers("train", f"--train_dir={tmp_path}/run", *DENSE.split(), *flags)
+    assert code == 1 and len(err.splitlines()) == 1
+    assert err.startswith("towers: out of memory: tower ") and "it may take 50.0 MiB" in err
+
+
+def test_more_memory_than_there_is_is_refused(tmp_path):
+    flags = *DENSE.split(), "--gpu_memory_limit_mib=2000"
+    code, _, err = towers("train", f"--train_dir={tmp_path}/run", *flags)
+    assert code == 2 and len(err.splitlines()) == 1
+    assert "has 1024 of 1024 MiB free, 2000 are needed" in err
+
+
+def test_a_run_is_exported(tmp_path):
+    train(tmp_path, "--variables=replicated")
+    code, out, err = towers("export", f"--train_dir={tmp_path}/run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["passed"]
+
+
+@pytest.mark.parametrize(
+    "driver, code, says",
+    [
+        ("driver", 0, "the driver (555.42.02) has 0 (GPU of host memory), 1 (GPU of host memory)"),
+        ("old_driver", 0, "the driver (555.42.02) has 0 (GPU of host memory)"),
+        ("none", 0, "computing on /gpu:1"),
+    ],
+)
+def test_doctor_finds_the_gpus(driver, code, says, tmp_path):
+    found, out, err = towers("doctor", f"--train_dir={tmp_path}/run", driver=driver)
+    assert found == code, out + err
+    assert says in out
+    assert "computing on /gpu:0" in out and "computing on /gpu:1" in out
+    assert "Traceback" not in err and "FAIL" not in out

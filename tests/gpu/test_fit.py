@@ -1,0 +1,57 @@
+"""`fit` over two GPUs beside `fit` of Keras alone on the CPU, in float64."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import towers
+from tests import fits
+
+pytestmark = pytest.mark.run
+layers = keras.layers
+GPUS = ["/gpu:0", "/gpu:1"]
+
+
+def network(*middle):
+    first, last = layers.Conv2D(4, 3, activation="relu"), layers.GlobalAveragePooling2D()
+    head = layers.Dense(3, activation="softmax")
+    model = keras.Sequential([keras.Input((8, 8, 3)), first, *middle, last, head])
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+MODELS = {
+    "plain": network,
+    "dropout": lambda: network(layers.Dropout(0.3)),
+    "batch norm": lambda: network(layers.BatchNormalization()),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_gpus_fit_as_the_cpu_does(name):
+    random = np.random.default_rng(0)
+    x, y = random.random((40, 8, 8, 3)), random.integers(0, 3, 40)
+    found = []
+    with fits.in_float64():
+        for devices in ["/cpu:0"], GPUS:
+            keras.utils.set_random_seed(0)
+            model = towers.parallelize(MODELS[name](), devices=devices)
+            losses = model.fit(x, y, batch_size=9, epochs=2, verbose=0).history["loss"]
+            weights = [v.numpy() for v in model.weights]
+            figures = [*losses, *model.evaluate(x, y, batch_size=9, verbose=0)]
+            found.append([*figures, *weights, model.predict(x, batch_size=9, verbose=0)])
+    for one, two in zip(*found, strict=True):
+        assert fits.relative_difference(one, two) < 1e-9
+
+
+def test_fit_leaves_nothing_behind():
+    """Live bytes of each GPU are what they were after the first epoch."""
+    x, y = np.random.rand(64, 8, 8, 3).astype("float32"), np.random.randint(0, 3, 64)
+    model = towers.parallelize(MODELS["batch norm"](), devices=GPUS)
+    used = []
+    for _ in range(3):
+        model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+        used.append([tf.config.experimental.get_memory_info(f"GPU:{i}")["current"] for i in (0, 1)])
+    assert all(last <= first for first, last in zip(used[0], used[-1], strict=True)), used
