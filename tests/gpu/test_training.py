@@ -134,20 +134,31 @@ def test_what_comes_after_a_run(tmp_path, capsys):
     assert len(tables) == 1
 
 
-def test_fifty_steps_leave_nothing_behind(tmp_path):
-    """Threads, open files and live bytes on each GPU are what they were after the first steps."""
+def left_behind(tmp_path, num_steps, **options):
+    """Return what so many steps add: (threads, open files), [live bytes of each GPU]."""
 
     def now():
         num = [len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")]
         return num, [tf.config.experimental.get_memory_info(gpu)["current"] for gpu in GPUS]
 
-    options = tiny.options(tmp_path, model="tests.tiny:cnn", num_towers=2, variables="replicated")
-    loop = tiny.Loop(options)
+    loop = tiny.Loop(tiny.options(tmp_path, num_towers=2, variables="replicated", **options))
     loop(3)
     before = now()
-    for _ in range(50):
-        loop(1)
-    after = now()
-    assert after[0] == before[0]
-    for first, last in zip(before[1], after[1], strict=True):
-        assert last - first < 50 * 256  # the least that a tensor takes; a few are on their way
+    for _ in range(num_steps // 10):
+        loop(10)
+    return [list(map(int.__sub__, *two)) for two in zip(now(), before, strict=True)]
+
+
+def test_fifty_steps_leave_nothing_behind(tmp_path):
+    added, num_bytes = left_behind(tmp_path, 50, model="tests.tiny:cnn")
+    assert added == [0, 0]
+    assert max(num_bytes) < 50 * 256  # the least that a tensor takes; a few are on their way
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("model", ["models.resnet:resnet20", "models.cnn:cnn"])
+def test_two_thousand_steps_leave_nothing_behind(model, tmp_path):
+    added, num_bytes = left_behind(tmp_path, 2000, model=model, batch_size=8)
+    print(f"{model}: threads and files {added}, bytes on each GPU {num_bytes}")
+    assert added == [0, 0] and max(num_bytes) < 2000 * 256
