@@ -43,9 +43,9 @@ def test_memory_is_counted():
     before = used()
     with tf.device("/gpu:1"):
         x = tf.zeros([2**20])
-    assert used() - before == 2**22
+    assert used() - before == pytest.approx(2**22, abs=2**16)  # others may have gone meanwhile
     del x
-    assert used() == before
+    assert used() - before < 2**16
 
 
 def test_towers_add_up_by_a_ring():

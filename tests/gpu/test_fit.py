@@ -54,4 +54,5 @@ def test_fit_leaves_nothing_behind():
     for _ in range(3):
         model.fit(x, y, batch_size=16, epochs=2, verbose=0)
         used.append([tf.config.experimental.get_memory_info(f"GPU:{i}")["current"] for i in (0, 1)])
-    assert all(last <= first for first, last in zip(used[0], used[-1], strict=True)), used
+    for first, last in zip(used[0], used[-1], strict=True):
+        assert last - first < 16 * 256  # of 16 steps; the least that a tensor takes

@@ -19,7 +19,7 @@ FAST = "--model=models.fast:fast --model_args=small_size=0 --augment=shift"
 FAMILIES = {
     "resnet": f"--model=models.resnet:resnet20 {IMAGES} --augment=resnet --weight_decay=1e-4",
     "lrn": f"--model=models.cnn:cnn {IMAGES} --augment=tutorial --ema_decay=0.9",
-    "vit": f"--model=models.vit:vit {IMAGES}",
+    "vit": f"--model=models.vit:vit --model_args=depth=1 {IMAGES}",
     "muon": f"{FAST} --dataset=tests.zoo.applications:images_32 --optimizer=muon",
     "dense": f"--model=tests.tiny:dense {IMAGES} --clip_global_norm=1 --accumulate_steps=2",
     "dropout, cpu": f"{CNN} --augment=resnet --variables=cpu",
@@ -30,7 +30,7 @@ FAMILIES = {
     "bfloat16": f"{CNN} --dtype=mixed_bfloat16",
     "words, cpu": f"--model=tests.user_models:transformer {WORDS} --variables=cpu",
     "words": f"--model=tests.user_models:transformer {WORDS} --optimizer=adamw",
-    "compiled": "--model=tests.tasks:two --dataset=tests.tasks:two_data",
+    "compiled": "--model=tests.tasks:two --dataset=tests.tasks:two_data --variables=sharded",
 }
 
 
@@ -49,7 +49,8 @@ def test_every_op_of_a_tower_is_on_its_gpu(name, tmp_path, capsys):
 
 def test_what_gpus_have_no_kernel_for(tmp_path, capsys):
     """Soft placement moves it to the CPU, and is the default; without it a run does not begin."""
-    flags = f"--model=tests.gpu.models:without_kernel {IMAGES} --max_steps=2".split()
+    flags = f"--model=tests.gpu.models:without_kernel {IMAGES} --max_steps=2"
+    flags = [*flags.split(), "--variables=cpu"]
     assert "layer sequential/smallest: NthElement on /cpu:0, by soft placement" in train(
         capsys, tmp_path / "soft", *flags
     )
