@@ -25,7 +25,7 @@ CASES = {
 def verified(capsys, *flags):
     """Return the largest relative difference that verify finds on one GPU and on two."""
     small = "--batch_size=7 --steps=2 --num_towers=1,2 --json".split()
-    code, out, err = command(capsys, "verify", *small, *flags)
+    code, out, err = command(capsys, "verify", *flags, *small)
     assert code == 0, err
     return max(json.loads(out)["max_relative_difference"].values())
 
