@@ -11,6 +11,7 @@ from towers.errors import InputError, RunError
 from towers.options.run import Options
 from towers.training import memory as of_step
 from towers.training import out_of_memory
+from towers.training.masters import Masters
 from towers.training.run import prepare
 from towers.training.tensorflow_errors import one_line_errors
 
@@ -134,3 +135,16 @@ def test_a_batch_beyond_all_memory_is_refused(monkeypatch):
         "--batch_size=1000000: a batch takes 186.9 MiB, and the memory of 1.0 MiB holds 5349 "
         "examples"
     )
+
+
+@pytest.mark.run
+def test_copies_of_weights_that_do_not_fit_are_one_line(tmp_path, capsys, monkeypatch):
+    def full(masters):
+        shape = "OOM when allocating tensor with shape[192,20000] and type float"
+        raise tf.errors.ResourceExhaustedError(None, None, f"{shape} on {GPU} by allocator GPU_1")
+
+    monkeypatch.setattr(Masters, "set_copies", full)
+    flags = "--model=tests.tiny:dense --dataset=tests.tiny:images --max_steps=1".split()
+    code, _, err = command(capsys, "train", f"--train_dir={tmp_path}/run", *flags)
+    assert code == 1 and len(err.splitlines()) == 1
+    assert "/gpu:1 asked for 14.6 MiB, float32[192, 20000]" in err

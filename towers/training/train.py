@@ -78,7 +78,7 @@ def train(
         with one_line_errors(options):
             cluster.of_run(options, bool(checkpoint.find(folder / "checkpoints")))
             run = build(options, say)
-        checkpoints, restored = restore(run, folder)
+            checkpoints, restored = restore(run, folder)
         if result := finished(run, folder):
             for line in [_FINISHED.format(folder, result["steps"]), *table(result)]:
                 say(line)
