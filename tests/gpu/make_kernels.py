@@ -2,8 +2,9 @@
 
     python tests/gpu/make_kernels.py .venv/bin/python .venv-gpu/bin/python
 
-The first Python has `tensorflow`, the second `tensorflow-cpu` of the same version. A line is a
-`KernelDef` of the file's one `KernelList`; kernels that differ in one attribute alone share a line.
+The first Python has `tensorflow`, the second `tensorflow-cpu` of the same version, into which these
+GPUs are not built yet. A line is a `KernelDef` of the file's one `KernelList`; kernels that differ
+in one attribute alone share a line.
 """
 
 import collections
