@@ -1,0 +1,117 @@
+"""Collectives cannot wait for each other: held on the graph that TensorFlow executes.
+
+A collective ends for nobody before all its members have begun. So all members of one are taken for
+one node; if what is left has no cycle, and each device has them in one order, no step can hang.
+"""
+
+import collections
+import graphlib
+
+import pytest
+import tensorflow as tf
+
+from towers import data, devices, tf_private
+from towers.builder import kinds
+from towers.graphs.gpu_nodes import read_nodes
+from towers.graphs.placement import traced_ops
+from towers.options.run import Options
+from towers.training.run import assemble
+
+INSTANCE_KEY = 3  # which input of a collective
+CASES = {
+    "batch norm": ({}, 2),
+    "three towers": ({}, 3),
+    "parts of a batch": ({"accumulate_steps": 2}, 2),
+    "one place for each weight": ({"variables": "sharded"}, 2),
+    "clipping, 16 bits": ({"clip_global_norm": 1.0, "dtype": "mixed_float16"}, 2),
+}
+EXTENDED = ("three towers", "one place for each weight", "clipping, 16 bits")
+
+
+def executed(changes, num_towers):
+    """Return the nodes of a step's executed graphs, and what each waits for."""
+    given = dict(model="models.resnet:resnet", model_args="depth=8,width=2", dataset="shapes")
+    options = Options(**(given | dict(batch_size=6, variables="replicated") | changes))
+    with kinds.cpus_for_gpus():
+        names = devices.tower_devices(num_towers, "cpu")
+        run = assemble(options, names, data.load("shapes"))
+        loop, arguments = run.train_loop(), (iter(run.batches(0, 0)), tf.constant(0))
+        with tf_private.executed_graphs() as functions:
+            loop(*arguments)
+    traced = dict(traced_ops(loop.get_concrete_function(*arguments).graph))
+    nodes = read_nodes(max(functions, key=lambda own: sum(len(g.node) for g in own)), traced)
+    sources = {node: [] for node in nodes}
+    for node in nodes:
+        for _, taker, place in node.takers if node.proto.op != "NextIteration" else ():
+            sources[taker].append((place, node))  # what a round of the loop leaves for the next
+    return sources
+
+
+def instance_of(collective, sources):
+    """Return what is added to the first key of a call, which tells collectives apart."""
+    (key,) = (node for place, node in sources[collective] if place == INSTANCE_KEY)
+    added = [n for _, n in [(0, key), *sources[key]] if n.proto.op == "Const"]
+    return sum(int(tf.make_ndarray(node.proto.attr["value"].tensor)) for node in added)
+
+
+def check(sources, members):
+    """Check that collectives cannot wait for each other; return their number on each device.
+
+    Args:
+        sources: {node: those that it waits for}.
+        members: {(instance, device): node}.
+
+    Raises:
+        graphlib.CycleError: they can.
+        AssertionError: a device has no one order of them.
+    """
+    merged = {node: instance for (instance, _), node in members.items()}
+    graph = collections.defaultdict(set)
+    for node, waits_for in sources.items():
+        graph[merged.get(node, node)] |= {merged.get(source, source) for source in waits_for}
+    depth = {}  # collectives on the longest way to a node
+    for node in graphlib.TopologicalSorter(graph).static_order():
+        before = max((depth[source] for source in graph.get(node, ())), default=0)
+        depth[node] = before + isinstance(node, int)
+    on_device = collections.defaultdict(list)
+    for instance, device in members:
+        on_device[device].append(depth[instance])
+    assert all(len(set(ranks)) == len(ranks) for ranks in on_device.values()), on_device
+    return {device: len(ranks) for device, ranks in on_device.items()}
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.extended] if case in EXTENDED else [])
+        for case in CASES
+    ],
+)
+def test_the_collectives_of_a_step_cannot_wait_for_each_other(case):
+    changes, num_towers = CASES[case]
+    sources = executed(changes, num_towers)
+    found = [node for node in sources if node.proto.op.startswith("Collective")]
+    members = {(instance_of(node, sources), node.gpu): node for node in found}
+    assert len(members) == len(found)  # two of one instance are on two devices
+    plain = {node: [source for _, source in waits] for node, waits in sources.items()}
+    numbers = check(plain, members)
+    assert len(numbers) == num_towers and len(set(numbers.values())) == 1
+    assert min(numbers.values()) >= 14  # of 7 layers, forward and backward
+    for instance in {instance for instance, _ in members}:
+        own = [members[instance, f"/gpu:{i}"].proto for i in range(num_towers)]
+        attributes = [(p.op, p.attr["T"].type, p.attr["communication_hint"].s) for p in own]
+        assert len(set(attributes)) == 1
+        assert {tf.as_dtype(p.attr["T"].type).name for p in own} <= {"float32", "int64"}
+        assert {p.attr["timeout_seconds"].f for p in own} == {0.0}
+
+
+@pytest.mark.unit
+def test_collectives_that_wait_for_each_other_are_found():
+    members = {(i, d): f"{i} on {d}" for i in (1, 2) for d in "ab"}
+    ordered = {"2 on a": ["x"], "x": ["1 on a"], "2 on b": ["1 on b"], "1 on a": [], "1 on b": []}
+    assert check(ordered, members) == {"a": 2, "b": 2}
+    with pytest.raises(graphlib.CycleError):
+        check(ordered | {"2 on b": [], "1 on b": ["2 on b"]}, members)
+    with pytest.raises(AssertionError):
+        check(ordered | {"x": [], "2 on b": []}, members)
