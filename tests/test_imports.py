@@ -178,14 +178,3 @@ def test_options_need_no_tensorflow():
     start += [module for module in edges if module.endswith(".options")]
     for module in set(start).union(*(reachable(module, edges) for module in start)):
         assert not top_level(imports[module]) & {"keras", "tensorflow"}, module
-
-
-def test_a_function_is_seen_at_one_glance():
-    lines = {
-        f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}": node.end_lineno - node.lineno + 1
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    assert len(lines) > 100
-    assert [place for place, number in lines.items() if number > 60] == []

@@ -242,15 +242,16 @@ def test_an_installation_is_not_trusted_before_its_end(checkout, python):
 def test_test_script_checks_the_style_chooses_tiers_and_passes_arguments_on(checkout, python):
     quick, release = "-m (unit or graph) and not extended", "-m not extended"
     for line, chosen in {
-        "--fast": quick,
-        "": release,
-        "--all": "",
-        "--fast builder -x": f"{quick} tests/builder -x",
-        "tests/models -k cnn": f"{release} tests/models -k cnn",
+        "--fast": [quick],
+        "": [release],
+        "--all": [release, "-m extended"],
+        "--fast builder -x": [f"{quick} tests/builder -x"],
+        "tests/models -k cnn": [f"{release} tests/models -k cnn"],
     }.items():
         done = run(checkout, "scripts/test", *line.split(), PYTHON=str(python))
         assert done.returncode == 0, done.stderr
-        assert calls(python)[-2:] == ["-m ruff check .", f"{PYTEST} {chosen}".strip()]
+        expected = ["-m ruff check .", *(f"{PYTEST} {part}" for part in chosen)]
+        assert calls(python)[-len(expected) :] == expected
     assert "-m pip install -qq --disable-pip-version-check --no-input -e .[test]" in calls(python)
     # What the tests need includes what quickstart needs.
     run(checkout, "scripts/quickstart", PYTHON=str(python))

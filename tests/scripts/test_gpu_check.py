@@ -31,6 +31,7 @@ GPU = Gpus(2)
 def dry(tmp_path):
     with cpus_for_gpus():
         yield Gpus(2, dry=True, folder=tmp_path)
+    tf.config.experimental.enable_tensor_float_32_execution(True)  # as it was before `fit`
 
 
 @pytest.fixture(autouse=True)
