@@ -320,12 +320,16 @@ class _Steps:
         """
         new = [v for v in variables if id(v) not in self._placed]
         self._placed |= {id(v) for v in new}
-        with_slots = [v for own in optimizers_of(self.model) for v in tf_private.weights_of(own)]
-        new = [v for v in new if id(v) not in set(map(id, with_slots))]
-        weights = [v for v in new if v.trainable and self.builder.gather_at_variables]
+        optimizers = optimizers_of(self.model)
+        with_slots = {id(v) for own in optimizers for v in tf_private.weights_of(own)}
+        weights, others = [], []
+        for v in new:
+            if id(v) not in with_slots:
+                sharded = v.trainable and self.builder.gather_at_variables
+                (weights if sharded else others).append(v)
         with tf.init_scope():
             masters.shard(weights, self.builder.devices)
-            masters.settle([v for v in new if id(v) not in set(map(id, weights))], self.home)
+            masters.settle(others, self.home)
 
 
 def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> Callable:

@@ -41,6 +41,9 @@ from towers.training.update import check_own, limit_of, make_optimizer
 
 DEFAULT_EPOCHS = 10.0
 
+# Returns the training set where the towers are, copied there when it is first called.
+Stored = Callable[[], OnTowers | OnWorkers | None]
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -58,7 +61,7 @@ class Run:
     data: Data
     masters: Masters
     task: Task
-    stored: Callable[[], OnTowers | OnWorkers | None]
+    stored: Stored
     total_epochs: float
     total_examples: int
     doubts: list[str] = dataclasses.field(default_factory=list)
@@ -194,7 +197,7 @@ def assemble(
     *,
     loss_scaling: bool | None = None,
     exact: bool = False,
-    stored: Callable[[], OnTowers | OnWorkers | None] | None = None,
+    stored: Stored | None = None,
 ) -> Run:
     """Build a run on these devices, one for each tower, with this data.
 
@@ -250,7 +253,7 @@ def assemble(
 
 def _stored(
     split: Split, names: Sequence[str], options: Options
-) -> Callable[[], OnTowers | OnWorkers | None]:
+) -> Stored:
     """Return a function that copies a split to the towers, or looks for it there, once."""
 
     @functools.cache

@@ -15,8 +15,6 @@ import tensorflow as tf
 from towers import devices, files, tf_private
 from towers.builder.kinds import are_gpus, are_of_workers
 from towers.data import Data
-from towers.data.on_towers import OnTowers
-from towers.data.on_workers import OnWorkers
 from towers.errors import InputError, RunError
 from towers.graphs import placement_report
 from towers.graphs.placement import Placement, read_placement, short
@@ -31,13 +29,12 @@ from towers.training import checkpoint, faults, fitting, manifest, memory
 from towers.training.initial import init_from
 from towers.training.masters import VARIABLES
 from towers.training.rules import rule_book
-from towers.training.run import Run, assemble, find
+from towers.training.run import Run, Stored, assemble, find
 from towers.training.saving import Checkpoints
 from towers.training.tensorflow_errors import one_line_errors
 from towers.training.watch import Watch
 
 Say = Callable[[str], None]
-Stored = Callable[[], OnTowers | OnWorkers | None]
 TRIALS = 5
 _TRIAL_SECONDS = 0.3
 
