@@ -66,6 +66,18 @@ def test_windows_and_heads_belong_to_their_example():
     np.testing.assert_array_equal(part, whole[6:12])
 
 
+@pytest.mark.graph
+def test_a_tower_may_split_its_slice_over_towers_of_its_own():
+    """Rows are counted within the outermost batch."""
+    outer, inner = TowerBuilder(DEVICES[:2]), TowerBuilder(DEVICES[2:])
+
+    def noise(x):
+        return tf.random.stateless_uniform(tf.shape(x), SEED)
+
+    rows = outer.concat(lambda x: inner.concat(noise, x), EXAMPLES)
+    np.testing.assert_array_equal(rows, noise(EXAMPLES))
+
+
 # ---------------------------------------------------------------------------- Layers, over towers
 
 LAYERS = {
