@@ -105,8 +105,10 @@ CHANGES = [
 @pytest.mark.parametrize(
     ("make", "changes"),
     [
-        *itertools.product([equality.moments_of_several_layers, equality.fused_maps], CHANGES),
+        *itertools.product([equality.moments_of_several_layers], CHANGES),
         (equality.moments_of_several_layers, dict(batch_norm="local", by_xla=True)),
+        (equality.fused_maps, CHANGES[0]),
+        *(pytest.param(equality.fused_maps, c, marks=pytest.mark.extended) for c in CHANGES[1:]),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

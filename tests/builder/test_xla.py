@@ -10,6 +10,7 @@ import tensorflow as tf
 from tests import tiny
 from tests.builder import test_equality as equality
 from tests.builder.test_equality import of_towers
+from tests.runs import released
 from towers import cli
 from towers.builder import kinds, philox
 from towers.builder.tower import TowerBuilder
@@ -50,30 +51,34 @@ def python(num_classes, image_shape):
     return image_model(num_classes, image_shape, Python(name="python"))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(
-            model="tests.tiny:dense", model_args="l2=0.1", variables="sharded", num_towers="1,3"
-        ),
-        dict(model="tests.tiny:dense", variables="replicated", accumulate_steps=2, batch_size=5),
-        dict(model="tests.tiny:cnn", num_towers="1"),  # one tower's BatchNorm is over all of them
-        dict(model="tests.tiny:dense", dtype="mixed_float16"),
-        dict(model="tests.training.test_variables:embedding", weight_decay=0.01, augment="resnet"),
-    ],
-    ids=["sharded", "replicated in parts", "BatchNorm", "16 bits", "embedding"],
-)  # fmt: skip
-def test_compiled_towers_compute_what_one_device_computes(changes):
+CASES = {
+    "sharded": dict(
+        model="tests.tiny:dense", model_args="l2=0.1", variables="sharded", num_towers="1,3"
+    ),
+    "replicated in parts": dict(
+        model="tests.tiny:dense", variables="replicated", accumulate_steps=2, batch_size=5
+    ),
+    # One tower's BatchNorm is over all of them.
+    "BatchNorm": dict(model="tests.tiny:cnn", num_towers="1"),
+    "16 bits": dict(model="tests.tiny:dense", dtype="mixed_float16"),
+    "embedding": dict(
+        model="tests.training.test_variables:embedding", weight_decay=0.01, augment="resnet"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", released(CASES, "replicated in parts", "BatchNorm", "embedding"))
+def test_compiled_towers_compute_what_one_device_computes(name):
     """That device is not compiled: a number that XLA makes otherwise would be seen."""
     given = dict(dataset="tests.tiny:images", augment="none", batch_size=7, num_towers="3")
-    given |= changes
+    given |= CASES[name]
     num_towers = given.pop("num_towers")
     options = VerifyOptions(Options(jit_compile=True, **given), num_towers, steps=2)
     result = verify(options, lambda _: None)
     assert result["passed"], result["first_difference"]
 
 
-@pytest.mark.parametrize("num_towers", [1, 2])
+@pytest.mark.parametrize("num_towers", released([1, 2], 2))
 def test_compiled_towers_on_gpus_move_the_averages_of_batch_norm(tmp_path, num_towers):
     given = dict(model="tests.tiny:cnn", num_towers=num_towers, batch_norm="local", max_steps=3)
 

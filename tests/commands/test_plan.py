@@ -173,6 +173,7 @@ print(step.activation_bytes(0), round((peak_mib() - before) * 2**20))
 """
 
 
+@pytest.mark.extended
 @pytest.mark.process
 def test_activations_are_about_what_a_step_really_takes():
     """In a process of its own: only there is the peak that of the step."""

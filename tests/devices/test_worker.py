@@ -201,7 +201,7 @@ tf.compat.v1.Session("grpc://" + sys.argv[1]).run(loop)
     "number, code",
     [
         (signal.SIGTERM, 0),
-        (signal.SIGKILL, -9),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.extended),
         *(pytest.param(n, 0, marks=pytest.mark.extended) for n in (signal.SIGINT, signal.SIGHUP)),
     ],
 )

@@ -67,6 +67,7 @@ def test_runs_evaluations_and_fit_need_no_clock(tmp_path, given, variables):
     )
 
 
+@pytest.mark.extended
 def test_workers_and_the_program_are_both_deterministic_or_neither(tmp_path):
     task = "--model=tests.tiny:dense --dataset=tests.tiny:images --augment=none --batch_size=8"
     with workers(1, "--deterministic") as (address,):

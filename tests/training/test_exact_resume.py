@@ -135,11 +135,11 @@ def interrupted(tmp_path, place, data="arrays", also=lambda: [], **options):
 
 MIDDLE, END = (1, 1), (1, None)  # of an epoch
 PLACES = [(data, MIDDLE, {}) for data in ("arrays", "PyDataset", "tf.data")] + [
-    ("validated", END, {}), ("arrays", (0, 3), {"num_towers": 2}),
-    ("arrays", END, {"steps_per_execution": 2}),
+    ("arrays", (0, 3), {"num_towers": 2}), ("arrays", END, {"steps_per_execution": 2}),
 ]  # fmt: skip
 RARE = [
-    ("arrays", (0, 3), {"built": False}), ("validated", MIDDLE, {}), ("validated", (2, 0), {}),
+    ("arrays", (0, 3), {"built": False}), ("validated", END, {}), ("validated", MIDDLE, {}),
+    ("validated", (2, 0), {}),
     ("tf.data", (2, 0), {}), ("arrays", (0, 0), {}),
     ("arrays", END, {"num_towers": 2}), ("arrays", END, {"built": False}),
     ("arrays", (0, 3), {"steps_per_execution": 2}), ("PyDataset", END, {}), ("tf.data", END, {}),

@@ -193,9 +193,10 @@ def test_skipping_is_bounded(tmp_path):
         train(options(tmp_path, **given))
 
 
-@pytest.mark.parametrize(
-    "name", runs.released(["cpu", "gradient", "own step, gradient", "GPUs"], *RELEASE)
-)
+OF_NAMED = ("cpu", "gradient", "own step, gradient", "GPUs")
+
+
+@pytest.mark.parametrize("name", runs.released(OF_NAMED, "cpu", "own step, gradient"))
 def test_the_step_is_named_written_and_made_again(tmp_path, capsys, name):
     with on_devices(name), pytest.raises(RunError) as caught:
         train(options(tmp_path, **KINDS[name]))
