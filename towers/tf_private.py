@@ -117,6 +117,24 @@ def add_loss_replaced(make: Make) -> Block:
     return _replaced((keras.Layer, "add_loss", make))
 
 
+@contextlib.contextmanager
+def losses_kept() -> Iterator[None]:
+    """Let layers that are called again in the block keep their losses. Public: none clears them."""
+    found: dict[int, tuple[keras.Layer, list[Any]]] = {}
+
+    def make(before: Callable) -> Callable:
+        def clear(layer: keras.Layer) -> None:
+            found.setdefault(id(layer), (layer, list(layer._losses)))
+            before(layer)
+
+        return clear
+
+    with _replaced((keras.Layer, "_clear_losses", make)):
+        yield
+    for layer, losses in found.values():
+        layer._losses[:] = losses
+
+
 def batch_norm_replaced(make_call: Make, make_moments: Make) -> Block:
     """Replace BatchNormalization's `call` and `_moments`. Public: moments from elsewhere."""
     layer = keras.layers.BatchNormalization

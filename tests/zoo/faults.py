@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.zoo.parts import Seeded, on_features, on_maps, on_rows, own, seed
+from tests.zoo.parts import Seeded, on_features, on_maps, on_rows, own
 
 layers, ops, random = keras.layers, keras.ops, keras.random
 
@@ -157,23 +157,17 @@ def quantised(self, x):
 # ------------------------------------------------------------------- Added losses, initial weights
 
 
-@own(on_features, "added loss", "l2_loss adds up")
-def added_sum(self, x):
-    self.add_loss(0.01 * tf.nn.l2_loss(x))
+@own(on_features, "added loss", "the spread of a batch is not that of its slices", quick=True)
+def added_spread(self, x):
+    self.add_loss(-0.1 * ops.mean(ops.std(x, axis=0)))
     return x
 
 
-@own(on_features, "added loss", "a sum over examples", quick=True,
-     both=lambda: layers.Dense(8), seed=seed)  # fmt: skip
-def added_divergence(self, x, training):
-    """Adds the divergence of a variational autoencoder, over all examples."""
-    mean, log_variance = ops.split(self.both(x), 2, axis=1)
-    terms = ops.square(mean) + ops.exp(log_variance) - log_variance - 1
-    self.add_loss(0.5 * ops.sum(terms))
-    if not training:
-        return mean
-    noise = random.normal(ops.shape(mean), dtype=x.dtype, seed=self.seed)
-    return mean + ops.exp(log_variance / 2) * noise
+@own(on_features, "added loss", "a weighted mean, of weights that are the batch's")
+def added_weighted_mean(self, x):
+    weights = ops.softmax(ops.sum(x, axis=1), axis=0)
+    self.add_loss(0.1 * ops.sum(weights[:, None] * ops.square(x)))
+    return x
 
 
 def _by_new_generator():

@@ -5,9 +5,9 @@ import numpy as np
 import tensorflow as tf
 
 from tests.zoo.entry import SAME, entry
-from tests.zoo.parts import layer, of_images, on_features, on_maps, own
+from tests.zoo.parts import layer, of_images, on_features, on_maps, own, seed
 
-layers, ops = keras.layers, keras.ops
+layers, ops, random = keras.layers, keras.ops, keras.random
 
 
 HELD = {
@@ -160,6 +160,32 @@ class Subclassed(keras.Model):
 @own(on_features, SAME, "add_loss of a mean over examples")
 def added_mean(self, x):
     self.add_loss(0.1 * ops.mean(ops.square(x)))
+    return x
+
+
+@own(on_features, SAME, "l2_loss adds up")
+def added_sum(self, x):
+    self.add_loss(0.01 * tf.nn.l2_loss(x))
+    return x
+
+
+@own(on_features, SAME, "a sum over examples", quick=True,
+     both=lambda: layers.Dense(8), seed=seed)  # fmt: skip
+def added_divergence(self, x, training):
+    """Adds the divergence of a variational autoencoder, over all examples."""
+    mean, log_variance = ops.split(self.both(x), 2, axis=1)
+    terms = ops.square(mean) + ops.exp(log_variance) - log_variance - 1
+    self.add_loss(0.5 * ops.sum(terms))
+    if not training:
+        return mean
+    noise = random.normal(ops.shape(mean), dtype=x.dtype, seed=self.seed)
+    return mean + ops.exp(log_variance / 2) * noise
+
+
+@own(on_features, SAME, "a vector of losses, which Keras sums, and counts beside them")
+def added_vectors(self, x):
+    self.add_loss([0.01 * ops.sum(ops.square(x), axis=1), 0.1 * ops.mean(ops.sin(x), axis=0)])
+    self.add_loss(0.01 * ops.sum(ops.cast(x > 0, x.dtype)))
     return x
 
 

@@ -75,6 +75,10 @@ class TowerScope(keras.StatelessScope):
         self.copies: dict[int, tf.Tensor] = {}
         self.fetched: dict[int, tf.Tensor | None] = {}
         self.stand_ins: dict[int, tf.Variable] = {}
+        # (layer, loss) of all that layers add, and (layer, dtype, by example) of what is left of it
+        # at the tower's end, see `added_losses`.
+        self.added: list[tuple[keras.Layer, tf.Tensor]] = []
+        self.left: list[tuple[keras.Layer, tf.DType, bool]] = []
         self.averages: set[int] = set()  # ids of what is known to be averages: BatchNorm's
         # Of these, by id, such as are moved outside of the tower, all at once.
         self.moved: dict[int, Average] = {}
@@ -94,7 +98,10 @@ class TowerScope(keras.StatelessScope):
         self.updates[id(variable)] = update
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
-        """Return what a variable is in this tower, None for the master; Keras calls this."""
+        """Return what a variable is in this tower, the master or another; Keras calls this.
+
+        A weight's regularizer is given this.
+        """
         if variable.trainable and tf_private.value_of(variable) is None:  # not initialized
             raise _creation_error(variable.path)
         if id(variable) in self.moved:
@@ -109,23 +116,22 @@ class TowerScope(keras.StatelessScope):
         if self.is_inside() and not self.eager:
             if id(variable) not in self.copies:
                 with self.graph.as_default():
-                    source = self._source(variable)
-                    self.copies[id(variable)] = tf.identity(
-                        tf_private.value_of(variable) if source is None else source
-                    )
+                    self.copies[id(variable)] = tf.identity(self._source(variable))
             return self.copies[id(variable)]
         return self._source(variable)
 
     def _source(self, variable: keras.Variable) -> Any:
-        """Return what a variable was before the tower, None for the master."""
+        """Return what a variable was before the tower, None if it has no value yet."""
         if id(variable) in self.own:
             return self.own[id(variable)]
+        found, master = None, tf_private.value_of(variable)
         if self.outer is not None:
-            return self.outer.get_current_value(variable)
-        if self.fetch and id(variable) not in self.fetched:
-            master = tf_private.value_of(variable)
-            self.fetched[id(variable)] = None if master is None else self.fetch(master)
-        return self.fetched.get(id(variable))
+            found = self.outer.get_current_value(variable)
+        elif self.fetch and master is not None:
+            if id(variable) not in self.fetched:
+                self.fetched[id(variable)] = self.fetch(master)
+            found = self.fetched[id(variable)]
+        return master if found is None else found
 
     def move(self, average: Average) -> None:
         """Keep what a moving average gets; it is made where it is read, or once for all towers."""
@@ -143,7 +149,6 @@ class TowerScope(keras.StatelessScope):
     def _settle(self, variable: keras.Variable) -> None:
         average = self.moved.pop(id(variable))
         before = self.get_current_value(variable)
-        before = tf_private.value_of(variable) if before is None else before
         self.add_update((variable, tf.cast(average.after(before), variable.dtype)))
 
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
@@ -170,8 +175,7 @@ class TowerScope(keras.StatelessScope):
             stand_in = tf_private.make_variable(tf.zeros(variable.shape, variable.dtype))
         with contextlib.nullcontext() if self.eager else self.graph.as_default():
             value = super().get_current_value(variable)
-            value = self._source(variable) if value is None else value
-            _assign(stand_in, tf_private.value_of(variable) if value is None else value)
+            _assign(stand_in, self._source(variable) if value is None else value)
         self.stand_ins[id(variable)] = stand_in
         if not self.eager:
             _STAND_INS.setdefault(self.graph, []).append(stand_in)
@@ -192,7 +196,7 @@ def _as_read(variable: keras.Variable, value: Any, before: Any) -> tf.Tensor:
     value = tf.stop_gradient(tf.convert_to_tensor(value))
     if not variable.trainable or not value.dtype.is_floating:
         return value
-    before = tf.convert_to_tensor(tf_private.value_of(variable) if before is None else before)
+    before = tf.convert_to_tensor(before)
     return value + tf.cast(before - tf.stop_gradient(before), value.dtype)
 
 

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from towers.builder import xla
+from towers.builder.added_losses import AddedLoss, noted
 from towers.builder.assignments import TowerScope
 from towers.builder.gather import zero_if_empty
 from towers.builder.merging import widen
@@ -39,18 +40,21 @@ def sums_of_slice(
     part: Slice,
     inside: contextlib.AbstractContextManager[TowerScope],
     by_xla: bool,
+    added: Sequence[AddedLoss] = (),
 ) -> tuple[TowerScope, tuple, Any]:
     """Return what `loss_fn` assigns, (sum of losses, their number, gradients of the sum), outputs.
 
     It is called with the slice in the block of `inside`, see there, and may be compiled by XLA. The
-    outputs are what it returns beside the losses, () if there is nothing.
+    outputs are what it returns beside the losses, () if there is nothing. Of the losses that layers
+    add, which `loss_fn` may read, it is known how they make those of the batch.
     """
 
     def compute() -> tuple:
         with inside as scope:
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(variables)
-                returned = loss_fn(*part.batch)
+                with noted(scope, part.rows, added):
+                    returned = loss_fn(*part.batch)
                 losses, outputs = returned if isinstance(returned, tuple) else (returned, ())
                 losses = _checked(losses, part)
                 loss = tf.reduce_sum(losses)

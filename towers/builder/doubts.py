@@ -77,8 +77,17 @@ def not_put_together(variable: keras.Variable, why: str = "") -> str:
     )
 
 
-def added_loss(layer: str) -> str:
-    """Return the line for a loss of a layer that is neither a mean nor a sum over examples."""
+def added_loss(layer: str, reason: str = "") -> str:
+    """Return the line for a loss of a layer that is neither a mean nor a sum over examples.
+
+    With a reason it could not be tried, and nothing is known of it.
+    """
+    if reason:
+        return (
+            f"added loss: layer {layer} adds a loss that could not be tried ({reason}), and is "
+            "taken for a mean over the examples of a batch: if it is none, the result depends on "
+            "the number of towers"
+        )
     return (
         f"added loss: layer {layer} adds a loss that is neither a mean nor a sum over the examples "
         "of a batch, and a tower has only those of its slice; use keras.ops.mean over them"

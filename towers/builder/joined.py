@@ -12,9 +12,9 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import gather, xla
+from towers.builder import added_losses, gather, xla
 from towers.builder.assignments import TowerScope
-from towers.builder.draws import Drawn
+from towers.builder.rehearsal import Rehearsal
 from towers.builder.splitting import Slice, is_empty, num_rows, occupied
 from towers.errors import InputError
 
@@ -36,7 +36,7 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
     slices, num_towers = builder.split(batch, builder.accumulate_steps, True), len(builder.devices)
     starts = [i for i in range(0, len(slices), num_towers) if not i or not is_empty(slices[i])]
     parts = [
-        _Part(builder, fn, occupied(slices[i : i + num_towers]), found.draws, watched)
+        _Part(builder, fn, occupied(slices[i : i + num_towers]), found, watched)
         for i in starts
     ]
     results = [result for part in parts for result in part.forward()]
@@ -59,7 +59,8 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
             rows = [next(pieces) for _ in part.slices]
             with gather.after([rows, sums]) if len(parts) > 1 else contextlib.nullcontext():
                 if len(parts) > 1:
-                    part.forward()
+                    with tf_private.losses_kept():
+                        part.forward()
                 of_slices = part.backward(rows, variables)
             of_inputs += [inputs for inputs, _ in of_slices]
             own = [gather.fix_rows(g, variables, found.fixed_rows) for _, g in of_slices]
@@ -78,7 +79,9 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
             whole = gather.map_towers(gather.join, results)
         sources = [leaves[i] for i in watched] + variables
         values = tf_private.recorded_as_one("Towers", _values(whole), sources, backward)
-        return _with_values(whole, values)
+        whole, added = _with_values(whole, values)
+        added_losses.add_to_layers(scopes[0], added)
+        return whole
 
 
 class _Part:
@@ -89,17 +92,17 @@ class _Part:
         builder: Any,
         fn: Callable,
         slices: Sequence[Slice],
-        draws: Sequence[Drawn] | None,
+        found: Rehearsal,
         watched: Sequence[int],
     ):
-        """Set the slices, and which leaves of the batch have gradients."""
+        """Set the slices, what is known of the function, which leaves have gradients."""
         self.builder, self.fn, self.slices = builder, fn, slices
-        self.draws, self.watched = draws, watched
+        self.found, self.watched = found, watched
         self.states: dict[int, tf.Tensor] = {}  # {id of a variable: what towers read in its place}
 
     def forward(self) -> list[Any]:
-        """Return what the function returns for each slice."""
-        self.copies = self.builder.copies(self.slices, self.draws)
+        """Return for each slice what the function returns, and the losses that layers add."""
+        self.copies = self.builder.copies(self.slices, self.found.draws)
         self.scopes: list[TowerScope] = []
         self.tapes: list[tf.GradientTape] = []
         self.reads: list[dict[int, tuple]] = []  # {id of a variable: itself, what a tape knows}
@@ -113,9 +116,11 @@ class _Part:
 
         def compute() -> tuple:
             with self.builder.inside(tower, member, self.states) as scope:
-                result = self.fn(*part.batch)
+                with added_losses.noted(scope, part.rows, self.found.added):
+                    result = self.fn(*part.batch)
+                added = added_losses.left_in(scope, part.rows, self.found.added)
                 scope.close(part.count)
-                return scope, result
+                return scope, (result, added)
 
         reads = {}
 

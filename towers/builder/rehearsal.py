@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder import doubts, layouts, states
+from towers.builder.added_losses import AddedLoss
 from towers.builder.draws import Drawn
 from towers.builder.tracing import Trace, Tracer
 from towers.errors import InputError
@@ -40,6 +41,7 @@ class Rehearsal:
     fixed_rows: frozenset[int] = frozenset()
     tracer: Tracer | None = None
     few: Trace | None = None  # as it was traced first, if it could be
+    added: tuple[AddedLoss, ...] = ()  # of the losses that layers add, in order
 
     @functools.cached_property
     def doubts(self) -> list[str]:
@@ -48,16 +50,9 @@ class Rehearsal:
         found = doubts.random_ops(self.few.ops) if self.few else []
         found += [doubts.ambiguous(d.layer, why) for d in self.draws or () if d.layout is None]
         found += [doubts.not_put_together(variable, why) for variable in self.untold]
+        found += [doubts.added_loss(a.layer, a.reason) for a in self.added if a.policy is None]
         return list(dict.fromkeys(found))
 
-    @functools.cached_property
-    def policies_of_added(self) -> list[str | None]:
-        """Return how slices' losses that layers add make that of the batch: see `states`."""
-        if self.few is None or not self.few.adding:
-            return []
-        with contextlib.suppress(Exception), tf.init_scope():
-            return states.policies_of_added(self.tracer, self.few, self.draws)
-        return [None] * len(self.few.adding)
 
 
 class Rehearsals:
@@ -138,14 +133,15 @@ def _rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
             return Rehearsal(tracer=tracer, reason=tracer.failure)
         found = Rehearsal((), by_example=few.by_example, tracer=tracer, few=few)
         if not few.draws and not few.states and not few.num_rows:
-            return found
+            return dataclasses.replace(found, added=_added(tracer, few, ()))
         more = _trace(tracer, few.size // FEW * MORE)
         if more is not None:
             same = (k for k, rows in few.num_rows.items() if rows and rows == more.num_rows.get(k))
             found = dataclasses.replace(found, fixed_rows=frozenset(same))
         if more is None or [draw[0] for draw in few.draws] != [draw[0] for draw in more.draws]:
             draws = tuple(Drawn(op, None, None, layer) for op, _, layer in few.draws)
-            return dataclasses.replace(found, draws=draws, untold=tuple(few.states))
+            added = _added(tracer, few, draws)
+            return dataclasses.replace(found, draws=draws, untold=tuple(few.states), added=added)
         draws, policies = layouts.from_shapes(few, more), {}
         with _noted(reasons):
             layouts.find_order(tracer, few, draws)
@@ -155,8 +151,16 @@ def _rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
         untold = tuple(variable for variable in few.states if id(variable) not in policies)
         return dataclasses.replace(
             found, draws=tuple(draws), policies=policies, untold=untold,
-            reason="; ".join(dict.fromkeys(reasons)),
+            reason="; ".join(dict.fromkeys(reasons)), added=_added(tracer, few, draws),
         )  # fmt: skip
+
+
+def _added(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> tuple[AddedLoss, ...]:
+    """Return how slices' losses that layers add make those of the batch."""
+    reasons = []
+    with _noted(reasons):
+        return tuple(states.of_added(tracer, few, draws)) if few.adding else ()
+    return tuple(AddedLoss(layer, None, False, *reasons) for layer in few.adding)
 
 
 def _trace_few(tracer: Tracer) -> Trace | None:

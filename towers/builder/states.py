@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from towers.builder.added_losses import AddedLoss
 from towers.builder.draws import Drawn, Rows
 from towers.builder.merging import merge
 from towers.builder.tracing import Trace, Tracer, run
@@ -14,6 +15,7 @@ _SAME = 1e-4  # of the largest change of a state that is computed in two ways
 _SAME_IN_FLOAT64 = 1e-8
 _FAR = 100.0  # where running maxima and minima begin, too
 _TRIALS = 12  # the last of two examples is the larger one by chance: half of the time
+_TRIALS_OF_ADDED = 3
 _POLICIES = ("first", "mean", "sum", "max", "min")
 
 
@@ -51,16 +53,25 @@ def _start(states: Sequence[Any], offset: float) -> list[np.ndarray]:
     return [np.asarray(v + offset, v.dtype) for v in near]
 
 
-def policies_of_added(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> list[str | None]:
-    """Return of each loss that layers add how slices' losses make one: "mean", "sum" or None."""
+def of_added(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> list[AddedLoss]:
+    """Return of each loss that layers add how slices' losses make that of both together."""
     sizes = few.size, few.size + 2
     traces = two_and_both(tracer, sizes, draws)
-    parts = [tracer.examples(size, i) for i, size in enumerate(sizes)]
-    inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
-    columns = zip(*(run(t, x)["added"] for t, x in zip(traces, inputs, strict=True)), strict=True)
+    possible = [["mean", "sum"] for _ in few.adding]
+    alone = [True] * len(few.adding)  # whether a row of the loss is of one row of the result
+    for trial in range(_TRIALS_OF_ADDED):
+        parts = [tracer.examples(size, 2 * trial + i) for i, size in enumerate(sizes)]
+        inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
+        found = [run(trace, part) for trace, part in zip(traces, inputs, strict=True)]
+        for place, (*own, both) in enumerate(zip(*(f["added"] for f in found), strict=True)):
+            both = np.float32(both)  # parts of it may have been computed in that
+            possible[place] = [p for p in possible[place] if agrees(p, 0.0, own, sizes, both)]
+        for place, rows in enumerate(zip(*(f["alone"] for f in found), strict=True)):
+            alone[place] &= all(rows)
+    by_example = [all(rows) for rows in zip(*(t.added_by_example for t in traces), strict=True)]
     return [
-        next((p for p in ("mean", "sum") if agrees(p, 0.0, own, sizes, both)), None)
-        for *own, both in columns
+        AddedLoss(layer, "rows" if own and policies else next(iter(policies), None), rows)
+        for layer, policies, own, rows in zip(few.adding, possible, alone, by_example, strict=True)
     ]
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import backward, doubts, gather, joined, machines, xla
+from towers.builder import added_losses, backward, doubts, gather, joined, machines, xla
 from towers.builder.assignments import TowerScope
 from towers.builder.backward import TowerSums
 from towers.builder.batch_norm import check_mode
@@ -178,7 +178,13 @@ class TowerBuilder:
         if is_split(batch) and tf_private.is_recording():
             return joined.concat(self, fn, batch)
         slices = occupied(self.split(batch, never_empty=True))
-        return self._gather(gather.join, self._run(fn, slices, batch, joining=True))
+        if slices[0].rows is None:
+            return self._gather(gather.join, self._run(fn, slices, batch))
+        scopes: list[TowerScope] = []
+        results = self._run(fn, slices, batch, joined=scopes)
+        whole, added = self._gather(gather.join, results)
+        added_losses.add_to_layers(scopes[0], added)
+        return whole
 
     def gradients(
         self, loss_fn: Callable, variables: Iterable[Any], *batch: Any
@@ -225,7 +231,9 @@ class TowerBuilder:
         def on_tower(tower: int, part: Slice, member: Member | None) -> tuple:
             own, copies = backward.variables_and_copies(variables, tower)
             inside = self.inside(tower, member, copies)
-            scope, sums, rest = backward.sums_of_slice(loss_fn, own, part, inside, self.jit_compile)
+            scope, sums, rest = backward.sums_of_slice(
+                loss_fn, own, part, inside, self.jit_compile, rehearsal.added
+            )
             scopes.append(scope)
             outputs.append(rest)
             *losses, found = sums
@@ -264,19 +272,30 @@ class TowerBuilder:
         return found
 
     def _run(
-        self, fn: Callable, slices: Sequence[Slice], batch: Sequence[Any], joining: bool = False
+        self,
+        fn: Callable,
+        slices: Sequence[Slice],
+        batch: Sequence[Any],
+        joined: list[TowerScope] | None = None,
     ) -> list[Any]:
-        """Return what `fn` returns for each slice; make the assignments of all once."""
+        """Return what `fn` returns for each slice; make the assignments of all once.
+
+        With `joined`, which gets the towers' scopes, return what is to be joined of each: with the
+        losses that layers add, and without what stands in for no example.
+        """
         if slices[0].rows is None:
             return self.copies(slices).run(lambda _tower, part, _member: fn(*part.batch))
         rehearsal = self.rehearse(fn, *batch, num_slices=len(self.devices))
-        scopes = []
+        known = () if joined is None else rehearsal.added
+        scopes = [] if joined is None else joined
 
         def run(tower: int, part: Slice, member: Member | None) -> Any:
             with inside_of_tower(self.devices[tower], member, self.batch_norm) as scope:
-                result = fn(*part.batch)
-            if joining:
-                result = tf.nest.map_structure(part.kept, result)
+                with added_losses.noted(scope, part.rows, known):
+                    result = fn(*part.batch)
+                if joined is not None:
+                    result = result, added_losses.left_in(scope, part.rows, known)
+                    result = tf.nest.map_structure(part.kept, result)
             scope.close(part.count)
             scopes.append(scope)
             return result

@@ -27,6 +27,7 @@ _ASSIGNMENT = re.compile(r"Assign|Resource(StridedSliceAssign|Scatter|Apply)")
 # What may run on made-up examples, of ops that TensorFlow counts as stateful: it leaves no trace.
 _HARMLESS = re.compile(
     r"VarHandleOp|ReadVariableOp|DisableCopyOnRead|ResourceGather|Assert|StatefulPartitionedCall|"
+    r"Empty$|DeepCopy$|CheckNumerics|VariableShape|Stack(Push|Pop|Close)?V2|"
     r"(Stateful)?(While|If|Case)$|LookupTable(Find|Size)|AnonymousHashTable|TensorArray|Placeholder|"
     r"Random(Uniform|UniformInt|StandardNormal|Shuffle|Gamma|Poisson)|TruncatedNormal|Multinomial"
 )
@@ -50,9 +51,10 @@ class Trace:
     # Variables that it assigns, without seeds and those that say how towers merge.
     states: list[keras.Variable] = dataclasses.field(default_factory=list)
     # Paths of the layers whose outputs are by example, innermost first, and of those that add a
-    # loss.
+    # loss; and whether this has a row for each example.
     layers: list[str] = dataclasses.field(default_factory=list)
     adding: list[str] = dataclasses.field(default_factory=list)
+    added_by_example: list[bool] = dataclasses.field(default_factory=list)
 
 
 class Tracer:
@@ -145,8 +147,9 @@ def run(
 
     Returns:
         "rows": float64 [size, D], what the function returns of each example; "states": the values
-        that it assigns; "added": for each of `trace.adding` the loss, a scalar; "layers": for each
-        of `trace.layers` float64 [size, D].
+        that it assigns; "added": for each of `trace.adding` the loss, a scalar, and "alone",
+        whether each of its rows enters that row only of what is returned; "layers": for each of
+        `trace.layers` float64 [size, D].
     """
     if trace.effects:
         raise RuntimeError(f"it cannot be tried without effects ({', '.join(trace.effects)})")

@@ -58,7 +58,8 @@ class Watch:
         self.trace, self.scope, self.nudges = trace, scope, nudges
         self.calls: list[str] = []  # of layers, that are under way
         self.outputs: list[tf.Tensor] = []
-        self.added: list[tf.Tensor] = []
+        # For each loss that a layer adds its sum, and what stands in its place.
+        self.added: list[tuple[tf.Tensor, tf.Tensor]] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -88,12 +89,15 @@ class Watch:
 
     def _make_add_loss(self, before: Callable) -> Callable:
         def add_loss(layer: keras.Layer, loss: Any) -> None:
-            if not self.scope.is_inside():
-                for part in tf.nest.flatten(loss):
-                    self.added.append(tf.cast(tf.reduce_sum(part), tf.float64))
-                    self.trace.adding.append(layer.path or layer.name)
             # It joins many examples: the losses of each are looked at without it.
-            before(layer, tf.nest.map_structure(tf.zeros_like, loss))
+            losses = tf.nest.flatten(loss)
+            zeros = [tf.zeros_like(own) for own in losses]
+            if not self.scope.is_inside():
+                for own, zero in zip(losses, zeros, strict=True):
+                    self.added.append((tf.cast(tf.reduce_sum(own), tf.float64), zero))
+                    self.trace.adding.append(layer.path or layer.name)
+                    self.trace.added_by_example.append(_is_by_example(own, self.trace.size))
+            before(layer, zeros)
 
         return add_loss
 
@@ -134,13 +138,18 @@ class Watch:
         trace.by_example = bool(leaves)
         trace.strays = [_has_no_rows(x, trace.size) for x in tf.nest.flatten(result)]
         rows = [_rows(x, trace.size) for x in leaves] or [tf.zeros([trace.size, 0], tf.float64)]
+        alone = [
+            _is_alone(zero, rows[0]) if by_example else tf.constant(False)
+            for (_, zero), by_example in zip(self.added, trace.added_by_example, strict=True)
+        ]
         layers = list(self.outputs)
         if backward:
             layers = tf.gradients(rows, layers, unconnected_gradients="zero")
         return {
             "rows": tf.concat(rows, axis=1),
             "states": values,
-            "added": list(self.added),
+            "added": [loss for loss, _ in self.added],
+            "alone": alone,
             "layers": [_rows(tf.convert_to_tensor(leaf), trace.size) for leaf in layers],
         }
 
@@ -173,6 +182,15 @@ def _has_no_rows(leaf: Any, size: int) -> bool:
     """Tell whether something is surely no tensor with a row for each example."""
     known = isinstance(leaf, tf.Tensor) and leaf.shape.rank is not None
     return known and (not leaf.shape.rank or leaf.shape[0] not in (None, size))
+
+
+def _is_alone(loss: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """Tell whether the first of the returned rows has of a loss [size, ...] its first row only."""
+    (gradient,) = tf.gradients(rows[0], loss)
+    if gradient is None:
+        return tf.constant(False)
+    used = tf.convert_to_tensor(gradient) != 0
+    return tf.reduce_any(used[0]) & ~tf.reduce_any(used[1:])
 
 
 def _rows(leaf: tf.Tensor, size: int) -> tf.Tensor:

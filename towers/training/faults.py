@@ -15,7 +15,7 @@ import tensorflow as tf
 from towers.builder.doubts import random_ops
 from towers.builder.layers import NO_LAYER
 from towers.builder.rehearsal import FEW, MORE, Rehearsal
-from towers.builder.states import agrees, join, two_and_both
+from towers.builder.states import join, two_and_both
 from towers.builder.tracing import Trace, run
 from towers.graphs.placement import Op
 
@@ -25,10 +25,6 @@ _MIXED = (
     "mixed examples: layer {} lets the examples of a batch see each other, and a tower has only "
     "those of its slice; compute each example from itself alone (moments of the whole batch: "
     "keras.layers.BatchNormalization, with --batch_norm=sync)"
-)
-_ADDED = (
-    "added loss: layer {} adds a loss that is no mean over the examples of a batch, so it depends "
-    "on how many a tower has; divide by their number (keras.ops.mean)"
 )
 _BATCH_SIZE = (
     "batch size: layer {} depends on the number of examples that it is called with, and a tower is "
@@ -74,8 +70,8 @@ def find(rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool = False) -> 
     if any(doubt.startswith("ambiguous") for doubt in doubts):
         return doubts  # an example may then see others by their draws
     trials, found = _Trials(rehearsal, batch), []
-    finders = [trials.mixed, trials.mixed_among_more, trials.batch_size, trials.added_sums]
-    for finder in finders if thorough else [trials.mixed, trials.added_sums]:
+    finders = [trials.mixed, trials.mixed_among_more, trials.batch_size]
+    for finder in finders if thorough else [trials.mixed]:
         with contextlib.suppress(Exception):  # the towers themselves will say why
             found += finder()
     first = [line for line in found if line.startswith("mixed")]  # this explains what comes next
@@ -136,18 +132,6 @@ class _Trials:
             if places := [i for i, (a, b) in enumerate(pairs) if _differ(a[1:], b[1:])]:
                 return [_MIXED.format(_after(backward, places[-1]))]
         return []
-
-    def added_sums(self) -> list[str]:
-        """Name the layers that add a loss which is no mean over examples."""
-        if not self.few.adding:
-            return []
-        traces, results = self.two_and_both(False)
-        added = zip(traces[0].adding, *(result["added"] for result in results), strict=True)
-        return [
-            _ADDED.format(layer)
-            for layer, *own, both in added
-            if not agrees("mean", 0.0, own, self.sizes, both)
-        ]
 
     def batch_size(self) -> list[str]:
         """Name the layer that depends on the number or places of examples, or whose gradient."""

@@ -20,12 +20,10 @@ import tensorflow as tf
 
 from towers import devices as tower_devices
 from towers import tf_private
-from towers.builder import doubts
 from towers.builder.assignments import TowerScope
 from towers.builder.inside import integers_on
 from towers.builder.kinds import HOST, are_gpus, are_of_workers
 from towers.builder.rehearsal import Rehearsal
-from towers.builder.splitting import num_rows
 from towers.builder.tower import TowerBuilder
 from towers.devices import cluster
 from towers.errors import InputError
@@ -255,17 +253,8 @@ class _Steps:
             self.builder.tell([f"layer {layer.name} runs on one device: {reason}"])
             with tf.device(self.home), self._plain():
                 return layer(*arguments[0], **arguments[1])
-        found = self.builder.rehearse(fn, *batch)
-        fn.policies = found.policies_of_added
-        layers = zip(found.few.adding if fn.policies else (), fn.policies, strict=True)
-        self.builder.tell(doubts.added_loss(name) for name, policy in layers if policy is None)
-        self.builder.tell(self._mixing(fn, found))
-        outputs, added, logits = self.builder.concat(fn, *batch)
-        outputs = _with_logits(outputs, logits)
-        for i, rows in enumerate(added):  # functional models refuse `add_loss` of their own
-            reduce = tf.reduce_sum if _is_sum(fn, i) else tf.reduce_mean
-            keras.Layer.add_loss(layer, reduce(rows))
-        return outputs
+        self.builder.tell(self._mixing(fn, self.builder.rehearse(fn, *batch)))
+        return _with_logits(*self.builder.concat(fn, *batch))
 
     def _reason_against(self, fn: Callable, batch: Sequence[Any]) -> str:
         """Return why a layer cannot be called on towers, each with a part of the batch; or ""."""
@@ -333,28 +322,20 @@ class _Steps:
 
 
 def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> Callable:
-    """Return the towers' function: a layer's tensors -> (outputs, added losses, logits).
+    """Return the towers' function: a layer's tensors -> (outputs, logits).
 
     Logits are those of outputs, by place, that Keras knows to be probabilities: its losses are made
-    of these, since of probabilities nothing is left where a model is sure. A loss that layers add,
-    of a tower's examples, comes as a row for each of them: in the mean over all rows, towers weigh
-    by theirs.
+    of these, since of probabilities nothing is left where a model is sure.
     """
 
-    def fn(*batch: Any) -> tuple[Any, list[tf.Tensor], dict[int, dict[str, tf.Tensor]]]:
-        given, before = iter(batch), len(tf_private.added_losses())
+    def fn(*batch: Any) -> tuple[Any, dict[int, dict[str, tf.Tensor]]]:
+        given = iter(batch)
         leaves = [next(given) if leaf is _BATCH else leaf for leaf in fixed]
         args, kwargs = tf.nest.pack_sequence_as(structure, leaves)
         outputs = layer(*args, **kwargs)
-        num_examples = num_rows(batch[0])
-        rows = []
-        for i, loss in enumerate(map(tf.reduce_sum, tf_private.added_losses()[before:])):
-            loss = loss / tf.cast(num_examples, loss.dtype) if _is_sum(fn, i) else loss
-            rows.append(tf.fill([num_examples], loss))
         found = {i: _logits_of(output) for i, output in enumerate(tf.nest.flatten(outputs))}
-        return outputs, rows, {i: logits for i, logits in found.items() if logits}
+        return outputs, {i: logits for i, logits in found.items() if logits}
 
-    fn.policies = []
     return fn
 
 
@@ -376,11 +357,6 @@ def _with_logits(outputs: Any, logits: dict[int, dict[str, tf.Tensor]]) -> Any:
         else:
             tf_private.set_logits_of(flat[i], value)
     return tf.nest.pack_sequence_as(outputs, flat)
-
-
-def _is_sum(fn: Callable, place: int) -> bool:
-    """Tell whether the loss that layers add at a place is a sum over examples, not a mean."""
-    return fn.policies[place : place + 1] == ["sum"]
 
 
 def _is_batch(leaf: Any) -> bool:

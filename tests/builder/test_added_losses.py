@@ -1,0 +1,271 @@
+"""Losses that layers add are those of one device: in own loops, and under `fit`."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import fits
+from towers import TowerBuilder
+
+X = np.random.default_rng(0).normal(size=(7, 3))
+layers, ops = keras.layers, keras.ops
+pytestmark = pytest.mark.run
+
+
+def dense(units, **keywords):
+    return layers.Dense(units, dtype="float64", **keywords)
+
+
+class Adds(layers.Layer):
+    """Adds what a function makes of its inputs."""
+
+    def __init__(self, *losses):
+        super().__init__(dtype="float64")
+        self.of_inputs = losses
+
+    def call(self, x):
+        for loss in self.of_inputs:
+            self.add_loss(loss(x))
+        return x
+
+
+class Twice(keras.Model):
+    """Calls a part that adds losses two times."""
+
+    def __init__(self):
+        super().__init__(dtype="float64")
+        self.part = network(Adds(mean, total))
+
+    def call(self, x):
+        return self.part(x) - 0.5 * self.part(2 * x)
+
+
+def network(*middle, **keywords):
+    last = dense(2, **keywords)
+    return keras.Sequential([keras.Input((3,), dtype="float64"), dense(3), *middle, last])
+
+
+def mean(x):
+    return 0.3 * ops.mean(ops.sin(x))
+
+
+def total(x):
+    return 0.1 * ops.sum(x**2)
+
+
+def shares(x):
+    return x[:, :1] ** 2 / ops.cast(ops.shape(x)[0], x.dtype)
+
+
+def alignments(x):
+    """Return the losses of examples of six frames and two labels each, [b, 1] (CTC)."""
+    num = tf.shape(x)[0]
+    frames = tf.cast(tf.stack([x * i for i in range(6)], axis=1), tf.float32)
+    labels, lengths = tf.tile([[1, 2]], [num, 1]), tf.fill([num], 1)
+    loss = tf.nn.ctc_loss(labels, frames, 2 * lengths, 6 * lengths, False, blank_index=0)
+    return tf.cast(loss, x.dtype)[:, None]
+
+
+def checked(x):
+    return tf.reduce_sum(tf.debugging.check_numerics(x**2, "not finite"))
+
+
+def weights_too():
+    model = network(
+        dense(3, activity_regularizer="l2", kernel_regularizer="l1"), bias_regularizer="l2"
+    )
+    model.layers[0].trainable = False
+    return model
+
+
+MODELS = {
+    "a sum beside a mean": lambda: network(Adds(total, mean)),
+    "activity, weights, a frozen layer": weights_too,
+    "a nested model, called twice": Twice,
+    "a vector, of the columns": lambda: network(Adds(lambda x: ops.mean(x**3, axis=0))),
+    "half a norm": lambda: network(Adds(tf.nn.l2_loss, lambda x: ops.max(x) * 0 + 0.5)),
+    "one for each example": lambda: network(Adds(lambda x: ops.sum(x**2, axis=1), mean)),
+    "shares of a mean": lambda: network(Adds(shares)),
+    "alignments": lambda: network(Adds(alignments, mean)),
+    "what is checked while it runs": lambda: network(Adds(checked)),
+}
+EXTENDED = (
+    "half a norm", "a vector, of the columns", "shares of a mean", "what is checked while it runs"
+)  # fmt: skip
+
+
+def all_models():
+    marks = {name: [pytest.mark.extended] * (name in EXTENDED) for name in MODELS}
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=marks[n]) for n in MODELS])
+
+
+def made(name):
+    keras.utils.set_random_seed(1)
+    model = MODELS[name]()
+    model(X)
+    return model
+
+
+def added(model):
+    return sum(ops.sum(loss) for loss in model.losses)
+
+
+def joined_step(model, call):
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.sin(call(x))) + added(model)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        return loss, gradients, list(model.losses)
+
+    return step
+
+
+def joined(name, number=0, **options):
+    model = made(name)
+    call = functools.partial(model, training=True)
+    if number:
+        builder = TowerBuilder([f"/cpu:{i}" for i in range(number)], **options)
+        return joined_step(model, functools.partial(builder.concat, call))
+    return joined_step(model, call)
+
+
+def by_example(name, number=0, **options):
+    """Return a step whose losses are made in the towers."""
+    model = made(name)
+
+    def losses(x):
+        return tf.reduce_mean(tf.sin(model(x, training=True)), axis=1) + added(model)
+
+    @tf.function
+    def step(x):
+        if number:
+            builder = TowerBuilder([f"/cpu:{i}" for i in range(number)], **options)
+            return builder.gradients(losses, model.trainable_variables, x)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(losses(x))
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    return step
+
+
+def assert_same(found, expected, rtol=1e-10):
+    tf.nest.map_structure(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol / 100), found, expected
+    )
+
+
+@all_models()
+@pytest.mark.parametrize("way", [joined, by_example], ids=["joined", "by example"])
+def test_own_loops_have_the_losses_of_one_device(way, name):
+    expected = way(name)(X)
+    for number, options in ((2, {}), (3, {"accumulate_steps": 2})):
+        tolerance = 1e-4 if name == "alignments" else 1e-10  # TensorFlow has these in float32
+        assert_same(way(name, number, **options)(X), expected, tolerance)
+
+
+def test_joined_losses_without_a_tape_and_of_an_unknown_batch_size():
+    model, builder = made("a sum beside a mean"), TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"])
+    model(X)
+    expected = [float(loss) for loss in model.losses]
+    builder.concat(model, X)
+    assert_same([float(loss) for loss in model.losses], expected)
+    step = joined("a sum beside a mean", 4)
+    spec = tf.TensorSpec([None, 3], tf.float64)
+    for size in (7, 2):
+        assert_same(
+            tf.function(step.python_function, [spec])(X[:size]),
+            joined("a sum beside a mean")(X[:size]),
+        )
+
+
+def test_losses_of_examples_may_be_added_to_those_of_the_same_examples():
+    model = made("one for each example")
+
+    def losses(x):
+        y = model(x)
+        return tf.reduce_mean(y**2, axis=1) + model.losses[0]
+
+    expected = np.mean(losses(X))
+    for number in (1, 3):
+        builder = TowerBuilder([f"/cpu:{i}" for i in range(number)])
+        assert_same(builder.gradients(losses, [], X)[0].numpy(), expected)
+
+
+def test_what_cannot_be_told_is_said_and_nothing_else():
+    def adding(fn):
+        def call(x):
+            layer.add_loss(fn(x))
+            return x
+
+        layer = layers.Layer()
+        return call
+
+    def printed(x):
+        tf.print("", end="")
+        return tf.reduce_sum(x)
+
+    def told(fn):
+        found = []
+        builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_doubt=found.append)
+        builder.concat(adding(fn), tf.constant(X, tf.float32))
+        return "".join(found)
+
+    assert not told(lambda x: tf.reduce_sum(x**2)) and not told(lambda x: tf.reduce_mean(x**3))
+    assert "neither a mean nor a sum" in told(lambda x: tf.math.reduce_std(x))
+    assert "could not be tried" in told(tf.function(printed))
+
+
+def test_stateless_calls_return_the_losses():
+    model = made("a sum beside a mean")
+    weights, others = model.trainable_variables, model.non_trainable_variables
+
+    def losses(x):
+        y, _, found = model.stateless_call(weights, others, x, return_losses=True)
+        return tf.reduce_mean(y**2, axis=1) + sum(found)
+
+    builder = TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"])
+    assert_same(builder.gradients(losses, [], X)[0].numpy(), np.mean(losses(X)))
+
+
+class PartsOfTheLoss(keras.Model):
+    """Weighs the losses of its parts, each read where it was added."""
+
+    def __init__(self):
+        super().__init__(dtype="float64")
+        self.encoder, self.decoder = network(Adds(total)), dense(1, activity_regularizer="l1")
+
+    def call(self, x):
+        return self.decoder(self.encoder(x))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        of_parts = 2 * sum(self.encoder.losses) + 3 * sum(self.decoder.losses)
+        return tf.reduce_mean((y_pred - y) ** 2) + of_parts + sum(self.encoder.layers[1].losses)
+
+
+class LossAfterTheUpdate(PartsOfTheLoss):
+    """Reports losses that it reads when the gradients are there."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss, "encoder": sum(self.encoder.losses)}
+
+
+@pytest.mark.parametrize("make", [PartsOfTheLoss, LossAfterTheUpdate])
+def test_fit_has_the_losses_of_each_part(make):
+    def build():
+        model = make()
+        model.compile("sgd", "mse")
+        return model
+
+    given = {"x": X, "y": X[:, :1], "batch_size": 4, "shuffle": False}
+    expected = fits.fit(build, given)
+    assert not fits.differences(fits.fit(build, given, 2), expected)
+    assert not fits.differences(fits.fit(build, given, 3, accumulate_steps=2), expected)

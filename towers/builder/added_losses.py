@@ -1,0 +1,105 @@
+"""Losses that layers add inside a tower, by `add_loss` or an activity regularizer.
+
+A layer in a tower adds the loss of its slice. Here it is scaled, where it is a sum over examples,
+to what stands for the whole batch: in the mean over all examples, which `gradients` takes, the
+towers' values then make the loss of one device. What the layers have added at the end of a tower
+is returned beside its outputs, put together, and added to the same layers outside of the towers.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers import tf_private
+from towers.builder.assignments import TowerScope
+from towers.builder.draws import Rows
+from towers.builder.merging import widen
+
+
+@dataclasses.dataclass(frozen=True)
+class AddedLoss:
+    """How the losses that a layer adds for several slices make that of the batch.
+
+    Attributes:
+        layer: its path.
+        policy: "mean", weighted by examples; "sum"; "rows": a loss for each example, which the
+            function adds to the loss of that example; None: none of these.
+        by_example: whether it has a row for each example.
+        reason: why it could not be tried, if so.
+    """
+
+    layer: str
+    policy: str | None
+    by_example: bool
+    reason: str = ""
+
+
+@contextlib.contextmanager
+def noted(scope: TowerScope, rows: Rows | None, known: Sequence[AddedLoss]) -> Iterator[None]:
+    """Note in a tower's scope what layers add in the block, scaled to stand for the whole batch.
+
+    Args:
+        scope: of the tower.
+        rows: the slice.
+        known: of the losses, in the order in which they are added.
+    """
+
+    def make(before: Callable) -> Callable:
+        def add_loss(layer: keras.Layer, loss: Any) -> None:
+            losses = [_floating(own) for own in tf.nest.flatten(loss)]
+            if not scope.is_inside():
+                for i, own in enumerate(losses):
+                    place = len(scope.added)
+                    if rows and place < len(known) and known[place].policy == "sum":
+                        losses[i] = own / _share(rows, own.dtype)
+                    scope.added.append((layer, losses[i]))
+            before(layer, losses)
+
+        return add_loss
+
+    with tf_private.add_loss_replaced(make):
+        yield
+
+
+def left_in(scope: TowerScope, rows: Rows, known: Sequence[AddedLoss]) -> list[tf.Tensor]:
+    """Return what layers have added in a tower, as rows: those of all towers are to be joined.
+
+    A layer that is called again by itself starts anew, as Keras has it. `scope.left` gets the
+    layers, and whether a row is one of an example.
+    """
+    found, kept = [], {id(loss) for loss in scope.losses}
+    for place, (layer, loss) in enumerate(scope.added):
+        if id(loss) not in kept:
+            continue
+        of_loss = known[place] if place < len(known) else AddedLoss("", "mean", False)
+        wide = widen(loss)
+        if of_loss.policy != "rows":
+            wide *= _share(rows, wide.dtype)
+        found.append(wide if of_loss.by_example else tf.expand_dims(wide, 0))
+        scope.left.append((layer, loss.dtype, of_loss.by_example))
+    return found
+
+
+def add_to_layers(scope: TowerScope, joined: Sequence[tf.Tensor]) -> None:
+    """Let layers have added, outside of the towers, what was joined of the towers' `left_in`."""
+    for (layer, dtype, by_example), rows in zip(scope.left, joined, strict=True):
+        value = rows if by_example else tf.reduce_sum(rows, axis=0)
+        # Functional models refuse `add_loss` of their own.
+        keras.Layer.add_loss(layer, tf.cast(value, dtype))
+
+
+def _share(rows: Rows, dtype: tf.DType) -> tf.Tensor:
+    """Return what part of the batch's examples a slice has."""
+    if isinstance(rows.size, int) and isinstance(rows.total, int):
+        return tf.constant(rows.size / rows.total, dtype)
+    share = tf.cast(rows.size, tf.float64) / tf.cast(rows.total, tf.float64)
+    return tf.cast(share, dtype)
+
+
+def _floating(loss: Any) -> Any:
+    whole = tf.is_tensor(loss) and not loss.dtype.is_floating
+    return tf.cast(loss, keras.config.floatx()) if whole else loss
