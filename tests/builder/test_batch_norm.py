@@ -63,6 +63,31 @@ def test_large_means_do_not_cancel():
     np.testing.assert_allclose(norms[0].moving_variance, norms[1].moving_variance, rtol=1e-5)
 
 
+@pytest.mark.graph
+@pytest.mark.parametrize("way", ["gradients", "concat", "map"])
+def test_without_being_asked_moments_are_those_of_all_towers_or_it_is_said(way):
+    layer, told = layers.BatchNormalization(momentum=0.0, dtype="float64"), []
+    x = tf.random.stateless_normal([7, 3], [1, 2], dtype="float64")
+    layer.build(x.shape)
+    builder = TowerBuilder(DEVICES[:2], on_doubt=told.append)
+
+    def fn(x, training=True):
+        return tf.reduce_sum(layer(x, training=training) ** 3, axis=1)
+
+    def step(x, training=True):
+        if way == "gradients":
+            return builder.gradients(lambda x: fn(x, training), layer.trainable_variables, x)
+        return getattr(builder, way)(lambda x: fn(x, training), x)
+
+    tf.function(step)(x)
+    np.testing.assert_allclose(layer.moving_mean, tf.reduce_mean(x, axis=0), rtol=1e-10)
+    np.testing.assert_allclose(layer.moving_variance, tf.math.reduce_variance(x, 0), rtol=1e-10)
+    step(x, training=False)
+    assert not told
+    step(x)
+    assert len(told) == 1 and "tf.function" in told[0] and "batch_norm='local'" in told[0]
+
+
 def in_16_bits():
     keras.config.set_dtype_policy("mixed_bfloat16")
     x = tf.cast(equality.images(16), tf.float32)

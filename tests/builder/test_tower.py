@@ -27,8 +27,8 @@ EAGER_OR_FUNCTION = pytest.mark.parametrize(
 )
 
 
-def builder(num_towers):
-    return TowerBuilder(DEVICES[:num_towers])
+def builder(num_towers, **options):
+    return TowerBuilder(DEVICES[:num_towers], **options)
 
 
 def normal(*shape):
@@ -138,7 +138,7 @@ def test_ops_of_gradients_are_executed_on_their_towers(float64):
         model = keras.Sequential(
             [keras.Input((4, 4, 2)), *body, layers.Reshape((4, 3)), layers.GRU(2)]
         )
-    towers = TowerBuilder(["/cpu:1", "/cpu:2"], gather_device="/cpu:3")
+    towers = TowerBuilder(["/cpu:1", "/cpu:2"], gather_device="/cpu:3", batch_norm="local")
 
     def gradients(images):
         loss_fn = lambda x: tf.reduce_sum(model(x, training=True), 1)  # noqa: E731
@@ -499,7 +499,8 @@ def test_what_is_recomputed_is_not_assigned_again(float64):
     layer = layers.BatchNormalization(momentum=0.5)
     layer.build([None, 3])
     recomputed = tf.recompute_grad(lambda x: layer(x, training=True))
-    builder(2).gradients(lambda x: tf.reduce_sum(recomputed(x), 1), layer.trainable_variables, X)
+    towers = builder(2, batch_norm="local")
+    towers.gradients(lambda x: tf.reduce_sum(recomputed(x), 1), layer.trainable_variables, X)
     assert_same([layer.moving_mean.numpy()], [0.5 * X.mean(0)])
 
 
@@ -557,7 +558,8 @@ def test_batch_norm_statistics_are_the_weighted_mean_of_the_towers(float64, way)
 
     def step(x):
         loss_fn = lambda x: tf.reduce_sum(layer(x, training=True) ** 3, 1)  # noqa: E731
-        return builder(3).gradients(loss_fn, layer.trainable_variables, x)
+        towers = builder(3, batch_norm="local")
+        return towers.gradients(loss_fn, layer.trainable_variables, x)
 
     if way != "eager":
         size = None if len(slices) < 3 else 7

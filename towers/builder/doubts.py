@@ -68,6 +68,13 @@ UNFORESEEN_DRAW = ambiguous(
 )
 
 
+LOCAL_BATCH_NORM = (
+    "local BatchNorm: outside of a tf.function towers run one after the other, and each takes the "
+    "moments of its own examples: make a tf.function of the step, or leave BatchNorm local "
+    "(batch_norm='local')"
+)
+
+
 def not_put_together(variable: keras.Variable, why: str = "") -> str:
     """Return the line for state of which it cannot be told how towers put it together."""
     return (

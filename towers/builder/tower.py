@@ -108,7 +108,7 @@ class TowerBuilder:
         devices: Sequence[str],
         gather_device: str = "/cpu:0",
         *,
-        batch_norm: str = "local",
+        batch_norm: str = "sync",
         accumulate_steps: int = 1,
         gather_at_variables: bool = False,
         jit_compile: bool = False,
@@ -119,8 +119,9 @@ class TowerBuilder:
         Args:
             devices: one TensorFlow device for each tower; a device may hold several towers.
             gather_device: the device of splitting, summing and joining.
-            batch_norm: what the moments of Keras' BatchNorm layers are taken over: "local" the
-                tower's own slice; "sync" those of all towers, in a compiled step only.
+            batch_norm: what the moments of Keras' BatchNorm layers are taken over: "sync" all
+                towers' examples, in a `tf.function` (else each tower's, with a warning); "local"
+                the tower's own slice.
             accumulate_steps: `gradients`, and `concat` under a tape, take the batch in so many
                 parts, one after the other, each split over the towers: less memory, the same sums.
             gather_at_variables: gather each gradient where its variable lies.
@@ -290,7 +291,7 @@ class TowerBuilder:
         scopes = [] if joined is None else joined
 
         def run(tower: int, part: Slice, member: Member | None) -> Any:
-            with inside_of_tower(self.devices[tower], member, self.batch_norm) as scope:
+            with inside_of_tower(self.devices[tower], member, self.moments()) as scope:
                 with added_losses.noted(scope, part.rows, known):
                     result = fn(*part.batch)
                 if joined is not None:
@@ -333,7 +334,12 @@ class TowerBuilder:
     def inside(self, tower: int, member: Member | None, own: dict[int, Any]) -> Any:
         """Return what a tower is called in whose gradients are taken, perhaps as XLA's program."""
         member = xla.NO_EXCHANGE if self.jit_compile and member else member
-        return inside_of_tower(self.devices[tower], member, self.batch_norm, own)
+        return inside_of_tower(self.devices[tower], member, self.moments(), own)
+
+    def moments(self) -> str:
+        """Return what BatchNorm's moments can be taken over: eager towers wait for no other."""
+        alone = tf.executing_eagerly() and not self.jit_compile
+        return "local" if alone else self.batch_norm
 
     def copies(self, slices: Sequence[Slice], draws: Sequence[Drawn] | None = None) -> "Copies":
         """Return what makes copies of functions for these slices, one after the other."""
@@ -341,9 +347,12 @@ class TowerBuilder:
 
     def assign(self, scopes: Sequence[TowerScope], policies: dict[int, str]) -> None:
         """Make the assignments that the towers' scopes keep, one for each variable."""
+        found = {id(v): v for scope in scopes for v in scope.assigned()}
         if self.on_assign:
-            found = {id(v): v for scope in scopes for v in scope.assigned()}
             self.on_assign(list(found.values()))
+        if self.moments() != self.batch_norm and len(self.devices) > 1:
+            if any(found.keys() & scope.averages for scope in scopes):
+                self.tell([doubts.LOCAL_BATCH_NORM])
         with tf.device(self.gather_device), tf.name_scope("gather"):
             unknown = assign_once(scopes, policies)
         self.tell(map(doubts.not_put_together, unknown))
