@@ -158,6 +158,23 @@ def layers_of(layer: keras.Layer) -> list[keras.Layer]:
     return list(found.values())
 
 
+def input_shapes(layer: keras.Layer) -> list[tuple]:
+    """Return the shapes of what a layer was made for. Public: `inputs`, of functional models."""
+    if getattr(layer, "inputs", None):
+        return [x.shape for x in layer.inputs]
+    return _shapes_among(list((layer._build_shapes_dict or {}).values()))
+
+
+def _shapes_among(structure: Any) -> list[tuple]:
+    """Return the shapes, tuples of sizes, that are in a structure, in order."""
+    if isinstance(structure, tuple | list) and all(isinstance(x, int | None) for x in structure):
+        return [tuple(structure)]
+    if isinstance(structure, Mapping):
+        structure = [structure[key] for key in sorted(structure)]
+    parts = structure if isinstance(structure, tuple | list) else []
+    return [shape for part in parts for shape in _shapes_among(part)]
+
+
 def places_in_file(model: keras.Model) -> list[tuple[str, str, keras.Variable]]:
     """Return ("layers/dense/vars/0", "dense/0", variable) for each that save_weights would write.
 

@@ -1,19 +1,68 @@
 """Made-up examples: values of the types that a tower function is called with."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
+from towers import tf_private
+
 UNKNOWN_DIM = 4  # stands for an unknown length that is not the batch
+_LONGER = 16, 64  # and these do, where a function takes no such short ones
 
 
-def spec_of(leaf: Any, size: int) -> tf.TypeSpec:
-    """Return the type of a leaf of the batch for `size` examples."""
+def possible_shapes(leaves: Sequence[Any], layers: Sequence[keras.Layer]) -> Iterator[list]:
+    """Yield shapes of the leaves of a batch, with lengths for what is unknown in them.
+
+    They are what the layers were made for, the outermost first, and then some of all lengths.
+    """
+    shapes = [leaf.shape for leaf in leaves]
+    if all(is_known(leaf) for leaf in leaves):
+        yield shapes
+        return
+    tried = []
+    for shapes_taken in map(tf_private.input_shapes, layers):
+        unused = list(map(tf.TensorShape, shapes_taken))
+        found = [_filled(shape, unused) for shape in shapes]
+        if found != shapes and found not in tried:
+            tried.append(found)
+            yield found
+    for length in (UNKNOWN_DIM, *_LONGER):
+        yield [_with_length(shape, length) for shape in shapes]
+
+
+def is_known(leaf: Any) -> bool:
+    """Tell whether all but the number of examples is known; ragged rows have any length."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return True
+    return leaf.shape.rank is not None and leaf.shape[1:].is_fully_defined()
+
+
+def _filled(shape: tf.TensorShape, unused: list[tf.TensorShape]) -> tf.TensorShape:
+    """Return a shape with the lengths of the first one that suits it, which is then used."""
+    for i, taken in enumerate(unused):
+        if taken.rank and shape[1:].is_compatible_with(taken[1:]):
+            del unused[i]
+            return shape[:1].concatenate(shape[1:].merge_with(taken[1:]))
+    return shape
+
+
+def _with_length(shape: tf.TensorShape, length: int) -> tf.TensorShape:
+    """Return a shape in which unknown lengths are this one."""
+    if shape.rank is None:
+        return shape
+    return tf.TensorShape([*shape[:1], *(length if dim is None else dim for dim in shape[1:])])
+
+
+def spec_of(leaf: Any, size: int, shape: tf.TensorShape | None = None) -> tf.TypeSpec:
+    """Return the type of a leaf of the batch, of a shape if it is given, for `size` examples."""
     if isinstance(leaf, tf.RaggedTensor):
         shape = [size, *leaf.shape[1:]]
         return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
-    dims = [UNKNOWN_DIM if dim is None else dim for dim in leaf.shape[1:]]
+    shape = leaf.shape if shape is None else shape
+    dims = [UNKNOWN_DIM if dim is None else dim for dim in shape[1:]]
     kind = tf.SparseTensorSpec if isinstance(leaf, tf.SparseTensor) else tf.TensorSpec
     return kind([size, *dims], leaf.dtype)
 

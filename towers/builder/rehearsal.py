@@ -10,6 +10,7 @@ follows from that is looked at.
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,12 +21,14 @@ from towers import tf_private
 from towers.builder import doubts, layouts, states
 from towers.builder.added_losses import AddedLoss
 from towers.builder.draws import Drawn
+from towers.builder.examples import possible_shapes
 from towers.builder.tracing import Trace, Tracer
 from towers.errors import InputError
 
 FEW, MORE = 3, 5  # examples of the two traces, if the function takes any number of them
 _MULTIPLES = (1, 2, 4, 5, 7, 8, 10, 16)  # some functions take even numbers only, and so on
 _NUM_KEPT = 4  # functions, of a training and its evaluation
+_COLOUR = re.compile(r"\x1b\[\d+m")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +131,7 @@ def rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
 def _rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
     with tf.init_scope():
         tracer, reasons = Tracer(fn, batch), []
-        few = _trace_few(tracer)
+        few = _trace_few(tracer, _layers_of(fn))
         if few is None:
             return Rehearsal(tracer=tracer, reason=tracer.failure)
         found = Rehearsal((), by_example=few.by_example, tracer=tracer, few=few)
@@ -163,9 +166,27 @@ def _added(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> tuple[AddedLos
     return tuple(AddedLoss(layer, None, False, *reasons) for layer in few.adding)
 
 
-def _trace_few(tracer: Tracer) -> Trace | None:
-    """Return the trace of the fewest examples that the function can be traced for, or None."""
-    return next(filter(None, (_trace(tracer, FEW * multiple) for multiple in _MULTIPLES)), None)
+def _trace_few(tracer: Tracer, layers: Sequence[keras.Layer]) -> Trace | None:
+    """Return the trace of the fewest examples that the function can be traced for, or None.
+
+    Where lengths are unknown, it is for those with which all that is returned has rows.
+    """
+    fallback = None
+    for shapes in possible_shapes(tracer.batch, layers):
+        tracer.shapes = shapes
+        traces = (_trace(tracer, FEW * multiple) for multiple in _MULTIPLES)
+        if found := next(filter(None, traces), None):
+            if not any(found.strays):
+                return found
+            fallback = fallback or (found, shapes)
+    found, tracer.shapes = fallback or (None, tracer.shapes)
+    return found
+
+
+def _layers_of(fn: Callable) -> list[keras.Layer]:
+    """Return the layers that a function holds and all below them, the outermost first."""
+    held = [part for part in parts_of(fn, ()) if isinstance(part, keras.Layer)]
+    return [layer for own in held for layer in tf_private.layers_of(own)]
 
 
 def _trace(tracer: Tracer, size: int) -> Trace | None:
@@ -180,8 +201,10 @@ def _trace(tracer: Tracer, size: int) -> Trace | None:
 
 
 def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines or [type(error).__name__])[0][:150]
+    """Return the first line of an error that says something; Keras' begin with where it was."""
+    lines = [_COLOUR.sub("", line).strip() for line in str(error).splitlines()]
+    told = [line for line in lines if line and not line.startswith("Exception encountered when")]
+    return (told or [type(error).__name__])[0][:150]
 
 
 @contextlib.contextmanager

@@ -70,6 +70,7 @@ class Tracer:
         self.fn, self.structure = fn, batch
         self.leaves = as_leaves(batch)
         self.batch = [leaf for leaf in self.leaves if not isinstance(leaf, PerTower)]
+        self.shapes: Sequence[tf.TensorShape] = [leaf.shape for leaf in self.batch]  # as tried
         self.failure = ""  # why it could not be traced the last time
 
     def trace(
@@ -116,7 +117,7 @@ class Tracer:
 
         with tf.init_scope():
             trace.function = tf.function(program, autograph=False).get_concrete_function(
-                [spec_of(leaf, size) for leaf in self.batch],
+                self._specs(size),
                 [tf.TensorSpec(v.shape, v.dtype) for v in states],
                 [tf.TensorSpec(shape, tf.int8) for shape in nudged.values()],
             )
@@ -130,7 +131,11 @@ class Tracer:
         if all(isinstance(x, tf.Tensor) and not tf.is_symbolic_tensor(x) for x in self.batch):
             rows = random.permutation(np.resize(np.arange(len(self.batch[0])), size))
             return [tf.gather(x, rows) for x in self.batch]
-        return [sample(spec_of(x, size), random) for x in self.batch]
+        return [sample(spec, random) for spec in self._specs(size)]
+
+    def _specs(self, size: int) -> list[tf.TypeSpec]:
+        pairs = zip(self.batch, self.shapes, strict=True)
+        return [spec_of(leaf, size, shape) for leaf, shape in pairs]
 
 
 def run(

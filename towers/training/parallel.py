@@ -21,6 +21,7 @@ import tensorflow as tf
 from towers import devices as tower_devices
 from towers import tf_private
 from towers.builder.assignments import TowerScope
+from towers.builder.examples import is_known
 from towers.builder.inside import integers_on
 from towers.builder.kinds import HOST, are_gpus, are_of_workers
 from towers.builder.rehearsal import Rehearsal
@@ -264,10 +265,13 @@ class _Steps:
         if self.builder.num_slices == 1:
             return ""
         found = self.builder.rehearse(fn, *batch)
+        unknown = [f"; of its arguments {x.shape} is all that is known: give their shape in the "
+                   "data set, by tf.ensure_shape" for x in batch if not is_known(x)]  # fmt: skip
+        unknown = "".join(unknown[:1])
         if found.few is None:
-            return f"it cannot be called with another number of examples ({found.reason})"
+            return f"it cannot be called with another number of examples ({found.reason}){unknown}"
         if any(found.few.strays):
-            return f"its output {found.few.strays.index(True)} has no row for each example"
+            return f"its output {found.few.strays.index(True)} has no row for each example{unknown}"
         return ""
 
     def _mixing(self, fn: Callable, found: Rehearsal) -> list[str]:

@@ -1,0 +1,187 @@
+"""`fit` over towers of programs with unusual data, functions and outputs: a table of each kind.
+
+They have the numbers of one device, and nothing is said; or they run on one device, with a line.
+"""
+
+import functools
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import fits
+
+pytestmark = pytest.mark.run
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.normal(size=(7, 5)), RANDOM.normal(size=(7, 1))
+ARRAYS = {"x": X, "y": Y, "batch_size": 4, "shuffle": False}  # batches of 4 and of 3
+layers, ops = keras.layers, keras.ops
+
+
+def compiled(model, loss="mse"):
+    model.compile("sgd", loss)
+    return model
+
+
+def network(*made, shape=(5,), **options):
+    return compiled(keras.Sequential([keras.Input(shape, **options), *made]))
+
+
+def of_step(step, **parts):
+    """Return a model that has these parts, and whose loss `step(model, x, y)` is."""
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            for name, make in parts.items():
+                setattr(self, name, make())
+
+        def call(self, x):
+            return x
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = step(self, *data)
+            weights = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    return compiled(Model())
+
+
+def layer_of(call, **parts):
+    """Return a layer that has these parts, and calls `call(layer, ...)`."""
+
+    class Layer(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            for name, make in parts.items():
+                setattr(self, name, make())
+
+        def call(self, *args, **kwargs):
+            return call(self, *args, **kwargs)
+
+    return Layer()
+
+
+def dense(size=1, **options):
+    return functools.partial(layers.Dense, size, **options)
+
+
+def of_dataset(dataset):
+    return {"x": dataset, "shuffle": False}
+
+
+def rows_of(shape, x):
+    """Return a function that gives batches of 4 and 3 of which only a shape is known."""
+
+    def make():
+        yield from ((x[:4], Y[:4]), (x[4:], Y[4:]))
+
+    signature = tf.TensorSpec(shape, tf.float64), tf.TensorSpec([None, 1], tf.float64)
+    return lambda: of_dataset(tf.data.Dataset.from_generator(make, output_signature=signature))
+
+
+def compare(build, given, num_towers=3):
+    """Return what differs from plain Keras, and the lines that are told of the towers."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        expected, found = fits.fit(build, given()), fits.fit(build, given(), num_towers)
+    lines = [str(one.message) for one in told if "/towers/" in one.filename]
+    return fits.differences(expected, found), lines
+
+
+def table(cases, *usual):
+    """Return the cases' names as parameters: the usual ones are what a normal run tries."""
+    return [
+        pytest.param(n, marks=[] if n in usual else [pytest.mark.extended]) for n in cases
+    ]
+
+
+# ------------------------------------------------------------------------- Data of unknown lengths
+
+SERIES, IMAGES = RANDOM.normal(size=(12, 3)), RANDOM.normal(size=(7, 9, 9, 3))
+
+
+def windows_of_a_series():
+    series = SERIES[:, :2], SERIES[:, 2:]
+    make = keras.utils.timeseries_dataset_from_array
+    return of_dataset(make(*series, 6, batch_size=4, shuffle=False))
+
+
+def by_name():
+    spec = {name: tf.TensorSpec([None, None], tf.float64) for name in "ab"}
+
+    def make():
+        for rows in (slice(4), slice(4, 7)):
+            yield {"a": X[rows], "b": X[rows, :2]}, Y[rows]
+
+    signature = spec, tf.TensorSpec([None, 1], tf.float64)
+    return of_dataset(tf.data.Dataset.from_generator(make, output_signature=signature))
+
+
+def named_inputs():
+    a, b = keras.Input((5,), name="a"), keras.Input((2,), name="b")
+    joined = layers.Concatenate()([a, layers.Dense(3, activation="tanh")(b)])
+    return compiled(keras.Model({"a": a, "b": b}, layers.Dense(1)(joined)))
+
+
+def built_by_a_call():
+    model = of_step(
+        lambda self, x, y: tf.reduce_mean((self.two(self.one(x)) - y) ** 2),
+        one=dense(3, activation="tanh"), two=dense(),
+    )  # fmt: skip
+    model.two(model.one(X[:2]))
+    return model
+
+
+UNKNOWN = {
+    "windows": (
+        lambda: network(layers.Flatten(), layers.Dense(1), shape=(6, 2)), windows_of_a_series
+    ),
+    "within another": (
+        lambda: of_step(
+            lambda self, x, y: tf.reduce_mean((self.net(x) - y) ** 2),
+            net=lambda: network(layers.Conv1D(3, 5), layers.Flatten(), layers.Dense(1),
+                                shape=(6, 2)),
+        ),
+        windows_of_a_series,
+    ),
+    "longer than a kernel": (
+        lambda: network(layers.Conv1D(3, 5), layers.GlobalMaxPooling1D(), layers.Dense(1),
+                        shape=(None, 2)),
+        windows_of_a_series,
+    ),
+    "by name": (named_inputs, by_name),
+    "built by a call": (built_by_a_call, rows_of([None, None], X)),
+    "images of any size": (
+        lambda: network(layers.Conv2D(4, 3, 2), layers.Conv2D(4, 3, 2),
+                        layers.GlobalAveragePooling2D(), layers.Dense(1), shape=(None, None, 3)),
+        rows_of([None, None, None, 3], IMAGES),
+    ),
+    "channels": (
+        lambda: network(layers.Conv2D(4, 3), layers.Flatten(), layers.Dense(1), shape=(9, 9, 3)),
+        rows_of([None, 9, 9, None], IMAGES),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", table(UNKNOWN, "windows", "built by a call"))
+def test_lengths_that_are_unknown_come_from_what_the_model_takes(name):
+    assert compare(*UNKNOWN[name]) == ({}, [])
+
+
+def test_a_length_that_nothing_tells_is_asked_for():
+    def build():
+        return of_step(
+            lambda self, x, y: tf.reduce_mean((self.layer(x) - y) ** 2),
+            layer=lambda: layer_of(
+                lambda self, x: self.out(ops.reshape(x, (-1, 5, 1))[:, :2, 0]), out=dense()
+            ),
+        )
+
+    differences, lines = compare(build, rows_of([None, None], X), 2)
+    assert differences == {}
+    assert ["runs on one device" in line and "tf.ensure_shape" in line for line in lines] == [True]
