@@ -36,7 +36,7 @@ from tensorflow.core.protobuf import (
 )
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.client import pywrap_tf_session
-from tensorflow.python.eager import cancellation, context, executor, record
+from tensorflow.python.eager import cancellation, context, executor, forwardprop_util, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import config as tf_config
@@ -398,10 +398,36 @@ def reads_replaced(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
 
 
 def is_recording(tensors: Sequence[tf.Tensor] | None = None) -> bool:
-    """Tell whether there is a tape, and one that watches any of these. Public: none tells."""
+    """Tell whether there is a tape or a forward accumulator, and one that watches any of these.
+
+    Public: none tells.
+    """
+    followed = forwardprop_util.pack_tangents(list(tensors or ())).indices  # by each accumulator
     if tensors is None:
-        return record.could_possibly_record()
-    return record.should_record_backprop(list(tensors))
+        return bool(followed) or record.could_possibly_record()
+    return any(followed) or record.should_record_backprop(list(tensors))
+
+
+def are_followed(variables: Sequence[tf.Variable]) -> bool:
+    """Tell whether a forward accumulator follows any of these. Public: none tells."""
+    handles = [tf.convert_to_tensor(getattr(v, "handle", v)) for v in variables]
+    return any(forwardprop_util.pack_tangents(handles).indices)
+
+
+def accumulators_restarted() -> Block:
+    """Let forward accumulators record where tf.init_scope has stopped that, as tapes do there.
+
+    Public: none starts it again.
+    """
+
+    def make(before: Callable) -> Callable:
+        def enter(accumulator: Any) -> Any:
+            pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+            return before(accumulator)
+
+        return enter
+
+    return _replaced((tf.autodiff.ForwardAccumulator, "__enter__", make))
 
 
 def recorded_as_one(

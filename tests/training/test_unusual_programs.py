@@ -185,3 +185,75 @@ def test_a_length_that_nothing_tells_is_asked_for():
     differences, lines = compare(build, rows_of([None, None], X), 2)
     assert differences == {}
     assert ["runs on one device" in line and "tf.ensure_shape" in line for line in lines] == [True]
+
+
+# ----------------------------------------------- Gradients of what comes from around the towers
+
+
+def arrays():
+    return ARRAYS
+
+
+def mean_square(x):
+    return tf.reduce_mean(x**2)
+
+
+def hidden():
+    return network(layers.Dense(4, activation="tanh"), layers.Dense(1))
+
+
+def with_scaled_weights(self, x, y):
+    weights = [w.value * (1 + self.scale) for w in self.net.trainable_variables]
+    return mean_square(self.net.stateless_call(weights, [], x)[0] - y)
+
+
+def after_a_step(self, x, y):
+    """The loss at the weights after a step, whose gradient goes through that step."""
+    weights = [w.value for w in self.net.trainable_variables]
+    with tf.GradientTape() as tape:
+        loss = mean_square(self.net(x) - y)
+    steps = zip(weights, tape.gradient(loss, weights), strict=True)
+    return mean_square(self.net.stateless_call([w - 0.1 * g for w, g in steps], [], x)[0] - y)
+
+
+def in_an_attribute(self, x, y):
+    self.layer.shift = tf.tanh(self.scale) * tf.ones([5], x.dtype)
+    return mean_square(self.layer(x) - y)
+
+
+def slope_forward(self, x, y):
+    with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+        outputs = self.net(x)
+    return mean_square(outputs - y) + mean_square(accumulator.jvp(outputs))
+
+
+def slope_within(self, x):
+    with tf.autodiff.ForwardAccumulator(x, tf.ones_like(x)) as accumulator:
+        y = self.net(x)
+    return accumulator.jvp(y)
+
+
+def with_scale(step, **parts):
+    def build():
+        model = of_step(step, **parts)
+        model.scale = model.add_weight(shape=(), name="scale")
+        return model
+
+    return build
+
+
+AROUND = {
+    "scaled weights": with_scale(with_scaled_weights, net=hidden),
+    "an attribute": with_scale(
+        in_an_attribute,
+        layer=lambda: layer_of(lambda self, x: self.out(x + self.shift), out=dense()),
+    ),
+    "after a step": lambda: of_step(after_a_step, net=hidden),
+    "forward mode": lambda: of_step(slope_forward, net=hidden),
+    "forward mode in a layer": lambda: network(layer_of(slope_within, net=dense(5)), dense()()),
+}
+
+
+@pytest.mark.parametrize("name", table(AROUND, "scaled weights", "forward mode"))
+def test_gradients_go_to_what_towers_take_from_around_them(name):
+    assert compare(AROUND[name], arrays) == ({}, [])

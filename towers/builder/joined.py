@@ -39,7 +39,8 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
         _Part(builder, fn, occupied(slices[i : i + num_towers]), found, watched)
         for i in starts
     ]
-    results = [result for part in parts for result in part.forward()]
+    captured: list[tf.Tensor] = []
+    results = _forward(parts, captured)
     outputs = [values for part in parts for values in part.outputs]
     scopes = [scope for part in parts for scope in part.scopes]
     assigned = [variable for scope in scopes for variable in scope.assigned()]
@@ -50,6 +51,7 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
     builder.assign(scopes, found.policies)
     reads = [item for part in parts for own in part.reads for item in own.items()]
     variables = [variable for variable, _ in dict(reads).values()]
+    whole_ones = [*captured, *variables]  # each tower takes all of them
 
     def backward(*upstream: tf.Tensor) -> list[Any]:
         with tf.device(builder.gather_device), tf.name_scope("split"):
@@ -61,12 +63,13 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
                 if len(parts) > 1:
                     with tf_private.losses_kept():
                         part.forward()
-                of_slices = part.backward(rows, variables)
+                of_slices = part.backward(rows, whole_ones)
             of_inputs += [inputs for inputs, _ in of_slices]
-            own = [gather.fix_rows(g, variables, found.fixed_rows) for _, g in of_slices]
+            own = [gather.fix_rows(g, whole_ones, found.fixed_rows) for _, g in of_slices]
             sums = builder.add_to(sums, own) if sums else own
-        gradients = _gathered(builder, of_inputs, sums, variables)
+        gradients = _gathered(builder, of_inputs, sums, whole_ones)
         if builder.on_gradients:
+            sums = [own[len(captured) :] for own in sums]
             _tell(builder, parts, rows, sums, gradients[len(gradients) - len(variables) :])
         if len(parts) == 1:
             return gradients
@@ -77,11 +80,25 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
     with tf.device(builder.gather_device), tf.name_scope("gather"):
         with tf.control_dependencies(_checks_of_shapes(outputs)):
             whole = gather.map_towers(gather.join, results)
-        sources = [leaves[i] for i in watched] + variables
+        sources = [leaves[i] for i in watched] + whole_ones
         values = tf_private.recorded_as_one("Towers", _values(whole), sources, backward)
         whole, added = _with_values(whole, values)
         added_losses.add_to_layers(scopes[0], added)
         return whole
+
+
+def _forward(parts: Sequence["_Part"], captured: list[tf.Tensor]) -> list[Any]:
+    """Return what parts return for each slice; add to `captured` what towers take from outside.
+
+    A tape must watch that before it is used, and only then is it known: what was made is dropped.
+    """
+    while True:
+        try:
+            return [result for part in parts for result in part.forward()]
+        except _CapturedError as error:
+            captured += error.tensors
+            for part in parts:
+                part.captured = captured
 
 
 class _Part:
@@ -98,6 +115,7 @@ class _Part:
         """Set the slices, what is known of the function, which leaves have gradients."""
         self.builder, self.fn, self.slices = builder, fn, slices
         self.found, self.watched = found, watched
+        self.captured: Sequence[tf.Tensor] = ()  # that are no arguments, and have gradients
         self.states: dict[int, tf.Tensor] = {}  # {id of a variable: what towers read in its place}
 
     def forward(self) -> list[Any]:
@@ -128,8 +146,8 @@ class _Part:
             tape.watch(value)
             reads[id(variable)] = variable, value
 
-        with tf.GradientTape(persistent=True) as tape, _NoCaptures(leaves):
-            tape.watch(inputs)
+        with tf.GradientTape(persistent=True) as tape, _Captures([*leaves, *self.captured]):
+            tape.watch([*inputs, *self.captured])
             by_xla = self.builder.jit_compile
             scope, result = xla.compiled(compute, on_read) if by_xla else compute()
             result = tf.nest.map_structure(part.kept, result)
@@ -143,9 +161,9 @@ class _Part:
         return result
 
     def backward(
-        self, upstream: Sequence[Sequence[tf.Tensor]], variables: Sequence[tf.Variable]
+        self, upstream: Sequence[Sequence[tf.Tensor]], variables: Sequence[Any]
     ) -> list[tuple[list, list]]:
-        """Return for each slice the gradients of its inputs, and of the variables."""
+        """Return for each slice the gradients of its inputs, and of variables, tensors too."""
 
         def back(tower: int, part: Slice, member: Any) -> tuple[list, list]:
             inputs, tape = self.inputs[tower], self.tapes[tower]
@@ -165,15 +183,24 @@ class _Part:
         return [tf.nest.flatten(part.batch) for part in self.slices]
 
 
-class _NoCaptures:
-    """Refuses that a tower takes the gradient of a tensor which is none of its arguments.
+class _CapturedError(Exception):
+    """Tells of tensors from around the towers whose gradients are wanted."""
+
+    def __init__(self, tensors: Sequence[tf.Tensor]):
+        """Set the tensors."""
+        super().__init__()
+        self.tensors = tensors
+
+
+class _Captures:
+    """Finds what a tower takes the gradient of, and is none of its arguments.
 
     To the tape around the towers that would be nothing: a wrong gradient, and no word.
     """
 
-    def __init__(self, arguments: Sequence[Any]):
+    def __init__(self, known: Sequence[Any]):
         """Set what a tower is called with."""
-        self.known = {id(x) for x in tf.nest.flatten(list(arguments), expand_composites=True)}
+        self.known = {id(x) for x in tf.nest.flatten(list(known), expand_composites=True)}
 
     def __enter__(self) -> None:
         """Note how much was there before."""
@@ -183,26 +210,24 @@ class _NoCaptures:
     def __exit__(self, kind: Any, *_: Any) -> None:
         """Look at what was made since then."""
         made = self.graph.get_operations()[self.num_before :] if kind is None else []
-        names = {op.name for op in made}
+        names, found = {op.name for op in made}, {}
         for op in made:
             for x in op.inputs:
                 old = x.op.name not in names and id(x) not in self.known
                 if old and x.dtype.is_floating and tf_private.is_recording([x]):
-                    raise InputError(
-                        f"a tower function uses {x.name!r}, a tensor that a tape watches and that "
-                        "is none of its arguments: no gradient would come back from the towers; "
-                        "hand it over as an argument, with one row for each example"
-                    )
+                    found[id(x)] = x
+        if found:
+            raise _CapturedError(list(found.values()))
 
 
 def _gathered(
-    builder: Any, of_inputs: list[list], sums: list[list], variables: Sequence[tf.Variable]
+    builder: Any, of_inputs: list[list], sums: list[list], whole_ones: Sequence[Any]
 ) -> list[Any]:
-    """Return the gradients of inputs, of which each slice has its rows, and of variables."""
+    """Return the gradients of inputs, of which each slice has its rows, and of what has none."""
     with tf.name_scope("gather"):
         with tf.device(builder.gather_device):
             inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
-        return inputs + gather.sum_at(sums, builder.places(variables))
+        return inputs + gather.sum_at(sums, builder.places(whole_ones))
 
 
 def _tell(

@@ -255,8 +255,13 @@ class TowerBuilder:
         return loss, gradients
 
     def places(self, variables: Sequence[Any]) -> gather.Places:
-        """Return where gradients of these variables are gathered."""
-        of_variables = backward.devices_of(variables) if self.gather_at_variables else None
+        """Return where gradients of these variables, or tensors, are gathered."""
+        of_variables = None
+        if self.gather_at_variables:
+            home = self.gather_device
+            of_variables = [
+                home if isinstance(v, tf.Tensor) else backward.devices_of([v])[0] for v in variables
+            ]
         return gather.Places(self.devices, self.gather_device, of_variables)
 
     def rehearse(self, fn: Callable, *batch: Any, num_slices: int | None = None) -> Rehearsal:

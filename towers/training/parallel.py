@@ -250,18 +250,20 @@ class _Steps:
         batch = [leaf for leaf in leaves if _is_batch(leaf)]
         self._build(layer, fn, batch)
         self._place(layer.variables)
-        if reason := self._reason_against(fn, batch):
+        if reason := self._reason_against(layer, fn, batch):
             self.builder.tell([f"layer {layer.name} runs on one device: {reason}"])
             with tf.device(self.home), self._plain():
                 return layer(*arguments[0], **arguments[1])
         self.builder.tell(self._mixing(fn, self.builder.rehearse(fn, *batch)))
         return _with_logits(*self.builder.concat(fn, *batch))
 
-    def _reason_against(self, fn: Callable, batch: Sequence[Any]) -> str:
+    def _reason_against(self, layer: keras.Layer, fn: Callable, batch: Sequence[Any]) -> str:
         """Return why a layer cannot be called on towers, each with a part of the batch; or ""."""
         sizes = {x.shape[0] for x in batch if x.shape.rank} - {None}
         if len(sizes) > 1:
             return f"its arguments have {sorted(sizes)} rows, so not all have one for each example"
+        if tf_private.are_followed([v.value for v in layer.trainable_variables]):
+            return "a tf.autodiff.ForwardAccumulator follows its weights"
         if self.builder.num_slices == 1:
             return ""
         found = self.builder.rehearse(fn, *batch)
@@ -298,7 +300,8 @@ class _Steps:
         """Build layers as Keras does, in a trace that is dropped: towers make no variables."""
         if all(below.built for below in tf_private.layers_of(layer)):
             return
-        with tf.init_scope(), tf.device(self.home), self._plain():
+        following = tf_private.accumulators_restarted()
+        with tf.init_scope(), tf.device(self.home), self._plain(), following:
             specs = map(tf.type_spec_from_value, batch)
             tf.function(fn, autograph=False).get_concrete_function(*specs)
 
