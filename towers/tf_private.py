@@ -705,12 +705,15 @@ def ops_of_integers_replaced(make: Callable[[str], Make]) -> Block:
 # Functions and graphs.
 
 
-def functions_inlined() -> Block:
+def functions_inlined(around: Callable[[], Block] = contextlib.nullcontext) -> Block:
     """Let the thread run each `tf.function` as a part of what calls it, converted by AutoGraph.
 
     Its one trace would serve all towers with the first one's draws. One that XLA is to compile, or
     that is called eagerly, stays a function, traced for each block. Public:
     tf.config.run_functions_eagerly, but it is for all threads, and leaves AutoGraph out.
+
+    Args:
+        around: returns the block in which a function is called that stays one.
     """
     own: dict[int, tuple[Function, Function]] = {}
 
@@ -718,7 +721,8 @@ def functions_inlined() -> Block:
         def call(function: Function, *args: Any, **kwargs: Any) -> Any:
             if function._jit_compile or tf.executing_eagerly():
                 twin = own.setdefault(id(function), (function._clone(None), function))[0]
-                return before(twin, *args, **kwargs)
+                with around():
+                    return before(twin, *args, **kwargs)
             inline = function.python_function
             if function._autograph:
                 inline = autograph_util.py_func_from_autograph(inline)

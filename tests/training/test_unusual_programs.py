@@ -257,3 +257,51 @@ AROUND = {
 @pytest.mark.parametrize("name", table(AROUND, "scaled weights", "forward mode"))
 def test_gradients_go_to_what_towers_take_from_around_them(name):
     assert compare(AROUND[name], arrays) == ({}, [])
+
+
+# ------------------------------------------------- Functions that XLA compiles, of tf.Variables
+
+
+def by_xla(fn):
+    """Return a layer that calls a function compiled by XLA, and another."""
+    return network(layers.Lambda(tf.function(fn, jit_compile=True)), layers.Dense(1))
+
+
+def reads_a_matrix():
+    matrix = tf.Variable(np.eye(5) * 0.9)
+    return by_xla(lambda x: tf.tanh(x @ matrix))
+
+
+def looks_up_rows():
+    table = tf.Variable(np.arange(6.0).reshape(2, 3))
+    return by_xla(lambda x: tf.gather(table, tf.cast(x[:, 0] > 0, tf.int32)))
+
+
+def in_a_loop():
+    matrix = tf.Variable(np.eye(5) * 0.9)
+    product = tf.function(lambda x: x @ matrix, jit_compile=True)
+    loop = layer_of(lambda _, x: tf.while_loop(
+        lambda i, y: i < 3, lambda i, y: (i + 1, product(y)), (0, product(x)))[1])  # fmt: skip
+    return network(loop, layers.Dense(1))
+
+
+def trains_its_variable():
+    shift = tf.Variable(np.ones(5))
+    add = tf.function(lambda x: tf.tanh(x + shift), jit_compile=True)
+
+    def step(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = mean_square(self.layer(x) - y)
+        shift.assign_sub(0.1 * tape.gradient(loss, shift))
+        return mean_square(self.layer(x) - y)
+
+    make = lambda: layer_of(lambda self, x: self.out(add(x) * add(-x)), out=dense())  # noqa: E731
+    return of_step(step, layer=make)
+
+
+COMPILED = {f.__name__: f for f in (reads_a_matrix, looks_up_rows, in_a_loop, trains_its_variable)}
+
+
+@pytest.mark.parametrize("name", table(COMPILED, "trains_its_variable"))
+def test_functions_that_xla_compiles_read_variables_of_another_device(name):
+    assert compare(COMPILED[name], arrays) == ({}, [])

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import batch_norm, convolution, kinds
+from towers.builder import batch_norm, convolution, kinds, xla
 from towers.builder.assignments import TowerScope, assignments_refused, refuse_variable
 from towers.builder.exchange import Member
 
@@ -31,7 +31,7 @@ def inside_of_tower(
         scope = stack.enter_context(TowerScope(copies, device, fetch=fetch))
         stack.enter_context(batch_norm.over_all_towers(member, moments, device))
         stack.enter_context(convolution.kernels_by_products(device))
-        stack.enter_context(tf_private.functions_inlined())
+        stack.enter_context(tf_private.functions_inlined(xla.read_outside))
         stack.enter_context(integers_on(device))
         if copies is not None:
             stack.enter_context(tf.variable_creator_scope(refuse_variable))

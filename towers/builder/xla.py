@@ -87,6 +87,25 @@ def _reads(
         yield
 
 
+def read_outside() -> contextlib.AbstractContextManager[None]:
+    """Let variables that functions in the block read be read here, on the device of the block.
+
+    One that XLA is to compile reads none that lies on another device, as a `tf.Variable` may.
+    """
+    graph = _current_graph()
+    values: dict[int, tf.Tensor] = {}
+
+    def read(variable: tf.Variable, own: Callable) -> tf.Tensor:
+        if tf.executing_eagerly() or _current_graph() is graph:
+            return own(variable)
+        if id(variable) not in values:
+            with graph.as_default():
+                values[id(variable)] = tf.identity(own(variable))
+        return values[id(variable)]
+
+    return tf_private.reads_replaced(read)
+
+
 def _current_graph() -> tf.Graph:
     return tf.compat.v1.get_default_graph()
 
