@@ -92,11 +92,13 @@ def read_outside() -> contextlib.AbstractContextManager[None]:
 
     One that XLA is to compile reads none that lies on another device, as a `tf.Variable` may.
     """
+    if tf.executing_eagerly():
+        return contextlib.nullcontext()
     graph = _current_graph()
     values: dict[int, tf.Tensor] = {}
 
     def read(variable: tf.Variable, own: Callable) -> tf.Tensor:
-        if tf.executing_eagerly() or _current_graph() is graph:
+        if _current_graph() is graph:
             return own(variable)
         if id(variable) not in values:
             with graph.as_default():
