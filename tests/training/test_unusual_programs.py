@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 from tests import fits
+from towers import TowerBuilder
 
 pytestmark = pytest.mark.run
 RANDOM = np.random.default_rng(0)
@@ -305,3 +306,83 @@ COMPILED = {f.__name__: f for f in (reads_a_matrix, looks_up_rows, in_a_loop, tr
 @pytest.mark.parametrize("name", table(COMPILED, "trains_its_variable"))
 def test_functions_that_xla_compiles_read_variables_of_another_device(name):
     assert compare(COMPILED[name], arrays) == ({}, [])
+
+
+# ---------------------------------------------------------- Outputs whose shape the values tell
+
+TOKENS = np.array([[1, 2, 0, 0], [3, 0, 0, 0], [4, 5, 6, 0], [7, 0, 0, 0], [8, 1, 0, 0],
+                   [2, 2, 2, 2], [1, 0, 0, 0]])  # fmt: skip
+
+
+def tokens():
+    return ARRAYS | {"x": TOKENS}
+
+
+def ragged_tokens():
+    rows = tf.RaggedTensor.from_tensor(TOKENS, padding=0)
+    return of_dataset(tf.data.Dataset.from_tensor_slices((rows, Y)).batch(4))
+
+
+def of_layer(call, **parts):
+    """Return a function that makes a model whose loss is made of all outputs of a layer."""
+    step = lambda self, x, y: mean_square(self.layer(x)) + tf.reduce_sum(y)  # noqa: E731
+    return lambda: of_step(step, layer=lambda: layer_of(call, **parts))
+
+
+def cut_at_the_longest(self, x):
+    return self.table(x[:, : tf.reduce_max(tf.reduce_sum(tf.cast(x > 0, tf.int32), 1))])
+
+
+def steps_of_the_largest(self, x):
+    return self.out(x)[:, tf.newaxis] * tf.ones([1, tf.reduce_max(tf.cast(x > 0, tf.int32)) + 1, 1],
+                                                x.dtype)  # fmt: skip
+
+
+TABLE = {"table": lambda: layers.Embedding(9, 3)}
+BY_VALUES = {
+    "cut at the longest": (of_layer(cut_at_the_longest, **TABLE), tokens, "how long"),
+    "padded": (of_layer(lambda self, x: self.table(x.to_tensor()), **TABLE), ragged_tokens,
+               "how long"),
+    "as long as the largest": (of_layer(steps_of_the_largest, out=dense(3)), arrays, "how long"),
+    "masked": (of_layer(lambda self, x: tf.boolean_mask(self.table(x), x > 0), **TABLE), tokens,
+               "how many rows"),
+    "chosen": (of_layer(lambda self, x: tf.boolean_mask(self.out(x), x[:, 0] > 0), out=dense()),
+               arrays, "how many rows"),
+    "different": (
+        of_layer(lambda self, x: self.table(tf.unique(tf.reshape(x, [-1]))[0]), **TABLE), tokens,
+        "how many rows",
+    ),
+    "squeezed": (of_layer(lambda self, x: ops.squeeze(self.out(x)), out=dense()), arrays,
+                 "axis=-1"),
+    "squeezed sequences": (
+        of_layer(lambda self, x: tf.squeeze(self.out(x[:, tf.newaxis])), out=dense(3)), arrays,
+        "axis=-1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", table(BY_VALUES, "chosen", "padded", "squeezed"))
+def test_outputs_whose_shape_the_values_tell_are_made_on_one_device(name):
+    build, given, words = BY_VALUES[name]
+    differences, lines = compare(build, given)
+    assert differences == {}
+    assert ["runs on one device" in line and words in line for line in lines] == [True]
+
+
+def test_shapes_that_a_trace_does_not_tell_may_be_by_example():
+    half = tf.SparseTensorSpec([None, 5], tf.float64)
+    told = []
+    builder = TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"], on_doubt=told.append)
+
+    @tf.function(input_signature=[half])
+    def losses(x):
+        return builder.gradients(lambda x: tf.sparse.reduce_sum(x, 1), [], x)[0]
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 5], tf.float64)])
+    def chosen(x):
+        return builder.concat(lambda x: tf.boolean_mask(x, x > 0), x)
+
+    np.testing.assert_allclose(losses(tf.sparse.from_dense(X)), X.sum(1).mean())
+    assert not told
+    for size in 7, 2, 1:
+        np.testing.assert_array_equal(chosen(X[:size]), X[:size][X[:size] > 0])

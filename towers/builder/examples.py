@@ -76,6 +76,9 @@ def sample(spec: tf.TypeSpec, random: np.random.Generator) -> Any:
         value = random.integers(0, 256 if spec.dtype == tf.uint8 else 2, shape)
     is_text = spec.dtype == tf.string
     value = tf.strings.as_string(value) if is_text else tf.cast(tf.constant(value), spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec) and spec.ragged_rank == 1:
+        lengths = random.integers(1, value.shape[1] + 1, value.shape[0])
+        return tf.RaggedTensor.from_tensor(value, lengths)
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensor.from_tensor(value, ragged_rank=spec.ragged_rank)
     return tf.sparse.from_dense(value) if isinstance(spec, tf.SparseTensorSpec) else value

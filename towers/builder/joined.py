@@ -26,10 +26,10 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
     loss can be made, and again, part by part, when their gradient is known.
     """
     found = builder.rehearse(fn, *batch)
-    if found.few and any(found.few.strays):
+    if found.few and found.against_joining:
         raise InputError(
-            f"output {found.few.strays.index(True)} of the towers' function has no row for each "
-            "example, and cannot be joined along the batch: compute it from the joined outputs"
+            f"what the towers' function returns cannot be joined along the batch: "
+            f"{found.against_joining}; compute that from the joined outputs"
         )
     leaves = tf.nest.flatten(batch)
     watched = [i for i, leaf in enumerate(leaves) if _is_watched(leaf)]

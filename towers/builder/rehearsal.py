@@ -22,11 +22,12 @@ from towers.builder import doubts, layouts, states
 from towers.builder.added_losses import AddedLoss
 from towers.builder.draws import Drawn
 from towers.builder.examples import possible_shapes
-from towers.builder.tracing import Trace, Tracer
+from towers.builder.tracing import Trace, Tracer, run
 from towers.errors import InputError
 
 FEW, MORE = 3, 5  # examples of the two traces, if the function takes any number of them
 _MULTIPLES = (1, 2, 4, 5, 7, 8, 10, 16)  # some functions take even numbers only, and so on
+_TRIALS = 6  # of shapes that values tell
 _NUM_KEPT = 4  # functions, of a training and its evaluation
 _COLOUR = re.compile(r"\x1b\[\d+m")
 
@@ -56,6 +57,46 @@ class Rehearsal:
         found += [doubts.added_loss(a.layer, a.reason) for a in self.added if a.policy is None]
         return list(dict.fromkeys(found))
 
+
+
+    @functools.cached_property
+    def against_joining(self) -> str:
+        """Why what slices return does not make that of the batch, whatever the batch; "" if so."""
+        if any(self.few.strays):
+            return f"its output {self.few.strays.index(True)} has no row for each example"
+        places = [i for i, x in enumerate(self.few.shapes) if x and not x.is_fully_defined()]
+        with contextlib.suppress(Exception), tf.init_scope():
+            sizes = zip(*map(self._shapes_returned, range(_TRIALS)), strict=True)
+            for place, found in zip(places, sizes, strict=True):
+                if any(len(x) == 0 or x[0] != self.few.size for x in found):
+                    return f"how many rows its output {place} has, the values of examples tell"
+                if len({tuple(x) for x in found}) > 1:
+                    return (
+                        f"how long its output {place} is, the values of a batch tell, as by "
+                        "to_tensor() of ragged rows or a cut at the longest; give it a fixed size"
+                    )
+        return ""
+
+    def _shapes_returned(self, trial: int) -> list[Any]:
+        """Return shapes, unknown to the trace, of what is returned of examples; the first are 0."""
+        examples = self.tracer.examples(self.few.size, trial)
+        if not trial:
+            examples = [tf.nest.map_structure(tf.zeros_like, x) for x in examples]
+        return run(self.few, examples)["shapes"]
+
+    @functools.cached_property
+    def against_one_example(self) -> str:
+        """Why a slice of one example returns something else; "" if it does not."""
+        if not self.few.squeezes:
+            return ""
+        one = _trace(self.tracer, 1)
+        ranks = [[x.rank for x in trace.shapes if x] for trace in (self.few, one) if trace]
+        if len(ranks) == 2 and ranks[0] == ranks[1]:
+            return ""
+        return (
+            "it squeezes all axes of size 1, also that of the batch where a tower has one example; "
+            "name the axis, as in tf.squeeze(x, axis=-1)"
+        )
 
 
 class Rehearsals:

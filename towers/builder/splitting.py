@@ -113,7 +113,7 @@ class Slice:
         """Return what a function has returned for the slice, without what stands in for none."""
         if not self.may_be_empty() or leaf is None:
             return leaf
-        return _part(leaf, 0, Rows(0, self.count, None))
+        return _part(leaf, 0, Rows(0, tf.where(self.count > 0, num_rows(leaf), 0), None))
 
 
 def split(

@@ -42,7 +42,10 @@ class Trace:
     function: Any = None  # which `run` calls
     ops: Sequence[tuple[str, str]] = ()  # (name, type) of all that it runs
     effects: Sequence[str] = ()  # types of ops that would leave a trace if it ran
-    by_example: bool = False  # whether what it returns has a row for each example
+    # Whether what it returns has a row for each example; None: the trace does not tell.
+    by_example: bool | None = False
+    shapes: list[tf.TensorShape | None] = dataclasses.field(default_factory=list)  # of all that
+    squeezes: bool = False  # whether it takes any axis of 1 away, that of one example, too
     strays: list[bool] = dataclasses.field(default_factory=list)  # what returned has none, surely
     # {id of a variable: rows of its gradient}, of those whose gradient is sparse.
     num_rows: dict[int, int | None] = dataclasses.field(default_factory=dict)
@@ -102,7 +105,7 @@ class Tracer:
 
         def program(inputs: list, values: list, nudges: list) -> dict[str, Any]:
             own = {id(v): value for v, value in zip(states, values, strict=True)}
-            inputs = iter(inputs)
+            inputs = iter(map(_with_known_shape, inputs, self._specs(size)))
             leaves = [x.values[0] if isinstance(x, PerTower) else next(inputs) for x in self.leaves]
             with tf.device("/cpu:0"), NoisyScope(own, "/cpu:0") as scope:
                 watch = Watch(trace, scope, dict(zip(nudged, nudges, strict=True)))
@@ -121,7 +124,7 @@ class Tracer:
                 [tf.TensorSpec(v.shape, v.dtype) for v in states],
                 [tf.TensorSpec(shape, tf.int8) for shape in nudged.values()],
             )
-        trace.ops = _ops_of(trace.function.graph)
+        trace.ops, trace.squeezes = _ops_of(trace.function.graph)
         trace.effects = _effects_of(trace.ops)
         return trace
 
@@ -167,11 +170,19 @@ def run(
     return tf.nest.map_structure(lambda x: x.numpy(), found)
 
 
-def _ops_of(graph: tf.Graph) -> list[tuple[str, str]]:
-    """Return (name, type) of the ops of a graph and of all functions that it calls."""
+def _with_known_shape(x: Any, spec: tf.TypeSpec) -> Any:
+    """Return an input of a trace; of sparse ones not even the number of examples would be known."""
+    if isinstance(x, tf.SparseTensor):
+        return tf.SparseTensor(x.indices, x.values, tf.constant(spec.shape.as_list(), tf.int64))
+    return x
+
+
+def _ops_of(graph: tf.Graph) -> tuple[list[tuple[str, str]], bool]:
+    """Return (name, type) of the ops of a graph and its functions, and whether it squeezes all."""
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-    return [(node.name, node.op) for node in nodes]
+    squeezes = any(n.op == "Squeeze" and not n.attr["squeeze_dims"].list.i for n in nodes)
+    return [(node.name, node.op) for node in nodes], squeezes
 
 
 def _effects_of(ops: Sequence[tuple[str, str]]) -> list[str]:

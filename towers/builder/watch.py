@@ -136,7 +136,9 @@ class Watch:
                 trace.states.append(variable)
                 values.append(tf.convert_to_tensor(value))
         leaves = [leaf for leaf in tf.nest.flatten(result) if _is_by_example(leaf, trace.size)]
-        trace.by_example = bool(leaves)
+        unknown = [x for x in tf.nest.flatten(result) if _has_unknown_shape(x)]
+        trace.by_example = bool(leaves) or (None if unknown else False)
+        trace.shapes = [getattr(x, "shape", None) for x in tf.nest.flatten(result)]
         trace.strays = [_has_no_rows(x, trace.size) for x in tf.nest.flatten(result)]
         rows = [_rows(x, trace.size) for x in leaves] or [tf.zeros([trace.size, 0], tf.float64)]
         alone = [
@@ -148,6 +150,7 @@ class Watch:
             layers = tf.gradients(rows, layers, unconnected_gradients="zero")
         return {
             "rows": tf.concat(rows, axis=1),
+            "shapes": [tf.shape(x) for x in unknown],
             "states": values,
             "added": [loss for loss, _ in self.added],
             "alone": alone,
@@ -192,6 +195,11 @@ def _is_alone(loss: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
         return tf.constant(False)
     used = tf.convert_to_tensor(gradient) != 0
     return tf.reduce_any(used[0]) & ~tf.reduce_any(used[1:])
+
+
+def _has_unknown_shape(leaf: Any) -> bool:
+    """Tell whether something is a tensor whose shape its trace does not tell."""
+    return isinstance(leaf, tf.Tensor) and not leaf.shape.is_fully_defined()
 
 
 def _rows(leaf: tf.Tensor, size: int) -> tf.Tensor:

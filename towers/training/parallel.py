@@ -25,6 +25,7 @@ from towers.builder.examples import is_known
 from towers.builder.inside import integers_on
 from towers.builder.kinds import HOST, are_gpus, are_of_workers
 from towers.builder.rehearsal import Rehearsal
+from towers.builder.splitting import slices_of
 from towers.builder.tower import TowerBuilder
 from towers.devices import cluster
 from towers.errors import InputError
@@ -272,9 +273,11 @@ class _Steps:
         unknown = "".join(unknown[:1])
         if found.few is None:
             return f"it cannot be called with another number of examples ({found.reason}){unknown}"
-        if any(found.few.strays):
-            return f"its output {found.few.strays.index(True)} has no row for each example{unknown}"
-        return ""
+        if found.against_joining:
+            return f"{found.against_joining}{unknown}"
+        number = next(iter(sizes), None)
+        slices = slices_of(number or 1, len(self.builder.devices), self.builder.accumulate_steps)
+        return found.against_one_example if any(size == 1 for _, size in slices) else ""
 
     def _mixing(self, fn: Callable, found: Rehearsal) -> list[str]:
         """Return a line if the examples of a batch see each other in a layer, found once."""
