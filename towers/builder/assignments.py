@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import keras
@@ -79,6 +79,10 @@ class TowerScope(keras.StatelessScope):
         # at the tower's end, see `added_losses`.
         self.added: list[tuple[keras.Layer, tf.Tensor]] = []
         self.left: list[tuple[keras.Layer, tf.DType, bool]] = []
+        # {id of a `tf.Variable`: of which} of variables whose gradient is their new value, and that
+        # of the master variables: {id: value}.
+        self.overwritten: dict[int, keras.Variable] = {}
+        self.new_values: dict[int, tf.Tensor] = {}
         self.averages: set[int] = set()  # ids of what is known to be averages: BatchNorm's
         # Of these, by id, such as are moved outside of the tower, all at once.
         self.moved: dict[int, Average] = {}
@@ -104,6 +108,9 @@ class TowerScope(keras.StatelessScope):
         """
         if variable.trainable and tf_private.value_of(variable) is None:  # not initialized
             raise _creation_error(variable.path)
+        if getattr(variable, "overwrite_with_gradient", False):  # as scales of float8 are
+            for own in (tf_private.value_of(variable), self.own.get(id(variable))):
+                self.overwritten[id(own)] = variable
         if id(variable) in self.moved:
             self._settle(variable)
         if self.is_inside() and not variable.trainable and id(variable) not in self.stand_ins:
@@ -162,6 +169,16 @@ class TowerScope(keras.StatelessScope):
         """Return the variables that the tower assigns."""
         kept = [variable for variable, _ in self.updates.values()]
         return kept + [average.variable for average in self.moved.values()]
+
+    def without_new_values(
+        self, gradients: Sequence[Any], masters: Sequence[tf.Variable]
+    ) -> list[Any]:
+        """Return gradients with None in the place of those that are new values, which are kept."""
+        found = list(gradients)
+        for i, variable in enumerate(masters):
+            if id(variable) in self.overwritten and found[i] is not None:
+                self.new_values[id(variable)], found[i] = found[i], None
+        return found
 
     def close(self, count: Any) -> None:
         """Note the tower's number of examples, and what its stand-ins hold at its end."""

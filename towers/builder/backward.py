@@ -11,7 +11,7 @@ import tensorflow as tf
 from towers.builder import xla
 from towers.builder.added_losses import AddedLoss, noted
 from towers.builder.assignments import TowerScope
-from towers.builder.gather import zero_if_empty
+from towers.builder.gather import map_values, zero_if_empty
 from towers.builder.merging import widen
 from towers.builder.splitting import PerTower, Slice
 from towers.errors import InputError
@@ -63,7 +63,7 @@ def sums_of_slice(
             # What is recomputed in the backward pass runs in what the forward pass ran in; what it
             # assigns was assigned above.
             with TowerScope(scope.own, scope.device, outer=scope.outer, fetch=scope.fetch):
-                gradients = tape.gradient(loss, variables)
+                gradients = _gradients(tape, loss, variables, part, scope)
         count = losses.shape[0] if part.count is None else part.count
         if not isinstance(count, int):
             count = tf.cast(tf.shape(losses)[0] if count is None else count, loss.dtype)
@@ -75,6 +75,26 @@ def sums_of_slice(
     scope, ((loss, count, gradients), outputs) = xla.compiled(compute) if by_xla else compute()
     scope.count = part.count if isinstance(part.count, int) else count
     return scope, (loss, scope.count, gradients), tf.nest.map_structure(part.kept, outputs)
+
+
+def _gradients(
+    tape: tf.GradientTape,
+    loss: tf.Tensor,
+    variables: Sequence[tf.Variable],
+    part: Slice,
+    scope: TowerScope,
+) -> list[Any]:
+    """Return the gradients of a slice's sum of losses.
+
+    What float8 keeps of the gradients of outputs is of the mean over all examples.
+    """
+    if not scope.overwritten or part.rows is None:
+        return tape.gradient(loss, variables)
+    total = tf.cast(part.rows.total, loss.dtype)
+    return [
+        g if id(v) in scope.overwritten else map_values(lambda x: x * tf.cast(total, x.dtype), g)
+        for g, v in zip(tape.gradient(loss, variables, 1.0 / total), variables, strict=True)
+    ]
 
 
 def check_rehearsed(by_example: bool | None) -> None:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from towers import tf_private
 from towers.builder import added_losses, gather, xla
 from towers.builder.assignments import TowerScope
+from towers.builder.merging import with_new_values
 from towers.builder.rehearsal import Rehearsal
 from towers.builder.splitting import Slice, is_empty, num_rows, occupied
 from towers.errors import InputError
@@ -65,9 +66,16 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
                         part.forward()
                 of_slices = part.backward(rows, whole_ones)
             of_inputs += [inputs for inputs, _ in of_slices]
-            own = [gather.fix_rows(g, whole_ones, found.fixed_rows) for _, g in of_slices]
+            own = []
+            for scope, (_, g) in zip(part.scopes, of_slices, strict=True):
+                g = scope.without_new_values(g, whole_ones)
+                own.append(gather.fix_rows(g, whole_ones, found.fixed_rows))
             sums = builder.add_to(sums, own) if sums else own
         gradients = _gathered(builder, of_inputs, sums, whole_ones)
+        ended = [scope for part in parts for scope in part.scopes]
+        with tf.device(builder.gather_device), tf.name_scope("gather"):
+            of_whole = gradients[len(watched) :]
+            gradients[len(watched) :] = with_new_values(of_whole, whole_ones, ended)
         if builder.on_gradients:
             sums = [own[len(captured) :] for own in sums]
             _tell(builder, parts, rows, sums, gradients[len(gradients) - len(variables) :])

@@ -85,6 +85,24 @@ def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]
     return values[0]
 
 
+def with_new_values(
+    gradients: Sequence[Any], masters: Sequence[tf.Variable], scopes: Sequence[TowerScope]
+) -> list[Any]:
+    """Return gathered gradients, with new values in the place of those that are no gradients.
+
+    Of several towers' new values the largest is taken, as Keras does when it accumulates gradients,
+    unless the variable says otherwise: these are scales, and the largest numbers that were seen.
+    """
+    found = list(gradients)
+    for i, master in enumerate(masters):
+        own = [scope for scope in scopes if id(master) in scope.new_values]
+        if own:
+            policy = policy_of(own[0].overwritten[id(master)]) or "max"
+            values = [scope.new_values[id(master)] for scope in own]
+            found[i] = merge(policy, master, values, [scope.count for scope in own])
+    return found
+
+
 def widen(value: tf.Tensor) -> tf.Tensor:
     """Return `value` in float32 at least: sums in 16 bits lose examples."""
     return tf.cast(value, tf.float32) if value.dtype.size < 4 else value

@@ -36,9 +36,10 @@ from towers.builder.draws import Drawn, Draws
 from towers.builder.exchange import Exchange, Member
 from towers.builder.inside import inside_of_tower
 from towers.builder.kinds import HOST, is_gpu
-from towers.builder.merging import assign_once
+from towers.builder.merging import assign_once, with_new_values
 from towers.builder.rehearsal import Rehearsal, Rehearsals
 from towers.builder.splitting import (
+    PerTower,
     Slice,
     as_devices,
     check_devices,
@@ -238,6 +239,7 @@ class TowerBuilder:
             scopes.append(scope)
             outputs.append(rest)
             *losses, found = sums
+            found = scope.without_new_values(found, masters)
             return *losses, gather.fix_rows(found, masters, rehearsal.fixed_rows)
 
         sums = zip(*self._in_parts(on_tower, batch, rehearsal.draws), strict=True)
@@ -251,6 +253,14 @@ class TowerBuilder:
             loss, gradients = gather.means(
                 sums.losses, sums.counts, sums.gradients, variables, self.places(variables)
             )
+            masters, _ = backward.variables_and_copies(variables, 0)
+            gradients = with_new_values(gradients, masters, sums.scopes)
+            gradients = [
+                PerTower([g] * len(v.values))
+                if isinstance(v, PerTower) and not isinstance(g, PerTower)
+                else g
+                for g, v in zip(gradients, variables, strict=True)
+            ]
         self.assign(sums.scopes, sums.policies)
         return loss, gradients
 

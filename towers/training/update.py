@@ -325,7 +325,10 @@ def _replica_update(
     """Return the regularisation loss, the gradients' norm, and a function that updates weights."""
     optimizer = replica.optimizer
     decayed = functools.partial(_is_penalised, options)
-    gradients, weights = flat.packed(gradients, replica.weights, optimizer, decayed)
+    pairs = list(zip(gradients, replica.weights, strict=True))
+    new_values = [pair for pair in pairs if pair[1].overwrite_with_gradient]
+    pairs = [pair for pair in pairs if not pair[1].overwrite_with_gradient]
+    gradients, weights = flat.packed(*zip(*pairs, strict=True), optimizer, decayed)
     if loss_scale is not None:
         # A power of 2: nothing is rounded.
         gradients = _each(lambda g, _: scaled(g, 1.0 / loss_scale), gradients, weights)
@@ -339,6 +342,9 @@ def _replica_update(
 
     def apply(finite: tf.Tensor | None) -> None:
         with tf.device(replica.device):
+            for value, weight in new_values:
+                if value is not None:
+                    weight.assign(value if finite is None else tf.where(finite, value, weight))
             clipped = clip(gradients, weights, norm, options)
             if is_own(options):
                 flat.apply(optimizer, clipped, weights, finite)

@@ -1,0 +1,129 @@
+"""Variables whose gradient is their new value, as the scales of float8, are those of one device."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import fits
+from towers import TowerBuilder
+
+pytestmark = pytest.mark.run
+X = np.random.default_rng(0).normal(size=(7, 4))
+Y = X[:, :1] ** 2
+layers = keras.layers
+
+
+class Follows(layers.Layer):
+    """Divides by the largest numbers, or the means, that it has seen the step before."""
+
+    def __init__(self, aggregation="none"):
+        super().__init__()
+        self.how, self.policy = aggregation, tf.reduce_max if aggregation == "none" else None
+
+    def build(self, shape):
+        self.seen = self.add_weight(
+            shape=(shape[-1],), initializer="ones", overwrite_with_gradient=True, name="seen",
+            aggregation=self.how,
+        )  # fmt: skip
+
+    def call(self, x):
+        @tf.custom_gradient
+        def divided(x, seen):
+            found = tf.reduce_max(tf.abs(x), 0) if self.policy else tf.reduce_mean(x**2, 0)
+            return x / seen, lambda upstream: (upstream / seen, found)
+
+        return divided(x, tf.convert_to_tensor(self.seen.value))
+
+
+def quantized(model):
+    for layer in model._flatten_layers():
+        if isinstance(layer, layers.Dense | layers.EinsumDense):
+            layer.quantize("float8")
+    return model
+
+
+def float8(*between):
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(6, "tanh"), *between])
+    model.add(layers.Dense(1))
+    return quantized(model)
+
+
+def einsum():
+    inputs = keras.Input((4,))
+    rows = layers.Reshape((2, 2))(inputs)
+    model = keras.Model(
+        inputs, layers.Dense(1)(layers.Flatten()(layers.EinsumDense("abc,cd->abd", (2, 3))(rows)))
+    )
+    return quantized(model)
+
+
+def attention():
+    inputs = keras.Input((4,))
+    rows = layers.Reshape((2, 2))(inputs)
+    model = keras.Model(
+        inputs, layers.Dense(1)(layers.Flatten()(layers.MultiHeadAttention(2, 3)(rows, rows)))
+    )
+    return quantized(model)
+
+
+def own():
+    return keras.Sequential([keras.Input((4,)), Follows(), layers.Dense(1)])
+
+
+def own_mean():
+    return keras.Sequential([keras.Input((4,)), Follows("mean"), layers.Dense(1)])
+
+
+RARE = [pytest.param(make, marks=pytest.mark.extended) for make in (own_mean, einsum, attention)]
+MODELS = [float8, own, *RARE]
+
+
+def trained(make, way="", number=0, **options):
+    """Return losses and weights of three steps of an own loop."""
+    with fits.in_float64():
+        keras.utils.set_random_seed(1)
+        model, optimizer = make(), keras.optimizers.Adam(0.1)
+        optimizer.build(model.trainable_variables)
+        builder = TowerBuilder([f"/cpu:{i}" for i in range(number)], **options) if number else None
+        weights = model.trainable_variables
+
+        def losses(x, y):
+            return tf.reduce_mean((model(x, training=True) - y) ** 2, axis=1)
+
+        @tf.function
+        def step(x, y):
+            if way == "gradients":
+                loss, gradients = builder.gradients(losses, weights, x, y)
+            else:
+                with tf.GradientTape() as tape:
+                    of_each = builder.concat(losses, x, y) if way else losses(x, y)
+                    loss = tf.reduce_mean(of_each)
+                gradients = tape.gradient(loss, weights)
+            optimizer.apply(gradients, weights)
+            return loss
+
+        found = [step(X, Y).numpy() for _ in range(3)]
+        return found + [w.numpy() for w in weights]
+
+
+@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("way", ["gradients", "concat"])
+def test_own_loops(make, way):
+    expected = trained(make)
+    for number, options in (2, {}), (3, {"accumulate_steps": 2}):
+        for own, value in zip(trained(make, way, number, **options), expected, strict=True):
+            np.testing.assert_allclose(own, value, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("make", MODELS[:-1])  # a bias of attention's keys is rounding alone
+def test_fit(make):
+    def build():
+        model = make()
+        model.compile("sgd", "mse")  # of gradients that are rounding alone Adam makes steps
+        return model
+
+    given = {"x": X, "y": Y, "batch_size": 5, "shuffle": False}
+    expected = fits.fit(build, given)
+    for number, options in (2, {}), (3, {"accumulate_steps": 2}):
+        assert not fits.differences(fits.fit(build, given, number, **options), expected, 1e-6)
