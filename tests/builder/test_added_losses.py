@@ -95,11 +95,7 @@ MODELS = {
 EXTENDED = (
     "half a norm", "a vector, of the columns", "shares of a mean", "what is checked while it runs"
 )  # fmt: skip
-
-
-def all_models():
-    marks = {name: [pytest.mark.extended] * (name in EXTENDED) for name in MODELS}
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=marks[n]) for n in MODELS])
+RARE_BY_EXAMPLE = "a nested model, called twice", "alignments"
 
 
 def made(name):
@@ -158,8 +154,15 @@ def assert_same(found, expected, rtol=1e-10):
     )
 
 
-@all_models()
-@pytest.mark.parametrize("way", [joined, by_example], ids=["joined", "by example"])
+def cases():
+    for name in MODELS:
+        for way in joined, by_example:
+            rare = name in EXTENDED or (way is by_example and name in RARE_BY_EXAMPLE)
+            marks = [pytest.mark.extended] * rare
+            yield pytest.param(way, name, marks=marks, id=f"{name}-{way.__name__}")
+
+
+@pytest.mark.parametrize(("way", "name"), list(cases()))
 def test_own_loops_have_the_losses_of_one_device(way, name):
     expected = way(name)(X)
     for number, options in ((2, {}), (3, {"accumulate_steps": 2})):
