@@ -1,5 +1,6 @@
 """BatchNorm over the global batch, fused, in parts and on GPUs; `test_equality` has the rest."""
 
+import contextlib
 import itertools
 
 import keras
@@ -17,8 +18,12 @@ layers = keras.layers
 DEVICES = ["/cpu:1", "/cpu:2", "/cpu:3"]
 
 
-@pytest.mark.parametrize("shape", [(3,), (5, 3), (6, 5, 3)], ids=str)
-def test_batches_and_maps_of_unknown_size_are_normalised_by_the_fused_kernels(shape):
+@pytest.mark.parametrize(
+    ("shape", "on_gpus"),
+    [((3,), False), ((5, 3), False), ((6, 5, 3), False), ((5, 3), True)],
+    ids=lambda value: "GPUs" if value is True else str(value),
+)
+def test_batches_and_maps_of_unknown_size_are_normalised_by_the_fused_kernels(shape, on_gpus):
     model = keras.Sequential([keras.Input([*[None] * (len(shape) - 1), 3])])
     model.add(layers.BatchNormalization(momentum=0.5))
     pools = {2: layers.GlobalMaxPooling1D, 3: layers.GlobalMaxPooling2D}
@@ -42,7 +47,9 @@ def test_batches_and_maps_of_unknown_size_are_normalised_by_the_fused_kernels(sh
     plain = equality.with_tape(lambda x: tf.reduce_mean(loss_fn(x)), model.trainable_variables)
     for size in (7, 2) if len(shape) > 1 else (7,):  # of two, a tower gets none
         x = tf.random.stateless_normal([size, *shape], [1, 2], 30.0, 2.0)
-        found, expected = (dict(enumerate(outcome(each, x))) for each in (step, plain))
+        with cpus_for_gpus() if on_gpus else contextlib.nullcontext():
+            found = dict(enumerate(outcome(step, x)))
+        expected = dict(enumerate(outcome(plain, x)))
         assert_equal(found, expected)
     ops = {op.type for op in step.get_concrete_function().graph.get_operations()}
     assert "FusedBatchNormV3" in ops

@@ -100,8 +100,8 @@ def test_towers_receive_their_slices_and_the_key_of_collectives_and_the_state_of
     of_first = {(GPUS[0], device): ["int64"] for device in GPUS[1:num_towers]}
     assert {ends: sorted(types) for ends, types in sent.items()} == of_host | of_first
     # Of each BatchNorm layer one forward and one backward, then gradients and loss.
-    assert ops[GPUS[0]]["CollectiveGatherV2"] == 2
-    assert ops[GPUS[0]]["CollectiveReduceV2"] == 3
+    assert ops[GPUS[0]]["CollectiveGatherV2"] == 4
+    assert ops[GPUS[0]]["CollectiveReduceV2"] == 1
 
 
 def test_local_statistics_are_sent_once_a_tower():

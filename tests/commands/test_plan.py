@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.runs import command as command_line
 from tests.workers import ROOT
 from towers import data, devices
-from towers.builder.batch_norm import EXCHANGE_LAUNCHES
+from towers.builder.batch_norm import exchange_launches
 from towers.commands.plan import command, cost_model, measure, workers
 from towers.commands.plan.cost_model import LINKS, Link, Work, step_seconds
 from towers.commands.plan.report import report
@@ -356,7 +356,7 @@ def test_what_towers_exchange_in_batch_norm_is_launched_and_slows_down_two_gpus(
     _, out, said = plan(capsys, *small, "--dataset=shapes", "--nomeasure", "--json")
     result = json.loads(out)
     one, two = (result["gpu"][number]["launches"]["tower"] for number in "12")
-    assert two - one == pytest.approx(7 * EXCHANGE_LAUNCHES, rel=0.02)  # so a run's start says
+    assert two - one == exchange_launches(7)  # so a run's start says
     assumed = result["assumptions"]
     more = (two - one) * cost_model.LAUNCH_SECONDS * 1e3
     assert more > assumed["launch_ms"] and assumed["more_launch_ms"] == pytest.approx(more)

@@ -11,11 +11,13 @@ leaves a tower together (`Average`).
 """
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from towers import tf_private
@@ -23,8 +25,16 @@ from towers.builder.assignments import Average, TowerScope
 from towers.builder.exchange import Member
 from towers.builder.kinds import is_gpu
 
-# Kernels that moments over all towers have a GPU launch for a layer in a step, beside its own two.
-EXCHANGE_LAUNCHES = 34
+
+def exchange_launches(num_layers: int) -> int:
+    """Return how many more kernels a GPU launches in a step for moments over all towers.
+
+    Beside its own two kernels a layer has 12 where slices are equal: 2 that pack what leaves the
+    tower, 1 that corrects its variance, 4 for the moments of all, 1 that normalises by them; and
+    backward 2 for slope and level of the line that is added, 1 that draws it and 1 that adds it.
+    Factors of backward are made of all layers' moments at once.
+    """
+    return 12 * num_layers + 26
 
 
 def check_mode(mode: str) -> None:
@@ -206,35 +216,131 @@ def _normalise_apart(
     Backward, that of training takes off what its own tower's moments depend on. That is put back,
     and what all towers' moments depend on is taken off, by one more line in each channel.
     """
-    number = _number(x)
-    by = functools.partial(_by_moments, x, epsilon)
 
     @tf.custom_gradient
     def normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple:
         _, own_mean, own_variance, *reserved = _in_training(x, scale, offset, epsilon)
         own_variance *= _correction(x)
-        mean, variance, everything = _moments_apart(own_mean, own_variance, number, member)
+        layer = _layer_apart(own_mean, own_variance, scale, epsilon, _number(x), member)
+        member.layers.append(layer)
 
         def gradient(upstream: tf.Tensor, *_: Any) -> tuple:
-            inverse = tf.math.rsqrt(variance + epsilon)
-            # (x - mean) * inverse is what the kernel has made of x, times `ratio`, plus `shift`.
-            ratio = inverse * tf.sqrt(own_variance + epsilon)
-            shift = (own_mean - mean) * inverse
+            if layer.lines is None:
+                _prepare([each for each in member.layers if each.lines is None], member)
             direct, by_own_scale, of_offset, *_ = tf.raw_ops.FusedBatchNormGradV3(
-                y_backprop=upstream, x=x, scale=scale * ratio, reserve_space_1=reserved[0],
+                y_backprop=upstream, x=x, scale=layer.kernel_scale, reserve_space_1=reserved[0],
                 reserve_space_2=reserved[1], reserve_space_3=reserved[2], epsilon=epsilon,
             )  # fmt: skip
-            of_scale = by_own_scale * ratio + of_offset * shift
-            sums = member.all_sum(tf.stack([of_scale, of_offset]))
-            slope = by_own_scale / (ratio * number)
-            level = of_offset / number - shift * slope
-            change = tf.stack([slope, level]) - sums * (1.0 / everything)
-            slope, level = tf.unstack(change * (scale * inverse))
-            return direct + by(slope, level, mean, variance), of_scale, of_offset
+            sums = tf.stack([by_own_scale, of_offset])
+            sums = member.meet(sums, tf.identity, [member.num_towers, *sums.shape])
+            slope, level, of_scale = tf.unstack(
+                tf.reduce_sum(layer.lines * tf.expand_dims(sums, 2), axis=[0, 1])
+            )
+            line = _by_moments(x, epsilon, slope, level, own_mean, own_variance)
+            return direct + line, of_scale, of_offset
 
-        return (by(scale, offset, mean, variance), mean, variance), gradient
+        y = _by_moments(x, epsilon, scale, offset, layer.mean, layer.variance)
+        return (y, layer.mean, layer.variance), gradient
 
     return normalise(x, scale, offset)
+
+
+@dataclasses.dataclass(eq=False)
+class _LayerApart:
+    """A layer of C channels on one of N GPUs: its moments, and what backward makes of them.
+
+    Attributes:
+        moments: of each tower, mean and variance, [N, 2, C].
+        mean, variance: of all, [C].
+        scale: gamma, [C].
+        epsilon: that is added to the variance.
+        number: of this tower's values of a channel.
+        everything: their number in all towers.
+        share: of them that this tower has; 0 if what it has stands in for no example.
+        kernel_scale: what the kernel of backward takes for `scale`, [C]; None before `_prepare`.
+        lines: factors of each tower's sums (by scale, by offset) in slope and level of the line
+            that is added, and in this tower's part of the gradient by scale, [N, 2, 3, C].
+    """
+
+    moments: tf.Tensor
+    mean: tf.Tensor
+    variance: tf.Tensor
+    scale: tf.Tensor
+    epsilon: float
+    number: Any
+    everything: Any
+    share: Any
+    kernel_scale: tf.Tensor | None = None
+    lines: tf.Tensor | None = None
+
+
+def _layer_apart(
+    mean: tf.Tensor, variance: tf.Tensor, scale: tf.Tensor, epsilon: float, number: Any,
+    member: Member,
+) -> _LayerApart:  # fmt: skip
+    """Return a layer with the moments of all towers, from this tower's [C] of so many values.
+
+    Variances are put together as in Chan et al. 1979: large means do not cancel.
+    """
+    if member.equal and not tf.is_tensor(number):
+        known, average = number, functools.partial(tf.reduce_mean, axis=0)
+        everything, share = float(number * member.num_towers), 1.0 / member.num_towers
+        own = tf.stack([mean, variance])
+    else:
+        known = None
+        own = tf.stack([mean, variance, tf.fill(mean.shape, tf.cast(number, mean.dtype))])
+        if tf.is_tensor(member.count):  # what stands in for no example has no moments
+            own = tf.where(member.count > 0, own, tf.zeros_like(own))
+    stacked = member.meet(own, tf.identity, [member.num_towers, *own.shape], known)
+    if known is None:
+        numbers = stacked[:, 2:, :1]
+        everything = tf.reduce_sum(numbers)
+        share = numbers[member.tower, 0, 0] / everything
+        average = lambda each: tf.reduce_sum(numbers * each, axis=0) / everything  # noqa: E731
+    means = average(stacked)
+    spread = average(tf.math.squared_difference(stacked, means))
+    mean, variance = tf.unstack(means)[:2]
+    variance += tf.unstack(spread)[0]
+    moments = stacked if known is not None else stacked[:, :2]
+    return _LayerApart(moments, mean, variance, scale, epsilon, number, everything, share)
+
+
+def _prepare(layers: Sequence[_LayerApart], member: Member) -> None:
+    """Set what backward takes of these layers' moments, at once: a GPU is slow at beginning an op.
+
+    With x normalised by tower j's moments, what all towers' make of it is `ratio[j]` times that,
+    plus `shift[j]`. The kernel has taken off its own tower's means of dy and of dy * x, and is to
+    take off those of all.
+    """
+    sizes = [layer.scale.shape[0] for layer in layers]
+
+    def joined(name: str) -> Any:
+        values = [getattr(layer, name) for layer in layers]
+        if any(tf.is_tensor(value) and value.shape.rank for value in values):
+            return tf.concat(values, axis=-1) if len(values) > 1 else values[0]
+        if any(map(tf.is_tensor, values)):
+            return tf.repeat(tf.stack([tf.cast(v, tf.float32) for v in values]), sizes)
+        return np.repeat(np.array(values, np.float32), sizes)
+
+    moments, scale, epsilon = joined("moments"), joined("scale"), joined("epsilon")
+    inverse = tf.math.rsqrt(joined("variance") + epsilon)
+    means, variances = tf.unstack(moments, axis=1)
+    ratio = tf.sqrt(variances + epsilon) * inverse
+    shift = (means - joined("mean")) * inverse
+    by_all = tf.stack([ratio, shift], axis=1)  # of each tower's sums, in the sum by scale
+    own = by_all[member.tower]
+    factor = scale * inverse
+    of_own, of_all = 1.0 / joined("number"), 1.0 / joined("everything")
+
+    itself = np.zeros([member.num_towers, 2, 3, 1], np.float32)
+    itself[member.tower, 0, 0] = itself[member.tower, 1, 1] = 1.0
+    offset = np.zeros([2, 3, 1], np.float32)
+    offset[1, 1] = 1.0
+    taken = tf.concat([own * (-factor * of_all), [joined("share") * tf.ones_like(factor)]], axis=0)
+    lines = factor * (itself * of_own - offset * of_all) + tf.expand_dims(by_all, 2) * taken
+    kernel_scales, lines = tf.split(scale * own[0], sizes), tf.split(lines, sizes, axis=-1)
+    for layer, kernel_scale, line in zip(layers, kernel_scales, lines, strict=True):
+        layer.kernel_scale, layer.lines = kernel_scale, line
 
 
 def _by_moments(
@@ -256,22 +362,6 @@ def _own_moments(
     if tf.is_tensor(member.count):  # what stands in for no example has no moments
         own = tf.where(member.count > 0, own, tf.zeros_like(own))
     return own
-
-
-def _moments_apart(
-    mean: tf.Tensor, variance: tf.Tensor, number: Any, member: Member
-) -> tuple[tf.Tensor, tf.Tensor, Any]:
-    """Return mean and variance [C] and number of all towers' values; each tower combines them."""
-    if not member.equal or tf.is_tensor(number):
-        own = _own_moments(mean, variance, number, member)
-        stacked = member.meet(own, tf.identity, [member.num_towers, *own.shape])
-        return _combine(stacked, mean.shape[0])
-    own = tf.concat([mean, variance], axis=0)
-    stacked = member.meet(own, tf.identity, [member.num_towers, *own.shape], number)
-    means, variances = tf.split(stacked, 2, axis=1)
-    mean = tf.reduce_mean(means, axis=0)
-    variances += tf.math.squared_difference(means, mean)
-    return mean, tf.reduce_mean(variances, axis=0), float(number * member.num_towers)
 
 
 def _combine(gathered: tf.Tensor, num_channels: int, epsilon: float = 0.0) -> tuple:

@@ -47,6 +47,8 @@ class Member:
             to be read in TensorFlow's own way.
         num_towers: how many there are.
         equal: whether all towers have the same known number of examples.
+        tower: which one this is.
+        layers: those of BatchNorm that the tower has gone through so far, on a GPU.
     """
 
     meet: Callable[..., tf.Tensor]
@@ -56,6 +58,8 @@ class Member:
     fetch: Callable[[tf.Variable], tf.Tensor | None] | None = None
     num_towers: int = 1
     equal: bool = False
+    tower: int = 0
+    layers: list = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +154,9 @@ class Exchange:
             return meet(value, tf.identity, stacked), gradient
 
         fetch, count = self._fetches[tower].fetch, self.counts[tower]
-        return Member(meet, all_sum, all_gather, count, fetch, self.num_towers, self._equal)
+        return Member(
+            meet, all_sum, all_gather, count, fetch, self.num_towers, self._equal, tower
+        )
 
     def _check(self) -> None:
         """Refuse to exchange where not all towers come."""

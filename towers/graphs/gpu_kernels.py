@@ -20,7 +20,8 @@ NodeDef = tf.compat.v1.NodeDef
 _NO_LAUNCH = frozenset(
     "Identity IdentityN Reshape Squeeze ExpandDims Bitcast StopGradient PreventGradient Const NoOp "
     "PlaceholderWithDefault ReadVariableOp AssignVariableOp Enter Exit Merge Switch LoopCond "
-    "NextIteration _Send _Recv _HostSend _HostRecv _Arg _Retval CollectiveReduceV2 Assert".split()
+    "NextIteration _Send _Recv _HostSend _HostRecv _Arg _Retval CollectiveReduceV2 "
+    "CollectiveGatherV2 Assert".split()
 )
 _ALWAYS_ON_HOST = (tf.string, tf.resource)
 
@@ -41,9 +42,10 @@ class GpuKernel:
         exists: whether there is a kernel for these types; without one the op runs on the host.
         inputs, outputs: where they lie; of an op that is not registered none are known.
         launches: kernels that it starts, at least. None are started by other names of a buffer
-            (Reshape, Identity, a variable's reading and plain assignment), by control flow, by
-            constants, nor by what gives nothing but lists and values in the host's memory, such as
-            shapes and int32 counters. Transfers and collectives are told apart from launches.
+            (Reshape, Identity, a variable's reading and plain assignment, a tensor's rows if they
+            are a multiple of 64 bytes, as they are taken to be), by control flow, by constants, nor
+            by what gives nothing but lists and values in the host's memory, such as shapes and
+            int32 counters. Transfers and collectives are told apart from launches.
     """
 
     type: str
@@ -63,7 +65,8 @@ def gpu_kernel(node: NodeDef, traced_type: str = "") -> GpuKernel:
     inputs = _arguments(node, definition.input_arg, found)
     outputs = _arguments(node, definition.output_arg, found)
     computes = not outputs or any(not a.on_host and a.dtype != tf.variant for a in outputs)
-    launches = num_ops if found and computes and kind not in _NO_LAUNCH else 0
+    free = kind in _NO_LAUNCH or (kind == "Unpack" and not node.attr["axis"].i)
+    launches = num_ops if found and computes and not free else 0
     return GpuKernel(kind, found is not None, inputs, outputs, launches)
 
 

@@ -6,7 +6,7 @@ import keras
 
 from towers import tf_private
 from towers.builder import collectives
-from towers.builder.batch_norm import EXCHANGE_LAUNCHES
+from towers.builder.batch_norm import exchange_launches
 from towers.data import augment
 from towers.text import count
 from towers.training.run import Run
@@ -63,7 +63,7 @@ def _cost_of_moments(run: Run) -> list[str]:
         return []
     line = (
         f"    {count(len(layers), 'layer')} meet twice a step, and each GPU launches some "
-        f"{EXCHANGE_LAUNCHES * len(layers)} more kernels for it: --batch_norm=local does without, "
+        f"{exchange_launches(len(layers))} more kernels for it: --batch_norm=local does without, "
         "and gives other numbers"
     )
     return [line] if layers else []
