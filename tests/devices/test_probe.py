@@ -125,7 +125,8 @@ def test_a_wrong_sum_names_the_device_and_a_failure_ends_the_sums(monkeypatch):
     def wrong(values, devices):
         first, (last,) = right(values, devices)
         if last.dtype == tf.float16:
-            raise ValueError("no kernel\nof that type")
+            lines = "Graph execution error:", "no kernel of that type", "\t [[{{node sum}}]]"
+            raise ValueError("\n".join(lines))
         return [first, [last + tf.cast(last.dtype == tf.float64, last.dtype)]]
 
     monkeypatch.setattr(collectives, "all_sum", wrong)

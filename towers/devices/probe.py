@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from towers.text import first_line
+
 TIMEOUT_SECONDS = 180  # a GPU that is newer than TensorFlow compiles its kernels first
 TIMED_SECONDS = 0.2  # of each operation on each device, at least
 TOLERANCE = 1e-2  # relative to the largest value: TensorFloat-32 is off by 5e-4, bfloat16 by 3e-3
@@ -152,7 +154,7 @@ def probe_device(device: str) -> dict[str, Any]:
         try:
             gflops[name] = _measure(device, *operation)
         except Exception as error:  # one failure must not hide the other results
-            errors.append(f"{name}: {_one_line(error)}")
+            errors.append(f"{name}: {first_line(error)}")
     return {"errors": errors, "gflops": gflops}
 
 
@@ -207,7 +209,7 @@ def probe_copy(source: str, target: str) -> str | None:
             copied = tf.identity(there)
         wrong = int((copied.numpy().view(np.uint32) != words).sum())
     except Exception as error:
-        return _one_line(error)
+        return first_line(error)
     return f"{wrong} of {words.size} words arrived wrong" if wrong else None
 
 
@@ -239,15 +241,11 @@ def all_sum(devices: Sequence[str]) -> dict[str, str | None]:
             totals = [total.numpy() for total in sums(*values)]
             expected = tf.constant(added, dtype).numpy()
         except Exception as error:
-            return found | {name: _one_line(error)}
+            return found | {name: first_line(error)}
         pairs = zip(devices, totals, strict=True)
         wrong = [device for device, total in pairs if not np.array_equal(total, expected)]
         found[name] = f"a wrong sum on {', '.join(wrong)}" if wrong else None
     return found
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 if __name__ == "__main__":
