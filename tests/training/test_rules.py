@@ -82,7 +82,7 @@ def test_what_batch_norm_over_all_gpus_costs_is_told():
 
     with cpus_for_gpus():
         (line,) = lines("/cpu:1,/cpu:2")
-        assert "7 layers" in line and f"{7 * 34} more" in line and "--batch_norm=local" in line
+        assert "7 layers" in line and f"{7 * 12 + 26} more" in line and "--batch_norm=local" in line
         assert lines("/cpu:1,/cpu:2", batch_norm="local") == lines("/cpu:1") == []
         assert lines("/cpu:1,/cpu:2", model="tests.tiny:dense", model_args="") == []
     assert lines("/cpu:0,/cpu:1", variables="cpu") == []
