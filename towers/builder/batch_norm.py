@@ -254,7 +254,7 @@ class _LayerApart:
         mean, variance: of all, [C].
         scale: gamma, [C].
         epsilon: that is added to the variance.
-        number: of this tower's values of a channel.
+        number: of this tower's values of a channel; this and the next two are [C] if not known.
         everything: their number in all towers.
         share: of them that this tower has; 0 if what it has stands in for no example.
         kernel_scale: what the kernel of backward takes for `scale`, [C]; None before `_prepare`.
@@ -288,14 +288,15 @@ def _layer_apart(
         own = tf.stack([mean, variance])
     else:
         known = None
-        own = tf.stack([mean, variance, tf.fill(mean.shape, tf.cast(number, mean.dtype))])
+        number = tf.fill(mean.shape, tf.cast(number, mean.dtype))
+        own = tf.stack([mean, variance, number])
         if tf.is_tensor(member.count):  # what stands in for no example has no moments
             own = tf.where(member.count > 0, own, tf.zeros_like(own))
     stacked = member.meet(own, tf.identity, [member.num_towers, *own.shape], known)
     if known is None:
-        numbers = stacked[:, 2:, :1]
-        everything = tf.reduce_sum(numbers)
-        share = numbers[member.tower, 0, 0] / everything
+        numbers = stacked[:, 2:]
+        everything = tf.reduce_sum(numbers, axis=[0, 1])
+        share = numbers[member.tower, 0] / everything
         average = lambda each: tf.reduce_sum(numbers * each, axis=0) / everything  # noqa: E731
     means = average(stacked)
     spread = average(tf.math.squared_difference(stacked, means))
@@ -316,11 +317,12 @@ def _prepare(layers: Sequence[_LayerApart], member: Member) -> None:
 
     def joined(name: str) -> Any:
         values = [getattr(layer, name) for layer in layers]
-        if any(tf.is_tensor(value) and value.shape.rank for value in values):
-            return tf.concat(values, axis=-1) if len(values) > 1 else values[0]
-        if any(map(tf.is_tensor, values)):
-            return tf.repeat(tf.stack([tf.cast(v, tf.float32) for v in values]), sizes)
-        return np.repeat(np.array(values, np.float32), sizes)
+        if not any(map(tf.is_tensor, values)):
+            return np.repeat(np.array(values, np.float32), sizes)
+        rows = zip(values, sizes, strict=True)
+        return tf.concat(
+            [v if tf.is_tensor(v) else np.full([size], v, np.float32) for v, size in rows], axis=-1
+        )
 
     moments, scale, epsilon = joined("moments"), joined("scale"), joined("epsilon")
     inverse = tf.math.rsqrt(joined("variance") + epsilon)
