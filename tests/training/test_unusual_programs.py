@@ -386,3 +386,70 @@ def test_shapes_that_a_trace_does_not_tell_may_be_by_example():
     assert not told
     for size in 7, 2, 1:
         np.testing.assert_array_equal(chosen(X[:size]), X[:size][X[:size] > 0])
+
+
+# ------------------------------------------------------ Arguments of which each tower takes all
+
+
+def dataset_of_arrays():
+    return of_dataset(tf.data.Dataset.from_tensor_slices((X, Y)).batch(4))
+
+
+def with_table(call, rows=6, **parts):
+    """Return a function that makes a model whose layer is given a table that is trained."""
+
+    def step(self, x, y):
+        table = tf.tanh(self.table) if rows else self.table
+        return mean_square(self.layer(x, table) - y)
+
+    def build():
+        model = of_step(step, layer=lambda: layer_of(call, **parts))
+        model.table = model.add_weight(shape=(rows or 5, 5), name="table")
+        return model
+
+    return build
+
+
+def to_prototypes(_, x, table):
+    return tf.reduce_sum((x[:, tf.newaxis] - table) ** 2, axis=-1)
+
+
+def attends(self, x, table):
+    return self.out(tf.nn.softmax(x @ table, axis=-1) @ table)
+
+
+def along_edges(self, x, edges):
+    """A layer of a graph: what an edge says are places in the batch."""
+    return x + tf.math.unsorted_segment_sum(tf.gather(x, edges[0]), edges[1], tf.shape(x)[0])
+
+
+def with_edges():
+    edges = tf.constant([[0, 1, 2], [2, 0, 1]])
+    step = lambda self, x, y: mean_square(self.layer(self.out(x), edges) - y)  # noqa: E731
+    return of_step(step, layer=lambda: layer_of(along_edges), out=dense())
+
+
+def static(size):
+    return lambda: of_dataset(tf.data.Dataset.from_tensor_slices((X[:size], Y[:size])).batch(
+        size, drop_remainder=True))  # fmt: skip
+
+
+WHOLE = {
+    "prototypes": (with_table(to_prototypes), dataset_of_arrays),
+    "a square matrix": (with_table(attends, 5, out=dense()), dataset_of_arrays),
+    "of a known batch": (with_table(to_prototypes), static(7)),
+    "given first": (with_table(lambda self, table, x: tf.matmul(table, x, transpose_b=True)),
+                    static(7)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", table(WHOLE, "prototypes"))
+def test_an_argument_that_has_no_row_for_each_example_is_taken_whole(name):
+    assert compare(*WHOLE[name], num_towers=2) == ({}, [])
+
+
+@pytest.mark.parametrize("given", [dataset_of_arrays, static(7)])
+def test_places_in_the_batch_are_not_divided(given):
+    differences, lines = compare(with_edges, given, 2)
+    assert differences == {}
+    assert [" and " in line and "runs on one device" in line for line in lines][:1] == [True]

@@ -247,22 +247,41 @@ class _Steps:
 
     def _call_on_towers(self, layer: keras.Layer, arguments: tuple) -> Any:
         leaves = tf.nest.flatten(arguments)
-        fn = self._function(layer, arguments, leaves)
-        batch = [leaf for leaf in leaves if _is_batch(leaf)]
-        self._build(layer, fn, batch)
+        self._build(layer, *self._function(layer, arguments, leaves))
         self._place(layer.variables)
-        if reason := self._reason_against(layer, fn, batch):
+        fn, batch, reason = self._divided(layer, arguments, leaves)
+        if reason:
             self.builder.tell([f"layer {layer.name} runs on one device: {reason}"])
             with tf.device(self.home), self._plain():
                 return layer(*arguments[0], **arguments[1])
         self.builder.tell(self._mixing(fn, self.builder.rehearse(fn, *batch)))
         return _with_logits(*self.builder.concat(fn, *batch))
 
+    def _divided(self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any]) -> tuple:
+        """Return the towers' function, the batch that they divide, and why they cannot, or "".
+
+        Of arguments with unlike numbers of rows, some are the batch and each tower takes the others
+        whole, as a table, if the function does the same with each row of the batch then.
+        """
+        given = [x for x in leaves if _is_batch(x)]
+        sizes = list(dict.fromkeys(x.shape[0] for x in given))
+        # Whole numbers may be places in the batch, as of a graph's edges.
+        places = any(x.shape[0] is not None and not tf.as_dtype(x.dtype).is_floating for x in given)
+        if len(sizes) > 1 and not places:
+            for size in sorted(sizes, key=lambda size: size is not None):
+                fn, batch = self._function(layer, arguments, leaves, size)
+                reason = self._reason_against(layer, fn, batch)
+                if not reason and not self._mixing(fn, self.builder.rehearse(fn, *batch)):
+                    return fn, batch, ""
+        fn, batch = self._function(layer, arguments, leaves)
+        reason = "" if len(set(sizes) - {None}) > 1 else self._reason_against(layer, fn, batch)
+        if len(set(sizes) - {None}) > 1 or (len(sizes) > 1 and (reason or places)):
+            known = " and ".join("any number of" if n is None else str(n) for n in sizes)
+            reason = f"its arguments have {known} rows, so not all have one for each example"
+        return fn, batch, reason
+
     def _reason_against(self, layer: keras.Layer, fn: Callable, batch: Sequence[Any]) -> str:
         """Return why a layer cannot be called on towers, each with a part of the batch; or ""."""
-        sizes = {x.shape[0] for x in batch if x.shape.rank} - {None}
-        if len(sizes) > 1:
-            return f"its arguments have {sorted(sizes)} rows, so not all have one for each example"
         if tf_private.are_followed([v.value for v in layer.trainable_variables]):
             return "a tf.autodiff.ForwardAccumulator follows its weights"
         if self.builder.num_slices == 1:
@@ -275,8 +294,8 @@ class _Steps:
             return f"it cannot be called with another number of examples ({found.reason}){unknown}"
         if found.against_joining:
             return f"{found.against_joining}{unknown}"
-        number = next(iter(sizes), None)
-        slices = slices_of(number or 1, len(self.builder.devices), self.builder.accumulate_steps)
+        number = next((x.shape[0] for x in batch if x.shape[0]), 1)
+        slices = slices_of(number, len(self.builder.devices), self.builder.accumulate_steps)
         return found.against_one_example if any(size == 1 for _, size in slices) else ""
 
     def _mixing(self, fn: Callable, found: Rehearsal) -> list[str]:
@@ -288,16 +307,23 @@ class _Steps:
             lines = faults.find(found, found.tracer.examples(2 * found.few.size))
         return [line for line in lines if line.startswith("mixed")]
 
-    def _function(self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any]) -> Callable:
-        """Return the towers' function, if it can be the one that was rehearsed before."""
-        fixed = [_BATCH if _is_batch(leaf) else leaf for leaf in leaves]
+    def _function(
+        self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any], num_rows: Any = ...
+    ) -> tuple[Callable, list[Any]]:
+        """Return the towers' function, if it can be the one that was rehearsed before, and a batch.
+
+        The batch is those of the leaves that have so many rows, None for an unknown number.
+        """
+        divided = [_is_batch(x) and num_rows in (..., x.shape[0]) for x in leaves]
+        batch = [leaf for leaf, is_divided in zip(leaves, divided, strict=True) if is_divided]
+        fixed = [_BATCH if own else leaf for leaf, own in zip(leaves, divided, strict=True)]
         structure = tf.nest.map_structure(lambda _: 0, arguments)
         if not all(leaf is _BATCH or isinstance(leaf, _CONSTANTS) for leaf in fixed):
-            return _function_of(layer, structure, fixed)
+            return _function_of(layer, structure, fixed), batch
         key = layer, repr((structure, fixed))
         if key not in self._functions:
             self._functions[key] = _function_of(layer, structure, fixed)
-        return self._functions[key]
+        return self._functions[key], batch
 
     def _build(self, layer: keras.Layer, fn: Callable, batch: Sequence[Any]) -> None:
         """Build layers as Keras does, in a trace that is dropped: towers make no variables."""
