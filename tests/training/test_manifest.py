@@ -131,6 +131,33 @@ def test_the_origin_stays_and_each_start_is_added(committed, tmp_path):
     assert line.startswith("warning     data.train.sha256 differs: ")
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "schedule, now, before, told",
+    [
+        ("cosine", {"num_epochs": 4}, {"num_epochs": 2}, ("--num_epochs=4 now", "--num_epochs=2")),
+        ("linear", {"num_epochs": 1.5}, {"num_epochs": 3}, ("=1.5 now", "=3 before")),
+        ("onecycle", {"max_steps": 9}, {"num_epochs": 2}, ("--max_steps=9", "--num_epochs=2")),
+        ("cosine", {"max_steps": 9}, {"max_steps": 6}, ("--max_steps=9", "--max_steps=6")),
+        ("cosine", {"num_epochs": 2, "max_steps": 9}, {"num_epochs": 2, "max_steps": 3}, ()),
+        ("constant", {"num_epochs": 4}, {"num_epochs": 2}, ()),
+    ],
+)  # fmt: skip
+def test_a_schedule_that_is_continued_over_another_length_is_told(schedule, now, before, told):
+    usual = {"num_epochs": 0, "max_steps": 0, "schedule": schedule}
+    lines = manifest.bent_schedule(usual | now, usual | before)
+    assert [all(words in line for words in told) for line in lines] == [True] * bool(told)
+    assert manifest.bent_schedule(usual | now, None) == []
+
+
+def test_a_run_that_is_continued_says_so(committed, tmp_path):
+    start_of(run_of(tmp_path, schedule="cosine", num_epochs=2), tmp_path)
+    other = run_of(tmp_path, schedule="cosine", num_epochs=4)
+    (line,) = write(other, tmp_path, 12)
+    assert line.startswith("warning     the schedule cosine") and "--num_epochs=2 before" in line
+    assert write(other, tmp_path, 14) == []
+
+
 DAMAGED = [
     "", "{", "[]", '{"sessions": []}', '{"format": 1, "sessions": 3}', '{"format": 99}',
     "[" * 100_000, '{"format": 1, "sessions": [3]}', '{"format": 1, "sessions": [], "task": 3}',

@@ -86,6 +86,8 @@ def write(run: Run, folder: Path, restored: int | None, batch: Any) -> list[str]
     }
     found = {} if restored is None else read(folder)
     lines = differences(now, found)
+    if found and getattr(run.task, "rate_is_set", True):  # no schedule of the model's own
+        lines += bent_schedule(now["flags"], found["sessions"][-1].get("flags"))
     if not found:
         known = step == 0 and batch is not None
         found = {"format": _FORMAT, **now, "sessions": []}
@@ -157,6 +159,28 @@ def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
         for name in filter(_COMPARED.fullmatch, ours)
         if None not in (ours[name], theirs.get(name)) and ours[name] != theirs[name]
     ]
+
+
+def bent_schedule(now: Mapping[str, Any], before: Any) -> list[str]:
+    """Return a line if a schedule goes on over another length than it had in the start before."""
+    names = "num_epochs", "max_steps", "schedule"
+    if now["schedule"] in ("constant", "step") or not isinstance(before, Mapping):
+        return []
+    if not all(name in before for name in names) or now["schedule"] != before["schedule"]:
+        return []
+    ours, theirs = map(_length, (now, before))
+    if ours == theirs:
+        return []
+    return [
+        f"the schedule {now['schedule']} of the learning rate goes over {ours} now, {theirs} "
+        "before: from here on the rate is what it would be had the run begun so"
+    ]
+
+
+def _length(flags: Mapping[str, Any]) -> str:
+    """Return the flag that says what schedules go over."""
+    name = "num_epochs" if flags["num_epochs"] or not flags["max_steps"] else "max_steps"
+    return f"--{name}={flags[name]:g}"
 
 
 def weights_hash(variables: Mapping[str, tf.Variable]) -> str:
