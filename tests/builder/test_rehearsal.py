@@ -1,11 +1,14 @@
 """What a rehearsal finds out of a tower function, and what the builder makes of it."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from towers import TowerBuilder
+from towers.builder import rehearsal
 from towers.builder.draws import Layout
 from towers.builder.rehearsal import parts_of, rehearse
 
@@ -142,6 +145,17 @@ def test_state_that_cannot_be_put_together_is_named():
     last = keras.Variable(0.0, trainable=False, name="last")
     (told,) = told_of(lambda x: (x[:, 0, 0], last.assign(x[-1, 0, 0]))[0])
     assert told.startswith("state: the variable last ") and 'aggregation="sum"' in told
+
+
+def test_what_takes_long_is_said(monkeypatch, capsys):
+    """The function waits until the line is there: the test hangs where none comes."""
+    said = threading.Event()
+    monkeypatch.setattr(rehearsal, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(rehearsal, "print", lambda *args, **_: (print(*args), said.set()),
+                        raising=False)  # fmt: skip
+    TowerBuilder(DEVICES).rehearse(lambda x: said.wait(30) and x[:, 0, 0], tf.constant(X))
+    assert said.is_set()
+    assert "waiting     the model is tried" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------- The contract

@@ -11,6 +11,8 @@ import contextlib
 import dataclasses
 import functools
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ from towers.errors import InputError
 
 FEW, MORE = 3, 5  # examples of the two traces, if the function takes any number of them
 _MULTIPLES = (1, 2, 4, 5, 7, 8, 10, 16)  # some functions take even numbers only, and so on
+_PATIENCE_SECONDS = 10.0
 _TRIALS = 6  # of shapes that values tell
 _NUM_KEPT = 4  # functions, of a training and its evaluation
 _COLOUR = re.compile(r"\x1b\[\d+m")
@@ -114,7 +117,8 @@ class Rehearsals:
         for before, found in self._kept:
             if len(parts) == len(before) and all(map(_is_same, parts, before)):
                 return found
-        found = rehearse(fn, batch)
+        with _told_if_long():
+            found = rehearse(fn, batch)
         self._kept = [(parts, found), *self._kept[: _NUM_KEPT - 1]]
         return found
 
@@ -124,6 +128,19 @@ class Rehearsals:
             if line not in self._told:
                 self._told.add(line)
                 self._on_doubt(line)
+
+
+@contextlib.contextmanager
+def _told_if_long() -> Iterator[None]:
+    """Say what is waited for if the block takes long; a large model may be traced for minutes."""
+    line = "waiting     the model is tried on a few examples, before its towers are made"
+    timer = threading.Timer(_PATIENCE_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def parts_of(fn: Callable, batch: Sequence[Any]) -> list[Any]:
