@@ -182,14 +182,3 @@ def test_what_the_check_of_a_snapshot_raises_comes_with_the_next_call(tmp_path):
         with pytest.raises(RunError, match="no number"):
             call()
     assert not tmp_path.exists() or not find(tmp_path)
-
-
-def test_what_has_copies_is_told_when_the_variables_are_set_and_only_then(tmp_path):
-    copies, some = [], variables(3.0)
-    weight = some["model/b.c/kernel~2"]
-    on_restore = lambda: copies.append(weight.numpy()[0])  # noqa: E731
-    checkpoints = Checkpoints(tmp_path, some, {}, on_restore=on_restore)
-    assert checkpoints.restore() is None and copies == []
-    checkpoints.save_now(3)
-    weight.assign([4.0] * 3)
-    assert checkpoints.restore() == 3 and copies == [3.0]

@@ -51,8 +51,8 @@ def evaluate(
         {name: v for name, v in variables if name.startswith(("model/", "average/"))},
         {name: getattr(run.options, name) for name in ("model", "model_args", "augment")},
         exact=False,  # the optimizer and the loss scale matter no more
-        on_restore=run.masters.set_copies,
     ).restore(say, best.step_of(Path(options.train_dir)))
+    run.masters.set_copies()
     with one_line_errors(options):
         result = run.task.make_evaluator(run.data.test)()
     num_towers = len(run.builder.devices)

@@ -50,19 +50,17 @@ class Checkpoints:
         identity: Mapping[str, str],
         keep: int = 3,
         exact: bool = True,
-        on_restore: Callable[[], None] = lambda: None,
     ):
         """Set what is saved and restored; write nothing yet.
 
         `identity` are options that say what run this is. They are saved, too, and a checkpoint with
         others is refused: two models may have the same variables. `keep` of the newest checkpoints
         are kept; `exact` refuses one that holds other variables beside these.
-        `on_restore` is called when the variables have been set, for what has copies of them.
         """
         self.directory = Path(directory)
         self.on_workers = are_of_workers(v.device for v in variables.values())
         self.variables, self.identity = dict(variables), dict(identity)
-        self.keep, self.exact, self.on_restore = keep, exact, on_restore
+        self.keep, self.exact = keep, exact
         self.best: int | None = None
         self._best_there: int | None = None  # the last of these that was written
         self.home: files.Home | None = None
@@ -223,7 +221,6 @@ class Checkpoints:
                 continue
             for name, variable in self.variables.items():
                 variable.assign(values[name])
-            self.on_restore()
             return step
         num = len(dict(found) | lost)
         if num and max(dict(found) | lost) > 0:  # that of step 0 is made again

@@ -187,7 +187,6 @@ def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
         run.masters.variables(),
         {name: getattr(run.options, name) for name in IDENTITY},
         run.options.keep_checkpoints,
-        on_restore=run.masters.set_copies,
     )
     if run.options.overwrite:
         return checkpoints, None
@@ -204,6 +203,7 @@ def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
             f"--train_dir={folder}: there are event files in its train or eval, and no checkpoint "
             "that they belong to: name another folder"
         )
+    run.masters.set_copies()
     return checkpoints, restored
 
 

@@ -259,6 +259,7 @@ def best_weights(begun: Start, step: int) -> Iterator[bool]:
     masters = begun.run.masters
     with kept(masters.variables().values()):
         begun.checkpoints.restore(wanted=best)
+        masters.set_copies()
         yield True
     masters.set_copies()
 
