@@ -113,7 +113,10 @@ class Slice:
         """Return what a function has returned for the slice, without what stands in for none."""
         if not self.may_be_empty() or leaf is None:
             return leaf
-        return _part(leaf, 0, Rows(0, tf.where(self.count > 0, num_rows(leaf), 0), None))
+        # A GPU has these two ops of whole numbers on its host; tf.where would copy from there.
+        number = num_rows(leaf)
+        number *= tf.cast(tf.minimum(self.count, 1), tf.convert_to_tensor(number).dtype)
+        return _part(leaf, 0, Rows(0, number, None))
 
 
 def split(
