@@ -1,12 +1,14 @@
 """scripts/programs: what it finds of programs that train in plain Keras."""
 
+import importlib.machinery
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-pytestmark = [pytest.mark.process, pytest.mark.extended]
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "programs"
 PROGRAM = """
 import keras
@@ -20,6 +22,34 @@ model.fit(x, x[:, :1], batch_size=4, epochs=3)
 MIXED = "keras.layers.Lambda(lambda x: x - keras.ops.mean(x, 0))"
 
 
+@pytest.fixture
+def programs():
+    """The script as a module."""
+    loader = importlib.machinery.SourceFileLoader("programs", str(SCRIPT))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("programs", loader))
+    loader.exec_module(module)
+    return module
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("other", "differs"),
+    [
+        ([[np.array([1.0, 2.0])], [np.array(3)]], 0.0),
+        ([[np.array([1.0, 4.0])], [np.array(3)]], 1.0),
+        ([[np.array([1.0, np.nan])], [np.array(3)]], np.inf),
+        ([[np.array([1.0, 2.0])]], np.inf),
+        ([[np.array([[1.0, 2.0]])], [np.array(3)]], np.inf),
+    ],
+    ids=["same", "differs", "no number", "a call less", "another shape"],
+)
+def test_what_differs_between_the_ends_of_two_runs(programs, other, differs):
+    one = [[np.array([1.0, 2.0])], [np.array(3)]]
+    assert programs.largest_difference(one, other) == differs
+
+
+@pytest.mark.process
+@pytest.mark.extended
 @pytest.mark.timeout(300)
 def test_programs_are_run_plainly_and_over_towers(tmp_path):
     (tmp_path / "alike.py").write_text(PROGRAM.format("keras.layers.Dropout(0.3)"))
