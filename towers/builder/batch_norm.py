@@ -282,12 +282,11 @@ def _layer_apart(
 
     Variances are put together as in Chan et al. 1979: large means do not cancel.
     """
-    if member.equal and not tf.is_tensor(number):
-        known, average = number, functools.partial(tf.reduce_mean, axis=0)
+    known = number if member.equal and not tf.is_tensor(number) else None
+    if known is not None:
         everything, share = float(number * member.num_towers), 1.0 / member.num_towers
         own = tf.stack([mean, variance])
     else:
-        known = None
         number = tf.fill(mean.shape, tf.cast(number, mean.dtype))
         own = tf.stack([mean, variance, number])
         if tf.is_tensor(member.count):  # what stands in for no example has no moments
@@ -297,7 +296,12 @@ def _layer_apart(
         numbers = stacked[:, 2:]
         everything = tf.reduce_sum(numbers, axis=[0, 1])
         share = numbers[member.tower, 0] / everything
-        average = lambda each: tf.reduce_sum(numbers * each, axis=0) / everything  # noqa: E731
+
+    def average(values: tf.Tensor) -> tf.Tensor:
+        if known is not None:
+            return tf.reduce_mean(values, axis=0)
+        return tf.reduce_sum(numbers * values, axis=0) / everything
+
     means = average(stacked)
     spread = average(tf.math.squared_difference(stacked, means))
     mean, variance = tf.unstack(means)[:2]

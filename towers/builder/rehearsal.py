@@ -60,8 +60,6 @@ class Rehearsal:
         found += [doubts.added_loss(a.layer, a.reason) for a in self.added if a.policy is None]
         return list(dict.fromkeys(found))
 
-
-
     @functools.cached_property
     def against_joining(self) -> str:
         """Why what slices return does not make that of the batch, whatever the batch; "" if so."""

@@ -28,12 +28,8 @@ def policies_of(tracer: Tracer, few: Trace, more: Trace, draws: Sequence[Drawn])
     traces = two_and_both(tracer, sizes, draws, few.states)
     possible, moved = {id(v): list(_POLICIES) for v in few.states}, set()
     for trial in range(_TRIALS):
-        parts = [tracer.examples(size, 2 * trial + i) for i, size in enumerate(sizes)]
-        inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
         before = _start(few.states, _FAR * (trial % 3 - 1))
-        *own, both = (
-            run(trace, part, before)["states"] for trace, part in zip(traces, inputs, strict=True)
-        )
+        *own, both = (found["states"] for found in _tried(tracer, traces, trial, before))
         for place, variable in enumerate(few.states):
             values = [found[place] for found in own]
             if not all(np.array_equal(v, before[place]) for v in (*values, both[place])):
@@ -60,9 +56,7 @@ def of_added(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> list[AddedLo
     possible = [["mean", "sum"] for _ in few.adding]
     alone = [True] * len(few.adding)  # whether a row of the loss is of one row of the result
     for trial in range(_TRIALS_OF_ADDED):
-        parts = [tracer.examples(size, 2 * trial + i) for i, size in enumerate(sizes)]
-        inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
-        found = [run(trace, part) for trace, part in zip(traces, inputs, strict=True)]
+        found = _tried(tracer, traces, trial)
         for place, (*own, both) in enumerate(zip(*(f["added"] for f in found), strict=True)):
             both = np.float32(both)  # parts of it may have been computed in that
             possible[place] = [p for p in possible[place] if agrees(p, 0.0, own, sizes, both)]
@@ -73,6 +67,15 @@ def of_added(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> list[AddedLo
         AddedLoss(layer, "rows" if own and policies else next(iter(policies), None), rows)
         for layer, policies, own, rows in zip(few.adding, possible, alone, by_example, strict=True)
     ]
+
+
+def _tried(
+    tracer: Tracer, traces: Sequence[Trace], trial: int, before: Sequence[Any] = ()
+) -> list[dict[str, Any]]:
+    """Return what `run` gives for two slices and for both together, of examples of this trial."""
+    parts = [tracer.examples(trace.size, 2 * trial + i) for i, trace in enumerate(traces[:2])]
+    inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
+    return [run(trace, part, before) for trace, part in zip(traces, inputs, strict=True)]
 
 
 def two_and_both(
