@@ -498,6 +498,21 @@ def test_what_cannot_be_called_with_a_part_of_the_batch_runs_on_one_device(layer
         assert fits.differences(expected, fits.fit(build, given, 2, epochs=1)) == {}
 
 
+class Shuffled(keras.layers.Layer):
+    """Draws as towers cannot follow, and has no row for each example."""
+
+    def call(self, x):
+        return keras.ops.mean(x + tf.random.normal(tf.shape(x), dtype=x.dtype), 0, keepdims=True)
+
+
+def test_nothing_else_is_said_of_what_runs_on_one_device():
+    model = network(Shuffled, loss=lambda y, outputs: keras.ops.sum(outputs**2))
+    towers.parallelize(model, devices=["/cpu:0", "/cpu:1"])
+    with pytest.warns(UserWarning) as told:
+        model.train_on_batch(X[:8], Y[:8])
+    assert ["runs on one device" in str(line.message) for line in told] == [True]
+
+
 def test_a_model_that_runs_eagerly_says_that_it_runs_on_one_device():
     build = functools.partial(network, run_eagerly=True)
     with pytest.warns(UserWarning, match="run_eagerly"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import towers
 from tests import fits
 from towers import TowerBuilder
 
@@ -174,18 +175,26 @@ def test_lengths_that_are_unknown_come_from_what_the_model_takes(name):
     assert compare(*UNKNOWN[name]) == ({}, [])
 
 
-def test_a_length_that_nothing_tells_is_asked_for():
-    def build():
-        return of_step(
-            lambda self, x, y: tf.reduce_mean((self.layer(x) - y) ** 2),
-            layer=lambda: layer_of(
-                lambda self, x: self.out(ops.reshape(x, (-1, 5, 1))[:, :2, 0]), out=dense()
-            ),
-        )
+def in_windows_of_five():
+    """Return a model that takes no other length, and does not say so."""
+    return of_step(
+        lambda self, x, y: tf.reduce_mean((self.layer(x) - y) ** 2),
+        layer=lambda: layer_of(
+            lambda self, x: self.out(ops.reshape(x, (-1, 5, 1))[:, :2, 0]), out=dense()
+        ),
+    )
 
-    differences, lines = compare(build, rows_of([None, None], X), 2)
-    assert differences == {}
-    assert ["runs on one device" in line and "tf.ensure_shape" in line for line in lines] == [True]
+
+def test_a_length_that_nothing_else_tells_comes_from_the_first_batch():
+    assert compare(in_windows_of_five, rows_of([None, None], X), 2) == ({}, [])
+
+
+@pytest.mark.filterwarnings("ignore:.*unbuilt state:UserWarning")  # it has no build()
+def test_a_length_that_nothing_tells_is_asked_for(float64):
+    model = towers.parallelize(in_windows_of_five(), devices=["/cpu:0", "/cpu:1"])
+    step = tf.function(lambda x, y: model.train_step((x, y)), autograph=False)
+    with pytest.warns(UserWarning, match="runs on one device.*tf.ensure_shape"):
+        step.get_concrete_function(*(tf.TensorSpec([None, n], tf.float64) for n in (None, 1)))
 
 
 # ----------------------------------------------- Gradients of what comes from around the towers

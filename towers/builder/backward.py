@@ -45,8 +45,9 @@ def sums_of_slice(
     """Return what `loss_fn` assigns, (sum of losses, their number, gradients of the sum), outputs.
 
     It is called with the slice in the block of `inside`, see there, and may be compiled by XLA. The
-    outputs are what it returns beside the losses, () if there is nothing. Of the losses that layers
-    add, which `loss_fn` may read, it is known how they make those of the batch.
+    outputs are what it returns beside the losses, () if there is nothing, and what it leaves in
+    attributes: see `SideOutputs.around`. Of the losses that layers add, which `loss_fn` may read,
+    it is known how they make those of the batch.
     """
 
     def compute() -> tuple:
@@ -54,7 +55,7 @@ def sums_of_slice(
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(variables)
                 with noted(scope, part.rows, added):
-                    returned = loss_fn(*part.batch)
+                    returned, left = loss_fn(*part.batch)
                 losses, outputs = returned if isinstance(returned, tuple) else (returned, ())
                 losses = _checked(losses, part)
                 loss = tf.reduce_sum(losses)
@@ -70,7 +71,7 @@ def sums_of_slice(
         if part.may_be_empty():
             gradients = [zero_if_empty(g, count) for g in gradients]
         scope.close(count)
-        return scope, ((loss, count, gradients), outputs)
+        return scope, ((loss, count, gradients), (outputs, left))
 
     scope, ((loss, count, gradients), outputs) = xla.compiled(compute) if by_xla else compute()
     scope.count = part.count if isinstance(part.count, int) else count

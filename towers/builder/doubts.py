@@ -1,5 +1,6 @@
 """What is said of a tower function that several towers may not compute as one device does."""
 
+import re
 from collections.abc import Iterable
 
 import keras
@@ -26,6 +27,9 @@ _OTHERS = {
         _UNIFORM,
     ),
 }
+_TABLES = re.compile(
+    r"LookupTable(Insert|Remove|Import)|Queue(Enqueue|Dequeue)|(Stage|Unstage|MapStage)$|Barrier"
+)
 _PYTHON = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
 
 
@@ -52,6 +56,17 @@ def random_ops(ops: Iterable[tuple[str, str]]) -> list[str]:
                 f"example; {_OTHERS.get(kind, _USE_KERAS)}"
             )
     return lines
+
+
+def tables(ops: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a line for each layer that changes a table, a queue or the like; see `random_ops`."""
+    found = {(layer_of(name), kind) for name, kind in ops if _TABLES.match(kind)}
+    return [
+        f"state: layer {layer} changes a table or a queue ({kind}), which each tower does for its "
+        "slice, in an order of chance; keep what it holds in a keras.Variable, or change it "
+        "outside of the towers"
+        for layer, kind in sorted(found)
+    ]
 
 
 def ambiguous(layer: str, why: str = "") -> str:

@@ -1,6 +1,15 @@
-"""Made-up examples: values of the types that a tower function is called with."""
+"""Made-up examples: values of the types that a tower function is called with.
 
-from collections.abc import Iterator, Sequence
+A function that treats some values otherwise, as a mask does, is tried with these: the constants
+that its graph compares its arguments with, and tokens from all of the table that they choose from.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import operator
+import weakref
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import keras
@@ -11,6 +20,19 @@ from towers import tf_private
 
 UNKNOWN_DIM = 4  # stands for an unknown length that is not the batch
 _LONGER = 16, 64  # and these do, where a function takes no such short ones
+_COMPARISONS = (
+    "Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual"
+)  # fmt: skip
+_TESTS_OF_NAN = ("IsNan", "IsInf", "IsFinite")
+_MOST_SPECIAL = 8
+
+
+@dataclasses.dataclass
+class Values:
+    """What is known of the values that an argument may have."""
+
+    tokens: int = 2  # whole numbers below this
+    special: list[float] = dataclasses.field(default_factory=list)  # are treated otherwise
 
 
 def possible_shapes(leaves: Sequence[Any], layers: Sequence[keras.Layer]) -> Iterator[list]:
@@ -67,13 +89,13 @@ def spec_of(leaf: Any, size: int, shape: tf.TensorShape | None = None) -> tf.Typ
     return kind([size, *dims], leaf.dtype)
 
 
-def sample(spec: tf.TypeSpec, random: np.random.Generator) -> Any:
+def sample(spec: tf.TypeSpec, random: np.random.Generator, tokens: int = 2) -> Any:
     """Return a value of a type: labels and token numbers must be small to be valid."""
     shape = [UNKNOWN_DIM if dim is None else dim for dim in spec.shape]
     if spec.dtype.is_floating:
         value = random.normal(size=shape)
     else:
-        value = random.integers(0, 256 if spec.dtype == tf.uint8 else 2, shape)
+        value = random.integers(0, 256 if spec.dtype == tf.uint8 else tokens, shape)
     is_text = spec.dtype == tf.string
     value = tf.strings.as_string(value) if is_text else tf.cast(tf.constant(value), spec.dtype)
     if isinstance(spec, tf.RaggedTensorSpec) and spec.ragged_rank == 1:
@@ -84,9 +106,153 @@ def sample(spec: tf.TypeSpec, random: np.random.Generator) -> Any:
     return tf.sparse.from_dense(value) if isinstance(spec, tf.SparseTensorSpec) else value
 
 
+def with_special(
+    value: Any, special: Sequence[float], random: np.random.Generator, share: float = 0.4
+) -> Any:
+    """Return a value in which a share of the numbers are special ones."""
+    if not special or not isinstance(value, tf.Tensor):
+        return value
+    chosen = random.choice(np.asarray(special, np.float64), value.shape.as_list())
+    mask = random.random(value.shape.as_list()) < share
+    return tf.where(mask, tf.cast(tf.constant(chosen), value.dtype), value)
+
+
+# {graph: {name of a placeholder: a value that it will have}}
+_GIVEN: MutableMapping[tf.Graph, dict[str, tf.Tensor]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def given(arguments: Any, values: Any) -> Iterator[None]:
+    """Let functions of a graph's arguments be tried with real values of these in the block."""
+    pairs = zip(_tensors_of(arguments), _tensors_of(values), strict=False)
+    known = {x.name: v for x, v in pairs if tf.is_symbolic_tensor(x) and x.dtype == v.dtype}
+    graph = tf.compat.v1.get_default_graph()
+    _GIVEN[graph] = known
+    try:
+        yield
+    finally:
+        _GIVEN.pop(graph, None)
+
+
+def _tensors_of(structure: Any) -> list[tf.Tensor]:
+    return list(filter(tf.is_tensor, tf.nest.flatten(structure, expand_composites=True)))
+
+
+def known_values(tensors: Sequence[Any]) -> list[Any] | None:
+    """Return the values of tensors, None if not all are known or can be computed of what is."""
+    if not all(isinstance(x, tf.Tensor) for x in tensors):
+        return None
+    if not any(map(tf.is_symbolic_tensor, tensors)):
+        return list(tensors) if len(tensors[0]) else None
+    given = _GIVEN.get(tf.compat.v1.get_default_graph())
+    if not given or not all(map(tf.is_symbolic_tensor, tensors)):
+        return None
+    needed, waiting = {}, [x.op for x in tensors]
+    while waiting:
+        op = waiting.pop()
+        if op.name in needed or f"{op.name}:0" in given:
+            continue
+        if op.op_def.is_stateful or op.type == "Placeholder":
+            return None
+        needed[op.name] = op
+        waiting += [x.op for x in op.inputs]
+    graph = tf.compat.v1.GraphDef(node=[op.node_def for op in needed.values()])
+    graph.library.CopyFrom(tensors[0].graph.as_graph_def().library)
+    for node in graph.node:
+        node.input[:] = [name for name in node.input if not name.startswith("^")]
+
+    made = [x.name for x in tensors if x.name not in given]
+    used = {x.name for op in needed.values() for x in op.inputs}
+    def compute() -> list[tf.Tensor]:
+        own = {name: tf.identity(value) for name, value in given.items() if name in used}
+        return tf.graph_util.import_graph_def(graph, input_map=own, return_elements=made)
+
+    try:
+        with tf.init_scope(), tf.device("/cpu:0"):
+            values = iter(tf.function(compute, autograph=False)() if made else ())
+            return [given[x.name] if x.name in given else next(values) for x in tensors]
+    except Exception:  # of many kinds: the values are only to be tried
+        return None
+
+
 def stand_in(captured: tf.Tensor) -> tf.Tensor:
     """Return a value for what the function takes from the graph around it, where there is none."""
     if not tf.is_symbolic_tensor(captured):
         return captured
     shape = [UNKNOWN_DIM if dim is None else dim for dim in captured.shape]
     return tf.ones(shape, captured.dtype)
+
+
+def values_in(graph: tf.Graph, specs: Sequence[tf.TypeSpec]) -> list[Values]:
+    """Return what a traced function does with values of its first arguments, of these types."""
+    found = [Values() for _ in specs]
+    components = [tf.nest.flatten(spec, expand_composites=True) for spec in specs]
+    places = [i for i, own in enumerate(components) for _ in own]
+    # Which arguments each op depends on: ops come after what they use.
+    of_ops = {x.op.name: {i} for i, x in zip(places, graph.inputs, strict=False)}
+    for op in graph.get_operations():
+        of_inputs = [of_ops.get(x.op.name, set()) for x in op.inputs]
+        sources = of_ops.get(op.name) or functools.reduce(operator.or_, of_inputs, set())
+        of_ops[op.name] = sources
+        for i in sources:
+            found[i].special += _special_in(op)
+            if rows := _tokens_of(op, of_inputs):  # of the smallest table
+                found[i].tokens = rows if found[i].tokens == 2 else min(found[i].tokens, rows)
+    inner = list(_special_in_functions(graph))
+    for own, spec in zip(found, specs, strict=True):
+        own.special = _representable([*own.special, *inner], spec.dtype)
+    return found
+
+
+def _special_in(op: tf.Operation) -> list[float]:
+    """Return the numbers that an op tells from others."""
+    if op.type in _TESTS_OF_NAN or (op.type in _COMPARISONS and op.inputs[0] is op.inputs[1]):
+        return [np.nan]
+    if op.type not in _COMPARISONS:
+        return []
+    constants = [tf.get_static_value(x) for x in op.inputs]
+    return [
+        near
+        for value in constants
+        if value is not None and value.size == 1 and value.dtype.kind in "fiu"
+        for near in _around(float(value.item()))
+    ]
+
+
+def _around(value: float) -> list[float]:
+    """Return a number that others are compared with, some below and above, and usual marks."""
+    return [value, value + 1, value - 1, 0.0, -1.0]
+
+
+def _special_in_functions(graph: tf.Graph) -> Iterator[float]:
+    """Yield the constants that inner functions, such as branches and loops, compare with."""
+    for function in graph.as_graph_def().library.function:
+        nodes = {node.name: node for node in function.node_def}
+        for node in function.node_def:
+            for name in node.input if node.op in _COMPARISONS else ():
+                made = nodes.get(name.split(":")[0])
+                if made is not None and made.op == "Const":
+                    value = tf.make_ndarray(made.attr["value"].tensor)
+                    if value.size == 1 and value.dtype.kind in "fiu":
+                        yield from _around(float(value.item()))
+
+
+def _tokens_of(op: tf.Operation, of_inputs: Sequence[set]) -> int:
+    """Return how many rows there are in the table from which an op takes those of its indices."""
+    if op.type != "GatherV2" or of_inputs[0] or not of_inputs[1]:
+        return 0
+    axis, shape = tf.get_static_value(op.inputs[2]), op.inputs[0].shape
+    return (shape[int(axis)] or 0) if axis is not None and shape.rank else 0
+
+
+def _representable(values: Sequence[float], dtype: tf.DType) -> list[float]:
+    """Return the first of these numbers, each once, that a type has."""
+    if dtype.is_floating:
+        fit = list(values)
+    elif dtype.is_integer:
+        low, high = dtype.min, dtype.max
+        fit = [v for v in values if np.isfinite(v) and v == int(v) and low <= v <= high]
+    else:
+        fit = []
+    once = {str(v): v for v in fit}  # NaN is not NaN
+    return list(once.values())[:_MOST_SPECIAL]

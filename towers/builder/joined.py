@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import added_losses, gather, xla
+from towers.builder import added_losses, attributes, gather, xla
 from towers.builder.assignments import TowerScope
 from towers.builder.merging import with_new_values
 from towers.builder.rehearsal import Rehearsal
@@ -20,6 +20,7 @@ from towers.builder.splitting import Slice, is_empty, num_rows, occupied
 from towers.errors import InputError
 
 
+@attributes.joins_towers
 def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
     """Return what `fn` returns for each slice of `batch`, joined; tapes can go back through it.
 
@@ -32,6 +33,9 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
             f"what the towers' function returns cannot be joined along the batch: "
             f"{found.against_joining}; compute that from the joined outputs"
         )
+    builder.try_out(found)
+    sides = found.side_outputs
+    fn = sides.around(fn)
     leaves = tf.nest.flatten(batch)
     watched = [i for i, leaf in enumerate(leaves) if _is_watched(leaf)]
     slices, num_towers = builder.split(batch, builder.accumulate_steps, True), len(builder.devices)
@@ -54,7 +58,9 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
     variables = [variable for variable, _ in dict(reads).values()]
     whole_ones = [*captured, *variables]  # each tower takes all of them
 
+    @attributes.joins_towers
     def backward(*upstream: tf.Tensor) -> list[Any]:
+        attributes.refuse_uses()
         with tf.device(builder.gather_device), tf.name_scope("split"):
             pieces = iter(_split_like(outputs, upstream))
         of_inputs, sums = [], []
@@ -90,7 +96,8 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
             whole = gather.map_towers(gather.join, results)
         sources = [leaves[i] for i in watched] + whole_ones
         values = tf_private.recorded_as_one("Towers", _values(whole), sources, backward)
-        whole, added = _with_values(whole, values)
+        (whole, left), added = _with_values(whole, values)
+        sides.leave(left, leaves)
         added_losses.add_to_layers(scopes[0], added)
         return whole
 

@@ -22,6 +22,7 @@ import tensorflow as tf
 from towers import tf_private
 from towers.builder import doubts, layouts, states
 from towers.builder.added_losses import AddedLoss
+from towers.builder.attributes import SideOutputs
 from towers.builder.draws import Drawn
 from towers.builder.examples import possible_shapes
 from towers.builder.tracing import Trace, Tracer, run
@@ -54,11 +55,21 @@ class Rehearsal:
     def doubts(self) -> list[str]:
         """Lines that say what several towers may not compute as one device does."""
         why = f" (it could not be tried: {self.reason})" if self.reason else ""
-        found = doubts.random_ops(self.few.ops) if self.few else []
+        ops = self.few.ops if self.few else []
+        found = doubts.random_ops(ops) + doubts.tables(ops)
         found += [doubts.ambiguous(d.layer, why) for d in self.draws or () if d.layout is None]
         found += [doubts.not_put_together(variable, why) for variable in self.untold]
         found += [doubts.added_loss(a.layer, a.reason) for a in self.added if a.policy is None]
         return list(dict.fromkeys(found))
+
+    @functools.cached_property
+    def side_outputs(self) -> SideOutputs:
+        """Return what the function leaves in attributes, and how that of several towers is one."""
+        left, policies = self.few.left if self.few else [], []
+        if left:
+            with tf.init_scope():
+                policies = states.policies_of_left(self.tracer, self.few, self.draws)
+        return SideOutputs(left, policies)
 
     @functools.cached_property
     def against_joining(self) -> str:
@@ -180,16 +191,17 @@ def rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
     Raises:
         InputError: the function does what a tower may not; trying it has had its effects.
     """
-    return _rehearse(tf_private.converted_as_here(fn), batch)
+    return _rehearse(Tracer(tf_private.converted_as_here(fn), batch, _layers_of(fn)))
 
 
 @tf.autograph.experimental.do_not_convert
-def _rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
+def _rehearse(tracer: Tracer) -> Rehearsal:
     with tf.init_scope():
-        tracer, reasons = Tracer(fn, batch), []
-        few = _trace_few(tracer, _layers_of(fn))
+        reasons: list[str] = []
+        few = _trace_few(tracer)
         if few is None:
             return Rehearsal(tracer=tracer, reason=tracer.failure)
+        tracer.learn_values(few)
         found = Rehearsal((), by_example=few.by_example, tracer=tracer, few=few)
         if not few.draws and not few.states and not few.num_rows:
             return dataclasses.replace(found, added=_added(tracer, few, ()))
@@ -222,13 +234,13 @@ def _added(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> tuple[AddedLos
     return tuple(AddedLoss(layer, None, False, *reasons) for layer in few.adding)
 
 
-def _trace_few(tracer: Tracer, layers: Sequence[keras.Layer]) -> Trace | None:
+def _trace_few(tracer: Tracer) -> Trace | None:
     """Return the trace of the fewest examples that the function can be traced for, or None.
 
     Where lengths are unknown, it is for those with which all that is returned has rows.
     """
     fallback = None
-    for shapes in possible_shapes(tracer.batch, layers):
+    for shapes in possible_shapes(tracer.real or tracer.batch, tracer.layers):
         tracer.shapes = shapes
         traces = (_trace(tracer, FEW * multiple) for multiple in _MULTIPLES)
         if found := next(filter(None, traces), None):

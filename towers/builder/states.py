@@ -1,5 +1,6 @@
 """How the values that towers assign to a variable make that of one device, as trials show it."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.builder.added_losses import AddedLoss
+from towers.builder.attributes import ROWS
 from towers.builder.draws import Drawn, Rows
 from towers.builder.merging import merge
 from towers.builder.tracing import Trace, Tracer, run
@@ -76,6 +78,51 @@ def _tried(
     parts = [tracer.examples(trace.size, 2 * trial + i) for i, trace in enumerate(traces[:2])]
     inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
     return [run(trace, part, before) for trace, part in zip(traces, inputs, strict=True)]
+
+
+def policies_of_left(
+    tracer: Tracer, few: Trace, draws: Sequence[Drawn] | None
+) -> list[str | None]:
+    """Return how slices' tensors in attributes make those of the batch; None: it cannot be told.
+
+    A tensor with a row for each example is joined, the others go together as states do.
+    """
+    if not few.shapes_left:
+        return []
+    sizes, found = (few.size, few.size + 2), [_rows_if(few)]
+    with contextlib.suppress(Exception):  # then shapes for few examples are all that is known
+        traces = two_and_both(tracer, sizes, draws)
+        found = list(map(_rows_if, traces))
+        others = [i for i, kinds in enumerate(zip(*found, strict=True)) if not all(kinds)]
+        if others:
+            policies = _possible(tracer, traces, sizes, others)
+            return [policies.get(i, ROWS) for i in range(len(few.shapes_left))]
+    return [ROWS if all(kinds) else None for kinds in zip(*found, strict=True)]
+
+
+def _rows_if(trace: Trace) -> list[bool]:
+    """Tell of each tensor that is left whether it has as many rows as there are examples."""
+    return [shape is None or shape[:1] == [trace.size] for shape in trace.shapes_left]
+
+
+def _possible(
+    tracer: Tracer, traces: Sequence[Trace], sizes: tuple[int, int], places: Sequence[int]
+) -> dict[int, str | None]:
+    """Return how slices' tensors at places make that of both together, in all trials."""
+    possible = {place: list(_POLICIES) for place in places}
+    for trial in range(_TRIALS):
+        results = [found["left"] for found in _tried(tracer, traces, trial)]
+        for place in places:
+            *own, both = (found[place] for found in results)
+            alike = both.dtype.kind in "fiu" and all(x.shape == both.shape for x in own)
+            before = np.zeros_like(both)
+            possible[place] = [
+                policy
+                for policy in (possible[place] if alike else ())
+                if (policy != "mean" or both.dtype.kind == "f")
+                and agrees(policy, before, own, sizes, both)
+            ]
+    return {place: next(iter(policies), None) for place, policies in possible.items()}
 
 
 def two_and_both(

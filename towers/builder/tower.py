@@ -28,7 +28,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import added_losses, backward, doubts, gather, joined, machines, xla
+from towers.builder import added_losses, backward, doubts, faults, gather, joined, machines, xla
 from towers.builder.assignments import TowerScope
 from towers.builder.backward import TowerSums
 from towers.builder.batch_norm import check_mode
@@ -48,6 +48,8 @@ from towers.builder.splitting import (
     occupied,
     split,
 )
+
+_NUM_TRIED = 8  # functions, whose trials are not made again
 
 
 class Copies:
@@ -149,6 +151,7 @@ class TowerBuilder:
         # Told, before towers' assignments are made, of the Keras variables that these are to.
         self.on_assign: Callable[[list[Any]], None] | None = None
         self._rehearsals = Rehearsals(on_doubt)
+        self._tried: list[Rehearsal] = []  # the last ones
         self.tell = self._rehearsals.tell
 
     def map(self, fn: Callable, *batch: Any) -> list[Any]:
@@ -179,6 +182,8 @@ class TowerBuilder:
         """
         if is_split(batch) and tf_private.is_recording():
             return joined.concat(self, fn, batch)
+        if is_split(batch):
+            self.try_out(self.rehearse(fn, *batch, num_slices=len(self.devices)))
         slices = occupied(self.split(batch, never_empty=True))
         if slices[0].rows is None:
             return self._gather(gather.join, self._run(fn, slices, batch))
@@ -217,6 +222,7 @@ class TowerBuilder:
             ValueError: `variables` holds something else, or `loss_fn` breaks a rule (see above).
         """
         variables = list(variables)
+        self.try_out(self.rehearse(loss_fn, *batch))
         sums = self.tower_sums(loss_fn, variables, *batch)
         loss, gradients = self.gather_sums(sums, variables)
         if sums.outputs[0] == ():
@@ -227,17 +233,19 @@ class TowerBuilder:
         """Return what towers compute for `gradients`; `gather_sums` must follow: it assigns."""
         rehearsal = self.rehearse(loss_fn, *batch)
         backward.check_rehearsed(rehearsal.by_example)
-        scopes, outputs = [], []
+        sides = rehearsal.side_outputs
+        scopes, outputs, left = [], [], []
         masters, _ = backward.variables_and_copies(variables, 0)
 
         def on_tower(tower: int, part: Slice, member: Member | None) -> tuple:
             own, copies = backward.variables_and_copies(variables, tower)
             inside = self.inside(tower, member, copies)
-            scope, sums, rest = backward.sums_of_slice(
-                loss_fn, own, part, inside, self.jit_compile, rehearsal.added
+            scope, sums, (rest, beside) = backward.sums_of_slice(
+                sides.around(loss_fn), own, part, inside, self.jit_compile, rehearsal.added
             )
             scopes.append(scope)
             outputs.append(rest)
+            left.append(beside)
             *losses, found = sums
             found = scope.without_new_values(found, masters)
             return *losses, gather.fix_rows(found, masters, rehearsal.fixed_rows)
@@ -245,6 +253,7 @@ class TowerBuilder:
         sums = zip(*self._in_parts(on_tower, batch, rehearsal.draws), strict=True)
         losses, counts, gradients = map(list, sums)
         losses = machines.sent_last(losses, gradients, self.devices)
+        sides.leave(self._gather(gather.join, left), batch)
         return TowerSums(losses, counts, gradients, scopes, rehearsal.policies, outputs)
 
     def gather_sums(self, sums: TowerSums, variables: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:
@@ -274,18 +283,28 @@ class TowerBuilder:
             ]
         return gather.Places(self.devices, self.gather_device, of_variables)
 
-    def rehearse(self, fn: Callable, *batch: Any, num_slices: int | None = None) -> Rehearsal:
+    def rehearse(
+        self, fn: Callable, *batch: Any, num_slices: int | None = None, silent: bool = False
+    ) -> Rehearsal:
         """Find out what a tower function does with its examples; doubts go to `on_doubt`, once.
 
         The other methods do so by themselves, and what was found is kept. Of a batch that is one
         slice (`num_slices`; None: as `gradients` splits it) nothing need be known. Values that are
-        known are tried, else made-up ones of their type and shape.
+        known are tried, else made-up ones of their type and shape. If it is `silent`, nothing is
+        told yet: the function may not come to run on towers.
         """
         if (num_slices or self.num_slices) == 1 or not is_split(batch):
             return Rehearsal()
         found = self._rehearsals.find(fn, batch)
-        self.tell(found.doubts)
+        if not silent:
+            self.tell(found.doubts)
         return found
+
+    def try_out(self, found: Rehearsal) -> None:
+        """Tell what a rehearsed function's examples have from others, or from their place."""
+        if not any(found is other for other in self._tried):
+            self._tried = [found, *self._tried[:_NUM_TRIED]]
+            self.tell(faults.seen_by_trials(found))
 
     def _run(
         self,
@@ -304,20 +323,24 @@ class TowerBuilder:
         rehearsal = self.rehearse(fn, *batch, num_slices=len(self.devices))
         known = () if joined is None else rehearsal.added
         scopes = [] if joined is None else joined
+        sides, left = rehearsal.side_outputs, []
+        fn = sides.around(fn)
 
         def run(tower: int, part: Slice, member: Member | None) -> Any:
             with inside_of_tower(self.devices[tower], member, self.moments()) as scope:
                 with added_losses.noted(scope, part.rows, known):
-                    result = fn(*part.batch)
+                    result, own = fn(*part.batch)
                 if joined is not None:
                     result = result, added_losses.left_in(scope, part.rows, known)
                     result = tf.nest.map_structure(part.kept, result)
             scope.close(part.count)
             scopes.append(scope)
+            left.append(tf.nest.map_structure(part.kept, own))
             return result
 
         results = self.copies(slices, rehearsal.draws).run(run)
         self.assign(scopes, rehearsal.policies)
+        sides.leave(self._gather(gather.join, left), batch)
         return results
 
     def _in_parts(

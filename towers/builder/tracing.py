@@ -16,8 +16,17 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder.assignments import KEPT
+from towers.builder.attributes import Place
 from towers.builder.draws import Drawn, Draws, Rows
-from towers.builder.examples import sample, spec_of, stand_in
+from towers.builder.examples import (
+    Values,
+    known_values,
+    sample,
+    spec_of,
+    stand_in,
+    values_in,
+    with_special,
+)
 from towers.builder.layers import layer_of
 from towers.builder.splitting import PerTower, as_leaves
 from towers.builder.watch import NoisyScope, Watch
@@ -31,6 +40,7 @@ _HARMLESS = re.compile(
     r"(Stateful)?(While|If|Case)$|LookupTable(Find|Size)|AnonymousHashTable|TensorArray|Placeholder|"
     r"Random(Uniform|UniformInt|StandardNormal|Shuffle|Gamma|Poisson)|TruncatedNormal|Multinomial"
 )
+_MOST_ELEMENTS = 2**18  # of a batch that is run as a whole
 _SECONDS = 10.0  # for a run: a loop may have no end on made-up examples
 
 
@@ -41,12 +51,14 @@ class Trace:
     size: int
     function: Any = None  # which `run` calls
     ops: Sequence[tuple[str, str]] = ()  # (name, type) of all that it runs
+    custom_gradients: bool = False  # whether an op has a gradient by `tf.custom_gradient`
     effects: Sequence[str] = ()  # types of ops that would leave a trace if it ran
     # Whether what it returns has a row for each example; None: the trace does not tell.
     by_example: bool | None = False
     shapes: list[tf.TensorShape | None] = dataclasses.field(default_factory=list)  # of all that
     squeezes: bool = False  # whether it takes any axis of 1 away, that of one example, too
     strays: list[bool] = dataclasses.field(default_factory=list)  # what returned has none, surely
+    weights: list[str] = dataclasses.field(default_factory=list)  # paths of those that are read
     # {id of a variable: rows of its gradient}, of those whose gradient is sparse.
     num_rows: dict[int, int | None] = dataclasses.field(default_factory=dict)
     # (op, shape or None, layer) of what it draws, in order.
@@ -58,22 +70,29 @@ class Trace:
     layers: list[str] = dataclasses.field(default_factory=list)
     adding: list[str] = dataclasses.field(default_factory=list)
     added_by_example: list[bool] = dataclasses.field(default_factory=list)
+    # Attributes of layers that it changes, and shapes of the tensors in them, None if not dense.
+    left: list[Place] = dataclasses.field(default_factory=list)
+    shapes_left: list[list[int | None] | None] = dataclasses.field(default_factory=list)
 
 
 class Tracer:
     """Traces a tower function for as many examples as one likes."""
 
-    def __init__(self, fn: Callable, batch: Sequence[Any]):
+    def __init__(self, fn: Callable, batch: Sequence[Any], layers: Sequence[keras.Layer] = ()):
         """Set the function and its arguments, of whose tensors only type and shape must be known.
 
         Args:
             fn: a tower function.
             batch: its arguments; a `PerTower` in it stands for its first value.
+            layers: whose attributes it may change, beside those of the layers that it calls.
         """
-        self.fn, self.structure = fn, batch
+        self.fn, self.structure, self.layers = fn, batch, layers
         self.leaves = as_leaves(batch)
         self.batch = [leaf for leaf in self.leaves if not isinstance(leaf, PerTower)]
         self.shapes: Sequence[tf.TensorShape] = [leaf.shape for leaf in self.batch]  # as tried
+        self.real = known_values(self.batch) if self.batch else None
+        self.made_up_too = False  # see `learn_values`
+        self.values = [Values() for _ in self.batch]  # that arguments have
         self.failure = ""  # why it could not be traced the last time
 
     def trace(
@@ -109,6 +128,8 @@ class Tracer:
             leaves = [x.values[0] if isinstance(x, PerTower) else next(inputs) for x in self.leaves]
             with tf.device("/cpu:0"), NoisyScope(own, "/cpu:0") as scope:
                 watch = Watch(trace, scope, dict(zip(nudged, nudges, strict=True)))
+                for layer in self.layers:
+                    watch.attributes.note(layer)
                 drawing = tf_private.draws_replaced(watch.draw)
                 with watch.watching(), drawing if rows is None else Draws(rows, known).drawing():
                     result = self.fn(*tf.nest.pack_sequence_as(self.structure, leaves))
@@ -124,17 +145,72 @@ class Tracer:
                 [tf.TensorSpec(v.shape, v.dtype) for v in states],
                 [tf.TensorSpec(shape, tf.int8) for shape in nudged.values()],
             )
-        trace.ops, trace.squeezes = _ops_of(trace.function.graph)
+        nodes = _nodes_of(trace.function.graph)
+        trace.ops = [(node.name, node.op) for node in nodes]
+        trace.custom_gradients = any(map(_has_gradient_of_its_own, nodes))
+        trace.squeezes = any(map(_squeezes_all, nodes))
         trace.effects = _effects_of(trace.ops)
         return trace
 
+    def size_of_batch(self, otherwise: int) -> int:
+        """Return how many examples the batch has, if that is known and they are soon computed."""
+        shapes = [leaf.shape for leaf in self.batch]
+        if self.real:
+            shapes = [leaf.shape for leaf in self.real]
+        known = shapes[0][0] if shapes and shapes[0].rank else None
+        sizes = [shape.num_elements() or _MOST_ELEMENTS for shape in shapes]
+        return known if known and sum(sizes) < _MOST_ELEMENTS else otherwise
+
     def examples(self, size: int, seed: int = 0) -> list[Any]:
-        """Return inputs for so many examples: real ones, or made up where only types are known."""
+        """Return inputs for so many examples: real ones, or made up where only types are known.
+
+        Where there are real ones those of other pairs of seeds are made up, if the function takes
+        them: the first examples of a data set may be all alike. Those of an odd seed have values
+        that the function treats otherwise than others, if it does.
+        """
         random = np.random.default_rng(seed)
-        if all(isinstance(x, tf.Tensor) and not tf.is_symbolic_tensor(x) for x in self.batch):
-            rows = random.permutation(np.resize(np.arange(len(self.batch[0])), size))
-            return [tf.gather(x, rows) for x in self.batch]
-        return [sample(spec, random) for spec in self._specs(size)]
+        if self.real and not (self.made_up_too and seed // 2 % 2):
+            rows = random.permutation(np.resize(np.arange(len(self.real[0])), size))
+            found = [tf.gather(x, rows) for x in self.real]
+        else:
+            pairs = zip(self._specs(size), self.values, strict=True)
+            found = [sample(spec, random, own.tokens) for spec, own in pairs]
+        return self.with_special(found, random) if seed % 2 else found
+
+    def with_special(self, inputs: Sequence[Any], random: np.random.Generator) -> list[Any]:
+        """Return inputs some of which are values that the function treats otherwise."""
+        pairs = zip(inputs, self.values, strict=True)
+        return [with_special(x, own.special, random) for x, own in pairs]
+
+    def learn_values(self, few: Trace) -> None:
+        """Find out which values the function takes, and which of them it treats otherwise."""
+        found = values_in(few.function.graph, self._specs(few.size))
+        for place, own in enumerate(found):
+            if own == Values() or few.effects:
+                continue
+            if own.tokens > 2 and not self._takes(few, place, Values(own.tokens)):
+                own.tokens = 2
+            special = [v for v in own.special if self._takes(few, place, Values(own.tokens, [v]))]
+            self.values[place] = Values(own.tokens, special)
+        if self.real and not few.effects and (few.states or few.left or few.adding):
+            self.made_up_too = True
+            self.made_up_too = self._runs(few, seed=2)
+
+    def _takes(self, few: Trace, place: int, values: Values) -> bool:
+        """Tell whether the function can be run with values of an argument."""
+        before, self.values[place] = self.values[place], values
+        try:
+            return self._runs(few, seed=1)
+        finally:
+            self.values[place] = before
+
+    def _runs(self, few: Trace, seed: int) -> bool:
+        """Tell whether the function can be run with these examples, and gives finite numbers."""
+        try:
+            found = run(few, self.examples(few.size, seed))
+        except Exception:
+            return False
+        return all(np.all(np.isfinite(x)) for x in (found["rows"], *found["added"]))
 
     def _specs(self, size: int) -> list[tf.TypeSpec]:
         pairs = zip(self.batch, self.shapes, strict=True)
@@ -154,10 +230,12 @@ def run(
             by about the largest that can be drawn (1) or the least (-1).
 
     Returns:
-        "rows": float64 [size, D], what the function returns of each example; "states": the values
-        that it assigns; "added": for each of `trace.adding` the loss, a scalar, and "alone",
-        whether each of its rows enters that row only of what is returned; "layers": for each of
-        `trace.layers` float64 [size, D].
+        "rows": float64 [size, D], what the function returns of each example, and leaves of it;
+        "states": the values that it assigns; "added": for each of `trace.adding` the loss, a
+        scalar, and "alone", whether each of its rows enters that row only of what is returned;
+        "left": the tensors in `trace.left`, 0 for those that are not dense; "layers": for each of
+        `trace.layers` float64 [size, D]; "weights": if traced backward, the gradient of each of
+        `trace.weights`.
     """
     if trace.effects:
         raise RuntimeError(f"it cannot be tried without effects ({', '.join(trace.effects)})")
@@ -177,12 +255,18 @@ def _with_known_shape(x: Any, spec: tf.TypeSpec) -> Any:
     return x
 
 
-def _ops_of(graph: tf.Graph) -> tuple[list[tuple[str, str]], bool]:
-    """Return (name, type) of the ops of a graph and its functions, and whether it squeezes all."""
+def _nodes_of(graph: tf.Graph) -> list[Any]:
+    """Return the nodes of a graph and of all functions that it calls."""
     definition = graph.as_graph_def()
-    nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-    squeezes = any(n.op == "Squeeze" and not n.attr["squeeze_dims"].list.i for n in nodes)
-    return [(node.name, node.op) for node in nodes], squeezes
+    return [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+
+
+def _has_gradient_of_its_own(node: Any) -> bool:
+    return node.attr["_gradient_op_type"].s.startswith(b"CustomGradient")
+
+
+def _squeezes_all(node: Any) -> bool:
+    return node.op == "Squeeze" and not node.attr["squeeze_dims"].list.i
 
 
 def _effects_of(ops: Sequence[tuple[str, str]]) -> list[str]:

@@ -15,11 +15,13 @@ from towers.builder.assignments import (
     assignments_refused,
     refuse_variable,
 )
+from towers.builder.attributes import Attributes, tensors_at
 from towers.builder.draws import SEEN
 from towers.builder.layers import NO_LAYER
 from towers.builder.merging import policy_of
 
 _MOST_NOISY = 2**22  # elements of a weight: noise takes time
+_UPSTREAM = 1e3  # the gradient of what is returned: a clip that is there is seen
 _NOISE = 0.1  # is added to weights: a zero would hide what a layer does
 
 
@@ -31,9 +33,15 @@ class NoisyScope(TowerScope):
         value = tf_private.value_of(variable)
         weight = variable.trainable and value is not None and value.dtype.is_floating
         if weight and id(variable) not in self.own:
+            self.paths.append(variable.path)
             with self.graph.as_default():
                 self.own[id(variable)] = self.weights[id(value)] = _noisy(value, len(self.own))
         return super().get_current_value(variable)
+
+    @functools.cached_property
+    def paths(self) -> list[str]:
+        """Return the weights' paths."""
+        return []
 
     @functools.cached_property
     def weights(self) -> dict[int, tf.Tensor]:
@@ -60,6 +68,7 @@ class Watch:
         self.outputs: list[tf.Tensor] = []
         # For each loss that a layer adds its sum, and what stands in its place.
         self.added: list[tuple[tf.Tensor, tf.Tensor]] = []
+        self.attributes = Attributes()  # as they were before the function was called
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -73,7 +82,10 @@ class Watch:
             tf_private.add_loss_replaced(self._make_add_loss),
             tf_private.layer_calls_replaced(self._make_call),
         ):
-            yield
+            try:
+                yield
+            finally:
+                self.attributes.restore(self.attributes.changed())
 
     def draw(self, op_name: str, /, shape: Any, **arguments: Any) -> tf.Tensor:
         """Draw by one of TensorFlow's ops."""
@@ -104,6 +116,7 @@ class Watch:
 
     def _make_call(self, before: Callable) -> Callable:
         def call(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+            self.attributes.note(layer)
             self.calls.append(layer.path or layer.name)
             try:
                 result = before(layer, *args, **kwargs)
@@ -137,23 +150,41 @@ class Watch:
                 values.append(tf.convert_to_tensor(value))
         leaves = [leaf for leaf in tf.nest.flatten(result) if _is_by_example(leaf, trace.size)]
         unknown = [x for x in tf.nest.flatten(result) if _has_unknown_shape(x)]
+        trace.left = self.attributes.changed()
+        left = tensors_at(trace.left)
+        trace.shapes_left = [list(x.shape) if isinstance(x, tf.Tensor) else None for x in left]
         trace.by_example = bool(leaves) or (None if unknown else False)
         trace.shapes = [getattr(x, "shape", None) for x in tf.nest.flatten(result)]
+        leaves += [leaf for leaf in left if _is_by_example(leaf, trace.size)]
         trace.strays = [_has_no_rows(x, trace.size) for x in tf.nest.flatten(result)]
         rows = [_rows(x, trace.size) for x in leaves] or [tf.zeros([trace.size, 0], tf.float64)]
         alone = [
             _is_alone(zero, rows[0]) if by_example else tf.constant(False)
             for (_, zero), by_example in zip(self.added, trace.added_by_example, strict=True)
         ]
-        layers = list(self.outputs)
+        layers, weights = list(self.outputs), []
         if backward:
-            layers = tf.gradients(rows, layers, unconnected_gradients="zero")
+            upstream = [_UPSTREAM * tf.stop_gradient(tf.cos(own)) for own in rows]  # unlike
+            # A gradient that is a new value is no sum, and towers take it for none.
+            weights = [
+                (path, weight)
+                for path, (key, weight) in zip(
+                    self.scope.paths, self.scope.weights.items(), strict=True
+                )
+                if key not in self.scope.overwritten
+            ]
+            trace.weights = [path for path, _ in weights]
+            sources = [*layers, *(weight for _, weight in weights)]
+            found = tf.gradients(rows, sources, upstream, unconnected_gradients="zero")
+            layers, weights = found[: len(layers)], found[len(layers) :]
         return {
             "rows": tf.concat(rows, axis=1),
             "shapes": [tf.shape(x) for x in unknown],
             "states": values,
             "added": [loss for loss, _ in self.added],
             "alone": alone,
+            "left": [leaf if isinstance(leaf, tf.Tensor) else tf.zeros([]) for leaf in left],
+            "weights": [tf.cast(tf.convert_to_tensor(leaf), tf.float64) for leaf in weights],
             "layers": [_rows(tf.convert_to_tensor(leaf), trace.size) for leaf in layers],
         }
 

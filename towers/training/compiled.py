@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_private
+from towers.builder import faults
 from towers.builder.inside import integers_on
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split
@@ -22,7 +23,7 @@ from towers.errors import InputError
 from towers.monitoring import tower_stats
 from towers.monitoring.pictures import Predictions
 from towers.options.run import Options
-from towers.training import faults, fitting, flat
+from towers.training import fitting, flat
 from towers.training.evaluation import Answers, Evaluation, accuracy_of_classes, behind
 from towers.training.guard import Guard
 from towers.training.logits import final_activation

@@ -11,6 +11,7 @@ metrics and the update are Keras' or the user's own, made once, over the global 
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,16 +21,15 @@ import tensorflow as tf
 
 from towers import devices as tower_devices
 from towers import tf_private
+from towers.builder import attributes, examples, faults
 from towers.builder.assignments import TowerScope
-from towers.builder.examples import is_known
 from towers.builder.inside import integers_on
 from towers.builder.kinds import HOST, are_gpus, are_of_workers
-from towers.builder.rehearsal import Rehearsal
 from towers.builder.splitting import slices_of
 from towers.builder.tower import TowerBuilder
 from towers.devices import cluster
 from towers.errors import InputError
-from towers.training import faults, flat, masters
+from towers.training import flat, masters
 from towers.training.masters import optimizers_of
 
 _STEPS = ("train_step", "test_step", "predict_step")
@@ -176,7 +176,7 @@ class _Steps:
     def __init__(self, model: keras.Model, builder: TowerBuilder):
         self.model, self.builder, self.home = model, builder, builder.gather_device
         self._placed: set[int] = set()  # ids of variables
-        self._tried: set[Callable] = set()
+        self._batch: Any = None  # real, while a function is traced for the first time
         self._functions: dict[tuple, Callable] = {}  # kept, so that each is rehearsed once
 
     def on_towers(self, name: str) -> Callable:
@@ -190,8 +190,11 @@ class _Steps:
         def with_towers(*args: Any) -> Any:
             joined = flat.updates_joined(optimizers_of(self.model), lambda *args: args[-1]())
             calls = tf_private.layer_calls_replaced(self._make_call)
-            with tf.device(self.home), integers_on(self.home), joined, calls:
-                return fn(*args)
+            given = examples.given(args, self._batch)
+            with tf.device(self.home), integers_on(self.home), joined, calls, given:
+                result = fn(*args)
+            attributes.refuse_uses()
+            return result
 
         return with_towers
 
@@ -218,17 +221,38 @@ class _Steps:
             parts = [model, *model.metrics, *new]
             self._place([variable for part in parts for variable in part.variables])
 
+            is_first = True
+
             @functools.wraps(function)
             def placed(*args: Any) -> Any:
+                nonlocal is_first
+                if is_first and self.builder.num_slices > 1:
+                    args = tuple(map(self._noted, args))
+                is_first = False
                 # Keras' loop over steps waits for its condition, so it is the host's. A single
                 # step is not waited for: what it returns stays where it is.
-                with tf.device(HOST if model.steps_per_execution > 1 else self.home):
-                    return function(*args)
+                try:
+                    with tf.device(HOST if model.steps_per_execution > 1 else self.home):
+                        return function(*args)
+                finally:
+                    self._batch = None
 
             setattr(model, attribute, placed)
             return placed
 
         return make_for_towers
+
+    def _noted(self, iterator: Any) -> Any:
+        """Note the first batch, for trials; return an iterator of as many as one call takes."""
+        batches: list[Any] = []
+        try:
+            spec = iterator.element_spec
+            taken = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+        except (AttributeError, TypeError, ValueError):  # it gives out something else
+            return iterator
+        batches += itertools.islice(iterator, self.model.steps_per_execution)
+        self._batch = batches[0] if batches else None
+        return iter(taken)
 
     def _make_call(self, keras_call: Callable) -> Callable:
         self._keras_call = keras_call
@@ -254,7 +278,6 @@ class _Steps:
             self.builder.tell([f"layer {layer.name} runs on one device: {reason}"])
             with tf.device(self.home), self._plain():
                 return layer(*arguments[0], **arguments[1])
-        self.builder.tell(self._mixing(fn, self.builder.rehearse(fn, *batch)))
         return _with_logits(*self.builder.concat(fn, *batch))
 
     def _divided(self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any]) -> tuple:
@@ -271,7 +294,8 @@ class _Steps:
             for size in sorted(sizes, key=lambda size: size is not None):
                 fn, batch = self._function(layer, arguments, leaves, size)
                 reason = self._reason_against(layer, fn, batch)
-                if not reason and not self._mixing(fn, self.builder.rehearse(fn, *batch)):
+                found = self.builder.rehearse(fn, *batch, silent=True)
+                if not reason and not faults.seen_by_trials(found):
                     return fn, batch, ""
         fn, batch = self._function(layer, arguments, leaves)
         reason = "" if len(set(sizes) - {None}) > 1 else self._reason_against(layer, fn, batch)
@@ -286,9 +310,13 @@ class _Steps:
             return "a tf.autodiff.ForwardAccumulator follows its weights"
         if self.builder.num_slices == 1:
             return ""
-        found = self.builder.rehearse(fn, *batch)
-        unknown = [f"; of its arguments {x.shape} is all that is known: give their shape in the "
-                   "data set, by tf.ensure_shape" for x in batch if not is_known(x)]  # fmt: skip
+        found = self.builder.rehearse(fn, *batch, silent=True)
+        unknown = [
+            f"; of its arguments {x.shape} is all that is known: give their shape in the data set, "
+            "by tf.ensure_shape"
+            for x in batch
+            if not examples.is_known(x)
+        ]
         unknown = "".join(unknown[:1])
         if found.few is None:
             return f"it cannot be called with another number of examples ({found.reason}){unknown}"
@@ -297,15 +325,6 @@ class _Steps:
         number = next((x.shape[0] for x in batch if x.shape[0]), 1)
         slices = slices_of(number, len(self.builder.devices), self.builder.accumulate_steps)
         return found.against_one_example if any(size == 1 for _, size in slices) else ""
-
-    def _mixing(self, fn: Callable, found: Rehearsal) -> list[str]:
-        """Return a line if the examples of a batch see each other in a layer, found once."""
-        if found.few is None or fn in self._tried:
-            return []
-        self._tried.add(fn)
-        with tf.init_scope():
-            lines = faults.find(found, found.tracer.examples(2 * found.few.size))
-        return [line for line in lines if line.startswith("mixed")]
 
     def _function(
         self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any], num_rows: Any = ...

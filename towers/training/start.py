@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import devices, files, tf_private
+from towers.builder import faults
 from towers.builder.kinds import are_gpus, are_of_workers
 from towers.data import Data
 from towers.errors import InputError, RunError
@@ -25,7 +26,7 @@ from towers.options.flags import IDENTITY
 from towers.options.run import Options
 from towers.options.timetable import Timetable
 from towers.text import count, first_line
-from towers.training import checkpoint, faults, fitting, manifest, memory
+from towers.training import checkpoint, fitting, manifest, memory
 from towers.training.initial import init_from
 from towers.training.masters import VARIABLES
 from towers.training.rules import rule_book

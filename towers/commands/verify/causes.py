@@ -8,13 +8,12 @@ import keras
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import draws, exchange, fetches
+from towers.builder import draws, exchange, faults, fetches
 from towers.commands.verify.differences import Difference, kind_of
 from towers.commands.verify.lane import Lane
 from towers.data import Data
 from towers.graphs.placement import Op, traced_ops
 from towers.options.run import Options
-from towers.training import faults
 
 _NARROW = (tf.float32, tf.float16, tf.bfloat16)
 

@@ -24,6 +24,7 @@ import tensorflow as tf
 
 from towers import devices as tower_devices
 from towers import tf_private
+from towers.builder import faults
 from towers.builder.splitting import num_rows
 from towers.commands.verify.causes import causes_in, outside_of_towers
 from towers.commands.verify.command import outcome, side_by_side
@@ -33,7 +34,6 @@ from towers.errors import InputError
 from towers.graphs.placement import traced_ops
 from towers.options.fields import parse_tower_numbers
 from towers.text import first_line
-from towers.training import faults
 from towers.training.guest import without_advice
 from towers.training.masters import optimizers_of
 

@@ -13,18 +13,29 @@ import numpy as np
 import tensorflow as tf
 
 from towers.builder.doubts import random_ops
-from towers.builder.layers import NO_LAYER
+from towers.builder.layers import NO_LAYER, tower_of
 from towers.builder.rehearsal import FEW, MORE, Rehearsal
 from towers.builder.states import join, two_and_both
 from towers.builder.tracing import Trace, run
-from towers.graphs.placement import Op
 
+_MANY = 16  # examples, where it is not known how many a batch has
 _EFFECT = 1e-5  # of the largest value: less is rounding
+_ROUNDING = 1e-6  # of the largest gradient of any weight
 
 _MIXED = (
     "mixed examples: layer {} lets the examples of a batch see each other, and a tower has only "
     "those of its slice; compute each example from itself alone (moments of the whole batch: "
     "keras.layers.BatchNormalization, with --batch_norm=sync)"
+)
+_MIXED_BACKWARD = (
+    "mixed examples: in the backward pass of layer {} the gradient of an example depends on that "
+    "of others, as where it is clipped or normalised over the batch, and a tower has only those of "
+    "its slice; clip what is gathered instead, by the optimizer's clipnorm or global_clipnorm"
+)
+_NO_SUM = (
+    "backward pass: the gradient of the weight {} is no sum over examples, as where it is clipped "
+    "or normalised by tf.custom_gradient, and a tower has only that of its slice; clip what is "
+    "gathered instead, by the optimizer's clipnorm, clipvalue or global_clipnorm"
 )
 _BATCH_SIZE = (
     "batch size: layer {} depends on the number of examples that it is called with, and a tower is "
@@ -38,9 +49,9 @@ _PLACE = (
 )
 
 
-def random_ops_of(ops: Iterable[Op]) -> list[str]:
+def random_ops_of(ops: Iterable[Any]) -> list[str]:
     """Return a line for each layer of a tower whose draws do not follow the example."""
-    return random_ops((op.name, op.type) for op in ops if op.tower is not None)
+    return random_ops((op.name, op.type) for op in ops if tower_of(op.name) is not None)
 
 
 def rows_of(outputs: Any) -> tf.Tensor:
@@ -62,20 +73,42 @@ def find(rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool = False) -> 
     Args:
         rehearsal: of the function.
         batch: some real examples: its arguments.
-        thorough: look at the backward pass, and for what depends on the number of examples, too.
+        thorough: look at each backward pass, and at draws for other numbers of examples, too.
     """
-    doubts = rehearsal.doubts
-    if rehearsal.few is None or not rehearsal.by_example:
-        return doubts
-    if any(doubt.startswith("ambiguous") for doubt in doubts):
-        return doubts  # an example may then see others by their draws
-    trials, found = _Trials(rehearsal, batch), []
-    finders = [trials.mixed, trials.mixed_among_more, trials.batch_size]
-    for finder in finders if thorough else [trials.mixed]:
-        with contextlib.suppress(Exception):  # the towers themselves will say why
-            found += finder()
+    doubts, found = rehearsal.doubts, _tried(rehearsal, batch, thorough)
     first = [line for line in found if line.startswith("mixed")]  # this explains what comes next
     return list(dict.fromkeys([*first, *doubts, *found]))
+
+
+@tf.autograph.experimental.do_not_convert
+def seen_by_trials(rehearsal: Rehearsal) -> list[str]:
+    """Return in lines what examples have from others, their place or their number; see `find`."""
+    if rehearsal.few is None:
+        return []
+    with tf.init_scope():
+        # Not fewer than are run at once: a largest example that comes twice would hide itself.
+        number = rehearsal.few.size // FEW * _MANY
+        return _tried(rehearsal, rehearsal.tracer.examples(number))
+
+
+def _tried(rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool = False) -> list[str]:
+    if rehearsal.few is None or not rehearsal.by_example:
+        return []
+    if any(doubt.startswith("ambiguous") for doubt in rehearsal.doubts):
+        return []  # an example may then see others by their draws
+    trials, found = _Trials(rehearsal, batch), []
+    finders = [trials.mixed, trials.mixed_among_more, trials.batch_size]
+    if not thorough:
+        # What draws by itself does so by places, too.
+        others = [] if any(map(of_draws, rehearsal.doubts)) else [trials.places, trials.numbers]
+        finders = [trials.mixed, *others]
+    for finder in finders:
+        if not found:  # the first explains the others
+            with contextlib.suppress(Exception):  # the towers themselves will say why
+                found += finder()
+    with contextlib.suppress(Exception):
+        found += trials.backward()
+    return list(dict.fromkeys(found))
 
 
 class _Trials:
@@ -91,19 +124,46 @@ class _Trials:
         """Return `size` examples, from the number `start` on, and again from the first."""
         return [tf.gather(leaf, np.arange(start, start + size) % len(leaf)) for leaf in self.leaves]
 
+    @functools.cached_property
+    def is_steady(self) -> bool:
+        """Whether the same examples have the same outcome; else it draws by a state of its own."""
+        return self._is_steady(self.few)
+
+    def _is_steady(self, trace: Trace) -> bool:
+        inputs = self.examples(0, trace.size)
+        results = [run(trace, inputs) for _ in range(2)]
+        seen = [[found["rows"], *found["layers"], *found["weights"]] for found in results]
+        return not any(_differ(once, twice) for once, twice in zip(*seen, strict=True))
+
     def with_another_first(self, trace: Trace) -> Iterator[tuple[dict, dict]]:
-        """Yield the outcome for some examples, and that with another one in the first's place."""
+        """Yield the outcome for some examples, and that with another one in the first's place.
+
+        There are those, too, of whose numbers some are such as the function treats otherwise.
+        """
         inputs, others = self.examples(0, trace.size), self.examples(trace.size, 1)
-        before, again = run(trace, inputs), run(trace, inputs)
-        seen = [[result["rows"], *result["layers"]] for result in (before, again)]
-        if any(_differ(once, twice) for once, twice in zip(*seen, strict=True)):
-            return  # it draws with a state of its own
-        for unlike in _UNLIKE:
-            changed = [
-                tf.concat([unlike(other), leaf[1:]], axis=0)
-                for leaf, other in zip(inputs, others, strict=True)
-            ]
-            yield before, run(trace, changed)
+        if not self._is_steady(trace):
+            return
+        before = run(trace, inputs)
+        special = [own.special for own in self.tracer.values]
+        unlike = [[change(other) for other in others] for change in _UNLIKE]
+        unlike += [
+            [tf.fill(x.shape, tf.cast(v[i], x.dtype)) if v[i:] else x
+             for x, v in zip(others, special, strict=True)]
+            for i in range(max(map(len, special), default=0))
+        ]  # fmt: skip
+        yield from self._with_first(trace, inputs, before, unlike)
+        if any(special):
+            inputs = self.tracer.with_special(inputs, np.random.default_rng(0))
+            yield from self._with_first(trace, inputs, run(trace, inputs), [others, *unlike])
+
+    def _with_first(
+        self, trace: Trace, inputs: list, before: dict, others: Sequence[list]
+    ) -> Iterator[tuple[dict, dict]]:
+        for other in others:
+            pairs = zip(inputs, other, strict=True)
+            changed = [tf.concat([first, leaf[1:]], axis=0) for leaf, first in pairs]
+            with contextlib.suppress(tf.errors.OpError):  # it is no value for the function
+                yield before, run(trace, changed)
 
     def _two_and_both(self, backward: bool) -> tuple[list[Trace], list[dict]]:
         """Return traces of two slices and of the batch that they make, and what these give."""
@@ -130,8 +190,58 @@ class _Trials:
         for before, after in self.with_another_first(backward):
             pairs = zip(before["layers"], after["layers"], strict=True)
             if places := [i for i, (a, b) in enumerate(pairs) if _differ(a[1:], b[1:])]:
-                return [_MIXED.format(_after(backward, places[-1]))]
+                return [_MIXED_BACKWARD.format(_after(backward, places[-1]))]
         return []
+
+    def places(self) -> list[str]:
+        """Name the layer that depends on the places of examples: they are put in another order."""
+        if self.few.draws or not self.is_steady:
+            return []  # draws are by place
+        order = np.roll(np.arange(self.few.size), 1)
+        inputs = self.examples(0, self.few.size)
+        before = run(self.few, inputs)
+        after = run(self.few, [tf.gather(leaf, order) for leaf in inputs])
+        return self._unlike(before, after, lambda rows: rows[order], _PLACE)
+
+    def numbers(self) -> list[str]:
+        """Name the layer that depends on how many examples there are."""
+        if self.few.draws or not self.is_steady:
+            return []
+        size, many = self.few.size, self.tracer.size_of_batch(self.few.size // FEW * _MANY)
+        inputs = self.examples(0, many)
+        few = run(self.few, [leaf[:size] for leaf in inputs])
+        return self._unlike(
+            run(self.tracer.trace(many), inputs), few, lambda rows: rows[:size], _BATCH_SIZE
+        )
+
+    def _unlike(self, before: dict, after: dict, rows: Callable, line: str) -> list[str]:
+        """Return a line with the first layer in which examples are not what they were."""
+        if not _differ(rows(before["rows"]), after["rows"]):
+            return []
+        pairs = zip(self.few.layers, before["layers"], after["layers"], strict=True)
+        return [line.format(next((n for n, a, b in pairs if _differ(rows(a), b)), NO_LAYER))]
+
+    def backward(self) -> list[str]:
+        """Name what a gradient of one's own makes other than a sum over examples, if there is one.
+
+        By the rules of calculus it is a sum: nothing need be tried where there is none.
+        """
+        if not self.few.custom_gradients:
+            return []
+        traces, (first, second, both) = self.two_and_both(True)
+        if not self._is_steady(traces[0]):
+            return []
+        if found := self.mixed_among_more():
+            return found
+        gradients = [found["weights"] for found in (first, second, both)]
+        of_each = zip(traces[0].weights, *gradients, strict=True)
+        largest = max((np.max(np.abs(g), initial=0) for g in both["weights"]), default=0)
+        return [
+            _NO_SUM.format(path)
+            for path, a, b, ab in of_each
+            # One that is 0 but for rounding, as that of a bias before a softmax, is no fault.
+            if _differ(ab, a + b) and np.max(np.abs(ab - a - b)) > _ROUNDING * largest
+        ][:1]
 
     def batch_size(self) -> list[str]:
         """Name the layer that depends on the number or places of examples, or whose gradient."""

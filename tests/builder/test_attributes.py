@@ -1,0 +1,153 @@
+"""What calls leave in attributes of layers: as one device leaves it, or a line that names it."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import fits
+from towers import TowerBuilder
+from towers.errors import InputError
+
+pytestmark = pytest.mark.run
+RANDOM = np.random.default_rng(0)
+DATA = {"x": RANDOM.normal(size=(17, 3)), "y": RANDOM.normal(size=(17, 1)), "batch_size": 7}
+ops = keras.ops
+
+
+class Leaving(keras.Model):
+    """Leaves what `leave` makes of features; `use` makes a loss of it."""
+
+    def __init__(self, leave, use):
+        super().__init__()
+        self.features, self.end = keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)
+        self.leave, self.use, self.kept, self.calls = leave, use, [], 0
+        self.build((None, 3))
+
+    def build(self, shape):
+        self.features.build(shape)
+        self.end.build((None, 4))
+        self.built = True
+
+    def call(self, x):
+        features = self.features(x)
+        scale = self.leave(self, features)
+        return self.end(features) * (1.0 if scale is None else scale)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean((y - y_pred) ** 2) + self.use(self)
+
+
+def rows(model, x):
+    model.z = {"of": [x, ops.sum(x, axis=1)]}
+
+
+def mean(model, x):
+    model.kl = ops.mean(x**2)
+
+
+def total(model, x):
+    model.total = ops.sum(x**2, axis=0)
+
+
+def largest(model, x):
+    model.features.largest = ops.max(x)
+
+
+def appended(model, x):
+    model.kept.clear()
+    model.kept.append(x)
+    model.kept.append(ops.mean(x, axis=0))
+
+
+def counted(model, x):
+    model.calls += 1
+    return float(model.calls)
+
+
+def flipped(model, x):
+    model.flag = not getattr(model, "flag", False)
+    return 2.0 if model.flag else 1.0
+
+
+LEAVING = {
+    "rows": (rows, lambda m: ops.mean(m.z["of"][0] ** 4) + ops.max(m.z["of"][1])),
+    "mean": (mean, lambda m: m.kl * 3),
+    "sum of each column": (total, lambda m: ops.sqrt(ops.sum(m.total))),
+    "maximum, of a layer below": (largest, lambda m: m.features.largest**2),
+    "a list": (appended, lambda m: ops.sum(ops.abs(m.kept[1])) + ops.mean(m.kept[0])),
+    "a counter": (counted, lambda m: m.calls),
+    "a flag": (flipped, lambda m: 0.0),
+}
+
+
+def compiled(name):
+    model = Leaving(*LEAVING[name])
+    model.compile("sgd")
+    return model
+
+
+@pytest.mark.parametrize("num_towers", [pytest.param(2, marks=pytest.mark.extended), 3])
+@pytest.mark.parametrize("name", LEAVING)
+def test_fit_has_the_numbers_of_one_device(name, num_towers):
+    def build():
+        return compiled(name)
+
+    one, several = fits.fit(build, DATA), fits.fit(build, DATA, num_towers)
+    assert not fits.differences(one, several)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["function", "eager"])
+@pytest.mark.parametrize("name", ["rows", "mean", "a list"])
+def test_the_builder_by_hand_joins_them(name, compiled, float64):
+    leave, use = LEAVING[name]
+    x = tf.constant(DATA["x"][:7])
+
+    def gradients(call):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(call(x)) + use(model)
+        return tape.gradient(loss, model.features.kernel.value)
+
+    model = Leaving(leave, use)
+    towers = TowerBuilder([f"/cpu:{i}" for i in range(3)])
+    run = tf.function(gradients) if compiled else gradients
+    several = run(lambda x: towers.concat(model, x))
+    np.testing.assert_allclose(several, gradients(model), rtol=1e-9)
+
+
+def spread(model, x):
+    model.spread = ops.std(x)
+
+
+SEEN = []
+
+
+def seen(model, x):
+    SEEN[:] = [x]
+
+
+@pytest.mark.parametrize(
+    "leave, use, said",
+    [
+        (spread, lambda m: m.spread, "attribute 'spread' of layer leaving"),
+        (spread, lambda m: ops.mean(m.spread * 2), "attribute 'spread' of layer leaving"),
+        (seen, lambda m: ops.mean(SEEN[0]), "a tensor that layer leaving"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused_where_it_is_used(leave, use, said):
+    def build():
+        model = Leaving(leave, use)
+        model.compile("sgd")
+        return model
+
+    with pytest.raises(InputError, match=said):
+        fits.fit(build, DATA, 2)
+
+
+def test_what_cannot_be_joined_and_is_not_used_is_no_fault():
+    def build():
+        model = Leaving(spread, lambda m: 0.0)
+        model.compile("sgd")
+        return model
+
+    assert not fits.differences(fits.fit(build, DATA), fits.fit(build, DATA, 2))

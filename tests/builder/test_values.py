@@ -1,0 +1,185 @@
+"""Values that a function treats otherwise than others: it is tried with them, too."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import fits
+from towers import TowerBuilder
+from towers.builder.rehearsal import rehearse
+
+pytestmark = pytest.mark.run
+RANDOM = np.random.default_rng(0)
+ops = keras.ops
+
+
+class Layer(keras.layers.Layer):
+    def __init__(self, fn):
+        super().__init__(name="suspect")
+        self.fn = fn
+        self.table = self.add_weight(shape=(50, 3), name="table")
+        self.mean = self.add_weight(shape=(), name="mean", trainable=False, initializer="ones")
+
+    def call(self, x):
+        return self.fn(self, x)
+
+
+def shares(mask):
+    """Divide by how many numbers of the batch are not masked."""
+    return lambda layer, x: x * ops.cast(mask(x), x.dtype) / ops.sum(ops.cast(mask(x), x.dtype))
+
+
+def embedded_shares(masked):
+    def fn(layer, x):
+        mask = ops.cast(ops.not_equal(x, masked), layer.table.dtype)[..., None]
+        return ops.take(layer.table, ops.maximum(x, 0), axis=0) * mask / (1 + ops.sum(mask))
+
+    return fn
+
+
+def filled(layer, x):
+    known = tf.where(tf.math.is_nan(x), tf.zeros_like(x), x)
+    return tf.where(tf.math.is_nan(x), tf.reduce_mean(known, axis=0)[None] + 0 * known, known)
+
+
+def filled_by_itself(layer, x):
+    known = tf.where(x != x, tf.zeros_like(x), x)
+    return tf.where(x != x, tf.reduce_mean(known, axis=0)[None] + 0 * known, known)
+
+
+def rarely(condition):
+    return lambda layer, x: tf.cond(tf.reduce_any(condition(x)), lambda: x * 2, lambda: x + 1)
+
+
+def in_a_branch(layer, x):
+    def shrunk():
+        return tf.cond(tf.reduce_any(x < -77), lambda: x / tf.reduce_max(x), lambda: x)
+
+    return tf.cond(tf.reduce_any(x > -1e9), shrunk, lambda: x)
+
+
+FLOATS, TOKENS = tf.TensorSpec([7, 4], tf.float64), tf.TensorSpec([7, 4], tf.int32)
+MIXING = {
+    "a mark": (FLOATS, shares(lambda x: x != -9)),
+    "a small mark": (FLOATS, shares(lambda x: x < 3000)),
+    "zeros": (FLOATS, shares(lambda x: ops.not_equal(x, 0))),
+    "token 0": (TOKENS, embedded_shares(0)),
+    "token 30": (TOKENS, embedded_shares(30)),
+    "label -100": (TOKENS, embedded_shares(-100)),
+    "NaN": (FLOATS, filled),
+    "NaN, by itself": (FLOATS, filled_by_itself),
+    "large": (FLOATS, rarely(lambda x: x > 40)),
+    "exactly": (FLOATS, rarely(lambda x: ops.equal(x, 17.5))),
+    "in a branch": (FLOATS, in_a_branch),
+}
+INNOCENT = {
+    "a mark": (FLOATS, lambda layer, x: ops.where(x == -9, 0.0, x)),
+    "token 30": (TOKENS, lambda layer, x: ops.take(layer.table, ops.where(x == 30, 1, x), axis=0)),
+    "NaN": (FLOATS, lambda layer, x: tf.where(tf.math.is_nan(x), tf.zeros_like(x), x)),
+}
+
+
+def told(spec, fn):
+    lines = []
+    towers = TowerBuilder(["/cpu:0", "/cpu:1"], on_doubt=lines.append)
+    layer = Layer(fn)
+    tf.function(lambda x: towers.concat(layer, x)).get_concrete_function(spec)
+    return lines
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_examples_that_see_each_other_by_rare_values_are_seen(name, float64):
+    assert [line for line in told(*MIXING[name]) if line.startswith("mixed examples")]
+
+
+@pytest.mark.parametrize("name", INNOCENT)
+def test_nothing_is_said_of_values_that_are_treated_by_themselves(name, float64):
+    assert told(*INNOCENT[name]) == []
+
+
+def running_mean(mask):
+    def fn(layer, x):
+        chosen = ops.where(mask(x), x, ops.zeros_like(x))
+        mean = ops.sum(chosen) / ops.maximum(ops.sum(ops.cast(mask(x), x.dtype)), 1)
+        layer.mean.assign(0.9 * layer.mean + 0.1 * mean)
+        return chosen
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    "fn, policy",
+    [
+        (running_mean(lambda x: x != -9), None),
+        (running_mean(lambda x: x < 40), None),
+        (running_mean(lambda x: ops.logical_not(ops.isnan(x))), None),
+        (running_mean(lambda x: ops.ones_like(x, dtype=bool)), "mean"),
+    ],
+)
+def test_states_of_masked_numbers_are_no_means(fn, policy, float64):
+    layer = Layer(fn)
+    found = rehearse(layer, [tf.constant(RANDOM.normal(size=(7, 4)))])
+    assert found.policies.get(id(layer.mean)) == policy
+
+
+def test_tokens_are_of_the_whole_table(float64):
+    layer = Layer(lambda layer, x: ops.take(layer.table, x, axis=0))
+    tracer = rehearse(layer, [tf.zeros([7, 4], tf.int32)]).tracer
+    assert tracer.values[0].tokens == 50
+
+
+def by_months(x):
+    """Only real values, whole numbers of a hundred and more, are treated otherwise."""
+    return ops.where(ops.floor(x) == x, x / ops.max(ops.floor(x)), x)
+
+
+def by_parity(x):
+    return tf.cond(tf.reduce_all(tf.abs(x) < 90), lambda: x, lambda: x - tf.reduce_mean(x**2))
+
+
+def sorted_out(x):
+    return ops.where(ops.log(x) > 4.6, x - ops.mean(ops.log(x)), x)  # no logarithm of made-up ones
+
+
+REAL = {"whole numbers": by_months, "large": by_parity, "logarithms": sorted_out}
+
+
+class OwnStep(keras.Model):
+    """Calls its layers with numbers that it makes of the batch."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x * 2 - tf.reduce_min(x)))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("kind", [keras.Model, OwnStep])
+@pytest.mark.parametrize("name", REAL)
+def test_fit_tries_a_real_batch(name, kind):
+    data = {"x": RANDOM.integers(100, 200, size=(14, 4)).astype(float), "y": np.ones((14, 4))}
+
+    def build():
+        inputs = keras.Input((4,))
+        outputs = Layer(lambda layer, x: REAL[name](x) * layer.table[0, 0])(inputs)
+        model = kind(inputs, outputs)
+        model.compile("sgd", "mse")
+        return model
+
+    with pytest.warns(UserWarning, match="mixed examples: layer .*suspect"):
+        fits.fit(build, data | {"batch_size": 7}, 2, epochs=1)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_no_batch_is_lost_or_seen_twice(steps):
+    data = {"x": RANDOM.normal(size=(40, 3)), "y": RANDOM.normal(size=(40, 1)), "batch_size": 7}
+
+    def build():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", steps_per_execution=steps, metrics=["mae"])
+        return model
+
+    assert not fits.differences(fits.fit(build, data), fits.fit(build, data, 2))
