@@ -247,6 +247,7 @@ def test_no_part_of_a_step_is_left_out_or_moved_out_of_the_loop(variables):
         return {name: v.numpy() for name, v in run.masters.variables().items()}
 
     for part, loop in parts.items():
+        loop(tf.constant(0))  # the model is tried while it is traced
         COUNTS.clear()
         before = state()
         loop(tf.constant(3))

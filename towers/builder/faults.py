@@ -124,6 +124,11 @@ class _Trials:
         """Return `size` examples, from the number `start` on, and again from the first."""
         return [tf.gather(leaf, np.arange(start, start + size) % len(leaf)) for leaf in self.leaves]
 
+    @property
+    def draws_by_place(self) -> bool:
+        """Whether it draws, also in towers of its own, of which nothing is noted."""
+        return bool(self.few.draws) or any("Random" in kind for _, kind in self.few.ops)
+
     @functools.cached_property
     def is_steady(self) -> bool:
         """Whether the same examples have the same outcome; else it draws by a state of its own."""
@@ -195,8 +200,8 @@ class _Trials:
 
     def places(self) -> list[str]:
         """Name the layer that depends on the places of examples: they are put in another order."""
-        if self.few.draws or not self.is_steady:
-            return []  # draws are by place
+        if self.draws_by_place or not self.is_steady:
+            return []
         order = np.roll(np.arange(self.few.size), 1)
         inputs = self.examples(0, self.few.size)
         before = run(self.few, inputs)
@@ -205,7 +210,7 @@ class _Trials:
 
     def numbers(self) -> list[str]:
         """Name the layer that depends on how many examples there are."""
-        if self.few.draws or not self.is_steady:
+        if self.draws_by_place or not self.is_steady:
             return []
         size, many = self.few.size, self.tracer.size_of_batch(self.few.size // FEW * _MANY)
         inputs = self.examples(0, many)

@@ -106,12 +106,13 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
         ValueError: the function has run with such arguments before; TensorFlow places a graph when
             it first runs, and shows it only then.
     """
+    # Traced first: what runs meanwhile, as a model that is tried, is none of the function's graphs.
+    traced = dict(traced_ops(function.get_concrete_function(*arguments).graph))
     with tf_private.executed_graphs() as functions:
         function(*arguments)
     graphs = list(itertools.chain.from_iterable(functions))
     if not graphs:
         raise ValueError("the function has run before: read its placement at its first call")
-    traced = dict(traced_ops(function.get_concrete_function(*arguments).graph))
     ops, transfers, programs, takers = [], [], {}, _takers(graphs)
     for node in (node for graph in graphs for node in graph.node):
         name = traced_name(node.name, traced)
