@@ -540,6 +540,11 @@ def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:
     return _replaced((optimizer, "add_variable_from_reference", make))
 
 
+def metrics_of(model: keras.Model) -> Any:
+    """Return what computes the metrics given to `compile`, or None. Public: a method `built`."""
+    return getattr(model, "_compile_metrics", None)
+
+
 def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Return what an optimizer has been built for. Public: a method that tells it."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)

@@ -136,7 +136,7 @@ class Tracer:
                     scope.close(size)
                     if sparse:
                         with contextlib.suppress(LookupError):  # an op without a gradient
-                            trace.num_rows = watch.num_rows(result)
+                            trace.num_rows = watch.num_rows()
                     return watch.outcome(result, backward)
 
         with tf.init_scope():

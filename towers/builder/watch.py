@@ -130,16 +130,16 @@ class Watch:
 
         return call
 
-    def num_rows(self, result: Any) -> dict[int, int | None]:
+    def num_rows(self) -> dict[int, int | None]:
         """Return {id of a weight's `tf.Variable`: rows of its gradient}, of the sparse ones."""
-        ops = tf.compat.v1.get_default_graph().get_operations()
-        if not any("Gather" in op.type for op in ops):
-            return {}
-        leaves = [x for x in tf.nest.flatten(result) if getattr(x, "dtype", tf.int32).is_floating]
-        found = zip(
-            self.scope.weights, tf.gradients(leaves, list(self.scope.weights.values())), strict=True
-        )
-        return {k: g.values.shape[0] for k, g in found if isinstance(g, tf.IndexedSlices)}
+        found = {}
+        for key, weight in self.scope.weights.items():
+            # Only the step that makes it sparse is taken back: the whole way costs a backward pass.
+            if gathered := list(_gathered(weight)):
+                (gradient,) = tf.gradients(gathered, [weight])
+                if isinstance(gradient, tf.IndexedSlices):
+                    found[key] = gradient.values.shape[0]
+        return found
 
     def outcome(self, result: Any, backward: bool) -> dict[str, Any]:
         """Return what `run` does, as tensors."""
@@ -187,6 +187,15 @@ class Watch:
             "weights": [tf.cast(tf.convert_to_tensor(leaf), tf.float64) for leaf in weights],
             "layers": [_rows(tf.convert_to_tensor(leaf), trace.size) for leaf in layers],
         }
+
+
+def _gathered(weight: tf.Tensor) -> Iterator[tf.Tensor]:
+    """Yield what is gathered of a weight, as by an embedding."""
+    for op in weight.consumers():
+        if "Gather" in op.type:
+            yield op.outputs[0]
+        elif op.type in ("Identity", "Cast"):
+            yield from _gathered(op.outputs[0])
 
 
 def _without_training(call: Callable) -> Callable:

@@ -12,7 +12,7 @@ metrics and the update are Keras' or the user's own, made once, over the global 
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -177,6 +177,7 @@ class _Steps:
         self.model, self.builder, self.home = model, builder, builder.gather_device
         self._placed: set[int] = set()  # ids of variables
         self._batch: Any = None  # real, while a function is traced for the first time
+        self._makes_variables = self._is_dropped = False  # see `_making_variables`
         self._functions: dict[tuple, Callable] = {}  # kept, so that each is rehearsed once
 
     def on_towers(self, name: str) -> Callable:
@@ -190,13 +191,28 @@ class _Steps:
         def with_towers(*args: Any) -> Any:
             joined = flat.updates_joined(optimizers_of(self.model), lambda *args: args[-1]())
             calls = tf_private.layer_calls_replaced(self._make_call)
-            given = examples.given(args, self._batch)
-            with tf.device(self.home), integers_on(self.home), joined, calls, given:
+            given, making = examples.given(args, self._batch), self._making_variables()
+            with tf.device(self.home), integers_on(self.home), joined, calls, given, making:
                 result = fn(*args)
             attributes.refuse_uses()
             return result
 
         return with_towers
+
+    @contextlib.contextmanager
+    def _making_variables(self) -> Iterator[None]:
+        """Call layers in the block on one device, if it is there to make variables.
+
+        TensorFlow traces a function again that has made variables, as optimizers and metrics do:
+        towers in the first trace would cost their time and be dropped.
+        """
+        self._is_dropped, self._makes_variables = self._makes_variables, False
+        try:
+            if self._is_dropped:
+                self._made = tf.Variable(0, name="made")  # now it is traced again for certain
+            yield
+        finally:
+            self._is_dropped = False
 
     def made_for_towers(self, name: str) -> Callable:
         """Return a model's method that makes a function of a step, so that this runs on towers.
@@ -228,6 +244,7 @@ class _Steps:
                 nonlocal is_first
                 if is_first and self.builder.num_slices > 1:
                     args = tuple(map(self._noted, args))
+                self._makes_variables = is_first and self._will_make_variables(name)
                 is_first = False
                 # Keras' loop over steps waits for its condition, so it is the host's. A single
                 # step is not waited for: what it returns stays where it is.
@@ -235,12 +252,19 @@ class _Steps:
                     with tf.device(HOST if model.steps_per_execution > 1 else self.home):
                         return function(*args)
                 finally:
-                    self._batch = None
+                    self._batch, self._makes_variables = None, False
 
             setattr(model, attribute, placed)
             return placed
 
         return make_for_towers
+
+    def _will_make_variables(self, name: str) -> bool:
+        """Tell whether a step will build an optimizer or metrics."""
+        parts = [] if name == "make_predict_function" else [tf_private.metrics_of(self.model)]
+        if name == "make_train_function":
+            parts += optimizers_of(self.model)
+        return not all(part is None or part.built for part in parts)
 
     def _noted(self, iterator: Any) -> Any:
         """Note the first batch, for trials; return an iterator of as many as one call takes."""
@@ -273,6 +297,9 @@ class _Steps:
         leaves = tf.nest.flatten(arguments)
         self._build(layer, *self._function(layer, arguments, leaves))
         self._place(layer.variables)
+        if self._is_dropped:
+            with self._plain():
+                return layer(*arguments[0], **arguments[1])
         fn, batch, reason = self._divided(layer, arguments, leaves)
         if reason:
             self.builder.tell([f"layer {layer.name} runs on one device: {reason}"])
