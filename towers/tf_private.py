@@ -141,6 +141,11 @@ def batch_norm_replaced(make_call: Make, make_moments: Make) -> Block:
     return _replaced((layer, "call", make_call), (layer, "_moments", make_moments))
 
 
+def has_own_moments(layer: keras.layers.BatchNormalization) -> bool:
+    """Tell whether a layer computes moments by a method of its own. Public: none to override."""
+    return type(layer)._moments is not keras.layers.BatchNormalization._moments
+
+
 def convolution_replaced(make: Make) -> Block:
     """Replace what a Conv2D layer does with its kernel. Public: a layer of one's own."""
     return _replaced((keras.layers.Conv2D, "convolution_op", make))

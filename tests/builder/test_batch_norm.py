@@ -171,3 +171,18 @@ def test_on_gpus_a_layer_in_a_loop(mode, rule):
         else:
             step(tf.ones([6, 3]))  # 0 + 1/2, and no change by the second time round
             np.testing.assert_allclose(layer.moving_mean, [0.25] * 3)
+
+
+class MoreVariance(keras.layers.BatchNormalization):
+    def _moments(self, inputs, mask):
+        mean, variance = super()._moments(inputs, mask)
+        return mean, variance + 0.5
+
+
+def test_moments_of_a_layers_own_are_no_work_for_kernels():
+    x = np.random.default_rng(1).normal(size=(7, 4)).astype("float32")
+    layer = MoreVariance()
+    wanted = layer(x, training=True)
+    towers = TowerBuilder(["/cpu:0", "/cpu:1"])
+    found = tf.function(lambda x: towers.concat(lambda x: layer(x, training=True), x))(x)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

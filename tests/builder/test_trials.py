@@ -40,8 +40,15 @@ class Layer(keras.layers.Layer):
         self.fn = fn
         self.weight = self.add_weight(shape=(4, 4), name="weight")
         self.shift = self.add_weight(shape=(), name="shift")
+        self.state = self.add_weight(shape=(4,), name="state", trainable=False)
+        self.number = self.add_weight(shape=(), name="number", trainable=False)
+        self.norm = OwnMoments(fn) if fn in MOMENTS else None
+        if self.norm:
+            self.norm.build((None, 4))
 
     def call(self, x):
+        if self.norm:
+            return self.norm(ops.matmul(x, self.weight), training=True)
         return self.fn(self, x)
 
 
@@ -69,9 +76,52 @@ def in_a_queue(layer, x):
         return tf.identity(x)
 
 
+def read_again(name, update):
+    """A layer that reads what it has assigned just before."""
+
+    def fn(layer, x):
+        variable, x = getattr(layer, name), ops.matmul(x, layer.weight)
+        variable.assign(update(variable, x))
+        return x - ops.tanh(variable)
+
+    return fn
+
+
+def assigned(name, update):
+    """A layer that reads a variable before it assigns it."""
+
+    def fn(layer, x):
+        variable = getattr(layer, name)
+        y = ops.matmul(x, layer.weight) + variable
+        variable.assign(update(variable, x))
+        return y
+
+    return fn
+
+
+class OwnMoments(keras.layers.BatchNormalization):
+    """Takes its moments by a function of what Keras takes."""
+
+    def __init__(self, moments):
+        super().__init__(name="norm")
+        self.moments = moments
+
+    def _moments(self, inputs, mask):
+        return self.moments(super()._moments(inputs, mask), inputs)
+
+
+MOMENTS = [
+    lambda _, x: (ops.mean(x[:2], 0), ops.var(x[:2], 0)),
+    lambda _, x: tf.nn.moments(x, [0]),
+    lambda found, x: (found[0], ops.max(ops.abs(x), 0)),
+    lambda found, x: (found[0], found[1] + 0.5),
+]
+
+
 MIXED, PLACE, NUMBER = (f"{said}: layer suspect" for said in (
     "mixed examples", "place in the batch", "batch size",
 ))  # fmt: skip
+READ, NORM = "^state: the variable suspect/", "mixed examples: layer norm"
 BACKWARD, TABLE = "backward pass: .* weight", "changes a table or a queue"
 FUNCTIONS = {
     "softmax over the batch": (MIXED, of_inputs(lambda x: ops.softmax(x, axis=0))),
@@ -83,6 +133,22 @@ FUNCTIONS = {
     "number": (NUMBER, of_inputs(lambda x: x / x.shape[0])),
     "root": (NUMBER, of_inputs(lambda x: x * ops.sqrt(ops.cast(ops.shape(x)[0], x.dtype)))),
     "above five": (NUMBER, of_inputs(lambda x: x * 2 if x.shape[0] > 5 else x)),
+    "branch at a mean": (MIXED, of_inputs(
+        lambda x: ops.cond(ops.mean(x) > 3.0, lambda: x * 2, lambda: x)
+    )),
+    "loop to a norm": (MIXED, of_inputs(
+        lambda x: ops.while_loop(lambda x: ops.norm(x) > 50.0, lambda x: (x / 2,), (x,))[0]
+    )),
+    "branch of a sum": (MIXED, of_inputs(lambda x: ops.switch(
+        ops.cast(ops.sum(x) > 9, "int32"), [lambda x: x, lambda x: -x], x
+    ))),
+    "mean, read again": (READ + "state", read_again("state", lambda v, x: v / 2 + ops.mean(x, 0))),
+    "first, read again": (READ + "state", read_again("state", lambda v, x: x[0])),
+    "number, read again": (READ + "number", read_again("number", lambda v, x: v + ops.shape(x)[0])),
+    "largest, read again": (READ + "number", read_again("number", lambda v, x: ops.max(x))),
+    "moments of the first two": (NORM, MOMENTS[0]),
+    "moments by tf.nn": (NORM, MOMENTS[1]),
+    "largest deviation": (NORM, MOMENTS[2]),
     "table": (TABLE, counted),
     "queue": (TABLE, in_a_queue),
     "clipped, of inputs": (BACKWARD, of_inputs(clipped_by_norm)),
@@ -96,6 +162,13 @@ INNOCENT = {
     "silu": of_inputs(tf.nn.silu),  # has a gradient of its own
     "halved": of_weight(halved),
     "sign, of inputs": of_inputs(by_sign),
+    "as it was": assigned("state", lambda v, x: v * 1.0),
+    "zeros added": assigned("state", lambda v, x: v + ops.zeros(4)),
+    "of the least": assigned("number", lambda v, x: ops.maximum(v, -1e9)),
+    "never": assigned("number", lambda v, x: ops.where(v > 1e9, 0.0, v)),
+    "in a branch": assigned("number", lambda v, x: ops.cond(v > 1e9, lambda: v / 2, lambda: v * 1)),
+    "moments and more": MOMENTS[3],
+    "steps, read again": read_again("number", lambda v, x: v + 1),
     # The gradient of the shift is nothing but rounding.
     "shifted": lambda layer, x: ops.softmax(halved(ops.matmul(x, layer.weight)) + layer.shift),
 }

@@ -86,6 +86,8 @@ def over_all_towers(member: Member | None, mode: str, device: str) -> Iterator[N
 
 def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
     """Tell whether TensorFlow's fused kernels compute what the layer is to."""
+    if tf_private.has_own_moments(layer):
+        return False
     last = layer.axis in (-1, inputs.shape.rank - 1)
     wide = keras.backend.result_type(inputs.dtype, "float32") == "float32"
     return last and wide and 0 not in inputs.shape and not layer.renorm

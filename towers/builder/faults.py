@@ -5,7 +5,10 @@ then changed: what follows from that for the others, no tower can know that has 
 """
 
 import contextlib
+import copy
+import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +35,7 @@ _MIXED_BACKWARD = (
     "of others, as where it is clipped or normalised over the batch, and a tower has only those of "
     "its slice; clip what is gathered instead, by the optimizer's clipnorm or global_clipnorm"
 )
+_BRANCH = re.compile(r"(Stateless)?(If|Case|While)$")
 _NO_SUM = (
     "backward pass: the gradient of the weight {} is no sum over examples, as where it is clipped "
     "or normalised by tf.custom_gradient, and a tower has only that of its slice; clip what is "
@@ -46,6 +50,11 @@ _PLACE = (
     "place in the batch: layer {} depends on the places of examples in the batch, as by tf.range "
     "or by draws inside of a map over examples, and a tower counts from the first of its slice; "
     "hand such numbers over with the examples, draw for all of them at once"
+)
+_READ_AGAIN = (
+    "state: the variable {} is read after it was assigned, when it holds what a tower makes of its "
+    "own slice alone; read it before it is assigned: what all towers make of it is there in the "
+    "next step"
 )
 
 
@@ -108,7 +117,19 @@ def _tried(rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool = False) -
                 found += finder()
     with contextlib.suppress(Exception):
         found += trials.backward()
+    if found and rehearsal.few.read_again:
+        with contextlib.suppress(Exception):
+            if not _tried(_reading_before(rehearsal), batch, thorough):
+                found = [_READ_AGAIN.format(rehearsal.few.read_again[0])]
     return list(dict.fromkeys(found))
+
+
+def _reading_before(rehearsal: Rehearsal) -> Rehearsal:
+    """Return a rehearsal of the function if it reads all variables as they were before it."""
+    tracer = copy.copy(rehearsal.tracer)
+    tracer.reads_before = True
+    few = dataclasses.replace(tracer.trace(rehearsal.few.size), read_again=[])
+    return dataclasses.replace(rehearsal, tracer=tracer, few=few)
 
 
 class _Trials:
@@ -150,7 +171,9 @@ class _Trials:
             return
         before = run(trace, inputs)
         special = [own.special for own in self.tracer.values]
-        unlike = [[change(other) for other in others] for change in _UNLIKE]
+        branches = any(_BRANCH.match(kind) for _, kind in trace.ops)
+        changes = _UNLIKE + _FAR if branches else _UNLIKE
+        unlike = [[change(other) for other in others] for change in changes]
         unlike += [
             [tf.fill(x.shape, tf.cast(v[i], x.dtype)) if v[i:] else x
              for x, v in zip(others, special, strict=True)]
@@ -285,11 +308,13 @@ def _scaled(factor: float, offset: float) -> Callable:
 
 
 _UNLIKE = [_scaled(1.5, 0.25), _scaled(0.0, 0.0), _scaled(-4.0, -1.0)]
+_FAR = [_scaled(100.0, 1.0), _scaled(-100.0, -1.0)]  # one example takes a branch for all
 
 
 def _differ(a: np.ndarray, b: np.ndarray) -> bool:
     """Tell whether two arrays differ by more than rounding; NaN is like NaN."""
-    both_nan = np.isnan(a) & np.isnan(b)
-    change = np.where(both_nan, 0.0, np.abs(a - b))
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    alike = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities, too
+    change = np.abs(np.subtract(a, b, out=np.zeros_like(a), where=~alike))
     size = np.max(np.abs(np.where(np.isfinite(a), a, 0.0)), initial=0)
     return bool(np.any(~(change <= _EFFECT * size)))

@@ -41,7 +41,9 @@ def policies_of(tracer: Tracer, few: Trace, more: Trace, draws: Sequence[Drawn])
                 for policy in possible[id(variable)]
                 if agrees(policy, before[place], values, sizes, both[place])
             ]
-    return {k: policies[0] for k, policies in possible.items() if policies and k in moved}
+    # One that did not change may do so for examples that were not tried, if they have a part in it.
+    told = moved | {id(v) for v, apart in zip(few.states, few.apart, strict=True) if apart}
+    return {k: policies[0] for k, policies in possible.items() if policies and k in told}
 
 
 def _start(states: Sequence[Any], offset: float) -> list[np.ndarray]:

@@ -65,6 +65,10 @@ class Trace:
     draws: list[tuple[str, list[int | None] | None, str]] = dataclasses.field(default_factory=list)
     # Variables that it assigns, without seeds and those that say how towers merge.
     states: list[keras.Variable] = dataclasses.field(default_factory=list)
+    # Whether examples and draws have no part in what each of these is assigned; and paths of those
+    # that are read after they were assigned, the ones first in which examples have a part.
+    apart: list[bool] = dataclasses.field(default_factory=list)
+    read_again: list[str] = dataclasses.field(default_factory=list)
     # Paths of the layers whose outputs are by example, innermost first, and of those that add a
     # loss; and whether this has a row for each example.
     layers: list[str] = dataclasses.field(default_factory=list)
@@ -92,6 +96,7 @@ class Tracer:
         self.shapes: Sequence[tf.TensorShape] = [leaf.shape for leaf in self.batch]  # as tried
         self.real = known_values(self.batch) if self.batch else None
         self.made_up_too = False  # see `learn_values`
+        self.reads_before = False  # whether what is assigned is read again as it was before
         self.values = [Values() for _ in self.batch]  # that arguments have
         self.failure = ""  # why it could not be traced the last time
 
@@ -124,9 +129,10 @@ class Tracer:
 
         def program(inputs: list, values: list, nudges: list) -> dict[str, Any]:
             own = {id(v): value for v, value in zip(states, values, strict=True)}
-            inputs = iter(map(_with_known_shape, inputs, self._specs(size)))
-            leaves = [x.values[0] if isinstance(x, PerTower) else next(inputs) for x in self.leaves]
+            given = iter(map(_with_known_shape, inputs, self._specs(size)))
+            leaves = [x.values[0] if isinstance(x, PerTower) else next(given) for x in self.leaves]
             with tf.device("/cpu:0"), NoisyScope(own, "/cpu:0") as scope:
+                scope.reads_before = self.reads_before
                 watch = Watch(trace, scope, dict(zip(nudged, nudges, strict=True)))
                 for layer in self.layers:
                     watch.attributes.note(layer)
@@ -137,7 +143,7 @@ class Tracer:
                     if sparse:
                         with contextlib.suppress(LookupError):  # an op without a gradient
                             trace.num_rows = watch.num_rows()
-                    return watch.outcome(result, backward)
+                    return watch.outcome(inputs, result, backward)
 
         with tf.init_scope():
             trace.function = tf.function(program, autograph=False).get_concrete_function(

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -16,6 +16,7 @@ from towers.builder.assignments import (
     refuse_variable,
 )
 from towers.builder.attributes import Attributes, tensors_at
+from towers.builder.doubts import random_ops
 from towers.builder.draws import SEEN
 from towers.builder.layers import NO_LAYER
 from towers.builder.merging import policy_of
@@ -28,8 +29,14 @@ _NOISE = 0.1  # is added to weights: a zero would hide what a layer does
 class NoisyScope(TowerScope):
     """Lets the function read weights that are none of them zero."""
 
+    reads_before = False  # whether what is assigned is read again as it was before
+
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """Return what a variable is; Keras calls this."""
+        if id(variable) in self.updates and id(variable) not in self.stand_ins:
+            self.read_again[id(variable)] = variable.path
+            if self.reads_before:
+                return self._source(variable)
         value = tf_private.value_of(variable)
         weight = variable.trainable and value is not None and value.dtype.is_floating
         if weight and id(variable) not in self.own:
@@ -42,6 +49,11 @@ class NoisyScope(TowerScope):
     def paths(self) -> list[str]:
         """Return the weights' paths."""
         return []
+
+    @functools.cached_property
+    def read_again(self) -> dict[int, str]:
+        """Return {id: path} of the variables that were read after they were assigned."""
+        return {}
 
     @functools.cached_property
     def weights(self) -> dict[int, tf.Tensor]:
@@ -78,7 +90,7 @@ class Watch:
             tf_private.accumulators_restarted(),
             assignments_refused(),
             tf.variable_creator_scope(refuse_variable),
-            tf_private.batch_norm_replaced(_without_training, lambda before: before),
+            tf_private.batch_norm_replaced(_without_training, _saved_moments),
             tf_private.add_loss_replaced(self._make_add_loss),
             tf_private.layer_calls_replaced(self._make_call),
         ):
@@ -141,13 +153,18 @@ class Watch:
                     found[key] = gradient.values.shape[0]
         return found
 
-    def outcome(self, result: Any, backward: bool) -> dict[str, Any]:
-        """Return what `run` does, as tensors."""
+    def outcome(self, inputs: Any, result: Any, backward: bool) -> dict[str, Any]:
+        """Return what `run` does with inputs, as tensors."""
         trace, values = self.trace, []
+        batch = {x.op.name for x in tf.nest.flatten(inputs, expand_composites=True)}
         for variable, value in self.scope.updates.values():
-            if variable.name != SEED_STATE and policy_of(variable) is None:
+            told = policy_of(variable) is not None or id(variable) in self.scope.averages
+            if variable.name != SEED_STATE and not told:
                 trace.states.append(variable)
                 values.append(tf.convert_to_tensor(value))
+        trace.apart = [_is_apart(value, batch) for value in values]
+        apart = {v.path: own for v, own in zip(trace.states, trace.apart, strict=True)}
+        trace.read_again = sorted(self.scope.read_again.values(), key=lambda p: apart.get(p, True))
         leaves = [leaf for leaf in tf.nest.flatten(result) if _is_by_example(leaf, trace.size)]
         unknown = [x for x in tf.nest.flatten(result) if _has_unknown_shape(x)]
         trace.left = self.attributes.changed()
@@ -200,9 +217,37 @@ def _gathered(weight: tf.Tensor) -> Iterator[tf.Tensor]:
 
 def _without_training(call: Callable) -> Callable:
     """Return the call of a BatchNorm layer that normalises by what it has saved."""
-    return lambda layer, inputs, training=None, mask=None: call(
-        layer, inputs, training=False, mask=mask
+
+    def without_training(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        if tf_private.has_own_moments(layer):  # which nobody exchanges
+            tf_private.open_scope().averages |= {id(layer.moving_mean), id(layer.moving_variance)}
+        else:
+            training = False
+        return call(layer, inputs, training=training, mask=mask)
+
+    return without_training
+
+
+def _saved_moments(_: Callable) -> Callable:
+    """Return BatchNorm's moments, which are exchanged, as what it has saved."""
+    return lambda layer, inputs, mask: tuple(
+        tf.cast(own, inputs.dtype) for own in (layer.moving_mean, layer.moving_variance)
     )
+
+
+def _is_apart(value: tf.Tensor, batch: Collection[str]) -> bool:
+    """Tell whether examples, which are outputs of these ops, and draws have no part in a value."""
+    found, waiting = {value.op.name}, [value.op]
+    while waiting:
+        op = waiting.pop()
+        if op.name in batch or SEEN in op.name or random_ops([(op.name, op.type)]):
+            return False
+        of_variables = [x for x in op.inputs if x.dtype == tf.resource]
+        before = [x.op for x in op.inputs] + [own for x in of_variables for own in x.consumers()]
+        new = {own.name: own for own in before if own.name not in found}
+        found |= new.keys()
+        waiting += new.values()
+    return True
 
 
 def _range_of(name: str, drawn: tf.Tensor, arguments: Mapping[str, Any]) -> tuple:
