@@ -424,6 +424,39 @@ def test_inputs_get_float64_and_whole_numbers_stay():
     assert keras.Input((3,), dtype="float16").dtype == "float16"
 
 
+class Float32ByName(layers.Layer):
+    def build(self, _):
+        self.extra = self.add_weight(shape=(4,), dtype="float32")
+
+
+@pytest.mark.parametrize("make, wanted", [
+    (lambda: with_lora(layers.Dense(3)), {"float64"}),
+    (lambda: with_lora(layers.EinsumDense("ab,bc->ac", 3)), {"float64"}),
+    (lambda: with_lora(layers.Embedding(5, 3)), {"float64"}),
+    (lambda: built(Float32ByName()), {"float64"}),
+    (lambda: quantized(layers.Dense(3)), {"int8", "float32"}),
+], ids=["Dense", "EinsumDense", "Embedding", "by name", "int8"])  # fmt: skip
+def test_weights_that_ask_for_float32_get_float64_in_the_block(make, wanted):
+    """But for those of quantised layers, whose ops have no other."""
+    with floatx_set("float64"), all_in_float64():
+        layer = make()
+    assert {v.dtype for v in layer.weights if v.name != "bias"} == wanted
+
+
+def built(layer):
+    layer.build((None, 4))
+    return layer
+
+
+def with_lora(layer):
+    built(layer).enable_lora(2)
+    return layer
+
+
+def quantized(layer):
+    return built(layer.from_config(layer.get_config() | {"dtype": "int8_from_float32"}))
+
+
 def test_augmentation_of_keras_works_while_floatx_is_float64():
     images = tf.zeros((2, 8, 8, 3), tf.float64)
     with floatx_set("float64"):

@@ -1040,7 +1040,16 @@ def all_in_float64() -> Block:
     def make_from_config(from_config: Callable) -> Callable:
         return lambda config: from_config(config | {"dtype": wide(config["dtype"])})
 
+    def make_add_weight(add_weight: Callable) -> Callable:
+        def add(layer: keras.Layer, *args: Any, dtype: Any = None, **keywords: Any) -> Any:
+            if layer.quantization_mode is None:
+                dtype = wide(dtype)
+            return add_weight(layer, *args, dtype=dtype, **keywords)
+
+        return add
+
     return _replaced(
+        (keras.Layer, "add_weight", make_add_weight),
         (dtype_policies, "get", make_get),
         (input_layer, "InputLayer", make_input),
         (keras.layers.InputLayer, "from_config", make_from_config),

@@ -53,3 +53,12 @@ def test_an_error_of_towers_is_to_be_reported(write):
     write(f"{INSTALLED}/other.py", "import towers.text as t\ndef f():\n    t.cut(3, 4)\n")
     line = raised_in("other")
     assert "/towers/text.py, line " in line and ", in cut: none of your own code; please" in line
+
+
+@pytest.mark.parametrize("call", ["Sequential.call()", "Dense.call()", "Functional.call()"])
+def test_what_keras_own_layers_raise_need_not_be_the_towers(write, call):
+    text = f"def f():\n    raise ValueError('Exception encountered when calling {call}.')\n"
+    write(f"{INSTALLED}/other.py", text)
+    line = raised_in("other")
+    assert f"comes from Keras' own {call.partition('.')[0]}, " in line
+    assert "if `model.fit` fails alike without towers" in line

@@ -92,11 +92,33 @@ moving_mean = on_maps(
     SAME, "the mean of the towers, by examples",
     lambda: [centred(), layers.Conv2D(4, 3), centred()],
 )
+unchanged = on_features(SAME, "what no example changes is the same in all towers", lambda: [
+    tracked((), lambda v, x: v * 1),
+    tracked((6,), lambda v, x: v + ops.zeros(6)),
+    tracked((), lambda v, x: ops.cond(v > 1e9, lambda: v / 2, lambda: v)),
+])
 given_policies = on_features(SAME, "aggregation says how", lambda: [
     tracked((), lambda v, x: v + ops.sum(ops.cast(x > 0, v.dtype)), aggregation="sum"),
     tracked((6,), lambda v, x: 0.9 * v + 0.1 * ops.mean(x, axis=0), aggregation="mean"),
     tracked((), lambda v, x: 2 * v + 1, aggregation="only_first_replica"),
 ])
+
+
+# ------------------------------------------------------------------- What is read after it was set
+
+
+@own(on_features, "state", "a tower has put in its own slice alone", seen=kept())
+def seen_read_again(self, x, training):
+    if training:
+        self.seen.assign_add(ops.cast(ops.shape(x)[0], self.seen.dtype))
+    return x / (1 + self.seen)
+
+
+@own(on_features, "state", "as above, a mean", mean=kept(shape=(None,)))
+def centred_by_the_new_mean(self, x, training):
+    if training:
+        self.mean.assign(0.8 * self.mean + 0.2 * ops.mean(x, axis=0))
+    return x - self.mean
 
 
 # ------------------------------------------------------------------- What cannot be put together

@@ -9,6 +9,7 @@ from pathlib import Path
 
 # Also within messages: there AutoGraph and TensorFlow tell where an op was made.
 _FRAME = re.compile(r'^\W*File "([^"<>]+\.py)", line (\d+)(?:, in (\S+))?', re.MULTILINE)
+_OF_KERAS = re.compile(r"Exception encountered when calling (\w+)")
 _STDLIB = re.escape(sysconfig.get_path("stdlib"))
 _TOWERS = str(Path(__file__).parents[1]) + os.sep
 
@@ -33,6 +34,11 @@ def blame(error: BaseException, named: Mapping[str, str]) -> str:
     ours = [frame for frame in frames if frame[0].startswith(_TOWERS)]
     theirs = [frame for frame in frames if frame not in ours and not library.match(frame[0])]
     if not theirs:
+        if layer := _OF_KERAS.search(text):
+            return (
+                f"the error comes from Keras' own {layer[1]}: if `model.fit` fails alike without "
+                "towers, change the model or the data; else please report it with the lines above"
+            )
         where = _place(*ours[-1]) if ours else "a library"
         return (
             f"the error comes from {where}: none of your own code; please report it with the "

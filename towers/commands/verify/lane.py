@@ -43,7 +43,8 @@ class Lane:
         run.rehearse(next(iter(batches)))
         train_step = run.train_step()
         compiled = tf.function(lambda example, draws: train_step(example, draws), autograph=False)
-        self.step = compiled.get_concrete_function(*batches.element_spec)
+        with one_line_errors(options):
+            self.step = compiled.get_concrete_function(*batches.element_spec)
 
     def variables(self) -> dict[str, np.ndarray]:
         """Return the master variables by name, those of the weights first."""
