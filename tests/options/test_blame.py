@@ -60,5 +60,5 @@ def test_what_keras_own_layers_raise_need_not_be_the_towers(write, call):
     text = f"def f():\n    raise ValueError('Exception encountered when calling {call}.')\n"
     write(f"{INSTALLED}/other.py", text)
     line = raised_in("other")
-    assert f"comes from Keras' own {call.partition('.')[0]}, " in line
+    assert f"comes from Keras' own {call.partition('.')[0]}: " in line
     assert "if `model.fit` fails alike without towers" in line
