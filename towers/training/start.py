@@ -38,6 +38,7 @@ from towers.training.watch import Watch
 Say = Callable[[str], None]
 TRIALS = 5
 _TRIAL_SECONDS = 0.3
+_MAY_DEPEND = "may depend on the number of towers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,11 +318,14 @@ def _check_numbers(run: Run, placement: Placement, batch: Batch, say: Say) -> li
     if run.builder.num_slices == 1:
         return []
     found = list(run.doubts)
-    found += faults.find(run.rehearse(batch), tf.nest.flatten(batch))
+    on_one = [line for line in found if " runs on one device: " in line]
+    if not on_one:
+        found += faults.find(run.rehearse(batch), tf.nest.flatten(batch))
     found += faults.random_ops_of(placement.ops + placement.compiled + placement.gone)
     found = list(dict.fromkeys(found))
     if found:
-        say("numbers     may depend on the number of towers:")
+        same = len(on_one) == len(found)
+        say(f"numbers     {'are those of one device' if same else _MAY_DEPEND}:")
     for line in found:
         say(f"  {line}")
     if run.options.draws == "strict" and any(map(faults.of_draws, found)):
