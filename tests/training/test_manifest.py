@@ -118,7 +118,8 @@ def test_the_origin_stays_and_each_start_is_added(committed, tmp_path):
     assert manifest.read(tmp_path)["final"]["weights"] == first["initial_weights"]
     other = run_of(tmp_path, num_towers=2, learning_rate=0.2)
     other.masters.step.assign(12)
-    assert write(other, tmp_path, 12) == []
+    (line,) = write(other, tmp_path, 12)
+    assert "(--learning_rate=0.2 now, 0.1 before)" in line
     found = manifest.read(tmp_path)
     kept = PARTS - {"sessions", "final"}
     assert {name: found[name] for name in kept} == {name: first[name] for name in kept}
@@ -127,34 +128,66 @@ def test_the_origin_stays_and_each_start_is_added(committed, tmp_path):
     assert len(found["sessions"][1]["devices"]) == 2 and found["final"] is None
     images, labels = tiny.arrays(60)
     data = dataclasses.replace(run.data, train=ArraySplit(images ^ 1, labels))
-    (line,) = write(dataclasses.replace(run, data=data), tmp_path, 3)
+    line, _ = write(dataclasses.replace(run, data=data), tmp_path, 3)
     assert line.startswith("warning     data.train.sha256 differs: ")
 
 
+USUAL = dict(num_epochs=2, max_steps=0, schedule="cosine")
+RATES = {
+    "longer": ({"num_epochs": 4}, {}, ["--num_epochs=4 now, 2 before"]),
+    "shorter, linear": (
+        {"num_epochs": 1.5, "schedule": "linear"}, {"schedule": "linear"}, ["=1.5 now, 2 before"],
+    ),
+    "by steps": (
+        {"num_epochs": 0, "max_steps": 99}, {}, ["--num_epochs=0", "--max_steps=99 now, 0 before"],
+    ),
+    "more steps": (
+        {"num_epochs": 0, "max_steps": 99}, {"num_epochs": 0, "max_steps": 66}, ["=99 now, 66 be"],
+    ),
+    "steps of more": (
+        {"num_epochs": 0, "max_steps": 99, "batch_size": 14}, {"num_epochs": 0, "max_steps": 99},
+        ["(--batch_size=14 now, 7 before)"],
+    ),
+    "warm-up": ({"warmup_epochs": 1.0}, {}, ["(--warmup_epochs=1.0 now, 0.0 before)"]),
+    "peak": ({"learning_rate": 0.2}, {}, ["0.1 before", "and not"]),
+    "steps down": (
+        {"schedule": "step", "decay_epochs": "1"}, {"schedule": "step", "decay_epochs": "1.5"},
+        ["(--decay_epochs=1 now, 1.5 before)"],
+    ),
+    "other schedule": ({"schedule": "onecycle"}, {}, ["--schedule=onecycle now, cosine before"]),
+    "larger data": ({}, {"size": 30}, ["(training examples: 60 now, 30 before)"]),
+    "ends before": ({"max_steps": 9}, {"max_steps": 3}, []),
+    "other batches": ({"batch_size": 14}, {}, []),
+    "constant": ({"num_epochs": 4, "schedule": "constant"}, {"schedule": "constant"}, []),
+    "what is over": (
+        {"warmup_epochs": 0.2, "schedule": "constant"}, {"schedule": "constant"}, [],
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.unit
-@pytest.mark.parametrize(
-    "schedule, now, before, told",
-    [
-        ("cosine", {"num_epochs": 4}, {"num_epochs": 2}, ("--num_epochs=4 now", "--num_epochs=2")),
-        ("linear", {"num_epochs": 1.5}, {"num_epochs": 3}, ("=1.5 now", "=3 before")),
-        ("onecycle", {"max_steps": 9}, {"num_epochs": 2}, ("--max_steps=9", "--num_epochs=2")),
-        ("cosine", {"max_steps": 9}, {"max_steps": 6}, ("--max_steps=9", "--max_steps=6")),
-        ("cosine", {"num_epochs": 2, "max_steps": 9}, {"num_epochs": 2, "max_steps": 3}, ()),
-        ("constant", {"num_epochs": 4}, {"num_epochs": 2}, ()),
-    ],
-)  # fmt: skip
-def test_a_schedule_that_is_continued_over_another_length_is_told(schedule, now, before, told):
-    usual = {"num_epochs": 0, "max_steps": 0, "schedule": schedule}
-    lines = manifest.bent_schedule(usual | now, usual | before)
+@pytest.mark.parametrize("name", RATES)
+def test_a_rate_that_goes_on_otherwise_is_told_with_both_values(name):
+    now, before, told = RATES[name]
+    before = USUAL | {"learning_rate": 0.1, "batch_size": 7} | before
+    size = before.pop("size", 60)
+    then = dataclasses.asdict(tiny.options("t", **before))
+    session = {"flags": then, "data": {"train": {"shape": [size, 8, 8, 3]}}}
+    options = tiny.options("t", **{**USUAL, "learning_rate": 0.1, "batch_size": 7, **now})
+    lines = manifest.bent_schedule(options, 60, 30, session)
     assert [all(words in line for words in told) for line in lines] == [True] * bool(told)
-    assert manifest.bent_schedule(usual | now, None) == []
+    assert manifest.bent_schedule(options, 60, 30, {"flags": {}, "data": None}) == []
 
 
 def test_a_run_that_is_continued_says_so(committed, tmp_path):
-    start_of(run_of(tmp_path, schedule="cosine", num_epochs=2), tmp_path)
-    other = run_of(tmp_path, schedule="cosine", num_epochs=4)
+    start_of(run_of(tmp_path, **USUAL), tmp_path)
+    other = run_of(tmp_path, **USUAL | {"num_epochs": 4})
+    other.masters.examples.assign(84)
     (line,) = write(other, tmp_path, 12)
-    assert line.startswith("warning     the schedule cosine") and "--num_epochs=2 before" in line
+    assert line == (
+        "warning     the learning rate goes on by another schedule, 0.0727 and not 0.02061 at "
+        "this step (--num_epochs=4 now, 2 before): it is what it would be had the run begun so"
+    )
     assert write(other, tmp_path, 14) == []
 
 

@@ -42,12 +42,18 @@ import tensorflow as tf
 from towers import devices, files
 from towers.data.pipeline import Data, digest
 from towers.devices import host
+from towers.errors import InputError
 from towers.options.augmentation import parse
-from towers.options.run import Options
-from towers.training.run import Run
+from towers.options.run import Options, text_of
+from towers.training.run import Run, length_of, rate_of
 
 NAME = "manifest.json"
 _FORMAT = 1
+_OF_RATE = (
+    "learning_rate", "schedule", "warmup_epochs", "decay_epochs", "decay_factor", "num_epochs",
+    "max_steps", "batch_size",
+)  # fmt: skip
+_PLACES = 9  # of what is left of a run, at which learning rates are compared
 _KINDS = {  # of what a task says, beside its spec
     "num_classes": int | None, "class_names": list, "columns": list, "image_shape": list | None,
     "augment": str,
@@ -87,7 +93,8 @@ def write(run: Run, folder: Path, restored: int | None, batch: Any) -> list[str]
     found = {} if restored is None else read(folder)
     lines = differences(now, found)
     if found and getattr(run.task, "rate_is_set", True):  # no schedule of the model's own
-        lines += bent_schedule(now["flags"], found["sessions"][-1].get("flags"))
+        seen = int(run.masters.examples.numpy())
+        lines += bent_schedule(run.options, run.data.train.size, seen, found["sessions"][-1])
     if not found:
         known = step == 0 and batch is not None
         found = {"format": _FORMAT, **now, "sessions": []}
@@ -161,26 +168,41 @@ def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def bent_schedule(now: Mapping[str, Any], before: Any) -> list[str]:
-    """Return a line if a schedule goes on over another length than it had in the start before."""
-    names = "num_epochs", "max_steps", "schedule"
-    if now["schedule"] in ("constant", "step") or not isinstance(before, Mapping):
+def bent_schedule(
+    options: Options, size: int, examples: int, before: Mapping[str, Any]
+) -> list[str]:
+    """Return a line if the learning rate goes on otherwise than it would have in the start before.
+
+    Args:
+        options: of this start.
+        size: of the training set.
+        examples: seen so far.
+        before: what the manifest says of that start.
+    """
+    try:
+        flags = {name: before["flags"][name] for name in _OF_RATE}
+        then = dataclasses.replace(options, **flags)
+        of_data = before["data"]["train"]
+        size_then = of_data.get("examples") or of_data["shape"][0]
+        starts = (options, size), (then, size_then)
+        _, total = length_of(options, size)
+        places = np.linspace(examples, max(total, examples), _PLACES)
+        ours, theirs = ([float(rate_of(*start)(x)) for x in places] for start in starts)
+    except (KeyError, TypeError, AttributeError, InputError):  # an older or a damaged manifest
         return []
-    if not all(name in before for name in names) or now["schedule"] != before["schedule"]:
+    if np.allclose(ours, theirs, rtol=1e-6, atol=0):
         return []
-    ours, theirs = map(_length, (now, before))
-    if ours == theirs:
-        return []
-    return [
-        f"the schedule {now['schedule']} of the learning rate goes over {ours} now, {theirs} "
-        "before: from here on the rate is what it would be had the run begun so"
+    found = [(f"--{name}=", getattr(options, name), value) for name, value in flags.items()]
+    found.append(("training examples: ", size, size_then))
+    changed = [
+        f"{name}{text_of(now)} now, {text_of(value)} before"
+        for name, now, value in found
+        if now != value
     ]
-
-
-def _length(flags: Mapping[str, Any]) -> str:
-    """Return the flag that says what schedules go over."""
-    name = "num_epochs" if flags["num_epochs"] or not flags["max_steps"] else "max_steps"
-    return f"--{name}={flags[name]:g}"
+    return [
+        f"the learning rate goes on by another schedule, {ours[0]:.4g} and not {theirs[0]:.4g} at "
+        f"this step ({'; '.join(changed)}): it is what it would be had the run begun so"
+    ]
 
 
 def weights_hash(variables: Mapping[str, tf.Variable]) -> str:

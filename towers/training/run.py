@@ -105,15 +105,7 @@ class Run:
 
     def learning_rate(self, examples: tf.Tensor) -> tf.Tensor:
         """Return the learning rate after so many examples, a float64 scalar."""
-        rate_at = schedule(
-            self.options.schedule,
-            peak=self.options.learning_rate,
-            total_epochs=self.total_epochs,
-            warmup_epochs=self.options.warmup_epochs,
-            decay_epochs=self.options.decay_boundaries(),
-            decay_factor=self.options.decay_factor,
-        )
-        rate = rate_at(tf.cast(examples, tf.float64) / self.data.train.size)
+        rate = rate_of(self.options, self.data.train.size)(examples)
         for start in self.lowered_at:
             rate *= tf.where(examples >= start, tf.constant(0.5, rate.dtype), 1.0)
         return rate
@@ -133,6 +125,28 @@ class Run:
         if self.options.max_steps:
             left = min(left, self.options.max_steps - step)
         return Timetable(step, examples, step + max(left, 0), self.data.train.size, self.options)
+
+
+def length_of(options: Options, size: int) -> tuple[float, int]:
+    """Return epochs of `size` examples, which schedules go over, and examples where a run ends."""
+    if options.num_epochs or not options.max_steps:
+        total_epochs = options.num_epochs or DEFAULT_EPOCHS
+        return total_epochs, max(round(total_epochs * size), 1)
+    total_examples = options.max_steps * options.batch_size
+    return total_examples / size, total_examples
+
+
+def rate_of(options: Options, size: int) -> Callable[[Any], tf.Tensor]:
+    """Return the learning rate of a run, with epochs of `size` examples, by examples seen."""
+    rate_at = schedule(
+        options.schedule,
+        peak=options.learning_rate,
+        total_epochs=length_of(options, size)[0],
+        warmup_epochs=options.warmup_epochs,
+        decay_epochs=options.decay_boundaries(),
+        decay_factor=options.decay_factor,
+    )
+    return lambda examples: rate_at(tf.cast(examples, tf.float64) / size)
 
 
 def prepare(options: Options) -> Run:
@@ -239,13 +253,7 @@ def assemble(
         task.objective()  # raises what it has to say
     _check_validation(options, dataset)
     _check_batch(options, dataset)
-    size = dataset.train.size
-    if options.num_epochs or not options.max_steps:
-        total_epochs = options.num_epochs or DEFAULT_EPOCHS
-        total_examples = max(round(total_epochs * size), 1)
-    else:
-        total_examples = options.max_steps * options.batch_size
-        total_epochs = total_examples / size
+    total_epochs, total_examples = length_of(options, dataset.train.size)
     stored = stored or _stored(dataset.train, device_names, options)
     parts = options, builder, dataset, task.masters, task, stored
     return Run(*parts, total_epochs, total_examples, doubts, left_open)
