@@ -1,9 +1,11 @@
 """The rule book as it is printed, with the numbers of the run."""
 
+import json
+
 import pytest
 
 from tests import tiny
-from towers import devices
+from towers import cli, devices
 from towers.builder.kinds import cpus_for_gpus
 from towers.training.rules import rule_book
 from towers.training.run import prepare
@@ -21,7 +23,7 @@ def test_the_rule_book_in_full():
         "targets     3 classes: 0, 1, 2",
         "model       tests.tiny:dense(): 983 trainable weights",
         "task        classification: cross entropy of logits, 3 classes",
-        "length      84 examples, 1.4 epochs, at most 12 steps",
+        "length      12 steps, 84 examples, 1.4 epochs",
         "rules, the same at any number of towers:",
         "  1 loss and gradients: mean over the global batch; towers give sums, add_n gathers them",
         "  2 regularisation: once, on the master weights; weight decay 0 (L2), and the layers' own",
@@ -66,9 +68,34 @@ def test_the_options_of_the_update_are_told():
 
 
 def test_the_length_is_told_and_is_never_nothing():
-    assert line("length", num_epochs=2.5) == "length      150 examples, 2.5 epochs"
-    assert line("length", num_epochs=2, max_steps=9).endswith("2 epochs, at most 9 steps")
-    assert line("length", num_epochs=0.001) == "length      1 examples, 0.001 epochs"
+    def length(num_epochs=0.0, **changes):
+        return line("length", num_epochs=num_epochs, **{"max_steps": 0} | changes)
+
+    assert length(2, batch_size=10) == "length      12 steps, 120 examples, 2 epochs"
+    assert length(2, max_steps=9) == (
+        "length      9 steps, 63 examples, 1.05 epochs of 2: --max_steps comes first"
+    )
+    assert length(max_steps=9) == "length      9 steps, 63 examples, 1.05 epochs"
+    assert length(2.25, batch_size=10).endswith(": 2.25 epochs are 135, and all batches are full")
+    assert length(2, batch_size=38) == (
+        "length      4 steps, 152 examples, 2.533 epochs: 2 epochs are 120, and all batches are "
+        "full, also where one epoch ends and the next begins (`fit` makes 2 steps an epoch, the "
+        "last of 22)"
+    )
+    assert "(`fit` makes 1 step an epoch, the last of 60)" in length(1, batch_size=64)
+    assert length(0.001).startswith("length      1 step, 7 examples, 0.1167 epochs: 0.001 epochs ")
+
+
+@pytest.mark.run
+def test_the_length_that_is_told_is_seen(capsys, tmp_path):
+    flags = f"--model=tests.tiny:dense --dataset=tests.tiny:images --train_dir={tmp_path}/run"
+    for num_epochs in "2", "3":  # the second goes on
+        argv = ["train", *flags.split(), "--batch_size=38", f"--num_epochs={num_epochs}", "--json"]
+        assert cli.main(argv) == 0
+        out, err = capsys.readouterr()
+        (told,) = [text for text in err.splitlines() if text.startswith("length")]
+        result = json.loads(out)
+        assert f" {result['steps']} steps, {result['examples']} examples, " in told
 
 
 def test_what_batch_norm_over_all_gpus_costs_is_told():

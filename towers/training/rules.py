@@ -20,7 +20,6 @@ def rule_book(run: Run) -> list[str]:
     slices = Counter(small + (i < more) for i in range(towers))
     per_tower = " and ".join(f"{n} x {examples}" for examples, n in slices.items())
     weights = sum(v.value.shape.num_elements() for v in run.masters.model.trainable_variables)
-    at_most = f", at most {options.max_steps} steps" if options.max_steps else ""
     update = run.task.about_update()
     moments = "the global batch" if options.batch_norm == "sync" else "a tower's slice"
     validation = run.data.validation
@@ -35,7 +34,7 @@ def rule_book(run: Run) -> list[str]:
         *augment.describe(run.data, options.augment, run.task.image_dtype()),
         f"model       {options.model}({options.model_args}): {weights} trainable weights",
         f"task        {run.task.about()}",
-        f"length      {run.total_examples} examples, {run.total_epochs:g} epochs{at_most}",
+        f"length      {_length(run)}",
         "rules, the same at any number of towers:",
         "  1 loss and gradients: mean over the global batch; towers give sums, add_n gathers them",
         f"  2 regularisation: once, on the master weights; {update['decay']}, and the layers' own",
@@ -50,6 +49,24 @@ def rule_book(run: Run) -> list[str]:
         f"  7 clock: {update['clock']}, EMA {options.ema_decay or 'none'}",
         "  8 the loss that is printed is that of all towers",
     ]
+
+
+def _length(run: Run) -> str:
+    """Return where the run ends, and what of that is more than the epochs that were asked for."""
+    timetable, size, batch = run.timetable(), run.data.train.size, run.options.batch_size
+    last = timetable.last_step
+    seen = timetable.examples(last)
+    line = f"{count(last, 'step')}, {count(seen, 'example')}, {seen / size:.4g} epochs"
+    if seen <= run.total_examples:
+        whole = f"{run.total_epochs:g}"
+        return line if seen == run.total_examples else f"{line} of {whole}: --max_steps comes first"
+    line += f": {run.total_epochs:g} epochs are {run.total_examples}, and all batches are full"
+    if not size % batch:
+        return line
+    return (
+        f"{line}, also where one epoch ends and the next begins (`fit` makes "
+        f"{count(-(-size // batch), 'step')} an epoch, the last of {size % batch})"
+    )
 
 
 def _cost_of_moments(run: Run) -> list[str]:
