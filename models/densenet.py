@@ -13,7 +13,7 @@ there.
 
 import keras
 
-from models.parts import (
+from .parts import (
     conv,
     images,
     logits,

@@ -17,7 +17,7 @@ import math
 import keras
 import tensorflow as tf
 
-from models import parts
+from . import parts
 
 _GROUPS = (1, 4, 4)  # times `width`: channels
 _SHRINKS_BY = 8  # three poolings, and one that takes what is left

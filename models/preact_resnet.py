@@ -17,7 +17,7 @@ layers there, and 10.2M for 1001, which is without the 0.15M of its normalizatio
 
 import keras
 
-from models.parts import (
+from .parts import (
     Shortcut,
     conv,
     drop_path,

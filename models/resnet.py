@@ -16,7 +16,7 @@ Source: Deep Residual Learning for Image Recognition, arXiv:1512.03385, section 
 
 import keras
 
-from models.parts import Shortcut, conv, norm
+from .parts import Shortcut, conv, norm
 
 Shape = tuple[int, int, int]
 

@@ -14,7 +14,7 @@ Source: Aggregated Residual Transformations for Deep Neural Networks, arXiv:1611
 
 import keras
 
-from models.parts import (
+from .parts import (
     conv,
     drop_path,
     drop_rates,

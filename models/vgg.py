@@ -15,7 +15,7 @@ Very deep CNN based image classification using small training sample size, for t
 
 import keras
 
-from models.parts import conv, images, logits, norm_relu, require_rate, require_size, require_whole
+from .parts import conv, images, logits, norm_relu, require_rate, require_size, require_whole
 
 Shape = tuple[int, int, int]
 _STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))  # times the width, convolutions

@@ -15,7 +15,7 @@ baselines for ImageNet-1k, arXiv:2205.01580.
 
 import keras
 
-from models.parts import drop_path, drop_rates, images, logits, require_rate, require_whole
+from .parts import drop_path, drop_rates, images, logits, require_rate, require_whole
 
 Shape = tuple[int, int, int]
 layers = keras.layers

@@ -14,7 +14,7 @@ counts the first shortcut by convolution of each stage as a layer, and not the l
 
 import keras
 
-from models.parts import (
+from .parts import (
     conv,
     drop_path,
     drop_rates,

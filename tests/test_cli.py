@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 import towers
-from tests.programs import python
+from tests.programs import ROOT, python
 from towers import cli
 from towers.commands.doctor.command import Check
 from towers.errors import InputError, RunError
@@ -264,8 +264,10 @@ LOG_LINE = re.compile(r"^[IWEF]\d{4} |^WARNING: All log messages|^To enable the 
 )
 def test_the_lines_of_a_start_are_shown_if_it_fails(folder, ending, environment, code, shown):
     """Importing Keras writes a line in C's way, and then ends so."""
-    (folder / "keras.py").write_text(f"import os\nos.write(2, b'{NOISE}\\n')\n{ending}\n")
-    ended = shell("train", variables=environment)
+    (folder / "lib").mkdir()
+    (folder / "lib/keras.py").write_text(f"import os\nos.write(2, b'{NOISE}\\n')\n{ending}\n")
+    path = os.pathsep.join([str(ROOT), str(folder / "lib")])
+    ended = shell("train", variables=environment | {"PYTHONPATH": path})
     assert ended.returncode == code
     assert all(text in ended.stderr for text in shown), ended.stderr
     assert (NOISE in ended.stderr) == (NOISE in shown)

@@ -16,7 +16,7 @@ below, and those of `devices`, are loaded when they are first used.
 """
 
 from towers import devices as devices
-from towers.options.functions import lazily
+from towers.options.lazy import lazily
 
 __version__ = "0.1.0"
 _HOME = {

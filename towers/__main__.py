@@ -1,6 +1,10 @@
 """`python -m towers`, and the command `towers`: signals are heard before all else is imported."""
 
-from towers import signals
+from towers.options import search_path
+
+search_path.leave_out_current_folder()  # before anything is imported that may lie there, too
+
+from towers import signals  # noqa: E402
 
 
 def main() -> None:

@@ -25,9 +25,10 @@ from towers import signals
 from towers.errors import InputError, RunError
 from towers.options import flags
 from towers.options.blame import blame
-from towers.options.functions import check_function
+from towers.options.functions import check_function, namesake
 from towers.options.gpu import GpuOptions
 from towers.options.run import Options
+from towers.options.trust import CODE
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_PIPE = 1, 2, signals.EXIT_STOPPED, 141
 
@@ -104,7 +105,6 @@ _VERBS = (
          takes=("address", "any_address", *GpuOptions.__dataclass_fields__),
          function="towers.commands.worker.command:run", tensorflow="import"),
 )  # fmt: skip
-_NAME_FUNCTIONS = ("model", "dataset", "loss", "metrics", "optimizer")
 VERBS = {verb.name: verb for verb in _VERBS}
 _GO_ON = ("train", "sweep")  # verbs that go on where they were stopped
 _ELSEWHERE = {  # verbs as other programs name them
@@ -200,7 +200,7 @@ def parse(name: str, argv: Sequence[str]) -> Any:
 def _functions(options: Any) -> list[tuple[str, str]]:
     """Return (flag, "module:function") of what the user named so, alone or between commas."""
     given = _given(options)
-    pairs = [(flag, n) for flag in _NAME_FUNCTIONS for n in str(given.get(flag, "")).split(",")]
+    pairs = [(flag, n) for flag in CODE for n in str(given.get(flag, "")).split(",")]
     return [(flag, name) for flag, name in pairs if ":" in name or (flag == "model" and name)]
 
 
@@ -236,7 +236,6 @@ def _ended(number: int) -> tuple[int, str]:
 
 def _run(verb: Verb, options: Any, start: float) -> int:
     """Run a verb with its options; return its exit code."""
-    sys.path.insert(0, os.getcwd())  # models.cnn:cnn is found where the user stands
     of_run = getattr(options, "run", options)
     as_json = options.json if hasattr(options, "json") else getattr(of_run, "json", False)
     out = sys.stderr if as_json else sys.stdout
@@ -275,6 +274,11 @@ def _check_names(options: Any, data: bool) -> None:
     for flag, name in _functions(options):
         if data or flag != "dataset":
             check_function(flag, name)
+            if own := namesake(name):
+                signals.complain(
+                    f"--{flag}={name} is the one that comes with towers, not that of {own}: give "
+                    "yours another name to use it"
+                )
     if not data:
         return
     from towers.data import registry

@@ -32,9 +32,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# A program is started by its path: the checkout, which holds models/, is the working folder.
-if os.getcwd() not in sys.path:
-    sys.path.append(os.getcwd())
 
 WARM_UP_LOOPS = 2
 

@@ -6,12 +6,13 @@ responses, it gets TensorFlow's own op: our layer is part of what is compared.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 
 import keras
 import tensorflow as tf
 from lane import Config, Skipped, stored_images, synthetic_batch
+
+from towers.options.functions import load_function
 
 BRIGHTNESS = 63
 CONTRAST = (0.2, 1.8)
@@ -63,8 +64,7 @@ def make_model(config: Config) -> keras.Model:
     config.require(dtype=("float32", "mixed_bfloat16"))
     keras.config.set_dtype_policy(config.dtype)
     keras.utils.set_random_seed(config.seed)
-    module, _, name = config.model.partition(":")
-    function = getattr(importlib.import_module(module), name)
+    function = load_function("model", config.model)
     given = {"num_classes": config.num_classes, "image_shape": config.image_shape}
     parameters = inspect.signature(function).parameters
     model = function(**{k: v for k, v in given.items() if k in parameters}, **config.model_args)

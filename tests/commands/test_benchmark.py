@@ -15,7 +15,7 @@ import tensorflow as tf
 from models.cnn import cnn
 from tests import leftovers, tiny
 from towers import cli
-from towers.commands.benchmark import lanes, own_lane, results
+from towers.commands.benchmark import command, lanes, own_lane, results
 from towers.commands.benchmark.options import BenchmarkOptions
 from towers.commands.benchmark.own_lane import make_parts
 from towers.data import augment
@@ -64,6 +64,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(lanes, "MATMUL_SIZE", 64)
+    monkeypatch.setattr(command, "PEER_FOLDER", tmp_path / "scripts" / "peers")
     return tmp_path
 
 
@@ -345,7 +346,7 @@ def test_what_limits(shared, gather, control, words):
         ("--variables=auto", "cpu, sharded or replicated"),
         ("--windows=0", "at least 1"),
         ("--plot=a.pdf", ".png"),
-        ("--against=session", "run it in a checkout of towers"),
+        ("--against=session", "it comes with a checkout of towers"),
         ("--plot=none/a.png", "there is no folder none"),
         ("--model=tests.tiny:nothing --num_towers=1", "nothing"),
     ],

@@ -1,5 +1,6 @@
 """Functions named as module:function: found, or refused in one line."""
 
+import inspect
 import json
 import sys
 
@@ -140,23 +141,57 @@ def test_a_module_that_is_not_there_is_told_before_it_is_imported(write):
 def away(monkeypatch):
     """Let the checkout not be on the search path, and its models not be imported."""
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(functions._CHECKOUT)])
-    for name in [name for name in sys.modules if name.partition(".")[0] == "models"]:
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("models", "towers_models")]:
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_the_shipped_models_are_found_from_anywhere(modules, away, monkeypatch):
+def test_the_shipped_models_are_those_of_the_checkout(write, modules, away, monkeypatch):
+    before = list(sys.path)
     assert told("models.cnn:cnn") is None
     assert told("models.cnm:cnn").endswith("did you mean models.cnn:cnn?")
-    assert sys.path[-1] == str(functions._CHECKOUT)
-    assert load_function("model", "models.cnn:cnn").__name__ == "cnn"
+    for path in "models/__init__.py", "models/parts.py", "models/resnet.py", "towers_models.py":
+        write(path, "raise SystemExit('a stranger')\ndef resnet(): ...")
+    for name in "models.resnet:resnet20", "models.resnet:resnet", "models.vit:vit":
+        assert told(name) is None and functions.is_shipped(name)
+        file = inspect.getsourcefile(load_function("model", name))
+        assert file == str(functions._CHECKOUT / f"{name.partition(':')[0].replace('.', '/')}.py")
+    assert functions.namesake("models.resnet:resnet") == "models/resnet.py"
+    assert not functions.namesake("models.vit:vit") and not functions.namesake("models.resnet:own")
+    assert sys.path == before and "models" not in sys.modules
     monkeypatch.setattr(functions, "_CHECKOUT", modules / "none")  # installed without a checkout
+    (modules / "models/__init__.py").unlink()
     assert "type towers init for a model of your own" in told("models.cnm:cnn")
+    assert not functions.is_shipped("models.resnet:resnet")
 
 
-def test_models_of_the_users_own_come_first(write, away):
-    write("models/mine.py", "def build(): ...")
-    assert told("models.mine:build") is None
-    assert str(functions._CHECKOUT) not in sys.path
+def test_models_of_the_users_own_are_theirs_by_other_names(write, away):
+    write("models/mine.py", "def build(): return 'mine'")
+    write("models/resnet.py", "def mine(): return 'mine'")
+    for name in "models.mine:build", "models.resnet:mine":
+        assert told(name) is None and not functions.is_shipped(name)
+        assert load_function("model", name)() == "mine"
+
+
+def test_the_current_folder_is_searched_for_what_was_named_and_after_pythons_own(
+    write, folder, monkeypatch
+):
+    installed = [p for p in sys.path if p != str(folder)]
+    monkeypatch.setattr(sys, "path", list(installed))
+    for name in "antigravity", "keras_", "secrets", "this":  # of Python, and of nobody
+        write(f"{name}.py", "raise SystemExit('a stranger')")
+    write("cgitb.py", "import mine_too\ndef build(): return mine_too.value")
+    write("mine_too.py", "value = 3")
+    write("net.py", "import antigravity_, secrets\ndef build(): import mine_too; return mine_too")
+    write("antigravity_.py")
+    monkeypatch.delitem(sys.modules, "secrets", raising=False)
+    load_function("loss", "json:dumps")
+    assert sys.path == installed
+    assert "no module keras_x" in refusal("keras_x:y")
+    assert load_function("model", "net:build")().value == 3
+    assert sys.path == [*installed, str(folder)]  # its functions may import others
+    assert load_function("model", "cgitb:build")() == 3  # as the user has named it
+    for name in "cgitb", "mine_too", "net", "antigravity_":
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize("name", ["builtins:dict", "time:time", "functools:partial"])

@@ -1,5 +1,6 @@
 """Code that a run names is called only if the run is the user's own, or trusted."""
 
+import dataclasses
 import shutil
 import stat
 from pathlib import Path
@@ -58,6 +59,26 @@ def test_a_foreign_run_names_no_code_that_runs(folder, monkeypatch, verb):
         assert word in message
     cli.parse(verb, [*argv, "--trust"])
     cli.parse(verb, argv)  # it is known from now on
+
+
+def test_a_foreign_run_connects_to_no_machine(folder, monkeypatch):
+    make_run("run", workers="evil:2222,more:2222")
+    make_run("slurm", workers="slurm")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "other"))  # somebody else's
+    for name in "run", "slurm":
+        message = refusal("train", [f"--train_dir={name}"])
+        assert "machines to connect to: --workers=" in message and "--trust" in message
+        cli.parse("evaluate", [f"--train_dir={name}"])  # is on this machine
+        for own in "--workers=", "--workers=mine:1", "--num_towers=2", "--devices=cpu":
+            assert "evil" not in cli.parse("train", [f"--train_dir={name}", own]).workers
+    both = make_run("both", sign=False, workers="evil:1", loss="evil:loss")
+    assert "code that would run and machines" in refusal("train", [f"--train_dir={both}"])
+    cli.parse("train", ["--train_dir=run", "--trust"])
+
+
+def test_each_option_that_may_name_a_function_is_asked_for():
+    fields = dataclasses.fields(Options)
+    assert {f.name for f in fields if "module:function" in f.metadata["help"]} == set(trust.CODE)
 
 
 def test_from_python(folder, monkeypatch):

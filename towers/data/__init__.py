@@ -6,7 +6,7 @@
 The names are loaded when they are first used: files can be looked for without TensorFlow.
 """
 
-from towers.options.functions import lazily
+from towers.options.lazy import lazily
 
 _HOME = {
     "ArraySplit": "pipeline",

@@ -4,7 +4,7 @@ The public functions are loaded when they are first used: some modules of this r
 TensorFlow, and those who import them do not wait for it.
 """
 
-from towers.options.functions import lazily
+from towers.options.lazy import lazily
 
 _HOME = {
     "Device": "selection",

@@ -22,9 +22,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from towers.options import search_path
 from towers.text import first_line
 
 TIMEOUT_SECONDS = 180  # a GPU that is newer than TensorFlow compiles its kernels first
@@ -80,12 +80,8 @@ def _run(
     arguments: Sequence[str], timeout_seconds: float, environ: Mapping[str, str] | None
 ) -> dict[str, Any] | str:
     """Run this module in a process of its own; return what it prints, or how it ended."""
-    environ = os.environ if environ is None else environ
-    root = str(Path(__file__).resolve().parents[2])
     environ = {
-        **environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, environ.get("PYTHONPATH")])),
-        "PYTHONSAFEPATH": "1",  # no random.py of the current folder
+        **search_path.environment_of_own_programs(os.environ if environ is None else environ),
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "TF_FORCE_GPU_ALLOW_GROWTH": "true",
     }

@@ -265,15 +265,16 @@ def _of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
     found = {name: found[name] for name in found if _OF_RUN[name].metadata["affects"] != "call"}
     if verb.begins:
         _check_identity(train_dir, found, given)
+    replaced = _replaced(found, given)
+    if not verb.begins:  # they may be gone long since, and the machine at hand will do
+        replaced |= _OF_WORKERS
+    taken = {name: value for name, value in found.items() if name not in replaced}
     text = path.read_text(encoding="utf-8", errors="replace")
     if given.get("trust"):
         _remember(path, text)
     else:
-        trust.check(train_dir, text, {n: v for n, v in found.items() if n not in given})
-    replaced = _replaced(found, given)
-    if not verb.begins:  # they may be gone long since, and the machine at hand will do
-        replaced |= _OF_WORKERS
-    return {name: value for name, value in found.items() if name not in replaced}
+        trust.check(train_dir, text, {n: v for n, v in taken.items() if n not in given})
+    return taken
 
 
 def _remember(path: Path, text: str) -> None:

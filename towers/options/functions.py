@@ -1,6 +1,7 @@
-"""What is loaded by its name: functions of the command line, and public names on first use."""
+"""Functions that the command line names: where they are looked for, and how they are loaded."""
 
 import ast
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -8,34 +9,20 @@ import inspect
 import os
 import pkgutil
 import sys
+import sysconfig
 import tokenize
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from towers.errors import InputError
+from towers.options import search_path
 from towers.options.given import PREFIX, Given
 
-_CHECKOUT = Path(__file__).parents[2]  # unless the package was installed without it
+_CHECKOUT = Path(search_path.CHECKOUT)  # unless the package was installed without it
+_SHIPPED = "towers_models"  # what its models are imported as
+_STDLIB = [folder := sysconfig.get_path("stdlib"), os.path.join(folder, "lib-dynload")]
 _DYNAMIC = {"exec", "eval", "globals", "locals", "setattr", "vars"}  # calls that may make a name
-
-
-def lazily(package: str, home: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the `__getattr__` of a package that loads its public names when they are first used.
-
-    Args:
-        package: its name.
-        home: in which of its modules each name is; of a module, where that is itself.
-    """
-
-    def load(name: str) -> object:
-        if name not in home:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(f"{package}.{home[name]}")
-        is_module = home[name].rpartition(".")[2] == name and not hasattr(module, name)
-        return module if is_module else getattr(module, name)
-
-    return load
 
 
 def load_function(flag: str, name: str) -> Callable:
@@ -58,10 +45,25 @@ def load_function(flag: str, name: str) -> Callable:
 
 
 def is_shipped(name: str) -> bool:
-    """Tell whether a name is that of a model that comes with towers."""
-    module_name = name.partition(":")[0]
-    parts = module_name.split(".")
-    return parts[0] == "models" and _CHECKOUT.joinpath(*parts).with_suffix(".py").is_file()
+    """Tell whether a name is that of a model that comes with towers, in whatever folder."""
+    return _shipped(name) is not None
+
+
+def namesake(name: str) -> str:
+    """Return the file in the current folder that a shipped model is taken before, "" if none."""
+    shipped, path = _shipped(name), Path(*name.partition(":")[0].split("."))
+    files = (path.with_suffix(".py"), path / "__init__.py") if shipped else ()
+    return next((str(f) for f in files if f.is_file() and not f.samefile(shipped)), "")
+
+
+def _shipped(name: str) -> Path | None:
+    """Return the file in the checkout that a model of this name comes in."""
+    module_name, _, function_name = name.partition(":")
+    package, _, module = module_name.partition(".")
+    path = _CHECKOUT / "models" / f"{module}.py"
+    if package != "models" or not module.isidentifier() or not path.is_file():
+        return None
+    return path if function_name in _names(path.read_text(encoding="utf-8")) else None
 
 
 def call_plainly(flag: str, name: str) -> object:
@@ -80,7 +82,8 @@ def _named(flag: str, name: str) -> Callable:
     """Return what is imported by a name."""
     module_name, function_name = _parts(flag, name)
     try:
-        module = importlib.import_module(module_name)
+        with _found_here(module_name) if not is_shipped(name) else contextlib.nullcontext():
+            module = importlib.import_module(_imported_as(name))
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):  # one that the module itself needs
             raise
@@ -90,6 +93,49 @@ def _named(flag: str, name: str) -> Callable:
         return function
     callables = [n for n, value in vars(module).items() if callable(value)]
     raise _no_function(flag, name, callables)
+
+
+def _imported_as(name: str) -> str:
+    """Return what the module of a name is imported as: a shipped one by a name of its own.
+
+    So it is the checkout's, and so are the modules that it imports, whatever else is a `models`
+    where the user stands.
+    """
+    module_name, shipped = name.partition(":")[0], _shipped(name)
+    known = getattr(sys.modules.get(module_name), "__file__", None)
+    if not shipped or (known and os.path.realpath(known) == str(shipped.resolve())):
+        return module_name
+    if _SHIPPED not in sys.modules:
+        init = shipped.with_name("__init__.py")
+        spec = importlib.util.spec_from_file_location(_SHIPPED, init)
+        sys.modules[_SHIPPED] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[_SHIPPED])
+    return f"{_SHIPPED}.{shipped.stem}"
+
+
+@contextlib.contextmanager
+def _found_here(module_name: str) -> Iterator[None]:
+    """Let modules of the current folder be found in the block, if it has the one that is named.
+
+    They come before those that are installed and after Python's own, unless the named one is called
+    as one of these. Once it is imported the folder stays, as the last: functions may import others.
+    """
+    here, name = os.getcwd(), module_name.partition(".")[0]
+    own = [i for i, folder in enumerate(sys.path) if folder in _STDLIB]
+    place = 0 if name in sys.stdlib_module_names else max(own, default=-1) + 1
+    spec = PathFinder.find_spec(name, [here])
+    if spec is None or here in sys.path[:place]:
+        yield
+        return
+    sys.path.insert(place, here)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the module itself may have changed it
+            sys.path.remove(here)
+        known = getattr(sys.modules.get(name), "__spec__", None)
+        if known and known.origin == spec.origin and here not in sys.path:
+            sys.path.append(here)
 
 
 def _given(flag: str, name: str) -> Callable:
@@ -110,38 +156,41 @@ def check_function(flag: str, name: str) -> None:
         InputError: the same line, before anything that takes long.
     """
     module_name, function_name = _parts(flag, name)
+    if is_shipped(name):
+        return
     if module_name in sys.modules or name.startswith(PREFIX):
         load_function(flag, name)
         return
+    with _found_here(module_name):
+        source = _source_of(flag, name, module_name)
+    names = _names(source)
+    if names and function_name not in names:
+        raise _no_function(flag, name, names)
+
+
+def _source_of(flag: str, name: str, module_name: str) -> str:
+    """Return the source of a module, nothing where it cannot be told without an import."""
     folders: list[str] | None = None
     for part in module_name.split("."):
         try:  # a dotted name would import its packages
             find = PathFinder.find_spec if folders is not None else importlib.util.find_spec
             spec = find(part, folders)
         except (ImportError, ValueError):
-            return
+            return ""
         if spec is None:
             raise _no_module(flag, name)
         source = _source(spec)
         if "__path__" in source:  # a package that looks for its modules elsewhere
-            return
+            return ""
         folders = list(spec.submodule_search_locations or ())
-    names = _names(source)
-    if names and function_name not in names:
-        raise _no_function(flag, name, names)
+    return source
 
 
 def _parts(flag: str, name: str) -> tuple[str, str]:
-    """Return module and function of a name; let the shipped models be found if it is of those.
-
-    They lie in the checkout, which is searched last, and only where no other `models` is.
-    """
+    """Return module and function of a name."""
     module_name, colon, function_name = name.partition(":")
     if not (colon and function_name and all(module_name.split("."))):
         raise InputError(f"--{flag}={name} must be module:function, such as models.cnn:cnn")
-    if f"{module_name}.".startswith("models.") and "models" not in sys.modules:
-        if importlib.util.find_spec("models") is None and (_CHECKOUT / "models").is_dir():
-            sys.path.append(str(_CHECKOUT))
     return module_name, function_name
 
 

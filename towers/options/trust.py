@@ -40,7 +40,7 @@ def is_own(text: str) -> bool:
 
 
 def check(train_dir: str, text: str, of_run: Mapping[str, object]) -> None:
-    """Refuse to call what the flags.cfg of a foreign run names.
+    """Refuse to call what the flags.cfg of a foreign run names, and to connect to its workers.
 
     Args:
         train_dir: the folder of the run.
@@ -48,17 +48,20 @@ def check(train_dir: str, text: str, of_run: Mapping[str, object]) -> None:
         of_run: {option: value} of what is taken from there.
 
     Raises:
-        InputError: it names a function, and this user's run has not written it.
+        InputError: it names such a thing, and this user's run has not written it.
     """
     named = [n for n in CODE if any(map(_is_code, str(of_run.get(n, "")).split(",")))]
-    if not named or is_own(text):
+    reaching = ["workers"] if of_run.get("workers") else []
+    if not named + reaching or is_own(text):
         return
+    given = " and ".join(f"--{name}" for name in [*named, *reaching])
     shown = [*named, *(["model_args"] if "model" in named and of_run.get("model_args") else [])]
-    flags = " ".join(f"--{name}={of_run[name]}" for name in shown)
+    flags = " ".join(f"--{name}={of_run[name]}" for name in [*shown, *reaching])
+    what = ["code that would run"] * bool(named) + ["machines to connect to"] * bool(reaching)
     raise InputError(
         f"--train_dir={train_dir}: its flags.cfg was not written by your towers on this machine, "
-        f"or was changed, and names code that would run: {flags}; look at that, and type --trust, "
-        f"or give {' and '.join(f'--{name}' for name in named)} yourself"
+        f"or was changed, and names {' and '.join(what)}: {flags}; look at that, and type --trust, "
+        f"or give {given} yourself"
     )
 
 

@@ -220,15 +220,21 @@ def _hash(variables: Mapping[str, tf.Variable]) -> str:
 def repository(folder: Path) -> dict[str, str] | None:
     """Return root, commit and diff of the git repository that a folder lies in.
 
-    None: git does not know them, is not there, or does not answer in time.
+    None: git does not know them, is not there, or does not answer in time. The programs that the
+    repository's own configuration names, which came with it, are not run.
     """
+    off = ["-c", "core.fsmonitor=false"]
 
-    def git(*arguments: str) -> bytes:
-        command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=True).stdout
+    def git(*arguments: str, check: bool = True) -> bytes:
+        command = ["git", "--no-optional-locks", *off, "-C", str(folder), *arguments]
+        done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=check)
+        return done.stdout
 
     try:
         root, commit = git("rev-parse", "--show-toplevel", "HEAD").decode().splitlines()
+        own = "config", "--local", "--includes", "--name-only", "--get-regexp"
+        filters = git(*own, r"^filter\..*\.(clean|process|required)$", check=False).decode()
+        off += [word for name in filters.splitlines() for word in ("-c", f"{name}=")]
         diff = git("diff", "--no-ext-diff", "--no-textconv", "--full-index", "HEAD")
     except (OSError, ValueError, subprocess.SubprocessError):
         return None

@@ -18,9 +18,10 @@ from towers.commands.benchmark.lanes import LaneError, Turns
 from towers.commands.benchmark.options import BenchmarkOptions
 from towers.commands.benchmark.results import collect, draw, lines
 from towers.errors import InputError, RunError
+from towers.options import search_path
 from towers.options.fields import parse_tower_numbers
 
-PEER_FOLDER = Path("scripts") / "peers"
+PEER_FOLDER = Path(search_path.CHECKOUT, "scripts", "peers")
 PROGRAMS = {"jax": "jax_loop", "mirrored_own_layers": "mirrored"}  # else as the peer is called
 
 
@@ -68,8 +69,8 @@ def check(options: BenchmarkOptions) -> dict[str, Path]:
     for name, program in programs.items():
         if not program.is_file():
             raise InputError(
-                f"--against={name}: there is no {program} in this folder; "
-                "run it in a checkout of towers"
+                f"--against={name}: there is no {program}: it comes with a checkout of towers; "
+                "install that with pip install -e, or leave --against out"
             )
     return programs
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from towers.commands.benchmark.options import BenchmarkOptions
 from towers.errors import InputError
+from towers.options import search_path
 from towers.options.augmentation import parse
 from towers.text import count
 
@@ -189,8 +190,9 @@ class Turns:
 
     def _start(self, name: str, program: Sequence[str], config: Mapping[str, Any]) -> Lane:
         """Start a lane that finds towers and shares a GPU's memory with the others; await it."""
-        paths = os.environ.get("PYTHONPATH"), str(Path(__file__).resolve().parents[3])
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment = search_path.environment_of_own_programs()
+        if program[0] != "-m":
+            del environment["PYTHONSAFEPATH"]  # the modules beside a program are its own
         run = self.options.run
         if not run.per_process_gpu_memory_fraction + run.gpu_memory_limit_mib:
             environment["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"

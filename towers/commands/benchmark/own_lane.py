@@ -265,5 +265,4 @@ def main(config: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, os.getcwd())
     main(json.loads(sys.argv[1]))

@@ -26,7 +26,7 @@ from towers.devices import nvml, visibility
 from towers.devices.nvml import DriverGpu
 from towers.errors import InputError
 from towers.monitoring.results import noted_runs, read_result
-from towers.options import flags
+from towers.options import flags, search_path
 from towers.options.run import Options, names_that_affect, text_of
 from towers.training.stop import StopRequest
 
@@ -136,6 +136,7 @@ class _Child(subprocess.Popen):
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                env=search_path.environment_of_own_programs(),
                 start_new_session=True,
             )
 
