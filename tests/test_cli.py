@@ -25,6 +25,7 @@ from towers.options import flags
 pytestmark = pytest.mark.unit
 
 WRITTEN = "flags are written --name=value"
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "-1"}
 RESULT = {"accuracy": 0.5, "step": 3}
 
 
@@ -322,3 +323,39 @@ def test_a_healthy_run_shows_its_own_lines_only(folder):
     assert trained.returncode == 0, trained.stderr
     assert json.loads(trained.stdout)["steps"] == 2
     assert not LOG_LINE.search(trained.stderr), trained.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "train --num_gpus=4",
+        pytest.param("verify --num_gpus=1,2", marks=pytest.mark.extended),
+        pytest.param("benchmark --num_gpus=1,2 --dataset=synthetic", marks=pytest.mark.extended),
+        pytest.param("train --devices=gpu", marks=pytest.mark.extended),
+        pytest.param("sweep --vary=num_gpus:2", marks=pytest.mark.extended),
+    ],
+)
+def test_gpus_that_are_asked_for_are_no_cpus(folder, argv):
+    ended = shell(*argv.split(), "--batch_size=8", "--max_steps=1", variables=NO_GPU)
+    log = folder / "runs/sweep/num_towers=2.log"
+    said = log.read_text() if log.exists() else ended.stderr
+    assert ended.returncode == (1 if "sweep" in argv else 2)
+    assert said.count("\n") == 1 and "sees 0 GPUs" in said and "type --num_towers=" in said
+
+
+@pytest.mark.parametrize(
+    "verb, given, number",
+    [
+        ("train", "--num_towers=4", 4), ("evaluate", "--num_towers=2", 2),
+        ("verify", "--num_towers=1,3", 3), ("train", "--num_towers=1", 0), ("train", "", 0),
+        ("train", "--num_towers=4 --devices=cpu", 0), ("train", "--num_towers=2 --workers=a:1", 0),
+    ],
+)  # fmt: skip
+def test_several_towers_on_the_cpu_are_told(folder, verb, given, number):
+    Path("run/checkpoints").mkdir(parents=True)
+    lines = []
+    argv = given.split() if verb == "verify" else ["--train_dir=run", *given.split()]
+    cli._tell_of_cpus(cli.parse(verb, argv), lines.append)
+    assert len(lines) == bool(number)
+    assert not number or f"{number} on the CPU" in lines[0] and "--num_gpus" in lines[0]

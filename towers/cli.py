@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import towers
@@ -259,6 +259,8 @@ def _run(verb: Verb, options: Any, start: float) -> int:
                 if verb.tensorflow == "options"
                 else dataclasses.replace(of_run, devices="cpu")
             )
+        if verb.tensorflow == "options":
+            _tell_of_cpus(options, say)
     function = pkgutil.resolve_name(verb.function)
     result = function(options, start if verb.name == "train" else say)
     if as_json and result:
@@ -288,6 +290,20 @@ def _check_names(options: Any, data: bool) -> None:
     # Published files are looked for in all folders below, which takes a while.
     if given["dataset"] != "synthetic" and not (known and known.published):
         registry.locate(given["dataset"], given["data_dir"])
+
+
+def _tell_of_cpus(options: Any, say: Callable[[str], None]) -> None:
+    """Say it if several towers are to be on the CPU because there is nothing else."""
+    import tensorflow as tf
+
+    given = _given(options)
+    number = max(int(n) for n in str(given["num_towers"] or 0).split(","))
+    elsewhere = given["devices"] or given["workers"] or tf.config.get_visible_devices("GPU")
+    if number > 1 and not elsewhere:
+        say(
+            f"towers      {number} on the CPU, there is no GPU here; --num_gpus={number} would be "
+            "an error, and --devices=cpu says that it is meant"
+        )
 
 
 def _exit_code(result: Any) -> int:

@@ -92,6 +92,18 @@ def test_a_gpu_that_is_not_there(args, given, missing):
     )
 
 
+@pytest.mark.parametrize("number, asked", [(4, "--num_gpus=4"), (1, "--num_gpus=1"), (0, "-")])
+def test_gpus_alone_are_asked_for_where_there_is_none(install, monkeypatch, number, asked):
+    message = refusal(number, "gpu")
+    assert message.startswith(asked) and "sees 0 GPUs, no NVIDIA driver answers here" in message
+    assert f"type --num_towers={number or 1} to have towers on the CPU" in message
+    install(A100, A100)
+    assert tower_devices(min(number, 2), "gpu") == ["/gpu:0", "/gpu:1"][: number or 2]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    install()
+    assert refusal(number, ["gpu"]).startswith(asked)
+
+
 @pytest.mark.parametrize(
     "args, devices",
     [

@@ -115,8 +115,10 @@ def test_the_defaults_that_are_shown_are_those_in_force():
 def test_verbs_read_flags_of_their_own():
     options = cli.parse("verify", ["--num_gpus=1,2", "--steps=3", "--nojson", "--float32"])
     assert (options.num_towers, options.steps, options.float32) == ("1,2", 3, True)
+    assert options.run.devices == "gpu"
     options = cli.parse("plan", ["--num_gpus=8", "--gpu_memory_gib=80", "--nomeasure"])
     assert (options.num_towers, options.gpu_memory_gib, options.measure) == (8, 80.0, False)
+    assert options.run.devices == ""  # it tells what GPUs would do
     options = cli.parse("benchmark", ["--num_gpus=1,2", "--against=jax, fit", "--windows=3"])
     assert (options.num_towers, options.peers(), options.windows) == ("1,2", ["jax", "fit"], 3)
 
@@ -182,15 +184,23 @@ def test_help_is_narrow_and_names_every_choice():
         ("--batch_size=3 --json --batch_size=4", dict(batch_size=4, json=True)),
         ("--batch_size 3 --model_args=depth=20,width=16",
          dict(batch_size=3, model_args="depth=20,width=16")),
-        # --num_gpus is an alias.
-        ("--num_gpus=3", dict(num_towers=3)),
+        # --num_gpus is an alias, and needs GPUs.
+        ("--num_gpus=3", dict(num_towers=3, devices="gpu")),
+        ("--num_gpus=0", dict(num_towers=0)),
+        ("--num_gpus=3 --devices=/gpu:0", dict(num_towers=3, devices="/gpu:0")),
         ("--num_gpus=3 --num_towers=4", dict(num_towers=4)),
-        ("--num_towers=4 --num_gpus 3", dict(num_towers=3)),
+        ("--num_towers=4 --num_gpus 3", dict(num_towers=3, devices="gpu")),
     ],
 )  # fmt: skip
 def test_the_ways_to_write_a_flag(line, values):
     assert flags.parse(line.split()) == Options(**values)
     assert flags.parse([*line.split(), "--train_dir=a b"]).train_dir == "a b"
+
+
+def test_gpus_on_cpus_are_refused():
+    for devices in "cpu", "/cpu:0,/cpu:1", "CPU":
+        said = refusal("train", "--num_gpus=2", f"--devices={devices}")
+        assert "exclude each other: type --num_towers=2" in said
 
 
 def test_folders_may_lie_at_home(folder, monkeypatch):
@@ -211,6 +221,7 @@ def test_flagfiles_nest_count_where_they_stand_and_take_comments_and_blank_lines
         "--flagfile=inner.cfg\n  --seed=2  \r\n--overwrite\n--train_dir=a b"
     )
     values = dict(batch_size=1, max_steps=1, seed=2, overwrite=True, train_dir="a b", num_towers=4)
+    values["devices"] = "gpu"
     for flag in (["--flagfile=outer.cfg"], ["--flagfile", "outer.cfg"], ["-flagfile=outer.cfg"]):
         options = flags.parse(["--batch_size=3", "--num_towers=2", *flag, "--num_gpus=4"])
         assert options == Options(**values)
@@ -290,10 +301,10 @@ def test_the_flags_of_the_run_count_and_then_those_given(folder, verb):
     write_run(folder / "run", **values)
     assert cli.parse(verb, ["--train_dir=run"]) == Options(**values)
     given = dict(num_towers=4, json=True)
-    options = cli.parse(verb, ["--train_dir=run", "--num_gpus=4", "--json"])
+    options = cli.parse(verb, ["--train_dir=run", "--num_towers=4", "--json"])
     assert options == Options(**values | given)
     (folder / "a.cfg").write_text("--train_dir=run\n--seed=6\n--model=a.b:c\n")  # as at first
-    options = cli.parse(verb, ["--flagfile=a.cfg", "--num_gpus=4", "--json"])
+    options = cli.parse(verb, ["--flagfile=a.cfg", "--num_towers=4", "--json"])
     assert options == Options(**values | given | {"seed": 6})
 
 

@@ -53,7 +53,7 @@ def tower_devices(
         num_towers: 0 for one tower on each visible GPU, else one on the CPU; N for exactly N GPUs,
             or, where there is no GPU, N logical CPU devices.
         devices: devices to use in place of the first ones ("/gpu:0,/gpu:2" or a list), or "cpu" for
-            logical CPU devices although there are GPUs.
+            logical CPU devices although there are GPUs, or "gpu" for GPUs alone, the first ones.
         divide_cores: whether several towers on the CPU each compute an op on their share of the
             cores, where TensorFlow would divide every op over all of them. What somebody else has
             said of threads stays, and so does what has started already.
@@ -71,8 +71,9 @@ def tower_devices(
     if asks_for_cpus(names):
         hide_gpus()
     gpus = [f"/gpu:{i}" for i in range(len(_logical_gpus()))]
-    if names in ([""], []):
-        chosen = _first_devices(num_towers, gpus)
+    only_gpus = [name.strip().lower() for name in names] == ["gpu"]
+    if names in ([""], []) or only_gpus:
+        chosen = _first_devices(num_towers, gpus, only_gpus)
     elif asks_for_cpus(names):
         chosen = _cpus(num_towers)
     else:
@@ -154,16 +155,23 @@ def _logical_gpus() -> list[tf.config.PhysicalDevice]:
     ]
 
 
-def _first_devices(num_towers: int, gpus: list[str]) -> list[str]:
+def _first_devices(num_towers: int, gpus: list[str], only_gpus: bool) -> list[str]:
     """Return the first devices of the kind that this machine has, never fewer than asked for.
 
     Raises:
-        InputError: there are too few, or TensorFlow sees none of the driver's GPUs and nobody hid
-            them: a run that was meant for them would take days on the CPU, and say nothing.
+        InputError: there are too few, or none where only GPUs will do, or TensorFlow sees none of
+            the driver's GPUs and nobody hid them: a run that was meant for them would take days on
+            the CPU, and say nothing.
     """
     driver = nvml.gpus()
     on_purpose = visibility.hides_all(os.environ) or tf.config.list_physical_devices("GPU")
     if not gpus and (on_purpose or not driver):
+        if only_gpus:
+            asked = f"--num_gpus={num_towers}" if num_towers else "--devices=gpu"
+            raise InputError(
+                f"{asked}, but TensorFlow sees 0 GPUs{_why(driver)}; type --num_towers="
+                f"{num_towers or 1} to have towers on the CPU, or towers doctor to see why"
+            )
         return _cpus(num_towers)
     if gpus and num_towers <= len(gpus):
         return gpus[: num_towers or len(gpus)]

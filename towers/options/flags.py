@@ -107,6 +107,23 @@ _ELSEWHERE = {  # flags as other programs name them; what is nearly the same wor
     }.items()
     for theirs in line.split()
 }
+
+
+class _OfGpus(str):
+    """A number of towers that is typed as one of GPUs."""
+
+
+class _ToAnother(flags.ArgumentParser):
+    """Gives what is typed for --num_gpus to the flag that it stands for: the last one wins."""
+
+    def __init__(self, flag: flags.Flag):
+        self._flag = flag
+
+    def parse(self, text: str) -> str:
+        self._flag.value = _OfGpus(text)
+        return text
+
+
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -188,7 +205,9 @@ def _read(argv: Sequence[str], verb: Verb) -> dict[str, Any]:
             define = {bool: flags.DEFINE_bool, tuple: flags.DEFINE_multi_string}
             define.get(field.type, flags.DEFINE_string)(name, None, "", flag_values=defined)
             if "alias" in field.metadata:
-                flags.DEFINE_alias(field.metadata["alias"], name, flag_values=defined)
+                flags.DEFINE(
+                    _ToAnother(defined[name]), field.metadata["alias"], None, "", defined
+                )
     try:
         others = defined(["towers", *argv])[1:]
     except flags.UnrecognizedFlagError as error:
@@ -204,6 +223,13 @@ def _read(argv: Sequence[str], verb: Verb) -> dict[str, Any]:
         raise InputError(f"unexpected argument {others[0]!r}: flags are written --name=value")
     found = {name: defined[name].value for name in fields if name != positional}
     values = {n: _value(fields[n], value) for n, value in found.items() if value is not None}
+    number = found.get("num_towers")
+    if isinstance(number, _OfGpus) and number != "0" and verb.name != "plan":  # which needs none
+        if "cpu" in values.setdefault("devices", "gpu").lower():
+            raise InputError(
+                f"--num_gpus={number} and --devices={values['devices']} exclude each other: type "
+                f"--num_towers={number} for towers on the CPU"
+            )
     if others:
         values[positional] = tuple(map(os.path.expanduser, others))
     return values
@@ -267,7 +293,7 @@ def _of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
         _check_identity(train_dir, found, given)
     replaced = _replaced(found, given)
     if not verb.begins:  # they may be gone long since, and the machine at hand will do
-        replaced |= _OF_WORKERS
+        replaced |= _OF_WORKERS | ({"devices"} if found.get("devices") == "gpu" else set())
     taken = {name: value for name, value in found.items() if name not in replaced}
     text = path.read_text(encoding="utf-8", errors="replace")
     if given.get("trust"):

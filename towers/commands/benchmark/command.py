@@ -77,9 +77,10 @@ def check(options: BenchmarkOptions) -> dict[str, Path]:
 
 def default_numbers(named: str) -> list[int]:
     """Return 1 and all GPUs, or all devices that are named; without GPUs 1, 2 and 4."""
-    if named.strip().lower() not in ("", "cpu"):
+    named = named.strip().lower()
+    if named not in ("", "cpu", "gpu"):
         return sorted({1, len(named.split(","))})
     places = devices.describe()
-    if named or places[0].device.startswith("/cpu"):
+    if named == "cpu" or places[0].device.startswith("/cpu"):
         return [1, 2, 4]
     return sorted({1, len(places)})

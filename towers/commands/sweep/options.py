@@ -126,12 +126,14 @@ def plan(options: SweepOptions) -> list[PlannedRun]:
         combinations = sample(varied, options.samples, options.sweep_seed)
     else:
         combinations = grid(varied)
-    runs = []
+    runs, of_gpus = [], {}
+    if any(text.partition(":")[0].strip().lstrip("-") == "num_gpus" for text in options.vary):
+        of_gpus = {"devices": "gpu"}
     for combination in combinations:
         name = name_of(combination)
         own = {"train_dir": f"{options.sweep_dir}/{name}", "overwrite": False, "json": False}
         try:
-            run = Options(**options.run | combination | own)
+            run = Options(**of_gpus | options.run | combination | own)
         except InputError as error:
             raise InputError(f"the run {describe(combination)}: {error}") from None
         runs.append(PlannedRun(name, combination, run))
