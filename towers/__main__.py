@@ -1,21 +1,31 @@
 """`python -m towers`, and the command `towers`: signals are heard before all else is imported."""
 
-from towers.options import search_path
+import os
+import sys
 
-search_path.leave_out_current_folder()  # before anything is imported that may lie there, too
+try:
+    from towers.options import search_path
 
-from towers import signals  # noqa: E402
+    search_path.leave_out_current_folder()  # before anything is imported that may lie there, too
+
+    from towers import signals
+except KeyboardInterrupt:  # Ctrl-C, which nobody else hears yet
+    sys.stderr.write("towers: interrupted by SIGINT\n")
+    sys.stderr.flush()
+    os._exit(130)
 
 
 def main() -> None:
     """Run the command line of this process, and end it."""
     listener = signals.Listener(owner=True)
-    listener.__enter__()  # for ever: a signal has its sentence up to the end
     try:
+        listener.__enter__()  # for ever: a signal has its sentence up to the end
         from towers.cli import main as run
 
         code = run()
-    except signals.Ended:  # while this was imported
+    except BaseException:  # while this was imported, where others may make another error of it
+        if not listener.asked:
+            raise
         code, line = listener.stopping(listener.asked)
         signals.complain(line)
     listener.close(code)

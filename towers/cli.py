@@ -29,6 +29,7 @@ from towers.options.functions import check_function, namesake
 from towers.options.gpu import GpuOptions
 from towers.options.run import Options
 from towers.options.trust import CODE
+from towers.text import printable
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_PIPE = 1, 2, signals.EXIT_STOPPED, 141
 
@@ -241,7 +242,7 @@ def _run(verb: Verb, options: Any, start: float) -> int:
     out = sys.stderr if as_json else sys.stdout
 
     def say(line: str) -> None:
-        print(line, file=out, flush=True)
+        print(printable(line), file=out, flush=True)
 
     if verb.name == "train":
         with contextlib.suppress(ValueError):  # not in the main thread

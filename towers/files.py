@@ -1,6 +1,7 @@
 """The folder of a run: whole files or none, and an old run is moved aside, never deleted."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -13,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from towers.errors import InputError, RunError
+from towers.text import cut, printable
 
+_NO_FLUSH = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # of file systems that have none
+_MOST_LEVELS = 200  # of folders within folders: Python makes and lists them recursively
 PARTS = "checkpoints", "train", "eval"  # folders in that of a run
 TEXTS = "flags.cfg", "manifest.json", "result.json", "best.json"
 
@@ -35,6 +39,9 @@ def flush(path: str | Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FLUSH:
+            raise
     finally:
         os.close(descriptor)
 
@@ -73,7 +80,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def damaged(path: Path) -> None:
     """Say that a file is not what it should be."""
-    print(f"warning     {path} is damaged, and taken as absent", file=sys.stderr, flush=True)
+    line = printable(f"warning     {path} is damaged, and taken as absent")
+    print(line, file=sys.stderr, flush=True)
 
 
 _LONGEST_NAME = 200  # of what a run writes in its folder, in characters; folders in it included
@@ -108,9 +116,15 @@ class Lock:
     def take(self, folder: Path, flag: str = "--train_dir") -> None:
         """Lock a folder, if there is one, and its file system has locks.
 
+        Also those in it that a run has, which may be links to those of another run.
+
         Raises:
             InputError: another process trains there; the line begins with the flag.
         """
+        for path in (folder, *(folder / name for name in PARTS)):
+            self._take(path, flag)
+
+    def _take(self, folder: Path, flag: str) -> None:
         try:
             descriptor = os.open(folder, os.O_RDONLY)
         except OSError:  # whoever makes the folder takes it
@@ -218,6 +232,7 @@ def check_train_dir(folder: Path, overwrite: bool) -> None:
     Raises:
         InputError: one line.
     """
+    check_depth(folder, f"--train_dir={folder}")
     try:
         existing = next(p for p in [folder, *folder.absolute().parents] if os.path.lexists(p))
         if not existing.exists():
@@ -248,6 +263,15 @@ def check_train_dir(folder: Path, overwrite: bool) -> None:
     written = folder.absolute().parent if moved else existing
     if not os.access(written, os.W_OK | os.X_OK):
         raise InputError(f"--train_dir={folder}: no permission to write in {written}")
+
+
+def check_depth(folder: Path, given: str) -> None:
+    """Refuse a folder below so many others that no program can make it; the line says `given`."""
+    levels = len(folder.absolute().parts)
+    if levels > _MOST_LEVELS:
+        raise InputError(
+            f"{cut(given, 80)}: {levels} folders within folders; at most {_MOST_LEVELS} are allowed"
+        )
 
 
 def _check_parts(folder: Path) -> None:

@@ -25,6 +25,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from towers.text import printable
+
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVING = signal.SIGUSR1
 GRACE_SECONDS = 2.0  # after which a main thread that has not answered is taken to be blocked
@@ -208,7 +210,7 @@ def interrupted(number: int) -> tuple[int, str]:
 
 def complain(message: object) -> None:
     """Print one line, whatever line breaks the user's own words bring into it."""
-    print("towers:", " ".join(str(message).splitlines()), file=sys.stderr, flush=True)
+    print("towers:", printable(" ".join(str(message).splitlines())), file=sys.stderr, flush=True)
 
 
 def _name(number: int) -> str:

@@ -63,6 +63,18 @@ def reason(error: BaseException) -> str:
     return getattr(error, "strerror", None) or said
 
 
+# Control characters but for ends of lines and tabs, those that turn the direction of writing, and
+# what stands for bytes that are no text.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    """Return a text for a terminal, which what is in somebody's names is not to command."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def cut(text: str, widest: int) -> str:
     """Return a text of at most so many characters: its two ends, which tell names apart."""
     if len(text) <= widest:
@@ -72,7 +84,7 @@ def cut(text: str, widest: int) -> str:
 
 
 def _text(cell: Any) -> str:
-    return "-" if cell is None else str(cell)
+    return "-" if cell is None else printable(str(cell))
 
 
 def _is_right(cell: Any) -> bool:

@@ -8,6 +8,7 @@ Without a test set, x and y alone will do. Pickled objects are not read.
 """
 
 import re
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -44,7 +45,10 @@ def load(dataset: str, path: str) -> Data:
         raise InputError(f"--dataset={dataset} cannot be read: {error.strerror}") from None
     except InputError:
         raise
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError):
+    except (
+        *(zipfile.BadZipFile, zlib.error, EOFError, RuntimeError),
+        *(tokenize.TokenError, TypeError),  # of a header that is none
+    ):
         raise InputError(f"--dataset={dataset} is damaged, or no .npz file; {remedy}") from None
     except ValueError:  # numpy's own, of what only a pickle can hold
         raise InputError(f"--dataset={dataset} has arrays of objects; {remedy}") from None

@@ -28,6 +28,7 @@ from towers.monitoring.comparison import NoiseScale, Stragglers, estimate
 from towers.monitoring.event_writer import PARTS, EventWriter
 from towers.monitoring.workers import WorkerCurves
 from towers.options.timetable import Timetable
+from towers.text import printable
 
 _PHASES = (*tower_stats.PHASES, "update_seconds")
 _CALLS = 100  # whose times are kept one by one
@@ -81,7 +82,7 @@ class Monitor:
 
     def say(self, line: str = "") -> None:
         """Print a line, above the bar if there is one."""
-        tqdm.write(line, file=self._out)
+        tqdm.write(printable(line), file=self._out)
         self._out.flush()
 
     def progress(self, step: int, values: Mapping[str, tf.Tensor]) -> None:

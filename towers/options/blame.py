@@ -15,35 +15,48 @@ _TOWERS = str(Path(__file__).parents[1]) + os.sep
 
 
 def blame(error: BaseException, named: Mapping[str, str]) -> str:
-    """Return one line that says where an error comes from, and whose code that is.
+    """Return one line that says where an error comes from, and whose code that is."""
+    if own := blame_user(error, named):
+        return own
+    if layer := _OF_KERAS.search(_text(error)):
+        return (
+            f"the error comes from Keras' own {layer[1]}: if `model.fit` fails alike without "
+            "towers, change the model or the data; else please report it with the lines above"
+        )
+    ours = [frame for frame in _frames(error) if frame[0].startswith(_TOWERS)]
+    where = _place(*ours[-1]) if ours else "a library"
+    return (
+        f"the error comes from {where}: none of your own code; please report it with the "
+        "lines above, unless they say what to change"
+    )
 
-    That is the user's innermost frame where there is one, whatever library raised below it.
+
+def _frames(error: BaseException) -> list[tuple[str, ...]]:
+    return [match.groups() for match in _FRAME.finditer(_text(error))]
+
+
+def _text(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+
+
+def blame_user(error: BaseException, named: Mapping[str, str]) -> str:
+    """Return one line that says where in the user's own code an error comes from, "" if nowhere.
+
+    That is the innermost frame there, whatever library raised below it.
 
     Args:
         error: with its traceback.
         named: {flag: "module:function"} of what the user named.
     """
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     modules = {flag: name.partition(":")[0] for flag, name in named.items()}
     installed = {m.partition(".")[0] for m in modules.values()} - {"keras", "tensorflow", "towers"}
     library = re.compile(
         rf".*/(site|dist)-packages/(?!({'|'.join(map(re.escape, installed))})[./])"
         rf"|.*__autograph_generated_file|{_STDLIB}/(?!.*-packages/)"
     )
-    frames = [match.groups() for match in _FRAME.finditer(text)]
-    ours = [frame for frame in frames if frame[0].startswith(_TOWERS)]
-    theirs = [frame for frame in frames if frame not in ours and not library.match(frame[0])]
+    theirs = [f for f in _frames(error) if not (f[0].startswith(_TOWERS) or library.match(f[0]))]
     if not theirs:
-        if layer := _OF_KERAS.search(text):
-            return (
-                f"the error comes from Keras' own {layer[1]}: if `model.fit` fails alike without "
-                "towers, change the model or the data; else please report it with the lines above"
-            )
-        where = _place(*ours[-1]) if ours else "a library"
-        return (
-            f"the error comes from {where}: none of your own code; please report it with the "
-            "lines above, unless they say what to change"
-        )
+        return ""
     ends = {f: re.escape(m.replace(".", "/")) + r"(/__init__)?\.py" for f, m in modules.items()}
     flag = next((f for f, end in ends.items() if re.fullmatch(f".*/{end}", theirs[-1][0])), None)
     hint = f" (--{flag}={named[flag]})" if flag else ""

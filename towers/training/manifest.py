@@ -137,7 +137,7 @@ def read(folder: Path) -> dict[str, Any]:
     """Return the manifest of a run, {} if it is missing or, with a line, damaged."""
     found = files.read_json(folder / NAME)
     sessions = found.get("sessions")
-    whole = isinstance(sessions, list) and all(isinstance(session, dict) for session in sessions)
+    whole = isinstance(sessions, list) and all(isinstance(each, dict) for each in sessions or [0])
     of_task = "task" not in found or _is_task(found["task"])  # older manifests have none
     whole = whole and found.get("format") == _FORMAT and of_task
     if found and not whole:

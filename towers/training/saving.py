@@ -238,6 +238,8 @@ class Checkpoints:
             self._best_there = self.best
         best = [Path(prefix) for number, prefix in found if number == self._best_there]
         kept = prefixes[-self.keep :]
+        if not kept:
+            raise FileNotFoundError(errno.ENOENT, "it was renamed or deleted meanwhile")
         old = [prefix for prefix in prefixes[: -self.keep] if prefix not in best]
         for prefix in old:
             prefix.with_name(f"{prefix.name}.index").unlink()  # first: an index means a whole one

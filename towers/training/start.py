@@ -259,6 +259,7 @@ def begin(
     checkpoints.home = files.Home(folder, lock, say)
     graph = train_loop.get_concrete_function(batches, tf.constant(0)).graph
     _open_root(run, folder, rules, lines, placement, graph)
+    lock.take(folder)  # the folders in it, too, which are there now
     return Start(
         run, folder, checkpoints, restored, timetable, train_loop, batches, sampler, placement
     )

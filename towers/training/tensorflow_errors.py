@@ -9,7 +9,7 @@ import tensorflow as tf
 from towers.devices import memory
 from towers.errors import InputError, RunError
 from towers.graphs.placement import Op, short
-from towers.options.blame import blame
+from towers.options.blame import blame_user
 from towers.options.run import Options
 from towers.text import first_line
 from towers.training import out_of_memory
@@ -118,10 +118,11 @@ def _with_traceback(line: str, error: tf.errors.OpError, options: Options) -> Ru
 
 
 def _of_own_code(line: str, error: Exception, options: Options) -> RunError:
-    """Return the error of a line that ends in whose code it comes from."""
+    """Return the error of a line that ends in the place of the user's own code, if there is one."""
     flags = ("model", "dataset", "loss", "metrics", "optimizer")
     named = {flag: value for flag in flags if ":" in (value := getattr(options, flag))}
-    return RunError(f"{line}; {blame(error, named)}")
+    own = blame_user(error, named)
+    return RunError(f"{line}; {own}" if own else line)
 
 
 def _no_recomputing(text: str, options: Options) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import os
 import sys
 import threading
@@ -26,6 +25,7 @@ from towers.monitoring.results import read_result
 from towers.options.call import options_of
 from towers.options.run import Options
 from towers.options.timetable import Timetable
+from towers.text import printable
 from towers.training import checkpoint, manifest, nan
 from towers.training.best import Best
 from towers.training.elastic import Elastic
@@ -70,7 +70,10 @@ def train(
     start = time.perf_counter() if start is None else start
     options = options_of(options, fields)
     out = sys.stderr if options.json else sys.stdout
-    say = functools.partial(print, file=out, flush=True)
+
+    def say(line: str) -> None:
+        print(printable(line), file=out, flush=True)
+
     folder = Path(options.train_dir)
     files.check_train_dir(folder, options.overwrite)
     with files.Lock() as lock:

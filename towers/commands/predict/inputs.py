@@ -2,6 +2,7 @@
 
 import csv
 import os
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ _KINDS = f"{', '.join(IMAGES)}, .npy, .npz and .csv"
 # What numpy, zipfile and csv raise of files that are not what their names say.
 _DAMAGED = (
     ValueError, EOFError, KeyError, RuntimeError, zlib.error, zipfile.BadZipFile, csv.Error,
+    tokenize.TokenError, TypeError,
 )  # fmt: skip
 _NUM_THREADS = os.cpu_count() or 1
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from towers.commands.predict.inputs import Part
+from towers.text import printable
 from towers.training.loading import Trained
 
 _SHOWN = 6  # numbers of an output in a table
@@ -70,7 +71,8 @@ def _write_table(rows: Iterator[Row], classes: Classes | None, parts: Sequence[P
     name = max(len("class"), *map(len, classes.names)) if classes else 0
 
     def line(file: str, number: Any, rest: str) -> str:
-        return f"{file:{width}}  " + (f"{number:>{index}}  " if numbered else "") + rest.rstrip()
+        place = f"{file:{width}}  " + (f"{number:>{index}}  " if numbered else "")
+        return printable(place + rest.rstrip())
 
     if classes:
         heads = f"{'class':{name}}  probability  {'second':{name}}  probability"

@@ -244,6 +244,7 @@ def _result_of(run: PlannedRun) -> dict[str, Any] | None:
 def _make_folder(folder: Path) -> None:
     """Make the folder of a sweep; an InputError refuses one that cannot be it."""
     given = f"--sweep_dir={folder}"
+    files.check_depth(folder, given)
     try:
         if files.is_run(folder):
             raise InputError(f"{given} is the folder of a run; name another, or one in which it is")

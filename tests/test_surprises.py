@@ -1,0 +1,184 @@
+"""What nobody expects: names with control characters, signals at any time, odd file systems."""
+
+import errno
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+import tensorflow as tf
+
+from tests import runs
+from tests.programs import environment
+from towers import files, signals, text
+from towers.data import npz
+from towers.errors import InputError, RunError
+from towers.training import checkpoint, manifest
+from towers.training.saving import Checkpoints
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    "name, shown",
+    [
+        ("a\x1b[31mred", r"a\x1b[31mred"), ("\x9b2J\x07", r"\x9b2J\x07"), ("b\rc", r"b\rc"),
+        ("\u202egnp.exe", r"\u202egnp.exe"), (os.fsdecode(b"x\xff"), r"x\udcff"),
+        ("日本 é\t|\n", "日本 é\t|\n"),
+    ],
+)  # fmt: skip
+def test_names_do_not_command_the_terminal(name, shown, capsys, tmp_path):
+    assert text.printable(name) == shown
+    assert shown.strip("\n") in text.table(["a"], [[name]])[1] or "\n" in name
+    signals.complain(f"--train_dir={name}: no")
+    files.damaged(tmp_path / name.strip("\n"))
+    said = capsys.readouterr().err
+    assert said.encode() and not {"\x1b", "\x9b", "\x07", "\r", "\u202e"} & set(said)
+    if not {"\n", "\r"} & set(name):  # which complain makes spaces of, for it is one line
+        assert said.startswith(f"towers: --train_dir={shown}: no\nwarning     ")
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO])
+def test_a_file_system_without_fsync_is_written_to(monkeypatch, tmp_path, number):
+    def fsync(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path = tmp_path / "a.txt"
+    if number == errno.EIO:  # the disk is broken
+        with pytest.raises(RunError, match="cannot be written"):
+            files.write_text(path, "a")
+    else:
+        files.write_text(path, "a")
+        assert path.read_text() == "a"
+
+
+@pytest.mark.parametrize("part", ["checkpoints", "train", "eval"])
+def test_runs_that_share_a_folder_by_a_link_do_not_both_train(tmp_path, part):
+    one, two = tmp_path / "one", tmp_path / "two"
+    (one / part).mkdir(parents=True)
+    two.mkdir()
+    (two / part).symlink_to(one / part)
+    with files.Lock() as first, files.Lock() as second:
+        first.take(one)
+        with pytest.raises(InputError, match=f"two/{part}: another process trains there"):
+            second.take(two)
+    with files.Lock() as second:
+        second.take(two)
+
+
+@pytest.mark.parametrize("verb", ["train", "sweep"])
+@pytest.mark.parametrize("levels", [300, 1500])
+def test_folders_below_too_many_others_are_refused(tmp_path, monkeypatch, capsys, verb, levels):
+    monkeypatch.chdir(tmp_path)
+    flag = {"train": "train_dir", "sweep": "sweep_dir"}[verb]
+    more = ["--vary=seed:1"] if verb == "sweep" else ["--devices=cpu"]
+    code, _, said = runs.command(capsys, verb, f"--{flag}={'a/' * levels}b", *more)
+    assert code == 2 and "folders within folders; at most 200 are allowed" in said
+    assert said.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("header", ["(" * 9000, "{'descr': " + "[" * 4000, "-" * 5000, "{{}}"])
+def test_headers_of_deep_brackets_are_damaged_files(tmp_path, header):
+    header = header.encode() + b"\n"
+    array = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as file:
+        file.writestr("x_train.npy", array)
+    with pytest.raises(InputError, match="a.npz (is damaged|has arrays of objects)"):
+        npz.load("a.npz", str(tmp_path / "a.npz"))
+
+
+def test_a_manifest_of_no_session_is_damaged(tmp_path, capsys):
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"format": manifest._FORMAT, "sessions": []})
+    )
+    assert manifest.read(tmp_path) == {} and "is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.graph
+def test_a_folder_that_is_renamed_while_it_is_written_is_made_again(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "flags.cfg").write_text("")
+    real, times = checkpoint.write, []
+
+    def write(directory, *arguments):
+        real(directory, *arguments)
+        times.append(1)
+        if len(times) == 1:
+            folder.rename(tmp_path / "renamed")
+
+    monkeypatch.setattr(checkpoint, "write", write)
+    checkpoints = Checkpoints(folder / "checkpoints", {"step": tf.Variable(3)}, {})
+    with files.Lock() as lock:
+        said = []
+        checkpoints.home = files.Home(folder, lock, said.append)
+        checkpoints.save_now(3)
+    assert len(said) == 1 and sorted(p.name for p in tmp_path.iterdir()) == ["renamed", "run"]
+    assert [step for step, _ in checkpoint.find(folder / "checkpoints")] == [3]
+
+
+YIELDS = {
+    "another shape": "np.zeros([3])", "another rank": "np.zeros([2, 2])", "a text": "'abc'",
+    "a pair": "(np.zeros([2]), 1, 2)",
+}  # fmt: skip
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("what", runs.released(YIELDS, "another shape"))
+def test_what_a_generator_gives_is_not_blamed_on_towers(tmp_path, monkeypatch, capsys, what):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gives.py").write_text(
+        "import keras, numpy as np, tensorflow as tf\n"
+        "def generate():\n    yield np.zeros([2]), 0\n    yield np.zeros([2]), 1\n"
+        f"    yield {YIELDS[what]}, 0\n"
+        "def load():\n    specs = tf.TensorSpec([2]), tf.TensorSpec([], tf.int32)\n"
+        "    d = tf.data.Dataset.from_generator(generate, output_signature=specs)\n"
+        "    return (d, 3), (d.take(2), 2)\n"
+        "def build():\n    return keras.Sequential([keras.Input([2]), keras.layers.Dense(2)])\n"
+    )
+    given = "--model=gives:build --dataset=gives:load --batch_size=3 --max_steps=2 --devices=cpu"
+    code, _, said = runs.command(capsys, "train", *given.split())
+    assert code in (1, 2) and "--dataset=gives:load" in said.splitlines()[-1], said
+    assert "please report" not in said and "gallery.py" not in said
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("number", runs.released([1, 2, 15], 1, 2))
+def test_a_signal_in_the_first_second_gives_a_line(tmp_path, number):
+    """The first 50 ms are Python's own start."""
+    number = signal.Signals(number)
+    for after in (0.06, 0.15, 0.3, 0.6):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "towers", "train", "--train_dir=run"], cwd=tmp_path, text=True,
+            env=environment(CUDA_VISIBLE_DEVICES="-1"), stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )  # fmt: skip
+        time.sleep(after)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+        assert "Traceback" not in said, (after, said)
+        assert said.count("towers: ") <= 1
+    assert "towers: " in said
+
+
+@pytest.mark.process
+def test_ctrl_c_while_the_first_modules_are_imported(tmp_path):
+    for module in "signals", "options.search_path":
+        code = (
+            "import importlib.abc, sys\n"
+            "class Stop(importlib.abc.MetaPathFinder):\n"
+            "    def find_spec(self, name, *_):\n"
+            f"        if name == 'towers.{module}': raise KeyboardInterrupt\n"
+            "sys.meta_path.insert(0, Stop())\n"
+            "from towers.__main__ import main\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment()
+        )
+        assert (done.returncode, done.stderr) == (130, "towers: interrupted by SIGINT\n")
