@@ -165,7 +165,9 @@ def test_options_after_the_start(install):
     assert "towers.devices.configure() before" in message
     assert machine.limits_mib == [None]
     started(install())
-    gpus.configure(visible_gpus="none")  # there is nothing to hide
+    gpus.configure(allow_growth=True)  # there is nothing to limit
+    gpus.configure(visible_gpus="none")  # nor to hide
+    assert "comes too late" in refusal(visible_gpus="0")
 
 
 def test_visible_gpus_after_listing(install):
@@ -271,9 +273,8 @@ def test_a_program_with_the_real_tensorflow():
     )
     assert done.stdout.splitlines() == [
         "['/cpu:0', '/cpu:1']",
-        "--gpu_memory_limit_mib=600 comes too late, TensorFlow has started",
         "--visible_gpus=1 comes too late, TensorFlow has listed its devices",
-        NO_GPU.format("gpu_memory_limit_mib=512"),
+        NO_GPU.format("gpu_memory_limit_mib=600"),
     ], done.stderr
 
 

@@ -73,12 +73,23 @@ def test_towers_on_cpus_have_their_share_of_the_cores_unless_threads_are_said():
     assert ran.stdout.splitlines()[-1:] == [str([found for *_, found in CASES])], ran.stderr
 
 
-@pytest.mark.parametrize("args", [(5,), (5, "cpu"), (0, "/cpu:0,/cpu:4")])
-def test_too_late_for_more_cpus(args):
+@pytest.mark.parametrize("args", [(5,), (6, "cpu"), (9, ["CPU"])])
+def test_too_late_for_more_cpus_towers_share_those_there_are(args, capsys):
     tf.constant(0)
-    message = refusal(*args)
-    assert message.startswith("5 CPU devices are needed, but TensorFlow has started with 4")
-    assert "call towers.devices.tower_devices(5) before" in message
+    assert tower_devices(*args) == (CPUS * 3)[: args[0]]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{args[0]} towers share /cpu:0, /cpu:1, /cpu:2, /cpu:3, all that" in line
+    assert f"type towers.devices.tower_devices({args[0]}) before the first model" in line
+
+
+def test_a_cpu_may_be_named_for_several_towers_and_one_that_is_not_there_for_none():
+    tf.constant(0)
+    assert tower_devices(devices="/cpu:0,cpu:0,/cpu:1") == ["/cpu:0", "/cpu:0", "/cpu:1"]
+    assert "there is no /cpu:4; TensorFlow sees /cpu:0, /cpu:1, /cpu:2, /cpu:3, and has st" in (
+        refusal(devices="/cpu:0,/cpu:4")
+    )
+    with kinds.cpus_for_gpus():
+        assert "there is no /cpu:4" in refusal(4)
 
 
 @pytest.mark.parametrize(

@@ -210,13 +210,14 @@ def _limit_mib(options: GpuOptions, gpu: DriverGpu | None) -> int | None:
 
 
 def _check_in_time(asked: GpuOptions, new: dict[str, Any]) -> None:
-    """Refuse options that can no longer be set."""
+    """Refuse options that can no longer be set, unless there is no GPU that they would act on."""
     event = None
     if "visible_gpus" in new and tf_private.has_listed_devices():
         event = "listed its devices"
     elif new and tf_private.has_started():
         event = "started"
-    if event and not (asked.visible_gpus == "none" and not tf.config.list_physical_devices("GPU")):
+    chosen = new.get("visible_gpus", "none") != "none"
+    if event and (chosen or tf.config.list_physical_devices("GPU")):
         given = ", ".join(f"--{name}={value}" for name, value in new.items())
         raise InputError(
             f"{given} comes too late, TensorFlow has {event}: call towers.devices.configure() "

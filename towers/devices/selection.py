@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from towers import signals
 from towers.builder import kinds
 from towers.builder.kinds import are_of_workers, machine_of
 from towers.devices import cluster, nvml, visibility
@@ -24,6 +25,7 @@ from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError
 from towers.text import count, table
 
+_TOO_LATE = ", and has started: no CPU devices can be added"
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -51,7 +53,8 @@ def tower_devices(
 
     Args:
         num_towers: 0 for one tower on each visible GPU, else one on the CPU; N for exactly N GPUs,
-            or, where there is no GPU, N logical CPU devices.
+            or, where there is no GPU, N logical CPU devices: several towers share one, with a line
+            that says so, if TensorFlow has started with fewer.
         devices: devices to use in place of the first ones ("/gpu:0,/gpu:2" or a list), or "cpu" for
             logical CPU devices although there are GPUs, or "gpu" for GPUs alone, the first ones.
         divide_cores: whether several towers on the CPU each compute an op on their share of the
@@ -62,8 +65,7 @@ def tower_devices(
         Device strings such as "/gpu:0", in tower order.
 
     Raises:
-        InputError: more towers than GPUs, a device that does not exist, a malformed device, or
-            TensorFlow has started with fewer CPU devices than are needed.
+        InputError: more towers than GPUs, a device that does not exist, or a malformed device.
     """
     if num_towers < 0:
         raise InputError(f"--num_towers={num_towers}: 0 or more is needed")
@@ -80,10 +82,13 @@ def tower_devices(
         chosen = _named_devices(num_towers, names)
     if divide_cores:
         _divide_cores(chosen)
-    existing = gpus + [f"/cpu:{i}" for i in range(_provide_cpus(chosen))]
+    cpus = [f"/cpu:{i}" for i in range(_provide_cpus(chosen))]
+    existing = gpus + cpus
     for device in chosen:
         if device not in existing:
-            why = _why(nvml.gpus()) if "gpu" in device else ""
+            if "gpu" not in device and not kinds.stand_in() and not _are_named(names):
+                return _shared(len(chosen), cpus)
+            why = _why(nvml.gpus()) if "gpu" in device else _TOO_LATE
             raise InputError(
                 f"--devices={','.join(names)}: there is no {device}; TensorFlow sees "
                 f"{', '.join(existing)}{why}; type --devices={existing[0]}, or --devices=cpu"
@@ -95,6 +100,21 @@ def asks_for_cpus(devices: str | Sequence[str]) -> bool:
     """Return whether the towers are to be on logical CPU devices although there may be GPUs."""
     names = [devices] if isinstance(devices, str) else devices
     return [name.strip().lower() for name in names] == ["cpu"]
+
+
+def _are_named(devices: Sequence[str]) -> bool:
+    return devices not in ([""], []) and not asks_for_cpus(devices)
+
+
+def _shared(num_towers: int, cpus: Sequence[str]) -> list[str]:
+    """Return a device for each tower, of those that TensorFlow has started with."""
+    signals.complain(
+        f"{num_towers} towers share {', '.join(cpus)}, all that TensorFlow has started with: the "
+        "numbers are the same; for a device each type "
+        f"towers.devices.tower_devices({num_towers}) before the first model, in a notebook after "
+        "a restart of its kernel"
+    )
+    return [cpus[tower % len(cpus)] for tower in range(num_towers)]
 
 
 def describe(devices: Sequence[str] | None = None) -> list[Device]:
@@ -222,8 +242,8 @@ def _named_devices(num_towers: int, names: Sequence[str]) -> list[str]:
                 "name them as /gpu:0,/gpu:2 or /cpu:0, or give --devices=cpu"
             )
         device = f"/{match[1]}:{int(match[2])}"
-        if device in chosen:
-            raise InputError(f"{option}: {device} is named twice; each device takes one tower")
+        if device in chosen and match[1] == "gpu":
+            raise InputError(f"{option}: {device} is named twice; each GPU takes one tower")
         chosen.append(device)
     if num_towers not in (0, len(chosen)):
         raise InputError(
@@ -248,21 +268,13 @@ def _divide_cores(devices: Sequence[str]) -> None:
 
 
 def _provide_cpus(chosen: Sequence[str]) -> int:
-    """Make as many logical CPU devices as `chosen` names; return how many there are."""
+    """Make as many logical CPU devices as `chosen` names, if in time; return how many there are."""
     needed = max((int(d.split(":")[1]) + 1 for d in chosen if d.startswith("/cpu")), default=1)
     cpu = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(cpu)
     if needed > len(configured or [None]):
-        try:
+        with contextlib.suppress(RuntimeError):  # it has started
             tf.config.set_logical_device_configuration(
                 cpu, [tf.config.LogicalDeviceConfiguration()] * needed
             )
-        except RuntimeError:
-            raise InputError(
-                f"{needed} CPU devices are needed, but TensorFlow has started with "
-                f"{len(kinds.devices_here('CPU'))}: "
-                f"call towers.devices.tower_devices({needed}) before anything creates a tensor, as "
-                "a model's weights are; in a notebook restart the kernel, and call it in its first "
-                "cell"
-            ) from None
     return len(kinds.devices_here("CPU"))

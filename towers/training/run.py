@@ -282,6 +282,11 @@ def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) 
             "--variables=replicated sums by collectives, which reach no other machine: type "
             "--variables=sharded, by which as little crosses the network, or --variables=cpu"
         )
+    if found == "replicated" and len(set(device_names)) < len(device_names):
+        raise InputError(
+            "--variables=replicated needs a device for each tower: type --variables=cpu, or call "
+            f"towers.devices.tower_devices({len(device_names)}) before anything creates a tensor"
+        )
     return found
 
 

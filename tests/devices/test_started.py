@@ -1,0 +1,75 @@
+"""Several towers in a program whose TensorFlow has started with the one CPU device it has."""
+
+import json
+
+import pytest
+
+from tests.programs import python
+from tests.test_readme import blocks
+
+pytestmark = pytest.mark.process
+
+PROGRAM = '''
+import json, sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import towers
+
+keras.config.set_floatx("float64")
+x, y = np.random.default_rng(0).normal(size=(2, 13, 5))
+y = y[:, :1]
+
+def build():
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    model = keras.Sequential([keras.Input([5]), layers.Dense(4, "relu"), layers.BatchNormalization(),
+                              layers.Dropout(0.3), layers.Dense(1)])
+    model.compile(keras.optimizers.Adam(0.01, clipnorm=1.0), "mse", metrics=["mae"])
+    return model
+
+def fitted(model):
+    history = model.fit(x, y, batch_size=7, epochs=3, verbose=0).history
+    return np.concatenate([np.ravel(v) for v in [*history.values(), *model.get_weights()]])
+
+plain, found = fitted(build()), {}
+assert len(tf.config.list_logical_devices()) == 1
+for how in ({"num_towers": 2}, {"num_towers": 3}, {"num_towers": 4, "devices": "cpu"},
+            {"num_towers": 3, "variables": "sharded"}, {"num_towers": 2, "accumulate_steps": 2}):
+    if "accumulate_steps" in how:
+        model = keras.Sequential([keras.Input([5]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        other = keras.models.clone_model(model)
+        other.set_weights(model.get_weights())
+        other.compile("sgd", "mse")
+        difference = fitted(towers.parallelize(other, **how)) - fitted(model)
+    else:
+        difference = fitted(towers.parallelize(build(), **how)) - plain
+    found[json.dumps(how)] = float(np.abs(difference).max())
+
+verified = towers.verify(build(), x, y, num_towers=(2, 3), say=lambda line: None)
+found["verify"] = max(verified["max_relative_difference"].values())
+assert verified["passed"]
+
+data = ((x.astype("float32"), y), (x.astype("float32"), y))
+losses = [towers.train(model=build, dataset=data, num_towers=n, batch_size=7, num_epochs=1,
+                       train_dir=f"runs/{n}", dtype="float64")["test_loss"] for n in (1, 3)]
+found["train"] = abs(losses[1] - losses[0])
+print(json.dumps(found))
+exec(sys.argv[1])
+'''
+
+
+def test_towers_share_it_with_the_numbers_of_plain_keras_and_a_line(tmp_path):
+    program = next(block for block in blocks("python") if "TowerBuilder" in block)
+    done = python("-c", PROGRAM, program, cwd=tmp_path)
+    (found,) = [json.loads(line) for line in done.stdout.splitlines() if line[:2] == '{"'] or [
+        pytest.fail(done.stderr)
+    ]
+    assert len(found) == 7 and max(found.values()) < 1e-9, found
+    assert "[[ 44.  56.]\n [ 98. 128.]]" in done.stdout, done.stderr
+    shared = [line for line in done.stderr.splitlines() if " share /cpu:0" in line]
+    assert len(shared) == 8 and "type towers.devices.tower_devices(2) before" in shared[0]
+    assert "Warning" not in done.stderr
