@@ -261,6 +261,16 @@ LOG_LINE = re.compile(r"^[IWEF]\d{4} |^WARNING: All log messages|^To enable the 
         ("os.abort()", {}, -signal.SIGABRT, ["Fatal Python error: Aborted", "keras.py"]),
         ("raise KeyboardInterrupt", {}, 130, ["towers: interrupted\n"]),
         ("raise KeyboardInterrupt", {"TF_CPP_MIN_LOG_LEVEL": "0"}, 130, [NOISE, "interrupted"]),
+        ("raise KeyboardInterrupt", {"TF_CPP_MIN_LOG_LEVEL": "3"}, 130, ["interrupted"]),
+        *(
+            pytest.param(*row, marks=pytest.mark.extended)
+            for row in [
+                ("raise KeyboardInterrupt", {"TF_CPP_MIN_LOG_LEVEL": "1"}, 130, [NOISE]),
+                ("raise KeyboardInterrupt", {"TF_CPP_MIN_LOG_LEVEL": "2"}, 130, ["interrupted"]),
+                ("raise KeyboardInterrupt", {"TF_CPP_MIN_LOG_LEVEL": "9"}, 130, ["interrupted"]),
+                ("raise KeyboardInterrupt", {"TF_CPP_MIN_LOG_LEVEL": ""}, 130, ["interrupted"]),
+            ]
+        ),
     ],
 )
 def test_the_lines_of_a_start_are_shown_if_it_fails(folder, ending, environment, code, shown):
@@ -272,6 +282,7 @@ def test_the_lines_of_a_start_are_shown_if_it_fails(folder, ending, environment,
     assert ended.returncode == code
     assert all(text in ended.stderr for text in shown), ended.stderr
     assert (NOISE in ended.stderr) == (NOISE in shown)
+    assert ended.stdout == "starting    TensorFlow\n"
 
 
 FAILING = """

@@ -79,7 +79,7 @@ def test_from_the_first_command_to_fine_tuning_and_a_table(folder):
 
     process = program([*train, "--num_epochs=1000"])
     shown = ""
-    while ": step 0, " not in shown:
+    while ": step 0 of" not in shown:
         assert (line := process.stdout.readline()), process.communicate()
         shown += line
     process.send_signal(signal.SIGINT)

@@ -239,7 +239,8 @@ def _run(verb: Verb, options: Any, start: float) -> int:
     """Run a verb with its options; return its exit code."""
     of_run = getattr(options, "run", options)
     as_json = options.json if hasattr(options, "json") else getattr(of_run, "json", False)
-    out = sys.stderr if as_json else sys.stdout
+    # What predict prints on standard output is for other programs, too.
+    out = sys.stderr if as_json or verb.name == "predict" else sys.stdout
 
     def say(line: str) -> None:
         print(printable(line), file=out, flush=True)
@@ -253,6 +254,8 @@ def _run(verb: Verb, options: Any, start: float) -> int:
             import tensorflow  # noqa: F401
     elif verb.tensorflow or (verb.name == "doctor" and options.workers):
         _check_names(options, data=verb.takes is None or "dataset" in verb.takes)
+        if "tensorflow" not in sys.modules:
+            say("starting    TensorFlow")
         # What is said of a worker that is gone stands in the run's own lines.
         with quiet_start(3 if getattr(options, "workers", "") else 2):
             _start(
@@ -335,13 +338,14 @@ def quiet_start(level: int = 2) -> Iterator[None]:
     """Hold back what TensorFlow's C++ writes while it starts; show it if the start fails.
 
     Once it has started it writes errors, at `level` 3 only what ends the process. If C++ ends the
-    process while it starts, Python's fault handler says where. A user who sets TF_CPP_MIN_LOG_LEVEL
-    gets all lines.
+    process while it starts, Python's fault handler says where. A TF_CPP_MIN_LOG_LEVEL that the user
+    has set stays, and with 0 or 1 nothing is held back.
     """
-    if "TF_CPP_MIN_LOG_LEVEL" in os.environ or "tensorflow" in sys.modules:
+    asked = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
+    if asked in ("0", "1") or "tensorflow" in sys.modules:
         yield
         return
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = str(level)
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = asked or str(level)
     sys.stderr.flush()
     with tempfile.TemporaryFile() as held, os.fdopen(os.dup(2), "wb") as stderr:
         os.dup2(held.fileno(), 2)

@@ -160,7 +160,8 @@ def test_what_cannot_be_read_is_one_line_and_nothing_is_printed(run, files, tmp_
 def printed(monkeypatch, capsys, of_run, *names, **options):
     """Return what the command prints for a model."""
     monkeypatch.setattr(of_predict, "load_run", lambda *_, **__: of_run)
-    of_predict.run(PredictOptions(of_run.options, tuple(map(str, names)), **options))
+    options = PredictOptions(of_run.options, tuple(map(str, names)), **options)
+    of_predict.run(options, lambda line: None)
     return capsys.readouterr().out.splitlines()
 
 

@@ -25,8 +25,8 @@ y = y[:, :1]
 def build():
     keras.utils.set_random_seed(0)
     layers = keras.layers
-    model = keras.Sequential([keras.Input([5]), layers.Dense(4, "relu"), layers.BatchNormalization(),
-                              layers.Dropout(0.3), layers.Dense(1)])
+    hidden = [layers.Dense(4, "relu"), layers.BatchNormalization(), layers.Dropout(0.3)]
+    model = keras.Sequential([keras.Input([5]), *hidden, layers.Dense(1)])
     model.compile(keras.optimizers.Adam(0.01, clipnorm=1.0), "mse", metrics=["mae"])
     return model
 

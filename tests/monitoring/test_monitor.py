@@ -107,13 +107,13 @@ def test_the_lines_in_full(monitor, clock, out):
     monitor.eval_point(11, scalars)
     monitor.eval_point(12, scalars | {"accuracy_ema": 0.5, "loss_ema": 0.25})
     start, trained, raw, both = out.getvalue().splitlines()
-    point = "step {}, examples {}, loss = {}, learning rate 0.05000"
+    point = "step {} of 100, examples {}, loss = {}, learning rate 0.05000 "
     expected = {
-        start: point.format(0, 128, "1.2500"),
-        trained: point.format(10, 1408, "0.5000") + " (320.0 examples/s; 0.400 s/step)",
-        raw: "epoch 0.14, test: accuracy 0.7500, loss 1.0000",
-        both: "epoch 0.15, test: accuracy 0.7500, accuracy_ema 0.5000, loss 1.0000, "
-        "loss_ema 0.2500",
+        start: point.format(0, 128, "1.2500") + "(ETA ?)",
+        trained: point.format(10, 1408, "0.5000") + "(320.0 examples/s; 0.400 s/step; ETA 0:00:36)",
+        raw: "step 11 of 100, epoch 0.14, test: accuracy 0.7500, loss 1.0000 (ETA 0:00:36)",
+        both: "step 12 of 100, epoch 0.15, test: accuracy 0.7500, accuracy_ema 0.5000, "
+        "loss 1.0000, loss_ema 0.2500 (ETA 0:00:32)",
     }
     for line, words in expected.items():
         assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d: " + re.escape(words), line)

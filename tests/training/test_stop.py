@@ -79,7 +79,7 @@ def newest():
 
 def test_a_blocked_run_saves_and_is_left_with_its_last_finished_step(start, monkeypatch):
     run = start(*FLAGS, "--stall_seconds=1")
-    blocked(run, ": step 0, ")
+    blocked(run, ": step 0 of")
     run.send_signal(signal.SIGUSR1)
     saved = int(re.search(r"step (\d)", until(run, "^saving +step .*SIGUSR1"))[1])
     Path("test").touch()  # the evaluation after an epoch is to block
@@ -92,7 +92,7 @@ def test_a_blocked_run_saves_and_is_left_with_its_last_finished_step(start, monk
     Path("test").unlink()
 
     run = start(*FLAGS, "--stall_seconds=1")
-    blocked(run, ": step 8, ")
+    blocked(run, ": step 8 of")
     code, line, _ = end_of(run, signal.SIGHUP, signal.SIGTERM)  # two at once are one
     assert code == 75 and f"step {newest()} is saved" in line and 8 < newest() < 40
     Path("train").unlink()
@@ -106,7 +106,7 @@ def test_a_blocked_run_saves_and_is_left_with_its_last_finished_step(start, monk
 @pytest.mark.extended
 def test_a_blocked_run_is_left_after_a_while_if_that_is_asked_for(start):
     run = start(*FLAGS, "--stall_seconds=4", "--on_stall=stop")
-    blocked(run, ": step 0, ")
+    blocked(run, ": step 0 of")
     code, line, err = end_of(run)
     assert "blocking.py" in err  # the stack of the thread that waits
     assert code == 76 and f"--on_stall=stop: step {newest()} is saved" in line

@@ -21,7 +21,7 @@ from towers.monitoring.monitor import Monitor
 from towers.training import manifest
 from towers.training.classification import Classification
 from towers.training.run import Run
-from towers.training.train import train
+from towers.training.train import table, train
 
 pytestmark = pytest.mark.run
 # All that could be lost between two parts of a run: slots, averages, statistics, seeds, clocks.
@@ -156,7 +156,7 @@ def test_flags_cfg_repeats_the_run_and_calls_of_other_lengths_change_no_bit(
 
 def test_with_json_the_result_alone_is_on_standard_output(tmp_path, capsys):
     flags = *FLAGS, f"--train_dir={tmp_path}", "--json", "--max_steps=3"
-    for words in ["new run", "step 0,"], ["finished"]:  # once more: it is finished
+    for words in ["new run", "step 0 of"], ["finished"]:  # once more: it is finished
         code, out, err = command(capsys, "train", *flags)
         assert code == 0 and json.loads(out) == result_of(tmp_path)
         assert out.count("\n") == 1
@@ -208,6 +208,15 @@ def test_a_run_goes_on_with_another_number_of_towers(tmp_path):
     assert parts["step"] == LAST
 
 
+@pytest.mark.unit
+def test_the_table_of_a_result_has_no_rows_without_a_value():
+    unknown = {"examples_per_second": None, "gradient_noise_scale": None, "test_auc": None}
+    lines = table({"steps": 3, **unknown, "devices": ["/cpu:0"], "train_dir": "runs/a"})
+    assert [line.split() for line in lines[1:-1]] == [
+        ["steps", "3"], ["devices", "/cpu:0"], ["train_dir", "runs/a"]
+    ]  # fmt: skip
+
+
 @pytest.mark.extended
 def test_the_clock_of_examples_goes_on_with_another_batch_size(tmp_path):
     given = dict(num_epochs=2.0, log_every_steps=1)
@@ -231,7 +240,7 @@ def test_a_process_that_is_killed_has_the_curves_of_one_that_was_not(tmp_path):
     quiet = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=quiet) as process:
         for text in process.stdout:
-            if ": step 80, " in text:
+            if ": step 80 of" in text:
                 process.kill()
     assert process.returncode == -signal.SIGKILL
     for name in "ended", "whole":

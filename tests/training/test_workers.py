@@ -97,7 +97,7 @@ def undisturbed(pair, tmp_path_factory):
 
 def lose(run, worker, number=signal.SIGKILL):
     """Let a worker be lost at some time, and wait until the run knows."""
-    run.until("step 0,")
+    run.until("step 0 of")
     time.sleep(random.uniform(0, 0.5))
     worker.signal_all(number)
     assert worker.address in run.until("^lost ", seconds=30)
@@ -166,7 +166,7 @@ def test_a_run_stops_if_that_is_asked_for_and_goes_on_with_whom_there_is(
 @extended
 def test_a_worker_that_another_program_has_meanwhile_is_left_to_it(pair, undisturbed, tmp_path):
     with started(1) as (other,), Run(tmp_path / "run", [pair[0], other]) as run:
-        run.until("step 0,")
+        run.until("step 0 of")
         other.signal_all(signal.SIGSTOP)
         run.until("^going on", seconds=30)
         other.signal_all(signal.SIGCONT)
@@ -197,7 +197,7 @@ def test_workers_are_free_again_when_the_program_ends(pair, undisturbed, tmp_pat
 @extended
 def test_a_worker_that_is_busy_or_missing_is_named(pair, tmp_path):
     with Run(tmp_path / "run", pair, "--max_steps=100000") as run:
-        run.until("step 0,")
+        run.until("step 0 of")
         with Run(tmp_path / "second", pair) as second:
             said = second.end(2)
         assert f"(pid {run.process.pid})" in said and pair[0].address in said

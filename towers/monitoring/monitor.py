@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from towers.devices import memory
 from towers.monitoring import events, tower_stats
@@ -73,10 +73,14 @@ class Monitor:
             total=timetable.last_step,
             initial=timetable.first_step,
             unit="step",
-            disable=not (sys.stderr.isatty() or "ipykernel" in sys.modules),  # in a notebook
+            # In a notebook the lines' own stream: between those of two it would be drawn anew.
+            file=self._out if in_notebook() else sys.stderr,
+            mininterval=1.0 if in_notebook() else 0.1,
+            disable=not (sys.stderr.isatty() or in_notebook()),
         )
         self._stragglers, self._workers = Stragglers(devices), WorkerCurves(devices)
         self._window_start: tuple[float, int] | None = None
+        self._warm: tuple[float, int] | None = None  # when the first point was made, and its step
         self._calls: list[Mapping[str, tf.Tensor]] = []
         self._paused_seconds = 0.0
 
@@ -126,13 +130,15 @@ class Monitor:
         if self._timetable.options.on_nan == "skip":
             scalars["skipped_steps"] = metrics["skipped"]
         self._writer.scalars("train", self._timetable.x(step - 1), scalars)
-        ending = ""
+        self._warm = self._warm or (self._clock(), step)
+        rate = ""
         if speed:
-            rate, seconds = speed[_RATE], speed["speed/seconds_per_step"]
-            ending = f" ({rate:.1f} examples/s; {seconds:.3f} s/step)"
+            seconds = speed["speed/seconds_per_step"]
+            rate = f"{speed[_RATE]:.1f} examples/s; {seconds:.3f} s/step; "
         self.say(
-            f"{_now()}: step {step - 1}, examples {examples}, "
-            f"loss = {metrics['loss']:.4f}, learning rate {metrics['learning_rate']:.5f}{ending}"
+            f"{_now()}: step {step - 1} of {self._timetable.last_step}, examples {examples}, "
+            f"loss = {metrics['loss']:.4f}, learning rate {metrics['learning_rate']:.5f} "
+            f"({rate}ETA {self._eta(step)})"
         )
         if own_seconds and (line := self._stragglers.line(own_seconds)):
             self.say(line)
@@ -155,7 +161,10 @@ class Monitor:
         """Print the figures of an evaluation of a part of the data set."""
         known = {name: value for name, value in figures.items() if value is not None}
         shown = ", ".join(f"{name} {value:.4f}" for name, value in known.items())
-        self.say(f"{_now()}: epoch {self._timetable.epochs(step):.2f}, {what}: {shown}")
+        self.say(
+            f"{_now()}: step {step} of {self._timetable.last_step}, epoch "
+            f"{self._timetable.epochs(step):.2f}, {what}: {shown} (ETA {self._eta(step)})"
+        )
 
     def evaluated(self, step: int) -> bool:
         """Tell whether the curves have an evaluation after `step` updates."""
@@ -203,6 +212,15 @@ class Monitor:
         scale = self._noise.examples()
         return scalars if scale is None else scalars | {"noise_scale/examples": scale}
 
+    def _eta(self, step: int) -> str:
+        """Return the time that is left, "0:12:30", as it has gone since the first point."""
+        remaining = self._timetable.last_step - step
+        start, first = self._warm or (0.0, step)
+        if remaining and step == first:
+            return "?"
+        seconds = (self._clock() - start) / max(step - first, 1) * remaining
+        return str(datetime.timedelta(seconds=round(seconds)))
+
     def _speed(self, step: int) -> tuple[dict[str, float], list[float]]:
         """Return scalars, and seconds of each tower's step; none at the first point, a warm-up."""
         now, scalars, own_seconds = self._clock(), {}, []
@@ -247,6 +265,11 @@ def _cut(of_train: Path, of_eval: Path, start: int) -> set[int]:
 def _sum(calls: Sequence[Mapping[str, tf.Tensor]]) -> dict[str, tf.Tensor]:
     """Return the sums over calls of the train loop."""
     return {name: tf.add_n([call[name] for call in calls]) for name in calls[0]}
+
+
+def in_notebook() -> bool:
+    """Tell whether this program is a notebook's kernel."""
+    return "ipykernel" in sys.modules
 
 
 def _now() -> str:

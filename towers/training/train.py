@@ -19,7 +19,7 @@ from towers.errors import RunError
 from towers.monitoring import dashboard
 from towers.monitoring.gallery import Gallery
 from towers.monitoring.histograms import make_histograms
-from towers.monitoring.monitor import Monitor, tensorboard_command
+from towers.monitoring.monitor import Monitor, in_notebook, tensorboard_command
 from towers.monitoring.profiler import Profiler
 from towers.monitoring.results import read_result
 from towers.options.call import options_of
@@ -237,7 +237,8 @@ def announce(monitor: Monitor, begun: Start) -> None:
     else:
         monitor.say(f"continuing  {folder} at step {begun.restored} of {last}")
     monitor.say(f"watch it    {tensorboard_command(folder)}")
-    if threading.current_thread() is threading.main_thread():  # else nobody listens
+    listens = threading.current_thread() is threading.main_thread()
+    if listens and not in_notebook():  # which has no terminal beside it
         monitor.say(f"profile it  kill -USR2 {os.getpid()}")
 
 
@@ -436,13 +437,14 @@ def best_of(run: Run, folder: Path) -> Best:
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """Return the lines of the table at a run's end."""
+    """Return the lines of the table at a run's end, of what has a value."""
 
     def cell(value: Any) -> str:
         if isinstance(value, float):
             return f"{value:.4f}" if abs(value) < 100 else f"{value:.1f}"
-        return "-" if value is None else ", ".join(value) if isinstance(value, list) else str(value)
+        return ", ".join(value) if isinstance(value, list) else str(value)
 
     width = max(22, *map(len, result))
-    lines = [f"  {name:{width}} {cell(value)}" for name, value in result.items()]
+    known = {name: value for name, value in result.items() if value is not None}
+    lines = [f"  {name:{width}} {cell(value)}" for name, value in known.items()]
     return ["result", *lines, tensorboard_command(result["train_dir"])]

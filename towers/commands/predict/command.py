@@ -1,7 +1,6 @@
 """What a trained model makes of the user's files: computed on towers, printed as it comes."""
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,31 +22,27 @@ from towers.training.run import tower_devices
 from towers.training.tensorflow_errors import one_line_errors
 
 
-def run(options: PredictOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
+def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
     """Print what the newest or best checkpoint of a run says of each example; return {}.
 
     Files are read before anything is printed, and again as they are needed. Lines about the run go
-    to standard error.
+    to `say`.
 
     Raises:
         InputError: there is no such run, or a file cannot be read.
     """
-
-    def note(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     of_run = options.run
     devices.configure(**dataclasses.asdict(of_run.gpu_options()))
     devices.try_out()
     builder = TowerBuilder(tower_devices(of_run))
-    trained = load_run(of_run, averages=options.averages, warn=note)
+    trained = load_run(of_run, averages=options.averages, warn=say)
     parts = inputs.find(options.files, trained)
     num = sum(part.size for part in parts)
     for line in devices.report(builder.devices):
-        note(line)
+        say(line)
     kind = "averages" if trained.averaged else "weights"
     towers = count(len(builder.devices), "tower")
-    note(f"step {trained.step}, {kind}, {count(num, 'example')}, {towers}")
+    say(f"step {trained.step}, {kind}, {count(num, 'example')}, {towers}")
     rows = _rows(trained, builder, parts, min(num, of_run.batch_size))
     write = printing.WRITE["json" if of_run.json else options.format]
     with one_line_errors(of_run), without_advice():
