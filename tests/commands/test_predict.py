@@ -208,6 +208,32 @@ def test_columns_of_a_table_are_known_by_name(tmp_path, monkeypatch, capsys):
         inputs.find([str(tmp_path / "new.csv")], of_run)
 
 
+def test_columns_of_categories_are_texts(tmp_path, monkeypatch, capsys):
+    table = tmp_path / "houses.csv"
+    rows = [f"{city},{i},{i % 3}.5" for i, city in enumerate(["Oslo", "Rome", "Lima"] * 3)]
+    table.write_text("city,rooms,price\n" + "\n".join(rows))
+    given = dict(loss="mse", num_towers=1, batch_size=3, max_steps=1, train_dir=str(tmp_path / "t"))
+    given |= dict(dataset=str(table), categories="city", dtype="float64")
+
+    def of_four():
+        return keras.Sequential([keras.Input([4]), layers.Dense(1)])
+
+    train(model=of_four, **given)
+    of_run = load_run(Options(**given), function=of_four)
+    (tmp_path / "new.csv").write_text("rooms,city\n5,Rome\n2, Lima\n")
+    found = printed(monkeypatch, capsys, of_run, tmp_path / "new.csv", format="csv")[-2:]
+    wanted = of_run.model.predict(np.array([[0, 0, 1, 5], [1, 0, 0, 2]]), verbose=0)[:, 0]
+    assert [float(line.split(",")[-1]) for line in found] == pytest.approx(wanted, rel=1e-6)
+    for text, says in {
+        "rooms,city\n5,Bonn\n": "example 1 has 'Bonn' in column city; one of Lima, Oslo, Rome is n",
+        "rooms\n5\n": "has no column city; it has rooms",
+        "rooms,city\n5\n": "example 1 has 1 cells; 2 are needed",
+    }.items():
+        (tmp_path / "new.csv").write_text(text)
+        with pytest.raises(InputError, match=says):
+            inputs.find([str(tmp_path / "new.csv")], of_run)
+
+
 @pytest.mark.graph
 def test_several_inputs_and_outputs(tmp_path, monkeypatch, capsys):
     text, size = keras.Input([3], dtype="int32", name="text"), keras.Input([1], name="size")

@@ -8,6 +8,7 @@ import pytest
 from tests.data.splits import all_of, refusal
 from towers import data
 from towers.data import table
+from towers.errors import InputError
 
 pytestmark = pytest.mark.unit
 
@@ -46,6 +47,45 @@ def test_targets_by_name_and_a_file_for_testing_whose_columns_stand_in_another_o
     np.testing.assert_array_equal(y, np.concatenate([x / 4, x * 10 + 0.5], axis=1))
 
 
+HOMES = "city,kind,size,price\nOslo,1,2.5,1\nRome,10,3,2\n Oslo ,1,4,3\n\"Rome, Italy\",2,5,4\n"
+
+
+def test_each_text_of_a_category_is_a_column(write):
+    path, test = write(HOMES), write("size,price,kind,city\n1,1,2,Rome\n", "test.csv")
+    loaded = data.load(f"{path},{test}", categories="kind,city")
+    cities, kinds = ("Oslo", "Rome", "Rome, Italy"), (1, 10, 2)
+    names = *(f"city={city}" for city in cities), *(f"kind={kind}" for kind in kinds), "size"
+    assert loaded.columns == names
+    x, _ = all_of(loaded.test)
+    assert x.dtype == np.float32 and x.tolist() == [[0, 1, 0, 0, 0, 1, 1]]
+    x, y = all_of(loaded.train)
+    first = x[np.argsort(y)]
+    assert first[:, :3].argmax(axis=1).tolist() == [0, 1, 0, 2]
+    assert (x[:, :6].sum(axis=1) == 2).all()
+    assert first[:, 6].tolist() == [2.5, 3, 4, 5]
+    for test, column, text in ("Lima,1,1", "city", "'Lima'"), ("Oslo,3,1", "kind", "'3'"):
+        test = write(f"city,kind,size,price\n{test},1\n", "test.csv")
+        with pytest.raises(InputError, match=f"column {column}: {text} is in none of the training"):
+            data.load(f"{path},{test}", categories="city,kind")
+
+
+@pytest.mark.parametrize(
+    "text, categories, says",
+    [
+        (HOMES, "town", "--categories=town: .* has no feature 'town'; it has city, kind, size"),
+        (HOMES, "price", "has no feature 'price'"),
+        (HOMES, "kind", "'Oslo' is text, and features are numbers; type --categories=city, leave"),
+        ("a,a=1,b\n1,2,3\n4,5,6\n", "a", "has a column 'a=1'"),
+        ("a,b\n" + "".join(f"t{i},{i}\n" for i in range(1001)), "a", "category a has 1001 diff"),
+    ],
+)
+def test_what_is_no_category_is_refused(write, text, categories, says):
+    with pytest.raises(InputError, match=says):
+        data.load(write(text), categories=categories)
+    with pytest.raises(InputError, match="--categories is for --dataset=FILE.csv, not shapes"):
+        data.load("shapes", categories="city")
+
+
 def test_whole_numbers_are_classes_unless_they_are_many_or_negative(write):
     def loaded(*targets):
         return data.load(write("a,b\n" + "".join(f"{i},{y}\n" for i, y in enumerate(targets))))
@@ -67,7 +107,7 @@ def test_texts_are_classes_in_the_order_of_their_names(write):
     assert all_of(loaded.train)[1].tolist() == [2, 1, 2, 0]
     assert all_of(loaded.test)[1].tolist() == [2]
     write("size,kind\n5,dog\n6,bird\n", "test.csv")
-    assert "test.csv, line 3, column kind: 'bird' is a class that th" in refusal(files)
+    assert "test.csv, line 3, column kind: 'bird' is in none of the train" in refusal(files)
 
 
 def test_one_long_cell_makes_no_others_long(write):
@@ -101,7 +141,7 @@ MANY_NAMES = "a,b\n" + "".join(f"{i},name {i}\n" for i in range(1001))
         ("a,b\n1,2\n3,four\n", "", "line 3, column b: 'four' is no finite number; mend it"),
         ("a,b\nRome,2\nOslo,4\n", "", "line 2, column a: 'Rome' is text, and features are numb"),
         ('a,b\n1,2\n"3,4\n', "", "mine.csv, line 3: unexpected end of data; mend the quotes"),
-        (MANY_NAMES, "", "b has 1001 different texts, and 1000 classes are allowed"),
+        (MANY_NAMES, "", "b has 1001 different texts, and 1000 are allowed"),
         ("a,b\n1,2\n", "c", "--target=c: "),
         ("a,b\n1,2\n", "b,", "has no column ''; it has a, b"),
         ("a,b\n1,2\n", "a,b", "mine.csv has no column but the target"),

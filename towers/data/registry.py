@@ -49,6 +49,7 @@ def load(
     validation_fraction: float = 0.0,
     target: str = "",
     max_image_pixels: int | None = None,
+    categories: str = "",
 ) -> Data:
     """Load a data set.
 
@@ -64,6 +65,7 @@ def load(
             split; 0: the data set's own, if it has one.
         target: the target columns of a table, with commas between them; "": the last one.
         max_image_pixels: of an image in the user's own files; None: see `encoded.MAX_PIXELS`.
+        categories: the columns of a table whose texts are categories, with commas between them.
 
     Raises:
         InputError: there is no such data set, or it is damaged or cannot be had.
@@ -76,11 +78,12 @@ def load(
         raise InputError(
             f"--image_size is for --dataset=folder and tfrecord, not {dataset}: leave it out"
         )
-    if target and not table:
-        raise InputError(f"--target is for --dataset=FILE.csv, not {dataset}: leave it out")
+    for flag, value in ("target", target), ("categories", categories):
+        if value and not table:
+            raise InputError(f"--{flag} is for --dataset=FILE.csv, not {dataset}: leave it out")
     if files:
         found = (
-            _module("table").load(dataset, files, target)
+            _module("table").load(dataset, files, target, categories)
             if table
             else _module("npz").load(dataset, files[0])
         )

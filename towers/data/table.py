@@ -4,8 +4,9 @@
     80,3,250.5
 
 The first line names the columns. The last is the target, or those that `--target=price,...` names;
-all others are features, one float32 `[F]`. A target is classes if it is one column of texts, or of
-whole numbers from 0 to 999; else it is numbers, float32 `[T]`.
+all others are features, one float32 `[F]`, where a column that `--categories` names gives a 0 or 1
+for each of its texts in the training examples. A target is classes if it is one column of texts, or
+of whole numbers from 0 to 999; else it is numbers, float32 `[T]`.
 """
 
 import csv
@@ -25,13 +26,14 @@ _SHOWN = 5  # names of columns in a line
 _OWN_CODE = "read the file in a function of your own, --dataset=my_data:load"
 
 
-def load(dataset: str, paths: Sequence[str], target: str = "") -> Data:
+def load(dataset: str, paths: Sequence[str], target: str = "", categories: str = "") -> Data:
     """Read the table of one file, or those of the training and the test set.
 
     Args:
         dataset: the name of the data set, as --dataset gave it.
         paths: of one or two files.
         target: the names of the target columns, with commas; "": the last one.
+        categories: the names of feature columns that are categories, with commas.
 
     Raises:
         InputError: a file cannot be read, or is no such table; the cell is named.
@@ -54,11 +56,49 @@ def load(dataset: str, paths: Sequence[str], target: str = "") -> Data:
     features = [name for name in names if name not in targets]
     if not features:
         raise InputError(f"{paths[0]} has no column but the target: 2 or more are needed")
+    for name in filter(None, categories.split(",")):
+        clash = [other for other in features if other.startswith(f"{name}=")]
+        if name not in features or clash:
+            has = f"a column {clash[0]!r}" if clash else f"no feature {name!r}"
+            raise InputError(
+                f"--categories={categories}: {paths[0]} has {has}; it has {_some(features)}"
+            )
     y, class_names, no_classes = _targets(tables, targets)
-    x = [np.stack([table.numbers(name) for name in features], axis=1) for table in tables]
+    columns, x = _features(tables, features, categories.split(","))
     given = dict(zip(("train", "test"), zip(x, y, strict=True), strict=False))
     found = halves.data_set(dataset, given, len(class_names) or None, class_names)
-    return dataclasses.replace(found, columns=tuple(features), no_classes=no_classes)
+    return dataclasses.replace(found, columns=columns, no_classes=no_classes)
+
+
+def _features(
+    tables: Sequence["_Table"], names: Sequence[str], categories: Sequence[str]
+) -> tuple[tuple[str, ...], list[np.ndarray]]:
+    """Return names of the features, "city=Oslo" of a category, and their values in each table."""
+    columns: list[str] = []
+    parts: list[list[np.ndarray]] = [[] for _ in tables]
+    for name in names:
+        if name in categories:
+            numbers = _numbered(tables[:1], name, "category")
+            columns += [f"{name}={text}" for text in numbers]
+            for table, own in zip(tables, parts, strict=True):
+                places = _numbers_of(table, name, numbers)
+                own.append(np.equal.outer(places, np.arange(len(numbers))))
+        else:
+            columns.append(name)
+            for table, own in zip(tables, parts, strict=True):
+                own.append(table.numbers(name)[:, None])
+    return tuple(columns), [np.concatenate(own, axis=1, dtype=np.float64) for own in parts]
+
+
+def _numbered(tables: Sequence["_Table"], name: str, what: str) -> dict[str, int]:
+    """Return the texts of a column, sorted, with their numbers."""
+    texts = sorted({cell for table in tables for cell in table.column(name)})
+    if len(texts) > _MAX_CLASSES:
+        raise InputError(
+            f"{tables[0].path}: the {what} {name} has {len(texts)} different texts, and "
+            f"{_MAX_CLASSES} are allowed; name another column, as --target={tables[0].names[0]}"
+        )
+    return {text: number for number, text in enumerate(texts)}
 
 
 def _targets(
@@ -69,15 +109,8 @@ def _targets(
         return [np.stack([t.numbers(name) for name in names], axis=1) for t in tables], (), ""
     cells = [table.column(names[0]) for table in tables]
     if not is_number(cells[0][0]):
-        class_names = sorted(set(cells[0]))
-        if len(class_names) > _MAX_CLASSES:
-            raise InputError(
-                f"{tables[0].path}: the target {names[0]} has {len(class_names)} different texts, "
-                f"and {_MAX_CLASSES} classes are allowed; name another column, as --target="
-                f"{tables[0].names[0]}"
-            )
-        numbers = {name: number for number, name in enumerate(class_names)}
-        return [_numbers_of(t, names[0], numbers) for t in tables], class_names, ""
+        numbers = _numbered(tables[:1], names[0], "target")
+        return [_numbers_of(t, names[0], numbers) for t in tables], list(numbers), ""
     y = [table.numbers(names[0]) for table in tables]
     as_numbers = [column[:, None] for column in y]
     if not all(cell.isdecimal() for column in cells for cell in column):
@@ -98,12 +131,12 @@ def _targets(
 
 
 def _numbers_of(table: "_Table", name: str, numbers: dict[str, int]) -> np.ndarray:
-    """Return the numbers of the classes that a column names."""
+    """Return the numbers of the texts in a column."""
     for line, cell in zip(table.lines, table.column(name), strict=True):
         if cell not in numbers:
             raise InputError(
-                f"{table.path}, line {line}, column {name}: {cell!r} is a class that the training "
-                f"examples do not have; they have {_some(list(numbers))}"
+                f"{table.path}, line {line}, column {name}: {cell!r} is in none of the training "
+                f"examples; they have {_some(list(numbers))}"
             )
     return np.array([numbers[cell] for cell in table.column(name)], np.int32)
 
@@ -184,8 +217,8 @@ class _Table:
         place = f"{self.path}, line {self.lines[wrong[0]]}, column {name}"
         if wrong.size == len(cells):
             raise InputError(
-                f"{place}: {cells[0]!r} is text, and features are numbers; leave the column out, "
-                f"write numbers in it, or {_OWN_CODE}"
+                f"{place}: {cells[0]!r} is text, and features are numbers; type "
+                f"--categories={name}, leave the column out, write numbers in it, or {_OWN_CODE}"
             )
         raise InputError(f"{place}: {cells[wrong[0]]!r} is no finite number; mend it")
 

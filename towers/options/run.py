@@ -118,6 +118,10 @@ class Options:
         "", "Column of a .csv file that is to be predicted, or several with commas; default: the "
         "last one.",
     )  # fmt: skip
+    categories: str = _data(
+        "", "Columns of a .csv file that are categories, with commas: each text in them becomes a "
+        "feature that is 0 or 1."
+    )  # fmt: skip
     data_dir: str = _data(
         "", "Folder where data files lie or go; default: the user's cache folder.",
         affects="machine",

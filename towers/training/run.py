@@ -198,7 +198,7 @@ def load_data(options: Options, say: Callable[[str], None] | None = None) -> Dat
             return data.stand_in(name)
         size, fraction = options.image_height_width(), options.validation_fraction
         limit = options.max_image_pixels
-        found = data.load(name, folder, size, fraction, options.target, limit)
+        found = data.load(name, folder, size, fraction, options.target, limit, options.categories)
     if parse(options.augment).mixes:
         found = dataclasses.replace(found, train=found.train.with_partners())
     return found

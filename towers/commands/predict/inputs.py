@@ -237,13 +237,26 @@ def _csv(path: str, trained: Trained) -> Part:
         kept = [names.index(place) for place in _places(spec)]
         return _of_arrays(path, [_column(path, names, lines, i) for i in kept], trained)
     if columns := trained.task.get("columns"):  # a run of before does not know them
+        categories = filter(None, getattr(trained.options, "categories", "").split(","))
+        texts = {c: [n[len(c) + 1 :] for n in columns if n.startswith(f"{c}=")] for c in categories}
+        apart = {f"{c}={text}" for c in texts for text in texts[c]}
+        columns = [*texts, *(name for name in columns if name not in apart)]
         missing = [name for name in columns if name not in names]
         if missing:
             raise InputError(
                 f"{path} has no column {missing[0]}; it has {', '.join(names)}, and this model was "
                 f"trained on {', '.join(columns)}"
             )
-        kept = [names.index(name) for name in columns]
+        found = {}
+        for name in columns:
+            place = names.index(name)
+            if name in texts:
+                given = _texts(path, names, lines, place, texts[name])
+                found |= {f"{name}={text}": given == text for text in texts[name]}
+            else:
+                found[name] = _column(path, names, lines, place)
+        stacked = np.stack([found[n] for n in trained.task["columns"]], axis=1, dtype=np.float32)
+        return _of_arrays(path, [stacked], trained)
     elif spec.shape.rank != 1 or spec.shape[0] not in (None, len(kept)):
         raise InputError(
             f"{path} has {len(kept)} columns, and this model takes {_describe(spec)} of each "
@@ -251,6 +264,24 @@ def _csv(path: str, trained: Trained) -> Part:
         )
     features = [_column(path, names, lines, i) for i in kept]
     return _of_arrays(path, [np.stack(features, axis=1)], trained)
+
+
+def _texts(
+    path: str,
+    names: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    column: int,
+    known: Sequence[str],
+) -> np.ndarray:
+    """Return the texts of a column of categories."""
+    found = [line[column].strip() if len(line) == len(names) else None for line in lines]
+    for row, text in enumerate(found):
+        if text not in known:
+            what = f"{len(lines[row])} cells" if text is None else f"{text!r} in column "
+            what += "" if text is None else names[column]
+            wanted = f"{len(names)} are" if text is None else f"one of {', '.join(known[:5])} is"
+            raise InputError(f"{path}: example {row + 1} has {what}; {wanted} needed")
+    return np.array(found)
 
 
 def _column(
