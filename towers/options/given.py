@@ -15,6 +15,7 @@ from typing import Any
 from towers.errors import InputError
 
 PREFIX = "given_in_python:"
+_AS_THEY_ARE = {"dataset": "data", "callbacks": "callbacks"}  # options, and what they are called
 
 
 class Given(str):
@@ -54,7 +55,7 @@ def as_text(option: str, value: Any) -> Any:
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if isinstance(value, list | tuple) and (option != "dataset" or _are_texts(value)):
+    if isinstance(value, list | tuple) and (option not in _AS_THEY_ARE or _are_texts(value)):
         values: dict[str, Any] = {}
         parts = [_of_item(item, values) for item in value]
         return Given(",".join(parts), values) if None not in parts else value
@@ -70,8 +71,10 @@ def as_text(option: str, value: Any) -> Any:
                 f"{option}=lambda: keras.optimizers.{type(value).__name__}(...); each run has its "
                 "own"
             )
-    if option == "dataset" and not (callable(value) or isinstance(value, int | float | None)):
-        return Given(f"{PREFIX}data", {f"{PREFIX}data": lambda: value})
+    if own := not (callable(value) or isinstance(value, int | float | None)) and (
+        _AS_THEY_ARE.get(option)
+    ):
+        return Given(f"{PREFIX}{own}", {f"{PREFIX}{own}": lambda: value})
     return _of_callable(value, {}) if callable(value) else value
 
 

@@ -284,6 +284,10 @@ class Options:
         choices=("stop", "skip", "rollback"),
     )  # fmt: skip
 
+    callbacks: str = _when(
+        "", "Function, as module:function, that returns a list of keras.callbacks.Callback, such "
+        "as those of W&B and MLflow, or several with commas; with them each call makes one step.",
+    )  # fmt: skip
     log_every_steps: int = _when(
         100, "Steps from one terminal line and TensorBoard point to the next.", minimum=1
     )

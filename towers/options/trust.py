@@ -20,7 +20,8 @@ from towers.errors import InputError
 from towers.options.functions import is_shipped
 from towers.options.given import PREFIX
 
-CODE = "model", "dataset", "loss", "metrics", "optimizer"  # options that may name a function
+# Options that may name a function.
+CODE = "model", "dataset", "loss", "metrics", "optimizer", "callbacks"
 _MARK = "# made by the user whose key gives: "
 _KEY_BYTES = 32
 

@@ -6,10 +6,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import keras
 import tensorflow as tf
 
 from towers import files, signals
@@ -26,11 +27,12 @@ from towers.options.call import options_of
 from towers.options.run import Options
 from towers.options.timetable import Timetable
 from towers.text import printable
-from towers.training import checkpoint, manifest, nan
+from towers.training import checkpoint, keras_callbacks, manifest, nan
 from towers.training.best import Best
 from towers.training.elastic import Elastic
 from towers.training.evaluation import Evaluation
 from towers.training.guest import as_a_guest
+from towers.training.keras_callbacks import Callbacks
 from towers.training.masters import kept
 from towers.training.run import Run
 from towers.training.start import Start, begin, build, restore
@@ -79,6 +81,7 @@ def train(
     with files.Lock() as lock:
         lock.take(folder)
         with one_line_errors(options):
+            callbacks = keras_callbacks.load(options.callbacks)
             cluster.of_run(options, bool(checkpoint.find(folder / "checkpoints")))
             run = build(options, say)
             checkpoints, restored = restore(run, folder)
@@ -96,7 +99,7 @@ def train(
                         begun = begin(run, folder, lock, checkpoints, restored, watch, say)
                     of_step = begun.steps_done, begun.largest_batch
                     with one_line_errors(options, *of_step), elastic.told():
-                        return _train(begun, watch, health, out, start)
+                        return _train(begun, watch, health, out, start, callbacks)
                 # Each goes on as a new process would.
                 except nan.Rollback as rollback:
                     say(str(rollback))
@@ -109,12 +112,17 @@ def train(
 
 
 def _train(
-    begun: Start, watch: Watch, health: GpuHealth, out: TextIO, start: float
+    begun: Start,
+    watch: Watch,
+    health: GpuHealth,
+    out: TextIO,
+    start: float,
+    given: Sequence[keras.callbacks.Callback],
 ) -> dict[str, Any] | None:
     """Train from a start to the end of the run, and write what it ended with."""
     run, folder, timetable = begun.run, begun.folder, begun.timetable
     last, names = timetable.last_step, run.builder.devices
-    best = best_of(run, folder)
+    best, callbacks = best_of(run, folder), Callbacks(given, run, timetable)
     begun.checkpoints.best = best.step if run.options.keep_best else None
     with contextlib.ExitStack() as stack:
         home = begun.checkpoints.home
@@ -131,10 +139,10 @@ def _train(
         stop = stack.enter_context(watch)
         stop.listener.keep(begun.batches)
         gallery = make_gallery(begun, monitor)
-        look = Look(begun, monitor, gallery, best, stop)
+        look = Look(begun, monitor, gallery, best, stop, callbacks)
         with saved_if_it_fails(begun, watch):
             step, seconds = _make_steps(begun, monitor, profiler, gallery, look, start)
-        found = look.at_end(step) if step == last or best.is_over() else None
+        found = look.at_end(step) if step == last or look.is_over() else None
         if found and run.options.histogram_every_epochs:
             gallery.show_histograms(step)
     if found is None:
@@ -175,12 +183,17 @@ def _make_steps(
     run, timetable, seconds_to_first_step = begun.run, begun.timetable, None
     step = saved = timetable.first_step
     alarm = nan.Alarm(run, begun.folder, timetable, monitor.say)
+    callbacks = look.callbacks
+    callbacks.begin_run()
+    changed = False
     if timetable.evaluates(step) and not look.has_seen(step):  # it was stopped in that
         look.at(step)
-    while step < timetable.last_step and not look.stop() and not look.best.is_over():
+    while step < timetable.last_step and not look.stop() and not look.is_over():
         with monitor.pause():
             profiler.begin(step)
         num_steps = min(timetable.num_steps(step, profiler.due), look.stop.most_steps())
+        num_steps = min(num_steps, 1) if callbacks else num_steps
+        callbacks.begin_step(step)
         with profiler.trace(step), look.stop.steps(begun.train_loop, step, num_steps):
             shown = timetable.logs(step + num_steps)
             values = begun.train_loop(begun.batches, tf.constant(num_steps), shown)
@@ -192,6 +205,7 @@ def _make_steps(
         if seconds_to_first_step is None:
             seconds_to_first_step = time.perf_counter() - start
         monitor.progress(step, values)
+        callbacks.end_step(step, values)
         with monitor.pause():
             profiler.end(step)
         if timetable.logs(step):
@@ -202,7 +216,7 @@ def _make_steps(
             saved = step
         if timetable.draws_histograms(step):
             gallery.show_histograms(step)
-        if timetable.evaluates(step):
+        if timetable.evaluates(step) or (callbacks and step == timetable.last_step):
             with monitor.pause():
                 if look.at(step) and run.options.keep_best:
                     if step > saved:
@@ -210,11 +224,17 @@ def _make_steps(
                         saved = step
                     begun.checkpoints.close()  # it is to be there before the file names it
                 look.best.write(monitor.say)
+        with monitor.pause():
+            if callbacks.end_epoch(step, look.seen_at(step)):
+                changed = True
+                look.forget()
     profiler.stop()
-    ended = step == timetable.last_step or look.best.is_over()
+    ended = step == timetable.last_step or look.is_over()
     if ended and step < timetable.last_step:
         monitor.say(f"stopping    early, at step {step}: {look.why_over()}")
-    changed = ended and run.task.finish()
+    if ended:
+        changed |= run.task.finish()
+        changed |= callbacks.end_run()
     if changed:
         look.forget()
     if changed or not begun.checkpoints.has(step):
@@ -311,13 +331,22 @@ class Look:
     On the way it sees validation data where there are any: the test set is for the end.
     """
 
-    def __init__(self, begun: Start, monitor: Monitor, gallery: Gallery, best: Best, stop: Watch):
+    def __init__(
+        self,
+        begun: Start,
+        monitor: Monitor,
+        gallery: Gallery,
+        best: Best,
+        stop: Watch,
+        callbacks: Callbacks,
+    ):
         """Compile nothing yet."""
+        self.callbacks = callbacks
         self.begun, self.monitor, self.gallery = begun, monitor, gallery
         self.best, self.stop, run = best, stop, begun.run
         self._last, self._last_step = None, None
         self._what = "validation" if run.data.validation else "test"
-        self._evaluate = run.task.make_evaluator(run.splits()[self._what])
+        self._evaluate = callbacks.around(run.task.make_evaluator(run.splits()[self._what]))
 
     def at(self, step: int) -> bool:
         """Evaluate after `step` updates; return whether that is the best so far."""
@@ -342,13 +371,23 @@ class Look:
         """Take no evaluation for that of the end: the weights are others now."""
         self._last_step = None
 
+    def seen_at(self, step: int) -> Evaluation | None:
+        """Return the evaluation after `step` updates, None if there was none."""
+        return self._last if self._last_step == step else None
+
+    def is_over(self) -> bool:
+        """Tell whether the run ends early."""
+        return self.best.is_over() or self.callbacks.stopped()
+
     def has_seen(self, step: int) -> bool:
         """Tell whether the evaluation after `step` updates is known."""
         needed = self.begun.run.options.keep_best or self.begun.run.options.early_stopping_epochs
         return self.monitor.evaluated(step) and (not needed or self.best.knows(step))
 
     def why_over(self) -> str:
-        """Return the words for a run that has become no better."""
+        """Return why the run ends early."""
+        if self.callbacks.stopped():
+            return "a callback has set stop_training"
         name, _ = self.begun.run.task.objective()
         epochs = self.begun.run.options.early_stopping_epochs
         return f"{name} was best at step {self.best.step}, {epochs:g} epochs ago or more"
