@@ -6,6 +6,7 @@ made-up driver, for each row of README's table.
 """
 
 import dataclasses
+import os
 import re
 from pathlib import Path
 
@@ -92,6 +93,8 @@ ROWS = rows()
 SETTINGS = [left for left in ROWS if left.startswith("`config.")]
 VARIABLES = [left for left in ROWS if left.startswith("`CUDA_VISIBLE_DEVICES=")]
 DEVICES = [left for left in ROWS if "tf.device" in left]
+(ENVIRON,) = [left for left in ROWS if left.startswith("`os.environ")]
+(GPU_OPTIONS,) = [left for left in ROWS if left.startswith("`tf.GPUOptions(")]
 (SESSION,) = [left for left in ROWS if left.startswith("`tf.Session(")]
 
 
@@ -103,7 +106,8 @@ def typed(left):
 
 def test_every_row_is_tried():
     assert (len(VARIABLES), len(DEVICES), len(SETTINGS)) == (2, 2, 5)
-    assert sorted([*VARIABLES, *DEVICES, *SETTINGS, SESSION]) == sorted(ROWS)
+    single = [ENVIRON, GPU_OPTIONS, SESSION]
+    assert sorted([*VARIABLES, *DEVICES, *SETTINGS, *single]) == sorted(ROWS)
 
 
 @pytest.mark.parametrize("left", SETTINGS)
@@ -125,6 +129,22 @@ def test_a_setting_of_a_session_is_a_flag(left, monkeypatch):
         assert session.run(tf.constant(42)) == 42
     devices.configure(**given)  # and the same can be set for a run
     devices.read_back()
+
+
+def test_the_options_of_a_session_in_one_call_are_the_same_flag(monkeypatch):
+    fake_gpus.install(monkeypatch, fake_gpus.A100)
+    given = dataclasses.asdict(typed(GPU_OPTIONS).gpu_options())
+    wanted = eval(GPU_OPTIONS.strip("`"), {"tf": tf})
+    assert devices.config_proto(**given).gpu_options == wanted != tf.GPUOptions()
+
+
+def test_the_variable_in_a_program_still_works(monkeypatch):
+    cards = [dataclasses.replace(fake_gpus.A100, name=f"card {i}") for i in range(4)]
+    fake_gpus.install(monkeypatch, *cards)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    exec(ENVIRON.strip("`"), {"os": os})
+    devices.configure(allow_growth=True)
+    assert [row.name for row in devices.describe()] == ["card 0", "card 2"]
 
 
 def test_a_session_sees_the_gpus_that_are_chosen(monkeypatch):

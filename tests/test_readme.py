@@ -108,7 +108,8 @@ def test_every_flag_that_is_named_exists():
         assert known or name in SCRIPT_FLAGS, name
 
 
-SCRIPT_FLAGS = {"fast", "all", "shm"} | {  # --shm-size is of docker
+OF_OTHERS = {"shm", "nproc_per_node", "saved"}  # docker, torchrun, tf2onnx
+SCRIPT_FLAGS = {"fast", "all"} | OF_OTHERS | {
     name
     for path in (ROOT / "scripts").iterdir()
     if path.is_file()
@@ -128,9 +129,57 @@ def test_the_program_that_uses_the_builder_runs(tmp_path):
 
 @pytest.mark.run
 def test_the_program_that_verifies_runs(capsys):
-    (program,) = blocks("python", PAGES["towers/commands/README.md"])
-    exec(program, {})
+    page = blocks("python", PAGES["towers/commands/README.md"])
+    exec(next(block for block in page if "verify" in block), {})
     assert "passed      the largest relative" in capsys.readouterr().out
+
+
+@pytest.mark.run
+@pytest.mark.extended
+def test_an_exported_model_becomes_tflite_with_its_numbers(trained, monkeypatch, tmp_path, capsys):
+    page = blocks("python", PAGES["towers/commands/README.md"])
+    monkeypatch.chdir(tmp_path)
+    run = trained.copy("classes", tmp_path / "run")
+    words = ["export", f"--train_dir={run}", "--format=saved_model", "--output=exported"]
+    assert cli.main(words) == 0
+    exec(next(block for block in page if "TFLite" in block), {})
+    with pytest.warns(UserWarning, match="LiteRT"):  # another package is to have it
+        lite = tf.lite.Interpreter("fast.tflite")
+    (given,), (found,) = lite.get_input_details(), lite.get_output_details()
+    images = np.random.default_rng(0).integers(0, 256, [1, *given["shape"][1:]], np.uint8)
+    lite.allocate_tensors()
+    lite.set_tensor(given["index"], images)
+    lite.invoke()
+    exported = tf.saved_model.load("exported")  # which holds the variables
+    logits = exported.serve(images)
+    np.testing.assert_allclose(lite.get_tensor(found["index"]), logits, rtol=1e-4, atol=1e-5)
+
+
+# The first screen.
+
+CHINESE = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
+
+
+def test_it_begins_with_for_whom_why_and_what_was_tried():
+    first = README.partition("\n## ")[0]
+    measured = [line for line in PAGES["scripts/README.md"].splitlines() if "| 1.4142 |" in line]
+    for words in ("for those who", "Why not `MirroredStrategy`?", measured[0], "no GPU so far"):
+        assert words in first
+    faults = re.findall(r"^\| (?!\|).*", first, re.M)
+    assert len(faults) == 3 and all(line in PAGES["scripts/README.md"] for line in faults)
+    for ratio in re.findall(r"\d\.\d+(?= times)", first):
+        assert f"| {ratio} " in PAGES["scripts/README.md"]
+
+
+def test_what_newcomers_look_for_is_there():
+    for words in ("`towers verify` makes", "scripts/matpow.py", "scripts/matmul_towers.py",
+                  "--callbacks=", "--categories=", "TFDS", "Hugging Face", "ONNX", "TFLite",
+                  "| Lightning |", "| MirroredStrategy |", "| PyTorch DDP |", "| Keras |"):
+        assert words in README and (words in CHINESE or words.endswith("makes"))
+
+
+def test_the_chinese_page_has_its_own_words():
+    assert "塔" not in CHINESE and "副本" in CHINESE and "均为英文" in CHINESE
 
 
 # Programs.

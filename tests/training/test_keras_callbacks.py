@@ -105,6 +105,20 @@ def test_the_numbers_are_those_of_fit(tmp_path, num_towers):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
+def test_early_stopping_gives_back_the_best_weights(tmp_path):
+    """As after `fit`, whatever the weights that the run had come to."""
+    ours, theirs = (
+        keras.callbacks.EarlyStopping("loss", 9.0, patience=1, restore_best_weights=True)
+        for _ in range(2)
+    )
+    model = fit(theirs, batch_size=14, epochs=9)
+    result = train(tmp_path, ours, batch_size=14, num_epochs=9, num_towers=2)
+    assert result["steps"] == len(model.history.epoch) == 2
+    trained = towers.load(tmp_path / "run", model=build)
+    for one, other in zip(trained.weights, model.weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
 def test_one_that_stops_training_ends_the_run_and_its_weights_are_saved(tmp_path, capsys):
     class Ends(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

@@ -10,6 +10,7 @@ from towers.devices import memory
 from towers.errors import InputError, RunError
 from towers.graphs.placement import Op, short
 from towers.options.blame import blame_user
+from towers.options.trust import CODE
 from towers.options.run import Options
 from towers.text import first_line
 from towers.training import out_of_memory
@@ -119,8 +120,7 @@ def _with_traceback(line: str, error: tf.errors.OpError, options: Options) -> Ru
 
 def _of_own_code(line: str, error: Exception, options: Options) -> RunError:
     """Return the error of a line that ends in the place of the user's own code, if there is one."""
-    flags = ("model", "dataset", "loss", "metrics", "optimizer")
-    named = {flag: value for flag in flags if ":" in (value := getattr(options, flag))}
+    named = {flag: value for flag in CODE if ":" in (value := getattr(options, flag))}
     own = blame_user(error, named)
     return RunError(f"{line}; {own}" if own else line)
 
