@@ -201,7 +201,7 @@ def test_a_device_may_hold_several_towers():
 
 REFUSED = {
     r'a list with one device for each tower, such as \["/gpu:0", "/gpu:1"\]': [
-        lambda: TowerBuilder("/gpu:0"), lambda: TowerBuilder([]),
+        lambda: TowerBuilder("/gpu:0"), lambda: TowerBuilder([]), lambda: TowerBuilder(2),
     ],
     "cannot join scalars: use sum or map": [
         lambda x=x: builder(2).concat(lambda: x) for x in (tf.constant(1.0), np.float32(1), 1.0)

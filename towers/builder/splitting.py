@@ -67,12 +67,12 @@ tf.register_tensor_conversion_function(StoredRows, _whole)
 
 
 def as_devices(devices: Sequence[str]) -> list[str]:
-    """Return the towers' devices as a list; refuse a string, and none."""
-    found = [] if isinstance(devices, str) else list(devices)
+    """Return the towers' devices as a list; refuse a string, a number, and none."""
+    found = [] if isinstance(devices, str | int) else list(devices)
     if not found:
         raise ValueError(
             f"devices={devices!r} must be a list with one device for each tower, "
-            'such as ["/gpu:0", "/gpu:1"]'
+            'such as ["/gpu:0", "/gpu:1"], or towers.devices.tower_devices(2)'
         )
     return found
 
