@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,13 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def check_is_file(path: str | Path) -> None:
+    """Raise an OSError for a pipe or a device, which may let its reader wait for ever."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder each reader says so
+        raise OSError(errno.EINVAL, "it is a pipe or a device, and a file is needed", str(path))
 
 
 def flush(path: str | Path) -> None:
@@ -67,6 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Of a file that is there a line says so.
     """
     try:
+        check_is_file(path)
         found = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(found, dict):
             return found

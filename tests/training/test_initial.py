@@ -1,5 +1,9 @@
 """`--init_from`: what a new run begins with, and what it says of that."""
 
+import os
+import random
+import zipfile
+
 import h5py
 import keras
 import numpy as np
@@ -9,7 +13,7 @@ from keras.src.legacy.saving import legacy_h5_format
 from tests import tiny
 from tests.runs import command
 from towers.errors import InputError
-from towers.training import manifest
+from towers.training import initial, manifest
 from towers.training.initial import init_from
 from towers.training.run import prepare
 
@@ -85,6 +89,7 @@ def test_a_run_gives_its_averages(trained, tmp_path, capsys):
     assert found["initial_weights"] != manifest.read(source)["initial_weights"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("file", ["file.keras", "file.weights.h5"])
 def test_a_file_of_keras(source, file):
     folder, model = source
@@ -110,6 +115,7 @@ def test_another_head_and_another_width_are_said(trained):
     assert lines[1].startswith(f"  of another shape (7): {shapes}")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("file", ["keras_2.h5", "body.weights.h5"])
 def test_weights_also_in_the_layout_of_keras_2_go_into_a_backbone(tmp_path, file):
     body = with_other_weights(backbone())
@@ -127,6 +133,7 @@ def test_weights_also_in_the_layout_of_keras_2_go_into_a_backbone(tmp_path, file
         np.testing.assert_array_equal(found[weight.path], weight.numpy(), weight.path)
 
 
+@pytest.mark.process
 def test_no_code_in_a_file_runs(tmp_path):
     model = keras.Sequential([keras.Input((8, 8, 3)), layers.Flatten(), layers.Dense(5)])
     called, name = tmp_path / "called", str(tmp_path / "called")
@@ -139,7 +146,196 @@ def test_no_code_in_a_file_runs(tmp_path):
         assert not called.exists()
 
 
-@pytest.mark.run
+def text_for_weights(file):
+    file["layers/scale/vars/0"] = ["a", "b"]
+
+
+def fields_for_weights(file):
+    file["layers/scale/vars/0"] = np.zeros(2, [("a", "f4"), ("b", "f4")])
+
+
+def complex_weights(file):
+    file["layers/scale/vars/0"] = np.zeros(2, np.complex64)
+
+
+def compressed(file):
+    file.create_dataset("layers/scale/vars/0", data=np.zeros(2, "f4"), compression="gzip")
+
+
+def large_pieces(file):
+    """A piece of 2 GB, of which two numbers are the weight."""
+    about = {"maxshape": (None,), "chunks": (2**29,), "compression": "gzip"}
+    file.create_dataset("layers/scale/vars/0", (2,), "f4", **about)
+
+
+def in_another_file(file):
+    file.create_dataset("layers/scale/vars/0", (2,), "f4", external=[("/etc/passwd", 0, 8)])
+
+
+def of_other_files(file):
+    layout = h5py.VirtualLayout((2,), "f4")
+    layout[:] = h5py.VirtualSource("other.h5", "secret", (2,))
+    file.create_virtual_dataset("layers/scale/vars/0", layout)
+
+
+def link_to_another_file(file):
+    file["layers/scale/vars/0"] = h5py.ExternalLink("other.h5", "secret")
+
+
+def group_of_another_file(file):
+    file.create_group("layers")["scale"] = h5py.ExternalLink("other.h5", "/")
+
+
+def link_within(file):
+    file["layers/scale/vars/0"] = h5py.SoftLink("/layers/scale/vars/0")
+
+
+def legacy_link_to_another_file(file):
+    file.attrs["layer_names"] = np.array([b"dense"])
+    file.create_group("dense").attrs["weight_names"] = np.array([b"secret"])
+    file["dense/secret"] = h5py.ExternalLink("other.h5", "secret")
+
+
+def legacy_names_of_nothing(file):
+    file.attrs["layer_names"] = np.array([b"dense"])
+    file.create_group("dense").attrs["weight_names"] = np.array([b"there", b"is", b"none"])
+
+
+def huge_shape(file):
+    file.create_dataset("layers/scale/vars/0", (2**40,), "f8")
+
+
+def no_shape(file):
+    file["layers/scale/vars/0"] = h5py.Empty("f4")
+
+
+NO_WEIGHTS = "is no file of Keras' weights"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("write", "line"),
+    [
+        (text_for_weights, NO_WEIGHTS), (fields_for_weights, "vars/0 is .* weights are numbers"),
+        (complex_weights, "complex64, and weights are numbers"), (compressed, "save them with it"),
+        (large_pieces, "save them with it"), (in_another_file, "in another file"),
+        (of_other_files, "in another file"), (link_to_another_file, "vars/0 is a link"),
+        (group_of_another_file, "layers/scale is a link"), (link_within, "vars/0 is a link"),
+        (legacy_link_to_another_file, "dense/secret is a link"), (no_shape, "is no array"),
+        (legacy_names_of_nothing, NO_WEIGHTS), (huge_shape, "has no weight of this model"),
+    ],
+)  # fmt: skip
+def test_what_keras_does_not_write_is_refused(masters, tmp_path, monkeypatch, write, line):
+    monkeypatch.chdir(tmp_path)
+    with h5py.File("other.h5", "w") as other:
+        other["secret"] = other["vars/0"] = np.ones(2, "f4")
+    with h5py.File("hostile.h5", "w") as file:
+        write(file)
+    with pytest.raises(InputError, match=f"--init_from=hostile.h5.*{line}") as refused:
+        init_from(masters, "hostile.h5")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def masters():
+    """A model with a weight of `[2]` at layers/scale/vars/0, called dense/secret."""
+    return prepare(tiny.options("unused", model=f"{__name__}:one_vector")).masters
+
+
+class Scale(layers.Layer):
+    def build(self, shape):
+        self.secret = self.add_weight(shape=(2,), name="secret")
+
+    def call(self, x):
+        return self.secret * x
+
+
+def one_vector(num_classes, image_shape):
+    first = [keras.Input(image_shape), layers.GlobalAveragePooling2D(), layers.Dense(2, name="a")]
+    return keras.Sequential([*first, Scale(name="dense"), layers.Dense(num_classes, name="b")])
+
+
+def packed(how, content, into):
+    with zipfile.ZipFile(into, "w", how) as archive:
+        archive.writestr("model.weights.h5", content)
+
+
+def encrypted(content, into):
+    packed(zipfile.ZIP_STORED, content, into)
+    marked = bytearray(into.read_bytes())
+    marked[6] |= 1
+    marked[marked.index(b"PK\1\2") + 8] |= 1
+    into.write_bytes(marked)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("pack", "line"),
+    [
+        (encrypted, "encrypted"),
+        (lambda _, into: packed(zipfile.ZIP_DEFLATED, bytes(2**27), into), "unpacks to 128.0 MiB"),
+        (lambda _, into: packed(zipfile.ZIP_BZIP2, bytes(2**27), into), "packed in a way"),
+        (lambda content, into: packed(zipfile.ZIP_LZMA, content, into), "packed in a way"),
+        (lambda content, into: packed(0, content[:-9000], into), NO_WEIGHTS),
+        (lambda content, into: packed(0, b"", into), NO_WEIGHTS),
+        (lambda content, into: into.write_bytes(content[:100]), NO_WEIGHTS),
+        (lambda content, into: os.mkfifo(into), "pipe or a device"),
+        (lambda content, into: into.symlink_to("/dev/zero"), "pipe or a device"),
+    ],
+    ids=["encrypted", "bomb", "bz2", "lzma", "cut", "empty", "short", "pipe", "device"],
+)
+def test_a_file_that_is_none(masters, source, tmp_path, pack, line):
+    path = tmp_path / "mine.keras"
+    pack((source[0] / "file.weights.h5").read_bytes(), path)
+    with pytest.raises(InputError, match=line) as refused:
+        init_from(masters, str(path))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("file", ["file.weights.h5", "file.keras"])
+def test_a_file_over_which_hdf5_goes_in_circles(source, tmp_path, monkeypatch, file):
+    """Of the collection of texts: an object of no bytes, after which it looks for the next."""
+    monkeypatch.setattr(initial, "_SECONDS", 5.0)
+    content = bytearray((source[0] / "file.weights.h5").read_bytes())
+    place = content.index(b"GCOL")
+    content[place + 16] = 0
+    content[place + 24 : place + 32] = bytes(8)
+    path = tmp_path / file
+    path.write_bytes(content)
+    if file == "file.keras":
+        packed(0, bytes(content), path)
+    with pytest.raises(InputError, match="HDF5 reads for longer than 5 s"):
+        begun(path)
+
+
+@pytest.mark.process
+@pytest.mark.extended
+def test_flipped_bits_end_in_a_line_or_in_weights(source, tmp_path):
+    draw = random.Random(0)
+    for file in ("file.weights.h5", "file.keras") * 20:
+        content = bytearray((source[0] / file).read_bytes())
+        for _ in range(3):
+            content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path = tmp_path / file
+        path.write_bytes(content)
+        try:
+            begun(path)
+        except InputError as error:
+            assert "\n" not in str(error)
+
+
+@pytest.mark.process
+def test_weights_in_bfloat16(tmp_path):
+    last = layers.Dense(2, dtype="bfloat16")
+    model = with_other_weights(keras.Sequential([keras.Input((3,)), last]))
+    model.save_weights(tmp_path / "half.weights.h5")
+    with initial._of_file(tmp_path / "half.weights.h5") as found:
+        kernel, bias = (initial._array(each.value) for each in found)
+    np.testing.assert_array_equal(kernel, model.weights[0].numpy())
+
+
+@pytest.mark.process
 def test_a_run_goes_on_without_its_source(source, tmp_path, capsys):
     file = tmp_path / "gone.keras"
     file.write_bytes((source[0] / "file.keras").read_bytes())
@@ -163,6 +359,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_taken_is_one_line(tmp_path, capsys, name):
     (tmp_path / "notes.h5").write_text("no weights")

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from towers import files
 from towers.data import encoded
 from towers.data.pipeline import Data
 from towers.data.registry import DATA_SETS
 from towers.errors import InputError
 
-_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
 _TEST_NAMES = ("test", "validation", "val")
 _EXPECTED = f"expected {DATA_SETS['folder'].layout}"
 
@@ -97,24 +98,40 @@ def _class_names(folder: str) -> list[str]:
 
 def _find(folder: str, names: Sequence[str], class_names: Sequence[str]) -> _Files:
     """Return the images of these classes, in order."""
-
-    def refuse(error: OSError) -> None:
-        raise InputError(f"{error.filename}: {error.strerror}; check its permissions")
-
     found: list[str] = []
     labels: list[int] = []
     for name in names:
-        of_class = sorted(
-            os.path.join(parent, file)[len(folder) + 1 :]
-            for parent, _, files in os.walk(os.path.join(folder, name), onerror=refuse)
-            for file in files  # ._a.png is what macOS puts beside a.png, and no image
-            if file.lower().endswith(_ENDINGS) and not file.startswith(".")
-        )
+        of_class = [path[len(folder) + 1 :] for path in images_below(os.path.join(folder, name))]
         if not of_class:
             raise InputError(
-                f"{os.path.join(folder, name)} has no images ({', '.join(_ENDINGS)}); put some "
+                f"{os.path.join(folder, name)} has no images ({', '.join(ENDINGS)}); put some "
                 "there, or remove it"
             )
         found += of_class
         labels += [class_names.index(name)] * len(of_class)
     return _Files(folder, found, labels)
+
+
+def images_below(folder: str) -> list[str]:
+    """Return the paths of the images in a folder and those below, sorted.
+
+    Raises:
+        InputError: a folder cannot be read, or what is called like an image is no file.
+    """
+    found, waiting = [], [folder]
+    try:
+        for parent in waiting:  # which grows meanwhile
+            with os.scandir(parent) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+                    # ._a.png is what macOS puts beside a.png, and no image
+                    elif entry.name.lower().endswith(ENDINGS) and not entry.name.startswith("."):
+                        if not entry.is_file() and os.path.exists(entry.path):
+                            files.check_is_file(entry.path)
+                        found.append(entry.path)
+    except OSError as error:
+        raise InputError(
+            f"{error.filename} cannot be read: {error.strerror}; mend or remove it"
+        ) from None
+    return sorted(found)

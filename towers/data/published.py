@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from towers.errors import InputError
+from towers.files import check_is_file
 
 if TYPE_CHECKING:
     from towers.data.pipeline import Data
@@ -100,6 +101,7 @@ class Published:
     def _read(self, path: str) -> tuple[np.ndarray, np.ndarray, str]:
         """Return images, labels, and the file's name if it is not the published one, else ""."""
         try:
+            check_is_file(path)
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 content = file.read(min(size, self.max_bytes) + 1)

@@ -160,7 +160,7 @@ def _files(dataset: str, data_dir: str | None) -> list[str]:
     found = []
     for name in names:
         paths = [os.path.join(folder, os.path.expanduser(name)) for folder in folders]
-        there = [path for path in paths if os.path.isfile(path)]
+        there = [p for p in paths if os.path.exists(p) and not os.path.isdir(p)]
         if not there:
             raise InputError(
                 f"--dataset={dataset}: there is no file {' or '.join(paths)}; name one "

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from towers import files
 from towers.data import halves
 from towers.data.pipeline import Data
 from towers.errors import InputError
@@ -41,17 +42,16 @@ def load(dataset: str, paths: Sequence[str], target: str = "", categories: str =
     tables = [_Table(path) for path in paths]
     names = tables[0].names
     for table in tables[1:]:
-        if set(table.names) != set(names):
-            different = sorted(set(table.names) ^ set(names))[0]
+        if different := sorted(set(table.names) ^ set(names)):
             raise InputError(
-                f"{table.path} and {paths[0]} do not have the same columns: {different!r} is in "
+                f"{table.path} and {paths[0]} do not have the same columns: {different[0]!r} is in "
                 "one of them alone; make them alike"
             )
-    targets = target.split(",") if target else names[-1:]
+    targets = dict.fromkeys(target.split(",") if target else names[-1:])
     for name in targets:
-        if name not in names:
+        if name not in tables[0].places:
             raise InputError(
-                f"--target={target}: {paths[0]} has no column {name!r}; it has {_some(names)}"
+                f"--target={target}: {paths[0]} has no column {name!r}; it has {some(names)}"
             )
     features = [name for name in names if name not in targets]
     if not features:
@@ -61,10 +61,10 @@ def load(dataset: str, paths: Sequence[str], target: str = "", categories: str =
         if name not in features or clash:
             has = f"a column {clash[0]!r}" if clash else f"no feature {name!r}"
             raise InputError(
-                f"--categories={categories}: {paths[0]} has {has}; it has {_some(features)}"
+                f"--categories={categories}: {paths[0]} has {has}; it has {some(features)}"
             )
-    y, class_names, no_classes = _targets(tables, targets)
-    columns, x = _features(tables, features, categories.split(","))
+    y, class_names, no_classes = _targets(tables, list(targets))
+    columns, x = _features(tables, features, list(filter(None, categories.split(","))))
     given = dict(zip(("train", "test"), zip(x, y, strict=True), strict=False))
     found = halves.data_set(dataset, given, len(class_names) or None, class_names)
     return dataclasses.replace(found, columns=columns, no_classes=no_classes)
@@ -136,7 +136,7 @@ def _numbers_of(table: "_Table", name: str, numbers: dict[str, int]) -> np.ndarr
         if cell not in numbers:
             raise InputError(
                 f"{table.path}, line {line}, column {name}: {cell!r} is in none of the training "
-                f"examples; they have {_some(list(numbers))}"
+                f"examples; they have {some(list(numbers))}"
             )
     return np.array([numbers[cell] for cell in table.column(name)], np.int32)
 
@@ -147,11 +147,13 @@ class _Table:
     def __init__(self, path: str):
         self.path = path
         try:
+            files.check_is_file(path)
             with open(path, newline="", encoding="utf-8-sig") as file:
                 # Of a line without end no more is read than a reader of lines may hold.
                 lines = iter(lambda: file.readline(_MAX_LINE), "")
                 rows = csv.reader((self._checked(line) for line in lines), strict=True)
                 self.names = [name.strip() for name in next(rows, [])]
+                self.places = {name: place for place, name in enumerate(self.names)}
                 self._check_names()
                 self._rows, self.lines = [], []
                 for row in rows:
@@ -187,9 +189,9 @@ class _Table:
             raise InputError(f"{self.path}: a column has no name; {expected}")
         if all(map(is_number, self.names)):
             raise InputError(
-                f"{self.path}: the first line is numbers, {_some(self.names)}; {expected}"
+                f"{self.path}: the first line is numbers, {some(self.names)}; {expected}"
             )
-        twice = [name for name in self.names if self.names.count(name) > 1]
+        twice = [n for place, n in enumerate(self.names) if self.places[n] != place]
         if twice:
             raise InputError(
                 f"{self.path} has two columns {twice[0]!r}; give each a name of its own"
@@ -198,8 +200,7 @@ class _Table:
             raise InputError(f"{self.path} has one column, {self.names[0]!r}; {expected}")
 
     def column(self, name: str) -> list[str]:
-        place = self.names.index(name)
-        cells = [row[place].strip() for row in self._rows]
+        cells = [row[self.places[name]].strip() for row in self._rows]
         if "" in cells:
             raise InputError(
                 f"{self.path}, line {self.lines[cells.index('')]}, column {name} is empty; fill it "
@@ -223,5 +224,6 @@ class _Table:
         raise InputError(f"{place}: {cells[wrong[0]]!r} is no finite number; mend it")
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """Return the first names of a list, for a message."""
     return ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)

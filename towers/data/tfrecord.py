@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
+from towers import files
 from towers.data import encoded
 from towers.data.halves import max_classes
 from towers.data.kept import kept
@@ -148,7 +149,13 @@ def _paths(folder: str, prefix: str) -> list[str]:
     """Return the files of a split."""
     names = sorted(os.listdir(folder))
     found = [n for n in names if n.startswith(prefix) and (".tfrec" in n or "-of-" in n)]
-    return [os.path.join(folder, name) for name in found]
+    paths = [os.path.join(folder, name) for name in found]
+    try:
+        for path in paths:
+            files.check_is_file(path)
+    except OSError as error:  # a link to nothing, or a file that went just now
+        raise InputError(f"{error.filename} cannot be read: {error.strerror}") from None
+    return paths
 
 
 def _keys(path: str) -> list[str]:
@@ -177,10 +184,7 @@ def _keys(path: str) -> list[str]:
 
 def _scanned(paths: Sequence[str], label_key: str) -> Mapping[str, np.ndarray]:
     """Return file, start, length and label of each record, `[N]`; kept while no file changes."""
-    try:
-        stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
-    except OSError as error:  # a link to nothing, or a file that went just now
-        raise InputError(f"{error.filename} cannot be read: {error.strerror}") from None
+    stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
     about = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
     digest = hashlib.sha256(json.dumps([about, label_key]).encode()).hexdigest()
 

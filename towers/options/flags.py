@@ -195,9 +195,21 @@ def _check_taken(argv: Sequence[str], verb: Verb) -> None:
             raise InputError(f"towers {verb.name} takes no --{name}: {reason}")
 
 
+class _Flags(flags.FlagValues):
+    """absl's flags, of which a flagfile is no pipe, which may let its reader wait for ever."""
+
+    def _get_flag_file_lines(self, filename: str, *args: Any, **kwargs: Any) -> list[str]:
+        if os.path.exists(filename):
+            try:
+                files.check_is_file(filename)
+            except OSError as error:
+                raise InputError(f"--flagfile={filename}: {error.strerror}") from None
+        return super()._get_flag_file_lines(filename, *args, **kwargs)
+
+
 def _read(argv: Sequence[str], verb: Verb) -> dict[str, Any]:
     """Return {option: value} of what arguments and their flagfiles give: the last one wins."""
-    fields, defined = verb.fields(), flags.FlagValues()
+    fields, defined = verb.fields(), _Flags()
     positional = _positional(fields)
     defined.set_gnu_getopt()
     for name, field in fields.items():

@@ -46,7 +46,8 @@ def without_index(directory: Path) -> dict[int, str]:
     newest = max(dict(find(directory)), default=-1)
     now = {int(match[2]) for match in _matches(directory, _WHOLE)}
     try:
-        text = Path(directory, "checkpoint").read_text(errors="replace")
+        files.check_is_file(named := Path(directory, "checkpoint"))
+        text = named.read_text(errors="replace")
     except OSError:
         text = ""
     named = re.findall(r'^model_checkpoint_path: "ckpt-(\d{1,18})"', text, re.MULTILINE)
@@ -139,6 +140,8 @@ def open_reader(prefix: str) -> Iterator[Any]:
         Exception: of many kinds: it is damaged.
     """
     path = Path(prefix)
+    for part in path.parent.glob(f"{path.name}.*"):
+        files.check_is_file(part)
     with _plain(path.parent) as folder:
         reader = tf.train.load_checkpoint(f"{folder}/{path.name}")
         if reader.has_tensor(key := key_of("variables", "step")):

@@ -251,6 +251,7 @@ class _Saved:
 
     def __init__(self, path: Path):
         """Read it, all at once."""
+        files.check_is_file(path)
         with np.load(path) as file:
             self.arrays = {name: file[name] for name in file.files}
         self.about = json.loads(self.arrays.pop("about").tobytes())

@@ -8,8 +8,11 @@ Seeds of random draws stay those of the new run.
 """
 
 import collections
+import contextlib
 import io
 import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,19 +20,38 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from towers import files, tf_private
+from towers.data import zipped
 from towers.errors import InputError
 from towers.text import first_line
 from towers.training.loading import read_weights
 from towers.training.masters import Masters
 
-Pair = tuple[keras.Variable, np.ndarray | None]
+Pair = tuple[keras.Variable, Any]  # a weight, and what has its value: an array, or h5py's dataset
 _NAMED = 10  # weights of each kind
+_LONGEST_NAME = 1000  # of a layer, in characters
+_SECONDS = 30.0  # that a look through a file may take
+_LOOK_THROUGH = """
+import io, resource, sys
+sys.path += sys.argv[2:]
+import h5py
+data = sys.stdin.buffer.read()
+most = 2**31 + 2 * len(data)  # bytes: a text may be named many times
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+file = h5py.File(sys.argv[1] or io.BytesIO(data))
+for found in file, file.get("model_weights"):
+    dict(found.attrs if found else {})
+file.visititems(lambda _, found: (dict(found.attrs), None)[1])  # else it ends there
+"""
 
 
 class Keyed(NamedTuple):
-    """A weight, or its value: where it is ("" is not known), and its layer's and its own name."""
+    """A weight, or its value: where it is ("" is not known), and its layer's and its own name.
+
+    Of a value in a file no more than its shape is read before it is wanted.
+    """
 
     path: str
     name: str
@@ -50,15 +72,17 @@ def init_from(masters: Masters, source: str) -> list[str]:
         InputError: the source cannot be read, or has no weight of this model.
     """
     path = Path(source).expanduser()
-    if path.is_dir():
-        what, found = _of_run(path)
-        ours = [Keyed(v.path, _last_two(v.path), v) for v in masters.model.weights]
-    else:
-        what, found = str(path), _of_file(path)
-        weights = {id(v) for v in masters.model.weights}
-        places = tf_private.places_in_file(masters.model)
-        ours = [Keyed(*place) for place in places if id(place[2]) in weights]
-    pairs = max(_match(ours, found, "path"), _match(ours, found, "name"), key=_num_fitting)
+    with contextlib.ExitStack() as opened:
+        if path.is_dir():
+            what, found = _of_run(path)
+            ours = [Keyed(v.path, _last_two(v.path), v) for v in masters.model.weights]
+        else:
+            what, found = str(path), opened.enter_context(_of_file(path))
+            weights = {id(v) for v in masters.model.weights}
+            places = tf_private.places_in_file(masters.model)
+            ours = [Keyed(*place) for place in places if id(place[2]) in weights]
+        pairs = max(_match(ours, found, "path"), _match(ours, found, "name"), key=_num_fitting)
+        values = [_array(there) for variable, there in pairs if _fits(variable, there)]
     missing = [v.path for v, there in pairs if there is None]
     other = [
         f"{v.path} {list(v.shape)} here, {list(there.shape)} there"
@@ -69,9 +93,9 @@ def init_from(masters: Masters, source: str) -> list[str]:
     if not num_fitting:
         examples = f"{_some([k.path or k.name for k in found])} there, {_some(missing or other)}"
         raise InputError(f"--init_from={source} has no weight of this model: {examples} here")
-    for variable, there in pairs:
-        if _fits(variable, there):
-            variable.assign(there.astype(variable.dtype))
+    fitting = [variable for variable, there in pairs if _fits(variable, there)]
+    for variable, value in zip(fitting, values, strict=True):
+        variable.assign(value.astype(variable.dtype))
     for variable, average in masters.averages:
         average.assign(variable.value)
     masters.set_copies()
@@ -92,7 +116,7 @@ def _match(ours: Iterable[Keyed], found: Iterable[Keyed], field: str) -> list[Pa
     return [(k.value, value) for k, value in zip(ours, there, strict=True)]
 
 
-def _fits(variable: keras.Variable, value: np.ndarray | None) -> bool:
+def _fits(variable: keras.Variable, value: Any) -> bool:
     return value is not None and tuple(variable.shape) == value.shape
 
 
@@ -117,36 +141,86 @@ def _of_run(folder: Path) -> tuple[str, list[Keyed]]:
     return f"{folder}, {what} at step {weights.step}", _without_seeds(found)
 
 
-def _of_file(path: Path) -> list[Keyed]:
-    """Return the weights in a file of Keras'."""
+@contextlib.contextmanager
+def _of_file(path: Path) -> Iterator[list[Keyed]]:
+    """Yield the weights in a file of Keras', which can be read meanwhile."""
     import h5py  # Keras brings it
 
     try:
+        files.check_is_file(path)
         content: Any = path
         if zipfile.is_zipfile(path):  # FILE.keras
-            with zipfile.ZipFile(path) as archive:
-                content = io.BytesIO(archive.read("model.weights.h5"))
+            content = io.BytesIO(zipped.read(path, "model.weights.h5"))
+        _look_through(content)
         with h5py.File(content) as file:
+            links: list[tuple[str, Any]] = []
+            file.visititems_links(lambda *found: links.append(found))
+            for place, link in links:
+                if not isinstance(link, h5py.HardLink):
+                    raise ValueError(f"{place} is a link, and weights must lie in the file itself")
             legacy = "layer_names" in file.attrs or "model_weights" in file
-            return _without_seeds((_of_legacy if legacy else _of_weights)(file))
+            places = [place for place, _ in links]
+            yield _without_seeds(_of_legacy(file) if legacy else _of_weights(file, places))
     except FileNotFoundError:
         raise InputError(f"--init_from={path}: there is no such file or folder") from None
-    except (OSError, KeyError, zipfile.BadZipFile) as error:
+    except Exception as error:  # of a damaged file HDF5 and h5py raise many kinds
         raise InputError(
             f"--init_from={path} is no file of Keras' weights (.keras, .weights.h5, .h5): "
             f"{first_line(error)}"
         ) from None
 
 
-def _of_weights(file: Any) -> Iterator[Keyed]:
+def _look_through(content: Any) -> None:
+    """Let another process read what describes the weights; a ValueError if it does not get through.
+
+    HDF5 goes in circles over some damaged files, and falls over others; no thread can end that.
+    """
+    import h5py
+
+    folders = {os.path.dirname(os.path.dirname(m.__file__)) for m in (h5py, np)}
+    path, data = ("", content.getvalue()) if isinstance(content, io.BytesIO) else (content, b"")
+    command = [sys.executable, "-I", "-c", _LOOK_THROUGH, path, *folders]  # -I: not from here
+    about = {"capture_output": True, "timeout": _SECONDS, "check": True}
+    about["env"] = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # each takes room
+    try:
+        subprocess.run(command, input=data, **about)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"HDF5 reads for longer than {_SECONDS:g} s") from None
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.decode(errors="replace").split("\n")
+        reason = f"signal {-error.returncode}" if error.returncode < 0 else "".join(said[-2:])
+        raise ValueError(f"HDF5 cannot read it: {reason}") from None
+
+
+def _array(value: Any) -> np.ndarray:
+    """Return an array, or read one: of numbers, uncompressed and in the file itself.
+
+    Others have their values elsewhere, or unpack to more than the file is: Keras writes none.
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    import h5py
+
+    about = value.id.get_create_plist()
+    if value.external or about.get_layout() not in (h5py.h5d.CONTIGUOUS, h5py.h5d.COMPACT):
+        raise ValueError(
+            f"{value.name} is in pieces, compressed or in another file: load these weights with "
+            "Keras, and save them with it"
+        )
+    if value.dtype == "V2" and value.attrs.get("dtype") == "bfloat16":  # NumPy knows none
+        return np.asarray(value).view(tf.bfloat16.as_numpy_dtype)
+    if value.dtype.kind not in "iufb":
+        raise ValueError(f"{value.name} is {value.dtype}, and weights are numbers")
+    return np.asarray(value)
+
+
+def _of_weights(file: Any, places: Iterable[str]) -> Iterator[Keyed]:
     """Yield what `save_weights` wrote: layers/dense/vars/0, "dense" in an attribute of vars."""
-    places: list[str] = []
-    file.visit(places.append)
     for place in places:
         group, _, number = place.rpartition("/")
         if os.path.basename(group) == "vars" and not place.startswith("optimizer/"):
-            layer = file[group].attrs.get("name", "")
-            yield Keyed(place, f"{layer}/{number}", np.asarray(file[place]))
+            layer = str(file[group].attrs.get("name", ""))[:_LONGEST_NAME]
+            yield Keyed(place, f"{layer}/{number}", _dataset(file[place]))
 
 
 def _of_legacy(file: Any) -> Iterator[Keyed]:
@@ -162,8 +236,15 @@ def _of_legacy(file: Any) -> Iterator[Keyed]:
             for name in group.attrs[key]:  # a long list has several attributes
                 name = name.decode() if isinstance(name, bytes) else str(name)
                 layer = os.path.basename(os.path.dirname(name)) or os.path.basename(group.name)
-                yield Keyed("", f"{layer}/{number[layer]}", np.asarray(group[name]))
+                yield Keyed("", f"{layer}/{number[layer]}", _dataset(group[name]))
                 number[layer] += 1
+
+
+def _dataset(found: Any) -> Any:
+    """Return a dataset; a ValueError if it is none, or has no shape."""
+    if getattr(found, "shape", None) is None:
+        raise ValueError(f"{found.name} is no array")
+    return found
 
 
 def _without_seeds(found: Iterable[Keyed]) -> list[Keyed]:

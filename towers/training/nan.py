@@ -246,6 +246,7 @@ def read(folder: Path, spec: Any) -> tuple[dict[str, np.ndarray], Any]:
     own = folder / FOLDER
     try:
         state = checkpoint.read(str(own / STATE / f"ckpt-{read_report(folder)['step']}"), "")
+        files.check_is_file(own / BATCH)
         with np.load(own / BATCH) as found:
             arrays = dict(found)
     except Exception as error:  # of many kinds

@@ -10,8 +10,8 @@ from towers.devices import memory
 from towers.errors import InputError, RunError
 from towers.graphs.placement import Op, short
 from towers.options.blame import blame_user
-from towers.options.trust import CODE
 from towers.options.run import Options
+from towers.options.trust import CODE
 from towers.text import first_line
 from towers.training import out_of_memory
 

@@ -137,6 +137,7 @@ def read_run(folder: Path, name: str) -> Compared:
     """Return what the folder of a run tells; what is not there is empty."""
     path = folder / "flags.cfg"
     try:
+        files.check_is_file(path)
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         lines = []

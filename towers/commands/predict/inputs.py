@@ -2,9 +2,6 @@
 
 import csv
 import os
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -12,19 +9,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
+from towers import files
 from towers.data import zipped
+from towers.data.folder import ENDINGS as IMAGES
+from towers.data.folder import images_below
 from towers.data.headers import check_pixels
+from towers.data.table import some
 from towers.errors import InputError
 from towers.text import is_number
 from towers.training.loading import Trained
 
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
 _KINDS = f"{', '.join(IMAGES)}, .npy, .npz and .csv"
-# What numpy, zipfile and csv raise of files that are not what their names say.
-_DAMAGED = (
-    ValueError, EOFError, KeyError, RuntimeError, zlib.error, zipfile.BadZipFile, csv.Error,
-    tokenize.TokenError, TypeError,
-)  # fmt: skip
 _NUM_THREADS = os.cpu_count() or 1
 
 Examples = Any  # arrays [n, ...] in the structure of a run's x
@@ -81,18 +76,7 @@ def _files(name: str) -> list[str]:
             raise InputError(f"{name}: there is no such file or folder")
         return [name]
 
-    def refuse(error: OSError) -> None:
-        raise InputError(f"{error.filename}: {error.strerror}")
-
-    try:
-        found = sorted(
-            os.path.join(folder, file)
-            for folder, _, files in os.walk(name, onerror=refuse)
-            for file in files
-            if file.lower().endswith(IMAGES) and not file.startswith(".")
-        )
-    except RecursionError:
-        raise InputError(f"{name}: there are too many folders within folders") from None
+    found = images_below(name)
     if not found:
         raise InputError(f"{name} has no images ({', '.join(IMAGES)}); name files of another kind")
     return found
@@ -105,12 +89,13 @@ def _part(path: str, trained: Trained) -> Part:
     if ending not in kinds:
         raise InputError(f"{path}: predicted are {_KINDS}, and folders of images")
     try:
+        files.check_is_file(path)
         return kinds[ending](path, trained)
     except InputError:
         raise
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
-    except _DAMAGED:
+    except Exception:  # numpy, zipfile and csv raise many kinds of what is not what its name says
         raise InputError(f"{path} is damaged, or no {ending} file") from None
 
 
@@ -162,6 +147,8 @@ def _npy(path: str, trained: Trained) -> Part:
         raise InputError(
             f"{path} is one array, and this model takes {_describe(spec)}: name a .npz file"
         )
+    with open(path, "rb") as file:
+        zipped.check_header(file, os.path.getsize(path), path)
     return _of_arrays(path, [np.load(path, mmap_mode="r", allow_pickle=False)], trained)
 
 
@@ -226,30 +213,31 @@ def _csv(path: str, trained: Trained) -> Part:
     with open(path, encoding="utf-8-sig", newline="") as file:
         header, *lines = [line for line in csv.reader(file) if line] or [[]]
     names = [name.strip() for name in header]
-    targets = getattr(trained.options, "target", "").split(",")
+    places = {name: i for i, name in enumerate(names)}
+    targets = set(getattr(trained.options, "target", "").split(","))
     kept = [i for i, name in enumerate(names) if not name or name not in targets]
     if not lines or all(map(is_number, header)):
         raise InputError(f"{path}: a line of names is needed, and then one for each example")
     if tf.nest.is_nested(spec):
-        missing = [place for place in _places(spec) if place not in names]
+        missing = [place for place in _places(spec) if place not in places]
         if missing:
-            raise InputError(f"{path} has no column {missing[0]}; it has {', '.join(names)}")
-        kept = [names.index(place) for place in _places(spec)]
+            raise InputError(f"{path} has no column {missing[0]}; it has {some(names)}")
+        kept = [places[place] for place in _places(spec)]
         return _of_arrays(path, [_column(path, names, lines, i) for i in kept], trained)
     if columns := trained.task.get("columns"):  # a run of before does not know them
         categories = filter(None, getattr(trained.options, "categories", "").split(","))
         texts = {c: [n[len(c) + 1 :] for n in columns if n.startswith(f"{c}=")] for c in categories}
         apart = {f"{c}={text}" for c in texts for text in texts[c]}
         columns = [*texts, *(name for name in columns if name not in apart)]
-        missing = [name for name in columns if name not in names]
+        missing = [name for name in columns if name not in places]
         if missing:
             raise InputError(
-                f"{path} has no column {missing[0]}; it has {', '.join(names)}, and this model was "
-                f"trained on {', '.join(columns)}"
+                f"{path} has no column {missing[0]}; it has {some(names)}, and this model was "
+                f"trained on {some(columns)}"
             )
         found = {}
         for name in columns:
-            place = names.index(name)
+            place = places[name]
             if name in texts:
                 given = _texts(path, names, lines, place, texts[name])
                 found |= {f"{name}={text}": given == text for text in texts[name]}
