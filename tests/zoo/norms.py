@@ -81,6 +81,26 @@ def batch_norm_twice(images):
     return layers.GlobalMaxPooling2D()(norm(conv(norm(conv(images)))))
 
 
+class Deviating(BatchNorm):
+    """Divides by the largest deviation, or by a little more than Keras."""
+
+    def __init__(self, alone=False):
+        super().__init__()
+        self.alone = alone
+
+    def _moments(self, inputs, mask):
+        mean, variance = super()._moments(inputs, mask)
+        if self.alone:
+            return mean, variance + 0.1
+        return mean, tf.reduce_max(tf.square(inputs - mean), axis=[0, 1, 2])
+
+
+batch_norm_with_own_moments = on_maps(
+    "mixed examples", "a method of its own, of a slice", lambda: [Deviating(), layers.ReLU()]
+)
+batch_norm_with_more_variance = on_maps(
+    SAME, "what Keras' moments make of all examples", lambda: [Deviating(alone=True), layers.ReLU()]
+)
 batch_norm_synchronized = on_maps(
     SAME, "asks for all towers", lambda: [BatchNorm(synchronized=True), layers.ReLU()], LOCAL
 )
