@@ -232,7 +232,8 @@ class Options:
     deterministic: bool = same_option(GpuOptions, "deterministic")
 
     num_epochs: float = _length(
-        0.0, "Passes over the training set; 0: as max_steps says, else 10.", maximum=10**9
+        0.0, "Passes over the training set, up to a full batch; 0: as max_steps says, else 10.",
+        maximum=10**9,
     )
     max_steps: int = _length(
         0, "Step at which the run stops; 0: as num_epochs says. With both the first ends the run, "
