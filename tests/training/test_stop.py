@@ -92,7 +92,7 @@ def test_a_blocked_run_saves_and_is_left_with_its_last_finished_step(start, monk
     Path("test").unlink()
 
     run = start(*FLAGS, "--stall_seconds=1")
-    blocked(run, ": step 8 of")
+    blocked(run, ": step 8 of 40, examples")
     code, line, _ = end_of(run, signal.SIGHUP, signal.SIGTERM)  # two at once are one
     assert code == 75 and f"step {newest()} is saved" in line and 8 < newest() < 40
     Path("train").unlink()
