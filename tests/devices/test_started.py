@@ -36,17 +36,8 @@ def fitted(model):
 
 plain, found = fitted(build()), {}
 assert len(tf.config.list_logical_devices()) == 1
-for how in ({"num_towers": 2}, {"num_towers": 3}, {"num_towers": 4, "devices": "cpu"},
-            {"num_towers": 3, "variables": "sharded"}, {"num_towers": 2, "accumulate_steps": 2}):
-    if "accumulate_steps" in how:
-        model = keras.Sequential([keras.Input([5]), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        other = keras.models.clone_model(model)
-        other.set_weights(model.get_weights())
-        other.compile("sgd", "mse")
-        difference = fitted(towers.parallelize(other, **how)) - fitted(model)
-    else:
-        difference = fitted(towers.parallelize(build(), **how)) - plain
+for how in {"num_towers": 2}, {"num_towers": 3, "devices": "cpu", "variables": "sharded"}:
+    difference = fitted(towers.parallelize(build(), **how)) - plain
     found[json.dumps(how)] = float(np.abs(difference).max())
 
 verified = towers.verify(build(), x, y, num_towers=(2, 3), say=lambda line: None)
@@ -68,8 +59,8 @@ def test_towers_share_it_with_the_numbers_of_plain_keras_and_a_line(tmp_path):
     (found,) = [json.loads(line) for line in done.stdout.splitlines() if line[:2] == '{"'] or [
         pytest.fail(done.stderr)
     ]
-    assert len(found) == 7 and max(found.values()) < 1e-9, found
+    assert len(found) == 4 and max(found.values()) < 1e-9, found
     assert "[[ 44.  56.]\n [ 98. 128.]]" in done.stdout, done.stderr
     shared = [line for line in done.stderr.splitlines() if " share /cpu:0" in line]
-    assert len(shared) == 8 and "type towers.devices.tower_devices(2) before" in shared[0]
+    assert len(shared) == 5 and "type towers.devices.tower_devices(2) before" in shared[0]
     assert "Warning" not in done.stderr
