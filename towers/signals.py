@@ -153,7 +153,8 @@ class Listener:
         now, first = time.monotonic(), self._answered_at
         self._answered_at = first or now
         again = first and now - first > _SAME_SECONDS
-        if self._tick is None or (again and not self.owner):
+        seen = first and self.owner  # while that one is answered; the thread ends what is blocked
+        if (self._tick is None and not seen) or (again and not self.owner):
             raise Ended(_name(number))
 
     def _note(self, number: int) -> bool:

@@ -10,6 +10,7 @@ is left behind. Each function here says which public interface would do instead,
 import contextlib
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -46,6 +47,8 @@ from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as draw_ops
 from tensorflow.python.ops import random_ops_util
 from tensorflow.python.ops import resource_variable_ops as variable_ops
+
+from towers.errors import InputError
 
 Make = Callable[[Callable], Callable]  # from what a thread has called until here to what it calls
 Block = contextlib.AbstractContextManager[None]
@@ -911,6 +914,28 @@ def has_listed_devices() -> bool:
 def has_started() -> bool:
     """Tell whether TensorFlow has started. Public: none."""
     return context.context()._initialized
+
+
+# Whether from a process in which TensorFlow had started, which leaves the fork a single thread.
+_is_forked = has_started() and len(os.listdir("/proc/self/task")) == 1
+
+
+def _note_fork() -> None:
+    global _is_forked
+    _is_forked = has_started()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def refuse_fork() -> None:
+    """Raise InputError where TensorFlow would wait for threads that a fork does not have."""
+    if _is_forked:
+        raise InputError(
+            "this process was forked after TensorFlow had started, whose threads it does not have: "
+            "it would wait for ever; start it by multiprocessing.get_context('spawn'), or fork "
+            "before the first model or tensor is made"
+        )
 
 
 def step_of_fit(model: keras.Model) -> Function:

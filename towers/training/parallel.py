@@ -92,6 +92,7 @@ def parallelize(
         )
     if variables not in ("default", "cpu", "sharded"):
         raise InputError(f"variables={variables!r} must be 'default', 'cpu' or 'sharded'")
+    tf_private.refuse_fork()
     device_names = _devices_for(model, num_towers, devices, workers, towers_per_worker)
     if variables == "default":
         here = are_gpus(device_names) and not are_of_workers(device_names)
@@ -224,6 +225,7 @@ class _Steps:
 
         @functools.wraps(make)
         def make_for_towers(force: bool = False) -> Any:
+            tf_private.refuse_fork()
             model, by_xla, before = self.model, self.model.jit_compile, vars(self.model)[attribute]
             model.jit_compile = False
             try:

@@ -161,6 +161,7 @@ def prepare(options: Options) -> Run:
 
 def find(options: Options) -> tuple[list[str], Data]:
     """Return the towers' devices and the data set; raise what `prepare` raises."""
+    tf_private.refuse_fork()
     devices.configure(**dataclasses.asdict(options.gpu_options()))
     if selection.asks_for_cpus(options.devices):
         devices.hide_gpus()
