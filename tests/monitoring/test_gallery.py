@@ -173,3 +173,23 @@ def test_bytes_to_which_nothing_is_done_stay_bytes():
         ((seen, _),) = gallery.seen_by_towers(run.builder, run.options, batch, 3)
         assert seen.dtype == stored.dtype
         np.testing.assert_array_equal(seen, batch[0][:3])
+
+
+@pytest.mark.parametrize("model", ["tests.tiny:cnn"])
+def test_a_batch_of_each_step_builds_no_pipeline_of_its_own(model, monkeypatch):
+    """What TensorFlow takes to build one it never gives back: 0.2 MiB with each look."""
+    run = tiny.Loop(tiny.options("unused", model=model)).run
+    sampler = tiny.sampler(run)
+    built, real = [], type(run.data.train).train_batches
+
+    def train_batches(split, *args, **kwargs):
+        built.append(kwargs)
+        return real(split, *args, **kwargs)
+
+    monkeypatch.setattr(type(run.data.train), "train_batches", train_batches)
+    size = run.options.batch_size
+    for step in 3, 40, 41:
+        batch, draws = sampler.batch(step, step * size)
+        args = dict(seed=run.options.seed, step=step, examples=step * size)
+        assert_equal((batch, draws), next(iter(real(run.data.train, size, **args))))
+    assert len(built) == 1

@@ -20,6 +20,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from towers.builder.splitting import split
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, DatasetSplit, Split, augment
+from towers.data.streams import BatchSplit
 from towers.monitoring import pictures
 from towers.monitoring.monitor import Monitor
 from towers.options.run import Options
@@ -41,18 +42,29 @@ class Sampler:
     def __init__(self, split: Split, options: Options):
         """Read nothing yet."""
         self._split, self._options, self._kept = split, options, None
+        number = tf.TensorSpec([], tf.int64)
+        # Traced once: TensorFlow never gives back all that a pipeline takes to build.
+        self._read = tf.function(
+            lambda step, examples: self._batches(step, examples).take(1).get_single_element(),
+            input_signature=[number, number],
+            autograph=False,
+        )
 
     def batch(self, step: int, examples: int) -> Batch:
         """Return the batch of step number `step`, before which `examples` were seen."""
         if self._kept is not None:
             return self._kept
-        if stands_for_all := isinstance(self._split, DatasetSplit):
-            examples -= examples % self._split.size
+        if isinstance(self._split, BatchSplit):  # whose order is looked up outside of graphs
+            return next(iter(self._batches(step, examples)))
+        if isinstance(self._split, DatasetSplit):
+            self._kept = next(iter(self._batches(step, examples - examples % self._split.size)))
+            return self._kept
+        with tf.device("/cpu:0"):
+            return self._read(step, examples)
+
+    def _batches(self, step: Any, examples: Any) -> tf.data.Dataset:
         size, seed = self._options.batch_size, self._options.seed
-        batches = self._split.train_batches(size, seed=seed, step=step, examples=examples)
-        batch = next(iter(batches))
-        self._kept = batch if stands_for_all else None
-        return batch
+        return self._split.train_batches(size, seed=seed, step=step, examples=examples)
 
 
 def seen_by_towers(
