@@ -102,7 +102,7 @@ PREDICTED = "csv", "npy", "npz", "png"
         ("data_batch_1.bin", of_cifar), ("a.cfg", of_flags), ("b.cfg", nested),
         ("run/flags.cfg", of_run), *(((f"mine.{kind}", predicted)) for kind in PREDICTED),
     ],
-    ids=str,
+    ids=lambda given: getattr(given, "__name__", given),
 )  # fmt: skip
 def test_of_users(name, read):
     with pytest.raises(InputError, match="pipe or a device, and a file is needed"):

@@ -193,13 +193,13 @@ def test_a_straggler_is_named_and_the_health_of_the_gpus_is_part_of_a_point(tmp_
 
 @pytest.mark.parametrize("x, each", [("step", 1), ("examples", 128)])
 def test_what_is_written_again_after_a_crash_is_there_once(tmp_path, make, x, each):
-    monitor = make(tensorboard_x=x)
+    monitor = make(tensorboard_x=x, log_every_steps=10)
     for step in 1, 11, 21, 31:
         step_to(monitor, max(step - 10, 0), step)
     for step in 10, 20, 30:
         monitor.eval_point(step, {"accuracy": step / 100})
     monitor.close()
-    again = make(20, tensorboard_x=x)
+    again = make(20, tensorboard_x=x, log_every_steps=10)
     assert again.evaluated(20) and not again.evaluated(30)
     step_to(again, 20, 21)
     for _ in range(2):
@@ -220,7 +220,7 @@ def test_a_run_goes_on_whose_curves_were_called_otherwise(tmp_path, make):
         found = [Event(step=x, summary=scalar_pb(tag, x / 8)) for x in (0, 10, 20)]
         records = events.framed([Event(file_version="brain.Event:2"), *found])
         (tmp_path / part / "events.out.tfevents.1.host").write_bytes(b"".join(records))
-    monitor = make(20)
+    monitor = make(20, log_every_steps=10)
     step_to(monitor, 20, 21)
     monitor.eval_point(30, {"accuracy": 0.5})
     assert [x for x, _ in points(tmp_path / "train", "tower_0/loss")] == [0, 10, 20]

@@ -17,6 +17,7 @@ from tests import runs, tiny, trained_runs
 from tests.runs import command, points, result_of
 from towers import cli
 from towers.errors import InputError
+from towers.monitoring import events
 from towers.monitoring.monitor import Monitor
 from towers.training import manifest
 from towers.training.classification import Classification
@@ -460,3 +461,28 @@ def test_a_run_whose_output_nobody_reads_any_more_is_saved(tmp_path, monkeypatch
     with pytest.raises(BrokenPipeError):
         train(tiny.options(tmp_path, log_every_steps=1, max_steps=9))
     assert tiny.saved_steps(tmp_path) == [0, 4]
+
+
+def curves_of(folder, parts=("train", "train/tower_0", "train/tower_1")):
+    """Return the points of a run but for what a clock or the system says."""
+    timed = "speed", "seconds", "memory", "tower/step", "workers"
+    return {
+        (part, x, tag): value
+        for part in parts
+        for x, values in events.read(folder / part).items()
+        for tag, value in values.items()
+        if not any(word in tag for word in timed)
+    }
+
+
+@pytest.mark.parametrize("stops", [(4,), (3, 7), (1, 2, 6)], ids=str)
+@pytest.mark.parametrize("x", ["step", pytest.param("examples", marks=pytest.mark.extended)])
+def test_a_run_that_is_stopped_has_the_curves_of_one_that_was_not(tmp_path, stops, x):
+    flags = dict(num_towers=2, batch_size=7, log_every_steps=3, steps_per_loop=2, num_epochs=2)
+    flags |= dict(model="tests.tiny:dense", tensorboard_x=x)
+    train(tiny.options(tmp_path / "once", max_steps=11, **flags))
+    for last in (*stops, 11):
+        train(tiny.options(tmp_path / "often", max_steps=last, **flags))
+    once, often = (curves_of(tmp_path / name) for name in ("once", "often"))
+    assert ("train", 9 * (7 if x == "examples" else 1), "noise_scale/trace") in once
+    assert often == once

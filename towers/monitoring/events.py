@@ -124,25 +124,33 @@ def read(
     return dict(sorted(points.items()))
 
 
-def cut(folder: Path, x: int, say: Say = note) -> None:
+def cut(folder: Path, x: int, scalars_x: int | None = None, say: Say = note) -> None:
     """Drop what stands at `x` or later, also in the folders within: it is written anew.
+
+    Scalars are dropped from `scalars_x` on, if that is earlier.
 
     After a crash a file may hold points that came after the last checkpoint, and a record that is
     not whole. SessionLog.START would hide such points in TensorBoard, but from nobody else. What is
     damaged is dropped, too: TensorBoard reads no further than to there. `say` is given a line for
     each file that is damaged, or cannot be cut.
     """
+    scalars_x = x if scalars_x is None else scalars_x
     for path in (path for run in runs(folder) for path in paths(run)):
         try:
             records, kept = Records(path), []
             for event, begin, end in records:
-                if event.HasField("summary") and event.step >= x:
+                values = event.summary.value
+                if values and event.step >= (scalars_x if _is_scalar(values[0]) else x):
                     break
                 kept.append((begin, end))
             records.tell(say)
             _keep(path, records.data, kept)
         except OSError as error:
             say(f"{path} cannot be cut back to step {x}: {error.strerror}")
+
+
+def _is_scalar(value: Summary.Value) -> bool:
+    return value.metadata.plugin_data.plugin_name == "scalars"
 
 
 def _keep(path: Path, data: bytes, kept: list[Span]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tqdm import tqdm
@@ -58,13 +59,13 @@ class Monitor:
         self._timetable, self._devices, self._health = timetable, list(devices), health
         self._out, self._clock = out or sys.stdout, clock
         of_train, of_eval = (train_dir / part for part in PARTS)
-        self._evaluated = _cut(of_train, of_eval, timetable.x(timetable.first_step))
+        self._evaluated = _cut(of_train, of_eval, timetable)
         before = events.read(of_train, {"loss/data", _RATE, *_OF_NOISE}).values()
         self.last_loss: float | None = None  # of the data at the last point, of whatever process
         self._noise, self._rates = NoiseScale(), []
         for point in before:  # a continued run's curve goes on
             self.last_loss = point.get("loss/data", self.last_loss)
-            if _OF_NOISE[0] in point:
+            if all(tag in point for tag in _OF_NOISE):
                 self._noise.add(*(point[tag] for tag in _OF_NOISE))
             if _RATE in point and timetable.first_step == timetable.last_step:
                 self._rates.append(point[_RATE])  # this process makes no steps of its own
@@ -99,7 +100,8 @@ class Monitor:
     def train_point(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write what the train loop returned, as numbers and lists, after `step` steps.
 
-        The point stands at `step` - 1, the updates before what was measured.
+        The point stands at `step` - 1, the updates before what was measured. The first of a run
+        that goes on is a line alone, unless it was due anyway.
         """
         speed, own_seconds = self._speed(step)
         held = [memory.of_device(device) or (None, None) for device in self._devices]
@@ -112,6 +114,7 @@ class Monitor:
             "peak_memory_mib": [peak for _, peak in held],
         }
         self.last_loss, examples = metrics["loss"], self._timetable.examples(step)
+        plots = self._timetable.plots(step) or step != self._timetable.first_step + 1
         scalars = {
             "loss/data": metrics["loss"],
             "loss/regularisation": metrics["penalty"],
@@ -123,13 +126,14 @@ class Monitor:
             **{name: value for name, value in metrics.items() if name.startswith("batch/")},
             **by_tower(of_towers, metrics["tower_examples"]),
             **speed,
-            **self._of_noise(metrics),
+            **(self._of_noise(metrics) if plots else {}),
             **self._health(),
             **self._workers.point(step, own_seconds),
         }
         if self._timetable.options.on_nan == "skip":
             scalars["skipped_steps"] = metrics["skipped"]
-        self._writer.scalars("train", self._timetable.x(step - 1), scalars)
+        if plots:
+            self._writer.scalars("train", self._timetable.x(step - 1), scalars)
         self._warm = self._warm or (self._clock(), step)
         rate = ""
         if speed:
@@ -205,7 +209,9 @@ class Monitor:
         found = estimate(
             metrics["tower_gradient_norm"], metrics["tower_examples"], metrics["data_gradient_norm"]
         )
-        if not found:
+        # As event files keep them, and a run that goes on reads them.
+        found = np.float32(found or math.nan).tolist()
+        if not np.isfinite(found).all():
             return {}
         self._noise.add(*found)
         scalars = dict(zip(_OF_NOISE, found, strict=True))
@@ -248,13 +254,16 @@ def by_tower(
     return {tag: v for tag, v in pairs.items() if v is not None and not math.isnan(v)}
 
 
-def _cut(of_train: Path, of_eval: Path, start: int) -> set[int]:
-    """Drop the points that are written again from `start` on; return where evaluations stand.
+def _cut(of_train: Path, of_eval: Path, timetable: Timetable) -> set[int]:
+    """Drop the points that are written again from the start on; return where evaluations stand.
 
-    A point of training at `start` is of the next step. An evaluation there is of what the run goes
-    on with, and is kept if it is whole: its figures come last.
+    A point of training there is of the next step. An evaluation there is of what the run goes on
+    with, and is kept if it is whole: its figures come last. The point of the step before is dropped
+    if it is there for no reason but that the run was to end, and now goes on.
     """
-    events.cut(of_train, start)
+    first = timetable.first_step
+    start = timetable.x(first)
+    events.cut(of_train, start, start if timetable.plots(first) else timetable.x(first - 1))
     events.cut(of_eval, start + 1)
     evaluated = set(events.read(of_eval))
     if start not in evaluated:

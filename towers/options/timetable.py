@@ -34,8 +34,11 @@ class Timetable:
 
         The line bears the number of updates before that step, `step` - 1.
         """
-        nth = (step - 1) % self.options.log_every_steps == 0
-        return nth or step in (self.first_step + 1, self.last_step)
+        return self.plots(step) or step == self.first_step + 1
+
+    def plots(self, step: int) -> bool:
+        """Tell whether that line is a point of curves: one that was never stopped has it, too."""
+        return (step - 1) % self.options.log_every_steps == 0 or step == self.last_step
 
     def saves(self, step: int) -> bool:
         """Tell whether a checkpoint is due after `step` steps; that of the end comes apart."""
