@@ -73,13 +73,13 @@ def test_runs_that_share_a_folder_by_a_link_do_not_both_train(tmp_path, part):
 
 
 @pytest.mark.parametrize("verb", ["train", "sweep"])
-@pytest.mark.parametrize("levels", [300, 1500])
+@pytest.mark.parametrize("levels", [500, 1500])
 def test_folders_below_too_many_others_are_refused(tmp_path, monkeypatch, capsys, verb, levels):
     monkeypatch.chdir(tmp_path)
     flag = {"train": "train_dir", "sweep": "sweep_dir"}[verb]
     more = ["--vary=seed:1"] if verb == "sweep" else ["--devices=cpu"]
     code, _, said = runs.command(capsys, verb, f"--{flag}={'a/' * levels}b", *more)
-    assert code == 2 and "folders within folders; at most 200 are allowed" in said
+    assert code == 2 and "folders within folders; at most 400 are allowed" in said
     assert said.count("\n") == 1 and not list(tmp_path.iterdir())
 
 

@@ -18,7 +18,7 @@ from towers.errors import InputError, RunError
 from towers.text import cut, printable
 
 _NO_FLUSH = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # of file systems that have none
-_MOST_LEVELS = 200  # of folders within folders: Python makes and lists them recursively
+_MOST_LEVELS = 400  # of folders within folders: Python makes and lists them recursively
 PARTS = "checkpoints", "train", "eval"  # folders in that of a run
 TEXTS = "flags.cfg", "manifest.json", "result.json", "best.json"
 
