@@ -28,6 +28,7 @@ def flat(outputs):
     return np.concatenate([np.ravel(part) for part in tf.nest.flatten(outputs)])
 
 
+@pytest.mark.process  # which looks through a file of weights
 @pytest.mark.parametrize("kind", released(tasks.TASKS, "two"))
 def test_a_task_goes_from_training_to_predictions(trained, kind, tmp_path, capsys):
     run = trained(kind, averages=False)

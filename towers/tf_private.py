@@ -548,9 +548,16 @@ def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:
     return _replaced((optimizer, "add_variable_from_reference", make))
 
 
-def metrics_of(model: keras.Model) -> Any:
-    """Return what computes the metrics given to `compile`, or None. Public: a method `built`."""
-    return getattr(model, "_compile_metrics", None)
+def will_make_metrics(model: keras.Model) -> bool:
+    """Tell whether a step will make metrics that `compile` was given by name.
+
+    Public: a method of the model that tells it.
+    """
+    own = getattr(model, "_compile_metrics", None)
+    if own is None or own.built:
+        return False
+    given = tf.nest.flatten([own._user_metrics, own._user_weighted_metrics])
+    return not all(one is None or isinstance(one, keras.metrics.Metric) for one in given)
 
 
 def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:

@@ -15,13 +15,15 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import tensorflow as tf
 
 from tests.data import cifar_files, image_files
-from tests.fuzz.inputs import FOLDER, LINK, READ_ONLY, Case
+from tests.fuzz.inputs import FOLDER, LINK, PIPE, READ_ONLY, Case
 from towers import cli
 from towers.data import cifar10, cifar100
 from towers.data.published import Published
 from towers.errors import InputError, RunError
+from towers.training.model import build
 
 CODES = {0, 1, 2, 75, 76, 130, 141}
 SECONDS = 60.0  # that an input may take
@@ -74,6 +76,13 @@ def make_template(folder: Path) -> Template:
         for name, seed in ("run", 0), ("other", 1):
             code, _, err = _call(["train", f"--train_dir={name}", f"--seed={seed}", *argv])
             assert code == 0, err
+        model = build(
+            "models.resnet:resnet", {"depth": 8, "width": 2}, num_classes=3,
+            x=tf.TensorSpec([8, 8, 1]), image_shape=(8, 8, 1),
+        )  # fmt: skip
+        model.save_weights("weights.weights.h5")
+        for name in "weights.keras", "weights.h5":
+            model.save(name)
         Path("sweep.json").write_text(
             '{"runs": [{"name": "run", "status": "failed", "seconds": 1.0, "flags": {"seed": 0}, '
             '"error": "exit code 1"}]}'
@@ -227,6 +236,8 @@ def _needed(kind: str, case: Case) -> Callable[[str], bool]:
         return lambda name: name.startswith(f"{next(iter(case.files)).partition('/')[0]}/")
     if kind in (*READ_ONLY, "foreign_flags"):
         return {"run/flags.cfg", "train.npz"}.__contains__
+    if kind == "weights":
+        return lambda name: name == "train.npz" or name.startswith("weights")
     tops = {"run", "other", "sweep.json", *(["train.npz", "x.npy"] if kind == "whole_runs" else [])}
     heavy = "checkpoints" if kind != "whole_runs" else "none"
     return lambda name: name.partition("/")[0] in tops and heavy not in name
@@ -240,3 +251,5 @@ def _write(path: Path, content: Any) -> None:
         path.symlink_to(content[1])
     elif content[0] == FOLDER:
         path.mkdir()
+    elif content[0] == PIPE:
+        os.mkfifo(path)

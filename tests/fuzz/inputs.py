@@ -5,9 +5,11 @@ beside what `engine.Template` puts there, and what is done then.
 """
 
 import dataclasses
+import io
 import json
 import pickle
 import struct
+import zipfile
 from typing import Any
 
 from hypothesis import strategies as st
@@ -15,15 +17,16 @@ from hypothesis import strategies as st
 from tests.data.cifar_files import CIFAR10, CIFAR100
 from towers import cli
 
-LINK, FOLDER = "link", "folder"  # in the place of a file
+LINK, FOLDER, PIPE = "link", "folder", "pipe"  # in the place of a file
 CANARY = "canary:sing"  # code that an input names, and that must not run
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An input: {path: bytes, or (LINK, target), or (FOLDER,), or None: removed} and what is done.
+    """An input: {path: what lies there} and what is done.
 
-    `argv` is a command line; `read` is a data set that is loaded in its place, as (name, folder).
+    There lie bytes, or (LINK, target), (FOLDER,), (PIPE,), or None: it is removed. `argv` is a
+    command line; `read` is a data set that is loaded in its place, as (name, folder).
     """
 
     files: dict[str, Any]
@@ -68,7 +71,8 @@ def damaged(content: bytes) -> st.SearchStrategy[bytes]:
 
 def in_place(content: bytes) -> st.SearchStrategy[Any]:
     """Return what may lie in the place of a file."""
-    others = [None, (LINK, "missing"), (LINK, "."), (FOLDER,), b"[" * 100_000, b"\xff" * 5000]
+    texts = b"[" * 100_000, b"\xff" * 5000
+    others = [None, (LINK, "missing"), (LINK, "."), (FOLDER,), (PIPE,), *texts]
     return st.one_of(damaged(content), damaged(content), st.sampled_from(others))
 
 
@@ -237,6 +241,8 @@ def whole_runs(draw, template) -> Case:
         part = draw(st.sampled_from(["train", "eval", "checkpoints"]))
         files |= {name: None for name in of_run if name.startswith(f"run/{part}/")}
         files[f"run/{part}"] = draw(st.sampled_from([b"", b"text", (LINK, "missing"), (LINK, ".")]))
+    if draw(st.booleans()):
+        files["x.npy"] = draw(_arrays() | st.just((PIPE,)))
     argv = draw(
         st.sampled_from(
             [
@@ -291,8 +297,41 @@ def data_files(draw, template) -> Case:
             choices.append(st.sampled_from(hostile_pickles()))
         if path.endswith(".csv"):
             choices.append(_tables())
+        if path.endswith(".npz"):
+            choices.append(_arrays().map(_zipped))
         files[path] = draw(st.one_of(choices))
     return Case(files, read=(name, folder))
+
+
+@st.composite
+def weights(draw, template) -> Case:
+    """Return a run that is to begin with damaged weights of Keras'."""
+    name = draw(st.sampled_from(sorted(n for n in template.files if n.startswith("weights"))))
+    content = draw(in_place(template.files[name]) | _arrays().map(_zipped))
+    more = "--train_dir=new", f"--init_from={name}", "--max_steps=1"
+    return Case({name: content}, ("train", *template.argv, *more))
+
+
+@st.composite
+def _arrays(draw) -> bytes:
+    """Return a .npy file whose header is odd."""
+    shape = draw(st.sampled_from(["(40,)", "(-2, -4)", "(2**9999,)", "(10**15, 10**15)", "x"]))
+    kind = draw(st.sampled_from(["<f8", "|O", "|S9", "nope", "[" * 3000, "<i1", ""]))
+    header = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}}}".encode()
+    header = draw(st.just(header) | damaged(header) | st.just(b"(" * 5000 + b")" * 5000))
+    version = draw(st.sampled_from([1, 1, 2, 3, 9]))
+    length = len(header).to_bytes(2 if version == 1 else 4, "little")
+    return b"\x93NUMPY" + bytes([version, 0]) + length + header + bytes(320)
+
+
+def _zipped(array: bytes) -> bytes:
+    """Return an archive in which each of a data set's arrays, and the weights, are this one."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in "x_train", "y_train", "x_test", "y_test":
+            archive.writestr(f"{name}.npy", array)
+        archive.writestr("model.weights.h5", array)
+    return file.getvalue()
 
 
 @st.composite
@@ -311,6 +350,7 @@ def kinds() -> dict[str, Any]:
         "texts_of_runs": texts_of_runs,
         "event_files": event_files,
         "data_files": data_files,
+        "weights": weights,
         "whole_runs": whole_runs,
     }
 

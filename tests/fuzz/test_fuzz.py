@@ -14,11 +14,12 @@ from towers import cli
 from towers.commands.predict import inputs as predicted
 from towers.commands.tensorboard import command as tensorboard
 
-pytestmark = pytest.mark.run
+pytestmark = pytest.mark.process  # which looks through files of weights
 
 NUMBERS = {  # of each kind: in a few seconds, and in half a minute
     "command_lines": (40, 150), "flagfiles": (20, 60), "foreign_flags": (8, 60),
     "texts_of_runs": (8, 50), "event_files": (8, 50), "data_files": (8, 60), "whole_runs": (3, 9),
+    "weights": (4, 40),
 }  # fmt: skip
 
 
@@ -69,6 +70,7 @@ def test_what_goes_wrong_is_seen(template, tmp_path, monkeypatch):
     foreign = inputs.Case({"run/flags.cfg": flags}, ("export", "--train_dir=run"))
     assert engine.try_out("foreign_flags", foreign, template, folder) == ""
     monkeypatch.setattr("towers.options.trust.check", lambda *_: None)
+    monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr("towers.cli._check_names", lambda *_, **__: __import__("canary").sing())
     assert "code ran" in engine.try_out("foreign_flags", foreign, template, folder)
 

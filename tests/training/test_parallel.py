@@ -21,6 +21,7 @@ import towers
 from tests import fits
 from towers.builder import gather
 from towers.builder.draws import Draws
+from towers.builder.tower import TowerBuilder
 from towers.training.parallel import builder_of
 
 pytestmark = pytest.mark.run
@@ -526,6 +527,41 @@ def test_a_layer_in_which_examples_see_each_other_is_named():
 
 
 # -------------------------------------------------------------------------- The model stays Keras'
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "metrics", "calls"),
+    [("adam", None, 2), (keras.optimizers.SGD, ["mae"], 2), (keras.optimizers.SGD, None, 1)],
+)
+def test_towers_are_made_once(monkeypatch, optimizer, metrics, calls):
+    """TensorFlow traces a step that makes variables twice: the first time without towers.
+
+    What the layer counts in Python is what it counts without towers, where both are its calls.
+    """
+    made, concat = [], TowerBuilder.concat
+    monkeypatch.setattr(
+        TowerBuilder, "concat", lambda *given: (made.append(given), concat(*given))[1]
+    )
+    counts = []
+    for num_towers in 0, 2:
+        model = keras.Sequential([keras.Input((5,)), Counted(1)])
+        model.compile(optimizer if optimizer == "adam" else optimizer(), "mse", metrics=metrics)
+        if num_towers:
+            towers.parallelize(model, num_towers)
+        before = model.layers[0].calls
+        model.fit(X[:24], Y[:24], batch_size=8, verbose=0)
+        counts.append(model.layers[0].calls - before)
+    assert len(made) == 1 and counts == [calls, calls]
+
+
+class Counted(keras.layers.Dense):
+    """Counts how often it is called."""
+
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return super().call(x)
 
 
 def test_sharded_weights_and_their_slots_lie_on_the_towers():

@@ -29,7 +29,8 @@ def start(tmp_path, monkeypatch):
     started = []
 
     def start(*argv):
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+        folders = f"{ROOT}{os.pathsep}{tmp_path / 'libraries'}"
+        environment = os.environ | {"PYTHONPATH": folders, "TF_CPP_MIN_LOG_LEVEL": "3"}
         process = subprocess.Popen(
             [sys.executable, "-m", "towers", *argv, "--train_dir=run"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
@@ -132,7 +133,8 @@ IMPORTS = {
 @pytest.mark.parametrize("verb", IMPORTS)
 @pytest.mark.parametrize("waits", ["time.sleep(60)", "threading.Event().wait(60)", "in_c()"])
 def test_a_signal_while_libraries_are_imported(start, verb, waits):
-    Path("keras.py").write_text(
+    Path("libraries").mkdir()
+    Path("libraries/keras.py").write_text(
         "import ctypes, threading, time\nprint('imported', flush=True)\n"
         "def in_c():\n  ctypes.PyDLL(None).sleep(1); ctypes.CDLL(None).sleep(60)\n"
         f"{waits}\n"

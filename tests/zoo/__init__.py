@@ -13,8 +13,8 @@ from tests.zoo.entry import CAUSES, MODULES, REFUSED, SAME, Entry, found
 __all__ = ["CAUSES", "ENTRIES", "MODULES", "REFUSED", "SAME", "Entry", "found"]
 
 _OF_MODELS = (
-    "convolutions norms sequences draws layouts programs gradients state mixing faults refused "
-    "applications families"
+    "convolutions norms sequences draws layouts programs gradients state mixing leaving faults "
+    "refused applications families"
 )
 
 

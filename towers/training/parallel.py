@@ -262,11 +262,12 @@ class _Steps:
         return make_for_towers
 
     def _will_make_variables(self, name: str) -> bool:
-        """Tell whether a step will build an optimizer or metrics."""
-        parts = [] if name == "make_predict_function" else [tf_private.metrics_of(self.model)]
-        if name == "make_train_function":
-            parts += optimizers_of(self.model)
-        return not all(part is None or part.built for part in parts)
+        """Tell whether a step will make variables: of metrics, or of an optimizer."""
+        if name == "make_predict_function":
+            return False
+        new = [own for own in optimizers_of(self.model) if not own.built]
+        trains = name == "make_train_function"
+        return tf_private.will_make_metrics(self.model) or (trains and any(map(_has_slots, new)))
 
     def _noted(self, iterator: Any) -> Any:
         """Note the first batch, for trials; return an iterator of as many as one call takes."""
@@ -403,6 +404,16 @@ class _Steps:
         with tf.init_scope():
             masters.shard(weights, self.builder.devices)
             masters.settle(others, self.home)
+
+
+def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Tell whether an optimizer will make variables for a weight; plain SGD does not."""
+    with contextlib.suppress(Exception):  # of an own class that cannot be made anew
+        like = type(optimizer).from_config(optimizer.get_config())
+        before = len(like.variables)
+        like.build([keras.Variable(0.0)])
+        return len(like.variables) > before
+    return True
 
 
 def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> Callable:
