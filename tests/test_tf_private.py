@@ -614,7 +614,7 @@ def test_servers_are_connected_to_again_and_what_lies_here_stays():
     assert lines == [[one, *here, there], [[], *here], [one + more, *here, there]]
 
 
-def test_accumulators_are_seen_and_record_where_init_scope_has_stopped_that():
+def test_what_records_is_seen_and_does_so_where_init_scope_has_stopped_that():
     x, v = tf.ones([2]), tf.Variable([1.0, 2.0])
     assert not tf_private.is_recording()
     with tf.autodiff.ForwardAccumulator(x, x):
@@ -622,8 +622,12 @@ def test_accumulators_are_seen_and_record_where_init_scope_has_stopped_that():
         assert not tf_private.is_recording([2 * tf.ones([2])]) and not tf_private.are_followed([v])
     with tf.autodiff.ForwardAccumulator(v, x):
         assert tf_private.are_followed([v])
-    restarted = tf_private.accumulators_restarted()
-    for block, seen in (contextlib.nullcontext(), False), (restarted, True):
-        with tf.init_scope(), block, tf.autodiff.ForwardAccumulator(x, x) as accumulator:
+    restarted = tf_private.recording_restarted
+    for block, seen in (contextlib.nullcontext, False), (restarted, True):
+        with tf.init_scope(), block(), tf.autodiff.ForwardAccumulator(x, x) as accumulator:
             y = x * 3
         assert (accumulator.jvp(y) is not None) == seen
+        with tf.init_scope(), block(), tf.GradientTape() as tape:
+            tape.watch(x)
+            y = x * 3
+        assert (tape.gradient(y, x) is not None) == seen

@@ -422,20 +422,21 @@ def are_followed(variables: Sequence[tf.Variable]) -> bool:
     return any(forwardprop_util.pack_tangents(handles).indices)
 
 
-def accumulators_restarted() -> Block:
-    """Let forward accumulators record where tf.init_scope has stopped that, as tapes do there.
+def recording_restarted() -> Block:
+    """Let new tapes and forward accumulators record where tf.init_scope has stopped all of them.
 
     Public: none starts it again.
     """
 
     def make(before: Callable) -> Callable:
-        def enter(accumulator: Any) -> Any:
+        def enter(recorder: Any) -> Any:
             pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
-            return before(accumulator)
+            return before(recorder)
 
         return enter
 
-    return _replaced((tf.autodiff.ForwardAccumulator, "__enter__", make))
+    recorders = tf.GradientTape, tf.autodiff.ForwardAccumulator
+    return _replaced(*((recorder, "__enter__", make) for recorder in recorders))
 
 
 def recorded_as_one(

@@ -300,6 +300,16 @@ def of_sparse():
     return keras.Model(inputs, dense(1)(dense(3, activation="tanh")(inputs)))
 
 
+class Slopes(keras.layers.Layer):
+    """Subtracts how each example's energy changes with it."""
+
+    def call(self, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            energy = tf.reduce_sum(tf.sin(x), axis=1)
+        return x - 0.1 * tape.gradient(energy, x)
+
+
 # ------------------------------------------------------------------------------------- The table
 
 
@@ -349,6 +359,7 @@ CASES = {
         lambda: network(steps_per_execution=2, optimizer=keras.optimizers.AdamW(global_clipnorm=1))
     ),
     "clipped once": Case(lambda: network(optimizer=keras.optimizers.SGD(1.0, 0.9, clipnorm=0.1))),
+    "a gradient in a layer": Case(lambda: network(Slopes), numbers=(2,)),
     "positions": Case(lambda: network(Positions, optimizer="adam"), numbers=(4,)),
     "parts": Case(with_dropout, numbers=(2,), options={"accumulate_steps": 3}),
     "XLA": Case(with_dropout, numbers=(2,), options={"jit_compile": True}),

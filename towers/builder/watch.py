@@ -87,7 +87,7 @@ class Watch:
         """Watch what is called in the block, and let it leave nothing behind."""
         with (
             tf_private.functions_inlined(),
-            tf_private.accumulators_restarted(),
+            tf_private.recording_restarted(),
             assignments_refused(),
             tf.variable_creator_scope(refuse_variable),
             tf_private.batch_norm_replaced(_without_training, _saved_moments),

@@ -378,7 +378,7 @@ class _Steps:
         """Build layers as Keras does, in a trace that is dropped: towers make no variables."""
         if all(below.built for below in tf_private.layers_of(layer)):
             return
-        following = tf_private.accumulators_restarted()
+        following = tf_private.recording_restarted()
         with tf.init_scope(), tf.device(self.home), self._plain(), following:
             specs = map(tf.type_spec_from_value, batch)
             tf.function(fn, autograph=False).get_concrete_function(*specs)
