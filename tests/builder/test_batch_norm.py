@@ -186,3 +186,18 @@ def test_moments_of_a_layers_own_are_no_work_for_kernels():
     towers = TowerBuilder(["/cpu:0", "/cpu:1"])
     found = tf.function(lambda x: towers.concat(lambda x: layer(x, training=True), x))(x)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_averages_of_renormalisation_are_put_together_without_a_word():
+    model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(renorm=True)])
+    lines = []
+    builder = TowerBuilder(DEVICES[:2], on_doubt=lines.append)
+    losses = tf.function(
+        lambda x: builder.gradients(
+            lambda x: tf.reduce_sum(model(x, training=True) ** 3, axis=1),
+            model.trainable_variables,
+            x,
+        )[0]
+    )
+    losses(tf.random.stateless_normal([5, 3], [1, 2]))
+    assert lines == []

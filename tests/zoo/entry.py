@@ -24,6 +24,7 @@ class Entry:
         flags: further ones, of verify.
         quick: a normal run of the tests tries it, too.
         dataset: what it is tried on.
+        under_fit: what `fit` has in its place, if that is something else.
         model: "norms:spectral" is tests.zoo.norms:spectral, as `--model` takes it.
     """
 
@@ -32,6 +33,7 @@ class Entry:
     flags: str = ""
     quick: bool = False
     dataset: str = "tests.tiny:images"
+    under_fit: str = ""
     model: str = ""
 
     @property

@@ -60,7 +60,7 @@ def over_all_towers(member: Member | None, mode: str, device: str) -> Iterator[N
         def call(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> Any:
             scope = tf_private.open_scope()
             if isinstance(scope, TowerScope):
-                scope.averages |= {id(layer.moving_mean), id(layer.moving_variance)}
+                scope.averages |= averages_of(layer)
             if training is True and layer.trainable and mask is None and _has_kernel(layer, inputs):
                 if is_gpu(device):
                     return _call_on_gpu(layer, inputs, member_of(layer), scope)
@@ -79,6 +79,12 @@ def over_all_towers(member: Member | None, mode: str, device: str) -> Iterator[N
 
     with tf_private.batch_norm_replaced(make_call, make_moments):
         yield
+
+
+def averages_of(layer: keras.layers.BatchNormalization) -> set[int]:
+    """Return the ids of the moving averages that a layer keeps."""
+    more = ("renorm_mean", "renorm_stddev", "moving_stddev") if layer.renorm else ()
+    return {id(getattr(layer, name)) for name in ("moving_mean", "moving_variance", *more)}
 
 
 # The fused kernels.

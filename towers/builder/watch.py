@@ -16,6 +16,7 @@ from towers.builder.assignments import (
     refuse_variable,
 )
 from towers.builder.attributes import Attributes, tensors_at
+from towers.builder.batch_norm import averages_of
 from towers.builder.doubts import random_ops
 from towers.builder.draws import SEEN
 from towers.builder.layers import NO_LAYER
@@ -220,7 +221,7 @@ def _without_training(call: Callable) -> Callable:
 
     def without_training(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         if tf_private.has_own_moments(layer):  # which nobody exchanges
-            tf_private.open_scope().averages |= {id(layer.moving_mean), id(layer.moving_variance)}
+            tf_private.open_scope().averages |= averages_of(layer)
         else:
             training = False
         return call(layer, inputs, training=training, mask=mask)

@@ -279,7 +279,8 @@ def _likely_causes(
     told = [doubt for doubt in doubts if Path(doubt.filename).parent.name == "builder"]
     found += [str(doubt.message) for doubt in told]
     rows = _num_rows(batch)
-    fewer = rows % lane.num_towers if rows > lane.num_towers else 0  # slices of one size: one graph
+    number = builder.num_slices
+    fewer = rows % number if rows > number else 0  # slices of one size: one graph
     ops = dict(traced_ops(lane.graph(_dataset(batch, fewer))))
 
     def differs_from_itself() -> bool:
