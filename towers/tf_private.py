@@ -292,6 +292,14 @@ def loss_paths(model: keras.Model) -> list[tuple[tuple, str, Any]]:
     return [(tuple(own.path), str(own.name), own.loss) for own in losses]
 
 
+def compiled_loss(model: keras.Model, y: Any, outputs: Any, weights: Any) -> Any:
+    """Return the loss that `compile` was given, without what layers add.
+
+    What it counts of each output is updated. Public: `compute_loss`, which has all losses.
+    """
+    return model._compile_loss(y, outputs, weights)
+
+
 def raised_in_compiled(error: BaseException) -> str | None:
     """Return what of a compiled model raised in Keras' own code: "" for its loss, else its metric.
 

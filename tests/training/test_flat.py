@@ -84,7 +84,8 @@ def gradients_for(weights, step, overflow=False):
 def after_each_step(device, options, steps=3, overflow=(), **more):
     """Return {name: value} of master variables, penalty and norm, after each of some steps."""
     masters = masters_on([device], mix("float64"), options, **more)
-    update, rate = make_update(masters, options), tf.constant(0.1, tf.float64)
+    update = make_update(masters, options, ":" not in options.optimizer)
+    rate = tf.constant(0.1, tf.float64)
 
     @tf.function
     def step(gradients):

@@ -1,28 +1,24 @@
 """The task of a model that gives logits, and of labels, one for each example."""
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.builder import gather
 from towers.builder.assignments import TowerScope
-from towers.builder.splitting import PerTower, num_rows
+from towers.builder.splitting import PerTower
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split, parts
-from towers.monitoring import tower_stats
 from towers.options import augmentation
 from towers.options.run import Options
 from towers.tf_private import added_losses
 from towers.training.evaluation import Answers, Evaluation, accuracy_of_classes, behind
-from towers.training.masters import Masters, Replica
+from towers.training.masters import Masters
 from towers.training.model import floatx_of
 from towers.training.task import Stop, Task
-from towers.training.update import about_flags, is_own, make_update, noted, scaled
+from towers.training.update import about_flags, is_own
 
 
 class Classification(Task):
@@ -40,59 +36,6 @@ class Classification(Task):
     def rate_is_set(self) -> bool:
         """See `Task`."""
         return not is_own(self.options)
-
-    def make_train_step(self, learning_rate: Callable) -> Callable:
-        """See `Task`; "loss" is the mean over all examples, "penalty" that of regularisation."""
-        builder, masters, options = self.builder, self.masters, self.options
-        update = make_update(masters, options)
-
-        def train_step(
-            example: Any, draws: tf.Tensor, measured: tf.Tensor | None = None
-        ) -> tuple[dict[str, tf.Tensor], list[Any]]:
-            scale, seen = masters.loss_scale, {}
-            variables = self.weights()
-            # A tower may else be done before the clock is read: the order of ops is chance.
-            start = [] if measured is None else [tower_stats.time_after((example, draws))]
-            with _after(start):
-                with floatx_of(options.dtype):  # backward, too: layers may be called again there
-                    sums = builder.tower_sums(self.tower_function, variables, *example, draws)
-                # The update adds up the rows of a sparse gradient anyhow: it may be dense.
-                dense = gather.dense_on_gpus(sums.gradients, variables, builder.devices)
-                sums = dataclasses.replace(sums, gradients=dense)
-                with noted(builder) as statistics:
-                    loss, gradients = builder.gather_sums(sums, variables)
-                gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
-                if measured is not None:
-                    with tf.name_scope("telemetry"):
-                        seen = tower_stats.measure(
-                            *start, sums, loss, gradients, builder, measured, scale
-                        )
-                if self.on_update:
-                    factor = 1.0 if scale is None else 1.0 / scale
-                    own = [None if g is None else scaled(g, factor) for g in gradients[0]]
-                    self.on_update(own, self.model.trainable_variables)
-                with tf.device(builder.gather_device), tf.name_scope("update"):
-                    if scale is not None:
-                        loss = loss / tf.cast(scale, loss.dtype)
-                    rates = [self._rate(learning_rate, replica) for replica in masters.replicas]
-                    metrics = update(gradients, rates, statistics, loss, num_rows(example[1]))
-            return metrics | {"loss": loss, "learning_rate": rates[0]} | seen, gradients[0]
-
-        return train_step
-
-    def _rate(self, learning_rate: Callable, replica: Replica) -> tf.Tensor:
-        """Return the learning rate of a step, where the replica is: none is sent there."""
-        with tf.device(replica.device):
-            if is_own(self.options):
-                return tf.convert_to_tensor(replica.optimizer.learning_rate)
-            return learning_rate(replica.examples)
-
-    def weights(self) -> list[Any]:
-        """Return the trainable variables as the builder takes them: with their copies, if any."""
-        replicas = self.masters.replicas
-        if len(replicas) == 1:
-            return self.model.trainable_variables
-        return [PerTower(own) for own in zip(*(r.weights for r in replicas), strict=True)]
 
     def loss(self, *batch: Any) -> tf.Tensor:
         """Return the losses `[b]` of (x, y, draws) or (x, y, weights, draws).
@@ -126,17 +69,6 @@ class Classification(Task):
         """Return the losses `[b]`, scaled where the precision needs that."""
         losses, scale = self.loss(*batch), self.masters.loss_scale
         return losses if scale is None else losses * tf.cast(scale, losses.dtype)
-
-    def gradients(self, *batch: Any) -> list[Any]:
-        """See `Task`."""
-        scale = self.masters.loss_scale
-        with floatx_of(self.options.dtype):
-            _, found = self.builder.gradients(self.tower_function, self.weights(), *batch)
-        factor = 1.0 if scale is None else 1.0 / scale
-        return [
-            gather.map_values(lambda g: g * tf.cast(factor, g.dtype), gradient)
-            for gradient in _of_replica(found, 0)
-        ]
 
     def about(self) -> str:
         """See `Task`."""
@@ -285,22 +217,6 @@ def logits_of(model: keras.Model, inputs: Any, options: Options) -> Any:
         for logits in (outputs, model(tf.reverse(inputs, [2]), training=False))
     )
     return (outputs + mirrored) / 2
-
-
-@contextlib.contextmanager
-def _after(start: Sequence[tf.Tensor]) -> Iterator[None]:
-    """Let what the block computes wait for the clock, and for nothing that the clock waits for.
-
-    Workers are told of each op for which theirs wait.
-    """
-    alone = tf.control_dependencies(None) if start else contextlib.nullcontext()
-    with alone, tf.control_dependencies(start):
-        yield
-
-
-def _of_replica(gradients: list[Any], replica: int) -> list[Any]:
-    """Return the gradients of one replica of the weights."""
-    return [g.values[replica] if isinstance(g, PerTower) else g for g in gradients]
 
 
 def _cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:

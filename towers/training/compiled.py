@@ -1,11 +1,13 @@
 """The task of a compiled Keras model, which says itself what it is trained to do.
 
-Its own `train_step` is traced in the run's loop, its `test_step` in evaluation, with its calls on
-towers (`parallel`): loss, metrics, optimizer and learning-rate schedule are those that `fit` would
-use, over the global batch.
+Loss, metrics, optimizer and learning-rate schedule are those that `fit` would use, over the global
+batch. Where Keras' own losses have one for each example, they are computed on the towers
+(`Task.make_train_step`); else the model's own `train_step` is traced in the run's loop with its
+calls on towers (`parallel`), as its `test_step` is in evaluation.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,8 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import faults
+from towers.builder import faults, gather
 from towers.builder.inside import integers_on
+from towers.builder.rehearsal import Rehearsal
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split
 from towers.errors import InputError
@@ -29,7 +32,7 @@ from towers.training.guard import Guard
 from towers.training.logits import final_activation
 from towers.training.masters import Masters, home_of, now, optimizers_of, settle, shard
 from towers.training.model import floatx_of
-from towers.training.parallel import on_towers, put_on
+from towers.training.parallel import builder_of, on_towers, put_on
 from towers.training.task import Stop, Task
 from towers.training.update import about_flags, about_scale, is_own, limit_of, noted
 
@@ -38,6 +41,8 @@ class Compiled(Task):
     """Whatever a compiled model does with (x, y, sample_weight)."""
 
     placements = ("cpu", "sharded")
+    squares_rows = True
+    _rehearsed: Rehearsal | None = None
 
     def __init__(self, builder: TowerBuilder, model: keras.Model, options: Options, data: Data):
         """Place the weights, and make all variables that a step needs.
@@ -60,6 +65,9 @@ class Compiled(Task):
         self.pairs = fitting.Pairs(model)
         self._log_names, self._figures = self._trace_once()
         optimizers = optimizers_of(model)
+        scaled = getattr(model.optimizer, "dynamic_scale", None) is not None
+        # Else the model's own step is made of what towers return, joined.
+        self.by_example = self.pairs.of_examples and not scaled
         self.masters = Masters(
             model, *optimizers, ema=options.ema_decay > 0, device=home, limit=limit_of(options)
         )
@@ -150,6 +158,53 @@ class Compiled(Task):
 
     def make_train_step(self, learning_rate: Callable) -> Callable:
         """See `Task`; "loss" is that of the model without "penalty", that of regularisation."""
+        of_examples = super().make_train_step(learning_rate)
+        of_outputs = self._make_step_of_outputs(learning_rate)
+
+        def train_step(
+            example: Any, draws: tf.Tensor, measured: tf.Tensor | None = None
+        ) -> tuple[dict[str, tf.Tensor], list[Any]]:
+            self.rehearse(*example, draws)
+            make = of_examples if self.by_example and builder_of(self.model) else of_outputs
+            metrics, _ = make(example, draws, measured)
+            return metrics, [None] * len(self.model.trainable_variables)
+
+        return train_step
+
+    def rehearse(self, *batch: Any) -> Rehearsal:
+        """See `Task`; where a loss is not of one example alone, outputs are joined from here on."""
+        found = super().rehearse(*batch)
+        if self.by_example and self.builder.num_slices > 1 and found is not self._rehearsed:
+            self._rehearsed, alone = found, found.few is not None and found.by_example
+            if not alone or found.reason or faults.seen_by_trials(found):
+                self.by_example = False
+                found = super().rehearse(*batch)
+        return found
+
+    def update_options(self) -> Options:
+        """See `Task`; the optimizer clips, and weights have regularisers, as `compile` was told."""
+        return dataclasses.replace(
+            self.options, clip_norm=0.0, clip_value=0.0, clip_global_norm=0.0, weight_decay=0.0
+        )
+
+    def metrics_of_batch(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
+        """See `Task`."""
+        names, model = self._of_batch(), self.model
+        if not names:
+            return {}
+        home = self.builder.gather_device
+        with tf.device(home), integers_on(home), floatx_of(self.options.dtype):
+            with tf.name_scope("gather"):
+                said, *targets = gather.map_towers(gather.join, outputs)
+            y, weights = [*targets, None, None][:2]
+            for metric in model.metrics:  # what is reported is of this batch
+                metric.reset_state()
+            tf_private.compiled_loss(model, y, said, weights)  # has metrics of its own, of outputs
+            logs = scalars(model.compute_metrics(None, y, said, weights))
+        return {name: logs[name.removeprefix("batch/")] for name in names}
+
+    def _make_step_of_outputs(self, learning_rate: Callable) -> Callable:
+        """Return the model's own training step, whose calls run on towers."""
         builder, masters, model = self.builder, self.masters, self.model
 
         def train_step(
@@ -259,10 +314,22 @@ class Compiled(Task):
         x, *rest = example
         return self.inputs(x, draws), *self.cast(rest)
 
-    def tower_function(self, *batch: Any) -> tf.Tensor:
-        """Return a number for each example, of all outputs of the model."""
+    def tower_function(self, *batch: Any) -> Any:
+        """Return the losses `[b]`, with what metrics are computed of; else a number of outputs."""
         *example, draws = batch
-        return faults.rows_of(self.model(self.inputs(example[0], draws), training=True))
+        if not self.by_example:
+            return faults.rows_of(self.model(self.inputs(example[0], draws), training=True))
+        before = len(tf_private.added_losses())
+        with floatx_of(self.options.dtype):
+            x, *targets = self._data(example, draws)
+            outputs = self.model(x, training=True)
+            y, weights = [*targets, None, None][:2]
+            # What a loss counts of each output is of the whole batch: it is counted there.
+            with keras.StatelessScope(), fitting.losses_of_examples(self.options.batch_size):
+                losses = tf_private.compiled_loss(self.model, y, outputs, weights)
+        for added in tf_private.added_losses()[before:]:
+            losses += tf.reduce_sum(tf.cast(added, losses.dtype))
+        return (losses, (outputs, *targets)) if self._of_batch() else losses
 
     def loss(self, *batch: Any) -> tf.Tensor:
         """Return the loss of the model, a scalar."""
@@ -276,6 +343,8 @@ class Compiled(Task):
 
     def gradients(self, *batch: Any) -> list[Any]:
         """See `Task`."""
+        if self.by_example and builder_of(self.model):
+            return super().gradients(*batch)
         weights = self.model.trainable_variables
         with _without_penalty(weights), keras.StatelessScope(), tf.GradientTape() as tape:
             loss = on_towers(self.model, self.builder, self.loss)(*batch)

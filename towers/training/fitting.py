@@ -25,7 +25,13 @@ _ROWS = 32  # of a batch that the first loss is computed of, if a tower takes no
 
 
 class Pairs:
-    """The pairs of a step, noted while it is traced."""
+    """The pairs of a step, noted while it is traced.
+
+    `of_examples` tells whether each loss is Keras' own, and a mean or a sum of the losses of
+    examples, whatever the others of a batch are.
+    """
+
+    of_examples = False
 
     def __init__(self, model: keras.Model):
         """Note nothing yet; a model with a training step of its own is left alone."""
@@ -41,6 +47,7 @@ class Pairs:
         """Note what losses are computed of in this block, of a batch with the targets y."""
         leaves = tf.nest.flatten(y)
         self.found.clear()
+        self.of_examples = self.is_keras
         depth = 0  # a loss may call others
 
         def make(call: Callable) -> Callable:
@@ -50,6 +57,7 @@ class Pairs:
                 if not depth and isinstance(y_true, tf.Tensor) and isinstance(y_pred, tf.Tensor):
                     places = [i for i, leaf in enumerate(leaves) if leaf is y_true]
                     self._note(loss, next(iter(places), None), y_true, y_pred, weights)
+                    self.of_examples &= _is_of_examples(call, loss, y_true, y_pred, weights)
                 depth += 1
                 try:
                     return call(loss, y_true, y_pred, *args, **kwargs)
@@ -69,6 +77,58 @@ class Pairs:
         if all(shapes[:2]):  # known, and with an axis of examples
             masked = tf_private.mask_of(outputs) is not None
             self.found.append(Pair(loss, target, *shapes, masked))
+            self.of_examples &= bool(self.found[-1].kind) and not masked
+        else:
+            self.of_examples = False
+
+
+@contextlib.contextmanager
+def losses_of_examples(total: int) -> Iterator[None]:
+    """Let Keras' losses in the block return losses `[b]` of which the mean is that of a batch.
+
+    `total` is the number of examples in a batch, by which losses with the reduction "sum" count.
+    """
+
+    def make(call: Callable) -> Callable:
+        return lambda loss, *args, **kwargs: _of_examples(call, loss, total, *args, **kwargs)
+
+    with tf_private.losses_replaced(make):
+        yield
+
+
+def _of_examples(call: Callable, loss: Any, total: int, *args: Any, **kwargs: Any) -> tf.Tensor:
+    reduction, loss.reduction = loss.reduction, "none"
+    try:
+        values = call(loss, *args, **kwargs)
+    finally:
+        loss.reduction = reduction
+    axes = list(range(1, values.shape.rank))
+    if reduction == "sum":
+        return tf.reduce_sum(values, axes) * tf.cast(total, values.dtype)
+    return tf.reduce_mean(values, axes)
+
+
+def _is_of_examples(call: Callable, loss: Any, y: Any, outputs: Any, weights: Any) -> bool:
+    """Tell whether a loss is a mean or a sum of what each example has for itself."""
+    if loss.reduction not in ("sum_over_batch_size", "mean", "sum"):
+        if loss.reduction != "mean_with_sample_weight" or weights is not None:
+            return False
+    masks: list[Any] = []  # such as ignore_class makes: what is left is counted in the batch
+    compute = loss.call
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        values = compute(*args, **kwargs)
+        masks.append(tf_private.mask_of(values))
+        return values
+
+    vars(loss)["call"] = noting
+    try:
+        values = _of_examples(call, loss, 1, y, outputs, weights)
+    except Exception:
+        return False  # it is of the whole batch
+    finally:
+        del vars(loss)["call"]
+    return masks == [None] and values.shape.rank == 1 and values.shape[0] == outputs.shape[0]
 
 
 def check(task: Task, batch: Any) -> list[str]:

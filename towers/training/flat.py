@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from towers import tf_private
@@ -320,11 +321,14 @@ def _regularizer(weight: keras.Variable) -> Callable | None:
 
 
 def factors(regularizer: Any) -> tuple[float, float] | None:
-    """Return the factors of L1 and L2, None if a regulariser is of another kind."""
+    """Return the factors of L1 and L2, None if a regulariser is of another kind.
+
+    Keras rounds them to float32, also for weights in float64.
+    """
     own = keras.regularizers
     if regularizer is None:
         return 0.0, 0.0
     if type(regularizer) not in (own.L1, own.L2, own.L1L2):
         return None
     config = regularizer.get_config()
-    return float(config.get("l1", 0.0)), float(config.get("l2", 0.0))
+    return float(np.float32(config.get("l1", 0.0))), float(np.float32(config.get("l2", 0.0)))

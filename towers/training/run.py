@@ -116,7 +116,7 @@ class Run:
         To be called before the step is traced, which else tries it on made-up examples.
         """
         example, draws = batch
-        return self.builder.rehearse(self.task.tower_function, *example, draws, silent=True)
+        return self.task.rehearse(*example, draws)
 
     def timetable(self) -> Timetable:
         """Return the calendar from where the master variables are to the end of the run."""

@@ -1,30 +1,37 @@
-"""What a run's model is trained to do: the seam between a run and the kinds of models.
-
-A run's loop, its checkpoints and its pages know a task, and not what the loss is:
-
-* `classification.Classification`: a model that gives logits, and labels. Each example has its loss,
-  and nothing but gradients leaves the towers.
-* `compiled.Compiled`: a compiled Keras model is the whole specification. Its own `train_step` and
-  `test_step` are traced over towers.
+"""One training step, from a batch to the update, and what it is for a kind of model.
 
 A batch is (example, draws): what the data set gives out, (x, y) or (x, y, sample_weight), each any
-structure of tensors with an axis for the examples.
+structure of tensors with an axis for the examples. In the step that most models share, each tower
+augments its examples and computes their losses, so that nothing but gradients leaves it; these are
+added up, and one update is made. The kinds of models:
+
+* `classification.Classification`: a model that gives logits, and labels.
+* `compiled.Compiled`: a compiled Keras model is the whole specification. If the losses of its
+  examples cannot be told apart, its own `train_step` is traced over towers in place of this step.
 """
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from towers.builder import gather
+from towers.builder.rehearsal import Rehearsal
+from towers.builder.splitting import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split, augment
 from towers.errors import InputError
+from towers.monitoring import tower_stats
 from towers.options.run import Options
 from towers.training.evaluation import Evaluation
-from towers.training.masters import VARIABLES, Masters
+from towers.training.masters import VARIABLES, Masters, Replica
+from towers.training.model import floatx_of
+from towers.training.update import make_update, noted, scaled
 
 Stop = Callable[[], bool]
 _DIRECTIONS = ("max", "min")
@@ -37,17 +44,19 @@ class Task(abc.ABC):
         masters: what a step changes.
         placements: where the masters may lie, see `Options.variables`.
         on_update: is told, while a step is traced, of (gradients, weights) of each update.
+        squares_rows: whether an optimizer squares each row of a sparse gradient, as Keras lets it,
+            and not the sum of those that are for one row of a table.
     """
 
     masters: Masters
     placements: Sequence[str] = VARIABLES
     on_update: Callable[[list[Any], Sequence[Any]], None] | None = None
+    squares_rows = False
 
     def __init__(self, builder: TowerBuilder, model: keras.Model, options: Options, data: Data):
         """Set the parts of the run."""
         self.builder, self.model, self.options, self.data = builder, model, options, data
 
-    @abc.abstractmethod
     def make_train_step(self, learning_rate: Callable) -> Callable:
         """Return `train_step(example, draws, measured=None)`: one update, to be compiled.
 
@@ -55,8 +64,73 @@ class Task(abc.ABC):
         scalar that tells whether norms are wanted, also what `tower_stats.measured_shapes` and
         `timed_shapes` name. And the gathered gradients of the data's loss, in the order of the
         trainable variables; None where they are not to be had. `learning_rate` gives that after a
-        number of examples.
+        number of examples. "loss" is the mean over all examples, "penalty" that of regularisation.
         """
+        builder, masters = self.builder, self.masters
+        options = self.update_options()
+        update = make_update(masters, options, self.rate_is_set, self.squares_rows)
+
+        def train_step(
+            example: Any, draws: tf.Tensor, measured: tf.Tensor | None = None
+        ) -> tuple[dict[str, tf.Tensor], list[Any]]:
+            scale, seen = masters.loss_scale, {}
+            variables = self.weights()
+            # A tower may else be done before the clock is read: the order of ops is chance.
+            start = [] if measured is None else [tower_stats.time_after((example, draws))]
+            with _after(start):
+                with floatx_of(options.dtype):  # backward, too: layers may be called again there
+                    sums = builder.tower_sums(self.tower_function, variables, *example, draws)
+                if not self.squares_rows:  # the update adds up rows anyhow: it may be dense
+                    dense = gather.dense_on_gpus(sums.gradients, variables, builder.devices)
+                    sums = dataclasses.replace(sums, gradients=dense)
+                with noted(builder) as statistics:
+                    loss, gradients = builder.gather_sums(sums, variables)
+                gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
+                if measured is not None:
+                    with tf.name_scope("telemetry"):
+                        seen = tower_stats.measure(
+                            *start, sums, loss, gradients, builder, measured, scale
+                        )
+                if self.on_update:
+                    factor = 1.0 if scale is None else 1.0 / scale
+                    own = [None if g is None else scaled(g, factor) for g in gradients[0]]
+                    self.on_update(own, self.model.trainable_variables)
+                with tf.device(builder.gather_device), tf.name_scope("update"):
+                    if scale is not None:
+                        loss = loss / tf.cast(scale, loss.dtype)
+                    rates = [self._rate(learning_rate, replica) for replica in masters.replicas]
+                    rows = num_rows(tf.nest.flatten(draws)[0])
+                    metrics = update(gradients, rates, statistics, loss, rows)
+                metrics |= self.metrics_of_batch(sums.outputs)
+            return metrics | {"loss": loss, "learning_rate": rates[0]} | seen, gradients[0]
+
+        return train_step
+
+    def update_options(self) -> Options:
+        """Return the options that an update goes by."""
+        return self.options
+
+    def metrics_of_batch(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
+        """Return what is shown of a step's batch, from what towers returned beside the losses."""
+        return {}
+
+    def _rate(self, learning_rate: Callable, replica: Replica) -> tf.Tensor:
+        """Return the learning rate of a step, where the replica is: none is sent there."""
+        with tf.device(replica.device):
+            if self.rate_is_set:
+                return learning_rate(replica.examples)
+            return tf.convert_to_tensor(replica.optimizer.learning_rate)
+
+    def weights(self) -> list[Any]:
+        """Return the trainable variables as the builder takes them: with their copies, if any."""
+        replicas = self.masters.replicas
+        if len(replicas) == 1:
+            return self.model.trainable_variables
+        return [PerTower(own) for own in zip(*(r.weights for r in replicas), strict=True)]
+
+    def rehearse(self, *batch: Any) -> Rehearsal:
+        """Return what is known of the towers' function, tried on (*example, draws)."""
+        return self.builder.rehearse(self.tower_function, *batch, silent=True)
 
     @property
     @abc.abstractmethod
@@ -92,12 +166,16 @@ class Task(abc.ABC):
     def loss(self, *batch: Any) -> tf.Tensor:
         """Return the loss of (*example, draws) on one device: a scalar, or one of each example."""
 
-    @abc.abstractmethod
     def gradients(self, *batch: Any) -> list[Any]:
         """Return the gradients of the data's loss, gathered from all towers; nothing is assigned.
 
         They come in the order of the trainable variables, None for one that the loss does not use.
         """
+        scale = self.masters.loss_scale
+        with floatx_of(self.options.dtype):
+            _, found, *_ = self.builder.gradients(self.tower_function, self.weights(), *batch)
+        factor = 1.0 if scale is None else 1.0 / scale
+        return [None if g is None else scaled(g, factor) for g in _of_replica(found, 0)]
 
     @abc.abstractmethod
     def make_evaluator(self, split: Split) -> Callable[[Stop], Evaluation | None]:
@@ -176,3 +254,19 @@ class Task(abc.ABC):
                 f"--objective=max:{name} or min:{name}"
             )
         return name, direction
+
+
+@contextlib.contextmanager
+def _after(start: Sequence[tf.Tensor]) -> Iterator[None]:
+    """Let what the block computes wait for the clock, and for nothing that the clock waits for.
+
+    Workers are told of each op for which theirs wait.
+    """
+    alone = tf.control_dependencies(None) if start else contextlib.nullcontext()
+    with alone, tf.control_dependencies(start):
+        yield
+
+
+def _of_replica(gradients: list[Any], replica: int) -> list[Any]:
+    """Return the gradients of one replica of the weights."""
+    return [g.values[replica] if isinstance(g, PerTower) else g for g in gradients]

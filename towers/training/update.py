@@ -137,14 +137,17 @@ def about_scale(loss_scale: Any) -> str:
     return f"; loss scale from {float(loss_scale.numpy()):g}"
 
 
-def make_update(masters: Masters, options: Options) -> Callable:
+def make_update(
+    masters: Masters, options: Options, rate_is_set: bool = True, squares_rows: bool = False
+) -> Callable:
     """Return `update(gradients, learning_rates, statistics, loss, num_examples)`: one step.
 
     For each of `masters.replicas` it takes gathered mean gradients (scaled, where there is a loss
     scale) and a learning rate; and `masters.statistics()` from before the towers ran: where `loss`
     or the gradients' norm is not finite, master variables are put back, see `Masters.in_a_row`. It
     counts the step and its examples, and returns the scalars "gradient_norm", before clipping, and
-    "penalty".
+    "penalty". Optimizers are given the learning rate if `rate_is_set`, else they have their own;
+    with `squares_rows` sparse gradients come to them as they are, see `Task`.
     """
     of_replicas = _same_of(masters.replicas)
 
@@ -156,9 +159,10 @@ def make_update(masters: Masters, options: Options) -> Callable:
         num_examples: Any = 0,
     ) -> dict[str, tf.Tensor]:
         scale, replicas = masters.loss_scale, masters.replicas
+        rates = learning_rates if rate_is_set else [None] * len(replicas)
         updates = [
-            _replica_update(replica, own, rate, scale, options)
-            for replica, own, rate in zip(replicas, gradients, learning_rates, strict=True)
+            _replica_update(replica, own, rate, scale, options, squares_rows)
+            for replica, own, rate in zip(replicas, gradients, rates, strict=True)
         ]
         penalties, norms, applies = zip(*updates, strict=True)
         penalty, norm = of_replicas(penalties, norms)
@@ -318,9 +322,10 @@ def _same_of(replicas: Sequence[Replica]) -> Callable:
 def _replica_update(
     replica: Replica,
     gradients: list[Any],
-    learning_rate: tf.Tensor,
+    learning_rate: tf.Tensor | None,
     loss_scale: tf.Variable | None,
     options: Options,
+    squares_rows: bool,
 ) -> tuple[tf.Tensor, tf.Tensor, Callable]:
     """Return the regularisation loss, the gradients' norm, and a function that updates weights."""
     optimizer = replica.optimizer
@@ -328,11 +333,13 @@ def _replica_update(
     pairs = list(zip(gradients, replica.weights, strict=True))
     new_values = [pair for pair in pairs if pair[1].overwrite_with_gradient]
     pairs = [pair for pair in pairs if not pair[1].overwrite_with_gradient]
-    gradients, weights = flat.packed(*zip(*pairs, strict=True), optimizer, decayed)
+    parts = zip(*pairs, strict=True)
+    gradients, weights = flat.packed(*parts, optimizer, decayed, squares_rows)
     if loss_scale is not None:
         # A power of 2: nothing is rounded.
         gradients = _each(lambda g, _: scaled(g, 1.0 / loss_scale), gradients, weights)
-    gradients = _each(lambda g, _: _one_slice_a_row(g), gradients, weights)
+    if not squares_rows:
+        gradients = _each(lambda g, _: _one_slice_a_row(g), gradients, weights)
     with tf.device(replica.device):
         penalties, gradients = regularise(weights, gradients, options)
         used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
@@ -346,12 +353,10 @@ def _replica_update(
                 if value is not None:
                     weight.assign(value if finite is None else tf.where(finite, value, weight))
             clipped = clip(gradients, weights, norm, options)
-            if is_own(options):
-                flat.apply(optimizer, clipped, weights, finite)
-                return
-            rate = optimizer.learning_rate
-            value = tf.cast(learning_rate, rate.dtype)
-            rate.assign(value if finite is None else tf.where(finite, value, rate))
+            if learning_rate is not None:
+                rate = optimizer.learning_rate
+                value = tf.cast(learning_rate, rate.dtype)
+                rate.assign(value if finite is None else tf.where(finite, value, rate))
             flat.apply(optimizer, clipped, weights, finite)
 
     return penalty, norm, apply
