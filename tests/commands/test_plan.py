@@ -374,7 +374,7 @@ def test_a_compiled_model_is_planned_with_what_it_can_have(capsys, task):
     code, out, said = command_line(capsys, "plan", *argv)
     assert code == 0, said
     result = json.loads(out)
-    assert list(result["placements"]) == ["cpu", "sharded"]
+    assert list(result["placements"]) == ["cpu", "sharded", "replicated"]
     assert result["gradients"]["missing"] == [] and result["flop_per_example"] > 0
     equal = {row["bytes_per_step"]["equal"] for row in result["placements"].values()}
     loops = "without what is inside loops and functions"

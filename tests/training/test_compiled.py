@@ -21,6 +21,10 @@ def numbers():
     return (X[:30], Y[:30]), (X[30:], Y[30:])
 
 
+def of_all(y, outputs):
+    return tf.reduce_mean((y - outputs) ** 2)
+
+
 def plain():
     dense = keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)
     return keras.Sequential([keras.Input([4]), *dense])
@@ -137,7 +141,7 @@ def recomputed():
         (dict(loss=lambda: 3), "returned int; a function of targets and outputs"),
         (dict(loss="mse", metrics="keras.metrics:MeanIoU"), "missing a required argument"),
         (dict(loss="mse", label_smoothing=0.1), "--label_smoothing"),
-        (dict(loss="mse", variables="replicated"), "--variables=replicated"),
+        (dict(loss=of_all, variables="replicated"), "--variables=replicated"),
         (dict(loss="mse", objective="auc"), "--objective=auc"),
         (dict(loss="mse", optimizer=lambda: 3), "--optimizer="),
         (dict(optimizer=lambda: keras.optimizers.SGD(), learning_rate=0.3), "--learning_rate"),

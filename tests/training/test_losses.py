@@ -125,3 +125,26 @@ def test_the_loss_of_each_tower_is_that_of_its_rows():
     assert found["tower_loss"].numpy() == pytest.approx(by_hand, rel=1e-5)
     assert float(found["gather_seconds"]) >= 0
     assert found["tower_gradient_norm"].numpy().all()
+
+
+@pytest.mark.parametrize("name", released(("sparse", "two"), "two"))
+def test_copies_on_towers_are_updated_alike(name):
+    """By an optimizer that decays some weights and not others."""
+    model, data = build(name)
+
+    def decaying():
+        built = model()
+        optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1, clipnorm=0.1)
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+        built.optimizer = optimizer
+        return built
+
+    given = dict(model=decaying, dataset=data, dtype="float64", num_towers=3, batch_size=10)
+    once, copied = (
+        tiny.Loop(options_of(**given, variables=variables)) for variables in ("cpu", "replicated")
+    )
+    assert once(3) == pytest.approx(copied(3), rel=1e-9)
+    tiny.assert_close(copied.state(), once.state(), 1e-12)
+    first, *others = (replica.variables() for replica in copied.masters.replicas)
+    for copy in others:
+        tiny.assert_close(dict(enumerate(copy)), dict(enumerate(first)), 1e-15)

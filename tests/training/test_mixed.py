@@ -1,6 +1,5 @@
 """Examples that are mixed, and images that are seen in a mirror: what a loss and a metric are."""
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -24,11 +23,9 @@ def weighted():
     return (*train, weights), (*test, np.ones(len(test[1]), np.float32)), num_classes
 
 
-def compiled(num_classes, image_shape):
-    model = tiny.dense(num_classes, image_shape)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("sgd", loss, metrics=["accuracy"])
-    return model
+def of_all(labels, logits):
+    labels = tf.cast(labels, tf.int32)
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
 
 
 @pytest.mark.parametrize(
@@ -68,22 +65,41 @@ def test_examples_of_what_lies_on_the_towers_are_mixed_alike():
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.run
+def test_examples_of_a_compiled_model_are_mixed_alike():
+    given = dict(augment="resnet,mixup,cutmix", dtype="float64", num_towers=3, batch_size=7)
+    of_flags = tiny.Loop(tiny.options("unused", **given))
+    compiled = tiny.Loop(tiny.options("unused", **given, metrics="accuracy"))
+    assert of_flags(3)["loss"] == pytest.approx(compiled(3)["loss"], rel=1e-6)
+    ours, theirs = (
+        {n: v for n, v in loop.state().items() if n.startswith("model/")}
+        for loop in (compiled, of_flags)
+    )
+    tiny.assert_close(ours, theirs, 1e-7)  # the rate of one is float32
+
+
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"augment": "none,mixup"}, "--augment=none,mixup=0.2: mixup and cutmix mix the cross "),
-        ({"test_time_flip": True}, "--test_time_flip is for the logits of images, not for a comp"),
+        (
+            {"augment": "none,mixup", "loss": "tests.training.test_mixed:of_all"},
+            "--augment=none,mixup=0.2: mixup and cutmix mix the losses of examples, and ",
+        ),
+        (
+            {"variables": "replicated", "loss": "tests.training.test_mixed:of_all"},
+            "--variables=replicated: tests.tiny:dense has a loss ",
+        ),
+        (
+            {"test_time_flip": True, "loss": "sparse_categorical_crossentropy"},
+            "--test_time_flip is for the logits of images, not for a comp",
+        ),
     ],
 )
-def test_a_compiled_model_has_a_loss_of_its_own(given, line):
-    given |= dict(dataset="tests.tiny:images", batch_size=7)
-    for more in (
-        {"model": "tests.training.test_mixed:compiled"},
-        {"model": "tests.tiny:dense", "loss": "sparse_categorical_crossentropy"},
-    ):
-        with pytest.raises(InputError) as error:
-            prepare(towers.Options(**given, **more))
-        assert str(error.value).startswith(line)
+def test_a_loss_of_the_whole_batch_has_no_examples(given, line):
+    given |= dict(dataset="tests.tiny:images", batch_size=7, model="tests.tiny:dense")
+    with pytest.raises(InputError) as error:
+        prepare(towers.Options(**{"num_towers": 2} | given))
+    assert str(error.value).startswith(line)
 
 
 @pytest.mark.run

@@ -10,10 +10,8 @@ import tensorflow as tf
 from towers.builder.assignments import TowerScope
 from towers.builder.splitting import PerTower
 from towers.builder.tower import TowerBuilder
-from towers.data import Data, Split, parts
-from towers.options import augmentation
+from towers.data import Data, Split
 from towers.options.run import Options
-from towers.tf_private import added_losses
 from towers.training.evaluation import Answers, Evaluation, accuracy_of_classes, behind
 from towers.training.masters import Masters
 from towers.training.model import floatx_of
@@ -38,37 +36,15 @@ class Classification(Task):
         return not is_own(self.options)
 
     def loss(self, *batch: Any) -> tf.Tensor:
-        """Return the losses `[b]` of (x, y, draws) or (x, y, weights, draws).
+        """See `Task`: of each example."""
+        return self._losses_and_outputs(*batch)[0]
 
-        That of an example which is mixed with another is made of both targets, each with the weight
-        of its own example. What layers add by `add_loss` or an activity regularizer is a part of
-        each example's loss, where a scope collects it.
-        """
-        x, *targets, draws = batch
-        inputs, before = self.inputs(x, draws), len(added_losses())
-        with floatx_of(self.options.dtype):
-            logits = self.model(inputs, training=True)
-        losses = self._losses(logits, *targets)
-        plan = augmentation.parse(self.options.augment)
-        if plan.mixes:
-            draws, ((_, *others), _) = draws
-            own = parts.share(*inputs.shape[1:3], draws, plan, losses.dtype)
-            losses = own * losses + (1.0 - own) * self._losses(logits, *others)
-        # Keras has them over the batch. In the mean over all examples, towers weigh by theirs.
-        for added in added_losses()[before:]:
-            losses += tf.reduce_sum(tf.cast(added, losses.dtype))
-        return losses
-
-    def _losses(self, logits: tf.Tensor, labels: tf.Tensor, *weights: tf.Tensor) -> tf.Tensor:
-        losses = _cross_entropy(labels, logits, self.options.label_smoothing)
+    def losses_of(self, outputs: Any, labels: tf.Tensor, *weights: tf.Tensor) -> tf.Tensor:
+        """See `Task`."""
+        losses = _cross_entropy(labels, outputs, self.options.label_smoothing)
         for weight in weights:
             losses *= tf.cast(weight, losses.dtype)
         return losses
-
-    def tower_function(self, *batch: Any) -> tf.Tensor:
-        """Return the losses `[b]`, scaled where the precision needs that."""
-        losses, scale = self.loss(*batch), self.masters.loss_scale
-        return losses if scale is None else losses * tf.cast(scale, losses.dtype)
 
     def about(self) -> str:
         """See `Task`."""

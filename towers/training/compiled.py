@@ -25,12 +25,23 @@ from towers.data import Data, Split
 from towers.errors import InputError
 from towers.monitoring import tower_stats
 from towers.monitoring.pictures import Predictions
+from towers.options import augmentation
 from towers.options.run import Options
+from towers.text import first_line
 from towers.training import fitting, flat
 from towers.training.evaluation import Answers, Evaluation, accuracy_of_classes, behind
 from towers.training.guard import Guard
 from towers.training.logits import final_activation
-from towers.training.masters import Masters, home_of, now, optimizers_of, settle, shard
+from towers.training.masters import (
+    VARIABLES,
+    Masters,
+    copies_on,
+    home_of,
+    now,
+    optimizers_of,
+    place,
+    settle,
+)
 from towers.training.model import floatx_of
 from towers.training.parallel import builder_of, on_towers, put_on
 from towers.training.task import Stop, Task
@@ -40,7 +51,7 @@ from towers.training.update import about_flags, about_scale, is_own, limit_of, n
 class Compiled(Task):
     """Whatever a compiled model does with (x, y, sample_weight)."""
 
-    placements = ("cpu", "sharded")
+    default_on_gpus = "sharded"
     squares_rows = True
     _rehearsed: Rehearsal | None = None
 
@@ -51,16 +62,10 @@ class Compiled(Task):
             InputError: the options cannot be had with a compiled model.
         """
         super().__init__(builder, model, options, data)
-        if options.variables not in self.placements:
-            raise InputError(
-                f"--variables={options.variables}: a compiled model, with its one optimizer, takes "
-                f"{' or '.join(self.placements)}"
-            )
         home = home_of(options.variables, builder.devices)
         parts = *model.metrics, *optimizers_of(model)
         settle([*model.non_trainable_variables, *(v for p in parts for v in p.variables)], home)
-        if builder.gather_at_variables:
-            shard(model.trainable_variables, builder.devices)
+        place(model.trainable_variables, options.variables, builder.devices)
         put_on(model, builder)
         self.pairs = fitting.Pairs(model)
         self._log_names, self._figures = self._trace_once()
@@ -68,9 +73,52 @@ class Compiled(Task):
         scaled = getattr(model.optimizer, "dynamic_scale", None) is not None
         # Else the model's own step is made of what towers return, joined.
         self.by_example = self.pairs.of_examples and not scaled
+        self._check_by_example("a loss or a step that is not of each example alone")
+        copies = []
+        if options.variables == "replicated":
+            copies = copies_on(builder.devices[1:], model.trainable_variables, self._like_optimizer)
         self.masters = Masters(
-            model, *optimizers, ema=options.ema_decay > 0, device=home, limit=limit_of(options)
+            model,
+            *optimizers,
+            ema=options.ema_decay > 0,
+            device=home,
+            copies=copies,
+            limit=limit_of(options),
         )
+
+    def _check_by_example(self, reason: str) -> None:
+        """Refuse what needs the losses of examples where the model has none, for a `reason`."""
+        if self.by_example:
+            return
+        self.placements = VARIABLES[:2]
+        options = self.options
+        if options.variables not in self.placements:
+            raise InputError(
+                f"--variables={options.variables}: {options.model} has {reason}: type "
+                f"--variables={' or '.join(self.placements)}"
+            )
+        if augmentation.parse(options.augment).mixes:
+            raise InputError(
+                f"--augment={options.augment}: mixup and cutmix mix the losses of examples, and "
+                f"{options.model} has {reason}: leave them out"
+            )
+
+    def _like_optimizer(self, weights: Sequence[keras.Variable]) -> keras.optimizers.Optimizer:
+        """Return an optimizer like the model's for a copy of its weights."""
+        optimizer = self.model.optimizer
+        try:
+            with floatx_of(self.options.dtype):
+                like = type(optimizer).from_config(optimizer.get_config())
+        except Exception as error:
+            raise InputError(
+                f"--variables=replicated: the optimizer of {self.options.model} cannot be made "
+                f"again of its config ({first_line(error)}): type --variables=sharded"
+            ) from None
+        if optimizer.weight_decay is not None:
+            pairs = zip(weights, self.model.trainable_variables, strict=True)
+            spared = [own for own, weight in pairs if not tf_private.decays(optimizer, weight)]
+            like.exclude_from_weight_decay(var_list=spared)
+        return like
 
     def _trace_once(self) -> tuple[list[str], list[str]]:
         """Return the names of what a step and an evaluation report, "loss" first if it is there.
@@ -178,6 +226,7 @@ class Compiled(Task):
             self._rehearsed, alone = found, found.few is not None and found.by_example
             if not alone or found.reason or faults.seen_by_trials(found):
                 self.by_example = False
+                self._check_by_example("a loss of an example that others of its batch are part of")
                 found = super().rehearse(*batch)
         return found
 
@@ -319,17 +368,18 @@ class Compiled(Task):
         *example, draws = batch
         if not self.by_example:
             return faults.rows_of(self.model(self.inputs(example[0], draws), training=True))
-        before = len(tf_private.added_losses())
-        with floatx_of(self.options.dtype):
-            x, *targets = self._data(example, draws)
-            outputs = self.model(x, training=True)
-            y, weights = [*targets, None, None][:2]
-            # What a loss counts of each output is of the whole batch: it is counted there.
-            with keras.StatelessScope(), fitting.losses_of_examples(self.options.batch_size):
-                losses = tf_private.compiled_loss(self.model, y, outputs, weights)
-        for added in tf_private.added_losses()[before:]:
-            losses += tf.reduce_sum(tf.cast(added, losses.dtype))
-        return (losses, (outputs, *targets)) if self._of_batch() else losses
+        return super().tower_function(*batch)
+
+    def losses_of(self, outputs: Any, *targets: Any) -> tf.Tensor:
+        """See `Task`; of Keras' losses, one for each example."""
+        y, weights = [*self.cast(targets), None, None][:2]
+        # What a loss counts of each output is of the whole batch: it is counted there.
+        with keras.StatelessScope(), fitting.losses_of_examples(self.options.batch_size):
+            return tf_private.compiled_loss(self.model, y, outputs, weights)
+
+    def outputs_shown(self, outputs: Any, targets: Sequence[Any]) -> Any:
+        """See `Task`: what metrics are computed of."""
+        return (outputs, *self.cast(targets)) if self._of_batch() else ()
 
     def loss(self, *batch: Any) -> tf.Tensor:
         """Return the loss of the model, a scalar."""

@@ -228,6 +228,33 @@ def settle(variables: Iterable[keras.Variable], home: str) -> None:
             move(variable, home)
 
 
+def place(weights: Sequence[keras.Variable], variables: str, devices: Sequence[str]) -> None:
+    """Move weights to where they are to lie; nothing may have read them before.
+
+    Args:
+        weights: of a model, on the host.
+        variables: one of VARIABLES.
+        devices: of the towers.
+    """
+    if variables == "sharded":
+        shard(weights, devices)
+    if variables == "replicated":
+        for weight in weights:
+            move(weight, devices[0])
+
+
+def copies_on(
+    devices: Sequence[str], weights: Sequence[keras.Variable], make_optimizer: Callable
+) -> list[Replica]:
+    """Return a copy of the weights on each device, each with `make_optimizer(its weights)`."""
+    copies = []
+    for name in devices:
+        own = copy(weights, name)
+        with tf.device(name):
+            copies.append(Replica(own, make_optimizer(own), name, counter("examples", name)))
+    return copies
+
+
 def counter(name: str, device: str) -> tf.Variable:
     """Return a new counter, int64, which is 0."""
     with tf.device(device):

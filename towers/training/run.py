@@ -23,16 +23,7 @@ from towers.options.run import Options
 from towers.options.timetable import Timetable
 from towers.training import by_flags, compiled, model
 from towers.training.classification import Classification
-from towers.training.masters import (
-    Masters,
-    Replica,
-    copy,
-    counter,
-    home_of,
-    move,
-    settle,
-    shard,
-)
+from towers.training.masters import VARIABLES, Masters, copies_on, home_of, place, settle
 from towers.training.schedules import schedule
 from towers.training.step import make_train_loop
 from towers.training.task import Task
@@ -277,7 +268,7 @@ def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) 
     """Return where the masters are to lie, as `--variables` or by default."""
     found, far = options.variables, are_of_workers(device_names)
     if found == "default":
-        return kind.placements[-1 if are_gpus(device_names) and not far else 0]
+        return kind.default_on_gpus if are_gpus(device_names) and not far else VARIABLES[0]
     if found == "replicated" and far:
         raise InputError(
             "--variables=replicated sums by collectives, which reach no other machine: type "
@@ -317,17 +308,12 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
         own = dataclasses.replace(options, augment=kind)
         x = model.prepared(own, dataset.spec[0], dataset.image_shape)
         model.check_classifier(network, options.model, dataset.num_classes, x, dataset.no_classes)
-    _check_classifies(network.compiled, kind, options, dataset)
+    _check_flips(network.compiled, options, dataset)
     return network, dataclasses.replace(options, augment=kind)
 
 
-def _check_classifies(compiled: bool, kind: str, options: Options, dataset: Data) -> None:
-    """Refuse what is for logits of images where there are others."""
-    if compiled and parse(kind).mixes:
-        raise InputError(
-            f"--augment={kind}: mixup and cutmix mix the cross entropy of a classifier, and a "
-            "compiled model has a loss of its own; leave them out"
-        )
+def _check_flips(compiled: bool, options: Options, dataset: Data) -> None:
+    """Refuse mirror images in evaluation where there are no logits of images."""
     if options.test_time_flip and (compiled or dataset.image_shape is None):
         what = "a compiled model" if compiled else f"{dataset.name}, which has none"
         raise InputError(
@@ -367,22 +353,15 @@ def _make_masters(
     network: keras.Model, device_names: Sequence[str], options: Options, loss_scaling: bool
 ) -> Masters:
     """Put the master variables where `options.variables` says, with their optimizer."""
-    weights, copies = network.trainable_variables, []
+    weights = network.trainable_variables
     home = home_of(options.variables, device_names)
     settle(network.non_trainable_variables, home)
-    if options.variables == "sharded":
-        shard(weights, device_names)
-    if options.variables == "replicated":
-        for weight in weights:
-            move(weight, device_names[0])
+    place(weights, options.variables, device_names)
     with tf.device(home):
         optimizer = make_optimizer(weights, options)  # it knows variables by where they are now
+    copies = []
     if options.variables == "replicated":
-        for name in device_names[1:]:
-            twins = copy(weights, name)
-            with tf.device(name):
-                own = make_optimizer(twins, options)
-            copies.append(Replica(twins, own, name, counter("examples", name)))
+        copies = copies_on(device_names[1:], weights, lambda own: make_optimizer(own, options))
     return Masters(
         network,
         optimizer,

@@ -24,10 +24,12 @@ from towers.builder import gather
 from towers.builder.rehearsal import Rehearsal
 from towers.builder.splitting import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
-from towers.data import Data, Split, augment
+from towers.data import Data, Split, augment, parts
 from towers.errors import InputError
 from towers.monitoring import tower_stats
+from towers.options import augmentation
 from towers.options.run import Options
+from towers.tf_private import added_losses
 from towers.training.evaluation import Evaluation
 from towers.training.masters import VARIABLES, Masters, Replica
 from towers.training.model import floatx_of
@@ -43,6 +45,7 @@ class Task(abc.ABC):
     Attributes:
         masters: what a step changes.
         placements: where the masters may lie, see `Options.variables`.
+        default_on_gpus: the one of them where towers are GPUs, and none is asked for.
         on_update: is told, while a step is traced, of (gradients, weights) of each update.
         squares_rows: whether an optimizer squares each row of a sparse gradient, as Keras lets it,
             and not the sum of those that are for one row of a table.
@@ -50,6 +53,7 @@ class Task(abc.ABC):
 
     masters: Masters
     placements: Sequence[str] = VARIABLES
+    default_on_gpus = "replicated"
     on_update: Callable[[list[Any], Sequence[Any]], None] | None = None
     squares_rows = False
 
@@ -158,9 +162,42 @@ class Task(abc.ABC):
         """Do what comes after the last step, once; return whether a master variable changed."""
         return False
 
-    @abc.abstractmethod
     def tower_function(self, *batch: Any) -> Any:
-        """Return rows, one for each example, of what a tower computes of (*example, draws)."""
+        """Return the losses `[b]` of (*example, draws), times the loss scale if there is one.
+
+        That of an example which is mixed with another is made of both targets, each with the weight
+        of its own example. What layers add by `add_loss` or an activity regularizer is a part of
+        each example's loss, where a scope collects it. With them may come, as a tuple, what
+        `metrics_of_batch` takes.
+        """
+        losses, outputs = self._losses_and_outputs(*batch)
+        if (scale := self.masters.loss_scale) is not None:
+            losses *= tf.cast(scale, losses.dtype)
+        return (losses, outputs) if outputs != () else losses
+
+    def _losses_and_outputs(self, x: Any, *rest: Any) -> tuple[tf.Tensor, Any]:
+        *targets, draws = rest
+        inputs, before = self.inputs(x, draws), len(added_losses())
+        with floatx_of(self.options.dtype):
+            outputs = self.model(inputs, training=True)
+            losses = self.losses_of(outputs, *targets)
+            plan = augmentation.parse(self.options.augment)
+            if plan.mixes:
+                draws, ((_, *others), _) = draws
+                own = parts.share(*inputs.shape[1:3], draws, plan, losses.dtype)
+                losses = own * losses + (1.0 - own) * self.losses_of(outputs, *others)
+        # Keras has them over the batch. In the mean over all examples, towers weigh by theirs.
+        for added in added_losses()[before:]:
+            losses += tf.reduce_sum(tf.cast(added, losses.dtype))
+        return losses, self.outputs_shown(outputs, targets)
+
+    @abc.abstractmethod
+    def losses_of(self, outputs: Any, *targets: Any) -> tf.Tensor:
+        """Return the losses `[b]` of outputs, targets and, if there are any, sample weights."""
+
+    def outputs_shown(self, outputs: Any, targets: Sequence[Any]) -> Any:
+        """Return what is to leave a tower beside the losses, rows for examples; () for nothing."""
+        return ()
 
     @abc.abstractmethod
     def loss(self, *batch: Any) -> tf.Tensor:
