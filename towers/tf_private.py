@@ -36,6 +36,8 @@ from tensorflow.core.protobuf import (
     trackable_object_graph_pb2,
 )
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.autograph.core import config as autograph_config
+from tensorflow.python.autograph.core.config_lib import DoNotConvert
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager import cancellation, context, executor, forwardprop_util, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
@@ -777,6 +779,12 @@ def _as_signed(signature: Any, args: Any) -> Any:
 def _as_returned(value: Any) -> Any:
     """Return a number as the tensor that a function returns for it."""
     return tf.convert_to_tensor(value) if isinstance(value, bool | int | float) else value
+
+
+# A `tf.function` of the user's would convert all that it calls here, which takes seconds and
+# changes nothing: nothing here branches on tensors. Public: `do_not_convert`, which would keep
+# AutoGraph from the user's functions that are called here, too.
+autograph_config.CONVERSION_RULES = (DoNotConvert("towers"), *autograph_config.CONVERSION_RULES)
 
 
 def converted_as_here(fn: Callable) -> Callable:

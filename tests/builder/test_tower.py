@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+import traceback
 from typing import NamedTuple
 
 import keras
@@ -650,3 +651,41 @@ def test_the_example_of_the_module_runs():
     batch = np.float32(X), np.zeros(7, np.int32)
     before = names["train_step"](*batch)
     assert names["train_step"](*batch) < before
+
+
+@pytest.mark.graph
+@pytest.mark.parametrize("way", ["gradients", "concat", "map", "a copy alone"])
+def test_autograph_converts_what_is_the_users_and_nothing_else(way):
+    """Which made the first step of a program of one's own several times slower."""
+    builder, weight, stacks = TowerBuilder(["/cpu:0"] * 2), tf.Variable(2.0), []
+
+    def fn(*x):
+        stacks.append(traceback.extract_stack())
+        if tf.reduce_all(weight > 1.0):
+            return weight * tf.reduce_sum(x, axis=0)
+        return -weight * tf.reduce_sum(x, axis=0)
+
+    @tf.function
+    def step(x):
+        if way == "gradients":
+            return builder.gradients(fn, [weight], x)
+        if way == "concat":
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(builder.concat(fn, x))
+            return loss, [tape.gradient(loss, weight)]
+        if way == "map":
+            return [tf.concat(builder.map(fn, x), 0)]
+        return builder.map(fn)
+
+    found = step(tf.constant([1.0, 2.0, 6.0]))
+    if way in ("gradients", "concat"):
+        assert float(found[0]) == 6.0 and float(found[1][0]) == 3.0
+    elif way == "map":
+        np.testing.assert_array_equal(found[0], [2.0, 4.0, 12.0])
+    converted = {
+        frame.name for stack in stacks for frame in stack if "autograph_generated" in frame.filename
+    }
+    converted -= {"tf__extract_stack"}  # the test's own
+    assert converted <= {"tf__step", "tf__fn", "if_body", "else_body", "if_body_1", "else_body_1",
+                         "if_body_2", "else_body_2"}  # fmt: skip
+    assert "tf__fn" in converted

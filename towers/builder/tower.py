@@ -319,6 +319,7 @@ class TowerBuilder:
         losses that layers add, and without what stands in for no example.
         """
         if slices[0].rows is None:
+            fn = tf_private.converted_as_here(fn)
             return self.copies(slices).run(lambda _tower, part, _member: fn(*part.batch))
         rehearsal = self.rehearse(fn, *batch, num_slices=len(self.devices))
         known = () if joined is None else rehearsal.added
