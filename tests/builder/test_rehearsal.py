@@ -114,6 +114,28 @@ def test_one_tower_needs_no_rehearsal():
     assert len(calls) == 1
 
 
+def test_what_was_tried_on_a_batch_is_known_while_a_step_is_traced():
+    """A mean of what is not masked: of made-up examples, none of which is -1, it is any mean."""
+    told = []
+    builder = TowerBuilder(["/cpu:0"] * 2, on_doubt=told.append)
+
+    class Masked(keras.layers.Layer):
+        def call(self, x):
+            kept = tf.cast(x != -7.0, x.dtype)
+            self.add_loss(tf.reduce_sum(kept * x) / tf.maximum(tf.reduce_sum(kept), 1.0))
+            return x
+
+    layer, x = Masked(), tf.constant([[1.0], [-7.0], [2.0], [-7.0], [-7.0], [3.0]])
+
+    def fn(x):
+        return layer(x)[:, 0]
+
+    builder.rehearse(fn, x, silent=True)
+    assert not told
+    tf.function(lambda x: builder.gradients(fn, [], x)).get_concrete_function(x)
+    assert any("masked" in line for line in told), told
+
+
 def test_the_same_function_made_anew_is_rehearsed_once():
     calls, model = [], layers.Dropout(0.5)
 

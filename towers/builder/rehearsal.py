@@ -161,7 +161,9 @@ def parts_of(fn: Callable, batch: Sequence[Any]) -> list[Any]:
     for leaf in tf.nest.flatten(list(batch)):
         shape = tf.TensorShape(getattr(leaf, "shape", None))
         of_each = shape.as_list()[1:] if shape.rank else None
-        shapes.append((type(leaf).__name__, getattr(leaf, "dtype", None), of_each))
+        # What was tried with the values of a batch is known while a step is traced, too.
+        kind = "Tensor" if isinstance(leaf, tf.Tensor) else type(leaf).__name__
+        shapes.append((kind, getattr(leaf, "dtype", None), of_each))
     parts: list[Any] = [str((tf.nest.map_structure(lambda _: 0, list(batch)), shapes))]
     while fn is not None:
         code = getattr(fn, "__code__", None)  # of a method, too
