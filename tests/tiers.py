@@ -28,7 +28,6 @@ _HARMLESS = ("git", "lscpu", "uname", "file", "nvidia-smi")
 _TRAINS = (
     ("towers.training.train", "_train"),
     ("towers.commands.verify.command", "compare"),
-    ("towers.commands.verify.fit", "_verified"),
     ("keras", "Model.fit"),
 )
 

@@ -10,7 +10,9 @@ import tensorflow as tf
 from tests import fits, tiny
 from towers import cli
 from towers.commands.verify import command as verify
+from towers.commands.verify import differences as comparison
 from towers.commands.verify.differences import differences, kind_of
+from towers.commands.verify.lane import RunLane
 from towers.options.run import Options
 
 pytestmark = pytest.mark.run
@@ -168,8 +170,8 @@ def first_cnn(num_classes, image_shape):
 
 
 def test_rounding_passes_and_an_error_of_a_millionth_is_found_in_every_array(capsys, monkeypatch):
-    wrong = fits.wrong_on_two_towers(verify.results_of)
-    monkeypatch.setattr(verify, "results_of", wrong)
+    wrong = fits.wrong_on_two_towers(comparison.results_of)
+    monkeypatch.setattr(comparison, "results_of", wrong)
     flags = ["--optimizer=adamw", "--ema_decay=0.9", "--num_towers=2,3"]
     code, result, _ = command(capsys, "first_cnn", *flags)
     floats = {
@@ -295,14 +297,14 @@ def test_a_fault_in_evaluation_alone_is_found(capsys):
 
 
 def test_padding_that_counts_is_found(capsys, monkeypatch):
-    evaluate = verify.Lane.evaluate
+    evaluate = RunLane.evaluate
 
     def all_count(lane, batch):
         example, counted = batch
         assert counted.numpy().tolist() == [1] * 6 + [0]
         return evaluate(lane, (example, counted if lane.num_towers < 2 else counted * 0 + 1))
 
-    monkeypatch.setattr(verify.Lane, "evaluate", all_count)
+    monkeypatch.setattr(RunLane, "evaluate", all_count)
     code, result, _ = command(capsys, "tests.tiny:dense")
     first = result["first_difference"]
     assert code == 1 and (first["name"], first["num_towers"]) == ("evaluation/examples", 2)

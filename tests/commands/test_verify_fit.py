@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import towers
 from tests import fits
-from towers.commands.verify import fit
+from towers.commands.verify import differences, fit
 from towers.commands.verify.differences import kind_of
 from towers.training.parallel import builder_of
 
@@ -107,7 +107,8 @@ class Own(keras.Model):
 def test_a_copy_computes_in_float64_throughout(monkeypatch):
     inner = keras.Sequential([keras.Input((6,), dtype="float32"), layers.Dense(6, "tanh")])
     model = net(inner, layers.Dense(6, dtype="float32"))
-    monkeypatch.setattr(fit, "_compare", lambda reference, *_: copies.append(reference.model) or [])
+    compare = fit.verify_lanes
+    monkeypatch.setattr(fit, "verify_lanes", lambda *a: copies.append(a[0].model) or compare(*a))
     copies = []
     verified(model)
     for layer in copies[0].layers:
@@ -216,7 +217,8 @@ def test_a_fault_is_found_and_named(make, options, name, cause):
 
 
 def test_an_error_of_a_millionth_is_found_in_every_part(monkeypatch):
-    monkeypatch.setattr(fit, "results_of", fits.wrong_on_two_towers(fit.results_of))
+    wrong = fits.wrong_on_two_towers(differences.results_of)
+    monkeypatch.setattr(differences, "results_of", wrong)
     model = net(norm=True, optimizer="adam", metrics=["accuracy"])
     result, _ = verified(model, num_towers=(2, 3), steps=1)
     floats = {n: row for n, row in result["differences"].items() if not n.endswith("iteration")}

@@ -103,12 +103,13 @@ def layer(**has):
     return decorate
 
 
-def own(on, expected, why, flags="", quick=False, before=list, then=list, **has):
+def own(on, expected, why, flags="", quick=False, under_fit="", before=list, then=list, **has):
     """Return a decorator that puts such a layer in between those of `before()` and `then()`."""
 
     def decorate(function):
         make = layer(**has)(function)
-        return on(expected, why, lambda: [*before(), make(), *then()], flags, quick=quick)
+        middle = lambda: [*before(), make(), *then()]  # noqa: E731
+        return on(expected, why, middle, flags, quick=quick, under_fit=under_fit)
 
     return decorate
 

@@ -51,7 +51,10 @@ def dropout_in_while(self, x, training):
     return tf.while_loop(lambda i, y: i < 3, body, (0, x))[1]
 
 
-@own(on_features, SAME, "the mask must be the same the second time", **HELD)
+# Plain Keras does it twice in a step: the loss is of one mask and the gradient of the next, and the
+# moments are moved twice. On towers it is as without recomputation, to the last digit.
+@own(on_features, SAME, "the mask must be the same the second time", under_fit="recomputation",
+     **HELD)  # fmt: skip
 def dropout_recomputed(self, x, training):
     return keras.remat(lambda x: self.dropout(self.dense(x), training=training))(x)
 
@@ -73,8 +76,9 @@ def remat(images):
     return layers.GlobalAveragePooling2D()(x)
 
 
-@own(on_maps, SAME, "moments of all towers, taken twice", then=lambda: [layers.ReLU()],
-     conv=lambda: layers.Conv2D(4, 3), norm=lambda: layers.BatchNormalization())  # fmt: skip
+@own(on_maps, SAME, "moments of all towers, taken twice", under_fit="recomputation",
+     then=lambda: [layers.ReLU()], conv=lambda: layers.Conv2D(4, 3),
+     norm=lambda: layers.BatchNormalization())  # fmt: skip
 def batch_norm_recomputed(self, x, training):
     return tf.recompute_grad(lambda x: self.norm(self.conv(x), training=training))(x)
 

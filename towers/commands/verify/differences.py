@@ -1,30 +1,29 @@
-"""How far an array of a run is from that of the reference, and how far is too far.
+"""The comparison: lanes of towers make the steps of one device, side by side with it.
 
-Two runs add in another order, so their last digits differ. Most arrays keep all others. One that
-is zero in theory, like the gradient of a bias in front of BatchNorm, is nothing but last digits:
-it is measured by what a tiny change of the weights makes of it (`rounding_noise`).
+After each step all that comes of it is compared; the next one starts everywhere from the variables
+of the one device. Two lanes add in another order, so their last digits differ. Most arrays keep all
+others. One that is zero in theory, like the gradient of a bias in front of BatchNorm, is nothing
+but last digits: it is measured by what a tiny change of the weights makes of it (`rounding_noise`).
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from towers.commands.verify.lane import Lane
+from towers.commands.verify.lane import Arrays, Lane
 
 TOLERANCE = 1e-9
-NUDGE = 1e-12  # of a weight in float64, and as many units of the last place in less
 _TRIALS = 3
 # What one device has exactly zero, however its weights are nudged, has no scale of its own.
 _OF_ITS_KIND = 1e-6
-
 # By what a layer computes in. Sound models stay far below; of the two or three digits of less than
 # float32, only a fault of several per cent can be told.
 _TOLERANCES = {"float64": TOLERANCE, "float32": 1e-4}
 _IN_LESS = 0.05
 NUDGE_PART = 1e-3  # of a tolerance: so an array may differ by 1000 times its own rounding
-
-Arrays = Mapping[str, np.ndarray]
 
 
 def tolerance_of(dtype: str) -> float:
@@ -39,13 +38,11 @@ class Difference:
     Attributes:
         num_towers: of the lane.
         step: 0 for the first; -1 for the initial variables.
-        name: "loss", "gradient/conv1/kernel", "model/conv1/kernel", "optimizer/...",
-            "evaluation/loss".
+        name: as "loss", "gradient/conv1/kernel", "model/conv1/kernel" or "evaluation/loss".
         relative_difference: largest absolute difference, relative to the array's largest value; or,
-            if an array of that step differs by more than `TOLERANCE` of that, to 1e12 times what a
-            change of 1e-12 in the weights makes of the array on one device, where this is more. So
-            an array may differ by 1000 times its own rounding. One that is zero there in both ways
-            is measured by a millionth of the largest of its kind.
+            if an array of that step differs by more than the tolerance, to its rounding noise where
+            this is more. One that is zero on one device in both ways is measured by a millionth of
+            the largest of its kind.
         ulps: the same in units of the last place of that value, in the array's own precision.
     """
 
@@ -54,6 +51,58 @@ class Difference:
     name: str
     relative_difference: float
     ulps: float
+
+
+def compare(
+    reference: Lane,
+    lanes: Sequence[Lane],
+    batches: Iterable[Any],
+    test: Any,
+    num_steps: int,
+    say: Callable[[str], None],
+    tolerance: float,
+    nudge: float,
+) -> Iterator[Difference]:
+    """Make steps on all lanes, each from the reference's variables; yield all differences.
+
+    They come by step, then by lane, then in the order of `Lane.make_step`.
+
+    Args:
+        reference: the lane of one device.
+        lanes: of towers.
+        batches: as many as there are steps.
+        test: is evaluated after the last step. It is the same graph after any, and BatchNorm's
+            statistics and averages are then what training made of them.
+        num_steps: that are made.
+        say: prints a line.
+        tolerance: above it, rounding is looked at.
+        nudge: of `rounding_noise`.
+    """
+    expected = reference.variables()
+    for lane in lanes:
+        yield from differences(lane.variables(), expected, lane.num_towers, -1)
+    for step, batch in enumerate(batches):
+        arguments = batch, test if step == num_steps - 1 else None
+        reference.take(expected)  # lanes may be of the same variables
+        before, expected, noise = expected, results_of(reference, *arguments), None
+        for lane in lanes:
+            lane.take(before)  # its own: chaos, at a high learning rate, makes much of rounding
+            found = results_of(lane, *arguments)
+            result = list(differences(found, expected, lane.num_towers, step))
+            # Sound models mostly never pay for the noise.
+            if any(not d.relative_difference <= tolerance for d in result):
+                if noise is None:
+                    repeat = functools.partial(results_of, reference, *arguments)
+                    noise = rounding_noise(reference, before, expected, repeat, nudge)
+                result = list(differences(found, expected, lane.num_towers, step, noise))
+            yield from result
+        if step == 0:
+            say(f"step 0      done on {len(lanes) + 1} runs, {num_steps - 1} to come")
+
+
+def results_of(lane: Lane, batch: Any, test: Any) -> Arrays:
+    """Make a step, then evaluate a batch if there is one; return all that comes of it."""
+    return lane.make_step(batch) | (lane.evaluate(test) if test is not None else {})
 
 
 def differences(
@@ -65,18 +114,17 @@ def differences(
 ) -> Iterator[Difference]:
     """Compare the arrays of a lane with those of the reference; `noise` is of `rounding_noise`."""
     noise, largest = noise or {}, _largest_of_kinds(expected)
-    for name, array in expected.items():
-        if name not in found or found[name].shape != array.shape:
+    for name in [*expected, *(found.keys() - expected.keys())]:
+        array, other = expected.get(name), found.get(name)
+        if array is None or other is None or other.shape != array.shape:
             yield Difference(num_towers, step, name, float("inf"), float("inf"))
             continue
-        off = _distance(found[name], array)
+        off = _distance(other, array)
         scale = max(_size(array), noise.get(name, 0.0)) or _OF_ITS_KIND * largest[kind_of(name)]
         relative = off / scale if off and scale else off
         kept = array.dtype if array.dtype.kind == "f" else np.dtype(np.float64)
         ulps = off / float(np.spacing(np.asarray(scale, kept))) if off else 0.0
         yield Difference(num_towers, step, name, relative, ulps)
-    for name in found.keys() - expected.keys():
-        yield Difference(num_towers, step, name, float("inf"), float("inf"))
 
 
 def rounding_noise(
@@ -84,24 +132,14 @@ def rounding_noise(
     before: Arrays,
     expected: Arrays,
     step: Callable[[], Arrays],
-    nudge: float = 0.0,
+    nudge: float,
 ) -> dict[str, float]:
     """Return {name: what a change of 1 in all weights would make of an array}, as of tiny changes.
 
-    The step is repeated on the reference with each weight multiplied by 1 + nudge * (-1 to 1).
-
-    Args:
-        reference: one device, which has just made the step; it is left as it is.
-        before: its variables before the step.
-        expected: what the step gave.
-        step: makes it once more.
-        nudge: 0 for `NUDGE`, as the weights' precision has it.
-
-    Returns:
-        Nothing at all if the step does not repeat itself: noise would hide a layer that draws by
-        itself, or counts its calls.
+    The step, from the variables `before` to what is `expected`, is repeated on the reference with
+    each weight multiplied by 1 + nudge * (-1 to 1). Of one that does not repeat itself nothing is
+    returned: noise would hide a layer that draws by itself, or counts its calls.
     """
-    nudge = nudge or NUDGE * np.finfo(reference.precision).eps / np.finfo(np.float64).eps
     random, noise = np.random.default_rng(0), dict.fromkeys(expected, 0.0)
     largest = _largest_of_kinds(expected)
     try:

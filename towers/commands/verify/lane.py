@@ -1,86 +1,338 @@
-"""One of the runs that `towers verify` compares: the same steps, on its own towers."""
+"""What verify compares: a model that trains on its own towers, as `towers train` or `fit` does."""
 
-import random
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import data
+from towers import data, tf_private
+from towers.builder import faults
+from towers.builder.splitting import num_rows
+from towers.builder.tower import TowerBuilder
+from towers.errors import InputError
 from towers.options.run import Options
-from towers.training.parallel import unparallelize
+from towers.text import first_line
+from towers.training import masters
+from towers.training.parallel import builder_of, parallelize, unparallelize
 from towers.training.run import assemble
 from towers.training.tensorflow_errors import one_line_errors
 
+Arrays = dict[str, np.ndarray]
+
 
 class Lane:
-    """One of the runs that are compared: its towers, its model, and where it is."""
+    """A model that trains on its own towers, or on one device as plain Keras does.
+
+    Each kind of lane has `make_step(batch)`, which returns "loss", "metric/...", "gradient/..." if
+    they are known, and all variables; `evaluate(batch)`, "evaluation/..." and "prediction/...";
+    `trace(batch)`, which traces a step anew and makes it: its graph, then its loss and metrics; and
+    `tower_function(batch)`, a function to a number for each example, and its arguments.
+    """
+
+    num_towers: int  # 1 of plain Keras, too
+    dtype: str  # of the fewest bits that a layer computes in
+    model: keras.Model
+    builder: TowerBuilder | None  # None of plain Keras
+    named: Mapping[str, Any]  # variables that a step changes, by names that all lanes have
+    doubts: Sequence[str]  # what the builder says of the towers' function
+
+    def variables(self) -> Arrays:
+        """Return the values of the variables."""
+        return {name: variable.numpy() for name, variable in self.named.items()}
+
+    def weight_names(self) -> list[str]:
+        """Return the names of the trainable weights."""
+        weights = {id(v) for w in self.model.trainable_variables for v in (w, w.value)}
+        return [name for name, variable in self.named.items() if id(variable) in weights]
+
+    def take(self, values: Mapping[str, np.ndarray]) -> None:
+        """Set the variables."""
+        for name, variable in self.named.items():
+            variable.assign(values[name])
+
+    def faults(self, batch: Any) -> list[str]:
+        """Return in lines what towers may compute otherwise, the likeliest cause first."""
+        found = []
+        with contextlib.suppress(Exception):  # of a model whose own train_step calls something else
+            fn, arguments = self.tower_function(batch)
+            rehearsal = self.builder.rehearse(fn, *arguments, num_slices=2, silent=True)
+            found = faults.find(rehearsal, tf.nest.flatten(arguments), thorough=True)
+        return [*found, *self.doubts]
+
+
+class RunLane(Lane):
+    """A run, as `towers train` makes it of its options. A batch is (example, draws)."""
 
     def __init__(
         self,
         options: Options,
-        names: Sequence[str],
+        devices: Sequence[str],
         dataset: data.Data,
         scaled: bool,
-        python_seed: int | None = None,
         plain: bool = False,
     ):
-        """Build the run, with a loss scale if it is `scaled`, on one device for each tower.
+        """Build the run, with a loss scale if it is `scaled`, with a tower on each device.
 
-        `python_seed` is that of Python's and NumPy's generators while the step is built. With
-        `plain` a compiled model makes its steps as Keras does, without any tower.
+        With `plain`, a compiled model makes its steps as Keras does.
         """
-        self.run = run = assemble(options, names, dataset, loss_scaling=scaled, exact=True)
-        self.num_towers = len(names)
-        self.precision = options.input_dtype  # of the weights
+        self.run = run = assemble(options, devices, dataset, loss_scaling=scaled, exact=True)
+        self.num_towers, self.dtype, self.doubts = len(devices), options.dtype, run.doubts
+        self.model, self.builder = run.masters.model, run.builder
+        self.named = run.masters.variables()
         if plain:
-            unparallelize(run.masters.model)
-        if python_seed is not None:
-            random.seed(python_seed)
-            np.random.seed(python_seed)
+            unparallelize(self.model)
         batches = dataset.train.train_batches(options.batch_size, seed=options.seed)
         run.rehearse(next(iter(batches)))
-        train_step = run.train_step()
-        compiled = tf.function(lambda example, draws: train_step(example, draws), autograph=False)
-        with one_line_errors(options):
-            self.step = compiled.get_concrete_function(*batches.element_spec)
+        self._train_step = run.train_step()
+        self._step = self._traced(batches.element_spec)
 
-    def variables(self) -> dict[str, np.ndarray]:
-        """Return the master variables by name, those of the weights first."""
-        return {name: v.numpy() for name, v in self.run.masters.variables().items()}
+    def _traced(self, batch: Any) -> Callable:
+        step = tf.function(lambda *batch: self._train_step(*batch), autograph=False)
+        with one_line_errors(self.run.options):
+            return step.get_concrete_function(*batch)
 
-    def weight_names(self) -> list[str]:
-        """Return the names of the trainable weights among the master variables."""
-        weights = {id(weight.value) for weight in self.run.masters.model.trainable_variables}
-        return [name for name, v in self.run.masters.variables().items() if id(v) in weights]
-
-    def take(self, values: dict[str, np.ndarray]) -> None:
-        """Set the master variables."""
-        for name, variable in self.run.masters.variables().items():
-            variable.assign(values[name])
+    def take(self, values: Mapping[str, np.ndarray]) -> None:
+        """Set the master variables, and their copies."""
+        super().take(values)
         self.run.masters.set_copies()
 
-    def make_step(self, batch: Any) -> dict[str, np.ndarray]:
-        """Make a step; return loss and metrics, the gathered gradients, then the variables."""
+    def make_step(self, batch: Any) -> Arrays:
+        """See `Lane`; gradients are the gathered ones."""
         with one_line_errors(self.run.options):
-            metrics, gradients = self.step(*batch)
+            metrics, gradients = self._step(*batch)
         found = {"loss": metrics["loss"].numpy()}
         for name, value in metrics.items():
             if name.startswith("batch/"):
                 found[name.replace("batch", "metric", 1)] = value.numpy()
-        weights = self.run.masters.model.trainable_variables
-        for variable, gradient in zip(weights, gradients, strict=True):
+        for variable, gradient in zip(self.model.trainable_variables, gradients, strict=True):
             if gradient is not None:
                 found[f"gradient/{variable.path}"] = tf.convert_to_tensor(gradient).numpy()
         return found | self.variables()
 
-    def evaluate(self, batch: Any) -> dict[str, np.ndarray]:
-        """Evaluate a batch of the test set; return what it adds up."""
+    def evaluate(self, batch: Any) -> Arrays:
+        """See `Lane`: what an evaluation adds up."""
         with one_line_errors(self.run.options):
             found = self.run.task.eval_arrays(*batch)
-        floats = {n for n, value in found.items() if value.dtype.kind == "f"}  # not the sum's own
+        dtype = self.run.options.input_dtype  # sums have more bits
         return {
-            f"evaluation/{name}": value.astype(self.precision if name in floats else value.dtype)
+            f"evaluation/{name}": value.astype(dtype) if value.dtype.kind == "f" else value
             for name, value in found.items()
         }
+
+    def trace(self, batch: Any) -> tuple[tf.Graph, list[np.ndarray]]:
+        """See `Lane`."""
+        step = self._traced(batch)
+        metrics, _ = step(*batch)
+        return step.graph, [value.numpy() for value in metrics.values()]
+
+    def tower_function(self, batch: Any) -> tuple[Callable, Sequence[Any]]:
+        """See `Lane`."""
+        example, draws = batch
+        return self.run.task.tower_function, (*example, draws)
+
+
+class FitLane(Lane):
+    """A compiled model under `fit`, built; several lanes may have the same.
+
+    A batch is what a data set gives to `fit`. The lane changes the model's variables, and nothing
+    else of it but while it is used.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        devices: Sequence[str] = (),
+        how: Mapping[str, Any] | None = None,
+        reference: "FitLane | None" = None,
+        warned: Sequence[warnings.WarningMessage] = (),
+    ):
+        """Put the model on towers by `parallelize(**how)`, or on none if there are no devices.
+
+        Names are those of the `reference`: Keras numbers some by process. `warned` gets warnings.
+        """
+        self.model, self.num_towers, self.dtype = model, max(len(devices), 1), _least_dtype(model)
+        self.named = _variables(model)
+        if reference:
+            self.named = dict(zip(reference.named, self.named.values(), strict=True))
+        self._parts = reference._parts if reference else ["evaluate", "predict"]
+        self._warned, self._attributes = warned, dict(vars(model))
+        with self._current():
+            if devices:
+                parallelize(model, devices=list(devices), **how or {})
+            else:
+                unparallelize(model)
+            self.builder = builder_of(model)
+
+    @property
+    def doubts(self) -> list[str]:
+        """See `Lane`."""
+        told = [w for w in self._warned if Path(w.filename).parent.name == "builder"]
+        return [str(warning.message) for warning in told]
+
+    @contextlib.contextmanager
+    def _current(self) -> Iterator[None]:
+        """Let the model have the steps of this lane, and what was traced of them."""
+        before = dict(vars(self.model))
+        _replace(vars(self.model), self._attributes)
+        try:
+            yield
+        finally:
+            self._attributes = dict(vars(self.model))
+            _replace(vars(self.model), before)
+
+    def make_step(self, batch: Any) -> Arrays:
+        """See `Lane`."""
+        with self._current():
+            logs = self.model.fit(_dataset(batch), shuffle=False, verbose=0).history
+        found = {"loss": np.asarray(logs.pop("loss")[-1])} if "loss" in logs else {}
+        found |= {f"metric/{name}": np.asarray(values[-1]) for name, values in logs.items()}
+        return found | self.variables()
+
+    def evaluate(self, batch: Any) -> Arrays:
+        """See `Lane`; a model with its own `train_step` may have no `call`."""
+        found, batches = {}, _dataset(batch)
+        for part in list(self._parts):
+            try:
+                with self._current():
+                    if part == "evaluate":
+                        logs = self.model.evaluate(batches, verbose=0, return_dict=True)
+                        found |= {f"evaluation/{name}": logs[name] for name in logs}
+                    else:
+                        outputs = tf.nest.flatten(self.model.predict(batches, verbose=0))
+                        found |= {f"prediction/{i}": x for i, x in enumerate(outputs)}
+            except Exception as error:
+                if self.builder:
+                    raise
+                self._parts.remove(part)
+                reason = f"{part} is left out, it fails on one device: {first_line(error)}"
+                warnings.warn(reason, stacklevel=2)
+        return {name: np.asarray(getattr(x, "flat_values", x)) for name, x in found.items()}
+
+    def trace(self, batch: Any) -> tuple[tf.Graph, list[np.ndarray]]:
+        """See `Lane`."""
+        with self._current():
+            self.model.reset_metrics()
+            step = tf.function(lambda data: self.model.train_step(data), autograph=False)
+            logs = tf.nest.flatten(step(batch))
+            return step.get_concrete_function(batch).graph, list(map(np.asarray, logs))
+
+    def tower_function(self, batch: Any) -> tuple[Callable, Sequence[Any]]:
+        """See `Lane`."""
+        inputs, model = inputs_of(batch), self.model
+
+        def fn(*leaves: Any) -> tf.Tensor:
+            return faults.rows_of(model(tf.nest.pack_sequence_as(inputs, leaves), training=True))
+
+        return fn, tf.nest.flatten(inputs)
+
+
+def in_float64(
+    make: Callable[[], Lane], batch: Any, what: str, say: Callable[[str], None]
+) -> Lane | None:
+    """Return the lane of one device that `make` makes, if it can make a step; else say "what"."""
+    try:
+        lane = make()
+        before, unseeded = lane.variables(), tf_private.state_of_unseeded_draws()
+        drawn = tf.identity(unseeded)
+        lane.make_step(batch)
+        lane.take(before)
+        unseeded.assign(drawn)
+    except InputError:
+        raise
+    except Exception as error:  # of any kind: the model's own code may say it
+        say(f"in float64  {what}: {first_line(error)}")
+        return None
+    return lane
+
+
+def copy_of(model: keras.Model, x: Any) -> keras.Model:
+    """Return a compiled model of its own variables, with the values of another's, built or not.
+
+    Layers, loss, metrics and optimizer are made anew of their configs: what makes them in float64
+    is around this. The copy is built with the examples `x`. Raises whatever may be raised if the
+    model, or what it was compiled with, cannot be made so.
+    """
+    if type(model).compile is not keras.Model.compile:
+        raise TypeError("it has a compile of its own")
+    classes = {type(layer).__name__: type(layer) for layer in tf_private.layers_of(model)}
+    with keras.saving.custom_object_scope(classes):
+        copy = type(model).from_config(model.get_config())
+        arguments = tf_private.compile_arguments(model)
+        copy.compile(**{name: _made_anew(value) for name, value in arguments.items()})
+    copy(x)
+    copy.optimizer.build(copy.trainable_variables)
+    pairs = [(model, copy)] if is_built(model) else []
+    pairs += [(model.optimizer, copy.optimizer)] if pairs and model.optimizer.built else []
+    for source, target in pairs:
+        for variable, own in zip(source.variables, target.variables, strict=True):
+            own.assign(variable.numpy())
+    return copy
+
+
+@contextlib.contextmanager
+def kept(model: keras.Model) -> Iterator[None]:
+    """Let a model and its variables be after the block as they were before."""
+    attributes = dict(vars(model))
+    with masters.kept([*_variables(model).values(), *model.metrics_variables]):
+        try:
+            yield
+        finally:
+            _replace(vars(model), attributes)
+
+
+def is_built(model: keras.Model) -> bool:
+    """Tell whether a model has all its weights."""
+    return all(layer.built for layer in tf_private.layers_of(model))
+
+
+def inputs_of(batch: Any) -> Any:
+    """Return the inputs in a batch that `fit` takes."""
+    return keras.utils.unpack_x_y_sample_weight(batch)[0]
+
+
+def rows_in(batch: Any) -> int:
+    """Return how many examples a batch has."""
+    return int(num_rows(tf.nest.flatten(batch)[0]))
+
+
+def first_rows(batch: Any, number: int) -> Any:
+    """Return the first examples of a batch."""
+    return next(iter(tf.data.Dataset.from_tensors(batch).unbatch().batch(number)))
+
+
+def _dataset(batch: Any) -> tf.data.Dataset:
+    """Return the data set of a batch, whose specification leaves open how many examples it has."""
+    return tf.data.Dataset.from_tensors(batch).unbatch().batch(rows_in(batch))
+
+
+def _variables(model: keras.Model) -> dict[str, keras.Variable]:
+    slots = [v for optimizer in masters.optimizers_of(model) for v in optimizer.variables]
+    kinds = {"model": model.variables, "optimizer": slots}
+    return masters.by_unique_name((f"{k}/{v.path}", v) for k, own in kinds.items() for v in own)
+
+
+def _least_dtype(model: keras.Model) -> str:
+    dtypes = {layer.compute_dtype for layer in tf_private.layers_of(model)}
+    floating = [d for d in sorted(dtypes) if d and tf.as_dtype(d).is_floating]
+    return min(floating, key=lambda dtype: tf.as_dtype(dtype).size, default="float32")
+
+
+def _replace(attributes: dict[str, Any], others: Mapping[str, Any]) -> None:
+    attributes.clear()
+    attributes.update(others)
+
+
+def _made_anew(value: Any) -> Any:
+    """Return what `compile` takes with its objects made anew; functions and names stay."""
+    if isinstance(value, dict):
+        return {name: _made_anew(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_made_anew, value))
+    if isinstance(value, keras.Loss | keras.Metric | keras.optimizers.Optimizer):
+        return type(value).from_config(value.get_config())
+    return value

@@ -1,0 +1,233 @@
+"""The report: how far lanes are apart, and what most likely makes the first difference."""
+
+import dataclasses
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import tf_private
+from towers.builder import draws, exchange, faults, fetches
+from towers.commands.verify.differences import Difference, kind_of
+from towers.commands.verify.lane import Lane, first_rows, rows_in
+from towers.graphs.placement import Op, traced_ops
+from towers.text import table
+from towers.training.masters import variables_of
+
+KINDS = (
+    "loss", "metric", "gradient", "model", "optimizer", "average", "evaluation", "prediction"
+)  # fmt: skip
+SHOWN = 12  # arrays in the table
+_NARROW = (tf.float32, tf.float16, tf.bfloat16)
+
+
+def report(
+    found: Sequence[Difference],
+    causes: Callable[[Difference], Iterator[str]],
+    tolerance: float,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Say what was found, and return the JSON of it; `causes` yields those of a difference."""
+    rows = by_name(found, "relative_difference")
+    largest = of_all(rows)
+    for line in table_lines(rows):
+        say(line)
+    result = {
+        "passed": True,
+        "first_difference": None,
+        "max_relative_difference": largest,
+        "differences": rows,
+    }
+    failed = [d for d in found if not d.relative_difference <= tolerance]
+    if not failed:
+        most = max(largest.values())
+        say(f"passed      the largest relative difference is {most:.1e}, under {tolerance:g}")
+        return result
+    first = min(failed, key=lambda d: d.step)  # the order within a step is kept
+    cause = next(causes(first))
+    when = f"at step {first.step}" if first.step >= 0 else "before the first step"
+    say(
+        f"FAILED      {first.name} is the first to differ, by {first.relative_difference:.1e} "
+        f"{when} on {first.num_towers} towers"
+    )
+    say(f"likely      {cause}")
+    return result | {
+        "passed": False, "first_difference": dataclasses.asdict(first) | {"cause": cause}
+    }  # fmt: skip
+
+
+def by_name(found: Sequence[Difference], what: str) -> dict[str, dict[str, float]]:
+    """Return {name: {"2": its largest difference on two towers}}, the largest first."""
+    numbers, result = dict.fromkeys(str(d.num_towers) for d in found), {}
+    for d in found:
+        row = result.setdefault(d.name, dict.fromkeys(numbers, 0.0))
+        row[str(d.num_towers)] = max(row[str(d.num_towers)], getattr(d, what))
+    return dict(sorted(result.items(), key=lambda item: -max(item[1].values())))
+
+
+def of_all(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Return {"2": the largest difference on two towers} of any array."""
+    numbers = next(iter(rows.values()))
+    return {number: max(row[number] for row in rows.values()) for number in numbers}
+
+
+def table_lines(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return a table: the largest difference of each kind, then the arrays that differ most."""
+    lines = {}
+    for kind in KINDS:
+        own = {name: row for name, row in rows.items() if kind_of(name) == kind}
+        if own:
+            lines[kind if len(own) == 1 else f"{kind}, of {len(own)}"] = of_all(own)
+    shown = [*lines.items(), *itertools.islice(rows.items(), SHOWN)]
+    cells = [[name, *(f"{value:.1e}" for value in row.values())] for name, row in shown]
+    header = ["largest relative difference, towers:", *of_all(rows)]
+    return [f"  {line}" for line in table(header, cells, widest=100)]
+
+
+def likely_causes(
+    reference: Lane, lanes: Sequence[Lane], batch: Any, first: Difference
+) -> Iterator[str]:
+    """Yield in one line each what most likely makes the first difference, the likeliest first.
+
+    Args:
+        reference: the lane of one device.
+        lanes: of towers, the fewest first.
+        batch: of a step.
+        first: to differ.
+    """
+    if first.step < 0:
+        yield "initial weights: no seed determines them; make them by Keras' initializers"
+        return
+    if kind_of(first.name) == "metric":
+        yield (
+            f"metric: the loss is the same, and {first.name} is made once, of all outputs: so it "
+            "draws, or keeps state in Python"
+        )
+        return
+    if kind_of(first.name) in ("evaluation", "prediction"):
+        yield (
+            "evaluation: training is the same, so a layer mixes examples, draws or knows its tower "
+            "with training=False alone"
+        )
+        return
+    several = (lane for lane in lanes if lane.num_towers >= max(first.num_towers, 2))
+    lane = next(several, lanes[-1])
+    model, builder, found = lane.model, lane.builder, lane.faults(batch)
+    rows = rows_in(batch)
+    even = rows - rows % builder.num_slices or rows  # slices of one size: one graph
+    graph, _ = lane.trace(first_rows(batch, even))
+    ops = dict(traced_ops(graph))
+    if found and found[0].startswith("mixed"):
+        yield found[0]
+    yield from filter(faults.of_draws, found)
+    yield from faults.random_ops_of(Op(name, op.type, "", "") for name, op in ops.items())
+    if unlike := unlike_towers(ops):
+        if differs_from_itself(reference, batch):
+            yield (
+                f"state in Python: {unlike}, and a step that is built twice on one "
+                "device differs from itself; draw from a keras.random.SeedGenerator"
+            )
+        yield f"tower-dependent branch: {unlike}; a model may not know its tower"
+    yield from found
+    if again := assigned_again(reference, batch):
+        yield (
+            f"recomputation: plain Keras assigns {again} once more when it computes a layer again "
+            "for the gradient (keras.remat, tf.recompute_grad), so it draws another mask than that "
+            "of the loss, or moves statistics twice; towers do so once, and have the gradient of "
+            "the loss; keep draws and BatchNorm out of what is recomputed"
+        )
+    local = {"batch_norm": "sync"} if builder.batch_norm == "local" else {}
+    local = local or ({"accumulate_steps": 1} if builder.accumulate_steps > 1 else {})
+    for layer in tf_private.layers_of(model) if local else ():
+        if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized:
+            ((name, value),) = local.items()
+            said = f'"{value}"' if isinstance(value, str) else value
+            yield (
+                f"local BatchNorm: {layer.path} takes its moments over a tower's slice, or a part "
+                f"of it; type --{name}={value}, or in a program give {name}={said}"
+            )
+    yield from narrow_casts(ops)
+    if first.name in {f"model/{variable.path}" for variable in model.non_trainable_variables}:
+        yield (
+            f"state: the variable {first.name.partition('/')[2]} is assigned other values by other "
+            'towers; make it with aggregation="sum" (of the changes), "mean" (by examples) or '
+            '"only_first_replica"'
+        )
+    if differs_from_itself(reference, batch):
+        yield (
+            "state in Python: a step that is built twice on one device differs from itself, and "
+            "its towers are alike: the loss, or what else is made of all outputs, draws or counts "
+            "its calls"
+        )
+    yield "unknown: no random op, no local BatchNorm, no difference between the towers' graphs"
+
+
+def differs_from_itself(reference: Lane, batch: Any) -> bool:
+    """Tell whether two steps that are built on one device differ."""
+    before, seen = reference.variables(), []
+    for seed in (1, 2):
+        reference.take(before)
+        random.seed(seed)
+        np.random.seed(seed)
+        seen.append(reference.trace(batch)[1])
+    reference.take(before)
+    return not all(map(np.array_equal, *seen))
+
+
+def assigned_again(reference: Lane, batch: Any) -> str | None:
+    """Name the first variable that one device assigns in the backward pass, though no optimizer.
+
+    Only where something is computed again is there a gradient of the user's own in the graph.
+    """
+    graph, _ = reference.trace(batch)
+    ops = graph.get_operations()  # in the order in which they were made
+    if not any(b"CustomGradient" in op.node_def.attr["_gradient_op_type"].s for op in ops):
+        return None
+    outer = {id(inner): id(handle) for handle, inner in graph.captures}
+    own = [v for v in variables_of(reference.model) if not v.trainable]
+    states = {id(v.value.handle): v.path for v in own}
+    backward = itertools.dropwhile(lambda op: not op.name.startswith("gradient_tape"), ops)
+    assigned = (op for op in backward if op.type.startswith("Assign"))
+    found = (states.get(outer.get(id(op.inputs[0]))) for op in assigned)
+    return next(filter(None, found), None)
+
+
+_MASTERS = ("Placeholder", "ReadVariableOp")  # as a tower has them
+
+
+def unlike_towers(ops: dict[str, tf.Operation]) -> str | None:
+    """Name the first layer whose ops or constants are not the same in every tower."""
+    towers: dict[int, list[tuple]] = {}
+    for name, op in ops.items():
+        placed = Op(name, op.type, "", "")
+        # Gradients share some constants; masters are read where they are; draws have places.
+        placeful = any(part.SCOPE in name for part in (draws, exchange, fetches))
+        known = name.startswith("gradient_tape") or placeful or op.type in _MASTERS
+        if placed.tower is not None and not known:
+            value = op.get_attr("value").SerializeToString() if op.type == "Const" else b""
+            towers.setdefault(placed.tower, []).append((placed.layer, op.type, value))
+    first = towers.pop(0, [])
+    for tower, found in sorted(towers.items()):
+        more, fewer = Counter(found) - Counter(first), Counter(first) - Counter(found)
+        for layer, kind, _ in [s for s in found if s in more] + [s for s in first if s in fewer]:
+            return f"layer {layer} is not the same in towers 0 and {tower} (its {kind})"
+    return None
+
+
+def narrow_casts(ops: dict[str, tf.Operation]) -> Iterator[str]:
+    """Name the layers that cast to less than float64, although that is their policy here."""
+    for name, op in ops.items():
+        placed = Op(name, op.type, "", "")
+        if placed.tower is None or op.type != "Cast" or op.inputs[0].dtype != tf.float64:
+            continue
+        if op.outputs[0].dtype in _NARROW:
+            yield (
+                f"rounding: layer {placed.layer} computes in {op.outputs[0].dtype.name} although "
+                "the comparison is in float64; cast to the layer's compute_dtype instead, and make "
+                "weights by add_weight without dtype"
+            )
