@@ -17,10 +17,10 @@ import tensorflow as tf
 from towers import data, devices
 from towers.builder import kinds
 from towers.builder.kinds import are_of_workers
-from towers.commands.verify.differences import NUDGE_PART, TOLERANCE, compare, tolerance_of
+from towers.commands.verify.differences import NUDGE_PART, TOLERANCE, TOLERANCES, compare
 from towers.commands.verify.lane import Lane, RunLane, in_float64
 from towers.commands.verify.options import VerifyOptions
-from towers.commands.verify.report import by_name, likely_causes, of_all, report
+from towers.commands.verify.report import by_name, likely_cause, of_all, report
 from towers.devices import cluster
 from towers.devices.addresses import find_workers
 from towers.devices.gpus import precision
@@ -30,7 +30,7 @@ from towers.options.run import Options
 from towers.text import count
 from towers.training import fitting
 from towers.training.guest import as_a_guest
-from towers.training.run import load_data
+from towers.training.run import assemble, load_data
 
 _NUDGE = 1e-12  # of a weight in float64, and as many units of the last place in less
 
@@ -66,33 +66,34 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     batch, notes = next(iter(batches)), []
     steps = batches, _first_test_batch(dataset, of_run.batch_size), options.steps, say
 
+    def lane(options: Options, names: Sequence[str], plain: bool = False) -> RunLane:
+        return RunLane(assemble(options, names, dataset, loss_scaling=scaled, exact=True), plain)
+
     def one_device(options: Options) -> RunLane:
-        plain = dataclasses.replace(options, variables="cpu", jit_compile=False)
-        # A CPU as such where CPUs stand in for GPUs; and workers are compared with this machine.
+        options = dataclasses.replace(options, variables="cpu", jit_compile=False)
+        # A CPU as such where CPUs stand in for GPUs; workers are compared with this machine.
         one = ["/cpu:0"] if kinds.stand_in() else names[:1]
         one = devices.tower_devices(0)[:1] if are_of_workers(names) else one
-        lane = RunLane(plain, one, dataset, scaled, plain=True)
-        notes[:] = fitting.check(lane.run.task, batch)
-        return lane
-
-    def towers(options: Options) -> list[RunLane]:
-        return [RunLane(options, names[:number], dataset, scaled) for number in numbers]
+        reference = lane(options, one, plain=True)
+        notes[:] = fitting.check(reference.run.task, batch)
+        return reference
 
     what = f"{of_run.model} cannot be trained"
     reference = in_float64(lambda: one_device(exact), batch, what, say)
     if reference is None:
         exact, reference = own, one_device(own)
-        say(f"in {own.dtype:9}it is compared, to {tolerance_of(own.dtype):g}")
+        say(f"in {own.dtype:9}it is compared, to {TOLERANCES[own.dtype]:g}")
     for line in notes:
         say(line)
-    result = verify_lanes(reference, towers(exact), *steps)
+    lanes = [lane(exact, names[:number]) for number in numbers]
+    result = verify_lanes(reference, lanes, *steps)
     if options.float32:
-        if exact.dtype == "float64":
-            for line in precision():
-                say(line)
+        for line in precision() if exact.dtype == "float64" else ():
+            say(line)
         nudge = _NUDGE * np.finfo(own.input_dtype).eps / np.finfo(np.float64).eps
-        again = compare(one_device(own), towers(own), *steps, TOLERANCE, nudge)
-        result["ulps"] = of_all(by_name(list(again), "ulps"))
+        lanes = [lane(own, names[:number]) for number in numbers]
+        again = list(compare(one_device(own), lanes, *steps, TOLERANCE, nudge))
+        result["ulps"] = of_all(by_name(again, "ulps"))
         for number, ulps in result["ulps"].items():
             say(f"{of_run.dtype:11} {number} towers: {ulps:.1f} units of the last place")
     return result
@@ -113,14 +114,14 @@ def verify_lanes(
         What `run` does. `tolerance` is the largest relative difference that passes, None for that
         of the precision.
     """
-    tolerance = tolerance or tolerance_of(reference.dtype)
+    tolerance = tolerance or TOLERANCES[reference.dtype]
     if reference.dtype != "float64":
         for line in precision():
             say(line)
     how = batches, test, num_steps, say, tolerance, tolerance * NUDGE_PART
     found = list(compare(reference, lanes, *how))
-    causes = functools.partial(likely_causes, reference, lanes, next(iter(batches)))
-    return report(found, causes, tolerance, say) | {"dtype": reference.dtype}
+    cause_of = functools.partial(likely_cause, reference, lanes, next(iter(batches)))
+    return report(found, cause_of, tolerance, say) | {"dtype": reference.dtype}
 
 
 def _tower_devices(options: Options, numbers: Sequence[int]) -> list[str]:

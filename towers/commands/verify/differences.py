@@ -8,6 +8,7 @@ but last digits: it is measured by what a tiny change of the weights makes of it
 
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,14 +22,8 @@ _TRIALS = 3
 _OF_ITS_KIND = 1e-6
 # By what a layer computes in. Sound models stay far below; of the two or three digits of less than
 # float32, only a fault of several per cent can be told.
-_TOLERANCES = {"float64": TOLERANCE, "float32": 1e-4}
-_IN_LESS = 0.05
+TOLERANCES = defaultdict(lambda: 0.05, float64=TOLERANCE, float32=1e-4)
 NUDGE_PART = 1e-3  # of a tolerance: so an array may differ by 1000 times its own rounding
-
-
-def tolerance_of(dtype: str) -> float:
-    """Return the largest relative difference that passes in a precision."""
-    return _TOLERANCES.get(dtype, _IN_LESS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +36,7 @@ class Difference:
         name: as "loss", "gradient/conv1/kernel", "model/conv1/kernel" or "evaluation/loss".
         relative_difference: largest absolute difference, relative to the array's largest value; or,
             if an array of that step differs by more than the tolerance, to its rounding noise where
-            this is more. One that is zero on one device in both ways is measured by a millionth of
-            the largest of its kind.
+            this is more; or, if both are zero, to a millionth of the largest array of its kind.
         ulps: the same in units of the last place of that value, in the array's own precision.
     """
 
@@ -63,20 +57,11 @@ def compare(
     tolerance: float,
     nudge: float,
 ) -> Iterator[Difference]:
-    """Make steps on all lanes, each from the reference's variables; yield all differences.
+    """Make a step of each batch on all lanes, from the reference's variables; yield differences.
 
-    They come by step, then by lane, then in the order of `Lane.make_step`.
-
-    Args:
-        reference: the lane of one device.
-        lanes: of towers.
-        batches: as many as there are steps.
-        test: is evaluated after the last step. It is the same graph after any, and BatchNorm's
-            statistics and averages are then what training made of them.
-        num_steps: that are made.
-        say: prints a line.
-        tolerance: above it, rounding is looked at.
-        nudge: of `rounding_noise`.
+    They come by step, then by lane, then in the order of `Lane.make_step`. After the last step,
+    when BatchNorm's statistics and averages are what training made of them, `test` is evaluated.
+    Above the tolerance, rounding is looked at: `nudge` is of `rounding_noise`.
     """
     expected = reference.variables()
     for lane in lanes:

@@ -23,18 +23,18 @@ from towers import tf_private
 from towers.commands.verify.command import verify_lanes
 from towers.commands.verify.lane import (
     FitLane,
+    batched,
     copy_of,
-    first_rows,
     in_float64,
     inputs_of,
     is_built,
-    kept,
     rows_in,
+    twin_of,
 )
 from towers.errors import InputError
 from towers.options.fields import parse_tower_numbers
 from towers.training.guest import as_a_guest
-from towers.training.masters import optimizers_of
+from towers.training.masters import kept, optimizers_of
 
 
 @as_a_guest()
@@ -91,22 +91,21 @@ def verify(
         raise InputError("x has no batch to verify with: one or more are needed")
     with warnings.catch_warnings(record=True) as warned, contextlib.ExitStack() as stack:
         warnings.simplefilter("always")
-        reference, make_model = None, lambda: model
+        reference = None
         if dtype:
-            wide = list(map(_wide, batches))
-            make_copy = functools.partial(copy_of, model, inputs_of(wide[0]))
-            with contextlib.ExitStack() as own:
-                own.enter_context(tf_private.all_in_float64())
-                own.enter_context(tf_private.floatx_set("float64"))
-                what = f"{model.name} cannot be copied and trained"
-                reference = in_float64(lambda: FitLane(make_copy()), wide[0], what, say)
+            batch, what = _wide(batches[0]), f"{model.name} cannot be copied and trained"
+            make_model = functools.partial(copy_of, model, inputs_of(batch))
+            with contextlib.ExitStack() as wide:
+                wide.enter_context(tf_private.all_in_float64())
+                wide.enter_context(tf_private.floatx_set("float64"))
+                reference = in_float64(lambda: FitLane(make_model()), batch, what, say)
                 if reference:
-                    make_model = make_copy
-                    stack.push(own.pop_all())
+                    stack.push(wide.pop_all())
         if reference is None:
             _build(model, batches[0])
-            stack.enter_context(kept(model))
-            reference = FitLane(model)
+            make_model = functools.partial(twin_of, model)
+            reference = FitLane(make_model())
+            stack.enter_context(kept([*reference.named.values(), *model.metrics_variables]))
         say(
             f"verify      {model.name}: {steps} steps of fit in {reference.dtype}, one device "
             f"against {','.join(map(str, numbers))} towers"
@@ -120,9 +119,8 @@ def verify(
             batches = list(map(_wide, batches))
         batches = list(itertools.islice(itertools.cycle(batches), steps))
         if steps > 1 and rows_in(batches[-1]) == rows_in(batches[0]) > 1:
-            batches[-1] = first_rows(batches[-1], rows_in(batches[-1]) - 1)
-        how_far = batches, batches[-1], steps, say, tolerance
-        result = verify_lanes(reference, lanes, *how_far)
+            batches[-1] = next(iter(batched(batches[-1], rows_in(batches[-1]) - 1)))
+        result = verify_lanes(reference, lanes, batches, batches[-1], steps, say, tolerance)
     for line in dict.fromkeys(str(warning.message) for warning in warned):
         say(f"warning     {line}")
     return result

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +10,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import data, tf_private
+from towers import tf_private
 from towers.builder import faults
 from towers.builder.splitting import num_rows
 from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
-from towers.options.run import Options
 from towers.text import first_line
 from towers.training import masters
 from towers.training.parallel import builder_of, parallelize, unparallelize
-from towers.training.run import assemble
+from towers.training.run import Run
 from towers.training.tensorflow_errors import one_line_errors
 
 Arrays = dict[str, np.ndarray]
@@ -28,10 +27,10 @@ Arrays = dict[str, np.ndarray]
 class Lane:
     """A model that trains on its own towers, or on one device as plain Keras does.
 
-    Each kind of lane has `make_step(batch)`, which returns "loss", "metric/...", "gradient/..." if
+    Of each kind there are `make_step(batch)`, which returns "loss", "metric/...", "gradient/..." if
     they are known, and all variables; `evaluate(batch)`, "evaluation/..." and "prediction/...";
-    `trace(batch)`, which traces a step anew and makes it: its graph, then its loss and metrics; and
-    `tower_function(batch)`, a function to a number for each example, and its arguments.
+    `trace(batch)`, which makes a step that is traced anew: its graph, then loss and metrics; and
+    `tower_function(batch)`: a function to a number for each example, and its arguments.
     """
 
     num_towers: int  # 1 of plain Keras, too
@@ -68,31 +67,20 @@ class Lane:
 class RunLane(Lane):
     """A run, as `towers train` makes it of its options. A batch is (example, draws)."""
 
-    def __init__(
-        self,
-        options: Options,
-        devices: Sequence[str],
-        dataset: data.Data,
-        scaled: bool,
-        plain: bool = False,
-    ):
-        """Build the run, with a loss scale if it is `scaled`, with a tower on each device.
-
-        With `plain`, a compiled model makes its steps as Keras does.
-        """
-        self.run = run = assemble(options, devices, dataset, loss_scaling=scaled, exact=True)
-        self.num_towers, self.dtype, self.doubts = len(devices), options.dtype, run.doubts
-        self.model, self.builder = run.masters.model, run.builder
-        self.named = run.masters.variables()
+    def __init__(self, run: Run, plain: bool = False):
+        """Trace the step of a run; if it is `plain`, a compiled model makes it as Keras does."""
+        self.run, self.model, self.builder = run, run.masters.model, run.builder
+        self.num_towers, self.dtype = len(run.builder.devices), run.options.dtype
+        self.named, self.doubts = run.masters.variables(), run.doubts
         if plain:
             unparallelize(self.model)
-        batches = dataset.train.train_batches(options.batch_size, seed=options.seed)
+        batches = run.data.train.train_batches(run.options.batch_size, seed=run.options.seed)
         run.rehearse(next(iter(batches)))
-        self._train_step = run.train_step()
         self._step = self._traced(batches.element_spec)
 
     def _traced(self, batch: Any) -> Callable:
-        step = tf.function(lambda *batch: self._train_step(*batch), autograph=False)
+        train_step = self.run.train_step()
+        step = tf.function(lambda *batch: train_step(*batch), autograph=False)
         with one_line_errors(self.run.options):
             return step.get_concrete_function(*batch)
 
@@ -137,11 +125,7 @@ class RunLane(Lane):
 
 
 class FitLane(Lane):
-    """A compiled model under `fit`, built; several lanes may have the same.
-
-    A batch is what a data set gives to `fit`. The lane changes the model's variables, and nothing
-    else of it but while it is used.
-    """
+    """A compiled model under `fit`, built. A batch is what a data set gives to that."""
 
     def __init__(
         self,
@@ -160,13 +144,11 @@ class FitLane(Lane):
         if reference:
             self.named = dict(zip(reference.named, self.named.values(), strict=True))
         self._parts = reference._parts if reference else ["evaluate", "predict"]
-        self._warned, self._attributes = warned, dict(vars(model))
-        with self._current():
-            if devices:
-                parallelize(model, devices=list(devices), **how or {})
-            else:
-                unparallelize(model)
-            self.builder = builder_of(model)
+        self._warned = warned
+        unparallelize(model)
+        if devices:
+            parallelize(model, devices=list(devices), **how or {})
+        self.builder = builder_of(model)
 
     @property
     def doubts(self) -> list[str]:
@@ -174,37 +156,24 @@ class FitLane(Lane):
         told = [w for w in self._warned if Path(w.filename).parent.name == "builder"]
         return [str(warning.message) for warning in told]
 
-    @contextlib.contextmanager
-    def _current(self) -> Iterator[None]:
-        """Let the model have the steps of this lane, and what was traced of them."""
-        before = dict(vars(self.model))
-        _replace(vars(self.model), self._attributes)
-        try:
-            yield
-        finally:
-            self._attributes = dict(vars(self.model))
-            _replace(vars(self.model), before)
-
     def make_step(self, batch: Any) -> Arrays:
         """See `Lane`."""
-        with self._current():
-            logs = self.model.fit(_dataset(batch), shuffle=False, verbose=0).history
+        logs = self.model.fit(batched(batch, rows_in(batch)), shuffle=False, verbose=0).history
         found = {"loss": np.asarray(logs.pop("loss")[-1])} if "loss" in logs else {}
         found |= {f"metric/{name}": np.asarray(values[-1]) for name, values in logs.items()}
         return found | self.variables()
 
     def evaluate(self, batch: Any) -> Arrays:
         """See `Lane`; a model with its own `train_step` may have no `call`."""
-        found, batches = {}, _dataset(batch)
+        found, batches = {}, batched(batch, rows_in(batch))
         for part in list(self._parts):
             try:
-                with self._current():
-                    if part == "evaluate":
-                        logs = self.model.evaluate(batches, verbose=0, return_dict=True)
-                        found |= {f"evaluation/{name}": logs[name] for name in logs}
-                    else:
-                        outputs = tf.nest.flatten(self.model.predict(batches, verbose=0))
-                        found |= {f"prediction/{i}": x for i, x in enumerate(outputs)}
+                if part == "evaluate":
+                    logs = self.model.evaluate(batches, verbose=0, return_dict=True)
+                    found |= {f"evaluation/{name}": logs[name] for name in logs}
+                else:
+                    outputs = tf.nest.flatten(self.model.predict(batches, verbose=0))
+                    found |= {f"prediction/{i}": x for i, x in enumerate(outputs)}
             except Exception as error:
                 if self.builder:
                     raise
@@ -215,11 +184,10 @@ class FitLane(Lane):
 
     def trace(self, batch: Any) -> tuple[tf.Graph, list[np.ndarray]]:
         """See `Lane`."""
-        with self._current():
-            self.model.reset_metrics()
-            step = tf.function(lambda data: self.model.train_step(data), autograph=False)
-            logs = tf.nest.flatten(step(batch))
-            return step.get_concrete_function(batch).graph, list(map(np.asarray, logs))
+        self.model.reset_metrics()
+        step = tf.function(lambda data: self.model.train_step(data), autograph=False)
+        logs = tf.nest.flatten(step(batch))
+        return step.get_concrete_function(batch).graph, list(map(np.asarray, logs))
 
     def tower_function(self, batch: Any) -> tuple[Callable, Sequence[Any]]:
         """See `Lane`."""
@@ -274,15 +242,11 @@ def copy_of(model: keras.Model, x: Any) -> keras.Model:
     return copy
 
 
-@contextlib.contextmanager
-def kept(model: keras.Model) -> Iterator[None]:
-    """Let a model and its variables be after the block as they were before."""
-    attributes = dict(vars(model))
-    with masters.kept([*_variables(model).values(), *model.metrics_variables]):
-        try:
-            yield
-        finally:
-            _replace(vars(model), attributes)
+def twin_of(model: keras.Model) -> keras.Model:
+    """Return a model of the same layers, optimizer and variables, but with steps of its own."""
+    twin = object.__new__(type(model))
+    vars(twin).update(vars(model))
+    return twin
 
 
 def is_built(model: keras.Model) -> bool:
@@ -300,14 +264,9 @@ def rows_in(batch: Any) -> int:
     return int(num_rows(tf.nest.flatten(batch)[0]))
 
 
-def first_rows(batch: Any, number: int) -> Any:
-    """Return the first examples of a batch."""
-    return next(iter(tf.data.Dataset.from_tensors(batch).unbatch().batch(number)))
-
-
-def _dataset(batch: Any) -> tf.data.Dataset:
-    """Return the data set of a batch, whose specification leaves open how many examples it has."""
-    return tf.data.Dataset.from_tensors(batch).unbatch().batch(rows_in(batch))
+def batched(batch: Any, size: int) -> tf.data.Dataset:
+    """Return the examples in batches, whose specification leaves open how many each has."""
+    return tf.data.Dataset.from_tensors(batch).unbatch().batch(size)
 
 
 def _variables(model: keras.Model) -> dict[str, keras.Variable]:
@@ -320,11 +279,6 @@ def _least_dtype(model: keras.Model) -> str:
     dtypes = {layer.compute_dtype for layer in tf_private.layers_of(model)}
     floating = [d for d in sorted(dtypes) if d and tf.as_dtype(d).is_floating]
     return min(floating, key=lambda dtype: tf.as_dtype(dtype).size, default="float32")
-
-
-def _replace(attributes: dict[str, Any], others: Mapping[str, Any]) -> None:
-    attributes.clear()
-    attributes.update(others)
 
 
 def _made_anew(value: Any) -> Any:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,7 @@ import tensorflow as tf
 from towers import tf_private
 from towers.builder import draws, exchange, faults, fetches
 from towers.commands.verify.differences import Difference, kind_of
-from towers.commands.verify.lane import Lane, first_rows, rows_in
+from towers.commands.verify.lane import Lane, batched, rows_in
 from towers.graphs.placement import Op, traced_ops
 from towers.text import table
 from towers.training.masters import variables_of
@@ -24,15 +24,16 @@ KINDS = (
 )  # fmt: skip
 SHOWN = 12  # arrays in the table
 _NARROW = (tf.float32, tf.float16, tf.bfloat16)
+_MASTERS = ("Placeholder", "ReadVariableOp")  # as a tower has them
 
 
 def report(
     found: Sequence[Difference],
-    causes: Callable[[Difference], Iterator[str]],
+    cause_of: Callable[[Difference], str],
     tolerance: float,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Say what was found, and return the JSON of it; `causes` yields those of a difference."""
+    """Say what was found and what the cause of the first difference is; return the JSON of it."""
     rows = by_name(found, "relative_difference")
     largest = of_all(rows)
     for line in table_lines(rows):
@@ -49,7 +50,7 @@ def report(
         say(f"passed      the largest relative difference is {most:.1e}, under {tolerance:g}")
         return result
     first = min(failed, key=lambda d: d.step)  # the order within a step is kept
-    cause = next(causes(first))
+    cause = cause_of(first)
     when = f"at step {first.step}" if first.step >= 0 else "before the first step"
     say(
         f"FAILED      {first.name} is the first to differ, by {first.relative_difference:.1e} "
@@ -89,10 +90,10 @@ def table_lines(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
     return [f"  {line}" for line in table(header, cells, widest=100)]
 
 
-def likely_causes(
+def likely_cause(
     reference: Lane, lanes: Sequence[Lane], batch: Any, first: Difference
-) -> Iterator[str]:
-    """Yield in one line each what most likely makes the first difference, the likeliest first.
+) -> str:
+    """Return in a line what most likely makes the first difference.
 
     Args:
         reference: the lane of one device.
@@ -101,70 +102,69 @@ def likely_causes(
         first: to differ.
     """
     if first.step < 0:
-        yield "initial weights: no seed determines them; make them by Keras' initializers"
-        return
+        return "initial weights: no seed determines them; make them by Keras' initializers"
     if kind_of(first.name) == "metric":
-        yield (
+        return (
             f"metric: the loss is the same, and {first.name} is made once, of all outputs: so it "
             "draws, or keeps state in Python"
         )
-        return
     if kind_of(first.name) in ("evaluation", "prediction"):
-        yield (
+        return (
             "evaluation: training is the same, so a layer mixes examples, draws or knows its tower "
             "with training=False alone"
         )
-        return
     several = (lane for lane in lanes if lane.num_towers >= max(first.num_towers, 2))
     lane = next(several, lanes[-1])
     model, builder, found = lane.model, lane.builder, lane.faults(batch)
+    if found and found[0].startswith("mixed"):
+        return found[0]
     rows = rows_in(batch)
     even = rows - rows % builder.num_slices or rows  # slices of one size: one graph
-    graph, _ = lane.trace(first_rows(batch, even))
-    ops = dict(traced_ops(graph))
-    if found and found[0].startswith("mixed"):
-        yield found[0]
-    yield from filter(faults.of_draws, found)
-    yield from faults.random_ops_of(Op(name, op.type, "", "") for name, op in ops.items())
+    graph, _ = lane.trace(next(iter(batched(batch, even))))
+    ops = [(Op(name, op.type, "", ""), op) for name, op in traced_ops(graph)]
+    drawn = [*filter(faults.of_draws, found), *faults.random_ops_of(op for op, _ in ops)]
+    if drawn:
+        return drawn[0]
     if unlike := unlike_towers(ops):
         if differs_from_itself(reference, batch):
-            yield (
+            return (
                 f"state in Python: {unlike}, and a step that is built twice on one "
                 "device differs from itself; draw from a keras.random.SeedGenerator"
             )
-        yield f"tower-dependent branch: {unlike}; a model may not know its tower"
-    yield from found
+        return f"tower-dependent branch: {unlike}; a model may not know its tower"
+    if found:
+        return found[0]
     if again := assigned_again(reference, batch):
-        yield (
+        return (
             f"recomputation: plain Keras assigns {again} once more when it computes a layer again "
             "for the gradient (keras.remat, tf.recompute_grad), so it draws another mask than that "
             "of the loss, or moves statistics twice; towers do so once, and have the gradient of "
             "the loss; keep draws and BatchNorm out of what is recomputed"
         )
-    local = {"batch_norm": "sync"} if builder.batch_norm == "local" else {}
-    local = local or ({"accumulate_steps": 1} if builder.accumulate_steps > 1 else {})
+    local = builder.accumulate_steps > 1 and "accumulate_steps=1"
+    local = 'batch_norm="sync"' if builder.batch_norm == "local" else local
     for layer in tf_private.layers_of(model) if local else ():
         if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized:
-            ((name, value),) = local.items()
-            said = f'"{value}"' if isinstance(value, str) else value
-            yield (
+            flag = local.replace('"', "")
+            return (
                 f"local BatchNorm: {layer.path} takes its moments over a tower's slice, or a part "
-                f"of it; type --{name}={value}, or in a program give {name}={said}"
+                f"of it; type --{flag}, or in a program give {local}"
             )
-    yield from narrow_casts(ops)
+    if narrow := narrow_cast(ops):
+        return narrow
     if first.name in {f"model/{variable.path}" for variable in model.non_trainable_variables}:
-        yield (
+        return (
             f"state: the variable {first.name.partition('/')[2]} is assigned other values by other "
             'towers; make it with aggregation="sum" (of the changes), "mean" (by examples) or '
             '"only_first_replica"'
         )
     if differs_from_itself(reference, batch):
-        yield (
+        return (
             "state in Python: a step that is built twice on one device differs from itself, and "
             "its towers are alike: the loss, or what else is made of all outputs, draws or counts "
             "its calls"
         )
-    yield "unknown: no random op, no local BatchNorm, no difference between the towers' graphs"
+    return "unknown: no random op, no local BatchNorm, no difference between the towers' graphs"
 
 
 def differs_from_itself(reference: Lane, batch: Any) -> bool:
@@ -197,17 +197,13 @@ def assigned_again(reference: Lane, batch: Any) -> str | None:
     return next(filter(None, found), None)
 
 
-_MASTERS = ("Placeholder", "ReadVariableOp")  # as a tower has them
-
-
-def unlike_towers(ops: dict[str, tf.Operation]) -> str | None:
+def unlike_towers(ops: Sequence[tuple[Op, tf.Operation]]) -> str | None:
     """Name the first layer whose ops or constants are not the same in every tower."""
     towers: dict[int, list[tuple]] = {}
-    for name, op in ops.items():
-        placed = Op(name, op.type, "", "")
+    for placed, op in ops:
         # Gradients share some constants; masters are read where they are; draws have places.
-        placeful = any(part.SCOPE in name for part in (draws, exchange, fetches))
-        known = name.startswith("gradient_tape") or placeful or op.type in _MASTERS
+        placeful = any(part.SCOPE in placed.name for part in (draws, exchange, fetches))
+        known = placed.name.startswith("gradient_tape") or placeful or op.type in _MASTERS
         if placed.tower is not None and not known:
             value = op.get_attr("value").SerializeToString() if op.type == "Const" else b""
             towers.setdefault(placed.tower, []).append((placed.layer, op.type, value))
@@ -219,15 +215,15 @@ def unlike_towers(ops: dict[str, tf.Operation]) -> str | None:
     return None
 
 
-def narrow_casts(ops: dict[str, tf.Operation]) -> Iterator[str]:
-    """Name the layers that cast to less than float64, although that is their policy here."""
-    for name, op in ops.items():
-        placed = Op(name, op.type, "", "")
+def narrow_cast(ops: Sequence[tuple[Op, tf.Operation]]) -> str | None:
+    """Name the first layer that casts to less than float64, although that is its policy here."""
+    for placed, op in ops:
         if placed.tower is None or op.type != "Cast" or op.inputs[0].dtype != tf.float64:
             continue
         if op.outputs[0].dtype in _NARROW:
-            yield (
+            return (
                 f"rounding: layer {placed.layer} computes in {op.outputs[0].dtype.name} although "
                 "the comparison is in float64; cast to the layer's compute_dtype instead, and make "
                 "weights by add_weight without dtype"
             )
+    return None
