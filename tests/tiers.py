@@ -27,7 +27,7 @@ _HARMLESS = ("git", "lscpu", "uname", "file", "nvidia-smi")
 # What trains or verifies: functions that are looked up by these names whenever they are called.
 _TRAINS = (
     ("towers.training.train", "_train"),
-    ("towers.commands.verify.command", "compare"),
+    ("towers.commands.verify.report", "compare"),
     ("keras", "Model.fit"),
 )
 

@@ -5,22 +5,21 @@ that rounding cannot hide a fault. `towers.verify` compares lanes of `fit` by th
 """
 
 import dataclasses
-import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from towers import data, devices
+from towers import devices
 from towers.builder import kinds
 from towers.builder.kinds import are_of_workers
-from towers.commands.verify.differences import NUDGE_PART, TOLERANCE, TOLERANCES, compare
-from towers.commands.verify.lane import Lane, RunLane, in_float64
+from towers.commands.verify.differences import TOLERANCE, TOLERANCES, compare
+from towers.commands.verify.lane import RunLane, in_float64
 from towers.commands.verify.options import VerifyOptions
-from towers.commands.verify.report import by_name, likely_cause, of_all, report
+from towers.commands.verify.report import by_name, of_all, verify_lanes
 from towers.devices import cluster
 from towers.devices.addresses import find_workers
 from towers.devices.gpus import precision
@@ -64,7 +63,9 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     )
     batches = dataset.train.train_batches(of_run.batch_size, seed=of_run.seed).take(options.steps)
     batch, notes = next(iter(batches)), []
-    steps = batches, _first_test_batch(dataset, of_run.batch_size), options.steps, say
+    example, counted = next(iter(dataset.test.eval_batches(of_run.batch_size)))
+    padded = tf.range(of_run.batch_size) < max(of_run.batch_size - 1, 1)  # the last one is padding
+    steps = batches, (example, counted * tf.cast(padded, counted.dtype)), options.steps, say
 
     def lane(options: Options, names: Sequence[str], plain: bool = False) -> RunLane:
         return RunLane(assemble(options, names, dataset, loss_scaling=scaled, exact=True), plain)
@@ -99,31 +100,6 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     return result
 
 
-def verify_lanes(
-    reference: Lane,
-    lanes: Sequence[Lane],
-    batches: Iterable[Any],
-    test: Any,
-    num_steps: int,
-    say: Callable[[str], None],
-    tolerance: float | None = None,
-) -> dict[str, Any]:
-    """Compare lanes of towers, the fewest first, with that of one device, as `compare` does.
-
-    Returns:
-        What `run` does. `tolerance` is the largest relative difference that passes, None for that
-        of the precision.
-    """
-    tolerance = tolerance or TOLERANCES[reference.dtype]
-    if reference.dtype != "float64":
-        for line in precision():
-            say(line)
-    how = batches, test, num_steps, say, tolerance, tolerance * NUDGE_PART
-    found = list(compare(reference, lanes, *how))
-    cause_of = functools.partial(likely_cause, reference, lanes, next(iter(batches)))
-    return report(found, cause_of, tolerance, say) | {"dtype": reference.dtype}
-
-
 def _tower_devices(options: Options, numbers: Sequence[int]) -> list[str]:
     """Return the devices of the most towers; of workers those come in turn: two are on two."""
     if not options.workers:
@@ -140,11 +116,3 @@ def _tower_devices(options: Options, numbers: Sequence[int]) -> list[str]:
             "with --towers_per_worker"
         )
     return found
-
-
-def _first_test_batch(dataset: data.Data, batch_size: int) -> tuple[Any, tf.Tensor]:
-    """Return the first batch of the test set; its last example counts as padding."""
-    example, counted = next(iter(dataset.test.eval_batches(batch_size)))
-    if batch_size > 1:
-        counted = counted * tf.cast(tf.range(batch_size) < batch_size - 1, counted.dtype)
-    return example, counted

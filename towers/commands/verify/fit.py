@@ -20,7 +20,6 @@ import tensorflow as tf
 
 from towers import devices as tower_devices
 from towers import tf_private
-from towers.commands.verify.command import verify_lanes
 from towers.commands.verify.lane import (
     FitLane,
     batched,
@@ -31,6 +30,7 @@ from towers.commands.verify.lane import (
     rows_in,
     twin_of,
 )
+from towers.commands.verify.report import verify_lanes
 from towers.errors import InputError
 from towers.options.fields import parse_tower_numbers
 from towers.training.guest import as_a_guest

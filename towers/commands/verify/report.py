@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,8 +13,15 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder import draws, exchange, faults, fetches
-from towers.commands.verify.differences import Difference, kind_of
+from towers.commands.verify.differences import (
+    NUDGE_PART,
+    TOLERANCES,
+    Difference,
+    compare,
+    kind_of,
+)
 from towers.commands.verify.lane import Lane, batched, rows_in
+from towers.devices.gpus import precision
 from towers.graphs.placement import Op, traced_ops
 from towers.text import table
 from towers.training.masters import variables_of
@@ -27,39 +34,50 @@ _NARROW = (tf.float32, tf.float16, tf.bfloat16)
 _MASTERS = ("Placeholder", "ReadVariableOp")  # as a tower has them
 
 
-def report(
-    found: Sequence[Difference],
-    cause_of: Callable[[Difference], str],
-    tolerance: float,
+def verify_lanes(
+    reference: Lane,
+    lanes: Sequence[Lane],
+    batches: Iterable[Any],
+    test: Any,
+    num_steps: int,
     say: Callable[[str], None],
+    tolerance: float | None = None,
 ) -> dict[str, Any]:
-    """Say what was found and what the cause of the first difference is; return the JSON of it."""
+    """Compare lanes of towers with one device, say what was found, and return the JSON of it.
+
+    The arguments are those of `compare`; lanes of few towers come first, and `tolerance` is the
+    largest relative difference that passes, None for that of the precision.
+    """
+    if reference.dtype != "float64":
+        for line in precision():
+            say(line)
+    tolerance = tolerance or TOLERANCES[reference.dtype]
+    how = batches, test, num_steps, say, tolerance, tolerance * NUDGE_PART
+    found = list(compare(reference, lanes, *how))
     rows = by_name(found, "relative_difference")
-    largest = of_all(rows)
+    largest, first_difference = of_all(rows), None
     for line in table_lines(rows):
         say(line)
-    result = {
-        "passed": True,
-        "first_difference": None,
-        "max_relative_difference": largest,
-        "differences": rows,
-    }
-    failed = [d for d in found if not d.relative_difference <= tolerance]
-    if not failed:
+    if failed := [d for d in found if not d.relative_difference <= tolerance]:
+        first = min(failed, key=lambda d: d.step)  # the order within a step is kept
+        cause = likely_cause(reference, lanes, next(iter(batches)), first)
+        first_difference = dataclasses.asdict(first) | {"cause": cause}
+        when = f"at step {first.step}" if first.step >= 0 else "before the first step"
+        say(
+            f"FAILED      {first.name} is the first to differ, by {first.relative_difference:.1e} "
+            f"{when} on {first.num_towers} towers"
+        )
+        say(f"likely      {cause}")
+    else:
         most = max(largest.values())
         say(f"passed      the largest relative difference is {most:.1e}, under {tolerance:g}")
-        return result
-    first = min(failed, key=lambda d: d.step)  # the order within a step is kept
-    cause = cause_of(first)
-    when = f"at step {first.step}" if first.step >= 0 else "before the first step"
-    say(
-        f"FAILED      {first.name} is the first to differ, by {first.relative_difference:.1e} "
-        f"{when} on {first.num_towers} towers"
-    )
-    say(f"likely      {cause}")
-    return result | {
-        "passed": False, "first_difference": dataclasses.asdict(first) | {"cause": cause}
-    }  # fmt: skip
+    return {
+        "passed": not failed,
+        "first_difference": first_difference,
+        "max_relative_difference": largest,
+        "differences": rows,
+        "dtype": reference.dtype,
+    }
 
 
 def by_name(found: Sequence[Difference], what: str) -> dict[str, dict[str, float]]:
