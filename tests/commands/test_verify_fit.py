@@ -189,6 +189,18 @@ class Counts(keras.metrics.Mean):
         super().update_state(outputs * Counts.traces)
 
 
+class Recomputed(layers.Layer):
+    """Draws in what is computed again for the gradient, where plain Keras draws once more."""
+
+    def __init__(self, again=True, **kwargs):
+        super().__init__(**kwargs)
+        self.dropout, self.again = layers.Dropout(0.4, seed=1), again
+
+    def call(self, x, training=False):
+        drop = lambda x: self.dropout(x, training=training)  # noqa: E731
+        return keras.remat(drop)(x) if self.again else drop(x)
+
+
 def guilty(kind="mixed"):
     return net(Guilty(kind, name="guilty"))
 
@@ -203,8 +215,11 @@ def guilty(kind="mixed"):
         (lambda: net(norm=True), {"batch_norm": "local"}, "loss",
          'local BatchNorm: norm takes its moments.*give batch_norm="sync"$'),
         (lambda: net(metrics=[Counts(name="counts")]), {}, "metric/counts", "metric: "),
+        (lambda: net(Recomputed()), {}, "model/",
+         "recomputation: plain Keras assigns .*seed_generator_state once more"),
     ],
-    ids=["mixed", "own precision", "number", "evaluation", "local BatchNorm", "metric"],
+    ids=["mixed", "own precision", "number", "evaluation", "local BatchNorm", "metric",
+         "recomputation"],
 )  # fmt: skip
 def test_a_fault_is_found_and_named(make, options, name, cause):
     result, said = verified(make(), **options)
@@ -214,6 +229,18 @@ def test_a_fault_is_found_and_named(make, options, name, cause):
     assert first["step"] == (1 if name == "evaluation/" else 0)
     assert result["dtype"] == ("float32" if options == {"dtype": None} else "float64")
     assert not said[0].startswith("in float64")
+
+
+def test_what_is_recomputed_on_towers_is_what_plain_keras_computes_without():
+    found = []
+    for again, num_towers in ((False, 0), (True, 3), (True, 0)):
+        model = net(Recomputed(again))
+        if num_towers:
+            towers.parallelize(model, num_towers)
+        model.fit(X, Y, batch_size=23, verbose=0)
+        found.append(model.layers[0].kernel.numpy())
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+    assert np.max(np.abs(found[0] - found[2])) > 1e-3
 
 
 def test_an_error_of_a_millionth_is_found_in_every_part(monkeypatch):
