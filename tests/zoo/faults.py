@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.zoo.entry import SAME
 from tests.zoo.parts import Seeded, on_features, on_maps, on_rows, own
 
 layers, ops, random = keras.layers, keras.ops, keras.random
@@ -182,9 +183,10 @@ def _projection():
     return layers.Dense(5, kernel_initializer=start, trainable=False)
 
 
+# Under `fit` each lane begins with the weights that the model has.
 weights_by_numpys_new_generator = on_maps(
-    "initial weights", "default_rng() without a seed", _by_new_generator
+    "initial weights", "default_rng() without a seed", _by_new_generator, under_fit=SAME
 )
 projection_that_stays = on_features(
-    "initial weights", "fixed weights, too", _projection, quick=True
+    "initial weights", "fixed weights, too", _projection, quick=True, under_fit=SAME
 )
