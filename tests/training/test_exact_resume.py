@@ -1,6 +1,7 @@
 """A fit that is interrupted anywhere and called again ends as one that never was."""
 
 import functools
+import json
 import random
 import resource
 import signal
@@ -15,6 +16,8 @@ import pytest
 import tensorflow as tf
 
 import towers
+from towers.training import checkpoint
+from towers.training.checkpoint import find
 
 pytestmark = pytest.mark.run
 
@@ -227,21 +230,37 @@ def test_a_fit_that_ended_is_not_repeated_nor_goes_on_with_another_model(tmp_pat
 def test_a_damaged_file_is_passed_over(tmp_path):
     with pytest.raises(Killed):
         fit(make(), callbacks=[ExactResume(tmp_path, 1), KillAt(1, 3)])
-    paths = sorted(tmp_path.iterdir())
-    assert [path.name for path in paths] == ["epoch-1-batch-2.npz", "epoch-1-batch-3.npz"]
-    content = bytearray(paths[1].read_bytes())
+    assert [step for step, _ in find(tmp_path)] == [8, 9]  # the two newest are kept
+    path = tmp_path / "ckpt-9.data-00000-of-00001"
+    content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 255
-    paths[1].write_bytes(content)
+    path.write_bytes(content)
     model = make()
-    with pytest.warns(UserWarning, match="batch-3.npz cannot be read"):
+    with pytest.warns(UserWarning, match="ckpt-9 cannot be read"):
         history = fit(model, callbacks=[ExactResume(tmp_path)])
+    assert_as_uninterrupted(model, history)
+
+
+def test_a_fit_that_was_saved_in_a_file_of_before_goes_on(tmp_path):
+    with pytest.raises(Killed):
+        fit(make(), callbacks=[ExactResume(tmp_path / "new", 1), KillAt(1, 3)])
+    (_, prefix) = find(tmp_path / "new")[-1]
+    with checkpoint.open_reader(prefix) as reader:
+        arrays, about = checkpoint.read(prefix), checkpoint.identity_of(reader)
+    del arrays["step"]
+    of_model = {n: a for n, a in arrays.items() if n.startswith(("model/", "opt", "metrics/"))}
+    about["variables"] = {n: f"{a.dtype}{list(a.shape)}" for n, a in of_model.items()}
+    arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    np.savez(tmp_path / "epoch-1-batch-3.npz", **arrays)
+    model = make()
+    history = fit(model, callbacks=[ExactResume(tmp_path)])
     assert_as_uninterrupted(model, history)
 
 
 @pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.extended), True])
 def test_a_disk_that_fills_up_costs_no_training(tmp_path, again):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    (tmp_path / ".epoch-0-batch-2.npz.99").write_bytes(b"half")
+    (tmp_path / ".ckpt-2.99.data-00000-of-00001").write_bytes(b"half")
 
     def limit(epoch, num_bytes):
         def act(at, logs):
@@ -260,8 +279,8 @@ def test_a_disk_that_fills_up_costs_no_training(tmp_path, again):
                     fit(make(), callbacks=callbacks)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == ({"epoch-2-batch-0.npz", "epoch-3-batch-0.npz"} if again else set())
+    assert [step for step, _ in find(tmp_path)] == ([12, 18] if again else [])
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_data_that_cannot_tell_their_place_are_named(tmp_path):

@@ -80,7 +80,7 @@ def stored_variables(prefix: str) -> dict[str, str]:
         return described(reader)
 
 
-def read(prefix: str, beginning: str) -> dict[str, np.ndarray]:
+def read(prefix: str, beginning: str = "") -> dict[str, np.ndarray]:
     """Return {name: value} of the variables whose names begin so, as "model/", without that."""
     with open_reader(prefix) as reader:
         return {
@@ -90,15 +90,16 @@ def read(prefix: str, beginning: str) -> dict[str, np.ndarray]:
         }
 
 
-def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, str]) -> None:
-    """Write values as the checkpoint of `step`, whole or not at all.
+def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, Any]) -> None:
+    """Write values as the checkpoint of `step`, whole or not at all; `identity` as JSON.
 
     Raises:
         OSError, tf.errors.OpError: the folder cannot be written, or the disk is full.
     """
     named = {key_of("variables", name): value for name, value in values.items()}
     graph = tf_private.object_graph("variables", list(values), list(named), key_of("identity"))
-    named |= {key_of("identity"): json.dumps(dict(identity)), tf_private.OBJECT_GRAPH: graph}
+    text = json.dumps(dict(identity), default=lambda value: np.asarray(value).tolist())
+    named |= {key_of("identity"): text, tf_private.OBJECT_GRAPH: graph}
     temporary = f".ckpt-{step}.{os.getpid()}"
     with _plain(directory) as folder, tf.device("/cpu:0"):
         try:
@@ -164,6 +165,11 @@ def _plain(folder: Path) -> Iterator[str]:
 def key_of(*path: str) -> str:
     """Return what TensorFlow has a variable under; it escapes "/" as ".S", and "." as ".."."""
     return "/".join(part.replace(".", "..").replace("/", ".S") for part in path) + _SUFFIX
+
+
+def identity_of(reader: Any) -> dict[str, Any]:
+    """Return what was written as `identity`."""
+    return json.loads(reader.get_tensor(key_of("identity")))
 
 
 def described(reader: Any) -> dict[str, str]:

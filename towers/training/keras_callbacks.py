@@ -18,8 +18,8 @@ import tensorflow as tf
 from towers.errors import InputError
 from towers.options.functions import call_plainly
 from towers.options.timetable import Timetable
+from towers.training.callbacks.exact_resume import ExactResume
 from towers.training.evaluation import Evaluation
-from towers.training.exact_resume import ExactResume
 from towers.training.run import Run
 
 _K = keras.callbacks

@@ -7,14 +7,13 @@ checkpoints.restore()
 
 import contextlib
 import errno
-import json
 import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -26,6 +25,7 @@ from towers.text import first_line, reason
 from towers.training import checkpoint
 from towers.training.checkpoint import Snapshot
 
+Found = TypeVar("Found")
 _REMEDY = "choose another --train_dir, or --overwrite, which moves the old run aside"
 _NO_SPACE = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
@@ -50,14 +50,16 @@ class Checkpoints:
         identity: Mapping[str, str],
         keep: int = 3,
         exact: bool = True,
+        remedy: str = "start anew with --overwrite, which keeps them beside",
     ):
         """Set what is saved and restored; write nothing yet.
 
         `identity` are options that say what run this is. They are saved, too, and a checkpoint with
         others is refused: two models may have the same variables. `keep` of the newest checkpoints
-        are kept; `exact` refuses one that holds other variables beside these.
+        are kept; `exact` refuses one that holds other variables beside these. `remedy` is what to
+        do if none can be read.
         """
-        self.directory = Path(directory)
+        self.directory, self.remedy = Path(directory), remedy
         self.on_workers = are_of_workers(v.device for v in variables.values())
         self.variables, self.identity = dict(variables), dict(identity)
         self.keep, self.exact = keep, exact
@@ -195,12 +197,39 @@ class Checkpoints:
         return ""
 
     def restore(self, warn: Callable[[str], None] = print, wanted: int | None = None) -> int | None:
-        """Read the newest checkpoint that can be read; return its step, None if there is none.
+        """Assign what the newest checkpoint that can be read holds; return its step, or None.
 
         With `wanted` that of this step is read first.
 
         Raises:
             InputError: the checkpoint holds other variables than this run has, or all are damaged.
+        """
+
+        def read(prefix: str, reader: Any) -> dict[str, Any]:
+            self._compare(prefix, reader)
+            keys = checkpoint.keys_of(reader)
+            return {name: reader.get_tensor(keys[name]) for name in self.variables}
+
+        found = self.newest(read, warn, wanted)
+        if found is None:
+            return None
+        step, values = found
+        for name, variable in self.variables.items():
+            variable.assign(values[name])
+        return step
+
+    def newest(
+        self,
+        read: Callable[[str, Any], Found],
+        warn: Callable[[str], None] = print,
+        wanted: int | None = None,
+    ) -> tuple[int, Found] | None:
+        """Return the step of the newest checkpoint that can be read, and what `read` finds there.
+
+        `read` is given its path and a reader. None: there is no checkpoint.
+
+        Raises:
+            InputError: `read` raised it, or all are damaged.
         """
         found = checkpoint.find(self.directory)
         lost = checkpoint.without_index(self.directory)
@@ -211,23 +240,15 @@ class Checkpoints:
         for step, prefix in sorted(found, key=lambda pair: (pair[0] == wanted, pair[0]))[::-1]:
             try:
                 with checkpoint.open_reader(prefix) as reader:
-                    self._compare(prefix, reader)
-                    keys = checkpoint.keys_of(reader)
-                    values = {name: reader.get_tensor(keys[name]) for name in self.variables}
+                    return step, read(prefix, reader)
             except InputError:
                 raise
             except Exception as error:  # of many kinds: a short file gives an IndexError
                 warn(f"{prefix} cannot be read and is passed over: {first_line(error)}")
-                continue
-            for name, variable in self.variables.items():
-                variable.assign(values[name])
-            return step
         num = len(dict(found) | lost)
         if num and max(dict(found) | lost) > 0:  # that of step 0 is made again
-            raise InputError(
-                f"none of the {num} checkpoints in {self.directory} can be read: "
-                "start anew with --overwrite, which keeps them beside"
-            )
+            none_of = f"none of the {num} checkpoints in {self.directory} can be read"
+            raise InputError(f"{none_of}: {self.remedy}")
         return None
 
     def _keep_newest(self, directory: Path, step: int) -> None:
@@ -252,7 +273,7 @@ class Checkpoints:
 
     def _compare(self, prefix: str, reader: Any) -> None:
         """Raise InputError, naming the first difference, unless `prefix` is of this run."""
-        saved_identity = json.loads(reader.get_tensor(checkpoint.key_of("identity")))
+        saved_identity = checkpoint.identity_of(reader)
         for name, value in self.identity.items():
             there = saved_identity.get(name, value)
             if there != value and not is_named_now(there, value):

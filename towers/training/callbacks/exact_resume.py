@@ -7,6 +7,7 @@ at the same place of the same batch: so it does not matter what other callbacks 
 Keras itself counts through the batches that were trained on before; their steps are left out.
 """
 
+import dataclasses
 import inspect
 import json
 import random
@@ -20,10 +21,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import files, tf_private
+from towers import tf_private
 from towers.errors import InputError, RunError
+from towers.training import checkpoint
+from towers.training.saving import Checkpoints
 
-_KEPT = 2  # of the newest files: the older one is for a newest one that is damaged
+_KEPT = 2  # of the newest: the older one is for a newest one that is damaged
 
 
 class ExactResume(keras.callbacks.Callback):
@@ -71,12 +74,15 @@ class ExactResume(keras.callbacks.Callback):
             if value < 0:
                 raise InputError(f"{name}={value} must be at least 0")
         self.directory, self.also = Path(directory), list(also)
+        remedy = "delete them to begin anew"
+        self._checkpoints = Checkpoints(self.directory, {}, {}, _KEPT, remedy=remedy)
         self.every_steps, self.every_epochs = every_steps, every_epochs
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Find what there is to go on from, and let Keras begin at its epoch."""
         self._step = _plain(self.model.train_function)
-        self._epoch, self._first_epoch, self._batch, self._num_since = 0, None, 0, 0
+        self._epoch, self._first_epoch, self._batch = 0, None, 0
+        self._num_steps, self._num_since = 0, 0  # of the fit, and since the last save
         self._logs: dict[str, Any] = {}
         self._iterator, self._is_long_pass = None, False
         self._positions: dict[str, bytes | None] = {}
@@ -134,6 +140,7 @@ class ExactResume(keras.callbacks.Callback):
             if self.every_steps and not self._is_long_pass:
                 self._positions["start"] = self._position_of(iterator)
         self._iterator = iterator
+        self._num_steps += self.model.steps_per_execution
         self._num_since += self.model.steps_per_execution
         self._logs = self._step(iterator)
         return self._logs
@@ -184,8 +191,8 @@ class ExactResume(keras.callbacks.Callback):
         history.epoch, history.history = about["epochs"], about["history"]
         if about["batch"] == 0:
             self.model.reset_metrics()
+        self._num_steps, self._num_since = self._saved.step, 0
         self._saved = None
-        self._num_since = 0
         vars(self.model).pop("_towers_resume_at", None)
 
     def _variables(self, within_epoch: bool) -> dict[str, Any]:
@@ -201,15 +208,16 @@ class ExactResume(keras.callbacks.Callback):
         return {f"{name}/{i}": v for name, group in groups.items() for i, v in enumerate(group)}
 
     def _save(self, epoch: int, batch: int, ended: bool = False) -> None:
-        variables = self._variables(batch > 0)
-        arrays = {name: keras.ops.convert_to_numpy(v) for name, v in variables.items()}
+        arrays = {
+            name: keras.ops.convert_to_numpy(variable)
+            for name, variable in self._variables(batch > 0).items()
+        }
         told = {name: p for name, p in self._positions.items() if p is not None and not ended}
         arrays |= {name: np.frombuffer(p, np.uint8) for name, p in told.items()}
         about = {
             "epoch": epoch,
             "batch": batch,
             "ended": ended,
-            "variables": {name: _kind(v) for name, v in variables.items()},
             "logs": tf.nest.map_structure(float, self._logs),
             "history": self.model.history.history,
             "epochs": self.model.history.epoch,
@@ -223,54 +231,49 @@ class ExactResume(keras.callbacks.Callback):
             for name, own in lists.items():
                 arrays |= {f"also/{i}/{name}/{j}": array for j, array in enumerate(own)}
         self._num_since = 0
+        self._checkpoints.identity = about
+        step = np.int64(self._num_steps)
         try:
-            _write(self.directory, epoch, batch, arrays, about)
+            self._checkpoints.save_now(self._num_steps, arrays | {"step": step})
         except RunError as error:
             if ended or epoch == self.params["epochs"]:
                 raise
             warnings.warn(f"{error}; the fit goes on, and the next save tries again", stacklevel=2)
 
     def _newest(self) -> "_Saved | None":
-        """Return the newest file that can be read."""
-        for left in self.directory.glob(".epoch-*-batch-*.npz.*"):  # by a process that was killed
-            left.unlink()
-        found = _find(self.directory)
-        for path in reversed(found):
-            try:
-                return _Saved(path)
-            except Exception as error:  # of many kinds, as a damaged file may be
-                reason = str(error).partition("\n")[0][:200]
-                warnings.warn(f"{path} cannot be read and is passed over: {reason}", stacklevel=2)
-        if found:
-            raise InputError(f"no file in {self.directory} can be read: delete it to begin anew")
-        return None
+        """Return the newest checkpoint that can be read."""
+        checkpoint.tidy(self.directory)
+        found = self._checkpoints.newest(
+            lambda prefix, reader: (checkpoint.read(prefix), checkpoint.identity_of(reader)),
+            lambda line: warnings.warn(line, stacklevel=2),
+        )
+        if found is None:
+            return _of_before(self.directory)
+        step, (arrays, about) = found
+        return _Saved(step, arrays, about)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Saved:
-    """What a file holds."""
+    """What a checkpoint holds."""
 
-    def __init__(self, path: Path):
-        """Read it, all at once."""
-        files.check_is_file(path)
-        with np.load(path) as file:
-            self.arrays = {name: file[name] for name in file.files}
-        self.about = json.loads(self.arrays.pop("about").tobytes())
+    step: int
+    arrays: dict[str, np.ndarray]
+    about: dict[str, Any]
 
     def put(self, variables: dict[str, Any], directory: Path) -> None:
         """Assign the variables, if they are those that were saved."""
-        there = self.about["variables"]
-        for name in there | variables:
+        of_model = [n for n in self.arrays if n.startswith(("model/", "optimizer/", "metrics/"))]
+        for name in dict.fromkeys([*of_model, *variables]):
+            there = _kind(self.arrays[name]) if name in self.arrays else "absent"
             here = _kind(variables[name]) if name in variables else "absent"
-            if there.get(name, "absent") != here:
+            if there != here:
                 raise InputError(
-                    f"{directory} is of another fit: {name} is {there.get(name, 'absent')} there "
-                    f"and {here} here; name another folder, or build the model before fit"
+                    f"{directory} is of another fit: {name} is {there} there and {here} here; "
+                    "name another folder, or build the model before fit"
                 )
         for name, variable in variables.items():
-            array = self.arrays[name]
-            if array.dtype.kind == "V":  # NumPy knows no bfloat16
-                array = array.view(tf.as_dtype(variable.dtype).as_numpy_dtype)
-            variable.assign(array)
+            variable.assign(self.arrays[name])
 
     def put_also(self, things: Sequence[Any]) -> None:
         """Set what objects had as attributes."""
@@ -279,8 +282,23 @@ class _Saved:
                 setattr(thing, name, value)
             for name, num in lists.items():
                 own = [self.arrays[f"also/{i}/{name}/{j}"].copy() for j in range(num)]
+                own = [np.char.decode(a.astype("S")) if a.dtype == object else a for a in own]
                 is_list = isinstance(getattr(thing, name, None), list | None)
                 setattr(thing, name, own if is_list else own[0])
+
+
+def _of_before(directory: Path) -> _Saved | None:
+    """Return what the newest file holds of a fit that was saved before there were checkpoints."""
+    names = [re.fullmatch(r"epoch-(\d+)-batch-(\d+)\.npz", p.name) for p in directory.glob("*")]
+    places = [(int(name[1]), int(name[2]), name[0]) for name in names if name]
+    if not places:
+        return None
+    with np.load(directory / max(places)[-1]) as file:
+        arrays = dict(file)
+    about = json.loads(arrays.pop("about").tobytes())
+    for name, kind in about["variables"].items():  # NumPy's files know no bfloat16
+        arrays[name] = arrays[name].view(kind.partition("[")[0])
+    return _Saved(0, arrays, about)
 
 
 def is_resuming(model: keras.Model, batch: int) -> bool:
@@ -293,30 +311,6 @@ def _plain(step: Callable) -> Callable:
     while isinstance(getattr(step, "__self__", None), ExactResume):
         step = step.__self__._step
     return step
-
-
-def _write(directory: Path, epoch: int, batch: int, arrays: dict, about: dict) -> None:
-    """Write a file, whole or not at all, and delete the oldest."""
-    path = directory / f"epoch-{epoch}-batch-{batch}.npz"
-    text = json.dumps(about, default=lambda value: np.asarray(value).tolist()).encode()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with files.replacing(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, about=np.frombuffer(text, np.uint8), **arrays)
-            file.flush()
-            files.flush(temporary)
-        found = _find(directory)
-        for old in found[: found.index(path) + 1][:-_KEPT]:  # newer ones could not be read
-            old.unlink()
-    except OSError as error:
-        raise RunError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def _find(directory: Path) -> list[Path]:
-    """Return the files, the oldest first."""
-    matches = [re.fullmatch(r"epoch-(\d+)-batch-(\d+)\.npz", p.name) for p in directory.glob("*")]
-    places = sorted((int(match[1]), int(match[2])) for match in matches if match)
-    return [directory / f"epoch-{epoch}-batch-{batch}.npz" for epoch, batch in places]
 
 
 def _kind(variable: Any) -> str:

@@ -22,7 +22,7 @@ from towers.graphs.step_graph import step_graph
 from towers.monitoring import charts, dashboard, events, tower_stats
 from towers.monitoring.event_writer import PARTS, EventWriter
 from towers.monitoring.monitor import by_tower
-from towers.training.exact_resume import is_resuming
+from towers.training.callbacks.exact_resume import is_resuming
 from towers.training.parallel import builder_of
 
 _OF_TOWERS = ("tower_examples", "tower_gradient_norm", "tower_cosine", "tower_step_seconds")
