@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 from tests import tiny
-from towers.errors import InputError, RunError
+from towers.errors import InputError
 from towers.training.checkpoint import find, stored_variables
 from towers.training.saving import Checkpoints
 
@@ -169,16 +169,3 @@ def test_what_is_written_beside_training_is_what_was_at_the_save(tmp_path):
     for step, value in {1: 1.0, 2: 2.0, 3: 1.0}.items():
         assert checkpoints.restore(wanted=step) == step
         assert np.all(checkpoints.variables["model/a/kernel"].numpy() == value)
-
-
-def test_what_the_check_of_a_snapshot_raises_comes_with_the_next_call(tmp_path):
-    def refuse(snapshot):
-        assert snapshot["step"] == 1
-        raise RunError("no number")
-
-    checkpoints = opened(tmp_path, 1.0)
-    checkpoints.save(1, refuse)
-    for call in checkpoints.wait, lambda: checkpoints.save(2), lambda: checkpoints.save_now(2):
-        with pytest.raises(RunError, match="no number"):
-            call()
-    assert not tmp_path.exists() or not find(tmp_path)

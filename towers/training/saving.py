@@ -69,9 +69,7 @@ class Checkpoints:
         self.say: Callable[[str], None] = print
         self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
-        self._failed: Exception | None = None  # of the last save
         self._elsewhere: Path | None = None  # where a run was saved that has lost its folder
-        self._refused: Exception | None = None  # what the check of a snapshot raised
 
     def snapshot(self) -> Snapshot:
         """Return the values of all variables as they are now; from any thread, in milliseconds.
@@ -81,67 +79,38 @@ class Checkpoints:
         with tf.device("/cpu:0"):
             return {name: _value_of(variable) for name, variable in self.variables.items()}
 
-    def save(self, step: int, check: Callable[[Snapshot], object] = len) -> None:
+    def save(self, step: int) -> None:
         """Begin to write the variables of now as the checkpoint of `step`.
 
         The one before is waited for. What cannot be written is told in a line, and the next save
-        tries again. What `check` raises of the snapshot, which is not written then, comes with the
-        next call.
+        tries again.
         """
-        self._join()
-        arguments = step, self.snapshot(), check
+        self.close()
+        arguments = step, self.snapshot()
         self._thread = threading.Thread(target=self._save, args=arguments, name="checkpoint")
         self._thread.start()
 
-    def save_now(
-        self,
-        step: int,
-        snapshot: Snapshot | None = None,
-        check: Callable[[Snapshot], object] = len,
-    ) -> None:
+    def save_now(self, step: int, snapshot: Snapshot | None = None) -> None:
         """Write a snapshot, by default of now, as the checkpoint of `step`; it is there then.
 
         Raises:
             RunError: the folder cannot be written, or the disk is full.
         """
-        self._join()
-        snapshot = self.snapshot() if snapshot is None else snapshot
-        check(snapshot)
-        self._write(step, snapshot)
-
-    def wait(self) -> None:
-        """Wait until nothing is being written.
-
-        Raises:
-            RunError: the last save did not succeed.
-        """
-        self._join()
-        if self._failed:
-            raise self._failed
+        self.close()
+        self._write(step, self.snapshot() if snapshot is None else snapshot)
 
     def close(self) -> None:
         """Wait until nothing is being written, whatever came of it."""
         if self._thread:
             self._thread.join()
 
-    def _join(self) -> None:
-        """Wait until nothing is being written; raise what the check of a snapshot raised."""
-        self.close()
-        if self._refused:
-            raise self._refused
-
     def has(self, step: int) -> bool:
         """Tell whether the checkpoint of `step` is there."""
         self.close()
         return step in dict(checkpoint.find(self.directory))
 
-    def _save(self, step: int, snapshot: Snapshot, check: Callable[[Snapshot], object]) -> None:
+    def _save(self, step: int, snapshot: Snapshot) -> None:
         """Write a snapshot in a thread of its own."""
-        try:
-            check(snapshot)
-        except Exception as error:
-            self._refused = error
-            return
         try:
             self._write(step, snapshot, at_end=False)
         except RunError as error:
@@ -160,13 +129,11 @@ class Checkpoints:
                     if self.directory.exists():
                         raise
                     self._put_home(step, snapshot)  # it went just now
-                self._failed = None
             except Exception as error:  # TensorFlow has classes of its own
                 line = f"{self.directory}/ckpt-{step} cannot be written: {reason(error)}"
                 if self.home and (at_end or not any(map(line.__contains__, _NO_SPACE))):
                     line += self._put_elsewhere(step, snapshot)
-                self._failed = RunError(line)
-                raise self._failed from None
+                raise RunError(line) from None
 
     def _put_home(self, step: int, snapshot: Snapshot) -> None:
         if self.home:

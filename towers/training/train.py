@@ -121,27 +121,29 @@ def _train(
 ) -> dict[str, Any] | None:
     """Train from a start to the end of the run, and write what it ended with."""
     run, folder, timetable = begun.run, begun.folder, begun.timetable
+    checkpoints, home = begun.checkpoints, begun.checkpoints.home
     last, names = timetable.last_step, run.builder.devices
     best, callbacks = best_of(run, folder), Callbacks(given, run, timetable)
-    begun.checkpoints.best = best.step if run.options.keep_best else None
+    checkpoints.best = best.step if run.options.keep_best else None
     with contextlib.ExitStack() as stack:
-        home = begun.checkpoints.home
         monitor = Monitor(folder, timetable, names, health=health.read, check=home.check, out=out)
         stack.enter_context(contextlib.closing(monitor))
-        begun.checkpoints.say = home.say = monitor.say
-        stack.enter_context(contextlib.closing(begun.checkpoints))
+        checkpoints.say = home.say = monitor.say
+        stack.enter_context(contextlib.closing(checkpoints))
         announce(monitor, begun)
         planned = run.options.profile_range()
         profiler = Profiler(
             folder, planned, last_step=last, placement=begun.placement, say=monitor.say
         )
         stack.enter_context(profiler)
-        stop = stack.enter_context(watch)
-        stop.listener.keep(begun.batches)
-        gallery = make_gallery(begun, monitor)
-        look = Look(begun, monitor, gallery, best, stop, callbacks)
+        stack.enter_context(watch)
+        watch.listener.keep(begun.batches)
+        model, task = run.masters.model, run.task
+        draw = make_histograms(run.builder, model, task.gradients, task.inputs)
+        gallery = Gallery(monitor, timetable, begun.sampler, draw, run.builder, model, run.data)
+        look = Look(begun, monitor, gallery, best, watch, callbacks)
         with saved_if_it_fails(begun, watch):
-            step, seconds = _make_steps(begun, monitor, profiler, gallery, look, start)
+            step, seconds = _make_steps(begun, monitor, profiler, look, start)
         found = look.at_end(step) if step == last or look.is_over() else None
         if found and run.options.histogram_every_epochs:
             gallery.show_histograms(step)
@@ -150,8 +152,8 @@ def _train(
             f"stopped at step {step} of {last}: saved; the same command continues the run"
         )
         return None
-    if not begun.checkpoints.has(step):  # somebody may have deleted it meanwhile
-        begun.checkpoints.save_now(step)
+    if not checkpoints.has(step):  # somebody may have deleted it meanwhile
+        checkpoints.save_now(step)
     result = result_of(run, timetable, monitor, step, seconds, found)
     dashboard.close_root(folder, result, timetable.x(step))
     manifest.finish(folder, run.masters.variables())
@@ -169,32 +171,27 @@ def _train(
 
 
 def _make_steps(
-    begun: Start,
-    monitor: Monitor,
-    profiler: Profiler,
-    gallery: Gallery,
-    look: "Look",
-    start: float,
+    begun: Start, monitor: Monitor, profiler: Profiler, look: "Look", start: float
 ) -> tuple[int, float | None]:
     """Make the steps that are left, and between them whatever is due; save at the end.
 
     Returned are the number of steps done, and the seconds from `start` to the first of them.
     """
-    run, timetable, seconds_to_first_step = begun.run, begun.timetable, None
-    step = saved = timetable.first_step
+    run, timetable, checkpoints = begun.run, begun.timetable, begun.checkpoints
+    watch, callbacks = look.watch, look.callbacks
     alarm = nan.Alarm(run, begun.folder, timetable, monitor.say)
-    callbacks = look.callbacks
+    step = saved = timetable.first_step
+    seconds_to_first_step, changed = None, False
     callbacks.begin_run()
-    changed = False
     if timetable.evaluates(step) and not look.has_seen(step):  # it was stopped in that
         look.at(step)
-    while step < timetable.last_step and not look.stop() and not look.is_over():
+    while step < timetable.last_step and not watch() and not look.is_over():
         with monitor.pause():
             profiler.begin(step)
-        num_steps = min(timetable.num_steps(step, profiler.due), look.stop.most_steps())
+        num_steps = min(timetable.num_steps(step, profiler.due), watch.most_steps())
         num_steps = min(num_steps, 1) if callbacks else num_steps
         callbacks.begin_step(step)
-        with profiler.trace(step), look.stop.steps(begun.train_loop, step, num_steps):
+        with profiler.trace(step), watch.steps(begun.train_loop, step, num_steps):
             shown = timetable.logs(step + num_steps)
             values = begun.train_loop(begun.batches, tf.constant(num_steps), shown)
             if shown:
@@ -209,44 +206,34 @@ def _make_steps(
         with monitor.pause():
             profiler.end(step)
         if timetable.logs(step):
-            monitor.train_point(step, read_values(values) | {"skipped": run.task.num_skipped()})
-        if look.stop.wants_save(step) or timetable.saves(step):
+            metrics = {n: value.numpy().tolist() for n, value in values.items() if n != "batch"}
+            monitor.train_point(step, metrics | {"skipped": run.task.num_skipped()})
+        if watch.wants_save(step) or timetable.saves(step):
             with monitor.pause():
-                save_finite(begun, alarm, look.stop, step)
+                save_finite(begun, alarm, watch, step)
             saved = step
         if timetable.draws_histograms(step):
-            gallery.show_histograms(step)
-        if timetable.evaluates(step) or (callbacks and step == timetable.last_step):
-            with monitor.pause():
+            look.gallery.show_histograms(step)
+        with monitor.pause():
+            if timetable.evaluates(step) or (callbacks and step == timetable.last_step):
                 if look.at(step) and run.options.keep_best:
                     if step > saved:
-                        save_finite(begun, alarm, look.stop, step)
+                        save_finite(begun, alarm, watch, step)
                         saved = step
-                    begun.checkpoints.close()  # it is to be there before the file names it
+                    checkpoints.close()  # it is to be there before the file names it
                 look.best.write(monitor.say)
-        with monitor.pause():
-            if callbacks.end_epoch(step, look.seen_at(step)):
-                changed = True
-                look.forget()
+            changed |= callbacks.end_epoch(step, look.seen_at(step))
     profiler.stop()
-    ended = step == timetable.last_step or look.is_over()
-    if ended and step < timetable.last_step:
-        monitor.say(f"stopping    early, at step {step}: {look.why_over()}")
-    if ended:
+    if step == timetable.last_step or look.is_over():
+        if step < timetable.last_step:
+            monitor.say(f"stopping    early, at step {step}: {look.why_over()}")
         changed |= run.task.finish()
         changed |= callbacks.end_run()
     if changed:
         look.forget()
-    if changed or not begun.checkpoints.has(step):
-        save_finite(begun, alarm, look.stop, step, now=True)
+    if changed or not checkpoints.has(step):
+        save_finite(begun, alarm, watch, step, now=True)
     return step, seconds_to_first_step
-
-
-def make_gallery(begun: Start, monitor: Monitor) -> Gallery:
-    """Return what shows pictures and histograms of a run; the first ones are shown at once."""
-    run, model, builder = begun.run, begun.run.masters.model, begun.run.builder
-    histograms = make_histograms(builder, model, run.task.gradients, run.task.inputs)
-    return Gallery(monitor, begun.timetable, begun.sampler, histograms, builder, model, run.data)
 
 
 def announce(monitor: Monitor, begun: Start) -> None:
@@ -260,32 +247,6 @@ def announce(monitor: Monitor, begun: Start) -> None:
     listens = threading.current_thread() is threading.main_thread()
     if listens and not in_notebook():  # which has no terminal beside it
         monitor.say(f"profile it  kill -USR2 {os.getpid()}")
-
-
-def read_values(values: Mapping[str, tf.Tensor]) -> dict[str, Any]:
-    """Return a step's metrics as numbers, those of each tower as lists."""
-    return {n: value.numpy().tolist() for n, value in values.items() if n != "batch"}
-
-
-@contextlib.contextmanager
-def best_weights(begun: Start, step: int) -> Iterator[bool]:
-    """Let the masters be those of the best checkpoint in the block, if one is kept.
-
-    What is told is whether they are others than those of `step`, which there are now.
-    """
-    best = begun.checkpoints.best
-    if best not in (None, step) and not begun.checkpoints.has(best):
-        begun.checkpoints.say(f"warning     the checkpoint of step {best}, the best, is not there")
-        best = None
-    if best in (None, step):
-        yield False
-        return
-    masters = begun.run.masters
-    with kept(masters.variables().values()):
-        begun.checkpoints.restore(wanted=best)
-        masters.set_copies()
-        yield True
-    masters.set_copies()
 
 
 def save_finite(
@@ -320,8 +281,10 @@ def saved_if_it_fails(begun: Start, watch: Watch) -> Iterator[None]:
     except Exception:
         step, snapshot = watch.kept or (int(begun.run.masters.step.numpy()), None)
         if (watch.kept or watch.whole) and not begun.checkpoints.has(step):
+            snapshot = snapshot or begun.checkpoints.snapshot()
             with contextlib.suppress(RunError):  # what failed first is what is told
-                begun.checkpoints.save_now(step, snapshot, check_snapshot)
+                check_snapshot(snapshot)
+                begun.checkpoints.save_now(step, snapshot)
         raise
 
 
@@ -337,35 +300,35 @@ class Look:
         monitor: Monitor,
         gallery: Gallery,
         best: Best,
-        stop: Watch,
+        watch: Watch,
         callbacks: Callbacks,
     ):
         """Compile nothing yet."""
-        self.callbacks = callbacks
         self.begun, self.monitor, self.gallery = begun, monitor, gallery
-        self.best, self.stop, run = best, stop, begun.run
+        self.best, self.watch, self.callbacks = best, watch, callbacks
         self._last, self._last_step = None, None
-        self._what = "validation" if run.data.validation else "test"
+        self._what, run = "validation" if begun.run.data.validation else "test", begun.run
         self._evaluate = callbacks.around(run.task.make_evaluator(run.splits()[self._what]))
 
     def at(self, step: int) -> bool:
         """Evaluate after `step` updates; return whether that is the best so far."""
-        with self.stop.evaluation(step):
-            return self._at(step)
-
-    def _at(self, step: int) -> bool:
-        self._last, self._last_step = self._evaluate(self.stop), step
-        if self._last is None:
-            return False
-        self._show(step, self._last)
         run = self.begun.run
-        name, _ = run.task.objective()
-        value = self._last.metrics.get(f"{name}_ema")
-        value = self._last.metrics.get(name) if value is None else value
-        is_best = self.best.add(step, self.begun.timetable.examples(step), value)
-        if is_best and run.options.keep_best:
-            self.begun.checkpoints.best = step
-        return is_best
+        with self.watch.evaluation(step):
+            self._last, self._last_step = self._evaluate(self.watch), step
+            if self._last is None:
+                return False
+            if not self.monitor.evaluated(step):  # a crash came between this and what follows
+                self.gallery.show_training(step)
+                if self._last.predictions:
+                    self.gallery.show_evaluation(step, self._last.predictions)
+            metrics, (name, _) = self._last.metrics, run.task.objective()
+            self.monitor.eval_point(step, metrics, self._what)
+            value = metrics.get(f"{name}_ema")
+            value = metrics.get(name) if value is None else value
+            is_best = self.best.add(step, self.begun.timetable.examples(step), value)
+            if is_best and run.options.keep_best:
+                self.begun.checkpoints.best = step
+            return is_best
 
     def forget(self) -> None:
         """Take no evaluation for that of the end: the weights are others now."""
@@ -397,33 +360,42 @@ class Look:
 
         None: it was stopped.
         """
-        with self.stop.evaluation(step):
-            return self._at_end(step)
-
-    def _at_end(self, step: int) -> dict[str, Evaluation] | None:
-        if self._last_step != step:
-            self.at(step)
-        if self._last is None:
-            return None
-        self.best.write()
-        found: dict[str, Evaluation | None] = {self._what: self._last}
-        run = self.begun.run
-        with best_weights(self.begun, step) as others:
-            if others:
-                found[self._what] = self._evaluate(self.stop)
-            if "test" not in found:
-                found["test"] = run.task.make_evaluator(run.data.test)(self.stop)
-                if found["test"]:
-                    self.monitor.say_figures("test", step, found["test"].metrics)
+        run, found = self.begun.run, {}
+        with self.watch.evaluation(step):
+            if self._last_step != step:
+                self.at(step)
+            if self._last is None:
+                return None
+            self.best.write()
+            found[self._what] = self._last
+            with self._best_weights(step) as others:
+                if others:
+                    found[self._what] = self._evaluate(self.watch)
+                if "test" not in found:
+                    found["test"] = run.task.make_evaluator(run.data.test)(self.watch)
+                    if found["test"]:
+                        self.monitor.say_figures("test", step, found["test"].metrics)
         return None if None in found.values() else found
 
-    def _show(self, step: int, evaluation: Evaluation) -> None:
-        """Show the figures of an evaluation, with pictures."""
-        if not self.monitor.evaluated(step):  # a crash came between this and what follows
-            self.gallery.show_training(step)
-            if evaluation.predictions:
-                self.gallery.show_evaluation(step, evaluation.predictions)
-        self.monitor.eval_point(step, evaluation.metrics, self._what)
+    @contextlib.contextmanager
+    def _best_weights(self, step: int) -> Iterator[bool]:
+        """Let the masters be those of the best checkpoint in the block, if one is kept.
+
+        What is told is whether they are others than those of `step`, which there are now.
+        """
+        checkpoints, masters = self.begun.checkpoints, self.begun.run.masters
+        best = checkpoints.best
+        if best not in (None, step) and not checkpoints.has(best):
+            checkpoints.say(f"warning     the checkpoint of step {best}, the best, is not there")
+            best = None
+        if best in (None, step):
+            yield False
+            return
+        with kept(masters.variables().values()):
+            checkpoints.restore(wanted=best)
+            masters.set_copies()
+            yield True
+        masters.set_copies()
 
 
 # What a run ended with.

@@ -221,7 +221,8 @@ class Watch(StopRequest):
     def _save(self, step: int, snapshot: Snapshot) -> None:
         """Save a state, and say so."""
         try:
-            self._checkpoints.save_now(step, snapshot, check_snapshot)
+            check_snapshot(snapshot)
+            self._checkpoints.save_now(step, snapshot)
         except RunError as error:
             self._say(f"not saved   {error}")
 
@@ -247,7 +248,8 @@ class Watch(StopRequest):
             step, snapshot = found
             line = f"{why}: step {step} is saved; the same command continues the run"
             try:
-                self._checkpoints.save_now(step, snapshot, check_snapshot)
+                check_snapshot(snapshot)
+                self._checkpoints.save_now(step, snapshot)
             except RunError as error:
                 code, line = 1, f"{why}: {error}"
         self.listener.leave(code, line)
