@@ -5,7 +5,6 @@ the loss of the first batch stands at step 0, as in the tutorial. With --tensorb
 is the number of examples.
 """
 
-import contextlib
 import datetime
 import math
 import os
@@ -14,7 +13,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,17 +22,17 @@ import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
-from towers.devices import memory
 from towers.monitoring import events, tower_stats
 from towers.monitoring.comparison import NoiseScale, Stragglers, estimate
 from towers.monitoring.event_writer import PARTS, EventWriter
+from towers.monitoring.speed import RATE, Speed, by_tower
 from towers.monitoring.workers import WorkerCurves
 from towers.options.timetable import Timetable
 from towers.text import printable
 
 _PHASES = (*tower_stats.PHASES, "update_seconds")
 _CALLS = 100  # whose times are kept one by one
-_RATE, _OF_NOISE = "speed/examples_per_second", ("noise_scale/trace", "noise_scale/squared_norm")
+_OF_NOISE = "noise_scale/trace", "noise_scale/squared_norm"
 
 
 class Monitor:
@@ -57,18 +56,19 @@ class Monitor:
         seconds; `out` is standard output by default. `check` is that of an `EventWriter`.
         """
         self._timetable, self._devices, self._health = timetable, list(devices), health
-        self._out, self._clock = out or sys.stdout, clock
+        self._out, self._clock, self._speed = out or sys.stdout, clock, Speed(clock)
+        self.pause = self._speed.pause
         of_train, of_eval = (train_dir / part for part in PARTS)
         self._evaluated = _cut(of_train, of_eval, timetable)
-        before = events.read(of_train, {"loss/data", _RATE, *_OF_NOISE}).values()
+        before = events.read(of_train, {"loss/data", RATE, *_OF_NOISE}).values()
         self.last_loss: float | None = None  # of the data at the last point, of whatever process
         self._noise, self._rates = NoiseScale(), []
         for point in before:  # a continued run's curve goes on
             self.last_loss = point.get("loss/data", self.last_loss)
             if all(tag in point for tag in _OF_NOISE):
                 self._noise.add(*(point[tag] for tag in _OF_NOISE))
-            if _RATE in point and timetable.first_step == timetable.last_step:
-                self._rates.append(point[_RATE])  # this process makes no steps of its own
+            if RATE in point and timetable.first_step == timetable.last_step:
+                self._rates.append(point[RATE])  # this process makes no steps of its own
         self._writer = EventWriter(train_dir, timetable.options.max_event_mib, self.say, check)
         self._bar = tqdm(
             total=timetable.last_step,
@@ -80,10 +80,8 @@ class Monitor:
             disable=not (sys.stderr.isatty() or in_notebook()),
         )
         self._stragglers, self._workers = Stragglers(devices), WorkerCurves(devices)
-        self._window_start: tuple[float, int] | None = None
         self._warm: tuple[float, int] | None = None  # when the first point was made, and its step
         self._calls: list[Mapping[str, tf.Tensor]] = []
-        self._paused_seconds = 0.0
 
     def say(self, line: str = "") -> None:
         """Print a line, above the bar if there is one."""
@@ -103,17 +101,18 @@ class Monitor:
         The point stands at `step` - 1, the updates before what was measured. The first of a run
         that goes on is a line alone, unless it was due anyway.
         """
-        speed, own_seconds = self._speed(step)
-        held = [memory.of_device(device) or (None, None) for device in self._devices]
+        self.last_loss, examples = metrics["loss"], self._timetable.examples(step)
+        speed = self._speed.at(step, examples)
+        phases, own_seconds = self._seconds() if speed else ({}, [])
+        self._calls = []
+        if speed:
+            self._rates.append(speed[RATE])
         of_towers = {
             "loss": metrics["tower_loss"],
             "gradient_norm": metrics["tower_gradient_norm"],
             "cosine_to_mean": metrics["tower_cosine"],
             "step_seconds": own_seconds,
-            "memory_mib": [now for now, _ in held],
-            "peak_memory_mib": [peak for _, peak in held],
         }
-        self.last_loss, examples = metrics["loss"], self._timetable.examples(step)
         plots = self._timetable.plots(step) or step != self._timetable.first_step + 1
         scalars = {
             "loss/data": metrics["loss"],
@@ -124,8 +123,9 @@ class Monitor:
             "progress/examples": examples,
             "progress/epoch": self._timetable.epochs(step),
             **{name: value for name, value in metrics.items() if name.startswith("batch/")},
-            **by_tower(of_towers, metrics["tower_examples"]),
+            **by_tower(self._devices, of_towers, metrics["tower_examples"]),
             **speed,
+            **phases,
             **(self._of_noise(metrics) if plots else {}),
             **self._health(),
             **self._workers.point(step, own_seconds),
@@ -138,7 +138,7 @@ class Monitor:
         rate = ""
         if speed:
             seconds = speed["speed/seconds_per_step"]
-            rate = f"{speed[_RATE]:.1f} examples/s; {seconds:.3f} s/step; "
+            rate = f"{speed[RATE]:.1f} examples/s; {seconds:.3f} s/step; "
         self.say(
             f"{_now()}: step {step - 1} of {self._timetable.last_step}, examples {examples}, "
             f"loss = {metrics['loss']:.4f}, learning rate {metrics['learning_rate']:.5f} "
@@ -180,13 +180,6 @@ class Monitor:
         for summary in summaries:
             self._writer.heavy(part, self._timetable.x(step), summary, last=last)
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Leave the time of the block, which may hold others, out of the speed of training."""
-        start, before = self._clock(), self._paused_seconds
-        yield
-        self._paused_seconds = before + self._clock() - start
-
     def examples_per_second(self) -> float | None:
         """Return the median over windows; the first is left out as warm-up if there are others."""
         rates = self._rates[1:] or self._rates
@@ -227,31 +220,13 @@ class Monitor:
         seconds = (self._clock() - start) / max(step - first, 1) * remaining
         return str(datetime.timedelta(seconds=round(seconds)))
 
-    def _speed(self, step: int) -> tuple[dict[str, float], list[float]]:
-        """Return scalars, and seconds of each tower's step; none at the first point, a warm-up."""
-        now, scalars, own_seconds = self._clock(), {}, []
-        if self._window_start is not None:
-            start, start_step = self._window_start
-            seconds = max(now - start - self._paused_seconds, 1e-9)  # clocks have a resolution
-            num_steps = step - start_step
-            rate = num_steps * self._timetable.options.batch_size / seconds
-            self._rates.append(rate)
-            scalars = {_RATE: rate, "speed/seconds_per_step": seconds / num_steps}
-            total = {name: value.numpy() / num_steps for name, value in _sum(self._calls).items()}
-            if not math.isnan(total["update_seconds"]):  # see `tower_stats.time_after`
-                scalars |= {f"speed/{name}": total[name] for name in _PHASES}
-                own_seconds = total["tower_seconds"].tolist()
-        self._window_start, self._calls, self._paused_seconds = (now, step), [], 0.0
-        return scalars, own_seconds
-
-
-def by_tower(
-    values: Mapping[str, Sequence[float | None]], num_examples: Sequence[float]
-) -> dict[str, float]:
-    """Return {"tower_0/NAME": value}, as far as it is known, of each tower with examples."""
-    occupied = [i for i, number in enumerate(num_examples) if number > 0]
-    pairs = {f"tower_{i}/{name}": own[i] for name, own in values.items() if own for i in occupied}
-    return {tag: v for tag, v in pairs.items() if v is not None and not math.isnan(v)}
+    def _seconds(self) -> tuple[dict[str, float], list[float]]:
+        """Return scalars of a step's phases, and seconds of each tower's step."""
+        num_steps = self._speed.num_steps
+        total = {name: value.numpy() / num_steps for name, value in _sum(self._calls).items()}
+        if math.isnan(total["update_seconds"]):  # see `tower_stats.time_after`
+            return {}, []
+        return {f"speed/{name}": total[name] for name in _PHASES}, total["tower_seconds"].tolist()
 
 
 def _cut(of_train: Path, of_eval: Path, timetable: Timetable) -> set[int]:

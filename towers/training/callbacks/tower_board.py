@@ -7,7 +7,6 @@ and then, to look at it, also while it trains:
     towers tensorboard --train_dir=runs/fit
 """
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.devices import memory
 from towers.errors import InputError
 from towers.graphs.placement import Placement
 from towers.graphs.step_graph import step_graph
 from towers.monitoring import charts, dashboard, events, tower_stats
 from towers.monitoring.event_writer import PARTS, EventWriter
-from towers.monitoring.monitor import by_tower
+from towers.monitoring.speed import Speed, by_tower
 from towers.training.callbacks.exact_resume import is_resuming
 from towers.training.parallel import builder_of
 
@@ -66,13 +64,13 @@ class TowerBoard(keras.callbacks.Callback):
             self._seen = tf.Variable(tf.zeros([len(_OF_TOWERS), num_towers]), trainable=False)
             self._examples = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._writer, self._graph = None, None
-        self._num_steps, self._due, self._warm = 0, None, False
+        self._num_steps, self._due, self._speed = 0, None, Speed()
         self._builder.on_gradients = self._on_gradients
         self.model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begin a window of time, in which nothing but steps is done."""
-        self._epoch, self._window = epoch, None
+        self._epoch, self._epoch_begins = epoch, True
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Write the point of the call before, and have the next one measured if that is due.
@@ -82,8 +80,9 @@ class TowerBoard(keras.callbacks.Callback):
         if is_resuming(self.model, batch):
             return
         self._write_point()
-        if self._window is None:
-            self._window = time.perf_counter(), self._num_steps, int(self._examples)
+        if self._epoch_begins and self._writer:
+            self._speed.at(self._num_steps, int(self._examples))
+        self._epoch_begins = False
         if self._num_steps % self.every_steps < self.model.steps_per_execution:
             self._due = batch
             self._measured.assign(True)
@@ -133,37 +132,21 @@ class TowerBoard(keras.callbacks.Callback):
         x = int(self.model.optimizer.iterations) - self.model.steps_per_execution
         values = dict(zip(_OF_TOWERS, self._seen.numpy().tolist(), strict=True))
         self._measured.assign(False)
-        held = [memory.of_device(name) or (None, None) for name in self._builder.devices]
         of_towers = {
             "gradient_norm": values["tower_gradient_norm"],
             "cosine_to_mean": values["tower_cosine"],
-            "memory_mib": [now for now, _ in held],
-            "peak_memory_mib": [peak for _, peak in held],
         }
         if any(values["tower_step_seconds"]):
             of_towers["step_seconds"] = values["tower_step_seconds"]
         num_batches = self.params.get("steps")
         scalars = _numbers(self.model.get_metrics_result()) | {
-            **by_tower(of_towers, values["tower_examples"]),
+            **by_tower(self._builder.devices, of_towers, values["tower_examples"]),
+            **self._speed.at(self._num_steps, int(self._examples)),
             "learning_rate": float(self.model.optimizer.learning_rate),
             "progress/epoch": self._epoch + (batch / num_batches if num_batches else 0),
         }
         self._open(x)
-        self._writer.scalars("train", x, scalars | self._speed())
-
-    def _speed(self) -> dict[str, float]:
-        """Return the speed since the last point, or the epoch's begin; the first is a warm-up."""
-        now, num_examples = time.perf_counter(), int(self._examples)
-        start, steps_then, examples_then = self._window
-        seconds, num_steps = max(now - start, 1e-9), self._num_steps - steps_then
-        self._window = now, self._num_steps, num_examples
-        if not self._warm or not num_steps:
-            self._warm = True
-            return {}
-        return {
-            "speed/examples_per_second": (num_examples - examples_then) / seconds,
-            "speed/seconds_per_step": seconds / num_steps,
-        }
+        self._writer.scalars("train", x, scalars)
 
     def _open(self, x: int) -> None:
         """Make the files when the first point is there; what stands at `x` or later is dropped."""

@@ -1,0 +1,58 @@
+"""What curves show of `towers train` and of a `fit` over towers alike: speed, and each tower."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from towers.devices import memory
+
+RATE = "speed/examples_per_second"
+
+
+class Speed:
+    """The speed of training between points.
+
+    Attributes:
+        num_steps: between the last two points.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        """Begin with the first point; what comes before it is a warm-up."""
+        self._clock, self._last, self._paused_seconds = clock, None, 0.0
+        self.num_steps = 0
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave the time of the block, which may hold others, out of the speed of training."""
+        start, before = self._clock(), self._paused_seconds
+        yield
+        self._paused_seconds = before + self._clock() - start
+
+    def at(self, step: int, examples: int) -> dict[str, float]:
+        """Return the scalars of a point after so many steps and examples, {} of the first."""
+        now, found = self._clock(), {}
+        if self._last is not None and step > self._last[1]:
+            then, step_then, examples_then = self._last
+            seconds = max(now - then - self._paused_seconds, 1e-9)  # clocks have a resolution
+            self.num_steps, rate = step - step_then, (examples - examples_then) / seconds
+            found = {RATE: rate, "speed/seconds_per_step": seconds / self.num_steps}
+        self._last, self._paused_seconds = (now, step, examples), 0.0
+        return found
+
+
+def by_tower(
+    devices: Sequence[str],
+    values: Mapping[str, Sequence[float | None]],
+    num_examples: Sequence[float],
+) -> dict[str, float]:
+    """Return {"tower_0/NAME": value}, as far as it is known, of each tower with examples.
+
+    Besides `values` that is the memory of its device.
+    """
+    held = [memory.of_device(device) or (None, None) for device in devices]
+    in_mib = zip(("memory_mib", "peak_memory_mib"), zip(*held, strict=True), strict=True)
+    occupied = [i for i, number in enumerate(num_examples) if number > 0]
+    named = (values | dict(in_mib)).items()
+    pairs = {f"tower_{i}/{name}": own[i] for name, own in named if own for i in occupied}
+    return {tag: v for tag, v in pairs.items() if v is not None and not math.isnan(v)}
