@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tests import tiny
 from towers.errors import InputError
-from towers.training.checkpoint import find, stored_variables
+from towers.training.checkpoint import described, find, open_reader
 from towers.training.saving import Checkpoints
 
 pytestmark = pytest.mark.unit
@@ -123,7 +123,8 @@ def test_tensorflow_reads_them_and_the_folder_may_be_moved(tmp_path):
 def test_names_come_back_as_they_were(tmp_path):
     odd = {name: tf.Variable(1.0) for name in ("a.b/c", "a/.S/b", "x..y", "ü ~2", "/")}
     Checkpoints(tmp_path, odd, {}).save_now(1)
-    assert stored_variables(str(tmp_path / "ckpt-1")) == dict.fromkeys(odd, "float32[]")
+    with open_reader(str(tmp_path / "ckpt-1")) as reader:
+        assert described(reader) == dict.fromkeys(odd, "float32[]")
     assert Checkpoints(tmp_path, odd, {}).restore() == 1
 
 

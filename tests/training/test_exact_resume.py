@@ -18,6 +18,7 @@ import tensorflow as tf
 import towers
 from towers.training import checkpoint
 from towers.training.checkpoint import find
+from towers.training.saving import Checkpoints
 
 pytestmark = pytest.mark.run
 
@@ -223,6 +224,9 @@ def test_a_fit_that_ended_is_not_repeated_nor_goes_on_with_another_model(tmp_pat
     other.compile("adam", "mse")
     with pytest.raises(towers.InputError, match="model/0 is float32.* there and float32.* here"):
         fit(other, callbacks=[ExactResume(tmp_path)])
+    Checkpoints(tmp_path / "run", {"step": tf.Variable(5)}, {"model": "m:f"}).save_now(5)
+    with pytest.raises(towers.InputError, match="ckpt-5 is of a run of `towers train`"):
+        fit(make(), callbacks=[ExactResume(tmp_path / "run")])
     with pytest.raises(towers.InputError, match="every_steps=-1"):
         ExactResume(tmp_path, every_steps=-1)
 
@@ -246,7 +250,7 @@ def test_a_fit_that_was_saved_in_a_file_of_before_goes_on(tmp_path):
         fit(make(), callbacks=[ExactResume(tmp_path / "new", 1), KillAt(1, 3)])
     (_, prefix) = find(tmp_path / "new")[-1]
     with checkpoint.open_reader(prefix) as reader:
-        arrays, about = checkpoint.read(prefix), checkpoint.identity_of(reader)
+        arrays, about = checkpoint.read(prefix, ""), checkpoint.identity_of(reader)
     del arrays["step"]
     of_model = {n: a for n, a in arrays.items() if n.startswith(("model/", "opt", "metrics/"))}
     about["variables"] = {n: f"{a.dtype}{list(a.shape)}" for n, a in of_model.items()}

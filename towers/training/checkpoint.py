@@ -74,13 +74,7 @@ def tidy(directory: Path) -> None:
     files.clear_leftovers(Path(directory))
 
 
-def stored_variables(prefix: str) -> dict[str, str]:
-    """Return {name: "float32[4, 3]"} of the variables in a checkpoint."""
-    with open_reader(prefix) as reader:
-        return described(reader)
-
-
-def read(prefix: str, beginning: str = "") -> dict[str, np.ndarray]:
+def read(prefix: str, beginning: str) -> dict[str, np.ndarray]:
     """Return {name: value} of the variables whose names begin so, as "model/", without that."""
     with open_reader(prefix) as reader:
         return {

@@ -243,14 +243,8 @@ class ExactResume(keras.callbacks.Callback):
     def _newest(self) -> "_Saved | None":
         """Return the newest checkpoint that can be read."""
         checkpoint.tidy(self.directory)
-        found = self._checkpoints.newest(
-            lambda prefix, reader: (checkpoint.read(prefix), checkpoint.identity_of(reader)),
-            lambda line: warnings.warn(line, stacklevel=2),
-        )
-        if found is None:
-            return _of_before(self.directory)
-        step, (arrays, about) = found
-        return _Saved(step, arrays, about)
+        found = self._checkpoints.newest(_read, lambda line: warnings.warn(line, stacklevel=2))
+        return found[1] if found else _of_before(self.directory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,6 +279,16 @@ class _Saved:
                 own = [np.char.decode(a.astype("S")) if a.dtype == object else a for a in own]
                 is_list = isinstance(getattr(thing, name, None), list | None)
                 setattr(thing, name, own if is_list else own[0])
+
+
+def _read(prefix: str, reader: Any) -> _Saved:
+    """Return what a checkpoint holds that is open."""
+    about = checkpoint.identity_of(reader)
+    if "epoch" not in about:
+        raise InputError(f"{prefix} is of a run of `towers train`: name another folder for a fit")
+    keys = checkpoint.keys_of(reader)
+    arrays = {name: reader.get_tensor(key) for name, key in keys.items()}
+    return _Saved(int(arrays["step"]), arrays, about)
 
 
 def _of_before(directory: Path) -> _Saved | None:
