@@ -204,6 +204,28 @@ def listening() -> Iterator[Listener]:
         yield listener
 
 
+class StopRequest:
+    """Turns the signals that ask for an end into a question that a loop asks."""
+
+    def __enter__(self) -> "StopRequest":
+        """Take over the signals, where Python lets us: in the main thread."""
+        self._stack = contextlib.ExitStack()
+        self.listener = self._stack.enter_context(listening())
+        self._stack.enter_context(self.listener.answering(self._tick))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the signals back."""
+        self._stack.close()
+
+    def __call__(self) -> bool:
+        """Tell whether a stop was asked for."""
+        return self.listener.asked is not None
+
+    def _tick(self) -> None:
+        """See `Listener.answering`."""
+
+
 def interrupted(number: int) -> tuple[int, str]:
     """Return the exit code of who was ended by a signal, as shells have it, and the line."""
     return 128 + number, f"interrupted by {_name(number)}"

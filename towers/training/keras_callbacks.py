@@ -81,16 +81,14 @@ class Callbacks:
 
     def begin_run(self) -> None:
         """Call on_train_begin."""
-        if self:
-            self._call("on_train_begin")
-            self._training = True
+        self._call("on_train_begin")
+        self._training = bool(self)
 
     def begin_step(self, step: int) -> None:
         """Call what comes before a step, after `step` of them."""
-        if self:
-            if not self._losses:
-                self._call("on_epoch_begin", self._epoch(step))
-            self._call("on_train_batch_begin", self._place(step))
+        if not self._losses:
+            self._call("on_epoch_begin", self._epoch(step))
+        self._call("on_train_batch_begin", self._place(step))
 
     def end_step(self, step: int, values: Mapping[str, tf.Tensor]) -> None:
         """Call on_train_batch_end after `step` steps, with what the last one returned."""
@@ -106,10 +104,8 @@ class Callbacks:
 
         Its logs hold the mean of the steps' losses, and what an evaluation has just found.
         """
-        if not self:
-            return False
         ends = self._epoch(step) > self._epoch(step - 1) or step == self._timetable.last_step
-        if not ends:
+        if not self or not ends:
             return False
         logs = {"loss": float(np.mean(self._losses))}
         logs |= {f"val_{n}": v for n, v in _figures(evaluation).items()}
@@ -144,6 +140,8 @@ class Callbacks:
 
     def _call(self, hook: str, *args: Any) -> None:
         """Call a hook of all callbacks; what it assigns to weights is theirs on all towers."""
+        if not self:
+            return
         model, lent = vars(self._model), "optimizer" not in vars(self._model)
         if lent:  # those of experiment trackers read the learning rate there
             model["optimizer"] = next(iter(self._masters.optimizers), None)

@@ -124,23 +124,20 @@ class Checkpoints:
         with self._writing:
             try:
                 try:
-                    self._put_home(step, snapshot)
+                    self._put(self.directory, step, snapshot)
                 except (OSError, tf.errors.OpError):
                     if self.directory.exists():
                         raise
-                    self._put_home(step, snapshot)  # it went just now
+                    self._put(self.directory, step, snapshot)  # it went just now
             except Exception as error:  # TensorFlow has classes of its own
                 line = f"{self.directory}/ckpt-{step} cannot be written: {reason(error)}"
                 if self.home and (at_end or not any(map(line.__contains__, _NO_SPACE))):
                     line += self._put_elsewhere(step, snapshot)
                 raise RunError(line) from None
 
-    def _put_home(self, step: int, snapshot: Snapshot) -> None:
-        if self.home:
-            self.home.check()
-        self._put(self.directory, step, snapshot)
-
     def _put(self, directory: Path, step: int, snapshot: Snapshot) -> None:
+        if self.home and directory == self.directory:
+            self.home.check()
         directory.mkdir(parents=True, exist_ok=True)
         checkpoint.write(directory, step, snapshot, self.identity)
         self._keep_newest(directory, step)

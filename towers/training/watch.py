@@ -21,7 +21,6 @@ from towers.options.run import Options
 from towers.training.masters import not_finite
 from towers.training.saving import Checkpoints, Snapshot
 from towers.training.step import TrainLoop
-from towers.training.stop import StopRequest
 
 EXIT_STALLED = 76
 BATCH, STEP, EVALUATION, SAVE = "a batch", "a step", "an evaluation", "a save"
@@ -49,7 +48,7 @@ class _Waiting:
     of_input: Callable[[], bool]
 
 
-class Watch(StopRequest):
+class Watch(signals.StopRequest):
     """The stop request of a run, which also answers while the main thread cannot.
 
     Attributes:

@@ -28,7 +28,7 @@ from towers.errors import InputError
 from towers.monitoring.results import noted_runs, read_result
 from towers.options import flags, search_path
 from towers.options.run import Options, names_that_affect, text_of
-from towers.training.stop import StopRequest
+from towers.signals import StopRequest
 
 PROGRAM = (sys.executable, "-m", "towers", "train")
 POLL_SECONDS = 0.1
