@@ -64,7 +64,7 @@ def shapes_by_batch_size(self, x):
     return tf.reshape(tf.stack([x, rows], axis=1), [num, 2 * x.shape[1]])
 
 
-@own(on_images, SAME, "Python code, but nothing that towers change",
+@own(on_images, SAME, "Python code, but nothing that towers change", under_fit="same, warned",
      then=lambda: [layers.Conv2D(3, 3)])  # fmt: skip
 def numpy_by_example(_, images):
     """Finds edges by NumPy, an example at a time: TensorFlow does not see how."""

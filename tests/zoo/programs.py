@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.zoo.entry import SAME, entry
+from tests.zoo.entry import REFUSED, SAME, entry
 from tests.zoo.parts import layer, of_images, on_features, on_maps, own, seed
 
 layers, ops, random = keras.layers, keras.ops, keras.random
@@ -115,7 +115,7 @@ def embedding_twice(images):
     return layers.Add()([table(rows), table(7 - rows)])
 
 
-@entry(SAME, "a copy on each tower", "--variables=replicated")
+@entry(SAME, "a copy on each tower", "--variables=replicated", under_fit=REFUSED)
 @of_images(SAME, "a sparse and a dense gradient of one table")
 def tied_embedding(images):
     return tied()(bins()(images))
