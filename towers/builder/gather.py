@@ -191,6 +191,19 @@ def sum_at(
     return sums
 
 
+def add_to(
+    totals: Sequence[Any], results: Sequence[Any], devices: Sequence[str]
+) -> list[Any]:
+    """Return each tower's total with its result added on its device; the last may have none."""
+    added = list(totals)
+    for i, result in enumerate(results):
+        places = Places([devices[i]] * 2, devices[i])
+        with tf.name_scope(f"tower_{i}"):
+            sums = sum_at([tf.nest.flatten(own) for own in (totals[i], result)], places)
+        added[i] = tf.nest.pack_sequence_as(result, sums)
+    return added
+
+
 def mean_on_every_tower(
     gradients: Sequence[Sequence[Any]], places: Places, count: Any
 ) -> list[list[Any]]:

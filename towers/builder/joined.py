@@ -12,11 +12,12 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import added_losses, attributes, gather, xla
-from towers.builder.assignments import TowerScope
+from towers.builder import added_losses, attributes, gather
+from towers.builder.losses import places
 from towers.builder.merging import with_new_values
 from towers.builder.rehearsal import Rehearsal
-from towers.builder.splitting import Slice, is_empty, num_rows, occupied
+from towers.builder.replica_context import ReplicaContext, Replicas, assign
+from towers.builder.splitting import Slice, num_rows
 from towers.errors import InputError
 
 
@@ -35,25 +36,19 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
         )
     builder.try_out(found)
     sides = found.side_outputs
-    fn = sides.around(fn)
     leaves = tf.nest.flatten(batch)
     watched = [i for i, leaf in enumerate(leaves) if _is_watched(leaf)]
-    slices, num_towers = builder.split(batch, builder.accumulate_steps, True), len(builder.devices)
-    starts = [i for i in range(0, len(slices), num_towers) if not i or not is_empty(slices[i])]
-    parts = [
-        _Part(builder, fn, occupied(slices[i : i + num_towers]), found, watched)
-        for i in starts
-    ]
+    parts = [_Part(builder, fn, slices, found, watched) for slices in builder.rounds(batch)]
     captured: list[tf.Tensor] = []
     results = _forward(parts, captured)
     outputs = [values for part in parts for values in part.outputs]
-    scopes = [scope for part in parts for scope in part.scopes]
+    scopes = [scope for part in parts for scope in part.replicas.scopes]
     assigned = [variable for scope in scopes for variable in scope.assigned()]
     # Where what goes forward again, by itself or in tf.recompute_grad, begins.
     states = {id(variable): tf.identity(variable.value) for variable in assigned}
     for part in parts:
         part.states = states
-    builder.assign(scopes, found.policies)
+    assign(builder, scopes, found.policies)
     reads = [item for part in parts for own in part.reads for item in own.items()]
     variables = [variable for variable, _ in dict(reads).values()]
     whole_ones = [*captured, *variables]  # each tower takes all of them
@@ -72,13 +67,10 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
                         part.forward()
                 of_slices = part.backward(rows, whole_ones)
             of_inputs += [inputs for inputs, _ in of_slices]
-            own = []
-            for scope, (_, g) in zip(part.scopes, of_slices, strict=True):
-                g = scope.without_new_values(g, whole_ones)
-                own.append(gather.fix_rows(g, whole_ones, found.fixed_rows))
-            sums = builder.add_to(sums, own) if sums else own
+            own = [gradients for _, gradients in of_slices]
+            sums = gather.add_to(sums, own, builder.devices) if sums else own
         gradients = _gathered(builder, of_inputs, sums, whole_ones)
-        ended = [scope for part in parts for scope in part.scopes]
+        ended = [scope for part in parts for scope in part.replicas.scopes]
         with tf.device(builder.gather_device), tf.name_scope("gather"):
             of_whole = gradients[len(watched) :]
             gradients[len(watched) :] = with_new_values(of_whole, whole_ones, ended)
@@ -135,63 +127,51 @@ class _Part:
 
     def forward(self) -> list[Any]:
         """Return for each slice what the function returns, and the losses that layers add."""
-        self.copies = self.builder.copies(self.slices, self.found.draws)
-        self.scopes: list[TowerScope] = []
-        self.tapes: list[tf.GradientTape] = []
+        found = self.found
+        self.replicas = Replicas(self.builder, self.slices, found, self.states, found.added)
         self.reads: list[dict[int, tuple]] = []  # {id of a variable: itself, what a tape knows}
         self.inputs: list[list[tf.Tensor]] = []
-        self.outputs: list[list[tf.Tensor]] = []
-        return self.copies.run(self._forward)
+        self.passes = self.builder.run(self._forward, self.replicas)
+        self.outputs = [own.outputs for own in self.passes]
+        return [own.results for own in self.passes]
 
-    def _forward(self, tower: int, part: Slice, member: Any) -> Any:
-        leaves = tf.nest.flatten(part.batch)
+    def _forward(self, replica: ReplicaContext) -> Any:
+        leaves = tf.nest.flatten(replica.part.batch)
         inputs = [leaves[i] for i in self.watched]
-
-        def compute() -> tuple:
-            with self.builder.inside(tower, member, self.states) as scope:
-                with added_losses.noted(scope, part.rows, self.found.added):
-                    result = self.fn(*part.batch)
-                added = added_losses.left_in(scope, part.rows, self.found.added)
-                scope.close(part.count)
-                return scope, (result, added)
-
         reads = {}
 
-        def on_read(variable: tf.Variable, value: tf.Tensor) -> None:
-            tape.watch(value)
-            reads[id(variable)] = variable, value
+        def call(tape: tf.GradientTape) -> tuple[Any, list[tf.Tensor]]:
+            def on_read(variable: tf.Variable, value: tf.Tensor) -> None:
+                tape.watch(value)
+                reads[id(variable)] = variable, value
 
-        with tf.GradientTape(persistent=True) as tape, _Captures([*leaves, *self.captured]):
             tape.watch([*inputs, *self.captured])
-            by_xla = self.builder.jit_compile
-            scope, result = xla.compiled(compute, on_read) if by_xla else compute()
-            result = tf.nest.map_structure(part.kept, result)
-        if not by_xla:
-            reads = {id(variable): (variable, variable) for variable in tape.watched_variables()}
-        self.scopes.append(scope)
-        self.tapes.append(tape)
+            with _Captures([*leaves, *self.captured]):
+                result = replica.compiled(
+                    lambda: (replica.call(self.fn), replica.added_losses()), on_read
+                )
+                result = tf.nest.map_structure(replica.part.kept, result)
+            return result, _values(result)
+
+        forward = self.builder.forward(replica, call)
+        if not replica.by_xla:
+            reads = {id(v): (v, v) for v in forward.tape.watched_variables()}
         self.reads.append(reads)
         self.inputs.append(inputs)
-        self.outputs.append(_values(result))
-        return result
+        return forward
 
     def backward(
         self, upstream: Sequence[Sequence[tf.Tensor]], variables: Sequence[Any]
     ) -> list[tuple[list, list]]:
         """Return for each slice the gradients of its inputs, and of variables, tensors too."""
 
-        def back(tower: int, part: Slice, member: Any) -> tuple[list, list]:
-            inputs, tape = self.inputs[tower], self.tapes[tower]
-            with self.builder.inside(tower, member, self.states):
-                sources = [*inputs, *(self.reads[tower].get(id(v), (v, v))[1] for v in variables)]
-                found = tape.gradient(self.outputs[tower], sources, upstream[tower])
-            own, of_variables = zip(inputs, found, strict=False), found[len(inputs) :]
-            if part.may_be_empty():
-                of_variables = [gather.zero_if_empty(g, part.count) for g in of_variables]
-            of_inputs = [part.kept(tf.zeros_like(x) if g is None else g) for x, g in own]
-            return of_inputs, of_variables
+        def back(replica: ReplicaContext) -> tuple[list, list]:
+            i, replica.own = replica.tower, self.states
+            own = [self.reads[i].get(id(v), (v, v))[1] for v in variables]
+            of_variables, of_inputs = self.passes[i].backward(upstream[i], own, self.inputs[i])
+            return of_inputs, replica.gradients(of_variables, variables)
 
-        return self.copies.run(back)
+        return self.builder.run(back, self.replicas)
 
     def batches(self) -> list[list[Any]]:
         """Return what each tower starts from."""
@@ -242,7 +222,7 @@ def _gathered(
     with tf.name_scope("gather"):
         with tf.device(builder.gather_device):
             inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
-        return inputs + gather.sum_at(sums, builder.places(whole_ones))
+        return inputs + gather.sum_at(sums, places(builder, whole_ones))
 
 
 def _tell(

@@ -16,11 +16,11 @@ before that on made-up examples, to learn what it does with each of them; it cre
 it assigns to no `tf.Variable`. Keras variables it may assign (BatchNorm statistics, seeds,
 metrics): those assignments are caught, and each is made once.
 
-The pattern is all in this file. What makes N towers compute what one device computes is apart:
-`splitting`, `backward` (of a slice), `inside` (what a tower meets in place of Keras' own ways),
-`rehearsal` (what a function does with its examples); and so is `xla` (towers as XLA's programs).
+The pattern is all in this file. `replica_context` makes N copies compute what one call computes;
+`gather` has the ways of adding and joining; `joined` lets a tape go through what `concat` joins.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -28,71 +28,56 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import added_losses, backward, doubts, faults, gather, joined, machines, xla
-from towers.builder.assignments import TowerScope
-from towers.builder.backward import TowerSums
+from towers.builder import added_losses, gather, joined, losses, machines
 from towers.builder.batch_norm import check_mode
-from towers.builder.draws import Drawn, Draws
-from towers.builder.exchange import Exchange, Member
-from towers.builder.inside import inside_of_tower
 from towers.builder.kinds import HOST, is_gpu
-from towers.builder.merging import assign_once, with_new_values
-from towers.builder.rehearsal import Rehearsal, Rehearsals
+from towers.builder.losses import TowerSums
+from towers.builder.merging import with_new_values
+from towers.builder.replica_context import FunctionAnalyses, ReplicaContext, Replicas, assign
 from towers.builder.splitting import (
     PerTower,
     Slice,
     as_devices,
-    check_devices,
     is_empty,
     is_split,
     occupied,
     split,
 )
 
-_NUM_TRIED = 8  # functions, whose trials are not made again
 
+class Forward:
+    """A copy's forward pass, under its tape: `backward` goes back through it."""
 
-class Copies:
-    """Makes copies of functions, one on each tower's device, for the same slices of a batch.
+    def __init__(
+        self, replica: ReplicaContext, call: Callable, variables: Sequence[Any] | None = None
+    ):
+        """Make the pass.
 
-    What runs later, as a backward pass does, meets and draws where the one before has ended.
-    """
+        Args:
+            replica: the context of the tower's copy.
+            call: maps the tape to (what the copy returns, tensors to go back from).
+            variables: those of the gradients, to go back once; None: all that are read, and what
+                `call` watches, to go back as often as one likes.
+        """
+        self.replica, by_itself = replica, variables is None
+        with tf.GradientTape(by_itself, watch_accessed_variables=by_itself) as self.tape:
+            self.tape.watch(variables or ())
+            self.results, self.outputs = call(self.tape)
 
-    def __init__(self, builder: "TowerBuilder", slices: Sequence[Slice], draws: Any):
-        """Set the slices, and what is known of the draws."""
-        check_devices([*builder.devices, builder.gather_device])
-        self.builder, self.slices = builder, slices
-        self._exchange = None
-        if len(slices) > 1:
-            counts = [part.count for part in slices]
-            self._exchange = Exchange(counts, builder.devices[: len(slices)])
-        self._draws = [
-            Draws(part.rows, draws, builder.jit_compile, device)
-            for part, device in zip(slices, builder.devices, strict=False)  # the last may have none
-        ]
-        self._members = [
-            self._exchange.member(i) if self._exchange else None for i in range(len(slices))
-        ]
-        self._names = [f"tower_{i}" for i in range(len(slices))]
-        self._reads = machines.Reads(builder.devices)
-
-    def run(self, fn: Callable) -> list[Any]:
-        """Return `fn(tower, slice, its part in exchanges)` for each, made on the tower's device."""
-        results = []
-        if self._exchange:
-            self._exchange.is_open = True
-        for i, part in enumerate(self.slices):
-            drawing, device = self._draws[i], self.builder.devices[i]
-            with tf.device(device), tf.name_scope(self._names[i]) as name, drawing.drawing():
-                with self._reads.on(device):
-                    results.append(fn(i, part, self._members[i]))
-            self._names[i] = name
-            if drawing.num_guessed and self._exchange:
-                self.builder.tell([doubts.UNFORESEEN_DRAW])
-        if self._exchange:
-            self._exchange.join(self.builder.gather_device)
-        self._reads.join()
-        return results
+    def backward(
+        self,
+        upstream: Sequence[tf.Tensor] | None,
+        variables: Sequence[Any],
+        inputs: Sequence[tf.Tensor] = (),
+    ) -> tuple[list[Any], list[tf.Tensor]]:
+        """Return the gradients of variables and of inputs, from those of the outputs."""
+        part = self.replica.part
+        with self.replica.replaced():  # functions may be called again
+            found = self.tape.gradient(self.outputs, [*inputs, *variables], upstream)
+        of_variables, pairs = found[len(inputs) :], zip(inputs, found, strict=False)
+        if part.may_be_empty():
+            of_variables = [gather.zero_if_empty(g, part.count) for g in of_variables]
+        return of_variables, [part.kept(tf.zeros_like(x) if g is None else g) for x, g in pairs]
 
 
 class TowerBuilder:
@@ -150,9 +135,8 @@ class TowerBuilder:
         self.on_gradients: Callable[..., None] | None = None
         # Told, before towers' assignments are made, of the Keras variables that these are to.
         self.on_assign: Callable[[list[Any]], None] | None = None
-        self._rehearsals = Rehearsals(on_doubt)
-        self._tried: list[Rehearsal] = []  # the last ones
-        self.tell = self._rehearsals.tell
+        analyses = FunctionAnalyses(self.num_slices, on_doubt)
+        self.rehearse, self.try_out, self.tell = analyses.rehearse, analyses.try_out, analyses.tell
 
     def map(self, fn: Callable, *batch: Any) -> list[Any]:
         """Return what `fn` returns for each tower, in tower order."""
@@ -168,7 +152,7 @@ class TowerBuilder:
         def add(values: Sequence[Any]) -> Any:
             return gather.add(machines.sums(values, self.devices, gather.add))
 
-        return self._gather(add, results)
+        return self.gather(add, results)
 
     def concat(self, fn: Callable, *batch: Any) -> Any:
         """Return what the towers return, joined along axis 0 in tower order: that of the batch.
@@ -184,14 +168,7 @@ class TowerBuilder:
             return joined.concat(self, fn, batch)
         if is_split(batch):
             self.try_out(self.rehearse(fn, *batch, num_slices=len(self.devices)))
-        slices = occupied(self.split(batch, never_empty=True))
-        if slices[0].rows is None:
-            return self._gather(gather.join, self._run(fn, slices, batch))
-        scopes: list[TowerScope] = []
-        results = self._run(fn, slices, batch, joined=scopes)
-        whole, added = self._gather(gather.join, results)
-        added_losses.add_to_layers(scopes[0], added)
-        return whole
+        return self._run(fn, occupied(self.split(batch, never_empty=True)), batch, join=True)
 
     def gradients(
         self, loss_fn: Callable, variables: Iterable[Any], *batch: Any
@@ -227,42 +204,53 @@ class TowerBuilder:
         loss, gradients = self.gather_sums(sums, variables)
         if sums.outputs[0] == ():
             return loss, gradients
-        return loss, gradients, self._gather(gather.join, sums.outputs)
+        return loss, gradients, self.gather(gather.join, sums.outputs)
 
     def tower_sums(self, loss_fn: Callable, variables: Sequence[Any], *batch: Any) -> TowerSums:
         """Return what towers compute for `gradients`; `gather_sums` must follow: it assigns."""
-        rehearsal = self.rehearse(loss_fn, *batch)
-        backward.check_rehearsed(rehearsal.by_example)
-        sides = rehearsal.side_outputs
+        found = self.rehearse(loss_fn, *batch)
+        losses.check_rehearsed(found.by_example)
+        masters, _ = losses.variables_and_copies(variables, 0)
         scopes, outputs, left = [], [], []
-        masters, _ = backward.variables_and_copies(variables, 0)
 
-        def on_tower(tower: int, part: Slice, member: Member | None) -> tuple:
-            own, copies = backward.variables_and_copies(variables, tower)
-            inside = self.inside(tower, member, copies)
-            scope, sums, (rest, beside) = backward.sums_of_slice(
-                sides.around(loss_fn), own, part, inside, self.jit_compile, rehearsal.added
-            )
-            scopes.append(scope)
-            outputs.append(rest)
-            left.append(beside)
-            *losses, found = sums
-            found = scope.without_new_values(found, masters)
-            return *losses, gather.fix_rows(found, masters, rehearsal.fixed_rows)
+        def on_tower(replica: ReplicaContext) -> tuple:
+            own, replica.own = losses.variables_and_copies(variables, replica.tower)
+            sum_of_losses = losses.summed(loss_fn, replica.part)
 
-        sums = zip(*self._in_parts(on_tower, batch, rehearsal.draws), strict=True)
-        losses, counts, gradients = map(list, sums)
-        losses = machines.sent_last(losses, gradients, self.devices)
-        sides.leave(self._gather(gather.join, left), batch)
-        return TowerSums(losses, counts, gradients, scopes, rehearsal.policies, outputs)
+            def call(_: tf.GradientTape) -> tuple:
+                results = replica.call(sum_of_losses)
+                return results, [results[0][0]]
+
+            def there_and_back() -> tuple:
+                forward = Forward(replica, call, own)
+                return forward.results, losses.gradients_of_sum(forward, own)
+
+            ((loss, count, rest), beside), gradients = replica.compiled(there_and_back)
+            known = isinstance(replica.part.count, int)
+            replica.scope.count = replica.part.count if known else count
+            scopes.append(replica.scope)
+            outputs.append(tf.nest.map_structure(replica.part.kept, rest))
+            left.append(tf.nest.map_structure(replica.part.kept, beside))
+            return loss, replica.scope.count, replica.gradients(gradients, masters)
+
+        totals: list[Any] = []
+        for slices in self.rounds(batch):
+            with gather.after(totals) if totals else contextlib.nullcontext():
+                results = self.run(on_tower, Replicas(self, slices, found, {}, found.added))
+            totals = gather.add_to(totals, results, self.devices) if totals else results
+        sums, counts, gradients = map(list, zip(*totals, strict=True))
+        sums = machines.sent_last(sums, gradients, self.devices)
+        found.side_outputs.leave(self.gather(gather.join, left), batch)
+        return TowerSums(sums, counts, gradients, scopes, found.policies, outputs)
 
     def gather_sums(self, sums: TowerSums, variables: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:
         """Return the mean loss and its gradients, as `gradients` does, from the towers' sums."""
         with tf.name_scope("gather"):
+            places = losses.places(self, variables)
             loss, gradients = gather.means(
-                sums.losses, sums.counts, sums.gradients, variables, self.places(variables)
+                sums.losses, sums.counts, sums.gradients, variables, places
             )
-            masters, _ = backward.variables_and_copies(variables, 0)
+            masters, _ = losses.variables_and_copies(variables, 0)
             gradients = with_new_values(gradients, masters, sums.scopes)
             gradients = [
                 PerTower([g] * len(v.values))
@@ -270,136 +258,62 @@ class TowerBuilder:
                 else g
                 for g, v in zip(gradients, variables, strict=True)
             ]
-        self.assign(sums.scopes, sums.policies)
+        assign(self, sums.scopes, sums.policies)
         return loss, gradients
 
-    def places(self, variables: Sequence[Any]) -> gather.Places:
-        """Return where gradients of these variables, or tensors, are gathered."""
-        of_variables = None
-        if self.gather_at_variables:
-            home = self.gather_device
-            of_variables = [
-                home if isinstance(v, tf.Tensor) else backward.devices_of([v])[0] for v in variables
-            ]
-        return gather.Places(self.devices, self.gather_device, of_variables)
+    def forward(self, replica: ReplicaContext, call: Callable) -> Forward:
+        """See `Forward`."""
+        return Forward(replica, call)
 
-    def rehearse(
-        self, fn: Callable, *batch: Any, num_slices: int | None = None, silent: bool = False
-    ) -> Rehearsal:
-        """Find out what a tower function does with its examples; doubts go to `on_doubt`, once.
-
-        The other methods do so by themselves, and what was found is kept. Of a batch that is one
-        slice (`num_slices`; None: as `gradients` splits it) nothing need be known. Values that are
-        known are tried, else made-up ones of their type and shape. If it is `silent`, nothing is
-        told yet: the function may not come to run on towers.
-        """
-        if (num_slices or self.num_slices) == 1 or not is_split(batch):
-            return Rehearsal()
-        found = self._rehearsals.find(fn, batch)
-        if not silent:
-            self.tell(found.doubts)
-        return found
-
-    def try_out(self, found: Rehearsal) -> None:
-        """Tell what a rehearsed function's examples have from others, or from their place."""
-        if not any(found is other for other in self._tried):
-            self._tried = [found, *self._tried[:_NUM_TRIED]]
-            self.tell(faults.seen_by_trials(found))
-
-    def _run(
-        self,
-        fn: Callable,
-        slices: Sequence[Slice],
-        batch: Sequence[Any],
-        joined: list[TowerScope] | None = None,
-    ) -> list[Any]:
-        """Return what `fn` returns for each slice; make the assignments of all once.
-
-        With `joined`, which gets the towers' scopes, return what is to be joined of each: with the
-        losses that layers add, and without what stands in for no example.
-        """
-        if slices[0].rows is None:
-            fn = tf_private.converted_as_here(fn)
-            return self.copies(slices).run(lambda _tower, part, _member: fn(*part.batch))
-        rehearsal = self.rehearse(fn, *batch, num_slices=len(self.devices))
-        known = () if joined is None else rehearsal.added
-        scopes = [] if joined is None else joined
-        sides, left = rehearsal.side_outputs, []
-        fn = sides.around(fn)
-
-        def run(tower: int, part: Slice, member: Member | None) -> Any:
-            with inside_of_tower(self.devices[tower], member, self.moments()) as scope:
-                with added_losses.noted(scope, part.rows, known):
-                    result, own = fn(*part.batch)
-                if joined is not None:
-                    result = result, added_losses.left_in(scope, part.rows, known)
-                    result = tf.nest.map_structure(part.kept, result)
-            scope.close(part.count)
-            scopes.append(scope)
-            left.append(tf.nest.map_structure(part.kept, own))
-            return result
-
-        results = self.copies(slices, rehearsal.draws).run(run)
-        self.assign(scopes, rehearsal.policies)
-        sides.leave(self._gather(gather.join, left), batch)
+    def run(self, fn: Callable, replicas: Replicas) -> list[Any]:
+        """Return `fn(replica)` for each tower's context, made on the tower's device."""
+        results = []
+        for replica in replicas:
+            with tf.device(replica.device), tf.name_scope(replica.name) as replica.name, replica:
+                results.append(fn(replica))
+        replicas.finish()
         return results
 
-    def _in_parts(
-        self, fn: Callable, batch: Sequence[Any], draws: Sequence[Drawn] | None
-    ) -> list[Any]:
-        """Return the towers' sums of what `fn` returns, for one part of the batch at a time."""
-        num_towers = len(self.devices)
-        slices = self.split(batch, self.accumulate_steps, never_empty=True)
-        totals = self.copies(occupied(slices[:num_towers]), draws).run(fn)
-        for start in range(num_towers, len(slices), num_towers):
-            part = occupied(slices[start : start + num_towers])
-            if is_empty(part[0]):
-                break
-            with gather.after(totals):
-                results = self.copies(part, draws).run(fn)
-            totals = self.add_to(totals, results)
-        return totals
+    def _run(
+        self, fn: Callable, slices: Sequence[Slice], batch: Sequence[Any], join: bool = False
+    ) -> Any:
+        """Return what `fn` returns for each slice, or joined; make the assignments of all once."""
+        if slices[0].rows is None:
+            replicas = Replicas(self, slices, self.rehearse(fn))
+            results = self.run(lambda replica: fn(*replica.part.batch), replicas)
+            return self.gather(gather.join, results) if join else results
+        found = self.rehearse(fn, *batch, num_slices=len(self.devices))
+        replicas = Replicas(self, slices, found, added=found.added if join else ())
+        left = []
 
-    def add_to(self, totals: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-        """Return each tower's total with its result added on its device; the last may have none."""
-        added = list(totals)
-        for i, result in enumerate(results):
-            places = gather.Places([self.devices[i]] * 2, self.devices[i])
-            with tf.name_scope(f"tower_{i}"):
-                sums = gather.sum_at([tf.nest.flatten(own) for own in (totals[i], result)], places)
-            added[i] = tf.nest.pack_sequence_as(result, sums)
-        return added
+        def on_tower(replica: ReplicaContext) -> Any:
+            result, own = replica.call(fn)
+            if join:
+                result = tf.nest.map_structure(
+                    replica.part.kept, (result, replica.added_losses())
+                )
+            left.append(tf.nest.map_structure(replica.part.kept, own))
+            return result
 
-    def inside(self, tower: int, member: Member | None, own: dict[int, Any]) -> Any:
-        """Return what a tower is called in whose gradients are taken, perhaps as XLA's program."""
-        member = xla.NO_EXCHANGE if self.jit_compile and member else member
-        return inside_of_tower(self.devices[tower], member, self.moments(), own)
+        results = self.run(on_tower, replicas)
+        assign(self, replicas.scopes, found.policies)
+        found.side_outputs.leave(self.gather(gather.join, left), batch)
+        if join:
+            results, added = self.gather(gather.join, results)
+            added_losses.add_to_layers(replicas.scopes[0], added)
+        return results
 
-    def moments(self) -> str:
-        """Return what BatchNorm's moments can be taken over: eager towers wait for no other."""
-        alone = tf.executing_eagerly() and not self.jit_compile
-        return "local" if alone else self.batch_norm
-
-    def copies(self, slices: Sequence[Slice], draws: Sequence[Drawn] | None = None) -> "Copies":
-        """Return what makes copies of functions for these slices, one after the other."""
-        return Copies(self, slices, draws)
-
-    def assign(self, scopes: Sequence[TowerScope], policies: dict[int, str]) -> None:
-        """Make the assignments that the towers' scopes keep, one for each variable."""
-        found = {id(v): v for scope in scopes for v in scope.assigned()}
-        if self.on_assign:
-            self.on_assign(list(found.values()))
-        if self.moments() != self.batch_norm and len(self.devices) > 1:
-            if any(found.keys() & scope.averages for scope in scopes):
-                self.tell([doubts.LOCAL_BATCH_NORM])
-        with tf.device(self.gather_device), tf.name_scope("gather"):
-            unknown = assign_once(scopes, policies)
-        self.tell(map(doubts.not_put_together, unknown))
-
-    def _gather(self, policy: Callable, results: list[Any]) -> Any:
+    def gather(self, policy: Callable, results: list[Any]) -> Any:
         """Apply `policy` to the per-tower values, on the gather device."""
         with tf.device(self.gather_device), tf.name_scope("gather"):
             return gather.map_towers(policy, results)
+
+    def rounds(self, batch: Sequence[Any]) -> list[list[Slice]]:
+        """Return the slices of each part of the batch, of which there are `accumulate_steps`."""
+        slices, number = self.split(batch, self.accumulate_steps, True), len(self.devices)
+        starts = range(0, len(slices), number)
+        held = [i for i in starts if not i or not is_empty(slices[i])]
+        return [occupied(slices[i : i + number]) for i in held]
 
     def split(
         self, batch: Sequence[Any], num_parts: int = 1, never_empty: bool = False

@@ -15,8 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.backward import TowerSums
 from towers.builder.kinds import HOST, is_gpu, machine_of
+from towers.builder.losses import TowerSums
 from towers.builder.tower import TowerBuilder
 from towers.monitoring.products import here, products_of_towers
 

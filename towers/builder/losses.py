@@ -1,6 +1,5 @@
-"""The gradients of one tower's slice, and what is asked of a loss function and its variables."""
+"""A loss function in a tower: its sum over the slice, what is asked of it, and of the variables."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,10 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers.builder import xla
-from towers.builder.added_losses import AddedLoss, noted
 from towers.builder.assignments import TowerScope
-from towers.builder.gather import map_values, zero_if_empty
+from towers.builder.gather import Places, map_values
 from towers.builder.merging import widen
 from towers.builder.splitting import PerTower, Slice
 from towers.errors import InputError
@@ -34,67 +31,40 @@ class TowerSums:
     outputs: list[Any]  # what else `loss_fn` returned for each slice, in their order
 
 
-def sums_of_slice(
-    loss_fn: Callable,
-    variables: Sequence[tf.Variable],
-    part: Slice,
-    inside: contextlib.AbstractContextManager[TowerScope],
-    by_xla: bool,
-    added: Sequence[AddedLoss] = (),
-) -> tuple[TowerScope, tuple, Any]:
-    """Return what `loss_fn` assigns, (sum of losses, their number, gradients of the sum), outputs.
+def summed(loss_fn: Callable, part: Slice) -> Callable:
+    """Return a function of a slice's batch to (sum of losses, number of examples, other outputs).
 
-    It is called with the slice in the block of `inside`, see there, and may be compiled by XLA. The
-    outputs are what it returns beside the losses, () if there is nothing, and what it leaves in
-    attributes: see `SideOutputs.around`. Of the losses that layers add, which `loss_fn` may read,
-    it is known how they make those of the batch.
+    The outputs are what `loss_fn` returns beside the losses, () if there is nothing.
     """
 
-    def compute() -> tuple:
-        with inside as scope:
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(variables)
-                with noted(scope, part.rows, added):
-                    returned, left = loss_fn(*part.batch)
-                losses, outputs = returned if isinstance(returned, tuple) else (returned, ())
-                losses = _checked(losses, part)
-                loss = tf.reduce_sum(losses)
-                if part.may_be_empty():
-                    loss = tf.math.multiply_no_nan(loss, tf.cast(part.count > 0, loss.dtype))
-            # What is recomputed in the backward pass runs in what the forward pass ran in; what it
-            # assigns was assigned above.
-            with TowerScope(scope.own, scope.device, outer=scope.outer, fetch=scope.fetch):
-                gradients = _gradients(tape, loss, variables, part, scope)
+    def sum_of_losses(*batch: Any) -> tuple[tf.Tensor, Any, Any]:
+        returned = loss_fn(*batch)
+        losses, outputs = returned if isinstance(returned, tuple) else (returned, ())
+        losses = _checked(losses, part)
+        total = tf.reduce_sum(losses)
+        if part.may_be_empty():
+            total = tf.math.multiply_no_nan(total, tf.cast(part.count > 0, total.dtype))
         count = losses.shape[0] if part.count is None else part.count
         if not isinstance(count, int):
-            count = tf.cast(tf.shape(losses)[0] if count is None else count, loss.dtype)
-        if part.may_be_empty():
-            gradients = [zero_if_empty(g, count) for g in gradients]
-        scope.close(count)
-        return scope, ((loss, count, gradients), (outputs, left))
+            count = tf.cast(tf.shape(losses)[0] if count is None else count, total.dtype)
+        return total, count, outputs
 
-    scope, ((loss, count, gradients), outputs) = xla.compiled(compute) if by_xla else compute()
-    scope.count = part.count if isinstance(part.count, int) else count
-    return scope, (loss, scope.count, gradients), tf.nest.map_structure(part.kept, outputs)
+    return sum_of_losses
 
 
-def _gradients(
-    tape: tf.GradientTape,
-    loss: tf.Tensor,
-    variables: Sequence[tf.Variable],
-    part: Slice,
-    scope: TowerScope,
-) -> list[Any]:
-    """Return the gradients of a slice's sum of losses.
+def gradients_of_sum(forward: Any, variables: Sequence[tf.Variable]) -> list[Any]:
+    """Return the gradients of a slice's sum of losses, from a `tower.Forward`.
 
     What float8 keeps of the gradients of outputs is of the mean over all examples.
     """
-    if not scope.overwritten or part.rows is None:
-        return tape.gradient(loss, variables)
-    total = tf.cast(part.rows.total, loss.dtype)
+    scope, rows = forward.replica.scope, forward.replica.part.rows
+    if not scope.overwritten or rows is None:
+        return forward.backward(None, variables)[0]
+    (loss,) = forward.outputs
+    total = tf.cast(rows.total, loss.dtype)
     return [
         g if id(v) in scope.overwritten else map_values(lambda x: x * tf.cast(total, x.dtype), g)
-        for g, v in zip(tape.gradient(loss, variables, 1.0 / total), variables, strict=True)
+        for g, v in zip(forward.backward([1.0 / total], variables)[0], variables, strict=True)
     ]
 
 
@@ -132,14 +102,20 @@ def variables_and_copies(
     return own, {id(v.values[0]): copy for v, copy in pairs if isinstance(v, PerTower)}
 
 
-def devices_of(variables: Sequence[Any]) -> list[str]:
-    """Return where variables, of which none has copies, lie."""
-    return [v.device for v in variables_and_copies(variables, 0)[0]]
-
-
 def _tf_variable(variable: Any) -> tf.Variable:
     if not isinstance(variable, keras.Variable | tf.Variable):
         raise ValueError(
             f"variables must be a list of tf.Variables or keras.Variables, but holds {variable!r}"
         )
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def places(builder: Any, variables: Sequence[Any]) -> Places:
+    """Return where a builder gathers gradients of these variables, or tensors."""
+    of_variables, home = None, builder.gather_device
+    if builder.gather_at_variables:
+        of_variables = [
+            home if isinstance(v, tf.Tensor) else variables_and_copies([v], 0)[0][0].device
+            for v in variables
+        ]
+    return Places(builder.devices, home, of_variables)

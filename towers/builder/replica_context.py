@@ -1,0 +1,247 @@
+"""The context in which a tower's copy of a function runs, and which makes the copies exact.
+
+The pattern in `tower` calls a function once for each tower. That N calls compute what one call of
+the whole batch computes is the work of this module, and of nothing else in the pattern:
+
+| in a tower | by |
+|---|---|
+| a draw gives the numbers of the slice's rows of the batch's draw | `draws` |
+| BatchNorm takes its moments over all towers' examples | `batch_norm`, by `exchange` |
+| what is assigned is kept, and assigned once for all towers | `assignments`, `merging` |
+| losses that layers add stand for the whole batch | `added_losses` |
+| attributes of layers are those that one call leaves | `attributes` |
+| variables of other machines and GPUs come once | `machines`, `fetches` |
+| inner functions are inlined, or the copy is compiled by XLA | `xla` |
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers import tf_private
+from towers.builder import (
+    added_losses,
+    batch_norm,
+    convolution,
+    doubts,
+    faults,
+    gather,
+    machines,
+    xla,
+)
+from towers.builder.assignments import TowerScope, assignments_refused, refuse_variable
+from towers.builder.draws import Draws
+from towers.builder.exchange import Exchange
+from towers.builder.inside import integers_on
+from towers.builder.merging import assign_once
+from towers.builder.rehearsal import Rehearsal, Rehearsals
+from towers.builder.splitting import Slice, check_devices, is_split
+
+_NUM_TRIED = 8  # functions, whose trials are not made again
+
+
+class ReplicaContext:
+    """The context of one tower's copy; it lasts through the forward and the backward pass.
+
+    Enter it around each pass, on the tower's device: a later pass draws and exchanges values where
+    the one before has ended.
+
+    Attributes:
+        tower: the number of the tower.
+        device: the tower's.
+        name: of the scope of its ops.
+        part: the tower's slice of the batch.
+        own: {id of a Keras variable: what the tower reads in its place}; None, as of `map`, if the
+            function may make variables, and assign any, of its own.
+        scope: holds what the last call has assigned.
+    """
+
+    scope: TowerScope
+
+    def __init__(self, replicas: "Replicas", tower: int, part: Slice):
+        """Set the tower and its slice; `replicas` are the contexts that this is one of."""
+        builder = replicas.builder
+        self.tower, self.device, self.name = tower, builder.devices[tower], f"tower_{tower}"
+        self.part, self.own = part, replicas.own
+        self.by_xla = builder.jit_compile and replicas.own is not None
+        self.draws = Draws(part.rows, replicas.found.draws, builder.jit_compile, self.device)
+        self._replicas = replicas
+        self._member = replicas.exchange.member(tower) if replicas.exchange else None
+        if self._member and self.by_xla:
+            self._member = xla.NO_EXCHANGE
+
+    def __enter__(self) -> "ReplicaContext":
+        """Draw by example, and read other machines' variables once for all towers of this one."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.draws.drawing())
+            stack.enter_context(self._replicas.reads.on(self.device))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End the pass."""
+        self._stack.__exit__(*error)
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[TowerScope]:
+        """Replace, in the block, what Keras and TensorFlow would do as if there were one tower.
+
+        Yields:
+            The scope that records assignments.
+        """
+        with contextlib.ExitStack() as stack:
+            fetch = self._member.fetch if self._member else None
+            scope = stack.enter_context(TowerScope(self.own, self.device, fetch=fetch))
+            moments = self._replicas.moments
+            stack.enter_context(batch_norm.over_all_towers(self._member, moments, self.device))
+            stack.enter_context(convolution.kernels_by_products(self.device))
+            stack.enter_context(tf_private.functions_inlined(xla.read_outside))
+            stack.enter_context(integers_on(self.device))
+            if self.own is not None:
+                stack.enter_context(tf.variable_creator_scope(refuse_variable))
+                stack.enter_context(assignments_refused())
+            yield scope
+
+    def call(self, fn: Callable) -> tuple[Any, list[Any]]:
+        """Return what `fn` returns for the slice, and the tensors that it leaves in attributes."""
+        fn = self._replicas.found.side_outputs.around(fn)
+        with self.replaced() as self.scope:
+            with added_losses.noted(self.scope, self.part.rows, self._replicas.added):
+                returned = fn(*self.part.batch)
+        self.scope.close(self.part.count)
+        return returned
+
+    def added_losses(self) -> list[tf.Tensor]:
+        """Return the losses that layers have added in the last call, as rows to be joined."""
+        return added_losses.left_in(self.scope, self.part.rows, self._replicas.added)
+
+    def compiled(self, compute: Callable, on_read: Callable = lambda *_: None) -> Any:
+        """Return what `compute()` returns, as one program of XLA's with `jit_compile`.
+
+        Args:
+            compute: makes calls; takes nothing, returns a structure of tensors.
+            on_read: see `xla.compiled`.
+        """
+        if not self.by_xla:
+            return compute()
+
+        def program() -> tuple[TowerScope, Any]:
+            results = compute()
+            return self.scope, results
+
+        return xla.compiled(program, on_read)[1]
+
+    def gradients(self, found: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the tower's gradients without those that are new values, which `scope` keeps."""
+        found = self.scope.without_new_values(found, variables)
+        return gather.fix_rows(found, variables, self._replicas.found.fixed_rows)
+
+
+class Replicas:
+    """The contexts of all towers' copies of a function, for one slice each."""
+
+    def __init__(
+        self,
+        builder: Any,
+        slices: Sequence[Slice],
+        found: Rehearsal,
+        own: dict[int, Any] | None = None,
+        added: Sequence[added_losses.AddedLoss] = (),
+    ):
+        """Set the slices; the last towers may have none.
+
+        Args:
+            builder: the `TowerBuilder`.
+            slices: of the batch, one for each tower.
+            found: what is known of the function.
+            own: see `ReplicaContext`.
+            added: what is known of the losses that layers add.
+        """
+        check_devices([*builder.devices, builder.gather_device])
+        self.builder, self.found, self.own, self.added = builder, found, own, added
+        self.moments, self.exchange = moments_of(builder), None
+        if len(slices) > 1:
+            counts = [part.count for part in slices]
+            self.exchange = Exchange(counts, builder.devices[: len(slices)])
+        self.reads = machines.Reads(builder.devices)
+        self._contexts = [ReplicaContext(self, i, part) for i, part in enumerate(slices)]
+
+    def __iter__(self) -> Iterator[ReplicaContext]:
+        """Yield each tower's context for a pass; `finish` must follow."""
+        if self.exchange:
+            self.exchange.is_open = True
+        return iter(self._contexts)
+
+    def finish(self) -> None:
+        """Give towers what they exchange and read: that is known once all have been traced."""
+        if self.exchange:
+            if any(replica.draws.num_guessed for replica in self._contexts):
+                self.builder.tell([doubts.UNFORESEEN_DRAW])
+            self.exchange.join(self.builder.gather_device)
+        self.reads.join()
+
+    @property
+    def scopes(self) -> list[TowerScope]:
+        """Return what the towers have assigned in their last calls."""
+        return [replica.scope for replica in self._contexts]
+
+
+class FunctionAnalyses:
+    """What is known of the functions that a builder copies, and who is told of what is not."""
+
+    def __init__(self, num_slices: int, on_doubt: Callable[[str], None]):
+        """Set into how many slices batches are split, and who is told."""
+        self._num_slices, self._rehearsals = num_slices, Rehearsals(on_doubt)
+        self._tried: list[Rehearsal] = []  # the last ones
+        self.tell = self._rehearsals.tell
+
+    def rehearse(
+        self, fn: Callable, *batch: Any, num_slices: int | None = None, silent: bool = False
+    ) -> Rehearsal:
+        """Find out what a tower function does with its examples; doubts go to `on_doubt`, once.
+
+        The builder's methods do so by themselves, and what was found is kept. Of a batch that is
+        one slice (`num_slices`; None: as `gradients` splits it) nothing need be known. Values that
+        are known are tried, else made-up ones of their type and shape. If it is `silent`, nothing
+        is told yet: the function may not come to run on towers.
+        """
+        if (num_slices or self._num_slices) == 1 or not is_split(batch):
+            return Rehearsal()
+        found = self._rehearsals.find(fn, batch)
+        if not silent:
+            self.tell(found.doubts)
+        return found
+
+    def try_out(self, found: Rehearsal) -> None:
+        """Tell what a rehearsed function's examples have from others, or from their place."""
+        if not any(found is other for other in self._tried):
+            self._tried = [found, *self._tried[:_NUM_TRIED]]
+            self.tell(faults.seen_by_trials(found))
+
+
+def moments_of(builder: Any) -> str:
+    """Return what BatchNorm's moments can be taken over: eager towers wait for no other."""
+    alone = tf.executing_eagerly() and not builder.jit_compile
+    return "local" if alone else builder.batch_norm
+
+
+def assign(builder: Any, scopes: Iterable[TowerScope], policies: dict[int, str]) -> None:
+    """Make the assignments that the towers' scopes keep, one for each variable.
+
+    Args:
+        builder: the `TowerBuilder`.
+        scopes: of its towers.
+        policies: see `merging.assign_once`.
+    """
+    scopes = list(scopes)
+    found = {id(v): v for scope in scopes for v in scope.assigned()}
+    if builder.on_assign:
+        builder.on_assign(list(found.values()))
+    if moments_of(builder) != builder.batch_norm and len(builder.devices) > 1:
+        if any(found.keys() & scope.averages for scope in scopes):
+            builder.tell([doubts.LOCAL_BATCH_NORM])
+    with tf.device(builder.gather_device), tf.name_scope("gather"):
+        unknown = assign_once(scopes, policies)
+    builder.tell(map(doubts.not_put_together, unknown))
