@@ -447,8 +447,8 @@ def test_a_small_difference_is_seen_in_each_part(part):
 
 
 def forgets_a_tower(monkeypatch):
-    add = gather.add
-    monkeypatch.setattr(gather, "add", lambda values: add(values[:1]))
+    add = TowerBuilder.add
+    monkeypatch.setattr(TowerBuilder, "add", staticmethod(lambda values: add(values[:1])))
 
 
 def joins_in_another_order(monkeypatch):

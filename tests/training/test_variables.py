@@ -7,6 +7,7 @@ import tensorflow as tf
 from tests import runs, tiny
 from tests.training.test_update import embedding  # noqa: F401 (tests of XLA name it here)
 from towers.builder import collectives, gather
+from towers.builder.tower import TowerBuilder
 from towers.commands.verify.command import run as verify
 from towers.commands.verify.options import VerifyOptions
 from towers.errors import InputError
@@ -156,7 +157,7 @@ def test_towers_that_cannot_sum_together_are_refused():
 
 
 def test_what_not_all_towers_have_is_gathered_and_handed_out():
-    places = gather.Places(DEVICES[:2], "/cpu:0")
+    places = gather.Places(DEVICES[:2], "/cpu:0", TowerBuilder.add)
 
     @tf.function
     def means():

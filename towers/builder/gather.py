@@ -40,27 +40,21 @@ class FixedRows(tf.IndexedSlices):
     """
 
 
-def add(values: Sequence[Any]) -> Any:
-    """Sum per-tower values; None counts as nothing, and all-sparse values stay sparse."""
-    values = [value for value in values if value is not None]
-    if not values:
-        return None
-    if all(isinstance(value, int) for value in values):
-        return sum(values)
-    if all(isinstance(value, tf.IndexedSlices) for value in values):
-        if all(isinstance(value, FixedRows) for value in values):
-            rows = tf.add_n([value.values for value in values], name="AddN")
-            return FixedRows(rows, values[0].indices, values[0].dense_shape)
-        indices = [value.indices for value in values]
-        if len({own.dtype for own in indices}) > 1:  # of a GPU and of a CPU
-            indices = [tf.cast(own, tf.int64) for own in indices]
-        return tf.IndexedSlices(
-            tf.concat([value.values for value in values], axis=0),
-            tf.concat(indices, axis=0),
-            values[0].dense_shape,
-        )
-    # The name makes add_n move a single value to the gather device too.
-    return tf.add_n([tf.convert_to_tensor(value) for value in values], name="AddN")
+def add_other(values: Sequence[Any]) -> Any:
+    """Return the sum of numbers, or of sparse gradients, a sparse one; None of nothing."""
+    if not isinstance(next(iter(values), None), tf.IndexedSlices):
+        return sum(values) if values else None
+    if all(isinstance(value, FixedRows) for value in values):
+        rows = tf.add_n([value.values for value in values], name="AddN")
+        return FixedRows(rows, values[0].indices, values[0].dense_shape)
+    indices = [value.indices for value in values]
+    if len({own.dtype for own in indices}) > 1:  # of a GPU and of a CPU
+        indices = [tf.cast(own, tf.int64) for own in indices]
+    return tf.IndexedSlices(
+        tf.concat([value.values for value in values], axis=0),
+        tf.concat(indices, axis=0),
+        values[0].dense_shape,
+    )
 
 
 def join(values: Sequence[Any]) -> Any:
@@ -90,33 +84,28 @@ class Places:
     Attributes:
         towers: their devices; the last towers may have nothing to give.
         home: the gather device.
+        add: the sum of a list of values, on the current device.
         of_variables: a place of its own for the gradient of each variable; None: home.
     """
 
     towers: Sequence[str]
     home: str
+    add: Callable[[Sequence[Any]], Any]
     of_variables: Sequence[str] | None = None
 
 
-def means(
-    losses: Sequence[tf.Tensor],
-    counts: Sequence[Any],
-    gradients: Sequence[Sequence[Any]],
-    variables: Sequence[Any],
-    places: Places,
-) -> tuple[tf.Tensor, list[Any]]:
+def means(sums: Any, variables: Sequence[Any], places: Places) -> tuple[tf.Tensor, list[Any]]:
     """Return the mean loss, on the gather device, and the mean gradients of variables.
 
     A `PerTower` is a variable with copies, and its means are one, too; without these each gradient
     is gathered at its place. From GPUs the loss goes with the gradients.
 
     Args:
-        losses: of each tower, sums over its examples.
-        counts: of each tower, numbers of examples; tensors where they are not known.
-        gradients: of each tower, those of its loss.
+        sums: the `losses.TowerSums`.
         variables: of the gradients.
         places: of all this.
     """
+    losses, counts, gradients, add = sums.losses, sums.counts, sums.gradients, places.add
     home, copies = places.home, [isinstance(v, PerTower) for v in variables]
     with tf.device(home):
         count = add(counts)
@@ -175,31 +164,29 @@ def sum_at(
     for group in groups.values():
         first = group[0]
         if len(group) == 1:
-            of_machines = machines.sums(columns[first], places.towers, add)
+            of_machines = machines.sums(columns[first], places.towers, places.add)
             with tf.device(at[first]):
-                sums[first] = finish(add(of_machines))
+                sums[first] = finish(places.add(of_machines))
             continue
         packed = []
         for device, own in zip(places.towers, gradients, strict=False):
             with tf.device(device):
                 packed.append(pack([own[i] for i in group]))
-        packed = machines.sums(packed, places.towers, add)
+        packed = machines.sums(packed, places.towers, places.add)
         with tf.device(at[first]):
-            parts = unpack(finish(add(packed)), [columns[i][0] for i in group])
+            parts = unpack(finish(places.add(packed)), [columns[i][0] for i in group])
         for i, part in zip(group, parts, strict=True):
             sums[i] = part
     return sums
 
 
-def add_to(
-    totals: Sequence[Any], results: Sequence[Any], devices: Sequence[str]
-) -> list[Any]:
+def add_to(totals: Sequence[Any], results: Sequence[Any], places: Places) -> list[Any]:
     """Return each tower's total with its result added on its device; the last may have none."""
     added = list(totals)
     for i, result in enumerate(results):
-        places = Places([devices[i]] * 2, devices[i])
+        device, both = places.towers[i], [tf.nest.flatten(own) for own in (totals[i], result)]
         with tf.name_scope(f"tower_{i}"):
-            sums = sum_at([tf.nest.flatten(own) for own in (totals[i], result)], places)
+            sums = sum_at(both, Places([device] * 2, device, places.add))
         added[i] = tf.nest.pack_sequence_as(result, sums)
     return added
 
@@ -227,7 +214,7 @@ def mean_on_every_tower(
     for i, values in enumerate(columns):
         if i not in packed:
             with tf.device(places.home):
-                mean = divide(add(values), counts[0])
+                mean = divide(places.add(values), counts[0])
             for result in means:
                 result[i] = mean
     return means

@@ -17,12 +17,36 @@ from towers.builder.losses import places
 from towers.builder.merging import with_new_values
 from towers.builder.rehearsal import Rehearsal
 from towers.builder.replica_context import ReplicaContext, Replicas, assign
-from towers.builder.splitting import Slice, num_rows
+from towers.builder.splitting import Slice, is_split, num_rows, occupied, rounds
 from towers.errors import InputError
 
 
-@attributes.joins_towers
 def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
+    """Return what `fn` returns for each slice of `batch`, joined; if one looks, tapes go back."""
+    if is_split(batch) and tf_private.is_recording():
+        return _as_one_op(builder, fn, batch)
+    found = builder.rehearse(fn, *batch, num_slices=len(builder.devices))
+    if is_split(batch):
+        builder.try_out(found)
+    slices, left = occupied(builder.split(batch, never_empty=True)), []
+    replicas = Replicas(builder, slices, found, added=found.added)
+
+    def on_tower(replica: ReplicaContext) -> Any:
+        result, beside = replica.call(fn)
+        result = replica.kept((result, replica.added_losses()))
+        left.append(replica.kept(beside))
+        return result
+
+    results = builder.run(on_tower, replicas)
+    replicas.leave(left, batch)
+    whole, added = builder.gather(gather.join, results)
+    if replicas.scopes:
+        added_losses.add_to_layers(replicas.scopes[0], added)
+    return whole
+
+
+@attributes.joins_towers
+def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
     """Return what `fn` returns for each slice of `batch`, joined; tapes can go back through it.
 
     A batch that is taken in several parts goes forward twice: for the outputs, of which alone a
@@ -38,7 +62,8 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
     sides = found.side_outputs
     leaves = tf.nest.flatten(batch)
     watched = [i for i, leaf in enumerate(leaves) if _is_watched(leaf)]
-    parts = [_Part(builder, fn, slices, found, watched) for slices in builder.rounds(batch)]
+    slices = rounds(builder.split(batch, builder.accumulate_steps, True), len(builder.devices))
+    parts = [_Part(builder, fn, own, found, watched) for own in slices]
     captured: list[tf.Tensor] = []
     results = _forward(parts, captured)
     outputs = [values for part in parts for values in part.outputs]
@@ -68,7 +93,7 @@ def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
                 of_slices = part.backward(rows, whole_ones)
             of_inputs += [inputs for inputs, _ in of_slices]
             own = [gradients for _, gradients in of_slices]
-            sums = gather.add_to(sums, own, builder.devices) if sums else own
+            sums = gather.add_to(sums, own, places(builder)) if sums else own
         gradients = _gathered(builder, of_inputs, sums, whole_ones)
         ended = [scope for part in parts for scope in part.replicas.scopes]
         with tf.device(builder.gather_device), tf.name_scope("gather"):
@@ -147,10 +172,11 @@ class _Part:
 
             tape.watch([*inputs, *self.captured])
             with _Captures([*leaves, *self.captured]):
-                result = replica.compiled(
-                    lambda: (replica.call(self.fn), replica.added_losses()), on_read
+                result = replica.kept(
+                    replica.compiled(
+                        lambda: (replica.call(self.fn), replica.added_losses()), on_read
+                    )
                 )
-                result = tf.nest.map_structure(replica.part.kept, result)
             return result, _values(result)
 
         forward = self.builder.forward(replica, call)
@@ -167,8 +193,13 @@ class _Part:
 
         def back(replica: ReplicaContext) -> tuple[list, list]:
             i, replica.own = replica.tower, self.states
-            own = [self.reads[i].get(id(v), (v, v))[1] for v in variables]
-            of_variables, of_inputs = self.passes[i].backward(upstream[i], own, self.inputs[i])
+            inputs, own = self.inputs[i], [self.reads[i].get(id(v), (v, v))[1] for v in variables]
+            found = self.passes[i].backward(upstream[i], [*inputs, *own])
+            of_variables = replica.zero_if_empty(found[len(inputs) :])
+            of_inputs = [
+                replica.kept(tf.zeros_like(x) if g is None else g)
+                for x, g in zip(inputs, found, strict=False)
+            ]
             return of_inputs, replica.gradients(of_variables, variables)
 
         return self.builder.run(back, self.replicas)

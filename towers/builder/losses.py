@@ -57,14 +57,16 @@ def gradients_of_sum(forward: Any, variables: Sequence[tf.Variable]) -> list[Any
 
     What float8 keeps of the gradients of outputs is of the mean over all examples.
     """
-    scope, rows = forward.replica.scope, forward.replica.part.rows
+    replica = forward.replica
+    scope, rows = replica.scope, replica.part.rows
     if not scope.overwritten or rows is None:
-        return forward.backward(None, variables)[0]
+        return replica.zero_if_empty(forward.backward(None, variables))
     (loss,) = forward.outputs
     total = tf.cast(rows.total, loss.dtype)
+    found = replica.zero_if_empty(forward.backward([1.0 / total], variables))
     return [
         g if id(v) in scope.overwritten else map_values(lambda x: x * tf.cast(total, x.dtype), g)
-        for g, v in zip(forward.backward([1.0 / total], variables)[0], variables, strict=True)
+        for g, v in zip(found, variables, strict=True)
     ]
 
 
@@ -110,12 +112,16 @@ def _tf_variable(variable: Any) -> tf.Variable:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def places(builder: Any, variables: Sequence[Any]) -> Places:
+def masters_of(variables: Sequence[Any]) -> list[tf.Variable]:
+    """Return the variables that the first tower reads."""
+    return variables_and_copies(variables, 0)[0]
+
+
+def places(builder: Any, variables: Sequence[Any] = ()) -> Places:
     """Return where a builder gathers gradients of these variables, or tensors."""
     of_variables, home = None, builder.gather_device
     if builder.gather_at_variables:
         of_variables = [
-            home if isinstance(v, tf.Tensor) else variables_and_copies([v], 0)[0][0].device
-            for v in variables
+            home if isinstance(v, tf.Tensor) else masters_of([v])[0].device for v in variables
         ]
-    return Places(builder.devices, home, of_variables)
+    return Places(builder.devices, home, builder.add, of_variables)

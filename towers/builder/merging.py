@@ -10,6 +10,7 @@ import tensorflow as tf
 from towers.builder.assignments import SEED_STATE, TowerScope
 from towers.builder.kinds import is_gpu
 from towers.builder.packed import pack, unpack
+from towers.builder.splitting import PerTower
 
 
 def assign_once(
@@ -99,7 +100,9 @@ def with_new_values(
         if own:
             policy = policy_of(own[0].overwritten[id(master)]) or "max"
             values = [scope.new_values[id(master)] for scope in own]
-            found[i] = merge(policy, master, values, [scope.count for scope in own])
+            value = merge(policy, master, values, [scope.count for scope in own])
+            copies = isinstance(found[i], PerTower)
+            found[i] = PerTower([value] * len(found[i].values)) if copies else value
     return found
 
 

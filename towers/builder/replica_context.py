@@ -58,7 +58,7 @@ class ReplicaContext:
         scope: holds what the last call has assigned.
     """
 
-    scope: TowerScope
+    scope: TowerScope | None = None
 
     def __init__(self, replicas: "Replicas", tower: int, part: Slice):
         """Set the tower and its slice; `replicas` are the contexts that this is one of."""
@@ -106,6 +106,8 @@ class ReplicaContext:
 
     def call(self, fn: Callable) -> tuple[Any, list[Any]]:
         """Return what `fn` returns for the slice, and the tensors that it leaves in attributes."""
+        if self.own is None and self.part.rows is None:  # nothing was split: it is just copied
+            return fn(*self.part.batch), []
         fn = self._replicas.found.side_outputs.around(fn)
         with self.replaced() as self.scope:
             with added_losses.noted(self.scope, self.part.rows, self._replicas.added):
@@ -115,6 +117,8 @@ class ReplicaContext:
 
     def added_losses(self) -> list[tf.Tensor]:
         """Return the losses that layers have added in the last call, as rows to be joined."""
+        if self.scope is None:
+            return []
         return added_losses.left_in(self.scope, self.part.rows, self._replicas.added)
 
     def compiled(self, compute: Callable, on_read: Callable = lambda *_: None) -> Any:
@@ -132,6 +136,21 @@ class ReplicaContext:
             return self.scope, results
 
         return xla.compiled(program, on_read)[1]
+
+    def kept(self, structure: Any) -> Any:
+        """Return what was made of the slice, without what stands in for no example."""
+        return tf.nest.map_structure(self.part.kept, structure)
+
+    def close(self, count: Any) -> TowerScope:
+        """Return the scope of the last call; `count` is that of examples if the slice has none."""
+        self.scope.count = self.part.count if isinstance(self.part.count, int) else count
+        return self.scope
+
+    def zero_if_empty(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return gradients, zeros if the tower has no example: a mean over none has given NaN."""
+        if not self.part.may_be_empty():
+            return list(gradients)
+        return [gather.zero_if_empty(g, self.part.count) for g in gradients]
 
     def gradients(self, found: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the tower's gradients without those that are new values, which `scope` keeps."""
@@ -185,7 +204,12 @@ class Replicas:
     @property
     def scopes(self) -> list[TowerScope]:
         """Return what the towers have assigned in their last calls."""
-        return [replica.scope for replica in self._contexts]
+        return [replica.scope for replica in self._contexts if replica.scope]
+
+    def leave(self, left: Sequence[Any], batch: Sequence[Any]) -> None:
+        """Make the towers' assignments, and leave in attributes what the towers have left."""
+        assign(self.builder, self.scopes, self.found.policies)
+        self.found.side_outputs.leave(self.builder.gather(gather.join, left), batch)
 
 
 class FunctionAnalyses:

@@ -166,6 +166,13 @@ def occupied(slices: Sequence[Slice]) -> list[Slice]:
     return list(slices[: max(sum(not is_empty(part) for part in slices), 1)])
 
 
+def rounds(slices: Sequence[Slice], num_towers: int) -> list[list[Slice]]:
+    """Return the occupied slices of each round of towers; those without any are left out."""
+    starts = range(0, len(slices), num_towers)
+    held = [i for i in starts if not i or not is_empty(slices[i])]
+    return [occupied(slices[i : i + num_towers]) for i in held]
+
+
 def is_empty(part: Slice) -> bool:
     """Tell whether a slice surely holds no example."""
     return part.rows is not None and not tf.is_tensor(part.rows.size) and part.rows.size == 0

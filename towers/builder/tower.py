@@ -11,13 +11,12 @@
         optimizer.apply(gradients, model.trainable_variables)
         return loss
 
-The rules of a tower function: it may be called several times in one trace, once for each tower, and
-before that on made-up examples, to learn what it does with each of them; it creates no variables;
-it assigns to no `tf.Variable`. Keras variables it may assign (BatchNorm statistics, seeds,
-metrics): those assignments are caught, and each is made once.
+A tower function may be called several times in one trace: once for each tower, and before that on
+made-up examples, to learn what it does with each. It creates no variables and assigns to no
+`tf.Variable`; what it assigns to Keras variables is caught, and assigned once.
 
-The pattern is all in this file. `replica_context` makes N copies compute what one call computes;
-`gather` has the ways of adding and joining; `joined` lets a tape go through what `concat` joins.
+The pattern is all here. `replica_context` makes N copies compute what one call computes, `gather`
+has the ways to add and to join, and `joined` lets a tape go through what `concat` joins.
 """
 
 import contextlib
@@ -27,57 +26,32 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers import tf_private
-from towers.builder import added_losses, gather, joined, losses, machines
+from towers.builder import gather, joined, losses, machines, splitting
 from towers.builder.batch_norm import check_mode
 from towers.builder.kinds import HOST, is_gpu
 from towers.builder.losses import TowerSums
 from towers.builder.merging import with_new_values
 from towers.builder.replica_context import FunctionAnalyses, ReplicaContext, Replicas, assign
-from towers.builder.splitting import (
-    PerTower,
-    Slice,
-    as_devices,
-    is_empty,
-    is_split,
-    occupied,
-    split,
-)
+from towers.builder.splitting import Slice
 
 
 class Forward:
-    """A copy's forward pass, under its tape: `backward` goes back through it."""
+    """A copy's forward pass, under its tape; `backward` goes back through it."""
 
-    def __init__(
-        self, replica: ReplicaContext, call: Callable, variables: Sequence[Any] | None = None
-    ):
-        """Make the pass.
+    def __init__(self, replica: ReplicaContext, call: Callable, variables: Any = None):
+        """Make `call(tape)`, which returns (results, tensors to go back from).
 
-        Args:
-            replica: the context of the tower's copy.
-            call: maps the tape to (what the copy returns, tensors to go back from).
-            variables: those of the gradients, to go back once; None: all that are read, and what
-                `call` watches, to go back as often as one likes.
+        One can go back to `variables` once; if it is None, to all that is read, again and again.
         """
-        self.replica, by_itself = replica, variables is None
-        with tf.GradientTape(by_itself, watch_accessed_variables=by_itself) as self.tape:
+        self.replica, often = replica, variables is None
+        with tf.GradientTape(often, watch_accessed_variables=often) as self.tape:
             self.tape.watch(variables or ())
             self.results, self.outputs = call(self.tape)
 
-    def backward(
-        self,
-        upstream: Sequence[tf.Tensor] | None,
-        variables: Sequence[Any],
-        inputs: Sequence[tf.Tensor] = (),
-    ) -> tuple[list[Any], list[tf.Tensor]]:
-        """Return the gradients of variables and of inputs, from those of the outputs."""
-        part = self.replica.part
-        with self.replica.replaced():  # functions may be called again
-            found = self.tape.gradient(self.outputs, [*inputs, *variables], upstream)
-        of_variables, pairs = found[len(inputs) :], zip(inputs, found, strict=False)
-        if part.may_be_empty():
-            of_variables = [gather.zero_if_empty(g, part.count) for g in of_variables]
-        return of_variables, [part.kept(tf.zeros_like(x) if g is None else g) for x, g in pairs]
+    def backward(self, upstream: Any, sources: Sequence[Any]) -> list[Any]:
+        """Return the gradients of sources; `upstream` are those of the outputs, None for ones."""
+        with self.replica.replaced():  # layers may be called again
+            return self.tape.gradient(self.outputs, sources, upstream)
 
 
 class TowerBuilder:
@@ -90,6 +64,8 @@ class TowerBuilder:
         builder = towers.TowerBuilder(["/cpu:0", "/cpu:1"])
         norm = builder.sum(lambda x: tf.reduce_sum(x * x), tf.ones([3, 2]))
     """
+
+    forward = Forward
 
     def __init__(
         self,
@@ -107,9 +83,8 @@ class TowerBuilder:
         Args:
             devices: one TensorFlow device for each tower; a device may hold several towers.
             gather_device: the device of splitting, summing and joining.
-            batch_norm: what the moments of Keras' BatchNorm layers are taken over: "sync" all
-                towers' examples, in a `tf.function` (else each tower's, with a warning); "local"
-                the tower's own slice.
+            batch_norm: what BatchNorm's moments are taken over: "sync" all towers' examples, in a
+                `tf.function` (else each tower's, with a warning); "local" the tower's own slice.
             accumulate_steps: `gradients`, and `concat` under a tape, take the batch in so many
                 parts, one after the other, each split over the towers: less memory, the same sums.
             gather_at_variables: gather each gradient where its variable lies.
@@ -119,21 +94,15 @@ class TowerBuilder:
         Raises:
             ValueError: an argument is out of range, or `devices` a string.
         """
-        self.devices = as_devices(devices)
+        self.devices, self.gather_device = splitting.as_devices(devices), gather_device
         check_mode(batch_norm)
         if accumulate_steps < 1:
             raise ValueError(f"accumulate_steps={accumulate_steps} must be at least 1")
-        self.gather_device = gather_device
-        self.batch_norm = batch_norm
-        self.accumulate_steps = accumulate_steps
-        self.gather_at_variables = gather_at_variables
-        self.jit_compile = jit_compile
+        self.batch_norm, self.jit_compile = batch_norm, jit_compile
+        self.accumulate_steps, self.gather_at_variables = accumulate_steps, gather_at_variables
         self.num_slices = len(self.devices) * accumulate_steps  # that `gradients` makes of a batch
-        # Told, while the gradient of `concat` is traced, of each tower's own: (examples [towers],
-        # [(what each tower starts from, what it ends with)] forward and backward if the batch is
-        # taken in one part, gradients [towers][variables], their sums [variables]).
+        # Told of each tower's gradients (see `joined`), and of the Keras variables to be assigned.
         self.on_gradients: Callable[..., None] | None = None
-        # Told, before towers' assignments are made, of the Keras variables that these are to.
         self.on_assign: Callable[[list[Any]], None] | None = None
         analyses = FunctionAnalyses(self.num_slices, on_doubt)
         self.rehearse, self.try_out, self.tell = analyses.rehearse, analyses.try_out, analyses.tell
@@ -147,12 +116,10 @@ class TowerBuilder:
 
         `fn` may return any structure; `IndexedSlices` stay sparse, and `None` counts as nothing.
         """
-        results = self._run(fn, occupied(self.split(batch)), batch)
-
-        def add(values: Sequence[Any]) -> Any:
-            return gather.add(machines.sums(values, self.devices, gather.add))
-
-        return self.gather(add, results)
+        results = self._run(fn, splitting.occupied(self.split(batch)), batch)
+        return self.gather(
+            lambda values: self.add(machines.sums(values, self.devices, self.add)), results
+        )
 
     def concat(self, fn: Callable, *batch: Any) -> Any:
         """Return what the towers return, joined along axis 0 in tower order: that of the batch.
@@ -164,11 +131,7 @@ class TowerBuilder:
                 loss = any_loss(labels, builder.concat(model, images))
             gradients = tape.gradient(loss, model.trainable_variables)
         """
-        if is_split(batch) and tf_private.is_recording():
-            return joined.concat(self, fn, batch)
-        if is_split(batch):
-            self.try_out(self.rehearse(fn, *batch, num_slices=len(self.devices)))
-        return self._run(fn, occupied(self.split(batch, never_empty=True)), batch, join=True)
+        return joined.concat(self, fn, batch)
 
     def gradients(
         self, loss_fn: Callable, variables: Iterable[Any], *batch: Any
@@ -202,7 +165,7 @@ class TowerBuilder:
         self.try_out(self.rehearse(loss_fn, *batch))
         sums = self.tower_sums(loss_fn, variables, *batch)
         loss, gradients = self.gather_sums(sums, variables)
-        if sums.outputs[0] == ():
+        if isinstance(sums.outputs[0], tuple) and not sums.outputs[0]:
             return loss, gradients
         return loss, gradients, self.gather(gather.join, sums.outputs)
 
@@ -210,34 +173,30 @@ class TowerBuilder:
         """Return what towers compute for `gradients`; `gather_sums` must follow: it assigns."""
         found = self.rehearse(loss_fn, *batch)
         losses.check_rehearsed(found.by_example)
-        masters, _ = losses.variables_and_copies(variables, 0)
-        scopes, outputs, left = [], [], []
+        masters, totals, scopes, outputs, left = losses.masters_of(variables), [], [], [], []
 
         def on_tower(replica: ReplicaContext) -> tuple:
             own, replica.own = losses.variables_and_copies(variables, replica.tower)
-            sum_of_losses = losses.summed(loss_fn, replica.part)
 
             def call(_: tf.GradientTape) -> tuple:
-                results = replica.call(sum_of_losses)
-                return results, [results[0][0]]
+                results = replica.call(losses.summed(loss_fn, replica.part))
+                return results, results[0][:1]
 
-            def there_and_back() -> tuple:
+            def compute() -> tuple:
                 forward = Forward(replica, call, own)
                 return forward.results, losses.gradients_of_sum(forward, own)
 
-            ((loss, count, rest), beside), gradients = replica.compiled(there_and_back)
-            known = isinstance(replica.part.count, int)
-            replica.scope.count = replica.part.count if known else count
-            scopes.append(replica.scope)
-            outputs.append(tf.nest.map_structure(replica.part.kept, rest))
-            left.append(tf.nest.map_structure(replica.part.kept, beside))
+            ((loss, count, rest), beside), gradients = replica.compiled(compute)
+            scopes.append(replica.close(count))
+            outputs.append(replica.kept(rest))
+            left.append(replica.kept(beside))
             return loss, replica.scope.count, replica.gradients(gradients, masters)
 
-        totals: list[Any] = []
-        for slices in self.rounds(batch):
+        slices = self.split(batch, self.accumulate_steps, never_empty=True)
+        for own in splitting.rounds(slices, len(self.devices)):
             with gather.after(totals) if totals else contextlib.nullcontext():
-                results = self.run(on_tower, Replicas(self, slices, found, {}, found.added))
-            totals = gather.add_to(totals, results, self.devices) if totals else results
+                results = self.run(on_tower, Replicas(self, own, found, {}, found.added))
+            totals = gather.add_to(totals, results, losses.places(self)) if totals else results
         sums, counts, gradients = map(list, zip(*totals, strict=True))
         sums = machines.sent_last(sums, gradients, self.devices)
         found.side_outputs.leave(self.gather(gather.join, left), batch)
@@ -246,24 +205,19 @@ class TowerBuilder:
     def gather_sums(self, sums: TowerSums, variables: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:
         """Return the mean loss and its gradients, as `gradients` does, from the towers' sums."""
         with tf.name_scope("gather"):
-            places = losses.places(self, variables)
-            loss, gradients = gather.means(
-                sums.losses, sums.counts, sums.gradients, variables, places
-            )
-            masters, _ = losses.variables_and_copies(variables, 0)
-            gradients = with_new_values(gradients, masters, sums.scopes)
-            gradients = [
-                PerTower([g] * len(v.values))
-                if isinstance(v, PerTower) and not isinstance(g, PerTower)
-                else g
-                for g, v in zip(gradients, variables, strict=True)
-            ]
+            loss, gradients = gather.means(sums, variables, losses.places(self, variables))
+            gradients = with_new_values(gradients, losses.masters_of(variables), sums.scopes)
         assign(self, sums.scopes, sums.policies)
         return loss, gradients
 
-    def forward(self, replica: ReplicaContext, call: Callable) -> Forward:
-        """See `Forward`."""
-        return Forward(replica, call)
+    def split(
+        self, batch: Sequence[Any], num_parts: int = 1, never_empty: bool = False
+    ) -> list[Slice]:
+        """Return each tower's slice of `batch`; with parts, those of one after the other's."""
+        # Towers get their slices from where the batch is, which is not sent to a GPU as a whole.
+        device = HOST if is_gpu(self.gather_device) else self.gather_device
+        with tf.device(device), tf.name_scope("split"):
+            return splitting.split(batch, len(self.devices), num_parts, never_empty)
 
     def run(self, fn: Callable, replicas: Replicas) -> list[Any]:
         """Return `fn(replica)` for each tower's context, made on the tower's device."""
@@ -274,52 +228,30 @@ class TowerBuilder:
         replicas.finish()
         return results
 
-    def _run(
-        self, fn: Callable, slices: Sequence[Slice], batch: Sequence[Any], join: bool = False
-    ) -> Any:
-        """Return what `fn` returns for each slice, or joined; make the assignments of all once."""
-        if slices[0].rows is None:
-            replicas = Replicas(self, slices, self.rehearse(fn))
-            results = self.run(lambda replica: fn(*replica.part.batch), replicas)
-            return self.gather(gather.join, results) if join else results
-        found = self.rehearse(fn, *batch, num_slices=len(self.devices))
-        replicas = Replicas(self, slices, found, added=found.added if join else ())
-        left = []
-
-        def on_tower(replica: ReplicaContext) -> Any:
-            result, own = replica.call(fn)
-            if join:
-                result = tf.nest.map_structure(
-                    replica.part.kept, (result, replica.added_losses())
-                )
-            left.append(tf.nest.map_structure(replica.part.kept, own))
-            return result
-
-        results = self.run(on_tower, replicas)
-        assign(self, replicas.scopes, found.policies)
-        found.side_outputs.leave(self.gather(gather.join, left), batch)
-        if join:
-            results, added = self.gather(gather.join, results)
-            added_losses.add_to_layers(replicas.scopes[0], added)
-        return results
-
-    def gather(self, policy: Callable, results: list[Any]) -> Any:
+    def gather(self, policy: Callable, results: Sequence[Any]) -> Any:
         """Apply `policy` to the per-tower values, on the gather device."""
         with tf.device(self.gather_device), tf.name_scope("gather"):
             return gather.map_towers(policy, results)
 
-    def rounds(self, batch: Sequence[Any]) -> list[list[Slice]]:
-        """Return the slices of each part of the batch, of which there are `accumulate_steps`."""
-        slices, number = self.split(batch, self.accumulate_steps, True), len(self.devices)
-        starts = range(0, len(slices), number)
-        held = [i for i in starts if not i or not is_empty(slices[i])]
-        return [occupied(slices[i : i + number]) for i in held]
+    @staticmethod
+    def add(values: Sequence[Any]) -> Any:
+        """Return the sum of towers' values; None counts as nothing, sparse ones stay sparse."""
+        values = [value for value in values if value is not None]
+        if all(isinstance(value, int | tf.IndexedSlices) for value in values):
+            return gather.add_other(values)
+        # The name makes add_n move a single value to the gather device too.
+        return tf.add_n([tf.convert_to_tensor(value) for value in values], name="AddN")
 
-    def split(
-        self, batch: Sequence[Any], num_parts: int = 1, never_empty: bool = False
-    ) -> list[Slice]:
-        """Return each tower's slice of `batch`; with parts, those of one after the other's."""
-        # Towers get their slices from where the batch is, which is not sent to a GPU as a whole.
-        device = HOST if is_gpu(self.gather_device) else self.gather_device
-        with tf.device(device), tf.name_scope("split"):
-            return split(batch, len(self.devices), num_parts, never_empty)
+    def _run(self, fn: Callable, slices: Sequence[Slice], batch: Sequence[Any]) -> list[Any]:
+        """Return what `fn` returns for each slice; make the assignments of all once."""
+        found = self.rehearse(fn, *batch, num_slices=len(self.devices))
+        replicas, left = Replicas(self, slices, found), []
+
+        def on_tower(replica: ReplicaContext) -> Any:
+            result, beside = replica.call(fn)
+            left.append(replica.kept(beside))
+            return result
+
+        results = self.run(on_tower, replicas)
+        replicas.leave(left, batch)
+        return results
