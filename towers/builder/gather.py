@@ -57,6 +57,11 @@ def add_other(values: Sequence[Any]) -> Any:
     )
 
 
+def add_by_machine(places: "Places") -> Callable:
+    """Return the policy that adds up values on each machine, then those of the machines."""
+    return lambda values: places.add(machines.sums(values, places.towers, places.add))
+
+
 def join(values: Sequence[Any]) -> Any:
     """Join per-tower values along axis 0, with their Keras masks; None counts as nothing."""
     values = [value for value in values if value is not None]
@@ -182,6 +187,8 @@ def sum_at(
 
 def add_to(totals: Sequence[Any], results: Sequence[Any], places: Places) -> list[Any]:
     """Return each tower's total with its result added on its device; the last may have none."""
+    if not totals:
+        return list(results)
     added = list(totals)
     for i, result in enumerate(results):
         device, both = places.towers[i], [tf.nest.flatten(own) for own in (totals[i], result)]
@@ -266,6 +273,9 @@ def fix_rows(
 @contextlib.contextmanager
 def after(values: Any) -> Iterator[None]:
     """Let each op in the block wait for all these values, by one op and not by one edge each."""
+    if not tensors(values):
+        yield
+        return
     with tf.control_dependencies(tensors(values)):
         ready = tf.no_op()
     with tf.control_dependencies([ready]):

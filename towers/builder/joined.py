@@ -5,7 +5,6 @@ what towers exchange. To a tape all towers are one op here, whose gradient runs 
 device and is gathered by `add_n`.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,37 +15,23 @@ from towers.builder import added_losses, attributes, gather
 from towers.builder.losses import places
 from towers.builder.merging import with_new_values
 from towers.builder.rehearsal import Rehearsal
-from towers.builder.replica_context import ReplicaContext, Replicas, assign
+from towers.builder.replica_context import ReplicaContext, Replicas, assign, call_copies
 from towers.builder.splitting import Slice, is_split, num_rows, occupied, rounds
 from towers.errors import InputError
 
 
-def concat(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
+def concat(builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any]) -> Any:
     """Return what `fn` returns for each slice of `batch`, joined; if one looks, tapes go back."""
     if is_split(batch) and tf_private.is_recording():
-        return _as_one_op(builder, fn, batch)
-    found = builder.rehearse(fn, *batch, num_slices=len(builder.devices))
+        return _as_one_op(builder, forward, fn, batch)
     if is_split(batch):
-        builder.try_out(found)
-    slices, left = occupied(builder.split(batch, never_empty=True)), []
-    replicas = Replicas(builder, slices, found, added=found.added)
-
-    def on_tower(replica: ReplicaContext) -> Any:
-        result, beside = replica.call(fn)
-        result = replica.kept((result, replica.added_losses()))
-        left.append(replica.kept(beside))
-        return result
-
-    results = builder.run(on_tower, replicas)
-    replicas.leave(left, batch)
-    whole, added = builder.gather(gather.join, results)
-    if replicas.scopes:
-        added_losses.add_to_layers(replicas.scopes[0], added)
-    return whole
+        builder.try_out(builder.rehearse(fn, *batch, num_slices=len(builder.devices)))
+    slices = occupied(builder.split(batch, never_empty=True))
+    return builder.gather(gather.join, call_copies(builder, fn, slices, batch, to_join=True))
 
 
 @attributes.joins_towers
-def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
+def _as_one_op(builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any]) -> Any:
     """Return what `fn` returns for each slice of `batch`, joined; tapes can go back through it.
 
     A batch that is taken in several parts goes forward twice: for the outputs, of which alone a
@@ -63,7 +48,7 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
     leaves = tf.nest.flatten(batch)
     watched = [i for i, leaf in enumerate(leaves) if _is_watched(leaf)]
     slices = rounds(builder.split(batch, builder.accumulate_steps, True), len(builder.devices))
-    parts = [_Part(builder, fn, own, found, watched) for own in slices]
+    parts = [_Part(builder, forward, fn, own, found, watched) for own in slices]
     captured: list[tf.Tensor] = []
     results = _forward(parts, captured)
     outputs = [values for part in parts for values in part.outputs]
@@ -86,14 +71,13 @@ def _as_one_op(builder: Any, fn: Callable, batch: Sequence[Any]) -> Any:
         of_inputs, sums = [], []
         for part in parts:
             rows = [next(pieces) for _ in part.slices]
-            with gather.after([rows, sums]) if len(parts) > 1 else contextlib.nullcontext():
+            with gather.after([rows, sums] if len(parts) > 1 else []):
                 if len(parts) > 1:
                     with tf_private.losses_kept():
                         part.forward()
                 of_slices = part.backward(rows, whole_ones)
             of_inputs += [inputs for inputs, _ in of_slices]
-            own = [gradients for _, gradients in of_slices]
-            sums = gather.add_to(sums, own, places(builder)) if sums else own
+            sums = gather.add_to(sums, [own for _, own in of_slices], places(builder))
         gradients = _gathered(builder, of_inputs, sums, whole_ones)
         ended = [scope for part in parts for scope in part.replicas.scopes]
         with tf.device(builder.gather_device), tf.name_scope("gather"):
@@ -139,13 +123,14 @@ class _Part:
     def __init__(
         self,
         builder: Any,
+        forward: Callable,
         fn: Callable,
         slices: Sequence[Slice],
         found: Rehearsal,
         watched: Sequence[int],
     ):
         """Set the slices, what is known of the function, which leaves have gradients."""
-        self.builder, self.fn, self.slices = builder, fn, slices
+        self.builder, self.make_pass, self.fn, self.slices = builder, forward, fn, slices
         self.found, self.watched = found, watched
         self.captured: Sequence[tf.Tensor] = ()  # that are no arguments, and have gradients
         self.states: dict[int, tf.Tensor] = {}  # {id of a variable: what towers read in its place}
@@ -157,7 +142,7 @@ class _Part:
         self.reads: list[dict[int, tuple]] = []  # {id of a variable: itself, what a tape knows}
         self.inputs: list[list[tf.Tensor]] = []
         self.passes = self.builder.run(self._forward, self.replicas)
-        self.outputs = [own.outputs for own in self.passes]
+        self.outputs = [_values(own.results) for own in self.passes]
         return [own.results for own in self.passes]
 
     def _forward(self, replica: ReplicaContext) -> Any:
@@ -165,21 +150,19 @@ class _Part:
         inputs = [leaves[i] for i in self.watched]
         reads = {}
 
-        def call(tape: tf.GradientTape) -> tuple[Any, list[tf.Tensor]]:
+        def call(tape: tf.GradientTape) -> Any:
             def on_read(variable: tf.Variable, value: tf.Tensor) -> None:
                 tape.watch(value)
                 reads[id(variable)] = variable, value
 
             tape.watch([*inputs, *self.captured])
             with _Captures([*leaves, *self.captured]):
-                result = replica.kept(
-                    replica.compiled(
-                        lambda: (replica.call(self.fn), replica.added_losses()), on_read
-                    )
+                result = replica.compiled(
+                    lambda: (replica.call(self.fn), replica.added_losses()), on_read
                 )
-            return result, _values(result)
+                return replica.kept(result)
 
-        forward = self.builder.forward(replica, call)
+        forward = self.make_pass(replica, call)
         if not replica.by_xla:
             reads = {id(v): (v, v) for v in forward.tape.watched_variables()}
         self.reads.append(reads)
@@ -194,7 +177,7 @@ class _Part:
         def back(replica: ReplicaContext) -> tuple[list, list]:
             i, replica.own = replica.tower, self.states
             inputs, own = self.inputs[i], [self.reads[i].get(id(v), (v, v))[1] for v in variables]
-            found = self.passes[i].backward(upstream[i], [*inputs, *own])
+            found = self.passes[i].backward(self.outputs[i], upstream[i], [*inputs, *own])
             of_variables = replica.zero_if_empty(found[len(inputs) :])
             of_inputs = [
                 replica.kept(tf.zeros_like(x) if g is None else g)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from towers.builder.assignments import TowerScope
 from towers.builder.gather import Places, map_values
 from towers.builder.merging import widen
+from towers.builder.rehearsal import Rehearsal
 from towers.builder.splitting import PerTower, Slice
 from towers.errors import InputError
 
@@ -58,22 +59,22 @@ def gradients_of_sum(forward: Any, variables: Sequence[tf.Variable]) -> list[Any
     What float8 keeps of the gradients of outputs is of the mean over all examples.
     """
     replica = forward.replica
-    scope, rows = replica.scope, replica.part.rows
+    scope, rows, loss = replica.scope, replica.part.rows, forward.results[0][0]
     if not scope.overwritten or rows is None:
-        return replica.zero_if_empty(forward.backward(None, variables))
-    (loss,) = forward.outputs
+        return replica.zero_if_empty(forward.backward(loss, None, variables))
     total = tf.cast(rows.total, loss.dtype)
-    found = replica.zero_if_empty(forward.backward([1.0 / total], variables))
+    found = replica.zero_if_empty(forward.backward(loss, 1.0 / total, variables))
     return [
         g if id(v) in scope.overwritten else map_values(lambda x: x * tf.cast(total, x.dtype), g)
         for g, v in zip(found, variables, strict=True)
     ]
 
 
-def check_rehearsed(by_example: bool | None) -> None:
-    """Refuse a loss function whose rehearsal has given no row for each example."""
-    if by_example is False:
+def checked(found: Rehearsal) -> Rehearsal:
+    """Return what is known of a loss function; refuse one that gives no row for each example."""
+    if found.by_example is False:
         raise InputError(_NO_LOSSES.format("another shape"))
+    return found
 
 
 def _checked(losses: Any, part: Slice) -> tf.Tensor:

@@ -42,6 +42,13 @@ from towers.builder.splitting import Slice, check_devices, is_split
 _NUM_TRIED = 8  # functions, whose trials are not made again
 
 
+def check_options(batch_norm_mode: str, accumulate_steps: int) -> None:
+    """Raise ValueError if an option of `TowerBuilder` is out of range."""
+    batch_norm.check_mode(batch_norm_mode)
+    if accumulate_steps < 1:
+        raise ValueError(f"accumulate_steps={accumulate_steps} must be at least 1")
+
+
 class ReplicaContext:
     """The context of one tower's copy; it lasts through the forward and the backward pass.
 
@@ -188,13 +195,10 @@ class Replicas:
         self._contexts = [ReplicaContext(self, i, part) for i, part in enumerate(slices)]
 
     def __iter__(self) -> Iterator[ReplicaContext]:
-        """Yield each tower's context for a pass; `finish` must follow."""
+        """Yield each tower's context for a pass; after the last, give them what they exchange."""
         if self.exchange:
             self.exchange.is_open = True
-        return iter(self._contexts)
-
-    def finish(self) -> None:
-        """Give towers what they exchange and read: that is known once all have been traced."""
+        yield from self._contexts
         if self.exchange:
             if any(replica.draws.num_guessed for replica in self._contexts):
                 self.builder.tell([doubts.UNFORESEEN_DRAW])
@@ -206,10 +210,38 @@ class Replicas:
         """Return what the towers have assigned in their last calls."""
         return [replica.scope for replica in self._contexts if replica.scope]
 
-    def leave(self, left: Sequence[Any], batch: Sequence[Any]) -> None:
-        """Make the towers' assignments, and leave in attributes what the towers have left."""
-        assign(self.builder, self.scopes, self.found.policies)
-        self.found.side_outputs.leave(self.builder.gather(gather.join, left), batch)
+
+def call_copies(
+    builder: Any,
+    fn: Callable,
+    slices: Sequence[Slice],
+    batch: Sequence[Any],
+    to_join: bool = False,
+) -> list[Any]:
+    """Return what `fn` returns for each slice; make the assignments of all once.
+
+    With `to_join`, what stands in for no example is left out, and the losses that layers add are
+    joined, and added to the layers.
+    """
+    found = builder.rehearse(fn, *batch, num_slices=len(builder.devices))
+    replicas = Replicas(builder, slices, found, added=found.added if to_join else ())
+    left, added = [], []
+
+    def on_tower(replica: ReplicaContext) -> Any:
+        result, beside = replica.call(fn)
+        if to_join:
+            result = replica.kept(result)
+            added.append(replica.kept(replica.added_losses()))
+        left.append(replica.kept(beside))
+        return result
+
+    results = builder.run(on_tower, replicas)
+    scopes = replicas.scopes
+    assign(builder, scopes, found.policies)
+    found.side_outputs.leave(builder.gather(gather.join, left), batch)
+    if to_join and scopes:
+        added_losses.add_to_layers(scopes[0], builder.gather(gather.join, added))
+    return results
 
 
 class FunctionAnalyses:
