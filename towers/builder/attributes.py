@@ -224,7 +224,9 @@ class _Joins:
     """The joins in a graph of what towers return."""
 
     def __init__(self) -> None:
-        self.spans: list[tuple[int, int]] = []  # numbers of ops before and after each
+        self.own: set[str] = set()  # names of ops that may use what is of one tower
+        self.of_towers: set[str] = set()  # and of those that are of one tower
+        self.num_checked = 0  # of the graph's ops, see `refuse_uses`
         self.returned: set[str] = set()  # names of tensors
         self.not_joined: dict[str, str] = {}  # {name of a tensor: what holds it}
 
@@ -243,7 +245,9 @@ def joins_towers(fn: Callable) -> Callable:
         start = len(graph.get_operations())
         result = fn(*args)
         joins = _JOINS.setdefault(graph, _Joins())
-        joins.spans.append((start, len(graph.get_operations())))
+        made = [op.name for op in graph.get_operations()[start:]]
+        joins.own.update(made)
+        joins.of_towers.update(name for name in made if tower_of(name) is not None)
         leaves = tf.nest.flatten(result, expand_composites=True)
         joins.returned |= {leaf.name for leaf in leaves if tf.is_symbolic_tensor(leaf)}
         return result
@@ -252,7 +256,7 @@ def joins_towers(fn: Callable) -> Callable:
 
 
 def refuse_uses() -> None:
-    """Refuse that other ops of this graph use what is of one tower.
+    """Refuse that other ops of this graph use what is of one tower; each op is looked at once.
 
     Raises:
         InputError: an op does; the line names the layer, and the attribute if it is known.
@@ -261,14 +265,13 @@ def refuse_uses() -> None:
     joins = _JOINS.get(graph)
     if joins is None:
         return
-    ops = graph.get_operations()
-    own = {op.name for start, stop in joins.spans for op in ops[start:stop]}
-    of_towers = {name for name in own if tower_of(name) is not None}
+    ops = graph.get_operations()[joins.num_checked :]
+    joins.num_checked += len(ops)
     for op in ops:
         # A tape may go back through towers' backward passes: what it makes is of no tower.
-        known = op.name in own or "gradient_tape" in op.name
+        known = op.name in joins.own or "gradient_tape" in op.name
         for x in () if known else op.inputs:
-            used = x.op.name in of_towers and x.op.type not in _SAME
+            used = x.op.name in joins.of_towers and x.op.type not in _SAME
             if used and x.name not in joins.returned:
                 made = f"a tensor that layer {layer_of(x.op.name)} makes"
                 raise InputError(
