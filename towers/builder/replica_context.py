@@ -15,6 +15,7 @@ the whole batch computes is the work of this module, and of nothing else in the 
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,13 +29,13 @@ from towers.builder import (
     doubts,
     faults,
     gather,
+    kinds,
     machines,
     xla,
 )
 from towers.builder.assignments import TowerScope, assignments_refused, refuse_variable
 from towers.builder.draws import Draws
 from towers.builder.exchange import Exchange
-from towers.builder.inside import integers_on
 from towers.builder.merging import assign_once
 from towers.builder.rehearsal import Rehearsal, Rehearsals
 from towers.builder.splitting import Slice, check_devices, is_split
@@ -301,3 +302,24 @@ def assign(builder: Any, scopes: Iterable[TowerScope], policies: dict[int, str])
     with tf.device(builder.gather_device), tf.name_scope("gather"):
         unknown = assign_once(scopes, policies)
     builder.tell(map(doubts.not_put_together, unknown))
+
+
+def integers_on(device: str) -> contextlib.AbstractContextManager:
+    """Let Keras' ops take int64 where a GPU is given int32, which it has the host work on."""
+    if not kinds.is_gpu(device):
+        return contextlib.nullcontext()
+    return tf_private.ops_of_integers_replaced(lambda name: functools.partial(_by_int64, name))
+
+
+def _by_int64(name: str, own: Callable) -> Callable:
+    def wide(value: Any) -> Any:
+        if not tf.is_tensor(value) or value.shape.rank == 0:  # single ones are of shapes: the host
+            return value
+        if name == "signbit" and value.dtype.is_floating:  # which Keras takes of an int32, too
+            value = tf.bitcast(tf.cast(value, tf.float32), tf.int32)
+        return tf.cast(value, tf.int64) if value.dtype == tf.int32 else value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return own(*map(wide, args), **kwargs)
+
+    return call

@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder import faults, gather
-from towers.builder.inside import integers_on
 from towers.builder.rehearsal import Rehearsal
+from towers.builder.replica_context import integers_on
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split
 from towers.errors import InputError

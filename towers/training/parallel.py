@@ -23,8 +23,8 @@ from towers import devices as tower_devices
 from towers import tf_private
 from towers.builder import attributes, examples, faults
 from towers.builder.assignments import TowerScope
-from towers.builder.inside import integers_on
 from towers.builder.kinds import HOST, are_gpus, are_of_workers
+from towers.builder.replica_context import integers_on
 from towers.builder.splitting import slices_of
 from towers.builder.tower import TowerBuilder
 from towers.devices import cluster

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from towers import TowerBuilder
 from towers.builder import kinds
-from towers.builder.inside import integers_on
+from towers.builder.replica_context import integers_on
 
 pytestmark = pytest.mark.graph
 
