@@ -302,6 +302,18 @@ def test_concat_leaves_out_towers_that_return_none():
     assert joined.numpy().tolist() == [1, 1, 3]
 
 
+@EAGER_OR_FUNCTION
+def test_what_is_returned_beside_the_losses_may_be_one_tensor(compiled):
+    weight = tf.Variable(2.0)
+
+    def step(x):
+        return builder(2).gradients(lambda x: (weight * x, 3 * x), [weight], x)
+
+    loss, (gradient,), outputs = compiled(step)(tf.range(5.0))
+    assert (loss.numpy(), gradient.numpy()) == (4.0, 2.0)
+    assert outputs.numpy().tolist() == [0, 3, 6, 9, 12]
+
+
 # Splitting.
 
 
