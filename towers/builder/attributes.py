@@ -73,8 +73,6 @@ class SideOutputs:
 
     def around(self, fn: Callable) -> Callable:
         """Return a function that returns (what `fn` returns, the tensors that it leaves)."""
-        fn = tf_private.converted_as_here(fn)
-
         def with_side_outputs(*batch: Any) -> tuple[Any, list[Any]]:
             attributes = Attributes()
             for layer, _ in self.places:

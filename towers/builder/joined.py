@@ -44,7 +44,7 @@ def _as_one_op(builder: Any, forward: Callable, fn: Callable, batch: Sequence[An
             f"{found.against_joining}; compute that from the joined outputs"
         )
     builder.try_out(found)
-    sides = found.side_outputs
+    fn, sides = tf_private.converted_as_here(fn), found.side_outputs
     leaves = tf.nest.flatten(batch)
     watched = [i for i, leaf in enumerate(leaves) if _is_watched(leaf)]
     slices = rounds(builder.split(batch, builder.accumulate_steps, True), len(builder.devices))

@@ -37,6 +37,7 @@ def summed(loss_fn: Callable, part: Slice) -> Callable:
 
     The outputs are what `loss_fn` returns beside the losses, () if there is nothing.
     """
+    loss_fn = tf_private.converted_as_here(loss_fn)
 
     def sum_of_losses(*batch: Any) -> tuple[tf.Tensor, Any, Any]:
         returned = loss_fn(*batch)

@@ -226,7 +226,7 @@ def call_copies(
     """
     found = builder.rehearse(fn, *batch, num_slices=len(builder.devices))
     replicas = Replicas(builder, slices, found, added=found.added if to_join else ())
-    left, added = [], []
+    fn, left, added = tf_private.converted_as_here(fn), [], []
 
     def on_tower(replica: ReplicaContext) -> Any:
         result, beside = replica.call(fn)
