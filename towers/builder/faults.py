@@ -17,9 +17,9 @@ import tensorflow as tf
 
 from towers.builder.doubts import random_ops
 from towers.builder.layers import NO_LAYER, tower_of
-from towers.builder.rehearsal import FEW, MORE, Rehearsal
-from towers.builder.states import join, two_and_both
-from towers.builder.tracing import Trace, run
+from towers.builder.rehearsal import Rehearsal
+from towers.builder.states import join
+from towers.builder.tracing import FEW, Trace, run
 
 _MANY = 16  # examples, where it is not known how many a batch has
 _EFFECT = 1e-5  # of the largest value: less is rounding
@@ -106,7 +106,7 @@ def _tried(rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool = False) -
         return []
     if any(doubt.startswith("ambiguous") for doubt in rehearsal.doubts):
         return []  # an example may then see others by their draws
-    trials, found = _Trials(rehearsal, batch), []
+    trials, found = _Trials(rehearsal, batch, thorough), []
     finders = [trials.mixed, trials.mixed_among_more, trials.batch_size]
     if not thorough:
         # What draws by itself does so by places, too.
@@ -136,11 +136,9 @@ def _reading_before(rehearsal: Rehearsal) -> Rehearsal:
 class _Trials:
     """Runs of a rehearsed function on real examples, of which there are as many as one likes."""
 
-    def __init__(self, rehearsal: Rehearsal, batch: Sequence[Any]):
+    def __init__(self, rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool):
         self.tracer, self.few, self.draws = rehearsal.tracer, rehearsal.few, rehearsal.draws
-        self.sizes = self.few.size, self.few.size // FEW * MORE
-        self.leaves = tf.nest.flatten(list(batch))
-        self.two_and_both = functools.cache(self._two_and_both)
+        self.leaves, self.thorough = tf.nest.flatten(list(batch)), thorough
 
     def examples(self, start: int, size: int) -> list[Any]:
         """Return `size` examples, from the number `start` on, and again from the first."""
@@ -159,7 +157,8 @@ class _Trials:
     def _is_steady(self, trace: Trace) -> bool:
         inputs = self.examples(0, trace.size)
         results = [run(trace, inputs) for _ in range(2)]
-        seen = [[found["rows"], *found["layers"], *found["weights"]] for found in results]
+        kinds = "layers", "gradients", "weights"
+        seen = [[r["rows"], *(x for kind in kinds for x in r[kind])] for r in results]
         return not any(_differ(once, twice) for once, twice in zip(*seen, strict=True))
 
     def with_another_first(self, trace: Trace) -> Iterator[tuple[dict, dict]]:
@@ -197,33 +196,39 @@ class _Trials:
             with contextlib.suppress(tf.errors.OpError):  # it is no value for the function
                 yield before, run(trace, changed)
 
-    def _two_and_both(self, backward: bool) -> tuple[list[Trace], list[dict]]:
-        """Return traces of two slices and of the batch that they make, and what these give."""
-        traces = two_and_both(self.tracer, self.sizes, self.draws, backward=backward)
-        parts = [self.examples(0, self.sizes[0]), self.examples(*self.sizes)]
-        inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
-        return traces, [run(trace, own) for trace, own in zip(traces, inputs, strict=True)]
+    @functools.cached_property
+    def traces(self) -> list[Trace]:
+        """Return traces of two slices and of the batch that they make."""
+        return self.tracer.two_and_both(self.few, self.draws, self.thorough)
+
+    @functools.cached_property
+    def inputs(self) -> list[list[Any]]:
+        """Return what these are run on."""
+        few, more, _ = (trace.size for trace in self.traces)
+        parts = [self.examples(0, few), self.examples(few, more)]
+        return [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
+
+    @functools.cached_property
+    def results(self) -> list[dict]:
+        """Return what these give."""
+        return [run(trace, own) for trace, own in zip(self.traces, self.inputs, strict=True)]
 
     def mixed(self, trace: Trace | None = None) -> list[str]:
-        """Name the layer by which the loss of an example depends on another example."""
-        trace = trace or self.few
+        """Name the layer by which an example's loss or gradient depends on another example."""
+        trace, backward = trace or self.few, []
         for before, after in self.with_another_first(trace):
             if _differ(before["rows"][1:], after["rows"][1:]):
                 pairs = zip(trace.layers, before["layers"], after["layers"], strict=True)
                 layer = next((n for n, a, b in pairs if _differ(a[1:], b[1:])), NO_LAYER)
                 return [_MIXED.format(layer)]
-        return []
+            pairs = zip(before["gradients"], after["gradients"], strict=True)
+            if places := [i for i, (a, b) in enumerate(pairs) if _differ(a[1:], b[1:])]:
+                backward.append(_MIXED_BACKWARD.format(_after(trace, places[-1])))
+        return backward[:1]
 
     def mixed_among_more(self) -> list[str]:
         """Name the layer by which an example's loss or gradient depends on another, among more."""
-        forward, backward = (self.tracer.trace(sum(self.sizes), backward=b) for b in (False, True))
-        if found := self.mixed(forward):
-            return found
-        for before, after in self.with_another_first(backward):
-            pairs = zip(before["layers"], after["layers"], strict=True)
-            if places := [i for i, (a, b) in enumerate(pairs) if _differ(a[1:], b[1:])]:
-                return [_MIXED_BACKWARD.format(_after(backward, places[-1]))]
-        return []
+        return self.mixed(self.traces[2])
 
     def places(self) -> list[str]:
         """Name the layer that depends on the places of examples: they are put in another order."""
@@ -260,13 +265,12 @@ class _Trials:
         """
         if not self.few.custom_gradients:
             return []
-        traces, (first, second, both) = self.two_and_both(True)
-        if not self._is_steady(traces[0]):
+        if not self._is_steady(self.traces[0]):
             return []
         if found := self.mixed_among_more():
             return found
-        gradients = [found["weights"] for found in (first, second, both)]
-        largest = max((np.max(np.abs(g), initial=0) for g in both["weights"]), default=0)
+        gradients = [found["weights"] for found in self.results]
+        largest = max((np.max(np.abs(g), initial=0) for g in gradients[2]), default=0)
         for place, (a, b, ab) in enumerate(zip(*gradients, strict=True)):
             # One that is 0 but for rounding, as that of a bias before a softmax, is no fault; with
             # the examples in another order it is another one.
@@ -274,32 +278,33 @@ class _Trials:
             if _differ(ab, a + b) and not (
                 small and any(_differ(ab, found["weights"][place]) for found in self._reordered())
             ):
-                return [_NO_SUM.format(traces[0].weights[place])]
+                return [_NO_SUM.format(self.traces[0].weights[place])]
         return []
 
     def _reordered(self) -> Iterator[dict]:
         """Yield what the batch of two slices gives with its examples in other orders."""
-        traces, _ = self.two_and_both(True)
-        pairs = zip(self.examples(0, self.sizes[0]), self.examples(*self.sizes), strict=True)
-        leaves = [join(pair) for pair in pairs]
         for seed in range(_ORDERS):
-            order = np.random.default_rng(seed).permutation(sum(self.sizes))
-            yield run(traces[2], [tf.gather(leaf, order) for leaf in leaves])
+            order = np.random.default_rng(seed).permutation(self.traces[2].size)
+            yield run(self.traces[2], [tf.gather(leaf, order) for leaf in self.inputs[2]])
 
     def batch_size(self) -> list[str]:
         """Name the layer that depends on the number or places of examples, or whose gradient."""
-        size = self.sizes[0]
-        for backward in (False, True):
-            traces, (first, second, both) = self.two_and_both(backward)
-            for own, rows, line in (
-                (first, slice(0, size), _BATCH_SIZE), (second, slice(size, None), _PLACE),
-            ):  # fmt: skip
-                pairs = zip(own["layers"], both["layers"], strict=True)
-                places = [i for i, (a, b) in enumerate(pairs) if _differ(a, b[rows])]
-                if backward and places:
-                    return [line.format(_after(traces[0], places[-1]))]
-                if not backward and _differ(own["rows"], both["rows"][rows]):
-                    return [line.format(traces[0].layers[places[0]] if places else NO_LAYER)]
+        (first, second, both), few = self.results, self.traces[0]
+        slices = [
+            (first, slice(0, few.size), _BATCH_SIZE), (second, slice(few.size, None), _PLACE),
+        ]  # fmt: skip
+
+        def unlike(own: dict, rows: slice, kind: str) -> list[int]:
+            pairs = zip(own[kind], both[kind], strict=True)
+            return [i for i, (a, b) in enumerate(pairs) if _differ(a, b[rows])]
+
+        for own, rows, line in slices:
+            if _differ(own["rows"], both["rows"][rows]):
+                places = unlike(own, rows, "layers")
+                return [line.format(few.layers[places[0]] if places else NO_LAYER)]
+        for own, rows, line in slices:
+            if places := unlike(own, rows, "gradients"):
+                return [line.format(_after(few, places[-1]))]
         return []
 
 

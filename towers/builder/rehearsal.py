@@ -25,10 +25,9 @@ from towers.builder.added_losses import AddedLoss
 from towers.builder.attributes import SideOutputs
 from towers.builder.draws import Drawn
 from towers.builder.examples import possible_shapes
-from towers.builder.tracing import Trace, Tracer, run
+from towers.builder.tracing import FEW, MORE, Trace, Tracer, run
 from towers.errors import InputError
 
-FEW, MORE = 3, 5  # examples of the two traces, if the function takes any number of them
 _MULTIPLES = (1, 2, 4, 5, 7, 8, 10, 16)  # some functions take even numbers only, and so on
 _PATIENCE_SECONDS = 10.0
 _TRIALS = 6  # of shapes that values tell
@@ -220,7 +219,7 @@ def _rehearse(tracer: Tracer) -> Rehearsal:
             layouts.find_order(tracer, few, draws)
         if few.states:
             with _noted(reasons):
-                policies = states.policies_of(tracer, few, more, draws)
+                policies = states.policies_of(tracer, few, draws)
         untold = tuple(variable for variable in few.states if id(variable) not in policies)
         return dataclasses.replace(
             found, draws=tuple(draws), policies=policies, untold=untold,

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from towers.builder.added_losses import AddedLoss
 from towers.builder.attributes import ROWS
-from towers.builder.draws import Drawn, Rows
+from towers.builder.draws import Drawn
 from towers.builder.merging import merge
 from towers.builder.tracing import Trace, Tracer, run
 
@@ -21,13 +21,13 @@ _TRIALS_OF_ADDED = 3
 _POLICIES = ("first", "mean", "sum", "max", "min")
 
 
-def policies_of(tracer: Tracer, few: Trace, more: Trace, draws: Sequence[Drawn]) -> dict[int, str]:
+def policies_of(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> dict[int, str]:
     """Return {id of a variable: how several towers' values make one}, of those that can be told.
 
     The function is run on two slices and on both together, from several values of the variables.
     """
-    sizes = few.size, more.size
-    traces = two_and_both(tracer, sizes, draws, few.states)
+    traces = tracer.two_and_both(few, draws)
+    sizes = [trace.size for trace in traces[:2]]
     possible, moved = {id(v): list(_POLICIES) for v in few.states}, set()
     for trial in range(_TRIALS):
         before = _start(few.states, _FAR * (trial % 3 - 1))
@@ -55,8 +55,8 @@ def _start(states: Sequence[Any], offset: float) -> list[np.ndarray]:
 
 def of_added(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> list[AddedLoss]:
     """Return of each loss that layers add how slices' losses make that of both together."""
-    sizes = few.size, few.size + 2
-    traces = two_and_both(tracer, sizes, draws)
+    traces = tracer.two_and_both(few, draws)
+    sizes = [trace.size for trace in traces[:2]]
     possible = [["mean", "sum"] for _ in few.adding]
     alone = [True] * len(few.adding)  # whether a row of the loss is of one row of the result
     for trial in range(_TRIALS_OF_ADDED):
@@ -91,13 +91,13 @@ def policies_of_left(
     """
     if not few.shapes_left:
         return []
-    sizes, found = (few.size, few.size + 2), [_rows_if(few)]
+    found = [_rows_if(few)]
     with contextlib.suppress(Exception):  # then shapes for few examples are all that is known
-        traces = two_and_both(tracer, sizes, draws)
+        traces = tracer.two_and_both(few, draws)
         found = list(map(_rows_if, traces))
         others = [i for i, kinds in enumerate(zip(*found, strict=True)) if not all(kinds)]
         if others:
-            policies = _possible(tracer, traces, sizes, others)
+            policies = _possible(tracer, traces, others)
             return [policies.get(i, ROWS) for i in range(len(few.shapes_left))]
     return [ROWS if all(kinds) else None for kinds in zip(*found, strict=True)]
 
@@ -108,10 +108,11 @@ def _rows_if(trace: Trace) -> list[bool]:
 
 
 def _possible(
-    tracer: Tracer, traces: Sequence[Trace], sizes: tuple[int, int], places: Sequence[int]
+    tracer: Tracer, traces: Sequence[Trace], places: Sequence[int]
 ) -> dict[int, str | None]:
     """Return how slices' tensors at places make that of both together, in all trials."""
     possible = {place: list(_POLICIES) for place in places}
+    sizes = [trace.size for trace in traces[:2]]
     for trial in range(_TRIALS):
         results = [found["left"] for found in _tried(tracer, traces, trial)]
         for place in places:
@@ -125,24 +126,6 @@ def _possible(
                 and agrees(policy, before, own, sizes, both)
             ]
     return {place: next(iter(policies), None) for place, policies in possible.items()}
-
-
-def two_and_both(
-    tracer: Tracer,
-    sizes: tuple[int, int],
-    draws: Sequence[Drawn] | None,
-    states: Sequence[Any] = (),
-    backward: bool = False,
-) -> list[Trace]:
-    """Return traces of two slices of these sizes, and of the batch that they make: they draw alike.
-
-    For `states` and `backward` see `Tracer.trace`; `draws` are known from a rehearsal.
-    """
-    total = sum(sizes)
-    rows = [Rows(0, sizes[0], total), Rows(*sizes, total), Rows(0, total, total)]
-    return [
-        tracer.trace(r.size, rows=r, known=draws, states=states, backward=backward) for r in rows
-    ]
 
 
 def agrees(policy: str, before: Any, values: Sequence[Any], counts: Any, both: Any) -> bool:

@@ -40,6 +40,7 @@ _HARMLESS = re.compile(
     r"(Stateful)?(While|If|Case)$|LookupTable(Find|Size)|AnonymousHashTable|TensorArray|Placeholder|"
     r"Random(Uniform|UniformInt|StandardNormal|Shuffle|Gamma|Poisson)|TruncatedNormal|Multinomial"
 )
+FEW, MORE = 3, 5  # examples of two traces, if the function takes any number of them
 _MOST_ELEMENTS = 2**18  # of a batch that is run as a whole
 _SECONDS = 10.0  # for a run: a loop may have no end on made-up examples
 
@@ -65,6 +66,7 @@ class Trace:
     draws: list[tuple[str, list[int | None] | None, str]] = dataclasses.field(default_factory=list)
     # Variables that it assigns, without seeds and those that say how towers merge.
     states: list[keras.Variable] = dataclasses.field(default_factory=list)
+    inputs: Sequence[keras.Variable] = ()  # variables whose values it is given
     # Whether examples and draws have no part in what each of these is assigned; and paths of those
     # that are read after they were assigned, the ones first in which examples have a part.
     apart: list[bool] = dataclasses.field(default_factory=list)
@@ -97,6 +99,8 @@ class Tracer:
         self.real = known_values(self.batch) if self.batch else None
         self.made_up_too = False  # see `learn_values`
         self.reads_before = False  # whether what is assigned is read again as it was before
+        self._slices: dict[tuple[bool, bool], list[Trace]] = {}  # see `two_and_both`
+        self._noise: dict[tuple, tf.Tensor] = {}  # see `NoisyScope`
         self.values = [Values() for _ in self.batch]  # that arguments have
         self.failure = ""  # why it could not be traced the last time
 
@@ -119,20 +123,20 @@ class Tracer:
             known: of those draws.
             states: variables whose values are inputs.
             nudged: {place of a draw: its shape}, of draws that `run` can nudge.
-            backward: of layers' outputs, return the gradients of all that is returned.
+            backward: return the gradients of layers' outputs and of weights, too.
             sparse: note `num_rows`.
 
         Raises:
             InputError: the function assigns a `tf.Variable`.
         """
-        trace, nudged = Trace(size), nudged or {}
+        trace, nudged = Trace(size, inputs=states), nudged or {}
 
         def program(inputs: list, values: list, nudges: list) -> dict[str, Any]:
             own = {id(v): value for v, value in zip(states, values, strict=True)}
             given = iter(map(_with_known_shape, inputs, self._specs(size)))
             leaves = [x.values[0] if isinstance(x, PerTower) else next(given) for x in self.leaves]
             with tf.device("/cpu:0"), NoisyScope(own, "/cpu:0") as scope:
-                scope.reads_before = self.reads_before
+                scope.reads_before, scope.noise = self.reads_before, self._noise
                 watch = Watch(trace, scope, dict(zip(nudged, nudges, strict=True)))
                 for layer in self.layers:
                     watch.attributes.note(layer)
@@ -157,6 +161,33 @@ class Tracer:
         trace.squeezes = any(map(_squeezes_all, nodes))
         trace.effects = _effects_of(trace.ops)
         return trace
+
+    def two_and_both(
+        self, few: Trace, draws: Sequence[Drawn] | None, backward: bool = False
+    ) -> list[Trace]:
+        """Return traces of two slices, and of the batch that they make: they draw alike.
+
+        They are made once. The values of `few.states` are inputs.
+
+        Args:
+            few: the trace of the first slice's size.
+            draws: as a rehearsal knows them.
+            backward: trace the backward passes, too, if they can be; those of a function with
+                gradients of its own are always looked at.
+        """
+        backward = backward or few.custom_gradients
+        key = backward, self.reads_before
+        if key not in self._slices:
+            sizes = few.size, few.size // FEW * MORE
+            total = sum(sizes)
+            rows = [Rows(0, sizes[0], total), Rows(*sizes, total), Rows(0, total, total)]
+            options = {"known": draws, "states": few.states}
+            try:
+                found = [self.trace(r.size, rows=r, backward=backward, **options) for r in rows]
+            except LookupError:  # an op has no gradient
+                found = [self.trace(r.size, rows=r, **options) for r in rows]
+            self._slices[key] = found
+        return self._slices[key]
 
     def size_of_batch(self, otherwise: int) -> int:
         """Return how many examples the batch has, if that is known and they are soon computed."""
@@ -231,7 +262,7 @@ def run(
     Args:
         trace: of a function.
         inputs: as `Tracer.examples` gives them.
-        states: values of the variables that are inputs.
+        states: values of the variables that are inputs; those that they have, if there are none.
         nudges: for each draw that can be nudged an array of its shape: which numbers are replaced
             by about the largest that can be drawn (1) or the least (-1).
 
@@ -240,15 +271,16 @@ def run(
         "states": the values that it assigns; "added": for each of `trace.adding` the loss, a
         scalar, and "alone", whether each of its rows enters that row only of what is returned;
         "left": the tensors in `trace.left`, 0 for those that are not dense; "layers": for each of
-        `trace.layers` float64 [size, D]; "weights": if traced backward, the gradient of each of
-        `trace.weights`.
+        `trace.layers` float64 [size, D]; if traced backward, "gradients" like them, and "weights",
+        the gradient of each of `trace.weights`.
     """
     if trace.effects:
         raise RuntimeError(f"it cannot be tried without effects ({', '.join(trace.effects)})")
     function = trace.function
     with tf.init_scope(), tf.device("/cpu:0"):
         function.set_external_captures([stand_in(c) for c in function.captured_inputs])
-        values = [tf.cast(value, v.dtype) for value, v in zip(states, trace.states, strict=False)]
+        pairs = zip(states or trace.inputs, trace.inputs, strict=True)
+        values = [tf.cast(value, v.dtype) for value, v in pairs]
         nudges = [tf.constant(nudge, tf.int8) for nudge in nudges]
         found = tf_private.call_for_at_most(_SECONDS, function, list(inputs), values, nudges)
     return tf.nest.map_structure(lambda x: x.numpy(), found)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from towers import tf_private
@@ -31,6 +32,7 @@ class NoisyScope(TowerScope):
     """Lets the function read weights that are none of them zero."""
 
     reads_before = False  # whether what is assigned is read again as it was before
+    noise: dict[tuple, tf.Tensor]  # that is added to weights, by their shapes
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """Return what a variable is; Keras calls this."""
@@ -43,8 +45,20 @@ class NoisyScope(TowerScope):
         if weight and id(variable) not in self.own:
             self.paths.append(variable.path)
             with self.graph.as_default():
-                self.own[id(variable)] = self.weights[id(value)] = _noisy(value, len(self.own))
+                self.own[id(variable)] = self.weights[id(value)] = self._noisy(value)
         return super().get_current_value(variable)
+
+    def _noisy(self, value: tf.Variable) -> tf.Tensor:
+        """Return a weight with noise, which is made outside of the graph: it has many weights."""
+        size, seed = value.shape.num_elements(), len(self.own) % 3
+        if size > _MOST_NOISY:
+            return tf.identity(value)
+        key = tuple(value.shape), value.dtype, seed
+        if key not in self.noise:
+            with tf.init_scope(), tf.device("/cpu:0"):
+                waves = np.sin(12.9898 * np.arange(size) + seed).reshape(key[0])
+                self.noise[key] = tf.cast(_NOISE * waves, value.dtype)
+        return value + self.noise[key]
 
     @functools.cached_property
     def paths(self) -> list[str]:
@@ -60,15 +74,6 @@ class NoisyScope(TowerScope):
     def weights(self) -> dict[int, tf.Tensor]:
         """Return {id of a weight's `tf.Variable`: what is read of it}."""
         return {}
-
-
-def _noisy(value: tf.Variable, seed: int) -> tf.Tensor:
-    size = value.shape.num_elements()
-    if size > _MOST_NOISY:
-        return tf.identity(value)
-    count = tf.range(size, dtype=tf.float32)
-    waves = tf.reshape(tf.sin(12.9898 * count + seed), value.shape)
-    return value + tf.cast(_NOISE * waves, value.dtype)
 
 
 class Watch:
@@ -180,7 +185,7 @@ class Watch:
             _is_alone(zero, rows[0]) if by_example else tf.constant(False)
             for (_, zero), by_example in zip(self.added, trace.added_by_example, strict=True)
         ]
-        layers, weights = list(self.outputs), []
+        gradients, weights = [], []
         if backward:
             upstream = [_UPSTREAM * tf.stop_gradient(tf.cos(own)) for own in rows]  # unlike
             # A gradient that is a new value is no sum, and towers take it for none.
@@ -192,9 +197,9 @@ class Watch:
                 if key not in self.scope.overwritten
             ]
             trace.weights = [path for path, _ in weights]
-            sources = [*layers, *(weight for _, weight in weights)]
+            sources = [*self.outputs, *(weight for _, weight in weights)]
             found = tf.gradients(rows, sources, upstream, unconnected_gradients="zero")
-            layers, weights = found[: len(layers)], found[len(layers) :]
+            gradients, weights = found[: len(self.outputs)], found[len(self.outputs) :]
         return {
             "rows": tf.concat(rows, axis=1),
             "shapes": [tf.shape(x) for x in unknown],
@@ -203,7 +208,8 @@ class Watch:
             "alone": alone,
             "left": [leaf if isinstance(leaf, tf.Tensor) else tf.zeros([]) for leaf in left],
             "weights": [tf.cast(tf.convert_to_tensor(leaf), tf.float64) for leaf in weights],
-            "layers": [_rows(tf.convert_to_tensor(leaf), trace.size) for leaf in layers],
+            "layers": [_rows(leaf, trace.size) for leaf in self.outputs],
+            "gradients": [_rows(tf.convert_to_tensor(leaf), trace.size) for leaf in gradients],
         }
 
 

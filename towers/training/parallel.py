@@ -190,7 +190,7 @@ class _Steps:
         """Return a function in which outermost layers are called on towers."""
 
         def with_towers(*args: Any) -> Any:
-            joined = flat.updates_joined(optimizers_of(self.model), lambda *args: args[-1]())
+            joined = flat.updates_joined(optimizers_of(self.model), self._update)
             calls = tf_private.layer_calls_replaced(self._make_call)
             given, making = examples.given(args, self._batch), self._making_variables()
             with tf.device(self.home), integers_on(self.home), joined, calls, given, making:
@@ -199,6 +199,13 @@ class _Steps:
             return result
 
         return with_towers
+
+    def _update(self, optimizer: keras.optimizers.Optimizer, *args: Any) -> None:
+        """Let an optimizer, which has been built, update weights, if the trace is kept."""
+        *_, update = args
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if not self._is_dropped or not type(inner).__module__.startswith("keras."):
+            update()
 
     @contextlib.contextmanager
     def _making_variables(self) -> Iterator[None]:
