@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from towers import TowerBuilder
+from towers.builder.tracing import Tracer
 
 pytestmark = pytest.mark.run
 X = np.random.default_rng(0).normal(size=(7, 4))
@@ -214,3 +215,57 @@ def test_nothing_is_said_of_what_is_exact(name, float64):
 
 def test_it_says_so_eagerly(float64):
     assert told(FUNCTIONS["softmax over the batch"][1], "concat", compiled=False)
+
+
+class Nudged(keras.layers.Layer):
+    """Assigns a state a value that examples have a part in, or seem to."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.state = self.add_weight(shape=(), initializer="ones", name="state", trainable=False)
+
+    def call(self, x):
+        self.state.assign(self.state + self.change(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    "change, is_told",
+    [
+        (lambda x: 0 * ops.mean(x), False),
+        (lambda x: ops.sum(x * 0.0), False),
+        (lambda x: ops.mean(x) * 0.0 + ops.max(x) * 0.0, False),
+        (lambda x: ops.cast(ops.any(x > 1e9), x.dtype), True),
+    ],
+)
+def test_an_assignment_that_changes_nothing_is_no_doubt(change, is_told):
+    told, layer = [], Nudged(change)
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_doubt=told.append)
+    tf.function(lambda x: builder.concat(layer, x))(tf.constant(X, tf.float32))
+    assert bool(told) == is_told, told
+
+
+def test_a_function_is_traced_five_times_for_all_trials(monkeypatch):
+    """For few and more examples, and for two slices and their batch, forward and backward."""
+    traced, trace = [], Tracer.trace
+
+    def counted(tracer, size, **options):
+        traced.append(size)
+        return trace(tracer, size, **options)
+
+    monkeypatch.setattr(Tracer, "trace", counted)
+    layer = keras.Sequential([
+        keras.Input((4,)), keras.layers.Dense(4, "silu"), keras.layers.ActivityRegularization(0.1),
+        keras.layers.Dropout(0.5), Nudged(ops.max),
+    ])  # fmt: skip
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_doubt=lambda _: None)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(builder.concat(lambda x: layer(x, training=True), x))
+        return tape.gradient(loss, layer.trainable_variables)
+
+    step(tf.constant(X, tf.float32))
+    assert traced == [3, 5, 3, 5, 8]

@@ -249,12 +249,19 @@ def _is_apart(value: tf.Tensor, batch: Collection[str]) -> bool:
         op = waiting.pop()
         if op.name in batch or SEEN in op.name or random_ops([(op.name, op.type)]):
             return False
+        if op.type in ("Mul", "MulNoNan") and any(map(_is_zero, op.inputs)):
+            continue
         of_variables = [x for x in op.inputs if x.dtype == tf.resource]
         before = [x.op for x in op.inputs] + [own for x in of_variables for own in x.consumers()]
         new = {own.name: own for own in before if own.name not in found}
         found |= new.keys()
         waiting += new.values()
     return True
+
+
+def _is_zero(x: tf.Tensor) -> bool:
+    value = tf.get_static_value(x)
+    return value is not None and not np.any(value)
 
 
 def _range_of(name: str, drawn: tf.Tensor, arguments: Mapping[str, Any]) -> tuple:
