@@ -115,6 +115,39 @@ def test_the_builder_by_hand_joins_them(name, compiled, float64):
     np.testing.assert_allclose(several, gradients(model), rtol=1e-9)
 
 
+WAYS = [
+    {"accumulate_steps": 2},
+    {"jit_compile": True, "batch_norm": "local"},
+    {"jit_compile": True, "batch_norm": "local", "accumulate_steps": 2},
+]
+
+
+@pytest.mark.parametrize("name", ["rows", "mean", "a list"])
+@pytest.mark.parametrize("options", WAYS)
+def test_in_parts_and_by_xla(options, name, float64):
+    leave, use = LEAVING[name]
+    x, y = (tf.constant(DATA[key][:7]) for key in "xy")
+    model = Leaving(leave, use)
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"], **options)
+
+    def joined(call):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((call(x) - y) ** 2) + use(model)
+        return loss, tape.gradient(loss, model.features.kernel.value)
+
+    @tf.function
+    def by_example():
+        builder.gradients(lambda x: model(x)[:, 0], model.trainable_variables, x)
+        return use(model)
+
+    expected = joined(model)
+    found = tf.function(joined)(lambda x: builder.concat(model, x))
+    for own, value in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, value, rtol=1e-9)
+    used = use(model) if model(x) is not None else None
+    np.testing.assert_allclose(by_example(), used, rtol=1e-9)
+
+
 def spread(model, x):
     model.spread = ops.std(x)
 

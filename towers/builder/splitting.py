@@ -193,7 +193,8 @@ def _part(leaf: Any, tower: int, rows: Rows) -> Any:
         return tf.sparse.slice(leaf, start, size)
     with _beside(leaf):
         found = leaf[rows.start : rows.start + rows.size]
-    if (mask := tf_private.mask_of(leaf)) is not None:
+    mask = tf_private.mask_of(leaf)  # AutoGraph, which may read this, knows no :=
+    if mask is not None:
         tf_private.set_mask_of(found, mask[rows.start : rows.start + rows.size])
     return found
 
