@@ -736,6 +736,32 @@ def ops_of_integers_replaced(make: Callable[[str], Make]) -> Block:
 # Functions and graphs.
 
 
+def custom_gradients_copied() -> Block:
+    """Let gradients by `tf.custom_gradient` be copies, made in the backward pass.
+
+    Those that the forward pass has made, as float8's new scales, no function can return: they are
+    of another graph. Public: none.
+    """
+
+    def make(before: Callable) -> Callable:
+        def custom_gradient(f: Callable) -> Callable:
+            def with_copies(*args: Any, **kwargs: Any) -> tuple[Any, Callable]:
+                result, grad = f(*args, **kwargs)
+
+                def copies(*upstream: Any, **options: Any) -> Any:
+                    found = tf.nest.flatten(own := grad(*upstream, **options))
+                    copied = [g if g is None else tf.identity(g) for g in found]
+                    return tf.nest.pack_sequence_as(own, copied)
+
+                return result, copies
+
+            return before(with_copies)
+
+        return custom_gradient
+
+    return _replaced((tf, "custom_gradient", make))
+
+
 def functions_inlined(around: Callable[[], Block] = contextlib.nullcontext) -> Block:
     """Let the thread run each `tf.function` as a part of what calls it, converted by AutoGraph.
 
@@ -1110,6 +1136,8 @@ def _wide(policy: Any) -> Any:
     if isinstance(policy, DTypePolicyMap):
         wide = {name: _wide(own) for name, own in policy.items()}
         return DTypePolicyMap(default_policy=_wide(policy.default_policy), policy_map=wide)
+    if policy.quantization_mode == "float8":
+        return keras.dtype_policies.QuantizedFloat8DTypePolicy("float8", "float64")
     if policy.quantization_mode is None and "float" in policy.compute_dtype:
         return keras.DTypePolicy("float64")
     return policy

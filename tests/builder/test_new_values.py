@@ -91,7 +91,7 @@ def trained(make, way="", number=0, **options):
         def losses(x, y):
             return tf.reduce_mean((model(x, training=True) - y) ** 2, axis=1)
 
-        @tf.function
+        @tf.function(jit_compile=bool(options) and not number)
         def step(x, y):
             if way == "gradients":
                 loss, gradients = builder.gradients(losses, weights, x, y)
@@ -114,6 +114,42 @@ def test_own_loops(make, way):
     for number, options in (2, {}), (3, {"accumulate_steps": 2}):
         for own, value in zip(trained(make, way, number, **options), expected, strict=True):
             np.testing.assert_allclose(own, value, rtol=1e-6, atol=1e-9)
+
+
+def test_losses_by_example_that_xla_compiles():
+    expected = trained(float8, jit_compile=True)  # XLA rounds to float8 otherwise than kernels
+    found = trained(float8, "gradients", 2, jit_compile=True, batch_norm="local")
+    for own, value in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, value, rtol=1e-6, atol=1e-9)
+
+
+def test_joined_outputs_of_float8_are_not_left_to_xla_in_silence():
+    told = []
+    trained(float8, "concat", 2, jit_compile=True, batch_norm="local", on_doubt=told.append)
+    assert len(told) == 1 and "leave jit_compile out" in told[0]
+
+
+def test_fit_does_not_leave_float8_to_xla():
+    def build():
+        model = float8()
+        model.compile("sgd", "mse", jit_compile=False)
+        return model
+
+    given = {"x": X, "y": Y, "batch_size": 4, "shuffle": False}
+    with pytest.warns(UserWarning, match="runs on one device: jit_compile: XLA leaves out"):
+        found = fits.fit(build, given, 2, jit_compile=True, batch_norm="local")
+    assert not fits.differences(fits.fit(build, given), found)
+
+
+def test_a_bias_that_is_rounded_to_16_bits_is_no_fault():
+    """In float32 Keras rounds what it adds to a product of float8, and so the sum of gradients."""
+    model, told = float8(layers.Dense(6, "tanh")), []
+    builder = TowerBuilder(["/cpu:0", "/cpu:1"], on_doubt=told.append)
+    step = tf.function(lambda x: builder.gradients(
+        lambda x: tf.reduce_sum(model(x, training=True) ** 2, 1), model.trainable_variables, x
+    ))  # fmt: skip
+    step(X.astype("float32"))
+    assert not told
 
 
 @pytest.mark.parametrize("make", MODELS[:-1])  # a bias of attention's keys is rounding alone

@@ -462,3 +462,40 @@ def test_places_in_the_batch_are_not_divided(given):
     differences, lines = compare(with_edges, given, 2)
     assert differences == {}
     assert [" and " in line and "runs on one device" in line for line in lines][:1] == [True]
+
+
+class Pair(tf.experimental.BatchableExtensionType):
+    a: tf.Tensor
+    b: tf.Tensor
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a tensor"])
+def test_an_extension_type_runs_on_one_device_with_a_line(beside):
+    def call(layer, x=None, pair=None):
+        found = layer.part(pair.a) + layer.part(pair.b)
+        return found if x is None else found + layer.part(x)
+
+    def step(model, pair, y):
+        output = model.own(pair.a, pair=pair) if beside else model.own(pair=pair)
+        return tf.reduce_mean((output - y) ** 2)
+
+    def build():
+        model = of_step(step, own=lambda: layer_of(call, part=lambda: layers.Dense(1)))
+        model.own.part.build((None, 5))
+        model.own.built = model.built = True
+        return model
+
+    def fitted(num_towers):
+        with fits.in_float64(), warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            keras.utils.set_random_seed(0)
+            model = build()
+            if num_towers:
+                towers.parallelize(model, devices=["/cpu:0", "/cpu:1"])
+            data = tf.data.Dataset.from_tensor_slices((Pair(a=X, b=X[::-1].copy()), Y)).batch(4)
+            loss = model.fit(data, verbose=0).history["loss"]
+        return loss, [str(one.message) for one in told if "one device" in str(one.message)]
+
+    (expected, _), (loss, told) = fitted(0), fitted(2)
+    np.testing.assert_allclose(loss, expected, rtol=1e-12)
+    assert len(told) == 1 and "Pair is an ExtensionType" in told[0]

@@ -23,6 +23,7 @@ from towers.builder.tracing import FEW, Trace, run
 
 _MANY = 16  # examples, where it is not known how many a batch has
 _EFFECT = 1e-5  # of the largest value: less is rounding
+_EFFECT_IN_16_BITS = 0.02  # of the largest, where each tower's sum is rounded to these
 _ORDERS = 8  # of examples, in all of which rounding is not the same
 _ROUNDING = 1e-6  # of the largest gradient of any weight
 
@@ -275,7 +276,7 @@ class _Trials:
             # One that is 0 but for rounding, as that of a bias before a softmax, is no fault; with
             # the examples in another order it is another one.
             small = np.max(np.abs(ab - a - b), initial=0) <= _ROUNDING * largest
-            if _differ(ab, a + b) and not (
+            if _differ(ab, a + b, _EFFECT_IN_16_BITS if self.few.in_16_bits else _EFFECT) and not (
                 small and any(_differ(ab, found["weights"][place]) for found in self._reordered())
             ):
                 return [_NO_SUM.format(self.traces[0].weights[place])]
@@ -331,10 +332,10 @@ _UNLIKE = [_scaled(1.5, 0.25), _scaled(0.0, 0.0), _scaled(-4.0, -1.0)]
 _FAR = [_scaled(100.0, 1.0), _scaled(-100.0, -1.0)]  # one example takes a branch for all
 
 
-def _differ(a: np.ndarray, b: np.ndarray) -> bool:
+def _differ(a: np.ndarray, b: np.ndarray, effect: float = _EFFECT) -> bool:
     """Tell whether two arrays differ by more than rounding; NaN is like NaN."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     alike = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities, too
     change = np.abs(np.subtract(a, b, out=np.zeros_like(a), where=~alike))
     size = np.max(np.abs(np.where(np.isfinite(a), a, 0.0)), initial=0)
-    return bool(np.any(~(change <= _EFFECT * size)))
+    return bool(np.any(~(change <= effect * size)))

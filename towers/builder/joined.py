@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import added_losses, attributes, gather
+from towers.builder import added_losses, attributes, doubts, gather
 from towers.builder.losses import places
 from towers.builder.merging import with_new_values
 from towers.builder.rehearsal import Rehearsal
@@ -59,6 +59,8 @@ def _as_one_op(builder: Any, forward: Callable, fn: Callable, batch: Sequence[An
     for part in parts:
         part.states = states
     assign(builder, scopes, found.policies)
+    if builder.jit_compile and any(scope.overwritten for scope in scopes):
+        builder.tell([doubts.FLOAT8_BY_XLA])
     reads = [item for part in parts for own in part.reads for item in own.items()]
     variables = [variable for variable, _ in dict(reads).values()]
     whole_ones = [*captured, *variables]  # each tower takes all of them

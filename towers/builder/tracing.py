@@ -53,6 +53,7 @@ class Trace:
     function: Any = None  # which `run` calls
     ops: Sequence[tuple[str, str]] = ()  # (name, type) of all that it runs
     custom_gradients: bool = False  # whether an op has a gradient by `tf.custom_gradient`
+    in_16_bits: bool = False  # whether numbers are rounded to 16 bits on the way
     effects: Sequence[str] = ()  # types of ops that would leave a trace if it ran
     # Whether what it returns has a row for each example; None: the trace does not tell.
     by_example: bool | None = False
@@ -158,6 +159,7 @@ class Tracer:
         nodes = _nodes_of(trace.function.graph)
         trace.ops = [(node.name, node.op) for node in nodes]
         trace.custom_gradients = any(map(_has_gradient_of_its_own, nodes))
+        trace.in_16_bits = any(map(_rounds_to_16_bits, nodes))
         trace.squeezes = any(map(_squeezes_all, nodes))
         trace.effects = _effects_of(trace.ops)
         return trace
@@ -301,6 +303,10 @@ def _nodes_of(graph: tf.Graph) -> list[Any]:
 
 def _has_gradient_of_its_own(node: Any) -> bool:
     return node.attr["_gradient_op_type"].s.startswith(b"CustomGradient")
+
+
+def _rounds_to_16_bits(node: Any) -> bool:
+    return node.op == "Cast" and node.attr["DstT"].type in (tf.bfloat16, tf.float16)
 
 
 def _squeezes_all(node: Any) -> bool:

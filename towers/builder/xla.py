@@ -35,7 +35,7 @@ def compiled(
     reads: list[tuple[tf.Variable, tf.Tensor]] = []
 
     def program() -> tuple[Any, list[tf.Tensor]]:
-        with _reads(outside, reads):
+        with _reads(outside, reads), tf_private.custom_gradients_copied():
             scope, results = fn()
             scope.settle()  # which reads the moving averages
         scopes.append(scope)

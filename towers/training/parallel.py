@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from towers import devices as tower_devices
 from towers import tf_private
-from towers.builder import attributes, examples, faults
+from towers.builder import attributes, doubts, examples, faults
 from towers.builder.assignments import TowerScope
 from towers.builder.kinds import HOST, are_gpus, are_of_workers
 from towers.builder.replica_context import integers_on
@@ -294,6 +294,13 @@ class _Steps:
         def call(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
             leaves = tf.nest.flatten((args, kwargs))
             inside = isinstance(tf_private.open_scope(), TowerScope)
+            for own in filter(_is_extension, () if inside else leaves):
+                self.builder.tell([
+                    f"layer {layer.name} runs on one device: its argument {type(own).__name__} is "
+                    "an ExtensionType, which is not split; call it with a dict of its tensors"
+                ])  # fmt: skip
+                with self._plain():
+                    return keras_call(layer, *args, **kwargs)
             if inside or not any(map(_is_batch, leaves)) or _is_symbolic(leaves):
                 return keras_call(layer, *args, **kwargs)
             if tf.executing_eagerly():  # one op after the other: towers would bring nothing
@@ -345,6 +352,8 @@ class _Steps:
         """Return why a layer cannot be called on towers, each with a part of the batch; or ""."""
         if tf_private.are_followed([v.value for v in layer.trainable_variables]):
             return "a tf.autodiff.ForwardAccumulator follows its weights"
+        if self.builder.jit_compile and any(v.overwrite_with_gradient for v in layer.variables):
+            return doubts.FLOAT8_BY_XLA
         if self.builder.num_slices == 1:
             return ""
         found = self.builder.rehearse(fn, *batch, silent=True)
@@ -466,6 +475,10 @@ def _is_batch(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray):
         return leaf.ndim > 0
     return isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) and leaf.shape.rank != 0
+
+
+def _is_extension(leaf: Any) -> bool:
+    return isinstance(leaf, tf.experimental.ExtensionType)
 
 
 def _is_symbolic(leaves: Sequence[Any]) -> bool:
