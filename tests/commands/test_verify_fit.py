@@ -275,3 +275,12 @@ def test_bad_input_is_said_in_one_line():
         with pytest.raises(towers.InputError, match=words) as error:
             verified(given, **options)
         assert "\n" not in str(error.value)
+
+
+def test_a_quantized_model_is_copied_whatever_the_order_of_its_variables():
+    model = net(layers.Dense(4, "relu"), layers.Dense(4, "relu"), optimizer="adam")
+    for layer in model.layers:
+        layer.quantize("float8")
+    model.compile("adam", "sparse_categorical_crossentropy")
+    result, said = verified(model)
+    assert result["passed"] and result["dtype"] == "float64", said

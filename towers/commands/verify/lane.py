@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -233,13 +234,32 @@ def copy_of(model: keras.Model, x: Any) -> keras.Model:
         arguments = tf_private.compile_arguments(model)
         copy.compile(**{name: _made_anew(value) for name, value in arguments.items()})
     copy(x)
-    copy.optimizer.build(copy.trainable_variables)
-    pairs = [(model, copy)] if is_built(model) else []
-    pairs += [(model.optimizer, copy.optimizer)] if pairs and model.optimizer.built else []
-    for source, target in pairs:
-        for variable, own in zip(source.variables, target.variables, strict=True):
-            own.assign(variable.numpy())
+    if not is_built(model):
+        copy.optimizer.build(copy.trainable_variables)
+        return copy
+    pairs = list(zip(model.variables, _like(model.variables, copy.variables), strict=True))
+    copies = {id(variable): own for variable, own in pairs}
+    copy.optimizer.build([copies[id(v)] for v in model.trainable_variables])
+    if model.optimizer.built:
+        pairs += zip(model.optimizer.variables, copy.optimizer.variables, strict=True)
+    for variable, own in pairs:
+        own.assign(variable.numpy())
     return copy
+
+
+def _like(
+    variables: Sequence[keras.Variable], copies: Sequence[keras.Variable]
+) -> list[keras.Variable]:
+    """Return the copy of each variable: those of one name are in the same order.
+
+    All of them need not be: a layer that was quantized made its scales last, and its copy first.
+    """
+    of_name: dict[str, list[keras.Variable]] = {}
+    for own in copies:
+        of_name.setdefault(own.name, []).append(own)
+    if Counter(v.name for v in variables) != Counter(own.name for own in copies):
+        return list(copies)
+    return [of_name[v.name].pop(0) for v in variables]
 
 
 def twin_of(model: keras.Model) -> keras.Model:
