@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from towers import tf_private
 from towers.builder.assignments import TowerScope
 from towers.builder.gather import Places, map_values
 from towers.builder.merging import widen
