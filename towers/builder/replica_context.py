@@ -238,9 +238,11 @@ def call_copies(
 
     results = builder.run(on_tower, replicas)
     scopes = replicas.scopes
+    if not scopes:  # nothing was split, and nothing is assigned
+        return results
     assign(builder, scopes, found.policies)
     found.side_outputs.leave(builder.gather(gather.join, left), batch)
-    if to_join and scopes:
+    if to_join:
         added_losses.add_to_layers(scopes[0], builder.gather(gather.join, added))
     return results
 

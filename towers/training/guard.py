@@ -97,11 +97,11 @@ class Guard:
         if self._scales:
             tolerated = tf.reduce_any(tf.stack(self._scales) > 1.0)
             moves = finite | (tolerated & of_loss)  # as in `fit`, too high a scale costs no more
-        end_step(masters, [finite], before, num_examples, tolerated, moves)
         if is_gpu(masters.replicas[0].device):
             update_averages(masters, options, moves)
         elif masters.averages:
             if_finite(moves, lambda: update_averages(masters, options))
+        end_step(masters, [finite], before, num_examples, tolerated, moves)
 
     def _is_here(self) -> bool:
         return tf.compat.v1.get_default_graph() is self.graph
