@@ -238,10 +238,9 @@ class Compiled(Task):
 
     def metrics_of_batch(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
         """See `Task`."""
-        names, model = self._of_batch(), self.model
-        if not names:
+        if not self._of_batch():
             return {}
-        home = self.builder.gather_device
+        home, model = self.builder.gather_device, self.model
         with tf.device(home), integers_on(home), floatx_of(self.options.dtype):
             with tf.name_scope("gather"):
                 said, *targets = gather.map_towers(gather.join, outputs)
@@ -250,7 +249,7 @@ class Compiled(Task):
                 metric.reset_state()
             tf_private.compiled_loss(model, y, said, weights)  # has metrics of its own, of outputs
             logs = scalars(model.compute_metrics(None, y, said, weights))
-        return {name: logs[name.removeprefix("batch/")] for name in names}
+        return {f"batch/{name}": value for name, value in logs.items() if name != "loss"}
 
     def _make_step_of_outputs(self, learning_rate: Callable) -> Callable:
         """Return the model's own training step, whose calls run on towers."""
@@ -394,7 +393,8 @@ class Compiled(Task):
     def gradients(self, *batch: Any) -> list[Any]:
         """See `Task`."""
         if self.by_example and builder_of(self.model):
-            return super().gradients(*batch)
+            with keras.StatelessScope():  # which takes what towers assign
+                return super().gradients(*batch)
         weights = self.model.trainable_variables
         with _without_penalty(weights), keras.StatelessScope(), tf.GradientTape() as tape:
             loss = on_towers(self.model, self.builder, self.loss)(*batch)

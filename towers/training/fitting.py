@@ -57,7 +57,8 @@ class Pairs:
                 if not depth and isinstance(y_true, tf.Tensor) and isinstance(y_pred, tf.Tensor):
                     places = [i for i, leaf in enumerate(leaves) if leaf is y_true]
                     self._note(loss, next(iter(places), None), y_true, y_pred, weights)
-                    self.of_examples &= _is_of_examples(call, loss, y_true, y_pred, weights)
+                    if self.of_examples:  # else a loss of the user's would be called once more
+                        self.of_examples = _is_of_examples(call, loss, y_true, y_pred, weights)
                 depth += 1
                 try:
                     return call(loss, y_true, y_pred, *args, **kwargs)
