@@ -382,6 +382,20 @@ def assignments_replaced(make: Callable[[str], Make]) -> Block:
     return _replaced(*((owner, name, make(name)) for owner, name in names))
 
 
+def assignments_noted(assigned: list[tf.Variable]) -> Block:
+    """Add each `tf.Variable` to `assigned` whose methods assign to it. Public: as above."""
+
+    def make(name: str) -> Make:
+        def noting(own: Callable) -> Callable:
+            return lambda variable, *args, **kwargs: (
+                assigned.append(variable), own(variable, *args, **kwargs)
+            )[1]  # fmt: skip
+
+        return noting
+
+    return assignments_replaced(make)
+
+
 def reads_replaced(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
     """Let each `tf.Variable` be read by `read(variable, own)`, where `own(variable)` is TensorFlow.
 

@@ -267,3 +267,58 @@ def test_the_objective_is_a_metric_and_its_direction_is_known():
     assert objective([own], objective="max:own") == ("own", "max")
     with pytest.raises(InputError, match="min:own"):
         objective([own], objective="own")
+
+
+class SumOfOutputs(keras.metrics.Metric):
+    """Counts by a variable that Keras does not know."""
+
+    def __init__(self):
+        super().__init__(name="sum_of_outputs")
+        self.total = tf.Variable(0.0, trainable=False)
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(tf.reduce_sum(y_pred))
+
+    def result(self):
+        return tf.identity(self.total)
+
+    def reset_state(self):
+        self.total.assign(0.0)
+
+
+class OwnTest(keras.Sequential):
+    """Evaluates by a step of its own."""
+
+    def test_step(self, data):
+        x, y = data
+        return {"loss": tf.reduce_max(self.compute_loss(x, y, self(x, training=False)))}
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["keras", "own test_step"])
+def test_averages_are_evaluated_beside_the_weights(own):
+    """In one pass, with a last batch that is smaller; twice the same, and no variable changes."""
+
+    def build():
+        parts = keras.Input([4]), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)
+        model = (OwnTest if own else keras.Sequential)(parts)
+        model.compile("sgd", "mse", metrics=None if own else ["mae", SumOfOutputs()])
+        return model
+
+    loop = loop_of(model=build, ema_decay=0.5, batch_size=7)
+    loop(3)
+    before = loop.state()
+    evaluator = loop.run.task.make_evaluator(loop.run.data.test)
+    found = evaluator().metrics
+    assert evaluator().metrics == found
+    tiny.assert_identical(loop.state(), before)
+    plain, (x, y) = build(), numbers()[1]
+    x, y = x.astype("float32"), y.astype("float32")
+    of_averages = {id(v): average for v, average in loop.masters.averages}
+    for ending in "", "_ema":
+        weights = loop.masters.model.trainable_variables
+        values = [of_averages[id(v)] if ending else v for v in weights]
+        for variable, value in zip(plain.trainable_variables, values, strict=True):
+            variable.assign(value)
+        expected = plain.evaluate(x, y, batch_size=7, verbose=0, return_dict=True)
+        for name, value in expected.items():
+            assert found[f"{name}{ending}"] == pytest.approx(value, rel=1e-5), name

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -46,17 +47,16 @@ def test_one_gpu_keeps_everything_and_the_tutorials_way_stays_on_the_host():
 
 
 def test_the_numbers_are_those_of_cpus():
-    """A replica computes its own learning rate, evaluation gives out one tensor a batch."""
+    """A replica computes its own learning rate, evaluation reads its copies."""
     given = dict(dtype="float64", ema_decay=0.9, model="tests.tiny:cnn", batch_size=7)
     theirs = tiny.Loop(tiny.options("unused", devices="/cpu:0", **given))
-    rows = theirs.run.task.eval_step()(tiny.arrays(7))
+    batch = tiny.arrays(7), tf.ones([7])
+    before = theirs.run.task.eval_arrays(*batch)
     theirs(3)
     for variables in WAYS:
         ours = loop_of(2, variables, **given)
         if variables == "replicated":
-            found = ours.run.task.eval_step()(tiny.arrays(7))
-            assert isinstance(rows, tf.Tensor) and isinstance(found, tf.Tensor)
-            np.testing.assert_allclose(found, rows, rtol=1e-9)
+            tiny.assert_close(ours.run.task.eval_arrays(*batch), before, 1e-9)
         ours(3)
         tiny.assert_close(ours.state(), theirs.state(), 1e-9)
         counts = [int(replica.examples) for replica in ours.masters.replicas]
@@ -76,6 +76,32 @@ def test_every_tower_evaluates_the_weights_that_were_restored(tmp_path, keep_bes
     on_two, on_one = evaluate(**of_run), evaluate(**of_run, devices="/cpu:0", num_towers=1)
     found = [result["test_loss"], on_two["loss"]]
     assert found == pytest.approx([on_one["loss"]] * 2, rel=1e-9)
+
+
+def compiled(num_classes, image_shape):
+    model = tiny.cnn(num_classes, image_shape)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, metrics=["accuracy"])
+    return model
+
+
+@pytest.mark.parametrize("model", ["tests.tiny:cnn", f"{__name__}:compiled"])
+def test_a_tower_evaluates_its_own_copy_and_the_averages_of_all(model):
+    """So no weight is sent: with another copy on the second tower, its examples fare otherwise."""
+    given = dict(model=model, dtype="float64", ema_decay=0.5, num_towers=2, variables="replicated")
+    options = tiny.options("unused", **given)
+    if model.endswith("compiled"):  # which has a rate of its own
+        options = dataclasses.replace(options, learning_rate=Options.learning_rate)
+    loop = tiny.Loop(options)
+    loop(2)
+    batch = tiny.arrays(8), tf.ones([8])
+    before = loop.run.task.eval_arrays(*batch)
+    for weight in loop.masters.replicas[1].weights:
+        weight.assign(weight * 3)
+    after = loop.run.task.eval_arrays(*batch)
+    assert after["loss_ema"] == before["loss_ema"] and after["loss"] != before["loss"]
+    loop.masters.set_copies()
+    tiny.assert_identical(loop.run.task.eval_arrays(*batch), before)
 
 
 @pytest.mark.parametrize("towers", [1, 2])

@@ -20,8 +20,8 @@ from towers.errors import InputError
 from towers.monitoring import events
 from towers.monitoring.monitor import Monitor
 from towers.training import manifest
-from towers.training.classification import Classification
 from towers.training.run import Run
+from towers.training.task import Task
 from towers.training.train import table, train
 
 pytestmark = pytest.mark.run
@@ -134,11 +134,13 @@ def test_flags_cfg_repeats_the_run_and_calls_of_other_lengths_change_no_bit(
         return call
 
     keep(Run, "train_loop", observed)
-    keep(Classification, "_make_eval_step", lambda step: step)
+    tasks, evaluate = [], Task._evaluate
+    monkeypatch.setattr(Task, "_evaluate", lambda *own: (tasks.append(own[0]), evaluate(*own))[1])
     flags = f"--flagfile={whole}/flags.cfg", f"--train_dir={tmp_path}", "--steps_per_loop=3"
     code, out, _ = command(capsys, "train", *flags)
     assert code == 0
     assert seen[:3] == [[], [], [0]]  # the first call makes no step, it shows the placement
+    compiled += [task._traced_test_step for task in set(tasks)]
     assert [made.experimental_get_tracing_count() for made in compiled] == [1, 1]
     tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
     for tag in "loss/total", "gradient_norm", "learning_rate", "progress/examples":
@@ -257,24 +259,20 @@ def test_a_process_that_is_killed_has_the_curves_of_one_that_was_not(tmp_path):
 def test_a_signal_stops_an_evaluation_and_a_crash_may_come_after_the_last(
     whole, tmp_path, monkeypatch, capsys
 ):
-    real, at = Classification._make_eval_step, {}
+    evaluate, at, batches = Task._evaluate, {}, []
 
-    def make_eval_step(task):
-        eval_step, batches = real(task), []
+    def signalled(task, batch):
+        batches.append(1)
+        if len(batches) == at["batch"]:
+            send(signal.SIGTERM)()
+        return evaluate(task, batch)
 
-        def signalled(*batch):
-            batches.append(1)
-            if len(batches) == at["batch"]:
-                send(signal.SIGTERM)()
-            return eval_step(*batch)
-
-        return signalled
-
-    monkeypatch.setattr(Classification, "_make_eval_step", make_eval_step)
+    monkeypatch.setattr(Task, "_evaluate", signalled)
     own = dict(histogram_every_epochs=0.5, checkpoint_every_steps=0)
     options = tiny.options(tmp_path, **GIVEN | own)
     # An evaluation has four batches: the second ends there. Half an epoch, and again from there on.
     for at["batch"], stopped, num_evaluations in (4 + 2, 9, 1), (2 * 4 + 2, 18, 3):
+        batches.clear()
         assert train(options) is None
         assert f"stopped at step {stopped} of 18: saved; " in capsys.readouterr().err
         assert len(points(tmp_path / "eval", "test/accuracy")) == num_evaluations  # no part of one

@@ -21,15 +21,13 @@ from towers.builder import faults, gather
 from towers.builder.rehearsal import Rehearsal
 from towers.builder.replica_context import integers_on
 from towers.builder.tower import TowerBuilder
-from towers.data import Data, Split
+from towers.data import Data
 from towers.errors import InputError
 from towers.monitoring import tower_stats
-from towers.monitoring.pictures import Predictions
 from towers.options import augmentation
 from towers.options.run import Options
 from towers.text import first_line
 from towers.training import fitting, flat
-from towers.training.evaluation import Answers, Evaluation, accuracy_of_classes, behind
 from towers.training.guard import Guard
 from towers.training.logits import final_activation
 from towers.training.masters import (
@@ -44,7 +42,7 @@ from towers.training.masters import (
 )
 from towers.training.model import floatx_of
 from towers.training.parallel import builder_of, on_towers, put_on
-from towers.training.task import Stop, Task
+from towers.training.task import Task
 from towers.training.update import about_flags, about_scale, is_own, limit_of, noted
 
 
@@ -131,6 +129,7 @@ class Compiled(Task):
         is_own = any(getattr(type(model), n) is not getattr(keras.Model, n) for n in names)
         found: list[str] = []
         figures: list[str] = []
+        assigned: list[tf.Variable] = []
 
         def step(example: Any, draws: tf.Tensor) -> None:
             with tf.device(self.builder.gather_device):
@@ -147,9 +146,9 @@ class Compiled(Task):
             stack.enter_context(floatx_of(options.dtype))
             for optimizer in optimizers_of(model):
                 stack.enter_context(tf_private.slots_beside_weights(optimizer))
-            compiled = tf.function(step, autograph=False)
-            traced = compiled.get_concrete_function(*batches.element_spec)
-        self.unsaved = self._changed_elsewhere(traced.graph)
+            stack.enter_context(tf_private.assignments_noted(assigned))
+            tf.function(step, autograph=False).get_concrete_function(*batches.element_spec)
+        self.unsaved = [v.name for v in self._unknown(assigned)]
         if not found:
             raise InputError(
                 f"--model={options.model}: its train_step returns no number, so there is no loss "
@@ -162,18 +161,11 @@ class Compiled(Task):
             )
         return tuple(sorted(n, key=lambda name: name != "loss") for n in (found, figures or found))
 
-    def _changed_elsewhere(self, graph: tf.Graph) -> list[str]:
-        """Return the names of variables that a step assigns and no checkpoint holds."""
+    def _unknown(self, assigned: Sequence[tf.Variable]) -> list[tf.Variable]:
+        """Return those of the variables that a step assigns which no checkpoint holds."""
         owners = [self.model, *optimizers_of(self.model), *self.model.metrics]
-        saved = {id(v.value.handle) for owner in owners for v in owner.variables}
-        captured = {id(inner): outer for outer, inner in graph.captures}
-        assigned = {
-            id(captured.get(id(op.inputs[0])))
-            for op in graph.get_operations()
-            if op.type.startswith("Assign") and op.type.endswith("VariableOp")
-        }
-        handles = {id(v.handle): v.name for v in graph.variables}
-        return [name for key, name in handles.items() if key in assigned - saved]
+        known = {id(v.value) for owner in owners for v in owner.variables}
+        return list({id(v): v for v in assigned if id(v) not in known}.values())
 
     def _check_test_step(self) -> None:
         """Refuse Keras' own test_step where it has no loss; to be called after a training step."""
@@ -435,74 +427,38 @@ class Compiled(Task):
 
     # Evaluation.
 
-    def make_evaluator(self, split: Split) -> Callable[[Stop], Evaluation | None]:
-        """See `Task`; the moving average is evaluated in a second pass over the data."""
-        batches = split.eval_batches(self.options.batch_size)
-
-        def evaluate(stop: Stop, averaged: bool) -> tuple[dict[str, float], Answers] | None:
-            self.model.reset_metrics()
-            answers, logs = Answers(averaged), {}
-
-            def test(batch: tuple) -> tuple[Any, dict, tf.Tensor | None]:
-                example, counted = batch
-                example = _first(example, int(tf.reduce_sum(counted)))
-                return example, *self._traced_test_step(example)
-
-            for _, found in behind(batches, test, stop):
-                if found is None:
-                    return None
-                example, logs, said = found
-                if said is not None:
-                    images = example[0] if self.data.image_shape else None
-                    true = example[1].numpy().reshape(-1)
-                    classes, chances = said.numpy().T
-                    counts = np.ones(len(true), bool)
-                    answers.add(images, true, classes.astype(np.int32), chances, counts)
-            of_all = scalars(self.model.get_metrics_result())
-            if logs.keys() == of_all.keys():
-                logs = of_all
-            return {name: float(value) for name, value in logs.items()}, answers
-
-        def evaluator(stop: Stop = lambda: False) -> Evaluation | None:
-            found = [evaluate(stop, averaged=False)]
-            if self.masters.averages and found[0]:
-                with self.masters.averages_as_weights():
-                    found.append(evaluate(stop, averaged=True))
-            return None if None in found else self._evaluation(split, found)
-
-        return evaluator
-
-    def eval_arrays(self, example: Any, counted: tf.Tensor) -> dict[str, np.ndarray]:
-        """See `Task`: loss and metrics of the batch, with "_ema" at their end of the average."""
-        real, found = _first(example, int(tf.reduce_sum(counted))), {}
-
-        def evaluate(ending: str) -> None:
-            self.model.reset_metrics()
-            logs, _ = self._traced_test_step(real)
-            found.update({f"{name}{ending}": value.numpy() for name, value in logs.items()})
-
-        evaluate("")
-        if self.masters.averages:
-            with self.masters.averages_as_weights():
-                evaluate("_ema")
-        return found
+    def test_step(
+        self, example: Any, number: tf.Tensor, averaged: bool
+    ) -> tuple[dict[str, tf.Tensor], tf.Tensor | None]:
+        """See `Task`: the model's own step, whose calls run on towers."""
+        outputs: list[Any] = []
+        assigned: list[tf.Variable] = []
+        step = self.model.test_step if averaged else self._test_step_on_copies
+        noted = tf_private.assignments_noted(assigned)
+        with noted, tf_private.outputs_watched(self.model, outputs.append):
+            logs = scalars(step(self._data(example, None)))
+        if self.masters.averages and not averaged:
+            self._of_averages.add_unknown(self._unknown(assigned))
+        return logs, self._said(outputs[-1]) if outputs else None
 
     @functools.cached_property
-    def _traced_test_step(self) -> Callable:
-        """See `_test_step`; compiled once for all splits, and once more for a last batch.
+    def _test_step_on_copies(self) -> Callable:
+        """The model's `test_step`, in which each tower reads its copy of the weights, if any."""
+        copies = [replica.weights for replica in self.masters.replicas]
+        if len(copies) == 1 or builder_of(self.model) is None:
+            return self.model.test_step
+        own = functools.partial(type(self.model).test_step, self.model)
+        return on_towers(self.model, self.builder, own, copies)
 
-        Keras weighs the loss of an output by a batch's size where it is known to the trace.
-        """
-        return tf.function(self._test_step, autograph=False)
+    def metrics_result(self) -> dict[str, tf.Tensor]:
+        """See `Task`."""
+        return scalars(self.model.get_metrics_result())
 
-    def _test_step(self, example: Any) -> tuple[dict[str, tf.Tensor], tf.Tensor | None]:
-        """Return the logs of a batch; and what the model says of classes, if it does."""
-        outputs = []
-        watch = tf_private.outputs_watched(self.model, outputs.append)
-        home = self.builder.gather_device
-        with tf.device(home), integers_on(home), floatx_of(self.options.dtype), watch:
-            logs = scalars(self.model.test_step(self._data(example, None)))
-            return logs, self._said(outputs[-1]) if outputs else None
+    def _metrics(self) -> Sequence[keras.Variable]:
+        return self.model.metrics_variables
+
+    def _reset(self) -> None:
+        self.model.reset_metrics()
 
     def _said(self, outputs: Any) -> tf.Tensor | None:
         """Return the class and its probability, float32 [b, 2]; None if outputs are no classes'."""
@@ -519,25 +475,6 @@ class Compiled(Task):
             return None
         said = tf.cast(tf.argmax(chances, axis=-1), tf.float32)
         return tf.stack([said, tf.reduce_max(chances, axis=-1)], axis=1)
-
-    def _evaluation(self, split: Split, found: Sequence[tuple]) -> Evaluation:
-        (metrics, answers), (averages, of_average) = found[0], found[-1]
-        if len(found) == 2:
-            averages = {f"{name}_ema": value for name, value in averages.items()}
-            metrics = {n: v for pair in zip(metrics.items(), averages.items(), strict=True)
-                       for n, v in pair}  # fmt: skip
-        told = [own.predictions() for own in (answers, of_average)]
-        raw, ema = (self._of_classes(own) for own in told)
-        ema = ema if len(found) == 2 else None
-        return Evaluation(metrics, split.size, raw, ema, told[-1])
-
-    def _of_classes(self, predictions: Predictions | None) -> dict[str, float | None] | None:
-        if predictions is None:
-            return None
-        labels, size = predictions.labels, self.data.num_classes
-        right = labels[labels == predictions.predicted]
-        counts = (np.bincount(values, minlength=size) for values in (right, labels))
-        return accuracy_of_classes(*counts, self.data.class_names)
 
 
 def _in_words(loss: Any) -> str:
@@ -590,8 +527,3 @@ def _penalty(model: keras.Model) -> tf.Tensor:
     """Return the loss of all regularisers, which Keras has in the loss."""
     found = [v.regularizer(v) for v in model.trainable_variables if v.regularizer is not None]
     return tf.add_n([tf.cast(value, tf.float32) for value in found]) if found else tf.zeros([])
-
-
-def _first(structure: Any, number: int) -> Any:
-    """Return the first rows of each tensor."""
-    return tf.nest.map_structure(lambda t: t[:number], structure)

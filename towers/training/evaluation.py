@@ -1,15 +1,20 @@
 """What an evaluation found: figures, and what the model said of each example."""
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
+import tensorflow as tf
 
 from towers.monitoring.pictures import Mistake, Predictions
+from towers.training.masters import copy_beside, now
 
 NUM_MISTAKES = 16
+AVERAGED = "_ema"  # ends the names of metrics of the averages
 _BATCHES_BEHIND = 2
 Figures = Mapping[str, float | None]
 
@@ -77,6 +82,43 @@ def behind(
     yield from waiting
 
 
+class MetricState:
+    """The state of metrics for the averages of the weights, beside that for the weights."""
+
+    def __init__(self, variables: Iterable[keras.Variable]):
+        """Make a second variable for each of the metrics'."""
+        self._twins = [(v, copy_beside(v.value)) for v in variables]
+        self._unknown: list[tuple[tf.Variable, tf.Variable]] = []
+
+    def add_unknown(self, variables: Iterable[tf.Variable]) -> None:
+        """Take in what a traced step assigns that is no variable of Keras, as an own metric may."""
+        known = {id(v) for v, _ in self._unknown}
+        with tf.init_scope():
+            self._unknown += [(v, copy_beside(v)) for v in variables if id(v) not in known]
+
+    def reset(self) -> None:
+        """Make the state that of the metrics, which have been reset."""
+        for variable, twin in self._twins:
+            twin.assign(variable.value)
+        for variable, twin in self._unknown:
+            twin.assign(variable)
+
+    @contextlib.contextmanager
+    def used(self, averages: Iterable[tuple[keras.Variable, tf.Variable]]) -> Iterator[None]:
+        """Read averages in place of variables in the block, and let metrics have this state."""
+        before = [now(variable) for variable, _ in self._unknown]
+        for variable, twin in self._unknown:
+            variable.assign(twin)
+        pairs = [*averages, *self._twins]
+        with keras.StatelessScope([(v, tf.convert_to_tensor(own)) for v, own in pairs]) as scope:
+            yield
+        for variable, twin in self._twins:
+            twin.assign(scope.get_current_value(variable))
+        for (variable, twin), value in zip(self._unknown, before, strict=True):
+            twin.assign(variable)
+            variable.assign(value)
+
+
 class Answers:
     """Collects what a model says of the examples of a split, and its most confident mistakes."""
 
@@ -93,18 +135,17 @@ class Answers:
         true: np.ndarray,
         said: np.ndarray,
         confidence: np.ndarray,
-        counted: np.ndarray,
     ) -> None:
-        """Add a batch; `images` `[b, H, W, C]` or None, the others `[b]`, the last one bool."""
-        self._labels.append(true[counted])
-        self._said.append(said[counted])
+        """Add a batch; `images` `[b, H, W, C]` or None, the others `[b]`."""
+        self._labels.append(true)
+        self._said.append(said)
         if images is None:
             return
         # Images are copied only of those that are among the worst so far. NaN is above no number:
         # what a broken model says is no confident mistake.
         worst = self._mistakes
         least = worst[-1].confidence if len(worst) == NUM_MISTAKES else -1.0
-        rows = np.flatnonzero(counted & (true != said) & (confidence > least))
+        rows = np.flatnonzero((true != said) & (confidence > least))
         for i in rows[np.argsort(-confidence[rows], kind="stable")[:NUM_MISTAKES]]:
             image = np.asarray(images[i])
             worst.append(Mistake(image, int(true[i]), int(said[i]), float(confidence[i])))

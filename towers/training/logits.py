@@ -1,10 +1,13 @@
-"""What a model ends in: read from the layer that makes an output."""
+"""Logits: what a model ends in, read from the layer that makes an output, and their loss."""
 
 import dataclasses
+from typing import Any
 
 import keras
+import tensorflow as tf
 
 from towers import tf_private
+from towers.options.run import Options
 
 _layers = keras.layers
 _WITH_KERNEL = (
@@ -90,3 +93,33 @@ def final_activation(layer: keras.Operation | None) -> str | None:
 
 def _name(activation: object) -> str:
     return getattr(activation, "__name__", type(activation).__name__).lower()
+
+
+def logits_of(model: keras.Model, inputs: Any, options: Options) -> Any:
+    """Return the outputs of a run's model for evaluation.
+
+    With `test_time_flip` they are the mean of the logits of images and of their mirror images.
+    """
+    outputs = model(inputs, training=False)
+    if not options.test_time_flip:
+        return outputs
+    outputs, mirrored = (
+        tf.cast(logits, tf.float32) if logits.dtype.size < 4 else logits
+        for logits in (outputs, model(tf.reverse(inputs, [2]), training=False))
+    )
+    return (outputs + mirrored) / 2
+
+
+def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+    """Return the cross entropy of each example, [b], computed in float32 at least.
+
+    Smoothed labels (Szegedy et al. 2016) are 1 - `smoothing` of the right class, and the rest is
+    spread over all classes.
+    """
+    logits = tf.cast(logits, tf.float32) if logits.dtype.size < 4 else logits
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    if not smoothing:
+        return losses
+    of_all = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
+    return (1.0 - smoothing) * losses + smoothing * of_all
+

@@ -79,8 +79,8 @@ class Masters:
                     replica.optimizer.build(list(replica.weights))
         with tf.device(device):
             # BatchNorm statistics are averaged, too: they belong to the weights of their time.
-            averaged = variables_of(model) if ema else []
-            self.averages = [(v, _beside(v.value)) for v in averaged if v.value.dtype.is_floating]
+            averaged = [v for v in variables_of(model) if ema and v.value.dtype.is_floating]
+            self.averages = [(v, copy_beside(v.value)) for v in averaged]
             self.step = counter("step", device)
             self.loss_scale = self.good_steps = None
             if loss_scaling:
@@ -88,14 +88,6 @@ class Masters:
                 self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64)
         self.in_a_row = [counter("in_a_row", replica.device) for replica in self.replicas]
         self._sums: list[Callable[[], tf.Tensor]] | None = None
-
-    @contextlib.contextmanager
-    def averages_as_weights(self) -> Iterator[None]:
-        """Let the variables have the values of their averages in the block."""
-        with kept([variable for variable, _ in self.averages]):
-            for variable, average in self.averages:
-                variable.assign(average)
-            yield
 
     def statistics(self) -> list[tuple[tf.Variable, tf.Tensor]]:
         """Return (variable, its value now) of all that an optimizer leaves alone."""
@@ -224,7 +216,7 @@ def settle(variables: Iterable[keras.Variable], home: str) -> None:
     int32 stays where it is: TensorFlow keeps it in the host's memory, on GPUs too.
     """
     for variable in variables:
-        if variable.value.dtype not in (tf.int32, tf.string):
+        if tf_private.value_of(variable).dtype not in (tf.int32, tf.string):
             move(variable, home)
 
 
@@ -272,10 +264,11 @@ def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> None:
 
 def move(variable: keras.Variable, device: str) -> None:
     """Move a Keras variable's value to a device, if it is elsewhere; nothing may have read it."""
-    if is_device(variable.value.device, device):
+    before = tf_private.value_of(variable)  # its own, whatever a scope reads in its place
+    if is_device(before.device, device):
         return
     with tf.device(device):
-        value = tf.Variable(variable.value, trainable=variable.trainable, name=variable.name)
+        value = tf.Variable(before, trainable=variable.trainable, name=variable.name)
     tf_private.set_value_of(variable, value)
 
 
@@ -311,7 +304,7 @@ def _sums_of_bits(replica: Replica) -> Callable[[], tf.Tensor]:
     return sums
 
 
-def _beside(variable: tf.Variable) -> tf.Variable:
+def copy_beside(variable: tf.Variable) -> tf.Variable:
     """Return a new variable of the same value on the same device."""
     with tf.device(variable.device):
         return tf.Variable(variable, trainable=False, name="average")
@@ -324,4 +317,5 @@ def now(variable: tf.Variable) -> tf.Tensor:
 
 
 def _num_bytes(variable: keras.Variable) -> int:
-    return variable.value.shape.num_elements() * variable.value.dtype.size
+    value = tf_private.value_of(variable)
+    return value.shape.num_elements() * value.dtype.size

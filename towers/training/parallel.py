@@ -25,7 +25,7 @@ from towers.builder import attributes, doubts, examples, faults
 from towers.builder.assignments import TowerScope
 from towers.builder.kinds import HOST, are_gpus, are_of_workers
 from towers.builder.replica_context import integers_on
-from towers.builder.splitting import slices_of
+from towers.builder.splitting import PerTower, slices_of
 from towers.builder.tower import TowerBuilder
 from towers.devices import cluster
 from towers.errors import InputError
@@ -148,9 +148,22 @@ def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:
     return model
 
 
-def on_towers(model: keras.Model, builder: TowerBuilder, fn: Callable) -> Callable:
-    """Return `fn`, in which outermost calls of a model and of layers run on towers."""
-    return _Steps(model, builder).outermost_on_towers(fn)
+def on_towers(
+    model: keras.Model,
+    builder: TowerBuilder,
+    fn: Callable,
+    copies: Sequence[Sequence[keras.Variable]] = (),
+) -> Callable:
+    """Return `fn`, in which outermost calls of a model and of layers run on towers.
+
+    Args:
+        model: the Keras model.
+        builder: of the towers.
+        fn: a step of the model.
+        copies: the trainable variables that each tower reads, if these are not the model's. `fn`
+            then computes no gradients.
+    """
+    return _Steps(model, builder, copies).outermost_on_towers(fn)
 
 
 def unparallelize(model: keras.Model) -> keras.Model:
@@ -174,8 +187,9 @@ def builder_of(model: keras.Model) -> TowerBuilder | None:
 class _Steps:
     """A model's steps on towers."""
 
-    def __init__(self, model: keras.Model, builder: TowerBuilder):
+    def __init__(self, model: keras.Model, builder: TowerBuilder, copies: Sequence[Any] = ()):
         self.model, self.builder, self.home = model, builder, builder.gather_device
+        self._copies = copies
         self._placed: set[int] = set()  # ids of variables
         self._batch: Any = None  # real, while a function is traced for the first time
         self._makes_variables = self._is_dropped = False  # see `_making_variables`
@@ -322,7 +336,20 @@ class _Steps:
             self.builder.tell([f"layer {layer.name} runs on one device: {reason}"])
             with tf.device(self.home), self._plain():
                 return layer(*arguments[0], **arguments[1])
+        if self._copies:
+            fn, batch = self._on_copies(fn), [*batch, PerTower(self._copies)]
         return _with_logits(*self.builder.concat(fn, *batch))
+
+    def _on_copies(self, fn: Callable) -> Callable:
+        """Return a function of (*batch, copies) that reads these in place of the weights."""
+
+        def on_copies(*batch: Any) -> Any:
+            *batch, copies = batch
+            pairs = zip(self.model.trainable_variables, copies, strict=True)
+            tf_private.open_scope().own |= {id(weight): own.value for weight, own in pairs}
+            return fn(*batch)
+
+        return self._functions.setdefault((fn,), on_copies)
 
     def _divided(self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any]) -> tuple:
         """Return the towers' function, the batch that they divide, and why they cannot, or "".

@@ -22,11 +22,10 @@ from towers.options.augmentation import parse
 from towers.options.run import Options
 from towers.options.timetable import Timetable
 from towers.training import by_flags, compiled, model
-from towers.training.classification import Classification
 from towers.training.masters import VARIABLES, Masters, copies_on, home_of, place, settle
 from towers.training.schedules import schedule
 from towers.training.step import make_train_loop
-from towers.training.task import Task
+from towers.training.task import Classifier, Task
 from towers.training.tensorflow_errors import one_line_errors
 from towers.training.update import check_own, limit_of, make_optimizer
 
@@ -225,7 +224,7 @@ def assemble(
             )
         if loss_scaling is None:
             loss_scaling = options.dtype == "mixed_float16"
-        kind = compiled.Compiled if network.compiled else Classification
+        kind = compiled.Compiled if network.compiled else Classifier
         left_open = {"variables": "default"} if options.variables == "default" else {}
         options = dataclasses.replace(options, variables=_placement(options, kind, device_names))
         builder = TowerBuilder(
@@ -241,7 +240,7 @@ def assemble(
             task = compiled.Compiled(builder, network, options, dataset)
         else:
             masters = _make_masters(network, device_names, options, loss_scaling)
-            task = Classification(builder, masters, options, dataset)
+            task = Classifier(builder, masters, options, dataset)
         task.objective()  # raises what it has to say
     _check_validation(options, dataset)
     _check_batch(options, dataset)

@@ -5,14 +5,17 @@ structure of tensors with an axis for the examples. In the step that most models
 augments its examples and computes their losses, so that nothing but gradients leaves it; these are
 added up, and one update is made. The kinds of models:
 
-* `classification.Classification`: a model that gives logits, and labels.
+* `Classifier`: a model that gives logits, and labels.
 * `compiled.Compiled`: a compiled Keras model is the whole specification. If the losses of its
   examples cannot be told apart, its own `train_step` is traced over towers in place of this step.
+
+All are evaluated alike, see `Task.make_evaluator`.
 """
 
 import abc
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,19 +24,30 @@ import numpy as np
 import tensorflow as tf
 
 from towers.builder import gather
+from towers.builder.assignments import TowerScope
 from towers.builder.rehearsal import Rehearsal
+from towers.builder.replica_context import integers_on
 from towers.builder.splitting import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split, augment, parts
 from towers.errors import InputError
 from towers.monitoring import tower_stats
+from towers.monitoring.pictures import Predictions
 from towers.options import augmentation
 from towers.options.run import Options
 from towers.tf_private import added_losses
-from towers.training.evaluation import Evaluation
+from towers.training.evaluation import (
+    AVERAGED,
+    Answers,
+    Evaluation,
+    MetricState,
+    accuracy_of_classes,
+    behind,
+)
+from towers.training.logits import cross_entropy, logits_of
 from towers.training.masters import VARIABLES, Masters, Replica
 from towers.training.model import floatx_of
-from towers.training.update import make_update, noted, scaled
+from towers.training.update import about_flags, is_own, make_update, noted, scaled
 
 Stop = Callable[[], bool]
 _DIRECTIONS = ("max", "min")
@@ -49,6 +63,8 @@ class Task(abc.ABC):
         on_update: is told, while a step is traced, of (gradients, weights) of each update.
         squares_rows: whether an optimizer squares each row of a sparse gradient, as Keras lets it,
             and not the sum of those that are for one row of a table.
+        pads: whether `test_step` takes a last batch that was made a full one.
+        names_averages: whether an evaluation names averages where there are none.
     """
 
     masters: Masters
@@ -56,6 +72,7 @@ class Task(abc.ABC):
     default_on_gpus = "replicated"
     on_update: Callable[[list[Any], Sequence[Any]], None] | None = None
     squares_rows = False
+    pads = names_averages = False
 
     def __init__(self, builder: TowerBuilder, model: keras.Model, options: Options, data: Data):
         """Set the parts of the run."""
@@ -214,17 +231,127 @@ class Task(abc.ABC):
         factor = 1.0 if scale is None else 1.0 / scale
         return [None if g is None else scaled(g, factor) for g in _of_replica(found, 0)]
 
-    @abc.abstractmethod
+    # Evaluation.
+
     def make_evaluator(self, split: Split) -> Callable[[Stop], Evaluation | None]:
         """Return `evaluator(stop)`, which evaluates the master variables as they are at the call.
 
-        `stop` is asked before each batch; when it says True, the evaluator returns None. What is
-        compiled is made once and kept.
+        Weights and their moving averages are evaluated in one pass over the data. `stop` is asked
+        before each batch; when it says True, the evaluator returns None. What is compiled is made
+        once and kept.
+        """
+        batches = split.eval_batches(self.options.batch_size)
+
+        def evaluator(stop: Stop = lambda: False) -> Evaluation | None:
+            self._reset_metrics()
+            averaged = bool(self.masters.averages)
+            answers, logs = [Answers(averaged=own) for own in (False, True)[: 1 + averaged]], []
+            for _, found in behind(batches, self._evaluate, stop):
+                if found is None:
+                    return None
+                example, logs, said = found
+                for own, (classes, chances) in zip(answers, _columns(said), strict=False):
+                    is_last = self.data.image_shape and own is answers[-1]  # whose mistakes we show
+                    labels = example[1].numpy().reshape(-1)
+                    own.add(example[0] if is_last else None, labels, classes, chances)
+            return self._evaluation(split, logs, answers)
+
+        return evaluator
+
+    def eval_arrays(self, example: Any, counted: tf.Tensor) -> dict[str, np.ndarray]:
+        """Return the metrics of one batch, to be compared; of the averages with "_ema"."""
+        self._reset_metrics()
+        _, logs, _ = self._evaluate((example, counted))
+        named = zip(("", AVERAGED), logs, strict=False)
+        return {f"{n}{ending}": v.numpy() for ending, own in named for n, v in own.items()}
+
+    @abc.abstractmethod
+    def test_step(
+        self, example: Any, number: tf.Tensor, averaged: bool
+    ) -> tuple[dict[str, tf.Tensor], tf.Tensor | None]:
+        """Update the metrics by the first `number` examples of a batch, while that is traced.
+
+        Args:
+            example: of the batch.
+            number: of examples that count; others are there to make the last batch a full one.
+            averaged: whether variables have the values of their averages.
+
+        Returns:
+            The metrics so far, each a scalar, and the class that is said with its probability,
+            float32 `[number, 2]`, or None where there are no classes.
         """
 
     @abc.abstractmethod
-    def eval_arrays(self, example: Any, counted: tf.Tensor) -> dict[str, np.ndarray]:
-        """Return what an evaluation of one batch adds up, by name, to be compared."""
+    def metrics_result(self) -> dict[str, tf.Tensor]:
+        """Return the metrics, each a scalar, over all batches since they were reset."""
+
+    @abc.abstractmethod
+    def _metrics(self) -> Sequence[keras.Variable]:
+        """Return what metrics count by."""
+
+    @abc.abstractmethod
+    def _reset(self) -> None:
+        """Reset the metrics."""
+
+    def _reset_metrics(self) -> None:
+        self._reset()
+        self._of_averages.reset()
+
+    @functools.cached_property
+    def _of_averages(self) -> MetricState:
+        return MetricState(self._metrics() if self.masters.averages else ())
+
+    def _evaluate(self, batch: Any) -> tuple[Any, list[dict[str, tf.Tensor]], list[tf.Tensor]]:
+        """Return a batch's examples, and what `test_step` does with weights, and with averages."""
+        example, counted = batch
+        number = tf.cast(tf.reduce_sum(counted), tf.int32)
+        real = tf.nest.map_structure(lambda t: t[: int(number)], example)
+        return real, *self._traced_test_step(example if self.pads else real, number)
+
+    @functools.cached_property
+    def _traced_test_step(self) -> Callable:
+        """Compiled once for all splits; without padding once more for each size of a last batch.
+
+        Keras weighs the loss of an output by a batch's size where it is known to the trace.
+        """
+        home = self.builder.gather_device
+
+        def test_step(example: Any, number: tf.Tensor) -> tuple[list[dict], list[tf.Tensor]]:
+            with tf.device(home), integers_on(home), floatx_of(self.options.dtype):
+                found = [self.test_step(example, number, averaged=False)]
+                if self.masters.averages:
+                    with self._of_averages.used(self.masters.averages):
+                        found.append(self.test_step(example, number, averaged=True))
+            return [logs for logs, _ in found], [said for _, said in found if said is not None]
+
+        return tf.function(test_step, autograph=False)
+
+    def _evaluation(self, split: Split, logs: Sequence[dict], answers: list[Answers]) -> Evaluation:
+        with contextlib.ExitStack() as stack:
+            found = []
+            for own in logs:
+                of_all = self.metrics_result()
+                found.append(of_all if of_all.keys() == own.keys() else own)
+                if self.masters.averages and len(found) == 1:
+                    stack.enter_context(self._of_averages.used(self.masters.averages))
+        metrics: dict[str, float | None] = {}
+        for name, value in found[0].items():
+            metrics[name] = float(value)
+            if len(found) == 2:
+                metrics[f"{name}{AVERAGED}"] = float(found[1][name])
+            elif self.names_averages:
+                metrics[f"{name}{AVERAGED}"] = None
+        told = [own.predictions() for own in answers]
+        of_class = [self._of_classes(own) for own in told]
+        return Evaluation(metrics, split.size, *[*of_class, None][:2], told[-1])
+
+    def _of_classes(self, predictions: Predictions | None) -> dict[str, float | None] | None:
+        if predictions is None:
+            return None
+        labels, size = predictions.labels, self.data.num_classes
+        right = labels[labels == predictions.predicted]
+        counts = (np.bincount(values, minlength=size) for values in (right, labels))
+        return accuracy_of_classes(*counts, self.data.class_names)
 
     @abc.abstractmethod
     def about(self) -> str:
@@ -291,6 +418,102 @@ class Task(abc.ABC):
                 f"--objective=max:{name} or min:{name}"
             )
         return name, direction
+
+
+class Classifier(Task):
+    """Softmax cross entropy of logits `[b, classes]` and labels, integers `[b]`.
+
+    In evaluation the loss is that alone: without smoothing, regularisers and what layers add.
+    """
+
+    step_names = ("loss", "penalty", "gradient_norm", "learning_rate")
+    pads = names_averages = True
+
+    def __init__(self, builder: TowerBuilder, masters: Masters, options: Options, data: Data):
+        """Set the parts of the run."""
+        super().__init__(builder, masters.model, options, data)
+        self.masters = masters
+        with tf.device(builder.gather_device):  # float64 adds up a million of them exactly enough
+            names = "accuracy", "loss"
+            self._means = {name: keras.metrics.Mean(name, dtype="float64") for name in names}
+
+    @property
+    def rate_is_set(self) -> bool:
+        """See `Task`."""
+        return not is_own(self.options)
+
+    def loss(self, *batch: Any) -> tf.Tensor:
+        """See `Task`: of each example."""
+        return self._losses_and_outputs(*batch)[0]
+
+    def losses_of(self, outputs: Any, labels: tf.Tensor, *weights: tf.Tensor) -> tf.Tensor:
+        """See `Task`."""
+        losses = cross_entropy(labels, outputs, self.options.label_smoothing)
+        for weight in weights:
+            losses *= tf.cast(weight, losses.dtype)
+        return losses
+
+    def about(self) -> str:
+        """See `Task`."""
+        return f"classification: cross entropy of logits, {self.data.num_classes} classes"
+
+    def about_update(self) -> dict[str, str]:
+        """See `Task`."""
+        return about_flags(self.options, self.masters.loss_scale)
+
+    def metric_directions(self) -> Mapping[str, str | None]:
+        """See `Task`."""
+        return {"accuracy": "max", "loss": "min"}
+
+    def test_step(
+        self, example: Any, number: tf.Tensor, averaged: bool
+    ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+        """See `Task`."""
+        x, *targets = example
+        replicas = self.masters.replicas
+        copies = [] if averaged else [PerTower([r.weights for r in replicas])][: len(replicas) - 1]
+        logits = self.builder.concat(self._logits, x, *copies)
+        logits, labels, *weights = tf.nest.map_structure(lambda t: t[:number], (logits, *targets))
+        losses = cross_entropy(labels, logits)
+        for weight in weights:
+            losses *= tf.cast(weight, losses.dtype)
+        chances = tf.nn.softmax(tf.cast(logits, tf.float32))
+        said = tf.argmax(logits, axis=-1, output_type=labels.dtype)
+        self._means["accuracy"].update_state(tf.cast(said == labels, tf.float64))
+        self._means["loss"].update_state(losses)
+        columns = tf.cast(said, tf.float32), tf.reduce_max(chances, axis=-1)
+        return self.metrics_result(), tf.stack(columns, axis=1)
+
+    @functools.cached_property
+    def _logits(self) -> Callable:
+        """The logits of a tower's examples, computed with its copy of the weights if it has one."""
+        model = self.model
+
+        def logits(x: Any, copies: Sequence[keras.Variable] = ()) -> tf.Tensor:
+            weights = model.trainable_variables[: len(copies)]
+            own = {id(v): c.value for v, c in zip(weights, copies, strict=True)}
+            with TowerScope(own):  # a layer that counts its calls, or draws, changes no master
+                return logits_of(model, self.inputs(x, None), self.options)
+
+        return logits
+
+    def metrics_result(self) -> dict[str, tf.Tensor]:
+        """See `Task`."""
+        return {name: mean.result() for name, mean in self._means.items()}
+
+    def _metrics(self) -> Sequence[keras.Variable]:
+        return [v for mean in self._means.values() for v in mean.variables]
+
+    def _reset(self) -> None:
+        for mean in self._means.values():
+            mean.reset_state()
+
+
+def _columns(said: Sequence[tf.Tensor]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the classes and their probabilities of each `test_step`, `[b]`."""
+    for own in said:
+        classes, chances = own.numpy().T
+        yield classes.astype(np.int32), chances
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from towers.builder.tower import TowerBuilder
 from towers.commands.predict import inputs, printing
 from towers.commands.predict.options import PredictOptions
 from towers.text import count
-from towers.training.classification import logits_of
 from towers.training.guest import without_advice
 from towers.training.loading import Trained, load_run
+from towers.training.logits import logits_of
 from towers.training.model import floatx_of
 from towers.training.run import tower_devices
 from towers.training.tensorflow_errors import one_line_errors
