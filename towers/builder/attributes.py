@@ -210,7 +210,7 @@ def _is_same(before: Any, now: Any) -> bool:
 @functools.cache
 def _of_keras() -> frozenset[str]:
     """Return the names of the attributes that are Keras' own."""
-    return frozenset(vars(keras.Layer(name="attributes"))) | {"_tower_builder"}
+    return frozenset(vars(keras.Layer(name="attributes"))) | {"_tower_steps"}
 
 
 # What is used outside of the towers, although it is of one of them.

@@ -5,6 +5,7 @@ what towers exchange. To a tape all towers are one op here, whose gradient runs 
 device and is gathered by `add_n`.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,23 +16,78 @@ from towers.builder import added_losses, attributes, doubts, gather
 from towers.builder.losses import places
 from towers.builder.merging import with_new_values
 from towers.builder.rehearsal import Rehearsal
-from towers.builder.replica_context import ReplicaContext, Replicas, assign, call_copies
+from towers.builder.replica_context import (
+    ReplicaContext,
+    Replicas,
+    assign,
+    assigned,
+    call_copies,
+)
 from towers.builder.splitting import Slice, is_split, num_rows, occupied, rounds
 from towers.errors import InputError
 
 
-def concat(builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any]) -> Any:
-    """Return what `fn` returns for each slice of `batch`, joined; if one looks, tapes go back."""
+@dataclasses.dataclass(frozen=True)
+class TowerGradients:
+    """The gradients of one way back through towers that were joined.
+
+    Attributes:
+        counts: the number of examples of each tower.
+        phases: (what each tower waits for, what it has then) forward and backward; none of a batch
+            that was taken in parts.
+        of_towers: the gradients of variables, of each tower.
+        gathered: their sums.
+    """
+
+    counts: Sequence[tf.Tensor]
+    phases: Sequence[tuple[Sequence[Any], Sequence[Any]]]
+    of_towers: Sequence[Sequence[Any]]
+    gathered: Sequence[Any]
+
+
+@dataclasses.dataclass
+class Passes:
+    """What `concat` did in a step while that was traced.
+
+    Attributes:
+        before: (variable, its value before) of what towers have assigned, in order.
+        gradients: the last ones, None if nothing has gone back.
+    """
+
+    before: list[tuple[tf.Variable, tf.Tensor]] = dataclasses.field(default_factory=list)
+    gradients: TowerGradients | None = None
+
+
+def concat(
+    builder: Any,
+    forward: Callable,
+    fn: Callable,
+    batch: Sequence[Any],
+    passes: Passes | None = None,
+) -> Any:
+    """Return what `fn` returns for each slice of `batch`, joined; if one looks, tapes go back.
+
+    Args:
+        builder: the `TowerBuilder`.
+        forward: its `Forward`.
+        fn: the towers' function.
+        batch: what is split.
+        passes: is told of what is done.
+    """
+    passes = passes or Passes()
     if is_split(batch) and tf_private.is_recording():
-        return _as_one_op(builder, forward, fn, batch)
+        return _as_one_op(builder, forward, fn, batch, passes)
     if is_split(batch):
         builder.try_out(builder.rehearse(fn, *batch, num_slices=len(builder.devices)))
     slices = occupied(builder.split(batch, never_empty=True))
-    return builder.gather(gather.join, call_copies(builder, fn, slices, batch, to_join=True))
+    results = call_copies(builder, fn, slices, batch, to_join=True, before=passes.before)
+    return builder.gather(gather.join, results)
 
 
 @attributes.joins_towers
-def _as_one_op(builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any]) -> Any:
+def _as_one_op(
+    builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any], passes: Passes
+) -> Any:
     """Return what `fn` returns for each slice of `batch`, joined; tapes can go back through it.
 
     A batch that is taken in several parts goes forward twice: for the outputs, of which alone a
@@ -53,9 +109,10 @@ def _as_one_op(builder: Any, forward: Callable, fn: Callable, batch: Sequence[An
     results = _forward(parts, captured)
     outputs = [values for part in parts for values in part.outputs]
     scopes = [scope for part in parts for scope in part.replicas.scopes]
-    assigned = [variable for scope in scopes for variable in scope.assigned()]
+    changed = assigned(scopes)
     # Where what goes forward again, by itself or in tf.recompute_grad, begins.
-    states = {id(variable): tf.identity(variable.value) for variable in assigned}
+    states = {id(variable): tf.identity(variable.value) for variable in changed}
+    passes.before += [(variable.value, states[id(variable)]) for variable in changed]
     for part in parts:
         part.states = states
     assign(builder, scopes, found.policies)
@@ -85,9 +142,11 @@ def _as_one_op(builder: Any, forward: Callable, fn: Callable, batch: Sequence[An
         with tf.device(builder.gather_device), tf.name_scope("gather"):
             of_whole = gradients[len(watched) :]
             gradients[len(watched) :] = with_new_values(of_whole, whole_ones, ended)
-        if builder.on_gradients:
-            sums = [own[len(captured) :] for own in sums]
-            _tell(builder, parts, rows, sums, gradients[len(gradients) - len(variables) :])
+        of_towers = [own[len(captured) :] for own in sums]
+        gathered = gradients[len(gradients) - len(variables) :]
+        phases = [(parts[0].batches(), parts[0].outputs), (rows, of_towers)]
+        phases = phases if len(parts) == 1 else []
+        passes.gradients = TowerGradients(_examples(parts), phases, of_towers, gathered)
         if len(parts) == 1:
             return gradients
         # Grappler drops edges that keep an update behind the last part's reads of a variable.
@@ -239,16 +298,6 @@ def _gathered(
         with tf.device(builder.gather_device):
             inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
         return inputs + gather.sum_at(sums, places(builder, whole_ones))
-
-
-def _tell(
-    builder: Any, parts: Sequence[_Part], upstream: list, sums: list[list], gathered: list[Any]
-) -> None:
-    """Tell `builder.on_gradients` of each tower's own gradients."""
-    phases = []
-    if len(parts) == 1:
-        phases = [(parts[0].batches(), parts[0].outputs), (upstream, sums)]
-    builder.on_gradients(_examples(parts), phases, sums, gathered)
 
 
 def _examples(parts: Sequence[_Part]) -> list[tf.Tensor]:

@@ -218,11 +218,13 @@ def call_copies(
     slices: Sequence[Slice],
     batch: Sequence[Any],
     to_join: bool = False,
+    before: list[tuple[tf.Variable, tf.Tensor]] | None = None,
 ) -> list[Any]:
     """Return what `fn` returns for each slice; make the assignments of all once.
 
     With `to_join`, what stands in for no example is left out, and the losses that layers add are
-    joined, and added to the layers.
+    joined, and added to the layers. To `before` is added (variable, its value before) of what is
+    assigned.
     """
     found = builder.rehearse(fn, *batch, num_slices=len(builder.devices))
     replicas = Replicas(builder, slices, found, added=found.added if to_join else ())
@@ -240,6 +242,8 @@ def call_copies(
     scopes = replicas.scopes
     if not scopes:  # nothing was split, and nothing is assigned
         return results
+    if before is not None:
+        before += [(v.value, tf.identity(v.value)) for v in assigned(scopes)]
     assign(builder, scopes, found.policies)
     found.side_outputs.leave(builder.gather(gather.join, left), batch)
     if to_join:
@@ -286,6 +290,11 @@ def moments_of(builder: Any) -> str:
     return "local" if alone else builder.batch_norm
 
 
+def assigned(scopes: Iterable[TowerScope]) -> list[Any]:
+    """Return the Keras variables that the towers' scopes assign, each once."""
+    return list({id(v): v for scope in scopes for v in scope.assigned()}.values())
+
+
 def assign(builder: Any, scopes: Iterable[TowerScope], policies: dict[int, str]) -> None:
     """Make the assignments that the towers' scopes keep, one for each variable.
 
@@ -295,9 +304,7 @@ def assign(builder: Any, scopes: Iterable[TowerScope], policies: dict[int, str])
         policies: see `merging.assign_once`.
     """
     scopes = list(scopes)
-    found = {id(v): v for scope in scopes for v in scope.assigned()}
-    if builder.on_assign:
-        builder.on_assign(list(found.values()))
+    found = {id(v): v for v in assigned(scopes)}
     if moments_of(builder) != builder.batch_norm and len(builder.devices) > 1:
         if any(found.keys() & scope.averages for scope in scopes):
             builder.tell([doubts.LOCAL_BATCH_NORM])

@@ -84,7 +84,6 @@ class TowerBuilder:
         self.batch_norm, self.jit_compile = batch_norm, jit_compile
         self.accumulate_steps, self.gather_at_variables = accumulate_steps, gather_at_variables
         self.num_slices = len(self.devices) * accumulate_steps  # that `gradients` makes of a batch
-        self.on_gradients = self.on_assign = None  # told of towers' gradients, and assignments
         analyses = replica_context.FunctionAnalyses(self.num_slices, on_doubt)
         self.rehearse, self.try_out, self.tell = analyses.rehearse, analyses.try_out, analyses.tell
 

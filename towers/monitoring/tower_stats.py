@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
+from towers.builder.joined import TowerGradients
 from towers.builder.kinds import HOST, is_gpu, machine_of
 from towers.builder.losses import TowerSums
 from towers.builder.tower import TowerBuilder
@@ -152,32 +153,31 @@ def measure(
 
 
 def measure_joined(
-    counts: Sequence[tf.Tensor],
-    phases: Sequence[tuple[Sequence[Any], Sequence[Any]]],
-    gradients: Sequence[Sequence[Any]],
-    gathered: Sequence[Any],
-    builder: TowerBuilder,
-    measured: tf.Tensor,
-    scale: Any,
+    gradients: TowerGradients, builder: TowerBuilder, measured: tf.Tensor, scale: Any
 ) -> dict[str, tf.Tensor]:
-    """Return how towers agree whose outputs are joined, from what `builder.on_gradients` is told.
+    """Return how towers agree whose outputs are joined; there is no loss of a tower.
 
-    The gradients are parts of that of one loss, times `scale`; there is no loss of a tower.
+    Args:
+        gradients: of the towers, parts of that of one loss.
+        builder: of the towers.
+        measured: a bool scalar: whether it is wanted.
+        scale: of the loss.
 
     Returns:
         "tower_examples", "tower_gradient_norm", "tower_cosine" and "data_gradient_norm" as
         `measure` has them; and "tower_step_seconds", forward and backward, 0 if not known.
     """
     with tf.device(HOST):
-        examples = tf.cast(tf.stack(counts), tf.float32)
+        examples = tf.cast(tf.stack(gradients.counts), tf.float32)
         share = examples / tf.reduce_sum(examples) * tf.cast(scale, tf.float32)
 
     def look(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
-        means = [gathered] * len(gradients)
-        products = products_of_towers(gradients, means, builder.devices, measured)
+        of_towers = gradients.of_towers
+        means = [gradients.gathered] * len(of_towers)
+        products = products_of_towers(of_towers, means, builder.devices, measured)
         with tf.device(HOST):
             seconds = tf.zeros_like(examples, tf.float64)
-        for before, after in phases:
+        for before, after in gradients.phases:
             start = time_after(before)
             pairs = zip(after, builder.devices, strict=False)
             ends = [time_after(_arrived(own, device)) for own, device in pairs]

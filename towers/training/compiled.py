@@ -41,9 +41,9 @@ from towers.training.masters import (
     settle,
 )
 from towers.training.model import floatx_of
-from towers.training.parallel import builder_of, on_towers, put_on
+from towers.training.parallel import builder_of, on_towers, passes_of, put_on
 from towers.training.task import Task
-from towers.training.update import about_flags, about_scale, is_own, limit_of, noted
+from towers.training.update import about_flags, about_scale, is_own, limit_of
 
 
 class Compiled(Task):
@@ -250,23 +250,12 @@ class Compiled(Task):
         def train_step(
             example: Any, draws: tf.Tensor, measured: tf.Tensor | None = None
         ) -> tuple[dict[str, tf.Tensor], list[Any]]:
-            seen: dict[str, tf.Tensor] = {}
-
-            def on_gradients(counts: Any, phases: Any, gradients: Any, gathered: Any) -> None:
-                wanted = tf.constant(True) if measured is None else measured
-                scale = getattr(model.optimizer, "dynamic_scale", None)
-                scale = 1.0 if scale is None else tf.convert_to_tensor(scale)
-                with tf.name_scope("telemetry"):
-                    seen.update(
-                        tower_stats.measure_joined(
-                            counts, phases, gradients, gathered, builder, wanted, scale
-                        )
-                    )
-
-            with tf.device(builder.gather_device), noted(builder) as before:
+            with tf.device(builder.gather_device):
                 example = tf.nest.map_structure(tf.convert_to_tensor, example)
                 rate = learning_rate(masters.examples)
-                before += self._before()
+                before = self._before()
+                scale = getattr(model.optimizer, "dynamic_scale", None)
+                scale = 1.0 if scale is None else tf.convert_to_tensor(scale)
                 guard = Guard(masters, self.on_update)
                 if self.rate_is_set:
                     model.optimizer.learning_rate.assign(rate)
@@ -275,16 +264,20 @@ class Compiled(Task):
                 for metric in model.metrics:  # what is reported is of this batch
                     metric.reset_state()
                 penalty = _penalty(model)
-                builder.on_gradients = on_gradients if measured is not None else None
-                try:
-                    with contextlib.ExitStack() as stack:
-                        stack.enter_context(floatx_of(self.options.dtype))
-                        stack.enter_context(integers_on(builder.gather_device))
-                        stack.enter_context(flat.updates_joined(optimizers_of(model), guard))
-                        stack.enter_context(guard.losses_noted(model))
-                        logs = scalars(model.train_step(self._data(example, draws)))
-                finally:
-                    builder.on_gradients = None
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(floatx_of(self.options.dtype))
+                    stack.enter_context(integers_on(builder.gather_device))
+                    stack.enter_context(flat.updates_joined(optimizers_of(model), guard))
+                    stack.enter_context(guard.losses_noted(model))
+                    logs = scalars(model.train_step(self._data(example, draws)))
+                passes, seen = passes_of(model), {}
+                if measured is not None and passes.gradients:
+                    with tf.name_scope("telemetry"):
+                        seen = tower_stats.measure_joined(
+                            passes.gradients, builder, measured, scale
+                        )
+                known = {id(variable) for variable, _ in before}
+                before += [pair for pair in passes.before if id(pair[0]) not in known]
                 loss = logs[_loss_name(logs)]
                 rows = tf.shape(tf.nest.flatten(example)[0], tf.int64)[0]
                 guard.end_step(loss, before, rows, self.options)

@@ -23,10 +23,11 @@ from towers import devices as tower_devices
 from towers import tf_private
 from towers.builder import attributes, doubts, examples, faults
 from towers.builder.assignments import TowerScope
+from towers.builder.joined import Passes, concat
 from towers.builder.kinds import HOST, are_gpus, are_of_workers
 from towers.builder.replica_context import integers_on
 from towers.builder.splitting import PerTower, slices_of
-from towers.builder.tower import TowerBuilder
+from towers.builder.tower import Forward, TowerBuilder
 from towers.devices import cluster
 from towers.errors import InputError
 from towers.training import flat, masters
@@ -142,7 +143,7 @@ def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:
     """Let the steps of a model run on the towers of a builder; return the model."""
     unparallelize(model)
     steps = _Steps(model, builder)
-    vars(model)["_tower_builder"] = builder
+    vars(model)["_tower_steps"] = steps
     vars(model).update({name: steps.on_towers(name) for name in _STEPS})
     vars(model).update({name: steps.made_for_towers(name) for name in _MAKERS})
     return model
@@ -173,7 +174,7 @@ def unparallelize(model: keras.Model) -> keras.Model:
 
     Its steps are traced anew; weights and optimizer stay.
     """
-    for name in (*_STEPS, *_MAKERS, "_tower_builder"):
+    for name in (*_STEPS, *_MAKERS, "_tower_steps"):
         vars(model).pop(name, None)
     model.train_function = model.test_function = model.predict_function = None  # traced before
     return model
@@ -181,7 +182,14 @@ def unparallelize(model: keras.Model) -> keras.Model:
 
 def builder_of(model: keras.Model) -> TowerBuilder | None:
     """Return what a model's towers are built by; None if it runs on one device."""
-    return vars(model).get("_tower_builder")
+    steps = vars(model).get("_tower_steps")
+    return steps and steps.builder
+
+
+def passes_of(model: keras.Model) -> Passes:
+    """Return what the step of a model that was traced last has done on towers."""
+    steps = vars(model).get("_tower_steps")
+    return steps.passes if steps else Passes()
 
 
 class _Steps:
@@ -190,6 +198,7 @@ class _Steps:
     def __init__(self, model: keras.Model, builder: TowerBuilder, copies: Sequence[Any] = ()):
         self.model, self.builder, self.home = model, builder, builder.gather_device
         self._copies = copies
+        self.passes = Passes()  # of the step that is traced
         self._placed: set[int] = set()  # ids of variables
         self._batch: Any = None  # real, while a function is traced for the first time
         self._makes_variables = self._is_dropped = False  # see `_making_variables`
@@ -204,6 +213,7 @@ class _Steps:
         """Return a function in which outermost layers are called on towers."""
 
         def with_towers(*args: Any) -> Any:
+            self.passes = Passes()
             joined = flat.updates_joined(optimizers_of(self.model), self._update)
             calls = tf_private.layer_calls_replaced(self._make_call)
             given, making = examples.given(args, self._batch), self._making_variables()
@@ -338,7 +348,7 @@ class _Steps:
                 return layer(*arguments[0], **arguments[1])
         if self._copies:
             fn, batch = self._on_copies(fn), [*batch, PerTower(self._copies)]
-        return _with_logits(*self.builder.concat(fn, *batch))
+        return _with_logits(*concat(self.builder, Forward, fn, batch, self.passes))
 
     def _on_copies(self, fn: Callable) -> Callable:
         """Return a function of (*batch, copies) that reads these in place of the weights."""

@@ -26,7 +26,7 @@ import tensorflow as tf
 from towers.builder import gather
 from towers.builder.assignments import TowerScope
 from towers.builder.rehearsal import Rehearsal
-from towers.builder.replica_context import integers_on
+from towers.builder.replica_context import assigned, integers_on
 from towers.builder.splitting import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split, augment, parts
@@ -45,9 +45,9 @@ from towers.training.evaluation import (
     behind,
 )
 from towers.training.logits import cross_entropy, logits_of
-from towers.training.masters import VARIABLES, Masters, Replica
+from towers.training.masters import VARIABLES, Masters, Replica, now
 from towers.training.model import floatx_of
-from towers.training.update import about_flags, is_own, make_update, noted, scaled
+from towers.training.update import about_flags, is_own, make_update, scaled
 
 Stop = Callable[[], bool]
 _DIRECTIONS = ("max", "min")
@@ -104,8 +104,8 @@ class Task(abc.ABC):
                 if not self.squares_rows:  # the update adds up rows anyhow: it may be dense
                     dense = gather.dense_on_gpus(sums.gradients, variables, builder.devices)
                     sums = dataclasses.replace(sums, gradients=dense)
-                with noted(builder) as statistics:
-                    loss, gradients = builder.gather_sums(sums, variables)
+                statistics = [(v.value, now(v.value)) for v in assigned(sums.scopes)]
+                loss, gradients = builder.gather_sums(sums, variables)
                 gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
                 if measured is not None:
                     with tf.name_scope("telemetry"):

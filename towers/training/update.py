@@ -6,9 +6,8 @@ the same gradients and make the same update. What stands for a weight here may b
 on a GPU that are treated alike go as one.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -16,12 +15,11 @@ import tensorflow as tf
 
 from towers.builder.gather import map_values
 from towers.builder.kinds import is_gpu, machine_of
-from towers.builder.tower import TowerBuilder
 from towers.errors import InputError
 from towers.options.functions import call_plainly
 from towers.options.run import Options
 from towers.training import flat
-from towers.training.masters import Masters, Replica, now
+from towers.training.masters import Masters, Replica
 from towers.training.muon import Muon
 
 # A loss scale doubles after this many steps without overflow (Micikevicius et al. 2018).
@@ -247,23 +245,6 @@ def end_step(
     if masters.loss_scale is not None:
         with tf.device(masters.loss_scale.device):
             _set_loss_scale(masters, first)
-
-
-@contextlib.contextmanager
-def noted(builder: TowerBuilder) -> Iterator[list[tuple[tf.Variable, tf.Tensor]]]:
-    """Note (variable, its value before) of what towers assign in the block."""
-    found: list[tuple[tf.Variable, tf.Tensor]] = []
-
-    def note(variables: Sequence[keras.Variable]) -> None:
-        known = {id(variable) for variable, _ in found}
-        values = [v.value for v in variables if id(v.value) not in known]
-        found.extend((value, now(value)) for value in values)
-
-    builder.on_assign = note
-    try:
-        yield found
-    finally:
-        builder.on_assign = None
 
 
 def put_back_unless(

@@ -21,7 +21,7 @@ from towers.monitoring import charts, dashboard, events, tower_stats
 from towers.monitoring.event_writer import PARTS, EventWriter
 from towers.monitoring.speed import Speed, by_tower
 from towers.training.callbacks.exact_resume import is_resuming
-from towers.training.parallel import builder_of
+from towers.training.parallel import builder_of, passes_of
 
 _OF_TOWERS = ("tower_examples", "tower_gradient_norm", "tower_cosine", "tower_step_seconds")
 
@@ -65,7 +65,8 @@ class TowerBoard(keras.callbacks.Callback):
             self._examples = tf.Variable(0, trainable=False, dtype=tf.int64)
         self._writer, self._graph = None, None
         self._num_steps, self._due, self._speed = 0, None, Speed()
-        self._builder.on_gradients = self._on_gradients
+        self._train_step = self.model.train_step
+        vars(self.model)["train_step"] = self._measured_train_step
         self.model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -102,27 +103,25 @@ class TowerBoard(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """End the files; the next step is a plain one again."""
-        self._builder.on_gradients = None
+        vars(self.model)["train_step"] = self._train_step
         self.model.train_function = None
 
-    def _on_gradients(self, counts: Any, phases: Any, gradients: Any, gathered: Any) -> None:
-        """Add to the step that is traced what it tells of its towers."""
-        self._graph = tf.compat.v1.get_default_graph()
+    def _measured_train_step(self, data: Any) -> Any:
+        """Make the model's step, and add to it what it tells of its towers."""
         scale = getattr(self.model.optimizer, "dynamic_scale", None)
+        scale = 1.0 if scale is None else tf.convert_to_tensor(scale)
+        logs, gradients = self._train_step(data), passes_of(self.model).gradients
+        if gradients is None:  # it was traced on one device, and will be traced again
+            return logs
+        self._graph = tf.compat.v1.get_default_graph()
         with tf.name_scope("telemetry"):
-            values = tower_stats.measure_joined(
-                counts,
-                phases,
-                gradients,
-                gathered,
-                self._builder,
-                self._measured.read_value(),
-                1.0 if scale is None else tf.convert_to_tensor(scale),
-            )
+            measured = self._measured.read_value()
+            values = tower_stats.measure_joined(gradients, self._builder, measured, scale)
             with tf.device("/cpu:0"):
                 self._seen.assign(tf.stack([values[name] for name in _OF_TOWERS]))
                 num_examples = tf.reduce_sum(values["tower_examples"])
                 self._examples.assign_add(tf.cast(num_examples, tf.int64))
+        return logs
 
     def _write_point(self) -> None:
         """Write the point that was due, if there is one."""
