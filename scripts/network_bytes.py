@@ -38,9 +38,9 @@ def program(addresses: list[str], towers_per_worker: int) -> Iterator[dict[str, 
     """Make steps, and yield what each machine has sent in one, the program first."""
     import tensorflow as tf
 
-    from towers.devices import cluster
     from towers.options.run import Options
     from towers.training.run import assemble, load_data
+    from towers.workers import cluster
 
     workers = cluster.connect(addresses, towers_per_worker)
     machines = range(len(addresses) + 1)

@@ -23,7 +23,7 @@ import tensorflow as tf
 import towers
 from tests import tiny
 from tests.programs import ROOT, python
-from tests.workers import workers
+from tests.worker_processes import workers
 from towers import cli
 from towers.monitoring.monitor import Monitor
 

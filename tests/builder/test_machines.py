@@ -9,13 +9,13 @@ import tensorflow as tf
 
 from tests.builder import test_equality as equality
 from tests.builder.test_equality import Way
-from tests.workers import workers
+from tests.worker_processes import workers
 from towers import TowerBuilder
 from towers.builder.kinds import HOST, PROGRAM, machine_of
-from towers.devices import cluster
 from towers.graphs.placement import read_placement
 from towers.options.run import Options
 from towers.training.run import assemble, load_data
+from towers.workers import cluster
 
 pytestmark = pytest.mark.process
 layers = keras.layers

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.workers import ROOT
+from tests.worker_processes import ROOT
 from towers.commands.doctor import command as doctor
 from towers.commands.doctor.command import INSTALL, Check
 from towers.devices import nvml, probe

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests import programs
-from tests.workers import started, workers
+from tests.worker_processes import started, workers
 from towers.monitoring import events
 
 pytestmark = pytest.mark.process
@@ -109,7 +109,7 @@ def test_fit_over_workers_has_the_numbers_of_one_device(addresses):
 HANGS = """
 import os, signal, sys
 import towers
-from towers.devices.cluster import Cluster, connect
+from towers.workers.cluster import Cluster, connect
 
 look = Cluster._unfit
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runs import command as command_line
-from tests.workers import ROOT
+from tests.worker_processes import ROOT
 from towers import data, devices
 from towers.builder.batch_norm import exchange_launches
 from towers.commands.plan import command, cost_model, measure, workers

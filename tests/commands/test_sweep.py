@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import fake_gpus, tiny
-from tests.workers import ROOT
+from tests.worker_processes import ROOT
 from towers import cli, files
 from towers.commands.sweep import command
 from towers.commands.sweep import report as sweep_report

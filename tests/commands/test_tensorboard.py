@@ -11,7 +11,7 @@ import urllib.request
 import pytest
 
 from tests.tensorboard_server import Server
-from tests.workers import ROOT
+from tests.worker_processes import ROOT
 from towers.commands.tensorboard import command as tensorboard
 from towers.commands.tensorboard.command import TensorboardOptions
 from towers.errors import InputError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers import ROOT, environment
+from tests.worker_processes import ROOT, environment
 
 pytestmark = pytest.mark.process
 SCRIPT = [sys.executable, ROOT / "scripts/local_cluster"]

@@ -3,14 +3,15 @@
 import pytest
 import tensorflow as tf
 
-from tests import tiny, workers
+from tests import tiny, worker_processes
 from tests.data import image_files
 from tests.runs import released
-from towers.devices import cluster
+from towers.devices import remote
 from towers.errors import InputError, RunError
 from towers.graphs.placement import read_placement
 from towers.options.run import Options
 from towers.training.tensorflow_errors import one_line_errors
+from towers.workers import cluster
 
 pytestmark = pytest.mark.process
 extended = pytest.mark.extended
@@ -19,12 +20,12 @@ extended = pytest.mark.extended
 @pytest.fixture(scope="module")
 def two_workers():
     """Give the flags for two towers on each of two workers."""
-    with workers.workers(2) as addresses:
+    with worker_processes.workers(2) as addresses:
         given = dict(workers=",".join(addresses), towers_per_worker=2, num_towers=0)
         try:
             yield given
         finally:
-            if connected := cluster.current():
+            if connected := remote.current():
                 connected.close()
 
 
@@ -134,7 +135,7 @@ def test_a_file_that_is_another_one_is_named_and_none_is_needed(tmp_path, monkey
     monkeypatch.chdir(here)
     other = there / "images/train/cat/00004.png"
     other.write_bytes(image_files.png(image_files.image(5)))
-    worker = workers.Worker(folder=there)
+    worker = worker_processes.Worker(folder=there)
     try:
         given = dict(workers=worker.ready().address, num_towers=0)
         with pytest.raises(InputError, match=f"{there}/.*: record 0 .* another one on worker 0 "):
@@ -154,5 +155,5 @@ def test_a_file_that_is_another_one_is_named_and_none_is_needed(tmp_path, monkey
         with pytest.raises(RunError, match=line), one_line_errors(loop.run.options):
             loop(9)
     finally:
-        cluster.current().close()
+        remote.current().close()
         worker.close()

@@ -7,7 +7,7 @@ import pytest
 
 from tests import tiny
 from tests.programs import python
-from tests.workers import workers
+from tests.worker_processes import workers
 
 pytestmark = pytest.mark.process
 PROGRAM = """

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from towers import cli
-from towers.devices.addresses import find_workers
+from towers.workers.addresses import find_workers
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "towers/training/README.md").read_text(encoding="utf-8")
+PAGE = "".join(
+    (ROOT / f"towers/{room}/README.md").read_text(encoding="utf-8") for room in ("training", "workers")
+)
 JOB, JOB_OF_MANY = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 MANIFESTS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 CODE = r"((?: {14}.*\n)+)"  # of a shell, in a manifest

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.kinds import are_gpus, are_of_workers, devices_here
+from towers.builder.kinds import are_gpus, are_remote, devices_here
 from towers.builder.packed import pack, unpack
 
 # Each collective costs a round of meetings, so small tensors go together; but a first bucket that
@@ -30,7 +30,7 @@ def are_there(devices: Sequence[str]) -> bool:
     CPUs could, too, but share the memory by which a gather device reads them.
     """
     apart = len(set(devices)) == len(devices) > 1
-    return apart and are_gpus(devices) and not are_of_workers(devices)
+    return apart and are_gpus(devices) and not are_remote(devices)
 
 
 def all_sum(

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import tensorflow as tf
 
 HOST = "/cpu:0"
-# The process that holds the graph; workers are "/job:worker/task:1", from whose block a device
+# The process that holds the graph; others are "/job:worker/task:1", from whose block a device
 # takes each part that it does not name.
 PROGRAM = "/job:localhost/replica:0/task:0"
 SWITCH = "TOWERS_CPUS_FOR_GPUS"
@@ -39,14 +39,14 @@ def are_gpus(devices: Sequence[str]) -> bool:
 
 
 def machine_of(device: str) -> str:
-    """Return the worker that a device belongs to, "/job:worker/task:1"; "" for this process."""
+    """Return the machine that a device belongs to, "/job:worker/task:1"; "" for this process."""
     spec = tf.DeviceSpec.from_string(device)
     if spec.job in (None, "localhost"):
         return ""
     return f"/job:{spec.job}/task:{spec.task or 0}"
 
 
-def are_of_workers(devices: Iterable[str]) -> bool:
+def are_remote(devices: Iterable[str]) -> bool:
     """Tell whether any of these devices is on another machine, or of another process."""
     return any(map(machine_of, devices))
 
@@ -54,7 +54,7 @@ def are_of_workers(devices: Iterable[str]) -> bool:
 def devices_here(kind: str | None = None) -> list[str]:
     """Return TensorFlow's names of this process' logical devices, of a kind: "GPU".
 
-    Once workers are connected `tf.config.list_logical_devices` has theirs, too.
+    Once other machines are connected `tf.config.list_logical_devices` has theirs, too.
     """
     found = [device.name for device in tf.config.list_logical_devices(kind)]
     return [name for name in found if not machine_of(name)]

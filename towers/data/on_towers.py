@@ -17,7 +17,7 @@ from towers import tf_private
 from towers.builder.kinds import HOST, PROGRAM, are_gpus, is_gpu, machine_of
 from towers.builder.splitting import StoredRows
 from towers.data.pipeline import ArraySplit, Split, Structure
-from towers.devices import cluster, memory
+from towers.devices import memory, remote
 
 _SHARE = 0.25  # of a device's memory that is free
 # TensorFlow takes rows on a GPU of all numbers but these.
@@ -90,7 +90,7 @@ def size_of(split: ArraySplit) -> int:
 def _free(name: str, limits: dict[str, int]) -> float:
     """Return how many bytes are free on a device, 0 of one that is not known."""
     if machine_of(name):
-        offered = cluster.offered(name)
+        offered = remote.offered(name)
         return (offered and offered.memory_bytes) or 0
     limit = limits.get(name.lower(), 0)
     used = memory.of_device(name) if "gpu" in name.lower() else None

@@ -11,8 +11,8 @@ _STATUS = "/proc/self/status"
 def of_device(device: str) -> tuple[float, float] | None:
     """Return (now, peak), in MiB, of what TensorFlow has on a device; None if it does not tell.
 
-    The logical CPU devices of a process share its memory: for each it is that of the process. A
-    worker tells its process' memory, in a file, and nothing of its GPUs'.
+    The logical CPU devices of a process share its memory: for each it is that of the process.
+    Another machine tells the memory of its process, in a file, and nothing of its GPUs.
     """
     import tensorflow as tf
 
@@ -20,7 +20,7 @@ def of_device(device: str) -> tuple[float, float] | None:
 
     machine, on_gpu = machine_of(device), "gpu" in device.lower()
     if machine:
-        return None if on_gpu else _of_worker(machine)
+        return None if on_gpu else _of_machine(machine)
     if not on_gpu:
         return _status("VmRSS"), peak_mib()
     try:
@@ -55,14 +55,12 @@ def in_words(num_bytes: float) -> str:
     return f"{num_bytes / 2**power:.1f} {'MGTP'[power // 10 - 2]}iB"
 
 
-def _of_worker(machine: str) -> tuple[float, float] | None:
-    """Return the memory of a worker's process, now and peak, in MiB; None if it does not answer."""
-    from towers.devices.cluster import read_file
+def _of_machine(machine: str) -> tuple[float, float] | None:
+    """Return the memory of the process there, now and peak, in MiB; None if it does not answer."""
+    from towers.devices.remote import read_text
 
-    status = read_file(machine, _STATUS)
-    if status is None:
-        return None
-    return _status("VmRSS", status), _status("VmHWM", status)
+    status = read_text(machine, _STATUS)
+    return status and (_status("VmRSS", status), _status("VmHWM", status))
 
 
 def _status(name: str, status: str = "") -> float:

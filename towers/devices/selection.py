@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from towers import signals
 from towers.builder import kinds
-from towers.builder.kinds import are_of_workers, machine_of
-from towers.devices import cluster, nvml, visibility
+from towers.builder.kinds import are_remote, machine_of
+from towers.devices import nvml, remote, visibility
 from towers.devices.gpus import driver_gpus, hide_gpus, missing_gpus, read_back, visible_gpus
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError
@@ -131,7 +131,7 @@ def describe(devices: Sequence[str] | None = None) -> list[Device]:
     rows = []
     for tower, device in enumerate(devices):
         if machine_of(device):
-            rows.append(Device(tower, device, cluster.product_of(device)))
+            rows.append(Device(tower, device, remote.product_of(device)))
             continue
         kind, _, number = device.strip("/").partition(":")
         if kind == "cpu":
@@ -152,8 +152,8 @@ def report(devices: Sequence[str]) -> list[str]:
     Raises:
         RunError: TensorFlow does not keep what `configure` was asked for.
     """
-    if are_of_workers(devices) and (workers := cluster.current()):
-        return [*workers.report(), *read_back()]
+    if are_remote(devices) and (cluster := remote.current()):
+        return [*cluster.report(), *read_back()]
     header = ("tower", "device", "PCI bus id", "driver", "total MiB", "free MiB", "name")
     rows = []
     for row in describe(devices):

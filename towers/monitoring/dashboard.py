@@ -19,7 +19,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.plugins.text.summary_v2 import text_pb
 
 from towers import devices
-from towers.builder.kinds import are_of_workers
+from towers.builder.kinds import are_remote
 from towers.devices import host
 from towers.errors import RunError
 from towers.graphs.placement import Placement
@@ -61,7 +61,7 @@ def open_root(
         charts.layout(
             any(name.startswith("/gpu") for name in tower_devices),
             shown,
-            workers=are_of_workers(tower_devices),
+            workers=are_remote(tower_devices),
         ),
         hparams.experiment(columns, figures),
         hparams.session_start(options, len(tower_devices)),

@@ -26,9 +26,9 @@ from towers.monitoring import events, tower_stats
 from towers.monitoring.comparison import NoiseScale, Stragglers, estimate
 from towers.monitoring.event_writer import PARTS, EventWriter
 from towers.monitoring.speed import RATE, Speed, by_tower
-from towers.monitoring.workers import WorkerCurves
 from towers.options.timetable import Timetable
 from towers.text import printable
+from towers.workers import WorkerCurves
 
 _PHASES = (*tower_stats.PHASES, "update_seconds")
 _CALLS = 100  # whose times are kept one by one

@@ -12,13 +12,16 @@ def lazily(package: str, home: dict[str, str]):  # noqa: ANN201 - collections.ab
 
     Args:
         package: its name.
-        home: in which of its modules each name is; of a module, where that is itself.
+        home: in which of its modules each name is; of a module, where that is itself. What begins
+            with "towers." is in another package.
     """
 
     def load(name: str) -> object:
         if name not in home:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(f"{package}.{home[name]}")
+        path = home[name]
+        path = path if path.startswith("towers.") else f"{package}.{path}"
+        module = importlib.import_module(path)
         is_module = home[name].rpartition(".")[2] == name and not hasattr(module, name)
         return module if is_module else getattr(module, name)
 

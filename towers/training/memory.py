@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder.kinds import are_gpus
-from towers.devices import cluster, memory
+from towers.devices import memory, remote
 from towers.graphs.placement import short
 from towers.graphs.traffic import Step, num_bytes, read_step
 from towers.training.run import Run
@@ -46,7 +46,7 @@ def largest_batch(run: Run, train_loop: Callable, batches: Iterator) -> int:
     names = run.builder.devices
     step = read_step(train_loop.get_concrete_function(batches, tf.constant(0)))
     limits = tf_private.device_memory_bytes() if are_gpus(names) else {}
-    limits |= {name: size for name in names if (size := cluster.memory_of(name))}
+    limits |= {name: size for name in names if (size := remote.memory_of(name))}
     of_host = memory.of_host() // len(names)  # which logical CPU devices share
     examples = -(-run.options.batch_size // len(names) // run.options.accumulate_steps)
     found = [

@@ -24,14 +24,15 @@ from towers import tf_private
 from towers.builder import attributes, doubts, examples, faults
 from towers.builder.assignments import TowerScope
 from towers.builder.joined import Passes, concat
-from towers.builder.kinds import HOST, are_gpus, are_of_workers
+from towers.builder.kinds import HOST, are_gpus, are_remote
 from towers.builder.replica_context import integers_on
 from towers.builder.splitting import PerTower, slices_of
 from towers.builder.tower import Forward, TowerBuilder
-from towers.devices import cluster
+from towers.devices import remote
 from towers.errors import InputError
 from towers.training import flat, masters
 from towers.training.masters import optimizers_of
+from towers.workers import connect
 
 _STEPS = ("train_step", "test_step", "predict_step")
 _BATCH = object()  # stands for a tensor among arguments
@@ -96,7 +97,7 @@ def parallelize(
     tf_private.refuse_fork()
     device_names = _devices_for(model, num_towers, devices, workers, towers_per_worker)
     if variables == "default":
-        here = are_gpus(device_names) and not are_of_workers(device_names)
+        here = are_gpus(device_names) and not are_remote(device_names)
         variables = "sharded" if here else "cpu"
     builder = TowerBuilder(
         device_names,
@@ -128,8 +129,8 @@ def _devices_for(
             f"num_towers={num_towers} and devices={devices!r} are of this machine, and "
             f"workers={workers!r} has the towers elsewhere: leave one of them out"
         )
-    before = cluster.current()
-    found = cluster.connect(workers, number)
+    before = remote.current()
+    found = connect(workers, number)
     if found is not before and (model.compiled or model.variables):
         raise InputError(
             f"workers={workers!r}: connect to them before the model is made, by "

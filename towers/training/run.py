@@ -9,14 +9,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import data, devices, tf_private
-from towers.builder.kinds import are_gpus, are_of_workers
+from towers import data, devices, tf_private, workers
+from towers.builder.kinds import are_gpus, are_remote
 from towers.builder.rehearsal import Rehearsal
 from towers.builder.tower import TowerBuilder
-from towers.data import Data, Split, augment, on_workers
+from towers.data import Data, Split, augment, remote_files
 from towers.data.on_towers import OnTowers, store
-from towers.data.on_workers import OnWorkers
-from towers.devices import cluster, memory, selection
+from towers.data.remote_files import RemoteFiles
+from towers.devices import memory, selection
 from towers.errors import InputError
 from towers.options.augmentation import parse
 from towers.options.run import Options
@@ -32,7 +32,7 @@ from towers.training.update import check_own, limit_of, make_optimizer
 DEFAULT_EPOCHS = 10.0
 
 # Returns the training set where the towers are, copied there when it is first called.
-Stored = Callable[[], OnTowers | OnWorkers | None]
+Stored = Callable[[], OnTowers | RemoteFiles | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Run:
         return make_train_loop(*parts, telemetry=telemetry, masters=self.masters)
 
     @property
-    def on_towers(self) -> OnTowers | OnWorkers | None:
+    def on_towers(self) -> OnTowers | RemoteFiles | None:
         """The training set where the towers are, None if each step is sent its examples."""
         return self.stored()
 
@@ -160,13 +160,13 @@ def find(options: Options) -> tuple[list[str], Data]:
 
 
 def tower_devices(options: Options) -> list[str]:
-    """Return the towers' devices, on this machine or on its workers.
+    """Return the towers' devices, on this machine or on other ones.
 
     Raises:
         InputError: they cannot be had.
     """
-    if workers := cluster.of_run(options):
-        return workers.devices
+    if cluster := workers.of_run(options):
+        return cluster.devices
     return devices.tower_devices(options.num_towers, options.devices, divide_cores=True)
 
 
@@ -256,8 +256,8 @@ def _stored(
     """Return a function that copies a split to the towers, or looks for it there, once."""
 
     @functools.cache
-    def stored() -> OnTowers | OnWorkers | None:
-        found = on_workers.find(split, names, options.batch_size, options.accumulate_steps)
+    def stored() -> OnTowers | RemoteFiles | None:
+        found = remote_files.find(split, names, options.batch_size, options.accumulate_steps)
         return found or store(split, names)
 
     return stored
@@ -265,7 +265,7 @@ def _stored(
 
 def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) -> str:
     """Return where the masters are to lie, as `--variables` or by default."""
-    found, far = options.variables, are_of_workers(device_names)
+    found, far = options.variables, are_remote(device_names)
     if found == "default":
         return kind.default_on_gpus if are_gpus(device_names) and not far else VARIABLES[0]
     if found == "replicated" and far:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from towers import files
-from towers.builder.kinds import are_of_workers
+from towers.builder.kinds import are_remote
 from towers.errors import InputError, RunError
 from towers.options.given import is_named_now
 from towers.text import first_line, reason
@@ -40,7 +40,7 @@ class Checkpoints:
         best: a step whose checkpoint is kept beside the newest.
         home: the folder of the run, once it is there: what is gone is made again.
         say: is given a line when a checkpoint could not be written beside training.
-        on_workers: whether any of the variables lies on another machine.
+        is_remote: whether any of the variables lies on another machine.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Checkpoints:
         do if none can be read.
         """
         self.directory, self.remedy = Path(directory), remedy
-        self.on_workers = are_of_workers(v.device for v in variables.values())
+        self.is_remote = are_remote(v.device for v in variables.values())
         self.variables, self.identity = dict(variables), dict(identity)
         self.keep, self.exact = keep, exact
         self.best: int | None = None

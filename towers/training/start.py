@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from towers import devices, files, tf_private
 from towers.builder import faults
-from towers.builder.kinds import are_gpus, are_of_workers
+from towers.builder.kinds import are_gpus, are_remote
 from towers.data import Data
 from towers.errors import InputError, RunError
 from towers.graphs import placement_report
@@ -228,7 +228,7 @@ def begin(
     batches = iter(run.batches(step, examples))
     if run.on_towers:
         say(f"data        {run.on_towers}")
-    elif are_of_workers(run.builder.devices):
+    elif are_remote(run.builder.devices):
         say("data        sent to the workers with each step")
     sampler = Sampler(run.data.train, options)
     with one_line_errors(options), watch, watch.first_batch():

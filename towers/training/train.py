@@ -14,8 +14,8 @@ import keras
 import tensorflow as tf
 
 from towers import files, signals
-from towers.devices import cluster
 from towers.devices.gpu_health import GpuHealth
+from towers.devices.remote import DevicesChanged
 from towers.errors import RunError
 from towers.monitoring import dashboard
 from towers.monitoring.gallery import Gallery
@@ -29,7 +29,6 @@ from towers.options.timetable import Timetable
 from towers.text import printable
 from towers.training import checkpoint, keras_callbacks, manifest, nan
 from towers.training.best import Best
-from towers.training.elastic import Elastic
 from towers.training.evaluation import Evaluation
 from towers.training.guest import as_a_guest
 from towers.training.keras_callbacks import Callbacks
@@ -37,7 +36,8 @@ from towers.training.masters import kept
 from towers.training.run import Run
 from towers.training.start import Start, begin, build, restore
 from towers.training.tensorflow_errors import one_line_errors
-from towers.training.watch import Watch, WorkersChanged, check_snapshot
+from towers.training.watch import Watch, check_snapshot
+from towers.workers import Recovery, of_run
 
 RESULT = "result.json"
 _FINISHED = (
@@ -82,29 +82,29 @@ def train(
         lock.take(folder)
         with one_line_errors(options):
             callbacks = keras_callbacks.load(options.callbacks)
-            cluster.of_run(options, bool(checkpoint.find(folder / "checkpoints")))
+            of_run(options, bool(checkpoint.find(folder / "checkpoints")))
             run = build(options, say)
             checkpoints, restored = restore(run, folder)
         if result := finished(run, folder):
             for line in [_FINISHED.format(folder, result["steps"]), *table(result)]:
                 say(line)
             return result
-        elastic = Elastic(options, say)
+        recovery = Recovery(options, say)
         with contextlib.closing(GpuHealth()) as health:
             while True:
                 run = nan.resumed(run, folder, restored)
                 watch = Watch(options, checkpoints, say, health.read)
                 try:
-                    with one_line_errors(options), elastic.told():
+                    with one_line_errors(options), recovery.reraise_worker_loss():
                         begun = begin(run, folder, lock, checkpoints, restored, watch, say)
                     of_step = begun.steps_done, begun.largest_batch
-                    with one_line_errors(options, *of_step), elastic.told():
+                    with one_line_errors(options, *of_step), recovery.reraise_worker_loss():
                         return _train(begun, watch, health, out, start, callbacks)
                 # Each goes on as a new process would.
                 except nan.Rollback as rollback:
                     say(str(rollback))
-                except WorkersChanged:
-                    if not elastic.go_on(checkpoints, watch):
+                except DevicesChanged:
+                    if not recovery.go_on(watch.save_kept()):
                         return None
                 again = dataclasses.replace(run.options, overwrite=False, **run.left_open)
                 run = build(again, say)
@@ -276,7 +276,7 @@ def saved_if_it_fails(begun: Start, watch: Watch) -> Iterator[None]:
     """Save the last finished step if data, a disk or a reader of the output fails in the block."""
     try:
         yield
-    except (nan.NotFinite, nan.Rollback, WorkersChanged):
+    except (nan.NotFinite, nan.Rollback, DevicesChanged):
         raise
     except Exception:
         step, snapshot = watch.kept or (int(begun.run.masters.step.numpy()), None)

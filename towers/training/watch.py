@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from towers import signals
-from towers.devices import cluster
+from towers.devices import remote
+from towers.devices.remote import DevicesChanged
 from towers.errors import RunError
 from towers.options.run import Options
 from towers.training.masters import not_finite
@@ -27,10 +28,6 @@ BATCH, STEP, EVALUATION, SAVE = "a batch", "a step", "an evaluation", "a save"
 State = tuple[int, Snapshot]
 NOTHING: State = (0, {})  # needs no saving
 _CALL_SECONDS = 2.0  # which a call of the train loop may take: a stop waits for its end
-
-
-class WorkersChanged(Exception):
-    """Workers were lost or came back: the run is to be built anew on those that are there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +50,8 @@ class Watch(signals.StopRequest):
 
     Attributes:
         whole: whether the masters are the state after a step, and not that in the middle of one.
-        kept: a state that no lost worker takes with it, that before what is under way: of a run
-            whose towers, but not its masters, are on workers.
+        kept: a state that no lost machine takes with it, that before what is under way: of a run
+            whose towers, but not its masters, are on other machines.
     """
 
     whole = True
@@ -141,19 +138,32 @@ class Watch(signals.StopRequest):
             yield
 
     def _keep(self, step: int, snapshot: Snapshot | None = None) -> None:
-        """Keep the state of now, if a lost worker could be in the way of another.
+        """Keep the state of now, if a lost machine could be in the way of another.
 
         Raises:
-            WorkersChanged: a worker that was lost is there again, which has the run built anew.
+            DevicesChanged: a machine that was lost is there again: the run is built anew.
         """
-        workers = cluster.current()
-        if workers is None:
+        cluster = remote.current()
+        if cluster is None:
             return
-        here = not self._checkpoints.on_workers
-        if here or workers.returned:
+        if cluster.returned or not self._checkpoints.is_remote:
             self.kept = step, snapshot or self._checkpoints.snapshot()
-        if workers.returned:
-            raise WorkersChanged
+        if cluster.returned:
+            raise DevicesChanged
+
+    def save_kept(self) -> int | None:
+        """Write the state that was kept as a checkpoint; return its step, None if there is none.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        self._checkpoints.close()
+        if self.kept is None:
+            return None
+        step, snapshot = self.kept
+        if not self._checkpoints.has(step):
+            self._checkpoints.save_now(step, snapshot)
+        return step
 
     @contextlib.contextmanager
     def save(self, step: int) -> Iterator[None]:

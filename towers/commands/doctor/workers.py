@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from towers.commands.doctor.checks import NOTE, OK, PROBLEM, Check
-from towers.devices import worker_probe
-from towers.devices.addresses import find_workers
-from towers.devices.cluster import Cluster, Worker
-from towers.devices.worker_probe import Way
 from towers.errors import InputError
 from towers.options.run import Options
 from towers.text import count, table
+from towers.workers import network_test
+from towers.workers.addresses import find_workers
+from towers.workers.cluster import Cluster, Worker
+from towers.workers.network_test import Way
 
 _START = "start `towers worker --address={}` there, or open the port to this machine"
 _CLOCKS_SECONDS = 2.0
@@ -34,7 +34,7 @@ def check_workers(options: Options, say: Callable[[str], None]) -> Iterator[Chec
     """Try out the workers that the options name; yield what is found, then print a table."""
     named = find_workers(options.workers, os.environ)
     with ThreadPoolExecutor(len(named)) as pool:
-        problems = dict(zip(named, pool.map(worker_probe.unreachable, named), strict=True))
+        problems = dict(zip(named, pool.map(network_test.unreachable, named), strict=True))
     for address, problem in problems.items():
         if problem:
             remedy = _START.format(address)
@@ -51,11 +51,11 @@ def check_workers(options: Options, say: Callable[[str], None]) -> Iterator[Chec
                 yield _refused(worker)
         ways = {}
         for worker in cluster.alive():
-            ways[worker.address] = way = worker_probe.measure(cluster, worker)
+            ways[worker.address] = way = network_test.measure(cluster, worker)
             yield _check(worker, way)
         sound = [w for w in cluster.alive() if isinstance(ways[w.address], Way)]
         if sound:
-            yield _check_copies(*worker_probe.wrong_copies(cluster, sound))
+            yield _check_copies(*network_test.wrong_copies(cluster, sound))
             for line in _table(sound, [ways[w.address] for w in sound]):
                 say(line)
     finally:

@@ -22,7 +22,6 @@ from towers.commands.plan.options import PlanOptions
 from towers.commands.plan.picture import draw
 from towers.commands.plan.report import report
 from towers.data import Data
-from towers.devices import cluster
 from towers.errors import InputError
 from towers.graphs.flops import flop_per_example, has_unseen
 from towers.graphs.placement import read_placement
@@ -31,6 +30,7 @@ from towers.options.run import Options
 from towers.training import memory
 from towers.training.run import Run, assemble, load_data
 from towers.training.tensorflow_errors import one_line_errors
+from towers.workers import connect
 
 DEFAULT_TOWERS = TOWERS_PER_WORKER = 8
 GIB = 2**30
@@ -130,7 +130,7 @@ def networks_of(options: PlanOptions) -> list[cost_model.Link]:
     found = list(workers.NETWORKS.values())
     where = options.run.workers, 1, options.run.worker_timeout_seconds
     if options.run.workers:
-        connected = cluster.connect(*where)
+        connected = connect(*where)
         try:
             found = [measure_network(connected.devices)]
         finally:

@@ -15,13 +15,11 @@ import tensorflow as tf
 
 from towers import devices
 from towers.builder import kinds
-from towers.builder.kinds import are_of_workers
+from towers.builder.kinds import are_remote
 from towers.commands.verify.differences import TOLERANCE, TOLERANCES, compare
 from towers.commands.verify.lane import RunLane, in_float64
 from towers.commands.verify.options import VerifyOptions
 from towers.commands.verify.report import by_name, of_all, verify_lanes
-from towers.devices import cluster
-from towers.devices.addresses import find_workers
 from towers.devices.gpus import precision
 from towers.errors import InputError
 from towers.options.fields import parse_tower_numbers
@@ -30,6 +28,7 @@ from towers.text import count
 from towers.training import fitting
 from towers.training.guest import as_a_guest
 from towers.training.run import assemble, load_data
+from towers.workers import find_workers, of_run
 
 _NUDGE = 1e-12  # of a weight in float64, and as many units of the last place in less
 
@@ -74,7 +73,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         options = dataclasses.replace(options, variables="cpu", jit_compile=False)
         # A CPU as such where CPUs stand in for GPUs; workers are compared with this machine.
         one = ["/cpu:0"] if kinds.stand_in() else names[:1]
-        one = devices.tower_devices(0)[:1] if are_of_workers(names) else one
+        one = devices.tower_devices(0)[:1] if are_remote(names) else one
         reference = lane(options, one, plain=True)
         notes[:] = fitting.check(reference.run.task, batch)
         return reference
@@ -106,7 +105,7 @@ def _tower_devices(options: Options, numbers: Sequence[int]) -> list[str]:
         return devices.tower_devices(max(numbers), options.devices)
     num_workers = len(find_workers(options.workers, os.environ))
     each = options.towers_per_worker or -(-max(numbers) // num_workers)
-    workers = cluster.of_run(dataclasses.replace(options, towers_per_worker=each))
+    workers = of_run(dataclasses.replace(options, towers_per_worker=each))
     turns = itertools.zip_longest(*(worker.devices for worker in workers.alive()))
     found = [device for turn in turns for device in turn if device]
     if max(numbers) > len(found):

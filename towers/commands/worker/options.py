@@ -3,10 +3,10 @@
 import dataclasses
 from typing import ClassVar
 
-from towers.devices.addresses import PORT, parse_address
 from towers.errors import InputError
 from towers.options.fields import check_values, option
 from towers.options.run import Options
+from towers.workers.addresses import PORT, parse_address
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from tests.workers import ROOT, Worker, environment, started
+from tests.worker_processes import ROOT, Worker, environment, started
 from towers import cli
-from towers.devices import board, worker
-from towers.devices.board import Claim, Lease, Offer
 from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
+from towers.workers import rendezvous, server
+from towers.workers.rendezvous import Claim, Lease, Offer
 
 pytestmark = pytest.mark.process
 
@@ -47,12 +47,12 @@ def on(address):
 
 def read(address, file, kind):
     with on(address) as session:
-        return board.from_text(kind, session.run(tf.io.read_file(file)))
+        return rendezvous.from_text(kind, session.run(tf.io.read_file(file)))
 
 
 def write(address, claim):
     with on(address) as session:
-        session.run(tf.io.write_file(board.claim_file(claim.id), board.to_text(claim)))
+        session.run(tf.io.write_file(rendezvous.claim_file(claim.id), rendezvous.to_text(claim)))
 
 
 def wait_for(question, seconds=PATIENCE_SECONDS):
@@ -66,7 +66,7 @@ def wait_for(question, seconds=PATIENCE_SECONDS):
 
 
 def lease(address):
-    return read(address, board.LEASE, Lease).id
+    return read(address, rendezvous.LEASE, Lease).id
 
 
 def over(worker):
@@ -85,7 +85,7 @@ def listens(host, port):
 
 
 def test_it_says_what_it_has(lent):
-    offer = read(lent.address, board.OFFER, Offer)
+    offer = read(lent.address, rendezvous.OFFER, Offer)
     assert offer.address == lent.address and offer.tensorflow == tf.__version__
     assert offer.kind == "cpu" and [device.name for device in offer.devices] == ["/cpu:0"]
     assert offer.num_cpu_devices >= 16 and offer.pid == lent.process.pid
@@ -108,7 +108,7 @@ def test_a_program_has_it_alone_and_then_all_is_free_again(lent):
     write(lent.address, Claim("z", released=True))
     assert "released" in over(lent)
     with on(lent.address) as session, pytest.raises(tf.errors.NotFoundError):
-        session.run(tf.io.read_file(board.claim_file("a")))
+        session.run(tf.io.read_file(rendezvous.claim_file("a")))
 
 
 def test_a_program_that_is_silent_loses_it_and_one_that_speaks_does_not(lent):
@@ -124,11 +124,11 @@ def test_a_program_that_is_silent_loses_it_and_one_that_speaks_does_not(lent):
 
 def test_a_program_that_cannot_speak_but_whose_server_answers_keeps_it_for_a_while(lent, tmp_path):
     now = 0.0
-    claims = worker.Claims(tmp_path, clock=lambda: now)
+    claims = server.Claims(tmp_path, clock=lambda: now)
 
     def speak(address):
         claim = Claim("mine", timeout_seconds=10.0, address=address)
-        (tmp_path / board.claim_file("mine")).write_text(board.to_text(claim))
+        (tmp_path / rendezvous.claim_file("mine")).write_text(rendezvous.to_text(claim))
 
     speak(lent.address)  # which answers in the place of the program's server
     for seconds in (0.0, 9.0, 11.0, 190.0):
@@ -152,7 +152,7 @@ def test_a_program_that_cannot_speak_but_whose_server_answers_keeps_it_for_a_whi
 PROGRAM_WITH_THE_LOCK = """
 import ctypes, sys, time
 import tensorflow as tf
-from towers.devices import cluster
+from towers.workers import cluster
 found = cluster.connect([sys.argv[1]], timeout_seconds=2.0)
 with tf.device(found.devices[0]):
     there = tf.Variable(7.0)
@@ -225,12 +225,12 @@ def test_a_signal_ends_it_at_once_though_a_program_uses_it(number, code):
 @pytest.mark.unit
 def test_what_a_killed_worker_left_is_cleared_up_and_not_what_another_uses(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with worker._folder() as used:
+    with server._folder() as used:
         left = tmp_path / "towers-worker-left"
         left.mkdir()
         for path in (used, left):
             os.utime(path, (0, 0))
-        with worker._folder() as own:
+        with server._folder() as own:
             assert sorted(tmp_path.iterdir()) == sorted([used, own])
     assert list(tmp_path.iterdir()) == []
 
@@ -254,7 +254,7 @@ def test_every_address_is_served_if_that_is_asked_for():
 )
 def test_an_address_that_cannot_be_had_is_one_line(host, port, why):
     with pytest.raises(InputError, match=why) as error:
-        worker.serve(host, port, GpuOptions())
+        server.serve(host, port, GpuOptions())
     assert "\n" not in str(error.value)
 
 
@@ -264,7 +264,7 @@ def test_a_port_that_is_taken_is_one_line(holder):
     family = socket.AF_INET6 if ":" in holder else socket.AF_INET
     with socket.create_server((holder, 0), family=family, dualstack_ipv6=holder == "::") as taken:
         with pytest.raises(InputError, match="the port is taken"):
-            worker.serve("127.0.0.1", taken.getsockname()[1], GpuOptions())
+            server.serve("127.0.0.1", taken.getsockname()[1], GpuOptions())
 
 
 @pytest.mark.unit
@@ -272,13 +272,13 @@ def test_a_port_that_is_taken_is_one_line(holder):
 def test_a_port_that_was_free_and_is_taken_is_not_the_only_one(monkeypatch, port, attempts):
     tried = []
 
-    def server(folder, address, *_):
+    def fails(folder, address, *_):
         tried.append(address)
         raise RunError("the server does not start")
 
-    monkeypatch.setattr(worker, "_server", server)
+    monkeypatch.setattr(server, "_server", fails)
     with pytest.raises(RunError, match="does not start"):
-        worker.serve("127.0.0.1", port, GpuOptions())
+        server.serve("127.0.0.1", port, GpuOptions())
     assert len(set(tried)) == len(tried) == attempts
 
 

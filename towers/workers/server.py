@@ -1,7 +1,7 @@
 """A worker: TensorFlow's server on this machine, for one program at a time.
 
-Two processes. The supervisor decides which program has the worker (see `board`); its child is the
-server. When the program's lease is over the child is killed and another takes its place on the same
+Two processes. The supervisor decides which program has the worker (see `rendezvous`); its child is
+the server. When a lease is over the child is killed and another takes its place on the same
 port: all memory is free again within a second. The supervisor has TensorFlow imported and never
 started, so that a fork of it need not import it.
 """
@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from towers import files
-from towers.devices import board, listening
-from towers.devices.addresses import greets, is_here, join_address
-from towers.devices.board import Claim, Lease, Offer, Offered
 from towers.devices.memory import in_words, of_host
 from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
 from towers.text import count, first_line
+from towers.workers import bind_filter, rendezvous
+from towers.workers.addresses import greets, is_here, join_address
+from towers.workers.rendezvous import Claim, Lease, Offer, Offered
 
 NUM_CPU_DEVICES = 16  # logical ones of a worker without GPUs; more where there are more cores
 _LOOK_SECONDS = 0.1
@@ -83,7 +83,7 @@ def serve(
                     told = True
                 say(f"free        for towers train --workers={address}")
                 say(f"over        {_lend(folder, process, say)}")
-        except listening.Reached as error:
+        except bind_filter.Reached as error:
             say(f"warning     {error}: the server is started again")
         except RunError:
             attempts -= 1
@@ -134,7 +134,7 @@ class Claims:
         """Read the claims; return why the lease is over, "" if it is not, or there is none."""
         now = self._clock()
         for path in sorted(self._folder.iterdir()):
-            if claim_id := board.claim_id(path.name):
+            if claim_id := rendezvous.claim_id(path.name):
                 self._read(path, claim_id, now)
         if self.lease is None:
             for claim_id, claim in self._claims.items():
@@ -160,14 +160,14 @@ class Claims:
             state = about.st_mtime_ns, about.st_size
             if self._written.get(claim_id, (None,))[0] == state:
                 return
-            if claim := board.from_text(Claim, path.read_bytes()):
+            if claim := rendezvous.from_text(Claim, path.read_bytes()):
                 self._claims[claim_id] = claim
             self._written[claim_id] = state, now
 
     def _tell(self) -> None:
-        temporary = self._folder / f".{board.LEASE}"
-        temporary.write_text(board.to_text(self.lease), encoding="utf-8")
-        temporary.replace(self._folder / board.LEASE)  # read whole, or not at all
+        temporary = self._folder / f".{rendezvous.LEASE}"
+        temporary.write_text(rendezvous.to_text(self.lease), encoding="utf-8")
+        temporary.replace(self._folder / rendezvous.LEASE)  # read whole, or not at all
 
 
 def _answers(address: str) -> bool:
@@ -313,7 +313,7 @@ def _serve(
     try:
         server, devices = _start(address, ip, any_address, options)
         offer = _offer(address, started_in, parent, devices)
-        Path(board.OFFER).write_text(board.to_text(offer), encoding="utf-8")
+        Path(rendezvous.OFFER).write_text(rendezvous.to_text(offer), encoding="utf-8")
         sending.send(offer)
     except (InputError, RunError) as error:
         sending.send(error)
@@ -345,7 +345,7 @@ def _start(address: str, ip: str, any_address: bool, options: GpuOptions) -> tup
     )
     port = int(address.rpartition(":")[2])
     if not any_address:
-        listening.only_to(ip, port)  # before it answers anybody
+        bind_filter.only_to(ip, port)  # before it answers anybody
     server.start()
     with tf.compat.v1.Session(f"grpc://{join_address(_EVERYWHERE.get(ip, ip), port)}") as session:
         return server, session.list_devices()

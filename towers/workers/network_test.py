@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from towers.devices.addresses import greets, parse_address
-from towers.devices.cluster import Cluster, Worker
 from towers.text import first_line
+from towers.workers.addresses import greets, parse_address
+from towers.workers.cluster import Cluster, Worker
 
 CONNECT_SECONDS = 2.0
 _FREE_SECONDS = 4.0  # a worker that has just been released starts a new server

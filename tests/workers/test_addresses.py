@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from towers.devices.addresses import check_distinct, find_workers, join_address, parse_address
 from towers.errors import InputError
+from towers.workers.addresses import check_distinct, find_workers, join_address, parse_address
 
 pytestmark = pytest.mark.unit
 

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from towers.devices.listening import Reached, only_to
 from towers.errors import RunError
+from towers.workers.bind_filter import Reached, only_to
 
 pytestmark = pytest.mark.unit
 

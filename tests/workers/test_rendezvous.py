@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from towers.devices import board
-from towers.devices.board import Claim, Lease, Offer, Offered
-from towers.devices.worker import Claims
+from towers.workers import rendezvous
+from towers.workers.rendezvous import Claim, Lease, Offer, Offered
+from towers.workers.server import Claims
 
 pytestmark = pytest.mark.unit
 
@@ -15,30 +15,31 @@ OFFER = Offer("1.0", "2.21.0", address="h:1", devices=(Offered("/gpu:0", "A100",
 
 @pytest.mark.parametrize("notice", [OFFER, Claim("a", "h", 3, "u", 2.0), Lease("a", "h", 3, "u")])
 def test_what_is_written_is_read_and_half_of_it_is_nothing(notice):
-    text = board.to_text(notice)
-    assert board.from_text(type(notice), text) == notice
-    assert {board.from_text(type(notice), text[:end]) for end in range(len(text))} == {None}
+    text = rendezvous.to_text(notice)
+    assert rendezvous.from_text(type(notice), text) == notice
+    assert {rendezvous.from_text(type(notice), text[:end]) for end in range(len(text))} == {None}
 
 
 def test_a_free_worker_and_other_versions_are_understood_as_far_as_they_go():
-    assert board.to_text(None) == "{}" and board.from_text(Lease, b"{}").id == ""
-    assert board.from_text(Offer, '{"towers": "0.9", "colour": "red"}') == Offer(towers="0.9")
+    assert rendezvous.to_text(None) == "{}" and rendezvous.from_text(Lease, b"{}").id == ""
+    assert rendezvous.from_text(Offer, '{"towers": "0.9", "colour": "red"}') == Offer(towers="0.9")
 
 
 @pytest.mark.parametrize("text", ["[]", "1", '{"pid": "x"}', '{"id": null}', b"\xff", "[" * 9999])
 def test_what_is_no_claim_is_none(text):
-    assert board.from_text(Claim, text) is None
+    assert rendezvous.from_text(Claim, text) is None
 
 
 @pytest.mark.parametrize("seconds, then", [(-1, 15), ("NaN", 15), ("Infinity", 15), (1e9, 3600)])
 def test_no_claim_keeps_a_worker_for_ever(seconds, then):
-    claim = board.from_text(Claim, f'{{"id": "a", "timeout_seconds": {seconds}}}')
+    claim = rendezvous.from_text(Claim, f'{{"id": "a", "timeout_seconds": {seconds}}}')
     assert claim.timeout_seconds == then
 
 
 def test_files_that_are_no_claims_and_odd_names_of_strangers():
-    assert board.claim_id(board.claim_file("a-1_b")) == "a-1_b"
-    assert [board.claim_id(n) for n in ("claim.", "offer.json", "claim.a/b", "claim.ä")] == [""] * 4
+    assert rendezvous.claim_id(rendezvous.claim_file("a-1_b")) == "a-1_b"
+    names = "claim.", "offer.json", "claim.a/b", "claim.ä"
+    assert [rendezvous.claim_id(name) for name in names] == [""] * 4
     assert "\n" not in str(Lease("a", "h\n\x1b[31m", 1, "u" * 999))
     assert len(str(Lease("a", "h", 1, "u" * 999))) < 120
 
@@ -49,7 +50,7 @@ def claim(folder, name, **values):
 
 
 def given_to(folder):
-    return board.from_text(Lease, (folder / board.LEASE).read_bytes()).id
+    return rendezvous.from_text(Lease, (folder / rendezvous.LEASE).read_bytes()).id
 
 
 def test_the_first_program_has_it_until_it_says_so(tmp_path):

@@ -1,6 +1,6 @@
 """Encoded images that each worker reads itself, from files of its own that are the program's.
 
-    files = on_workers.find(split, devices, batch_size=128)     # None: a worker has no such files
+    files = remote_files.find(split, devices, batch_size=128)     # None: a worker has no such files
     for rows, draws in files.train_batches(128, seed=1): ...    # the workers begin to read
     example = files.example(rows)                               # in a step: once for each batch
 
@@ -24,7 +24,7 @@ from towers.builder.kinds import HOST, PROGRAM, machine_of
 from towers.builder.splitting import StoredRows, slices_of
 from towers.data.encoded import EncodedSplit
 from towers.data.pipeline import Split, Structure, prefetched, shuffled_rows
-from towers.devices import cluster
+from towers.devices import remote
 from towers.errors import InputError
 
 _COMPARED = 256  # images
@@ -33,7 +33,7 @@ _NOT_AS_HERE = (tf.errors.DataLossError, tf.errors.InvalidArgumentError, tf.erro
 _numbers = itertools.count()  # of iterators: each has a name of its own on its worker
 
 
-class OnWorkers:
+class RemoteFiles:
     """A split that workers read, in batches of one size."""
 
     def __init__(self, split: EncodedSplit, names: Sequence[str], batch_size: int, num_rounds: int):
@@ -77,7 +77,7 @@ class OnWorkers:
 
 def find(
     split: Split, names: Sequence[str], batch_size: int, num_rounds: int = 1
-) -> OnWorkers | None:
+) -> RemoteFiles | None:
     """Let the workers of towers with these devices read a split; None if one has not its files.
 
     Raises:
@@ -90,7 +90,8 @@ def find(
     given = tf.constant(rows)
     here = _fingerprints(split, f"{PROGRAM}{HOST}", "")(given)
     for worker in workers:
-        there = _fingerprints(split, f"{worker}{HOST}", _folder(worker))
+        folder = remote.folder_of(worker)
+        there = _fingerprints(split, f"{worker}{HOST}", folder)
         try:
             found = there(given)
         except tf.errors.NotFoundError:
@@ -99,12 +100,12 @@ def find(
             found = tf.concat([_or_none(there, row) for row in rows], axis=0)
         different = np.flatnonzero((found != here).numpy().any(axis=1))
         if different.size:
-            name = posixpath.join(_folder(worker), split.source.name(int(rows[different[0]])))
+            name = posixpath.join(folder, split.source.name(int(rows[different[0]])))
             raise InputError(
-                f"{name} is another one on {_named(worker)} than here: copy the data there, or let "
-                "the program send them, from a --data_dir that workers do not have"
+                f"{name} is another one on {remote.name_of(worker)} than here: copy the data "
+                "there, or let the program send them, from a --data_dir that workers do not have"
             )
-    return OnWorkers(split, names, batch_size, num_rounds)
+    return RemoteFiles(split, names, batch_size, num_rounds)
 
 
 class _Reader:
@@ -130,7 +131,7 @@ class _Reader:
             with tf.device(f"{self._worker}{HOST}"):
                 batches = shuffled_rows(batch_size, size, seed, examples)
                 rows = batches.map(lambda rows: tf.gather(rows, places))
-                where = _folder(self._worker), _named(self._worker)
+                where = remote.folder_of(self._worker), remote.name_of(self._worker)
                 images = self._split.read_there(rows, len(places), *where)
                 variant = tf.data.experimental.to_variant(prefetched(images))
                 tf.raw_ops.MakeIterator(dataset=variant, iterator=self._iterator())
@@ -191,15 +192,3 @@ def _or_none(fingerprints: Callable, row: int) -> tf.Tensor:
         return fingerprints(tf.constant([row]))
     except _NOT_AS_HERE:
         return tf.zeros([1, 8], tf.uint8)
-
-
-def _named(worker: str) -> str:
-    """Return how a person knows a worker."""
-    workers = cluster.current().workers if cluster.current() else ()
-    return next((str(w) for w in workers if w.name == worker), worker)
-
-
-def _folder(worker: str) -> str:
-    """Return where a worker was started."""
-    workers = cluster.current().workers if cluster.current() else ()
-    return next((w.offer.folder for w in workers if w.name == worker), "")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from towers.builder.kinds import machine_of
-from towers.devices import cluster, memory
+from towers.devices import memory, remote
 
 _COUNTERS = "/proc/net/dev"  # a row for each interface; 1st number: bytes received, 9th: sent
 _NUMBER = re.compile(r"task:(\d+)$")
@@ -60,11 +60,12 @@ def _carried(machine: str) -> tuple[int, int] | None:
 
     The loopback interface counts only for a worker of this machine, which is reached by it.
     """
-    text = cluster.read_file(machine, _COUNTERS)
+    text = remote.read_text(machine, _COUNTERS)
     rows = re.findall(r"^\s*(\S+):\s*(.*)$", text or "", re.MULTILINE)
     numbers = {name: [int(n) for n in row.split()] for name, row in rows}
     if not numbers:
         return None
-    local = cluster.is_on_loopback(machine)
+    cluster = remote.current()
+    local = bool(cluster) and cluster.is_on_loopback(machine)
     used = [row for name, row in numbers.items() if (name == "lo") == local]
     return sum(row[0] for row in used), sum(row[8] for row in used)

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests import tiny
-from tests.workers import ROOT, Worker, environment, started
+from tests.worker_processes import ROOT, Worker, environment, started
 from towers import cli
 
 pytestmark = pytest.mark.process

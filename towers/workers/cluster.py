@@ -4,8 +4,8 @@
     builder = towers.TowerBuilder(cluster.devices, gather_device=cluster.home)
 
 A worker (`towers worker`) is TensorFlow's server, which runs in a folder of its own. What worker
-and program have to say to each other stands there in files (`board`), which the program reads and
-writes by TensorFlow's own file ops on the worker's device: there is no other connection.
+and program have to say to each other stands there in files (`rendezvous`), which the program reads
+and writes by TensorFlow's own file ops on the worker's device: there is no other connection.
 
 A thread for each worker writes the program's claim again and again. Who does not answer for the
 timeout is lost: its connections are shut, so that a call that waits for it fails as it does when a
@@ -33,13 +33,14 @@ import tensorflow as tf
 
 import towers
 from towers import tf_private
-from towers.builder.kinds import HOST, PROGRAM, is_gpu, machine_of
-from towers.devices import board, listening
-from towers.devices.addresses import check_distinct, find_workers, greets, parse_address
-from towers.devices.board import Claim, Lease, Notice, Offer
+from towers.builder.kinds import HOST, PROGRAM
+from towers.devices import remote
 from towers.errors import InputError, RunError
 from towers.options.run import Options
 from towers.text import count, first_line, table
+from towers.workers import bind_filter, rendezvous
+from towers.workers.addresses import check_distinct, find_workers, greets, parse_address
+from towers.workers.rendezvous import Claim, Lease, Notice, Offer
 
 TIMEOUT_SECONDS = 15.0
 _BEATS = 5  # in the time after which a worker is lost
@@ -54,8 +55,6 @@ _NO_ANSWER = (
     "does not answer: start `towers worker --address={}` there, or see what lies between by "
     "`towers doctor --workers`"
 )
-_current: "Cluster | None" = None
-
 
 @dataclasses.dataclass
 class Worker:
@@ -118,6 +117,11 @@ class Cluster:
     def devices(self) -> list[str]:
         """Return the devices of the towers, worker by worker, of those that are there."""
         return [device for worker in self.alive() for device in worker.devices]
+
+    def is_on_loopback(self, machine: str) -> bool:
+        """Tell whether a worker, "/job:worker/task:1", is reached by the loopback interface."""
+        named = [worker.address for worker in self.workers if worker.name == machine]
+        return bool(named) and _address_towards(named[0]) in ("localhost", "127.0.0.1", "[::1]")
 
     def alive(self) -> list[Worker]:
         """Return the workers that this program has."""
@@ -235,7 +239,6 @@ class Cluster:
 
     def close(self) -> None:
         """Let go of all workers: they are free for other programs within seconds."""
-        global _current
         self._closing.set()
         for worker in self.alive():
             worker.is_alive = False
@@ -246,8 +249,8 @@ class Cluster:
                 thread.join()
             self._threads.clear()
             self._connect({})
-        if _current is self:
-            _current = None
+        if remote.current() is self:
+            remote.set_cluster(None)
         atexit.unregister(self.close)
 
     def _tasks(self) -> dict[int, str]:
@@ -303,14 +306,14 @@ class Cluster:
     def _claim_one(self, worker: Worker) -> str:
         """Claim a worker that is connected; return why it cannot be had, "" if it can."""
         try:
-            offer = self._guarded(worker, lambda: _read(worker, board.OFFER, Offer))
+            offer = self._guarded(worker, lambda: _read(worker, rendezvous.OFFER, Offer))
             worker.offer = offer or Offer()
             if problem := self._unfit(worker):
                 return problem
             until = time.monotonic() + _PATIENCE_SECONDS
             while time.monotonic() < until:
                 self._guarded(worker, lambda: self._write_claim(worker))
-                lease = self._guarded(worker, lambda: _read(worker, board.LEASE, Lease))
+                lease = self._guarded(worker, lambda: _read(worker, rendezvous.LEASE, Lease))
                 if lease and lease.id == self._id:
                     worker.heard_at = time.monotonic()
                     return ""
@@ -399,7 +402,7 @@ class Cluster:
     def _ask(self, worker: Worker) -> str:
         """Return why a worker is not this program's any more, "" if it is."""
         try:
-            lease = self._guarded(worker, lambda: _read(worker, board.LEASE, Lease))
+            lease = self._guarded(worker, lambda: _read(worker, rendezvous.LEASE, Lease))
         except tf.errors.OpError as error:
             return f"does not answer: {first_line(error)}"
         return "" if lease and lease.id == self._id else "was started again"
@@ -426,7 +429,7 @@ class Cluster:
             self._port = tf_private.connect(tasks, self._own_address)
         self._closed = True
         try:
-            listening.only_to(self._own_address.strip("[]"), self._port)
+            bind_filter.only_to(self._own_address.strip("[]"), self._port)
         except RunError:
             self._closed = False
 
@@ -470,7 +473,7 @@ class Cluster:
         who = self._id, socket.gethostname(), os.getpid(), _user()
         own = f"{self._own_address}:{self._port}"
         claim = Claim(*who, self.timeout_seconds, released, own)
-        _write(worker, board.claim_file(self._id), board.to_text(claim))
+        _write(worker, rendezvous.claim_file(self._id), rendezvous.to_text(claim))
 
 
 def connect(
@@ -493,19 +496,18 @@ def connect(
     Raises:
         InputError: a worker is missing, busy or too old, or an address is malformed.
     """
-    global _current
     text = workers if isinstance(workers, str) else ",".join(workers)
     found = find_workers(text, os.environ)
     _warn_of_variables()
-    if _current is not None:
-        same = [worker.address for worker in _current.workers] == found
-        if same and _current.towers_per_worker == towers_per_worker:
-            return _current
-        _current.close()
+    if (before := remote.current()) is not None:
+        same = [worker.address for worker in before.workers] == found
+        if same and before.towers_per_worker == towers_per_worker:
+            return before
+        before.close()
     cluster = Cluster(found, towers_per_worker, timeout_seconds)
     cluster.open(min_workers)
     atexit.register(cluster.close)
-    _current = cluster
+    remote.set_cluster(cluster)
     return cluster
 
 
@@ -548,53 +550,6 @@ def of_run(options: Options, goes_on: bool = False) -> Cluster | None:
     return cluster
 
 
-def current() -> Cluster | None:
-    """Return the workers of this program, None if it has none."""
-    return _current
-
-
-def read_file(machine: str, path: str) -> str | None:
-    """Return a file of a worker, "/job:worker/task:1"; None if that does not answer."""
-    try:
-        return _file(f"{machine}/cpu:0", path).decode(errors="replace")
-    except tf.errors.OpError:  # the next step tells that it is lost
-        return None
-
-
-def is_on_loopback(machine: str) -> bool:
-    """Tell whether a worker of this program is reached by this machine's loopback interface."""
-    named = [w.address for w in (_current.workers if _current else ()) if w.name == machine]
-    return bool(named) and _address_towards(named[0]) in ("localhost", "127.0.0.1", "[::1]")
-
-
-def product_of(device: str) -> str | None:
-    """Return what a worker says of the product that one of its devices is, None if nothing."""
-    found = offered(device)
-    return found.what if found else None
-
-
-def memory_of(device: str) -> int | None:
-    """Return the bytes that TensorFlow may take of a worker's device, as it says; None if unknown.
-
-    Its logical CPU devices share its memory: each tower has its part.
-    """
-    found = offered(device)
-    if not found or found.memory_bytes is None:
-        return None
-    mates = [d for d in _current.devices if machine_of(d) == machine_of(device)]
-    return found.memory_bytes // (1 if is_gpu(device) else max(len(mates), 1))
-
-
-def offered(device: str) -> board.Offered | None:
-    """Return what a worker says of one of its devices, None if nothing."""
-    for worker in _current.workers if _current else ():
-        if machine_of(device) == worker.name:
-            kind, _, number = device.rpartition("/")[2].partition(":")
-            found = [d for d in worker.offer.devices if f"/{kind}:" in d.name]
-            return found[min(int(number), len(found) - 1)] if found else None
-    return None
-
-
 def _await(address: str, patience: float) -> bool:
     """Tell whether a server answers at an address, or does so soon."""
     until = time.monotonic() + patience
@@ -618,11 +573,6 @@ def _each(workers: Sequence[Worker], ask: Callable[[Worker], Any]) -> list[Any]:
     return answers
 
 
-# A tensor that is made on a worker, or taken from it, is copied while Python's lock is held: if the
-# worker hangs, no thread could do anything about it. An op that is given tensors of here, or copies
-# them to here, is waited for without the lock.
-
-
 def _write(worker: Worker, name: str, text: str) -> None:
     """Write a file on a worker's board."""
     with tf.device(Cluster.home):
@@ -633,7 +583,7 @@ def _write(worker: Worker, name: str, text: str) -> None:
 
 def _read(worker: Worker, name: str, kind: type[Notice]) -> Notice | None:
     """Return what a file on a worker's board says, None if it is being written."""
-    return board.from_text(kind, _file(worker.host, name))
+    return rendezvous.from_text(kind, remote.read_file(worker.host, name))
 
 
 def _clock(worker: Worker) -> float:
@@ -642,17 +592,6 @@ def _clock(worker: Worker) -> float:
         there = tf.timestamp()
     with tf.device(Cluster.home):
         return float(tf.identity(there))
-
-
-def _file(device: str, path: str) -> bytes:
-    """Return what a file says where a device is."""
-    with tf_private.asked_by_calls():
-        with tf.device(Cluster.home):
-            path = tf.constant(path)
-        with tf.device(device):
-            text = tf.raw_ops.ReadFile(filename=path)
-        with tf.device(Cluster.home):
-            return tf.identity(text).numpy()
 
 
 def _address_towards(address: str) -> str:

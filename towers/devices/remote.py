@@ -1,0 +1,97 @@
+"""Devices of other machines, for rooms that need not know how these were reached.
+
+Whoever connects this program to other machines calls `set_cluster`; what is known of their devices,
+and files that they have, are asked for here.
+"""
+
+from typing import Any
+
+import tensorflow as tf
+
+from towers import tf_private
+from towers.builder.kinds import HOST, PROGRAM, is_gpu, machine_of
+
+_cluster: Any = None  # a `towers.workers.cluster.Cluster`
+
+
+class DevicesChanged(Exception):
+    """Other machines were lost or came back: the run is built anew on those that are there."""
+
+
+def set_cluster(cluster: Any) -> None:
+    """Set the machines that this program is connected to, None for none."""
+    global _cluster
+    _cluster = cluster
+
+
+def current() -> Any:
+    """Return the machines that this program is connected to, None if it is to none."""
+    return _cluster
+
+
+def name_of(machine: str) -> str:
+    """Return how a person knows a machine, "/job:worker/task:1"."""
+    found = _machine(machine)
+    return str(found) if found else machine
+
+
+def folder_of(machine: str) -> str:
+    """Return the folder to which paths of a machine are relative."""
+    found = _machine(machine)
+    return found.offer.folder if found else ""
+
+
+def offered(device: str) -> Any:
+    """Return what a machine says of one of its devices, an `Offered`; None if nothing."""
+    if not (owner := _machine(machine_of(device))):
+        return None
+    kind, _, number = device.rpartition("/")[2].partition(":")
+    found = [d for d in owner.offer.devices if f"/{kind}:" in d.name]
+    return found[min(int(number), len(found) - 1)] if found else None
+
+
+def product_of(device: str) -> str | None:
+    """Return the product that a device is, None if its machine does not say."""
+    found = offered(device)
+    return found.what if found else None
+
+
+def memory_of(device: str) -> int | None:
+    """Return the bytes that TensorFlow may take of a device, None if its machine does not say.
+
+    Logical CPU devices share a machine's memory: each tower has its part.
+    """
+    found = offered(device)
+    if not found or found.memory_bytes is None:
+        return None
+    mates = len(_machine(machine_of(device)).devices)
+    return found.memory_bytes // (1 if is_gpu(device) else max(mates, 1))
+
+
+def read_text(machine: str, path: str) -> str | None:
+    """Return a file of a machine, None if that does not answer."""
+    try:
+        return read_file(f"{machine}{HOST}", path).decode(errors="replace")
+    except tf.errors.OpError:  # the next step tells that it is lost
+        return None
+
+
+def read_file(device: str, path: str) -> bytes:
+    """Return a file that is where a device is.
+
+    A tensor that is made elsewhere, or taken from there, is copied while Python's lock is held: if
+    the machine hangs, no thread could do anything about it. An op that is given tensors of here, or
+    copies them to here, is waited for without the lock.
+    """
+    with tf_private.asked_by_calls():
+        with tf.device(PROGRAM + HOST):
+            path = tf.constant(path)
+        with tf.device(device):
+            text = tf.raw_ops.ReadFile(filename=path)
+        with tf.device(PROGRAM + HOST):
+            return tf.identity(text).numpy()
+
+
+def _machine(name: str) -> Any:
+    machines = _cluster.workers if _cluster else ()
+    return next((machine for machine in machines if machine.name == name), None)
