@@ -16,9 +16,8 @@ from towers.workers.addresses import find_workers
 
 pytestmark = pytest.mark.unit
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = "".join(
-    (ROOT / f"towers/{room}/README.md").read_text(encoding="utf-8") for room in ("training", "workers")
-)
+PAGES = [ROOT / f"towers/{room}/README.md" for room in ("training", "workers")]
+PAGE = "".join(page.read_text(encoding="utf-8") for page in PAGES)
 JOB, JOB_OF_MANY = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
 MANIFESTS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 CODE = r"((?: {14}.*\n)+)"  # of a shell, in a manifest
