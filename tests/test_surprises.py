@@ -3,12 +3,14 @@
 import errno
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
 import sys
 import time
 import zipfile
+from pathlib import Path
 
 import pytest
 import tensorflow as tf
@@ -101,7 +103,7 @@ def test_a_manifest_of_no_session_is_damaged(tmp_path, capsys):
 
 
 @pytest.mark.graph
-def test_a_folder_that_is_renamed_while_it_is_written_is_made_again(tmp_path, monkeypatch):
+def test_a_run_whose_folder_is_renamed_while_it_is_written_is_saved_beside(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "flags.cfg").write_text("")
@@ -116,11 +118,12 @@ def test_a_folder_that_is_renamed_while_it_is_written_is_made_again(tmp_path, mo
     monkeypatch.setattr(checkpoint, "write", write)
     checkpoints = Checkpoints(folder / "checkpoints", {"step": tf.Variable(3)}, {})
     with files.Lock() as lock:
-        said = []
-        checkpoints.home = files.Home(folder, lock, said.append)
-        checkpoints.save_now(3)
-    assert len(said) == 1 and sorted(p.name for p in tmp_path.iterdir()) == ["renamed", "run"]
-    assert [step for step, _ in checkpoint.find(folder / "checkpoints")] == [3]
+        checkpoints.home = files.Home(folder, lock)
+        with pytest.raises(RunError, match="it is saved in") as caught:
+            checkpoints.save_now(3)
+    beside = re.search(r"where --train_dir=(\S+) goes on", str(caught.value))[1]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "renamed", Path(beside)]
+    assert [step for step, _ in checkpoint.find(Path(beside) / "checkpoints")] == [3]
 
 
 YIELDS = {

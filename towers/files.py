@@ -161,7 +161,7 @@ class Lock:
 
 
 class Home:
-    """The folder of a run that trains: if it goes, it is made again.
+    """The folder of a run that trains.
 
     What a run needs to go on, and is written at its start alone, is kept here for that.
     """
@@ -174,51 +174,24 @@ class Home:
         self._kept = {path.name: path.read_bytes() for path in known if path.exists()}
 
     def check(self) -> None:
-        """Make sure that the folder is there, and this run's; from any thread.
+        """Make sure that the folder is there, and write again what is gone; from any thread.
 
         Raises:
-            OSError: it cannot be made again.
-            RunError: it is the folder of another run now.
+            OSError: it cannot be written.
+            RunError: it was renamed or deleted.
         """
         with self._checking:
-            now = place_of(self.folder)
+            if place_of(self.folder) != self._place:
+                moved = self._lock.name_of(self._place)
+                raise RunError(f"the folder that was {self.folder} is {moved or 'gone'} now")
             gone = [name for name in self._kept if not (self.folder / name).exists()]
-            if now == self._place and not gone:
-                return
-            if now != self._place:
-                self._refuse_another()
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._take()
-                gone = list(self._kept)
-            self._write(self.folder, gone)
-            if now == self._place:
+            if gone:
+                self._write(self.folder, gone)
                 self.say(f"warning     {self.folder}: {', '.join(gone)} was gone: written again")
-                return
-            moved = self._lock.name_of(self._place)
-            which = f"is {moved} now" if moved else "is gone"
-            self.say(
-                f"warning     the folder that was {self.folder} {which}: it is made again, and the "
-                "run goes on there"
-            )
-            self._place = place_of(self.folder)
 
     def copy_to(self, folder: Path) -> None:
         """Write there, too, what a run needs to go on, but for its checkpoints."""
         self._write(folder, self._kept)
-
-    def _refuse_another(self) -> None:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            if not is_run(self.folder):
-                return
-            flags, kept = self.folder / "flags.cfg", self._kept.get("flags.cfg")
-            if not flags.exists() or flags.read_bytes() != kept:
-                raise RunError(f"{self.folder} is the folder of another run now")
-
-    def _take(self) -> None:
-        try:
-            self._lock.take(self.folder)
-        except InputError:
-            raise RunError(f"another process trains in {self.folder} now") from None
 
     def _write(self, folder: Path, names: Iterable[str]) -> None:
         for name in names:

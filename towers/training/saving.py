@@ -38,7 +38,7 @@ class Checkpoints:
 
     Attributes:
         best: a step whose checkpoint is kept beside the newest.
-        home: the folder of the run, once it is there: what is gone is made again.
+        home: the folder of the run, once it is there.
         say: is given a line when a checkpoint could not be written beside training.
         is_remote: whether any of the variables lies on another machine.
     """
@@ -123,12 +123,7 @@ class Checkpoints:
         """
         with self._writing:
             try:
-                try:
-                    self._put(self.directory, step, snapshot)
-                except (OSError, tf.errors.OpError):
-                    if self.directory.exists():
-                        raise
-                    self._put(self.directory, step, snapshot)  # it went just now
+                self._put(self.directory, step, snapshot)
             except Exception as error:  # TensorFlow has classes of its own
                 line = f"{self.directory}/ckpt-{step} cannot be written: {reason(error)}"
                 if self.home and (at_end or not any(map(line.__contains__, _NO_SPACE))):
