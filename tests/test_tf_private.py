@@ -5,6 +5,7 @@ Whatever of this fails with a new release is to be mended in `towers/tf_private.
 
 import ast
 import contextlib
+import inspect
 import subprocess
 import sys
 import threading
@@ -80,6 +81,79 @@ def in_a_thread(function):
     thread.start()
     thread.join()
     return found[0]
+
+
+# What is replaced.
+
+SIGNATURES = {
+    keras.Layer: {
+        "__call__": "self *args **kwargs", "add_loss": "self loss", "_clear_losses": "self",
+        "add_weight": "self *args shape initializer dtype trainable autocast regularizer "
+        "constraint aggregation overwrite_with_gradient name",
+    },
+    layers.BatchNormalization: {
+        "call": "self inputs training mask", "_moments": "self inputs mask",
+    },
+    layers.Conv2D: {"convolution_op": "self inputs kernel"},
+    layers.InputLayer: {"from_config": "config"},
+    tf_private.input_layer: {
+        "InputLayer": "shape batch_size dtype sparse ragged batch_shape input_tensor optional name "
+        "**kwargs"
+    },
+    tf_private.DataLayer: {"__call__": "self inputs **kwargs"},
+    tf_private.dtype_policies: {"get": "identifier"},
+    keras.Model: {
+        "compute_metrics": "self x y y_pred sample_weight",
+        "compute_loss": "self x y y_pred sample_weight training",
+    },
+    keras.Loss: {"__call__": "self y_true y_pred sample_weight"},
+    keras.optimizers.SGD: {
+        "add_variable_from_reference": "self reference_variable name initializer",
+        "_all_reduce_sum_gradients": "self grads_and_vars",
+        "update_step": "self gradient variable learning_rate",
+    },
+    tf_private.keras_backend.numpy: {"take": "x indices axis", "signbit": "x"}
+    | dict.fromkeys("equal not_equal less less_equal greater greater_equal".split(), "x1 x2"),
+    tf_private.variable_ops.BaseResourceVariable: {
+        "assign": "self value use_locking name read_value",
+        "_read_variable_op": "self no_copy", "sparse_read": "self indices name",
+    }
+    | dict.fromkeys(["assign_add", "assign_sub"], "self delta use_locking name read_value")
+    | {
+        name: f"self {'indices updates' if '_nd_' in name else 'sparse_delta use_locking'} name"
+        for name in tf_private._ASSIGNMENTS if "scatter" in name
+    },
+    tf.GradientTape: {"__enter__": "self"},
+    tf.autodiff.ForwardAccumulator: {"__enter__": "self"},
+    type(tf.distribute.get_strategy().extended): {"update": "self var fn args kwargs group"},
+    tf_private.draw_ops: dict.fromkeys(tf_private.DRAWS, "shape key counter alg dtype name")
+    | {"stateless_random_uniform_int_v2": "shape key counter alg minval maxval name"},
+    tf_private.random_ops_util: {"_get_key_counter": "seed alg"},
+    tf: {"custom_gradient": "f"},
+    tf_private.Function: {"__call__": "self *args **kwds"},
+}  # fmt: skip
+
+
+def parameters(owner, name):
+    found = inspect.signature(getattr(owner, name)).parameters.values()
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return " ".join(stars.get(one.kind, "") + one.name for one in found)
+
+
+@pytest.mark.unit
+def test_functions_that_are_replaced_take_what_they_took():
+    for owner, signatures in SIGNATURES.items():
+        assert {name: parameters(owner, name) for name in signatures} == signatures, owner
+
+
+@pytest.mark.unit
+def test_each_function_that_is_replaced_has_its_signature_here():
+    nodes = list(ast.walk(ast.parse(Path(tf_private.__file__).read_text())))
+    calls = [n for n in nodes if getattr(getattr(n, "func", None), "id", "") == "_replaced"]
+    constants = [n.value for n in ast.walk(ast.Tuple(calls)) if isinstance(n, ast.Constant)]
+    known = {name for names in SIGNATURES.values() for name in names}
+    assert {*filter(lambda value: isinstance(value, str), constants)} <= known
+    assert {*tf_private._ASSIGNMENTS, *tf_private._OF_INTEGERS, *tf_private.DRAWS} <= known
 
 
 def test_replacements_are_nested_and_taken_back():
