@@ -74,6 +74,7 @@ setup(
         "absl-py",
         "nvidia-ml-py",
         "packaging",
+        "pillow",
         "tqdm",
     ],
     extras_require={

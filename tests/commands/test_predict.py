@@ -15,6 +15,7 @@ import towers
 from tests import tiny
 from tests.data import image_files
 from tests.runs import as_trained, command
+from towers import cli
 from towers.commands.predict import command as of_predict
 from towers.commands.predict import inputs
 from towers.commands.predict.options import PredictOptions
@@ -107,6 +108,14 @@ def test_json_and_csv(run, files, capsys):
     assert {row["index"] for row in rows} == set("0123456")
 
 
+def test_npy_is_the_outputs_in_order(run, files, capsysbinary):
+    top, images = files
+    argv = f"--train_dir={run}", str(top / "x.npy"), "--format=npy", "--num_towers=2"
+    assert cli.main(["predict", *argv]) == 0
+    found = np.load(io.BytesIO(capsysbinary.readouterr().out))
+    np.testing.assert_allclose(tf.nn.softmax(found), chances(run, images), atol=1e-5)
+
+
 def test_images_of_another_size_are_resized_as_in_the_run_or_refused(
     run, trained, tmp_path, capsys
 ):
@@ -180,11 +189,11 @@ def test_a_table_without_its_target(tmp_path, monkeypatch, capsys):
     assert lines[0] == "file,index,output.0"
     assert lines[1:] == [f"{path},{i},{2 * i + 0.5}" for i in range(6)]
     for text, message in {
-        "1,2\n3,4\n": ": a line of names is needed, and then one for each example",
-        "a,b\n": ": a line of names is needed, and then one for each example",
+        "1,2\n3,4\n": ": the first line is numbers, 1, 2; the first line names the columns, with",
+        "a,b\n": " has no rows below its first line; give 1 or more",
         "a,b,c\n1,2,3\n": " has 3 columns, and this model takes float32[2] of each example,",
-        "a,b\n1,2\n3,x\n": ": example 2 has 'x' in column b; a number is needed",
-        "a,b\n1\n": ": example 1 has 1 cells; 2 are needed",
+        "a,b\n1,2\n3,x\n": ", line 3, column b: 'x' is no finite number; mend it",
+        "a,b\n1\n": ", line 2 has 1 cells, but the first line names 2 columns; write as many",
     }.items():
         path.write_text(text)
         with pytest.raises(InputError, match=f"^{re.escape(str(path) + message)}"):
@@ -225,9 +234,9 @@ def test_columns_of_categories_are_texts(tmp_path, monkeypatch, capsys):
     wanted = of_run.model.predict(np.array([[0, 0, 1, 5], [1, 0, 0, 2]]), verbose=0)[:, 0]
     assert [float(line.split(",")[-1]) for line in found] == pytest.approx(wanted, rel=1e-6)
     for text, says in {
-        "rooms,city\n5,Bonn\n": "example 1 has 'Bonn' in column city; one of Lima, Oslo, Rome is n",
+        "rooms,city\n5,Bonn\n": "line 2, column city: 'Bonn' is in none of the train",
         "rooms\n5\n": "has no column city; it has rooms",
-        "rooms,city\n5\n": "example 1 has 1 cells; 2 are needed",
+        "rooms,city\n5\n": "line 2 has 1 cells, but the first line names 2 columns",
     }.items():
         (tmp_path / "new.csv").write_text(text)
         with pytest.raises(InputError, match=says):

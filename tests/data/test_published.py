@@ -203,7 +203,7 @@ BATCH, COUNTED, NO_PICKLE = "data_batch_4", "(counted from 0)", "is no pickle of
 BINARY, OF_100 = map(cifar_files.binary, ("data_batch_3", "train"))
 IMAGES = cifar_files.batch(BATCH)[0]
 BAD_PICKLES = {
-    "empty": (b"", "Ran out of input"),
+    "empty": (b"", NO_PICKLE),
     "truncated": (pickled(BATCH)[:-100], NO_PICKLE),
     "runs a command": (pickle.dumps(Evil()), "posix.system is not allowed in it"),
     "runs a command within": (pickled(BATCH, extra=Evil()), "posix.system is not allowed in it"),
@@ -222,7 +222,7 @@ BAD_PICKLES = {
     # A memo of so many places, tuples in tuples, lists of lists that stand for 2**40 numbers.
     "gigabytes for its memo": (b"\x80\x02Nr\xff\xff\xff\x1f.", "536870911 places"),
     "gigabytes for its memo, as text": (b"Np536870911\n.", "536870911 places"),
-    "more bytes than it has": (b"\x80\x04\x8e" + b"\xff" * 5 + bytes(3) + b".", "ends too early"),
+    "more bytes than it has": (b"\x80\x04\x8e" + b"\xff" * 5 + bytes(3) + b".", NO_PICKLE),
     "deep": (b"\x80\x02)" + b"\x85" * 40_000 + b"0}.", "more than 1000 lists, tuples"),
     "many times the pictures": (b"N" * 300_000 + b".", "more than 245,760 bytes"),
     "labels that grow": (pickled(BATCH, labels=[doubled(40)] * NUM), "as many labels"),

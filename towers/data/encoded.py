@@ -251,11 +251,9 @@ class EncodedSplit(Split):
         return contents
 
     def _decode(self, content: tf.Tensor) -> tf.Tensor:
-        """Decode an image; if it shrinks, all its pixels count."""
         image = _decode(content)
         if self._resize:
-            image = tf.image.resize(image, self._shape[:2], antialias=True)
-            image = tf.cast(tf.round(image), tf.uint8)
+            image = resized(image, self._shape[:2])
         return tf.ensure_shape(image, self._shape)
 
     def _explain(self, row: int) -> bool:
@@ -308,19 +306,27 @@ def _in_python(function: Callable, dtype: tf.DType, rows: tf.Tensor) -> tf.Tenso
     return tf.numpy_function(function, [rows], dtype, stateful=False)
 
 
-def _decode(encoded: tf.Tensor) -> tf.Tensor:
-    """Decode a PNG, JPEG, BMP or GIF (its first picture) to RGB, uint8 `[h, w, 3]`."""
-    return tf.io.decode_image(encoded, channels=3, expand_animations=False)
+def _decode(encoded: tf.Tensor, channels: int = 3) -> tf.Tensor:
+    """Decode a PNG, JPEG, BMP or GIF (its first picture), uint8 `[h, w, channels]`."""
+    return tf.io.decode_image(encoded, channels, expand_animations=False)
 
 
-def _shape_of(source: Source, row: int, max_pixels: int) -> tuple[int, int, int]:
-    """Decode an image and return its shape, or raise an InputError that names it."""
-    name = source.name(row)
+def resized(image: tf.Tensor, size: Size) -> tf.Tensor:
+    """Return an image `[h, w, C]` in another size; if it shrinks, all its pixels count."""
+    return tf.cast(tf.round(tf.image.resize(image, size, antialias=True)), tf.uint8)
+
+
+def decoded(name: str, read: Callable[[], bytes], max_pixels: int, channels: int = 3) -> tf.Tensor:
+    """Read and decode an image now: uint8 `[h, w, channels]`, on the host.
+
+    Raises:
+        InputError: it cannot be read, is damaged, or has more than `max_pixels`; it is named.
+    """
     try:
-        content = source.read(row)
+        content = read()
         check_pixels(name, content, max_pixels)
         with tf.device("/cpu:0"):
-            return tuple(_decode(content).shape)
+            return _decode(content, channels)
     except InputError:
         raise
     except OSError as error:
@@ -329,6 +335,10 @@ def _shape_of(source: Source, row: int, max_pixels: int) -> tuple[int, int, int]
         raise InputError(
             f"{name} is damaged, or no PNG, JPEG, BMP or GIF; mend or remove it"
         ) from None
+
+
+def _shape_of(source: Source, row: int, max_pixels: int) -> tuple[int, int, int]:
+    return tuple(decoded(source.name(row), lambda: source.read(row), max_pixels).shape)
 
 
 def _sizes_differ(name: str, shape: Sequence[int], expected: Sequence[int]) -> str:

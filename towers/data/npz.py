@@ -7,8 +7,10 @@ like for sample weights. Several inputs or outputs are x_train.NAME and the like
 Without a test set, x and y alone will do. Pickled objects are not read.
 """
 
+import contextlib
 import re
-from collections.abc import Mapping
+import zipfile
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -16,14 +18,56 @@ from towers import files
 from towers.data import halves, zipped
 from towers.data.arrays import PARTS
 from towers.data.pipeline import Data
+from towers.devices import memory
 from towers.errors import InputError
 
+_REMEDY = "write it by np.savez, of arrays of numbers, booleans or texts"
 _EXPECTED = (
     "expected are x_train, y_train, x_test, y_test, or x and y alone; x_val, w_train (sample "
     "weights) and x_train.NAME (several inputs) where there are such"
 )
 _KEY = re.compile(r"(x|y|w|sample_weight)(?:_(train|val|validation|test))?(?:[./](.+))?")
 _HALVES = {None: "train", "val": "validation"}
+
+
+@contextlib.contextmanager
+def opened(path: str, named: str) -> Iterator[np.lib.npyio.NpzFile]:
+    """Yield the arrays of a file, each of which is read when it is asked for.
+
+    Args:
+        path: of the file.
+        named: what messages call it, such as --dataset=mine.npz.
+
+    Raises:
+        InputError: it cannot be read, is damaged, has arrays of objects, or unpacks to more than
+            the machine's memory.
+    """
+    try:
+        files.check_is_file(path)
+        with open(path, "rb") as file:
+            with zipfile.ZipFile(file) as archive:
+                size, most = sum(zipped.sizes(archive).values()), memory.of_host()
+            if size > most:
+                raise InputError(
+                    f"{named} unpacks to {memory.in_words(size)}, and there are "
+                    f"{memory.in_words(most)} of memory: read it in parts, in a function of your "
+                    "own, --dataset=my_data:load"
+                )
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as arrays:
+                yield arrays
+    except OSError as error:
+        raise InputError(f"{named} cannot be read: {error.strerror}") from None
+    except InputError:
+        raise
+    except Exception as error:  # zipfile, zlib and numpy raise many kinds
+        raise InputError(f"{named} {fault(error, '.npz')}; {_REMEDY}") from None
+
+
+def fault(error: Exception, ending: str) -> str:
+    """Return what is wrong with a file of numpy's, from what numpy raised."""
+    objects = re.search("Object arrays|Python objects", str(error))
+    return "has arrays of objects" if objects else f"is damaged, or no {ending} file"
 
 
 def load(dataset: str, path: str) -> Data:
@@ -33,20 +77,8 @@ def load(dataset: str, path: str) -> Data:
         InputError: the file cannot be read, its keys are others, or its arrays are no data to train
             on.
     """
-    try:
-        files.check_is_file(path)
-        with open(path, "rb") as file:
-            zipped.check(file, f"--dataset={dataset}")
-            with np.load(file, allow_pickle=False) as content:
-                arrays = {key: content[key] for key in content.files}
-    except OSError as error:
-        raise InputError(f"--dataset={dataset} cannot be read: {error.strerror}") from None
-    except InputError:
-        raise
-    except Exception:  # zipfile, zlib and numpy raise many kinds
-        raise InputError(
-            f"--dataset={dataset} is damaged, or no .npz file; {zipped.REMEDY}"
-        ) from None
+    with opened(path, f"--dataset={dataset}") as content:
+        arrays = {key: content[key] for key in content.files}
     return halves.data_set(dataset, _halves(dataset, arrays))
 
 

@@ -24,6 +24,7 @@ from towers.text import is_number
 _MAX_CLASSES = 1000
 _MAX_LINE = 2**24  # characters
 _SHOWN = 5  # names of columns in a line
+_FIRST_LINE = "the first line names the columns, with commas between them"
 _OWN_CODE = "read the file in a function of your own, --dataset=my_data:load"
 
 
@@ -39,8 +40,10 @@ def load(dataset: str, paths: Sequence[str], target: str = "", categories: str =
     Raises:
         InputError: a file cannot be read, or is no such table; the cell is named.
     """
-    tables = [_Table(path) for path in paths]
+    tables = [Table(path) for path in paths]
     names = tables[0].names
+    if len(names) == 1:
+        raise InputError(f"{paths[0]} has one column, {names[0]!r}; {_FIRST_LINE}")
     for table in tables[1:]:
         if different := sorted(set(table.names) ^ set(names)):
             raise InputError(
@@ -71,26 +74,17 @@ def load(dataset: str, paths: Sequence[str], target: str = "", categories: str =
 
 
 def _features(
-    tables: Sequence["_Table"], names: Sequence[str], categories: Sequence[str]
+    tables: Sequence["Table"], names: Sequence[str], categories: Sequence[str]
 ) -> tuple[tuple[str, ...], list[np.ndarray]]:
     """Return names of the features, "city=Oslo" of a category, and their values in each table."""
     columns: list[str] = []
-    parts: list[list[np.ndarray]] = [[] for _ in tables]
     for name in names:
-        if name in categories:
-            numbers = _numbered(tables[:1], name, "category")
-            columns += [f"{name}={text}" for text in numbers]
-            for table, own in zip(tables, parts, strict=True):
-                places = _numbers_of(table, name, numbers)
-                own.append(np.equal.outer(places, np.arange(len(numbers))))
-        else:
-            columns.append(name)
-            for table, own in zip(tables, parts, strict=True):
-                own.append(table.numbers(name)[:, None])
-    return tuple(columns), [np.concatenate(own, axis=1, dtype=np.float64) for own in parts]
+        texts = _numbered(tables[:1], name, "category") if name in categories else None
+        columns += [name] if texts is None else [f"{name}={text}" for text in texts]
+    return tuple(columns), [table.features(columns, categories) for table in tables]
 
 
-def _numbered(tables: Sequence["_Table"], name: str, what: str) -> dict[str, int]:
+def _numbered(tables: Sequence["Table"], name: str, what: str) -> dict[str, int]:
     """Return the texts of a column, sorted, with their numbers."""
     texts = sorted({cell for table in tables for cell in table.column(name)})
     if len(texts) > _MAX_CLASSES:
@@ -102,7 +96,7 @@ def _numbered(tables: Sequence["_Table"], name: str, what: str) -> dict[str, int
 
 
 def _targets(
-    tables: Sequence["_Table"], names: Sequence[str]
+    tables: Sequence["Table"], names: Sequence[str]
 ) -> tuple[list[np.ndarray], Sequence[str], str]:
     """Return the targets of each table, the names of their classes if they are some, or why not."""
     if len(names) > 1:
@@ -110,7 +104,7 @@ def _targets(
     cells = [table.column(names[0]) for table in tables]
     if not is_number(cells[0][0]):
         numbers = _numbered(tables[:1], names[0], "target")
-        return [_numbers_of(t, names[0], numbers) for t in tables], list(numbers), ""
+        return [t.places_of(names[0], list(numbers)) for t in tables], list(numbers), ""
     y = [table.numbers(names[0]) for table in tables]
     as_numbers = [column[:, None] for column in y]
     if not all(cell.isdecimal() for column in cells for cell in column):
@@ -130,21 +124,11 @@ def _targets(
     )
 
 
-def _numbers_of(table: "_Table", name: str, numbers: dict[str, int]) -> np.ndarray:
-    """Return the numbers of the texts in a column."""
-    for line, cell in zip(table.lines, table.column(name), strict=True):
-        if cell not in numbers:
-            raise InputError(
-                f"{table.path}, line {line}, column {name}: {cell!r} is in none of the training "
-                f"examples; they have {some(list(numbers))}"
-            )
-    return np.array([numbers[cell] for cell in table.column(name)], np.int32)
-
-
-class _Table:
+class Table:
     """The cells of a file, as text; `lines` are the numbers of its rows' lines, from 1 on."""
 
     def __init__(self, path: str):
+        """Read a file; an InputError names it and the line that is no row of a table."""
         self.path = path
         try:
             files.check_is_file(path)
@@ -184,22 +168,22 @@ class _Table:
         return line
 
     def _check_names(self) -> None:
-        expected = "the first line names the columns, with commas between them"
         if not self.names or "" in self.names:
-            raise InputError(f"{self.path}: a column has no name; {expected}")
+            raise InputError(f"{self.path}: a column has no name; {_FIRST_LINE}")
         if all(map(is_number, self.names)):
             raise InputError(
-                f"{self.path}: the first line is numbers, {some(self.names)}; {expected}"
+                f"{self.path}: the first line is numbers, {some(self.names)}; {_FIRST_LINE}"
             )
         twice = [n for place, n in enumerate(self.names) if self.places[n] != place]
         if twice:
             raise InputError(
                 f"{self.path} has two columns {twice[0]!r}; give each a name of its own"
             )
-        if len(self.names) == 1:
-            raise InputError(f"{self.path} has one column, {self.names[0]!r}; {expected}")
 
     def column(self, name: str) -> list[str]:
+        """Return the cells of a column; an InputError if there is none, or one is empty."""
+        if name not in self.places:
+            raise InputError(f"{self.path} has no column {name}; it has {some(self.names)}")
         cells = [row[self.places[name]].strip() for row in self._rows]
         if "" in cells:
             raise InputError(
@@ -207,6 +191,27 @@ class _Table:
                 "in, or leave the row out"
             )
         return cells
+
+    def features(self, columns: Sequence[str], categories: Sequence[str]) -> np.ndarray:
+        """Return what these columns say, float64 `[N, F]`: 1 for "city=Oslo" where it is Oslo."""
+        texts = {c: [n[len(c) + 1 :] for n in columns if n.startswith(f"{c}=")] for c in categories}
+        found = {}
+        for category, known in texts.items():
+            places = self.places_of(category, known)
+            found |= {f"{category}={text}": places == i for i, text in enumerate(known)}
+        parts = [found[name] if name in found else self.numbers(name) for name in columns]
+        return np.stack(parts, axis=1, dtype=np.float64)
+
+    def places_of(self, name: str, known: Sequence[str]) -> np.ndarray:
+        """Return where each text of a column is in a list, int32 `[N]`."""
+        places, cells = {text: i for i, text in enumerate(known)}, self.column(name)
+        for line, cell in zip(self.lines, cells, strict=True):
+            if cell not in places:
+                raise InputError(
+                    f"{self.path}, line {line}, column {name}: {cell!r} is in none of the training "
+                    f"examples; they have {some(known)}"
+                )
+        return np.array([places[cell] for cell in cells], np.int32)
 
     def numbers(self, name: str) -> np.ndarray:
         """Return a column of finite numbers, float64 `[N]`."""

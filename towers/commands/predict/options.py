@@ -22,8 +22,9 @@ its target (.csv, with a line of names); FOLDER stands for all images in it, sor
     run: Options = dataclasses.field(default_factory=Options)
     files: tuple = option((), "Predict", "Files and folders.", positional="FILE|FOLDER ...")
     format: str = option(
-        "table", "Predict", "What is printed: a table for people, or csv, with all outputs of a "
-        "model that is no classifier; --json has these in any case.", choices=("table", "csv"),
+        "table", "Predict", "What is printed: a table for people; csv, with all outputs of a model "
+        "that is no classifier; or npy, the outputs as one array. --json has them in any case.",
+        choices=("table", "csv", "npy"),
     )  # fmt: skip
     averages: bool = option(
         False, "Predict", "Take the moving averages of the weights in place of the weights."

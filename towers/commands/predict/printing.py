@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from towers.commands.predict.inputs import Part
+from towers.errors import InputError
 from towers.text import printable
 from towers.training.loading import Trained
 
@@ -42,23 +43,17 @@ class Classes(NamedTuple):
             return None
         return cls(names, loss is None or getattr(loss, "from_logits", False))
 
-    def probabilities(self, row: Row) -> np.ndarray:
-        """Return the probability of each class; one number alone is that of the second of two."""
-        (output,) = row.outputs.values()
-        output = output.astype(np.float64)
-        if len(output) == 1 and len(self.names) == 2:
-            second = 1 / (1 + np.exp(-output[0])) if self.logits else output[0]
-            return np.array([1 - second, second])
-        if not self.logits:
-            return output
-        exponentials = np.exp(output - np.max(output))
-        return exponentials / np.sum(exponentials)
-
     def best(self, row: Row) -> list[tuple[str, float]]:
         """Return the two most probable classes with their probabilities, the best first."""
-        probabilities = self.probabilities(row)
-        order = np.argsort(-probabilities, kind="stable")[:2]
-        return [(self.names[i], round(float(probabilities[i]), 6)) for i in order]
+        (output,) = row.outputs.values()
+        output = output.astype(np.float64)
+        if len(output) == 1 and len(self.names) == 2:  # that of the second, or its logit
+            output = np.append(0, output) if self.logits else np.append(1 - output, output)
+        if self.logits:
+            exponentials = np.exp(output - np.max(output))
+            output = exponentials / np.sum(exponentials)
+        order = np.argsort(-output, kind="stable")[:2]
+        return [(self.names[i], round(float(output[i]), 6)) for i in order]
 
 
 # What is printed. A table's columns are as wide as what may come, so that no line waits for others.
@@ -132,4 +127,18 @@ def _numbers(output: np.ndarray) -> Any:
     return output.tolist()
 
 
-WRITE = {"table": _write_table, "csv": _write_csv, "json": _write_json}
+def _write_npy(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Part]) -> None:
+    """Write the outputs of all examples as one array, in their order."""
+    if sys.stdout.isatty():
+        raise InputError("--format=npy is no text: type towers predict ... --format=npy > FILE.npy")
+    found = []
+    for row in rows:
+        if len(row.outputs) > 1:
+            names = ", ".join(row.outputs)
+            raise InputError(f"--format=npy is for one output, and this model has {names}: --json")
+        found += row.outputs.values()
+    sys.stdout.flush()
+    np.save(sys.stdout.buffer, np.stack(found), allow_pickle=False)
+
+
+WRITE = {"table": _write_table, "csv": _write_csv, "json": _write_json, "npy": _write_npy}
