@@ -9,6 +9,11 @@ CIFAR10 = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 CIFAR100 = tuple(NUM_OF_100)
 
 
+def records(known):
+    """Return how many records each file of a set has here."""
+    return {name: NUM_OF_100.get(name, NUM) for name in known.num_records}
+
+
 def batch(name):
     """Return the images of a file, and its labels by their keys in a pickle."""
     num, rng = NUM_OF_100.get(name, NUM), np.random.default_rng([*name.encode()])

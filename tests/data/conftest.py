@@ -9,29 +9,26 @@ import pytest
 
 from tests.data import cifar_files
 from towers import data
-from towers.data import cifar, cifar10, cifar100, shapes
+from towers.data import cifar, shapes
 
 
 @pytest.fixture
 def publish(monkeypatch):
-    """Change what is known of the published data sets of a module."""
+    """Change what is known of a published data set."""
 
-    def change(module, **changes):
-        for name, known in module.SETS.items():
-            monkeypatch.setitem(module.SETS, name, dataclasses.replace(known, **changes))
+    def change(name, **changes):
+        known = dataclasses.replace(cifar.SETS[name], **changes)
+        monkeypatch.setitem(cifar.SETS, name, known)
 
     return change
 
 
 @pytest.fixture
-def tiny(monkeypatch, publish, tmp_path):
+def tiny(publish, tmp_path):
     """Expect few records in each file of the CIFARs, and download from nowhere."""
-    monkeypatch.setattr(cifar10, "RECORDS_PER_FILE", cifar_files.NUM)
-    monkeypatch.setattr(cifar100, "RECORDS", cifar_files.NUM_OF_100)
     archive = dict(url=(tmp_path / "no-such-archive.tar.gz").as_uri(), md5="0" * 32)
-    max_bytes = cifar.MAX_PICKLE * cifar_files.NUM * cifar.PICTURE_BYTES
-    for module in cifar10, cifar100:
-        publish(module, **archive, max_bytes=max_bytes)
+    for name, known in cifar.SETS.items():
+        publish(name, **archive, num_records=cifar_files.records(known))
 
 
 @pytest.fixture

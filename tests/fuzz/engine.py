@@ -20,8 +20,7 @@ import tensorflow as tf
 from tests.data import cifar_files, image_files
 from tests.fuzz.inputs import FOLDER, LINK, PIPE, READ_ONLY, Case
 from towers import cli
-from towers.data import cifar10, cifar100
-from towers.data.published import Published
+from towers.data import cifar
 from towers.errors import InputError, RunError
 from towers.training.model import build
 
@@ -150,10 +149,14 @@ def _read_data(name: str, folder: str) -> str:
 
 @contextlib.contextmanager
 def _few_records_and_no_download() -> Iterator[None]:
+    few = {
+        name: dataclasses.replace(known, num_records=cifar_files.records(known))
+        for name, known in cifar.SETS.items()
+    }
+    no_download = InputError("cannot download")
     with (
-        mock.patch.object(cifar10, "RECORDS_PER_FILE", cifar_files.NUM),
-        mock.patch.dict(cifar100.RECORDS, cifar_files.NUM_OF_100),
-        mock.patch.object(Published, "_download", side_effect=InputError("cannot download")),
+        mock.patch.dict(cifar.SETS, few),
+        mock.patch.object(cifar.Cifar, "_download", side_effect=no_download),
     ):
         yield
 

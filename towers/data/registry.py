@@ -4,8 +4,7 @@ A name with a colon is a function of the user's own, one that ends in .npz or .c
 
 To add one, write its module `towers/data/NAME.py` with `load(path) -> Data`, where `path` is the
 folder to look in and to keep files in, and give it a line in DATA_SETS. The module of files of the
-user's own has `load(path, size, max_pixels)`; one of sets that can be downloaded has `SETS`, each a
-`towers.data.published.Published`.
+user's own has `load(path, size, max_pixels)`.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from typing import TYPE_CHECKING
 from towers.errors import InputError
 
 if TYPE_CHECKING:
+    from towers.data.cifar import Cifar
     from towers.data.pipeline import Data
-    from towers.data.published import Published
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +28,14 @@ class DataSet:
     """What is known of a data set before its module is loaded."""
 
     layout: str = ""  # of files of the user's own, which need --data_dir
-    published: str = ""  # the module that knows its files, which are downloaded if they are nowhere
+    published: bool = False  # its files are downloaded if they are nowhere
 
 
 DATA_SETS = {
     "shapes": DataSet(),
-    "cifar10": DataSet(published="cifar10"),
-    "cifar100": DataSet(published="cifar100"),
-    "cifar100_coarse": DataSet(published="cifar100"),
+    "cifar10": DataSet(published=True),
+    "cifar100": DataSet(published=True),
+    "cifar100_coarse": DataSet(published=True),
     "folder": DataSet("DIR/train/CLASS/*.png (or .jpg, .jpeg, .bmp, .gif), DIR/test/CLASS/*.png"),
     "tfrecord": DataSet("DIR/train*.tfrecord* and DIR/test*.tfrecord* (or val*)"),
 }
@@ -143,8 +142,8 @@ def _module(name: str) -> ModuleType:
     return importlib.import_module(f"towers.data.{name}")
 
 
-def _published(dataset: str) -> Published:
-    return _module(DATA_SETS[dataset].published).SETS[dataset]
+def _published(dataset: str) -> Cifar:
+    return _module("cifar").SETS[dataset]
 
 
 def _files(dataset: str, data_dir: str | None) -> list[str]:

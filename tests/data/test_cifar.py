@@ -18,7 +18,7 @@ from tests.data import cifar_files
 from tests.data.cifar_files import CIFAR10, CIFAR100, NUM, pickled, write_binaries, write_pickles
 from tests.data.splits import all_of, assert_same, refusal
 from towers import cli, data
-from towers.data import cifar10, cifar100
+from towers.data import cifar
 from towers.errors import InputError
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("tiny")]
@@ -30,7 +30,6 @@ FORMS = [  # of data sets, with what writes them
     ("cifar100", of_100), ("cifar100_coarse", of_100),
     ("cifar100", pickles_of_100), ("cifar100_coarse", pickles_of_100),
 ]  # fmt: skip
-MODULES = {"cifar10": cifar10, "cifar100": cifar100}
 
 
 def halves(name):
@@ -98,10 +97,10 @@ def test_files_that_are_not_the_published_ones_are_named_and_taken(
     assert line.startswith("warning: ") and differ in line and line.count("\n") == 1
     sums = {path.name: md5(path) for path in tmp_path.iterdir()}
     last = max(sums)
-    publish(MODULES[name], md5_of=sums)
+    publish(name, md5_of=sums)
     data.load(name, str(tmp_path))
     assert capsys.readouterr().err == ""
-    publish(MODULES[name], md5_of={**sums, last: "0" * 32})
+    publish(name, md5_of={**sums, last: "0" * 32})
     assert_is(tmp_path, name)
     assert capsys.readouterr().err.startswith(f"warning: {last} {differ}")
 
@@ -268,15 +267,15 @@ def test_a_damaged_file_is_named_and_nothing_in_it_runs(
 
 
 @pytest.mark.run
-def test_a_pickle_with_any_byte_changed_is_an_error_or_a_valid_set(tmp_path, monkeypatch):
-    monkeypatch.setattr(cifar10, "RECORDS_PER_FILE", 2)
+def test_a_pickle_with_any_byte_changed_is_an_error_or_a_valid_set(tmp_path, publish):
+    publish("cifar10", num_records={"data_batch_1": 2})
     content = python2_pickle(np.zeros((2, 32, 32, 3), np.uint8), np.array([1, 2]))
     path = tmp_path / "data_batch_1"
     for index in [i for i, byte in enumerate(content) if byte]:  # all but the pixels
         for value in (0, 0x2E, 0x80, 0xFF):
             path.write_bytes(changed(content, index, value))
             try:
-                images, labels, _ = cifar10.SETS["cifar10"]._read(str(path))
+                images, labels, _ = cifar.SETS["cifar10"].read(str(path))
             except InputError as error:
                 assert str(path) in str(error) and "\n" not in str(error)  # noqa: PT017
             else:
@@ -285,10 +284,9 @@ def test_a_pickle_with_any_byte_changed_is_an_error_or_a_valid_set(tmp_path, mon
 
 
 @pytest.mark.run
-def test_the_limits_of_a_pickle_leave_room_for_the_published_ones(tmp_path, monkeypatch, publish):
+def test_the_limits_of_a_pickle_leave_room_for_the_published_ones(tmp_path, publish):
     """50,000 labels, coarse and fine, and names."""
-    monkeypatch.setitem(cifar100.RECORDS, "train", 50_000)
-    publish(cifar100, max_bytes=4 * 50_000 * 3072)
+    publish("cifar100", num_records={"train": 50_000, "test": 10_000})
     numbers = [*range(20)] * 2500
     names = [b"some_%d.png" % number for number in range(50_000)]
     content = pickled(
@@ -296,13 +294,13 @@ def test_the_limits_of_a_pickle_leave_room_for_the_published_ones(tmp_path, monk
         fine_labels=numbers,
     )  # fmt: skip
     (tmp_path / "train").write_bytes(content)
-    _, labels, _ = cifar100.SETS["cifar100"]._read(str(tmp_path / "train"))
+    _, labels, _ = cifar.SETS["cifar100"].read(str(tmp_path / "train"))
     assert labels.tolist() == numbers
 
 
 # The download
 
-FOLDER = cifar10.SETS["cifar10"].folder
+FOLDER = cifar.SETS["cifar10"].folder
 
 
 def md5(path):
@@ -316,7 +314,7 @@ def source(tmp_path, publish):
     path = tmp_path / "server/cifar-10-binary.tar.gz"
     with tarfile.open(path, "w:gz") as tar:
         tar.add(tmp_path / "server" / FOLDER, FOLDER)
-    publish(cifar10, url=path.as_uri(), md5=md5(path))
+    publish("cifar10", url=path.as_uri(), md5=md5(path))
     return path
 
 
@@ -333,7 +331,7 @@ def server(publish):
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
-        publish(cifar10, url=f"http://127.0.0.1:{server.server_port}/cifar.tar.gz")
+        publish("cifar10", url=f"http://127.0.0.1:{server.server_port}/cifar.tar.gz")
         yield server
         server.shutdown()
 
@@ -357,7 +355,7 @@ def test_downloads_what_is_nowhere(tmp_path, source, server, capsys):
 
 def assert_download_fails(folder, reason):
     message = refusal("cifar10", str(folder))
-    url = cifar10.SETS["cifar10"].url
+    url = cifar.SETS["cifar10"].url
     assert message.startswith(f"cannot download {url} to {folder}/{FOLDER}: ")
     assert reason in message and message.endswith("or use --dataset=shapes")
     assert os.listdir(folder) == []
@@ -445,9 +443,8 @@ REAL = os.environ.get("TOWERS_CIFAR10_DIR", "")
 
 @pytest.mark.run
 @pytest.mark.skipif(not REAL, reason="TOWERS_CIFAR10_DIR does not name a folder with CIFAR-10")
-def test_the_real_images(monkeypatch, publish):
-    monkeypatch.setattr(cifar10, "RECORDS_PER_FILE", 10_000)
-    publish(cifar10, max_bytes=4 * 10_000 * 3072)
+def test_the_real_images(publish):
+    publish("cifar10", num_records=dict.fromkeys(CIFAR10, 10_000))
     assert Path(REAL).is_dir()
     loaded = data.load("cifar10", REAL)
     assert (loaded.train.size, loaded.test.size) == (50_000, 10_000)
