@@ -13,6 +13,7 @@ Source: Jordan 2024, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU, arXiv:2404
 """
 
 import math
+from collections.abc import Callable
 
 import keras
 import tensorflow as tf
@@ -20,6 +21,8 @@ import tensorflow as tf
 from . import parts
 
 _GROUPS = (1, 4, 4)  # times `width`: channels
+_MOST_PIXELS = 100  # of a map whose kernel learns by products; measured at 9, 25, 49, 121, 225
+_LEAST_CHANNELS = 128  # before and after
 _SHRINKS_BY = 8  # three poolings, and one that takes what is left
 
 
@@ -94,7 +97,7 @@ def fast(
 
 
 def _conv(name: str, num_channels: int) -> keras.layers.Layer:
-    return keras.layers.Conv2D(
+    return Conv2D(
         num_channels,
         kernel_size=3,
         padding="same",
@@ -112,6 +115,74 @@ def _normalize_and_activate(
         momentum=0.6, epsilon=epsilon, scale=False, center=center, name=f"{name}_norm"
     )(x)
     return keras.layers.Activation("relu", name=f"{name}_relu")(x)
+
+
+@keras.saving.register_keras_serializable(package="towers_models")
+class Conv2D(keras.layers.Conv2D):
+    """A convolution of odd size and step 1 whose kernel learns faster in bfloat16, on CPUs.
+
+    There oneDNN computes a convolution and the gradient of its input at twice float32's rate, but
+    the gradient of its kernel no faster than in float32. For small maps of many channels it pays to
+    compute that as what it is: for each of the kernel's places one product of two matrices, of the
+    pixels that the place meets, and of what comes back from there. Nothing is multiplied by
+    padding: at 3x3 pixels that is 40 % of all.
+
+    Measured on an AMD EPYC with AVX512_BF16, 256 to 256 channels, 1000 images, milliseconds of two
+    cores: 226 became 144 at 7x7 pixels, 124 became 69 at 5x5, 58 became 20 at 3x3. Of fewer
+    channels, 64 to 256, oneDNN is the faster one: 128 and 140 at 11x11 pixels.
+    """
+
+    def convolution_op(self, inputs: tf.Tensor, kernel: keras.Variable) -> tf.Tensor:
+        """Map `[B, H, W, C]` to `[B, H, W, D]` by a kernel `[h, w, C, D]`."""
+        kernel = tf.convert_to_tensor(kernel)  # in the type of the layer
+        wide = min(kernel.shape[2:]) >= _LEAST_CHANNELS
+        if inputs.dtype == kernel.dtype == tf.bfloat16 and wide and _is_on_cpu(inputs):
+            return convolve(inputs, kernel)
+        return super().convolution_op(inputs, kernel)
+
+
+def _is_on_cpu(x: tf.Tensor) -> bool:
+    device = tf.identity(x).device
+    return "CPU" in device if device else not tf.config.list_logical_devices("GPU")
+
+
+@tf.custom_gradient
+def convolve(x: tf.Tensor, kernel: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+    """Return what `tf.nn.conv2d(x, kernel, 1, "SAME")` does; of small maps see `Conv2D`."""
+
+    def gradient(upstream: tf.Tensor) -> list[tf.Tensor]:
+        given = dict(out_backprop=upstream, strides=[1] * 4, padding="SAME")
+        of_x = tf.raw_ops.Conv2DBackpropInput(input_sizes=tf.shape(x), filter=kernel, **given)
+        of_kernel = tf.cond(
+            tf.reduce_prod(tf.shape(x)[1:3]) <= _MOST_PIXELS,
+            lambda: _by_products(x, upstream, kernel.shape),
+            lambda: tf.raw_ops.Conv2DBackpropFilter(input=x, filter_sizes=kernel.shape, **given),
+        )
+        return [of_x, of_kernel]
+
+    return tf.nn.conv2d(x, kernel, 1, "SAME"), gradient
+
+
+def _by_products(x: tf.Tensor, upstream: tf.Tensor, shape: tf.TensorShape) -> tf.Tensor:
+    """Return the gradient of a kernel of `shape`, a product for each of its places."""
+    # Rows of maps to the front: then some of them are no copy. It takes a tenth of the time.
+    x, upstream = (tf.transpose(maps, [1, 0, 2, 3]) for maps in (x, upstream))
+    down, across = (range(-(size // 2), size // 2 + 1) for size in shape[:2])
+    products = {}
+    for j in across:
+        met, back = x[:, :, _met(j)], upstream[:, :, _met(-j)]
+        for i in down:
+            products[i, j] = tf.matmul(
+                tf.reshape(met[_met(i)], [-1, shape[2]]),
+                tf.reshape(back[_met(-i)], [-1, shape[3]]),
+                transpose_a=True,
+            )
+    return tf.reshape(tf.stack([products[place] for place in sorted(products)]), shape)
+
+
+def _met(distance: int) -> slice:
+    """Return the pixels that are met by a place so far from the middle, in one direction."""
+    return slice(max(distance, 0), min(distance, 0) or None)
 
 
 @keras.saving.register_keras_serializable(package="towers_models")

@@ -192,19 +192,18 @@ class Adds(layers.Layer):
         return inputs
 
 
-def test_calls_of_layers_added_losses_convolutions_and_moments():
+def test_calls_of_layers_added_losses_and_moments():
     both = [layers.Conv2D(1, 1), layers.BatchNormalization()]
     model = keras.Sequential([keras.Input((3, 1, 1)), Adds(), *both])
     calls = []
     with (
         tf_private.layer_calls_replaced(noted(calls, "layer")),
         tf_private.add_loss_replaced(noted(calls, "loss")),
-        tf_private.convolution_replaced(noted(calls, "convolution")),
         tf_private.batch_norm_replaced(noted(calls, "call"), noted(calls, "moments")),
     ):
         model(tf.ones([2, 3, 1, 1]), training=True)
     names = [name for name, *_ in calls]
-    expected = ["layer", "layer", "loss", "layer", "convolution", "layer", "call", "moments"]
+    expected = ["layer", "layer", "loss", "layer", "layer", "call", "moments"]
     assert names == expected
     assert float(calls[2][1]) == 6.0
     number = len(calls)

@@ -151,11 +151,6 @@ def has_own_moments(layer: keras.layers.BatchNormalization) -> bool:
     return type(layer)._moments is not keras.layers.BatchNormalization._moments
 
 
-def convolution_replaced(make: Make) -> Block:
-    """Replace what a Conv2D layer does with its kernel. Public: a layer of one's own."""
-    return _replaced((keras.layers.Conv2D, "convolution_op", make))
-
-
 def layers_of(layer: keras.Layer) -> list[keras.Layer]:
     """Return a layer and all below it, each once, in order. Public: `layers`, of models only."""
     found: dict[int, keras.Layer] = {}

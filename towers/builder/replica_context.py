@@ -25,7 +25,6 @@ from towers import tf_private
 from towers.builder import (
     added_losses,
     batch_norm,
-    convolution,
     doubts,
     faults,
     gather,
@@ -104,7 +103,6 @@ class ReplicaContext:
             scope = stack.enter_context(TowerScope(self.own, self.device, fetch=fetch))
             moments = self._replicas.moments
             stack.enter_context(batch_norm.over_all_towers(self._member, moments, self.device))
-            stack.enter_context(convolution.kernels_by_products(self.device))
             stack.enter_context(tf_private.functions_inlined(xla.read_outside))
             stack.enter_context(integers_on(self.device))
             if self.own is not None:

@@ -1,12 +1,12 @@
-"""The gradients of kernels by products of matrices are those of TensorFlow."""
+"""The fast network: what its layers and initial values do."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from models import fast
 from towers import TowerBuilder
-from towers.builder import convolution
 
 pytestmark = pytest.mark.graph
 
@@ -41,19 +41,19 @@ def test_gradients_are_those_of_tensorflow(image, kernel, known):
     specs = [tf.TensorSpec(t.shape, t.dtype) for t in given]
     if not known:
         specs[0] = tf.TensorSpec([None, None, None, 4], tf.float64)
-    ours = tf.function(lambda *a: gradients(convolution._convolve, *a), input_signature=specs)
+    ours = tf.function(lambda *a: gradients(fast.convolve, *a), input_signature=specs)
     plain = gradients(lambda x, w: tf.nn.conv2d(x, w, 1, "SAME"), *given)
     for own, other in zip(ours(*given), plain, strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-12, atol=1e-12)
 
 
-def kernels_ops(image=(4, 4), dtype="mixed_bfloat16", channels=128, by=(1, 1), **options):
+def kernels_ops(dtype="mixed_bfloat16", channels=128, kernel_size=3):
     """Return how many ops of a layer's kernel's gradient are convolutions, and how many products.
 
     Ops that would be computed at a size of maps alone count, too.
     """
-    options = {"kernel_size": 3, "padding": "same", **options}
-    layer = keras.layers.Conv2D(channels, dtype=dtype, strides=by, **options)
+    image = (None, None)
+    layer = fast.Conv2D(channels, kernel_size, padding="same", dtype=dtype)
     layer.build([None, *image, channels])
     builder = TowerBuilder(["/cpu:0"])
 
@@ -78,16 +78,10 @@ def nodes(part):
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        ({}, (0, 9)),
-        ({"kernel_size": (1, 5)}, (0, 5)),
-        ({"image": (None, None)}, (1, 9)),
-        ({"image": (11, 11)}, (1, 0)),
+        ({}, (1, 9)),
+        ({"kernel_size": (1, 5)}, (1, 5)),
         ({"dtype": "float32"}, (1, 0)),
         ({"channels": 64}, (1, 0)),
-        ({"by": (2, 2)}, (1, 0)),
-        ({"kernel_size": 2}, (1, 0)),
-        ({"padding": "valid"}, (1, 0)),
-        ({"dilation_rate": 2}, (1, 0)),
     ],
     ids=str,
 )
@@ -105,23 +99,39 @@ def test_as_near_to_the_true_gradient_as_tensorflows_own():
     def distance(found):
         return float(tf.norm(tf.cast(found, tf.float64) - true) / tf.norm(true))
 
-    ours, own = (distance(gradients(c, *given)[1]) for c in (convolution._convolve, convolve))
+    ours, own = (distance(gradients(c, *given)[1]) for c in (fast.convolve, convolve))
     assert ours < 1.1 * own < 0.01
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "mixed_bfloat16"])
-def test_towers_that_run_eagerly(dtype):
-    layer = keras.layers.Conv2D(128, 3, padding="same", dtype=dtype)
-    x = keras.random.normal([2, 4, 4, 128], dtype="bfloat16", seed=0)
-    layer.build(x.shape)
+def test_patterns_take_neighbours_and_colours_apart():
+    """They are orthonormal, both signs of each, and of a plain patch but one is not 0."""
+    kernel = fast.CosinePatterns()([2, 2, 3, 24]).numpy().reshape(12, 24)
+    np.testing.assert_allclose(kernel[:, :12].T @ kernel[:, :12], np.eye(12), atol=1e-6)
+    np.testing.assert_array_equal(kernel[:, 12:], -kernel[:, :12])
+    seen = np.ones(12) @ kernel[:, :12]
+    np.testing.assert_allclose(seen, [12**0.5, *[0] * 11], atol=1e-6)
 
-    def loss(x):
-        return tf.reduce_sum(tf.cast(layer(x), tf.float32) ** 2, [1, 2, 3])
 
-    builder = TowerBuilder(["/cpu:0"])
-    _, [ours, _] = builder.gradients(loss, [layer.kernel.value, layer.bias.value], x)
-    with tf.GradientTape() as tape:
-        mean = tf.reduce_mean(loss(x))
-    theirs = tape.gradient(mean, layer.kernel.value)
-    ours, theirs = (tf.cast(each, tf.float32) for each in (ours, theirs))
-    assert tf.norm(ours - theirs) < 0.01 * tf.norm(theirs)
+def test_the_first_channels_hand_on_what_they_see():
+    kernel = fast.IdentityFirst(seed=1)([3, 3, 5, 8])
+    images = tf.random.stateless_normal([2, 6, 7, 5], seed=(1, 2))
+    seen = tf.nn.conv2d(images, kernel, 1, "SAME")
+    np.testing.assert_allclose(seen[..., :5], images, atol=1e-6)
+    assert np.std(kernel[..., 5:]) == pytest.approx((1 / (3 * 45)) ** 0.5, rel=0.2)
+
+
+def test_images_are_small_in_the_first_steps_of_training_alone():
+    layer = fast.SmallAtFirst(size=16, num_steps=2)
+    images = tf.random.stateless_uniform([1, 32, 24, 3], seed=(1, 2))
+    call = tf.function(layer)
+    seen = [call(images, training=training) for training in (True, False, True, True, True)]
+    assert [tuple(x.shape[1:3]) for x in seen] == [(16, 16), (32, 24), (16, 16), (32, 24), (32, 24)]
+    np.testing.assert_array_equal(seen[-1], images)
+    assert np.mean(seen[0]) == pytest.approx(np.mean(images), abs=0.01)
+
+
+def test_what_it_says_depends_on_no_fixed_size():
+    keras.utils.set_random_seed(1)
+    model = fast.fast(width=2, small_size=16, small_steps=1)
+    assert model(tf.zeros([2, 32, 32, 3]), training=True).shape == (2, 10)
+    assert model(tf.zeros([2, 32, 32, 3]), training=True).shape == (2, 10)
