@@ -403,34 +403,20 @@ def test_a_folder_with_other_things_is_not_replaced(tmp_path, source):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize(
-    "name",
-    ["cifar100_coarse"]
-    + [
-        pytest.param(name, marks=[pytest.mark.run, pytest.mark.extended])
-        for name in ("cifar10", "cifar100", "npz")
-    ],
-)
-def test_train_evaluate_verify(name, tmp_path, capsys):
+def test_train_evaluate_verify(tmp_path, capsys):
     def run(verb, *flags):
         capsys.readouterr()
         assert cli.main([verb, *flags, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
-    if name == "npz":  # as Keras gives out its data sets, labels [N, 1]
-        (x, y), (test_x, test_y) = halves("cifar10")
-        where = [f"--dataset={tmp_path}/keras.npz"]
-        parts = dict(x_train=x, y_train=y[:, None], x_test=test_x, y_test=test_y[:, None])
-        np.savez(tmp_path / "keras.npz", **parts)
-    else:
-        dict(FORMS)[name](tmp_path)
-        where = [f"--dataset={name}", f"--data_dir={tmp_path}"]
+    of_100(tmp_path)
+    where = ["--dataset=cifar100_coarse", f"--data_dir={tmp_path}"]
     small = [*where, "--model=tests.tiny:cnn", "--batch_size=7", "--learning_rate=0.1"]
     folder = f"--train_dir={tmp_path}/run"
     trained = run("train", *small, "--max_steps=4", "--num_towers=2", folder)
     for towers in 1, 2:  # 7 does not divide it
         found = run("evaluate", folder, f"--num_towers={towers}")
-        assert found["examples"] == len(halves("cifar10" if name == "npz" else name)[1][0])
+        assert found["examples"] == len(halves("cifar100_coarse")[1][0])
         assert found["accuracy"] == pytest.approx(trained["test_accuracy"])
     proof = run("verify", *small, "--steps=2", "--num_towers=2")
     assert proof["passed"] and proof["max_relative_difference"]["2"] < 1e-9

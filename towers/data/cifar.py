@@ -206,25 +206,16 @@ class Cifar:
 
 
 def _folders(top: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield (folder, the files in it), shallowest first, without hidden folders."""
+    """Yield (folder, names of the files in it), shallowest first, without hidden folders."""
     waiting, seen = [top], set()
     for folder in waiting:  # which grows meanwhile
         real = os.path.realpath(folder)
         if real in seen:  # a link back up
             continue
         seen.add(real)
-        with contextlib.suppress(OSError):
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-            folders = [entry for entry in entries if _is_folder(entry)]
-            yield folder, sorted({e.name for e in entries} - {e.name for e in folders})
-            waiting += [entry.path for entry in folders if not entry.name.startswith(".")]
-
-
-def _is_folder(entry: os.DirEntry) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
+        _, folders, files = next(os.walk(folder), ("", [], []))  # nothing, if it cannot be read
+        yield folder, files
+        waiting += [os.path.join(folder, name) for name in sorted(folders) if name[0] != "."]
 
 
 _FILES_OF_10 = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")

@@ -3,8 +3,7 @@
 A name with a colon is a function of the user's own, one that ends in .npz or .csv a file.
 
 To add one, write its module `towers/data/NAME.py` with `load(path) -> Data`, where `path` is the
-folder to look in and to keep files in, and give it a line in DATA_SETS. The module of files of the
-user's own has `load(path, size, max_pixels)`.
+folder to look in and to keep files in, give it a line in DATA_SETS and a call in `load`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import dataclasses
 import difflib
 import importlib
 import os
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from towers.errors import InputError
@@ -27,17 +25,20 @@ if TYPE_CHECKING:
 class DataSet:
     """What is known of a data set before its module is loaded."""
 
+    module: str
     layout: str = ""  # of files of the user's own, which need --data_dir
     published: bool = False  # its files are downloaded if they are nowhere
 
 
 DATA_SETS = {
-    "shapes": DataSet(),
-    "cifar10": DataSet(published=True),
-    "cifar100": DataSet(published=True),
-    "cifar100_coarse": DataSet(published=True),
-    "folder": DataSet("DIR/train/CLASS/*.png (or .jpg, .jpeg, .bmp, .gif), DIR/test/CLASS/*.png"),
-    "tfrecord": DataSet("DIR/train*.tfrecord* and DIR/test*.tfrecord* (or val*)"),
+    "shapes": DataSet("shapes"),
+    "cifar10": DataSet("cifar", published=True),
+    "cifar100": DataSet("cifar", published=True),
+    "cifar100_coarse": DataSet("cifar", published=True),
+    "folder": DataSet(
+        "folder", "DIR/train/CLASS/*.png (or .jpg, .jpeg, .bmp, .gif), DIR/test/CLASS/*.png"
+    ),
+    "tfrecord": DataSet("tfrecord", "DIR/train*.tfrecord* and DIR/test*.tfrecord* (or val*)"),
 }
 
 
@@ -69,30 +70,28 @@ def load(
     Raises:
         InputError: there is no such data set, or it is damaged or cannot be had.
     """
-    files, own = _files(dataset, data_dir), ":" in dataset
-    path = "" if files else _check(dataset, data_dir)
-    images = not files and not own and DATA_SETS[dataset].layout
-    table = files and files[0].lower().endswith(".csv")
-    if image_size and not images:
+    kind, paths = _look_up(dataset, data_dir)
+    if image_size and kind not in ("folder", "tfrecord"):
         raise InputError(
             f"--image_size is for --dataset=folder and tfrecord, not {dataset}: leave it out"
         )
     for flag, value in ("target", target), ("categories", categories):
-        if value and not table:
+        if value and kind != "table":
             raise InputError(f"--{flag} is for --dataset=FILE.csv, not {dataset}: leave it out")
-    if files:
-        found = (
-            _module("table").load(dataset, files, target, categories)
-            if table
-            else _module("npz").load(dataset, files[0])
-        )
-    elif own:
-        found = _module("custom").load(dataset)
-    elif DATA_SETS[dataset].published:
-        found = _published(dataset).load(path)
+    module = importlib.import_module(f"towers.data.{kind}")
+    if kind == "table":
+        found = module.load(dataset, paths, target, categories)
+    elif kind == "npz":
+        found = module.load(dataset, *paths)
+    elif kind == "custom":
+        found = module.load(dataset)
+    elif kind == "cifar":
+        found = module.SETS[dataset].load(*paths)
+    elif kind == "shapes":
+        found = module.load(*paths)
     else:
-        of_images = [image_size, *([max_image_pixels] if max_image_pixels else [])]
-        found = _module(dataset).load(path, *(of_images if images else []))
+        limit = [max_image_pixels] if max_image_pixels else []
+        found = module.load(*paths, image_size, *limit)
     return _with_validation(found, validation_fraction) if validation_fraction else found
 
 
@@ -113,17 +112,17 @@ def locate(dataset: str, data_dir: str | None = None) -> str | None:
     Raises:
         InputError: there is no such data set, or some of its files are missing.
     """
-    if files := _files(dataset, data_dir):
-        return f"{' and '.join(files)}: there; a run looks at what is inside"
-    path = _check(dataset, data_dir)
-    if ":" in dataset:
+    kind, paths = _look_up(dataset, data_dir)
+    if kind in ("table", "npz"):
+        return f"{' and '.join(paths)}: there; a run looks at what is inside"
+    if kind == "custom":
         return f"{dataset} is your own: not looked at"
-    if DATA_SETS[dataset].published:
-        paths = _published(dataset).find(path)
-        return f"{dataset} is in {os.path.dirname(paths[0])}" if paths else None
-    if DATA_SETS[dataset].layout:
-        return f"{path} is there; a run looks at your own files in it"
-    return f"{dataset} is drawn in code"
+    if kind == "shapes":
+        return f"{dataset} is drawn in code"
+    if kind == "cifar":
+        found = _published(dataset).find(*paths)
+        return f"{dataset} is in {os.path.dirname(found[0])}" if found else None
+    return f"{paths[0]} is there; a run looks at your own files in it"
 
 
 def stand_in(dataset: str) -> Data:
@@ -138,12 +137,32 @@ def cache_dir() -> str:
     return os.path.join(cache, "towers")
 
 
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"towers.data.{name}")
-
-
 def _published(dataset: str) -> Cifar:
-    return _module("cifar").SETS[dataset]
+    from towers.data import cifar
+
+    return cifar.SETS[dataset]
+
+
+def _look_up(dataset: str, data_dir: str | None) -> tuple[str, list[str]]:
+    """Return the module that loads a data set, and its files or the folder to look in."""
+    if files := _files(dataset, data_dir):
+        return ("table" if files[0].lower().endswith(".csv") else "npz"), files
+    if ":" in dataset:
+        return "custom", []
+    if dataset not in DATA_SETS:
+        close = difflib.get_close_matches(dataset.lower(), DATA_SETS, n=1)
+        raise InputError(
+            f"--dataset={dataset} is unknown"
+            + (f", did you mean {close[0]}?" if close else "")
+            + f"; allowed are {', '.join(DATA_SETS)}, FILE.npz, FILE.csv and module:function"
+        )
+    path, layout = os.path.expanduser(data_dir or cache_dir()), DATA_SETS[dataset].layout
+    if layout and not data_dir:
+        raise InputError(f"--dataset={dataset} needs your files; type --data_dir=DIR with {layout}")
+    if not os.path.isdir(path) and (layout or os.path.lexists(path)):
+        expected = f"expected {layout}" if layout else "name a folder"
+        raise InputError(f"--data_dir={path} is not a folder; {expected}")
+    return DATA_SETS[dataset].module, [path]
 
 
 def _files(dataset: str, data_dir: str | None) -> list[str]:
@@ -167,24 +186,3 @@ def _files(dataset: str, data_dir: str | None) -> list[str]:
             )
         found.append(there[0])
     return found
-
-
-def _check(dataset: str, data_dir: str | None) -> str:
-    """Refuse what cannot be looked for; return the folder to look in."""
-    path = os.path.expanduser(data_dir) if data_dir else cache_dir()
-    if ":" in dataset:
-        return path
-    if dataset not in DATA_SETS:
-        close = difflib.get_close_matches(dataset.lower(), DATA_SETS, n=1)
-        raise InputError(
-            f"--dataset={dataset} is unknown"
-            + (f", did you mean {close[0]}?" if close else "")
-            + f"; allowed are {', '.join(DATA_SETS)}, FILE.npz, FILE.csv and module:function"
-        )
-    layout = DATA_SETS[dataset].layout
-    if layout and not data_dir:
-        raise InputError(f"--dataset={dataset} needs your files; type --data_dir=DIR with {layout}")
-    if not os.path.isdir(path) and (layout or os.path.lexists(path)):
-        expected = f"expected {layout}" if layout else "name a folder"
-        raise InputError(f"--data_dir={path} is not a folder; {expected}")
-    return path

@@ -1,6 +1,5 @@
 """Functions that the command line names: where they are looked for, and how they are loaded."""
 
-import ast
 import contextlib
 import difflib
 import importlib
@@ -8,6 +7,8 @@ import importlib.util
 import inspect
 import os
 import pkgutil
+import re
+import symtable
 import sys
 import sysconfig
 import tokenize
@@ -22,7 +23,11 @@ from towers.options.given import PREFIX, Given
 _CHECKOUT = Path(search_path.CHECKOUT)  # unless the package was installed without it
 _SHIPPED = "towers_models"  # what its models are imported as
 _STDLIB = [folder := sysconfig.get_path("stdlib"), os.path.join(folder, "lib-dynload")]
-_DYNAMIC = {"exec", "eval", "globals", "locals", "setattr", "vars"}  # calls that may make a name
+# What may make a name that does not stand at a module's top level.
+_DYNAMIC = re.compile(
+    r"import \*|\b(exec|eval|globals|locals|setattr|vars)\(|__getattr__|^\s*global |\.modules\b",
+    re.MULTILINE,
+)
 
 
 def load_function(flag: str, name: str) -> Callable:
@@ -63,7 +68,8 @@ def _shipped(name: str) -> Path | None:
     path = _CHECKOUT / "models" / f"{module}.py"
     if package != "models" or not module.isidentifier() or not path.is_file():
         return None
-    return path if function_name in _names(path.read_text(encoding="utf-8")) else None
+    source = path.read_text(encoding="utf-8")
+    return path if re.search(rf"^def {re.escape(function_name)}\(", source, re.M) else None
 
 
 def call_plainly(flag: str, name: str) -> object:
@@ -236,31 +242,9 @@ def _source(spec: ModuleSpec) -> str:
 def _names(source: str) -> set[str]:
     """Return the names that a module gets, nothing if its source does not tell all of them."""
     try:
-        tree = ast.parse(source)
+        symbols = symtable.symtable(source, "module", "exec").get_symbols()
     except (SyntaxError, ValueError):
         return set()
-    if any(map(_makes_names, ast.walk(tree))):
+    if _DYNAMIC.search(source):
         return set()
-    names, nodes = set(), list(tree.body)
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-            continue
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        nodes.extend(ast.iter_child_nodes(node))
-    return names
-
-
-def _makes_names(node: ast.AST) -> bool:
-    """Tell whether a node may give the module a name that does not stand at its top level."""
-    if isinstance(node, ast.ImportFrom):
-        return node.names[0].name == "*"
-    if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Name) and node.func.id in _DYNAMIC
-    if isinstance(node, ast.FunctionDef):
-        return node.name == "__getattr__"
-    return isinstance(node, ast.Global) or getattr(node, "attr", "") == "modules"
+    return {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
