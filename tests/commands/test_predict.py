@@ -208,7 +208,7 @@ def test_columns_of_a_table_are_known_by_name(tmp_path, monkeypatch, capsys):
     of_run = load_run(Options(**given, dataset=str(table)), function=table_of_two)
     outputs = []
     capsys.readouterr()
-    for text in ("area,rooms\n2,5\n", "\ufeffrooms,area\n5,2\n", "price,rooms,area\n0,5,2\n"):
+    for text in ("area,rooms\n2,5\n", "\ufeffrooms,area\n5,2\n", ",rooms,area,\n0,5,2,x\n"):
         (tmp_path / "new.csv").write_text(text, encoding="utf-8")
         outputs.append(printed(monkeypatch, capsys, of_run, tmp_path / "new.csv"))
     assert outputs[0] == outputs[1] == outputs[2]

@@ -42,8 +42,8 @@ def load(dataset: str, paths: Sequence[str], target: str = "", categories: str =
     """
     tables = [Table(path) for path in paths]
     names = tables[0].names
-    if len(names) == 1:
-        raise InputError(f"{paths[0]} has one column, {names[0]!r}; {_FIRST_LINE}")
+    for table in tables:
+        table.check_names()
     for table in tables[1:]:
         if different := sorted(set(table.names) ^ set(names)):
             raise InputError(
@@ -138,7 +138,7 @@ class Table:
                 rows = csv.reader((self._checked(line) for line in lines), strict=True)
                 self.names = [name.strip() for name in next(rows, [])]
                 self.places = {name: place for place, name in enumerate(self.names)}
-                self._check_names()
+                self._check_first_line()
                 self._rows, self.lines = [], []
                 for row in rows:
                     if row:  # an empty line is none
@@ -167,18 +167,25 @@ class Table:
             )
         return line
 
-    def _check_names(self) -> None:
-        if not self.names or "" in self.names:
+    def _check_first_line(self) -> None:
+        if not self.names:
             raise InputError(f"{self.path}: a column has no name; {_FIRST_LINE}")
         if all(map(is_number, self.names)):
             raise InputError(
                 f"{self.path}: the first line is numbers, {some(self.names)}; {_FIRST_LINE}"
             )
+
+    def check_names(self) -> None:
+        """Refuse columns without a name, or of one name, or one alone."""
+        if "" in self.names:
+            raise InputError(f"{self.path}: a column has no name; {_FIRST_LINE}")
         twice = [n for place, n in enumerate(self.names) if self.places[n] != place]
         if twice:
             raise InputError(
                 f"{self.path} has two columns {twice[0]!r}; give each a name of its own"
             )
+        if len(self.names) == 1:
+            raise InputError(f"{self.path} has one column, {self.names[0]!r}; {_FIRST_LINE}")
 
     def column(self, name: str) -> list[str]:
         """Return the cells of a column; an InputError if there is none, or one is empty."""
