@@ -5,14 +5,12 @@ import struct
 
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from tests import tiny
-from towers.monitoring import crc32c, events
+from towers.monitoring import events
 from towers.monitoring.event_writer import EventWriter
 
 pytestmark = pytest.mark.unit
@@ -84,7 +82,7 @@ def test_what_a_continued_run_writes_anew_is_dropped(folder):
 def test_a_file_whose_end_was_never_written(folder):
     path = write(folder, [0, 10, 20])
     whole = path.read_bytes()
-    *_, end, _ = [end for _, _, end in events.Records(path)]
+    end = len(whole) - len(events.load(path)[-1].data)
     for cut_at in range(end + 1, len(whole)):
         path.write_bytes(whole[:cut_at])
         assert xs_of(folder) == [0, 10]
@@ -155,28 +153,19 @@ def test_no_flipped_bit_changes_or_loses_a_point_in_silence(folder):
         bad = bytearray(good)
         bad[place] ^= 1 << place % 8
         points, lines = damaged(folder, path, bad)
-        assert points.items() <= expected.items() and len(points) >= len(expected) - 1
-        assert len(lines) == 1 and "1 of 7 records" in lines[0] and str(path) in lines[0]
+        assert points.items() <= expected.items()
+        assert lines == [f"{path} is damaged: some of its points or pictures are lost"]
+    assert damaged(folder, path, good) == (expected, [])
 
 
 @pytest.mark.graph
-def test_what_stands_behind_a_damaged_place_is_kept(folder):
+def test_what_stands_around_a_damaged_point_is_kept(folder):
     path = write(folder, range(0, 60, 10))
-    good, expected = path.read_bytes(), events.read(folder)
-    spans = [(begin, end) for _, begin, end in events.Records(path)]
-    (begin, end), (after, _) = spans[3], spans[4]
-    too_long = struct.pack("<Q", 2**40)
-    too_long += struct.pack("<I", masked_crc32c(too_long))
-    for bad in (
-        good[: begin + 5] + good[after:],  # cut out, as a lost block is
-        good[: begin + 40] + good[after:],
-        good[:begin] + bytes(end - begin) + good[after:],
-        good[:begin] + b"\xff" * 5000 + good[after:],
-        good[:begin] + too_long + good[begin + 12 :],
-    ):
-        points, lines = damaged(folder, path, bad)
-        assert list(points) == [0, 10, 30, 40, 50] and len(lines) == 1
-    assert damaged(folder, path, good) == (expected, [])
+    good, [*before, _, _, _] = path.read_bytes(), [r.data for r in events.load(path)]
+    begin = sum(map(len, before))
+    for place, xs in (begin + 40, [0, 10, 20, 40, 50]), (begin + 5, [0, 10, 20]):
+        content = good[:place] + bytes(4) + good[place + 4 :]
+        assert list(damaged(folder, path, content)[0]) == xs
 
 
 def test_what_cannot_be_read_is_said(folder, monkeypatch):
@@ -231,12 +220,3 @@ def test_a_point_before_the_first_step_hides_no_others(folder):
     tensor = {"dtype": "DT_FLOAT", "float_val": [1.0]}
     write_events(folder, Event(step=-5, summary={"value": [{"tag": "a", "tensor": tensor}]}))
     assert xs_of(folder) == [0, 10]
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.binary(max_size=3000), max_size=20))
-def test_sums_are_those_of_tensorflow(texts):
-    assert crc32c.masked(texts).tolist() == [masked_crc32c(text) for text in texts]
-    assert crc32c.masked([text * 50 for text in texts]).tolist() == [
-        masked_crc32c(text * 50) for text in texts
-    ]

@@ -218,8 +218,8 @@ def test_a_run_goes_on_whose_curves_were_called_otherwise(tmp_path, make):
     for part, tag in ("train", "tower_0/loss"), ("eval", "accuracy"):
         (tmp_path / part).mkdir()
         found = [Event(step=x, summary=scalar_pb(tag, x / 8)) for x in (0, 10, 20)]
-        records = events.framed([Event(file_version="brain.Event:2"), *found])
-        (tmp_path / part / "events.out.tfevents.1.host").write_bytes(b"".join(records))
+        path = tmp_path / part / "events.out.tfevents.1.host"
+        events.append(path, Event(file_version="brain.Event:2"), *found)
     monitor = make(20, log_every_steps=10)
     step_to(monitor, 20, 21)
     monitor.eval_point(30, {"accuracy": 0.5})

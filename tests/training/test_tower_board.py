@@ -58,7 +58,7 @@ def test_each_tower_is_seen(float64, tmp_path):
     assert evaluated[4]["validation/loss"] == pytest.approx(history["val_loss"][1])
     # The page has a layout, and the graph of a step.
     (path,) = [path for path in events.paths(tmp_path) if path.suffix == ".root"]
-    found = [event for event, *_ in events.Records(path)]
+    found = [record.event for record in events.load(path)]
     graph = tf.compat.v1.GraphDef.FromString(next(e.graph_def for e in found if e.graph_def))
     devices = {node.device for node in graph.node if node.name.startswith("tower_1/")}
     assert "/device:CPU:1" in devices

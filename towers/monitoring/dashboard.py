@@ -85,8 +85,7 @@ def write_root(folder: Path, summaries: Iterable[Any], step: Any, max_mib: float
     with _one_line_errors(folder):
         for path in folder.glob(_FILES):
             path.unlink()
-        records = events.framed([header, start, _event(summaries), graph_of_step])
-        _new_path(folder).write_bytes(b"".join(records))
+        events.append(_new_path(folder), header, start, _event(summaries), graph_of_step)
 
 
 def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
@@ -98,8 +97,7 @@ def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
     end = _event(hparams.session_end(result), step)
     with _one_line_errors(folder):
         path = next(folder.glob(_FILES), _new_path(folder))  # somebody may have tidied up
-        with open(path, "ab") as file:
-            file.write(*events.framed([end]))
+        events.append(path, end)
 
 
 def text(tag: str, lines: Iterable[str]) -> Any:

@@ -88,12 +88,11 @@ class EventWriter:
         self._offered[kind, tag] += 1
         if left >= 0.25 or (left > 0 and number % 2 ** math.ceil(-math.log2(4 * left)) == 0):
             now = time.time()
-            own = [Event(step=x, wall_time=now, summary=summary) for summary in found.values()]
             try:
                 self._check()
-                for run, record in zip(found, events.framed(own), strict=True):
+                for run, summary in found.items():
                     file = self._files.setdefault(run, _File(self._train_dir / run))
-                    file.append(record)
+                    file.append(Event(step=x, wall_time=now, summary=summary))
                 self._used_bytes += num_bytes
                 self._told.discard(part)
             except (OSError, RunError) as error:
@@ -117,13 +116,12 @@ class _File:
     def __init__(self, folder: Path):
         self._folder, self._path = folder, None
 
-    def append(self, record: bytes) -> None:
-        """Write a record so that it can be seen at once."""
+    def append(self, event: Event) -> None:
+        """Write an event so that it can be seen at once."""
         path, self._path = self._path, None  # until all of it is written
         if path is None or not path.exists():
             path = self._begin()
-        with open(path, "ab") as file:
-            file.write(record)
+        events.append(path, event)
         self._path = path
 
     def _begin(self) -> Path:
@@ -132,5 +130,5 @@ class _File:
         now = int(time.time())
         name = f"{now}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}.v2"
         path = self._folder / f"events.out.tfevents.{name}"
-        path.write_bytes(*events.framed([Event(file_version="brain.Event:2", wall_time=now)]))
+        events.append(path, Event(file_version="brain.Event:2", wall_time=now))
         return path
