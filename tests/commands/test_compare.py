@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +35,8 @@ def write_events(folder, points, began=1000, wall_time=0.0):
         found.append(Event(wall_time=wall_time + x, step=x))
         for tag, value in values.items():
             found[-1].summary.value.extend(scalar_pb(tag, value).value)
-    path.write_bytes(b"".join(events.framed(found)))
+    path.unlink(missing_ok=True)
+    events.append(path, *found)
     return path
 
 
@@ -90,7 +90,7 @@ RESULT = {
 def test_flags_results_and_times():
     make_run("runs/a", [0.5, 0.7, 0.9], RESULT, learning_rate=0.1)
     make_run("runs/b", [0.6, 0.8], rate=50.0, learning_rate=0.2, optimizer="adamw")
-    result, lines = compare_lines("runs/a", "runs/b", "--plot=none")
+    result, lines = compare_lines("runs/a", "runs/b")
     assert cells(lines, "flags that differ") == [
         ["run", "optimizer", "learning_rate"],
         ["a", "momentum", "0.1"],
@@ -108,13 +108,12 @@ def test_flags_results_and_times():
     ]
     assert result["differing_flags"] == ["optimizer", "learning_rate"]
     assert result["runs"][1]["to_accuracy"]["seconds"] == pytest.approx(40)
-    assert result["plot"] is None and not Path("runs/compare.png").exists()
 
 
 def test_an_accuracy_may_never_be_reached_and_is_reached_when_it_is_equal():
     make_run("a", [0.5, 0.9])  # event files hold it in 32 bits, where it is less than 0.9
     make_run("b", [0.5, 0.6])
-    _, lines = compare_lines("a", "b", "--accuracy=0.9", "--plot=none")
+    _, lines = compare_lines("a", "b", "--accuracy=0.9")
     assert cells(lines, "to a test accuracy of 0.9000")[1:3] == [
         "a 20.00 200 2000 2.00".split(),
         "b - - - -".split(),
@@ -125,7 +124,7 @@ def test_an_accuracy_may_never_be_reached_and_is_reached_when_it_is_equal():
 def test_runs_over_examples_and_over_steps_are_the_same():
     make_run("a", [0.5, 0.7])
     make_run("b", [0.5, 0.7], by_examples=True)
-    result, _ = compare_lines("a", "b", "--accuracy=0.6", "--plot=none")
+    result, _ = compare_lines("a", "b", "--accuracy=0.6")
     left, right = (run["to_accuracy"] for run in result["runs"])
     assert left == pytest.approx(right)
     assert (left["steps"], left["examples"]) == (200, 2000)
@@ -136,7 +135,7 @@ def test_the_moving_average_and_the_newest_result_count():
     make_run("b", [0.5, 0.6, 0.7], RESULT)
     averaged = [(100, {"accuracy": 0.5, "accuracy_ema": 0.75})]
     write_events(make_run("c", [0.5]) / "eval", averaged)
-    result, _ = compare_lines("a", "b", "c", "--plot=none")
+    result, _ = compare_lines("a", "b", "c")
     statuses = [run["status"] for run in result["runs"]]
     assert statuses == ["unfinished", "finished", "unfinished"]
     found = [run["metrics"]["accuracy"] for run in result["runs"]]
@@ -160,7 +159,7 @@ def test_a_damaged_result_is_as_none_and_said(damage, capsys):
     Path("a/result.json").write_text(damage)
     Path("sweep.json").write_text('{"runs": [{"name": []}]}')
     make_run("b", [0.5, 0.7])
-    result, _ = compare_lines(".", "--plot=none")
+    result, _ = compare_lines(".")
     assert [run["status"] for run in result["runs"]] == ["unfinished"] * 2
     said = [line.split()[:4] for line in capsys.readouterr().err.splitlines()]
     assert said == [["warning", f"{name}.json", "is", "damaged,"] for name in ("a/result", "sweep")]
@@ -172,7 +171,6 @@ def test_flags_that_are_damaged_or_odd(capsys):
     Path("a/flags.cfg").write_bytes(b"--batch_size=0\n--batch_size=\xff")
     Path("b$x_{/flags.cfg").write_text("--batch_size=x\n--seed\n")
     result, _ = compare_lines("a", "b$x_{")
-    assert Path("compare.png").exists()
     assert [run["metrics"]["objective"] for run in result["runs"]] == pytest.approx([0.7, 0.7])
     assert "a/flags.cfg is damaged" in capsys.readouterr().err
 
@@ -183,7 +181,7 @@ def test_empty_and_failed_runs_are_named():
     (Path("S/nothing")).mkdir()
     noted = {"runs": [{"name": "c", "status": "failed", "error": "exit code 2: no"}]}
     Path("S/sweep.json").write_text(json.dumps(noted))
-    result, lines = compare_lines("S", "--plot=none")
+    result, lines = compare_lines("S")
     assert [run["status"] for run in result["runs"]] == ["unfinished", "empty"]
     assert "failed: c: exit code 2: no" in lines
     assert cells(lines, "results")[2] == ["b", "empty", *"-------"]
@@ -192,7 +190,7 @@ def test_empty_and_failed_runs_are_named():
 def test_a_folder_of_runs_stands_for_all_of_them_once_and_in_order(capsys):
     for number in (3, 2, 1):
         make_run(f"S/seed={number}", [0.5], seed=number)
-    assert cli.main(["compare", "S", "S/seed=2", "--json", "--plot=none"]) == 0
+    assert cli.main(["compare", "S", "S/seed=2", "--json"]) == 0
     out, err = capsys.readouterr()
     runs = json.loads(out)["runs"]
     assert [run["name"] for run in runs] == ["seed=1", "seed=2", "seed=3"]
@@ -207,8 +205,6 @@ def test_a_folder_of_runs_stands_for_all_of_them_once_and_in_order(capsys):
         ("a b", "b: No such file or directory"),
         ("a empty", "empty: there is no run"),
         ("a file", "file: Not a directory"),
-        ("a c --plot=x.jpg", "--plot=x.jpg: a name that ends in .png"),
-        ("a c --plot=no/x.png", "--plot=no/x.png: there is no folder no"),
         ("a c --accuracy=90", "--accuracy=90.0: a number from 0 to 1"),
         ("a c --objective=auc", "--objective=auc: the runs have accuracy; max: or min:"),
         ("a c --target_value=high", "--target_value=high: a number is needed"),
@@ -243,34 +239,33 @@ def make_regression(name, errors, result=True, **more):
 def test_runs_are_compared_by_their_own_objective_which_may_be_better_when_it_is_lower():
     make_regression("a", [0.9, 0.5, 0.7])
     make_regression("b", [0.8, 0.7, 0.6])
-    result, lines = compare_lines("a", "b", "--plot=none")
+    result, lines = compare_lines("a", "b")
     assert cells(lines, "results")[0][:4] == ["run", "status", "mae", "test_loss"]
     assert [row[2] for row in cells(lines, "results")[1:]] == ["0.3500", "0.3000"]
     assert [row[2] for row in cells(lines, "to a test mae of 0.3001")[1:3]] == ["200", "300"]
     assert (result["objective"], result["direction"]) == ("test_mae", "min")
     assert result["target"] == 0.3001 and "accuracy" not in result
-    _, lines = compare_lines("a", "b", "--target_value=0.4", "--plot=compare.png")
+    _, lines = compare_lines("a", "b", "--target_value=0.4")
     assert [row[2] for row in cells(lines, "to a test mae of 0.4000")[1:3]] == ["200", "100"]
-    assert Path("compare.png").stat().st_size
 
 
 def test_another_objective_can_be_named_and_different_ones_are_told():
     make_regression("a", [0.9])
     make_run("b", [0.5], RESULT)
-    result, lines = compare_lines("a", "b", "--plot=none")
+    result, lines = compare_lines("a", "b")
     assert lines[0] == (
         "objective   the runs have different objectives, test_mae, test_accuracy: compared by "
         "test_loss"
     )
     assert [run["metrics"]["objective"] for run in result["runs"]] == [0.5, 0.25]
-    result, lines = compare_lines("a", "b", "--objective=max:mae", "--plot=none")
+    result, lines = compare_lines("a", "b", "--objective=max:mae")
     assert (result["objective"], result["direction"]) == ("test_mae", "max")
     assert [run["metrics"]["objective"] for run in result["runs"]] == [0.45, None]
     for name, error in ("c", 0.9), ("d", 0.8):  # without a result: by what they have
         make_regression(name, [error], result=False)
-    result, _ = compare_lines("c", "d", "--objective=min:mae", "--plot=none")
+    result, _ = compare_lines("c", "d", "--objective=min:mae")
     assert [run["metrics"]["objective"] for run in result["runs"]] == pytest.approx([0.45, 0.4])
-    assert compare_lines("c", "d", "--plot=none")[0]["objective"] == "test_loss"
+    assert compare_lines("c", "d")[0]["objective"] == "test_loss"
 
 
 def test_seconds_are_examples_by_speed():
@@ -313,28 +308,7 @@ def test_a_file_is_read_up_to_where_a_crash_cut_it_off_and_pictures_are_passed_o
     picture, late = Event(step=49), Event(step=99, summary=scalar_pb("loss/data", 1.0))
     picture.summary.value.add(tag="loss/data").tensor.tensor_shape.dim.add(size=3)
     picture.summary.value.add(tag="images/tower_0").tensor.string_val.append(b"png")
-    path.write_bytes(path.read_bytes() + b"".join(events.framed([picture, late])))
+    events.append(path, picture, late)
     assert read_curves(Path("a")).loss.x.tolist() == [0, 49, 99]
     path.write_bytes(path.read_bytes()[:-3])
     assert read_curves(Path("a")).loss.x.tolist() == [0, 49]
-
-
-def test_the_picture_lies_where_the_runs_are_or_where_it_is_asked_for():
-    make_run("runs/a", [0.5, 0.7], seed=1)
-    make_run("runs/b", [], seed=2)
-    result, lines = compare_lines("runs/a", "runs/b")
-    assert lines[-1].endswith("/runs/compare.png") and result["plot"].endswith("compare.png")
-    compare_lines("runs", "--plot=mine.PNG")
-    data = Path("mine.PNG").read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n" and data == Path("runs/compare.png").read_bytes()
-
-
-def test_without_a_picture_the_tables_still_come(monkeypatch):
-    make_run("a", [0.5], seed=1)
-    make_run("b", [0.5], seed=2)
-    Path("compare.png").mkdir()
-    for remedy in "try --plot=FILE.png", "pip install matplotlib":
-        result, lines = compare_lines("a", "b")
-        assert lines[-1].startswith("plot        none: ") and remedy in lines[-1]
-        assert lines[0] == "flags that differ" and result["plot"] is None
-        monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -215,7 +215,7 @@ def texts_of_runs(draw, template) -> Case:
         content = template.files[name]
         files[name] = draw(changed_json(content) | in_place(content))
     more = draw(st.sampled_from([(), ("--json",), ("--objective=loss",), ("--target_value=0.5",)]))
-    return Case(files, ("compare", "run", "other", "--plot=none", *more))
+    return Case(files, ("compare", "run", "other", *more))
 
 
 @st.composite
@@ -224,7 +224,7 @@ def event_files(draw, template) -> Case:
     events = sorted(name for name in template.files if "tfevents" in name)
     names = draw(st.lists(st.sampled_from(events), min_size=1, max_size=3))
     files = {name: draw(in_place(template.files[name])) for name in names}
-    return Case(files, ("compare", "run", "other", "--plot=none"))
+    return Case(files, ("compare", "run", "other"))
 
 
 @st.composite

@@ -55,7 +55,7 @@ def test_hostile_inputs_end_with_one_line(template, tmp_path, kind, many):
 def test_what_goes_wrong_is_seen(template, tmp_path, monkeypatch):
     """A traceback, a hang, a wrong code, and code that runs: each by a fault that is put in."""
     folder = tmp_path / "here"
-    whole = inputs.Case({}, ("compare", "run", "other", "--plot=none"))
+    whole = inputs.Case({}, ("compare", "run", "other"))
     assert engine.try_out("texts_of_runs", whole, template, folder) == ""
     monkeypatch.setattr(engine, "SECONDS", 0.2)
     monkeypatch.setattr("towers.commands.compare.command.read_curves", lambda *_: time.sleep(60))

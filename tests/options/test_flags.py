@@ -125,7 +125,7 @@ def test_verbs_read_flags_of_their_own():
 
 def test_compare_takes_folders_and_flags_of_its_own():
     text = help_of("compare")
-    shown = ["--objective=", "--target_value=", "--accuracy=0", "--plot=", "--json=false"]
+    shown = ["--objective=", "--target_value=", "--accuracy=0", "--json=false"]
     assert shown_by(text) == shown
     assert "\nusage: towers compare RUN... [" in text
     options = cli.parse("compare", ["a", "--accuracy", "0.5", "b", "--json"])

@@ -1,4 +1,4 @@
-"""What runs differ in: flags, final metrics, the time to a value of one, and their curves.
+"""What runs differ in: flags, final metrics, and the time to a value of one.
 
 It reads what is in the runs' folders, also of runs that still train, and needs no TensorFlow.
 """
@@ -27,10 +27,8 @@ from towers.monitoring.results import (
     short,
 )
 from towers.options.run import names_that_affect
-from towers.text import cut, table
+from towers.text import table
 
-MAX_NAMED = 24  # runs in the legend of the picture
-SMOOTHED_PART = 0.03  # of a curve's points, over which the line of the loss is a mean
 WIDEST = 44  # characters of a column
 # The columns of the tables, with their digits; the objective is before them.
 _RESULTS = {
@@ -60,12 +58,11 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
 
     Returns:
         {"runs": [{"name", "train_dir", "status", "flags", "metrics", "to_target"}],
-        "differing_flags", "objective", "direction", "target", "plot"}; of an accuracy, metrics have
+        "differing_flags", "objective", "direction", "target"}; of an accuracy, metrics have
         it as "accuracy" beside "objective", and "accuracy" and "to_accuracy" are target and times.
 
     Raises:
-        InputError: there are fewer than two runs, the picture cannot be written, or the objective
-            is none of theirs.
+        InputError: there are fewer than two runs, or the objective is none of theirs.
     """
     folders = find_runs(options.runs)
     if len(folders) < 2:
@@ -74,9 +71,6 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
             f"{folders[0]} RUN"
         )
     common = os.path.commonpath([os.path.abspath(folder) for folder in folders])
-    plot = Path(options.plot or f"{common}/compare.png").expanduser()
-    if options.plot not in ("", "none") and not os.access(plot.parent, os.W_OK):
-        raise InputError(f"--plot={options.plot}: there is no folder {plot.parent} to write to")
     runs = [read_run(folder, os.path.relpath(folder, common)) for folder in folders]
     differing = differing_flags(runs)
     objective, note = find_objective(runs, "accuracy" if options.accuracy else options.objective)
@@ -97,6 +91,7 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
     ]
     for line in _tables(entries, differing, objective[0], target):
         say(line)
+    say(f"curves      towers tensorboard --train_dir={common}")
     for noted in [noted for name in options.runs for noted in noted_runs(Path(name))]:
         if noted["status"] == "failed":
             say(f"failed: {noted['name']}: {noted.get('error')}")
@@ -106,7 +101,6 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
         "objective": objective[0],
         "direction": objective[1],
         "target": target,
-        "plot": _draw(runs, objective, plot, say) if options.plot != "none" else None,
     }
     if short(objective[0]) == "accuracy":
         result["accuracy"] = target
@@ -297,58 +291,3 @@ def _figures(values: Mapping[str, float | None], digits: Mapping[str, int]) -> l
 
 def _words(objective: str) -> str:
     return objective.replace("_", " ", 1)
-
-
-def _draw(
-    runs: Sequence[Compared], objective: Objective, path: Path, say: Callable[[str], None]
-) -> str | None:
-    """Draw the curves, or say why there is no picture; return its path."""
-    try:
-        draw(runs, objective, path)
-    except ImportError:
-        reason = "it needs matplotlib: pip install matplotlib"
-    except OSError as error:
-        reason = f"{path} cannot be written: {error.strerror}; try --plot=FILE.png"
-    else:
-        say(f"plot        {path}")
-        return str(path)
-    say(f"plot        none: {reason}")
-    return None
-
-
-def _plain(text: str) -> str:
-    """Return a text that Matplotlib shows as it is: it sets formulas, and leaves out _names."""
-    return f" {text}".replace("$", r"\$")
-
-
-def draw(runs: Sequence[Compared], objective: Objective, path: Path) -> None:
-    """Write the curves of runs, which may be empty, as a PNG file; an OSError says it cannot be."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.8 + 0.11 * min(len(runs), MAX_NAMED)), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    name, direction = objective
-    sign = -1 if direction == "max" else 1
-
-    def best(run: Compared) -> float:
-        return min(sign * run.curves.of(short(name)).values, default=math.inf)
-
-    best_first = sorted(runs, key=best)
-    colours = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(runs)))
-    for run, colour in zip(best_first, colours, strict=True):
-        loss, evaluated = run.curves.loss, run.curves.of(short(name))
-        left.plot(loss.examples, loss.values, color=colour, alpha=0.2, linewidth=0.8)
-        width = int(len(loss.values) * SMOOTHED_PART) + 1
-        means = np.convolve(loss.values, np.full(width, 1 / width), "valid") if len(loss.x) else []
-        left.plot(loss.examples[width - 1 :], means, color=colour, linewidth=1.3)
-        label = _plain(cut(run.name, 50))
-        right.plot(evaluated.examples, evaluated.values, color=colour, marker=".", label=label)
-    for axes, title in ((left, "training loss, its running mean"), (right, _plain(_words(name)))):
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("examples")
-        axes.grid(alpha=0.3)
-    named = right.lines[:MAX_NAMED]
-    title = f"the best {MAX_NAMED} of {len(runs)} runs" if len(runs) > MAX_NAMED else None
-    figure.legend(handles=named, loc="outside lower center", ncols=2, fontsize=8, title=title)
-    figure.savefig(path, dpi=120, format="png")

@@ -10,12 +10,12 @@ from towers.options.run import Options
 
 @dataclasses.dataclass(frozen=True)
 class CompareOptions:
-    """What `towers compare` shows: of which runs, the accuracy to reach, and the picture."""
+    """What `towers compare` shows: of which runs, and the value to reach."""
 
     EXAMPLES: ClassVar[str] = """\
 Examples:
   towers compare runs/a runs/b
-  towers compare runs/sweep --accuracy=0.7 --plot=curves.png
+  towers compare runs/sweep --accuracy=0.7
   towers compare runs/a runs/b --objective=val_auc --target_value=0.9
 RUN is the folder of a run, or of a sweep, which stands for all its runs. The objective is that of
 the moving average where a run has one. Seconds of training are examples by the speed at which they
@@ -34,17 +34,11 @@ left out."""
     accuracy: float = option(
         0.0, "Compare", "Short for --objective=accuracy --target_value=X.", minimum=0, maximum=1,
     )  # fmt: skip
-    plot: str = option(
-        "", "Compare", "PNG file for the curves; default: compare.png in the folder that holds the "
-        "runs; none: no file.",
-    )  # fmt: skip
     json: bool = same_option(Options, "json")
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by an InputError."""
         check_values(self)
-        if self.plot not in ("", "none") and not self.plot.lower().endswith(".png"):
-            raise InputError(f"--plot={self.plot}: a name that ends in .png is needed, or none")
         try:
             if not abs(float(self.target_value or 0)) < float("inf"):
                 raise ValueError
