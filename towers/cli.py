@@ -70,7 +70,7 @@ _VERBS = (
     Verb("benchmark", "measure speed, scaling and where a step's time goes, also beside others",
          options="towers.commands.benchmark.options:BenchmarkOptions",
          function="towers.commands.benchmark.command:run", tensorflow="options"),
-    Verb("plan", "say before a run how it would scale on GPUs: bytes, memory, step times",
+    Verb("plan", "say before a run what it would move, hold and launch on GPUs",
          options="towers.commands.plan.options:PlanOptions",
          function="towers.commands.plan.command:run", tensorflow="cpu"),
     Verb("doctor", "check this machine: versions, GPUs, memory, computing, data, folders",

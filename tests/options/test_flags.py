@@ -52,11 +52,7 @@ OF_VERBS = {
     "verify": ("--num_towers=1,2,3,4 --steps=10 --float32=false", ""),
     "benchmark":
         ("--dataset=synthetic --num_towers= --against= --windows=5 --seconds=2 --plot=", ""),
-    "plan": (
-        "--num_towers=0 --gpu_memory_gib=16 --gpu_tflops=19.5 --gpu_utilisation=0.3 --step_ms=0 "
-        "--network_gbits=0 --network_latency_us=0 --straggler_spread=0.05 --plot= --measure=true",
-        "",
-    ),
+    "plan": ("--num_towers=0 --gpu_memory_gib=16", ""),
     "sweep": ("--vary= --samples=0 --sweep_seed=0 --sweep_dir=runs/sweep --parallel=1",
               "train_dir overwrite"),
 }
@@ -116,8 +112,8 @@ def test_verbs_read_flags_of_their_own():
     options = cli.parse("verify", ["--num_gpus=1,2", "--steps=3", "--nojson", "--float32"])
     assert (options.num_towers, options.steps, options.float32) == ("1,2", 3, True)
     assert options.run.devices == "gpu"
-    options = cli.parse("plan", ["--num_gpus=8", "--gpu_memory_gib=80", "--nomeasure"])
-    assert (options.num_towers, options.gpu_memory_gib, options.measure) == (8, 80.0, False)
+    options = cli.parse("plan", ["--num_gpus=8", "--gpu_memory_gib=80"])
+    assert (options.num_towers, options.gpu_memory_gib) == (8, 80.0)
     assert options.run.devices == ""  # it tells what GPUs would do
     options = cli.parse("benchmark", ["--num_gpus=1,2", "--against=jax, fit", "--windows=3"])
     assert (options.num_towers, options.peers(), options.windows) == ("1,2", ["jax", "fit"], 3)
