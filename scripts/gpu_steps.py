@@ -9,6 +9,7 @@ any machine. `scripts/gpu_check.py` runs all this, each setting in a process of 
 
 import dataclasses
 import itertools
+import re
 import statistics
 import tempfile
 import time
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
-from towers.graphs import profile_summary
 from towers.options.run import Options
 from towers.text import first_line
 from towers.training.run import Run, assemble, load_data
@@ -34,6 +35,7 @@ BATCH_SIZES = (1024, 128)
 WINDOWS, WINDOW_SECONDS = 3, 0.5
 STEPS = 10  # of a call of the loop
 PROFILED_STEPS = 20
+WAYS = {"H2D": "host to GPU", "D2H": "GPU to host", "P2P": "GPU to GPU"}  # as CUPTI says it
 
 
 class Skipped(Exception):
@@ -165,7 +167,30 @@ def _copied(make_steps: Callable[[int], None], number: int) -> dict[str, tuple[i
         finally:
             tf.profiler.experimental.stop()
         [path] = Path(folder).glob("plugins/profile/*/*.xplane.pb")
-        return profile_summary.copies(profile_summary.read_trace(path))
+        return copies(xplane_pb2.XSpace.FromString(path.read_bytes()))
+
+
+def copies(trace: xplane_pb2.XSpace) -> dict[str, tuple[int, int]] | None:
+    """Return {"host to GPU": (number, bytes), ...} of what all GPUs copied; None without a GPU."""
+    found = {way: [0, 0] for way in WAYS.values()}
+    streams = [
+        (plane, line)
+        for plane in trace.planes
+        for line in plane.lines
+        if plane.name.startswith("/device:GPU:") and line.name.startswith("Stream")
+    ]
+    for plane, line in streams:
+        names = {key: stat.name for key, stat in plane.stat_metadata.items()}
+        for event in line.events:
+            title = plane.event_metadata[event.metadata_id].name
+            if way := WAYS.get(title.removeprefix("Memcpy")):
+                # TensorFlow keeps texts that repeat once, as the name of a stat.
+                stats = {names[s.metadata_id]: s.str_value or names.get(s.ref_value, "")
+                         for s in event.stats}  # fmt: skip
+                size = re.search(r"\bsize:(\d+)", stats.get("memcpy_details", ""))
+                found[way][0] += 1
+                found[way][1] += int(size[1]) if size else 0
+    return {way: (number, size) for way, (number, size) in found.items()} if streams else None
 
 
 # ---------------------------------------------------------------------------- Ring against NCCL

@@ -90,10 +90,6 @@ class Step:
                 total["weights" if source.type == "ReadVariableOp" else kind] += num_bytes(tensor)
         return total
 
-    def num_exchanges(self) -> int:
-        """Return how often towers wait for each other's values in the middle of a step."""
-        return sum(op.type == "Pack" and "/exchange" in op.name for op in self.devices)
-
     def activation_bytes(self, tower: int) -> int:
         """Return the most bytes that a tower's forward and backward hold at a time.
 

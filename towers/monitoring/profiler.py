@@ -1,8 +1,8 @@
 """A profile on demand: --profile_steps=100:110, or the signal SIGUSR2 while a run is going on.
 
 A call of the train loop ends at any step that `due` names, is made within `trace`, and stands
-between `begin` and `end`. The trace is written where TensorBoard's profile plugin looks for it, and
-the most expensive ops as text. Whatever goes wrong here is a line, and never the end of a run.
+between `begin` and `end`. The trace is written where TensorBoard's profile plugin looks for it.
+Whatever goes wrong here is a line, and never the end of a run.
 """
 
 import contextlib
@@ -13,9 +13,6 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from towers import files
-from towers.graphs import profile_summary
-from towers.graphs.placement import Placement
 from towers.text import first_line
 
 NUM_STEPS = 10  # of a profile that a signal asks for
@@ -30,11 +27,10 @@ class Profiler:
         steps: tuple[int, int] | None,
         *,
         last_step: int,
-        placement: Placement,
         say: Callable[[str], None],
     ):
         """Plan a profile of `steps`, (first, last), or wait for a signal; nothing is started."""
-        self._train_dir, self._last_step, self._placement = train_dir, last_step, placement
+        self._train_dir, self._last_step = train_dir, last_step
         self._print, self._plan, self._running = say, steps, None
         self._asked, self._step = False, 0
 
@@ -104,7 +100,7 @@ class Profiler:
             finally:
                 tf.profiler.experimental.stop(save=self._step > first)
             if self._step > first:
-                self._write(first, self._step)
+                self._name_trace(first, self._step)
         except Exception as error:  # of any kind: a run is worth more than its profile
             self._say(f"steps {first} to {self._step} failed: {first_line(error, 300)}")
 
@@ -114,18 +110,9 @@ class Profiler:
     def _ask(self, *_: object) -> None:
         self._asked = True
 
-    def _write(self, first: int, last: int) -> None:
-        """Name the trace after its steps, and write its summary."""
+    def _name_trace(self, first: int, last: int) -> None:
+        """Name the folder of the trace after its steps."""
         folder = self._train_dir / "train" / "plugins" / "profile"
         trace = max(folder.glob("*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
         named = trace.parent.with_name(f"{trace.parent.name}_steps_{first}_{last}")
-        trace = trace.parent.rename(named) / trace.name
-        self._say(f"steps {first} to {last}: {trace}")
-        space = profile_summary.read_trace(trace)
-        times = profile_summary.op_times(space, self._placement)
-        lines = profile_summary.report(times, last - first)
-        lines += profile_summary.problems(space, times, self._placement)
-        for line in lines:
-            self._print(f"  {line}")
-        path = self._train_dir / f"profile_{first}_{last}.txt"
-        files.write_text(path, "\n".join([f"steps {first} to {last}", *lines, ""]))
+        self._say(f"steps {first} to {last}: {trace.parent.rename(named) / trace.name}")

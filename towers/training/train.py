@@ -132,9 +132,7 @@ def _train(
         stack.enter_context(contextlib.closing(checkpoints))
         announce(monitor, begun)
         planned = run.options.profile_range()
-        profiler = Profiler(
-            folder, planned, last_step=last, placement=begun.placement, say=monitor.say
-        )
+        profiler = Profiler(folder, planned, last_step=last, say=monitor.say)
         stack.enter_context(profiler)
         stack.enter_context(watch)
         watch.listener.keep(begun.batches)
