@@ -67,7 +67,7 @@ _VERBS = (
     Verb("verify", "prove on your model that N towers compute what one device computes",
          options="towers.commands.verify.options:VerifyOptions",
          function="towers.commands.verify.command:run", tensorflow="options"),
-    Verb("benchmark", "measure speed, scaling and where a step's time goes, also beside others",
+    Verb("benchmark", "measure speed and scaling, also beside other programs",
          options="towers.commands.benchmark.options:BenchmarkOptions",
          function="towers.commands.benchmark.command:run", tensorflow="options"),
     Verb("plan", "say before a run what it would move, hold and launch on GPUs",

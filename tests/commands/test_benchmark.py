@@ -12,14 +12,11 @@ import keras
 import pytest
 import tensorflow as tf
 
-from models.cnn import cnn
 from tests import leftovers, tiny
 from towers import cli
 from towers.commands.benchmark import command, lanes, own_lane, results
 from towers.commands.benchmark.options import BenchmarkOptions
-from towers.commands.benchmark.own_lane import make_parts
-from towers.data import augment
-from towers.graphs.flops import flop_per_example
+from towers.commands.benchmark.own_lane import make_control
 from towers.options.run import Options
 from towers.training.run import prepare
 
@@ -59,11 +56,10 @@ json.dump(config, open('config', 'w'))
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Stand in a folder that has scripts/peers, with small matrices."""
+    """Stand in a folder that has scripts/peers."""
     (tmp_path / "scripts" / "peers").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(lanes, "MATMUL_SIZE", 64)
     monkeypatch.setattr(command, "PEER_FOLDER", tmp_path / "scripts" / "peers")
     return tmp_path
 
@@ -114,7 +110,6 @@ def test_the_command_line_with_peers(folder, capsys):
     assert result["skipped"] == {"fit": "fit is not installed: pip install fit"}
     assert result["failed"] == {"jax": "exit code 3: no memory is left"}
     assert result["versions"]["tensorflow"] == tf.__version__
-    assert "2 towers at batch size 8" in result["limit"] and result["limit"] in err
     assert "| strong | 2 | 8 |" in err and "failed      jax: exit code 3" in err
     assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
     assert log(folder).count("0.02") == 4  # turns of peers
@@ -135,11 +130,7 @@ def test_the_command_line_with_peers(folder, capsys):
         rates = row["examples_per_second"]
         assert 0 < rates["min"] <= rates["median"] <= rates["max"]
         assert row["control"]["min"] > 0 and row["efficiency"] > 0
-        assert set(row["split"]) == {"input", "compute", "gather", "update"}
-        assert sum(part["percent"] for part in row["split"].values()) == pytest.approx(100)
         assert 10 < row["peak_memory_mib"] < 100_000
-        gflops = row["flop_per_example"] * rates["median"] / 1e9
-        assert row["gflops"] == pytest.approx(gflops, rel=1e-6)
         assert row["devices"] == [f"/cpu:{i}" for i in range(row["num_towers"])]
         assert row["shared"] == (row["num_towers"] > 1)
 
@@ -147,9 +138,9 @@ def test_the_command_line_with_peers(folder, capsys):
 class FakeLane:
     """Writes down when it was asked for what; fails from its `last` turn on."""
 
-    def __init__(self, name, asked, last=99, parts=()):
+    def __init__(self, name, asked, last=99):
         self.name, self.asked, self.last = name, asked, last
-        self.ready, self.windows = {"parts": parts, "batch_size": 8}, {"": [1.0]}
+        self.ready, self.windows = {"batch_size": 8}, {"": [1.0]}
 
     def train(self, seconds, part):
         if self.last == 0:
@@ -161,7 +152,7 @@ class FakeLane:
 def test_lanes_take_turns_window_by_window_and_every_other_backwards():
     asked = []
     given = lanes.Turns(BenchmarkOptions(windows=3), contextlib.ExitStack(), lambda line: None)
-    given.own.append(FakeLane("own", asked, parts=["control"]))
+    given.own.append(FakeLane("own", asked))
     given.peers += [FakeLane("a", asked), FakeLane("b", asked, last=1)]
     given.take()
     forwards = [("own", 1.0, "control"), ("own", 2.0, ""), ("a", 2.0, "")]
@@ -239,103 +230,45 @@ def counting(num_classes, image_shape):
 
 @pytest.mark.run
 @pytest.mark.parametrize("variables", ["cpu", "replicated"])
-def test_no_part_of_a_step_is_left_out_or_moved_out_of_the_loop(variables):
+def test_the_control_computes_each_gradient_in_each_step_and_changes_nothing(variables):
     given = tiny.options("unused", model=f"{__name__}:counting", num_towers=2, variables=variables)
     run = prepare(given)
-    parts = make_parts(run, given, 8)
+    loop = make_control(run)
 
     def state():
         return {name: v.numpy() for name, v in run.masters.variables().items()}
 
-    for part, loop in parts.items():
-        loop(tf.constant(0))  # the model is tried while it is traced
-        COUNTS.clear()
-        before = state()
-        loop(tf.constant(3))
-        assert len(COUNTS) == (0 if part == "matmul" else 3 * 2), part
-        if part == "constant":  # the whole step
-            assert int(run.masters.step) == 3
-        else:
-            tiny.assert_identical(state(), before)
+    loop(tf.constant(0))  # the model is tried while it is traced
+    COUNTS.clear()
+    before = state()
+    loop(tf.constant(3))
+    assert len(COUNTS) == 3 * 2
+    tiny.assert_identical(state(), before)
 
 
 @pytest.mark.run
 def test_a_lane_trains_as_long_as_it_was_asked_to(monkeypatch):
     monkeypatch.setattr(own_lane, "WARM_UP_SECONDS", 0.01)
     given = tiny.options("unused", dataset="synthetic", augment="tutorial", batch_size=5)
-    lane = own_lane.OwnLane(given, 8)
+    lane = own_lane.OwnLane(given)
     before = int(lane.run.masters.step)
     answer = lane.train(0.05)
     assert answer["seconds"] >= 0.05 and answer["steps"] % given.steps_per_loop == 0
     assert int(lane.run.masters.step) - before == answer["steps"]
-    assert lane.ready["parts"] == ["gather", "control", "matmul"]  # nothing is read
-    assert lane.ready["image_shape"] == (24, 24, 3) and lane.ready["flop_per_example"] > 0
+    assert lane.ready["image_shape"] == (24, 24, 3)
     one, two = (next(lane.batches)[0][0].numpy() for _ in range(2))
     assert one.shape == (5, 24, 24, 3) and one.dtype == "float32" and one.std() > 0.9
     assert lane.run.options.augment == "off" and (one == two).all()
 
 
-@pytest.mark.graph
-def test_the_arithmetic_of_a_step():
-    network = cnn(lrn=False)
-    first = 24 * 24 * 64 * (5 * 5 * 3)  # no gradient of the images is needed
-    rest = 12 * 12 * 64 * (5 * 5 * 64) + 2304 * 384 + 384 * 192 + 192 * 10
-    inputs = keras.Input((8, 8, 4))
-    x = keras.layers.Conv2D(4, 1)(inputs)
-    x = keras.layers.DepthwiseConv2D(3, padding="same", depth_multiplier=2)(x)
-    x = keras.layers.Activation("tanh")(x)  # else no gradient would need its value
-    depthwise = keras.Model(inputs, keras.layers.GlobalAveragePooling2D()(x))
-    for model, shape, products in (
-        (network, (24, 24, 3), 2 * first + 3 * rest),
-        (depthwise, (8, 8, 4), 2 * 64 * 4 * 4 + 3 * 64 * 8 * 9),
-    ):
-
-        def loss_fn(images, labels, draws, model=model):
-            return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, model(images))
-
-        images, labels = tf.TensorSpec([None, *shape]), tf.TensorSpec([None], tf.int32)
-        batch = (images, labels), tf.TensorSpec([None, augment.NUM_DRAWS])
-        assert flop_per_example(model, loss_fn, batch) == 2 * products
-
-
-def result_of(shared=True, full=(1.0,), **seconds):
-    """Return the result of a lane of 2 towers, from seconds of a step; others are not measured."""
-    ready = {"shared": shared, "num_towers": 2, "scaling": "strong", "devices": []}
-    ready |= {"batch_size": 100, "flop_per_example": 5_000_000, "matmul_flop": 10_000_000}
-    ready |= {"peak_memory_mib": 0}
-    return results.result_of(ready, {"": full, "matmul": [0.01]} | seconds)
-
-
 def test_a_result_is_made_of_the_windows():
-    result = result_of(
-        False, [1.0, 2.0, 4.0],
-        constant=[1.0, 1.8, 4.0], gather=[1.6] * 3, control=[0.5, 1.0, 3.0],
-    )  # fmt: skip
+    ready = {"shared": False, "num_towers": 2, "scaling": "strong", "devices": []}
+    ready |= {"batch_size": 100, "peak_memory_mib": 0}
+    windows = {"": [1.0, 2.0, 4.0], "control": [0.5, 1.0, 3.0]}
+    result = results.result_of(ready, windows)
     assert result["examples_per_second"] == {"median": 50.0, "min": 25.0, "max": 100.0}
     assert result["control"]["median"] == 100.0
     assert result["efficiency"] == 0.5  # of 0.5, 0.5 and 0.75
-    percents = {name: part["percent"] for name, part in result["split"].items()}
-    assert percents == pytest.approx({"input": 10, "compute": 50, "gather": 30, "update": 10})
-    assert result["gflops"] == 0.25 and result["matmul_gflops"] == pytest.approx(1.0)
-    assert result["arithmetic_rate"] == pytest.approx(0.25)
-    for gather, control, percent in (0.8, 0.9, 0), (1.2, 0.98, 2):  # noise counts as nothing
-        split = result_of(gather=[gather], control=[control])["split"]
-        assert split["gather"]["percent"] == pytest.approx(percent)
-        assert sum(part["percent"] for part in split.values()) == pytest.approx(100)
-
-
-@pytest.mark.parametrize(
-    "shared, gather, control, words",
-    [
-        (True, 0.9, 0.6, ["the gather limits 2 towers at batch size 100: 30 %", "--batch_norm"]),
-        (False, 0.8, 0.8, ["the update limits 2 towers at batch size 100: 20 %", "--variables"]),
-        (True, 0.99, 0.97, ["the hardware that the devices share limits", "within 3 % of"]),
-        (False, 0.99, 0.98, ["nothing but computing limits", "within 2 % of", "more devices"]),
-    ],
-)
-def test_what_limits(shared, gather, control, words):
-    said = results.limit(result_of(shared, gather=[gather], control=[control]))
-    assert all(word in said for word in words)
 
 
 @pytest.mark.parametrize(
@@ -361,14 +294,12 @@ def test_bad_input_is_one_line(folder, capsys, given, words):
 
 @pytest.mark.run
 @pytest.mark.parametrize("task", ["two", pytest.param("masks", marks=pytest.mark.extended)])
-def test_every_part_of_a_step_of_a_compiled_model_is_measured(monkeypatch, task):
+def test_a_compiled_model_is_measured(monkeypatch, task):
     monkeypatch.setattr(own_lane, "WARM_UP_SECONDS", 0.01)
     names = {"model": f"tests.tasks:{task}", "dataset": f"tests.tasks:{task}_data"}
-    lane = own_lane.OwnLane(Options(**names, batch_size=8, num_towers=2), 8)
-    assert lane.ready["parts"] == ["constant", "gather", "control", "matmul"]
+    lane = own_lane.OwnLane(Options(**names, batch_size=8, num_towers=2))
     assert (lane.ready["image_shape"] is None) == (task == "two")
-    assert lane.ready["flop_per_example"] > 0
-    assert lane.train(0.01)["steps"] > 0
+    assert lane.train(0.01)["steps"] > 0 < lane.train(0.01, "control")["steps"]
 
 
 @pytest.mark.graph

@@ -1,4 +1,4 @@
-"""`towers benchmark`: how fast, how it scales, where the time of a step goes, and beside whom.
+"""`towers benchmark`: how fast, how it scales, and beside whom.
 
 Each configuration is a process of its own, a lane: ours (`own_lane`) with each number of towers, on
 the global batch of the options (strong scaling) and on that batch for each tower (weak), and other
@@ -31,7 +31,7 @@ def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[s
     Returns:
         "results", for each configuration, see `results.result_of`; "ratios" {peer: ours / peer,
         median of the windows}, "ratio_ranges"; "peers"; "skipped" and "failed" {peer: the reason};
-        "limit": what limits the largest number of towers; "machine"; "versions".
+        "machine"; "versions".
 
     Raises:
         InputError: the options cannot be had; nothing was measured.

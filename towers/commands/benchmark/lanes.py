@@ -1,7 +1,7 @@
 """Lanes: processes that train in turn, a window at a time, and talk in lines of JSON.
 
 A lane says {"ready": true, ...}, {"skipped": why} or {"refused": why}. It reads "2.0" and says
-{"steps": 120, "seconds": 2.01}; "0.5 control" means a part of a step. At the end of its input it
+{"steps": 120, "seconds": 2.01}; "0.5 control" means our control. At the end of its input it
 says {"peak_memory_mib": 812.5}.
 
 A lane that is not at its turn sleeps on its standard input, so that a slow minute of the machine
@@ -30,9 +30,7 @@ from towers.text import count
 
 WAIT_SECONDS = 900.0  # for importing, loading data, building and warming up; for a huge step
 END_SECONDS = 30.0
-MATMUL_SIZE = 2048  # rows of a matrix
-# How long each part of a step is measured, as a share of a window.
-SHARES = {"": 1.0, "constant": 0.5, "gather": 0.5, "control": 0.5, "matmul": 0.25}
+SHARES = {"control": 0.5, "": 1.0}  # how long each of our loops is measured, of a window
 COPIED = "model dtype optimizer learning_rate momentum weight_decay ema_decay steps_per_loop seed"
 
 
@@ -43,8 +41,8 @@ class LaneError(RuntimeError):
 class Lane:
     """One such process, in a session of its own: whatever it starts can be ended with it.
 
-    `ready` is what it said first, `windows` {part of a step: seconds of a step, one for each
-    window}; "" is the whole step. Each method may raise a LaneError.
+    `ready` is what it said first, `windows` {loop: seconds of a step, one for each window}: ""
+    that of training, "control". Each method may raise a LaneError.
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]):
@@ -69,7 +67,7 @@ class Lane:
         self.ready = self._answer({"ready", "skipped", "refused"}, WAIT_SECONDS)
 
     def train(self, seconds: float, part: str = "") -> None:
-        """Let the lane train for about `seconds`, or run a part of a step; keep what that took."""
+        """Let the lane train for about `seconds`, or run another loop; keep what that took."""
         with contextlib.suppress(BrokenPipeError):  # it has ended: the missing answer says so
             print(seconds, part, file=self._process.stdin, flush=True)
         answer = self._answer({"steps"}, seconds + WAIT_SECONDS)
@@ -147,7 +145,6 @@ class Turns:
                 changes["devices"] = ",".join(run.devices.split(",")[:num_towers])
             config = {
                 "options": dataclasses.asdict(dataclasses.replace(run, **changes)),
-                "matmul_size": MATMUL_SIZE,
                 "export": "" if self.own else images,
             }
             self.say(f"starting    {name}, batch size {batch_size} ...")
@@ -204,7 +201,7 @@ class Turns:
     def take(self) -> None:
         """Let all lanes train in turn; a peer that fails is left out from then on."""
         windows, length = self.options.windows, self.options.seconds
-        turns = [(lane, part) for lane in self.own for part in [*lane.ready["parts"], ""]]
+        turns = [(lane, part) for lane in self.own for part in SHARES]
         turns += [(lane, "") for lane in self.peers]
         seconds = sum(length * SHARES[part] for _, part in turns)
         self.say(f"measuring   {windows} windows of {seconds:.0f} s at least")

@@ -1,19 +1,12 @@
 r"""One of our own configurations as a lane: the process that `towers benchmark` measures.
 
     python -m towers.commands.benchmark.own_lane \
-        '{"options": {"num_towers": 2, ...}, "matmul_size": 2048, "export": ""}'
+        '{"options": {"num_towers": 2, ...}, "export": ""}'
 
 It prints {"ready": true, ...} with what is known before the first window. A line "2.0" lets it
-train for at least two seconds, a line "0.5 control" lets it run one of the parts of a step; it
-answers {"steps", "seconds"}, until the end of its input.
-
-Parts of a step are loops of their own: what they take is found by leaving the rest out.
-
-* "constant": the whole step on one batch again and again: nothing is read.
-* "gather": forward, backward and gather, without the update.
-* "control": each tower's forward and backward on weights of its own, and nothing else: no gather,
-  no update, no reading. What perfect scaling would give on this machine.
-* "matmul": matrix products alone, on each device at once.
+train for at least two seconds, a line "0.5 control" lets it run its control: each tower's forward
+and backward on weights of its own, without gather, update or reading. That is what perfect scaling
+would give on this machine. It answers {"steps", "seconds"}, until the end of its input.
 """
 
 import dataclasses
@@ -36,7 +29,6 @@ from towers.builder.splitting import PerTower
 from towers.data import augment
 from towers.devices.memory import peak_mib
 from towers.errors import InputError, RunError
-from towers.graphs.flops import flop_per_example
 from towers.options.augmentation import parse
 from towers.options.run import Options
 from towers.training.run import Run, assemble, load_data, tower_devices
@@ -51,8 +43,8 @@ Loop = Callable[[tf.Tensor], tf.Tensor]
 class OwnLane:
     """The run of one configuration, warmed up, and what is known of it before its windows."""
 
-    def __init__(self, options: Options, matmul_size: int):
-        """Build and warm up; matrix products are `[matmul_size, matmul_size]`."""
+    def __init__(self, options: Options):
+        """Build and warm up."""
         devices.configure(**dataclasses.asdict(options.gpu_options()))
         names = tower_devices(options)
         dataset, options = load(options)
@@ -66,26 +58,16 @@ class OwnLane:
         self._loops: dict[str, Callable] = {"": lambda num_steps: loop(batches, num_steps)["loss"]}
         self._call("", 1)
         self.train(WARM_UP_SECONDS)
-        # The parts that come now are no part of a run: their memory is not counted.
-        peak = peak_mib()
-        self._loops |= make_parts(self.run, options, matmul_size)
-        if dataset.name == "synthetic":
-            del self._loops["constant"]  # it is the whole step
-        for part in self._loops:
-            self._call(part, 2)
-        self.ready = self._describe() | {
-            "ready": True,
-            "parts": [part for part in self._loops if part],
-            "peak_memory_mib": peak,
-            "matmul_flop": 2 * matmul_size**3 * len(names),
-        }
+        peak = peak_mib()  # the control is no part of a run: its memory is not counted
+        self._loops["control"] = make_control(self.run)
+        self._call("control", 2)
+        self.ready = self._describe() | {"ready": True, "peak_memory_mib": peak}
 
     def _describe(self) -> dict[str, Any]:
-        run, options, model = self.run, self.run.options, self.run.masters.model
+        run, options = self.run, self.run.options
         places = devices.describe(run.builder.devices)
         # All logical CPU devices are one, and so are the parts of a GPU that is split.
         hardware = {"cpu" if "cpu" in t.device else t.pci_bus_id or t.device for t in places}
-        batches = run.data.train.train_batches(options.batch_size, seed=options.seed)
         shape = run.data.image_shape
         return {
             "versions": {m.__name__: m.__version__ for m in (towers, tf, keras, np)}
@@ -98,12 +80,11 @@ class OwnLane:
             "augment": run.options.augment,
             "image_shape": shape and augment.output_shape(shape, run.options.augment),
             "num_classes": run.data.num_classes,
-            "flop_per_example": flop_per_example(model, run.task.loss, batches.element_spec),
         }
 
     def train(self, seconds: float, part: str = "") -> dict[str, float]:
         """Run whole loops for at least `seconds`; return {"steps", "seconds"}."""
-        num_steps = 2 if part == "matmul" else self.run.options.steps_per_loop
+        num_steps = self.run.options.steps_per_loop
         start, steps, passed = time.perf_counter(), 0, 0.0
         while passed < seconds:
             self._call(part, num_steps)
@@ -118,16 +99,10 @@ class OwnLane:
         self._loops[part](tf.constant(num_steps)).numpy()
 
 
-def make_parts(run: Run, options: Options, matmul_size: int) -> dict[str, Loop]:
-    """Return {part: its loop}, in the order above; matrices are `[matmul_size, matmul_size]`."""
-    train_step, alone = run.train_step(), _make_alone(run)
-    batch = next(iter(run.data.train.train_batches(options.batch_size, seed=options.seed)))
-    return {
-        "constant": _repeat(lambda *batch: train_step(*batch)[0], batch),
-        "gather": _repeat(lambda example, draws: run.task.gradients(*example, draws), batch),
-        "control": _repeat(alone, batch),
-        "matmul": _repeat(_make_matmuls(run, matmul_size), batch),
-    }
+def make_control(run: Run) -> Loop:
+    """Return a loop of each tower's gradients, from its own weights."""
+    batches = run.data.train.train_batches(run.options.batch_size, seed=run.options.seed)
+    return _repeat(_make_alone(run), next(iter(batches)))
 
 
 def _make_alone(run: Run) -> Callable:
@@ -158,17 +133,6 @@ def _make_alone(run: Run) -> Callable:
             return loss, tape.gradient(loss, weights)
 
     return lambda example, draws: run.builder.map(backward, PerTower(copies), *example, draws)
-
-
-def _make_matmuls(run: Run, size: int) -> Callable:
-    """Return `multiply(*_)`: a matrix product `[size, size]` on each device."""
-    matrices = []
-    for i, device in enumerate(run.builder.devices):
-        with tf.device(device):
-            matrix = tf.random.stateless_normal([size, size], seed=[i, 0])
-            matrix = tf.cast(matrix, run.masters.model.compute_dtype)
-            matrices.append(tf.Variable(matrix, trainable=False))
-    return lambda *_: run.builder.map(lambda x: tf.matmul(x, x), PerTower(matrices))
 
 
 def _repeat(step: Callable, batch: Any) -> Loop:
@@ -250,7 +214,7 @@ def main(config: dict[str, Any]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
-        lane = OwnLane(Options(**config["options"]), config["matmul_size"])
+        lane = OwnLane(Options(**config["options"]))
         if config["export"]:
             export(lane.run.data.train, config["export"])
     except InputError as error:

@@ -1,4 +1,4 @@
-"""What the windows of `towers benchmark` say: rates, the split of a step, ratios, the limit."""
+"""What the windows of `towers benchmark` say: rates and ratios."""
 
 import os
 import platform
@@ -11,15 +11,7 @@ from towers.commands.benchmark.options import BenchmarkOptions
 from towers.devices import host
 from towers.text import count, markdown
 
-SPLIT = ("input", "compute", "gather", "update")
-LARGE_PERCENT = 5.0  # of a step that is no computing: from here on it is named as the limit
-_SAID = "num_towers scaling batch_size devices shared peak_memory_mib flop_per_example".split()
-HINTS = {  # what limits: the flags to try
-    "input": "a data set held as arrays, or --dataset=synthetic to see the rate without it",
-    "gather": "a larger --batch_size, --variables=auto or --batch_norm=local",
-    "update": "a larger --batch_size or --variables=auto",
-    "compute": "--dtype=mixed_bfloat16 or a larger --batch_size",
-}
+_SAID = "num_towers scaling batch_size devices shared peak_memory_mib".split()
 
 
 def collect(options: BenchmarkOptions, turns: Turns) -> dict[str, Any]:
@@ -39,7 +31,6 @@ def collect(options: BenchmarkOptions, turns: Turns) -> dict[str, Any]:
             }
             for peer in turns.peers
         },
-        "limit": limit(results[-1]),
         "machine": {
             "processor": host.processor(),
             "cores": os.cpu_count(),
@@ -66,56 +57,15 @@ def rates(ready: Mapping[str, Any], seconds: Sequence[float]) -> dict[str, float
 
 def result_of(ready: Mapping[str, Any], windows: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return the entry of a lane in `results`."""
-    full = rates(ready, windows[""])
-    gflops = full["median"] * ready["flop_per_example"] / 1e9
-    matmul = statistics.median(ready["matmul_flop"] / s / 1e9 for s in windows["matmul"])
     return {name: ready[name] for name in _SAID} | {
-        "examples_per_second": full,
+        "examples_per_second": rates(ready, windows[""]),
         "control": rates(ready, windows["control"]),
         "efficiency": ratios_of(windows["control"], windows[""])["median"],
-        "split": split_of(windows),
-        "gflops": gflops,
-        "matmul_gflops": matmul,
-        "arithmetic_rate": gflops / matmul,
     }
-
-
-def split_of(windows: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """Return the split of a step.
-
-    A loop that leaves something out cannot take longer than one that does not: where it did, in the
-    noise, it counts as long as that. So the parts add up to the whole step.
-    """
-    middle = {part: statistics.median(seconds) for part, seconds in windows.items()}
-    left, seconds = middle[""], {}
-    for name, rest in (("input", "constant"), ("update", "gather"), ("gather", "control")):
-        without = min(left, middle.get(rest, left))  # without "constant" nothing was read
-        seconds[name], left = left - without, without
-    seconds["compute"] = left
-    return {
-        name: {"seconds": seconds[name], "percent": 100 * seconds[name] / middle[""]}
-        for name in SPLIT
-    }
-
-
-def limit(result: Mapping[str, Any]) -> str:
-    """Return the sentence that says what limits a configuration, and which flag to try."""
-    percents = {name: part["percent"] for name, part in result["split"].items()}
-    where = f"{count(result['num_towers'], 'tower')} at batch size {result['batch_size']}"
-    worst = max(("input", "gather", "update"), key=lambda name: percents[name])
-    if 100 - percents["compute"] > LARGE_PERCENT:
-        what = "the wait for input" if worst == "input" else f"the {worst}"
-        return f"{what} limits {where}: {percents[worst]:.0f} % of a step; try {HINTS[worst]}"
-    what, more = "nothing but computing", f"; try {HINTS['compute']}, or more devices"
-    if result["shared"]:
-        what = "the hardware that the devices share"
-        more = f", so more towers cannot help; try {HINTS['compute']}"
-    off = abs(100 * (1 - result["efficiency"]))
-    return f"{what} limits {where}: within {off:.0f} % of the control{more}"
 
 
 def lines(options: BenchmarkOptions, result: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of the result of `collect`: tables in markdown, and a sentence."""
+    """Yield the lines of the result of `collect`: tables in markdown, and notes."""
     where, versions, run = result["machine"], result["versions"], options.run
     yield ""
     yield (
@@ -129,11 +79,9 @@ def lines(options: BenchmarkOptions, result: Mapping[str, Any]) -> Iterator[str]
     rows = []
     for row in result["results"]:
         cells = [_range(row["examples_per_second"]), f"{row['control']['median']:.0f}"]
-        percents = [row["split"][name]["percent"] for name in SPLIT]
-        cells += [f"{100 * row['efficiency']:.0f} %", *(f"{p:.1f} %" for p in percents)]
-        cells += [f"{100 * row['arithmetic_rate']:.0f} %", f"{row['peak_memory_mib']:.0f}"]
+        cells += [f"{100 * row['efficiency']:.0f} %", f"{row['peak_memory_mib']:.0f}"]
         rows.append([row["scaling"], row["num_towers"], row["batch_size"], *cells])
-    yield from markdown([*header, *SPLIT, "of matmul", "peak MiB"], rows)
+    yield from markdown([*header, "peak MiB"], rows)
     yield ""
     if result["peers"]:
         rows = []
@@ -151,7 +99,6 @@ def lines(options: BenchmarkOptions, result: Mapping[str, Any]) -> Iterator[str]
     for kind in ("skipped", "failed"):
         for name, reason in result[kind].items():
             yield f"{kind:11} {name}: {reason}"
-    yield f"limit       {result['limit']}"
 
 
 def _range(values: Mapping[str, float], digits: int = 0) -> str:
