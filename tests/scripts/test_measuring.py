@@ -10,7 +10,7 @@ import pytest
 from matplotlib import image
 
 from scripts import curves as curves_script
-from scripts import exactness_cost, network_bytes
+from scripts import network_bytes
 from tests.programs import ROOT, python
 
 pytestmark = pytest.mark.process
@@ -26,14 +26,6 @@ def table(printed):
     heading, rule, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     assert set(rule) == {"---"}
     return [dict(zip(heading, row, strict=True)) for row in rows]
-
-
-def values(cell):
-    """Return lowest, median and highest of "12 (10 to 13)"."""
-    found = re.fullmatch(r"([\d.]+) \(([\d.]+) to ([\d.]+)\)", cell)
-    assert found, cell
-    middle, low, high = map(float, found.groups())
-    return low, middle, high
 
 
 @pytest.mark.parametrize(
@@ -92,51 +84,7 @@ def test_without_matplotlib_one_line_says_what_to_type(tmp_path):
     assert line.endswith("type pip install -e '.[plot]' in the checkout")
 
 
-# exactness_cost.py.
-
-
-@pytest.mark.extended
-def test_cost_is_a_table_of_pairs():
-    arguments = ("--windows=2", "--seconds=0.05", "--batch_size=8", "--num_towers=2", "--depth=8")
-    done = python("scripts/exactness_cost.py", *arguments)
-    assert done.returncode == 0, done.stderr
-    rows = table(done.stdout)
-    variants = ["batch_norm=sync", "batch_norm=local", "draws by example", "draws by tower"]
-    assert [row["variant"].split(", ")[1] for row in rows] == variants
-    rate, ratio = "examples/s, median (range)", "exact / this, median (range)"
-    assert all(row["towers"] == "2" and values(row[rate])[1] > 0 for row in rows)
-    for exact, other in (rows[:2], rows[2:]):
-        assert exact[ratio] == "exact"
-        low, middle, high = values(other[ratio])
-        assert 0 < low <= middle <= high
-        # The ratio of the medians lies within the ratios of the windows, up to rounding.
-        assert low - 0.05 <= values(exact[rate])[1] / values(other[rate])[1] <= high + 0.05
-
-
-@pytest.mark.run
-def test_only_draws_by_example_compute_what_one_tower_computes():
-    exact, other = exactness_cost.make_pairs(depth=8)[1]
-
-    def first_loss(variant, num_towers):
-        return exactness_cost.make_step(variant, num_towers, batch_size=8)()
-
-    one = first_loss(exact, 1)
-    assert first_loss(exact, 2) == pytest.approx(one, abs=1e-5)
-    assert first_loss(other, 2) != pytest.approx(one, abs=1e-4)
-
-
 # Beside what others do.
-
-
-@pytest.mark.extended
-def test_three_ways_to_fit_are_compared():
-    tiny = ["--example=pairs", "--batch_size=8", "--windows=1", "--steps=2"]
-    done = python("scripts/fit_speed.py", *tiny)
-    assert done.returncode == 0, done.stderr
-    rows = table(done.stdout)
-    assert [row["fit"] for row in rows] == ["2 towers", "one device", "MirroredStrategy"]
-    assert rows[0]["2 towers / this, median (range)"] == "1.00 (1.00 to 1.00)"
-    assert all(values(row["examples/s, median (range)"])[1] > 0 for row in rows)
 
 
 @pytest.mark.extended
