@@ -5,7 +5,7 @@
 
 A row for each: ops without a GPU kernel; copies of data in an unmeasured step, of the busiest GPU,
 as "once + in each iteration of the model's loops"; collectives; kernels that a tower starts, and
-what is not of a tower; transposes. `towers plan` says the same of one model, with its layers.
+what is not of a tower. `towers plan` says the same of one model, with its layers.
 """
 
 import argparse
@@ -33,7 +33,7 @@ MODELS = {
 }
 HEADER = (
     "model", "GPUs", "dtype", "no kernel", "from host", "to host", "from GPUs", "collectives",
-    "launches: tower", "launches: rest", "transposes",
+    "launches: tower", "launches: rest",
 )  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def row(model: str, num_towers: int, dtype: str, variables: str) -> list[str]:
     missing, launches = found["without_kernel"], found["launches"]
     counts = [len(missing), *copies, found["collectives"]["count"], *launches.values()]
     name = model.partition(":")[2]
-    return [name, str(num_towers), dtype, *map(str, counts), str(found["transposes"])]
+    return [name, str(num_towers), dtype, *map(str, counts)]
 
 
 def main() -> None:

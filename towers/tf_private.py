@@ -30,8 +30,6 @@ from keras.src.saving import saving_lib
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 from keras.src.trainers.data_adapters import get_data_adapter
 from tensorflow.core.protobuf import (
-    device_properties_pb2,
-    meta_graph_pb2,
     tensorflow_server_pb2,
     trackable_object_graph_pb2,
 )
@@ -44,8 +42,6 @@ from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import config as tf_config
 from tensorflow.python.framework import errors_impl, kernels, op_def_registry, tensor_util
-from tensorflow.python.grappler import cluster as grappler_cluster
-from tensorflow.python.grappler import tf_optimizer
 from tensorflow.python.ops import gen_stateless_random_ops_v2 as draw_ops
 from tensorflow.python.ops import random_ops_util
 from tensorflow.python.ops import resource_variable_ops as variable_ops
@@ -860,35 +856,6 @@ def called_graph(op: tf.Operation, attribute: str) -> tf.Graph | None:
     except (ValueError, AttributeError):
         return None
     return function and function.graph
-
-
-def optimized_for_gpus(
-    graph: tf.compat.v1.GraphDef, needed: Sequence[str], num_gpus: int, architecture: str
-) -> tf.compat.v1.GraphDef:
-    """Return what TensorFlow's optimizer makes of a graph on a machine with these GPUs.
-
-    `needed` are names of ops that must stay. The GPUs are made up, of a compute capability such as
-    "8.0". Public: none; it runs when a graph does, for the devices that are there.
-    """
-    devices = []
-    for kind, count in (("CPU", 1), ("GPU", num_gpus)):
-        for i in range(count):
-            device = device_properties_pb2.NamedDevice()
-            device.name = f"/job:localhost/replica:0/task:0/device:{kind}:{i}"
-            device.properties.type = kind
-            if kind == "GPU":
-                device.properties.environment["architecture"] = architecture
-            devices.append(device)
-    meta = meta_graph_pb2.MetaGraphDef()
-    meta.graph_def.CopyFrom(graph)
-    meta.collection_def["train_op"].node_list.value.extend(needed)
-    config = tf.compat.v1.ConfigProto()
-    config.graph_options.rewrite_options.min_graph_nodes = -1
-    cluster = grappler_cluster.Cluster(devices=devices)
-    try:
-        return tf_optimizer.OptimizeGraph(config, meta, cluster=cluster)
-    finally:
-        cluster.Shutdown()
 
 
 def set_input(op: tf.Operation, tensor: tf.Tensor) -> None:

@@ -13,7 +13,6 @@ from tests.worker_processes import ROOT
 from towers import data, devices
 from towers.builder.batch_norm import exchange_launches
 from towers.commands.plan import command
-from towers.commands.plan.report import report
 from towers.graphs.traffic import HOST, read_step
 from towers.options.run import Options
 from towers.training import memory
@@ -194,7 +193,7 @@ def test_the_plan_of_a_run(capsys):
         assert held["total"] == sum(v for k, v in held.items() if k != "total")
         assert row["fits"] and row["largest_batch_per_tower"] >= 4
     assert said.count("equal") == 3 and "every trainable variable has one" in said
-    assert "a tower's GPU holds, in MB, of 2 GiB" in said and "MFLOP an example" in said
+    assert "a tower's GPU holds, in MB, of 2 GiB" in said
     assert max(map(len, said.splitlines())) <= 160
 
 
@@ -227,7 +226,7 @@ def test_what_a_step_would_do_on_gpus_what_they_cannot_run_and_a_missing_gradien
         assert row["to_host"]["count"] >= 1 <= row["from_host"]["count"]
         assert row["collectives"]["count"] == (0 if number == "1" else 1)
         assert row["launches"]["tower"] > 0 < row["launches"]["update"]
-        assert row["undirected"] == [] and row["transposes"] == 0
+        assert row["undirected"] == []
     assert "each of 2 GPUs" in said
     assert "no kernel: GatherV2 of uint8, layer functional/lookup" in said
     assert "FAILED      no gradient: nothing/kernel" in said
@@ -251,14 +250,9 @@ def test_a_compiled_model_is_planned_with_what_it_can_have(capsys, task):
     assert code == 0, said
     result = json.loads(out)
     assert list(result["placements"]) == ["cpu", "sharded", "replicated"]
-    assert result["gradients"]["missing"] == [] and result["flop_per_example"] > 0
+    assert result["gradients"]["missing"] == []
     equal = {row["bytes_per_step"]["equal"] for row in result["placements"].values()}
-    loops = "without what is inside loops and functions"
-    if task == "text":  # its LSTM is a loop
-        assert result["flop_unseen"] is True and loops in said and equal == {None}
-    else:
-        assert result["flop_unseen"] is False and loops not in said and equal == {True}
-        assert loops in "\n".join(report(result | {"flop_unseen": True}, 16))
+    assert equal == {None if task == "text" else True}  # its LSTM is a loop: not looked into
 
 
 @pytest.mark.parametrize(

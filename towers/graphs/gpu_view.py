@@ -29,7 +29,6 @@ import tensorflow as tf
 from towers import tf_private
 from towers.builder import kinds
 from towers.builder.layers import layer_of, tower_of
-from towers.graphs.gpu_layout import Layout, read_layout
 from towers.graphs.gpu_nodes import HOST, Node, read_nodes
 from towers.graphs.placement import traced_ops
 
@@ -121,14 +120,12 @@ class GpuView:
             memories.
         collectives: one for each GPU that takes part.
         undirected: ops on the first GPU that ask for no device.
-        layout: what TensorFlow's layout optimizer makes of convolutions and their like.
     """
 
     ops: tuple[GpuOp, ...]
     moves: tuple[Transfer, ...]
     collectives: tuple[Collective, ...]
     undirected: tuple[str, ...]
-    layout: Layout
 
     @property
     def without_kernel(self) -> list[GpuOp]:
@@ -177,11 +174,6 @@ class GpuView:
             if op.scope in scopes and measured >= op.measured:
                 total[op.gpu] += op.launches
         return max(total.values(), default=0)
-
-    @property
-    def transposes(self) -> int:
-        """Transposes in a step on the busiest GPU, after the layout optimizer."""
-        return max(Counter(gpu for gpu, _ in self.layout.transposes).values(), default=0)
 
     @property
     def scopes(self) -> list[str]:
@@ -237,7 +229,6 @@ def _read(
         tuple(_moves(nodes)),
         tuple(_collective(node) for node in ours if node.proto.op.startswith("Collective")),
         tuple(node.name for node in ours if _is_undirected(node)),
-        read_layout(concrete.graph),
     )
 
 

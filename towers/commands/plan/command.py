@@ -18,7 +18,6 @@ from towers.commands.plan.options import PlanOptions
 from towers.commands.plan.report import report
 from towers.data import Data
 from towers.errors import InputError
-from towers.graphs.flops import flop_per_example, has_unseen
 from towers.graphs.placement import read_placement
 from towers.graphs.traffic import HOST, Step, executed_bytes, read_step
 from towers.options.run import Options
@@ -36,8 +35,7 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
     Returns:
         "num_towers", "batch_size", "placements" {"cpu": {"bytes_per_step", "memory_bytes", "fits",
         "largest_batch_per_tower"}}, "gradients" {"missing"}, "gpu" {"1": `gpus.describe`, "2": of
-        two towers}, "flop_per_example", "flop_unseen": whether there are loops or functions that
-        are not in it, and "failed": a gradient is missing, or the two counts of bytes differ.
+        two towers}, and "failed": a gradient is missing, or the two counts of bytes differ.
 
     Raises:
         InputError: the options cannot be had.
@@ -57,7 +55,6 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
     )
     one = assemble(dataclasses.replace(of_run, variables="cpu"), names[:1], dataset)
     missing = missing_gradients(one)
-    batch = dataset.train.train_batches(1, seed=0).element_spec
     # Each run has a loop of its own, which TensorFlow takes for one that is traced too often.
     tf.get_logger().setLevel("ERROR")
     placements = {}
@@ -76,8 +73,6 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
         "placements": placements,
         "gradients": {"missing": missing},
         "gpu": on_gpus,
-        "flop_per_example": flop_per_example(one.masters.model, one.task.loss, batch),
-        "flop_unseen": has_unseen(one.masters.model, one.task.loss, batch),
         "failed": bool(missing) or unequal,
     }
     for line in report(result, options.gpu_memory_gib):

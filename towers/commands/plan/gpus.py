@@ -35,7 +35,7 @@ def describe(found: GpuView) -> dict[str, Any]:
         "without_kernel" [{"op", "dtype", "layer"}]; "undirected" [names]; what is copied in a step
         "from_host", "to_host", "from_gpus" and what "collectives" sum, each {"count", "bytes",
         "repeated": how many a loop of the model repeats}; "launches" of kernels {"tower", "update":
-        all else}; "transposes".
+        all else}.
     """
     missing = dict.fromkeys((op.type, op.dtype, op.layer) for op in found.without_kernel)
     gpus = sorted({op.gpu for op in found.ops}) or ["/gpu:0"]
@@ -58,7 +58,6 @@ def describe(found: GpuView) -> dict[str, Any]:
             "tower": max((found.launches(scope) for scope in towers), default=0),
             "update": found.launches(*rest),
         },
-        "transposes": found.transposes,
     }
 
 

@@ -11,9 +11,6 @@ def report(result: Mapping[str, Any], gpu_memory_gib: float) -> list[str]:
     missing = ", ".join(result["gradients"]["missing"])
     found = f"FAILED      no gradient: {missing}"
     lines = [found if missing else "gradients   every trainable variable has one"]
-    mflop = f"{result['flop_per_example'] / 1e6:.3g} MFLOP an example, forward and backward"
-    unseen = ", without what is inside loops and functions, as an LSTM's"
-    lines.append(f"arithmetic  {mflop}{unseen * result['flop_unseen']}")
     return lines + _on_gpus(result) + _bytes(result) + _memory(result, gpu_memory_gib)
 
 
@@ -29,7 +26,6 @@ def _on_gpus(result: Mapping[str, Any]) -> list[str]:
         "sum over GPUs": lambda view: _copied(view["collectives"]),
         "launch kernels in a tower": lambda view: view["launches"]["tower"],
         "launch others, as for the update": lambda view: view["launches"]["update"],
-        "transpose images": lambda view: view["transposes"],
     }
     rows = [[name, *map(part, views.values())] for name, part in parts.items()]
     counts = ["1 GPU" if number == "1" else f"each of {number} GPUs" for number in views]
