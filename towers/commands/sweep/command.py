@@ -62,10 +62,37 @@ def run(
     _make_folder(folder)
     with files.Lock() as lock, StopRequest() as stop:
         lock.take(folder, "--sweep_dir")
-        work = _Sweep(options, runs, say)
-        work.announce()
-        work.make_runs(places, stop, program)
-        result = work.write()
+        seconds = {entry["name"]: entry.get("seconds", 0.0) for entry in noted_runs(folder)}
+        entries = [_entry(run, folder, seconds.get(run.name, 0.0)) for run in runs]
+
+        def write() -> dict[str, Any]:
+            result = report.document(options, entries)
+            files.write_json(folder / "sweep.json", result)
+            return result
+
+        waiting = [pair for pair in zip(runs, entries, strict=True) if not pair[1]["result"]]
+        done = len(runs) - len(waiting)
+        begun = f", {done} of them finished before" if done else ""
+        say(f"sweep       {folder}: {len(runs)} runs{begun}")
+        say(f"watch it    towers tensorboard --train_dir={folder}")
+        write()  # the runs read there what is varied
+        going: list[_Child] = []
+        asked = False
+        while going or (waiting and not stop()):
+            while waiting and places and not stop():
+                going.append(_Child(*waiting.pop(0), places.pop(0), program))
+            if stop() and not asked:  # at the first SIGTERM a run saves and ends
+                asked = True
+                for child in going:
+                    child.terminate()
+            for child in [child for child in going if child.poll() is not None]:
+                going.remove(child)
+                places.append(child.place)
+                child.note_end(asked=stop())
+                write()
+                say(report.line_of(child.entry, entries.index(child.entry) + 1, len(entries)))
+            time.sleep(POLL_SECONDS)
+        result = write()
     for line in report.closing_lines(result):
         say(line)
     unfinished = result["total"] > result["finished"] + result["failed"]
@@ -126,19 +153,39 @@ def _on_cpu(options: Options) -> bool:
 class _Child(subprocess.Popen):
     """The process of a run on the GPUs of a place, whose output is added to its log."""
 
-    def __init__(self, run: PlannedRun, place: list[str], command: Sequence[str], log: Path):
+    def __init__(
+        self, run: PlannedRun, entry: dict[str, Any], place: list[str], program: Sequence[str]
+    ):
         """Start it, in a session of its own: Ctrl-C reaches the sweep alone."""
-        self.run, self.place, self.log, self.started = run, place, log, time.monotonic()
-        with open(log, "ab") as output:
+        self.run, self.entry, self.place = run, entry, place
+        self.log, self.started = Path(entry["log"]), time.monotonic()
+        flagfile = self.log.with_name(f"{run.name}.cfg")
+        files.write_text(flagfile, run.options.to_flagfile())
+        command = [*_LEASH, *program, f"--flagfile={flagfile}"]
+        if place and not _on_cpu(run.options):
+            command.append(f"--visible_gpus={','.join(place)}")
+        entry["status"] = "running"
+        with open(self.log, "ab") as output:
             self.begin = output.tell()
             super().__init__(
-                [*_LEASH, *command],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=search_path.environment_of_own_programs(),
                 start_new_session=True,
             )
+
+    def note_end(self, asked: bool) -> None:
+        """Note in the entry how the run ended; `asked` is whether it was to stop."""
+        result = _result_of(self.run)
+        self.entry["seconds"] += time.monotonic() - self.started
+        if self.returncode == 0 and result:
+            self.entry |= {"status": "finished", "result": result}
+        elif self.returncode == STOPPED or (asked and self.returncode not in (1, 2)):
+            self.entry |= {"status": "stopped", "error": "the same command goes on"}
+        else:
+            self.entry |= {"status": "failed", "error": self.how_it_ended()}
 
     def how_it_ended(self) -> str:
         """Return "exit code 1: ..." with our own error, else with the last line of its output."""
@@ -151,88 +198,19 @@ class _Child(subprocess.Popen):
         return f"{how}: {(ours or lines or ['it said nothing'])[-1][:500]}"
 
 
-class _Sweep:
-    """The runs of a sweep, those that are going, and what is known of all."""
-
-    def __init__(
-        self, options: SweepOptions, runs: Sequence[PlannedRun], say: Callable[[str], None]
-    ):
-        self._options, self._runs, self._say = options, runs, say
-        self._folder = Path(options.sweep_dir)
-        before = {entry["name"]: entry.get("seconds", 0.0) for entry in noted_runs(self._folder)}
-        self._entries = {run.name: self._entry(run, before.get(run.name, 0.0)) for run in runs}
-        self._waiting = [r for r in runs if self._entries[r.name]["status"] == "waiting"]
-        self._going: list[_Child] = []
-
-    def _entry(self, run: PlannedRun, seconds: float) -> dict[str, Any]:
-        """Return what is known of a run before it is started."""
-        result = _result_of(run)
-        return {
-            "name": run.name,
-            "flags": dict(run.flags),
-            "status": "finished" if result else "waiting",
-            "seconds": seconds,
-            "result": result,
-            "error": None,
-            "train_dir": run.options.train_dir,
-            "log": str(self._folder / f"{run.name}.log"),
-        }
-
-    def announce(self) -> None:
-        """Say what is to be done, and write it down."""
-        done = len(self._runs) - len(self._waiting)
-        begun = f", {done} of them finished before" if done else ""
-        self._say(f"sweep       {self._folder}: {len(self._runs)} runs{begun}")
-        self._say(f"watch it    towers tensorboard --train_dir={self._folder}")
-        self.write()  # the runs read there what is varied
-
-    def make_runs(
-        self, places: Sequence[list[str]], stop: Callable[[], bool], program: Sequence[str]
-    ) -> None:
-        """Make the runs that are not finished, as many at a time as there are places."""
-        free, passed_on = list(places), False
-        while self._going or (self._waiting and not stop()):
-            while self._waiting and free and not stop():
-                self._start(self._waiting.pop(0), free.pop(0), program)
-            if stop() and not passed_on:  # at the first SIGTERM a run saves and ends
-                for child in self._going:
-                    child.terminate()
-                passed_on = True
-            for child in [child for child in self._going if child.poll() is not None]:
-                self._going.remove(child)
-                free.append(child.place)
-                self._end(child, asked=stop())
-            time.sleep(POLL_SECONDS)
-
-    def _start(self, run: PlannedRun, place: list[str], program: Sequence[str]) -> None:
-        flagfile = self._folder / f"{run.name}.cfg"
-        files.write_text(flagfile, run.options.to_flagfile())
-        command = [*program, f"--flagfile={flagfile}"]
-        if place and not _on_cpu(run.options):
-            command.append(f"--visible_gpus={','.join(place)}")
-        entry = self._entries[run.name]
-        self._going.append(_Child(run, place, command, Path(entry["log"])))
-        entry["status"] = "running"
-
-    def _end(self, child: _Child, asked: bool) -> None:
-        """Note how a run ended, and say so."""
-        entry, result = self._entries[child.run.name], _result_of(child.run)
-        code = child.returncode
-        entry["seconds"] += time.monotonic() - child.started
-        if code == 0 and result:
-            entry |= {"status": "finished", "result": result}
-        elif code == STOPPED or (asked and code not in (1, 2)):
-            entry |= {"status": "stopped", "error": "the same command goes on"}
-        else:
-            entry |= {"status": "failed", "error": child.how_it_ended()}
-        self.write()
-        self._say(report.line_of(entry, self._runs.index(child.run) + 1, len(self._runs)))
-
-    def write(self) -> dict[str, Any]:
-        """Write sweep.json as things stand; return what it holds."""
-        result = report.document(self._options, list(self._entries.values()))
-        files.write_json(self._folder / "sweep.json", result)
-        return result
+def _entry(run: PlannedRun, folder: Path, seconds: float) -> dict[str, Any]:
+    """Return what is known of a run before it is started."""
+    result = _result_of(run)
+    return {
+        "name": run.name,
+        "flags": dict(run.flags),
+        "status": "finished" if result else "waiting",
+        "seconds": seconds,
+        "result": result,
+        "error": None,
+        "train_dir": run.options.train_dir,
+        "log": str(folder / f"{run.name}.log"),
+    }
 
 
 def _result_of(run: PlannedRun) -> dict[str, Any] | None:
