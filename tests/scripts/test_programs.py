@@ -1,0 +1,66 @@
+"""scripts/programs: what it finds of programs that train in plain Keras."""
+
+import importlib.machinery
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "programs"
+PROGRAM = """
+import keras
+import numpy as np
+
+x = np.random.default_rng(0).normal(size=(7, 5))
+model = keras.Sequential([keras.layers.Dense(4), {}, keras.layers.Dense(1)])
+model.compile("adam", "mse")
+model.fit(x, x[:, :1], batch_size=4, epochs=3)
+"""
+MIXED = "keras.layers.Lambda(lambda x: x - keras.ops.mean(x, 0))"
+
+
+@pytest.fixture
+def programs():
+    """The script as a module."""
+    loader = importlib.machinery.SourceFileLoader("programs", str(SCRIPT))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("programs", loader))
+    loader.exec_module(module)
+    return module
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("other", "differs"),
+    [
+        ([[np.array([1.0, 2.0])], [np.array(3)]], 0.0),
+        ([[np.array([1.0, 4.0])], [np.array(3)]], 1.0),
+        ([[np.array([1.0, np.nan])], [np.array(3)]], np.inf),
+        ([[np.array([1.0, 2.0])]], np.inf),
+        ([[np.array([[1.0, 2.0]])], [np.array(3)]], np.inf),
+    ],
+    ids=["same", "differs", "no number", "a call less", "another shape"],
+)
+def test_what_differs_between_the_ends_of_two_runs(programs, other, differs):
+    one = [[np.array([1.0, 2.0])], [np.array(3)]]
+    assert programs.largest_difference(one, other) == differs
+
+
+@pytest.mark.process
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+def test_programs_are_run_plainly_and_over_towers(tmp_path):
+    (tmp_path / "alike.py").write_text(PROGRAM.format("keras.layers.Dropout(0.3)"))
+    (tmp_path / "mixed.py").write_text(PROGRAM.format(MIXED))
+    (tmp_path / "broken.py").write_text("raise ValueError('of its own')")
+    (tmp_path / "nothing.py").write_text("")
+    command = [sys.executable, SCRIPT, tmp_path, "--num_towers=3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    found = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert found["alike.py"].startswith("same ")
+    assert found["mixed.py"].startswith("differs, told") and "mixed examples" in found["mixed.py"]
+    assert "plain Keras fails: ValueError: of its own" in found["broken.py"]
+    assert found["nothing.py"] == "calls no fit"
+    assert done.returncode == 0
