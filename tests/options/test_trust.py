@@ -48,6 +48,29 @@ def test_a_run_of_ones_own_is_taken_wherever_it_lies():
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize("verb", ["train", "verify", "benchmark", "plan"])
+def test_the_flagfile_of_a_foreign_run_names_no_code_that_runs(folder, monkeypatch, verb):
+    run = make_run("run", num_towers=2, **MINE)
+    shutil.copy(run / "flags.cfg", "copy.cfg")
+    Path("mine.cfg").write_text("--seed=3\n--flagfile=run/flags.cfg\n")
+    cli.parse(verb, ["--flagfile=run/flags.cfg"])  # one's own
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "other"))
+    for name in "run/flags.cfg", "copy.cfg", "mine.cfg":
+        message = refusal(verb, [f"--flagfile={name}", "--loss=mse"])
+        file = name.replace("mine.cfg", "run/flags.cfg")
+        assert message.startswith(f"--flagfile={file} was not written by your towers")
+        for word in "--model=evil:build", "--model_args=command=x", "--dataset=evil:load":
+            assert word in message
+        assert "--loss" not in message  # which the user has given
+        cli.parse(verb, [f"--flagfile={name}", "--trust"])
+        cli.parse(verb, [f"--flagfile={name}", "--model=a:b", "--dataset=a:c", "--loss=mse"])
+    with Path("run/flags.cfg").open("a") as file:
+        file.write("--trust\n")  # that is for the user to say
+    assert "--model=evil:build" in refusal(verb, ["--flagfile=run/flags.cfg"])
+    Path("theirs.cfg").write_text("--model=evil:build\n")  # a script like any other
+    cli.parse(verb, ["--flagfile=theirs.cfg"])
+
+
 @pytest.mark.parametrize("verb", [v.name for v in cli.VERBS.values() if v.completes])
 def test_a_foreign_run_names_no_code_that_runs(folder, monkeypatch, verb):
     make_run("run", **MINE)

@@ -140,7 +140,14 @@ def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
             cannot go on with.
     """
     _check_taken(argv, verb)
-    return complete(_read(argv, verb), verb)
+    foreign: dict[str, str] = {}
+    values = _read(argv, verb, foreign)
+    if foreign:
+        own, values = values, _read(argv, verb)
+        theirs = {name: value for name, value in values.items() if own.get(name) != value}
+        for path, text in () if own.get("trust") else foreign.items():
+            trust.check(f"--flagfile={path}", text, theirs)
+    return complete(values, verb)
 
 
 def complete(values: dict[str, Any], verb: Verb = _TRAIN) -> Any:
@@ -196,7 +203,12 @@ def _check_taken(argv: Sequence[str], verb: Verb) -> None:
 
 
 class _Flags(flags.FlagValues):
-    """absl's flags, of which a flagfile is no pipe, which may let its reader wait for ever."""
+    """absl's flags, of which a flagfile is no pipe, which may let its reader wait for ever.
+
+    `foreign`, if not None, gets {path: text} of flagfiles of somebody else's runs: left out.
+    """
+
+    foreign: dict[str, str] | None = None
 
     def _get_flag_file_lines(self, filename: str, *args: Any, **kwargs: Any) -> list[str]:
         if os.path.exists(filename):
@@ -204,12 +216,24 @@ class _Flags(flags.FlagValues):
                 files.check_is_file(filename)
             except OSError as error:
                 raise InputError(f"--flagfile={filename}: {error.strerror}") from None
-        return super()._get_flag_file_lines(filename, *args, **kwargs)
+        lines = super()._get_flag_file_lines(filename, *args, **kwargs)
+        if self.foreign is not None and os.path.exists(filename):
+            text = Path(filename).read_text(encoding="utf-8", errors="replace")
+            if trust.is_of_run(filename, text) and not trust.is_own(text):
+                self.foreign[filename] = text
+                return []
+        return lines
 
 
-def _read(argv: Sequence[str], verb: Verb) -> dict[str, Any]:
-    """Return {option: value} of what arguments and their flagfiles give: the last one wins."""
+def _read(
+    argv: Sequence[str], verb: Verb, foreign: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Return {option: value} of what arguments and their flagfiles give: the last one wins.
+
+    Flagfiles of somebody else's runs count, unless there is a dict `foreign` to put them into.
+    """
     fields, defined = verb.fields(), _Flags()
+    defined.__dict__["foreign"] = foreign  # by setattr it would be a flag
     positional = _positional(fields)
     defined.set_gnu_getopt()
     for name, field in fields.items():
@@ -311,7 +335,8 @@ def _of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
     if given.get("trust"):
         _remember(path, text)
     else:
-        trust.check(train_dir, text, {n: v for n, v in taken.items() if n not in given})
+        what = f"--train_dir={train_dir}: its flags.cfg"
+        trust.check(what, text, {n: v for n, v in taken.items() if n not in given})
     return taken
 
 

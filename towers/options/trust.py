@@ -1,7 +1,7 @@
 """Whose run it is: `flags.cfg` names functions, and a run that somebody else made would call them.
 
     text = signed(options.to_flagfile())      # as a run of this user writes it
-    check("runs/a", text, {"model": "my_net:build"})    # an InputError unless it is such a one
+    check("a.cfg", text, {"model": "my_net:build"})     # an InputError unless it is such a one
 
 The last line of flags.cfg is a comment, a checksum of the text (HMAC) under a key that lies in the
 user's configuration folder. So a run that is copied or moved stays its user's own, and one that was
@@ -40,12 +40,19 @@ def is_own(text: str) -> bool:
     return key is not None and hmac.compare_digest(mark.encode(), f"{_mark(key, text)}\n".encode())
 
 
-def check(train_dir: str, text: str, of_run: Mapping[str, object]) -> None:
+def is_of_run(path: str, text: str) -> bool:
+    """Tell whether a flagfile is the flags.cfg of a run, or was one."""
+    path = Path(path)
+    lies_there = path.name == "flags.cfg" and (path.parent / "checkpoints").is_dir()
+    return lies_there or _MARK in text
+
+
+def check(what: str, text: str, of_run: Mapping[str, object]) -> None:
     """Refuse to call what the flags.cfg of a foreign run names, and to connect to its workers.
 
     Args:
-        train_dir: the folder of the run.
-        text: of its flags.cfg.
+        what: how the message begins: which file that is.
+        text: of the flags.cfg.
         of_run: {option: value} of what is taken from there.
 
     Raises:
@@ -58,11 +65,10 @@ def check(train_dir: str, text: str, of_run: Mapping[str, object]) -> None:
     given = " and ".join(f"--{name}" for name in [*named, *reaching])
     shown = [*named, *(["model_args"] if "model" in named and of_run.get("model_args") else [])]
     flags = " ".join(f"--{name}={of_run[name]}" for name in [*shown, *reaching])
-    what = ["code that would run"] * bool(named) + ["machines to connect to"] * bool(reaching)
+    kinds = ["code that would run"] * bool(named) + ["machines to connect to"] * bool(reaching)
     raise InputError(
-        f"--train_dir={train_dir}: its flags.cfg was not written by your towers on this machine, "
-        f"or was changed, and names {' and '.join(what)}: {flags}; look at that, and type --trust, "
-        f"or give {given} yourself"
+        f"{what} was not written by your towers on this machine, or was changed, and names "
+        f"{' and '.join(kinds)}: {flags}; look at that, and type --trust, or give {given} yourself"
     )
 
 
