@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import resource
 import threading
 
@@ -12,6 +13,11 @@ from towers import cli
 from towers.monitoring.monitor import Monitor
 from towers.options.run import Options
 from towers.training.loading import Trained
+
+# What towers leave out where all ops are deterministic: seconds of a step, and trials by them.
+by_the_clock = pytest.mark.skipif(
+    os.environ.get("TF_DETERMINISTIC_OPS") in ("1", "true"), reason="deterministic ops: no clock"
+)
 
 
 def released(values, *names):

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests import fits, tiny
-from tests.runs import released
+from tests.runs import by_the_clock, released
 from tests.training.test_compiled import options_of
 
 pytestmark = pytest.mark.run
@@ -114,6 +114,7 @@ def test_steps_are_those_of_keras(name):
         np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=1e-9, atol=1e-12)
 
 
+@by_the_clock
 def test_the_loss_of_each_tower_is_that_of_its_rows():
     model, data = build("sparse")
     loop = tiny.Loop(options_of(model=model, dataset=data, num_towers=3, batch_size=10))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests import tiny
+from tests import runs, tiny
 from towers.builder import kinds
 from towers.data import on_towers
 from towers.data.pipeline import NUM_DRAWS
@@ -116,6 +116,7 @@ def test_a_step_that_nobody_looks_at_sends_nothing_to_the_host(towers):
     assert back == []
 
 
+@runs.by_the_clock
 def test_seconds_of_towers_are_measured_where_a_point_is_due(tmp_path, capsys):
     """And it is told where the data lie."""
     given = dict(num_towers=2, variables="replicated", log_every_steps=5, steps_per_loop=2)
@@ -126,6 +127,7 @@ def test_seconds_of_towers_are_measured_where_a_point_is_due(tmp_path, capsys):
     assert "data        0.0 MiB on each GPU: the host sends" in capsys.readouterr().out
 
 
+@runs.by_the_clock
 def test_by_default_what_is_fastest_is_tried_and_flags_cfg_keeps_it(tmp_path, capsys, monkeypatch):
     rates = {"cpu": 10.0, "sharded": 20.0, "replicated": 30.0}
 
@@ -140,6 +142,7 @@ def test_by_default_what_is_fastest_is_tried_and_flags_cfg_keeps_it(tmp_path, ca
     assert "--variables=replicated" in flags and "--jit_compile=true" in flags
 
 
+@runs.by_the_clock
 @pytest.mark.graph
 @pytest.mark.parametrize(
     "number, best, lost", [(1, "replicated", ""), (2, "sharded", "replicated")]
@@ -159,6 +162,7 @@ def test_what_cannot_be_had_is_not_taken(capsys, monkeypatch, number, best, lost
     assert f"variables   {best}, the fastest" in out
 
 
+@runs.by_the_clock
 def test_after_the_trial_no_more_lives_than_of_one_run(monkeypatch):
     """And in it never more than two models, beside one copy of the data."""
     copies, alive = [], []

@@ -94,7 +94,7 @@ def test_parts_of_a_folder_that_go_are_written_again(tmp_path, monkeypatch, caps
 def test_a_disk_that_fills_up_costs_no_training(tmp_path, monkeypatch, capsys, undisturbed, again):
     run = tmp_path / "run"
     with runs.small_disk() as limit:
-        runs.at_step(monkeypatch, {5: lambda: limit(500)} | ({9: limit} if again else {}))
+        runs.at_step(monkeypatch, {5: lambda: limit(100)} | ({9: limit} if again else {}))
         no_space = pytest.raises(RunError, match=r"ckpt-12 cannot be written: File too large$")
         with contextlib.nullcontext() if again else no_space:
             train(tiny.options(run, **STEPS))

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import towers
+from tests import runs
 from towers.monitoring import events
 
 pytestmark = pytest.mark.run
@@ -40,6 +41,7 @@ def norm_of(model, x, y):
     return float(tf.linalg.global_norm(tape.gradient(loss, model.trainable_variables)))
 
 
+@runs.by_the_clock
 def test_each_tower_is_seen(float64, tmp_path):
     model = make(2)
     expected = [norm_of(model, X[:3], Y[:3]), norm_of(model, X[3:5], Y[3:5])]

@@ -89,6 +89,7 @@ def test_a_run_leaves_these_files(trained):
     assert f"--train_dir={folder}" in (folder / "flags.cfg").read_text().splitlines()
 
 
+@runs.by_the_clock
 def test_tensorboard_shows_training_and_evaluation(trained):
     folder = trained("classes")
     of_a_tower = "loss gradient_norm cosine_to_mean step_seconds memory_mib peak_memory_mib"

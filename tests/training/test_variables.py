@@ -101,6 +101,7 @@ def test_a_run_goes_on_in_another_place(tmp_path):
     tiny.assert_close(tiny.saved(tmp_path / "moved"), tiny.saved(tmp_path / "whole"), 1e-4)
 
 
+@runs.by_the_clock
 def test_auto_takes_the_fastest_and_says_so(tmp_path, capsys, monkeypatch):
     """What flags.cfg keeps of it, test_on_gpus tells."""
     rates = {"cpu": 10.0, "sharded": 30.0, "replicated": 20.0}
@@ -117,6 +118,7 @@ def test_on_cpus_flags_cfg_leaves_the_place_open(trained):
     assert "--variables=default" in (trained("classes") / "flags.cfg").read_text()
 
 
+@runs.by_the_clock
 def test_one_tower_needs_no_trial(tmp_path, capsys):
     assert build(tiny.options(tmp_path, variables="auto"), print).options.variables == "cpu"
     assert "one tower" in capsys.readouterr().out
