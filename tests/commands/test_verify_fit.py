@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import towers
-from tests import fits
+from tests import fits, programs
 from towers.commands.verify import differences, fit
 from towers.commands.verify.differences import kind_of
 from towers.training.parallel import builder_of
@@ -77,6 +77,21 @@ class Scaled(layers.Layer):
 
     def call(self, x):
         return x * self.factor
+
+
+QUIET = """
+import keras, numpy as np, towers
+model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, "relu"), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+assert towers.verify(model, np.ones([6, 4]), np.ones([6, 1]), num_towers=(2,), steps=1)["passed"]
+"""
+
+
+@pytest.mark.process
+def test_tensorflow_has_nothing_to_warn_of(tmp_path):
+    done = programs.python("-c", QUIET, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not re.search(r"^W\d{4}.*", done.stderr, re.M), done.stderr
 
 
 def test_what_has_no_name_to_be_found_by_is_copied():

@@ -214,7 +214,7 @@ def _read(
     `depth_of_step` is 1 if it makes one step, 0 if its loop makes them.
     """
     # What asks for no device goes to the first GPU.
-    with kinds.cpus_for_gpus(), _not_fused(), tf.device("/cpu:1"):
+    with kinds.cpus_for_gpus(), not_fused(), tf.device("/cpu:1"):
         with tf_private.executed_graphs() as functions:
             call(*arguments)
         if not functions:
@@ -241,8 +241,11 @@ def scope_of(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _not_fused() -> Iterator[None]:
-    """Keep TensorFlow from fusing ops in the block: what it fuses differs between CPUs and GPUs."""
+def not_fused() -> Iterator[None]:
+    """Keep TensorFlow from fusing ops in the block.
+
+    What it fuses differs between CPUs and GPUs; in float64 it is nothing, told by a warning an op.
+    """
     before = tf.config.optimizer.get_experimental_options().get("remapping", True)
     tf.config.optimizer.set_experimental_options({"remapping": False})
     try:

@@ -32,6 +32,7 @@ from towers.commands.verify.lane import (
 )
 from towers.commands.verify.report import verify_lanes
 from towers.errors import InputError
+from towers.graphs.gpu_view import not_fused
 from towers.options.fields import parse_tower_numbers
 from towers.training.guest import as_a_guest
 from towers.training.masters import kept, optimizers_of
@@ -98,6 +99,7 @@ def verify(
             with contextlib.ExitStack() as wide:
                 wide.enter_context(tf_private.all_in_float64())
                 wide.enter_context(tf_private.floatx_set("float64"))
+                wide.enter_context(not_fused())
                 reference = in_float64(lambda: FitLane(make_model()), batch, what, say)
                 if reference:
                     stack.push(wide.pop_all())
