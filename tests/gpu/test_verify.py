@@ -40,6 +40,7 @@ def test_two_gpus_compute_what_one_device_computes(name, capsys):
 def test_the_catalogue(entry, capsys):
     """What holds of a model on CPUs holds on GPUs, unless it needs cuDNN."""
     argv = [flag for flag in entry.command() if flag != "--devices=cpu"]
+    argv += ["--num_towers=2"]  # all GPUs that there are
     code, out, err = command(capsys, *argv)
     if "CudnnRNN" in err:
         pytest.skip("cuDNN has no kernel on the CPU")
