@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from towers.monitoring import events
+
 ROOT = Path(__file__).resolve().parent.parent
 _MODELS, BLOCK = "scripts.soak_models", "SOAK_BLOCK"
 MOMENTUM, ADAM = {"learning_rate": 0.005}, {"learning_rate": 0.001, "optimizer": "adam"}
@@ -45,6 +47,7 @@ OF_ALL = {
 STOPPED = 75
 RUN_SECONDS, STOP_SECONDS = 120, 15  # a machine may be busy; more is a hang
 _POLL_SECONDS = 0.001
+_TIMED = "speed", "second", "memory"  # curves of what a clock or the system says
 _STARTS = 3  # that a run may need when nothing disturbs it any more
 
 
@@ -203,6 +206,17 @@ class Run:
             raise Wrong(f"the last checkpoint is of step {self.steps()[-1]}, not {STEPS}")
         found = json.loads((self.train_dir / "manifest.json").read_text())["final"]
         return {name: found[name] for name in ("step", "weights", "state")}
+
+    def curves(self) -> dict[tuple[str, int, str], float]:
+        """Return the points of the run, but for what a clock or the system says."""
+        folders = {path.parent for path in self.train_dir.rglob("events.*")}
+        return {
+            (folder.relative_to(self.train_dir).as_posix(), step, tag): value
+            for folder in folders
+            for step, values in events.read(folder).items()
+            for tag, value in values.items()
+            if not any(word in tag for word in _TIMED)
+        }
 
 
 def any_moment(run: Run, chance: random.Random) -> None:
