@@ -204,6 +204,8 @@ if not os.fork():
     try:
         if sys.argv[1] == "train":
             towers.train(model=build, dataset=((x, y), (x, y)), loss="mse", train_dir="run")
+        if sys.argv[1] == "builder":
+            towers.TowerBuilder(["/cpu:0", "/cpu:1"]).sum(tf.reduce_sum, x)
         if sys.argv[1] == "parallelize":
             towers.parallelize(model, num_towers=2, devices="cpu")
         model.fit(x, y[:, :2], verbose=0)
@@ -215,7 +217,9 @@ os.wait()
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("how", runs.released(["fit", "parallelize", "train"], "fit"))
+@pytest.mark.parametrize(
+    "how", runs.released(["fit", "parallelize", "train", "builder"], "fit", "builder")
+)
 def test_a_fork_in_which_tensorflow_would_hang_is_refused(tmp_path, how):
     done = subprocess.run(
         [sys.executable, "-c", FORK, how], capture_output=True, text=True, cwd=tmp_path,

@@ -268,6 +268,7 @@ class FunctionAnalyses:
         are known are tried, else made-up ones of their type and shape. If it is `silent`, nothing
         is told yet: the function may not come to run on towers.
         """
+        tf_private.refuse_fork()
         if (num_slices or self._num_slices) == 1 or not is_split(batch):
             return Rehearsal()
         found = self._rehearsals.find(fn, batch)

@@ -127,6 +127,7 @@ def split(
     Where the number of examples is known only while it runs, towers may be left without any. With
     `never_empty` these get the last one, too, of a count of 0: functions may fail of no example.
     """
+    tf_private.refuse_fork()
     leaves = as_leaves(batch, num_towers)
     sizes_given = [num_rows(leaf) for leaf in leaves if not isinstance(leaf, PerTower)]
     if not sizes_given:  # nothing to split: every tower runs once
