@@ -61,6 +61,8 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float32,mixed_bfloat16")
     parser.add_argument("--variables", default="replicated")
     flags = parser.parse_args()
+    if unknown := set(flags.models.split(",")) - MODELS.keys():
+        parser.error(f"--models={','.join(sorted(unknown))}: there are {', '.join(MODELS)}")
     numbers = [int(number) for number in flags.num_towers.split(",")]
     devices.tower_devices(max(numbers) + 1, "cpu")  # the first one stays the host's
     tf.get_logger().setLevel("ERROR")
