@@ -50,7 +50,7 @@ def test_a_run_of_ones_own_is_taken_wherever_it_lies():
 
 @pytest.mark.parametrize("verb", ["train", "verify", "benchmark", "plan"])
 def test_the_flagfile_of_a_foreign_run_names_no_code_that_runs(folder, monkeypatch, verb):
-    run = make_run("run", num_towers=2, **MINE)
+    run = make_run("run", **MINE)
     shutil.copy(run / "flags.cfg", "copy.cfg")
     Path("mine.cfg").write_text("--seed=3\n--flagfile=run/flags.cfg\n")
     cli.parse(verb, ["--flagfile=run/flags.cfg"])  # one's own

@@ -154,6 +154,8 @@ def complete(values: dict[str, Any], verb: Verb = _TRAIN) -> Any:
     """Return the options of a verb that some values give: what is not given as in `parse`."""
     if verb.completes and not (verb.begins and values.get("overwrite")):
         values = _of_run(values, verb) | values
+    if values.get("num_towers") == "0":  # where a list is meant: of the flags.cfg of a run
+        values = {name: value for name, value in values.items() if name != "num_towers"}
     kind = verb.options_class()
     kinds = {field.name: field.type for field in dataclasses.fields(kind)}
     if "run" in kinds:
