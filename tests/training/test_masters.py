@@ -82,16 +82,3 @@ def test_one_bad_number_is_found():
         value.assign(np.where(np.arange(value.shape[0]) == 1, bad, good))
         assert not_finite(masters.variables()) == [f"{kind}/sequential/dense/bias"]
         value.assign(good)
-
-
-def test_each_variable_has_its_average_in_the_block_and_its_value_after_it():
-    masters = prepare(tiny.options("unused", model="tests.tiny:cnn", ema_decay=0.5)).masters
-    before = [variable.numpy() for variable, _ in masters.averages]
-    for _, average in masters.averages:
-        average.assign(average + 1)
-    with masters.averages_as_weights():
-        for (variable, average), value in zip(masters.averages, before, strict=True):
-            np.testing.assert_array_equal(variable, average)
-            assert np.all(variable.numpy() != value)
-    for (variable, _), value in zip(masters.averages, before, strict=True):
-        np.testing.assert_array_equal(variable, value)
