@@ -94,7 +94,6 @@ SIGNATURES = {
     layers.BatchNormalization: {
         "call": "self inputs training mask", "_moments": "self inputs mask",
     },
-    layers.Conv2D: {"convolution_op": "self inputs kernel"},
     layers.InputLayer: {"from_config": "config"},
     tf_private.input_layer: {
         "InputLayer": "shape batch_size dtype sparse ragged batch_shape input_tensor optional name "

@@ -16,7 +16,6 @@ import atexit
 import contextlib
 import dataclasses
 import gc
-import getpass
 import os
 import re
 import secrets
@@ -186,7 +185,7 @@ class Cluster:
         while True:
             for worker in gone:
                 worker.is_alive = False
-            with self._shutting(gone):
+            with self.cut_off(gone):
                 for worker in gone:
                     if thread := self._threads.pop(worker.task, None):
                         thread.join()
@@ -244,7 +243,7 @@ class Cluster:
             worker.is_alive = False
             with contextlib.suppress(tf.errors.OpError):
                 self._guarded(worker, lambda w=worker: self._write_claim(w, released=True))
-        with self._shutting([worker for worker in self.workers if worker.lost_because]):
+        with self.cut_off([worker for worker in self.workers if worker.lost_because]):
             for thread in self._threads.values():
                 thread.join()
             self._threads.clear()
@@ -276,14 +275,14 @@ class Cluster:
         for worker in wanted:
             worker.lost_because = "" if worker in found else _NO_ANSWER.format(worker.address)
             worker.offer = Offer()
-        with self._shutting(found, after=self.timeout_seconds):
+        with self.cut_off(found, after=self.timeout_seconds):
             found = self._connect_to(found)
         for worker, problem in zip(found, _each(found, self._claim_one), strict=True):
             worker.lost_because, worker.is_alive = problem, not problem
             if problem and worker.offer != Offer():  # somebody else has it, or it does not fit
                 worker.busy_until = time.monotonic() + _BUSY_SECONDS
         if refused := [worker for worker in found if not worker.is_alive]:
-            with self._shutting(refused, after=_PARTING_SECONDS):
+            with self.cut_off(refused, after=_PARTING_SECONDS):
                 self._connect(self._tasks())
 
     def _connect_to(self, found: list[Worker]) -> list[Worker]:
@@ -413,7 +412,7 @@ class Cluster:
     def _guarded(self, worker: Worker, call: Callable[[], Any]) -> Any:
         """Return what a call returns that asks a worker; it fails if the answer takes too long."""
         left = self.timeout_seconds - (time.monotonic() - (worker.heard_at or time.monotonic()))
-        with worker.asking, self._shutting([worker], after=max(left, 0.5)):
+        with worker.asking, self.cut_off([worker], after=max(left, 0.5)):
             with tf_private.asked_by_calls():
                 return call()
 
@@ -434,10 +433,10 @@ class Cluster:
             self._closed = False
 
     @contextlib.contextmanager
-    def _shutting(self, workers: Sequence[Worker], after: float = 0.0) -> Iterator[None]:
-        """Shut the connections to workers, again and again, while the block takes longer than that.
+    def cut_off(self, workers: Sequence[Worker], after: float = 0.0) -> Iterator[None]:
+        """Let what waits for workers fail with an OpError once the block takes longer than `after`.
 
-        What waits for them in it, or anywhere in this process, fails then.
+        Their connections are shut, again and again, for all threads of this process.
         """
         done = threading.Event()
 
@@ -463,14 +462,8 @@ class Cluster:
             if workers:
                 thread.join()
 
-    def in_time(
-        self, workers: Sequence[Worker], seconds: float
-    ) -> contextlib.AbstractContextManager[None]:
-        """Let what the block asks of workers fail with an OpError once it takes longer."""
-        return self._shutting(workers, after=seconds)
-
     def _write_claim(self, worker: Worker, released: bool = False) -> None:
-        who = self._id, socket.gethostname(), os.getpid(), _user()
+        who = self._id, socket.gethostname(), os.getpid(), rendezvous.user_name()
         own = f"{self._own_address}:{self._port}"
         claim = Claim(*who, self.timeout_seconds, released, own)
         _write(worker, rendezvous.claim_file(self._id), rendezvous.to_text(claim))
@@ -625,10 +618,3 @@ def _shut_connections(addresses: Sequence[str]) -> None:
                 host, port = connection.getpeername()[:2]
                 if (host.removeprefix("::ffff:"), port) in peers:
                     connection.shutdown(socket.SHUT_RDWR)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container may know nobody
-        return str(os.getuid())

@@ -79,7 +79,7 @@ def measure(cluster: Cluster, worker: Worker) -> Way | str:
         return sent
 
     try:
-        with cluster.in_time([worker], _COPY_SECONDS):
+        with cluster.cut_off([worker], _COPY_SECONDS):
             round_trip = _seconds(there_and_back, _ROUND_TRIPS)
             to = _seconds(send, _COPIES)
             there = []
@@ -105,7 +105,7 @@ def wrong_copies(cluster: Cluster, workers: Sequence[Worker]) -> tuple[int, dict
     wrong = {}
     for source, target, ends in own + between:
         try:
-            with cluster.in_time(ends, _COPY_SECONDS):
+            with cluster.cut_off(ends, _COPY_SECONDS):
                 sent = _on(source, tf.constant(words.view(np.float32)))  # int32 stays on hosts
                 found = _on(target, sent).numpy().view(np.uint32)
             different = int((found != words).sum())

@@ -14,7 +14,10 @@ replaced by a new one with a new, empty board.
 import dataclasses
 import json
 import math
+import os
+import pwd
 import re
+from dataclasses import fields
 from typing import Any, TypeVar
 
 OFFER, LEASE = "offer.json", "lease.json"
@@ -111,24 +114,25 @@ def from_text(kind: type[Notice], text: str | bytes) -> Notice | None:
     """
     try:
         return _build(kind, json.loads(text))
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def _build(kind: type, values: Any) -> Any:
-    if not isinstance(values, dict):
-        raise TypeError("an object is needed")
-    fields = {f.name: f for f in dataclasses.fields(kind) if f.name in values}
-    return kind(**{name: _value(field, values[name]) for name, field in fields.items()})
+def _build(kind: type, values: dict[str, Any]) -> Any:
+    """Return an instance of the fields that are known; TypeError if one is of another type."""
+    known = {name: values[name] for name in values.keys() & {field.name for field in fields(kind)}}
+    if "devices" in known:
+        known["devices"] = tuple(_build(Offered, one) for one in known["devices"])
+    for field in fields(kind):
+        allowed = {float: (float, int), tuple[Offered, ...]: tuple}.get(field.type, field.type)
+        if field.name in known and not isinstance(known[field.name], allowed):
+            raise TypeError(f"{field.name} is {known[field.name]!r}")
+    return kind(**known)
 
 
-def _value(field: dataclasses.Field, value: Any) -> Any:
-    """Return a field's value; TypeError if it is of another kind."""
-    if field.name == "devices":
-        return tuple(_build(Offered, one) for one in value)
-    if field.type is float and type(value) is int:
-        value = float(value)
-    allowed = (int, type(None)) if field.name == "memory_bytes" else (field.type,)
-    if type(value) not in allowed:
-        raise TypeError(f"{field.name} is {value!r}")
-    return value
+def user_name() -> str:
+    """Return the name of whoever this process runs as, its number where it has no name."""
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())

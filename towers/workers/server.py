@@ -13,7 +13,6 @@ import importlib.metadata
 import multiprocessing
 import os
 import platform
-import pwd
 import random
 import shutil
 import signal
@@ -256,14 +255,6 @@ def _folder() -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _user() -> str:
-    """Return the name of whoever this process runs as, its number where it has no name."""
-    try:
-        return pwd.getpwuid(os.geteuid()).pw_name
-    except KeyError:
-        return str(os.geteuid())
-
-
 @contextlib.contextmanager
 def _server(
     folder: Path, address: str, ip: str, options: GpuOptions, any_address: bool
@@ -390,7 +381,7 @@ def _introduction(offer: Offer, ip: str, any_address: bool) -> list[str]:
     where = "at every address of this machine" if any_address else f"at {ip} alone"
     lines.append(
         f"security    it listens {where}; whoever reaches the port can run code as "
-        f"{_user()}: close it to all but the program and the other workers"
+        f"{rendezvous.user_name()}: close it to all but the program and the other workers"
     )
     if ip.startswith("127.") or ip == "::1":
         lines.append("            (this address is reached from this machine alone)")
