@@ -140,7 +140,7 @@ def test_masters_that_a_lost_worker_had_are_those_of_the_last_checkpoint(pair, t
     with Run(tmp_path / "quiet", pair, *flags) as run:
         run.end()
     with started(1) as (other,), Run(tmp_path / "run", [pair[0], other], *flags) as run:
-        run.until("step 150,")
+        run.until("step 150 of")
         other.kill()
         with again(other):
             assert "last checkpoint" in run.until("^going on")
@@ -154,7 +154,7 @@ def test_a_run_stops_if_that_is_asked_for_and_goes_on_with_whom_there_is(
 ):
     stops = "--on_worker_loss=stop"
     with started(1) as (other,), Run(tmp_path / "run", [pair[0], other], stops) as run:
-        run.until("step 50,")
+        run.until("step 50 of")
         other.kill()
         assert stops in run.end(75)
     with Run(tmp_path / "run", [pair[0], other]) as run:
@@ -182,7 +182,7 @@ def test_workers_are_free_again_when_the_program_ends(pair, undisturbed, tmp_pat
     numbers = {50: signal.SIGINT, 150: signal.SIGTERM, 250: signal.SIGKILL}
     for step, number in numbers.items():
         with Run(tmp_path / "run", pair) as run:
-            run.until(f"step {step},")
+            run.until(f"step {step} of")
             run.process.send_signal(number)
             run.end(-number if number == signal.SIGKILL else 75)
         for worker in pair:
