@@ -48,6 +48,13 @@ def test_what_differs_between_the_ends_of_two_runs(programs, other, differs):
     assert programs.largest_difference(one, other) == differs
 
 
+@pytest.mark.unit
+def test_weights_that_are_zero_but_for_rounding_are_alike(programs):
+    one, other = [[np.array([3e-17, 1.0])]], [[np.array([-5e-18, 1.0])]]
+    assert programs.largest_difference(one, other) == 0
+    assert programs.largest_difference([[np.array([2e-9])]], [[np.array([1e-9])]]) == 0.5
+
+
 @pytest.mark.process
 @pytest.mark.extended
 @pytest.mark.timeout(300)
