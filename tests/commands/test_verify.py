@@ -70,14 +70,13 @@ def test_a_sound_model_passes_with_all_options_and_nothing_is_written(
     assert list(result["max_relative_difference"]) == list(result["ulps"]) == ["3"]
     assert all(value < 1e-11 for value in result["max_relative_difference"].values())
     names = set(result["differences"])
-    of_evaluation = {f"evaluation/{name}" for name in "loss loss_ema correct correct_ema".split()}
+    of_evaluation = {f"evaluation/{name}" for name in "loss loss_ema accuracy accuracy_ema".split()}
     assert {
         "loss",
         "gradient/sequential/conv2d/kernel",
         "model/sequential/dense/bias",
         "model/sequential/norm/moving_mean",
         "average/sequential/conv2d/kernel",
-        "evaluation/examples",
     } | of_evaluation <= names
     assert any(name.startswith("optimizer/") and "momentum" in name for name in names)
     assert 0 < result["ulps"]["3"] < 1e4
@@ -307,7 +306,7 @@ def test_padding_that_counts_is_found(capsys, monkeypatch):
     monkeypatch.setattr(RunLane, "evaluate", all_count)
     code, result, _ = command(capsys, "tests.tiny:dense")
     first = result["first_difference"]
-    assert code == 1 and (first["name"], first["num_towers"]) == ("evaluation/examples", 2)
+    assert code == 1 and (first["name"], first["num_towers"]) == ("evaluation/accuracy", 2)
 
 
 # ---------------------------------------------------------------------------- What train says

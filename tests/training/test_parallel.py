@@ -22,6 +22,7 @@ from tests import fits
 from towers.builder import gather
 from towers.builder.draws import Draws
 from towers.builder.tower import TowerBuilder
+from towers.training import parallel
 from towers.training.parallel import builder_of
 
 pytestmark = pytest.mark.run
@@ -549,10 +550,8 @@ def test_towers_are_made_once(monkeypatch, optimizer, metrics, calls):
 
     What the layer counts in Python is what it counts without towers, where both are its calls.
     """
-    made, concat = [], TowerBuilder.concat
-    monkeypatch.setattr(
-        TowerBuilder, "concat", lambda *given: (made.append(given), concat(*given))[1]
-    )
+    made, concat = [], parallel.concat
+    monkeypatch.setattr(parallel, "concat", lambda *own: (made.append(own), concat(*own))[1])
     counts = []
     for num_towers in 0, 2:
         model = keras.Sequential([keras.Input((5,)), Counted(1)])
