@@ -327,23 +327,25 @@ class Task(abc.ABC):
         return tf.function(test_step, autograph=False)
 
     def _evaluation(self, split: Split, logs: Sequence[dict], answers: list[Answers]) -> Evaluation:
-        with contextlib.ExitStack() as stack:
-            found = []
-            for own in logs:
-                of_all = self.metrics_result()
-                found.append(of_all if of_all.keys() == own.keys() else own)
-                if self.masters.averages and len(found) == 1:
-                    stack.enter_context(self._of_averages.used(self.masters.averages))
+        """Return what the metrics have counted; `logs` are those of the last batch."""
+        figures = [self._over_all(logs[0])]
+        if self.masters.averages:
+            with self._of_averages.used(self.masters.averages):
+                figures.append(self._over_all(logs[1]))
         metrics: dict[str, float | None] = {}
-        for name, value in found[0].items():
-            metrics[name] = float(value)
-            if len(found) == 2:
-                metrics[f"{name}{AVERAGED}"] = float(found[1][name])
-            elif self.names_averages:
-                metrics[f"{name}{AVERAGED}"] = None
+        for name, value in figures[0].items():
+            metrics[name] = value
+            if self.masters.averages or self.names_averages:
+                metrics[f"{name}{AVERAGED}"] = figures[1][name] if len(figures) == 2 else None
         told = [own.predictions() for own in answers]
         of_class = [self._of_classes(own) for own in told]
         return Evaluation(metrics, split.size, *[*of_class, None][:2], told[-1])
+
+    def _over_all(self, logs: Mapping[str, tf.Tensor]) -> dict[str, float]:
+        """Return the metrics over all batches, or `logs` if an own step reports others."""
+        found = self.metrics_result()
+        found = found if found.keys() == logs.keys() else logs
+        return {name: float(value) for name, value in found.items()}
 
     def _of_classes(self, predictions: Predictions | None) -> dict[str, float | None] | None:
         if predictions is None:
