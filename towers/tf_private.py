@@ -378,9 +378,11 @@ def assignments_noted(assigned: list[tf.Variable]) -> Block:
 
     def make(name: str) -> Make:
         def noting(own: Callable) -> Callable:
-            return lambda variable, *args, **kwargs: (
-                assigned.append(variable), own(variable, *args, **kwargs)
-            )[1]  # fmt: skip
+            def assign(variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
+                assigned.append(variable)
+                return own(variable, *args, **kwargs)
+
+            return assign
 
         return noting
 

@@ -111,6 +111,19 @@ NAME = __name__
 OWN = dict(model=f"{NAME}:own", learning_rate=0.05)  # the flag's default: it has its own
 
 
+NORM: list[keras.layers.Layer] = []
+
+
+def normalized(num_classes):
+    """A model whose last layer the loss calls again, so that a step assigns its state twice."""
+    NORM[:] = [keras.layers.BatchNormalization()]
+    return keras.Sequential([keras.Input([6]), Refusing(), keras.layers.Dense(num_classes), *NORM])
+
+
+def of_normalized(y, outputs):
+    return cross_entropy(y, NORM[0](outputs, training=True))
+
+
 def options(folder, **changes):
     given = dict(model=f"{NAME}:network", dataset=f"{NAME}:marked", ema_decay=0.9, num_towers=2)
     given |= dict(augment="auto", max_steps=14, log_every_steps=100, checkpoint_every_steps=2)
@@ -126,6 +139,9 @@ KINDS = {
     "XLA": dict(jit_compile=True, batch_norm="local"),
     "compiled": dict(loss=f"{NAME}:cross_entropy", metrics="accuracy"),
     "compiled, gradient": dict(loss=f"{NAME}:cross_entropy", model_args="where=gradient"),
+    "compiled, a layer called again": dict(
+        model=f"{NAME}:normalized", loss=f"{NAME}:of_normalized"
+    ),
     "own step": OWN,
     "own step, gradient": OWN | dict(model_args="where=gradient", variables="sharded"),
     "GPUs": dict(devices="/cpu:1,/cpu:2", variables="replicated"),
@@ -147,7 +163,10 @@ class Loop(tiny.Loop):
         self.batches = iter(self.run.data.train.train_batches(7, seed=self.run.options.seed))
 
 
-RELEASE = ("cpu", "replicated", "compiled", "own step, gradient", "GPUs")
+RELEASE = (
+    *("cpu", "replicated", "compiled", "compiled, a layer called again"),
+    *("own step, gradient", "GPUs"),
+)
 
 
 def on_devices(name):

@@ -50,11 +50,12 @@ class Passes:
     """What `concat` did in a step while that was traced.
 
     Attributes:
-        before: (variable, its value before) of what towers have assigned, in order.
+        before: {id of a Keras variable: (its `tf.Variable`, the value before the first assignment)}
+            of what towers have assigned.
         gradients: the last ones, None if nothing has gone back.
     """
 
-    before: list[tuple[tf.Variable, tf.Tensor]] = dataclasses.field(default_factory=list)
+    before: dict[int, tuple[tf.Variable, tf.Tensor]] = dataclasses.field(default_factory=dict)
     gradients: TowerGradients | None = None
 
 
@@ -72,21 +73,21 @@ def concat(
         forward: its `Forward`.
         fn: the towers' function.
         batch: what is split.
-        passes: is told of what is done.
+        passes: is told of what is done, if anybody wants to know.
     """
-    passes = passes or Passes()
     if is_split(batch) and tf_private.is_recording():
         return _as_one_op(builder, forward, fn, batch, passes)
     if is_split(batch):
         builder.try_out(builder.rehearse(fn, *batch, num_slices=len(builder.devices)))
     slices = occupied(builder.split(batch, never_empty=True))
-    results = call_copies(builder, fn, slices, batch, to_join=True, before=passes.before)
+    before = passes.before if passes else None
+    results = call_copies(builder, fn, slices, batch, to_join=True, before=before)
     return builder.gather(gather.join, results)
 
 
 @attributes.joins_towers
 def _as_one_op(
-    builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any], passes: Passes
+    builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any], passes: Passes | None
 ) -> Any:
     """Return what `fn` returns for each slice of `batch`, joined; tapes can go back through it.
 
@@ -112,7 +113,8 @@ def _as_one_op(
     changed = assigned(scopes)
     # Where what goes forward again, by itself or in tf.recompute_grad, begins.
     states = {id(variable): tf.identity(variable.value) for variable in changed}
-    passes.before += [(variable.value, states[id(variable)]) for variable in changed]
+    for variable in changed if passes else ():
+        passes.before.setdefault(id(variable), (variable.value, states[id(variable)]))
     for part in parts:
         part.states = states
     assign(builder, scopes, found.policies)
@@ -142,11 +144,12 @@ def _as_one_op(
         with tf.device(builder.gather_device), tf.name_scope("gather"):
             of_whole = gradients[len(watched) :]
             gradients[len(watched) :] = with_new_values(of_whole, whole_ones, ended)
-        of_towers = [own[len(captured) :] for own in sums]
-        gathered = gradients[len(gradients) - len(variables) :]
-        phases = [(parts[0].batches(), parts[0].outputs), (rows, of_towers)]
-        phases = phases if len(parts) == 1 else []
-        passes.gradients = TowerGradients(_examples(parts), phases, of_towers, gathered)
+        if passes:
+            of_towers = [own[len(captured) :] for own in sums]
+            gathered = gradients[len(gradients) - len(variables) :]
+            phases = [(parts[0].batches(), parts[0].outputs), (rows, of_towers)]
+            phases = phases if len(parts) == 1 else []
+            passes.gradients = TowerGradients(_examples(parts), phases, of_towers, gathered)
         if len(parts) == 1:
             return gradients
         # Grappler drops edges that keep an update behind the last part's reads of a variable.

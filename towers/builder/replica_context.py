@@ -216,13 +216,13 @@ def call_copies(
     slices: Sequence[Slice],
     batch: Sequence[Any],
     to_join: bool = False,
-    before: list[tuple[tf.Variable, tf.Tensor]] | None = None,
+    before: dict[int, tuple[tf.Variable, tf.Tensor]] | None = None,
 ) -> list[Any]:
     """Return what `fn` returns for each slice; make the assignments of all once.
 
     With `to_join`, what stands in for no example is left out, and the losses that layers add are
-    joined, and added to the layers. To `before` is added (variable, its value before) of what is
-    assigned.
+    joined, and added to the layers. To `before` is added what it has not of the assigned variables:
+    {id of a Keras variable: (its `tf.Variable`, its value before)}.
     """
     found = builder.rehearse(fn, *batch, num_slices=len(builder.devices))
     replicas = Replicas(builder, slices, found, added=found.added if to_join else ())
@@ -240,8 +240,9 @@ def call_copies(
     scopes = replicas.scopes
     if not scopes:  # nothing was split, and nothing is assigned
         return results
-    if before is not None:
-        before += [(v.value, tf.identity(v.value)) for v in assigned(scopes)]
+    for variable in () if before is None else assigned(scopes):
+        if id(variable) not in before:
+            before[id(variable)] = variable.value, tf.identity(variable.value)
     assign(builder, scopes, found.policies)
     found.side_outputs.leave(builder.gather(gather.join, left), batch)
     if to_join:

@@ -277,7 +277,7 @@ class Compiled(Task):
                             passes.gradients, builder, measured, scale
                         )
                 known = {id(variable) for variable, _ in before}
-                before += [pair for pair in passes.before if id(pair[0]) not in known]
+                before += [own for own in passes.before.values() if id(own[0]) not in known]
                 loss = logs[_loss_name(logs)]
                 rows = tf.shape(tf.nest.flatten(example)[0], tf.int64)[0]
                 guard.end_step(loss, before, rows, self.options)
