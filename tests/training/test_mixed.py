@@ -1,5 +1,6 @@
 """Examples that are mixed, and images that are seen in a mirror: what a loss and a metric are."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -78,6 +79,11 @@ def test_examples_of_a_compiled_model_are_mixed_alike():
     tiny.assert_close(ours, theirs, 1e-7)  # the rate of one is float32
 
 
+def masks():
+    """A model whose outputs are images."""
+    return keras.Sequential([keras.Input(tiny.IMAGE_SHAPE), keras.layers.Conv2D(1, 3)])
+
+
 @pytest.mark.parametrize(
     ("given", "line"),
     [
@@ -90,15 +96,15 @@ def test_examples_of_a_compiled_model_are_mixed_alike():
             "--variables=replicated: tests.tiny:dense has a loss ",
         ),
         (
-            {"test_time_flip": True, "loss": "sparse_categorical_crossentropy"},
-            "--test_time_flip is for the logits of images, not for a comp",
+            {"test_time_flip": True, "loss": "mse", "model": "tests.training.test_mixed:masks"},
+            "--test_time_flip needs one row of numbers for each image",
         ),
     ],
 )
 def test_a_loss_of_the_whole_batch_has_no_examples(given, line):
-    given |= dict(dataset="tests.tiny:images", batch_size=7, model="tests.tiny:dense")
+    own = dict(dataset="tests.tiny:images", batch_size=7, model="tests.tiny:dense", num_towers=2)
     with pytest.raises(InputError) as error:
-        prepare(towers.Options(**{"num_towers": 2} | given))
+        prepare(towers.Options(**own | given))
     assert str(error.value).startswith(line)
 
 
@@ -115,6 +121,25 @@ def test_a_mirror_image_counts_as_much_in_evaluation(trained):
         assert found[f"loss{ending}"] == pytest.approx(float(np.mean(losses)), rel=1e-5)
     plain = towers.evaluate(train_dir=folder)["loss_ema"]
     assert plain != pytest.approx(found["loss_ema"], rel=1e-5)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("ema_decay", [0.0, 0.5])
+def test_a_mirror_image_counts_as_much_for_a_compiled_model(tmp_path, ema_decay):
+    given = dict(metrics="accuracy", test_time_flip=True, num_towers=2, ema_decay=ema_decay)
+    result = towers.train(tiny.options(tmp_path, max_steps=2, **given))
+    found = towers.evaluate(train_dir=str(tmp_path))
+    _, (x, y), _ = tiny.images()
+    for ending, averages in {"": False, "_ema": True}.items():
+        if averages and not ema_decay:
+            continue
+        model = towers.load(str(tmp_path), averages=averages)
+        inputs = augment.eval_images(x, "none")
+        logits = (model(inputs) + model(inputs[:, :, ::-1])) / 2
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
+        expected = pytest.approx(float(np.mean(losses)), rel=1e-5)
+        assert found[f"loss{ending}"] == result[f"test_loss{ending}"] == expected
+        assert found[f"accuracy{ending}"] == pytest.approx(np.mean(np.argmax(logits, 1) == y))
 
 
 @pytest.mark.run

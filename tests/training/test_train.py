@@ -280,7 +280,7 @@ def test_a_signal_stops_an_evaluation_and_a_crash_may_come_after_the_last(
         assert max(tiny.saved_steps(tmp_path)) == stopped
     at["batch"] = None
     with monkeypatch.context() as patch:
-        patch.setattr("towers.training.train.result_of", crash)
+        patch.setattr("towers.monitoring.dashboard.close_root", crash)
         with pytest.raises(RuntimeError, match="lightning"):
             train(options)
     result = train(options)

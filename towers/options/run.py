@@ -145,8 +145,8 @@ class Options:
         "(0.2), cutmix=ALPHA (1).",
     )  # fmt: skip
     test_time_flip: bool = _data(
-        False, "Let a classifier's evaluations and predictions be the mean of the logits of an "
-        "image and of its mirror image.", affects="result",
+        False, "Let evaluations and predictions be the mean of the model's outputs for an image "
+        "and for its mirror image.", affects="result",
     )  # fmt: skip
     validation_fraction: float = _data(
         0.0, "Part of the training set that is kept for validation: evaluations on the way look at "

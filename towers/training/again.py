@@ -1,4 +1,4 @@
-"""One step once more, on one device, with the range of all that is computed in it."""
+"""Makes one step again, on one device, with the range of every tensor computed in it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +22,14 @@ _MOST_TRIALS = 40  # steps with some of the examples, to find out which are at f
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """What the numbers of a tensor are.
+    """The range of the numbers in a tensor.
 
-    `kind` is "data", "variable", "layer", "loss" or "gradient"; `low` and `high` are those of its
-    finite numbers, None if there are none; `not_finite` of `size` are infinite or NaN, which are in
-    `rows` of the batch, as far as it has a row for each example.
+    Attributes:
+        kind: "data", "variable", "layer", "loss" or "gradient".
+        name, dtype: of the tensor.
+        low, high: of its finite numbers, None if there are none.
+        not_finite, size: how many of its numbers are infinite or NaN, and how many there are.
+        rows: of the batch that hold such numbers, if the tensor has a row for each example.
     """
 
     kind: str
@@ -41,7 +44,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """The first of a step's numbers that are not finite; `rows` are places in the batch."""
+    """The first tensor of a step with non-finite numbers, and their `rows` in the batch."""
 
     kind: str
     name: str
@@ -50,13 +53,13 @@ class Fault:
 
     @property
     def of_data(self) -> bool:
-        """Whether it was there before anything was computed."""
+        """Whether the data held them already."""
         return self.kind == "data"
 
 
 @dataclasses.dataclass(frozen=True)
 class Again:
-    """What a step was when it was made again; `reason`: why it could not be made."""
+    """A step that was made again; `reason` says why it could not be made, if so."""
 
     ranges: list[Range]
     is_finite: bool
@@ -66,14 +69,14 @@ class Again:
 
     @property
     def what(self) -> str:
-        """Return in words what is not finite."""
+        """What is not finite, in words."""
         if self.reason or np.isfinite(self.loss):
             return "a gradient is not finite" if not self.reason else "the step is not finite"
         return f"the loss is {self.loss:g}"
 
     @property
     def loss_text(self) -> str:
-        """Return the loss; JSON has no NaN."""
+        """The loss as text: JSON has no NaN."""
         return f"{self.loss:g}"
 
 
@@ -85,10 +88,17 @@ def num_examples(batch: Any) -> int:
 def make_again(
     options: Options, dataset: Data, device: str, state: Mapping[str, np.ndarray], batch: Any
 ) -> Again:
-    """Make a step from a state, the master variables by name, with a batch: (example, draws).
+    """Make a step on one device, with one tower and without XLA.
 
-    It is one tower's, without XLA and in one part. What fails of it is in `Again.reason`: who asks
-    has an error to report already.
+    Args:
+        options: of the run.
+        dataset: of the run.
+        device: of the step; the host, if that has too little memory.
+        state: {name: master variable} before the step.
+        batch: (example, draws).
+
+    Returns:
+        What was found; an error in the step is its `reason`: the caller reports one already.
     """
     for place in dict.fromkeys([device, HOST]):  # a GPU may be too small for all the batch
         try:
@@ -112,7 +122,7 @@ class _Step:
         self._trace = tf.function(self._ranges, autograph=False)
 
     def make(self, batch: Any) -> Again:
-        """Return what the step is of a batch."""
+        """Return what was found of a step with this batch."""
         size = num_examples(batch)
         ranges = [_range_of("variable", name, v) for name, v in self.state.items()]
         ranges = [found for found in ranges if found]
@@ -128,7 +138,7 @@ class _Step:
         return Again(ranges, not stuck, loss, fault)
 
     def _fault(self, ranges: Sequence[Range]) -> Fault | None:
-        """Return the first of all that is not finite, in the order in which it is computed."""
+        """Return the first tensor that is not finite, in the order of computation."""
         bad = [found for found in ranges if found.not_finite]
         layers = [found for found in bad if found.kind in ("layer", "loss")]
         first = [
@@ -142,14 +152,14 @@ class _Step:
         return Fault(first[0].kind, first[0].name, first[0].dtype, first[0].rows) if first else None
 
     def _call(self, batch: Any) -> tuple[bool, float, list[tuple[tuple, Any]]]:
-        """Make the step; the state is as it was after it."""
+        """Make the step, and restore the state."""
         masters = self.run.masters
         with kept([*masters.variables().values(), *masters.in_a_row]):
             loss, values = self._trace(*batch)
             return bool(masters.stuck()), float(loss), list(zip(self._names, values, strict=True))
 
     def _rows_at_fault(self, batch: Any) -> list[int]:
-        """Return which examples make a step of their own that is not finite, by halves."""
+        """Return by bisection which examples alone make a step that is not finite."""
         trials = 0
 
         def find(rows: range) -> list[int]:
@@ -170,7 +180,7 @@ class _Step:
             return []
 
     def _ranges(self, example: Any, draws: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
-        """Make a step; return its loss and what is known of each tensor in it."""
+        """Make a step; return its loss and the statistics of each tensor in it."""
         task, graph, seen = self.run.task, tf.compat.v1.get_default_graph(), []
         for name, part in zip(_PARTS, example, strict=False):
             leaves = [leaf for leaf in tf.nest.flatten(part) if leaf.dtype != tf.string]
@@ -212,7 +222,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _statistics(tensor: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Return least and greatest finite number, how many are not finite, of how many; its rows."""
+    """Return a tensor's finite range, how many numbers are not finite, its size, the bad rows."""
     finite = tf.math.is_finite(tensor)
     flat = tf.reshape(finite, [tf.shape(tensor)[0] if tensor.shape.rank else 1, -1])
     return {
@@ -232,7 +242,7 @@ def _numbers(values: Mapping[str, tf.Tensor]) -> tuple[float | None, float | Non
 
 
 def _rows(bad: tf.Tensor, size: int) -> list[int]:
-    """Return the rows of a batch that are bad, none of what has no row for each example."""
+    """Return the bad rows of a batch; [] for a tensor without a row for each example."""
     return np.flatnonzero(bad.numpy()).tolist() if len(bad) == size else []
 
 

@@ -1,6 +1,6 @@
 """Which evaluation of a run is the best: for early stopping, and for the checkpoint that is kept.
 
-`train_dir/best.json` holds it for whoever comes later:
+`train_dir/best.json` holds it:
 
     objective, direction   the metric, and "max" or "min"
     points                 [[step, examples, value], ...] of all evaluations, in order
@@ -18,19 +18,19 @@ NAME = "best.json"
 
 
 class Best:
-    """The evaluations of a run so far."""
+    """The evaluations of a run so far, and the best of them."""
 
     def __init__(
         self, folder: Path, objective: tuple[str, str], patience: float, keep: bool, step: int
     ):
-        """Read what stands there up to a step.
+        """Read the evaluations up to a step.
 
         Args:
             folder: of the run.
             objective: metric, and which is better: "max" or "min".
-            patience: examples after which a run ends that became no better; 0: never.
+            patience: examples without improvement after which a run ends; 0: it never does.
             keep: whether the best one's checkpoint is kept.
-            step: at which the run goes on; what came after it is evaluated again.
+            step: at which the run goes on; later evaluations are made again.
         """
         self._path = folder / NAME
         self._name, self._direction = objective
@@ -44,11 +44,11 @@ class Best:
         self._points = [p for p in points if same and p[0] <= step]
 
     def knows(self, step: int) -> bool:
-        """Tell whether there is a point after `step` updates."""
+        """Return whether there was an evaluation after `step` updates."""
         return any(point[0] == step for point in self._points)
 
     def add(self, step: int, examples: int, value: float | None) -> bool:
-        """Add an evaluation; return whether it is the best so far, the first of equal ones."""
+        """Add an evaluation; return whether it is the best so far; of equal ones the first is."""
         if self.knows(step):
             return self.step == step
         self._points.append([step, examples, value])
@@ -56,22 +56,24 @@ class Best:
 
     @property
     def step(self) -> int | None:
-        """The step of the best evaluation, None if there is none with a finite value."""
+        """The step of the best evaluation, None if none has a finite value."""
         sign = 1 if self._direction == "min" else -1
         known = [(sign * value, step) for step, _, value in self._points if _is_finite(value)]
         return min(known)[1] if known else None
 
     def is_over(self) -> bool:
-        """Tell whether the run has become no better for too long."""
+        """Return whether the run has not improved for too long."""
         if not self._patience or not self._points:
             return False
         best = next((n for step, n, _ in self._points if step == self.step), self._points[0][1])
         return self._points[-1][1] - best >= self._patience
 
     def write(self, say: Callable[[str], None] | None = None) -> None:
-        """Write the file, if anybody needs it; the best checkpoint is to be there before.
+        """Write best.json, if it is needed; the best checkpoint must be there before.
 
-        What cannot be written is told to `say`, if that is given: it is written again.
+        Args:
+            say: is given a line if the file cannot be written, and the next call tries again; None:
+                that raises RunError.
         """
         if not self._patience and not self._keep:
             return
@@ -86,13 +88,12 @@ class Best:
 
 
 def step_of(folder: Path) -> int | None:
-    """Return the step of the checkpoint that is the best of a run, None if none is kept as such."""
+    """Return the step of a run's best checkpoint, None if the run keeps none."""
     step = files.read_json(Path(folder) / NAME).get("step")
     return step if isinstance(step, int) else None
 
 
 def _is_point(found: object) -> bool:
-    """Tell whether something is [step, examples, value]."""
     kinds = (int, int, int | float | None)
     return isinstance(found, list) and len(found) == 3 and all(map(isinstance, found, kinds))
 

@@ -29,7 +29,7 @@ from towers.options.run import Options
 from towers.text import first_line
 from towers.training import fitting, flat
 from towers.training.guard import Guard
-from towers.training.logits import final_activation
+from towers.training.logits import final_activation, mirrored
 from towers.training.masters import (
     VARIABLES,
     Masters,
@@ -428,11 +428,26 @@ class Compiled(Task):
         assigned: list[tf.Variable] = []
         step = self.model.test_step if averaged else self._test_step_on_copies
         noted = tf_private.assignments_noted(assigned)
-        with noted, tf_private.outputs_watched(self.model, outputs.append):
+        with noted, self._flips(), tf_private.outputs_watched(self.model, outputs.append):
             logs = scalars(step(self._data(example, None)))
         if self.masters.averages and not averaged:
             self._of_averages.add_unknown(self._unknown(assigned))
         return logs, self._said(outputs[-1]) if outputs else None
+
+    def _flips(self) -> contextlib.AbstractContextManager:
+        """Call the model on images and their mirror images in the block, with `test_time_flip`."""
+
+        def make(call: Callable) -> Callable:
+            def call_twice(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+                if layer is not self.model:
+                    return call(layer, *args, **kwargs)
+                x, *rest = args
+                return mirrored(lambda images: call(layer, images, *rest, **kwargs), x)
+
+            return call_twice
+
+        flips = self.options.test_time_flip
+        return tf_private.layer_calls_replaced(make) if flips else contextlib.nullcontext()
 
     @functools.cached_property
     def _test_step_on_copies(self) -> Callable:

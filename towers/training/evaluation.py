@@ -1,4 +1,4 @@
-"""What an evaluation found: figures, and what the model said of each example."""
+"""What an evaluation found: figures, and the model's predictions."""
 
 import collections
 import contextlib
@@ -24,13 +24,13 @@ class Evaluation:
     """Figures over a whole split.
 
     Attributes:
-        metrics: {name: value}: "accuracy", "loss" (mean cross entropy in nats) of a classifier,
-            what a compiled model reports of any other; with "_ema" at the end of a name of the
-            moving average, None where there is none.
+        metrics: {name: value}: "accuracy" and "loss" (mean cross entropy in nats) of a classifier,
+            the metrics of a compiled model; those of the moving averages end in "_ema" (None
+            without).
         examples: how many there were.
-        class_accuracy: {class name: accuracy}, None for a class without examples; and
-            `class_accuracy_ema` that of the average. None where there are no classes.
-        predictions: what the model said, where there are classes. It is no figure.
+        class_accuracy: {class name: accuracy}, None for a class without examples, and
+            `class_accuracy_ema` that of the averages. None where there are no classes.
+        predictions: of the model, where there are classes. They are no figure.
     """
 
     metrics: Figures
@@ -40,7 +40,7 @@ class Evaluation:
     predictions: Predictions | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def figures(self) -> dict[str, Any]:
-        """Return what `towers evaluate --json` prints of it."""
+        """Return what `towers evaluate --json` prints."""
         found = dict(self.metrics)
         if self.class_accuracy is not None:
             found["class_accuracy"] = self.class_accuracy
@@ -48,7 +48,7 @@ class Evaluation:
         return found | {"examples": self.examples}
 
     def table(self) -> list[str]:
-        """Return the lines of a table for a person."""
+        """Return the figures as the lines of a table."""
         names = [name for name in self.metrics if not name.endswith("_ema")]
         rows = [(name, self.metrics[name], self.metrics.get(f"{name}_ema")) for name in names]
         ema = self.class_accuracy_ema or {}

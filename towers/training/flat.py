@@ -1,9 +1,9 @@
 """Many variables as a few, where an update runs on a GPU.
 
-To begin an op takes a GPU some microseconds, and Keras' update is a chain of ops for each variable,
-most of which are small. Those that are treated alike are joined: gradients, weights and slots are
-a vector each, Keras' own arithmetic runs once on them, and the parts are assigned, which starts
-nothing. Variables, slots and checkpoints stay as they are.
+To start a kernel takes a GPU some microseconds, and Keras' update is a chain of ops for each
+variable, most of which are small. Here variables that are treated alike are joined: their
+gradients, values and slots are one vector each, Keras' own arithmetic runs once on them, and the
+parts are assigned, which starts no kernel. Variables, slots and checkpoints stay as they are.
 
     gradients, weights = packed(gradients, weights, optimizer, is_decayed)
     apply(optimizer, gradients, weights)
@@ -11,7 +11,7 @@ nothing. Variables, slots and checkpoints stay as they are.
 TensorFlow's fused kernels (ResourceApplyKerasMomentum, ResourceApplyAdam) were the other way: one
 launch a variable, but for four of the twelve optimizers, and regularisation, norm, clipping and
 averages would still be chains of ops for each variable. On a CPU nothing is joined: there the
-copies cost more than the beginnings of ops, and SGD uses the fused kernels.
+copies cost more than starting ops, and SGD uses the fused kernels.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from towers.training.masters import now
 
 
 class Section(NamedTuple):
-    """Weights next to each other in a `Flat` that are regularised alike, as if they were one."""
+    """Weights next to each other in a `Flat` with the same regularisation, as if they were one."""
 
     value: tf.Tensor
     regularizer: Callable | None
@@ -40,8 +40,8 @@ class Section(NamedTuple):
 class Flat:
     """Several variables of one type on one device, as one vector while an update is computed.
 
-    It is read and assigned as a tf.Variable is; `write` hands the values out to the variables.
-    `sections` are the Keras variables in it, if they are weights, by how they are regularised.
+    It is read and assigned like a tf.Variable; `write` then assigns the parts to the variables. For
+    weights, `sections` groups the Keras variables by their regularisation.
     """
 
     constraint = None
@@ -57,7 +57,7 @@ class Flat:
 
     @property
     def value(self) -> "Flat":
-        """Return itself: it stands in for the Keras variable, too."""
+        """The vector itself: a `Flat` stands in for the Keras variable, too."""
         return self
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
@@ -86,12 +86,12 @@ class Flat:
             return pack(values)
 
     def split(self, vector: tf.Tensor) -> list[tf.Tensor]:
-        """Return the part of each variable, in its shape."""
+        """Return the part of a vector that belongs to each variable, in its shape."""
         with tf.device(self.device):
             return unpack(vector, self.variables)
 
     def by_section(self, fn: Callable, gradient: Any) -> Any:
-        """Return `fn(its part of the gradient, section)` of each `Section` as one vector."""
+        """Return `fn(part of the gradient, section)` for each `Section`, as one vector."""
         sizes = [sum(w.value.shape.num_elements() for w in own) for own in self.sections]
         parts, values = tf.split(gradient, sizes), tf.split(self._now, sizes)
         results = [
@@ -101,7 +101,7 @@ class Flat:
         return tf.concat(results, axis=0)
 
     def write(self, wanted: tf.Tensor | None = None) -> None:
-        """Give each variable its part; of what it was before, unless this is `wanted`."""
+        """Assign each variable its part; if `wanted`, a bool scalar, is False, its former value."""
         if wanted is not None:
             with tf.device(self.device):
                 self._now = tf.where(wanted, self._now, self._before)
@@ -116,12 +116,17 @@ def packed(
     is_decayed: Callable[[keras.Variable], bool],
     keep_sparse: bool = False,
 ) -> tuple[list[Any], list[Any]]:
-    """Return gradients and weights with a `Flat` in the place of those that can be joined.
+    """Return gradients and weights in which a `Flat` stands for those that can be joined.
 
-    The others stay as they are: those on CPUs, the large ones, those with a constraint or a
-    regulariser that does not go by elements, and all where the optimizer does not (LAMB).
-    `is_decayed` tells whether a decay beside the regulariser acts on the gradient of a weight.
-    `keep_sparse`: the optimizer is to square each row of a sparse gradient, not their sum.
+    On their own stay weights on CPUs, large ones, those with a constraint or a regulariser that
+    does not go by elements, and all if the optimizer does not (LAMB).
+
+    Args:
+        gradients: one for each weight: dense, sparse or None.
+        weights: Keras variables.
+        optimizer: that will update them.
+        is_decayed: returns whether an L2 penalty beside the regulariser acts on a weight.
+        keep_sparse: whether sparse gradients stay so: the optimizer squares each of their rows.
     """
 
     def kind(pair: tuple[Any, keras.Variable]) -> tuple | None:
@@ -168,9 +173,9 @@ def apply(
     weights: Sequence[Any] | None,
     finite: tf.Tensor | None = None,
 ) -> None:
-    """Let a Keras optimizer update weights, some of which may be `Flat`.
+    """Call a Keras optimizer's update on weights, some of which may be `Flat`.
 
-    Where `finite`, a bool scalar, is given and False, all is afterwards as it was before.
+    If `finite`, a bool scalar, is given and False, no variable changes.
     """
     flats = [weight for weight in weights or () if isinstance(weight, Flat)]
     slots, scope = [], keras.StatelessScope() if flats else contextlib.nullcontext()
@@ -201,7 +206,7 @@ def apply(
 
 @contextlib.contextmanager
 def _read_once(variables: Sequence[tf.Variable]) -> Iterator[None]:
-    """Let variables be read once in the block, unless they are assigned there.
+    """Read variables once in the block, unless they are assigned there.
 
     What an optimizer computes of them for each weight is then computed once, too, and they are sent
     once to each machine that holds weights.
@@ -230,11 +235,15 @@ def _read_once(variables: Sequence[tf.Variable]) -> Iterator[None]:
 def updates_joined(
     optimizers: Iterable[keras.optimizers.Optimizer], guarded: Callable
 ) -> Iterator[None]:
-    """Let Keras optimizers that are called in the block, as by a `train_step`, join weights.
+    """Join the weights of Keras optimizers that are called in the block, as by a `train_step`.
 
-    Each update goes through `guarded(optimizer, gradients, weights, update)`, which calls
-    `update(finite)`, as `apply` takes that. One whose updates are joined already is left alone.
-    An optimizer that is not built yet makes its slots beside the weights.
+    An optimizer that is not built yet makes its slots beside the weights. One whose updates are
+    joined already is left alone.
+
+    Args:
+        optimizers: of a model.
+        guarded: is called as `guarded(optimizer, gradients, weights, update)` for each update, and
+            calls `update(finite)`, see `apply`.
     """
     optimizers = [own for own in optimizers if "apply" not in vars(own)]
 
@@ -270,7 +279,7 @@ def updates_joined(
 
 
 def grouped(items: Sequence[Any], kind: Callable) -> list[list[Any]]:
-    """Return the items of each kind, in order; one of kind None is a group of its own."""
+    """Return the items of each kind, in order; an item whose kind is None is a group of its own."""
     groups: dict[Any, list[Any]] = {}
     for i, item in enumerate(items):
         groups.setdefault(kind(item) or i, []).append(item)
@@ -278,19 +287,19 @@ def grouped(items: Sequence[Any], kind: Callable) -> list[list[Any]]:
 
 
 def kind_of(variable: tf.Variable) -> tuple | None:
-    """Return what variables must have in common to be joined; None: this one stays alone."""
+    """Return what variables must have in common to be joined; None: this one cannot be."""
     if not is_gpu(variable.device) or is_large(variable) or not variable.dtype.is_floating:
         return None
     return variable.device, variable.dtype
 
 
 def joined(variables: Sequence[tf.Variable]) -> Any:
-    """Return variables of one kind as one: as a `Flat`, or that which is alone."""
+    """Return variables of one kind as a `Flat`; of a single one, itself."""
     return Flat(variables) if len(variables) > 1 else variables[0]
 
 
 def write(variable: Any) -> None:
-    """Give the variables of a `Flat` their parts; another one has its value."""
+    """Assign the variables of a `Flat` their parts; a single variable has its value already."""
     if isinstance(variable, Flat):
         variable.write()
 
@@ -298,7 +307,7 @@ def write(variable: Any) -> None:
 def put_back_unless(
     wanted: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]
 ) -> None:
-    """Let variables have the values `before` again, unless `wanted`: nothing waits for it."""
+    """Restore variables to `before` unless `wanted`, a bool scalar, without waiting for it."""
     if not variables:
         return
     pairs = list(zip(variables, before, strict=True))
@@ -315,13 +324,13 @@ def _is_variable(value: Any) -> bool:
 
 
 def _regularizer(weight: keras.Variable) -> Callable | None:
-    """Return the regulariser of a weight, its factors as numbers: L1's is a tensor on the host."""
+    """Return an L1L2 with numbers as factors: Keras' L1 has a tensor on the host."""
     own = factors(weight.regularizer)
     return keras.regularizers.L1L2(*own) if any(own) else None
 
 
 def factors(regularizer: Any) -> tuple[float, float] | None:
-    """Return the factors of L1 and L2, None if a regulariser is of another kind.
+    """Return the factors of L1 and L2; None if a regulariser is of another kind.
 
     Keras rounds them to float32, also for weights in float64.
     """

@@ -1,4 +1,4 @@
-"""What stands between Keras' own training step and the weights: no update that is not finite."""
+"""Keras' own training steps without non-finite updates."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,15 +22,20 @@ from towers.training.update import (
 
 
 class Guard:
-    """Lets the optimizers of one step of a compiled model update only what is finite.
+    """Skips non-finite updates of the optimizers in one step of a compiled model.
 
-    An update is left out if its gradients, those of an update before it in the step, or a loss so
-    far are not finite. A `LossScaleOptimizer` does so by itself while its scale is above 1. What an
-    optimizer does inside of a loop or a branch of the user's own is not seen.
+    An update is skipped if its gradients, those of an earlier update in the step, or a loss so far
+    are not finite. A `LossScaleOptimizer` does so itself while its scale is above 1. Updates inside
+    of a loop or a branch of the user's own are not seen.
     """
 
     def __init__(self, masters: Masters, on_update: Callable | None = None):
-        """Know nothing yet; `on_update(gradients, weights)` is told of each update."""
+        """Create the guard of a step that is being traced.
+
+        Args:
+            masters: what the step changes.
+            on_update: is called as `on_update(gradients, weights)` for each update.
+        """
         self.masters, self._on_update = masters, on_update
         self.graph = tf.compat.v1.get_default_graph()
         self._losses: list[tf.Tensor] = []
@@ -39,7 +44,7 @@ class Guard:
 
     @contextlib.contextmanager
     def losses_noted(self, model: keras.Model) -> Iterator[None]:
-        """Note each loss that a model computes in the block."""
+        """Record each loss that a model computes in the block."""
 
         def make(compute: Callable) -> Callable:
             def noting(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +65,7 @@ class Guard:
         weights: Sequence[keras.Variable],
         update: Callable,
     ) -> None:
-        """Make an update, as `flat.updates_joined` asks for it, if it is finite."""
+        """Make an update unless it is not finite; see `flat.updates_joined` for the arguments."""
         if not self._is_here():
             update()
             return
@@ -89,7 +94,14 @@ class Guard:
         num_examples: tf.Tensor,
         options: Options,
     ) -> None:
-        """Put back what was changed `before` a step was known to be bad; else move the averages."""
+        """Count the step and move the averages; restore `before` if the step was not finite.
+
+        Args:
+            loss: of the step.
+            before: (variable, its value before the step) of what may have changed.
+            num_examples: of the step.
+            options: `ema_decay` and `batch_size`.
+        """
         masters = self.masters
         of_loss = finite_now(masters, 0, tf.zeros([], loss.dtype), loss)
         finite = moves = _all([of_loss, *self._finite])
@@ -112,7 +124,7 @@ def _all(values: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def _total(losses: Sequence[tf.Tensor]) -> tf.Tensor | None:
-    """Return a scalar that is finite if all losses are."""
+    """Return a scalar that is finite if all losses are; None without losses."""
     if len(losses) < 2:
         return tf.reduce_sum(losses[0]) if losses else None
     return tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float64)) for loss in losses])

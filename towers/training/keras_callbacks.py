@@ -26,10 +26,11 @@ _K = keras.callbacks
 
 
 def load(names: str) -> list[_K.Callback]:
-    """Return the callbacks that the functions with these names, with commas between, return.
+    """Return the callbacks that functions return, which are named "module:function,module:other".
 
     Raises:
-        InputError: something else is returned, or what a run does by itself.
+        InputError: a function returns something else, or a callback that resumes, as a run does
+            itself.
     """
     found: list[_K.Callback] = []
     for name in filter(None, names.split(",")):
@@ -50,7 +51,7 @@ def load(names: str) -> list[_K.Callback]:
 
 
 class Callbacks:
-    """Calls the hooks of a run's callbacks, if it has any; false if not."""
+    """Calls the hooks of a run's Keras callbacks. It is false if there are none."""
 
     def __init__(self, callbacks: Sequence[_K.Callback], run: Run, timetable: Timetable):
         """Give each callback the model, whose weights are the run's, and the length of the run."""
@@ -72,11 +73,11 @@ class Callbacks:
         self._model.stop_training = False
 
     def __bool__(self) -> bool:
-        """Tell whether there are any."""
+        """Return whether there are any."""
         return self._list is not None
 
     def stopped(self) -> bool:
-        """Tell whether one of them has ended the run."""
+        """Return whether a callback has set `stop_training`."""
         return bool(self) and self._model.stop_training
 
     def begin_run(self) -> None:
@@ -85,7 +86,7 @@ class Callbacks:
         self._training = bool(self)
 
     def begin_step(self, step: int) -> None:
-        """Call what comes before a step, after `step` of them."""
+        """Call on_train_batch_begin after `step` steps, and on_epoch_begin if an epoch begins."""
         if not self._losses:
             self._call("on_epoch_begin", self._epoch(step))
         self._call("on_train_batch_begin", self._place(step))
@@ -102,7 +103,7 @@ class Callbacks:
     def end_epoch(self, step: int, evaluation: Evaluation | None) -> bool:
         """Call on_epoch_end if `step` ends an epoch or the run; return whether weights changed.
 
-        Its logs hold the mean of the steps' losses, and what an evaluation has just found.
+        Its logs hold the mean of the steps' losses, and the `evaluation` after this step.
         """
         ends = self._epoch(step) > self._epoch(step - 1) or step == self._timetable.last_step
         if not self or not ends:
@@ -118,7 +119,7 @@ class Callbacks:
         return bool(self) and self._changes_weights("on_train_end")
 
     def around(self, evaluate: Callable[..., Evaluation | None]) -> Callable:
-        """Return an evaluator between on_test_begin and on_test_end, as long as the run trains."""
+        """Return an evaluator that calls on_test_begin and on_test_end while the run trains."""
 
         def evaluated(stop: Callable[[], bool]) -> Evaluation | None:
             if not self._training:
@@ -134,12 +135,12 @@ class Callbacks:
         return self._timetable.examples(step) // self._timetable.train_size
 
     def _place(self, step: int) -> int:
-        """Return the number of steps that an epoch has had, after `step` of the run."""
+        """Return the number of steps that the epoch has had after `step` steps of the run."""
         size, batch_size = self._timetable.train_size, self._timetable.options.batch_size
         return self._timetable.examples(step) % size // batch_size
 
     def _call(self, hook: str, *args: Any) -> None:
-        """Call a hook of all callbacks; what it assigns to weights is theirs on all towers."""
+        """Call a hook of all callbacks; weights that it assigns are copied to all towers."""
         if not self:
             return
         model, lent = vars(self._model), "optimizer" not in vars(self._model)
@@ -175,6 +176,5 @@ class Callbacks:
 
 
 def _figures(evaluation: Evaluation | None) -> dict[str, float]:
-    """Return what an evaluation has found, {} if there was none."""
     found = evaluation.metrics if evaluation else {}
     return {name: value for name, value in found.items() if value is not None}

@@ -1,12 +1,15 @@
 """Logits: what a model ends in, read from the layer that makes an output, and their loss."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from towers import tf_private
+from towers.errors import InputError
 from towers.options.run import Options
 
 _layers = keras.layers
@@ -96,18 +99,24 @@ def _name(activation: object) -> str:
 
 
 def logits_of(model: keras.Model, inputs: Any, options: Options) -> Any:
-    """Return the outputs of a run's model for evaluation.
+    """Return the outputs of a run's model for evaluation, with `test_time_flip` of `mirrored`."""
+    call = functools.partial(model, training=False)
+    return mirrored(call, inputs) if options.test_time_flip else call(inputs)
 
-    With `test_time_flip` they are the mean of the logits of images and of their mirror images.
-    """
-    outputs = model(inputs, training=False)
-    if not options.test_time_flip:
-        return outputs
-    outputs, mirrored = (
-        tf.cast(logits, tf.float32) if logits.dtype.size < 4 else logits
-        for logits in (outputs, model(tf.reverse(inputs, [2]), training=False))
-    )
-    return (outputs + mirrored) / 2
+
+def mirrored(call: Callable, images: tf.Tensor) -> Any:
+    """Return the mean outputs of a model for images `[b, H, W, C]` and their mirror images."""
+
+    def mean(output: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+        if output.shape.rank != 2:
+            raise InputError(
+                f"--test_time_flip needs one row of numbers for each image, and the model's "
+                f"outputs have shape {output.shape}: leave it out"
+            )
+        dtype = tf.float32 if output.dtype.size < 4 else output.dtype
+        return (tf.cast(output, dtype) + tf.cast(other, dtype)) / 2
+
+    return tf.nest.map_structure(mean, call(images), call(tf.reverse(images, [2])))
 
 
 def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:

@@ -1,9 +1,9 @@
-"""The master variables: the one true copy of weights, slots and averages.
+"""What a step changes and a checkpoint holds: weights, optimizer slots, averages and counters.
 
-They lie on the host ("cpu"); or each weight with its slots and its average on one of the towers
-("sharded"); or on the first tower, with a copy of weights and slots on each other ("replicated").
-What is of no weight in particular lies on the host, but on the first GPU where weights are on GPUs:
-nothing then goes from there to the host in a step.
+Weights lie on the host ("cpu"); or each with its slots and its average on one of the towers
+("sharded"); or on the first tower, with a copy of weights and slots on each other tower
+("replicated"). Everything else lies on the host, but on the first GPU where weights are on GPUs:
+a step then copies nothing of it to the host.
 """
 
 import contextlib
@@ -24,11 +24,13 @@ INITIAL_LOSS_SCALE = 2.0**15
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-    """Weights and the optimizer that updates them; the first of a run's are the masters.
+    """Weights and the optimizer that updates them. The first of a run's are the masters.
 
-    `weights` are the model's trainable variables, or copies in that order; the optimizer has its
-    slots beside them, and what is of no weight in particular lies on `device`: as `examples`, the
-    number of those seen, int64, which the learning rate follows.
+    Attributes:
+        weights: the model's trainable variables, or copies of them in that order.
+        optimizer: has its slots beside the weights.
+        device: of everything else.
+        examples: how many were seen, int64; the learning rate follows it.
     """
 
     weights: Sequence[keras.Variable]
@@ -37,12 +39,12 @@ class Replica:
     examples: tf.Variable
 
     def variables(self) -> list[tf.Variable]:
-        """Return all that an update changes."""
+        """Return all variables that an update changes."""
         return [*(v.value for v in (*self.weights, *self.optimizer.variables)), self.examples]
 
 
 class Masters:
-    """All that a step changes and a checkpoint holds; it knows nothing of towers.
+    """All that a step changes and a checkpoint holds. It does not know of towers.
 
     Attributes:
         replicas: what each step updates: the masters, then the copies on other towers.
@@ -52,9 +54,9 @@ class Masters:
         examples: int64, examples seen so far: the clock of every schedule.
         loss_scale: float32, or None where the precision needs none.
         good_steps: int64, steps since the loss scale last changed.
-        in_a_row: int64, one where each replica is: steps in a row whose loss or gradient was not
-            finite, a loss scale that can still be lowered apart. At `limit` of them no further step
-            changes anything. It is of this process, and not saved.
+        in_a_row: int64, one on the device of each replica: non-finite steps in a row, without those
+            of a loss scale that can still be lowered. At `limit` of them no further step changes
+            anything. It belongs to this process, and is not saved.
     """
 
     def __init__(
@@ -90,25 +92,25 @@ class Masters:
         self._sums: list[Callable[[], tf.Tensor]] | None = None
 
     def statistics(self) -> list[tuple[tf.Variable, tf.Tensor]]:
-        """Return (variable, its value now) of all that an optimizer leaves alone."""
+        """Return (variable, its value now) of all model variables that no optimizer updates."""
         values = [v.value for v in variables_of(self.model) if not v.trainable]
         return [(v, now(v)) for v in values if v.dtype != tf.string]
 
     def stuck(self) -> tf.Tensor:
-        """Tell whether so many steps in a row were not finite that no more are made, a scalar."""
+        """Return whether the limit of non-finite steps in a row is reached, a bool scalar."""
         return self.in_a_row[0] >= self.limit
 
     def set_copies(self) -> None:
-        """Give the copies the values of the masters, after these were set."""
+        """Assign the masters' values to the copies."""
         values = self.replicas[0].variables()
         for replica in self.replicas[1:]:
             for variable, value in zip(replica.variables(), values, strict=True):
                 variable.assign(value)
 
     def make_copies_equal(self) -> tuple[str, str, str] | None:
-        """Give the copies the values of the masters if they have others.
+        """Assign the masters' values to the copies if they differ.
 
-        Each device adds up the bits of its own, and sends one number for each variable.
+        Each device adds up the bits of its own variables, and sends one number for each.
 
         Returns:
             (name, device of the masters, device of the copy) of the first that differed, or None.
@@ -127,7 +129,7 @@ class Masters:
         return None
 
     def variables(self) -> dict[str, tf.Variable]:
-        """Return every master variable by a name that does not depend on towers or devices."""
+        """Return every master variable by a name that depends neither on towers nor on devices."""
         named = [(f"model/{v.path}", v.value) for v in variables_of(self.model)]
         slots = [v for optimizer in self.optimizers for v in optimizer.variables]
         named += [(f"optimizer/{v.path}", v.value) for v in slots]
@@ -149,7 +151,7 @@ def not_finite(named: Mapping[str, Any]) -> list[str]:
 
 
 def by_unique_name(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return {name: value}; two layers may bear one name: the second is "name~2"."""
+    """Return {name: value}; of two values with one name the second is called "name~2"."""
     result: dict[str, Any] = {}
     for name, value in named:
         unique, count = name, 1
@@ -162,7 +164,7 @@ def by_unique_name(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def kept(variables: Iterable[Any]) -> Iterator[None]:
-    """Let variables have after the block the values that they had before."""
+    """Restore variables to their values of before when the block ends."""
     before = [(variable, variable.numpy()) for variable in variables]
     try:
         yield
@@ -172,15 +174,15 @@ def kept(variables: Iterable[Any]) -> Iterator[None]:
 
 
 def variables_of(model: keras.Model) -> list[keras.Variable]:
-    """Return the variables of a model; what the metrics of a compiled one count is not of it."""
+    """Return the variables of a model without those of its metrics."""
     metrics = {id(v) for v in model.metrics_variables} if model.compiled else ()
     return [v for v in model.variables if id(v) not in metrics]
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizer of a model, and others that it keeps as attributes, or in such.
+    """Return the optimizers of a model: its own, and those in its attributes, lists and dicts.
 
-    Those of models inside of it are among them if they have been used.
+    Those of models inside it are among them if they have been used.
     """
     found = list(_optimizers_in(vars(model)))
     for layer in tf_private.layers_of(model):
@@ -201,7 +203,7 @@ def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:
 
 
 def home_of(variables: str, devices: Sequence[str]) -> str:
-    """Return the device of what is of no weight in particular, and of what towers gather.
+    """Return the device of what towers gather, and of all variables that are no weights.
 
     Args:
         variables: one of VARIABLES.
@@ -221,7 +223,7 @@ def settle(variables: Iterable[keras.Variable], home: str) -> None:
 
 
 def place(weights: Sequence[keras.Variable], variables: str, devices: Sequence[str]) -> None:
-    """Move weights to where they are to lie; nothing may have read them before.
+    """Move weights to the devices that hold them; nothing may have read them before.
 
     Args:
         weights: of a model, on the host.
@@ -248,13 +250,13 @@ def copies_on(
 
 
 def counter(name: str, device: str) -> tf.Variable:
-    """Return a new counter, int64, which is 0."""
+    """Return a new int64 variable on a device, 0 at first."""
     with tf.device(device):
         return tf.Variable(0, trainable=False, dtype=tf.int64, name=name)
 
 
 def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> None:
-    """Move each weight to one of the devices, the largest first, each to where the least lies."""
+    """Move each weight to a device, the largest first, each to where the fewest bytes lie."""
     held = dict.fromkeys(devices, 0)
     for weight in sorted(weights, key=lambda v: -_num_bytes(v)):
         device = min(held, key=lambda name: held[name])
@@ -263,7 +265,7 @@ def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> None:
 
 
 def move(variable: keras.Variable, device: str) -> None:
-    """Move a Keras variable's value to a device, if it is elsewhere; nothing may have read it."""
+    """Move a Keras variable's value to a device; nothing may have read it."""
     before = tf_private.value_of(variable)  # its own, whatever a scope reads in its place
     if is_device(before.device, device):
         return
@@ -273,7 +275,7 @@ def move(variable: keras.Variable, device: str) -> None:
 
 
 def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]:
-    """Return copies of the weights on a device, of the same paths: optimizers may go by them."""
+    """Return copies of the weights on a device, with the same paths: optimizers may go by them."""
     copies = []
     for weight in weights:
         with tf.device(device), contextlib.ExitStack() as scopes:
@@ -288,7 +290,7 @@ def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]
 
 
 def _sums_of_bits(replica: Replica) -> Callable[[], tf.Tensor]:
-    """Return a function that gives the sum of the bits of each variable as integers, int64."""
+    """Return a function that returns, for each variable, the sum of its bits as integers, int64."""
     variables = replica.variables()
     of_size = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 
@@ -305,13 +307,13 @@ def _sums_of_bits(replica: Replica) -> Callable[[], tf.Tensor]:
 
 
 def copy_beside(variable: tf.Variable) -> tf.Variable:
-    """Return a new variable of the same value on the same device."""
+    """Return a new variable with the same value on the same device."""
     with tf.device(variable.device):
         return tf.Variable(variable, trainable=False, name="average")
 
 
 def now(variable: tf.Variable) -> tf.Tensor:
-    """Return the value of a variable where it is; later assignments change nothing of it."""
+    """Return a variable's value on its device, which later assignments do not change."""
     with tf.device(variable.device):
         return tf.identity(variable)
 

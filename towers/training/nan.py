@@ -1,7 +1,7 @@
-"""A step that is not finite: what it was, where that began, and how the run goes on.
+"""A non-finite step: what it was, where that began, and how the run goes on.
 
-No update was made of it (`update.py`, `guard.py`): the masters are the state before it. That and
-the batch are written to train_dir/nan, of which `towers replay` makes the step again.
+No update was made of it (`update.py`, `guard.py`): the masters are the state before it. That state
+and the batch are written to train_dir/nan, from which `towers replay` makes the step again.
 """
 
 import dataclasses
@@ -29,31 +29,33 @@ _SHOWN = 5  # rows in a line
 
 
 class Rollback(Exception):
-    """The run is to go on from its last checkpoint, which a line says."""
+    """Raised where the run is to go on from an earlier checkpoint; its text says so."""
 
 
 class NotFinite(RunError):
-    """The run ends; what there is to keep of the step lies in train_dir/nan."""
+    """Raised where a non-finite step or weight ends the run."""
 
 
 class Alarm:
-    """Looks after each call of the train loop whether its steps were finite."""
+    """Checks after each call of the train loop whether its steps were finite."""
 
     def __init__(self, run: Run, folder: Path, timetable: Timetable, say: Callable[[str], None]):
-        """Have seen nothing yet."""
+        """Create the alarm of a run; `say` prints a line."""
         self.run, self.folder, self._timetable, self._say = run, folder, timetable, say
         self._last: Mapping[str, Any] = {}
         self._num_skipped = run.task.num_skipped()
 
     def look(self, values: Mapping[str, Any], step: int, now: bool) -> None:
-        """Say what was skipped up to `step`, and end the run if it is stuck.
+        """Report skipped steps, and end the run if its steps are not finite.
 
-        GPUs would have to be waited for. Unless it is to be known `now`, they are asked for what
-        they had to say after the call before.
+        Args:
+            values: what the train loop returned.
+            step: steps done.
+            now: whether to wait for GPUs; else they are asked about the call before.
 
         Raises:
             NotFinite: a step was not, and the run ends.
-            Rollback: it was not, and the run goes on from its last checkpoint.
+            Rollback: it was not, and the run goes on from an earlier checkpoint.
         """
         asked = values if now or "batch" in values else self._last
         self._last = values
@@ -68,7 +70,7 @@ class Alarm:
             self._end(values.get("batch"))
 
     def check_weights(self, step: int) -> None:
-        """Raise what `look` does if a master variable is infinite or NaN after so many steps."""
+        """Raise what `look` does if a master variable is infinite or NaN after `step` steps."""
         self.look(self._last, step, now=True)
         if names := not_finite(self.run.masters.variables()):
             line = f"{names[0]} is infinite or NaN after {step} steps"
@@ -77,7 +79,7 @@ class Alarm:
                            "state before")  # fmt: skip
 
     def _end(self, batch: Any) -> None:
-        """Write what is known of the step, and raise."""
+        """Write what is known of the step, and raise NotFinite or Rollback."""
         run, masters = self.run, self.run.masters
         step, examples = int(masters.step.numpy()), int(masters.examples.numpy())
         # Of GPUs' steps, and of rows, it is made again: a pure function of the step.
@@ -126,7 +128,7 @@ class Alarm:
         return report
 
     def _go_back(self, step: int, line: str) -> None:
-        """Raise Rollback if the run is to go on so; note it before."""
+        """Record and raise a Rollback, if the run is to go on so."""
         if self.run.options.on_nan != "rollback":
             return
         found = rollbacks(self.folder)
@@ -143,10 +145,11 @@ class Alarm:
         )
 
     def _last_good(self, step: int, before: list[dict[str, int]]) -> int | None:
-        """Return the checkpoint to go back to, None if there is none.
+        """Return the step of the checkpoint to go back to, None if there is none.
 
-        The state right before a bad step is not good, whatever the rate; nor was that of which the
-        same step was bad again. Checkpoints of stops do not count: a run without them is the same.
+        The state right before a bad step is no good, whatever the rate; nor is one after which the
+        same step was bad again. Only regular checkpoints count where there are some, not those of
+        stops: the result does not depend on where a run was stopped.
         """
         bound = before[-1]["to"] if before and before[-1]["step"] == step else step
         every = self.run.options.checkpoint_every_steps
@@ -159,7 +162,7 @@ class Alarm:
 
 
 def put_aside(folder: Path, step: int) -> None:
-    """Move the checkpoints after a step to train_dir/nan: a run goes on from the newest."""
+    """Move the checkpoints after a step to train_dir/nan, so that the run goes on from this one."""
     for number, prefix in checkpoint.find(folder / "checkpoints"):
         found = Path(prefix)
         for path in sorted(found.parent.glob(f"{found.name}.*"))[::-1] if number > step else ():
@@ -167,12 +170,12 @@ def put_aside(folder: Path, step: int) -> None:
 
 
 def rollbacks(folder: Path) -> list[dict[str, int]]:
-    """Return what was rolled back in a run: the bad step, and where it went on."""
+    """Return the rollbacks of a run: "step", which was bad, "to", and the "examples" seen there."""
     return list(files.read_json(folder / FOLDER / ROLLBACKS).get("rollbacks", []))
 
 
 def resumed(run: Run, folder: Path, restored: int | None) -> Run:
-    """Return a run whose learning rate is lowered as it was rolled back; write nothing.
+    """Return the run with its learning rate lowered by its rollbacks; nothing is written.
 
     Raises:
         InputError: --on_nan=rollback, and the learning rate cannot be lowered.
@@ -200,7 +203,7 @@ def resumed(run: Run, folder: Path, restored: int | None) -> Run:
 
 
 def write(folder: Path, variables: Mapping[str, Any], batch: Any, report: Mapping) -> None:
-    """Write the state before a step, its batch and what is known of it to train_dir/nan."""
+    """Write the state before a step, its batch and the report on it to train_dir/nan."""
     own = folder / FOLDER
     own.mkdir(parents=True, exist_ok=True)
     (own / REPORT).unlink(missing_ok=True)  # written last: with it, all is there
@@ -221,7 +224,7 @@ def write(folder: Path, variables: Mapping[str, Any], batch: Any, report: Mappin
 
 
 def read_report(folder: Path) -> dict[str, Any]:
-    """Return what was written of the step of a run that was not finite.
+    """Return the report on the run's non-finite step.
 
     Raises:
         InputError: there is none.
@@ -236,9 +239,11 @@ def read_report(folder: Path) -> dict[str, Any]:
 
 
 def read(folder: Path, spec: Any) -> tuple[dict[str, np.ndarray], Any]:
-    """Return the state before that step, the master variables by name, and its batch.
+    """Return the state before that step, {name: master variable}, and its batch.
 
-    `spec` is the structure of a batch.
+    Args:
+        folder: of the run.
+        spec: the structure of a batch.
 
     Raises:
         InputError: what was written is damaged.
@@ -266,7 +271,7 @@ def read(folder: Path, spec: Any) -> tuple[dict[str, np.ndarray], Any]:
 
 
 def numbers_of(run: Run, step: int, examples: int, size: int) -> tuple[np.ndarray, str]:
-    """Return a number for each example of a step's batch, and of what these are the numbers."""
+    """Return a number for each example of a step's batch, and in words what is numbered."""
     split = run.data.train
     if hasattr(split, "train_rows"):
         given = dict(seed=run.options.seed, step=step, examples=examples)
@@ -276,7 +281,7 @@ def numbers_of(run: Run, step: int, examples: int, size: int) -> tuple[np.ndarra
 
 
 def tower_of(row: int, size: int, run: Run) -> int:
-    """Return the tower that had a row of a batch of this size."""
+    """Return which tower had a row of a batch of `size` examples."""
     stop, number, num_towers = 0, -1, len(run.builder.devices)
     for part in _sizes(size, run.builder.accumulate_steps):
         for slice_size in _sizes(part, num_towers):
@@ -305,7 +310,7 @@ def _of_rows(rows: list[int], what: str, size: int) -> str:
 
 
 def _described(fault: Fault | None, of_rows: str) -> str:
-    """Return where a step's first number that is not finite is."""
+    """Return in words where a step's first non-finite number is."""
     if fault is None:
         return "on one device it does not come again"
     of_rows = f" {of_rows}" if of_rows else ""

@@ -1,4 +1,4 @@
-"""What training and evaluation both stand on: towers, data, model and master variables of a run."""
+"""Builds a run from its options: towers, data, model and master variables."""
 
 import dataclasses
 import functools
@@ -39,11 +39,15 @@ Stored = Callable[[], OnTowers | RemoteFiles | None]
 class Run:
     """The parts of a run, built from its options.
 
-    `total_epochs` is what the schedules go over, and `total_examples` where the run ends, unless
-    `max_steps` ends it before; `doubts` is what the builder says of the towers' function;
-    `left_open` are options as they were given, which the devices decide anew in each process;
-    from each of the numbers of examples `lowered_at` on, the learning rate is half as high.
-    `stored` returns the training set where the towers are, copied there when it is first called.
+    Attributes:
+        options, builder, data, masters, task: the parts.
+        stored: returns the training set where the towers are, copied there by its first call; None
+            if each step is sent its examples.
+        total_epochs: what schedules go over.
+        total_examples: where the run ends, unless `max_steps` ends it before.
+        doubts: lines of the builder about the towers' function.
+        left_open: options as they were given that the devices decide anew in each process.
+        lowered_at: numbers of examples, from each of which on the learning rate is half as high.
     """
 
     options: Options
@@ -59,23 +63,23 @@ class Run:
     lowered_at: Sequence[int] = ()
 
     def train_loop(self, *, telemetry: bool = True) -> Callable:
-        """Return `step.make_train_loop` of this run."""
+        """Return the run's `step.TrainLoop`."""
         parts = self.builder, self.train_step(), self.task.step_names
         return make_train_loop(*parts, telemetry=telemetry, masters=self.masters)
 
     @property
     def on_towers(self) -> OnTowers | RemoteFiles | None:
-        """The training set where the towers are, None if each step is sent its examples."""
+        """See `stored`."""
         return self.stored()
 
     def batches(self, step: int, examples: int) -> tf.data.Dataset:
-        """Return what the train loop takes from a step on: batches, or rows of what towers have."""
+        """Return the batches from a step on, or the rows of those that towers hold already."""
         source = self.on_towers or self.data.train
         size, seed = self.options.batch_size, self.options.seed
         return source.train_batches(size, seed=seed, step=step, examples=examples)
 
     def train_step(self) -> Callable:
-        """Return `Task.make_train_step` of this run, which takes rows for examples, too."""
+        """Return `Task.make_train_step` of this run, which also takes row numbers for examples."""
         of_examples = self.task.make_train_step(self.learning_rate)
 
         def train_step(example: Any, draws: tf.Tensor, **keywords: Any) -> tuple:
@@ -89,27 +93,27 @@ class Run:
         return train_step
 
     def splits(self) -> dict[str, Split]:
-        """Return the parts of the data set by name."""
+        """Return {"train", "test" and perhaps "validation": split}."""
         found = {"train": self.data.train, "test": self.data.test}
         return found | ({"validation": v} if (v := self.data.validation) else {})
 
     def learning_rate(self, examples: tf.Tensor) -> tf.Tensor:
-        """Return the learning rate after so many examples, a float64 scalar."""
+        """Return the learning rate after a number of examples, a float64 scalar."""
         rate = rate_of(self.options, self.data.train.size)(examples)
         for start in self.lowered_at:
             rate *= tf.where(examples >= start, tf.constant(0.5, rate.dtype), 1.0)
         return rate
 
     def rehearse(self, batch: Any) -> Rehearsal:
-        """Return what is known of the towers' function, tried on a batch of a step.
+        """Try the towers' function on a batch, and return what was found out about it.
 
-        To be called before the step is traced, which else tries it on made-up examples.
+        To be called before the step is traced, which would try it on made-up examples.
         """
         example, draws = batch
         return self.task.rehearse(*example, draws)
 
     def timetable(self) -> Timetable:
-        """Return the calendar from where the master variables are to the end of the run."""
+        """Return the timetable from the masters' step to the end of the run."""
         step, examples = int(self.masters.step.numpy()), int(self.masters.examples.numpy())
         left = math.ceil((self.total_examples - examples) / self.options.batch_size)
         if self.options.max_steps:
@@ -118,7 +122,12 @@ class Run:
 
 
 def length_of(options: Options, size: int) -> tuple[float, int]:
-    """Return epochs of `size` examples, which schedules go over, and examples where a run ends."""
+    """Return the epochs that schedules go over, and the examples where a run ends.
+
+    Args:
+        options: of the run.
+        size: of the training set.
+    """
     if options.num_epochs or not options.max_steps:
         total_epochs = options.num_epochs or DEFAULT_EPOCHS
         return total_epochs, max(round(total_epochs * size), 1)
@@ -127,7 +136,12 @@ def length_of(options: Options, size: int) -> tuple[float, int]:
 
 
 def rate_of(options: Options, size: int) -> Callable[[Any], tf.Tensor]:
-    """Return the learning rate of a run, with epochs of `size` examples, by examples seen."""
+    """Return a function from examples seen to the learning rate.
+
+    Args:
+        options: of the run.
+        size: of the training set.
+    """
     rate_at = schedule(
         options.schedule,
         peak=options.learning_rate,
@@ -140,7 +154,7 @@ def rate_of(options: Options, size: int) -> Callable[[Any], tf.Tensor]:
 
 
 def prepare(options: Options) -> Run:
-    """Build what `options` describe.
+    """Build the run that `options` describe.
 
     Raises:
         InputError: a device, the data or the model cannot be had as the options say.
@@ -150,7 +164,7 @@ def prepare(options: Options) -> Run:
 
 
 def find(options: Options) -> tuple[list[str], Data]:
-    """Return the towers' devices and the data set; raise what `prepare` raises."""
+    """Return the towers' devices and the data set; raises what `prepare` raises."""
     tf_private.refuse_fork()
     devices.configure(**dataclasses.asdict(options.gpu_options()))
     if selection.asks_for_cpus(options.devices):
@@ -160,7 +174,7 @@ def find(options: Options) -> tuple[list[str], Data]:
 
 
 def tower_devices(options: Options) -> list[str]:
-    """Return the towers' devices, on this machine or on other ones.
+    """Return the towers' devices, on this machine or on others.
 
     Raises:
         InputError: they cannot be had.
@@ -171,16 +185,16 @@ def tower_devices(options: Options) -> list[str]:
 
 
 def load_data(options: Options, say: Callable[[str], None] | None = None) -> Data:
-    """Return the data set, whose training set is paired if examples are to be mixed.
+    """Return the data set; its examples come in pairs if they are to be mixed.
 
     Args:
         options: of the run.
-        say: prints a line. With it nothing is downloaded: images drawn in code stand in for what
-            is not at hand, since what is to be found out depends on no image.
+        say: prints a line. If given, nothing is downloaded: images drawn in code stand in for a
+            data set that is not at hand, which is enough where no number depends on the images.
 
     Raises:
-        InputError: the data set cannot be had.
-        RunError: the data set cannot be read.
+        InputError: there is no such data set.
+        RunError: it cannot be read.
     """
     name, folder = options.dataset, options.data_dir or None
     with one_line_errors(options):
@@ -204,11 +218,15 @@ def assemble(
     exact: bool = False,
     stored: Stored | None = None,
 ) -> Run:
-    """Build a run on these devices, one for each tower, with this data.
+    """Build a run on devices, one for each tower, with a data set.
 
-    `loss_scaling` tells whether there is a loss scale; None: if the precision needs one. With
-    `exact`, layers that ask for another floating type than float64 get it, too, in float64.
-    `stored` is that of a run on the same devices with the same data, which then share one copy.
+    Args:
+        options: of the run.
+        device_names: one for each tower.
+        dataset: what it trains on.
+        loss_scaling: whether there is a loss scale; None: if the precision needs one.
+        exact: with float64, whether layers that ask for another floating type get float64, too.
+        stored: that of a run on the same devices with the same data: both share one copy.
 
     Raises:
         InputError: the model cannot be had as the options say, or has nothing to train.
@@ -253,8 +271,6 @@ def assemble(
 def _stored(
     split: Split, names: Sequence[str], options: Options
 ) -> Stored:
-    """Return a function that copies a split to the towers, or looks for it there, once."""
-
     @functools.cache
     def stored() -> OnTowers | RemoteFiles | None:
         found = remote_files.find(split, names, options.batch_size, options.accumulate_steps)
@@ -264,7 +280,7 @@ def _stored(
 
 
 def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) -> str:
-    """Return where the masters are to lie, as `--variables` or by default."""
+    """Return where weights lie, as `--variables` says or by default."""
     found, far = options.variables, are_remote(device_names)
     if found == "default":
         return kind.default_on_gpus if are_gpus(device_names) and not far else VARIABLES[0]
@@ -282,7 +298,7 @@ def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) 
 
 
 def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
-    """Return the model, compiled if its function or flags say so, and how images come to it."""
+    """Return the model, compiled if function or flags say so, and options with its `augment`."""
     # "auto" may be another kind for a compiled model; images have the same shape in both.
     kind = augment.resolve(options.augment, dataset, compiled=False)
     try:
@@ -307,21 +323,22 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
         own = dataclasses.replace(options, augment=kind)
         x = model.prepared(own, dataset.spec[0], dataset.image_shape)
         model.check_classifier(network, options.model, dataset.num_classes, x, dataset.no_classes)
-    _check_flips(network.compiled, options, dataset)
+    if options.test_time_flip:
+        if dataset.image_shape is None:
+            raise InputError(
+                f"--test_time_flip is for images, and {dataset.name} has none; leave it out"
+            )
+        for output in getattr(network, "outputs", None) or []:
+            if len(output.shape) != 2:
+                raise InputError(
+                    f"--test_time_flip needs one row of numbers for each image, and outputs of "
+                    f"{options.model} have shape {output.shape}: leave it out"
+                )
     return network, dataclasses.replace(options, augment=kind)
 
 
-def _check_flips(compiled: bool, options: Options, dataset: Data) -> None:
-    """Refuse mirror images in evaluation where there are no logits of images."""
-    if options.test_time_flip and (compiled or dataset.image_shape is None):
-        what = "a compiled model" if compiled else f"{dataset.name}, which has none"
-        raise InputError(
-            f"--test_time_flip is for the logits of images, not for {what}; leave it out"
-        )
-
-
 def _check_batch(options: Options, dataset: Data) -> None:
-    """Refuse a batch that the host could not hold, before any of it is read."""
+    """Refuse a batch that the host cannot hold, before it is read."""
     leaves = tf.nest.flatten(dataset.spec)
     each = sum(leaf.shape.num_elements() * (leaf.dtype.size or 1) for leaf in leaves)
     needed, there = options.batch_size * each, memory.of_host()
@@ -333,7 +350,7 @@ def _check_batch(options: Options, dataset: Data) -> None:
 
 
 def _check_validation(options: Options, dataset: Data) -> None:
-    """Refuse to stop early or to choose the best without data for it."""
+    """Refuse early stopping and keeping the best without validation data."""
     for name in ("keep_best", "early_stopping_epochs"):
         value = getattr(options, name)
         if value and not dataset.validation:
@@ -351,7 +368,7 @@ def _check_validation(options: Options, dataset: Data) -> None:
 def _make_masters(
     network: keras.Model, device_names: Sequence[str], options: Options, loss_scaling: bool
 ) -> Masters:
-    """Put the master variables where `options.variables` says, with their optimizer."""
+    """Place the weights as `options.variables` says, and make their optimizers."""
     weights = network.trainable_variables
     home = home_of(options.variables, device_names)
     settle(network.non_trainable_variables, home)

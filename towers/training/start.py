@@ -43,10 +43,15 @@ _MAY_DEPEND = "may depend on the number of towers"
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """A run before its next step, and what that step needs.
+    """A run that is ready for its next step.
 
-    `restored` is the step of the checkpoint that it goes on with, None for a new run; the train
-    loop is traced, and `sampler` gives out its batches once more, to look at.
+    Attributes:
+        run, folder, checkpoints, timetable: its parts.
+        restored: step of the checkpoint that it goes on with; None: it is a new run.
+        train_loop: traced.
+        batches: iterator of what the loop takes.
+        sampler: gives out batches once more, for pictures.
+        placement: of the ops of a step.
     """
 
     run: Run
@@ -60,7 +65,7 @@ class Start:
     placement: Placement
 
     def steps_done(self) -> int:
-        """Return the number of updates that the master variables have had."""
+        """Return the number of updates so far."""
         return int(self.run.masters.step.numpy())
 
     def largest_batch(self) -> int:
@@ -69,7 +74,7 @@ class Start:
 
 
 def build(options: Options, say: Say) -> Run:
-    """Build the run, its variables where they are fastest if the options leave that open.
+    """Build the run; if the options leave open where variables lie, find the fastest place.
 
     Raises:
         InputError: a device, the data or the model cannot be had as the options say.
@@ -91,11 +96,11 @@ def build(options: Options, say: Say) -> Run:
 def _fastest(
     options: Options, device_names: Sequence[str], dataset: Data, say: Say
 ) -> tuple[Options, Stored | None]:
-    """Return the options with that `variables` which makes the steps of this run fastest.
+    """Return the options with the `variables` that make this run's steps fastest, and its data.
 
-    Each is tried on a model of its own, beside the fastest so far, window by window; on GPUs the
-    best of them also with XLA. All share one copy of the data, which is returned for the run; a
-    model that was slower is dropped before the next is built, so that there are never three.
+    Each placement is tried on a model of its own, beside the fastest so far, window by window; on
+    GPUs the best of them also with XLA. All share one copy of the data. A slower model is dropped
+    before the next is built, so that there are never three.
     """
     gpus = are_gpus(device_names)
     if len(device_names) == 1 and not gpus:
@@ -104,65 +109,45 @@ def _fastest(
     first = dataclasses.replace(options, variables=VARIABLES[0])
     run = assemble(first, device_names, dataset)  # its errors are the run's own
     stored, placements = run.stored, run.task.placements
-    best = _Candidate(VARIABLES[0], first, _window(run))
+    best, name, window = first, VARIABLES[0], _window(run)
     del run
+    rates: dict[str, float] = {}
 
-    def tried(label: str, name: str, **changed: Any) -> _Candidate | None:
+    def measure(windows: Mapping[str, Callable[[], float]]) -> None:
+        rounds = [[own() for own in windows.values()] for _ in range(TRIALS)]
+        rates.update(zip(windows, map(statistics.median, zip(*rounds, strict=True)), strict=True))
+
+    def compare(label: str, other_name: str, **changed: Any) -> None:
+        nonlocal best, name, window
         gc.collect()  # of the last loser, or of one that failed
-        own = dataclasses.replace(options, **changed)
+        other = dataclasses.replace(options, **changed)
         try:
-            with one_line_errors(own):
-                run = assemble(own, device_names, dataset, stored=stored)
-                return _Candidate(name, own, _window(run))
+            with one_line_errors(other):
+                other_window = _window(assemble(other, device_names, dataset, stored=stored))
         except (InputError, RunError, ValueError, tf.errors.OpError) as error:
-            say(f"{label:12}not {name}: {first_line(error)}")
-            return None
+            say(f"{label:12}not {other_name}: {first_line(error)}")
+            return
+        measure({name: window, other_name: other_window})
+        if rates[other_name] > rates[name]:
+            best, name, window = other, other_name, other_window
+
+    def figures() -> str:
+        shown = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+        return f"examples/s, median of {TRIALS} windows: {shown}"
 
     # On one GPU all but the first are one: everything lies there.
-    others = placements[1:] if len(device_names) > 1 else placements[-1:]
-    rates: dict[str, float] = {}
-    for mode in others:
-        best = _faster(best, tried("variables", mode, variables=mode), rates)
-    say(f"variables   {best.name}, the fastest; {_figures(rates or _rates(best))}")
-    options = best.options
+    for mode in placements[1:] if len(device_names) > 1 else placements[-1:]:
+        compare("variables", mode, variables=mode)
+    if not rates:
+        measure({name: window})
+    say(f"variables   {name}, the fastest; {figures()}")
     if gpus and not options.jit_compile:
-        best = dataclasses.replace(best, name="not compiled")
-        by_xla = tried("XLA", "compiled", variables=options.variables, jit_compile=True)
-        if by_xla:
-            rates = {}
-            best = _faster(best, by_xla, rates)
-            say(f"XLA         {best.name}, the faster; {_figures(rates)}")
-            options = best.options
-    return options, stored
-
-
-@dataclasses.dataclass(frozen=True)
-class _Candidate:
-    """Options that are tried; `window` trains with them for a while and returns examples/s."""
-
-    name: str
-    options: Options
-    window: Callable[[], float]
-
-
-def _faster(best: _Candidate, other: _Candidate | None, rates: dict[str, float]) -> _Candidate:
-    """Return the faster of two, whose windows take turns; note the rates of both."""
-    if other is None:
-        return best
-    rates |= _rates(best, other)
-    return max(best, other, key=lambda candidate: rates[candidate.name])
-
-
-def _rates(*candidates: _Candidate) -> dict[str, float]:
-    """Return the examples/s of each, the median of windows that take turns."""
-    rounds = [[candidate.window() for candidate in candidates] for _ in range(TRIALS)]
-    medians = map(statistics.median, zip(*rounds, strict=True))
-    return dict(zip((candidate.name for candidate in candidates), medians, strict=True))
-
-
-def _figures(rates: Mapping[str, float]) -> str:
-    figures = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
-    return f"examples/s, median of {TRIALS} windows: {figures}"
+        name = "not compiled"
+        rates.clear()
+        compare("XLA", "compiled", variables=best.variables, jit_compile=True)
+        if rates:
+            say(f"XLA         {name}, the faster; {figures()}")
+    return best, stored
 
 
 def _window(run: Run) -> Callable[[], float]:
@@ -218,7 +203,17 @@ def begin(
     watch: Watch,
     say: Say,
 ) -> Start:
-    """Build and place the graph, say what there is to say, and make the folder that of this run."""
+    """Build the graph, check and report where it runs, and write the head of the run's folder.
+
+    Args:
+        run: built, its variables restored.
+        folder: the run's `train_dir`.
+        lock: of that folder, which is taken.
+        checkpoints: of that folder.
+        restored: step of the checkpoint that the run goes on with; None: it is a new one.
+        watch: answers signals while the first batch is read.
+        say: prints a line.
+    """
     options, timetable, train_loop = run.options, run.timetable(), run.train_loop()
     if restored is None and options.init_from:
         for line in init_from(run.masters, options.init_from):
@@ -273,7 +268,7 @@ def _open_root(
     placement: Placement,
     graph: tf.Graph,
 ) -> None:
-    """Write what TensorBoard shows of the whole run: layout, texts and the graph of a step."""
+    """Write what TensorBoard shows of the whole run: chart layout, texts, a step's graph."""
     summary: list[str] = []
     run.masters.model.summary(line_length=100, print_fn=lambda line, **_: summary.append(line))
     texts = {
@@ -292,7 +287,7 @@ def _open_root(
 def _place(
     run: Run, train_loop: Callable, batches: Iterator, say: Say
 ) -> tuple[Placement, list[str]]:
-    """Build the graph of a step, and say where TensorFlow put it; return that and what was said."""
+    """Build the graph of a step and report where TensorFlow put its ops; return both."""
     options, towers = run.options, run.builder.devices
     say(f"building    the graph of {count(len(towers), 'tower')} ...")
     with one_line_errors(options):
@@ -315,7 +310,7 @@ def _place(
 
 
 def _check_numbers(run: Run, placement: Placement, batch: Batch, say: Say) -> list[str]:
-    """Say what makes the numbers depend on the number of towers; return these lines."""
+    """Report what makes the numbers depend on the number of towers; return the lines."""
     if run.builder.num_slices == 1:
         return []
     found = list(run.doubts)

@@ -20,15 +20,20 @@ def make_train_loop(
     telemetry: bool = True,
     masters: Masters | None = None,
 ) -> "TrainLoop":
-    """Return `train_loop(iterator, num_steps)`, one compiled call that makes `num_steps` steps.
+    """Return a `TrainLoop`: `train_loop(iterator, num_steps)` makes `num_steps` steps in one call.
 
-    It returns the scalars `names` of its last step, as `Task.make_train_step` has them; with
-    telemetry those of a measured one, and seconds as sums over its steps: those of the train step,
+    It returns the scalars `names` of its last step. With telemetry it also returns those of a
+    measured step, and seconds as sums over its steps: those of the train step,
     "input_wait_seconds", and "update_seconds", which is the rest.
 
-    With `masters`, no step is made after one at which they are "stuck", which is returned, too. On
-    CPUs the loop ends there, and returns "batch", that of its last step. On GPUs, where nothing
-    waits for such an answer, the other steps change nothing.
+    Args:
+        builder: of the towers.
+        train_step: see `Task.make_train_step`.
+        names: of the scalars that a step returns in any case.
+        telemetry: whether steps are measured.
+        masters: with them, no step follows one at which they are "stuck", which is returned, too.
+            On CPUs the loop ends there, and returns "batch", that of its last step. On GPUs, which
+            nothing is to wait for, the remaining steps change nothing.
     """
     ends = masters is not None and not tower_stats.on_gpus(builder)
     rest = tower_stats.Rest(builder) if telemetry and tower_stats.on_gpus(builder) else None
@@ -72,7 +77,7 @@ def make_train_loop(
 
 
 def _no_batch(spec: Any) -> Any:
-    """Return what stands for a batch before the first step."""
+    """Return an empty batch of this spec, to begin a loop with."""
     return tf.nest.map_structure(
         lambda s: tf.zeros([0, *(size or 0 for size in s.shape[1:])], s.dtype), spec
     )
@@ -85,7 +90,7 @@ def _next_step(
     measured: tf.Tensor | None,
     rest: tower_stats.Rest | None,
 ) -> tuple[dict[str, tf.Tensor], Any]:
-    """Return what a step returns, and its batch; `measured` is None without telemetry."""
+    """Take a batch and make a step; return what the step returns, and the batch."""
     asked, got = counters
     start = None if measured is None else tower_stats.time_after([])
     with tf.control_dependencies([asked.assign_add(1)]):
@@ -104,7 +109,10 @@ def _next_step(
 
 
 def _repeated(body: Callable, num_steps: tf.Tensor, values: dict, *end: Any) -> tuple:
-    """Return what a loop of so many steps ends with; `end` is whether it goes on, and a batch."""
+    """Run `body` num_steps times in a tf.while_loop; return its final loop variables.
+
+    `end` is whether the loop goes on, and a batch.
+    """
     shapes = [tf.nest.map_structure(lambda tensor: tensor.shape, part) for part in (values, *end)]
     if end:  # of a batch, of whatever size
         unknown = lambda tensor: tf.TensorShape([None] * tensor.shape.rank)  # noqa: E731
@@ -119,7 +127,7 @@ def _repeated(body: Callable, num_steps: tf.Tensor, values: dict, *end: Any) -> 
 
 
 def _rest_of(values: Mapping[str, tf.Tensor], start: tf.Tensor) -> tf.Tensor:
-    """Return the seconds since `start` that are of no phase."""
+    """Return the seconds since `start` that belong to no phase."""
     phases = [values[name] for name in tower_stats.PHASES]
     return tf.cast(tower_stats.time_after(values) - start, tf.float32) - tf.add_n(phases)
 
@@ -128,7 +136,7 @@ def _rest_of(values: Mapping[str, tf.Tensor], start: tf.Tensor) -> tf.Tensor:
 class Moment:
     """How many batches the train loop has asked for since it was made, and how many it has got.
 
-    A step changes nothing before it has got its batch, and asks for the next one at its end.
+    A step changes nothing before it has its batch, and the next batch is asked for at its end.
     """
 
     asked: int
@@ -141,7 +149,7 @@ class Moment:
 
 
 class TrainLoop:
-    """See `make_train_loop`."""
+    """The function that `make_train_loop` returns."""
 
     def __init__(
         self,
@@ -151,20 +159,20 @@ class TrainLoop:
         masters: Masters | None,
         counters: tuple[tf.Variable, tf.Variable],
     ):
-        """Set the compiled function, what it leaves, and what GPUs are measured by."""
+        """Set the compiled function and its variables."""
         self._function, self._kept, self._rest, self._masters = function, kept, rest, masters
         self._counters = counters
         self.get_concrete_function = function.get_concrete_function
         self.experimental_get_tracing_count = function.experimental_get_tracing_count
 
     def moment(self) -> Moment:
-        """Return where the loop stands; it may be read beside a call."""
+        """Return the position of the loop, which another thread may read during a call."""
         return Moment(*(int(counter.numpy()) for counter in self._counters))
 
     def __call__(
         self, iterator: tf.data.Iterator, num_steps: tf.Tensor, measured: bool = True
     ) -> dict[str, tf.Tensor]:
-        """Make steps; where a measured one makes GPUs wait, the last is one only if `measured`."""
+        """Make steps; on GPUs, which measuring stops, none is measured unless `measured`."""
         if self._rest:
             self._rest.wanted.assign(measured)
         values = self._function(iterator, num_steps)

@@ -25,14 +25,12 @@ from towers.monitoring.profiler import Profiler
 from towers.monitoring.results import read_result
 from towers.options.call import options_of
 from towers.options.run import Options
-from towers.options.timetable import Timetable
 from towers.text import printable
 from towers.training import checkpoint, keras_callbacks, manifest, nan
 from towers.training.best import Best
-from towers.training.evaluation import Evaluation
+from towers.training.evaluator import Evaluator
 from towers.training.guest import as_a_guest
 from towers.training.keras_callbacks import Callbacks
-from towers.training.masters import kept
 from towers.training.run import Run
 from towers.training.start import Start, begin, build, restore
 from towers.training.tensorflow_errors import one_line_errors
@@ -85,7 +83,7 @@ def train(
             of_run(options, bool(checkpoint.find(folder / "checkpoints")))
             run = build(options, say)
             checkpoints, restored = restore(run, folder)
-        if result := finished(run, folder):
+        if result := _finished(run, folder):
             for line in [_FINISHED.format(folder, result["steps"]), *table(result)]:
                 say(line)
             return result
@@ -117,33 +115,95 @@ def _train(
     health: GpuHealth,
     out: TextIO,
     start: float,
-    given: Sequence[keras.callbacks.Callback],
+    user_callbacks: Sequence[keras.callbacks.Callback],
 ) -> dict[str, Any] | None:
-    """Train from a start to the end of the run, and write what it ended with."""
+    """Make the steps that are left, do what is due between them, and write the result.
+
+    Returns:
+        What result.json holds, or None if a signal stopped the run, which is saved then.
+    """
     run, folder, timetable = begun.run, begun.folder, begun.timetable
-    checkpoints, home = begun.checkpoints, begun.checkpoints.home
-    last, names = timetable.last_step, run.builder.devices
-    best, callbacks = best_of(run, folder), Callbacks(given, run, timetable)
-    checkpoints.best = best.step if run.options.keep_best else None
+    options, task, checkpoints = run.options, run.task, begun.checkpoints
+    step, last, best = timetable.first_step, timetable.last_step, _best_of(run, folder)
+    checkpoints.best = best.step if options.keep_best else None
     with contextlib.ExitStack() as stack:
-        monitor = Monitor(folder, timetable, names, health=health.read, check=home.check, out=out)
+        check = checkpoints.home.check
+        monitor = Monitor(
+            folder, timetable, run.builder.devices, health=health.read, check=check, out=out
+        )
         stack.enter_context(contextlib.closing(monitor))
-        checkpoints.say = home.say = monitor.say
+        checkpoints.say = checkpoints.home.say = monitor.say
         stack.enter_context(contextlib.closing(checkpoints))
-        announce(monitor, begun)
-        planned = run.options.profile_range()
-        profiler = Profiler(folder, planned, last_step=last, say=monitor.say)
+        _announce(monitor, begun)
+        profiler = Profiler(folder, options.profile_range(), last_step=last, say=monitor.say)
         stack.enter_context(profiler)
         stack.enter_context(watch)
         watch.listener.keep(begun.batches)
-        model, task = run.masters.model, run.task
+        model = run.masters.model
         draw = make_histograms(run.builder, model, task.gradients, task.inputs)
         gallery = Gallery(monitor, timetable, begun.sampler, draw, run.builder, model, run.data)
-        look = Look(begun, monitor, gallery, best, watch, callbacks)
-        with saved_if_it_fails(begun, watch):
-            step, seconds = _make_steps(begun, monitor, profiler, look, start)
-        found = look.at_end(step) if step == last or look.is_over() else None
-        if found and run.options.histogram_every_epochs:
+        callbacks = Callbacks(user_callbacks, run, timetable)
+        evaluator = Evaluator(begun, monitor, gallery, best, watch, callbacks)
+        alarm = nan.Alarm(run, folder, timetable, monitor.say)
+        saved, seconds_to_first_step, changed = step, None, False
+        stack.enter_context(_saved_if_it_fails(begun, watch))
+
+        callbacks.begin_run()
+        if timetable.evaluates(step) and not evaluator.has_seen(step):  # it was stopped in that
+            evaluator.at(step)
+        while step < last and not watch() and not evaluator.is_over():
+            # As many steps as there are until something is due, in one call of TensorFlow.
+            with monitor.pause():
+                profiler.begin(step)
+            num_steps = min(timetable.num_steps(step, profiler.due), watch.most_steps())
+            num_steps = min(num_steps, 1) if callbacks else num_steps
+            callbacks.begin_step(step)
+            with profiler.trace(step), watch.steps(begun.train_loop, step, num_steps):
+                logs = timetable.logs(step + num_steps)
+                values = begun.train_loop(begun.batches, tf.constant(num_steps), logs)
+                if logs:
+                    values["loss"].numpy()  # waits for the devices
+            step += num_steps
+            saves, evaluates = timetable.saves(step), timetable.evaluates(step)
+            alarm.look(values, step, now=logs or saves or evaluates or step == last)
+            if seconds_to_first_step is None:
+                seconds_to_first_step = time.perf_counter() - start
+            # What is shown of them.
+            monitor.progress(step, values)
+            callbacks.end_step(step, values)
+            with monitor.pause():
+                profiler.end(step)
+            if logs:
+                metrics = {n: value.numpy().tolist() for n, value in values.items() if n != "batch"}
+                monitor.train_point(step, metrics | {"skipped": task.num_skipped()})
+            if watch.wants_save(step) or saves:
+                with monitor.pause():
+                    _save_finite(begun, alarm, watch, step)
+                saved = step
+            if timetable.draws_histograms(step):
+                gallery.show_histograms(step)
+            with monitor.pause():
+                if evaluates or (callbacks and step == last):
+                    if evaluator.at(step) and options.keep_best:
+                        if step > saved:
+                            _save_finite(begun, alarm, watch, step)
+                            saved = step
+                        checkpoints.close()  # it is to be there before best.json names it
+                    best.write(monitor.say)
+                changed |= callbacks.end_epoch(step, evaluator.seen_at(step))
+        profiler.stop()
+        ended = step == last or evaluator.is_over()
+        if ended:
+            if step < last:
+                monitor.say(f"stopping    early, at step {step}: {evaluator.why_over()}")
+            changed |= task.finish()
+            changed |= callbacks.end_run()
+        if changed:
+            evaluator.forget()
+        if changed or not checkpoints.has(step):
+            _save_finite(begun, alarm, watch, step, now=True)
+        found = evaluator.at_end(step) if ended else None
+        if found and options.histogram_every_epochs:
             gallery.show_histograms(step)
     if found is None:
         signals.complain(
@@ -152,90 +212,39 @@ def _train(
         return None
     if not checkpoints.has(step):  # somebody may have deleted it meanwhile
         checkpoints.save_now(step)
-    result = result_of(run, timetable, monitor, step, seconds, found)
+    skipped, (name, direction) = task.num_skipped(), task.objective()
+    result = {
+        "steps": step,
+        "examples": timetable.examples(step),
+        "examples_per_second": monitor.examples_per_second(),
+        "seconds_to_first_step": seconds_to_first_step,
+        "train_loss": monitor.last_loss,
+        "gradient_noise_scale": monitor.noise_scale(),
+        **{f"{s}_{n}": v for s, own in found.items() for n, v in own.metrics.items()},
+        "test_examples": found["test"].examples,
+        **({} if skipped is None else {"skipped_steps": skipped}),
+        "objective": f"{'validation' if 'validation' in found else 'test'}_{name}",
+        "direction": direction,
+        "num_towers": len(run.builder.devices),
+        "devices": run.builder.devices,
+        "batch_size": options.batch_size,
+        "train_dir": options.train_dir,
+    }
     dashboard.close_root(folder, result, timetable.x(step))
     manifest.finish(folder, run.masters.variables())
     files.write_json(folder / RESULT, result)  # the last: with it the run is finished
     if advice := monitor.advice():  # several towers, whose points agree
         monitor.say(f"gradient noise scale: {advice}")
-    if result.get("skipped_steps"):
+    if skipped:
         monitor.say(
-            f"skipped     {result['skipped_steps']} of {step} steps, whose loss or gradient was "
-            "not finite"
+            f"skipped     {skipped} of {step} steps, whose loss or gradient was not finite"
         )
     for line in table(result):
         monitor.say(line)
     return result
 
 
-def _make_steps(
-    begun: Start, monitor: Monitor, profiler: Profiler, look: "Look", start: float
-) -> tuple[int, float | None]:
-    """Make the steps that are left, and between them whatever is due; save at the end.
-
-    Returned are the number of steps done, and the seconds from `start` to the first of them.
-    """
-    run, timetable, checkpoints = begun.run, begun.timetable, begun.checkpoints
-    watch, callbacks = look.watch, look.callbacks
-    alarm = nan.Alarm(run, begun.folder, timetable, monitor.say)
-    step = saved = timetable.first_step
-    seconds_to_first_step, changed = None, False
-    callbacks.begin_run()
-    if timetable.evaluates(step) and not look.has_seen(step):  # it was stopped in that
-        look.at(step)
-    while step < timetable.last_step and not watch() and not look.is_over():
-        with monitor.pause():
-            profiler.begin(step)
-        num_steps = min(timetable.num_steps(step, profiler.due), watch.most_steps())
-        num_steps = min(num_steps, 1) if callbacks else num_steps
-        callbacks.begin_step(step)
-        with profiler.trace(step), watch.steps(begun.train_loop, step, num_steps):
-            shown = timetable.logs(step + num_steps)
-            values = begun.train_loop(begun.batches, tf.constant(num_steps), shown)
-            if shown:
-                values["loss"].numpy()  # waits for the devices
-        step += num_steps
-        due = shown, timetable.saves(step), timetable.evaluates(step), step == timetable.last_step
-        alarm.look(values, step, now=any(due))
-        if seconds_to_first_step is None:
-            seconds_to_first_step = time.perf_counter() - start
-        monitor.progress(step, values)
-        callbacks.end_step(step, values)
-        with monitor.pause():
-            profiler.end(step)
-        if timetable.logs(step):
-            metrics = {n: value.numpy().tolist() for n, value in values.items() if n != "batch"}
-            monitor.train_point(step, metrics | {"skipped": run.task.num_skipped()})
-        if watch.wants_save(step) or timetable.saves(step):
-            with monitor.pause():
-                save_finite(begun, alarm, watch, step)
-            saved = step
-        if timetable.draws_histograms(step):
-            look.gallery.show_histograms(step)
-        with monitor.pause():
-            if timetable.evaluates(step) or (callbacks and step == timetable.last_step):
-                if look.at(step) and run.options.keep_best:
-                    if step > saved:
-                        save_finite(begun, alarm, watch, step)
-                        saved = step
-                    checkpoints.close()  # it is to be there before the file names it
-                look.best.write(monitor.say)
-            changed |= callbacks.end_epoch(step, look.seen_at(step))
-    profiler.stop()
-    if step == timetable.last_step or look.is_over():
-        if step < timetable.last_step:
-            monitor.say(f"stopping    early, at step {step}: {look.why_over()}")
-        changed |= run.task.finish()
-        changed |= callbacks.end_run()
-    if changed:
-        look.forget()
-    if changed or not checkpoints.has(step):
-        save_finite(begun, alarm, watch, step, now=True)
-    return step, seconds_to_first_step
-
-
-def announce(monitor: Monitor, begun: Start) -> None:
-    """Print where the run stands and how to watch it."""
+def _announce(monitor: Monitor, begun: Start) -> None:
     folder, last = begun.run.options.train_dir, begun.timetable.last_step
     if begun.restored is None:
         monitor.say(f"new run     {folder}, {last} steps")
@@ -247,7 +256,7 @@ def announce(monitor: Monitor, begun: Start) -> None:
         monitor.say(f"profile it  kill -USR2 {os.getpid()}")
 
 
-def save_finite(
+def _save_finite(
     begun: Start, alarm: nan.Alarm, watch: Watch, step: int, now: bool = False
 ) -> None:
     """Save a checkpoint, unless a step or a weight is not finite: older ones are worth more.
@@ -270,7 +279,7 @@ def save_finite(
 
 
 @contextlib.contextmanager
-def saved_if_it_fails(begun: Start, watch: Watch) -> Iterator[None]:
+def _saved_if_it_fails(begun: Start, watch: Watch) -> Iterator[None]:
     """Save the last finished step if data, a disk or a reader of the output fails in the block."""
     try:
         yield
@@ -286,167 +295,23 @@ def saved_if_it_fails(begun: Start, watch: Watch) -> Iterator[None]:
         raise
 
 
-class Look:
-    """Evaluates a run on the way, and at its end, and shows what was found.
-
-    On the way it sees validation data where there are any: the test set is for the end.
-    """
-
-    def __init__(
-        self,
-        begun: Start,
-        monitor: Monitor,
-        gallery: Gallery,
-        best: Best,
-        watch: Watch,
-        callbacks: Callbacks,
-    ):
-        """Compile nothing yet."""
-        self.begun, self.monitor, self.gallery = begun, monitor, gallery
-        self.best, self.watch, self.callbacks = best, watch, callbacks
-        self._last, self._last_step = None, None
-        self._what, run = "validation" if begun.run.data.validation else "test", begun.run
-        self._evaluate = callbacks.around(run.task.make_evaluator(run.splits()[self._what]))
-
-    def at(self, step: int) -> bool:
-        """Evaluate after `step` updates; return whether that is the best so far."""
-        run = self.begun.run
-        with self.watch.evaluation(step):
-            self._last, self._last_step = self._evaluate(self.watch), step
-            if self._last is None:
-                return False
-            if not self.monitor.evaluated(step):  # a crash came between this and what follows
-                self.gallery.show_training(step)
-                if self._last.predictions:
-                    self.gallery.show_evaluation(step, self._last.predictions)
-            metrics, (name, _) = self._last.metrics, run.task.objective()
-            self.monitor.eval_point(step, metrics, self._what)
-            value = metrics.get(f"{name}_ema")
-            value = metrics.get(name) if value is None else value
-            is_best = self.best.add(step, self.begun.timetable.examples(step), value)
-            if is_best and run.options.keep_best:
-                self.begun.checkpoints.best = step
-            return is_best
-
-    def forget(self) -> None:
-        """Take no evaluation for that of the end: the weights are others now."""
-        self._last_step = None
-
-    def seen_at(self, step: int) -> Evaluation | None:
-        """Return the evaluation after `step` updates, None if there was none."""
-        return self._last if self._last_step == step else None
-
-    def is_over(self) -> bool:
-        """Tell whether the run ends early."""
-        return self.best.is_over() or self.callbacks.stopped()
-
-    def has_seen(self, step: int) -> bool:
-        """Tell whether the evaluation after `step` updates is known."""
-        needed = self.begun.run.options.keep_best or self.begun.run.options.early_stopping_epochs
-        return self.monitor.evaluated(step) and (not needed or self.best.knows(step))
-
-    def why_over(self) -> str:
-        """Return why the run ends early."""
-        if self.callbacks.stopped():
-            return "a callback has set stop_training"
-        name, _ = self.begun.run.task.objective()
-        epochs = self.begun.run.options.early_stopping_epochs
-        return f"{name} was best at step {self.best.step}, {epochs:g} epochs ago or more"
-
-    def at_end(self, step: int) -> dict[str, Evaluation] | None:
-        """Return the last evaluations by split, of the best weights if they are kept.
-
-        None: it was stopped.
-        """
-        run, found = self.begun.run, {}
-        with self.watch.evaluation(step):
-            if self._last_step != step:
-                self.at(step)
-            if self._last is None:
-                return None
-            self.best.write()
-            found[self._what] = self._last
-            with self._best_weights(step) as others:
-                if others:
-                    found[self._what] = self._evaluate(self.watch)
-                if "test" not in found:
-                    found["test"] = run.task.make_evaluator(run.data.test)(self.watch)
-                    if found["test"]:
-                        self.monitor.say_figures("test", step, found["test"].metrics)
-        return None if None in found.values() else found
-
-    @contextlib.contextmanager
-    def _best_weights(self, step: int) -> Iterator[bool]:
-        """Let the masters be those of the best checkpoint in the block, if one is kept.
-
-        What is told is whether they are others than those of `step`, which there are now.
-        """
-        checkpoints, masters = self.begun.checkpoints, self.begun.run.masters
-        best = checkpoints.best
-        if best not in (None, step) and not checkpoints.has(best):
-            checkpoints.say(f"warning     the checkpoint of step {best}, the best, is not there")
-            best = None
-        if best in (None, step):
-            yield False
-            return
-        with kept(masters.variables().values()):
-            checkpoints.restore(wanted=best)
-            masters.set_copies()
-            yield True
-        masters.set_copies()
-
-
-# What a run ended with.
-
-
-def result_of(
-    run: Run,
-    timetable: Timetable,
-    monitor: Monitor,
-    step: int,
-    seconds: float | None,
-    found: Mapping[str, Evaluation],
-) -> dict[str, Any]:
-    """Return what result.json is to hold; `seconds` are those to the first step."""
-    name, direction = run.task.objective()
-    figures = {f"{s}_{n}": v for s, own in found.items() for n, v in own.metrics.items()}
-    return {
-        "steps": step,
-        "examples": timetable.examples(step),
-        "examples_per_second": monitor.examples_per_second(),
-        "seconds_to_first_step": seconds,
-        "train_loss": monitor.last_loss,
-        "gradient_noise_scale": monitor.noise_scale(),
-        **figures,
-        "test_examples": found["test"].examples,
-        **({"skipped_steps": skipped} if (skipped := run.task.num_skipped()) is not None else {}),
-        "objective": f"{'validation' if 'validation' in found else 'test'}_{name}",
-        "direction": direction,
-        "num_towers": len(run.builder.devices),
-        "devices": run.builder.devices,
-        "batch_size": run.options.batch_size,
-        "train_dir": run.options.train_dir,
-    }
-
-
-def finished(run: Run, folder: Path) -> dict[str, Any] | None:
+def _finished(run: Run, folder: Path) -> dict[str, Any] | None:
     """Return the result of a run that has nothing left to do, None for any other."""
     result, timetable = read_result(folder), run.timetable()
-    over = timetable.first_step == timetable.last_step or best_of(run, folder).is_over()
+    over = timetable.first_step == timetable.last_step or _best_of(run, folder).is_over()
     if not over or result.get("steps") != timetable.first_step:
         return None
     return result | {"train_dir": str(folder)}  # it may have been moved since
 
 
-def best_of(run: Run, folder: Path) -> Best:
-    """Return what is known of the run's evaluations up to where it stands."""
+def _best_of(run: Run, folder: Path) -> Best:
     options, step = run.options, int(run.masters.step.numpy())
     patience = options.early_stopping_epochs * run.data.train.size
     return Best(folder, run.task.objective(), patience, options.keep_best, step)
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """Return the lines of the table at a run's end, of what has a value."""
+    """Return the lines of the table at a run's end; values of None are left out."""
 
     def cell(value: Any) -> str:
         if isinstance(value, float):

@@ -1,9 +1,9 @@
-"""From gathered gradients to new master weights: rules 2, 3 and 4 of the rule book.
+"""From gathered gradients to new weights: rules 2, 3 and 4 of the rule book.
 
-Everything here happens once a step, where the weights lie, and never in a tower: regularisation,
-finite test, clipping, the optimizer's update, then the moving average. Copies of the weights get
-the same gradients and make the same update. What stands for a weight here may be a `Flat`: weights
-on a GPU that are treated alike go as one.
+All of this happens once a step, where the weights lie, and never in a tower: regularisation, the
+finite test, clipping, the optimizer's update, then the moving averages. Copies of the weights get
+the same gradients and make the same update. In place of weights there may be a `Flat`, which joins
+those of a GPU that are treated alike.
 """
 
 import functools
@@ -51,13 +51,16 @@ DECAY_APART = ("adamw", "lion", "lamb", "muon")  # these decay weights apart fro
 def make_optimizer(
     weights: Sequence[keras.Variable], options: Options, **clips: float
 ) -> keras.optimizers.Optimizer:
-    """Return the Keras optimizer that `options` name.
+    """Return the Keras optimizer that `options.optimizer` names.
 
-    The learning rate of one in the table is set every step, one of the user's own has its own.
-    `clips` are Keras' arguments, for an optimizer that clips by itself.
+    Args:
+        weights: the trainable variables that it will update.
+        options: of the run. The learning rate of an optimizer in `OPTIMIZERS` is set every step;
+            one that a function of the user's makes keeps its own.
+        **clips: Keras' clipping arguments, for an optimizer that is to clip by itself.
 
     Raises:
-        InputError: the function of the user's own returns no optimizer.
+        InputError: the user's function returns no optimizer.
     """
     if is_own(options):
         optimizer = call_plainly("optimizer", options.optimizer)
@@ -76,20 +79,20 @@ def make_optimizer(
 
 
 def limit_of(options: Options) -> int:
-    """Return how many steps in a row may be not finite, the last of which ends the run."""
+    """Return how many non-finite steps in a row end the run."""
     return MOST_SKIPPED if options.on_nan == "skip" else 1
 
 
 def is_own(options: Options) -> bool:
-    """Tell whether the optimizer is made by a function of the user's own."""
+    """Return whether a function of the user's makes the optimizer."""
     return ":" in options.optimizer
 
 
 def check_own(options: Options) -> None:
-    """Refuse what an optimizer of the user's own says itself.
+    """Refuse flags of the update that an optimizer of the user's own sets itself.
 
     Raises:
-        InputError: in one line, with both flags.
+        InputError: names both flags.
     """
     names = ("learning_rate", "schedule", "warmup_epochs", "decay_epochs", "momentum")
     for name in names if is_own(options) else ():
@@ -101,19 +104,19 @@ def check_own(options: Options) -> None:
 
 
 def clips_of(options: Options) -> dict[str, float]:
-    """Return the arguments by which an optimizer of Keras clips as the options say."""
+    """Return the clipping flags as arguments of a Keras optimizer."""
     names = {"clip_norm": "clipnorm", "clip_value": "clipvalue"}
     names["clip_global_norm"] = "global_clipnorm"
     return {theirs: limit for ours, theirs in names.items() if (limit := getattr(options, ours))}
 
 
 def is_decayed(weight: keras.Variable) -> bool:
-    """Tell whether weight decay acts on a weight: on kernels, not on biases or norms' scales."""
+    """Return whether weight decay acts on a weight: on kernels, not on biases and scales."""
     return len(weight.shape) > 1
 
 
 def about_flags(options: Options, loss_scale: Any) -> dict[str, str]:
-    """Return what the rule book says of an update that the flags describe."""
+    """Return the rule book's words on an update by flags: "decay", "scale", "clips" and "clock"."""
     apart = options.optimizer in DECAY_APART
     decay = f"{options.optimizer}, apart from the gradient" if apart else "L2"
     rate = f"learning rate {options.learning_rate:g} {options.schedule}"
@@ -129,7 +132,7 @@ def about_flags(options: Options, loss_scale: Any) -> dict[str, str]:
 
 
 def about_scale(loss_scale: Any) -> str:
-    """Return what the rule book says of a loss scale, or of none."""
+    """Return the part of the rule book on the loss scale, "" without one."""
     if loss_scale is None:
         return ""
     return f"; loss scale from {float(loss_scale.numpy()):g}"
@@ -140,12 +143,22 @@ def make_update(
 ) -> Callable:
     """Return `update(gradients, learning_rates, statistics, loss, num_examples)`: one step.
 
-    For each of `masters.replicas` it takes gathered mean gradients (scaled, where there is a loss
-    scale) and a learning rate; and `masters.statistics()` from before the towers ran: where `loss`
-    or the gradients' norm is not finite, master variables are put back, see `Masters.in_a_row`. It
-    counts the step and its examples, and returns the scalars "gradient_norm", before clipping, and
-    "penalty". Optimizers are given the learning rate if `rate_is_set`, else they have their own;
-    with `squares_rows` sparse gradients come to them as they are, see `Task`.
+    The function updates the weights and their averages, counts the step and its examples, and
+    returns the scalars "gradient_norm" (before clipping) and "penalty". If `loss` or the norm is
+    not finite it changes no weight, and puts back the variables in `statistics`. Its arguments:
+
+        gradients: for each of `masters.replicas`, the gathered mean gradients, times the loss
+            scale.
+        learning_rates: one for each replica.
+        statistics: `masters.statistics()` from before the towers ran.
+        loss: the gathered loss.
+        num_examples: of the batch.
+
+    Args:
+        masters: the variables that the step changes.
+        options: clipping, weight decay and averages.
+        rate_is_set: whether the optimizers are given the learning rate; else they have their own.
+        squares_rows: whether sparse gradients reach the optimizer with repeated rows, see `Task`.
     """
     of_replicas = _same_of(masters.replicas)
 
@@ -183,16 +196,17 @@ def make_update(
 
 
 def if_finite(finite: tf.Tensor, apply: Callable) -> None:
-    """Make an update on the host, or leave it out."""
+    """Call `apply` in a branch on the host that is taken if `finite`, a bool scalar."""
     tf.cond(finite, lambda: (apply(), tf.no_op())[1], tf.no_op)
 
 
 def finite_now(
     masters: Masters, replica: int, norm: tf.Tensor, loss: tf.Tensor | None
 ) -> tf.Tensor:
-    """Tell whether a replica is to be updated, a bool scalar where it is.
+    """Return whether a replica is to be updated, a bool scalar on its device.
 
-    So it is if the norm of the gradients and the loss are finite, and those of steps before were.
+    That is so if the norm of the gradients and the loss are finite, and if the run has not reached
+    its limit of non-finite steps.
     """
     in_a_row = masters.in_a_row[replica]
     with tf.device(in_a_row.device):
@@ -208,19 +222,19 @@ def end_step(
     tolerated: tf.Tensor | bool | None = None,
     moves: tf.Tensor | None = None,
 ) -> None:
-    """Count a step, and put back what its towers have assigned if it was not finite.
+    """Count a step, and restore what its towers have assigned if it was not finite.
 
-    A step that a loss scale above 1 may have spoilt is `tolerated`: the scale is halved, and draws
-    go on. Of any other the seeds are put back, too, and at `masters.limit` of them in a row there
-    has been no step: all is as before it.
+    A step that a loss scale above 1 may have spoilt is `tolerated`: the scale is halved, and random
+    seeds advance. After any other non-finite step seeds are restored, too; at `masters.limit` of
+    them in a row the whole step has not happened.
 
     Args:
-        masters: what a step changes.
-        finite: one bool scalar for each replica, or the first one's, where it is.
-        statistics: what `masters.statistics()` was before the step.
+        masters: the variables that a step changes.
+        finite: a bool scalar for each replica on its device, or the first one's alone.
+        statistics: `masters.statistics()` from before the step.
         num_examples: of the step.
         tolerated: None: as the masters' own loss scale says.
-        moves: whether floats that towers assigned, as statistics, stay so; None: if `finite`.
+        moves: whether assigned floats, such as moving means, stay; None: if `finite`.
     """
     if tolerated is None:
         tolerated = False if masters.loss_scale is None else masters.loss_scale > 1.0
@@ -250,7 +264,12 @@ def end_step(
 def put_back_unless(
     finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]
 ) -> None:
-    """Let variables have their values of before again, unless a step was `finite`."""
+    """Restore variables to their values before the step if it was not finite.
+
+    Args:
+        finite: bool scalar.
+        pairs: (variable, its value before).
+    """
     if not pairs:
         return
     variables, before = zip(*pairs, strict=True)
@@ -267,7 +286,6 @@ def put_back_unless(
 
 
 def _set_loss_scale(masters: Masters, finite: tf.Tensor) -> None:
-    """Halve the loss scale after an overflow, and double it after many good steps."""
     scale, good_steps = masters.loss_scale, masters.good_steps
     scale.assign(tf.where(finite, scale, tf.maximum(scale / 2.0, 1.0)))
     good_steps.assign((good_steps + 1) * tf.cast(finite, tf.int64))
@@ -277,10 +295,10 @@ def _set_loss_scale(masters: Masters, finite: tf.Tensor) -> None:
 
 
 def _same_of(replicas: Sequence[Replica]) -> Callable:
-    """Return `of_replicas(penalties, norms)`: one of each, of which all replicas have the same.
+    """Return `of_replicas(penalties, norms)`: one of each; all replicas have the same.
 
     If one replica alone had to give them, TensorFlow's optimizer would simplify the others'
-    arithmetic, and the copies drift apart by roundings. On GPUs the others note theirs, and
+    arithmetic, and the copies would drift apart by roundings. On GPUs the others store theirs, and
     nothing is sent.
     """
     if not is_gpu(replicas[0].device):
@@ -308,7 +326,7 @@ def _replica_update(
     options: Options,
     squares_rows: bool,
 ) -> tuple[tf.Tensor, tf.Tensor, Callable]:
-    """Return the regularisation loss, the gradients' norm, and a function that updates weights."""
+    """Return the regularisation loss, the gradients' norm, and `apply(finite)`, the update."""
     optimizer = replica.optimizer
     decayed = functools.partial(_is_penalised, options)
     pairs = list(zip(gradients, replica.weights, strict=True))
@@ -344,7 +362,7 @@ def _replica_update(
 
 
 def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> list[Any]:
-    """Return `fn(gradient, weight)` for each, computed where the weight lies."""
+    """Return `fn(gradient, weight)` for each pair, computed on the weight's device."""
     results = []
     for gradient, weight in zip(gradients, weights, strict=True):
         with tf.device(weight.value.device):
@@ -355,7 +373,7 @@ def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variab
 def regularise(
     weights: Sequence[keras.Variable], gradients: list[Any], options: Options
 ) -> tuple[list[tf.Tensor], list[Any]]:
-    """Return the parts of the regularisation loss, and the gradients with its own added.
+    """Return the terms of the regularisation loss, and the gradients with its own added.
 
     It is that of the layers' regularisers and of `weight_decay`, unless the optimizer decays
     weights apart from the gradient.
@@ -390,7 +408,6 @@ def regularise(
 
 
 def _is_penalised(options: Options, weight: Any) -> bool:
-    """Tell whether `weight_decay` is an L2 loss of a weight."""
     return options.weight_decay > 0 and options.optimizer not in DECAY_APART and is_decayed(weight)
 
 
@@ -411,9 +428,10 @@ def _halves_of_squares(gradients: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def _sums(*lists: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Return the sum of each list of scalars, in the widest of its types; of none it is 0.
+    """Return the sum of each list of scalars in its widest type; that of an empty list is 0.
 
-    Those of a machine are added there, and from another one the sums of all lists come as one.
+    Scalars of another machine are added there, and the sums of all lists come from it as one
+    tensor.
     """
     types = [_widest(own) for own in lists]
     widest = max(types, key=lambda dtype: dtype.size)
@@ -435,14 +453,14 @@ def _sums(*lists: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _widest(values: Sequence[Any]) -> tf.DType:
-    """Return the widest floating type: a layer may have one of its own. 16 bits are too few."""
+    """Return the widest floating type, float32 at least: 16 bits are too few for sums."""
     return max([tf.float32, *(v.dtype for v in values)], key=lambda dtype: dtype.size)
 
 
 def clip(
     gradients: list[Any], weights: Sequence[keras.Variable], norm: tf.Tensor, options: Options
 ) -> list[Any]:
-    """Clip gathered gradients as the options say; `norm` is their global norm."""
+    """Return gathered gradients clipped as the options say; `norm` is their global norm."""
     if limit := options.clip_norm:
         return _each(lambda g, w: _clip_by_norm(g, w, limit), gradients, weights)
     if limit := options.clip_value:
@@ -456,7 +474,6 @@ def clip(
 
 
 def _clip_by_norm(gradient: Any, weight: Any, limit: float) -> Any:
-    """Clip the gradient of a weight, or of each in a `Flat`, by its own norm."""
     if not isinstance(weight, flat.Flat):
         return tf.clip_by_norm(gradient, limit)
     parts = weight.split(gradient)
@@ -472,6 +489,11 @@ def update_averages(
 
     The decay counts examples, and rises from 0.1 as in `tf.train.ExponentialMovingAverage` with
     `num_updates`, so that a short run's average is not its initial weights.
+
+    Args:
+        masters: the variables and their averages.
+        options: `ema_decay` and `batch_size`.
+        finite: bool scalar, without which averages stay; None: they move.
     """
     if not masters.averages:
         return
@@ -492,12 +514,12 @@ def update_averages(
 
 
 def scaled(gradient: Any, factor: tf.Tensor) -> Any:
-    """Multiply a dense or sparse gradient, or None, by a scalar."""
+    """Return a gradient, dense, sparse or None, times a scalar."""
     return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
 
 
 def _one_slice_a_row(gradient: Any) -> Any:
-    """Add up what several examples have for one row: limits and squares are those of the sum."""
+    """Return a sparse gradient with each row once: limits and squares are those of the sum."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     rows, positions = tf.unique(gradient.indices)

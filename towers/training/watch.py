@@ -1,9 +1,9 @@
-"""Signals and stalls of a run: answered where it loses nothing, also while nothing goes on.
+"""Signals and stalls of a run, answered without losing a step, also while nothing goes on.
 
 Between two calls of the train loop, or two batches of an evaluation, the loop itself asks whether
-to stop, or to save. While it waits in C++ the `Watch` answers in its place, in the listener's
-thread: if no step is in progress (`TrainLoop.moment`), the masters are the state after the last
-finished step, and are saved.
+to stop, or to save. While it waits in C++ the `Watch` answers in its place, in the signal
+listener's thread: if no step is in progress (`TrainLoop.moment`), the masters are the state after
+the last finished step, and are saved.
 """
 
 import contextlib
@@ -34,8 +34,13 @@ _CALL_SECONDS = 2.0  # which a call of the train loop may take: a stop waits for
 class _Waiting:
     """What the main thread waits for.
 
-    `state` returns (step, snapshot of the masters) if they are whole, else None, and `of_input`
-    whether it is the data set that is waited for.
+    Attributes:
+        what: in words.
+        step: steps done.
+        first: whether it is the first of its kind, which may be compiling.
+        state: returns (step, snapshot of the masters) if they are those of a finished step, else
+            None.
+        of_input: returns whether it waits for the data set.
     """
 
     what: str
@@ -46,12 +51,12 @@ class _Waiting:
 
 
 class Watch(signals.StopRequest):
-    """The stop request of a run, which also answers while the main thread cannot.
+    """The stop request of a run, which is also answered while the main thread waits.
 
     Attributes:
-        whole: whether the masters are the state after a step, and not that in the middle of one.
-        kept: a state that no lost machine takes with it, that before what is under way: of a run
-            whose towers, but not its masters, are on other machines.
+        whole: whether the masters are the state after a step, and no step is in progress.
+        kept: a (step, snapshot) that no lost machine takes with it: of a run whose towers, but not
+            its masters, are on other machines.
     """
 
     whole = True
@@ -64,7 +69,14 @@ class Watch(signals.StopRequest):
         say: Callable[[str], None],
         health: Callable[[], Mapping[str, float]] = dict,
     ):
-        """Watch nothing yet; `health` returns {tag: value} of the GPUs, as for `Monitor`."""
+        """Create the watch of a run.
+
+        Args:
+            options: `stall_seconds` and `on_stall`.
+            checkpoints: of the run.
+            say: prints a line.
+            health: returns {tag: value} of the GPUs, for the report of a stall.
+        """
         self._checkpoints, self._say, self._health = checkpoints, say, health
         self._stall_seconds, self._on_stall = options.stall_seconds, options.on_stall
         self._train_loop: TrainLoop | None = None
@@ -75,12 +87,12 @@ class Watch(signals.StopRequest):
         self._progress, self._since, self._told = None, time.monotonic(), False
 
     def __call__(self) -> bool:
-        """Tell whether a stop was asked for; whoever asks is alive."""
+        """Return whether a stop was asked for; the call itself tells that the loop is alive."""
         self._beats += 1
         return super().__call__()
 
     def wants_save(self, step: int) -> bool:
-        """Tell, once, whether SIGUSR1 asked for a checkpoint, and say so."""
+        """Return whether SIGUSR1 has asked for a checkpoint since the last call, and say so."""
         wanted, self.listener.save_asked = self.listener.save_asked, False
         if wanted:
             self._say(f"saving      step {step}, asked for by SIGUSR1")
@@ -131,17 +143,17 @@ class Watch(signals.StopRequest):
 
     @contextlib.contextmanager
     def evaluation(self, step: int) -> Iterator[None]:
-        """Watch an evaluation after `step` steps, in which the masters may be lent to averages."""
+        """Watch an evaluation after `step` steps, in which weights may be those of the averages."""
         snapshot = self._checkpoints.snapshot()
         self._keep(step, snapshot)
         with self._watching(EVALUATION, step, lambda: (step, snapshot), _reads_input):
             yield
 
     def _keep(self, step: int, snapshot: Snapshot | None = None) -> None:
-        """Keep the state of now, if a lost machine could be in the way of another.
+        """Keep the state of now if losing a machine could lose it.
 
         Raises:
-            DevicesChanged: a machine that was lost is there again: the run is built anew.
+            DevicesChanged: a machine that was lost is there again: the run is to be built anew.
         """
         cluster = remote.current()
         if cluster is None:
@@ -152,7 +164,7 @@ class Watch(signals.StopRequest):
             raise DevicesChanged
 
     def save_kept(self) -> int | None:
-        """Write the state that was kept as a checkpoint; return its step, None if there is none.
+        """Write the kept state as a checkpoint; return its step, None if there is none.
 
         Raises:
             RunError: it cannot be written.
@@ -167,7 +179,7 @@ class Watch(signals.StopRequest):
 
     @contextlib.contextmanager
     def save(self, step: int) -> Iterator[None]:
-        """Watch a checkpoint that is being written; nobody else writes one meanwhile."""
+        """Watch a checkpoint being written; nobody else writes one meanwhile."""
         with self._watching(SAVE, step, lambda: None, lambda: False):
             yield
 
@@ -187,7 +199,7 @@ class Watch(signals.StopRequest):
             self._beats += 1
 
     def _tick(self) -> None:
-        """Answer for a main thread that does not; called twice a second beside it."""
+        """Answer signals and stalls for a main thread that waits; called twice a second."""
         waiting = self._waiting
         if waiting is None:
             return
@@ -228,7 +240,6 @@ class Watch(signals.StopRequest):
             self._save_and_leave(waiting, EXIT_STALLED, "stopped by --on_stall=stop", always=True)
 
     def _save(self, step: int, snapshot: Snapshot) -> None:
-        """Save a state, and say so."""
         try:
             check_snapshot(snapshot)
             self._checkpoints.save_now(step, snapshot)
@@ -236,9 +247,15 @@ class Watch(signals.StopRequest):
             self._say(f"not saved   {error}")
 
     def _save_and_leave(self, waiting: _Waiting, code: int, why: str, always: bool = False) -> None:
-        """Save what is whole, and end the process; `always`, also if nothing is whole.
+        """Save a whole state, and end the process with `code`.
 
-        A process that is not ours goes on waiting; what was made is not lost with it.
+        A process that is not ours is saved, and goes on waiting.
+
+        Args:
+            waiting: what the main thread waits for.
+            code: exit code.
+            why: for the line that is printed.
+            always: whether to end also if the masters are not whole.
         """
         found = waiting.state()
         if not self.listener.owner:
@@ -265,7 +282,7 @@ class Watch(signals.StopRequest):
 
 
 def _reads_input() -> bool:
-    """Tell whether the main thread waits in the iterator of a data set."""
+    """Return whether the main thread waits in the iterator of a data set."""
     frame = sys._current_frames().get(threading.main_thread().ident)
     while frame is not None:
         if "/tensorflow/python/data/" in frame.f_code.co_filename:
@@ -275,6 +292,6 @@ def _reads_input() -> bool:
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
-    """Refuse a state that nobody can go on with."""
+    """Raise RunError if a weight in a snapshot is infinite or NaN."""
     if not_finite(snapshot):
         raise RunError("a weight is infinite or NaN: not saved, the newest checkpoint stands")
