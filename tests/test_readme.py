@@ -21,7 +21,7 @@ pytestmark = pytest.mark.unit
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TOP = ("README.md", "towers/README.md", "scripts/README.md")
-PATHS = [*(ROOT / name for name in TOP), *sorted(ROOT.glob("towers/*/README.md"))]
+PATHS = [*(ROOT / name for name in TOP), *sorted(ROOT.glob("towers/*/*.md"))]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in PATHS}
 ALL = "\n".join(PAGES.values())
 
@@ -213,7 +213,7 @@ def test_fit_in_three_lines():
 
 @pytest.mark.run
 def test_a_fitted_model_is_saved_as_a_plain_one(monkeypatch, tmp_path):
-    page = blocks("python", PAGES["towers/training/README.md"])
+    page = blocks("python", PAGES["towers/training/GUIDE.md"])
     program, callbacks = (block for block in page if ".fit(" in block)
     monkeypatch.chdir(tmp_path)
     model = run(program, build=a_model, x=X, y=Y[:, :3])["model"]
@@ -227,7 +227,7 @@ def test_a_fitted_model_is_saved_as_a_plain_one(monkeypatch, tmp_path):
 
 @pytest.mark.run
 def test_the_weights_of_a_run_are_read_with_towers_and_without(trained, monkeypatch, tmp_path):
-    page = blocks("python", PAGES["towers/training/README.md"])
+    page = blocks("python", PAGES["towers/training/GUIDE.md"])
     ours = next(block for block in page if "towers.load" in block)
     theirs = next(block for block in page if "tf.train.Checkpoint" in block)
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,7 @@
 """The task of a compiled Keras model, which says itself what it is trained to do.
 
 Loss, metrics, optimizer and learning-rate schedule are those that `fit` would use, over the global
-batch. Where Keras' own losses have one for each example, they are computed on the towers
+batch. Where each example has a loss of its own, it is computed on the towers
 (`Task.make_train_step`); else the model's own `train_step` is traced in the run's loop with its
 calls on towers (`parallel`), as its `test_step` is in evaluation.
 """
@@ -47,7 +47,7 @@ from towers.training.update import about_flags, about_scale, is_own, limit_of
 
 
 class Compiled(Task):
-    """Whatever a compiled model does with (x, y, sample_weight)."""
+    """The task of a compiled model on (x, y, sample_weight)."""
 
     default_on_gpus = "sharded"
     squares_rows = True
@@ -85,7 +85,7 @@ class Compiled(Task):
         )
 
     def _check_by_example(self, reason: str) -> None:
-        """Refuse what needs the losses of examples where the model has none, for a `reason`."""
+        """Refuse flags that need a loss for each example where there is none, for a `reason`."""
         if self.by_example:
             return
         self.placements = VARIABLES[:2]
@@ -121,7 +121,7 @@ class Compiled(Task):
     def _trace_once(self) -> tuple[list[str], list[str]]:
         """Return the names of what a step and an evaluation report, "loss" first if it is there.
 
-        It is traced on one device, and dropped: each optimizer and metric has its variables then.
+        The step is traced on one device, so that optimizers and metrics create their variables.
         """
         model, options = self.model, self.options
         batches = self.data.train.train_batches(options.batch_size, seed=options.seed)
@@ -162,13 +162,13 @@ class Compiled(Task):
         return tuple(sorted(n, key=lambda name: name != "loss") for n in (found, figures or found))
 
     def _unknown(self, assigned: Sequence[tf.Variable]) -> list[tf.Variable]:
-        """Return those of the variables that a step assigns which no checkpoint holds."""
+        """Return the assigned variables that no checkpoint holds."""
         owners = [self.model, *optimizers_of(self.model), *self.model.metrics]
         known = {id(v.value) for owner in owners for v in owner.variables}
         return list({id(v): v for v in assigned if id(v) not in known}.values())
 
     def _check_test_step(self) -> None:
-        """Refuse Keras' own test_step where it has no loss; to be called after a training step."""
+        """Refuse Keras' own test_step without a loss; to be called after a training step."""
         model, kind = self.model, type(self.model)
         is_keras = all(
             getattr(kind, name) is getattr(keras.Model, name)
@@ -193,7 +193,7 @@ class Compiled(Task):
         return ["loss", "penalty", "learning_rate", *self._of_batch()]
 
     def _of_batch(self) -> list[str]:
-        """Return the names of what is shown of a step's own batch beside the loss."""
+        """Return the names of a batch's metrics, as a step returns them."""
         return [f"batch/{name}" for name in self._log_names if name != "loss"]
 
     def make_train_step(self, learning_rate: Callable) -> Callable:
@@ -292,10 +292,10 @@ class Compiled(Task):
         return train_step
 
     def _before(self) -> list[tuple[tf.Variable, tf.Tensor]]:
-        """Return (variable, its value now) of what a step may have changed before it is known bad.
+        """Return (variable, its value now) of what a step may change before it is known to be good.
 
-        Of a step of Keras' own these are few: its one update is the last thing, and is left out. A
-        step of the user's may change anything at any time.
+        Of Keras' own step these are few: its one update comes last, and is skipped. A step of the
+        user's may change anything at any time.
         """
         model = self.model
         is_own = any(
@@ -322,7 +322,7 @@ class Compiled(Task):
         return averages
 
     def _measured(self, seen: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
-        """Return what telemetry shows; a tower has no loss of its own, that is made of all."""
+        """Return the telemetry of a step; towers have no loss of their own here."""
         num_towers = len(self.builder.devices)
         shapes = tower_stats.measured_shapes(num_towers) | tower_stats.timed_shapes(num_towers)
         found = {name: tf.zeros(shape) for name, shape in shapes.items()} | seen
@@ -348,7 +348,7 @@ class Compiled(Task):
         return self.inputs(x, draws), *self.cast(rest)
 
     def tower_function(self, *batch: Any) -> Any:
-        """Return the losses `[b]`, with what metrics are computed of; else a number of outputs."""
+        """Return the losses `[b]`, with what metrics are computed of; else one number a row."""
         *example, draws = batch
         if not self.by_example:
             return faults.rows_of(self.model(self.inputs(example[0], draws), training=True))
@@ -469,7 +469,7 @@ class Compiled(Task):
         self.model.reset_metrics()
 
     def _said(self, outputs: Any) -> tf.Tensor | None:
-        """Return the class and its probability, float32 [b, 2]; None if outputs are no classes'."""
+        """Return the predicted class and its probability, float32 [b, 2]; None without classes."""
         num_classes = self.data.num_classes
         if not isinstance(outputs, tf.Tensor) or num_classes < 2 or outputs.shape.rank != 2:
             return None
@@ -486,7 +486,6 @@ class Compiled(Task):
 
 
 def _in_words(loss: Any) -> str:
-    """Return the name of a loss, or those of several."""
     if isinstance(loss, Mapping):
         return ", ".join(f"{name}: {_in_words(own)}" for name, own in loss.items())
     if isinstance(loss, list | tuple):
@@ -495,7 +494,7 @@ def _in_words(loss: Any) -> str:
 
 
 def scalars(logs: Any) -> dict[str, Any]:
-    """Return what of Keras' logs is a number, and each number of a vector, as of every class."""
+    """Return the numbers in Keras' logs; of a vector, such as one of all classes, each number."""
     flat = {"loss": logs} if not isinstance(logs, Mapping) else dict(_leaves(logs))
     found = {name: value for name, value in flat.items() if not value.shape.rank}
     for name, value in flat.items():
@@ -513,14 +512,14 @@ def _leaves(logs: Mapping, before: str = "") -> Iterator[tuple[str, tf.Tensor]]:
 
 
 def _loss_name(logs: Mapping[str, Any]) -> str:
-    """Return the name of the loss; of several that a model of its own reports, the first."""
+    """Return the name of the loss in logs; of several that an own step reports, the first."""
     first = next(iter(logs))
     return "loss" if "loss" in logs else next((n for n in logs if "loss" in n), first)
 
 
 @contextlib.contextmanager
 def _without_penalty(weights: Sequence[keras.Variable]) -> Iterator[None]:
-    """Let weights have no regularisers, which a scope without values would give nothing to."""
+    """Remove the regularisers of weights in the block: a stateless scope gives them no values."""
     before = [weight.regularizer for weight in weights]
     try:
         for weight in weights:
@@ -532,6 +531,6 @@ def _without_penalty(weights: Sequence[keras.Variable]) -> Iterator[None]:
 
 
 def _penalty(model: keras.Model) -> tf.Tensor:
-    """Return the loss of all regularisers, which Keras has in the loss."""
+    """Return the sum of all regularisers, which Keras has in the loss."""
     found = [v.regularizer(v) for v in model.trainable_variables if v.regularizer is not None]
     return tf.add_n([tf.cast(value, tf.float32) for value in found]) if found else tf.zeros([])

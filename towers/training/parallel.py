@@ -4,9 +4,9 @@
     model.compile(optimizer="adam", loss="mse")
     model.fit(x, y, batch_size=256)
 
-Nothing of a step is written anew. While it is traced, each layer that it calls, the model as a
-rule, is called on towers, and what these return is joined (`TowerBuilder.concat`). So the loss, the
-metrics and the update are Keras' or the user's own, made once, over the global batch.
+The step itself stays the model's. While it is traced, each outermost layer that it calls, the model
+as a rule, runs on towers, and its outputs are joined (`TowerBuilder.concat`). Loss, metrics and
+update are Keras' or the user's own, made once, over the global batch.
 """
 
 import contextlib
@@ -141,7 +141,7 @@ def _devices_for(
 
 
 def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:
-    """Let the steps of a model run on the towers of a builder; return the model."""
+    """Run the steps of a model on the towers of a builder; return the model."""
     unparallelize(model)
     steps = _Steps(model, builder)
     vars(model)["_tower_steps"] = steps
@@ -156,7 +156,7 @@ def on_towers(
     fn: Callable,
     copies: Sequence[Sequence[keras.Variable]] = (),
 ) -> Callable:
-    """Return `fn`, in which outermost calls of a model and of layers run on towers.
+    """Return `fn` with its outermost calls of the model and of layers on towers.
 
     Args:
         model: the Keras model.
@@ -169,7 +169,7 @@ def on_towers(
 
 
 def unparallelize(model: keras.Model) -> keras.Model:
-    """Let a model run on one device again, as Keras has it; return it.
+    """Run a model on one device again, as Keras does; return it.
 
         model = towers.unparallelize(model)
 
@@ -182,13 +182,13 @@ def unparallelize(model: keras.Model) -> keras.Model:
 
 
 def builder_of(model: keras.Model) -> TowerBuilder | None:
-    """Return what a model's towers are built by; None if it runs on one device."""
+    """Return the builder of a model's towers; None if it runs on one device."""
     steps = vars(model).get("_tower_steps")
     return steps and steps.builder
 
 
 def passes_of(model: keras.Model) -> Passes:
-    """Return what the step of a model that was traced last has done on towers."""
+    """Return what the last traced step of a model has done on towers."""
     steps = vars(model).get("_tower_steps")
     return steps.passes if steps else Passes()
 
@@ -206,12 +206,12 @@ class _Steps:
         self._functions: dict[tuple, Callable] = {}  # kept, so that each is rehearsed once
 
     def on_towers(self, name: str) -> Callable:
-        """Return a step of the model in which outermost layers are called on towers."""
+        """Return a step of the model with its outermost layers on towers."""
         step = getattr(type(self.model), name)
         return self.outermost_on_towers(functools.partial(step, self.model))
 
     def outermost_on_towers(self, fn: Callable) -> Callable:
-        """Return a function in which outermost layers are called on towers."""
+        """Return a function with its outermost layers on towers."""
 
         def with_towers(*args: Any) -> Any:
             self.passes = Passes()
@@ -226,7 +226,7 @@ class _Steps:
         return with_towers
 
     def _update(self, optimizer: keras.optimizers.Optimizer, *args: Any) -> None:
-        """Let an optimizer, which has been built, update weights, if the trace is kept."""
+        """Make an optimizer's update; in a trace that is dropped, only that of an own class."""
         *_, update = args
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         if not self._is_dropped or not type(inner).__module__.startswith("keras."):
@@ -234,10 +234,10 @@ class _Steps:
 
     @contextlib.contextmanager
     def _making_variables(self) -> Iterator[None]:
-        """Call layers in the block on one device, if it is there to make variables.
+        """Call layers in the block on one device, if the trace is there to make variables.
 
-        TensorFlow traces a function again that has made variables, as optimizers and metrics do:
-        towers in the first trace would cost their time and be dropped.
+        TensorFlow traces a function again if its first trace made variables, as optimizers and
+        metrics do: towers in that trace would cost their time for nothing.
         """
         self._is_dropped, self._makes_variables = self._makes_variables, False
         try:
@@ -248,9 +248,9 @@ class _Steps:
             self._is_dropped = False
 
     def made_for_towers(self, name: str) -> Callable:
-        """Return a model's method that makes a function of a step, so that this runs on towers.
+        """Return a replacement of a `make_*_function` method, whose function runs on towers.
 
-        XLA does not compile it, which would be for one device.
+        XLA does not compile it: that would be for one device.
         """
         make = getattr(type(self.model), name)
         attribute = name.removeprefix("make_")  # of the model, which holds what is made
@@ -294,7 +294,7 @@ class _Steps:
         return make_for_towers
 
     def _will_make_variables(self, name: str) -> bool:
-        """Tell whether a step will make variables: of metrics, or of an optimizer."""
+        """Return whether a step will make variables, of metrics or of an optimizer."""
         if name == "make_predict_function":
             return False
         new = [own for own in optimizers_of(self.model) if not own.built]
@@ -302,7 +302,7 @@ class _Steps:
         return tf_private.will_make_metrics(self.model) or (trains and any(map(_has_slots, new)))
 
     def _noted(self, iterator: Any) -> Any:
-        """Note the first batch, for trials; return an iterator of as many as one call takes."""
+        """Keep the first batch for trials; return an iterator of the batches of one call."""
         batches: list[Any] = []
         try:
             spec = iterator.element_spec
@@ -352,7 +352,7 @@ class _Steps:
         return _with_logits(*concat(self.builder, Forward, fn, batch, self.passes))
 
     def _on_copies(self, fn: Callable) -> Callable:
-        """Return a function of (*batch, copies) that reads these in place of the weights."""
+        """Return `fn` as a function of (*batch, copies), which it reads in place of weights."""
 
         def on_copies(*batch: Any) -> Any:
             *batch, copies = batch
@@ -363,10 +363,10 @@ class _Steps:
         return self._functions.setdefault((fn,), on_copies)
 
     def _divided(self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any]) -> tuple:
-        """Return the towers' function, the batch that they divide, and why they cannot, or "".
+        """Return the towers' function, the batch to divide, and why it cannot be divided, or "".
 
-        Of arguments with unlike numbers of rows, some are the batch and each tower takes the others
-        whole, as a table, if the function does the same with each row of the batch then.
+        If arguments have different numbers of rows, some of them are the batch; each tower takes
+        the others whole, as a table, if the function then treats each row of the batch alike.
         """
         given = [x for x in leaves if _is_batch(x)]
         sizes = list(dict.fromkeys(x.shape[0] for x in given))
@@ -387,7 +387,7 @@ class _Steps:
         return fn, batch, reason
 
     def _reason_against(self, layer: keras.Layer, fn: Callable, batch: Sequence[Any]) -> str:
-        """Return why a layer cannot be called on towers, each with a part of the batch; or ""."""
+        """Return why a layer cannot run on towers, each with a part of the batch; or ""."""
         if tf_private.are_followed([v.value for v in layer.trainable_variables]):
             return "a tf.autodiff.ForwardAccumulator follows its weights"
         if self.builder.jit_compile and any(v.overwrite_with_gradient for v in layer.variables):
@@ -413,7 +413,7 @@ class _Steps:
     def _function(
         self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any], num_rows: Any = ...
     ) -> tuple[Callable, list[Any]]:
-        """Return the towers' function, if it can be the one that was rehearsed before, and a batch.
+        """Return the towers' function, the same one for the same call, and its batch.
 
         The batch is those of the leaves that have so many rows, None for an unknown number.
         """
@@ -438,13 +438,13 @@ class _Steps:
             tf.function(fn, autograph=False).get_concrete_function(*specs)
 
     def _plain(self) -> contextlib.AbstractContextManager:
-        """Let layers in the block be called as Keras does."""
+        """Call layers in the block as Keras does."""
         return tf_private.layer_calls_replaced(lambda _: self._keras_call)
 
     def _place(self, variables: Sequence[keras.Variable]) -> None:
-        """Move new variables to where they are to lie; nothing that is kept may have read them.
+        """Move new variables to their device; nothing that is kept may have read them.
 
-        Weights that an optimizer has been built for stay where its slots are.
+        Weights that an optimizer was built for stay where its slots are.
         """
         new = [v for v in variables if id(v) not in self._placed]
         self._placed |= {id(v) for v in new}
@@ -461,7 +461,7 @@ class _Steps:
 
 
 def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Tell whether an optimizer will make variables for a weight; plain SGD does not."""
+    """Return whether an optimizer makes variables for a weight; plain SGD does not."""
     with contextlib.suppress(Exception):  # of an own class that cannot be made anew
         like = type(optimizer).from_config(optimizer.get_config())
         before = len(like.variables)
@@ -473,8 +473,8 @@ def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:
 def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> Callable:
     """Return the towers' function: a layer's tensors -> (outputs, logits).
 
-    Logits are those of outputs, by place, that Keras knows to be probabilities: its losses are made
-    of these, since of probabilities nothing is left where a model is sure.
+    Logits, by place, are those that Keras knows of outputs which are probabilities. Its losses use
+    them, since probabilities keep nothing where a model is sure.
     """
 
     def fn(*batch: Any) -> tuple[Any, dict[int, dict[str, tf.Tensor]]]:
@@ -489,7 +489,7 @@ def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> 
 
 
 def _logits_of(output: Any) -> dict[str, tf.Tensor]:
-    """Return {"" or the op that makes probabilities of them: logits}, {} for other outputs."""
+    """Return {"" or the op that makes probabilities: logits} of an output, {} without logits."""
     if (logits := tf_private.logits_of(output)) is not None:
         return {"": logits}
     made_by = output.op.type if isinstance(output, tf.Tensor) else ""
@@ -497,7 +497,7 @@ def _logits_of(output: Any) -> dict[str, tf.Tensor]:
 
 
 def _with_logits(outputs: Any, logits: dict[int, dict[str, tf.Tensor]]) -> Any:
-    """Return joined outputs with which losses find their logits, as with those of one device."""
+    """Return joined outputs from which losses find their logits, as on one device."""
     flat = tf.nest.flatten(outputs)
     for i, found in logits.items():
         ((made_by, value),) = found.items()
@@ -509,7 +509,7 @@ def _with_logits(outputs: Any, logits: dict[int, dict[str, tf.Tensor]]) -> Any:
 
 
 def _is_batch(leaf: Any) -> bool:
-    """Tell whether an argument of a layer has a row for each example."""
+    """Return whether an argument of a layer has a row for each example."""
     if isinstance(leaf, np.ndarray):
         return leaf.ndim > 0
     return isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) and leaf.shape.rank != 0

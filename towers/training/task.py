@@ -1,15 +1,13 @@
-"""One training step, from a batch to the update, and what it is for a kind of model.
+"""One training step, from a batch to the update, and the evaluation of what it has trained.
 
 A batch is (example, draws): what the data set gives out, (x, y) or (x, y, sample_weight), each any
-structure of tensors with an axis for the examples. In the step that most models share, each tower
-augments its examples and computes their losses, so that nothing but gradients leaves it; these are
-added up, and one update is made. The kinds of models:
+structure of tensors with an axis for the examples. Each tower augments its examples and computes
+their losses, so that nothing but gradients leaves it; these are added up, and one update is made.
+The kinds of models:
 
 * `Classifier`: a model that gives logits, and labels.
 * `compiled.Compiled`: a compiled Keras model is the whole specification. If the losses of its
   examples cannot be told apart, its own `train_step` is traced over towers in place of this step.
-
-All are evaluated alike, see `Task.make_evaluator`.
 """
 
 import abc
@@ -57,13 +55,13 @@ class Task(abc.ABC):
     """What a model is trained to do, and how that is measured.
 
     Attributes:
-        masters: what a step changes.
-        placements: where the masters may lie, see `Options.variables`.
-        default_on_gpus: the one of them where towers are GPUs, and none is asked for.
-        on_update: is told, while a step is traced, of (gradients, weights) of each update.
-        squares_rows: whether an optimizer squares each row of a sparse gradient, as Keras lets it,
-            and not the sum of those that are for one row of a table.
-        pads: whether `test_step` takes a last batch that was made a full one.
+        masters: the variables that a step changes.
+        placements: the allowed values of `Options.variables`.
+        default_on_gpus: the one of them for towers on GPUs, if none is asked for.
+        on_update: while a step is traced, is called with (gradients, weights) of each update.
+        squares_rows: whether an optimizer squares each row of a sparse gradient, as Keras does, and
+            not the sum of those for one row of a table.
+        pads: whether `test_step` takes a last batch that was filled up to a full one.
         names_averages: whether an evaluation names averages where there are none.
     """
 
@@ -81,11 +79,14 @@ class Task(abc.ABC):
     def make_train_step(self, learning_rate: Callable) -> Callable:
         """Return `train_step(example, draws, measured=None)`: one update, to be compiled.
 
-        It returns a dict of tensors with the scalars that `step_names` has; with `measured`, a bool
-        scalar that tells whether norms are wanted, also what `tower_stats.measured_shapes` and
-        `timed_shapes` name. And the gathered gradients of the data's loss, in the order of the
-        trainable variables; None where they are not to be had. `learning_rate` gives that after a
-        number of examples. "loss" is the mean over all examples, "penalty" that of regularisation.
+        It returns a dict of tensors, and the gathered gradients of the data's loss in the order of
+        the trainable variables (None where they are not known). The dict has the scalars in
+        `step_names`: "loss" is the mean over all examples, "penalty" that of regularisation. With
+        `measured`, a bool scalar, it also has what `tower_stats.measured_shapes` and `timed_shapes`
+        name; norms are computed if it is True.
+
+        Args:
+            learning_rate: returns the rate after a number of examples.
         """
         builder, masters = self.builder, self.masters
         options = self.update_options()
@@ -128,45 +129,45 @@ class Task(abc.ABC):
         return train_step
 
     def update_options(self) -> Options:
-        """Return the options that an update goes by."""
+        """Return the options of the update."""
         return self.options
 
     def metrics_of_batch(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
-        """Return what is shown of a step's batch, from what towers returned beside the losses."""
+        """Return metrics of a step's batch, from what each tower returned beside its losses."""
         return {}
 
     def _rate(self, learning_rate: Callable, replica: Replica) -> tf.Tensor:
-        """Return the learning rate of a step, where the replica is: none is sent there."""
+        """Return the learning rate of a step on the replica's device: none is sent there."""
         with tf.device(replica.device):
             if self.rate_is_set:
                 return learning_rate(replica.examples)
             return tf.convert_to_tensor(replica.optimizer.learning_rate)
 
     def weights(self) -> list[Any]:
-        """Return the trainable variables as the builder takes them: with their copies, if any."""
+        """Return the trainable variables for the builder, each with its copies, if any."""
         replicas = self.masters.replicas
         if len(replicas) == 1:
             return self.model.trainable_variables
         return [PerTower(own) for own in zip(*(r.weights for r in replicas), strict=True)]
 
     def rehearse(self, *batch: Any) -> Rehearsal:
-        """Return what is known of the towers' function, tried on (*example, draws)."""
+        """Try the towers' function on (*example, draws); return what was found out about it."""
         return self.builder.rehearse(self.tower_function, *batch, silent=True)
 
     @property
     @abc.abstractmethod
     def step_names(self) -> Sequence[str]:
-        """What a step returns in any case; "loss", "learning_rate" among it."""
+        """The names of the scalars that a step returns in any case."""
 
     @property
     @abc.abstractmethod
     def rate_is_set(self) -> bool:
-        """Whether the run sets the learning rate in each step; else its optimizers have it."""
+        """Whether the run sets the learning rate in each step; else optimizers have their own."""
 
     def num_skipped(self) -> int | None:
-        """Return how many of all steps made no update; None where none is ever left out.
+        """Return how many steps made no update; None where none is ever skipped.
 
-        Of a model's own step that makes several updates it is not known, and 0.
+        For a model's own step with several updates the number is not known, and 0.
         """
         optimizers = self.masters.optimizers
         scaled = any(getattr(own, "dynamic_scale", None) is not None for own in optimizers)
@@ -176,16 +177,16 @@ class Task(abc.ABC):
         return max(int(self.masters.step.numpy()) - int(made.numpy()), 0)
 
     def finish(self) -> bool:
-        """Do what comes after the last step, once; return whether a master variable changed."""
+        """Do what follows the last step; return whether a master variable changed."""
         return False
 
     def tower_function(self, *batch: Any) -> Any:
-        """Return the losses `[b]` of (*example, draws), times the loss scale if there is one.
+        """Return one tower's losses `[b]` for (*example, draws), times the loss scale if any.
 
-        That of an example which is mixed with another is made of both targets, each with the weight
-        of its own example. What layers add by `add_loss` or an activity regularizer is a part of
-        each example's loss, where a scope collects it. With them may come, as a tuple, what
-        `metrics_of_batch` takes.
+        The loss of a mixed example is made of both targets, each with the weight of its own
+        example. What layers add by `add_loss` or an activity regulariser is a part of each
+        example's loss. If the step shows metrics, what `metrics_of_batch` takes comes with the
+        losses, as a tuple.
         """
         losses, outputs = self._losses_and_outputs(*batch)
         if (scale := self.masters.loss_scale) is not None:
@@ -210,18 +211,18 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def losses_of(self, outputs: Any, *targets: Any) -> tf.Tensor:
-        """Return the losses `[b]` of outputs, targets and, if there are any, sample weights."""
+        """Return the losses `[b]` for outputs, targets and, if there are any, sample weights."""
 
     def outputs_shown(self, outputs: Any, targets: Sequence[Any]) -> Any:
-        """Return what is to leave a tower beside the losses, rows for examples; () for nothing."""
+        """Return what leaves a tower beside the losses, with rows for examples; () for nothing."""
         return ()
 
     @abc.abstractmethod
     def loss(self, *batch: Any) -> tf.Tensor:
-        """Return the loss of (*example, draws) on one device: a scalar, or one of each example."""
+        """Return the loss of (*example, draws) on one device: a scalar, or `[b]`."""
 
     def gradients(self, *batch: Any) -> list[Any]:
-        """Return the gradients of the data's loss, gathered from all towers; nothing is assigned.
+        """Return the gathered gradients of the data's loss; no variable is assigned.
 
         They come in the order of the trainable variables, None for one that the loss does not use.
         """
@@ -234,11 +235,10 @@ class Task(abc.ABC):
     # Evaluation.
 
     def make_evaluator(self, split: Split) -> Callable[[Stop], Evaluation | None]:
-        """Return `evaluator(stop)`, which evaluates the master variables as they are at the call.
+        """Return `evaluator(stop)`, which evaluates the master variables as they are then.
 
-        Weights and their moving averages are evaluated in one pass over the data. `stop` is asked
-        before each batch; when it says True, the evaluator returns None. What is compiled is made
-        once and kept.
+        Weights and their moving averages are evaluated in one pass over the split. `stop` is called
+        before each batch; if it returns True, the evaluator returns None. What is compiled is kept.
         """
         batches = split.eval_batches(self.options.batch_size)
 
@@ -259,7 +259,7 @@ class Task(abc.ABC):
         return evaluator
 
     def eval_arrays(self, example: Any, counted: tf.Tensor) -> dict[str, np.ndarray]:
-        """Return the metrics of one batch, to be compared; of the averages with "_ema"."""
+        """Return the metrics of one batch; those of the averages end in "_ema"."""
         self._reset_metrics()
         _, logs, _ = self._evaluate((example, counted))
         named = zip(("", AVERAGED), logs, strict=False)
@@ -273,12 +273,12 @@ class Task(abc.ABC):
 
         Args:
             example: of the batch.
-            number: of examples that count; others are there to make the last batch a full one.
+            number: of examples that count; others fill up the last batch.
             averaged: whether variables have the values of their averages.
 
         Returns:
-            The metrics so far, each a scalar, and the class that is said with its probability,
-            float32 `[number, 2]`, or None where there are no classes.
+            The metrics so far, each a scalar, and the predicted class with its probability, float32
+            `[number, 2]`, or None where there are no classes.
         """
 
     @abc.abstractmethod
@@ -287,7 +287,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def _metrics(self) -> Sequence[keras.Variable]:
-        """Return what metrics count by."""
+        """Return the variables that metrics count by."""
 
     @abc.abstractmethod
     def _reset(self) -> None:
@@ -302,7 +302,7 @@ class Task(abc.ABC):
         return MetricState(self._metrics() if self.masters.averages else ())
 
     def _evaluate(self, batch: Any) -> tuple[Any, list[dict[str, tf.Tensor]], list[tf.Tensor]]:
-        """Return a batch's examples, and what `test_step` does with weights, and with averages."""
+        """Return a batch's examples, and what `test_step` returns with weights and averages."""
         example, counted = batch
         number = tf.cast(tf.reduce_sum(counted), tf.int32)
         real = tf.nest.map_structure(lambda t: t[: int(number)], example)
@@ -312,7 +312,7 @@ class Task(abc.ABC):
     def _traced_test_step(self) -> Callable:
         """Compiled once for all splits; without padding once more for each size of a last batch.
 
-        Keras weighs the loss of an output by a batch's size where it is known to the trace.
+        Keras weighs the loss of an output by a batch's size where the trace knows it.
         """
         home = self.builder.gather_device
 
@@ -342,7 +342,7 @@ class Task(abc.ABC):
         return Evaluation(metrics, split.size, *[*of_class, None][:2], told[-1])
 
     def _over_all(self, logs: Mapping[str, tf.Tensor]) -> dict[str, float]:
-        """Return the metrics over all batches, or `logs` if an own step reports others."""
+        """Return the metrics over all batches; `logs` if the model's own step reports others."""
         found = self.metrics_result()
         found = found if found.keys() == logs.keys() else logs
         return {name: float(value) for name, value in found.items()}
@@ -361,17 +361,17 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def about_update(self) -> dict[str, str]:
-        """Return what the rule book says of this run: "decay", "scale", "clips" and "clock"."""
+        """Return the rule book's words on this run's "decay", "scale", "clips" and "clock"."""
 
     @abc.abstractmethod
     def metric_directions(self) -> Mapping[str, str | None]:
-        """Return {metric: "max" or "min", whichever is better, or None if nobody knows}."""
+        """Return {metric: "max" or "min", whichever is better, None if that is not known}."""
 
     def inputs(self, x: Any, draws: tf.Tensor | None) -> Any:
         """Return what the model is called with: of images for training, if there are draws.
 
-        Images become floats, also if nothing else happens to them; other data stay as they are, but
-        for the precision of floats.
+        Images become floats in any case; other data stay as they are, but for the precision of
+        floats.
         """
         kind, dtype = self.options.augment, self.options.input_dtype
         if self.data.image_shape is None:
@@ -381,11 +381,11 @@ class Task(abc.ABC):
         return augment.train_images(x, draws, kind, dtype)
 
     def image_dtype(self) -> tf.DType | str | None:
-        """Return what images become before the model sees them; None: they stay what they are."""
+        """Return the type that the model gets images in; None: as they are stored."""
         return self.options.input_dtype
 
     def cast(self, structure: Any) -> Any:
-        """Return a structure of tensors whose floats are of the run's precision for losses."""
+        """Return a structure of tensors, its floats in the run's precision for losses."""
         dtype = tf.as_dtype(self.options.input_dtype)
         return tf.nest.map_structure(
             lambda t: tf.cast(t, dtype) if t.dtype.is_floating and t.dtype != dtype else t,
@@ -393,11 +393,11 @@ class Task(abc.ABC):
         )
 
     def objective(self) -> tuple[str, str]:
-        """Return the metric that says which evaluation is best, and "max" or "min".
+        """Return the metric that tells which evaluation is best, and "max" or "min".
 
         Raises:
-            InputError: `options.objective` is no metric of this task, or nobody knows whether it is
-                better when it is higher.
+            InputError: `options.objective` is no metric of this task, or nobody knows which of its
+                values are better.
         """
         known = self.metric_directions()
         if not self.options.objective:
@@ -423,7 +423,7 @@ class Task(abc.ABC):
 
 
 class Classifier(Task):
-    """Softmax cross entropy of logits `[b, classes]` and labels, integers `[b]`.
+    """Softmax cross entropy of logits `[b, classes]` and integer labels `[b]`.
 
     In evaluation the loss is that alone: without smoothing, regularisers and what layers add.
     """
@@ -488,7 +488,7 @@ class Classifier(Task):
 
     @functools.cached_property
     def _logits(self) -> Callable:
-        """The logits of a tower's examples, computed with its copy of the weights if it has one."""
+        """The logits of a tower's examples, with its copy of the weights if it has one."""
         model = self.model
 
         def logits(x: Any, copies: Sequence[keras.Variable] = ()) -> tf.Tensor:
@@ -512,7 +512,7 @@ class Classifier(Task):
 
 
 def _columns(said: Sequence[tf.Tensor]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the classes and their probabilities of each `test_step`, `[b]`."""
+    """Yield the classes and their probabilities, each `[b]`, of each `test_step`."""
     for own in said:
         classes, chances = own.numpy().T
         yield classes.astype(np.int32), chances
@@ -520,9 +520,9 @@ def _columns(said: Sequence[tf.Tensor]) -> Iterator[tuple[np.ndarray, np.ndarray
 
 @contextlib.contextmanager
 def _after(start: Sequence[tf.Tensor]) -> Iterator[None]:
-    """Let what the block computes wait for the clock, and for nothing that the clock waits for.
+    """Make the block's ops wait for the clock, but not for what the clock waits for.
 
-    Workers are told of each op for which theirs wait.
+    Workers are told of each op that theirs wait for.
     """
     alone = tf.control_dependencies(None) if start else contextlib.nullcontext()
     with alone, tf.control_dependencies(start):
@@ -530,5 +530,4 @@ def _after(start: Sequence[tf.Tensor]) -> Iterator[None]:
 
 
 def _of_replica(gradients: list[Any], replica: int) -> list[Any]:
-    """Return the gradients of one replica of the weights."""
     return [g.values[replica] if isinstance(g, PerTower) else g for g in gradients]
