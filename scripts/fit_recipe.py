@@ -30,8 +30,9 @@ from towers.options import augmentation, flags, trust  # noqa: E402
 from towers.options.run import Options  # noqa: E402
 from towers.training.by_flags import compile_by_flags  # noqa: E402
 from towers.training.model import floatx_of  # noqa: E402
+from towers.training.optimizers import is_own  # noqa: E402
 from towers.training.run import Run, prepare  # noqa: E402
-from towers.training.update import EMA_EXAMPLES, is_own  # noqa: E402
+from towers.training.update import EMA_EXAMPLES  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> int:

@@ -14,7 +14,8 @@ from towers.builder import kinds
 from towers.options.run import OPTIMIZERS, Options
 from towers.training import masters as places
 from towers.training.masters import Masters, Replica
-from towers.training.update import make_optimizer, make_update
+from towers.training.optimizers import make_optimizer, rules_of
+from towers.training.update import make_update
 
 pytestmark = pytest.mark.run
 HOST, GPU, OTHER_GPU = "/cpu:0", "/cpu:1", "/cpu:2"
@@ -84,7 +85,7 @@ def gradients_for(weights, step, overflow=False):
 def after_each_step(device, options, steps=3, overflow=(), **more):
     """Return {name: value} of master variables, penalty and norm, after each of some steps."""
     masters = masters_on([device], mix("float64"), options, **more)
-    update = make_update(masters, options, ":" not in options.optimizer)
+    update = make_update(masters, rules_of(options), ":" not in options.optimizer)
     rate = tf.constant(0.1, tf.float64)
 
     @tf.function
@@ -168,7 +169,7 @@ def test_an_overflow_skips_the_step(optimizer):
 
 def executed(masters, options):
     """Return the nodes of an update, as they are executed; gradients lie beside the weights."""
-    update = make_update(masters, options)
+    update = make_update(masters, rules_of(options))
 
     @tf.function
     def step(gradients):

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tests.tiny import assert_close
 from towers.options.run import Options
 from towers.training.muon import ADAM_RATIO, Muon
-from towers.training.update import make_optimizer
+from towers.training.optimizers import make_optimizer
 
 pytestmark = pytest.mark.graph
 

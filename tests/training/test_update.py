@@ -8,8 +8,8 @@ import tensorflow as tf
 from tests import tiny
 from towers.data import augment
 from towers.options.run import OPTIMIZERS as NAMES
+from towers.training.optimizers import OPTIMIZERS
 from towers.training.run import prepare
-from towers.training.update import OPTIMIZERS
 
 pytestmark = pytest.mark.run
 STEPS = 4

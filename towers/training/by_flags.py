@@ -10,7 +10,8 @@ import tensorflow as tf
 from towers.errors import InputError
 from towers.options.functions import call_plainly, load_function
 from towers.options.run import OF_COMPILED, Options
-from towers.training.update import DECAY_APART, clips_of, is_decayed, make_optimizer
+from towers.training.optimizers import DECAY_APART, clips_of, make_optimizer
+from towers.training.update import is_decayed
 
 
 def check_flags(options: Options) -> None:

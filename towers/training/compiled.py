@@ -7,7 +7,6 @@ calls on towers (`parallel`), as its `test_step` is in evaluation.
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -41,9 +40,10 @@ from towers.training.masters import (
     settle,
 )
 from towers.training.model import floatx_of
+from towers.training.optimizers import about_flags, about_scale, is_own, limit_of
 from towers.training.parallel import builder_of, on_towers, passes_of, put_on
 from towers.training.task import Task
-from towers.training.update import about_flags, about_scale, is_own, limit_of
+from towers.training.update import UpdateRules
 
 
 class Compiled(Task):
@@ -222,11 +222,9 @@ class Compiled(Task):
                 found = super().rehearse(*batch)
         return found
 
-    def update_options(self) -> Options:
+    def update_rules(self) -> UpdateRules:
         """See `Task`; the optimizer clips, and weights have regularisers, as `compile` was told."""
-        return dataclasses.replace(
-            self.options, clip_norm=0.0, clip_value=0.0, clip_global_norm=0.0, weight_decay=0.0
-        )
+        return UpdateRules(ema_decay=self.options.ema_decay, batch_size=self.options.batch_size)
 
     def metrics_of_batch(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
         """See `Task`."""
@@ -280,7 +278,7 @@ class Compiled(Task):
                 before += [own for own in passes.before.values() if id(own[0]) not in known]
                 loss = logs[_loss_name(logs)]
                 rows = tf.shape(tf.nest.flatten(example)[0], tf.int64)[0]
-                guard.end_step(loss, before, rows, self.options)
+                guard.end_step(loss, before, rows, self.update_rules())
             return {
                 "loss": loss - tf.cast(penalty, loss.dtype),
                 "penalty": penalty,

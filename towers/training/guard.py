@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder.kinds import is_gpu
-from towers.options.run import Options
 from towers.training.masters import Masters
 from towers.training.update import (
+    UpdateRules,
     end_step,
     finite_now,
     global_norm,
@@ -92,7 +92,7 @@ class Guard:
         loss: tf.Tensor,
         before: Sequence[tuple[tf.Variable, tf.Tensor]],
         num_examples: tf.Tensor,
-        options: Options,
+        rules: UpdateRules,
     ) -> None:
         """Count the step and move the averages; restore `before` if the step was not finite.
 
@@ -100,7 +100,7 @@ class Guard:
             loss: of the step.
             before: (variable, its value before the step) of what may have changed.
             num_examples: of the step.
-            options: `ema_decay` and `batch_size`.
+            rules: `ema_decay` and `batch_size`.
         """
         masters = self.masters
         of_loss = finite_now(masters, 0, tf.zeros([], loss.dtype), loss)
@@ -110,9 +110,9 @@ class Guard:
             tolerated = tf.reduce_any(tf.stack(self._scales) > 1.0)
             moves = finite | (tolerated & of_loss)  # as in `fit`, too high a scale costs no more
         if is_gpu(masters.replicas[0].device):
-            update_averages(masters, options, moves)
+            update_averages(masters, rules, moves)
         elif masters.averages:
-            if_finite(moves, lambda: update_averages(masters, options))
+            if_finite(moves, lambda: update_averages(masters, rules))
         end_step(masters, [finite], before, num_examples, tolerated, moves)
 
     def _is_here(self) -> bool:

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.errors import InputError
-from towers.options.run import Options
 
 _layers = keras.layers
 _WITH_KERNEL = (
@@ -98,10 +97,10 @@ def _name(activation: object) -> str:
     return getattr(activation, "__name__", type(activation).__name__).lower()
 
 
-def logits_of(model: keras.Model, inputs: Any, options: Options) -> Any:
-    """Return the outputs of a run's model for evaluation, with `test_time_flip` of `mirrored`."""
+def logits_of(model: keras.Model, inputs: Any, flips: bool) -> Any:
+    """Return a model's outputs in evaluation; if it `flips`, those of `mirrored`."""
     call = functools.partial(model, training=False)
-    return mirrored(call, inputs) if options.test_time_flip else call(inputs)
+    return mirrored(call, inputs) if flips else call(inputs)
 
 
 def mirrored(call: Callable, images: tf.Tensor) -> Any:

@@ -23,11 +23,11 @@ from towers.options.run import Options
 from towers.options.timetable import Timetable
 from towers.training import by_flags, compiled, model
 from towers.training.masters import VARIABLES, Masters, copies_on, home_of, place, settle
+from towers.training.optimizers import check_own, limit_of, make_optimizer
 from towers.training.schedules import schedule
 from towers.training.step import make_train_loop
 from towers.training.task import Classifier, Task
 from towers.training.tensorflow_errors import one_line_errors
-from towers.training.update import check_own, limit_of, make_optimizer
 
 DEFAULT_EPOCHS = 10.0
 

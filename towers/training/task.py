@@ -45,7 +45,8 @@ from towers.training.evaluation import (
 from towers.training.logits import cross_entropy, logits_of
 from towers.training.masters import VARIABLES, Masters, Replica, now
 from towers.training.model import floatx_of
-from towers.training.update import about_flags, is_own, make_update, scaled
+from towers.training.optimizers import about_flags, is_own, rules_of
+from towers.training.update import UpdateRules, make_update, scaled
 
 Stop = Callable[[], bool]
 _DIRECTIONS = ("max", "min")
@@ -89,8 +90,7 @@ class Task(abc.ABC):
             learning_rate: returns the rate after a number of examples.
         """
         builder, masters = self.builder, self.masters
-        options = self.update_options()
-        update = make_update(masters, options, self.rate_is_set, self.squares_rows)
+        update = make_update(masters, self.update_rules(), self.rate_is_set, self.squares_rows)
 
         def train_step(
             example: Any, draws: tf.Tensor, measured: tf.Tensor | None = None
@@ -100,7 +100,7 @@ class Task(abc.ABC):
             # A tower may else be done before the clock is read: the order of ops is chance.
             start = [] if measured is None else [tower_stats.time_after((example, draws))]
             with _after(start):
-                with floatx_of(options.dtype):  # backward, too: layers may be called again there
+                with floatx_of(self.options.dtype):  # layers may be called again going backward
                     sums = builder.tower_sums(self.tower_function, variables, *example, draws)
                 if not self.squares_rows:  # the update adds up rows anyhow: it may be dense
                     dense = gather.dense_on_gpus(sums.gradients, variables, builder.devices)
@@ -128,9 +128,9 @@ class Task(abc.ABC):
 
         return train_step
 
-    def update_options(self) -> Options:
-        """Return the options of the update."""
-        return self.options
+    def update_rules(self) -> UpdateRules:
+        """Return what an update does beside the optimizer's arithmetic."""
+        return rules_of(self.options)
 
     def metrics_of_batch(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
         """Return metrics of a step's batch, from what each tower returned beside its losses."""
@@ -495,7 +495,7 @@ class Classifier(Task):
             weights = model.trainable_variables[: len(copies)]
             own = {id(v): c.value for v, c in zip(weights, copies, strict=True)}
             with TowerScope(own):  # a layer that counts its calls, or draws, changes no master
-                return logits_of(model, self.inputs(x, None), self.options)
+                return logits_of(model, self.inputs(x, None), self.options.test_time_flip)
 
         return logits
 

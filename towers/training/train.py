@@ -91,7 +91,8 @@ def train(
         with contextlib.closing(GpuHealth()) as health:
             while True:
                 run = nan.resumed(run, folder, restored)
-                watch = Watch(options, checkpoints, say, health.read)
+                stalls = options.stall_seconds, options.on_stall
+                watch = Watch(checkpoints, say, health.read, *stalls)
                 try:
                     with one_line_errors(options), recovery.reraise_worker_loss():
                         begun = begin(run, folder, lock, checkpoints, restored, watch, say)

@@ -6,6 +6,7 @@ the same gradients and make the same update. In place of weights there may be a 
 those of a GPU that are treated alike.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,99 +16,33 @@ import tensorflow as tf
 
 from towers.builder.gather import map_values
 from towers.builder.kinds import is_gpu, machine_of
-from towers.errors import InputError
-from towers.options.functions import call_plainly
-from towers.options.run import Options
 from towers.training import flat
 from towers.training.masters import Masters, Replica
-from towers.training.muon import Muon
 
 # A loss scale doubles after this many steps without overflow (Micikevicius et al. 2018).
 STEPS_TO_DOUBLE = 2000
-MOST_SKIPPED = 10  # steps in a row that are not finite, with --on_nan=skip
 EMA_EXAMPLES = 128  # `ema_decay` is per so many examples: the tutorial's batch
 
 
-_K = keras.optimizers
-# {name: how it is made}, but for its learning rate
-OPTIMIZERS = {
-    "sgd": lambda o: _K.SGD,
-    "momentum": lambda o: functools.partial(_K.SGD, momentum=o.momentum),
-    "nesterov": lambda o: functools.partial(_K.SGD, momentum=o.momentum, nesterov=True),
-    "adam": lambda o: _K.Adam,
-    "adamw": lambda o: functools.partial(_K.AdamW, weight_decay=o.weight_decay),
-    "adamax": lambda o: _K.Adamax,
-    "nadam": lambda o: _K.Nadam,
-    "lion": lambda o: functools.partial(_K.Lion, weight_decay=o.weight_decay),
-    "lamb": lambda o: functools.partial(_K.Lamb, weight_decay=o.weight_decay),
-    "rmsprop": lambda o: _K.RMSprop,
-    "adagrad": lambda o: _K.Adagrad,
-    "adadelta": lambda o: _K.Adadelta,
-    "muon": lambda o: functools.partial(Muon, momentum=o.momentum, weight_decay=o.weight_decay),
-}
-DECAY_APART = ("adamw", "lion", "lamb", "muon")  # these decay weights apart from the gradient
+@dataclasses.dataclass(frozen=True)
+class UpdateRules:
+    """What an update does beside the optimizer's arithmetic; 0 is off.
 
-
-def make_optimizer(
-    weights: Sequence[keras.Variable], options: Options, **clips: float
-) -> keras.optimizers.Optimizer:
-    """Return the Keras optimizer that `options.optimizer` names.
-
-    Args:
-        weights: the trainable variables that it will update.
-        options: of the run. The learning rate of an optimizer in `OPTIMIZERS` is set every step;
-            one that a function of the user's makes keeps its own.
-        **clips: Keras' clipping arguments, for an optimizer that is to clip by itself.
-
-    Raises:
-        InputError: the user's function returns no optimizer.
+    Attributes:
+        weight_decay: factor of the L2 loss of kernels.
+        clip_norm: greatest norm of each gradient.
+        clip_value: greatest absolute value in a gradient.
+        clip_global_norm: greatest norm of all gradients together.
+        ema_decay: of the moving averages, per EMA_EXAMPLES.
+        batch_size: examples of a step.
     """
-    if is_own(options):
-        optimizer = call_plainly("optimizer", options.optimizer)
-        if not isinstance(optimizer, _K.Optimizer):
-            raise InputError(
-                f"--optimizer={options.optimizer} returned {type(optimizer).__name__}; a "
-                "keras.optimizers.Optimizer is needed"
-            )
-        return optimizer
-    optimizer = OPTIMIZERS[options.optimizer](options)(options.learning_rate, **clips)
-    if options.optimizer == "muon":
-        optimizer.outputs = {weight.path for weight in list(filter(is_decayed, weights))[-1:]}
-    if options.optimizer in DECAY_APART:
-        optimizer.exclude_from_weight_decay(var_list=[v for v in weights if not is_decayed(v)])
-    return optimizer
 
-
-def limit_of(options: Options) -> int:
-    """Return how many non-finite steps in a row end the run."""
-    return MOST_SKIPPED if options.on_nan == "skip" else 1
-
-
-def is_own(options: Options) -> bool:
-    """Return whether a function of the user's makes the optimizer."""
-    return ":" in options.optimizer
-
-
-def check_own(options: Options) -> None:
-    """Refuse flags of the update that an optimizer of the user's own sets itself.
-
-    Raises:
-        InputError: names both flags.
-    """
-    names = ("learning_rate", "schedule", "warmup_epochs", "decay_epochs", "momentum")
-    for name in names if is_own(options) else ():
-        if getattr(options, name) != getattr(Options, name):
-            raise InputError(
-                f"--{name}={getattr(options, name)}, but the optimizer of "
-                f"--optimizer={options.optimizer} has its own: set it there, and leave --{name} out"
-            )
-
-
-def clips_of(options: Options) -> dict[str, float]:
-    """Return the clipping flags as arguments of a Keras optimizer."""
-    names = {"clip_norm": "clipnorm", "clip_value": "clipvalue"}
-    names["clip_global_norm"] = "global_clipnorm"
-    return {theirs: limit for ours, theirs in names.items() if (limit := getattr(options, ours))}
+    weight_decay: float = 0.0
+    clip_norm: float = 0.0
+    clip_value: float = 0.0
+    clip_global_norm: float = 0.0
+    ema_decay: float = 0.0
+    batch_size: int = EMA_EXAMPLES
 
 
 def is_decayed(weight: keras.Variable) -> bool:
@@ -115,31 +50,8 @@ def is_decayed(weight: keras.Variable) -> bool:
     return len(weight.shape) > 1
 
 
-def about_flags(options: Options, loss_scale: Any) -> dict[str, str]:
-    """Return the rule book's words on an update by flags: "decay", "scale", "clips" and "clock"."""
-    apart = options.optimizer in DECAY_APART
-    decay = f"{options.optimizer}, apart from the gradient" if apart else "L2"
-    rate = f"learning rate {options.learning_rate:g} {options.schedule}"
-    if is_own(options):
-        rate = "with the learning rate of its own"
-    names = ("clip_norm", "clip_value", "clip_global_norm")
-    return {
-        "decay": f"weight decay {options.weight_decay:g} ({decay})",
-        "scale": about_scale(loss_scale),
-        "clips": ", ".join(f"{n}={limit}" for n in names if (limit := getattr(options, n))),
-        "clock": f"examples; {options.optimizer}, {rate}",
-    }
-
-
-def about_scale(loss_scale: Any) -> str:
-    """Return the part of the rule book on the loss scale, "" without one."""
-    if loss_scale is None:
-        return ""
-    return f"; loss scale from {float(loss_scale.numpy()):g}"
-
-
 def make_update(
-    masters: Masters, options: Options, rate_is_set: bool = True, squares_rows: bool = False
+    masters: Masters, rules: UpdateRules, rate_is_set: bool = True, squares_rows: bool = False
 ) -> Callable:
     """Return `update(gradients, learning_rates, statistics, loss, num_examples)`: one step.
 
@@ -156,7 +68,7 @@ def make_update(
 
     Args:
         masters: the variables that the step changes.
-        options: clipping, weight decay and averages.
+        rules: weight decay, clipping and averages.
         rate_is_set: whether the optimizers are given the learning rate; else they have their own.
         squares_rows: whether sparse gradients reach the optimizer with repeated rows, see `Task`.
     """
@@ -172,7 +84,7 @@ def make_update(
         scale, replicas = masters.loss_scale, masters.replicas
         rates = learning_rates if rate_is_set else [None] * len(replicas)
         updates = [
-            _replica_update(replica, own, rate, scale, options, squares_rows)
+            _replica_update(replica, own, rate, scale, rules, squares_rows)
             for replica, own, rate in zip(replicas, gradients, rates, strict=True)
         ]
         penalties, norms, applies = zip(*updates, strict=True)
@@ -183,7 +95,7 @@ def make_update(
         def apply(finite: Sequence[tf.Tensor | None]) -> None:
             for apply_replica, own in zip(applies, finite, strict=True):
                 apply_replica(own)
-            update_averages(masters, options, finite[0])
+            update_averages(masters, rules, finite[0])
 
         if is_gpu(replicas[0].device):
             apply(finite)
@@ -323,12 +235,12 @@ def _replica_update(
     gradients: list[Any],
     learning_rate: tf.Tensor | None,
     loss_scale: tf.Variable | None,
-    options: Options,
+    rules: UpdateRules,
     squares_rows: bool,
 ) -> tuple[tf.Tensor, tf.Tensor, Callable]:
     """Return the regularisation loss, the gradients' norm, and `apply(finite)`, the update."""
     optimizer = replica.optimizer
-    decayed = functools.partial(_is_penalised, options)
+    decayed = functools.partial(_is_penalised, rules)
     pairs = list(zip(gradients, replica.weights, strict=True))
     new_values = [pair for pair in pairs if pair[1].overwrite_with_gradient]
     pairs = [pair for pair in pairs if not pair[1].overwrite_with_gradient]
@@ -340,7 +252,7 @@ def _replica_update(
     if not squares_rows:
         gradients = _each(lambda g, _: _one_slice_a_row(g), gradients, weights)
     with tf.device(replica.device):
-        penalties, gradients = regularise(weights, gradients, options)
+        penalties, gradients = regularise(weights, gradients, rules)
         used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
         gradients, weights = [g for g, _ in used], [w for _, w in used]
         penalty, half = _sums(penalties, _halves_of_squares(gradients))
@@ -351,7 +263,7 @@ def _replica_update(
             for value, weight in new_values:
                 if value is not None:
                     weight.assign(value if finite is None else tf.where(finite, value, weight))
-            clipped = clip(gradients, weights, norm, options)
+            clipped = clip(gradients, weights, norm, rules)
             if learning_rate is not None:
                 rate = optimizer.learning_rate
                 value = tf.cast(learning_rate, rate.dtype)
@@ -371,7 +283,7 @@ def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variab
 
 
 def regularise(
-    weights: Sequence[keras.Variable], gradients: list[Any], options: Options
+    weights: Sequence[keras.Variable], gradients: list[Any], rules: UpdateRules
 ) -> tuple[list[tf.Tensor], list[Any]]:
     """Return the terms of the regularisation loss, and the gradients with its own added.
 
@@ -383,13 +295,13 @@ def regularise(
     def add(gradient: Any, weight: Any) -> Any:
         if isinstance(weight, flat.Flat):
             return weight.by_section(add, gradient)
-        decayed = _is_penalised(options, weight)
+        decayed = _is_penalised(rules, weight)
         if weight.regularizer is None and not decayed:
             return gradient
         value = tf.convert_to_tensor(weight.value)
         l1, l2 = flat.factors(weight.regularizer) or (None, 0.0)
         if l1 == 0.0:  # in one pass each; a tape would first make a tensor of ones of that shape
-            factor = 2.0 * l2 + (options.weight_decay if decayed else 0.0)
+            factor = 2.0 * l2 + (rules.weight_decay if decayed else 0.0)
             total.append(factor * tf.nn.l2_loss(value))
             return factor * value if gradient is None else factor * value + gradient
         with tf.GradientTape() as tape:
@@ -398,7 +310,7 @@ def regularise(
             if weight.regularizer is not None:
                 penalty += tf.cast(weight.regularizer(value), value.dtype)
             if decayed:
-                penalty += options.weight_decay * tf.nn.l2_loss(value)
+                penalty += rules.weight_decay * tf.nn.l2_loss(value)
         total.append(penalty)
         of_penalty = tape.gradient(penalty, value)
         return of_penalty if gradient is None else of_penalty + gradient
@@ -407,8 +319,8 @@ def regularise(
     return total, sums
 
 
-def _is_penalised(options: Options, weight: Any) -> bool:
-    return options.weight_decay > 0 and options.optimizer not in DECAY_APART and is_decayed(weight)
+def _is_penalised(rules: UpdateRules, weight: Any) -> bool:
+    return rules.weight_decay > 0 and is_decayed(weight)
 
 
 def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
@@ -458,14 +370,14 @@ def _widest(values: Sequence[Any]) -> tf.DType:
 
 
 def clip(
-    gradients: list[Any], weights: Sequence[keras.Variable], norm: tf.Tensor, options: Options
+    gradients: list[Any], weights: Sequence[keras.Variable], norm: tf.Tensor, rules: UpdateRules
 ) -> list[Any]:
-    """Return gathered gradients clipped as the options say; `norm` is their global norm."""
-    if limit := options.clip_norm:
+    """Return clipped gathered gradients; `norm` is their global norm."""
+    if limit := rules.clip_norm:
         return _each(lambda g, w: _clip_by_norm(g, w, limit), gradients, weights)
-    if limit := options.clip_value:
+    if limit := rules.clip_value:
         return _each(lambda g, _: tf.clip_by_value(g, -limit, limit), gradients, weights)
-    if limit := options.clip_global_norm:
+    if limit := rules.clip_global_norm:
         # As tf.clip_by_global_norm, which takes gradients of one type only; NaN if not finite.
         factor = limit * tf.minimum(1.0 / norm, 1.0 / tf.constant(limit, norm.dtype))
         factor += norm - norm
@@ -483,7 +395,7 @@ def _clip_by_norm(gradient: Any, weight: Any, limit: float) -> Any:
 
 
 def update_averages(
-    masters: Masters, options: Options, finite: tf.Tensor | None = None
+    masters: Masters, rules: UpdateRules, finite: tf.Tensor | None = None
 ) -> None:
     """Move each average towards its variable, which has just been updated.
 
@@ -492,14 +404,14 @@ def update_averages(
 
     Args:
         masters: the variables and their averages.
-        options: `ema_decay` and `batch_size`.
+        rules: `ema_decay` and `batch_size`.
         finite: bool scalar, without which averages stay; None: they move.
     """
     if not masters.averages:
         return
     batches = tf.cast(masters.examples, tf.float64) / EMA_EXAMPLES
-    decay = tf.minimum((1.0 + batches) / (10.0 + batches), options.ema_decay)
-    rate = 1.0 - decay ** (options.batch_size / EMA_EXAMPLES)
+    decay = tf.minimum((1.0 + batches) / (10.0 + batches), rules.ema_decay)
+    rate = 1.0 - decay ** (rules.batch_size / EMA_EXAMPLES)
     pairs = [(variable.value, average) for variable, average in masters.averages]
     for pairs_of_kind in flat.grouped(pairs, lambda pair: flat.kind_of(pair[1])):
         variable, average = (flat.joined(own) for own in zip(*pairs_of_kind, strict=True))

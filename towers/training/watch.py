@@ -18,7 +18,6 @@ from towers import signals
 from towers.devices import remote
 from towers.devices.remote import DevicesChanged
 from towers.errors import RunError
-from towers.options.run import Options
 from towers.training.masters import not_finite
 from towers.training.saving import Checkpoints, Snapshot
 from towers.training.step import TrainLoop
@@ -64,21 +63,23 @@ class Watch(signals.StopRequest):
 
     def __init__(
         self,
-        options: Options,
         checkpoints: Checkpoints,
         say: Callable[[str], None],
         health: Callable[[], Mapping[str, float]] = dict,
+        stall_seconds: float = 0.0,
+        on_stall: str = "wait",
     ):
         """Create the watch of a run.
 
         Args:
-            options: `stall_seconds` and `on_stall`.
             checkpoints: of the run.
             say: prints a line.
             health: returns {tag: value} of the GPUs, for the report of a stall.
+            stall_seconds: without progress that are reported as a stall; 0: none are.
+            on_stall: "stop" ends the process then; anything else waits on.
         """
         self._checkpoints, self._say, self._health = checkpoints, say, health
-        self._stall_seconds, self._on_stall = options.stall_seconds, options.on_stall
+        self._stall_seconds, self._on_stall = stall_seconds, on_stall
         self._train_loop: TrainLoop | None = None
         self._waiting: _Waiting | None = None
         self._seen: set[str] = set()

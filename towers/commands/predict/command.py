@@ -58,7 +58,7 @@ def _rows(
     @floatx_of(trained.options.dtype)
     def on_tower(x: Any) -> Any:
         with TowerScope():  # a layer that counts its calls, or draws, changes nothing
-            return logits_of(trained.model, trained.inputs(x), trained.options)
+            return logits_of(trained.model, trained.inputs(x), trained.options.test_time_flip)
 
     @tf.function(autograph=False)
     def predict(x: Any) -> Any:
