@@ -152,3 +152,14 @@ def test_the_loss_scale_is_that_of_added_losses_too():
     assert scaled()["loss"] == pytest.approx(plain()["loss"], rel=1e-2)
     expected = {n: v for n, v in plain.state().items() if n.startswith("model/")}
     tiny.assert_close({n: scaled.state()[n] for n in expected}, expected, 1e-2)
+
+
+@pytest.mark.parametrize("metrics", ["", "accuracy"])
+def test_gradients_change_nothing(metrics):
+    given = dict(model="tests.tiny:cnn", num_towers=2, metrics=metrics)
+    loop = tiny.Loop(tiny.options("unused", **given))
+    before, task = loop.state(), loop.run.task
+    gradients = tf.function(lambda *batch: task.gradients(*batch), autograph=False)
+    found = gradients(*tiny.flat(next(loop.batches)))
+    assert len(found) == len(loop.masters.model.trainable_variables)
+    tiny.assert_identical(loop.state(), before)

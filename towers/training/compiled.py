@@ -33,6 +33,7 @@ from towers.training.masters import (
     VARIABLES,
     Masters,
     copies_on,
+    dynamic_scale,
     home_of,
     now,
     optimizers_of,
@@ -252,8 +253,7 @@ class Compiled(Task):
                 example = tf.nest.map_structure(tf.convert_to_tensor, example)
                 rate = learning_rate(masters.examples)
                 before = self._before()
-                scale = getattr(model.optimizer, "dynamic_scale", None)
-                scale = 1.0 if scale is None else tf.convert_to_tensor(scale)
+                scale = dynamic_scale(model)
                 guard = Guard(masters, self.on_update)
                 if self.rate_is_set:
                     model.optimizer.learning_rate.assign(rate)
@@ -376,8 +376,7 @@ class Compiled(Task):
     def gradients(self, *batch: Any) -> list[Any]:
         """See `Task`."""
         if self.by_example and builder_of(self.model):
-            with keras.StatelessScope():  # which takes what towers assign
-                return super().gradients(*batch)
+            return super().gradients(*batch)
         weights = self.model.trainable_variables
         with _without_penalty(weights), keras.StatelessScope(), tf.GradientTape() as tape:
             loss = on_towers(self.model, self.builder, self.loss)(*batch)

@@ -191,6 +191,12 @@ def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return list({id(optimizer): optimizer for optimizer in found}.values())
 
 
+def dynamic_scale(model: keras.Model) -> tf.Tensor | float:
+    """Return the scale of a model's `LossScaleOptimizer` as it is now, 1.0 without one."""
+    scale = getattr(model.optimizer, "dynamic_scale", None)
+    return 1.0 if scale is None else tf.convert_to_tensor(scale)
+
+
 def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:
     if isinstance(value, keras.optimizers.Optimizer):
         yield value

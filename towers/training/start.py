@@ -81,15 +81,15 @@ def build(options: Options, say: Say) -> Run:
         RunError: the data set cannot be read, or a GPU does not compute.
     """
     names, dataset = find(options)
-    stored = None
-    by_default = options.variables == "default" and are_gpus(names)
-    if tf_private.ops_are_deterministic():  # what a clock decides may differ from run to run
-        if options.variables == "auto":
-            say("variables   default: a trial might choose otherwise next time")
+    stored, gpus = None, are_gpus(names)
+    if options.variables == "auto" or (options.variables == "default" and gpus):
+        if tf_private.ops_are_deterministic() and (gpus or len(names) > 1):
+            if options.variables == "auto":  # what a clock decides may differ from run to run
+                say("variables   default: a trial might choose otherwise next time")
             options = dataclasses.replace(options, variables="default")
-    elif options.variables == "auto" or by_default:  # flags.cfg keeps what is found: bit for bit
-        options, stored = _fastest(options, names, dataset, say)
-        gc.collect()  # traced functions are cycles, and hold their variables in the devices' memory
+        else:  # flags.cfg keeps what is found: bit for bit
+            options, stored = _fastest(options, names, dataset, say)
+            gc.collect()  # traced functions are cycles, and hold variables in the devices' memory
     return assemble(options, names, dataset, stored=stored)
 
 

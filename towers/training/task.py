@@ -227,7 +227,8 @@ class Task(abc.ABC):
         They come in the order of the trainable variables, None for one that the loss does not use.
         """
         scale = self.masters.loss_scale
-        with floatx_of(self.options.dtype):
+        # The scope takes what towers assign.
+        with floatx_of(self.options.dtype), keras.StatelessScope():
             _, found, *_ = self.builder.gradients(self.tower_function, self.weights(), *batch)
         factor = 1.0 if scale is None else 1.0 / scale
         return [None if g is None else scaled(g, factor) for g in _of_replica(found, 0)]

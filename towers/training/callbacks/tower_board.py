@@ -21,6 +21,7 @@ from towers.monitoring import charts, dashboard, events, tower_stats
 from towers.monitoring.event_writer import PARTS, EventWriter
 from towers.monitoring.speed import Speed, by_tower
 from towers.training.callbacks.exact_resume import is_resuming
+from towers.training.masters import dynamic_scale
 from towers.training.parallel import builder_of, passes_of
 
 _OF_TOWERS = ("tower_examples", "tower_gradient_norm", "tower_cosine", "tower_step_seconds")
@@ -108,8 +109,7 @@ class TowerBoard(keras.callbacks.Callback):
 
     def _measured_train_step(self, data: Any) -> Any:
         """Make the model's step, and add to it what it tells of its towers."""
-        scale = getattr(self.model.optimizer, "dynamic_scale", None)
-        scale = 1.0 if scale is None else tf.convert_to_tensor(scale)
+        scale = dynamic_scale(self.model)
         logs, gradients = self._train_step(data), passes_of(self.model).gradients
         if gradients is None:  # it was traced on one device, and will be traced again
             return logs
