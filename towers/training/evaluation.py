@@ -66,10 +66,10 @@ class Evaluation:
 def behind(
     batches: Iterable[Any], evaluate: Callable, stop: Callable[[], bool]
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield (batch, `evaluate(batch)`) for each batch, some batches after it was begun.
+    """Yield (batch, `evaluate(batch)`) for each batch, some batches after its evaluation began.
 
-    Who reads a result at once waits for its GPU, which then waits for the next batch. `stop` is
-    asked before each batch; when it says True, the last result is None.
+    Reading a result at once would make its GPU wait for the next batch. `stop` is called before
+    each batch; if it returns True, the last result is None.
     """
     waiting: collections.deque[tuple[Any, Any]] = collections.deque()
     for batch in batches:
@@ -83,21 +83,21 @@ def behind(
 
 
 class MetricState:
-    """The state of metrics for the averages of the weights, beside that for the weights."""
+    """The state of metrics for the averages of the weights, beside their state for the weights."""
 
     def __init__(self, variables: Iterable[keras.Variable]):
-        """Make a second variable for each of the metrics'."""
+        """Create a second variable for each of the metrics'."""
         self._twins = [(v, copy_beside(v.value)) for v in variables]
         self._unknown: list[tuple[tf.Variable, tf.Variable]] = []
 
     def add_unknown(self, variables: Iterable[tf.Variable]) -> None:
-        """Take in what a traced step assigns that is no variable of Keras, as an own metric may."""
+        """Add variables that a traced step assigns outside of Keras, as a metric of the user's may."""
         known = {id(v) for v, _ in self._unknown}
         with tf.init_scope():
             self._unknown += [(v, copy_beside(v)) for v in variables if id(v) not in known]
 
     def reset(self) -> None:
-        """Make the state that of the metrics, which have been reset."""
+        """Copy the state of the metrics, which have been reset."""
         for variable, twin in self._twins:
             twin.assign(variable.value)
         for variable, twin in self._unknown:
@@ -105,7 +105,7 @@ class MetricState:
 
     @contextlib.contextmanager
     def used(self, averages: Iterable[tuple[keras.Variable, tf.Variable]]) -> Iterator[None]:
-        """Read averages in place of variables in the block, and let metrics have this state."""
+        """Read averages in place of variables in the block, and update this state of the metrics."""
         before = [now(variable) for variable, _ in self._unknown]
         for variable, twin in self._unknown:
             variable.assign(twin)
@@ -120,10 +120,10 @@ class MetricState:
 
 
 class Answers:
-    """Collects what a model says of the examples of a split, and its most confident mistakes."""
+    """Collects a model's predictions for a split, and its most confident mistakes."""
 
     def __init__(self, averaged: bool):
-        """Begin with none; `averaged`: the moving average of the weights says it."""
+        """Begin with none; `averaged` tells whether the moving averages predict."""
         self.averaged = averaged
         self._labels: list[np.ndarray] = []
         self._said: list[np.ndarray] = []
@@ -136,7 +136,14 @@ class Answers:
         said: np.ndarray,
         confidence: np.ndarray,
     ) -> None:
-        """Add a batch; `images` `[b, H, W, C]` or None, the others `[b]`."""
+        """Add a batch.
+
+        Args:
+            images: `[b, H, W, C]`, or None.
+            true: classes, `[b]`.
+            said: predicted classes, `[b]`.
+            confidence: probabilities of these, `[b]`.
+        """
         self._labels.append(true)
         self._said.append(said)
         if images is None:
@@ -153,7 +160,7 @@ class Answers:
         del worst[NUM_MISTAKES:]
 
     def predictions(self) -> Predictions | None:
-        """Return them all, None if there are none."""
+        """Return all predictions, None if there are none."""
         if not self._labels:
             return None
         labels, said = np.concatenate(self._labels), np.concatenate(self._said)
@@ -163,6 +170,6 @@ class Answers:
 def accuracy_of_classes(
     correct: np.ndarray, examples: np.ndarray, names: Sequence[str]
 ) -> dict[str, float | None]:
-    """Return the accuracy of each class; both arrays are counts `[classes]`."""
+    """Return {class name: accuracy}, None for a class without examples; arguments are `[classes]`."""
     parts = zip(names, correct, examples, strict=True)
     return {name: float(right / of) if of else None for name, right, of in parts}

@@ -1,4 +1,4 @@
-"""Logits: what a model ends in, read from the layer that makes an output, and their loss."""
+"""The activation that a model's outputs end in, and the loss of logits."""
 
 import dataclasses
 import functools
@@ -36,9 +36,11 @@ _KNOWN = ("softmax", "sigmoid", "tanh", "relu")
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """What an output ends in: "softmax", "sigmoid", "tanh", "relu", "linear" of a kernel, or None.
+    """The last activation of an output: "softmax", "sigmoid", "tanh", "relu", "linear" or None.
 
-    `layer` is the name of the layer that it is certain of, "" if it may be otherwise.
+    Attributes:
+        activation: None: it is not known. "linear": the layer has a kernel and no activation.
+        layer: name of the layer that has it for certain, "" if it may be another.
     """
 
     activation: str | None = None
@@ -46,7 +48,7 @@ class Ending:
 
 
 def ending_of(tensor: keras.KerasTensor) -> Ending:
-    """Return what an output of a functional or sequential model ends in."""
+    """Return the last activation of an output of a functional or sequential model."""
     while True:
         layer, place, inputs = tf_private.maker_of(tensor)
         outputs = getattr(layer, "outputs", None) if isinstance(layer, keras.Model) else None
@@ -82,9 +84,9 @@ def _activation(layer: keras.Operation) -> str | None:
 
 
 def final_activation(layer: keras.Operation | None) -> str | None:
-    """Return "softmax" or "sigmoid" for a model whose last layer is one, or has it, else None.
+    """Return "softmax" or "sigmoid" if a model's last layer is one, or has it, else None.
 
-    An activation in the middle of a layer or model of the user's own is not seen.
+    An activation inside of a layer or model of the user's own is not seen.
     """
     while isinstance(layer, keras.Model):
         parts = getattr(layer, "operations", layer.layers)  # of a functional model, ops too
@@ -119,10 +121,13 @@ def mirrored(call: Callable, images: tf.Tensor) -> Any:
 
 
 def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
-    """Return the cross entropy of each example, [b], computed in float32 at least.
+    """Return the cross entropy of each example, `[b]`, computed in float32 at least.
 
-    Smoothed labels (Szegedy et al. 2016) are 1 - `smoothing` of the right class, and the rest is
-    spread over all classes.
+    Args:
+        labels: integers `[b]`.
+        logits: `[b, classes]`.
+        smoothing: label smoothing (Szegedy et al. 2016): the right class has probability
+            1 - `smoothing`, and the rest is spread over all classes.
     """
     logits = tf.cast(logits, tf.float32) if logits.dtype.size < 4 else logits
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)

@@ -54,7 +54,7 @@ def parallelize(
     accumulate_steps: int = 1,
     jit_compile: bool = False,
 ) -> keras.Model:
-    """Let `fit`, `evaluate`, `predict` and their kin of a model run on towers; return the model.
+    """Run `fit`, `evaluate`, `predict` and their kin of a model on towers; return the model.
 
         model = towers.parallelize(model, num_towers=2)
         model.fit(x, y, batch_size=32)

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a `fit` over towers: what `towers train` writes, as far as it is there.
+"""TensorBoard's page for a `fit` over towers, with the curves of `towers train` as far as known.
 
     model.fit(x, y, epochs=10, callbacks=[towers.callbacks.TowerBoard("runs/fit")])
 
@@ -28,21 +28,26 @@ _OF_TOWERS = ("tower_examples", "tower_gradient_norm", "tower_cosine", "tower_st
 
 
 class TowerBoard(keras.callbacks.Callback):
-    """Writes what a `fit` over towers does to event files, with the page of `towers train`.
+    """Writes the event files of a `fit` over towers, with the page of `towers train`.
 
-    Of each tower: the norm of its gradient, the angle between that and the mean, the seconds of its
-    step (not with `accumulate_steps`) and memory; of the whole: Keras' logs for training and
-    validation, learning rate, epoch, examples per second, the graph of a step. A tower
-    has no loss of its own here: that is made once, of all outputs.
+    Curves of each tower: the norm of its gradient, the angle between that and the mean, the seconds
+    of its step (not with `accumulate_steps`) and memory. Curves of all: Keras' logs for training
+    and validation, learning rate, epoch, examples per second; and the graph of a step. A tower has
+    no loss of its own here: that is made once, of all outputs.
 
     A point stands at the number of updates before what it shows. Norms are computed for points
     only; no number of the training depends on that. A fit that goes on at an earlier step, as with
-    ExactResume, writes the points from there anew. Where a step calls several layers, as a model
-    of two encoders does, the towers' figures are of the last one that has gradients.
+    ExactResume, writes the points from there anew. Where a step calls several layers, as a model of
+    two encoders does, the towers' figures are of the last one that has gradients.
     """
 
     def __init__(self, log_dir: str | Path, every_steps: int = 100, max_event_mib: float = 200):
-        """Set where and how often; event files stay below a size.
+        """Set where and how often to write.
+
+        Args:
+            log_dir: the folder that `towers tensorboard --train_dir` shows.
+            every_steps: steps between two points.
+            max_event_mib: size that the event files stay below.
 
         Raises:
             InputError: an argument is out of range.
@@ -55,7 +60,7 @@ class TowerBoard(keras.callbacks.Callback):
         self.max_event_mib = max_event_mib
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Let the step, which is traced anew, tell of its towers."""
+        """Replace the model's train step by one that also measures its towers."""
         self._builder = builder_of(self.model)
         if self._builder is None:
             raise InputError("TowerBoard shows towers, and this model has none: parallelize it")
@@ -71,13 +76,13 @@ class TowerBoard(keras.callbacks.Callback):
         self.model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin a window of time, in which nothing but steps is done."""
+        """Begin a window of time in which steps alone are measured."""
         self._epoch, self._epoch_begins = epoch, True
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Write the point of the call before, and have the next one measured if that is due.
+        """Write the point of the call before; measure the next call if a point is due.
 
-        A callback with an `on_train_batch_end` would let Keras wait for each step.
+        A callback with an `on_train_batch_end` would make Keras wait for each step.
         """
         if is_resuming(self.model, batch):
             return
@@ -103,12 +108,12 @@ class TowerBoard(keras.callbacks.Callback):
             self._writer.scalars("eval", int(self.model.optimizer.iterations), _numbers(found))
 
     def on_train_end(self, logs: Any = None) -> None:
-        """End the files; the next step is a plain one again."""
+        """Restore the model's train step."""
         vars(self.model)["train_step"] = self._train_step
         self.model.train_function = None
 
     def _measured_train_step(self, data: Any) -> Any:
-        """Make the model's step, and add to it what it tells of its towers."""
+        """Make the model's step, and measure its towers."""
         scale = dynamic_scale(self.model)
         logs, gradients = self._train_step(data), passes_of(self.model).gradients
         if gradients is None:  # it was traced on one device, and will be traced again
@@ -124,7 +129,7 @@ class TowerBoard(keras.callbacks.Callback):
         return logs
 
     def _write_point(self) -> None:
-        """Write the point that was due, if there is one."""
+        """Write the point that is due, if any."""
         if self._due is None:
             return
         batch, self._due = self._due, None
@@ -148,7 +153,7 @@ class TowerBoard(keras.callbacks.Callback):
         self._writer.scalars("train", x, scalars)
 
     def _open(self, x: int) -> None:
-        """Make the files when the first point is there; what stands at `x` or later is dropped."""
+        """Create the files with the first point; older points at `x` or later are dropped."""
         if self._writer is not None:
             return
         for part, start in zip(PARTS, (x, x + 1), strict=True):
@@ -170,6 +175,6 @@ class TowerBoard(keras.callbacks.Callback):
 
 
 def _numbers(logs: Any) -> dict[str, float]:
-    """Return what of Keras' logs is a number."""
+    """Return the numbers in Keras' logs."""
     found = {name: np.asarray(value) for name, value in logs.items()}
     return {name: float(value) for name, value in found.items() if value.ndim == 0}
