@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -91,7 +91,7 @@ class MetricState:
         self._unknown: list[tuple[tf.Variable, tf.Variable]] = []
 
     def add_unknown(self, variables: Iterable[tf.Variable]) -> None:
-        """Add variables that a traced step assigns outside of Keras, as a metric of the user's may."""
+        """Add variables that a traced step assigns outside of Keras, as an own metric may."""
         known = {id(v) for v, _ in self._unknown}
         with tf.init_scope():
             self._unknown += [(v, copy_beside(v)) for v in variables if id(v) not in known]
@@ -105,7 +105,7 @@ class MetricState:
 
     @contextlib.contextmanager
     def used(self, averages: Iterable[tuple[keras.Variable, tf.Variable]]) -> Iterator[None]:
-        """Read averages in place of variables in the block, and update this state of the metrics."""
+        """Read averages in place of variables in the block, and update this state."""
         before = [now(variable) for variable, _ in self._unknown]
         for variable, twin in self._unknown:
             variable.assign(twin)
@@ -165,11 +165,3 @@ class Answers:
             return None
         labels, said = np.concatenate(self._labels), np.concatenate(self._said)
         return Predictions(labels, said, self._mistakes, self.averaged)
-
-
-def accuracy_of_classes(
-    correct: np.ndarray, examples: np.ndarray, names: Sequence[str]
-) -> dict[str, float | None]:
-    """Return {class name: accuracy}, None for a class without examples; arguments are `[classes]`."""
-    parts = zip(names, correct, examples, strict=True)
-    return {name: float(right / of) if of else None for name, right, of in parts}

@@ -35,15 +35,34 @@ def make_train_loop(
             On CPUs the loop ends there, and returns "batch", that of its last step. On GPUs, which
             nothing is to wait for, the remaining steps change nothing.
     """
-    ends = masters is not None and not tower_stats.on_gpus(builder)
-    rest = tower_stats.Rest(builder) if telemetry and tower_stats.on_gpus(builder) else None
-    last = tower_stats.measured_shapes(len(builder.devices)) if telemetry else {}
-    sums = tower_stats.timed_shapes(len(builder.devices)) if telemetry else {}
+    on_gpus, num_towers = tower_stats.on_gpus(builder), len(builder.devices)
+    ends = masters is not None and not on_gpus
+    rest = tower_stats.Rest(builder) if telemetry and on_gpus else None
+    last = tower_stats.measured_shapes(num_towers) if telemetry else {}
+    sums = tower_stats.timed_shapes(num_towers) if telemetry else {}
     # What a loop hands on passes by the host, and these may be on a GPU: they stay until somebody
     # looks at them.
     with tf.device(builder.gather_device):
         kept = {name: tf.Variable(0.0, trainable=False, name=name) for name in names}
-    counters = counter("asked", HOST), counter("got", HOST)
+    asked, got = counter("asked", HOST), counter("got", HOST)
+
+    def next_step(iterator: tf.data.Iterator, measured: tf.Tensor | None) -> tuple[dict, Any]:
+        """Take a batch and make a step; return the step's values, and the batch."""
+        start = tower_stats.time_after([]) if telemetry else None
+        with tf.control_dependencies([asked.assign_add(1)]):
+            given = batch = iterator.get_next()
+        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+            counted = got.assign_add(1)
+        with tf.control_dependencies([counted]):  # nothing of the step is done before
+            if not telemetry:
+                return train_step(*batch)[0], given
+            arrived = tower_stats.time_after(batch)
+            with tf.name_scope("telemetry"):
+                waited = arrived - start
+            if rest:
+                batch = rest.before(batch, measured)
+            values, _ = train_step(*batch, measured=measured)
+            return values | {"input_wait_seconds": waited}, given
 
     @tf.function(autograph=False)
     def train_loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -52,7 +71,7 @@ def make_train_loop(
                 measured = i + 1 >= num_steps if telemetry else None
                 if rest:
                     measured &= rest.wanted
-            values, batch = _next_step(train_step, iterator, counters, measured, rest)
+            values, batch = next_step(iterator, measured)
             with tf.name_scope("telemetry"):
                 with tf.device(builder.gather_device):
                     for name, variable in kept.items():
@@ -62,74 +81,36 @@ def make_train_loop(
             return i + 1, values, *((~masters.stuck(), batch) if ends else ())
 
         with tf.device(HOST):
-            values = {name: tf.zeros(shape) for name, shape in (last | sums).items()}
+            first = [tf.constant(0), {name: tf.zeros(size) for name, size in (last | sums).items()}]
+            shapes = [tf.TensorShape([]), {name: value.shape for name, value in first[1].items()}]
             start = tower_stats.time_after([]) if telemetry else None
-            end = (~masters.stuck(), _no_batch(iterator.element_spec)) if ends else ()
-            _, values, *end = _repeated(body, num_steps, values, *end)
+            if ends:  # the loop also hands on whether it goes on, and a batch of whatever size
+                first += [
+                    ~masters.stuck(),
+                    tf.nest.map_structure(
+                        lambda s: tf.zeros([0, *(size or 0 for size in s.shape[1:])], s.dtype),
+                        iterator.element_spec,
+                    ),
+                ]
+                any_shape = lambda tensor: tf.TensorShape([None] * tensor.shape.rank)  # noqa: E731
+                shapes += [first[2].shape, tf.nest.map_structure(any_shape, first[3])]
+            _, values, *end = tf.while_loop(
+                lambda i, _, goes=True, *__: (i < num_steps) & goes,
+                body,
+                first,
+                shape_invariants=shapes,
+                parallel_iterations=1,
+            )
             if telemetry:
                 with tf.name_scope("telemetry"):
                     if rest:
                         values |= rest.for_all_steps(values, num_steps)
-                    values["update_seconds"] = _rest_of(values, start)
+                    seconds = tf.cast(tower_stats.time_after(values) - start, tf.float32)
+                    phases = [values[name] for name in tower_stats.PHASES]
+                    values["update_seconds"] = seconds - tf.add_n(phases)
         return values | ({"batch": end[1]} if ends else {})
 
-    return TrainLoop(train_loop, kept, rest, masters, counters)
-
-
-def _no_batch(spec: Any) -> Any:
-    """Return an empty batch of this spec, to begin a loop with."""
-    return tf.nest.map_structure(
-        lambda s: tf.zeros([0, *(size or 0 for size in s.shape[1:])], s.dtype), spec
-    )
-
-
-def _next_step(
-    train_step: Callable,
-    iterator: tf.data.Iterator,
-    counters: tuple[tf.Variable, tf.Variable],
-    measured: tf.Tensor | None,
-    rest: tower_stats.Rest | None,
-) -> tuple[dict[str, tf.Tensor], Any]:
-    """Take a batch and make a step; return what the step returns, and the batch."""
-    asked, got = counters
-    start = None if measured is None else tower_stats.time_after([])
-    with tf.control_dependencies([asked.assign_add(1)]):
-        given = batch = iterator.get_next()
-    with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-        counted = got.assign_add(1)
-    with tf.control_dependencies([counted]):  # nothing of the step is done before
-        if measured is None:
-            return train_step(*batch)[0], given
-        arrived = tower_stats.time_after(batch)
-        with tf.name_scope("telemetry"):
-            waited = arrived - start
-        if rest:
-            batch = rest.before(batch, measured)
-        return train_step(*batch, measured=measured)[0] | {"input_wait_seconds": waited}, given
-
-
-def _repeated(body: Callable, num_steps: tf.Tensor, values: dict, *end: Any) -> tuple:
-    """Run `body` num_steps times in a tf.while_loop; return its final loop variables.
-
-    `end` is whether the loop goes on, and a batch.
-    """
-    shapes = [tf.nest.map_structure(lambda tensor: tensor.shape, part) for part in (values, *end)]
-    if end:  # of a batch, of whatever size
-        unknown = lambda tensor: tf.TensorShape([None] * tensor.shape.rank)  # noqa: E731
-        shapes[2] = tf.nest.map_structure(unknown, end[1])
-    return tf.while_loop(
-        lambda i, _, goes=True, *__: (i < num_steps) & goes,
-        body,
-        (tf.constant(0), values, *end),
-        shape_invariants=(tf.TensorShape([]), *shapes),
-        parallel_iterations=1,
-    )
-
-
-def _rest_of(values: Mapping[str, tf.Tensor], start: tf.Tensor) -> tf.Tensor:
-    """Return the seconds since `start` that belong to no phase."""
-    phases = [values[name] for name in tower_stats.PHASES]
-    return tf.cast(tower_stats.time_after(values) - start, tf.float32) - tf.add_n(phases)
+    return TrainLoop(train_loop, kept, rest, masters, (asked, got))
 
 
 @dataclasses.dataclass(frozen=True)

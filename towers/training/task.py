@@ -39,7 +39,6 @@ from towers.training.evaluation import (
     Answers,
     Evaluation,
     MetricState,
-    accuracy_of_classes,
     behind,
 )
 from towers.training.logits import cross_entropy, logits_of
@@ -352,9 +351,9 @@ class Task(abc.ABC):
         if predictions is None:
             return None
         labels, size = predictions.labels, self.data.num_classes
-        right = labels[labels == predictions.predicted]
-        counts = (np.bincount(values, minlength=size) for values in (right, labels))
-        return accuracy_of_classes(*counts, self.data.class_names)
+        right = np.bincount(labels[labels == predictions.predicted], minlength=size)
+        parts = zip(self.data.class_names, right, np.bincount(labels, minlength=size), strict=True)
+        return {name: float(own / of) if of else None for name, own, of in parts}
 
     @abc.abstractmethod
     def about(self) -> str:
