@@ -80,6 +80,18 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_line(tmp_path, kind):
     assert re.match(rf"{tmp_path}/ckpt-3 cannot be read and is passed over: \S", lines[0])
 
 
+def test_a_flipped_bit_anywhere_is_seen(tmp_path):
+    """Also in what no variable is read from: the names by which TensorFlow's own readers go."""
+    save(tmp_path, 1, 2)
+    path = tmp_path / f"ckpt-2.{DATA}"
+    whole, unseen = path.read_bytes(), []
+    for place in range(0, len(whole), 97):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        if restored(tmp_path, warn=lambda line: None) != (1, 1.0):
+            unseen.append(place)
+    assert not unseen
+
+
 def test_a_run_goes_on_below_a_damaged_checkpoint(tmp_path):
     save(tmp_path, 10, 20)
     damage(tmp_path, 20, "data empty")

@@ -139,6 +139,8 @@ def open_reader(prefix: str) -> Iterator[Any]:
         files.check_is_file(part)
     with _plain(path.parent) as folder:
         reader = tf.train.load_checkpoint(f"{folder}/{path.name}")
+        if reader.has_tensor(tf_private.OBJECT_GRAPH):
+            reader.get_tensor(tf_private.OBJECT_GRAPH)  # damaged, others could not read it
         if reader.has_tensor(key := key_of("variables", "step")):
             step = int(reader.get_tensor(key))
             if path.name != f"ckpt-{step}":
