@@ -28,11 +28,10 @@ from towers.errors import InputError
 from towers.monitoring.results import noted_runs, read_result
 from towers.options import flags, search_path
 from towers.options.run import Options, names_that_affect, text_of
-from towers.signals import StopRequest
+from towers.signals import EXIT_STOPPED, StopRequest
 
 PROGRAM = (sys.executable, "-m", "towers", "train")
 POLL_SECONDS = 0.1
-STOPPED = 75  # exit code of a run that saved
 # Linux sends a run SIGTERM when the sweep ends, also when that is killed; without it a run goes on.
 _LEASH = ("setpriv", "--pdeathsig", "TERM", "--") if shutil.which("setpriv") else ()
 
@@ -63,12 +62,26 @@ def run(
     with files.Lock() as lock, StopRequest() as stop:
         lock.take(folder, "--sweep_dir")
         seconds = {entry["name"]: entry.get("seconds", 0.0) for entry in noted_runs(folder)}
-        entries = [_entry(run, folder, seconds.get(run.name, 0.0)) for run in runs]
+        entries = []
+        for planned in runs:
+            result = _result_of(planned)
+            entry = {"name": planned.name, "flags": dict(planned.flags)}
+            entry |= {"status": "finished" if result else "waiting"}
+            entry |= {"seconds": seconds.get(planned.name, 0.0), "result": result, "error": None}
+            entry |= {"train_dir": planned.options.train_dir}
+            entries.append(entry | {"log": str(folder / f"{planned.name}.log")})
 
         def write() -> dict[str, Any]:
             result = report.document(options, entries)
             files.write_json(folder / "sweep.json", result)
             return result
+
+        def finish(child: _Child) -> None:
+            going.remove(child)
+            places.append(child.place)
+            child.note_end(stopping=stop())
+            write()
+            say(report.line_of(child.entry, entries.index(child.entry) + 1, len(entries)))
 
         waiting = [pair for pair in zip(runs, entries, strict=True) if not pair[1]["result"]]
         done = len(runs) - len(waiting)
@@ -77,21 +90,17 @@ def run(
         say(f"watch it    towers tensorboard --train_dir={folder}")
         write()  # the runs read there what is varied
         going: list[_Child] = []
-        asked = False
-        while going or (waiting and not stop()):
+        while (going or waiting) and not stop():
             while waiting and places and not stop():
                 going.append(_Child(*waiting.pop(0), places.pop(0), program))
-            if stop() and not asked:  # at the first SIGTERM a run saves and ends
-                asked = True
-                for child in going:
-                    child.terminate()
-            for child in [child for child in going if child.poll() is not None]:
-                going.remove(child)
-                places.append(child.place)
-                child.note_end(asked=stop())
-                write()
-                say(report.line_of(child.entry, entries.index(child.entry) + 1, len(entries)))
             time.sleep(POLL_SECONDS)
+            for child in [child for child in going if child.poll() is not None]:
+                finish(child)
+        for child in going:  # at the first SIGTERM a run saves and ends
+            child.terminate()
+        for child in list(going):
+            child.wait()
+            finish(child)
         result = write()
     for line in report.closing_lines(result):
         say(line)
@@ -129,9 +138,8 @@ def deal_gpus(
             f"--parallel={parallel}: there are {len(gpus)} visible GPUs, and each run needs its "
             f"own: type --parallel={len(gpus)}, or --devices=cpu"
         )
-    share = len(gpus) // parallel
-    if any(gpu.mig is not None for gpu in listed):
-        share = 1  # a process sees one part alone
+    in_parts = any(gpu.mig is not None for gpu in listed)  # of which a process sees one alone
+    share = 1 if in_parts else len(gpus) // parallel
     needed = max(0 if run.options.devices else run.options.num_towers for run in users)
     if needed > share:
         remedy = "--num_towers=0" if parallel == 1 else f"--parallel={parallel - 1}"
@@ -145,7 +153,6 @@ def deal_gpus(
 
 
 def _on_cpu(options: Options) -> bool:
-    """Tell whether a run leaves all GPUs alone."""
     devices = options.devices.lower()
     return "cpu" in devices and "gpu" not in devices or options.visible_gpus.lower() == "none"
 
@@ -156,7 +163,6 @@ class _Child(subprocess.Popen):
     def __init__(
         self, run: PlannedRun, entry: dict[str, Any], place: list[str], program: Sequence[str]
     ):
-        """Start it, in a session of its own: Ctrl-C reaches the sweep alone."""
         self.run, self.entry, self.place = run, entry, place
         self.log, self.started = Path(entry["log"]), time.monotonic()
         flagfile = self.log.with_name(f"{run.name}.cfg")
@@ -173,54 +179,32 @@ class _Child(subprocess.Popen):
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=search_path.environment_of_own_programs(),
-                start_new_session=True,
+                start_new_session=True,  # Ctrl-C reaches the sweep alone
             )
 
-    def note_end(self, asked: bool) -> None:
-        """Note in the entry how the run ended; `asked` is whether it was to stop."""
-        result = _result_of(self.run)
+    def note_end(self, stopping: bool) -> None:
+        """Write into the entry how the run ended: with our own error, else its last line."""
+        code, result = self.returncode, _result_of(self.run)
         self.entry["seconds"] += time.monotonic() - self.started
-        if self.returncode == 0 and result:
+        if code == 0 and result:
             self.entry |= {"status": "finished", "result": result}
-        elif self.returncode == STOPPED or (asked and self.returncode not in (1, 2)):
+        elif code == EXIT_STOPPED or (stopping and code not in (1, 2)):
             self.entry |= {"status": "stopped", "error": "the same command goes on"}
         else:
-            self.entry |= {"status": "failed", "error": self.how_it_ended()}
-
-    def how_it_ended(self) -> str:
-        """Return "exit code 1: ..." with our own error, else with the last line of its output."""
-        how = f"exit code {self.returncode}"
-        if self.returncode < 0:
-            how = f"killed by {signal.Signals(-self.returncode).name}"
-        said = self.log.read_bytes()[self.begin :].decode(errors="replace")
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
-        ours = [line.removeprefix("towers: ") for line in lines if line.startswith("towers: ")]
-        return f"{how}: {(ours or lines or ['it said nothing'])[-1][:500]}"
-
-
-def _entry(run: PlannedRun, folder: Path, seconds: float) -> dict[str, Any]:
-    """Return what is known of a run before it is started."""
-    result = _result_of(run)
-    return {
-        "name": run.name,
-        "flags": dict(run.flags),
-        "status": "finished" if result else "waiting",
-        "seconds": seconds,
-        "result": result,
-        "error": None,
-        "train_dir": run.options.train_dir,
-        "log": str(folder / f"{run.name}.log"),
-    }
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            said = self.log.read_bytes()[self.begin :].decode(errors="replace")
+            lines = [line.strip() for line in said.splitlines() if line.strip()]
+            ours = [line.removeprefix("towers: ") for line in lines if line.startswith("towers: ")]
+            last = (ours or lines or ["it said nothing"])[-1][:500]
+            self.entry |= {"status": "failed", "error": f"{how}: {last}"}
 
 
 def _result_of(run: PlannedRun) -> dict[str, Any] | None:
-    """Return the result of a run that is finished."""
     result = read_result(Path(run.options.train_dir))
     return result if "steps" in result else None
 
 
 def _make_folder(folder: Path) -> None:
-    """Make the folder of a sweep; an InputError refuses one that cannot be it."""
     given = f"--sweep_dir={folder}"
     files.check_depth(folder, given)
     try:
@@ -234,7 +218,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _check_same(run: PlannedRun) -> None:
-    """Refuse by an InputError to go on with a run that was begun as another experiment."""
+    """Raise InputError if the run was begun as another experiment."""
     path = Path(run.options.train_dir) / "flags.cfg"
     if not path.exists():
         return

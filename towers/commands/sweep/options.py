@@ -1,8 +1,6 @@
-"""The options of `towers sweep`, and which runs it is made of.
+"""The options of `towers sweep`, and the runs that they mean.
 
-That is a pure function of its options, so that a restart finds the same.
-
-In use:
+A restart finds the same runs:
 
     varied = [parse("learning_rate:0.05,0.1"), parse("seed:1,2")]
     runs = plan(options)        # [PlannedRun("learning_rate=0.05,seed=1", {...}, Options(...)), ..]
@@ -24,8 +22,8 @@ from towers.options.run import Options, names_that_affect, text_of
 
 OWN = (*names_that_affect("call"), "flagfile")  # which the sweep gives each run
 MAX_NAME = 100  # characters, for people; a file system takes 255 bytes
-_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
-_RANGE = re.compile(rf"(log)?(\()?\s*({_NUMBER})\s*\.\.\s*({_NUMBER})\s*(\))?", re.ASCII)
+_NUMBER = r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
+_RANGE = re.compile(rf"(log\()?\s*{_NUMBER}\s*\.\.\s*{_NUMBER}\s*(?(1)\))", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +69,7 @@ Exit codes: 0 all runs are finished; 1 a run failed; 2 bad input; 75 stopped, ru
     json: bool = same_option(Options, "json")
 
     def __post_init__(self) -> None:
-        """Refuse values of the sweep's own options that are out of range, by an InputError."""
+        """Raise InputError for a value of the sweep's own options that is out of range."""
         check_values(self)
         if not self.vary:
             raise InputError(
@@ -90,7 +88,7 @@ class Varied:
     log: bool = False  # whether the range is drawn from evenly in the logarithm
 
     def draw(self, where: float) -> Any:
-        """Return the value at `where`, from 0 to 1 without 1; floats have 4 digits, for names."""
+        """Return the value at `where` in [0, 1); floats have 4 digits, for names."""
         if self.values:
             return self.values[int(where * len(self.values))]
         whole = isinstance(self.low, int)
@@ -126,25 +124,21 @@ def plan(options: SweepOptions) -> list[PlannedRun]:
         combinations = sample(varied, options.samples, options.sweep_seed)
     else:
         combinations = grid(varied)
-    runs, of_gpus = [], {}
-    if any(text.partition(":")[0].strip().lstrip("-") == "num_gpus" for text in options.vary):
-        of_gpus = {"devices": "gpu"}
+    gpus_asked = any(re.match(r"\s*-*num_gpus:", text) for text in options.vary)
+    base = ({"devices": "gpu"} if gpus_asked else {}) | options.run
+    runs = []
     for combination in combinations:
         name = name_of(combination)
         own = {"train_dir": f"{options.sweep_dir}/{name}", "overwrite": False, "json": False}
         try:
-            run = Options(**of_gpus | options.run | combination | own)
+            runs.append(PlannedRun(name, combination, Options(**base | combination | own)))
         except InputError as error:
             raise InputError(f"the run {describe(combination)}: {error}") from None
-        runs.append(PlannedRun(name, combination, run))
     return runs
 
 
 def parse(text: str) -> Varied:
-    """Return what one --vary means.
-
-    Args:
-        text: FLAG:v1,v2 or FLAG:v1;v2 or FLAG:low..high or FLAG:log(low..high).
+    """Return what one --vary means: FLAG:v1,v2 or FLAG:v1;v2 or FLAG:LOW..HIGH or its log(...).
 
     Raises:
         InputError: one line: it is malformed, or a value is not of the flag's kind.
@@ -160,30 +154,22 @@ def parse(text: str) -> Varied:
         flag = flags.option_name(flag)
         kind = flags.option_type(flag)
         match = _RANGE.fullmatch(values.strip()) if kind in (int, float) else None
-        if match and bool(match[2]) == bool(match[5]) == bool(match[1]):
-            return _range(flag, match)
-        return Varied(flag, _list(flag, values, kind))
+        if match:
+            log, low, high = match[1], *(flags.parse_value(flag, n) for n in match.group(2, 3))
+            if not -math.inf < low < high < math.inf:
+                raise InputError("the first end of a range must be less than the second")
+            if log and low <= 0:
+                raise InputError("the ends of a log range must be greater than 0")
+            return Varied(flag, low=low, high=high, log=bool(log))
+        if kind is not str and ".." in values:
+            raise InputError(
+                "a range is LOW..HIGH or log(LOW..HIGH) alone, of a flag that is a number"
+            )
+        parts = values.strip().removesuffix(";").split(";" if ";" in values else ",")
+        parsed = (flags.parse_value(flag, part.strip()) for part in parts)
+        return Varied(flag, tuple(dict.fromkeys(parsed)))
     except InputError as error:
         raise InputError(f"{given}: {error}") from None
-
-
-def _list(flag: str, text: str, kind: type) -> tuple[Any, ...]:
-    """Return the values of a list: between semicolons if there is one, else between commas."""
-    if kind is not str and ".." in text:
-        raise InputError("a range is LOW..HIGH or log(LOW..HIGH) alone, of a flag that is a number")
-    several = text.strip().removesuffix(";")  # which ends a single value that has commas
-    parts = several.split(";" if ";" in text else ",")
-    return tuple(dict.fromkeys(flags.parse_value(flag, part.strip()) for part in parts))
-
-
-def _range(flag: str, match: re.Match) -> Varied:
-    """Return the range that `_RANGE` found."""
-    low, high = (flags.parse_value(flag, part) for part in match.group(3, 4))
-    if not -math.inf < low < high < math.inf:
-        raise InputError("the first end of a range must be less than the second")
-    if match[1] and low <= 0:
-        raise InputError("the ends of a log range must be greater than 0")
-    return Varied(flag, low=low, high=high, log=bool(match[1]))
 
 
 def grid(varied: Sequence[Varied]) -> list[dict[str, Any]]:
@@ -199,10 +185,9 @@ def grid(varied: Sequence[Varied]) -> list[dict[str, Any]]:
 
 
 def sample(varied: Sequence[Varied], number: int, seed: int) -> list[dict[str, Any]]:
-    """Return different random combinations.
+    """Return different random combinations; a higher `number` keeps the first ones.
 
-    Each draw depends on `seed`, its own number and the flag alone: a higher `number` keeps the
-    first ones, and they are the same whenever the command is given.
+    Each draw depends on `seed`, its own number and the flag alone.
     """
     found: dict[str, dict[str, Any]] = {}
     for draw in range(100 * number + 1000):
@@ -219,7 +204,7 @@ def sample(varied: Sequence[Varied], number: int, seed: int) -> list[dict[str, A
 
 
 def describe(combination: Mapping[str, Any]) -> str:
-    """Return "learning_rate=0.05,seed=1": by name, the seed last, however they were given."""
+    """Return "learning_rate=0.05,seed=1": by name, the seed last."""
     names = sorted(combination, key=lambda name: (name == "seed", name))
     return ",".join(f"{name}={text_of(combination[name])}" for name in names)
 
