@@ -87,7 +87,7 @@ def test_the_command_line_with_peers(folder, capsys):
     write_peer(folder, "fit", "say(skipped='fit is not installed: pip install fit'); sys.exit()")
     write_peer(folder, "jax_loop", CRASH)
     argv = (
-        "benchmark --model=tests.tiny:dense --num_gpus=1,2 --windows=2 --seconds=0.02 --json "
+        "benchmark --model=tests.tiny:dense --num_towers=1,2 --windows=2 --seconds=0.02 --json "
         "--batch_size=8 --model_args=width=3 --against=mirrored,fit,jax,mirrored_own_layers "
         "--plot=a.png --dataset=tests.tiny:images --augment=none --optimizer=adamw"
     )
@@ -135,7 +135,7 @@ def test_the_command_line_with_peers(folder, capsys):
         assert row["shared"] == (row["num_towers"] > 1)
 
 
-class FakeLane:
+class FakeRunner:
     """Writes down when it was asked for what; fails from its `last` turn on."""
 
     def __init__(self, name, asked, last=99):
@@ -144,23 +144,24 @@ class FakeLane:
 
     def train(self, seconds, part):
         if self.last == 0:
-            raise lanes.LaneError("crashed")
+            raise lanes.RunnerError("crashed")
         self.last -= 1
         self.asked.append((self.name, seconds, part))
 
 
 def test_lanes_take_turns_window_by_window_and_every_other_backwards():
     asked = []
-    given = lanes.Turns(BenchmarkOptions(windows=3), contextlib.ExitStack(), lambda line: None)
-    given.own.append(FakeLane("own", asked))
-    given.peers += [FakeLane("a", asked), FakeLane("b", asked, last=1)]
-    given.take()
+    options = BenchmarkOptions(windows=3)
+    given = lanes.InterleavedRuns(options, contextlib.ExitStack(), lambda line: None)
+    given.own.append(FakeRunner("own", asked))
+    given.peers += [FakeRunner("a", asked), FakeRunner("b", asked, last=1)]
+    given.take_turns()
     forwards = [("own", 1.0, "control"), ("own", 2.0, ""), ("a", 2.0, "")]
     assert asked == [*forwards, ("b", 2.0, ""), *forwards[::-1], *forwards]
     assert given.failed == {"b": "crashed"} and [lane.name for lane in given.peers] == ["a"]
     given.own[0].last = 0
-    with pytest.raises(lanes.LaneError, match="crashed"):
-        given.take()
+    with pytest.raises(lanes.RunnerError, match="crashed"):
+        given.take_turns()
 
 
 @pytest.mark.process
@@ -175,15 +176,15 @@ def test_a_lane_that_hangs_or_ends_is_ended_with_all_that_it_started(
     folder, monkeypatch, start, message
 ):
     write_peer(folder, "peer", start)
-    lane = lanes.Lane("peer", [sys.executable, "scripts/peers/peer.py", "{}"], os.environ)
+    lane = lanes.Runner("peer", [sys.executable, "scripts/peers/peer.py", "{}"], os.environ)
     monkeypatch.setattr(lanes, "WAIT_SECONDS", 1.0)
-    with pytest.raises(lanes.LaneError, match=message):
+    with pytest.raises(lanes.RunnerError, match=message):
         lane.wait_ready()
     lane.close()
     assert log(folder)[0] == "start" and nobody_is_left()
 
 
-OWN = FakeLane("own", [])
+OWN = FakeRunner("own", [])
 OWN.ready |= {"image_shape": [8, 8, 3], "num_classes": 3, "num_towers": 1, "devices": ["/cpu:0"]}
 OWN.ready |= {"augment": "off"}
 
@@ -194,7 +195,7 @@ def test_an_interrupt_ends_all(folder, number, monkeypatch, capsys):
     """The signal comes while a peer starts, which has a child; our own lane is left out."""
     stop = f"os.kill(os.getppid(), {int(number)}); time.sleep(1000)"
     write_peer(folder, "mirrored", CHILD + stop)
-    monkeypatch.setattr(lanes.Turns, "start_own", lambda self, *_: self.own.append(OWN))
+    monkeypatch.setattr(lanes.InterleavedRuns, "start_own", lambda self, *_: self.own.append(OWN))
     assert cli.main(["benchmark", "--against=mirrored", "--num_towers=1"]) == 128 + number
     assert number.name in capsys.readouterr().err.splitlines()[-1]
     assert log(folder) == ["start", "child"] and nobody_is_left()
@@ -250,7 +251,7 @@ def test_the_control_computes_each_gradient_in_each_step_and_changes_nothing(var
 def test_a_lane_trains_as_long_as_it_was_asked_to(monkeypatch):
     monkeypatch.setattr(own_lane, "WARM_UP_SECONDS", 0.01)
     given = tiny.options("unused", dataset="synthetic", augment="tutorial", batch_size=5)
-    lane = own_lane.OwnLane(given)
+    lane = own_lane.OwnRun(given)
     before = int(lane.run.masters.step)
     answer = lane.train(0.05)
     assert answer["seconds"] >= 0.05 and answer["steps"] % given.steps_per_loop == 0
@@ -297,7 +298,7 @@ def test_bad_input_is_one_line(folder, capsys, given, words):
 def test_a_compiled_model_is_measured(monkeypatch, task):
     monkeypatch.setattr(own_lane, "WARM_UP_SECONDS", 0.01)
     names = {"model": f"tests.tasks:{task}", "dataset": f"tests.tasks:{task}_data"}
-    lane = own_lane.OwnLane(Options(**names, batch_size=8, num_towers=2))
+    lane = own_lane.OwnRun(Options(**names, batch_size=8, num_towers=2))
     assert (lane.ready["image_shape"] is None) == (task == "two")
     assert lane.train(0.01)["steps"] > 0 < lane.train(0.01, "control")["steps"]
 

@@ -1,7 +1,7 @@
 """`towers benchmark`: how fast, how it scales, and beside whom.
 
-Each configuration is a process of its own, a lane: ours (`own_lane`) with each number of towers, on
-the global batch of the options (strong scaling) and on that batch for each tower (weak), and other
+Each configuration is a process of its own: ours (`own_lane`) with each number of towers, on the
+global batch of the options (strong scaling) and on that batch for each tower (weak), and other
 programs that train the same model (`scripts/peers`). All are warmed up, and then they take turns,
 window by window. This process computes nothing meanwhile.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from towers import devices
-from towers.commands.benchmark.lanes import LaneError, Turns
+from towers.commands.benchmark.lanes import InterleavedRuns, RunnerError
 from towers.commands.benchmark.options import BenchmarkOptions
 from towers.commands.benchmark.results import collect, draw, lines
 from towers.errors import InputError, RunError
@@ -29,41 +29,13 @@ def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[s
     """Measure what the options describe.
 
     Returns:
-        "results", for each configuration, see `results.result_of`; "ratios" {peer: ours / peer,
-        median of the windows}, "ratio_ranges"; "peers"; "skipped" and "failed" {peer: the reason};
-        "machine"; "versions".
+        "results", one for each configuration of ours; "ratios" {peer: ours / peer, median of the
+        windows}, "ratio_ranges"; "peers"; "skipped" and "failed" {peer: the reason}; "machine";
+        "versions".
 
     Raises:
         InputError: the options cannot be had; nothing was measured.
-        RunError: one of our own lanes failed.
-    """
-    programs = check(options)
-    numbers = parse_tower_numbers(options.num_towers) or default_numbers(options.run.devices)
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        exported = programs and options.dataset != "synthetic"
-        images = os.path.join(folder, "train.npz") if exported else ""
-        turns = Turns(options, stack, say)
-        try:
-            turns.start_own(numbers, images)
-            turns.start_peers(programs, images)
-            turns.take()
-        except LaneError as error:
-            raise RunError(f"the benchmark's own lane failed: {error}") from None
-        result = collect(options, turns)
-    for line in lines(options, result):
-        say(line)
-    if options.plot:
-        draw(result, options.plot)
-        say(f"plot        {options.plot}")
-    return result
-
-
-def check(options: BenchmarkOptions) -> dict[str, Path]:
-    """Return {peer: its program}, and refuse what could fail after all is measured.
-
-    Raises:
-        InputError: a program is missing.
+        RunError: one of our own processes failed.
     """
     programs = {n: PEER_FOLDER / f"{PROGRAMS.get(n, n)}.py" for n in options.peers()}
     for name, program in programs.items():
@@ -72,7 +44,25 @@ def check(options: BenchmarkOptions) -> dict[str, Path]:
                 f"--against={name}: there is no {program}: it comes with a checkout of towers; "
                 "install that with pip install -e, or leave --against out"
             )
-    return programs
+    numbers = parse_tower_numbers(options.num_towers) or default_numbers(options.run.devices)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        exported = programs and options.dataset != "synthetic"
+        images = os.path.join(folder, "train.npz") if exported else ""
+        runs = InterleavedRuns(options, stack, say)
+        try:
+            runs.start_own(numbers, images)
+            runs.start_peers(programs, images)
+            runs.take_turns()
+        except RunnerError as error:
+            raise RunError(f"the benchmark's own lane failed: {error}") from None
+        result = collect(runs)
+    for line in lines(options, result):
+        say(line)
+    if options.plot:
+        draw(result, options.plot)
+        say(f"plot        {options.plot}")
+    return result
 
 
 def default_numbers(named: str) -> list[int]:

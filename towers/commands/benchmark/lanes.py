@@ -1,10 +1,10 @@
-"""Lanes: processes that train in turn, a window at a time, and talk in lines of JSON.
+"""Runners: processes that train in turn, a window at a time, and talk in lines of JSON.
 
-A lane says {"ready": true, ...}, {"skipped": why} or {"refused": why}. It reads "2.0" and says
+A runner says {"ready": true, ...}, {"skipped": why} or {"refused": why}. It reads "2.0" and says
 {"steps": 120, "seconds": 2.01}; "0.5 control" means our control. At the end of its input it
 says {"peak_memory_mib": 812.5}.
 
-A lane that is not at its turn sleeps on its standard input, so that a slow minute of the machine
+A runner that is not at its turn sleeps on its standard input, so that a slow minute of the machine
 slows all of them alike. No TensorFlow is needed here.
 """
 
@@ -34,15 +34,15 @@ SHARES = {"control": 0.5, "": 1.0}  # how long each of our loops is measured, of
 COPIED = "model dtype optimizer learning_rate momentum weight_decay ema_decay steps_per_loop seed"
 
 
-class LaneError(RuntimeError):
-    """A lane that crashed or hangs: one line that says how."""
+class RunnerError(RuntimeError):
+    """A runner that crashed or hangs: one line that says how."""
 
 
-class Lane:
+class Runner:
     """One such process, in a session of its own: whatever it starts can be ended with it.
 
     `ready` is what it said first, `windows` {loop: seconds of a step, one for each window}: ""
-    that of training, "control". Each method may raise a LaneError.
+    that of training, "control". Each method may raise a RunnerError.
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]):
@@ -59,7 +59,7 @@ class Lane:
             stderr=self._errors,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends all lanes
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends them all
         )
 
     def wait_ready(self) -> None:
@@ -67,15 +67,15 @@ class Lane:
         self.ready = self._answer({"ready", "skipped", "refused"}, WAIT_SECONDS)
 
     def train(self, seconds: float, part: str = "") -> None:
-        """Let the lane train for about `seconds`, or run another loop; keep what that took."""
+        """Let it train for about `seconds`, or run another loop; keep what that took."""
         with contextlib.suppress(BrokenPipeError):  # it has ended: the missing answer says so
             print(seconds, part, file=self._process.stdin, flush=True)
         answer = self._answer({"steps"}, seconds + WAIT_SECONDS)
         self.windows.setdefault(part, []).append(answer["seconds"] / answer["steps"])
 
     def finish(self) -> float | None:
-        """Let the lane end; return its peak memory in MiB, None if it does not tell any more."""
-        with contextlib.suppress(BrokenPipeError, LaneError):
+        """Let it end; return its peak memory in MiB, None if it does not tell any more."""
+        with contextlib.suppress(BrokenPipeError, RunnerError):
             self._process.stdin.close()
             return self._answer({"peak_memory_mib"}, END_SECONDS)["peak_memory_mib"]
         return None
@@ -104,58 +104,56 @@ class Lane:
         finally:
             timer.cancel()
         if time.monotonic() - start >= timeout_seconds:
-            raise LaneError(f"no answer within {timeout_seconds:g} s")
+            raise RunnerError(f"no answer within {timeout_seconds:g} s")
         self._errors.seek(0)
         lines = [line.strip() for line in self._errors if line.strip()] or ["it said nothing"]
         how = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
-        raise LaneError(f"{how}: {lines[-1][:300]}")
+        raise RunnerError(f"{how}: {lines[-1][:300]}")
 
 
 @dataclasses.dataclass
-class Turns:
-    """All lanes of a benchmark. A LaneError that a method raises is of one of our own lanes."""
+class InterleavedRuns:
+    """All runners of a benchmark. A RunnerError that a method raises is of one of our own."""
 
     options: BenchmarkOptions
-    stack: contextlib.ExitStack  # which ends the lanes
+    stack: contextlib.ExitStack  # which ends the processes
     say: Callable[[str], None]
     # Ours: weak scaling, then strong; peers are compared with the last.
-    own: list[Lane] = dataclasses.field(default_factory=list)
-    peers: list[Lane] = dataclasses.field(default_factory=list)
+    own: list[Runner] = dataclasses.field(default_factory=list)
+    peers: list[Runner] = dataclasses.field(default_factory=list)
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)  # {peer: why}
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def start_own(self, numbers: Sequence[int], images: str) -> None:
-        """Start our lanes with these numbers of towers, one after the other.
+        """Start ours with these numbers of towers, one after the other.
 
         The first, which asks for most, writes the training set to `images`, unless that is "".
 
         Raises:
-            InputError: a lane refuses its options.
+            InputError: one refuses its options.
         """
         run = self.options.run
         plan = [(n, "weak", run.batch_size * n) for n in numbers if n > 1]
         plan += [(n, "strong", run.batch_size) for n in numbers]
         for num_towers, scaling, batch_size in reversed(plan):
-            name = f"{count(num_towers, 'tower')}, {scaling}"
             changes: dict[str, Any] = {"dataset": self.options.dataset}
             changes |= {"num_towers": num_towers, "batch_size": batch_size}
             if run.devices.strip().lower() == "cpu":
                 changes["visible_gpus"] = run.visible_gpus or "none"  # left to others
             else:
                 changes["devices"] = ",".join(run.devices.split(",")[:num_towers])
-            config = {
-                "options": dataclasses.asdict(dataclasses.replace(run, **changes)),
-                "export": "" if self.own else images,
-            }
+            given = dataclasses.asdict(dataclasses.replace(run, **changes))
+            config = {"options": given, "export": "" if self.own else images}
+            name = f"{count(num_towers, 'tower')}, {scaling}"
             self.say(f"starting    {name}, batch size {batch_size} ...")
-            lane = self._start(name, ["-m", "towers.commands.benchmark.own_lane"], config)
-            if "refused" in lane.ready:
-                raise InputError(lane.ready["refused"])
-            lane.ready["scaling"] = scaling
-            self.own.insert(0, lane)
+            runner = self._start(name, ["-m", "towers.commands.benchmark.own_lane"], config)
+            if "refused" in runner.ready:
+                raise InputError(runner.ready["refused"])
+            runner.ready["scaling"] = scaling
+            self.own.insert(0, runner)
 
     def start_peers(self, programs: Mapping[str, Path], images: str) -> None:
-        """Start other programs, which train what the last of our lanes trains."""
+        """Start other programs, which train what the last of ours trains."""
         run, ours = self.options.run, self.own[-1].ready
         config = {name: getattr(run, name) for name in COPIED.split()} | {
             "model_args": run.model_keywords(),
@@ -168,52 +166,55 @@ class Turns:
             "augment": ours["augment"],
         }
         changes = {"fit": {"num_devices": 1}, "mirrored_own_layers": {"own_layers": True}}
+        why = ""
         if images and not os.path.exists(images):
             why = f"--dataset={self.options.dataset} holds no images as bytes, with one class each"
-            self.skipped, programs = dict.fromkeys(programs, why), {}
         if parse(ours["augment"]).parts:
             why = f"--augment={ours['augment']} has parts that other programs do not do"
-            self.skipped, programs = dict.fromkeys(programs, why), {}
         for name, program in programs.items():
+            if why:
+                self.skipped[name] = why
+                continue
             self.say(f"starting    {name} ...")
             try:
-                lane = self._start(name, [str(program)], config | changes.get(name, {}))
-                if "ready" in lane.ready:
-                    self.peers.append(lane)
-                else:
-                    self.skipped[name] = lane.ready["skipped"]
-            except LaneError as error:
+                runner = self._start(name, [str(program)], config | changes.get(name, {}))
+            except RunnerError as error:
                 self.failed[name] = str(error)
+                continue
+            if "ready" in runner.ready:
+                self.peers.append(runner)
+            else:
+                self.skipped[name] = runner.ready["skipped"]
 
-    def _start(self, name: str, program: Sequence[str], config: Mapping[str, Any]) -> Lane:
-        """Start a lane that finds towers and shares a GPU's memory with the others; await it."""
+    def _start(self, name: str, program: Sequence[str], config: Mapping[str, Any]) -> Runner:
         environment = search_path.environment_of_own_programs()
         if program[0] != "-m":
             del environment["PYTHONSAFEPATH"]  # the modules beside a program are its own
         run = self.options.run
         if not run.per_process_gpu_memory_fraction + run.gpu_memory_limit_mib:
-            environment["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
-        lane = Lane(name, [sys.executable, *program, json.dumps(config)], environment)
-        self.stack.callback(lane.close)
-        lane.wait_ready()
-        return lane
+            environment["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # all share the GPUs' memory
+        runner = Runner(name, [sys.executable, *program, json.dumps(config)], environment)
+        self.stack.callback(runner.close)
+        runner.wait_ready()
+        return runner
 
-    def take(self) -> None:
-        """Let all lanes train in turn; a peer that fails is left out from then on."""
+    def take_turns(self) -> None:
+        """Let all train in turn; a peer that fails is left out from then on."""
         windows, length = self.options.windows, self.options.seconds
-        turns = [(lane, part) for lane in self.own for part in SHARES]
-        turns += [(lane, "") for lane in self.peers]
+        turns = [(runner, part) for runner in self.own for part in SHARES]
+        turns += [(runner, "") for runner in self.peers]
         seconds = sum(length * SHARES[part] for _, part in turns)
         self.say(f"measuring   {windows} windows of {seconds:.0f} s at least")
         for window in range(windows):
             # Every other window backwards: neither of two neighbours is always the first.
-            for lane, part in turns[:: -1 if window % 2 else 1]:
+            for runner, part in turns[:: -1 if window % 2 else 1]:
+                if runner.name in self.failed:
+                    continue
                 try:
-                    if lane.name not in self.failed:
-                        lane.train(length * SHARES[part], part)
-                except LaneError as error:
-                    if lane in self.own:
+                    runner.train(length * SHARES[part], part)
+                except RunnerError as error:
+                    if runner in self.own:
                         raise
-                    self.failed[lane.name] = str(error)
-                    self.peers.remove(lane)
+                    self.failed[runner.name] = str(error)
+                    self.peers.remove(runner)
             self.say(f"window      {window + 1}/{windows}")

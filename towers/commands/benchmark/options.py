@@ -33,7 +33,7 @@ class BenchmarkOptions:
     plot: str = option("", "Benchmark", "PNG file for a picture of the result.")
 
     def __post_init__(self) -> None:
-        """Refuse values out of range, by the flag's name, in one line."""
+        """Raise InputError for a value out of range."""
         check_values(self)
         if self.run.workers:
             raise InputError(
@@ -49,6 +49,6 @@ class BenchmarkOptions:
         check_picture(self.plot)
 
     def peers(self) -> list[str]:
-        """Return `against` as names, each once."""
+        """Return the names in `against`, each once."""
         names = self.against.split(",") if self.against else []
         return list(dict.fromkeys(map(str.strip, names)))

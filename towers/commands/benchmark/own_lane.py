@@ -1,4 +1,4 @@
-r"""One of our own configurations as a lane: the process that `towers benchmark` measures.
+r"""One of our own configurations: the process that `towers benchmark` measures.
 
     python -m towers.commands.benchmark.own_lane \
         '{"options": {"num_towers": 2, ...}, "export": ""}'
@@ -37,10 +37,8 @@ STORED_SHAPE = (32, 32, 3)  # of the images that the synthetic ones stand in for
 NUM_CLASSES = 10
 WARM_UP_SECONDS = 1.0
 
-Loop = Callable[[tf.Tensor], tf.Tensor]
 
-
-class OwnLane:
+class OwnRun:
     """The run of one configuration, warmed up, and what is known of it before its windows."""
 
     def __init__(self, options: Options):
@@ -48,28 +46,24 @@ class OwnLane:
         devices.configure(**dataclasses.asdict(options.gpu_options()))
         names = tower_devices(options)
         dataset, options = load(options)
-        self.run = assemble(options, names, dataset)
-        loop = self.run.train_loop()
-        batches = self.run.batches(0, 0)
+        self.run = run = assemble(options, names, dataset)
+        loop, batches = run.train_loop(), run.batches(0, 0)
         if dataset.name == "synthetic":  # nothing is read or drawn
             batches = dataset.train.train_batches(options.batch_size, seed=options.seed)
             batches = tf.data.Dataset.from_tensors(next(iter(batches))).repeat()
         self.batches = batches = iter(batches)
         self._loops: dict[str, Callable] = {"": lambda num_steps: loop(batches, num_steps)["loss"]}
-        self._call("", 1)
+        self._make_steps("", 1)
         self.train(WARM_UP_SECONDS)
         peak = peak_mib()  # the control is no part of a run: its memory is not counted
-        self._loops["control"] = make_control(self.run)
-        self._call("control", 2)
-        self.ready = self._describe() | {"ready": True, "peak_memory_mib": peak}
-
-    def _describe(self) -> dict[str, Any]:
-        run, options = self.run, self.run.options
+        self._loops["control"] = make_control(run)
+        self._make_steps("control", 2)
         places = devices.describe(run.builder.devices)
         # All logical CPU devices are one, and so are the parts of a GPU that is split.
         hardware = {"cpu" if "cpu" in t.device else t.pci_bus_id or t.device for t in places}
-        shape = run.data.image_shape
-        return {
+        shape, kind = dataset.image_shape, run.options.augment
+        self.ready = {
+            "ready": True,
             "versions": {m.__name__: m.__version__ for m in (towers, tf, keras, np)}
             | {"python": platform.python_version()},
             "num_towers": len(places),
@@ -77,9 +71,10 @@ class OwnLane:
             "devices": run.builder.devices,
             "device_names": [t.name for t in places],
             "shared": len(hardware) < len(places),
-            "augment": run.options.augment,
-            "image_shape": shape and augment.output_shape(shape, run.options.augment),
-            "num_classes": run.data.num_classes,
+            "augment": kind,
+            "image_shape": shape and augment.output_shape(shape, kind),
+            "num_classes": dataset.num_classes,
+            "peak_memory_mib": peak,
         }
 
     def train(self, seconds: float, part: str = "") -> dict[str, float]:
@@ -87,36 +82,34 @@ class OwnLane:
         num_steps = self.run.options.steps_per_loop
         start, steps, passed = time.perf_counter(), 0, 0.0
         while passed < seconds:
-            self._call(part, num_steps)
+            self._make_steps(part, num_steps)
             steps += num_steps
             passed = time.perf_counter() - start
         if bool(self.run.masters.stuck()):  # after which steps are no steps
             raise RunError("the loss or a gradient is not finite: try a lower --learning_rate")
         return {"steps": steps, "seconds": passed}
 
-    def _call(self, part: str, num_steps: int) -> None:
-        """Make some steps, and wait for the devices by reading a number."""
-        self._loops[part](tf.constant(num_steps)).numpy()
+    def _make_steps(self, part: str, num_steps: int) -> None:
+        self._loops[part](tf.constant(num_steps)).numpy()  # which waits for the devices
 
 
-def make_control(run: Run) -> Loop:
-    """Return a loop of each tower's gradients, from its own weights."""
-    batches = run.data.train.train_batches(run.options.batch_size, seed=run.options.seed)
-    return _repeat(_make_alone(run), next(iter(batches)))
-
-
-def _make_alone(run: Run) -> Callable:
-    """Return `alone(example, draws)`: each tower's gradients, from its own weights.
+def make_control(run: Run) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Return a loop of so many steps, each of all towers' gradients from weights of their own.
 
     What a layer assigns is dropped, and BatchNorm's moments are those of the tower's slice: there
-    is nothing between the towers.
+    is nothing between the towers. A step's one batch comes from an iterator and its weights are
+    read in it, so that nothing can be moved out of the loop.
     """
-    variables = run.masters.model.variables
+    builder, variables = run.builder, run.masters.model.variables
     trainable = {id(v) for v in run.masters.model.trainable_variables}
     copies = []
-    for device in run.builder.devices:
+    for device in builder.devices:
         with tf.device(device):
             copies.append([tf.Variable(v.value, trainable=False) for v in variables])
+    batches = run.data.train.train_batches(run.options.batch_size, seed=run.options.seed)
+    repeated = iter(tf.data.Dataset.from_tensors(tuple(next(iter(batches)))).repeat())
+    with tf.device("/cpu:0"):
+        sink = tf.Variable(0.0, trainable=False)
 
     def backward(own: Sequence[tf.Variable], *part: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
         pairs = [(v, tf.convert_to_tensor(copy)) for v, copy in zip(variables, own, strict=True)]
@@ -124,7 +117,7 @@ def _make_alone(run: Run) -> Callable:
         with (
             keras.StatelessScope(state_mapping=pairs),
             # by the same kernels
-            batch_norm.over_all_towers(None, run.builder.batch_norm, run.builder.devices[0]),
+            batch_norm.over_all_towers(None, builder.batch_norm, builder.devices[0]),
             tf.GradientTape(watch_accessed_variables=False) as tape,
         ):
             tape.watch(weights)
@@ -132,63 +125,41 @@ def _make_alone(run: Run) -> Callable:
         with keras.StatelessScope():  # what is recomputed here may assign, too
             return loss, tape.gradient(loss, weights)
 
-    return lambda example, draws: run.builder.map(backward, PerTower(copies), *example, draws)
-
-
-def _repeat(step: Callable, batch: Any) -> Loop:
-    """Return a loop of `step` on one batch.
-
-    The batch comes from an iterator and the weights are read in each step, so nothing can be moved
-    out of the loop.
-    """
-    batches = iter(tf.data.Dataset.from_tensors(tuple(batch)).repeat())
-    with tf.device("/cpu:0"):
-        sink = tf.Variable(0.0, trainable=False)
+    def sum_of_first_elements(results: Sequence[Any]) -> tf.Tensor:
+        # So each result is computed: TensorFlow leaves out an op whose value nobody takes, also
+        # one that there is a control dependency on.
+        sums = []
+        for device, result in zip(builder.devices, results, strict=True):
+            leaves = tf.nest.flatten(result, expand_composites=True)
+            with tf.device(device):
+                firsts = [tf.reshape(leaf, [-1])[:1] for leaf in leaves if leaf is not None]
+                numbers = [tf.cast(first, tf.float32) for first in firsts]
+                sums.append(tf.reduce_sum(tf.concat(numbers, axis=0)))
+        return tf.add_n(sums)
 
     @tf.function(autograph=False)
     def loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> tf.Tensor:
         def body(i: tf.Tensor) -> list[tf.Tensor]:
             with tf.device("/cpu:0"):
-                batch = iterator.get_next()
-            sink.assign_add(_touch(step(*batch)))
+                example, draws = iterator.get_next()
+            results = builder.map(backward, PerTower(copies), *example, draws)
+            sink.assign_add(sum_of_first_elements(results))
             return [i + 1]
 
         start = [tf.constant(0)]
         tf.while_loop(lambda i: i < num_steps, body, start, parallel_iterations=1)
         return sink.read_value()
 
-    return lambda num_steps: loop(batches, num_steps)
-
-
-def _touch(results: Any) -> tf.Tensor:
-    """Return the sum of the first elements of all results, a scalar: so each must be computed.
-
-    To wait for them by a control dependency would not do: TensorFlow leaves out an op whose value
-    nobody takes.
-    """
-    leaves = tf.nest.flatten(results)
-    results = [leaf.values if isinstance(leaf, PerTower) else leaf for leaf in leaves]
-    groups: dict[tuple, list[tf.Tensor]] = {}
-    for tensor in tf.nest.flatten(results, expand_composites=True):
-        if tensor is not None:
-            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    sums = []
-    for (device, _), tensors in groups.items():
-        with tf.device(device):
-            first = tf.concat([tf.reshape(tensor, [-1])[:1] for tensor in tensors], axis=0)
-            sums.append(tf.cast(tf.reduce_sum(first), tf.float32))
-    return tf.add_n(sums)
+    return lambda num_steps: loop(repeated, num_steps)
 
 
 def load(options: Options) -> tuple[data.Data, Options]:
     """Return the data set, and the options that go with it: synthetic images are taken as is."""
     if options.dataset != "synthetic":
         return load_data(options), options
-    size = options.image_height_width()
+    size, base = options.image_height_width(), parse(options.augment).base
     stored = (*size, STORED_SHAPE[2]) if size else STORED_SHAPE
-    base = parse(options.augment).base
-    kind = "tutorial" if base == "auto" else base
-    image_shape = augment.output_shape(stored, kind)
+    image_shape = augment.output_shape(stored, "tutorial" if base == "auto" else base)
     random = np.random.default_rng(options.seed)
     images = random.standard_normal((options.batch_size, *image_shape), np.float32)
     split = data.ArraySplit(images, random.integers(NUM_CLASSES, size=options.batch_size))
@@ -214,18 +185,18 @@ def main(config: dict[str, Any]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
-        lane = OwnLane(Options(**config["options"]))
+        own = OwnRun(Options(**config["options"]))
         if config["export"]:
-            export(lane.run.data.train, config["export"])
+            export(own.run.data.train, config["export"])
     except InputError as error:
         print(json.dumps({"refused": str(error)}), file=answers)
         return
     except RunError as error:
         sys.exit(str(error))
-    print(json.dumps(lane.ready), file=answers)
+    print(json.dumps(own.ready), file=answers)
     for line in sys.stdin:
         seconds, _, part = line.strip().partition(" ")
-        print(json.dumps(lane.train(float(seconds), part)), file=answers)
+        print(json.dumps(own.train(float(seconds), part)), file=answers)
 
 
 if __name__ == "__main__":

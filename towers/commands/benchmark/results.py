@@ -6,19 +6,19 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from towers.commands.benchmark.lanes import Turns
+from towers.commands.benchmark.lanes import InterleavedRuns
 from towers.commands.benchmark.options import BenchmarkOptions
 from towers.devices import host
 from towers.text import count, markdown
 
-_SAID = "num_towers scaling batch_size devices shared peak_memory_mib".split()
+_COPIED = "num_towers scaling batch_size devices shared peak_memory_mib".split()
 
 
-def collect(options: BenchmarkOptions, turns: Turns) -> dict[str, Any]:
+def collect(runs: InterleavedRuns) -> dict[str, Any]:
     """Return the result of a benchmark, whose peers end now."""
-    results = [result_of(lane.ready, lane.windows) for lane in turns.own]
-    ready, ours = turns.own[-1].ready, turns.own[-1].windows[""]
-    ratios = {peer.name: ratios_of(peer.windows[""], ours) for peer in turns.peers}
+    results = [result_of(runner.ready, runner.windows) for runner in runs.own]
+    ready, ours = runs.own[-1].ready, runs.own[-1].windows[""]
+    ratios = {peer.name: ratios_of(peer.windows[""], ours) for peer in runs.peers}
     return {
         "results": sorted(results, key=lambda r: (r["scaling"], r["num_towers"])),
         "ratios": {name: ratio["median"] for name, ratio in ratios.items()},
@@ -29,7 +29,7 @@ def collect(options: BenchmarkOptions, turns: Turns) -> dict[str, Any]:
                 "peak_memory_mib": peer.finish(),
                 "versions": peer.ready["versions"],
             }
-            for peer in turns.peers
+            for peer in runs.peers
         },
         "machine": {
             "processor": host.processor(),
@@ -39,8 +39,8 @@ def collect(options: BenchmarkOptions, turns: Turns) -> dict[str, Any]:
             "device_names": ready["device_names"],
         },
         "versions": ready["versions"],
-        "skipped": turns.skipped,
-        "failed": turns.failed,
+        "skipped": runs.skipped,
+        "failed": runs.failed,
     }
 
 
@@ -56,8 +56,8 @@ def rates(ready: Mapping[str, Any], seconds: Sequence[float]) -> dict[str, float
 
 
 def result_of(ready: Mapping[str, Any], windows: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return the entry of a lane in `results`."""
-    return {name: ready[name] for name in _SAID} | {
+    """Return the entry of one of our configurations in `results`."""
+    return {name: ready[name] for name in _COPIED} | {
         "examples_per_second": rates(ready, windows[""]),
         "control": rates(ready, windows["control"]),
         "efficiency": ratios_of(windows["control"], windows[""])["median"],
@@ -102,7 +102,6 @@ def lines(options: BenchmarkOptions, result: Mapping[str, Any]) -> Iterator[str]
 
 
 def _range(values: Mapping[str, float], digits: int = 0) -> str:
-    """Return "3210 (3100 to 3300)"."""
     low, middle, high = (f"{values[key]:.{digits}f}" for key in ("min", "median", "max"))
     return f"{middle} ({low} to {high})"
 
@@ -115,8 +114,7 @@ def draw(result: Mapping[str, Any], path: str) -> None:
     bars = {count(row["num_towers"], "tower"): row["examples_per_second"] for row in strong}
     bars |= {name: peer["examples_per_second"] for name, peer in result["peers"].items()}
     middles = [rate["median"] for rate in bars.values()]
-    ranges = [[rate["median"] - rate["min"] for rate in bars.values()]]
-    ranges += [[rate["max"] - rate["median"] for rate in bars.values()]]
+    ranges = [[abs(rate["median"] - rate[end]) for rate in bars.values()] for end in ("min", "max")]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     colours = ["tab:blue" if i < len(strong) else "tab:gray" for i in range(len(bars))]
