@@ -36,7 +36,7 @@ EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_PIPE = 1, 2, signals.EXIT_STOPPED, 1
 
 @dataclasses.dataclass(frozen=True)
 class Verb(flags.Verb):
-    """A verb, and what runs it; nothing of it is imported before it is called for.
+    """A verb, and what runs it, which is imported when it is called for.
 
     Attributes:
         function: "module:function", called with the options and a function that takes lines.
@@ -102,7 +102,7 @@ _VERBS = (
          options="towers.commands.init.command:InitOptions",
          function="towers.commands.init.command:run"),
     Verb("worker", "lend this machine's devices to a program on another one",
-         options="towers.commands.worker.options:WorkerOptions",
+         options="towers.commands.worker.command:WorkerOptions",
          takes=("address", "any_address", *GpuOptions.__dataclass_fields__),
          function="towers.commands.worker.command:run", tensorflow="import"),
 )  # fmt: skip
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reader_left() -> bool:
-    """Tell whether who read the output has ended, as `head` does; if so, write no more to it."""
+    """Return whether the output's reader has ended, as `head` does; if so, write no more to it."""
     poll = select.poll()
     for descriptor in (1, 2):
         poll.register(descriptor, 0)
@@ -151,7 +151,6 @@ def _reader_left() -> bool:
 
 
 def _main(argv: Sequence[str], listener: signals.Listener) -> int:
-    """Run a command line; return its exit code, whoever reads what it prints."""
     start = time.perf_counter()
     if not argv or argv[0] in ("--help", "-h", "-help", "help"):
         print(flags.main_help(towers.__version__, _VERBS), end="")
@@ -212,7 +211,6 @@ def _given(options: Any) -> dict[str, Any]:
 
 
 def _complain(message: object, exit_code: int) -> int:
-    """Print one line; return the exit code."""
     signals.complain(message)
     return exit_code
 
@@ -225,18 +223,15 @@ def _end(listener: signals.Listener) -> int:
 
 
 def _stopped(number: int) -> tuple[int, str]:
-    """Return exit code and line of a run that was stopped where it had nothing to save."""
-    name = signal.Signals(number).name
+    name = signal.Signals(number).name  # it had nothing to save
     return EXIT_STOPPED, f"stopped by {name}: nothing is lost, the same command goes on"
 
 
 def _ended(number: int) -> tuple[int, str]:
-    """Return exit code and line of a worker that was ended, which is how it ends."""
     return 0, f"ended by {signal.Signals(number).name}"
 
 
 def _run(verb: Verb, options: Any, start: float) -> int:
-    """Run a verb with its options; return its exit code."""
     of_run = getattr(options, "run", options)
     as_json = options.json if hasattr(options, "json") else getattr(of_run, "json", False)
     # What predict prints on standard output is for other programs, too.
@@ -258,25 +253,25 @@ def _run(verb: Verb, options: Any, start: float) -> int:
             say("starting    TensorFlow")
         # What is said of a worker that is gone stands in the run's own lines.
         with quiet_start(3 if getattr(options, "workers", "") else 2):
-            _start(
-                of_run
-                if verb.tensorflow == "options"
-                else dataclasses.replace(of_run, devices="cpu")
-            )
+            given = verb.tensorflow == "options"
+            _start(of_run if given else dataclasses.replace(of_run, devices="cpu"))
         if verb.tensorflow == "options":
             _tell_of_cpus(options, say)
     function = pkgutil.resolve_name(verb.function)
     result = function(options, start if verb.name == "train" else say)
     if as_json and result:
         print(json.dumps(result, default=dataclasses.asdict))
-    return _exit_code(result)
+    if isinstance(result, list):  # of the doctor's checks
+        return EXIT_FAILED if any(check.status == "problem" for check in result) else 0
+    if result is None or result.get("interrupted"):  # a run was stopped, after saving
+        return EXIT_STOPPED
+    if result.get("failed") or not result.get("passed", True):
+        return EXIT_FAILED
+    return EXIT_STOPPED if result.get("stopped") else 0
 
 
 def _check_names(options: Any, data: bool) -> None:
-    """Refuse names that nothing has, as far as that can be told before TensorFlow starts.
-
-    Data are looked for if the verb reads any.
-    """
+    """Raise InputError for names that nothing has, as far as that is known without TensorFlow."""
     for flag, name in _functions(options):
         if data or flag != "dataset":
             check_function(flag, name)
@@ -297,7 +292,7 @@ def _check_names(options: Any, data: bool) -> None:
 
 
 def _tell_of_cpus(options: Any, say: Callable[[str], None]) -> None:
-    """Say it if several towers are to be on the CPU because there is nothing else."""
+    """Say if several towers are to be on the CPU because there is no GPU."""
     import tensorflow as tf
 
     given = _given(options)
@@ -308,17 +303,6 @@ def _tell_of_cpus(options: Any, say: Callable[[str], None]) -> None:
             f"towers      {number} on the CPU, there is no GPU here; --num_gpus={number} would be "
             "an error, and --devices=cpu says that it is meant"
         )
-
-
-def _exit_code(result: Any) -> int:
-    """Return the exit code of what a verb returned; None: a run was stopped, after saving."""
-    if isinstance(result, list):  # of the doctor's checks
-        return EXIT_FAILED if any(check.status == "problem" for check in result) else 0
-    if result is None or result.get("interrupted"):
-        return EXIT_STOPPED
-    if result.get("failed") or not result.get("passed", True):
-        return EXIT_FAILED
-    return EXIT_STOPPED if result.get("stopped") else 0
 
 
 def _start(options: Options) -> None:

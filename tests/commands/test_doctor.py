@@ -4,12 +4,9 @@ import email.message
 import importlib.metadata
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
-from tests.worker_processes import ROOT
 from towers.commands.doctor import command as doctor
 from towers.commands.doctor.command import INSTALL, Check
 from towers.devices import nvml, probe
@@ -54,7 +51,7 @@ def machine(monkeypatch, tmp_path):
         driver, gpus, results=None, copies=None, build=BUILD, start=None, sums=None, **options
     ):
         """`gpus`: TensorFlow's; `results`: {device: what its probe gives}; `start`: a failure."""
-        calls = []
+        calls, lines, make.summed = [], [], []
 
         def run_probe(devices, environ):
             calls.append((devices, environ))
@@ -79,8 +76,6 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(nvml, "driver_cuda_version", lambda: driver and (12, 6) or None)
         monkeypatch.setattr(probe, "run_probe", run_probe)
         monkeypatch.setattr(probe, "run_all_sum", run_all_sum)
-        make.summed = []
-        lines = []
         checks = doctor.run(Options(train_dir=str(tmp_path / "run"), **options), lines.append)
         make.lines, make.probed, make.environ = lines, calls[-1][0], calls[-1][1]
         return {check.name: check for check in checks}
@@ -104,13 +99,6 @@ def test_this_machine_has_no_problem(tmp_path, monkeypatch, capfd):
     assert list(tmp_path.iterdir()) == [] and capfd.readouterr() == ("", "")
 
 
-@pytest.mark.process
-def test_no_tensorflow_is_needed_to_examine_it():
-    heavy = "{'tensorflow', 'numpy'} & set(sys.modules)"
-    code = f"import sys, towers.commands.doctor.command; sys.exit({heavy} != set())"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
-
-
 def test_a_machine_without_gpus_and_one_with_several(machine):
     checks = machine([], [])
     none = "no GPU and no NVIDIA driver here: towers run on the CPU"
@@ -123,20 +111,17 @@ def test_a_machine_without_gpus_and_one_with_several(machine):
     assert machine.probed == ["/cpu:0", "/gpu:0", "/gpu:1"]
     assert machine.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert not problems(checks)
-    details = {name: check.detail for name, check in checks.items()}
-    assert (
-        details.items()
-        >= {
-            "GPUs": "the driver (550.54) has 0 (NVIDIA A100), 1 (NVIDIA A100); TensorFlow lists 2",
-            "computing on /gpu:0": "matmul 9000 GFLOP/s",
-            "computing on /cpu:0": "matmul 100 GFLOP/s",
-            "copies": "2 pairs of devices, bit for bit",
-            "memory of GPU 1": "39000 of 40000 MiB free",
-            "driver": "550.54; CUDA 12.5.1 needs 525.60.13 or newer",
-            "P2P": "the driver does not tell: 0-1",
-            "all-sum": "exact over 2 GPUs: float32, int64",
-        }.items()
-    )
+    for name, detail in {
+        "GPUs": "the driver (550.54) has 0 (NVIDIA A100), 1 (NVIDIA A100); TensorFlow lists 2",
+        "computing on /gpu:0": "matmul 9000 GFLOP/s",
+        "computing on /cpu:0": "matmul 100 GFLOP/s",
+        "copies": "2 pairs of devices, bit for bit",
+        "memory of GPU 1": "39000 of 40000 MiB free",
+        "driver": "550.54; CUDA 12.5.1 needs 525.60.13 or newer",
+        "P2P": "the driver does not tell: 0-1",
+        "all-sum": "exact over 2 GPUs: float32, int64",
+    }.items():
+        assert checks[name].detail == detail
     assert machine.summed == ["/gpu:0", "/gpu:1"] and "/dev/shm" in checks
 
 
@@ -242,9 +227,9 @@ def test_a_driver_beside_the_cuda_of_the_build(version, newest, cuda, status, sa
     assert ("update the NVIDIA driver" in check.remedy) == (status != "ok")
 
 
-@pytest.mark.parametrize("cuda", [None, "", "?", "99.1"])
-def test_no_cuda_that_is_known_needs_no_driver(cuda):
-    assert list(doctor.check_driver("550.54", (12, 4), cuda)) == []
+def test_no_cuda_that_is_known_needs_no_driver():
+    for cuda in None, "", "?", "99.1":
+        assert list(doctor.check_driver("550.54", (12, 4), cuda)) == []
     assert list(doctor.check_driver(None, None, "12.5.1")) == []
 
 

@@ -63,18 +63,18 @@ class Runner:
         )
 
     def wait_ready(self) -> None:
-        """Keep the first line."""
+        """Wait for its first answer, which becomes `ready`."""
         self.ready = self._answer({"ready", "skipped", "refused"}, WAIT_SECONDS)
 
     def train(self, seconds: float, part: str = "") -> None:
-        """Let it train for about `seconds`, or run another loop; keep what that took."""
+        """Run a loop for about `seconds`; append the seconds of a step to its `windows`."""
         with contextlib.suppress(BrokenPipeError):  # it has ended: the missing answer says so
             print(seconds, part, file=self._process.stdin, flush=True)
         answer = self._answer({"steps"}, seconds + WAIT_SECONDS)
         self.windows.setdefault(part, []).append(answer["seconds"] / answer["steps"])
 
     def finish(self) -> float | None:
-        """Let it end; return its peak memory in MiB, None if it does not tell any more."""
+        """Close its input; return its peak memory in MiB, None if it does not answer."""
         with contextlib.suppress(BrokenPipeError, RunnerError):
             self._process.stdin.close()
             return self._answer({"peak_memory_mib"}, END_SECONDS)["peak_memory_mib"]
@@ -199,7 +199,7 @@ class InterleavedRuns:
         return runner
 
     def take_turns(self) -> None:
-        """Let all train in turn; a peer that fails is left out from then on."""
+        """Run the windows of all runners in turn; a peer that fails is left out from then on."""
         windows, length = self.options.windows, self.options.seconds
         turns = [(runner, part) for runner in self.own for part in SHARES]
         turns += [(runner, "") for runner in self.peers]

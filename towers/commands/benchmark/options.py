@@ -11,7 +11,7 @@ PEERS = "mirrored mirrored_own_layers mirrored_fit fit towers_fit torch_ddp jax 
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkOptions:
-    """What `towers benchmark` measures: a run with numbers of towers, beside what, how long."""
+    """Options of `towers benchmark`: a run, its numbers of towers, other programs, seconds."""
 
     run: Options = Options()
     dataset: str = option(

@@ -1,4 +1,4 @@
-"""What the windows of `towers benchmark` say: rates and ratios."""
+"""Rates, ratios and tables of the windows of `towers benchmark`."""
 
 import os
 import platform

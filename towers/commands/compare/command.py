@@ -1,4 +1,4 @@
-"""What runs differ in: flags, final metrics, and the time to a value of one.
+"""`towers compare`: flags that differ, final metrics, and the time to a value of one.
 
 It reads what is in the runs' folders, also of runs that still train, and needs no TensorFlow.
 """
@@ -42,13 +42,14 @@ _ROUNDING = 1e-6  # event files hold 32 bits: 0.9 is a little less there
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
-    """A run that is compared."""
+class ComparedRun:
+    """A run that is compared; what its folder does not tell is empty."""
 
     name: str  # that tells it from the others
     folder: Path
     status: str  # "finished", "unfinished" or "empty", which has no curves
     flags: dict[str, str]  # of flags.cfg, as text
+    batch_size: int  # 1 if the flags do not tell
     result: dict[str, Any]  # of result.json, {} if it is not finished
     curves: Curves
 
@@ -72,12 +73,15 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
         )
     common = os.path.commonpath([os.path.abspath(folder) for folder in folders])
     runs = [read_run(folder, os.path.relpath(folder, common)) for folder in folders]
-    differing = differing_flags(runs)
+    known = [run.flags for run in runs if run.flags]
+    names = dict.fromkeys(name for flags in known for name in flags)
+    differing = [name for name in names if len({flags.get(name) for flags in known}) > 1]
     objective, note = find_objective(runs, "accuracy" if options.accuracy else options.objective)
     if note:
         say(f"objective   {note}")
-    given = options.accuracy or (float(options.target_value) if options.target_value else None)
-    target = common_target(runs, objective) if given is None else given
+    target = options.accuracy or (float(options.target_value) if options.target_value else None)
+    if target is None:
+        target = common_target(runs, objective)
     entries = [
         {
             "name": run.name,
@@ -127,43 +131,33 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     return list(found.values())
 
 
-def read_run(folder: Path, name: str) -> Compared:
-    """Return what the folder of a run tells; what is not there is empty."""
-    path = folder / "flags.cfg"
+def read_run(folder: Path, name: str) -> ComparedRun:
+    """Return what the folder of a run tells."""
+    path, lines = folder / "flags.cfg", []
     try:
         files.check_is_file(path)
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        lines = []
+        pass
     except (OSError, UnicodeDecodeError):
         files.damaged(path)
-        lines = []
     pairs = [line[2:].partition("=") for line in lines if line.startswith("--")]
     flags = {flag: value for flag, _, value in pairs if flag not in _OF_ONE_RUN}
+    given = flags.get("batch_size", "1")
+    is_size = given.isascii() and given.isdecimal() and len(given) < 19
+    batch_size = max(int(given), 1) if is_size else 1
+    curves = read_curves(folder, batch_size, flags.get("tensorboard_x") == "examples")
     result = read_result(folder)
-    curves = read_curves(folder, _batch_size(flags), flags.get("tensorboard_x") == "examples")
     examples = number(result, "examples") or 0
     if len(curves.examples) and curves.examples[-1] > examples * (1 + _ROUNDING):
         result = {}  # of before the run went on
     status = "finished"
     if "steps" not in result:
         status = "unfinished" if len(curves.loss.x) or curves.evaluated else "empty"
-    return Compared(name, folder, status, flags, result, curves)
+    return ComparedRun(name, folder, status, flags, batch_size, result, curves)
 
 
-def _batch_size(flags: dict[str, str]) -> int:
-    given = flags.get("batch_size", "1")
-    return max(int(given), 1) if given.isascii() and given.isdecimal() and len(given) < 19 else 1
-
-
-def differing_flags(runs: Sequence[Compared]) -> list[str]:
-    """Return the names of the flags that are not the same in all runs that have any."""
-    known = [run.flags for run in runs if run.flags]
-    names = dict.fromkeys(name for flags in known for name in flags)
-    return [name for name in names if len({flags.get(name) for flags in known}) > 1]
-
-
-def find_objective(runs: Sequence[Compared], wanted: str) -> tuple[Objective, str]:
+def find_objective(runs: Sequence[ComparedRun], wanted: str) -> tuple[Objective, str]:
     """Return by what runs are compared, and a line that says so if that is not clear.
 
     Args:
@@ -174,9 +168,9 @@ def find_objective(runs: Sequence[Compared], wanted: str) -> tuple[Objective, st
         InputError: no run has that metric, or nobody knows which is better.
     """
     results = [run.result for run in runs if run.result]
+    tags = {tag for run in runs for tag in run.curves.evaluated}
     if not wanted and results:
         return common_objective(results)
-    tags = {tag for run in runs for tag in run.curves.evaluated}
     if not wanted:
         by_loss = tags and "accuracy" not in tags
         return (("test_loss", "min") if by_loss else ("test_accuracy", "max")), ""
@@ -203,7 +197,7 @@ def find_objective(runs: Sequence[Compared], wanted: str) -> tuple[Objective, st
     return (name, direction), ""
 
 
-def common_target(runs: Sequence[Compared], objective: Objective) -> float | None:
+def common_target(runs: Sequence[ComparedRun], objective: Objective) -> float | None:
     """Return the best value that all runs reached which were evaluated at all."""
     name, direction = objective
     curves = [values for run in runs if len(values := run.curves.of(short(name)).values)]
@@ -214,12 +208,13 @@ def common_target(runs: Sequence[Compared], objective: Objective) -> float | Non
     return math.ceil(max(values.min() for values in curves) * 1e4) / 1e4
 
 
-def metrics_of(run: Compared, objective: str = "test_accuracy") -> dict[str, float | None]:
+def metrics_of(run: ComparedRun, objective: str) -> dict[str, float | None]:
     """Return the last known metrics of a run: of its result, else of its curves."""
     curves, result = run.curves, run.result
     at = number(result, "examples") or (curves.examples[-1] if len(curves.examples) > 1 else None)
     seconds = curves.seconds_at(at) if at else None
     final = figure(result, objective)
+    rate = number(result, "examples_per_second") or (at / seconds if seconds else None)
     return {
         "steps": number(result, "steps"),
         "examples": at,
@@ -227,8 +222,7 @@ def metrics_of(run: Compared, objective: str = "test_accuracy") -> dict[str, flo
         "objective": _last(curves.of(short(objective)).values) if final is None else final,
         "test_loss": number(result, "test_loss"),
         "train_loss": number(result, "train_loss") or _last(curves.loss.values),
-        "examples_per_second": number(result, "examples_per_second")
-        or (at / seconds if seconds else None),
+        "examples_per_second": rate,
         "seconds": seconds,
     }
 
@@ -237,7 +231,9 @@ def _last(values: np.ndarray) -> float | None:
     return float(values[-1]) if len(values) else None
 
 
-def to_target(run: Compared, objective: Objective, target: float) -> dict[str, float | None] | None:
+def to_target(
+    run: ComparedRun, objective: Objective, target: float
+) -> dict[str, float | None] | None:
     """Return when an evaluation first gave that value or a better one, None if none did.
 
     It says {"seconds": of training, "examples", "steps", "epochs"}; None where it is not known.
@@ -252,7 +248,7 @@ def to_target(run: Compared, objective: Objective, target: float) -> dict[str, f
     return {
         "seconds": run.curves.seconds_at(examples),
         "examples": round(examples),
-        "steps": round(examples / _batch_size(run.flags)),
+        "steps": round(examples / run.batch_size),
         "epochs": run.curves.epochs_at(examples),
     }
 
@@ -263,31 +259,27 @@ def _tables(
     objective: str,
     target: float | None,
 ) -> list[str]:
+    def digits(values: Mapping[str, Any], columns: Mapping[str, int]) -> list[str | None]:
+        found = ((values.get(name), n) for name, n in columns.items())
+        return [None if value is None else f"{value:.{n}f}" for value, n in found]
+
     lines = ["flags that differ" if differing else "no flag differs but the folder"]
     if differing:
         rows = [[e["name"], *e["flags"].values()] for e in entries]
         lines += table(["run", *differing], rows, WIDEST)
-    others = {name: digits for name, digits in _RESULTS.items() if name != objective}
+    others = {name: n for name, n in _RESULTS.items() if name != objective}
     heads = [short(objective), *(name.replace("_per_second", "/s") for name in others)]
-    header, digits = ["run", "status", *heads], {"objective": 4} | others
-    rows = [[e["name"], e["status"], *_figures(e["metrics"], digits)] for e in entries]
-    lines += ["", "results", *table(header, rows, WIDEST)]
+    rows = [
+        [e["name"], e["status"], *digits(e["metrics"], {"objective": 4} | others)] for e in entries
+    ]
+    lines += ["", "results", *table(["run", "status", *heads], rows, WIDEST)]
     if target is None:
         return [*lines, "", "no run was evaluated yet"]
-    rows = [[e["name"], *_figures(e["to_target"] or {}, _TIMES)] for e in entries]
-    title = f"to a {_words(objective)} of {target:.4f}"
+    rows = [[e["name"], *digits(e["to_target"] or {}, _TIMES)] for e in entries]
+    title = f"to a {objective.replace('_', ' ', 1)} of {target:.4f}"
     lines += ["", title, *table(["run", *_TIMES], rows, WIDEST)]
     lines.append(
         f"{short(objective)}: of the moving average where there is one; seconds: of training "
         "alone, without start, evaluation, saving and stops"
     )
     return lines
-
-
-def _figures(values: Mapping[str, float | None], digits: Mapping[str, int]) -> list[str | None]:
-    found = [(values.get(name), n) for name, n in digits.items()]
-    return [None if value is None else f"{value:.{n}f}" for value, n in found]
-
-
-def _words(objective: str) -> str:
-    return objective.replace("_", " ", 1)

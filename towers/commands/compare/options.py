@@ -10,7 +10,7 @@ from towers.options.run import Options
 
 @dataclasses.dataclass(frozen=True)
 class CompareOptions:
-    """What `towers compare` shows: of which runs, and the value to reach."""
+    """Options of `towers compare`: the runs, their objective, and the value to reach."""
 
     EXAMPLES: ClassVar[str] = """\
 Examples:
@@ -37,7 +37,7 @@ left out."""
     json: bool = same_option(Options, "json")
 
     def __post_init__(self) -> None:
-        """Refuse values out of range, by an InputError."""
+        """Raise InputError for a value out of range."""
         check_values(self)
         try:
             if not abs(float(self.target_value or 0)) < float("inf"):

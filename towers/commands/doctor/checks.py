@@ -1,4 +1,4 @@
-"""What a check of `towers doctor` finds."""
+"""The result of a check of `towers doctor`."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ OK, PROBLEM, NOTE = "ok", "problem", "note"  # a note is something to know, noth
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What was looked at and found; each part is one line."""
+    """The result of one check; each part is one line."""
 
     name: str
     status: str  # OK, PROBLEM or NOTE

@@ -71,12 +71,12 @@ def _checks(options: Options, environ: dict[str, str]) -> Iterator[Check]:
     try:
         visibility.set_visible(options.gpu_options(), driver, environ)
     except InputError as error:
-        yield refused("visible_gpus", error, "leave out --visible_gpus")
+        yield _refused("visible_gpus", error, "leave out --visible_gpus")
     yield from check_devices(driver, environ)
 
 
-def refused(name: str, error: InputError, remedy: str) -> Check:
-    """Return a refusal as a problem; its remedy stands behind its last semicolon, or is given."""
+def _refused(name: str, error: InputError, remedy: str) -> Check:
+    """Return a problem; `remedy` is for an error that has none behind a last semicolon."""
     detail, semicolon, says = str(error).rpartition("; ")
     return Check(name, PROBLEM, detail, says) if semicolon else Check(name, PROBLEM, says, remedy)
 
@@ -93,18 +93,14 @@ def check_versions() -> Iterator[Check]:
     python = f"Python{metadata['Requires-Python']}"
     yield check_version(python, platform.python_version(), "install a newer Python")
     for line in metadata.get_all("Requires-Dist", []):
-        if not (needed := Requirement(line)).marker:  # others are of an extra
-            remedy = f"type python -m pip install '{line}'"
-            yield check_version(line, installed(needed.name), remedy)
-
-
-def installed(package: str) -> str | None:
-    """Return the version of a package of pip."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # tensorflow-cpu is a tensorflow, too
-        others = importlib.metadata.packages_distributions().get(package)
-        return importlib.metadata.version(others[0]) if others else None
+        if (needed := Requirement(line)).marker:  # of an extra
+            continue
+        try:
+            version = importlib.metadata.version(needed.name)
+        except importlib.metadata.PackageNotFoundError:  # tensorflow-cpu is a tensorflow, too
+            others = importlib.metadata.packages_distributions().get(needed.name)
+            version = importlib.metadata.version(others[0]) if others else None
+        yield check_version(line, version, f"type python -m pip install '{line}'")
 
 
 def check_version(requirement: str, version: str | None, remedy: str) -> Check:
@@ -115,19 +111,19 @@ def check_version(requirement: str, version: str | None, remedy: str) -> Check:
         fits = version and needed.specifier.contains(version, prereleases=True)
     except InvalidVersion:
         fits = False
-    if not fits:
-        detail = f"{version or 'not installed'}, {allowed} is needed"
-        return Check(needed.name, PROBLEM, detail, remedy)
-    return Check(needed.name, OK, f"{version} ({allowed})")
+    if fits:
+        return Check(needed.name, OK, f"{version} ({allowed})")
+    detail = f"{version or 'not installed'}, {allowed} is needed"
+    return Check(needed.name, PROBLEM, detail, remedy)
 
 
 def check_train_dir(train_dir: str) -> Check:
-    """Look for permission and room to write a run."""
+    """Check that a run can be written: permission and free space."""
     folder, another = Path(train_dir), "name another --train_dir"
     try:
         files.check_train_dir(folder, overwrite=False)
     except InputError as error:
-        return refused("train_dir", error, another)
+        return _refused("train_dir", error, another)
     parent = next(p for p in [folder, *folder.absolute().parents] if p.exists())
     free = shutil.disk_usage(parent).free
     detail = f"{folder}: {free / 2**30:.1f} GiB free"
@@ -137,11 +133,11 @@ def check_train_dir(train_dir: str) -> Check:
 
 
 def check_data(dataset: str, data_dir: str) -> Check:
-    """Look for the files of the data set; nothing is loaded or downloaded."""
+    """Check that the data set's files are there; nothing is loaded or downloaded."""
     try:
         where = registry.locate(dataset, data_dir)
     except InputError as error:
-        return refused("data", error, "name another --data_dir")
+        return _refused("data", error, "name another --data_dir")
     if where is None:
         folder = data_dir or registry.cache_dir()
         return Check("data", NOTE, f"{dataset} is not below {folder}: the first run downloads it")
@@ -149,7 +145,7 @@ def check_data(dataset: str, data_dir: str) -> Check:
 
 
 def check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> Iterator[Check]:
-    """Look at all GPUs as the driver and as TensorFlow sees them, then use what a run would use."""
+    """Compare the driver's GPUs with TensorFlow's, then compute on those that a run would use."""
     visible = visibility.visible_in(environ, driver)
     start = probe.run_probe([], environ=environ)
     if isinstance(start, str):
@@ -170,7 +166,11 @@ def check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> It
     if len(usable) > 1:
         access = nvml.peer_access(visible)
         yield check_peer_access(access)
-        yield check_shared_memory(_free_bytes(SHARED_MEMORY), "" in access.values())
+        try:
+            free = shutil.disk_usage(SHARED_MEMORY).free
+        except OSError:
+            free = None
+        yield check_shared_memory(free, "" in access.values())
         yield check_all_sum(probe.run_all_sum(usable, environ=environ), usable)
 
 
@@ -208,7 +208,7 @@ def check_gpus(
 
 
 def check_memory(driver: Sequence[DriverGpu], visible: Sequence[DriverGpu]) -> Iterator[Check]:
-    """Tell who holds the memory of each GPU that a run would use."""
+    """Report the free memory of each GPU that a run would use, and who holds the rest."""
     for gpu in visible:
         name = f"memory of GPU {gpu.key}"
         if None in (gpu.free_bytes, gpu.total_bytes):
@@ -217,12 +217,12 @@ def check_memory(driver: Sequence[DriverGpu], visible: Sequence[DriverGpu]) -> I
         detail = f"{gpu.free_bytes // MIB} of {gpu.total_bytes // MIB} MiB free"
         if gpu.processes:
             detail += f"; held by {', '.join(map(str, gpu.processes))}"
-        if not gpu.full:
+        if gpu.full:
+            others = ",".join(other.key for other in driver if not other.full)
+            instead = f"--visible_gpus={others}" if others else "--devices=cpu"
+            yield Check(name, PROBLEM, f"full: {detail}", f"type {instead}, or end what holds it")
+        else:
             yield Check(name, OK, detail)
-            continue
-        others = ",".join(other.key for other in driver if not other.full)
-        instead = f"--visible_gpus={others}" if others else "--devices=cpu"
-        yield Check(name, PROBLEM, f"full: {detail}", f"type {instead}, or end what holds it")
 
 
 def check_driver(
@@ -257,7 +257,7 @@ def check_driver(
 
 
 def check_kernels(gpus: Sequence[visibility.Seen], build: Mapping[str, object]) -> Iterator[Check]:
-    """Say for which GPUs TensorFlow has no kernels, so that CUDA compiles them at first use."""
+    """Name the GPUs for which TensorFlow has no kernels: CUDA compiles them at first use."""
     newer = {capability for _, capability in gpus if visibility.compiles(capability, build)}
     if newer:
         names = ", ".join(".".join(map(str, capability)) for capability in sorted(newer))
@@ -267,7 +267,7 @@ def check_kernels(gpus: Sequence[visibility.Seen], build: Mapping[str, object]) 
 
 
 def check_peer_access(access: Mapping[tuple[str, str], str | None]) -> Check:
-    """Say which pairs of GPUs read each other's memory, by `nvml.peer_access`."""
+    """Report which pairs of GPUs have peer access; `access` is that of `nvml.peer_access`."""
     pairs_by_reason: dict[str, list[str]] = {}
     for pair, reason in access.items():
         reason = "the driver does not tell" if reason is None else reason or "P2P"
@@ -283,7 +283,7 @@ def check_peer_access(access: Mapping[tuple[str, str], str | None]) -> Check:
 
 
 def check_shared_memory(free_bytes: int | None, some_peer_access: bool) -> Check:
-    """Say whether NCCL has room in /dev/shm, by which GPUs without P2P exchange."""
+    """Check the room in /dev/shm, which NCCL needs between GPUs without P2P."""
     remedy = (
         f"start the container with --shm-size={SHARED_BYTES // 2**30}g (Docker gives 64 MiB), "
         "or with --ipc=host"
@@ -298,7 +298,7 @@ def check_shared_memory(free_bytes: int | None, some_peer_access: bool) -> Check
 
 
 def check_all_sum(found: dict[str, str | None] | str, devices: Sequence[str]) -> Check:
-    """Say what an all-sum over the GPUs found, by `probe.run_all_sum`."""
+    """Report the result of `probe.run_all_sum`."""
     remedy = (
         f"type NCCL_DEBUG=INFO python -m towers.devices.probe --all_sum {' '.join(devices)}, which "
         "says why; try NCCL_P2P_DISABLE=1; --variables=cpu needs no all-sum"
@@ -311,15 +311,8 @@ def check_all_sum(found: dict[str, str | None] | str, devices: Sequence[str]) ->
     return Check("all-sum", OK, f"exact over {count(len(devices), 'GPU')}: {', '.join(found)}")
 
 
-def _free_bytes(folder: str) -> int | None:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
-
-
 def check_probe(found: dict[str, Any] | str, devices: Sequence[str]) -> Iterator[Check]:
-    """Say what the probe of the devices found."""
+    """Report the result of `probe.run_probe`."""
     if isinstance(found, str):
         command = f"type python -m towers.devices.probe {' '.join(devices)}, which shows all of it"
         yield Check("computing", PROBLEM, f"the probe {found}", command)

@@ -13,10 +13,11 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import ops
 
 from towers import tf_private
 from towers.commands.export.options import ENDINGS, ExportOptions
-from towers.commands.export.preprocessing import prepared
+from towers.data import augment
 from towers.errors import InputError, RunError
 from towers.text import first_line
 from towers.training.loading import Trained, load_run
@@ -45,23 +46,31 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
     output = _output(options)
     trained = load_run(options.run, averages=options.averages, warn=say)
     examples = random_examples(trained.spec()[0])
-    expected = _of_run(trained, examples)
+    expected = _outputs_of(trained, examples)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".export-", dir=output.parent) as folder:
             path = Path(folder, f"model{ENDINGS[options.format]}")
             found = _WRITE[options.format](trained, path, examples)
-            difference = _difference(expected, found)
+            difference = max(
+                float(np.max(np.abs(a - b), initial=0) / max(np.max(np.abs(a), initial=0), 1e-30))
+                for a, b in zip(expected, found, strict=True)
+            )
             passed = difference <= _TOLERANCE.get(options.run.dtype, _TOLERANCE_OF_HALF)
-            if passed:
-                _put(path, output)
+            if passed and output.is_dir():
+                old = path.with_name("old")
+                os.replace(output, old)
+                os.replace(path, output)
+                shutil.rmtree(old)  # last of all
+            elif passed:
+                os.replace(path, output)
     except OSError as error:
         raise RunError(f"--output={output} cannot be written: {error.strerror or error}") from None
     compared = f"{_NUM_COMPARED} random examples: largest relative difference {difference:.1e}"
     if passed:
         kind = "averages" if trained.averaged else "weights"
         say(f"exported    {output}: the {kind} of {options.run.train_dir} at step {trained.step}")
-        for line in _about(options, trained):
+        for line in _how_to_load(options, trained):
             say(line)
         say(f"compared    loaded again, {compared}")
     else:
@@ -81,8 +90,7 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
 
 def raw_model(trained: Trained) -> keras.Model:
     """Return the model that takes examples as the data set stores them, any number at a time."""
-    spec, task = trained.spec()[0], trained.task
-    model = trained.model
+    spec, task, model = trained.spec()[0], trained.task, trained.model
     # Neither optimizer nor loss is needed, which Keras might not find where the file is loaded.
     model.compiled, model.optimizer = False, None
     if not task["image_shape"]:
@@ -96,6 +104,22 @@ def raw_model(trained: Trained) -> keras.Model:
         return keras.Model(images, model(inputs))
 
 
+def prepared(images: keras.KerasTensor, kind: str, dtype: str) -> keras.KerasTensor:
+    """Return what `augment.eval_images` makes of images `[B, H, W, C]`, by Keras' ops alone."""
+    stored = images.shape[1:]
+    height, width, channels = augment.output_shape(stored, kind)
+    top, left = (stored[0] - height) // 2, (stored[1] - width) // 2
+    if (height, width) != stored[:2]:
+        images = images[:, top : top + height, left : left + width]
+    images = ops.cast(images, dtype)
+    if kind == "off":
+        return images
+    num = height * width * channels
+    centred = images - ops.mean(images, [1, 2, 3], keepdims=True)
+    deviation = ops.sqrt(ops.sum(ops.square(centred), [1, 2, 3], keepdims=True))
+    return centred * (num**0.5 / ops.maximum(deviation, 1.0))
+
+
 def random_examples(spec: Any) -> Inputs:
     """Return a batch of made-up examples; whole numbers but bytes are 0 and 1, as few may be."""
     random = np.random.default_rng(0)
@@ -106,29 +130,19 @@ def random_examples(spec: Any) -> Inputs:
             return tf.fill(shape, "a")
         if spec.dtype.is_floating:
             return tf.constant(random.normal(size=shape), spec.dtype)
-        return tf.constant(
-            random.integers(0, 256 if spec.dtype == tf.uint8 else 2, shape), spec.dtype
-        )
+        high = 256 if spec.dtype == tf.uint8 else 2
+        return tf.constant(random.integers(0, high, shape), spec.dtype)
 
     with tf.device("/cpu:0"):
         return tf.nest.map_structure(batch, spec)
 
 
-def _of_run(trained: Trained, examples: Inputs) -> list[np.ndarray]:
-    """Return the outputs that the run itself computes for stored examples."""
+def _outputs_of(trained: Trained, examples: Inputs) -> list[np.ndarray]:
     return _arrays(trained.model(trained.inputs(examples), training=False))
 
 
 def _arrays(outputs: Any) -> list[np.ndarray]:
     return [np.asarray(output, np.float64) for output in tf.nest.flatten(outputs)]
-
-
-def _difference(expected: list[np.ndarray], found: list[np.ndarray]) -> float:
-    """Return the largest difference, relative to the largest value of that output."""
-    return max(
-        float(np.max(np.abs(a - b), initial=0) / max(np.max(np.abs(a), initial=0), 1e-30))
-        for a, b in zip(expected, found, strict=True)
-    )
 
 
 # The formats: each is written, loaded again, and its outputs returned.
@@ -142,72 +156,55 @@ def _keras(trained: Trained, path: Path, examples: Inputs) -> list[np.ndarray]:
     except OSError:
         raise
     except Exception as error:  # of many kinds, some with a page about the whole model
-        raise InputError(_no_keras_file(model, error)) from None
+        name, why = "a layer", error
+        for layer in reversed(tf_private.layers_of(model)):  # the innermost first
+            try:
+                keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
+            except Exception as reason:
+                name, why = f"layer {layer.name} ({type(layer).__name__})", reason
+                break
+        raise InputError(
+            f"--format=keras: {name} cannot be loaded again from a file: {first_line(why, 120)}; "
+            "give its class get_config and @keras.saving.register_keras_serializable(), or type "
+            "--format=saved_model or --format=weights"
+        ) from None
     return _arrays(loaded(examples, training=False))
 
 
 def _saved_model(trained: Trained, path: Path, examples: Inputs) -> list[np.ndarray]:
     with contextlib.redirect_stdout(io.StringIO()):  # a page about its endpoints
         raw_model(trained).export(path, verbose=False)
-    loaded = tf.saved_model.load(str(path))
-    return _arrays(loaded.serve(examples))
+    return _arrays(tf.saved_model.load(str(path)).serve(examples))
 
 
 def _weights(trained: Trained, path: Path, examples: Inputs) -> list[np.ndarray]:
-    """The weights are put out of the way before they are loaded: nothing else gives them back."""
     trained.model.save_weights(path)
-    for variable in trained.model.weights:
+    for variable in trained.model.weights:  # so that nothing but the file gives them back
         variable.assign(tf.zeros_like(variable.value))
     trained.model.load_weights(path)
-    return _of_run(trained, examples)
+    return _outputs_of(trained, examples)
 
 
 _WRITE = {"keras": _keras, "saved_model": _saved_model, "weights": _weights}
 
 
-def _no_keras_file(model: keras.Model, error: Exception) -> str:
-    """Return the line that names the innermost layer that cannot be saved and loaded again."""
-    name = "a layer"
-    for layer in reversed(tf_private.layers_of(model)):
-        try:
-            keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
-        except Exception as reason:
-            error, name = reason, f"layer {layer.name} ({type(layer).__name__})"
-            break
-    return (
-        f"--format=keras: {name} cannot be loaded again from a file: {first_line(error, 120)}; "
-        "give its class get_config and @keras.saving.register_keras_serializable(), or type "
-        "--format=saved_model or --format=weights"
-    )
-
-
-def _about(options: ExportOptions, trained: Trained) -> list[str]:
-    """Return what whoever loads the file should know."""
+def _how_to_load(options: ExportOptions, trained: Trained) -> list[str]:
     if options.format == "weights":
         return [f"load it     {options.run.model}, then model.load_weights"]
-    spec, kind = trained.spec()[0], trained.task["augment"]
-    lines = []
+    spec, kind, lines = trained.spec()[0], trained.task["augment"], []
     if trained.task["image_shape"]:
         size = "x".join(map(str, spec.shape))
         inside = "" if kind == "off" else f": --augment={kind} is inside"
         lines.append(f"takes       images {size} {spec.dtype.name}, as stored{inside}")
-    modules = {
-        type(layer).__module__
-        for layer in tf_private.layers_of(trained.model)
-        if type(layer).__module__.split(".")[0] != "keras"
-    }
-    if options.format == "keras" and modules:
-        lines.append(
-            f"import      {', '.join(sorted(modules))} before loading it: its layers are there"
-        )
+    modules = {type(layer).__module__ for layer in tf_private.layers_of(trained.model)}
+    own = sorted(name for name in modules if name.split(".")[0] != "keras")
+    if options.format == "keras" and own:
+        lines.append(f"import      {', '.join(own)} before loading it: its layers are there")
     return lines
 
 
-# Where it goes.
-
-
 def _output(options: ExportOptions) -> Path:
-    """Return the path to write; refuse one that is taken."""
+    """Return the path to write; InputError if it is taken or cannot be loaded from."""
     name = f"model{ENDINGS[options.format]}" if ENDINGS[options.format] else options.format
     path = Path(options.output or Path(options.run.train_dir, name)).expanduser()
     pattern = re.search(r"[*?[\\]", str(path.absolute()))
@@ -229,14 +226,3 @@ def _output(options: ExportOptions) -> Path:
                 f"--output={path} is no {options.format} and is not replaced: name another"
             )
     return path
-
-
-def _put(path: Path, output: Path) -> None:
-    """Move what was written to its place; what was there goes last."""
-    if output.is_dir():
-        old = path.with_name("old")
-        os.replace(output, old)
-        os.replace(path, output)
-        shutil.rmtree(old)
-    else:
-        os.replace(path, output)

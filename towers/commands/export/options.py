@@ -13,7 +13,7 @@ ENDINGS = {"keras": ".keras", "saved_model": "", "weights": ".weights.h5"}
 
 @dataclasses.dataclass(frozen=True)
 class ExportOptions:
-    """What `towers export` writes, and where; `run` are the options of the run."""
+    """Options of `towers export`; `run` are those of the run."""
 
     EXAMPLES: ClassVar[str] = """\
 Examples:
@@ -38,7 +38,7 @@ time: cropping and standardising are part of the model. Weights are those of the
     overwrite: bool = option(False, "Export", "Replace what is there.")
 
     def __post_init__(self) -> None:
-        """Refuse values out of range, by an InputError."""
+        """Raise InputError for a value out of range."""
         check_values(self)
         ending = ENDINGS[self.format]
         if self.output and not self.output.endswith(ending):

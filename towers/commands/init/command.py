@@ -34,7 +34,7 @@ by default the current one. They run as they are: put your own model and data in
     folders: tuple = option((), "Init", "Folder for the files.", positional="[FOLDER]")
 
     def __post_init__(self) -> None:
-        """Refuse several folders, by an InputError."""
+        """Raise InputError for several folders."""
         if len(self.folders) > 1:
             raise InputError("towers init takes one folder: towers init FOLDER")
 

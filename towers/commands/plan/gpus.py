@@ -1,7 +1,7 @@
-"""What the run's own step would do on GPUs: what runs, what is copied, what is waited for."""
+"""Counts of a run's step on GPUs: kernels, copies, waits, collectives."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -18,7 +18,7 @@ from towers.training.tensorflow_errors import one_line_errors
 
 
 def view(options: Options, num_towers: int, dataset: Data) -> GpuView:
-    """Build a run as for so many GPUs, and return what its step would do there; none is made."""
+    """Build a run for so many GPUs and return the view of its step; no step is made."""
     if options.variables == "auto":  # which is a trial, and there is nothing to try
         options = dataclasses.replace(options, variables="default")
     with kinds.cpus_for_gpus():
@@ -37,35 +37,32 @@ def describe(found: GpuView) -> dict[str, Any]:
         "repeated": how many a loop of the model repeats}; "launches" of kernels {"tower", "update":
         all else}.
     """
-    missing = dict.fromkeys((op.type, op.dtype, op.layer) for op in found.without_kernel)
     gpus = sorted({op.gpu for op in found.ops}) or ["/gpu:0"]
-    summed = [[c for c in found.collectives if c.gpu == gpu] for gpu in gpus]
-    between = [
-        [t for t in found.transfers(target=gpu) if HOST not in (t.source, t.target)] for gpu in gpus
-    ]
     towers = {scope for scope in found.scopes if scope.startswith("tower_")}
-    rest = set(found.scopes) - towers
+
+    def busiest(of_gpu: Callable[[str], Iterable[Any]]) -> dict[str, int]:
+        longest = max((list(of_gpu(gpu)) for gpu in gpus), key=len)
+        return {
+            "count": len(longest),
+            "bytes": sum(one.bytes or 0 for one in longest),
+            "repeated": sum(getattr(one, "repeated", False) for one in longest),
+        }
+
+    def from_gpus(gpu: str) -> list[Any]:
+        return [t for t in found.transfers(target=gpu) if HOST not in (t.source, t.target)]
+
+    missing = dict.fromkeys((op.type, op.dtype, op.layer) for op in found.without_kernel)
     return {
         "without_kernel": [
-            dict(zip(("op", "dtype", "layer"), one, strict=True)) for one in missing
+            {"op": op, "dtype": dtype, "layer": layer} for op, dtype, layer in missing
         ],
         "undirected": list(found.undirected),
-        "from_host": _most(found.transfers(HOST, gpu) for gpu in gpus),
-        "to_host": _most(found.transfers(gpu, HOST) for gpu in gpus),
-        "from_gpus": _most(between),
-        "collectives": _most(summed),
+        "from_host": busiest(lambda gpu: found.transfers(HOST, gpu)),
+        "to_host": busiest(lambda gpu: found.transfers(gpu, HOST)),
+        "from_gpus": busiest(from_gpus),
+        "collectives": busiest(lambda gpu: (c for c in found.collectives if c.gpu == gpu)),
         "launches": {
             "tower": max((found.launches(scope) for scope in towers), default=0),
-            "update": found.launches(*rest),
+            "update": found.launches(*(set(found.scopes) - towers)),
         },
-    }
-
-
-def _most(found: Iterable[Iterable[Any]]) -> dict[str, int]:
-    """Return the count and the bytes of the longest, and how many of it a loop repeats."""
-    longest = max(map(list, found), key=len, default=[])
-    return {
-        "count": len(longest),
-        "bytes": sum(one.bytes or 0 for one in longest),
-        "repeated": sum(getattr(one, "repeated", False) for one in longest),
     }

@@ -8,7 +8,7 @@ from towers.options.run import Options
 
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
-    """What `towers plan` reckons: the options of a run, and the GPUs that it is meant for."""
+    """Options of `towers plan`: those of a run, and the GPUs that it is meant for."""
 
     run: Options = Options()
     num_towers: int = option(
@@ -20,5 +20,5 @@ class PlanOptions:
     )
 
     def __post_init__(self) -> None:
-        """Refuse values out of range, by the flag's name, in one line."""
+        """Raise InputError for a value out of range."""
         check_values(self)

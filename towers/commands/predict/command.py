@@ -1,10 +1,9 @@
-"""What a trained model makes of the user's files: computed on towers, printed as it comes."""
+"""`towers predict`: a trained model's outputs for the user's files, computed on towers."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -23,7 +22,7 @@ from towers.training.tensorflow_errors import one_line_errors
 
 
 def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
-    """Print what the newest or best checkpoint of a run says of each example; return {}.
+    """Print the outputs of a run's newest or best checkpoint for each example; return {}.
 
     Files are read before anything is printed, and again as they are needed. Lines about the run go
     to `say`.
@@ -31,11 +30,11 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
     Raises:
         InputError: there is no such run, or a file cannot be read.
     """
-    of_run = options.run
-    devices.configure(**dataclasses.asdict(of_run.gpu_options()))
+    run_options = options.run
+    devices.configure(**dataclasses.asdict(run_options.gpu_options()))
     devices.try_out()
-    builder = TowerBuilder(tower_devices(of_run))
-    trained = load_run(of_run, averages=options.averages, warn=say)
+    builder = TowerBuilder(tower_devices(run_options))
+    trained = load_run(run_options, averages=options.averages, warn=say)
     parts = inputs.find(options.files, trained)
     num = sum(part.size for part in parts)
     for line in devices.report(builder.devices):
@@ -43,9 +42,9 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
     kind = "averages" if trained.averaged else "weights"
     towers = count(len(builder.devices), "tower")
     say(f"step {trained.step}, {kind}, {count(num, 'example')}, {towers}")
-    rows = _rows(trained, builder, parts, min(num, of_run.batch_size))
-    write = printing.WRITE["json" if of_run.json else options.format]
-    with one_line_errors(of_run), without_advice():
+    rows = _rows(trained, builder, parts, min(num, run_options.batch_size))
+    write = printing.WRITE["json" if run_options.json else options.format]
+    with one_line_errors(run_options), without_advice():
         write(rows, printing.Classes.of(trained), parts)
     return {}
 
@@ -70,25 +69,17 @@ def _rows(
             return tf.constant(np.concatenate([array, rest]))
 
     for rows, examples in inputs.batches(parts, batch_size):
-        outputs = _by_name(trained.model, predict(tf.nest.map_structure(filled, examples)))
-        arrays = {name: _as_numpy(output) for name, output in outputs.items()}
+        outputs = predict(tf.nest.map_structure(filled, examples))
+        if not tf.nest.is_nested(outputs):
+            outputs = {"output": outputs}
+        elif not isinstance(outputs, dict):
+            names = getattr(trained.model, "output_names", None) or []
+            if len(names) != len(outputs):
+                names = [f"output_{i}" for i in range(len(outputs))]
+            outputs = dict(zip(names, outputs, strict=True))
+        arrays = {}
+        for name, output in outputs.items():
+            half = output.dtype.is_floating and output.dtype.size < 4  # which prints too few digits
+            arrays[str(name)] = (tf.cast(output, tf.float32) if half else output).numpy()
         for i, (file, index) in enumerate(rows):
             yield printing.Row(file, index, {name: array[i] for name, array in arrays.items()})
-
-
-def _by_name(model: keras.Model, outputs: Any) -> dict[str, tf.Tensor]:
-    """Return the outputs of a model by their names, "output" if there is one alone."""
-    if not tf.nest.is_nested(outputs):
-        return {"output": outputs}
-    if isinstance(outputs, dict):
-        return {str(name): output for name, output in outputs.items()}
-    names = getattr(model, "output_names", None) or []
-    if len(names) != len(outputs):
-        names = [f"output_{i}" for i in range(len(outputs))]
-    return dict(zip(names, outputs, strict=True))
-
-
-def _as_numpy(output: tf.Tensor) -> np.ndarray:
-    """Return an array of a type that prints with all its digits, and no more."""
-    small = output.dtype.is_floating and output.dtype.size < 4
-    return (tf.cast(output, tf.float32) if small else output).numpy()

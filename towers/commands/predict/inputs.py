@@ -36,7 +36,16 @@ def find(names: Sequence[str], trained: Trained) -> list[Part]:
     Raises:
         InputError: a file cannot be read, or holds no examples of this model.
     """
-    paths = [path for name in names for path in _files(name)]
+    paths: list[str] = []
+    for name in names:
+        if not os.path.exists(name):
+            raise InputError(f"{name}: there is no such file or folder")
+        found = images_below(name) if os.path.isdir(name) else [name]
+        if not found:
+            raise InputError(
+                f"{name} has no images ({', '.join(IMAGES)}); name files of another kind"
+            )
+        paths += found
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         return list(pool.map(lambda path: _part(path, trained), paths))
 
@@ -58,20 +67,7 @@ def batches(parts: Sequence[Part], batch_size: int) -> Iterator[tuple[list[tuple
             yield rows, tf.nest.map_structure(lambda *pieces: np.concatenate(pieces), *found)
 
 
-def _files(name: str) -> list[str]:
-    """Return a file, or the images in a folder and those below, sorted."""
-    if not os.path.isdir(name):
-        if not os.path.exists(name):
-            raise InputError(f"{name}: there is no such file or folder")
-        return [name]
-    found = images_below(name)
-    if not found:
-        raise InputError(f"{name} has no images ({', '.join(IMAGES)}); name files of another kind")
-    return found
-
-
 def _part(path: str, trained: Trained) -> Part:
-    """Return a file, checked against what the model takes."""
     ending = os.path.splitext(path)[1].lower()
     kinds = {".npy": _npy, ".npz": _npz, ".csv": _csv} | dict.fromkeys(IMAGES, _image)
     if ending not in kinds:
@@ -131,9 +127,9 @@ def _npy(path: str, trained: Trained) -> Part:
 def _npz(path: str, trained: Trained) -> Part:
     spec, found = trained.spec()[0], []
     with npz.opened(path, path) as arrays:
-        for place in _places(spec):
-            known = [f"{x}{dot}{place}" for x in ("x", "x_test") for dot in "./" if place]
-            known += [place] if place else ["x", "x_test"]
+        for name in _leaf_names(spec):
+            known = [f"{x}{dot}{name}" for x in ("x", "x_test") for dot in "./" if name]
+            known += [name] if name else ["x", "x_test"]
             key = next((key for key in known if key in arrays.files), None)
             if key is None:
                 raise InputError(
@@ -145,10 +141,10 @@ def _npz(path: str, trained: Trained) -> Part:
 
 
 def _csv(path: str, trained: Trained) -> Part:
-    """Return the columns of a table that the model was trained on, whatever else is in it."""
+    """Take the columns that the model was trained on, whatever else is in the table."""
     spec, options, table = trained.spec()[0], trained.options, Table(path)
     if tf.nest.is_nested(spec):
-        return _of_arrays(path, [table.numbers(name) for name in _places(spec)], trained)
+        return _of_arrays(path, [table.numbers(name) for name in _leaf_names(spec)], trained)
     known = trained.task.get("columns")  # a run on arrays, or of before, does not know them
     columns = known or [name for name in table.names if name not in options.target.split(",")]
     if spec.shape.rank != 1 or spec.shape[0] not in (None, len(columns)):
@@ -161,47 +157,42 @@ def _csv(path: str, trained: Trained) -> Part:
 
 
 def _of_arrays(path: str, arrays: Sequence[np.ndarray], trained: Trained) -> Part:
-    """Return arrays, in the order of the flat structure, as a part; check types and shapes."""
+    """Check the arrays of a file, which are in the order of the flat structure."""
     spec = trained.spec()[0]
-    for place, array, leaf in zip(_places(spec), arrays, tf.nest.flatten(spec), strict=True):
-        what = f"{path}: {place}" if place else path
-        text = leaf.dtype == tf.string
-        kind = array.dtype.kind in "SUO" if text else _casts(array.dtype, leaf.dtype)
-        if not (kind and array.ndim and leaf.shape.is_compatible_with(array.shape[1:])):
+    leaves = tf.nest.flatten(spec)
+    for name, array, leaf in zip(_leaf_names(spec), arrays, leaves, strict=True):
+        if leaf.dtype == tf.string:
+            casts = array.dtype.kind in "SUO"
+        elif leaf.dtype == tf.float32 and array.dtype == np.uint8:  # 0..255 for 0..1, perhaps
+            casts = False
+        else:
+            casts = np.can_cast(array.dtype, leaf.dtype.as_numpy_dtype, "same_kind")
+        if not (casts and array.ndim and leaf.shape.is_compatible_with(array.shape[1:])):
             raise InputError(
-                f"{what} is {array.dtype}{list(array.shape)}, and this model takes "
-                f"{_describe(leaf)} of each example"
+                f"{path}{': ' * bool(name)}{name} is {array.dtype}{list(array.shape)}, and this "
+                f"model takes {_describe(leaf)} of each example"
             )
     sizes = {len(array) for array in arrays}
     if len(sizes) > 1 or not sum(sizes):
         raise InputError(f"{path}: its arrays have {sorted(sizes)} rows; one number is needed")
 
     def read(start: int, stop: int) -> Examples:
-        leaves = zip(arrays, tf.nest.flatten(spec), strict=True)
-        cut = [
-            np.asarray(array[start:stop], None if leaf.dtype == tf.string else leaf.dtype.name)
-            for array, leaf in leaves
-        ]
+        kinds = [None if leaf.dtype == tf.string else leaf.dtype.name for leaf in leaves]
+        pairs = zip(arrays, kinds, strict=True)
+        cut = [np.asarray(array[start:stop], kind) for array, kind in pairs]
         return tf.nest.pack_sequence_as(spec, cut)
 
     return Part(path, len(arrays[0]), read)
 
 
-def _casts(given: np.dtype, taken: tf.DType) -> bool:
-    """Return whether an array casts to the input dtype without loss beyond rounding."""
-    if taken.is_floating and taken.size == 4 and given == np.uint8:  # 0..255 for 0..1, perhaps
-        return False
-    return np.can_cast(given, taken.as_numpy_dtype, "same_kind")
-
-
-def _places(spec: Any, place: str = "") -> list[str]:
-    """Return the names of the tensors in a structure, "a" or "a.b"; "" if it is one alone."""
+def _leaf_names(spec: Any, name: str = "") -> list[str]:
+    """Return "a" or "a.b" for each tensor in a structure, "" for one alone."""
     if not tf.nest.is_nested(spec):
-        return [place]
+        return [name]
     items = sorted(spec.items()) if isinstance(spec, dict) else enumerate(spec)
-    return [p for name, part in items for p in _places(part, f"{place}.{name}".lstrip("."))]
+    return [leaf for key, part in items for leaf in _leaf_names(part, f"{name}.{key}".lstrip("."))]
 
 
 def _describe(spec: Any) -> str:
-    leaves = zip(_places(spec), tf.nest.flatten(spec), strict=True)
-    return ", ".join(f"{p} {s.dtype.name}{s.shape.as_list()}".strip() for p, s in leaves)
+    leaves = zip(_leaf_names(spec), tf.nest.flatten(spec), strict=True)
+    return ", ".join(f"{n} {s.dtype.name}{s.shape.as_list()}".strip() for n, s in leaves)

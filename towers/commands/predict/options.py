@@ -10,7 +10,7 @@ from towers.options.run import Options
 
 @dataclasses.dataclass(frozen=True)
 class PredictOptions:
-    """What `towers predict` predicts, and how it prints that; `run` are the options of the run."""
+    """Options of `towers predict`: the files, and how outputs are printed; `run` is the run's."""
 
     EXAMPLES: ClassVar[str] = """\
 Examples:
@@ -31,7 +31,7 @@ its target (.csv, with a line of names); FOLDER stands for all images in it, sor
     )
 
     def __post_init__(self) -> None:
-        """Refuse values out of range, by an InputError."""
+        """Raise InputError for a value out of range."""
         check_values(self)
         if not self.files:
             raise InputError(

@@ -1,4 +1,4 @@
-"""How predictions are printed, each as soon as it is there."""
+"""Writers of predictions, which print each as soon as it is there."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
 
 class Classes(NamedTuple):
-    """How the output of a classifier is read: `logits`, or probabilities."""
+    """The classes of a model whose outputs are `logits`, or else probabilities."""
 
     names: list[str]
     logits: bool
@@ -56,57 +56,47 @@ class Classes(NamedTuple):
         return [(self.names[i], round(float(output[i]), 6)) for i in order]
 
 
-# What is printed. A table's columns are as wide as what may come, so that no line waits for others.
-
-
 def _write_table(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Part]) -> None:
+    # Columns are as wide as what may come, so that no line waits for others.
     width = max(len("file"), *(len(part.file) for part in parts))
-    numbered = any(part.size > 1 for part in parts)
-    index = max(len("index"), len(str(max(part.size for part in parts)))) if numbered else 0
+    most = max(part.size for part in parts)
+    index = max(len("index"), len(str(most))) if most > 1 else 0
     name = max(len("class"), *map(len, classes.names)) if classes else 0
 
-    def line(file: str, number: Any, rest: str) -> str:
-        place = f"{file:{width}}  " + (f"{number:>{index}}  " if numbered else "")
-        return printable(place + rest.rstrip())
+    def put(file: str, number: Any, rest: str) -> None:
+        place = f"{file:{width}}  " + (f"{number:>{index}}  " if index else "")
+        print(printable(place + rest.rstrip()))
 
-    if classes:
-        heads = f"{'class':{name}}  probability  {'second':{name}}  probability"
-    else:
-        heads = "outputs"
-    print(line("file", "index", heads))
+    heads = f"{'class':{name}}  probability  {'second':{name}}  probability"
+    put("file", "index", heads if classes else "outputs")
     for row in rows:
         if classes:
-            found = "  ".join(f"{c:{name}}  {p:11.4f}" for c, p in classes.best(row))
+            cells = [f"{c:{name}}  {p:11.4f}" for c, p in classes.best(row)]
         else:
-            found = "  ".join(f"{n} {_short(output)}" for n, output in row.outputs.items())
-        print(line(row.file, row.index, found))
+            cells = [f"{n} {_first_numbers(output)}" for n, output in row.outputs.items()]
+        put(row.file, row.index, "  ".join(cells))
 
 
-def _short(output: np.ndarray) -> str:
-    """Return the first numbers of an output."""
+def _first_numbers(output: np.ndarray) -> str:
     flat = output.reshape(-1)
     numbers = " ".join(f"{value:.4g}" for value in flat[:_SHOWN].tolist())
     return numbers + (f" ... ({'x'.join(map(str, output.shape))})" if len(flat) > _SHOWN else "")
 
 
 def _write_csv(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Part]) -> None:
-    writer, headed = csv.writer(sys.stdout, lineterminator="\n"), False
-    for row in rows:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    heads = ["class", "probability", "second", "second_probability"] if classes else None
+    for number, row in enumerate(rows):
         if classes:
             cells = [cell for pair in classes.best(row) for cell in pair]
         else:
             cells = [cell for value in row.outputs.values() for cell in _numbers(value.reshape(-1))]
-        if not headed:
-            heads = ["class", "probability", "second", "second_probability"]
-            writer.writerow(["file", "index", *(heads if classes else _columns(row))])
-            headed = True
+        if not number and not classes:  # price, or mask.0.17
+            places = {name: np.ndindex(output.shape) for name, output in row.outputs.items()}
+            heads = [".".join(map(str, (n, *place))) for n in places for place in places[n]]
+        if not number:
+            writer.writerow(["file", "index", *heads])
         writer.writerow([row.file, row.index, *cells])
-
-
-def _columns(row: Row) -> list[str]:
-    """Return a name for each number of an example's outputs: price, or mask.0.17."""
-    places = {name: np.ndindex(output.shape) for name, output in row.outputs.items()}
-    return [".".join(map(str, (name, *place))) for name in places for place in places[name]]
 
 
 def _write_json(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Part]) -> None:
@@ -128,7 +118,6 @@ def _numbers(output: np.ndarray) -> Any:
 
 
 def _write_npy(rows: Iterator[Row], classes: Classes | None, parts: Sequence[Part]) -> None:
-    """Write the outputs of all examples as one array, in their order."""
     if sys.stdout.isatty():
         raise InputError("--format=npy is no text: type towers predict ... --format=npy > FILE.npy")
     found = []

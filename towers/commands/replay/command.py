@@ -8,7 +8,7 @@ from typing import Any
 from towers.errors import InputError
 from towers.options.run import Options
 from towers.training import nan
-from towers.training.again import Again, Range, make_again
+from towers.training.again import Range, make_again
 from towers.training.run import find
 
 _HEADINGS = {
@@ -21,7 +21,7 @@ _HEADINGS = {
 
 
 def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Make the step in train_dir/nan again and say what of it is not finite.
+    """Make the step in train_dir/nan again and report its tensors that are not finite.
 
     Returns:
         {"step", "again": whether the fault came again, "inputs_at_fault": whether it was in the
@@ -40,9 +40,19 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
     again = make_again(options, dataset, device, state, batch)
     if again.reason:
         raise InputError(f"--train_dir={folder}: its step cannot be made again: {again.reason}")
-    for line in _lines(report, again, device):
-        say(line)
     fault = again.fault
+    say(f"step {report['step']} again, on {device}: the loss is {again.loss_text}")
+    for kind, heading in _HEADINGS.items():
+        for line in _table(heading, [found for found in again.ranges if found.kind == kind]):
+            say(line)
+    say(f"then        {report['line']}")
+    if again.is_finite:
+        say("now         the step is finite: what it met then does not come again here")
+    else:
+        first = f"{fault.name} ({fault.kind})" if fault else "not found"
+        say(f"now         it comes again; the first that is not finite: {first}")
+        guilty = "are at fault" if fault and fault.of_data else "are finite, and not at fault"
+        say(f"inputs      {guilty}")
     return {
         "step": report["step"],
         "again": not again.is_finite,
@@ -54,22 +64,6 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
         "device": device,
         "ranges": [dataclasses.asdict(found) for found in again.ranges],
     }
-
-
-def _lines(report: dict[str, Any], again: Again, device: str) -> list[str]:
-    """Return what there is to say: a table for each kind, and what came of it."""
-    lines = [f"step {report['step']} again, on {device}: the loss is {again.loss_text}"]
-    for kind, heading in _HEADINGS.items():
-        lines += _table(heading, [found for found in again.ranges if found.kind == kind])
-    lines.append(f"then        {report['line']}")
-    if again.is_finite:
-        lines.append("now         the step is finite: what it met then does not come again here")
-        return lines
-    fault = again.fault
-    first = f"{fault.name} ({fault.kind})" if fault else "not found"
-    lines.append(f"now         it comes again; the first that is not finite: {first}")
-    guilty = "are at fault" if fault and fault.of_data else "are finite, and not at fault"
-    return [*lines, f"inputs      {guilty}"]
 
 
 def _table(heading: str, ranges: Sequence[Range]) -> list[str]:

@@ -62,14 +62,19 @@ def run(
     with files.Lock() as lock, StopRequest() as stop:
         lock.take(folder, "--sweep_dir")
         seconds = {entry["name"]: entry.get("seconds", 0.0) for entry in noted_runs(folder)}
-        entries = []
-        for planned in runs:
-            result = _result_of(planned)
-            entry = {"name": planned.name, "flags": dict(planned.flags)}
-            entry |= {"status": "finished" if result else "waiting"}
-            entry |= {"seconds": seconds.get(planned.name, 0.0), "result": result, "error": None}
-            entry |= {"train_dir": planned.options.train_dir}
-            entries.append(entry | {"log": str(folder / f"{planned.name}.log")})
+        entries = [
+            {
+                "name": planned.name,
+                "flags": dict(planned.flags),
+                "status": "finished" if result else "waiting",
+                "seconds": seconds.get(planned.name, 0.0),
+                "result": result,
+                "error": None,
+                "train_dir": planned.options.train_dir,
+                "log": str(folder / f"{planned.name}.log"),
+            }
+            for planned, result in zip(runs, map(_result_of, runs), strict=True)
+        ]
 
         def write() -> dict[str, Any]:
             result = report.document(options, entries)

@@ -28,7 +28,7 @@ _RANGE = re.compile(rf"(log\()?\s*{_NUMBER}\s*\.\.\s*{_NUMBER}\s*(?(1)\))", re.A
 
 @dataclasses.dataclass(frozen=True)
 class SweepOptions:
-    """What `towers sweep` runs: flags of the runs, what is varied of them, and where.
+    """Options of `towers sweep`: flags of the runs, what is varied of them, and where.
 
     `run` holds {flag: value}, which is checked with each combination: --schedule=step is whole only
     together with --vary=decay_epochs:...

@@ -1,4 +1,4 @@
-"""What a sweep says: a line for each run, the table, what sweep.json holds.
+"""The report of a sweep: a line for each run, the table, the content of sweep.json.
 
 What counts is the runs' objective, of the moving average of the weights where a run has one. It is
 the mean over the runs that differ in their seed alone. The best combination has the highest or the

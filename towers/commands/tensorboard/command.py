@@ -20,7 +20,7 @@ SAMPLES = "scalars=1000000,images=50,histograms=200"
 
 @dataclasses.dataclass(frozen=True)
 class TensorboardOptions:
-    """What `towers tensorboard` shows, and where; `run` is what a flagfile says beside that."""
+    """Options of `towers tensorboard`; `run` holds the other flags of a flagfile."""
 
     run: Options = dataclasses.field(default_factory=Options)
     train_dir: str = option(
@@ -32,7 +32,7 @@ class TensorboardOptions:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Refuse values out of range, by an InputError."""
+        """Raise InputError for a value out of range."""
         check_values(self)
 
 

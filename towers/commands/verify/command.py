@@ -1,7 +1,7 @@
 """`towers verify`: N towers compute what one device computes, shown on the user's own model.
 
 One run on one device and one with each number of towers are built from the flags, in float64, so
-that rounding cannot hide a fault. `towers.verify` compares lanes of `fit` by the same functions.
+that rounding cannot hide a fault. `towers.verify` compares runs of `fit` by the same functions.
 """
 
 import dataclasses
@@ -15,11 +15,10 @@ import tensorflow as tf
 
 from towers import devices
 from towers.builder import kinds
-from towers.builder.kinds import are_remote
 from towers.commands.verify.differences import TOLERANCE, TOLERANCES, compare
-from towers.commands.verify.lane import RunLane, in_float64
+from towers.commands.verify.lane import TrainRunner, in_float64
 from towers.commands.verify.options import VerifyOptions
-from towers.commands.verify.report import by_name, of_all, verify_lanes
+from towers.commands.verify.report import by_name, of_all, verify_runners
 from towers.devices.gpus import precision
 from towers.errors import InputError
 from towers.options.fields import parse_tower_numbers
@@ -66,15 +65,16 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     padded = tf.range(of_run.batch_size) < max(of_run.batch_size - 1, 1)  # the last one is padding
     steps = batches, (example, counted * tf.cast(padded, counted.dtype)), options.steps, say
 
-    def lane(options: Options, names: Sequence[str], plain: bool = False) -> RunLane:
-        return RunLane(assemble(options, names, dataset, loss_scaling=scaled, exact=True), plain)
+    def runner(options: Options, names: Sequence[str], plain: bool = False) -> TrainRunner:
+        run = assemble(options, names, dataset, loss_scaling=scaled, exact=True)
+        return TrainRunner(run, plain)
 
-    def one_device(options: Options) -> RunLane:
+    def one_device(options: Options) -> TrainRunner:
         options = dataclasses.replace(options, variables="cpu", jit_compile=False)
         # A CPU as such where CPUs stand in for GPUs; workers are compared with this machine.
         one = ["/cpu:0"] if kinds.stand_in() else names[:1]
-        one = devices.tower_devices(0)[:1] if are_remote(names) else one
-        reference = lane(options, one, plain=True)
+        one = devices.tower_devices(0)[:1] if kinds.are_remote(names) else one
+        reference = runner(options, one, plain=True)
         notes[:] = fitting.check(reference.run.task, batch)
         return reference
 
@@ -85,14 +85,14 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         say(f"in {own.dtype:9}it is compared, to {TOLERANCES[own.dtype]:g}")
     for line in notes:
         say(line)
-    lanes = [lane(exact, names[:number]) for number in numbers]
-    result = verify_lanes(reference, lanes, *steps)
+    runners = [runner(exact, names[:number]) for number in numbers]
+    result = verify_runners(reference, runners, *steps)
     if options.float32:
         for line in precision() if exact.dtype == "float64" else ():
             say(line)
         nudge = _NUDGE * np.finfo(own.input_dtype).eps / np.finfo(np.float64).eps
-        lanes = [lane(own, names[:number]) for number in numbers]
-        again = list(compare(one_device(own), lanes, *steps, TOLERANCE, nudge))
+        runners = [runner(own, names[:number]) for number in numbers]
+        again = list(compare(one_device(own), runners, *steps, TOLERANCE, nudge))
         result["ulps"] = of_all(by_name(again, "ulps"))
         for number, ulps in result["ulps"].items():
             say(f"{of_run.dtype:11} {number} towers: {ulps:.1f} units of the last place")
@@ -100,7 +100,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
 
 
 def _tower_devices(options: Options, numbers: Sequence[int]) -> list[str]:
-    """Return the devices of the most towers; of workers those come in turn: two are on two."""
+    """Return the devices of the most towers; two towers are on two workers, if there are two."""
     if not options.workers:
         return devices.tower_devices(max(numbers), options.devices)
     num_workers = len(find_workers(options.workers, os.environ))

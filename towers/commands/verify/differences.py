@@ -1,7 +1,7 @@
-"""The comparison: lanes of towers make the steps of one device, side by side with it.
+"""The comparison: towers make the steps of one device, side by side with it.
 
 After each step all that comes of it is compared; the next one starts everywhere from the variables
-of the one device. Two lanes add in another order, so their last digits differ. Most arrays keep all
+of the one device. Towers add in another order, so their last digits differ. Most arrays keep all
 others. One that is zero in theory, like the gradient of a bias in front of BatchNorm, is nothing
 but last digits: it is measured by what a tiny change of the weights makes of it (`rounding_noise`).
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from towers.commands.verify.lane import Arrays, Lane
+from towers.commands.verify.lane import Arrays, Runner
 
 TOLERANCE = 1e-9
 _TRIALS = 3
@@ -28,10 +28,10 @@ NUDGE_PART = 1e-3  # of a tolerance: so an array may differ by 1000 times its ow
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far an array of one lane is from that of the reference.
+    """The difference between an array of some towers and that of one device.
 
     Attributes:
-        num_towers: of the lane.
+        num_towers: of the runner.
         step: 0 for the first; -1 for the initial variables.
         name: as "loss", "gradient/conv1/kernel", "model/conv1/kernel" or "evaluation/loss".
         relative_difference: largest absolute difference, relative to the array's largest value; or,
@@ -48,8 +48,8 @@ class Difference:
 
 
 def compare(
-    reference: Lane,
-    lanes: Sequence[Lane],
+    reference: Runner,
+    runners: Sequence[Runner],
     batches: Iterable[Any],
     test: Any,
     num_steps: int,
@@ -57,37 +57,37 @@ def compare(
     tolerance: float,
     nudge: float,
 ) -> Iterator[Difference]:
-    """Make a step of each batch on all lanes, from the reference's variables; yield differences.
+    """Make a step of each batch on all runners, from the reference's variables; yield differences.
 
-    They come by step, then by lane, then in the order of `Lane.make_step`. After the last step,
+    They come by step, then by runner, then in the order of `Runner.make_step`. After the last step,
     when BatchNorm's statistics and averages are what training made of them, `test` is evaluated.
     Above the tolerance, rounding is looked at: `nudge` is of `rounding_noise`.
     """
     expected = reference.variables()
-    for lane in lanes:
-        yield from differences(lane.variables(), expected, lane.num_towers, -1)
+    for runner in runners:
+        yield from differences(runner.variables(), expected, runner.num_towers, -1)
     for step, batch in enumerate(batches):
         arguments = batch, test if step == num_steps - 1 else None
-        reference.take(expected)  # lanes may be of the same variables
+        reference.assign(expected)  # runners may be of the same variables
         before, expected, noise = expected, results_of(reference, *arguments), None
-        for lane in lanes:
-            lane.take(before)  # its own: chaos, at a high learning rate, makes much of rounding
-            found = results_of(lane, *arguments)
-            result = list(differences(found, expected, lane.num_towers, step))
+        for runner in runners:
+            runner.assign(before)  # its own: chaos, at a high learning rate, makes much of rounding
+            found = results_of(runner, *arguments)
+            result = list(differences(found, expected, runner.num_towers, step))
             # Sound models mostly never pay for the noise.
             if any(not d.relative_difference <= tolerance for d in result):
                 if noise is None:
                     repeat = functools.partial(results_of, reference, *arguments)
                     noise = rounding_noise(reference, before, expected, repeat, nudge)
-                result = list(differences(found, expected, lane.num_towers, step, noise))
+                result = list(differences(found, expected, runner.num_towers, step, noise))
             yield from result
         if step == 0:
-            say(f"step 0      done on {len(lanes) + 1} runs, {num_steps - 1} to come")
+            say(f"step 0      done on {len(runners) + 1} runs, {num_steps - 1} to come")
 
 
-def results_of(lane: Lane, batch: Any, test: Any) -> Arrays:
+def results_of(runner: Runner, batch: Any, test: Any) -> Arrays:
     """Make a step, then evaluate a batch if there is one; return all that comes of it."""
-    return lane.make_step(batch) | (lane.evaluate(test) if test is not None else {})
+    return runner.make_step(batch) | (runner.evaluate(test) if test is not None else {})
 
 
 def differences(
@@ -97,7 +97,7 @@ def differences(
     step: int,
     noise: Mapping[str, float] | None = None,
 ) -> Iterator[Difference]:
-    """Compare the arrays of a lane with those of the reference; `noise` is of `rounding_noise`."""
+    """Compare the arrays of towers with those of one device; `noise` is of `rounding_noise`."""
     noise, largest = noise or {}, _largest_of_kinds(expected)
     for name in [*expected, *(found.keys() - expected.keys())]:
         array, other = expected.get(name), found.get(name)
@@ -113,7 +113,7 @@ def differences(
 
 
 def rounding_noise(
-    reference: Lane,
+    reference: Runner,
     before: Arrays,
     expected: Arrays,
     step: Callable[[], Arrays],
@@ -128,7 +128,7 @@ def rounding_noise(
     random, noise = np.random.default_rng(0), dict.fromkeys(expected, 0.0)
     largest = _largest_of_kinds(expected)
     try:
-        reference.take(before)
+        reference.assign(before)
         for name, array in step().items():  # what is zero in theory repeats but for its rounding
             if not _distance(array, expected[name]) <= TOLERANCE * largest[kind_of(name)]:
                 return {}
@@ -137,13 +137,13 @@ def rounding_noise(
             for name in reference.weight_names():  # zeros stay zero
                 factors = 1.0 + nudge * random.uniform(-1.0, 1.0, before[name].shape)
                 nudged[name] = (before[name] * factors).astype(before[name].dtype)
-            reference.take(nudged)
+            reference.assign(nudged)
             for name, array in step().items():
                 change = _distance(array, expected[name]) / nudge
                 if np.isfinite(change):
                     noise[name] = max(noise[name], change)
     finally:
-        reference.take(expected)
+        reference.assign(expected)
     return noise
 
 
@@ -161,7 +161,6 @@ def _distance(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def _largest_of_kinds(arrays: Arrays) -> dict[str, float]:
-    """Return {kind: the largest value in any of its arrays}."""
     largest: dict[str, float] = {}
     for name, array in arrays.items():
         largest[kind_of(name)] = max(largest.get(kind_of(name), 0.0), _size(array))
@@ -170,5 +169,4 @@ def _largest_of_kinds(arrays: Arrays) -> dict[str, float]:
 
 def _size(array: np.ndarray) -> float:
     """Return the largest finite absolute value, 0 for none."""
-    values = np.abs(array[np.isfinite(array)].astype(np.float64))
-    return float(values.max(initial=0.0))
+    return float(np.max(np.abs(array.astype(np.float64)), initial=0.0, where=np.isfinite(array)))

@@ -21,7 +21,7 @@ import tensorflow as tf
 from towers import devices as tower_devices
 from towers import tf_private
 from towers.commands.verify.lane import (
-    FitLane,
+    FitRunner,
     batched,
     copy_of,
     in_float64,
@@ -30,7 +30,7 @@ from towers.commands.verify.lane import (
     rows_in,
     twin_of,
 )
-from towers.commands.verify.report import verify_lanes
+from towers.commands.verify.report import verify_runners
 from towers.errors import InputError
 from towers.graphs.gpu_view import not_fused
 from towers.options.fields import parse_tower_numbers
@@ -84,51 +84,6 @@ def verify(
     Raises:
         InputError: the model is not compiled, or an argument is not as said here.
     """
-    _check(model, steps, dtype)
-    numbers = parse_tower_numbers(",".join(map(str, num_towers)))
-    names = tower_devices.tower_devices(max(numbers), devices)
-    batches = list(tf_private.batches_of(x, y, sample_weight, batch_size).take(steps))
-    if not batches:
-        raise InputError("x has no batch to verify with: one or more are needed")
-    with warnings.catch_warnings(record=True) as warned, contextlib.ExitStack() as stack:
-        warnings.simplefilter("always")
-        reference = None
-        if dtype:
-            batch, what = _wide(batches[0]), f"{model.name} cannot be copied and trained"
-            make_model = functools.partial(copy_of, model, inputs_of(batch))
-            with contextlib.ExitStack() as wide:
-                wide.enter_context(tf_private.all_in_float64())
-                wide.enter_context(tf_private.floatx_set("float64"))
-                wide.enter_context(not_fused())
-                reference = in_float64(lambda: FitLane(make_model()), batch, what, say)
-                if reference:
-                    stack.push(wide.pop_all())
-        if reference is None:
-            _build(model, batches[0])
-            make_model = functools.partial(twin_of, model)
-            reference = FitLane(make_model())
-            stack.enter_context(kept([*reference.named.values(), *model.metrics_variables]))
-        say(
-            f"verify      {model.name}: {steps} steps of fit in {reference.dtype}, one device "
-            f"against {','.join(map(str, numbers))} towers"
-        )
-        lanes = [
-            FitLane(make_model(), names[:number], how, reference, warned) for number in numbers
-        ]
-        for lane in lanes:
-            lane.take(reference.variables())
-        if reference.dtype == "float64":
-            batches = list(map(_wide, batches))
-        batches = list(itertools.islice(itertools.cycle(batches), steps))
-        if steps > 1 and rows_in(batches[-1]) == rows_in(batches[0]) > 1:
-            batches[-1] = next(iter(batched(batches[-1], rows_in(batches[-1]) - 1)))
-        result = verify_lanes(reference, lanes, batches, batches[-1], steps, say, tolerance)
-    for line in dict.fromkeys(str(warning.message) for warning in warned):
-        say(f"warning     {line}")
-    return result
-
-
-def _check(model: keras.Model, steps: int, dtype: str | None) -> None:
     if not isinstance(model, keras.Model):
         raise InputError(f"verify takes a keras.Model, not {type(model).__name__}")
     if not model.compiled:
@@ -145,6 +100,47 @@ def _check(model: keras.Model, steps: int, dtype: str | None) -> None:
         raise InputError(f"dtype={dtype!r} must be 'float64', or None for the model's own")
     if steps < 1:
         raise InputError(f"steps={steps}: 1 or more are needed")
+    numbers = parse_tower_numbers(",".join(map(str, num_towers)))
+    names = tower_devices.tower_devices(max(numbers), devices)
+    batches = list(tf_private.batches_of(x, y, sample_weight, batch_size).take(steps))
+    if not batches:
+        raise InputError("x has no batch to verify with: one or more are needed")
+    with warnings.catch_warnings(record=True) as warned, contextlib.ExitStack() as stack:
+        warnings.simplefilter("always")
+        reference = None
+        if dtype:
+            batch, what = _wide(batches[0]), f"{model.name} cannot be copied and trained"
+            make_model = functools.partial(copy_of, model, inputs_of(batch))
+            with contextlib.ExitStack() as wide:
+                wide.enter_context(tf_private.all_in_float64())
+                wide.enter_context(tf_private.floatx_set("float64"))
+                wide.enter_context(not_fused())
+                reference = in_float64(lambda: FitRunner(make_model()), batch, what, say)
+                if reference:
+                    stack.push(wide.pop_all())
+        if reference is None:
+            _build(model, batches[0])
+            make_model = functools.partial(twin_of, model)
+            reference = FitRunner(make_model())
+            stack.enter_context(kept([*reference.named.values(), *model.metrics_variables]))
+        say(
+            f"verify      {model.name}: {steps} steps of fit in {reference.dtype}, one device "
+            f"against {','.join(map(str, numbers))} towers"
+        )
+        runners = [
+            FitRunner(make_model(), names[:number], how, reference, warned) for number in numbers
+        ]
+        for runner in runners:
+            runner.assign(reference.variables())
+        if reference.dtype == "float64":
+            batches = list(map(_wide, batches))
+        batches = list(itertools.islice(itertools.cycle(batches), steps))
+        if steps > 1 and rows_in(batches[-1]) == rows_in(batches[0]) > 1:
+            batches[-1] = next(iter(batched(batches[-1], rows_in(batches[-1]) - 1)))
+        result = verify_runners(reference, runners, batches, batches[-1], steps, say, tolerance)
+    for line in dict.fromkeys(str(warning.message) for warning in warned):
+        say(f"warning     {line}")
+    return result
 
 
 def _build(model: keras.Model, batch: Any) -> None:
@@ -163,8 +159,8 @@ def _build(model: keras.Model, batch: Any) -> None:
 
 def _wide(batch: Any) -> Any:
     """Return a batch with its floating tensors in float64."""
-
-    def wide(x: tf.Tensor) -> tf.Tensor:
-        return tf.cast(x, tf.float64) if x.dtype.is_floating else x
-
-    return tf.nest.map_structure(wide, batch, expand_composites=True)
+    return tf.nest.map_structure(
+        lambda x: tf.cast(x, tf.float64) if x.dtype.is_floating else x,
+        batch,
+        expand_composites=True,
+    )

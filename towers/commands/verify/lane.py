@@ -1,4 +1,4 @@
-"""What verify compares: a model that trains on its own towers, as `towers train` or `fit` does."""
+"""Runners that verify compares: a model that trains as `towers train` or `fit` does."""
 
 import contextlib
 import warnings
@@ -25,11 +25,11 @@ from towers.training.tensorflow_errors import one_line_errors
 Arrays = dict[str, np.ndarray]
 
 
-class Lane:
+class Runner:
     """A model that trains on its own towers, or on one device as plain Keras does.
 
-    Of each kind there are `make_step(batch)`, which returns "loss", "metric/...", "gradient/..." if
-    they are known, and all variables; `evaluate(batch)`, "evaluation/..." and "prediction/...";
+    Each kind has `make_step(batch)`, which returns "loss", "metric/...", "gradient/..." if they
+    are known, and all variables; `evaluate(batch)`, "evaluation/..." and "prediction/...";
     `trace(batch)`, which makes a step that is traced anew: its graph, then loss and metrics; and
     `tower_function(batch)`: a function to a number for each example, and its arguments.
     """
@@ -38,7 +38,7 @@ class Lane:
     dtype: str  # of the fewest bits that a layer computes in
     model: keras.Model
     builder: TowerBuilder | None  # None of plain Keras
-    named: Mapping[str, Any]  # variables that a step changes, by names that all lanes have
+    named: Mapping[str, Any]  # variables that a step changes, by names that all runners have
     doubts: Sequence[str]  # what the builder says of the towers' function
 
     def variables(self) -> Arrays:
@@ -50,7 +50,7 @@ class Lane:
         weights = {id(v) for w in self.model.trainable_variables for v in (w, w.value)}
         return [name for name, variable in self.named.items() if id(variable) in weights]
 
-    def take(self, values: Mapping[str, np.ndarray]) -> None:
+    def assign(self, values: Mapping[str, np.ndarray]) -> None:
         """Set the variables."""
         for name, variable in self.named.items():
             variable.assign(values[name])
@@ -65,7 +65,7 @@ class Lane:
         return [*found, *self.doubts]
 
 
-class RunLane(Lane):
+class TrainRunner(Runner):
     """A run, as `towers train` makes it of its options. A batch is (example, draws)."""
 
     def __init__(self, run: Run, plain: bool = False):
@@ -85,13 +85,13 @@ class RunLane(Lane):
         with one_line_errors(self.run.options):
             return step.get_concrete_function(*batch)
 
-    def take(self, values: Mapping[str, np.ndarray]) -> None:
+    def assign(self, values: Mapping[str, np.ndarray]) -> None:
         """Set the master variables, and their copies."""
-        super().take(values)
+        super().assign(values)
         self.run.masters.set_copies()
 
     def make_step(self, batch: Any) -> Arrays:
-        """See `Lane`; gradients are the gathered ones."""
+        """Make a step; the gradients are the gathered ones."""
         with one_line_errors(self.run.options):
             metrics, gradients = self._step(*batch)
         found = {"loss": metrics["loss"].numpy()}
@@ -104,7 +104,7 @@ class RunLane(Lane):
         return found | self.variables()
 
     def evaluate(self, batch: Any) -> Arrays:
-        """See `Lane`: what an evaluation adds up."""
+        """Return what an evaluation adds up."""
         with one_line_errors(self.run.options):
             found = self.run.task.eval_arrays(*batch)
         dtype = self.run.options.input_dtype  # sums have more bits
@@ -114,18 +114,18 @@ class RunLane(Lane):
         }
 
     def trace(self, batch: Any) -> tuple[tf.Graph, list[np.ndarray]]:
-        """See `Lane`."""
+        """Make a step that is traced anew; return its graph, loss and metrics."""
         step = self._traced(batch)
         metrics, _ = step(*batch)
         return step.graph, [value.numpy() for value in metrics.values()]
 
     def tower_function(self, batch: Any) -> tuple[Callable, Sequence[Any]]:
-        """See `Lane`."""
+        """Return what each tower computes, and its arguments."""
         example, draws = batch
         return self.run.task.tower_function, (*example, draws)
 
 
-class FitLane(Lane):
+class FitRunner(Runner):
     """A compiled model under `fit`, built. A batch is what a data set gives to that."""
 
     def __init__(
@@ -133,19 +133,24 @@ class FitLane(Lane):
         model: keras.Model,
         devices: Sequence[str] = (),
         how: Mapping[str, Any] | None = None,
-        reference: "FitLane | None" = None,
+        reference: "FitRunner | None" = None,
         warned: Sequence[warnings.WarningMessage] = (),
     ):
         """Put the model on towers by `parallelize(**how)`, or on none if there are no devices.
 
         Names are those of the `reference`: Keras numbers some by process. `warned` gets warnings.
         """
-        self.model, self.num_towers, self.dtype = model, max(len(devices), 1), _least_dtype(model)
-        self.named = _variables(model)
+        self.model, self.num_towers, self._warned = model, max(len(devices), 1), warned
+        dtypes = {layer.compute_dtype for layer in tf_private.layers_of(model)}
+        floating = [d for d in sorted(dtypes) if d and tf.as_dtype(d).is_floating]
+        self.dtype = min(floating, key=lambda d: tf.as_dtype(d).size, default="float32")
+        slots = [v for optimizer in masters.optimizers_of(model) for v in optimizer.variables]
+        pairs = [(f"model/{v.path}", v) for v in model.variables]
+        pairs += [(f"optimizer/{v.path}", v) for v in slots]
+        self.named = masters.by_unique_name(pairs)
         if reference:
             self.named = dict(zip(reference.named, self.named.values(), strict=True))
         self._parts = reference._parts if reference else ["evaluate", "predict"]
-        self._warned = warned
         unparallelize(model)
         if devices:
             parallelize(model, devices=list(devices), **how or {})
@@ -153,19 +158,19 @@ class FitLane(Lane):
 
     @property
     def doubts(self) -> list[str]:
-        """See `Lane`."""
+        """Warnings of the builder."""
         told = [w for w in self._warned if Path(w.filename).parent.name == "builder"]
         return [str(warning.message) for warning in told]
 
     def make_step(self, batch: Any) -> Arrays:
-        """See `Lane`."""
+        """Make a step by `fit`, which does not tell gradients."""
         logs = self.model.fit(batched(batch, rows_in(batch)), shuffle=False, verbose=0).history
         found = {"loss": np.asarray(logs.pop("loss")[-1])} if "loss" in logs else {}
         found |= {f"metric/{name}": np.asarray(values[-1]) for name, values in logs.items()}
         return found | self.variables()
 
     def evaluate(self, batch: Any) -> Arrays:
-        """See `Lane`; a model with its own `train_step` may have no `call`."""
+        """Evaluate and predict, as far as plain Keras can: own `train_step`s may have no `call`."""
         found, batches = {}, batched(batch, rows_in(batch))
         for part in list(self._parts):
             try:
@@ -184,14 +189,14 @@ class FitLane(Lane):
         return {name: np.asarray(getattr(x, "flat_values", x)) for name, x in found.items()}
 
     def trace(self, batch: Any) -> tuple[tf.Graph, list[np.ndarray]]:
-        """See `Lane`."""
+        """Make a step that is traced anew; return its graph, loss and metrics."""
         self.model.reset_metrics()
         step = tf.function(lambda data: self.model.train_step(data), autograph=False)
         logs = tf.nest.flatten(step(batch))
         return step.get_concrete_function(batch).graph, list(map(np.asarray, logs))
 
     def tower_function(self, batch: Any) -> tuple[Callable, Sequence[Any]]:
-        """See `Lane`."""
+        """Return what each tower computes, and its arguments."""
         inputs, model = inputs_of(batch), self.model
 
         def fn(*leaves: Any) -> tf.Tensor:
@@ -201,30 +206,30 @@ class FitLane(Lane):
 
 
 def in_float64(
-    make: Callable[[], Lane], batch: Any, what: str, say: Callable[[str], None]
-) -> Lane | None:
-    """Return the lane of one device that `make` makes, if it can make a step; else say "what"."""
+    make: Callable[[], Runner], batch: Any, what: str, say: Callable[[str], None]
+) -> Runner | None:
+    """Return the runner that `make` makes if it can make a step; else say "what: why" and None."""
     try:
-        lane = make()
-        before, unseeded = lane.variables(), tf_private.state_of_unseeded_draws()
+        runner = make()
+        before, unseeded = runner.variables(), tf_private.state_of_unseeded_draws()
         drawn = tf.identity(unseeded)
-        lane.make_step(batch)
-        lane.take(before)
+        runner.make_step(batch)
+        runner.assign(before)
         unseeded.assign(drawn)
     except InputError:
         raise
-    except Exception as error:  # of any kind: the model's own code may say it
+    except Exception as error:  # of any kind: the model's own code may raise it
         say(f"in float64  {what}: {first_line(error)}")
         return None
-    return lane
+    return runner
 
 
 def copy_of(model: keras.Model, x: Any) -> keras.Model:
     """Return a compiled model of its own variables, with the values of another's, built or not.
 
-    Layers, loss, metrics and optimizer are made anew of their configs: what makes them in float64
-    is around this. The copy is built with the examples `x`. Raises whatever may be raised if the
-    model, or what it was compiled with, cannot be made so.
+    Layers, loss, metrics and optimizer are made anew of their configs, in the floatx and policies
+    that are in force. The copy is built with the examples `x`. Raises whatever may be raised if
+    the model, or what it was compiled with, cannot be made so.
     """
     if type(model).compile is not keras.Model.compile:
         raise TypeError("it has a compile of its own")
@@ -237,9 +242,17 @@ def copy_of(model: keras.Model, x: Any) -> keras.Model:
     if not is_built(model):
         copy.optimizer.build(copy.trainable_variables)
         return copy
-    pairs = list(zip(model.variables, _like(model.variables, copy.variables), strict=True))
-    copies = {id(variable): own for variable, own in pairs}
-    copy.optimizer.build([copies[id(v)] for v in model.trainable_variables])
+    # Variables of one name are in the same order; all of them need not be: a layer that was
+    # quantized made its scales last, and its copy first.
+    copies: dict[str, list[keras.Variable]] = {}
+    for own in copy.variables:
+        copies.setdefault(own.name, []).append(own)
+    if Counter(v.name for v in model.variables) == {name: len(v) for name, v in copies.items()}:
+        pairs = [(v, copies[v.name].pop(0)) for v in model.variables]
+    else:
+        pairs = list(zip(model.variables, copy.variables, strict=True))
+    own_by_id = {id(variable): own for variable, own in pairs}
+    copy.optimizer.build([own_by_id[id(v)] for v in model.trainable_variables])
     if model.optimizer.built:
         pairs += zip(model.optimizer.variables, copy.optimizer.variables, strict=True)
     for variable, own in pairs:
@@ -247,19 +260,14 @@ def copy_of(model: keras.Model, x: Any) -> keras.Model:
     return copy
 
 
-def _like(
-    variables: Sequence[keras.Variable], copies: Sequence[keras.Variable]
-) -> list[keras.Variable]:
-    """Return the copy of each variable: those of one name are in the same order.
-
-    All of them need not be: a layer that was quantized made its scales last, and its copy first.
-    """
-    of_name: dict[str, list[keras.Variable]] = {}
-    for own in copies:
-        of_name.setdefault(own.name, []).append(own)
-    if Counter(v.name for v in variables) != Counter(own.name for own in copies):
-        return list(copies)
-    return [of_name[v.name].pop(0) for v in variables]
+def _made_anew(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _made_anew(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_made_anew, value))
+    if isinstance(value, keras.Loss | keras.Metric | keras.optimizers.Optimizer):
+        return type(value).from_config(value.get_config())
+    return value  # a function or a name
 
 
 def twin_of(model: keras.Model) -> keras.Model:
@@ -270,7 +278,7 @@ def twin_of(model: keras.Model) -> keras.Model:
 
 
 def is_built(model: keras.Model) -> bool:
-    """Tell whether a model has all its weights."""
+    """Return whether a model has all its weights."""
     return all(layer.built for layer in tf_private.layers_of(model))
 
 
@@ -287,26 +295,3 @@ def rows_in(batch: Any) -> int:
 def batched(batch: Any, size: int) -> tf.data.Dataset:
     """Return the examples in batches, whose specification leaves open how many each has."""
     return tf.data.Dataset.from_tensors(batch).unbatch().batch(size)
-
-
-def _variables(model: keras.Model) -> dict[str, keras.Variable]:
-    slots = [v for optimizer in masters.optimizers_of(model) for v in optimizer.variables]
-    kinds = {"model": model.variables, "optimizer": slots}
-    return masters.by_unique_name((f"{k}/{v.path}", v) for k, own in kinds.items() for v in own)
-
-
-def _least_dtype(model: keras.Model) -> str:
-    dtypes = {layer.compute_dtype for layer in tf_private.layers_of(model)}
-    floating = [d for d in sorted(dtypes) if d and tf.as_dtype(d).is_floating]
-    return min(floating, key=lambda dtype: tf.as_dtype(dtype).size, default="float32")
-
-
-def _made_anew(value: Any) -> Any:
-    """Return what `compile` takes with its objects made anew; functions and names stay."""
-    if isinstance(value, dict):
-        return {name: _made_anew(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_made_anew, value))
-    if isinstance(value, keras.Loss | keras.Metric | keras.optimizers.Optimizer):
-        return type(value).from_config(value.get_config())
-    return value

@@ -8,7 +8,7 @@ from towers.options.run import Options
 
 @dataclasses.dataclass(frozen=True)
 class VerifyOptions:
-    """What `towers verify` compares: a run with numbers of towers, and how much of it."""
+    """Options of `towers verify`: a run, numbers of towers, and how many steps of it."""
 
     run: Options = Options()
     num_towers: str = option(
@@ -21,6 +21,6 @@ class VerifyOptions:
     )
 
     def __post_init__(self) -> None:
-        """Refuse values out of range, by the flag's name, in one line."""
+        """Raise InputError for a value out of range."""
         check_values(self)
         self.run.check_tower_numbers(self.num_towers)

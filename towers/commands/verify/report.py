@@ -1,4 +1,4 @@
-"""The report: how far lanes are apart, and what most likely makes the first difference."""
+"""The report: how far towers are from one device, and what most likely makes the difference."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ from towers.commands.verify.differences import (
     compare,
     kind_of,
 )
-from towers.commands.verify.lane import Lane, batched, rows_in
+from towers.commands.verify.lane import Runner, batched, rows_in
 from towers.devices.gpus import precision
 from towers.graphs.placement import Op, traced_ops
 from towers.text import table
@@ -34,18 +34,18 @@ _NARROW = (tf.float32, tf.float16, tf.bfloat16)
 _MASTERS = ("Placeholder", "ReadVariableOp")  # as a tower has them
 
 
-def verify_lanes(
-    reference: Lane,
-    lanes: Sequence[Lane],
+def verify_runners(
+    reference: Runner,
+    runners: Sequence[Runner],
     batches: Iterable[Any],
     test: Any,
     num_steps: int,
     say: Callable[[str], None],
     tolerance: float | None = None,
 ) -> dict[str, Any]:
-    """Compare lanes of towers with one device, say what was found, and return the JSON of it.
+    """Compare towers with one device, say what was found, and return the JSON of it.
 
-    The arguments are those of `compare`; lanes of few towers come first, and `tolerance` is the
+    The arguments are those of `compare`; runners of few towers come first, and `tolerance` is the
     largest relative difference that passes, None for that of the precision.
     """
     if reference.dtype != "float64":
@@ -53,14 +53,14 @@ def verify_lanes(
             say(line)
     tolerance = tolerance or TOLERANCES[reference.dtype]
     how = batches, test, num_steps, say, tolerance, tolerance * NUDGE_PART
-    found = list(compare(reference, lanes, *how))
+    found = list(compare(reference, runners, *how))
     rows = by_name(found, "relative_difference")
     largest, first_difference = of_all(rows), None
     for line in table_lines(rows):
         say(line)
     if failed := [d for d in found if not d.relative_difference <= tolerance]:
         first = min(failed, key=lambda d: d.step)  # the order within a step is kept
-        cause = likely_cause(reference, lanes, next(iter(batches)), first)
+        cause = likely_cause(reference, runners, next(iter(batches)), first)
         first_difference = dataclasses.asdict(first) | {"cause": cause}
         when = f"at step {first.step}" if first.step >= 0 else "before the first step"
         say(
@@ -109,42 +109,36 @@ def table_lines(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
 
 
 def likely_cause(
-    reference: Lane, lanes: Sequence[Lane], batch: Any, first: Difference
+    reference: Runner, runners: Sequence[Runner], batch: Any, first: Difference
 ) -> str:
-    """Return in a line what most likely makes the first difference.
-
-    Args:
-        reference: the lane of one device.
-        lanes: of towers, the fewest first.
-        batch: of a step.
-        first: to differ.
-    """
+    """Return in a line what most likely makes the first difference; runners of few towers first."""
+    kind = kind_of(first.name)
     if first.step < 0:
         return "initial weights: no seed determines them; make them by Keras' initializers"
-    if kind_of(first.name) == "metric":
+    if kind == "metric":
         return (
             f"metric: the loss is the same, and {first.name} is made once, of all outputs: so it "
             "draws, or keeps state in Python"
         )
-    if kind_of(first.name) in ("evaluation", "prediction"):
+    if kind in ("evaluation", "prediction"):
         return (
             "evaluation: training is the same, so a layer mixes examples, draws or knows its tower "
             "with training=False alone"
         )
-    several = (lane for lane in lanes if lane.num_towers >= max(first.num_towers, 2))
-    lane = next(several, lanes[-1])
-    model, builder, found = lane.model, lane.builder, lane.faults(batch)
+    several = (r for r in runners if r.num_towers >= max(first.num_towers, 2))
+    runner = next(several, runners[-1])
+    model, builder, found = runner.model, runner.builder, runner.faults(batch)
     if found and found[0].startswith("mixed"):
         return found[0]
     rows = rows_in(batch)
     even = rows - rows % builder.num_slices or rows  # slices of one size: one graph
-    graph, _ = lane.trace(next(iter(batched(batch, even))))
+    graph, _ = runner.trace(next(iter(batched(batch, even))))
     ops = [(Op(name, op.type, "", ""), op) for name, op in traced_ops(graph)]
     drawn = [*filter(faults.of_draws, found), *faults.random_ops_of(op for op, _ in ops)]
     if drawn:
         return drawn[0]
-    if unlike := unlike_towers(ops):
-        if differs_from_itself(reference, batch):
+    if unlike := _unlike_towers(ops):
+        if _differs_from_itself(reference, batch):
             return (
                 f"state in Python: {unlike}, and a step that is built twice on one "
                 "device differs from itself; draw from a keras.random.SeedGenerator"
@@ -152,7 +146,7 @@ def likely_cause(
         return f"tower-dependent branch: {unlike}; a model may not know its tower"
     if found:
         return found[0]
-    if again := assigned_again(reference, batch):
+    if again := _assigned_in_backward(reference, batch):
         return (
             f"recomputation: plain Keras assigns {again} once more when it computes a layer again "
             "for the gradient (keras.remat, tf.recompute_grad), so it draws another mask than that "
@@ -168,15 +162,21 @@ def likely_cause(
                 f"local BatchNorm: {layer.path} takes its moments over a tower's slice, or a part "
                 f"of it; type --{flag}, or in a program give {local}"
             )
-    if narrow := narrow_cast(ops):
-        return narrow
+    for placed, op in ops:
+        cast = placed.tower is not None and op.type == "Cast" and op.inputs[0].dtype == tf.float64
+        if cast and op.outputs[0].dtype in _NARROW:
+            return (
+                f"rounding: layer {placed.layer} computes in {op.outputs[0].dtype.name} although "
+                "the comparison is in float64; cast to the layer's compute_dtype instead, and make "
+                "weights by add_weight without dtype"
+            )
     if first.name in {f"model/{variable.path}" for variable in model.non_trainable_variables}:
         return (
             f"state: the variable {first.name.partition('/')[2]} is assigned other values by other "
             'towers; make it with aggregation="sum" (of the changes), "mean" (by examples) or '
             '"only_first_replica"'
         )
-    if differs_from_itself(reference, batch):
+    if _differs_from_itself(reference, batch):
         return (
             "state in Python: a step that is built twice on one device differs from itself, and "
             "its towers are alike: the loss, or what else is made of all outputs, draws or counts "
@@ -185,25 +185,22 @@ def likely_cause(
     return "unknown: no random op, no local BatchNorm, no difference between the towers' graphs"
 
 
-def differs_from_itself(reference: Lane, batch: Any) -> bool:
-    """Tell whether two steps that are built on one device differ."""
+def _differs_from_itself(reference: Runner, batch: Any) -> bool:
     before, seen = reference.variables(), []
     for seed in (1, 2):
-        reference.take(before)
+        reference.assign(before)
         random.seed(seed)
         np.random.seed(seed)
         seen.append(reference.trace(batch)[1])
-    reference.take(before)
+    reference.assign(before)
     return not all(map(np.array_equal, *seen))
 
 
-def assigned_again(reference: Lane, batch: Any) -> str | None:
-    """Name the first variable that one device assigns in the backward pass, though no optimizer.
-
-    Only where something is computed again is there a gradient of the user's own in the graph.
-    """
+def _assigned_in_backward(reference: Runner, batch: Any) -> str | None:
+    """Return the first variable that one device assigns in its backward pass, if any."""
     graph, _ = reference.trace(batch)
     ops = graph.get_operations()  # in the order in which they were made
+    # Only where something is computed again is there a gradient of the user's own in the graph.
     if not any(b"CustomGradient" in op.node_def.attr["_gradient_op_type"].s for op in ops):
         return None
     outer = {id(inner): id(handle) for handle, inner in graph.captures}
@@ -215,8 +212,8 @@ def assigned_again(reference: Lane, batch: Any) -> str | None:
     return next(filter(None, found), None)
 
 
-def unlike_towers(ops: Sequence[tuple[Op, tf.Operation]]) -> str | None:
-    """Name the first layer whose ops or constants are not the same in every tower."""
+def _unlike_towers(ops: Sequence[tuple[Op, tf.Operation]]) -> str | None:
+    """Return a sentence about the first layer with other ops or constants in another tower."""
     towers: dict[int, list[tuple]] = {}
     for placed, op in ops:
         # Gradients share some constants; masters are read where they are; draws have places.
@@ -230,18 +227,4 @@ def unlike_towers(ops: Sequence[tuple[Op, tf.Operation]]) -> str | None:
         more, fewer = Counter(found) - Counter(first), Counter(first) - Counter(found)
         for layer, kind, _ in [s for s in found if s in more] + [s for s in first if s in fewer]:
             return f"layer {layer} is not the same in towers 0 and {tower} (its {kind})"
-    return None
-
-
-def narrow_cast(ops: Sequence[tuple[Op, tf.Operation]]) -> str | None:
-    """Name the first layer that casts to less than float64, although that is its policy here."""
-    for placed, op in ops:
-        if placed.tower is None or op.type != "Cast" or op.inputs[0].dtype != tf.float64:
-            continue
-        if op.outputs[0].dtype in _NARROW:
-            return (
-                f"rounding: layer {placed.layer} computes in {op.outputs[0].dtype.name} although "
-                "the comparison is in float64; cast to the layer's compute_dtype instead, and make "
-                "weights by add_weight without dtype"
-            )
     return None

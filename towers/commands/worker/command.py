@@ -1,15 +1,50 @@
 """`towers worker`: lends this machine's devices to one program at a time."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from towers.commands.worker.options import WorkerOptions
-from towers.workers import server
-from towers.workers.addresses import parse_address
+from towers.errors import InputError
+from towers.options.fields import check_values, option
+from towers.options.run import Options
+from towers.workers.addresses import PORT, parse_address
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerOptions:
+    """Where `towers worker` listens; `run` has what it takes of the GPUs."""
+
+    EXAMPLES: ClassVar[str] = f"""\
+It runs TensorFlow's server on this machine, for one program at a time, until Ctrl-C:
+
+  towers worker --address=10.0.0.5:{PORT}                    on each machine
+  towers train --workers=10.0.0.5:{PORT},10.0.0.6:{PORT} ...  on one of them, or another"""
+
+    run: Options = dataclasses.field(default_factory=Options)
+    address: str = option(
+        "", "Where it listens", "HOST:PORT, an address of this machine by which the program and "
+        f"the other workers reach it. Port by default {PORT}; 0: any free one.",
+    )  # fmt: skip
+    any_address: bool = option(
+        False, "Where it listens", "Serve at all addresses of this machine, not at that one alone. "
+        "Whoever reaches the port can run code here.",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        """Raise InputError for an address that is none."""
+        check_values(self)
+        if not self.address:
+            raise InputError(
+                "towers worker needs --address=HOST:PORT, the address of this machine in the "
+                f"network of the program, as --address=10.0.0.5:{PORT}; see hostname -I"
+            )
+        parse_address(self.address, "address")
 
 
 def run(options: WorkerOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Serve until Ctrl-C or another signal; raises as `towers.workers.server.serve` does."""
+    from towers.workers import server  # which help and usage errors do without
+
     host, port = parse_address(options.address, "address")
     server.serve(host, port, options.run.gpu_options(), options.any_address, say)
     return {}
