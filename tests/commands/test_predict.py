@@ -174,13 +174,9 @@ def printed(monkeypatch, capsys, of_run, *names, **options):
     return capsys.readouterr().out.splitlines()
 
 
-def table_of_two(**first):
-    return keras.Sequential([keras.Input([2]), layers.Dense(1, **first)])
-
-
 @pytest.mark.graph
 def test_a_table_without_its_target(tmp_path, monkeypatch, capsys):
-    model = table_of_two(kernel_initializer="ones")
+    model = keras.Sequential([keras.Input([2]), layers.Dense(1, kernel_initializer="ones")])
     model.compile("sgd", "mse")
     of_run = as_trained(model, "float32[2]", "float32[]")
     path = tmp_path / "houses.csv"
@@ -200,25 +196,10 @@ def test_a_table_without_its_target(tmp_path, monkeypatch, capsys):
             inputs.find([str(path)], of_run)
 
 
-def test_columns_of_a_table_are_known_by_name(tmp_path, monkeypatch, capsys):
-    table = tmp_path / "houses.csv"
-    table.write_text("area,rooms,price\n" + "\n".join(f"{i}.5,{i},{i % 3}.5" for i in range(9)))
-    given = dict(loss="mse", num_towers=1, batch_size=3, max_steps=1, train_dir=str(tmp_path / "t"))
-    train(model=table_of_two, dataset=str(table), **given)
-    of_run = load_run(Options(**given, dataset=str(table)), function=table_of_two)
-    outputs = []
-    capsys.readouterr()
-    for text in ("area,rooms\n2,5\n", "\ufeffrooms,area\n5,2\n", ",rooms,area,\n0,5,2,x\n"):
-        (tmp_path / "new.csv").write_text(text, encoding="utf-8")
-        outputs.append(printed(monkeypatch, capsys, of_run, tmp_path / "new.csv"))
-    assert outputs[0] == outputs[1] == outputs[2]
-    (tmp_path / "new.csv").write_text("size,rooms\n2,5\n")
-    with pytest.raises(InputError, match="has no column area; it has size, rooms"):
-        inputs.find([str(tmp_path / "new.csv")], of_run)
-
-
-def test_columns_of_categories_are_texts(tmp_path, monkeypatch, capsys):
-    table = tmp_path / "houses.csv"
+def test_columns_of_a_table_are_known_by_name_and_categories_are_texts(
+    tmp_path, monkeypatch, capsys
+):
+    table, new = tmp_path / "houses.csv", tmp_path / "new.csv"
     rows = [f"{city},{i},{i % 3}.5" for i, city in enumerate(["Oslo", "Rome", "Lima"] * 3)]
     table.write_text("city,rooms,price\n" + "\n".join(rows))
     given = dict(loss="mse", num_towers=1, batch_size=3, max_steps=1, train_dir=str(tmp_path / "t"))
@@ -229,18 +210,24 @@ def test_columns_of_categories_are_texts(tmp_path, monkeypatch, capsys):
 
     train(model=of_four, **given)
     of_run = load_run(Options(**given), function=of_four)
-    (tmp_path / "new.csv").write_text("rooms,city\n5,Rome\n2, Lima\n")
-    found = printed(monkeypatch, capsys, of_run, tmp_path / "new.csv", format="csv")[-2:]
+    capsys.readouterr()
     wanted = of_run.model.predict(np.array([[0, 0, 1, 5], [1, 0, 0, 2]]), verbose=0)[:, 0]
-    assert [float(line.split(",")[-1]) for line in found] == pytest.approx(wanted, rel=1e-6)
+    for text in (
+        "rooms,city\n5,Rome\n2, Lima\n",
+        "\ufeffcity,rooms\nRome,5\nLima,2\n",
+        ",rooms,city,\n0,5,Rome,x\n0,2,Lima,y\n",
+    ):
+        new.write_text(text, encoding="utf-8")
+        found = printed(monkeypatch, capsys, of_run, new, format="csv")[-2:]
+        assert [float(line.split(",")[-1]) for line in found] == pytest.approx(wanted, rel=1e-6)
     for text, says in {
+        "size,rooms\n2,5\n": "has no column city; it has size, rooms",
         "rooms,city\n5,Bonn\n": "line 2, column city: 'Bonn' is in none of the train",
-        "rooms\n5\n": "has no column city; it has rooms",
         "rooms,city\n5\n": "line 2 has 1 cells, but the first line names 2 columns",
     }.items():
-        (tmp_path / "new.csv").write_text(text)
+        new.write_text(text)
         with pytest.raises(InputError, match=says):
-            inputs.find([str(tmp_path / "new.csv")], of_run)
+            inputs.find([str(new)], of_run)
 
 
 @pytest.mark.graph

@@ -104,19 +104,20 @@ def test_failed_runs_do_not_end_the_others_and_are_tried_again(folder):
 
 def entry(rate, seed, result):
     """Return what is known of a run; without a result it has failed."""
-    found = {"name": f"{rate},{seed}", "flags": {"learning_rate": rate, "seed": seed}}
-    found |= {"status": "finished" if result else "failed", "result": result}
-    return found | {"seconds": 2.0, "train_dir": "S/x"}
+    status = "finished" if result else "failed"
+    flags = {"learning_rate": rate, "seed": seed}
+    return dict(name=f"{rate},{seed}", flags=flags, status=status, result=result, seconds=2.0)
 
 
 @pytest.mark.unit
 def test_the_average_counts_where_there_is_one_and_a_failure_puts_a_row_last():
     found = [(1, 1, 0.9), (1, 2, None), (2, 1, 0.5), (3, 1, None)]
-    entries = [
-        entry(rate, seed, average and {"test_accuracy": 0.1, "test_accuracy_ema": average})
-        for rate, seed, average in found
-    ]
-    rows = sweep_report.summarise(entries)
+    rows = sweep_report.summarise(
+        [
+            entry(rate, seed, average and {"test_accuracy": 0.1, "test_accuracy_ema": average})
+            for rate, seed, average in found
+        ]
+    )
     assert [row["flags"]["learning_rate"] for row in rows] == [2, 1, 3]
     assert rows[0]["accuracy"]["std"] is None and rows[2]["accuracy"] is None
     assert [line.split() for line in sweep_report.table_lines(rows)][1:] == [
@@ -128,9 +129,9 @@ def test_the_average_counts_where_there_is_one_and_a_failure_puts_a_row_last():
 
 @pytest.mark.unit
 def test_the_objective_is_that_of_the_runs_and_may_be_better_when_it_is_lower():
-    of_runs = {"objective": "validation_mae", "direction": "min", "steps": 3}
+    mae = {"objective": "validation_mae", "direction": "min", "steps": 3}
     entries = [
-        entry(rate, 1, of_runs | {"validation_mae": error, "test_loss": error})
+        entry(rate, 1, mae | {"validation_mae": error, "test_loss": error})
         for rate, error in ((1, 0.5), (2, 0.25))
     ]
     options = cli.parse("sweep", ["--sweep_dir=S", "--vary=learning_rate:1,2"])

@@ -11,6 +11,7 @@ from tests import fits, tiny
 from towers import cli
 from towers.commands.verify import command as verify
 from towers.commands.verify import differences as comparison
+from towers.commands.verify import report
 from towers.commands.verify.differences import differences, kind_of
 from towers.commands.verify.lane import TrainRunner
 from towers.options.run import Options
@@ -114,7 +115,7 @@ def guide(num_classes, image_shape):
 
 
 def test_layers_with_a_precision_of_their_own_compute_in_float64(capsys):
-    code, result, _ = command(capsys, "guide", *ALL_OPTIONS)
+    code, result, _ = command(capsys, "guide")
     assert code == 0 and 0 < result["max_relative_difference"]["2"] < 1e-11
     assert keras.config.floatx() == "float32"
 
@@ -169,6 +170,7 @@ def first_cnn(num_classes, image_shape):
 def test_rounding_passes_and_an_error_of_a_millionth_is_found_in_every_array(capsys, monkeypatch):
     wrong = fits.wrong_on_two_towers(comparison.results_of)
     monkeypatch.setattr(comparison, "results_of", wrong)
+    monkeypatch.setattr(report, "likely_cause", lambda *_: "none")
     flags = ["--optimizer=adamw", "--ema_decay=0.9", "--num_towers=2,3"]
     code, result, _ = command(capsys, "first_cnn", *flags)
     floats = {
@@ -299,15 +301,7 @@ def recomputed_if_large(num_classes, image_shape):
     return recomputed(num_classes, image_shape, "larger_than")
 
 
-def recomputed_compiled(num_classes, image_shape):
-    model = recomputed(num_classes, image_shape)
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    return model
-
-
-@pytest.mark.parametrize(
-    "model", ["recomputed", rare("recomputed_if_large"), rare("recomputed_compiled")]
-)
+@pytest.mark.parametrize("model", ["recomputed", rare("recomputed_if_large")])
 def test_what_keras_cannot_recompute_is_said_to_be_so(capsys, model):
     flags = [*IMAGES.split(), "--batch_size=7", "--num_towers=2"]
     assert cli.main(["verify", f"--model={__name__}:{model}", *flags]) == 2

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import towers
 from tests import fits, programs
-from towers.commands.verify import differences, fit
+from towers.commands.verify import differences, fit, report
 from towers.commands.verify.differences import kind_of
 from towers.training.parallel import builder_of
 
@@ -57,7 +57,7 @@ def test_a_sound_model_passes_and_stays_as_it_is():
     model = net(layers.Dropout(0.4), norm=True, optimizer=optimizer, metrics=["accuracy"])
     model.fit(X, Y, batch_size=9, verbose=0)
     before, step = values(model), model.train_function
-    result, said = verified(model, sample_weight=np.arange(23) % 4, num_towers=(1, 3), steps=3)
+    result, said = verified(model, sample_weight=np.arange(23) % 4, num_towers=(1, 3))
     assert_as_before(model, before)
     assert model.train_function is step and builder_of(model) is None
     assert model.dtype_policy.name == keras.config.floatx() == "float32"
@@ -145,17 +145,21 @@ def test_any_data_that_fit_takes_and_several_inputs_and_outputs():
     model = keras.Model({"a": a, "b": b}, outputs)
     model.compile("sgd", {"p": "mse", "q": "mae"}, metrics={"p": ["mae"]})
     x, y = {"a": X, "b": X**2}, {"p": X[:, :1], "q": X[:, :2]}
-
-    def batches():
-        for start in range(0, 20, 5):
-            rows = slice(start, start + 5)
-            yield {k: v[rows] for k, v in x.items()}, {k: v[rows] for k, v in y.items()}
-
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(6)
-    for data, labels in (x, y), (dataset, None), (batches(), None):
+    generator = (batch for batch in dataset.as_numpy_iterator())
+    for data, labels in (x, y), (generator, None):
         result, _ = verified(model, data, labels)
         assert result["passed"] and result["dtype"] == "float64"
         assert {"prediction/0", "prediction/1"} <= set(result["differences"])
+
+
+def test_a_quantized_model_is_copied_whatever_the_order_of_its_variables():
+    model = net(layers.Dense(4, "relu"), layers.Dense(4, "relu"), optimizer="adam")
+    for layer in model.layers:
+        layer.quantize("float8")
+    model.compile("adam", "sparse_categorical_crossentropy")
+    result, said = verified(model, steps=1)
+    assert result["passed"] and result["dtype"] == "float64", said
 
 
 # ---------------------------------------------------------------------------- What fails
@@ -244,6 +248,7 @@ def test_what_is_recomputed_on_towers_is_what_plain_keras_computes_without():
 def test_an_error_of_a_millionth_is_found_in_every_part(monkeypatch):
     wrong = fits.wrong_on_two_towers(differences.results_of)
     monkeypatch.setattr(differences, "results_of", wrong)
+    monkeypatch.setattr(report, "likely_cause", lambda *_: "none")
     model = net(norm=True, optimizer="adam", metrics=["accuracy"])
     result, _ = verified(model, num_towers=(2, 3), steps=1)
     floats = {n: row for n, row in result["differences"].items() if not n.endswith("iteration")}
@@ -273,12 +278,3 @@ def test_bad_input_is_said_in_one_line():
         with pytest.raises(towers.InputError, match=words) as error:
             verified(given, **options)
         assert "\n" not in str(error.value)
-
-
-def test_a_quantized_model_is_copied_whatever_the_order_of_its_variables():
-    model = net(layers.Dense(4, "relu"), layers.Dense(4, "relu"), optimizer="adam")
-    for layer in model.layers:
-        layer.quantize("float8")
-    model.compile("adam", "sparse_categorical_crossentropy")
-    result, said = verified(model)
-    assert result["passed"] and result["dtype"] == "float64", said

@@ -95,4 +95,4 @@ def deep(tmp_path, monkeypatch):
 def test_deep_folders_are_refused_in_one_line(deep):
     options = cli.parse("tensorboard", ["--train_dir=a"])
     assert "too many folders within folders" in refusal(options, call=tensorboard.start)
-    assert "a has no images" in refusal("a", call=predicted._files)
+    assert "a has no images" in refusal("a", call=lambda name: predicted.find([name], None))

@@ -174,7 +174,8 @@ def _keras(trained: Trained, path: Path, examples: Inputs) -> list[np.ndarray]:
 def _saved_model(trained: Trained, path: Path, examples: Inputs) -> list[np.ndarray]:
     with contextlib.redirect_stdout(io.StringIO()):  # a page about its endpoints
         raw_model(trained).export(path, verbose=False)
-    return _arrays(tf.saved_model.load(str(path)).serve(examples))
+    loaded = tf.saved_model.load(str(path))  # a name keeps its variables alive
+    return _arrays(loaded.serve(examples))
 
 
 def _weights(trained: Trained, path: Path, examples: Inputs) -> list[np.ndarray]:
