@@ -52,19 +52,27 @@ def find(names: Sequence[str], trained: Trained) -> list[Part]:
 
 def batches(parts: Sequence[Part], batch_size: int) -> Iterator[tuple[list[tuple], Examples]]:
     """Yield [(file, number of the example in it)] and these examples, at most `batch_size`."""
-    ends = np.cumsum([part.size for part in parts])
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for first in range(0, ends[-1], batch_size):
-            spans = []  # of the files that have some of the batch: (file, start, stop)
-            for place in range(np.searchsorted(ends, first, side="right"), len(parts)):
-                part, before = parts[place], ends[place] - parts[place].size
-                if before >= first + batch_size:
-                    break
-                start, stop = max(first - before, 0), min(first + batch_size - before, part.size)
-                spans.append((part, int(start), int(stop)))
+        for spans in _spans(parts, batch_size):
             rows = [(part.file, row) for part, *span in spans for row in range(*span)]
             found = list(pool.map(lambda span: span[0].read(*span[1:]), spans))
             yield rows, tf.nest.map_structure(lambda *pieces: np.concatenate(pieces), *found)
+
+
+def _spans(parts: Sequence[Part], batch_size: int) -> Iterator[list[tuple[Part, int, int]]]:
+    """Yield for each batch [(file, start, stop)]."""
+    spans, room = [], batch_size
+    for part in parts:
+        start = 0
+        while start < part.size:
+            stop = min(start + room, part.size)
+            spans.append((part, start, stop))
+            start, room = stop, room - (stop - start)
+            if not room:
+                yield spans
+                spans, room = [], batch_size
+    if spans:
+        yield spans
 
 
 def _part(path: str, trained: Trained) -> Part:
