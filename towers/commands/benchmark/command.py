@@ -32,10 +32,6 @@ def run(options: BenchmarkOptions, say: Callable[[str], None] = print) -> dict[s
         "results", one for each configuration of ours; "ratios" {peer: ours / peer, median of the
         windows}, "ratio_ranges"; "peers"; "skipped" and "failed" {peer: the reason}; "machine";
         "versions".
-
-    Raises:
-        InputError: the options cannot be had; nothing was measured.
-        RunError: one of our own processes failed.
     """
     programs = {n: PEER_FOLDER / f"{PROGRAMS.get(n, n)}.py" for n in options.peers()}
     for name, program in programs.items():

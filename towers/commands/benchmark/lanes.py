@@ -125,12 +125,9 @@ class InterleavedRuns:
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def start_own(self, numbers: Sequence[int], images: str) -> None:
-        """Start ours with these numbers of towers, one after the other.
+        """Start ours with these numbers of towers, or raise InputError if one refuses its options.
 
         The first, which asks for most, writes the training set to `images`, unless that is "".
-
-        Raises:
-            InputError: one refuses its options.
         """
         run = self.options.run
         plan = [(n, "weak", run.batch_size * n) for n in numbers if n > 1]

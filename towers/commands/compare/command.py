@@ -61,9 +61,6 @@ def run(options: CompareOptions, say: Callable[[str], None] = print) -> dict[str
         {"runs": [{"name", "train_dir", "status", "flags", "metrics", "to_target"}],
         "differing_flags", "objective", "direction", "target"}; of an accuracy, metrics have
         it as "accuracy" beside "objective", and "accuracy" and "to_accuracy" are target and times.
-
-    Raises:
-        InputError: there are fewer than two runs, or the objective is none of theirs.
     """
     folders = find_runs(options.runs)
     if len(folders) < 2:
@@ -158,15 +155,7 @@ def read_run(folder: Path, name: str) -> ComparedRun:
 
 
 def find_objective(runs: Sequence[ComparedRun], wanted: str) -> tuple[Objective, str]:
-    """Return by what runs are compared, and a line that says so if that is not clear.
-
-    Args:
-        runs: of which those count that are finished, if there are any.
-        wanted: as --objective has it; "" for the runs' own.
-
-    Raises:
-        InputError: no run has that metric, or nobody knows which is better.
-    """
+    """Return by what runs are compared, by --objective or else their own, and a note on that."""
     results = [run.result for run in runs if run.result]
     tags = {tag for run in runs for tag in run.curves.evaluated}
     if not wanted and results:

@@ -228,13 +228,7 @@ def check_memory(driver: Sequence[DriverGpu], visible: Sequence[DriverGpu]) -> I
 def check_driver(
     version: str | None, newest: tuple[int, int] | None, cuda: str | None
 ) -> Iterator[Check]:
-    """Compare the driver with the CUDA that TensorFlow was built for.
-
-    Args:
-        version: of the driver, "550.54.14".
-        newest: the newest CUDA version that it supports, (12, 4).
-        cuda: of TensorFlow's build, "12.5.1"; without one there is nothing to compare.
-    """
+    """Compare the driver, "550.54.14" for CUDA up to (12, 4), with TensorFlow's CUDA, "12.5.1"."""
     built = tuple(map(int, re.findall("[0-9]+", cuda or "")[:2]))
     least = LEAST_DRIVER.get(built[0]) if built else None
     if not (version and least):

@@ -37,11 +37,6 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
 
     Returns:
         {"passed", "output", "format", "step", "averages", "max_relative_difference"}.
-
-    Raises:
-        InputError: there is no such run, the output is there already, or Keras cannot write the
-            model that way.
-        RunError: the output cannot be written.
     """
     output = _output(options)
     trained = load_run(options.run, averages=options.averages, warn=say)

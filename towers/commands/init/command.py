@@ -40,11 +40,7 @@ by default the current one. They run as they are: put your own model and data in
 
 
 def run(options: InitOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Write the files, and say what to type next; return {}.
-
-    Raises:
-        InputError: one of the files is there, or the folder cannot be written. Nothing was written.
-    """
+    """Write the files, all or none, and say what to type next; return {}."""
     folder = Path(options.folders[0] if options.folders else ".")
     own = Path(__file__).parent
     texts = {name: (own / name).read_text(encoding="utf-8") for name in ("my_net.py", "my_data.py")}

@@ -36,10 +36,6 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
         "num_towers", "batch_size", "placements" {"cpu": {"bytes_per_step", "memory_bytes", "fits",
         "largest_batch_per_tower"}}, "gradients" {"missing"}, "gpu" {"1": `gpus.describe`, "2": of
         two towers}, and "failed": a gradient is missing, or the two counts of bytes differ.
-
-    Raises:
-        InputError: the options cannot be had.
-        RunError: the data set cannot be read.
     """
     run_options, num_towers = options.run, options.num_towers or DEFAULT_TOWERS
     if not 2 <= num_towers <= run_options.batch_size:

@@ -26,9 +26,6 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
 
     Files are read before anything is printed, and again as they are needed. Lines about the run go
     to `say`.
-
-    Raises:
-        InputError: there is no such run, or a file cannot be read.
     """
     run_options = options.run
     devices.configure(**dataclasses.asdict(run_options.gpu_options()))

@@ -31,11 +31,7 @@ class Part(NamedTuple):
 
 
 def find(names: Sequence[str], trained: Trained) -> list[Part]:
-    """Return the files that are meant, in their order; all of them are read once.
-
-    Raises:
-        InputError: a file cannot be read, or holds no examples of this model.
-    """
+    """Return the files of these names and folders; each is read once, to find what is damaged."""
     paths: list[str] = []
     for name in names:
         if not os.path.exists(name):

@@ -27,10 +27,6 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
         {"step", "again": whether the fault came again, "inputs_at_fault": whether it was in the
         batch, "fault" and "name" of the first that is not finite, "rows" of the examples, "loss",
         "device", "ranges": what `Range` has of each tensor}.
-
-    Raises:
-        InputError: there is nothing to replay, or it cannot be made.
-        RunError: the data set cannot be read.
     """
     folder = Path(options.train_dir)
     report = nan.read_report(folder)

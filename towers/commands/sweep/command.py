@@ -48,10 +48,6 @@ def run(
 
     Returns:
         What sweep.json holds, and "interrupted": whether a signal ended it.
-
-    Raises:
-        InputError: the options cannot be had; nothing was written.
-        RunError: the folder cannot be written.
     """
     runs = plan(options)
     folder = Path(options.sweep_dir)
@@ -123,9 +119,6 @@ def deal_gpus(
 
     Each place gets as many as any other, so that runs can be compared; what is left over stays
     idle. With one place, or without GPUs, nothing is dealt: [] leaves a run what it finds.
-
-    Raises:
-        InputError: there are fewer GPUs than places, or a run needs more than a place has.
     """
     users = [run for run in runs if not _on_cpu(run.options)]
     if not users:

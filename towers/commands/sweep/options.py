@@ -111,11 +111,7 @@ class PlannedRun:
 
 
 def plan(options: SweepOptions) -> list[PlannedRun]:
-    """Return the runs of a sweep, in the order in which they are to be made.
-
-    Raises:
-        InputError: one line: a value is not of the flag's kind, or a combination is no valid run.
-    """
+    """Return the runs of a sweep, in the order in which they are to be made."""
     varied = [parse(text) for text in options.vary]
     names = [v.flag for v in varied]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -138,11 +134,7 @@ def plan(options: SweepOptions) -> list[PlannedRun]:
 
 
 def parse(text: str) -> Varied:
-    """Return what one --vary means: FLAG:v1,v2 or FLAG:v1;v2 or FLAG:LOW..HIGH or its log(...).
-
-    Raises:
-        InputError: one line: it is malformed, or a value is not of the flag's kind.
-    """
+    """Parse one --vary: FLAG:v1,v2 or FLAG:v1;v2 or FLAG:LOW..HIGH or FLAG:log(LOW..HIGH)."""
     given = f"--vary={text}"
     flag, colon, values = text.partition(":")
     flag = flag.strip().lstrip("-")

@@ -19,12 +19,7 @@ from towers.text import table
 
 
 def document(options: SweepOptions, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what sweep.json holds, and --json prints.
-
-    Args:
-        options: of the sweep.
-        entries: of the runs, {"name", "flags", "status", "result", ...}.
-    """
+    """Return what sweep.json holds, and --json prints."""
     found = [entry["result"] for entry in entries if entry["result"]]
     objective, note = results.common_objective(found)
     rows, best = summarise(entries, objective), None

@@ -37,11 +37,7 @@ class TensorboardOptions:
 
 
 def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Serve until Ctrl-C; return {}.
-
-    Raises:
-        InputError: the folder holds nothing to show, or the port is taken.
-    """
+    """Serve until Ctrl-C; return {}."""
     say(f"TensorBoard of {options.train_dir}: {start(options)} (Ctrl-C ends it)")
     try:
         threading.Event().wait()
@@ -51,7 +47,7 @@ def run(options: TensorboardOptions, say: Callable[[str], None] = print) -> dict
 
 
 def start(options: TensorboardOptions) -> str:
-    """Start a server in threads of this process, and return its address; raises as `run` does."""
+    """Start a server in threads of this process, and return its address."""
     there = f"--train_dir={options.train_dir}: there are"
     try:
         found = any(glob.iglob("**/*tfevents*", root_dir=options.train_dir, recursive=True))

@@ -42,10 +42,6 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         "max_relative_difference": {"2": 1e-15}; "differences": {name: {"2": 1e-15}}; "dtype", that
         of the comparison: float64, or the run's own if the model cannot be trained in that; and
         with `float32` "ulps": {"2": 3.0}.
-
-    Raises:
-        InputError: the options cannot be had.
-        RunError: the data set cannot be read.
     """
     of_run, numbers = options.run, parse_tower_numbers(options.num_towers)
     devices.configure(**dataclasses.asdict(of_run.gpu_options()))

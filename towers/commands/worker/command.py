@@ -42,7 +42,7 @@ It runs TensorFlow's server on this machine, for one program at a time, until Ct
 
 
 def run(options: WorkerOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Serve until Ctrl-C or another signal; raises as `towers.workers.server.serve` does."""
+    """Serve until Ctrl-C or another signal; return {}."""
     from towers.workers import server  # which help and usage errors do without
 
     host, port = parse_address(options.address, "address")
