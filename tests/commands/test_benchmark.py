@@ -149,7 +149,7 @@ class FakeRunner:
         self.asked.append((self.name, seconds, part))
 
 
-def test_lanes_take_turns_window_by_window_and_every_other_backwards():
+def test_runners_take_turns_window_by_window_and_every_other_backwards():
     asked = []
     options = BenchmarkOptions(windows=3)
     given = lanes.InterleavedRuns(options, contextlib.ExitStack(), lambda line: None)
@@ -158,7 +158,7 @@ def test_lanes_take_turns_window_by_window_and_every_other_backwards():
     given.take_turns()
     forwards = [("own", 1.0, "control"), ("own", 2.0, ""), ("a", 2.0, "")]
     assert asked == [*forwards, ("b", 2.0, ""), *forwards[::-1], *forwards]
-    assert given.failed == {"b": "crashed"} and [lane.name for lane in given.peers] == ["a"]
+    assert given.failed == {"b": "crashed"} and [peer.name for peer in given.peers] == ["a"]
     given.own[0].last = 0
     with pytest.raises(lanes.RunnerError, match="crashed"):
         given.take_turns()
@@ -172,15 +172,15 @@ def test_lanes_take_turns_window_by_window_and_every_other_backwards():
         ("os.kill(os.getpid(), 9)", "killed by signal 9: it said nothing"),
     ],
 )
-def test_a_lane_that_hangs_or_ends_is_ended_with_all_that_it_started(
+def test_a_runner_that_hangs_or_ends_is_ended_with_all_that_it_started(
     folder, monkeypatch, start, message
 ):
     write_peer(folder, "peer", start)
-    lane = lanes.Runner("peer", [sys.executable, "scripts/peers/peer.py", "{}"], os.environ)
+    runner = lanes.Runner("peer", [sys.executable, "scripts/peers/peer.py", "{}"], os.environ)
     monkeypatch.setattr(lanes, "WAIT_SECONDS", 1.0)
     with pytest.raises(lanes.RunnerError, match=message):
-        lane.wait_ready()
-    lane.close()
+        runner.wait_ready()
+    runner.close()
     assert log(folder)[0] == "start" and nobody_is_left()
 
 
@@ -192,7 +192,7 @@ OWN.ready |= {"augment": "off"}
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_all(folder, number, monkeypatch, capsys):
-    """The signal comes while a peer starts, which has a child; our own lane is left out."""
+    """The signal comes while a peer starts, which has a child; our own process is left out."""
     stop = f"os.kill(os.getppid(), {int(number)}); time.sleep(1000)"
     write_peer(folder, "mirrored", CHILD + stop)
     monkeypatch.setattr(lanes.InterleavedRuns, "start_own", lambda self, *_: self.own.append(OWN))
@@ -244,18 +244,18 @@ def test_the_control_computes_each_gradient_in_each_step_and_changes_nothing(var
 
 
 @pytest.mark.run
-def test_a_lane_trains_as_long_as_it_was_asked_to(monkeypatch):
+def test_a_run_trains_as_long_as_it_was_asked_to(monkeypatch):
     monkeypatch.setattr(own_lane, "WARM_UP_SECONDS", 0.01)
     given = tiny.options("unused", dataset="synthetic", augment="tutorial", batch_size=5)
-    lane = own_lane.OwnRun(given)
-    before = int(lane.run.masters.step)
-    answer = lane.train(0.05)
+    own = own_lane.OwnRun(given)
+    before = int(own.run.masters.step)
+    answer = own.train(0.05)
     assert answer["seconds"] >= 0.05 and answer["steps"] % given.steps_per_loop == 0
-    assert int(lane.run.masters.step) - before == answer["steps"]
-    assert lane.ready["image_shape"] == (24, 24, 3)
-    one, two = (next(lane.batches)[0][0].numpy() for _ in range(2))
+    assert int(own.run.masters.step) - before == answer["steps"]
+    assert own.ready["image_shape"] == (24, 24, 3)
+    one, two = (next(own.batches)[0][0].numpy() for _ in range(2))
     assert one.shape == (5, 24, 24, 3) and one.dtype == "float32" and one.std() > 0.9
-    assert lane.run.options.augment == "off" and (one == two).all()
+    assert own.run.options.augment == "off" and (one == two).all()
 
 
 def test_a_result_is_made_of_the_windows():
@@ -294,9 +294,9 @@ def test_bad_input_is_one_line(folder, capsys, given, words):
 def test_a_compiled_model_is_measured(monkeypatch, task):
     monkeypatch.setattr(own_lane, "WARM_UP_SECONDS", 0.01)
     names = {"model": f"tests.tasks:{task}", "dataset": f"tests.tasks:{task}_data"}
-    lane = own_lane.OwnRun(Options(**names, batch_size=8, num_towers=2))
-    assert (lane.ready["image_shape"] is None) == (task == "two")
-    assert lane.train(0.01)["steps"] > 0 < lane.train(0.01, "control")["steps"]
+    own = own_lane.OwnRun(Options(**names, batch_size=8, num_towers=2))
+    assert (own.ready["image_shape"] is None) == (task == "two")
+    assert own.train(0.01)["steps"] > 0 < own.train(0.01, "control")["steps"]
 
 
 @pytest.mark.graph
