@@ -367,6 +367,6 @@ def test_several_towers_on_the_cpu_are_told(folder, verb, given, number):
     Path("run/checkpoints").mkdir(parents=True)
     lines = []
     argv = given.split() if verb == "verify" else ["--train_dir=run", *given.split()]
-    cli._tell_of_cpus(cli.parse(verb, argv), lines.append)
+    cli._warn_of_cpu_towers(cli.parse(verb, argv), lines.append)
     assert len(lines) == bool(number)
     assert not number or f"{number} on the CPU" in lines[0] and "--num_gpus" in lines[0]

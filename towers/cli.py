@@ -48,21 +48,21 @@ class Verb(flags.Verb):
     tensorflow: str = ""
 
 
-_OF_WORKERS = "workers towers_per_worker worker_timeout_seconds min_workers"
-_OF_EVALUATE = (
+_WORKER_FLAGS = "workers towers_per_worker worker_timeout_seconds min_workers"
+_EVALUATE_FLAGS = (
     "train_dir json trust model dataset data_dir image_size max_image_pixels test_time_flip "
-    f"batch_size dtype num_towers devices {_OF_WORKERS}"
+    f"batch_size dtype num_towers devices {_WORKER_FLAGS}"
 )
-_OF_REPLAY = "train_dir json trust model dataset data_dir image_size max_image_pixels devices"
-_OF_PREDICT = (
+_REPLAY_FLAGS = "train_dir json trust model dataset data_dir image_size max_image_pixels devices"
+_PREDICT_FLAGS = (
     "train_dir json trust max_image_pixels test_time_flip batch_size num_towers devices "
-    f"{_OF_WORKERS}"
+    f"{_WORKER_FLAGS}"
 )
 _VERBS = (
     Verb("train", "train a model over towers, or continue a run", completes=True, begins=True,
          function="towers.training.train:train", tensorflow="options"),
     Verb("evaluate", "evaluate the newest checkpoint of a run on the test set",
-         takes=(*_OF_EVALUATE.split(), *GpuOptions.__dataclass_fields__), completes=True,
+         takes=(*_EVALUATE_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
          function="towers.training.evaluate:evaluate", tensorflow="options"),
     Verb("verify", "prove on your model that N towers compute what one device computes",
          options="towers.commands.verify.options:VerifyOptions",
@@ -74,7 +74,7 @@ _VERBS = (
          options="towers.commands.plan.options:PlanOptions",
          function="towers.commands.plan.command:run", tensorflow="cpu"),
     Verb("doctor", "check this machine: versions, GPUs, memory, computing, data, folders",
-         takes=("train_dir", "json", "dataset", "data_dir", "visible_gpus", *_OF_WORKERS.split()),
+         takes=("train_dir", "json", "dataset", "data_dir", "visible_gpus", *_WORKER_FLAGS.split()),
          function="towers.commands.doctor.command:run"),
     Verb("sweep", "train a run for each combination of flags, and say which is best",
          options="towers.commands.sweep.options:SweepOptions",
@@ -89,14 +89,14 @@ _VERBS = (
          function="towers.commands.tensorboard.command:run"),
     Verb("predict", "say what a run's trained model makes of files of your own, over towers",
          options="towers.commands.predict.options:PredictOptions",
-         takes=(*_OF_PREDICT.split(), *GpuOptions.__dataclass_fields__), completes=True,
+         takes=(*_PREDICT_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
          function="towers.commands.predict.command:run", tensorflow="options"),
     Verb("export", "write a run's trained model to a file that needs no towers",
          options="towers.commands.export.options:ExportOptions",
          takes=("train_dir", "overwrite", "json", "trust"), completes=True,
          function="towers.commands.export.command:run", tensorflow="cpu"),
     Verb("replay", "make the step of a run that was infinite or NaN again, seen layer by layer",
-         takes=(*_OF_REPLAY.split(), *GpuOptions.__dataclass_fields__), completes=True,
+         takes=(*_REPLAY_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
          function="towers.commands.replay.command:run", tensorflow="options"),
     Verb("init", "write a model, data and flags to begin with",
          options="towers.commands.init.command:InitOptions",
@@ -107,8 +107,8 @@ _VERBS = (
          function="towers.commands.worker.command:run", tensorflow="import"),
 )  # fmt: skip
 VERBS = {verb.name: verb for verb in _VERBS}
-_GO_ON = ("train", "sweep")  # verbs that go on where they were stopped
-_ELSEWHERE = {  # verbs as other programs name them
+_RESUMABLE = ("train", "sweep")  # verbs that go on where they were stopped
+_OTHER_NAMES = {  # verbs as other programs name them
     "fit": "train",
     "resume": "train --train_dir=RUN goes on with a run",
     "continue": "train --train_dir=RUN goes on with a run",
@@ -159,14 +159,14 @@ def _main(argv: Sequence[str], listener: signals.Listener) -> int:
         print(f"towers {towers.__version__}")
         return 0
     name, rest, named = argv[0], argv[1:], {}
-    if name in _GO_ON:
+    if name in _RESUMABLE:
         listener.stopping = _stopped
     elif name == "worker":  # it has nothing to finish
         listener.stopping = _ended
         listener.keep(VERBS)  # TensorFlow takes seconds to be taken apart on a busy machine
     try:
         if name not in VERBS:
-            hint = _ELSEWHERE.get(name.lower().replace("-", ""))
+            hint = _OTHER_NAMES.get(name.lower().replace("-", ""))
             usage = hint or f"{'|'.join(VERBS)} --flag=value ..."
             raise InputError(f"there is no verb {name!r}: towers {usage}")
         if {"--help", "-h", "-help"} & set(rest):
@@ -206,8 +206,8 @@ def _functions(options: Any) -> list[tuple[str, str]]:
 
 def _given(options: Any) -> dict[str, Any]:
     """Return {option: value} of a verb and of the run that it works on."""
-    of_run = getattr(options, "run", {})
-    return (of_run if isinstance(of_run, dict) else vars(of_run)) | vars(options)
+    run_options = getattr(options, "run", {})
+    return (run_options if isinstance(run_options, dict) else vars(run_options)) | vars(options)
 
 
 def _complain(message: object, exit_code: int) -> int:
@@ -232,8 +232,8 @@ def _ended(number: int) -> tuple[int, str]:
 
 
 def _run(verb: Verb, options: Any, start: float) -> int:
-    of_run = getattr(options, "run", options)
-    as_json = options.json if hasattr(options, "json") else getattr(of_run, "json", False)
+    run_options = getattr(options, "run", options)
+    as_json = options.json if hasattr(options, "json") else getattr(run_options, "json", False)
     # What predict prints on standard output is for other programs, too.
     out = sys.stderr if as_json or verb.name == "predict" else sys.stdout
 
@@ -254,9 +254,9 @@ def _run(verb: Verb, options: Any, start: float) -> int:
         # What is said of a worker that is gone stands in the run's own lines.
         with quiet_start(3 if getattr(options, "workers", "") else 2):
             given = verb.tensorflow == "options"
-            _start(of_run if given else dataclasses.replace(of_run, devices="cpu"))
+            _start(run_options if given else dataclasses.replace(run_options, devices="cpu"))
         if verb.tensorflow == "options":
-            _tell_of_cpus(options, say)
+            _warn_of_cpu_towers(options, say)
     function = pkgutil.resolve_name(verb.function)
     result = function(options, start if verb.name == "train" else say)
     if as_json and result:
@@ -291,7 +291,7 @@ def _check_names(options: Any, data: bool) -> None:
         registry.locate(given["dataset"], given["data_dir"])
 
 
-def _tell_of_cpus(options: Any, say: Callable[[str], None]) -> None:
+def _warn_of_cpu_towers(options: Any, say: Callable[[str], None]) -> None:
     """Say if several towers are to be on the CPU because there is no GPU."""
     import tensorflow as tf
 

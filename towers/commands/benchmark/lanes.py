@@ -30,8 +30,10 @@ from towers.text import count
 
 WAIT_SECONDS = 900.0  # for importing, loading data, building and warming up; for a huge step
 END_SECONDS = 30.0
-SHARES = {"control": 0.5, "": 1.0}  # how long each of our loops is measured, of a window
-COPIED = "model dtype optimizer learning_rate momentum weight_decay ema_decay steps_per_loop seed"
+WINDOW_SHARES = {"control": 0.5, "": 1.0}  # how long each of our loops is measured, of a window
+PEER_OPTIONS = (
+    "model dtype optimizer learning_rate momentum weight_decay ema_decay steps_per_loop seed"
+)
 
 
 class RunnerError(RuntimeError):
@@ -152,7 +154,7 @@ class InterleavedRuns:
     def start_peers(self, programs: Mapping[str, Path], images: str) -> None:
         """Start other programs, which train what the last of ours trains."""
         run, ours = self.options.run, self.own[-1].ready
-        config = {name: getattr(run, name) for name in COPIED.split()} | {
+        config = {name: getattr(run, name) for name in PEER_OPTIONS.split()} | {
             "model_args": run.model_keywords(),
             "image_shape": ours["image_shape"],
             "num_classes": ours["num_classes"],
@@ -198,9 +200,9 @@ class InterleavedRuns:
     def take_turns(self) -> None:
         """Run the windows of all runners in turn; a peer that fails is left out from then on."""
         windows, length = self.options.windows, self.options.seconds
-        turns = [(runner, part) for runner in self.own for part in SHARES]
+        turns = [(runner, part) for runner in self.own for part in WINDOW_SHARES]
         turns += [(runner, "") for runner in self.peers]
-        seconds = sum(length * SHARES[part] for _, part in turns)
+        seconds = sum(length * WINDOW_SHARES[part] for _, part in turns)
         self.say(f"measuring   {windows} windows of {seconds:.0f} s at least")
         for window in range(windows):
             # Every other window backwards: neither of two neighbours is always the first.
@@ -208,7 +210,7 @@ class InterleavedRuns:
                 if runner.name in self.failed:
                     continue
                 try:
-                    runner.train(length * SHARES[part], part)
+                    runner.train(length * WINDOW_SHARES[part], part)
                 except RunnerError as error:
                     if runner in self.own:
                         raise

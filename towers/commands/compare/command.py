@@ -37,7 +37,7 @@ _RESULTS = {
 }  # fmt: skip
 _TIMES = {"seconds": 2, "steps": 0, "examples": 0, "epochs": 2}
 
-_OF_ONE_RUN = (*names_that_affect("call"), "visible_gpus")  # which a sweep deals out
+_FLAGS_OF_A_RUN = (*names_that_affect("call"), "visible_gpus")  # which a sweep deals out
 _ROUNDING = 1e-6  # event files hold 32 bits: 0.9 is a little less there
 
 
@@ -139,7 +139,7 @@ def read_run(folder: Path, name: str) -> ComparedRun:
     except (OSError, UnicodeDecodeError):
         files.damaged(path)
     pairs = [line[2:].partition("=") for line in lines if line.startswith("--")]
-    flags = {flag: value for flag, _, value in pairs if flag not in _OF_ONE_RUN}
+    flags = {flag: value for flag, _, value in pairs if flag not in _FLAGS_OF_A_RUN}
     given = flags.get("batch_size", "1")
     is_size = given.isascii() and given.isdecimal() and len(given) < 19
     batch_size = max(int(given), 1) if is_size else 1

@@ -73,14 +73,15 @@ def _spans(parts: Sequence[Part], batch_size: int) -> Iterator[list[tuple[Part, 
 
 def _part(path: str, trained: Trained) -> Part:
     ending = os.path.splitext(path)[1].lower()
-    kinds = {".npy": _npy, ".npz": _npz, ".csv": _csv} | dict.fromkeys(IMAGES, _image)
-    if ending not in kinds:
+    readers = {".npy": _npy_part, ".npz": _npz_part, ".csv": _csv_part}
+    readers |= dict.fromkeys(IMAGES, _image_part)
+    if ending not in readers:
         raise InputError(
             f"{path}: predicted are {', '.join(IMAGES)}, .npy, .npz and .csv, and folders of images"
         )
     try:
         files.check_is_file(path)
-        return kinds[ending](path, trained)
+        return readers[ending](path, trained)
     except InputError:
         raise
     except OSError as error:
@@ -89,7 +90,7 @@ def _part(path: str, trained: Trained) -> Part:
         raise InputError(f"{path} {npz.fault(error, ending)}") from None
 
 
-def _image(path: str, trained: Trained) -> Part:
+def _image_part(path: str, trained: Trained) -> Part:
     spec, options = trained.spec()[0], trained.options
     size = options.image_height_width()
     if not trained.task["image_shape"]:
@@ -119,16 +120,16 @@ def _image(path: str, trained: Trained) -> Part:
     return Part(path, 1, read)
 
 
-def _npy(path: str, trained: Trained) -> Part:
+def _npy_part(path: str, trained: Trained) -> Part:
     spec = trained.spec()[0]
     if tf.nest.is_nested(spec):
         raise InputError(
             f"{path} is one array, and this model takes {_describe(spec)}: name a .npz file"
         )
-    return _of_arrays(path, [np.load(path, mmap_mode="r", allow_pickle=False)], trained)
+    return _arrays_part(path, [np.load(path, mmap_mode="r", allow_pickle=False)], trained)
 
 
-def _npz(path: str, trained: Trained) -> Part:
+def _npz_part(path: str, trained: Trained) -> Part:
     spec, found = trained.spec()[0], []
     with npz.opened(path, path) as arrays:
         for name in _leaf_names(spec):
@@ -141,14 +142,14 @@ def _npz(path: str, trained: Trained) -> Part:
                     f"model takes {_describe(spec)}"
                 )
             found.append(arrays[key])
-    return _of_arrays(path, found, trained)
+    return _arrays_part(path, found, trained)
 
 
-def _csv(path: str, trained: Trained) -> Part:
+def _csv_part(path: str, trained: Trained) -> Part:
     """Take the columns that the model was trained on, whatever else is in the table."""
     spec, options, table = trained.spec()[0], trained.options, Table(path)
     if tf.nest.is_nested(spec):
-        return _of_arrays(path, [table.numbers(name) for name in _leaf_names(spec)], trained)
+        return _arrays_part(path, [table.numbers(name) for name in _leaf_names(spec)], trained)
     known = trained.task.get("columns")  # a run on arrays, or of before, does not know them
     columns = known or [name for name in table.names if name not in options.target.split(",")]
     if spec.shape.rank != 1 or spec.shape[0] not in (None, len(columns)):
@@ -157,10 +158,10 @@ def _csv(path: str, trained: Trained) -> Part:
             "example, without its target"
         )
     categories = list(filter(None, options.categories.split(","))) if known else []
-    return _of_arrays(path, [table.features(columns, categories).astype(np.float32)], trained)
+    return _arrays_part(path, [table.features(columns, categories).astype(np.float32)], trained)
 
 
-def _of_arrays(path: str, arrays: Sequence[np.ndarray], trained: Trained) -> Part:
+def _arrays_part(path: str, arrays: Sequence[np.ndarray], trained: Trained) -> Part:
     """Check the arrays of a file, which are in the order of the flat structure."""
     spec = trained.spec()[0]
     leaves = tf.nest.flatten(spec)

@@ -33,7 +33,7 @@ from towers.signals import EXIT_STOPPED, StopRequest
 PROGRAM = (sys.executable, "-m", "towers", "train")
 POLL_SECONDS = 0.1
 # Linux sends a run SIGTERM when the sweep ends, also when that is killed; without it a run goes on.
-_LEASH = ("setpriv", "--pdeathsig", "TERM", "--") if shutil.which("setpriv") else ()
+_END_WITH_SWEEP = ("setpriv", "--pdeathsig", "TERM", "--") if shutil.which("setpriv") else ()
 
 
 def run(
@@ -165,7 +165,7 @@ class _Child(subprocess.Popen):
         self.log, self.started = Path(entry["log"]), time.monotonic()
         flagfile = self.log.with_name(f"{run.name}.cfg")
         files.write_text(flagfile, run.options.to_flagfile())
-        command = [*_LEASH, *program, f"--flagfile={flagfile}"]
+        command = [*_END_WITH_SWEEP, *program, f"--flagfile={flagfile}"]
         if place and not _on_cpu(run.options):
             command.append(f"--visible_gpus={','.join(place)}")
         entry["status"] = "running"

@@ -20,7 +20,7 @@ from towers.options import flags
 from towers.options.fields import check_values, option, same_option
 from towers.options.run import Options, names_that_affect, text_of
 
-OWN = (*names_that_affect("call"), "flagfile")  # which the sweep gives each run
+RESERVED = (*names_that_affect("call"), "flagfile")  # which the sweep gives each run
 MAX_NAME = 100  # characters, for people; a file system takes 255 bytes
 _NUMBER = r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
 _RANGE = re.compile(rf"(log\()?\s*{_NUMBER}\s*\.\.\s*{_NUMBER}\s*(?(1)\))", re.ASCII)
@@ -140,7 +140,7 @@ def parse(text: str) -> Varied:
     flag = flag.strip().lstrip("-")
     if not colon:
         raise InputError(f"{given}: FLAG:VALUE,VALUE is needed, as --vary=learning_rate:0.05,0.1")
-    if flag in OWN:
+    if flag in RESERVED:
         raise InputError(f"{given}: the sweep gives each run its own --{flag}")
     try:
         flag = flags.option_name(flag)

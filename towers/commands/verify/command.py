@@ -18,7 +18,7 @@ from towers.builder import kinds
 from towers.commands.verify.differences import TOLERANCE, TOLERANCES, compare
 from towers.commands.verify.lane import TrainRunner, in_float64
 from towers.commands.verify.options import VerifyOptions
-from towers.commands.verify.report import by_name, of_all, verify_runners
+from towers.commands.verify.report import largest_by_array, largest_by_towers, verify_runners
 from towers.devices.gpus import precision
 from towers.errors import InputError
 from towers.options.fields import parse_tower_numbers
@@ -89,7 +89,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         nudge = _NUDGE * np.finfo(own.input_dtype).eps / np.finfo(np.float64).eps
         runners = [runner(own, names[:number]) for number in numbers]
         again = list(compare(one_device(own), runners, *steps, TOLERANCE, nudge))
-        result["ulps"] = of_all(by_name(again, "ulps"))
+        result["ulps"] = largest_by_towers(largest_by_array(again, "ulps"))
         for number, ulps in result["ulps"].items():
             say(f"{of_run.dtype:11} {number} towers: {ulps:.1f} units of the last place")
     return result

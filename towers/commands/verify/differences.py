@@ -19,7 +19,7 @@ from towers.commands.verify.lane import Arrays, Runner
 TOLERANCE = 1e-9
 _TRIALS = 3
 # What one device has exactly zero, however its weights are nudged, has no scale of its own.
-_OF_ITS_KIND = 1e-6
+_ZERO_SCALE = 1e-6
 # By what a layer computes in. Sound models stay far below; of the two or three digits of less than
 # float32, only a fault of several per cent can be told.
 TOLERANCES = defaultdict(lambda: 0.05, float64=TOLERANCE, float32=1e-4)
@@ -105,7 +105,7 @@ def differences(
             yield Difference(num_towers, step, name, float("inf"), float("inf"))
             continue
         off = _distance(other, array)
-        scale = max(_size(array), noise.get(name, 0.0)) or _OF_ITS_KIND * largest[kind_of(name)]
+        scale = max(_size(array), noise.get(name, 0.0)) or _ZERO_SCALE * largest[kind_of(name)]
         relative = off / scale if off and scale else off
         kept = array.dtype if array.dtype.kind == "f" else np.dtype(np.float64)
         ulps = off / float(np.spacing(np.asarray(scale, kept))) if off else 0.0

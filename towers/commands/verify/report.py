@@ -31,7 +31,7 @@ KINDS = (
 )  # fmt: skip
 SHOWN = 12  # arrays in the table
 _NARROW = (tf.float32, tf.float16, tf.bfloat16)
-_MASTERS = ("Placeholder", "ReadVariableOp")  # as a tower has them
+_WEIGHT_OPS = ("Placeholder", "ReadVariableOp")  # as a tower has them
 
 
 def verify_runners(
@@ -54,8 +54,8 @@ def verify_runners(
     tolerance = tolerance or TOLERANCES[reference.dtype]
     how = batches, test, num_steps, say, tolerance, tolerance * NUDGE_PART
     found = list(compare(reference, runners, *how))
-    rows = by_name(found, "relative_difference")
-    largest, first_difference = of_all(rows), None
+    rows = largest_by_array(found, "relative_difference")
+    largest, first_difference = largest_by_towers(rows), None
     for line in table_lines(rows):
         say(line)
     if failed := [d for d in found if not d.relative_difference <= tolerance]:
@@ -80,7 +80,7 @@ def verify_runners(
     }
 
 
-def by_name(found: Sequence[Difference], what: str) -> dict[str, dict[str, float]]:
+def largest_by_array(found: Sequence[Difference], what: str) -> dict[str, dict[str, float]]:
     """Return {name: {"2": its largest difference on two towers}}, the largest first."""
     numbers, result = dict.fromkeys(str(d.num_towers) for d in found), {}
     for d in found:
@@ -89,7 +89,7 @@ def by_name(found: Sequence[Difference], what: str) -> dict[str, dict[str, float
     return dict(sorted(result.items(), key=lambda item: -max(item[1].values())))
 
 
-def of_all(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def largest_by_towers(rows: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Return {"2": the largest difference on two towers} of any array."""
     numbers = next(iter(rows.values()))
     return {number: max(row[number] for row in rows.values()) for number in numbers}
@@ -101,10 +101,10 @@ def table_lines(rows: Mapping[str, Mapping[str, float]]) -> list[str]:
     for kind in KINDS:
         own = {name: row for name, row in rows.items() if kind_of(name) == kind}
         if own:
-            lines[kind if len(own) == 1 else f"{kind}, of {len(own)}"] = of_all(own)
+            lines[kind if len(own) == 1 else f"{kind}, of {len(own)}"] = largest_by_towers(own)
     shown = [*lines.items(), *itertools.islice(rows.items(), SHOWN)]
     cells = [[name, *(f"{value:.1e}" for value in row.values())] for name, row in shown]
-    header = ["largest relative difference, towers:", *of_all(rows)]
+    header = ["largest relative difference, towers:", *largest_by_towers(rows)]
     return [f"  {line}" for line in table(header, cells, widest=100)]
 
 
@@ -218,7 +218,7 @@ def _unlike_towers(ops: Sequence[tuple[Op, tf.Operation]]) -> str | None:
     for placed, op in ops:
         # Gradients share some constants; masters are read where they are; draws have places.
         placeful = any(part.SCOPE in placed.name for part in (draws, exchange, fetches))
-        known = placed.name.startswith("gradient_tape") or placeful or op.type in _MASTERS
+        known = placed.name.startswith("gradient_tape") or placeful or op.type in _WEIGHT_OPS
         if placed.tower is not None and not known:
             value = op.get_attr("value").SerializeToString() if op.type == "Const" else b""
             towers.setdefault(placed.tower, []).append((placed.layer, op.type, value))
