@@ -81,7 +81,7 @@ def test_each_item_of_a_list_may_be_a_function():
     text = Options(devices=["mae", one, build, two, one]).devices
     lambdas = "given_in_python:lambda", "given_in_python:lambda_2"
     assert text == f"mae,{lambdas[0]},{__name__}:build,{lambdas[1]},{lambdas[0]}"
-    found = [load_function("metrics", part.strip())() for part in text.split(",")[1:]]
+    found = [load_function("metrics", part)() for part in text.split(",")[1:]]
     assert found == [1, "built", 2, 1]
 
 

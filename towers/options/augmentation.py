@@ -18,7 +18,7 @@ BASES = ("tutorial", "resnet", "shift", "none", "off")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A number that a part may be given: what it is, its range, and the usual one."""
+    """The number that a part takes: what it is, its range, and the usual one."""
 
     unit: str
     low: float
@@ -49,8 +49,7 @@ class Augmentation:
     @property
     def parts(self) -> list[str]:
         """The parts as they are written, in the order in which they are done."""
-        found = {name: getattr(self, name) for name in PARTS}
-        return [f"{name}={value:g}" for name, value in found.items() if value]
+        return [f"{name}={value:g}" for name in PARTS if (value := getattr(self, name))]
 
     @property
     def mixes(self) -> bool:
@@ -58,13 +57,13 @@ class Augmentation:
         return bool(self.mixup or self.cutmix)
 
     def __str__(self) -> str:
-        """Return what --augment says, always in the same order."""
+        """Return the value of --augment, its parts always in the same order."""
         return ",".join([self.base, *self.parts])
 
 
 @functools.cache
 def parse(text: str) -> Augmentation:
-    """Return what the value of --augment means.
+    """Return the meaning of a value of --augment.
 
     Raises:
         InputError: one line: what is not known, or no such number, and what is allowed.
@@ -83,7 +82,16 @@ def parse(text: str) -> Augmentation:
             raise InputError(
                 f"--augment={text}: {what} {name!r}; allowed are {', '.join(PARTS)}, each once"
             )
-        found[name] = _number(text, part, number) if equals else PARTS[name].usual
+        known = PARTS[name]
+        value = float("nan") if equals else known.usual
+        with contextlib.suppress(ValueError):
+            value = float(number)
+        if not known.low <= value <= known.high or (name == "cutout" and value % 1):
+            raise InputError(
+                f"--augment={text}: {name} takes {known.unit} from {known.low:g} to "
+                f"{known.high:g}, as {name}={known.usual:g}"
+            )
+        found[name] = value
     if base == "off" and found:
         raise InputError(
             f"--augment={text}: off takes images as they are; type --augment=none,"
@@ -92,22 +100,8 @@ def parse(text: str) -> Augmentation:
     return Augmentation(base, **found)
 
 
-def _number(text: str, part: str, number: str) -> float:
-    name = part.partition("=")[0]
-    known, value = PARTS[name], float("nan")
-    with contextlib.suppress(ValueError):
-        value = float(number)
-    whole = name != "cutout" or value % 1 == 0
-    if not (known.low <= value <= known.high and whole):
-        raise InputError(
-            f"--augment={text}: {name} takes {known.unit} from {known.low:g} to {known.high:g}, as "
-            f"{name}={known.usual:g}"
-        )
-    return value
-
-
 def agree(of_run: str, given: str) -> bool:
-    """Tell whether what is given may mean what a run has, which has resolved "auto"."""
+    """Return whether `given` may mean what a run has, which has resolved "auto"."""
     try:
         ours, theirs = parse(given), parse(of_run)
     except InputError:

@@ -15,15 +15,21 @@ _TOWERS = str(Path(__file__).parents[1]) + os.sep
 
 
 def blame(error: BaseException, named: Mapping[str, str]) -> str:
-    """Return one line that says where an error comes from, and whose code that is."""
+    """Return one line that says where an error comes from and whose code that is.
+
+    Args:
+        error: with its traceback.
+        named: {flag: "module:function"} of what the user named.
+    """
     if own := blame_user(error, named):
         return own
-    if layer := _OF_KERAS.search(_text(error)):
+    text = "".join(traceback.format_exception(error))
+    if layer := _OF_KERAS.search(text):
         return (
             f"the error comes from Keras' own {layer[1]}: if `model.fit` fails alike without "
             "towers, change the model or the data; else please report it with the lines above"
         )
-    ours = [frame for frame in _frames(error) if frame[0].startswith(_TOWERS)]
+    ours = [frame for frame in _FRAME.findall(text) if frame[0].startswith(_TOWERS)]
     where = _place(*ours[-1]) if ours else "a library"
     return (
         f"the error comes from {where}: none of your own code; please report it with the "
@@ -31,30 +37,19 @@ def blame(error: BaseException, named: Mapping[str, str]) -> str:
     )
 
 
-def _frames(error: BaseException) -> list[tuple[str, ...]]:
-    return [match.groups() for match in _FRAME.finditer(_text(error))]
-
-
-def _text(error: BaseException) -> str:
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
-
-
 def blame_user(error: BaseException, named: Mapping[str, str]) -> str:
-    """Return one line that says where in the user's own code an error comes from, "" if nowhere.
+    """Return the line of `blame` if the error comes from the user's own code, else "".
 
     That is the innermost frame there, whatever library raised below it.
-
-    Args:
-        error: with its traceback.
-        named: {flag: "module:function"} of what the user named.
     """
     modules = {flag: name.partition(":")[0] for flag, name in named.items()}
     installed = {m.partition(".")[0] for m in modules.values()} - {"keras", "tensorflow", "towers"}
     library = re.compile(
         rf".*/(site|dist)-packages/(?!({'|'.join(map(re.escape, installed))})[./])"
-        rf"|.*__autograph_generated_file|{_STDLIB}/(?!.*-packages/)"
+        rf"|.*__autograph_generated_file|{_STDLIB}/(?!.*-packages/)|{re.escape(_TOWERS)}"
     )
-    theirs = [f for f in _frames(error) if not (f[0].startswith(_TOWERS) or library.match(f[0]))]
+    frames = _FRAME.findall("".join(traceback.format_exception(error)))
+    theirs = [frame for frame in frames if not library.match(frame[0])]
     if not theirs:
         return ""
     ends = {f: re.escape(m.replace(".", "/")) + r"(/__init__)?\.py" for f, m in modules.items()}
@@ -63,8 +58,7 @@ def blame_user(error: BaseException, named: Mapping[str, str]) -> str:
     return f"the error comes from {_place(*theirs[-1])}: your own code{hint}"
 
 
-def _place(path: str, line: str, function: str | None) -> str:
+def _place(path: str, line: str, function: str) -> str:
     """Return "my_net.py, line 12, in build"; the path as seen from the current folder."""
-    inside = Path(path).is_relative_to(Path.cwd())
-    shown = os.path.relpath(path) if inside else path
+    shown = os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
     return f"{shown}, line {line}" + (f", in {function}" if function else "")

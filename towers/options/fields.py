@@ -26,7 +26,7 @@ _ELSEWHERE = {  # values as other programs name them
 
 
 def option(default: Any, group: str, help: str, affects: str = "result", **metadata: Any) -> Any:
-    """Return a dataclass field that says all about an option.
+    """Return the dataclass field of an option.
 
     Args:
         default: its value if none is given.
@@ -44,16 +44,12 @@ def option(default: Any, group: str, help: str, affects: str = "result", **metad
 
 
 def group(name: str, **metadata: Any) -> Callable[..., Any]:
-    """Return `option` for those under one heading, which have this metadata unless they differ."""
-
-    def option_of_group(default: Any, help: str, **differing: Any) -> Any:
-        return option(default, name, help, **metadata | differing)
-
-    return option_of_group
+    """Return `option` for those under one heading; `metadata` are defaults of its arguments."""
+    return lambda default, help, **own: option(default, name, help, **metadata | own)
 
 
 def same_option(owner: type, name: str) -> Any:
-    """Return the field `name` of another dataclass, for use in this one."""
+    """Return a copy of the field `name` of another dataclass."""
     field = owner.__dataclass_fields__[name]
     return dataclasses.field(default=field.default, metadata=field.metadata)
 
@@ -93,7 +89,6 @@ def check_value(field: dataclasses.Field, value: Any) -> None:
 
 
 def _check_number(field: dataclasses.Field, value: Any) -> None:
-    """Raise a one-line InputError if `value` is no finite number, or out of range."""
     kind = "a whole number" if field.type is int else "a number"
     types = (numbers.Integral, field.type)
     if not isinstance(value, types) or isinstance(value, bool) or not abs(value) < float("inf"):

@@ -26,8 +26,9 @@ from absl import flags
 from towers import files
 from towers.errors import InputError, RunError
 from towers.options import augmentation, trust
-from towers.options.given import is_named_now
-from towers.options.run import MANY_MACHINES, Options
+from towers.options.fields import check_value
+from towers.options.given import as_text, is_named_now
+from towers.options.run import MANY_MACHINES, Options, text_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +61,11 @@ class Verb:
 _TRAIN = Verb("train")
 _OF_RUN = {field.name: field for field in dataclasses.fields(Options)}
 _ALIASES = {f.metadata["alias"]: name for name, f in _OF_RUN.items() if "alias" in f.metadata}
-_PARSERS = {
-    bool: flags.BooleanParser(),
-    int: flags.IntegerParser(),
-    float: flags.FloatParser(),
-    str: flags.ArgumentParser(),
+_PARSERS = {  # and what is needed where they fail
+    bool: (flags.BooleanParser(), "true or false"),
+    int: (flags.IntegerParser(), "a whole number"),
+    float: (flags.FloatParser(), "a number"),
+    str: (flags.ArgumentParser(), "text"),
 }
 # A run with another value of these is another run: its checkpoints refuse it.
 IDENTITY = ("model", "model_args", "loss", "augment", "dataset", "tensorboard_x")
@@ -110,11 +111,11 @@ _ELSEWHERE = {  # flags as other programs name them; what is nearly the same wor
 
 
 class _OfGpus(str):
-    """A number of towers that is typed as one of GPUs."""
+    """A number of towers that was typed as --num_gpus."""
 
 
-class _ToAnother(flags.ArgumentParser):
-    """Gives what is typed for --num_gpus to the flag that it stands for: the last one wins."""
+class _Alias(flags.ArgumentParser):
+    """Parses --num_gpus as the flag that it stands for: the last one of both wins."""
 
     def __init__(self, flag: flags.Flag):
         self._flag = flag
@@ -122,9 +123,6 @@ class _ToAnother(flags.ArgumentParser):
     def parse(self, text: str) -> str:
         self._flag.value = _OfGpus(text)
         return text
-
-
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
@@ -151,7 +149,7 @@ def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
 
 
 def complete(values: dict[str, Any], verb: Verb = _TRAIN) -> Any:
-    """Return the options of a verb that some values give: what is not given as in `parse`."""
+    """Return the options of a verb from {option: value}; what is not given is as in `parse`."""
     if verb.completes and not (verb.begins and values.get("overwrite")):
         values = _of_run(values, verb) | values
     if values.get("num_towers") == "0":  # where a list is meant: of the flags.cfg of a run
@@ -162,6 +160,29 @@ def complete(values: dict[str, Any], verb: Verb = _TRAIN) -> Any:
         of_run = {name: values.pop(name) for name in values.keys() - kinds.keys()}
         values["run"] = kinds["run"](**of_run)
     return kind(**values)
+
+
+def options_of(
+    options: Options | None, fields: Mapping[str, Any], *, verb: str = "train"
+) -> Options:
+    """Return the options of a call from Python, such as `towers.train(model=build, num_towers=2)`.
+
+    Args:
+        options: all of them; None: what is not given is as in the flags.cfg of an existing run.
+        fields: {option or alias: value} that differ from these.
+        verb: "train", whose run may be a new one, or another, which needs one.
+
+    Raises:
+        InputError: there is no such option, a value is not allowed, or there is no run.
+    """
+    given = {option_name(name): value for name, value in fields.items()}
+    if options is not None:
+        return dataclasses.replace(options, **given)
+    for name, value in given.items():
+        if _OF_RUN[name].type is str:
+            given[name] = as_text(name, value)
+        check_value(_OF_RUN[name], given[name])
+    return complete(given, Verb(verb, completes=True, begins=verb == "train"))
 
 
 def option_name(flag: str) -> str:
@@ -177,7 +198,7 @@ def option_name(flag: str) -> str:
 
 
 def option_type(name: str) -> type:
-    """Return what the values of an option of a run are: int, float, bool or str."""
+    """Return the type of an option of a run: int, float, bool or str."""
     return _OF_RUN[name].type
 
 
@@ -185,7 +206,7 @@ def parse_value(name: str, text: str) -> Any:
     """Return the value that `text` means for an option of a run; its range is not checked.
 
     Raises:
-        InputError: it is not of the option's kind.
+        InputError: it is not of the option's type.
     """
     return _value(_OF_RUN[name], text)
 
@@ -205,9 +226,9 @@ def _check_taken(argv: Sequence[str], verb: Verb) -> None:
 
 
 class _Flags(flags.FlagValues):
-    """absl's flags, of which a flagfile is no pipe, which may let its reader wait for ever.
+    """absl's flags, which read no pipe as a flagfile: it may let its reader wait for ever.
 
-    `foreign`, if not None, gets {path: text} of flagfiles of somebody else's runs: left out.
+    `foreign`, if not None, gets {path: text} of flagfiles of other users' runs; they are skipped.
     """
 
     foreign: dict[str, str] | None = None
@@ -220,7 +241,7 @@ class _Flags(flags.FlagValues):
                 raise InputError(f"--flagfile={filename}: {error.strerror}") from None
         lines = super()._get_flag_file_lines(filename, *args, **kwargs)
         if self.foreign is not None and os.path.exists(filename):
-            text = Path(filename).read_text(encoding="utf-8", errors="replace")
+            text = _text(filename)
             if trust.is_of_run(filename, text) and not trust.is_own(text):
                 self.foreign[filename] = text
                 return []
@@ -230,9 +251,9 @@ class _Flags(flags.FlagValues):
 def _read(
     argv: Sequence[str], verb: Verb, foreign: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return {option: value} of what arguments and their flagfiles give: the last one wins.
+    """Return {option: value} of arguments and their flagfiles: the last one wins.
 
-    Flagfiles of somebody else's runs count, unless there is a dict `foreign` to put them into.
+    With a dict `foreign`, flagfiles of other users' runs are put into it and do not count.
     """
     fields, defined = verb.fields(), _Flags()
     defined.__dict__["foreign"] = foreign  # by setattr it would be a flag
@@ -243,9 +264,7 @@ def _read(
             define = {bool: flags.DEFINE_bool, tuple: flags.DEFINE_multi_string}
             define.get(field.type, flags.DEFINE_string)(name, None, "", flag_values=defined)
             if "alias" in field.metadata:
-                flags.DEFINE(
-                    _ToAnother(defined[name]), field.metadata["alias"], None, "", defined
-                )
+                flags.DEFINE(_Alias(defined[name]), field.metadata["alias"], None, "", defined)
     try:
         others = defined(["towers", *argv])[1:]
     except flags.UnrecognizedFlagError as error:
@@ -273,17 +292,16 @@ def _read(
     return values
 
 
-def _value(field: dataclasses.Field, given: Any) -> Any:
-    """Return the value of an option from what was typed, once or several times."""
-    kind, text = field.type, given
-    if kind is tuple:
-        return tuple(given)
+def _value(field: dataclasses.Field, typed: Any) -> Any:
+    if field.type is tuple:
+        return tuple(typed)
     if field.name in ("train_dir", "sweep_dir"):
-        text = os.path.expanduser(text)  # a shell leaves the ~ of --train_dir=~/runs alone
+        typed = os.path.expanduser(typed)  # a shell leaves the ~ of --train_dir=~/runs alone
+    parser, kind = _PARSERS[field.type]
     try:
-        return _PARSERS[kind].parse(text)
+        return parser.parse(typed)
     except ValueError:
-        raise InputError(f"--{field.name}={text}: {_KINDS[kind]} is needed") from None
+        raise InputError(f"--{field.name}={typed}: {kind} is needed") from None
 
 
 def _unknown(flag: str, verb: Verb) -> str:
@@ -296,21 +314,23 @@ def _unknown(flag: str, verb: Verb) -> str:
 
 
 def _positional(fields: Mapping[str, dataclasses.Field]) -> str | None:
-    """Return the option that arguments without a flag go to, if there is one."""
     return next((name for name, field in fields.items() if "positional" in field.metadata), None)
 
 
+def _text(path: str | Path) -> str:
+    return Path(path).read_text(encoding="utf-8", errors="replace")
+
+
 def _of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
-    """Return {option: value} of the run in --train_dir, as far as what is given leaves it.
+    """Return {option: value} of the run in --train_dir, without what `given` replaces.
 
     Raises:
         InputError: there is no run, its flags.cfg cannot be read, or another run is asked for.
     """
     train_dir = given.get("train_dir", Options.train_dir)
+    path = Path(train_dir, "flags.cfg")
     try:
-        is_run = files.is_run(Path(train_dir))
-        path = Path(train_dir, "flags.cfg")
-        has_flags = path.exists()
+        is_run, has_flags = files.is_run(Path(train_dir)), path.exists()
     except OSError as error:
         raise InputError(f"--train_dir={train_dir}: {error.strerror}") from None
     if not is_run and not verb.begins:
@@ -333,20 +353,14 @@ def _of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
     if not verb.begins:  # they may be gone long since, and the machine at hand will do
         replaced |= _OF_WORKERS | ({"devices"} if found.get("devices") == "gpu" else set())
     taken = {name: value for name, value in found.items() if name not in replaced}
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if given.get("trust"):
-        _remember(path, text)
-    else:
-        what = f"--train_dir={train_dir}: its flags.cfg"
-        trust.check(what, text, {n: v for n, v in taken.items() if n not in given})
-    return taken
-
-
-def _remember(path: Path, text: str) -> None:
-    """Let a run that is trusted be one of the user's own from now on, if its folder allows it."""
-    if not trust.is_own(text):
+    text = _text(path)
+    if not given.get("trust"):
+        code = {name: value for name, value in taken.items() if name not in given}
+        trust.check(f"--train_dir={train_dir}: its flags.cfg", text, code)
+    elif not trust.is_own(text):  # it is from now on, if its folder can be written
         with contextlib.suppress(RunError):
             files.write_text(path, trust.signed(text))
+    return taken
 
 
 def _replaced(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
@@ -367,7 +381,7 @@ def _replaced(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
 
 
 def _check_identity(train_dir: str, of_run: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse what is given if it makes another run of the one in the folder."""
+    """Refuse options that would make another run of the one in the folder."""
     pairs = {n: (of_run[n], given[n]) for n in IDENTITY if n in of_run and n in given}
     if "augment" in pairs and augmentation.agree(*pairs["augment"]):
         del pairs["augment"]
@@ -382,7 +396,7 @@ def _check_identity(train_dir: str, of_run: Mapping[str, Any], given: Mapping[st
 
 
 def main_help(version: str, verbs: Sequence[Verb]) -> str:
-    """Return what `towers --help` prints."""
+    """Return the text of `towers --help`."""
     lines = "\n".join(f"  {verb.name:10} {verb.help}" for verb in verbs)
     return (
         f"towers {version}: data-parallel training, the same numbers at any number of towers\n\n"
@@ -393,7 +407,7 @@ def main_help(version: str, verbs: Sequence[Verb]) -> str:
 
 
 def verb_help(verb: Verb) -> str:
-    """Return what `towers VERB --help` prints: the flags in groups, with their defaults."""
+    """Return the text of `towers VERB --help`: the flags in groups, with their defaults."""
     fields = verb.fields()
     positional = fields.pop(_positional(fields), None)
     words = f"{verb.name} {positional.metadata['positional']}" if positional else verb.name
@@ -414,10 +428,8 @@ def verb_help(verb: Verb) -> str:
 
 
 def _flag_help(field: dataclasses.Field) -> list[str]:
-    """Return the lines of one flag: name and default, then what it means."""
-    default = str(field.default).lower() if field.type is bool else field.default
-    default = f"{default:g}" if field.type is float else default
-    default = "" if field.type is tuple else default
+    default = "" if field.type is tuple else text_of(field.default)
+    default = f"{field.default:g}" if field.type is float else default
     name = f"  --{field.name}={default}"
     text = field.metadata["help"]
     if field.metadata.get("choices"):

@@ -13,12 +13,12 @@ import sys
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from towers.errors import InputError
 from towers.options import search_path
-from towers.options.given import PREFIX, Given
+from towers.options.given import PREFIX
 
 _CHECKOUT = Path(search_path.CHECKOUT)  # unless the package was installed without it
 _SHIPPED = "towers_models"  # what its models are imported as
@@ -34,11 +34,18 @@ def load_function(flag: str, name: str) -> Callable:
     """Return the function that a flag names as "package.module:function", or that was given.
 
     Raises:
-        InputError: one line: the name is malformed, there is no such module or function, or nobody
-            can tell how it is called. What the module itself raises when it is imported comes
-            through as it is.
+        InputError: one line: the name is malformed, there is no such module or function, or its
+            signature is unknown. What the module raises when it is imported comes through.
     """
-    function = _given(flag, name) if name.startswith(PREFIX) else _named(flag, name)
+    if name.startswith(PREFIX):
+        function = getattr(name, "objects", {}).get(name)
+        if function is None:
+            raise InputError(
+                f"--{flag}={name} was given in Python: give it again there, as {flag}=..., or name "
+                "it as module:function"
+            )
+    else:
+        function = _import(flag, name)
     try:
         inspect.signature(function)
     except (TypeError, ValueError):
@@ -49,8 +56,39 @@ def load_function(flag: str, name: str) -> Callable:
     return function
 
 
+def call_plainly(flag: str, name: str) -> object:
+    """Return the result of a function that takes no arguments; InputError if it needs any."""
+    function = load_function(flag, name)
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise InputError(
+            f"--{flag}={name} is called without arguments, but there is a {error}"
+        ) from None
+    return function()
+
+
+def check_function(flag: str, name: str) -> None:
+    """Raise the InputError of `load_function` as far as sources show it; import nothing."""
+    module_name, function_name = _parts(flag, name)
+    if is_shipped(name):
+        return
+    if module_name in sys.modules or name.startswith(PREFIX):
+        load_function(flag, name)
+        return
+    with _current_folder_searched(module_name):
+        source = _source_of(flag, name, module_name)
+    try:
+        symbols = symtable.symtable(source, "module", "exec").get_symbols()
+    except (SyntaxError, ValueError):
+        return
+    names = {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
+    if names and function_name not in names and not _DYNAMIC.search(source):
+        raise _no_function(flag, name, names)
+
+
 def is_shipped(name: str) -> bool:
-    """Tell whether a name is that of a model that comes with towers, in whatever folder."""
+    """Return whether a name is that of a model that comes with towers, in whatever folder."""
     return _shipped(name) is not None
 
 
@@ -62,7 +100,7 @@ def namesake(name: str) -> str:
 
 
 def _shipped(name: str) -> Path | None:
-    """Return the file in the checkout that a model of this name comes in."""
+    """Return the file of the checkout that defines a model of this name."""
     module_name, _, function_name = name.partition(":")
     package, _, module = module_name.partition(".")
     path = _CHECKOUT / "models" / f"{module}.py"
@@ -72,24 +110,14 @@ def _shipped(name: str) -> Path | None:
     return path if re.search(rf"^def {re.escape(function_name)}\(", source, re.M) else None
 
 
-def call_plainly(flag: str, name: str) -> object:
-    """Return what a function that takes no arguments returns; an InputError if it needs any."""
-    function = load_function(flag, name)
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise InputError(
-            f"--{flag}={name} is called without arguments, but there is a {error}"
-        ) from None
-    return function()
-
-
-def _named(flag: str, name: str) -> Callable:
-    """Return what is imported by a name."""
+def _import(flag: str, name: str) -> Callable:
     module_name, function_name = _parts(flag, name)
     try:
-        with _found_here(module_name) if not is_shipped(name) else contextlib.nullcontext():
-            module = importlib.import_module(_imported_as(name))
+        if shipped := _shipped(name):
+            module = _import_shipped(module_name, shipped)
+        else:
+            with _current_folder_searched(module_name):
+                module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if not f"{module_name}.".startswith(f"{error.name}."):  # one that the module itself needs
             raise
@@ -97,34 +125,31 @@ def _named(flag: str, name: str) -> Callable:
     function = getattr(module, function_name, None)
     if callable(function):
         return function
-    callables = [n for n, value in vars(module).items() if callable(value)]
-    raise _no_function(flag, name, callables)
+    raise _no_function(flag, name, [n for n, value in vars(module).items() if callable(value)])
 
 
-def _imported_as(name: str) -> str:
-    """Return what the module of a name is imported as: a shipped one by a name of its own.
+def _import_shipped(module_name: str, path: Path) -> object:
+    """Import a module of the checkout's `models` under another package name.
 
-    So it is the checkout's, and so are the modules that it imports, whatever else is a `models`
-    where the user stands.
+    So it finds the modules that it imports, whatever `models` there is in the current folder.
     """
-    module_name, shipped = name.partition(":")[0], _shipped(name)
     known = getattr(sys.modules.get(module_name), "__file__", None)
-    if not shipped or (known and os.path.realpath(known) == str(shipped.resolve())):
-        return module_name
+    if known and os.path.realpath(known) == str(path.resolve()):
+        return sys.modules[module_name]
     if _SHIPPED not in sys.modules:
-        init = shipped.with_name("__init__.py")
+        init = path.with_name("__init__.py")
         spec = importlib.util.spec_from_file_location(_SHIPPED, init)
         sys.modules[_SHIPPED] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[_SHIPPED])
-    return f"{_SHIPPED}.{shipped.stem}"
+    return importlib.import_module(f"{_SHIPPED}.{path.stem}")
 
 
 @contextlib.contextmanager
-def _found_here(module_name: str) -> Iterator[None]:
-    """Let modules of the current folder be found in the block, if it has the one that is named.
+def _current_folder_searched(module_name: str) -> Iterator[None]:
+    """Search the current folder for modules in the block, if it has the one that is named.
 
-    They come before those that are installed and after Python's own, unless the named one is called
-    as one of these. Once it is imported the folder stays, as the last: functions may import others.
+    It comes before installed packages and after the standard library, unless the module is named
+    as one of that. After the import the folder stays, as the last: functions may import others.
     """
     here, name = os.getcwd(), module_name.partition(".")[0]
     own = [i for i, folder in enumerate(sys.path) if folder in _STDLIB]
@@ -144,38 +169,8 @@ def _found_here(module_name: str) -> Iterator[None]:
             sys.path.append(here)
 
 
-def _given(flag: str, name: str) -> Callable:
-    """Return what a program has given under a name."""
-    values = name.values if isinstance(name, Given) else {}
-    if name in values:
-        return values[name]
-    raise InputError(
-        f"--{flag}={name} was given in Python: give it again there, as {flag}=..., or name it as "
-        "module:function"
-    )
-
-
-def check_function(flag: str, name: str) -> None:
-    """Refuse a name that `load_function` would refuse, as far as sources tell; import nothing.
-
-    Raises:
-        InputError: the same line, before anything that takes long.
-    """
-    module_name, function_name = _parts(flag, name)
-    if is_shipped(name):
-        return
-    if module_name in sys.modules or name.startswith(PREFIX):
-        load_function(flag, name)
-        return
-    with _found_here(module_name):
-        source = _source_of(flag, name, module_name)
-    names = _names(source)
-    if names and function_name not in names:
-        raise _no_function(flag, name, names)
-
-
 def _source_of(flag: str, name: str, module_name: str) -> str:
-    """Return the source of a module, nothing where it cannot be told without an import."""
+    """Return a module's source, "" if it has none or only an import would find it."""
     folders: list[str] | None = None
     for part in module_name.split("."):
         try:  # a dotted name would import its packages
@@ -185,7 +180,10 @@ def _source_of(flag: str, name: str, module_name: str) -> str:
             return ""
         if spec is None:
             raise _no_module(flag, name)
-        source = _source(spec)
+        source = ""
+        with contextlib.suppress(OSError, SyntaxError, UnicodeDecodeError):
+            with tokenize.open(spec.origin or "") as file:
+                source = file.read() if file.name.endswith(".py") else ""
         if "__path__" in source:  # a package that looks for its modules elsewhere
             return ""
         folders = list(spec.submodule_search_locations or ())
@@ -193,7 +191,6 @@ def _source_of(flag: str, name: str, module_name: str) -> str:
 
 
 def _parts(flag: str, name: str) -> tuple[str, str]:
-    """Return module and function of a name."""
     module_name, colon, function_name = name.partition(":")
     if not (colon and function_name and all(module_name.split("."))):
         raise InputError(f"--{flag}={name} must be module:function, such as models.cnn:cnn")
@@ -228,23 +225,3 @@ def _no_function(flag: str, name: str, names: Iterable[str]) -> InputError:
     close = difflib.get_close_matches(function_name, public, n=1)
     hint = f"; did you mean {module_name}:{close[0]}?" if close else ""
     return InputError(f"--{flag}={name}: {module_name} has no function {function_name}{hint}")
-
-
-def _source(spec: ModuleSpec) -> str:
-    """Return the source of a module, nothing if it has none that can be read."""
-    try:
-        with tokenize.open(spec.origin or "") as file:
-            return file.read() if file.name.endswith(".py") else ""
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return ""
-
-
-def _names(source: str) -> set[str]:
-    """Return the names that a module gets, nothing if its source does not tell all of them."""
-    try:
-        symbols = symtable.symtable(source, "module", "exec").get_symbols()
-    except (SyntaxError, ValueError):
-        return set()
-    if _DYNAMIC.search(source):
-        return set()
-    return {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}

@@ -71,6 +71,6 @@ class GpuOptions:
         return list(dict.fromkeys(entries))
 
     def demands(self) -> dict[str, object]:
-        """Return what must be set before TensorFlow starts: {option: value}, without defaults."""
-        values = {name: getattr(self, name) for name in ("visible_gpus", *_MEMORY)}
-        return {name: value for name, value in values.items() if value}
+        """Return {option: value} of what must be set before TensorFlow starts, no defaults."""
+        names = ("visible_gpus", *_MEMORY)
+        return {name: value for name in names if (value := getattr(self, name))}

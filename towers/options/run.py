@@ -56,8 +56,6 @@ _tensorboard = group("TensorBoard", affects="report", minimum=0)
 class Options:
     """What a run is made of. Each field is a flag of the same name; its help says what it means.
 
-        options = towers.Options(model="my_net:build", num_towers=2, train_dir="runs/mine")
-
     In place of a name, functions and data may be given as they are.
     """
 
@@ -359,7 +357,7 @@ class Options:
         self.gpu_options()
 
     def gpu_options(self) -> GpuOptions:
-        """Return what the process may take of the GPUs: none, if the towers are on workers.
+        """Return the options of the GPUs; none is visible if the towers are on workers.
 
         Raises:
             InputError: two options exclude each other, or `visible_gpus` is malformed.
@@ -370,7 +368,7 @@ class Options:
         return GpuOptions(**values)
 
     def check_tower_numbers(self, text: str) -> None:
-        """Refuse what no verb can try with several numbers of towers, as `text` lists them."""
+        """Raise InputError unless a verb can try the numbers of towers that `text` lists."""
         if self.variables == "auto":
             raise InputError(
                 "--variables=auto is a run's own trial: name cpu, sharded or replicated here"
@@ -379,7 +377,7 @@ class Options:
 
     @property
     def input_dtype(self) -> str:
-        """The type of the images that a model is given, and of its loss: float64 or float32."""
+        """Type of a model's images and of its loss: float64 or float32."""
         return "float64" if self.dtype == "float64" else "float32"
 
     def to_flagfile(self) -> str:
@@ -434,7 +432,7 @@ class Options:
 
 
 def names_that_affect(*what: str) -> list[str]:
-    """Return the options of a run that affect one of these, as `fields.option` has them."""
+    """Return the names of a run's options with these values of `affects`, see `fields.option`."""
     return [f.name for f in dataclasses.fields(Options) if f.metadata["affects"] in what]
 
 
@@ -444,7 +442,6 @@ def text_of(value: Any) -> str:
 
 
 def _parse_argument(text: str) -> Any:
-    """Return a model argument as a number or a boolean where it looks like one."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):

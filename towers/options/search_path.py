@@ -1,6 +1,6 @@
 """Where Python looks for modules: in the current folder only for what the user has named.
 
-It imports what Python itself has by then: the first thing that the command does is to come here.
+Imports only what Python itself has imported by then: the command comes here first.
 """
 
 import os
@@ -10,19 +10,19 @@ CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__fil
 
 
 def leave_out_current_folder() -> None:
-    """Let modules of the current folder not be found; those of a checkout last of all.
+    """Remove the current folder from the search path; put that of a checkout last.
 
-    `python -m towers` begins with it, and so does an empty part of PYTHONPATH: a numpy.py that lies
-    there, whoever has written it, would run.
+    `python -m towers` and an empty part of PYTHONPATH put it first: a numpy.py that lies there,
+    whoever has written it, would run.
     """
-    before = list(sys.path)
-    sys.path[:] = _without_current_folder(before)
-    if len(sys.path) < len(before) and _is_here(CHECKOUT):
-        sys.path.append(CHECKOUT)
+    others = _without_current_folder(sys.path)
+    if len(others) < len(sys.path) and _is_here(CHECKOUT):
+        others.append(CHECKOUT)
+    sys.path[:] = others
 
 
 def environment_of_own_programs(environ: dict[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment of a `python -m towers...`: it finds what this process does."""
+    """Return the environment in which `python -m towers...` finds what this process does."""
     given = _without_current_folder(environ.get("PYTHONPATH", "").split(os.pathsep))
     folders = os.pathsep.join(dict.fromkeys([CHECKOUT, *given]))
     return dict(environ) | {"PYTHONPATH": folders, "PYTHONSAFEPATH": "1"}

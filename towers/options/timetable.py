@@ -9,10 +9,10 @@ from towers.options.run import Options
 
 @dataclasses.dataclass(frozen=True)
 class Timetable:
-    """The calendar of one process's part of a run, from `first_step` to `last_step`."""
+    """What is due at which step of one process's part of a run."""
 
     first_step: int  # steps done when it starts
-    first_examples: int  # seen by then
+    first_examples: int  # examples seen by then
     last_step: int  # steps done when it ends
     train_size: int  # examples of an epoch
     options: Options
@@ -30,34 +30,34 @@ class Timetable:
         return self.examples(step) if self.options.tensorboard_x == "examples" else step
 
     def logs(self, step: int) -> bool:
-        """Tell whether the step that made it `step` gets a line: the first, each n-th, the last.
+        """Return whether the step that ends at `step` gets a line: the first, each n-th, the last.
 
         The line bears the number of updates before that step, `step` - 1.
         """
         return self.plots(step) or step == self.first_step + 1
 
     def plots(self, step: int) -> bool:
-        """Tell whether that line is a point of curves: one that was never stopped has it, too."""
+        """Return whether its line is a point of curves, as in a run that was never stopped."""
         return (step - 1) % self.options.log_every_steps == 0 or step == self.last_step
 
     def saves(self, step: int) -> bool:
-        """Tell whether a checkpoint is due after `step` steps; that of the end comes apart."""
+        """Return whether a checkpoint is due after `step` steps, before the end."""
         every = self.options.checkpoint_every_steps
         return every > 0 and step % every == 0 and step < self.last_step
 
     def evaluates(self, step: int) -> bool:
-        """Tell whether an evaluation is due after `step` steps; that of the end comes apart."""
+        """Return whether an evaluation is due after `step` steps, before the end."""
         return self._passes(step, self.options.evaluate_every_epochs)
 
     def draws_histograms(self, step: int) -> bool:
-        """Tell whether histograms are due after `step` steps; those of the end come apart."""
+        """Return whether histograms are due after `step` steps, before the end."""
         return self._passes(step, self.options.histogram_every_epochs)
 
     def num_steps(self, step: int, also: Callable[[int], bool] = lambda step: False) -> int:
         """Return how many steps the next call makes: up to the next thing that is due.
 
-        The first step gets a line, so the first call makes only that one: the time to it is known,
-        and a run that cannot work says so early. So does the last: no call goes beyond the end.
+        The first call makes one step, which gets a line: the time to it is known, and a run that
+        cannot work says so early. No call goes beyond the last step, which gets one, too.
 
         Args:
             step: steps done.
@@ -70,7 +70,6 @@ class Timetable:
         return self.options.steps_per_loop
 
     def _passes(self, step: int, every_epochs: float) -> bool:
-        """Tell whether the step that made it `step` passed a multiple of `every_epochs`."""
         # of the decimal that was typed: 1.1 * 10 in floats is more than 11, and one step late
         every = Fraction(str(every_epochs)) * self.train_size
         if not every or not 0 < step < self.last_step:

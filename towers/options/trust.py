@@ -1,8 +1,5 @@
 """Whose run it is: `flags.cfg` names functions, and a run that somebody else made would call them.
 
-    text = signed(options.to_flagfile())      # as a run of this user writes it
-    check("a.cfg", text, {"model": "my_net:build"})     # an InputError unless it is such a one
-
 The last line of flags.cfg is a comment, a checksum of the text (HMAC) under a key that lies in the
 user's configuration folder. So a run that is copied or moved stays its user's own, and one that was
 downloaded does not become it, whoever owns the files.
@@ -27,28 +24,29 @@ _KEY_BYTES = 32
 
 
 def signed(text: str) -> str:
-    """Return the text of a flags.cfg with the mark of this user, unless no key can be kept."""
+    """Return the text of a flags.cfg with this user's checksum, unless no key can be kept."""
     text, _, _ = text.partition(_MARK)
     key = _key(make=True)
-    return f"{text}{_MARK}{_mark(key, text)}\n" if key else text
+    return f"{text}{_MARK}{_checksum(key, text)}\n" if key else text
 
 
 def is_own(text: str) -> bool:
-    """Tell whether a flags.cfg is as this user's run has written it."""
-    text, found, mark = text.partition(_MARK)
-    key = _key() if found else None
-    return key is not None and hmac.compare_digest(mark.encode(), f"{_mark(key, text)}\n".encode())
+    """Return whether a flags.cfg is as a run of this user has written it."""
+    text, marked, checksum = text.partition(_MARK)
+    key = _key() if marked else None
+    return key is not None and hmac.compare_digest(
+        checksum.encode(), f"{_checksum(key, text)}\n".encode()
+    )
 
 
 def is_of_run(path: str, text: str) -> bool:
-    """Tell whether a flagfile is the flags.cfg of a run, or was one."""
+    """Return whether a flagfile is the flags.cfg of a run, or a copy of one."""
     path = Path(path)
-    lies_there = path.name == "flags.cfg" and (path.parent / "checkpoints").is_dir()
-    return lies_there or _MARK in text
+    return _MARK in text or path.name == "flags.cfg" and (path.parent / "checkpoints").is_dir()
 
 
 def check(what: str, text: str, of_run: Mapping[str, object]) -> None:
-    """Refuse to call what the flags.cfg of a foreign run names, and to connect to its workers.
+    """Refuse to call what another user's flags.cfg names, and to connect to its workers.
 
     Args:
         what: how the message begins: which file that is.
@@ -73,11 +71,10 @@ def check(what: str, text: str, of_run: Mapping[str, object]) -> None:
 
 
 def _is_code(name: str) -> bool:
-    """Tell whether a name is looked for among what can be imported; our own models may run."""
     return ":" in name and not name.startswith(PREFIX) and not is_shipped(name)
 
 
-def _mark(key: bytes, text: str) -> str:
+def _checksum(key: bytes, text: str) -> str:
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from towers import devices
 from towers.errors import InputError
-from towers.options.call import options_of
+from towers.options.flags import options_of
 from towers.options.run import Options
 from towers.training import best, checkpoint
 from towers.training.guest import as_a_guest

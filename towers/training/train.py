@@ -23,7 +23,7 @@ from towers.monitoring.histograms import make_histograms
 from towers.monitoring.monitor import Monitor, in_notebook, tensorboard_command
 from towers.monitoring.profiler import Profiler
 from towers.monitoring.results import read_result
-from towers.options.call import options_of
+from towers.options.flags import options_of
 from towers.options.run import Options
 from towers.text import printable
 from towers.training import checkpoint, keras_callbacks, manifest, nan
