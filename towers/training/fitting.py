@@ -1,7 +1,7 @@
-"""Whether data, model and loss fit each other: what users get wrong, said before the first step.
+"""Whether data, model and loss fit each other, checked before the first step.
 
-A fault that is certain is an `InputError` that says what to change; a likely one is a line. Where
-a loss, a metric or a training step is the user's own, nothing is known of it, and nothing said.
+A certain mistake is an `InputError` that says what to change, a likely one a warning. Losses,
+metrics and training steps of the user's own are not judged.
 """
 
 import contextlib
@@ -18,45 +18,45 @@ from towers.builder.assignments import TowerScope
 from towers.errors import InputError
 from towers.text import count
 from towers.training.logits import Ending, ending_of, final_activation
-from towers.training.targets import OneOutput, Pair, doubtful_metrics, shape_of
+from towers.training.targets import LossInput, OutputCheck, doubtful_metrics, shape_of
 from towers.training.task import Task
 
 _ROWS = 32  # of a batch that the first loss is computed of, if a tower takes no more
 
 
 class Pairs:
-    """The pairs of a step, noted while it is traced.
+    """What the losses of a model's step are computed of, recorded while the step is traced.
 
-    `of_examples` tells whether each loss is Keras' own, and a mean or a sum of the losses of
-    examples, whatever the others of a batch are.
+    Attributes:
+        found: a `LossInput` for each loss.
+        is_keras: whether the training step is that of Keras; else nothing is said about it.
+        of_examples: whether each loss is Keras' own, and a mean or a sum of what each example has
+            for itself, whatever the others of a batch are.
     """
 
-    of_examples = False
-
     def __init__(self, model: keras.Model):
-        """Note nothing yet; a model with a training step of its own is left alone."""
-        self.model, self.found = model, []
-        own = type(model)
+        """Record nothing yet."""
+        self.model, self.found, self.of_examples = model, [], False
         self.is_keras = all(
-            getattr(own, name) is getattr(keras.Model, name)
+            getattr(type(model), name) is getattr(keras.Model, name)
             for name in ("train_step", "compute_loss")
         )
 
     @contextlib.contextmanager
     def noted(self, y: Any) -> Iterator[None]:
-        """Note what losses are computed of in this block, of a batch with the targets y."""
+        """Record the losses that are computed in the block, of a batch with the targets y."""
         leaves = tf.nest.flatten(y)
         self.found.clear()
         self.of_examples = self.is_keras
         depth = 0  # a loss may call others
 
         def make(call: Callable) -> Callable:
-            def noting(loss: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+            def recording(loss: Any, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
                 nonlocal depth
                 weights = args[0] if args else kwargs.get("sample_weight")
                 if not depth and isinstance(y_true, tf.Tensor) and isinstance(y_pred, tf.Tensor):
-                    places = [i for i, leaf in enumerate(leaves) if leaf is y_true]
-                    self._note(loss, next(iter(places), None), y_true, y_pred, weights)
+                    target = next((i for i, leaf in enumerate(leaves) if leaf is y_true), None)
+                    self.of_examples &= self._record(loss, target, y_true, y_pred, weights)
                     if self.of_examples:  # else a loss of the user's would be called once more
                         self.of_examples = _is_of_examples(call, loss, y_true, y_pred, weights)
                 depth += 1
@@ -65,29 +65,29 @@ class Pairs:
                 finally:
                     depth -= 1
 
-            return noting
+            return recording
 
         with tf_private.losses_replaced(make):
             yield
 
-    def _note(self, loss: Any, target: int | None, y: Any, outputs: Any, weights: Any) -> None:
+    def _record(self, loss: Any, target: int | None, y: Any, outputs: Any, weights: Any) -> bool:
+        """Record a loss if its shapes are known; return whether it is Keras' own and unmasked."""
         shapes = [
             None if t is None or t.shape.rank is None else tuple(t.shape)
             for t in (y, outputs, weights if isinstance(weights, tf.Tensor) else None)
         ]
-        if all(shapes[:2]):  # known, and with an axis of examples
-            masked = tf_private.mask_of(outputs) is not None
-            self.found.append(Pair(loss, target, *shapes, masked))
-            self.of_examples &= bool(self.found[-1].kind) and not masked
-        else:
-            self.of_examples = False
+        if not all(shapes[:2]):  # unknown, or without an axis of examples
+            return False
+        pair = LossInput(loss, target, *shapes, tf_private.mask_of(outputs) is not None)
+        self.found.append(pair)
+        return bool(pair.kind) and not pair.masked
 
 
 @contextlib.contextmanager
 def losses_of_examples(total: int) -> Iterator[None]:
-    """Let Keras' losses in the block return losses `[b]` of which the mean is that of a batch.
+    """Let Keras' losses return losses `[b]` in the block, whose mean is that of a batch.
 
-    `total` is the number of examples in a batch, by which losses with the reduction "sum" count.
+    Losses with the reduction "sum" are multiplied by `total`, the examples of a batch.
     """
 
     def make(call: Callable) -> Callable:
@@ -110,7 +110,6 @@ def _of_examples(call: Callable, loss: Any, total: int, *args: Any, **kwargs: An
 
 
 def _is_of_examples(call: Callable, loss: Any, y: Any, outputs: Any, weights: Any) -> bool:
-    """Tell whether a loss is a mean or a sum of what each example has for itself."""
     if loss.reduction not in ("sum_over_batch_size", "mean", "sum"):
         if loss.reduction != "mean_with_sample_weight" or weights is not None:
             return False
@@ -133,14 +132,14 @@ def _is_of_examples(call: Callable, loss: Any, y: Any, outputs: Any, weights: An
 
 
 def check(task: Task, batch: Any) -> list[str]:
-    """Return lines that warn of what the data, the model and the loss give reason to doubt.
+    """Return warnings about data, model and loss that seem not to fit each other.
 
     Args:
         task: what the model is trained to do.
         batch: (example, draws), the first of training.
 
     Raises:
-        InputError: it cannot be meant so.
+        InputError: they certainly do not.
     """
     example, _ = batch
     pairs: Pairs | None = getattr(task, "pairs", None)
@@ -160,13 +159,7 @@ def check(task: Task, batch: Any) -> list[str]:
 
 @contextlib.contextmanager
 def explained(task: Task, pairs: Pairs, batches: Any) -> Iterator[None]:
-    """Turn what Keras' losses and metrics raise in this block into one line.
-
-    What the user's own code raises stays as it is.
-
-    Raises:
-        InputError: says what does not fit.
-    """
+    """Raise what Keras' own losses and metrics raise in the block as a one-line InputError."""
     try:
         yield
     except (
@@ -190,9 +183,6 @@ def explained(task: Task, pairs: Pairs, batches: Any) -> Iterator[None]:
         ) from None
 
 
-# A classifier that is not compiled.
-
-
 def _check_classifier(task: Task, example: Any) -> list[str]:
     for weights in example[2:]:
         if not isinstance(weights, tf.Tensor) or weights.shape.rank != 1:
@@ -207,9 +197,6 @@ def _check_classifier(task: Task, example: Any) -> list[str]:
         f"warning     {task.options.model} ends in a {found}, and the loss takes logits, of which "
         f"it takes the softmax itself: it will learn badly; take the {found} off the last layer"
     ]
-
-
-# What is compiled.
 
 
 def _check_structure(task: Task, example: Any) -> None:
@@ -248,14 +235,19 @@ def _check_structure(task: Task, example: Any) -> None:
 
 def _check_pairs(task: Task, pairs: Pairs, example: Any) -> list[str]:
     leaves = tf.nest.flatten(example[1]) if len(example) > 1 else []
-    data = task.data
-    known = (data.num_classes, data.no_classes) if len(leaves) == 1 else ()
-    placed = _endings(pairs)
-    order = _order_of_targets(task, example)
-    lines = list(order)
-    for pair, (name, ending) in zip(pairs.found, placed, strict=True):
+    classes = (task.data.num_classes, task.data.no_classes) if len(leaves) == 1 else ()
+    outputs, lines = _outputs(task.model), []
+    unnamed = len(example) > 1 and isinstance(example[1], tuple | list)
+    if isinstance(outputs, dict) and unnamed and list(outputs) != sorted(outputs):
+        lines.append(
+            f"{_named(task)}: the targets have no names, and Keras takes them in the order "
+            f"{', '.join(sorted(outputs))}: give a dict of targets"
+        )
+    order = lines[:]
+    for pair, (name, ending) in zip(pairs.found, _endings(pairs), strict=True):
         values = None if pair.target is None else leaves[pair.target].numpy()
-        one = OneOutput(_named(task), name, pair, ending, values, len(example) > 2, *known)
+        weighted = len(example) > 2
+        one = OutputCheck(_named(task), name, pair, ending, values, weighted, *classes)
         try:
             lines += one.check()
         except InputError as error:
@@ -265,32 +257,18 @@ def _check_pairs(task: Task, pairs: Pairs, example: Any) -> list[str]:
             raise InputError(f"{order[0]}; as they are: {reason}") from None
         if len(pairs.found) == 1:
             groups = (getattr(metric, "metrics", ()) for metric in pairs.model.metrics)
-            lines += doubtful_metrics(one, list(itertools.chain.from_iterable(groups)))
+            lines += doubtful_metrics(one, itertools.chain.from_iterable(groups))
     return lines
 
 
-def _order_of_targets(task: Task, example: Any) -> list[str]:
-    """Tell that Keras takes targets without names in the alphabetical order of the outputs'."""
-    outputs = _outputs(task.model)
-    y = example[1] if len(example) > 1 else None
-    if not isinstance(outputs, dict) or not isinstance(y, tuple | list):
-        return []
-    if list(outputs) == sorted(outputs):
-        return []
-    return [
-        f"{_named(task)}: the targets have no names, and Keras takes them in the order "
-        f"{', '.join(sorted(outputs))}: give a dict of targets"
-    ]
-
-
 def _endings(pairs: Pairs) -> list[tuple[str, Ending]]:
-    """Return for each pair the name of its output, "" if there is one, and what it ends in."""
+    """Return (name of the output, "" if there is one; what it ends in) for each recorded loss."""
     paths, outputs = tf_private.loss_paths(pairs.model), _outputs(pairs.model)
-    found, waiting = [], list(paths)
+    found, waiting, single = [], list(paths), len(paths) < 2
     for pair in pairs.found:
         at = next((i for i, (_, _, loss) in enumerate(waiting) if loss is pair.loss), None)
         path, name, _ = waiting.pop(at) if at is not None else ((), "", None)
-        output, single = outputs, len(paths) < 2
+        output = outputs
         for step in path:
             within = isinstance(output, dict | list | tuple)
             output = output[step] if within else output if single else None
@@ -303,7 +281,7 @@ def _endings(pairs: Pairs) -> list[tuple[str, Ending]]:
 
 
 def _check_first_loss(task: Task, batch: Any, doubts: Sequence[str]) -> None:
-    """Refuse what has a loss that is infinite or NaN before anything is learned.
+    """Refuse a loss that is infinite or NaN before anything is learned.
 
     `doubts` are lines that may say why.
     """
@@ -311,34 +289,31 @@ def _check_first_loss(task: Task, batch: Any, doubts: Sequence[str]) -> None:
     rows = draws.shape[0]
     rows = max(-(-rows // task.builder.num_slices), min(rows, _ROWS))
     some = tf.nest.map_structure(lambda t: t[:rows], (*example, draws))
-
-    def make(call: Callable) -> Callable:
-        def noting(loss: Any, *args: Any, **kwargs: Any) -> Any:
-            value = call(loss, *args, **kwargs)
-            values.append((loss, value))
-            return value
-
-        return noting
-
-    values: list[tuple[Any, Any]] = []
     losses: list[Any] = []
 
-    def compute(*batch: Any) -> Any:
+    def compute(*batch: Any) -> tuple[tf.Tensor, list[tf.Tensor]]:
+        values: list[tf.Tensor] = []
+        losses.clear()
+
+        def make(call: Callable) -> Callable:
+            def recording(loss: Any, *args: Any, **kwargs: Any) -> tf.Tensor:
+                value = call(loss, *args, **kwargs)
+                losses.append(loss)
+                values.append(value)
+                return value
+
+            return recording
+
         with tf.device(task.builder.devices[0]), TowerScope(), tf_private.losses_replaced(make):
-            total = task.loss(*batch)
-        losses[:] = [loss for loss, _ in values]
-        return total, [value for _, value in values]
+            return task.loss(*batch), values
 
     try:
-        total, found = tf.function(compute, autograph=False)(*some)
-        total, found = float(total), [np.asarray(value) for value in found]
+        total, values = tf.function(compute, autograph=False)(*some)
+        total, finite = float(total), [np.isfinite(value).all() for value in values]
     except Exception:  # it may need all examples; the run itself will tell
         return
     if np.isfinite(total):
         return
-    bad = [loss for loss, value in zip(losses, found, strict=True) if not np.isfinite(value).all()]
-    names = {id(loss): name for _, name, loss in tf_private.loss_paths(task.model)}
-    of_output = next((f" of output {names[id(b)]!r}" for b in bad if id(b) in names), "")
     parts = {"inputs": example[0], "targets": example[1:2], "sample weights": example[2:]}
     for what, part in parts.items():
         leaves = [leaf for leaf in tf.nest.flatten(part) if leaf.dtype.is_floating]
@@ -348,22 +323,21 @@ def _check_first_loss(task: Task, batch: Any, doubts: Sequence[str]) -> None:
                 f"the first batch, and the loss is {total:g} before the first step: leave these "
                 "examples out, or put numbers in their place"
             )
-    of_output = of_output if len(names) > 1 else ""
+    names = {id(loss): name for _, name, loss in tf_private.loss_paths(task.model)}
+    bad = [names.get(id(loss)) for loss, ok in zip(losses, finite, strict=True) if not ok]
+    bad = [name for name in bad if name is not None and len(names) > 1]
+    what = f"the loss{f' of output {bad[0]!r}' if bad else ''} is {total:g} before the first step"
     if doubts:
-        raise InputError(f"the loss{of_output} is {total:g} before the first step: {doubts[0]}")
+        raise InputError(f"{what}: {doubts[0]}")
     raise InputError(
-        f"{_named(task)}: the loss{of_output} is {total:g} before the first step: scale inputs and "
-        "targets to about -1..1, and look whether the outputs are what the loss takes (no "
-        "logarithm, root or division of 0 or less)"
+        f"{_named(task)}: {what}: scale inputs and targets to about -1..1, and look whether the "
+        "outputs are what the loss takes (no logarithm, root or division of 0 or less)"
     )
 
 
 def _outputs(model: keras.Model) -> Any:
     """Return the symbolic outputs, by name where they have one; None of a subclassed model."""
     return model.output if getattr(model, "outputs", None) else None
-
-
-# Words.
 
 
 def _named(task: Task) -> str:
@@ -380,7 +354,6 @@ def _described(structure: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return what Keras says, in one line."""
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     text = text.partition(" for '{{node")[0]
     return " ".join(text.split()).removesuffix(".")[:200] or type(error).__name__

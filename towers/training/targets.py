@@ -1,7 +1,7 @@
 """Whether the targets of one output fit its loss, and what the output ends in."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import keras
 import numpy as np
@@ -42,10 +42,10 @@ _RANGES = {"softmax": (0, 1), "sigmoid": (0, 1), "tanh": (-1, 1), "relu": (0, fl
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
-    """What a loss is computed of: shapes have the batch axis, None where it is not known.
+class LossInput:
+    """What a loss is computed of; shapes have the batch axis, and None where a size is not known.
 
-    `target` is the place of y among the leaves of the data's y; None: it is made on the way.
+    `target` is the index of y among the leaves of the data's y; None: y is made on the way.
     """
 
     loss: keras.Loss
@@ -57,7 +57,7 @@ class Pair:
 
     @property
     def kind(self) -> str:
-        """The name of Keras' own function that the loss computes; "" if it is the user's."""
+        """Name of the function of Keras that the loss computes; "" if it is the user's."""
         function = getattr(self.loss, "fn", None)
         modules = type(self.loss).__module__, getattr(function, "__module__", None) or ""
         own = all(module.partition(".")[0] == "keras" for module in modules)
@@ -65,56 +65,55 @@ class Pair:
 
 
 @dataclasses.dataclass(frozen=True)
-class OneOutput:
-    """One output with its loss and its targets.
+class OutputCheck:
+    """Whether the targets of one output fit its loss and its activation.
 
-    `named` is the flag that a message begins with, `name` that of the output, "" if there is one.
-    `values` are the targets of a batch, None if they are not known; `weighted` tells whether there
-    are sample weights. `num_classes` are those of all targets, 0 if that is not known, and
-    `no_classes` says why these are none, see `Data`.
+    Attributes:
+        named: the flag that a message begins with.
+        name: of the output, "" if it is the only one.
+        pair: what the loss is computed of.
+        ending: what the output ends in.
+        values: targets of a batch, None if they are not known.
+        weighted: whether there are sample weights.
+        num_classes: of all targets, 0 if that is not known.
+        no_classes: why whole numbers as targets are no classes, see `Data`.
+        warnings: what is doubtful, found by `check`.
     """
 
     named: str
     name: str
-    pair: Pair
+    pair: LossInput
     ending: Ending
     values: np.ndarray | None
     weighted: bool
     num_classes: int = 0
     no_classes: str = ""
+    warnings: list[str] = dataclasses.field(default_factory=list)
 
     def check(self) -> list[str]:
-        """Return what is doubtful; raise what cannot be."""
-        kind, activation = self.pair.kind, self.ending.activation
-        from_logits = getattr(self.pair.loss, "from_logits", False)
-        lines: list[str] = []
+        """Return what is doubtful, a line each; raise InputError for what cannot be meant."""
+        kind, values = self.pair.kind, self.values
         if not kind:
-            return lines
+            return []
         self._check_shapes()
-        if kind in _PROBABILITIES and not from_logits:
-            lines += self._check_probabilities()
-        elif kind in _PROBABILITIES and activation in ("softmax", "sigmoid"):
-            lines.append(
-                f"{self.named}: {self.output} ends in a {activation}, and the loss has "
-                f"from_logits=True, so it takes the {_PROBABILITIES[kind]} itself: it will learn "
-                f"badly; take the {activation} off the last layer, or from_logits=True off the loss"
-            )
-        if kind == "poisson" and activation in ("linear", "tanh"):
-            lines.append(
-                f"{self.named}: {self.output} may be below 0, and poisson takes its logarithm: "
+        self._check_weights()
+        if kind in _PROBABILITIES:
+            self._check_activation()
+        if kind == "poisson" and self.ending.activation in ("linear", "tanh"):
+            self._warn(
+                f"{self.output} may be below 0, and poisson takes its logarithm: "
                 'take activation="softplus"'
             )
-        if self.values is None or not self.values.size or self.values.dtype.kind not in "iufb":
-            return lines
-        if kind in _SPARSE:
-            self._check_classes()
-        elif kind in (*_BINARY, *_MASKS):
-            self._check_zeros_and_ones()
-        if kind in (*_ONE_HOT, *_BINARY):
-            lines += self._several_labels()
-        if kind in _NUMBERS:
-            lines += self._out_of_reach()
-        return lines
+        if values is not None and values.size and values.dtype.kind in "iufb":
+            if kind in _SPARSE:
+                self._check_classes(values)
+            elif kind in (*_BINARY, *_MASKS):
+                self._check_zeros_and_ones(values)
+            if kind in (*_ONE_HOT, *_BINARY):
+                self._check_several_labels(values)
+            if kind in _NUMBERS:
+                self._check_range(values)
+        return self.warnings
 
     @property
     def output(self) -> str:
@@ -124,111 +123,121 @@ class OneOutput:
     def _refuse(self, reason: str) -> None:
         raise InputError(f"{self.named}: {reason}")
 
+    def _warn(self, reason: str) -> None:
+        self.warnings.append(f"{self.named}: {reason}")
+
     def _check_shapes(self) -> None:
         kind, y, outputs = self.pair.kind, self.pair.y, self.pair.outputs
-        axis = getattr(self.pair.loss, "axis", -1)
         both = f"targets of shape {shape_of(y)}, and {self.output} has shape {shape_of(outputs)}"
-        size = outputs[-1]
-        if kind in (*_SPARSE, *_ONE_HOT) and axis == -1 and len(outputs) > 1 and size == 1:
-            self._refuse(
-                f"{self.output} has 1 unit, and {kind} needs one for each class: take more units, "
-                'or for two classes activation="sigmoid" with binary_crossentropy'
-            )
-        if self.ending.activation == "softmax" and len(outputs) > 1 and size == 1:
-            self._refuse(
-                f"{self.output} is a softmax of 1 unit, which always gives 1: take "
-                'activation="sigmoid", or more units'
-            )
+        of_classes = getattr(self.pair.loss, "axis", -1) == -1
+        if len(outputs) > 1 and outputs[-1] == 1:
+            if kind in (*_SPARSE, *_ONE_HOT) and of_classes:
+                self._refuse(
+                    f"{self.output} has 1 unit, and {kind} needs one for each class: take more "
+                    'units, or for two classes activation="sigmoid" with binary_crossentropy'
+                )
+            if self.ending.activation == "softmax":
+                self._refuse(
+                    f"{self.output} is a softmax of 1 unit, which always gives 1: take "
+                    'activation="sigmoid", or more units'
+                )
+        numbers = _alike(y, outputs[:-1]) or _alike(y, (*outputs[:-1], 1))
+        squeezed = _squeezed(y, outputs)
         if kind in _SPARSE:
-            if _alike(y, outputs) and (size or 0) > 1:
+            if _alike(y, outputs) and (outputs[-1] or 0) > 1:
                 other = kind.removeprefix("sparse_") if kind == _SPARSE[0] else _ONE_HOT[0]
                 advice = f"take {other}"
-                if self._are_one_hot() is False:
-                    advice = (
-                        "these have several ones in a row, or none: with binary_crossentropy and "
-                        'activation="sigmoid" each output is a label of its own'
-                    )
+                values = self.values
+                if values is not None and values.size and values.ndim > 1:
+                    if not np.isclose(values.sum(axis=-1, dtype=np.float64), 1.0).all():
+                        advice = (
+                            "these have several ones in a row, or none: with binary_crossentropy "
+                            'and activation="sigmoid" each output is a label of its own'
+                        )
                 self._refuse(f"{both}; {kind} takes the number of the class: {advice}")
-            if not _alike(y, outputs[:-1]) and not _alike(y, (*outputs[:-1], 1)):
+            if not numbers:
                 self._refuse(
                     f"{both}; {kind} takes the number of the class, of shape "
                     f"{shape_of(outputs[:-1])}: let the model give a place for each target"
                 )
-        elif kind in _ONE_HOT and axis == -1:
-            y, outputs = _squeezed(y, outputs)
+        elif kind in _ONE_HOT and of_classes:
+            y, outputs = squeezed
             if not _alike(y, outputs):
                 numbers = _alike(y, outputs[:-1]) or _alike(y, (*outputs[:-1], 1))
-                advice = (
-                    "these are numbers of classes: take sparse_" + _ONE_HOT[0] if numbers
-                    else "give both the same"
-                )  # fmt: skip
+                advice = f"these are numbers of classes: take sparse_{_ONE_HOT[0]}"
+                advice = advice if numbers else "give both the same"
                 self._refuse(f"{both}; {kind} takes a number for each output: {advice}")
         elif kind in (*_BINARY, *_ELEMENTWISE):
-            y, outputs = _squeezed(y, outputs)
+            y, outputs = squeezed
             if not _alike(y, outputs):
                 self._refuse(f"{both}; {kind} needs both the same: {self._same_shape(y, outputs)}")
-        self._check_weights()
 
     def _same_shape(self, y: tuple, outputs: tuple) -> str:
-        """Return what to change where targets and outputs are not of one shape."""
+        """Return what to change where targets and outputs differ in shape."""
         if max(len(y), len(outputs)) > 2:
             return "let the model give outputs of the targets' shape"
-        if len(y) < len(outputs) or y[-1:] == (1,):
-            if self.pair.kind in _BINARY:
-                return (
-                    "give the model 1 unit; or, if the targets are numbers of classes, take "
-                    'activation="softmax" with sparse_categorical_crossentropy'
-                )
-            return "give the last layer 1 unit, or a target for each of its units"
-        return f"give the last layer {y[-1]} units"
+        if len(y) >= len(outputs) and y[-1:] != (1,):
+            return f"give the last layer {y[-1]} units"
+        if self.pair.kind in _BINARY:
+            return (
+                "give the model 1 unit; or, if the targets are numbers of classes, take "
+                'activation="softmax" with sparse_categorical_crossentropy'
+            )
+        return "give the last layer 1 unit, or a target for each of its units"
 
     def _check_weights(self) -> None:
-        """Refuse sample weights that are no numbers for the losses."""
-        y, outputs, weights = self.pair.y, self.pair.outputs, self.pair.weights
-        if weights is None or not weights or self.pair.kind in ("", *_MASKS):
+        outputs = self.pair.outputs
+        if not self.pair.weights or self.pair.kind in _MASKS:
             return
-        y, outputs = _squeezed(y, outputs) if self.pair.kind not in _SPARSE else (y, outputs)
+        if self.pair.kind not in _SPARSE:
+            _, outputs = _squeezed(self.pair.y, outputs)
         losses = outputs[:-1] if len(outputs) > 1 else outputs
-        own, weights = _squeezed(losses, weights)
-        same_rank = len(own) == len(weights)
-        if same_rank and all(
-            b in (1, a) or None in (a, b) for a, b in zip(own[1:], weights[1:], strict=True)
-        ):
-            return
-        self._refuse(
-            f"sample weights of shape {shape_of(self.pair.weights)}, and the losses of "
-            f"{self.output} have shape {shape_of(losses)}: give one weight for each of them"
-        )
+        ours, weights = _squeezed(losses, self.pair.weights)
+        sizes = zip(ours[1:], weights[1:], strict=False)
+        fit = all(weight in (1, own) or None in (own, weight) for own, weight in sizes)
+        if len(ours) != len(weights) or not fit:
+            self._refuse(
+                f"sample weights of shape {shape_of(self.pair.weights)}, and the losses of "
+                f"{self.output} have shape {shape_of(losses)}: give one weight for each of them"
+            )
 
-    def _check_probabilities(self) -> list[str]:
-        """Look at what ends in no probabilities where the loss takes these."""
+    def _check_activation(self) -> None:
+        """Check that the output is made of probabilities, or of logits, as the loss takes it."""
         kind, activation, layer = self.pair.kind, self.ending.activation, self.ending.layer
         wanted = _PROBABILITIES[kind]
-        if activation in ("linear", "relu", "tanh") and layer:
-            is_linear = activation == "linear"
-            what = "has no activation" if is_linear else f"ends in a {activation}"
-            take = f"{kind} takes probabilities"
+        if getattr(self.pair.loss, "from_logits", False):
+            if activation in ("softmax", "sigmoid"):
+                self._warn(
+                    f"{self.output} ends in a {activation}, and the loss has from_logits=True, so "
+                    f"it takes the {wanted} itself: it will learn badly; take the {activation} off "
+                    "the last layer, or from_logits=True off the loss"
+                )
+        elif activation == "linear" and layer:
             change = f'give it activation="{wanted}"'
-            if kind not in _WITHOUT_LOGITS and is_linear:
+            if kind not in _WITHOUT_LOGITS:
                 name = "".join(part.title() for part in kind.split("_"))
                 change += f", or the loss from_logits=True: keras.losses.{name}(from_logits=True)"
                 if self.named.startswith("--loss") and kind == _SPARSE[0]:
                     change += ", which is the loss without --loss"
-            line = f"{self.output}, of layer {layer}, {what}, and {take}: {change}"
-            if is_linear:
-                self._refuse(line)
-            return [f"{self.named}: {line}"]
-        if activation == "sigmoid" and wanted == "softmax" and kind != "kl_divergence":
-            return [
-                f"{self.named}: {self.output} ends in a sigmoid, and {kind} takes probabilities "
-                'that add up to 1: take activation="softmax", or, where an example has several '
-                "labels, binary_crossentropy"
-            ]
-        return []
+            self._refuse(
+                f"{self.output}, of layer {layer}, has no activation, and {kind} takes "
+                f"probabilities: {change}"
+            )
+        elif activation in ("relu", "tanh") and layer:
+            self._warn(
+                f"{self.output}, of layer {layer}, ends in a {activation}, and {kind} takes "
+                f'probabilities: give it activation="{wanted}"'
+            )
+        elif activation == "sigmoid" and wanted == "softmax" and kind != "kl_divergence":
+            self._warn(
+                f"{self.output} ends in a sigmoid, and {kind} takes probabilities that add up to "
+                '1: take activation="softmax", or, where an example has several labels, '
+                "binary_crossentropy"
+            )
 
-    def _check_classes(self) -> None:
-        """Refuse numbers of classes that the model has no output for."""
-        kind, values, size = self.pair.kind, self.values, self.pair.outputs[-1]
+    def _check_classes(self, values: np.ndarray) -> None:
+        """Refuse class numbers that the model has no output for."""
+        kind, size = self.pair.kind, self.pair.outputs[-1]
         if size is None:
             return
         if values.dtype.kind == "f" and np.any(broken := values != np.floor(values)):
@@ -248,33 +257,31 @@ class OneOutput:
             if self.no_classes and ignored is None:
                 self._refuse(self.no_classes)
             return
-        shown = f"{', '.join(map(str, bad[:3]))}{', ...' if bad.size > 3 else ''}"
-        one, least = bad.size == 1, int(values.min())
+        one, first = bad.size == 1, bad[0]
         if set(np.unique(values)) <= {0, 255}:
             advice = "divide masks of 0 and 255 by 255"
-        elif least == 1 and bad[0] == size and one:
+        elif one and first == size and values.min() == 1:
             advice = f"count them from 0, or give the last layer {size + 1} units"
-        elif one and (bad[0] < 0 or bad[0] == 255):
-            advice = f"if {bad[0]} means no class, give the loss ignore_class={bad[0]}"
-            advice += "" if bad[0] > 0 else "; else count from 0"
-        elif bad[0] < 0:
+        elif one and (first < 0 or first == 255):
+            advice = f"if {first} means no class, give the loss ignore_class={first}"
+            advice += "" if first > 0 else "; else count from 0"
+        elif first < 0:
             advice = "count them from 0"
         else:
             advice = f"give the last layer {bad[-1] + 1} units or more"
         self._refuse(
-            f"there are targets {shown}, and {self.output} has {size} units, for classes "
-            f"0..{size - 1}: {advice}"
+            f"there are targets {', '.join(map(str, bad[:3]))}{', ...' * (bad.size > 3)}, and "
+            f"{self.output} has {size} units, for classes 0..{size - 1}: {advice}"
         )
 
-    def _check_zeros_and_ones(self) -> None:
+    def _check_zeros_and_ones(self, values: np.ndarray) -> None:
         """Refuse targets outside of 0..1, unless their weight or mask may be 0."""
-        kind, values = self.pair.kind, self.values
-        least, most = float(values.min()), float(values.max())
+        kind, least, most = self.pair.kind, float(values.min()), float(values.max())
         if self.weighted or self.pair.masked or (least >= 0 and most <= 1):
             return
         if not np.isfinite([least, most]).all():
             return
-        found = set(np.unique(values).tolist()) if values.size else set()
+        found = set(np.unique(values).tolist())
         if found <= {-1.0, 1.0} and kind in _BINARY:
             advice = "write 0 for -1, or take keras.losses.Hinge"
         elif found <= {0.0, 255.0} or (least >= 0 and most == 255):
@@ -291,42 +298,31 @@ class OneOutput:
             f"{advice}"
         )
 
-    def _are_one_hot(self) -> bool | None:
-        """Tell whether each row of the targets has one 1; None if it is not known."""
-        if self.values is None or not self.values.size or self.values.ndim < 2:
-            return None
-        return bool(np.all(np.isclose(self.values.sum(axis=-1, dtype=np.float64), 1.0)))
+    def _check_several_labels(self, values: np.ndarray) -> None:
+        """Warn of rows with several ones where a softmax gives one class."""
+        one_class = self.pair.kind in _ONE_HOT or self.ending.activation == "softmax"
+        if not one_class or getattr(self.pair.loss, "axis", -1) != -1:
+            return
+        if values.ndim > 1 and values.shape[-1] > 1 and np.isin(values, (0, 1)).all():
+            if (values.sum(axis=-1) > 1).any():
+                self._warn(
+                    f"{self.output} has targets with several ones in a row; a softmax gives one "
+                    'class: take activation="sigmoid" with binary_crossentropy'
+                )
 
-    def _several_labels(self) -> list[str]:
-        """Tell where rows with several ones meet a softmax."""
-        values = self.values
-        if getattr(self.pair.loss, "axis", -1) != -1 or values.ndim < 2 or values.shape[-1] < 2:
-            return []
-        if not np.isin(values, (0, 1)).all() or not (values.sum(axis=-1) > 1).any():
-            return []
-        if self.pair.kind in _ONE_HOT or self.ending.activation == "softmax":
-            return [
-                f"{self.named}: {self.output} has targets with several ones in a row; a softmax "
-                'gives one class: take activation="sigmoid" with binary_crossentropy'
-            ]
-        return []
-
-    def _out_of_reach(self) -> list[str]:
-        """Tell where an activation cannot give what the targets are."""
-        bounds = _RANGES.get(self.ending.activation or "")
-        values = self.values
-        if bounds is None or self.weighted or self.pair.masked or not np.isfinite(values).all():
-            return []
-        low, high = bounds
+    def _check_range(self, values: np.ndarray) -> None:
+        """Warn of targets that the activation cannot give."""
+        activation, infinity = self.ending.activation, float("inf")
+        low, high = _RANGES.get(activation or "", (-infinity, infinity))
+        if self.weighted or self.pair.masked or not np.isfinite(values).all():
+            return
         least, most = float(values.min()), float(values.max())
-        if least >= low - _SLACK and most <= high + _SLACK:
-            return []
-        reach = f"{low} or more" if high == float("inf") else f"{low} to {high}"
-        return [
-            f"{self.named}: targets of {self.output} go from {least:g} to {most:g}, and its "
-            f"{self.ending.activation} gives {reach}: take the {self.ending.activation} off the "
-            "last layer, or scale the targets"
-        ]
+        if least < low - _SLACK or most > high + _SLACK:
+            reach = f"{low} or more" if high == infinity else f"{low} to {high}"
+            self._warn(
+                f"targets of {self.output} go from {least:g} to {most:g}, and its {activation} "
+                f"gives {reach}: take the {activation} off the last layer, or scale the targets"
+            )
 
 
 _COUNTING = (
@@ -344,7 +340,7 @@ _OF_LOGITS = {
 }
 
 
-def doubtful_metrics(one: "OneOutput", metrics: Sequence[keras.Metric]) -> list[str]:
+def doubtful_metrics(one: OutputCheck, metrics: Iterable[keras.Metric]) -> list[str]:
     """Return a line for each metric of an output whose figures would mean nothing."""
     kind, values, lines = one.pair.kind, one.values, []
     broken = np.zeros(0)
@@ -352,25 +348,24 @@ def doubtful_metrics(one: "OneOutput", metrics: Sequence[keras.Metric]) -> list[
         broken = values[values != np.floor(values)]
     logits = one.ending.activation == "linear" and kind in _BINARY
     for metric in metrics:
-        change = _OF_LOGITS.get(type(metric))
         if broken.size and type(metric) in _COUNTING:
             lines.append(
                 f"{one.named}: the metric {metric.name} counts classes, and the targets are "
                 f"numbers such as {broken[0]:g}: take mean_absolute_error"
             )
-        elif logits and change and _takes_probabilities(metric):
+        elif logits and type(metric) in _OF_LOGITS and _takes_probabilities(metric):
             lines.append(
                 f"{one.named}: the metric {metric.name} takes probabilities, and the model gives "
-                f"logits: take keras.metrics.{type(metric).__name__}({change})"
+                f"logits: take keras.metrics.{type(metric).__name__}({_OF_LOGITS[type(metric)]})"
             )
     return lines
 
 
 def _takes_probabilities(metric: keras.Metric) -> bool:
     config = metric.get_config()
-    threshold = config.get("threshold", config.get("thresholds"))
     if isinstance(metric, keras.metrics.AUC):
         return not config.get("from_logits")
+    threshold = config.get("threshold", config.get("thresholds"))
     return threshold in (0.5, [0.5], None) and config.get("top_k") is None
 
 
@@ -380,13 +375,13 @@ def shape_of(shape: Sequence[int | None]) -> str:
 
 
 def _alike(a: Sequence[int | None], b: Sequence[int | None]) -> bool:
-    """Tell whether shapes may be the same, but for the number of examples."""
+    """Return whether shapes may be the same, but for the number of examples."""
     pairs = zip(a[1:], b[1:], strict=False)
     return len(a) == len(b) and all(None in pair or pair[0] == pair[1] for pair in pairs)
 
 
 def _squeezed(a: tuple, b: tuple) -> tuple[tuple, tuple]:
-    """Return shapes as Keras makes them to be of one rank, where the last size of one is 1."""
+    """Return shapes of one rank, as Keras makes them where the last size of one is 1."""
     if len(a) == len(b) + 1 and a[-1] == 1:
         return (a, (*b, 1)) if len(b) == 1 else (a[:-1], b)
     if len(b) == len(a) + 1 and b[-1] == 1:
