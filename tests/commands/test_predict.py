@@ -209,7 +209,7 @@ def test_columns_of_a_table_are_known_by_name_and_categories_are_texts(
         return keras.Sequential([keras.Input([4]), layers.Dense(1)])
 
     train(model=of_four, **given)
-    of_run = load_run(Options(**given), function=of_four)
+    of_run = load_run(Options(**given, model=of_four))
     capsys.readouterr()
     wanted = of_run.model.predict(np.array([[0, 0, 1, 5], [1, 0, 0, 2]]), verbose=0)[:, 0]
     for text in (

@@ -22,7 +22,8 @@ from tests.fuzz.inputs import FOLDER, LINK, PIPE, READ_ONLY, Case
 from towers import cli
 from towers.data import cifar
 from towers.errors import InputError, RunError
-from towers.training.model import build
+from towers.options import flags
+from towers.training.model import build_for
 
 CODES = {0, 1, 2, 75, 76, 130, 141}
 SECONDS = 60.0  # that an input may take
@@ -75,10 +76,10 @@ def make_template(folder: Path) -> Template:
         for name, seed in ("run", 0), ("other", 1):
             code, _, err = _call(["train", f"--train_dir={name}", f"--seed={seed}", *argv])
             assert code == 0, err
-        model = build(
-            "models.resnet:resnet", {"depth": 8, "width": 2}, num_classes=3,
-            x=tf.TensorSpec([8, 8, 1]), image_shape=(8, 8, 1),
-        )  # fmt: skip
+        options = flags.parse([*argv[:2], "--augment=none"])
+        model = build_for(
+            options, num_classes=3, x=tf.TensorSpec([8, 8, 1]), image_shape=(8, 8, 1)
+        )
         model.save_weights("weights.weights.h5")
         for name in "weights.keras", "weights.h5":
             model.save(name)

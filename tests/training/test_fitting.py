@@ -59,8 +59,8 @@ class Eager:
 
     def __init__(self, make, *example):
         self.options, self.data = options_of(make), data_of(*example)
-        given = dict(num_classes=self.data.num_classes, x=self.data.train.spec[0], function=make)
-        self.model = model.build(self.options.model, **given)
+        given = dict(num_classes=self.data.num_classes, x=self.data.train.spec[0])
+        self.model = model.build_for(self.options, **given)
         self.builder = types.SimpleNamespace(devices=["/cpu:0"], num_slices=1)
         self.pairs = fitting.Pairs(self.model) if self.model.compiled else None
         self.unsaved = ()

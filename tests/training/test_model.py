@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 from towers.errors import InputError
-from towers.options.run import DTYPES
+from towers.options.run import DTYPES, Options
 from towers.training import model
 
 SHAPE = (8, 8, 3)
@@ -102,12 +102,12 @@ def fails():
     raise ZeroDivisionError("theirs")
 
 
-def build(function, keywords=None, **options):
-    options = {"num_classes": 10, "image_shape": SHAPE} | options
-    dtype = "float64" if options.get("dtype") == "float64" else "float32"
-    x, name = tf.TensorSpec(options["image_shape"], dtype), f"my:{function.__name__}"
-    built = model.build(name, keywords, x=x, function=function, **options)
-    model.check_classifier(built, name, options["num_classes"], x)
+def build(function, keywords=None, image_shape=SHAPE, **given):
+    arguments = [f"{name}={value}" for name, value in (keywords or {}).items()]
+    of_run = Options(model=function, model_args=arguments, augment="off", **given)
+    x = tf.TensorSpec(image_shape, of_run.input_dtype)
+    built = model.build_for(of_run, num_classes=10, x=x, image_shape=image_shape)
+    model.check_classifier(built, of_run.model, 10, x)
     return built
 
 
@@ -129,7 +129,7 @@ def test_the_function_is_given_what_it_takes_and_model_args():
 @pytest.mark.parametrize("name", ["keras:Model", "keras:Sequential", "keras.layers:Dense"])
 def test_what_is_kerass_own_and_cannot_be_called_so_is_said_in_a_line(name):
     with pytest.raises(InputError, match=name) as error:
-        model.build(name, num_classes=3, x=tf.TensorSpec(SHAPE), image_shape=SHAPE)
+        build(name)
     assert "\n" not in str(error.value)
 
 

@@ -1,1 +1,1 @@
-"""What a run is asked to be: options, flags and their rules. No TensorFlow is needed."""
+"""Options of a run, their flags and their rules; no TensorFlow is imported."""

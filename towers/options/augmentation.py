@@ -1,4 +1,4 @@
-"""What --augment may say: a base, then parts with commas, each with a number or its usual one.
+"""Values of --augment: a base, then parts with commas, each with a number or its usual one.
 
     plan = parse("resnet,cutout=8,mixup")
     plan.base, plan.cutout, plan.mixup      # "resnet", 8.0, 0.2
@@ -63,11 +63,7 @@ class Augmentation:
 
 @functools.cache
 def parse(text: str) -> Augmentation:
-    """Return the meaning of a value of --augment.
-
-    Raises:
-        InputError: one line: what is not known, or no such number, and what is allowed.
-    """
+    """Return the meaning of a value of --augment; InputError if it has none."""
     base, *parts = (part.strip() for part in text.split(","))
     if base not in ("auto", *BASES):
         raise InputError(

@@ -115,11 +115,7 @@ def check_picture(plot: str) -> None:
 
 
 def parse_tower_numbers(text: str) -> list[int]:
-    """Return the numbers of towers of a comma-separated --num_towers.
-
-    Raises:
-        InputError: a part is no whole number of at least 1, or they do not rise.
-    """
+    """Return the rising whole numbers, each at least 1, of a comma-separated --num_towers."""
     numbers = parse_numbers("num_towers", text)
     if not all(number >= 1 and number == int(number) for number in numbers):
         raise InputError(f"--num_towers={text}: whole numbers of at least 1 are needed, as 1,2,4")
@@ -127,11 +123,7 @@ def parse_tower_numbers(text: str) -> list[int]:
 
 
 def parse_numbers(name: str, text: str) -> list[float]:
-    """Return the numbers of a comma-separated option.
-
-    Raises:
-        InputError: a part is not a number of at least 0, or they do not rise.
-    """
+    """Return the rising numbers, each at least 0, of a comma-separated option."""
     try:
         values = [float(part) for part in text.split(",")] if text else []
     except ValueError:

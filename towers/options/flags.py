@@ -69,7 +69,7 @@ _PARSERS = {  # and what is needed where they fail
 }
 # A run with another value of these is another run: its checkpoints refuse it.
 IDENTITY = ("model", "model_args", "loss", "augment", "dataset", "tensorboard_x")
-# Of each of these, a run has one: the one that is given now takes the place of the run's.
+# Of each group a run has one option at most: a new one replaces that of the run.
 _ONE_OF = (
     ("clip_norm", "clip_value", "clip_global_norm"),
     ("per_process_gpu_memory_fraction", "gpu_memory_limit_mib", "allow_growth"),
@@ -186,11 +186,7 @@ def options_of(
 
 
 def option_name(flag: str) -> str:
-    """Return the name of the option of a run that a flag sets, an alias or not.
-
-    Raises:
-        InputError: there is no such flag.
-    """
+    """Return the option of a run that a flag sets, an alias or not; InputError if there is none."""
     name = _ALIASES.get(flag, flag)
     if name not in _OF_RUN:
         raise InputError(_unknown(flag, _TRAIN))
@@ -203,11 +199,7 @@ def option_type(name: str) -> type:
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Return the value that `text` means for an option of a run; its range is not checked.
-
-    Raises:
-        InputError: it is not of the option's type.
-    """
+    """Return `text` as a value of an option of a run, its type checked, its range not."""
     return _value(_OF_RUN[name], text)
 
 
@@ -322,11 +314,7 @@ def _text(path: str | Path) -> str:
 
 
 def _of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
-    """Return {option: value} of the run in --train_dir, without what `given` replaces.
-
-    Raises:
-        InputError: there is no run, its flags.cfg cannot be read, or another run is asked for.
-    """
+    """Return {option: value} of the run in --train_dir, without what `given` replaces."""
     train_dir = given.get("train_dir", Options.train_dir)
     path = Path(train_dir, "flags.cfg")
     try:
@@ -436,7 +424,7 @@ def _flag_help(field: dataclasses.Field) -> list[str]:
         text += f" One of {', '.join(field.metadata['choices'])}."
     if "alias" in field.metadata:
         text += f" Also --{field.metadata['alias']}."
-    wrapped = textwrap.wrap(text, 100 - 34)
-    if len(name) > 32:
-        return [name, *(" " * 34 + line for line in wrapped)]
-    return [f"{name:34}{wrapped[0]}", *(" " * 34 + line for line in wrapped[1:])]
+    indent, is_long = " " * 34, len(name) > 32
+    first = indent if is_long else f"{name:34}"
+    lines = textwrap.wrap(text, 100, initial_indent=first, subsequent_indent=indent)
+    return [name, *lines] if is_long else lines

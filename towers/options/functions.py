@@ -23,7 +23,7 @@ from towers.options.given import PREFIX
 _CHECKOUT = Path(search_path.CHECKOUT)  # unless the package was installed without it
 _SHIPPED = "towers_models"  # what its models are imported as
 _STDLIB = [folder := sysconfig.get_path("stdlib"), os.path.join(folder, "lib-dynload")]
-# What may make a name that does not stand at a module's top level.
+# Code that may define names which no assignment at the top level shows.
 _DYNAMIC = re.compile(
     r"import \*|\b(exec|eval|globals|locals|setattr|vars)\(|__getattr__|^\s*global |\.modules\b",
     re.MULTILINE,

@@ -18,12 +18,12 @@ PREFIX = "given_in_python:"
 _DATA = {"dataset": "data", "callbacks": "callbacks"}  # options that take other objects, too
 
 
-class Given(str):
+class InlineObject(str):
     """The text of an option that carries {name in the text: object}."""
 
     objects: Mapping[str, Any]
 
-    def __new__(cls, text: str, objects: Mapping[str, Any]) -> "Given":
+    def __new__(cls, text: str, objects: Mapping[str, Any]) -> "InlineObject":
         """Return `text`, carrying `objects`."""
         given = super().__new__(cls, text)
         given.objects = objects
@@ -31,9 +31,9 @@ class Given(str):
 
     def split(self, *args: Any, **kwargs: Any) -> list[str]:
         """Return the parts, which carry the same objects."""
-        return [Given(part, self.objects) for part in super().split(*args, **kwargs)]
+        return [InlineObject(part, self.objects) for part in super().split(*args, **kwargs)]
 
-    def __deepcopy__(self, memo: dict) -> "Given":
+    def __deepcopy__(self, memo: dict) -> "InlineObject":
         """Return the same text: an object may be a large data set."""
         return self
 
@@ -51,24 +51,20 @@ def as_text(option: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         if option not in _DATA or all(isinstance(item, str | os.PathLike) for item in value):
             texts = [_item_text(item, objects) for item in value]
-            return value if None in texts else Given(",".join(texts), objects)
+            return value if None in texts else InlineObject(",".join(texts), objects)
     elif isinstance(value, int | float | None):
         return value
-    if keras := sys.modules.get("keras"):  # unless it is imported, there are no such values
-        kind = type(value).__name__
-        if isinstance(value, keras.Model):
-            raise InputError(
-                f"{option}={value.name}, a {kind} that is already built: give the function that "
-                "builds it, such as model=build; each run builds its own"
-            )
-        if isinstance(value, keras.optimizers.Optimizer):
-            raise InputError(
-                f"{option}={kind}(...): give a function that makes it, such as "
-                f"{option}=lambda: keras.optimizers.{kind}(...); each run has its own"
-            )
+    keras = sys.modules.get("keras")  # unless it is imported, there are no such values
+    if keras and isinstance(value, keras.Model | keras.optimizers.Optimizer):
+        kind, is_model = type(value).__name__, isinstance(value, keras.Model)
+        example = "build" if is_model else f"lambda: keras.optimizers.{kind}(...)"
+        raise InputError(
+            f"{option}={kind}(...) is already built: give the function that builds it, such as "
+            f"{option}={example}; each run builds its own"
+        )
     if option in _DATA and not callable(value) and not isinstance(value, str | os.PathLike):
         text = f"{PREFIX}{_DATA[option]}"
-        return Given(text, {text: lambda: value})
+        return InlineObject(text, {text: lambda: value})
     text = _item_text(value, objects)
     return value if text is None else text
 
@@ -88,10 +84,10 @@ def _item_text(value: Any, objects: dict[str, Any]) -> str | None:
     own = getattr(value, "__name__", type(value).__name__).strip("<>")  # <lambda>
     module = getattr(value, "__module__", "")
     if module != "__main__" and getattr(sys.modules.get(module), own, None) is value:
-        return Given(f"{module}:{own}", objects)  # found by any process
+        return InlineObject(f"{module}:{own}", objects)  # found by any process
     name, number = f"{PREFIX}{own}", 1
     while objects.get(name, value) is not value:
         number += 1
         name = f"{PREFIX}{own}_{number}"
     objects[name] = value
-    return Given(name, objects)
+    return InlineObject(name, objects)

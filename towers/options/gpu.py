@@ -1,4 +1,4 @@
-"""What a process may take of the GPUs: the options and their rules; no TensorFlow is needed."""
+"""Options of the GPUs that a process uses, and their rules; no TensorFlow is imported."""
 
 import dataclasses
 import re
@@ -12,7 +12,7 @@ _gpus = group("GPUs", affects="machine", minimum=0)
 
 @dataclasses.dataclass(frozen=True)
 class GpuOptions:
-    """What a process sees and takes of the GPUs. The fields are flags of the same name."""
+    """Which GPUs a process uses, and how. The fields are flags of the same name."""
 
     visible_gpus: str = _gpus(
         "", "GPUs to use, by the driver's numbers in PCI bus order: 0,2; or by name: GPU-... or "
@@ -42,11 +42,7 @@ class GpuOptions:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Refuse values out of range and pairs that exclude each other.
-
-        Raises:
-            InputError: one line: what was given, what is allowed and what to type.
-        """
+        """Raise InputError for values out of range and pairs that exclude each other."""
         check_values(self)
         given = [name for name in _MEMORY if getattr(self, name)]
         if len(given) > 1:

@@ -33,7 +33,7 @@ OPTIMIZERS = (
     "sgd", "momentum", "nesterov", "adam", "adamw", "adamax", "nadam", "lion", "lamb", "rmsprop",
     "adagrad", "adadelta", "muon",
 )  # fmt: skip
-# What a compiled model says itself.
+# Options that a compiled model has its own values for.
 OF_COMPILED = (
     "loss", "metrics", "optimizer", "learning_rate", "schedule", "warmup_epochs", "decay_epochs",
     "decay_factor", "momentum", "weight_decay", "label_smoothing", "clip_norm", "clip_value",
@@ -54,7 +54,7 @@ _tensorboard = group("TensorBoard", affects="report", minimum=0)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a run is made of. Each field is a flag of the same name; its help says what it means.
+    """All options of a run. Each field is a flag of the same name, with its help.
 
     In place of a name, functions and data may be given as they are.
     """
@@ -333,11 +333,7 @@ class Options:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        """Refuse values out of range, by the flag's name.
-
-        Raises:
-            InputError: one line: what was given and what is allowed.
-        """
+        """Raise InputError for values out of range and pairs that exclude each other."""
         for field in dataclasses.fields(self):
             if field.type is str:
                 text = as_text(field.name, getattr(self, field.name))
@@ -357,11 +353,7 @@ class Options:
         self.gpu_options()
 
     def gpu_options(self) -> GpuOptions:
-        """Return the options of the GPUs; none is visible if the towers are on workers.
-
-        Raises:
-            InputError: two options exclude each other, or `visible_gpus` is malformed.
-        """
+        """Return the options of the GPUs; none is visible if the towers are on workers."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(GpuOptions)}
         if self.workers and not self.visible_gpus:
             values["visible_gpus"] = "none"  # a worker on the same machine may have them
@@ -381,10 +373,7 @@ class Options:
         return "float64" if self.dtype == "float64" else "float32"
 
     def to_flagfile(self) -> str:
-        """Return the text of a flagfile that repeats the run.
-
-        What concerns one call only is left out, but for the folder that it goes on in.
-        """
+        """Return the text of a flagfile that repeats the run: all but options of one call."""
         names = ["train_dir", *names_that_affect("result", "speed", "machine", "report")]
         lines = [f"--{name}={text_of(getattr(self, name))}" for name in names]
         return "# towers train --flagfile=THIS_FILE repeats the run\n" + "\n".join(lines) + "\n"

@@ -9,7 +9,7 @@ from towers.options.run import Options
 
 @dataclasses.dataclass(frozen=True)
 class Timetable:
-    """What is due at which step of one process's part of a run."""
+    """Steps at which something is due, in the part of a run that one process makes."""
 
     first_step: int  # steps done when it starts
     first_examples: int  # examples seen by then

@@ -15,11 +15,7 @@ from towers.training.update import is_decayed
 
 
 def check_flags(options: Options) -> None:
-    """Refuse flags that contradict a model which its function has compiled.
-
-    Raises:
-        InputError: in one line, with the flag and the function.
-    """
+    """Raise InputError for a flag that a compiled model has its own value for."""
     for name in OF_COMPILED:
         value, default = getattr(options, name), getattr(Options, name)
         if value != default:
@@ -30,11 +26,7 @@ def check_flags(options: Options) -> None:
 
 
 def compile_by_flags(model: keras.Model, options: Options) -> None:
-    """Compile a model as --loss, --metrics and the flags of the update say.
-
-    Raises:
-        InputError: there is no such loss or metric, or a flag has no meaning here.
-    """
+    """Compile a model as --loss, --metrics and the flags of the update say."""
     if options.label_smoothing:
         raise InputError(
             f"--label_smoothing={options.label_smoothing:g} is the classifier's own: with --loss "
@@ -42,19 +34,19 @@ def compile_by_flags(model: keras.Model, options: Options) -> None:
         )
     loss: Any = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     if options.loss:
-        loss = _of_name("loss", options.loss, keras.losses.get)
-    names = [name for name in options.metrics.split(",") if name]
-    metrics = [_of_name("metrics", name, keras.metrics.get) for name in names]
+        loss = _resolve("loss", options.loss, keras.losses.get)
+    names = filter(None, options.metrics.split(","))
+    metrics = [_resolve("metrics", name, keras.metrics.get) for name in names]
     weights = model.trainable_variables
-    for weight in weights if options.optimizer not in DECAY_APART else ():
-        if options.weight_decay and is_decayed(weight):
+    if options.weight_decay and options.optimizer not in DECAY_APART:
+        for weight in filter(is_decayed, weights):
             weight.regularizer = _Decay(options.weight_decay, weight.regularizer)
     optimizer = make_optimizer(weights, options, **clips_of(options))
     model.compile(optimizer, loss, metrics=metrics)
 
 
 class _Decay:
-    """L2 of a weight beside the regulariser that its layer has."""
+    """L2 of a weight, added to the regulariser of its layer."""
 
     def __init__(self, decay: float, own: Callable | None):
         self.decay, self.own = decay, own
@@ -65,8 +57,8 @@ class _Decay:
         return penalty if self.own is None else penalty + self.own(value)
 
 
-def _of_name(flag: str, name: str, get: Callable) -> Any:
-    """Return what Keras knows by a name, or the user's own module:function.
+def _resolve(flag: str, name: str, get: Callable) -> Any:
+    """Return Keras' loss or metric of a name, or the user's own module:function.
 
     A class, or a function without arguments, is called.
     """

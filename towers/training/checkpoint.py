@@ -1,7 +1,7 @@
 """Checkpoints as files: they are TensorFlow's, and load with any number of towers.
 
-One counts only when it is whole: it is written under another name, flushed, its index is read, and
-then its files are renamed, the index last. TensorFlow's readers take a path for a pattern, in which
+Only a whole one counts: it is written under another name and flushed, its index is read, and then
+its files are renamed, the index last. TensorFlow's readers take a path for a pattern, in which
 `[0.1]` means one character: they are given another path.
 """
 
@@ -10,15 +10,18 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from towers import files, tf_private
+from towers.errors import InputError
+from towers.text import first_line
 
+Found = TypeVar("Found")
 Snapshot = Mapping[str, tf.Tensor]  # values of variables, by name
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 _PARTS = "data-00000-of-00001", "index"  # of a checkpoint, in the order of their writing
@@ -32,16 +35,26 @@ def find(directory: Path) -> list[tuple[int, str]]:
     return [(step, str(Path(directory) / f"ckpt-{step}")) for step in steps]
 
 
+def of_run(train_dir: str | Path) -> dict[int, str]:
+    """Return {step: path prefix} of a run's checkpoints; InputError if there is none."""
+    folder = Path(train_dir, "checkpoints")
+    if found := find(folder):
+        return dict(found)
+    raise InputError(
+        f"--train_dir={train_dir}: there is no checkpoint in {folder}; train first, or name the "
+        "folder of a run"
+    )
+
+
 def _matches(directory: Path, pattern: str) -> list[re.Match]:
-    """Return how the names in a folder match a pattern, where they do, in rising order."""
     names = sorted(path.name for path in Path(directory).glob("*"))
     return [match for name in names if (match := re.fullmatch(pattern, name))]
 
 
 def without_index(directory: Path) -> dict[int, str]:
-    """Return {step: line} of checkpoints newer than all others that are named or begun, not there.
+    """Return {step: line} of newer checkpoints that are named or begun, and have no index.
 
-    One that is being written just now has its index under another name.
+    Those that are being written just now, with the index under another name, do not count.
     """
     newest = max(dict(find(directory)), default=-1)
     now = {int(match[2]) for match in _matches(directory, _WHOLE)}
@@ -61,7 +74,7 @@ def without_index(directory: Path) -> dict[int, str]:
 
 
 def tidy(directory: Path) -> None:
-    """End what dead processes began: finish a checkpoint that was whole, delete the rest."""
+    """Finish checkpoints that dead processes had written whole; delete what else they left."""
     with contextlib.suppress(OSError):
         there = dict(find(directory))
         for match in _matches(directory, _WHOLE):
@@ -74,18 +87,54 @@ def tidy(directory: Path) -> None:
     files.clear_leftovers(Path(directory))
 
 
+def read_newest(
+    directory: Path,
+    read: Callable[[str, Any], Found],
+    warn: Callable[[str], object],
+    wanted: int | None = None,
+    only: int | None = None,
+) -> tuple[int, Found] | None:
+    """Return (step, read(prefix, reader)) of the newest checkpoint that can be read, else None.
+
+    That of step `wanted` is tried first, or none but that of step `only`. `warn` is given a line
+    for each that is missing or damaged; an InputError of `read` comes through.
+    """
+    found = dict(find(directory))
+    if only is not None:
+        found = {only: found[only]}
+    else:
+        for line in without_index(directory).values():
+            warn(line)
+        if wanted is not None and wanted not in found:
+            warn(f"{directory}/ckpt-{wanted}, which is the best, is not there: passed over")
+    for step in sorted(found, key=lambda step: (step == wanted, step), reverse=True):
+        try:
+            with open_reader(found[step]) as reader:
+                return step, read(found[step], reader)
+        except InputError:
+            raise
+        except Exception as error:  # of many kinds: a short file gives an IndexError
+            warn(f"{found[step]} cannot be read and is passed over: {first_line(error)}")
+    return None
+
+
 def read(prefix: str, beginning: str) -> dict[str, np.ndarray]:
-    """Return {name: value} of the variables whose names begin so, as "model/", without that."""
+    """Return `values_of` a checkpoint."""
     with open_reader(prefix) as reader:
-        return {
-            name.removeprefix(beginning): reader.get_tensor(key)
-            for name, key in keys_of(reader).items()
-            if name.startswith(beginning)
-        }
+        return values_of(reader, beginning)
+
+
+def values_of(reader: Any, beginning: str = "") -> dict[str, np.ndarray]:
+    """Return {name: value} of variables whose names begin with, as "model/", without that."""
+    return {
+        name.removeprefix(beginning): reader.get_tensor(key)
+        for name, key in keys_of(reader).items()
+        if name.startswith(beginning)
+    }
 
 
 def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, Any]) -> None:
-    """Write values as the checkpoint of `step`, whole or not at all; `identity` as JSON.
+    """Write the checkpoint of `step`, whole or not at all; `identity` is in it as JSON.
 
     Raises:
         OSError, tf.errors.OpError: the folder cannot be written, or the disk is full.
@@ -116,7 +165,7 @@ def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, A
 
 
 def _rename(folder: Path, temporary: str, step: int) -> None:
-    """Give a whole checkpoint its name; what a kill leaves of that is done by `tidy`."""
+    """Give a whole checkpoint its name; `tidy` ends what a kill interrupts."""
     data, index = (folder / f"{temporary}.{part}" for part in _PARTS)
     (folder / f"ckpt-{step}.index").unlink(missing_ok=True)  # it would be of other data
     if data.exists():
@@ -132,7 +181,7 @@ def open_reader(prefix: str) -> Iterator[Any]:
 
     Raises:
         ValueError: it is that of another step than its name says.
-        Exception: of many kinds: it is damaged.
+        Exception: of any kind, where it is damaged.
     """
     path = Path(prefix)
     for part in path.parent.glob(f"{path.name}.*"):
@@ -150,7 +199,7 @@ def open_reader(prefix: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _plain(folder: Path) -> Iterator[str]:
-    """Yield another path of a folder, that is short and in which nobody sees a pattern."""
+    """Yield another path of a folder, short and without characters of a pattern."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}"
@@ -159,23 +208,37 @@ def _plain(folder: Path) -> Iterator[str]:
 
 
 def key_of(*path: str) -> str:
-    """Return what TensorFlow has a variable under; it escapes "/" as ".S", and "." as ".."."""
+    """Return TensorFlow's key of a variable; it escapes "/" as ".S", and "." as ".."."""
     return "/".join(part.replace(".", "..").replace("/", ".S") for part in path) + _SUFFIX
 
 
 def identity_of(reader: Any) -> dict[str, Any]:
-    """Return what was written as `identity`."""
+    """Return the `identity` that was written."""
     return json.loads(reader.get_tensor(key_of("identity")))
 
 
 def described(reader: Any) -> dict[str, str]:
-    """Return {name: "float32[4, 3]"} of the variables that a reader sees."""
+    """Return {name: "float32[4, 3]"} of the variables in a checkpoint."""
     dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
     return {name: f"{dtypes[key].name}{shapes[key]}" for name, key in keys_of(reader).items()}
 
 
+def kinds_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return {name: "float32[4, 3]"} of variables or arrays."""
+    return {n: f"{tf.as_dtype(v.dtype).name}{list(v.shape)}" for n, v in values.items()}
+
+
+def first_difference(here: Mapping[str, str], there: Mapping[str, str]) -> str | None:
+    """Return "NAME is DTYPE[SHAPE] there and absent here" of the first difference, if any."""
+    for name in [*here, *there]:
+        ours, theirs = here.get(name, "absent"), there.get(name, "absent")
+        if ours != theirs:
+            return f"{name} is {theirs} there and {ours} here"
+    return None
+
+
 def keys_of(reader: Any) -> dict[str, str]:
-    """Return {name of a variable: what the checkpoint has it under}."""
+    """Return {name of a variable: its key in the checkpoint}."""
     found = {}
     for key in sorted(reader.get_variable_to_shape_map()):
         if match := re.fullmatch(f"variables/(.*){_SUFFIX}", key):

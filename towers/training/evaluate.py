@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from towers import devices
-from towers.errors import InputError
 from towers.options.flags import options_of
 from towers.options.run import Options
+from towers.text import count
 from towers.training import best, checkpoint
 from towers.training.guest import as_a_guest
 from towers.training.run import prepare
@@ -38,26 +38,20 @@ def evaluate(
         RunError: the test set cannot be read.
     """
     options = options_of(options, fields, verb="evaluate")
-    folder = Path(options.train_dir, "checkpoints")
-    if not checkpoint.find(folder):
-        raise InputError(
-            f"--train_dir={options.train_dir}: there is no checkpoint in {folder}; train first, or "
-            "name the folder of a run"
-        )
+    checkpoint.of_run(options.train_dir)  # before the model is built
     run = prepare(dataclasses.replace(options, variables="default"))  # they are only read
     variables = run.masters.variables().items()
     step = Checkpoints(
-        folder,
+        Path(options.train_dir, "checkpoints"),
         {name: v for name, v in variables if name.startswith(("model/", "average/"))},
         {name: getattr(run.options, name) for name in ("model", "model_args", "augment")},
         exact=False,  # the optimizer and the loss scale matter no more
-    ).restore(say, best.step_of(Path(options.train_dir)))
+    ).restore(say, best.step_of(options.train_dir))
     run.masters.set_copies()
     with one_line_errors(options):
         result = run.task.make_evaluator(run.data.test)()
     num_towers = len(run.builder.devices)
-    plural = "tower" if num_towers == 1 else "towers"
-    heading = f"step {step}, {result.examples} test examples, {num_towers} {plural}"
+    heading = f"step {step}, {result.examples} test examples, {count(num_towers, 'tower')}"
     for line in [*devices.report(run.builder.devices), heading, *result.table()]:
         say(line)
     return result.figures() | {"step": step, "num_towers": num_towers}

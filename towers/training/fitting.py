@@ -25,7 +25,7 @@ _ROWS = 32  # of a batch that the first loss is computed of, if a tower takes no
 
 
 class Pairs:
-    """What the losses of a model's step are computed of, recorded while the step is traced.
+    """Inputs of the losses of a model's step, recorded while the step is traced.
 
     Attributes:
         found: a `LossInput` for each loss.
@@ -85,7 +85,7 @@ class Pairs:
 
 @contextlib.contextmanager
 def losses_of_examples(total: int) -> Iterator[None]:
-    """Let Keras' losses return losses `[b]` in the block, whose mean is that of a batch.
+    """Make Keras' losses return one loss per example, [b], whose mean is the loss of the batch.
 
     Losses with the reduction "sum" are multiplied by `total`, the examples of a batch.
     """

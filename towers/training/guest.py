@@ -1,4 +1,4 @@
-"""What a run leaves as it was in the program that called it, however it ends."""
+"""State of the program that calls a run, which the run leaves as it was, however it ends."""
 
 import contextlib
 import random
@@ -10,7 +10,7 @@ import tensorflow as tf
 
 @contextlib.contextmanager
 def without_advice() -> Iterator[None]:
-    """Keep TensorFlow's advice about functions that are traced often: each run has its own."""
+    """Suppress TensorFlow's warnings about retracing: each run has functions of its own."""
     logger, advice = tf.get_logger(), lambda record: "retracing" not in record.getMessage()
     logger.addFilter(advice)
     try:
@@ -21,9 +21,9 @@ def without_advice() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_a_guest() -> Iterator[None]:
-    """Let the random numbers of Python and NumPy go on afterwards, as if there had been no run.
+    """Restore the random states of Python and NumPy after the block; suppress retracing warnings.
 
-    Else those that a program draws after each of several runs, for a split, would be the same ones.
+    Else a program that draws after each of several runs, for a split, would draw the same numbers.
     The seeds of TensorFlow and Keras stay what the run has set.
     """
     python, numpy = random.getstate(), np.random.get_state()

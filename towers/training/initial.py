@@ -1,8 +1,8 @@
 """`--init_from`: the weights that a new run begins with, of another run or of a file of Keras'.
 
-Weights are known by their place in the model, as "layers/dense/vars/0" in a file: so one that only
-got another head finds them. Or by the names of layer and weight, as with a backbone inside of a
-larger model. Whichever way finds more is taken; shapes must be the same.
+Weights are matched by their place in the model, such as "layers/dense/vars/0" in a file, which
+suits a model with another head, or by the names of layer and weight, which suits a backbone inside
+of a larger model: whichever finds more. Shapes must be the same.
 
 Seeds of random draws stay those of the new run.
 """
@@ -29,8 +29,7 @@ from towers.text import first_line
 from towers.training.loading import read_weights
 from towers.training.masters import Masters
 
-Pair = tuple[keras.Variable, Any]  # a weight, and what has its value: an array, or h5py's dataset
-_NAMED = 10  # weights of each kind
+_NAMED = 10  # weights of each kind that a line names
 _LONGEST_NAME = 1000  # of a layer, in characters
 _SECONDS = 30.0  # that a look through a file may take
 _LOOK_THROUGH = """
@@ -47,10 +46,11 @@ file.visititems(lambda _, found: (dict(found.attrs), None)[1])  # else it ends t
 """
 
 
-class Keyed(NamedTuple):
-    """A weight, or its value: where it is ("" is not known), and its layer's and its own name.
+class NamedWeight(NamedTuple):
+    """A weight, or a value for one.
 
-    Of a value in a file no more than its shape is read before it is wanted.
+    `path` is its place in the model, "" if unknown, `name` that of its layer and its own. `value`
+    is a variable, an array, or a dataset of h5py, which is read when it is wanted.
     """
 
     path: str
@@ -59,7 +59,7 @@ class Keyed(NamedTuple):
 
 
 def init_from(masters: Masters, source: str) -> list[str]:
-    """Give the weights of a model, frozen ones too, and their averages the values of a source.
+    """Assign the values of a source to a model's weights, frozen ones too, and their averages.
 
     Args:
         masters: of a run before its first step.
@@ -75,57 +75,55 @@ def init_from(masters: Masters, source: str) -> list[str]:
     with contextlib.ExitStack() as opened:
         if path.is_dir():
             what, found = _of_run(path)
-            ours = [Keyed(v.path, _last_two(v.path), v) for v in masters.model.weights]
+            ours = [NamedWeight(v.path, _last_two(v.path), v) for v in masters.model.weights]
         else:
             what, found = str(path), opened.enter_context(_of_file(path))
             weights = {id(v) for v in masters.model.weights}
             places = tf_private.places_in_file(masters.model)
-            ours = [Keyed(*place) for place in places if id(place[2]) in weights]
-        pairs = max(_match(ours, found, "path"), _match(ours, found, "name"), key=_num_fitting)
-        values = [_array(there) for variable, there in pairs if _fits(variable, there)]
+            ours = [NamedWeight(*place) for place in places if id(place[2]) in weights]
+        matched = [_match(ours, found, field) for field in ("path", "name")]
+        pairs = max(matched, key=lambda pairs: sum(_fits(*pair) for pair in pairs))
+        values = [(v, _array(there)) for v, there in pairs if _fits(v, there)]
     missing = [v.path for v, there in pairs if there is None]
     other = [
         f"{v.path} {list(v.shape)} here, {list(there.shape)} there"
         for v, there in pairs
         if there is not None and not _fits(v, there)
     ]
-    num_fitting = _num_fitting(pairs)
-    if not num_fitting:
-        examples = f"{_some([k.path or k.name for k in found])} there, {_some(missing or other)}"
+    if not values:
+        examples = f"{_some(k.path or k.name for k in found)} there, {_some(missing or other)}"
         raise InputError(f"--init_from={source} has no weight of this model: {examples} here")
-    fitting = [variable for variable, there in pairs if _fits(variable, there)]
-    for variable, value in zip(fitting, values, strict=True):
+    for variable, value in values:
         variable.assign(value.astype(variable.dtype))
     for variable, average in masters.averages:
         average.assign(variable.value)
     masters.set_copies()
-    lines = [f"init_from   {what}: {num_fitting} of {len(pairs)} weights"]
     used = {id(there) for _, there in pairs}
     unused = [k.path or k.name for k in found if id(k.value) not in used]
     kinds = {"not there": missing, "of another shape": other, "of no use here": unused}
-    return lines + [f"  {kind} ({len(n)}): {_some(n)}" for kind, n in kinds.items() if n]
+    return [
+        f"init_from   {what}: {len(values)} of {len(pairs)} weights",
+        *(f"  {kind} ({len(names)}): {_some(names)}" for kind, names in kinds.items() if names),
+    ]
 
 
-def _match(ours: Iterable[Keyed], found: Iterable[Keyed], field: str) -> list[Pair]:
-    """Return each variable with the value that has the same path, or name, there."""
+def _match(
+    ours: Iterable[NamedWeight], found: Iterable[NamedWeight], field: str
+) -> list[tuple[keras.Variable, Any]]:
+    """Return each variable with the value of the same path, or name; None where there is none."""
     times = collections.Counter(getattr(k, field) for k in [*found, *ours])
     values = {getattr(k, field): k.value for k in found}
-    keys = [getattr(k, field) for k in ours]
-    # What two layers are called by tells nothing.
-    there = [values.get(key) if times[key] <= 2 else None for key in keys]
-    return [(k.value, value) for k, value in zip(ours, there, strict=True)]
+    # A name of two layers tells nothing.
+    keys = ((k, getattr(k, field)) for k in ours)
+    return [(k.value, values.get(key) if times[key] <= 2 else None) for k, key in keys]
 
 
 def _fits(variable: keras.Variable, value: Any) -> bool:
     return value is not None and tuple(variable.shape) == value.shape
 
 
-def _num_fitting(pairs: Iterable[Pair]) -> int:
-    return sum(_fits(*pair) for pair in pairs)
-
-
-def _of_run(folder: Path) -> tuple[str, list[Keyed]]:
-    """Return the name and the weights of a run's checkpoint."""
+def _of_run(folder: Path) -> tuple[str, list[NamedWeight]]:
+    """Return a description of a run's checkpoint, and its weights."""
     if not files.is_run(folder):
         raise InputError(
             f"--init_from={folder}: there is no run; name the folder of a run, or a file that ends "
@@ -137,13 +135,13 @@ def _of_run(folder: Path) -> tuple[str, list[Keyed]]:
         raise InputError(str(error).replace("--train_dir", "--init_from", 1)) from None
     values = weights.model | weights.averages
     what = "its averages" if weights.averages else "its weights"
-    found = [Keyed(path, _last_two(path), value) for path, value in values.items()]
+    found = [NamedWeight(path, _last_two(path), value) for path, value in values.items()]
     return f"{folder}, {what} at step {weights.step}", _without_seeds(found)
 
 
 @contextlib.contextmanager
-def _of_file(path: Path) -> Iterator[list[Keyed]]:
-    """Yield the weights in a file of Keras', which can be read meanwhile."""
+def _of_file(path: Path) -> Iterator[list[NamedWeight]]:
+    """Yield the weights in a file of Keras', which stays open in the block."""
     import h5py  # Keras brings it
 
     try:
@@ -171,9 +169,9 @@ def _of_file(path: Path) -> Iterator[list[Keyed]]:
 
 
 def _look_through(content: Any) -> None:
-    """Let another process read what describes the weights; a ValueError if it does not get through.
+    """Read a file's structure in another process; raise ValueError if that fails.
 
-    HDF5 goes in circles over some damaged files, and falls over others; no thread can end that.
+    HDF5 loops for ever over some damaged files and crashes on others; no thread can end that.
     """
     import h5py
 
@@ -193,9 +191,9 @@ def _look_through(content: Any) -> None:
 
 
 def _array(value: Any) -> np.ndarray:
-    """Return an array, or read one: of numbers, uncompressed and in the file itself.
+    """Return the array of a value: of numbers, uncompressed and in the file itself.
 
-    Others have their values elsewhere, or unpack to more than the file is: Keras writes none.
+    Others, which Keras never writes, lie elsewhere or unpack to more than the file is.
     """
     if isinstance(value, np.ndarray):
         return value
@@ -214,16 +212,16 @@ def _array(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def _of_weights(file: Any, places: Iterable[str]) -> Iterator[Keyed]:
-    """Yield what `save_weights` wrote: layers/dense/vars/0, "dense" in an attribute of vars."""
+def _of_weights(file: Any, places: Iterable[str]) -> Iterator[NamedWeight]:
+    """Yield weights of `save_weights`: layers/dense/vars/0, where vars has the name "dense"."""
     for place in places:
         group, _, number = place.rpartition("/")
         if os.path.basename(group) == "vars" and not place.startswith("optimizer/"):
             layer = str(file[group].attrs.get("name", ""))[:_LONGEST_NAME]
-            yield Keyed(place, f"{layer}/{number}", _dataset(file[place]))
+            yield NamedWeight(place, f"{layer}/{number}", _dataset(file[place]))
 
 
-def _of_legacy(file: Any) -> Iterator[Keyed]:
+def _of_legacy(file: Any) -> Iterator[NamedWeight]:
     """Yield the weights of Keras 2: a group for each layer, with the list of its weights' names.
 
     The names of weights have changed since, "depthwise_kernel" being "kernel" now. Their order in
@@ -236,18 +234,17 @@ def _of_legacy(file: Any) -> Iterator[Keyed]:
             for name in group.attrs[key]:  # a long list has several attributes
                 name = name.decode() if isinstance(name, bytes) else str(name)
                 layer = os.path.basename(os.path.dirname(name)) or os.path.basename(group.name)
-                yield Keyed("", f"{layer}/{number[layer]}", _dataset(group[name]))
+                yield NamedWeight("", f"{layer}/{number[layer]}", _dataset(group[name]))
                 number[layer] += 1
 
 
 def _dataset(found: Any) -> Any:
-    """Return a dataset; a ValueError if it is none, or has no shape."""
     if getattr(found, "shape", None) is None:
         raise ValueError(f"{found.name} is no array")
     return found
 
 
-def _without_seeds(found: Iterable[Keyed]) -> list[Keyed]:
+def _without_seeds(found: Iterable[NamedWeight]) -> list[NamedWeight]:
     return [k for k in found if "seed_generator" not in f"{k.path} {k.name}"]
 
 

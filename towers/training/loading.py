@@ -21,10 +21,9 @@ from towers import tf_private
 from towers.builder.kinds import devices_here
 from towers.data import augment
 from towers.errors import InputError
-from towers.options.flags import Verb, complete
-from towers.options.given import PREFIX, as_text
+from towers.options.flags import options_of
+from towers.options.given import PREFIX
 from towers.options.run import Options
-from towers.text import first_line
 from towers.training import by_flags, checkpoint, manifest, model
 from towers.training.best import step_of
 from towers.training.guest import as_a_guest
@@ -37,7 +36,7 @@ Warn = Callable[[str], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """What a checkpoint holds of a model's variables, by name; averages are empty without EMA."""
+    """A checkpoint's values of a model's variables, by name; no averages without EMA."""
 
     step: int
     model: dict[str, np.ndarray]
@@ -46,24 +45,20 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The model of a run as a checkpoint has it.
-
-    `task` is what the manifest says of it, see `manifest.task_of`, and `averaged` tells whether the
-    weights are the moving averages.
-    """
+    """The model of a run with the weights of a checkpoint."""
 
     options: Options
-    task: dict[str, Any]
+    task: dict[str, Any]  # see `manifest.task_of`
     model: keras.Model
     step: int
-    averaged: bool
+    averaged: bool  # whether the weights are moving averages
 
     def spec(self) -> tuple:
-        """Return the tensors of one example, a structure of `tf.TensorSpec`."""
+        """Return the structure of `tf.TensorSpec`s of one example."""
         return tuple(_spec(part) for part in self.task["spec"])
 
     def inputs(self, x: Any) -> Any:
-        """Return what the model is called with, of a batch of x as the data set stores it."""
+        """Return the model's inputs for a batch of x as the data set stores it."""
         dtype = self.options.input_dtype
         if self.task["image_shape"]:
             return augment.eval_images(x, self.task["augment"], dtype)
@@ -99,10 +94,9 @@ def load(
         InputError: there is no such run or checkpoint, or its model now has other variables.
     """
     given = {"train_dir": str(train_dir), "trust": trust}
-    given |= {} if model is None else {"model": as_text("model", model)}
-    options = complete(given, Verb("load", completes=True))
+    given |= {} if model is None else {"model": model}
     with as_a_guest():
-        trained = load_run(options, averages=averages, step=step, function=model)
+        trained = load_run(options_of(None, given, verb="load"), averages=averages, step=step)
     if devices_here("GPU"):  # in a run, weights lie where they are gathered
         for variable in trained.model.variables:
             if variable.value.dtype.is_floating:
@@ -115,7 +109,6 @@ def load_run(
     *,
     averages: bool = False,
     step: int | None = None,
-    function: Callable | None = None,
     warn: Warn = warnings.warn,
 ) -> Trained:
     """Build the model of the run in `options.train_dir` and read its weights; see `load`.
@@ -129,62 +122,53 @@ def load_run(
             "with --ema_decay"
         )
     task = task_of_run(options)
-    network = _build(options, task, function)
+    with one_line_errors(options), tf_private.named_as_in_a_new_process():
+        network = model.build_for(
+            dataclasses.replace(options, augment=task["augment"]),
+            num_classes=task["num_classes"],
+            x=_spec(task["spec"][0]),
+            image_shape=task["image_shape"],
+        )
+        given = PREFIX in f"{options.loss}{options.metrics}{options.optimizer}"
+        if (options.loss or options.metrics) and not given:  # else a program knows them, not we
+            by_flags.compile_by_flags(network, options)
     values = weights.model | (weights.averages if averages else {})
     variables = by_unique_name((v.path, v) for v in variables_of(network))
-    for name in [*variables, *values]:
-        here, there = variables.get(name), values.get(name)
-        if here is None or there is None or tuple(here.shape) != there.shape:
-            ours, theirs = (list(v.shape) if v is not None else "absent" for v in (here, there))
-            raise InputError(
-                f"--train_dir={options.train_dir}: its checkpoint of step {weights.step} is of "
-                f"another model than {options.model} is now: {name} is {theirs} there and {ours} "
-                "here"
-            )
+    here, there = (
+        {name: str(list(v.shape)) for name, v in found.items()} for found in (variables, values)
+    )
+    if differs := checkpoint.first_difference(here, there):
+        raise InputError(
+            f"--train_dir={options.train_dir}: its checkpoint of step {weights.step} is of "
+            f"another model than {options.model} is now: {differs}"
+        )
     for name, variable in variables.items():
         variable.assign(values[name])
     return Trained(options, task, network, weights.step, averages)
 
 
 def read_weights(train_dir: Path, step: int | None = None, warn: Warn = warnings.warn) -> Weights:
-    """Return the weights of a run's checkpoint: of `step`, else of the best or the newest.
-
-    Raises:
-        InputError: there is no such checkpoint, or it cannot be read.
-    """
+    """Return the weights of a run's checkpoint: of `step`, else of the best or the newest."""
     folder = train_dir / "checkpoints"
-    found = dict(checkpoint.find(folder))
-    if not found:
-        raise InputError(
-            f"--train_dir={train_dir}: there is no checkpoint in {folder}; train first, or name "
-            "the folder of a run"
-        )
+    found = checkpoint.of_run(train_dir)
     if step is not None and step not in found:
         raise InputError(
             f"--train_dir={train_dir} has no checkpoint of step {step}; there are those of "
             f"{', '.join(map(str, found))}"
         )
-    for line in checkpoint.without_index(folder).values() if step is None else ():
-        warn(line)
-    best = step_of(train_dir)
-    if step is None and best is not None and best not in found:
-        warn(f"{folder}/ckpt-{best}, which is the best, is not there: passed over")
-    newest_first = sorted(found, reverse=True)
-    steps = [step] if step is not None else sorted(newest_first, key=lambda step: step != best)
-    for step in steps:
-        try:
-            model_values = checkpoint.read(found[step], "model/")
-            return Weights(step, model_values, checkpoint.read(found[step], "average/"))
-        except Exception as error:  # of many kinds; or a run has deleted it meanwhile
-            warn(f"{found[step]} cannot be read and is passed over: {first_line(error)}")
-    raise InputError(f"--train_dir={train_dir}: none of its checkpoints can be read")
+
+    def read(_: str, reader: Any) -> list[dict[str, np.ndarray]]:
+        return [checkpoint.values_of(reader, beginning) for beginning in ("model/", "average/")]
+
+    best = None if step is not None else step_of(train_dir)
+    newest = checkpoint.read_newest(folder, read, warn, best, step)
+    if newest is None:
+        raise InputError(f"--train_dir={train_dir}: none of its checkpoints can be read")
+    return Weights(newest[0], *newest[1])
 
 
 def task_of_run(options: Options) -> dict[str, Any]:
-    """Return what the run's manifest says that its model was built for.
-
-    A manifest of before, or none, says nothing of it: then the data set does.
-    """
+    """Return `manifest.task_of` the run, from the data set where its manifest lacks it."""
     found = manifest.read(Path(options.train_dir)).get("task")
     if found:
         return found
@@ -193,23 +177,7 @@ def task_of_run(options: Options) -> dict[str, Any]:
     return manifest.task_of(data, dataclasses.replace(options, augment=kind))
 
 
-def _build(options: Options, task: dict[str, Any], function: Callable | None) -> keras.Model:
-    with one_line_errors(options), tf_private.named_as_in_a_new_process():
-        network = model.build_for(
-            dataclasses.replace(options, augment=task["augment"]),
-            num_classes=task["num_classes"],
-            x=_spec(task["spec"][0]),
-            image_shape=task["image_shape"],
-            function=function,
-        )
-        given = PREFIX in f"{options.loss}{options.metrics}{options.optimizer}"
-        if (options.loss or options.metrics) and not given:  # else a program knows them, not we
-            by_flags.compile_by_flags(network, options)
-        return network
-
-
 def _spec(found: Any) -> Any:
-    """Return the `tf.TensorSpec`s of what `manifest.task_of` wrote."""
     if isinstance(found, str):
         dtype, shape = re.fullmatch(r"(\w+)\[(.*)\]", found).groups()
         sizes = [None if size == "None" else int(size) for size in shape.split(", ") if size]

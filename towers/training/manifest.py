@@ -60,19 +60,17 @@ _KINDS = {  # of what a task says, beside its spec
 }  # fmt: skip
 _SPEC = re.compile(r"(\w+)\[((?:None|\d{1,18})(?:, (?:None|\d{1,18}))*)?\]")
 _GIT_SECONDS = 2.0  # for each call: a slow disk is no reason to keep a run waiting
-# What is compared, so that a warning means that numbers may differ: not the number of towers, which
-# changes none, nor what only says where and when.
+# Parts that are compared: those that may change numbers, unlike the number of towers, and place
+# and time.
 _COMPARED = re.compile(
     r"versions\..*|git\..*\.(commit|diff)|host\.processor|data\..*\.(kind|sha256|examples|shape)"
 )
 
 
 def write(run: Run, folder: Path, restored: int | None, batch: Any) -> list[str]:
-    """Write or extend the manifest of a run whose folder was just opened, before any step.
+    """Write or extend the manifest before a run's next step; return warnings of what differs.
 
-    `restored` is the step of the checkpoint, None for a new run, and `batch` images, labels and
-    draws of the next step. What is returned are lines that say on what else the run is continued
-    than it was started on.
+    `restored` is the step of its checkpoint, None for a new run; `batch` is that of the next step.
     """
     step = int(run.masters.step.numpy())
     towers = [dataclasses.asdict(device) for device in devices.describe(run.builder.devices)]
@@ -97,11 +95,14 @@ def write(run: Run, folder: Path, restored: int | None, batch: Any) -> list[str]
         lines += bent_schedule(run.options, run.data.train.size, seen, found["sessions"][-1])
     if not found:
         known = step == 0 and batch is not None
-        found = {"format": _FORMAT, **now, "sessions": []}
-        found["first_batch"] = (
-            {"sha256": digest(*map(np.asarray, tf.nest.flatten(batch)))} if known else None
-        )
-        found["initial_weights"] = weights_hash(run.masters.variables()) if step == 0 else None
+        arrays = map(np.asarray, tf.nest.flatten(batch))
+        found = {
+            "format": _FORMAT,
+            **now,
+            "sessions": [],
+            "first_batch": {"sha256": digest(*arrays)} if known else None,
+            "initial_weights": weights_hash(run.masters.variables()) if step == 0 else None,
+        }
     found.setdefault("task", task_of(run.data, run.options))  # older manifests have none
     found["sessions"].append(now)
     files.write_json(folder / NAME, found | {"final": None})
@@ -109,7 +110,7 @@ def write(run: Run, folder: Path, restored: int | None, batch: Any) -> list[str]
 
 
 def task_of(data: Data, options: Options) -> dict[str, Any]:
-    """Return what a model is built for, so that it can be built again without the data."""
+    """Return the properties of data that a model is built for, to build it again without data."""
     return {
         "num_classes": data.num_classes,
         "class_names": list(data.class_names),
@@ -123,7 +124,7 @@ def task_of(data: Data, options: Options) -> dict[str, Any]:
 
 
 def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
-    """Write into the manifest of a run what it ended with, by `Masters.variables`."""
+    """Write the end of a run into its manifest; `variables` are its `Masters.variables`."""
     final = {
         "time": _time(),
         "step": int(variables["step"].numpy()),
@@ -137,16 +138,19 @@ def read(folder: Path) -> dict[str, Any]:
     """Return the manifest of a run, {} if it is missing or, with a line, damaged."""
     found = files.read_json(folder / NAME)
     sessions = found.get("sessions")
-    whole = isinstance(sessions, list) and all(isinstance(each, dict) for each in sessions or [0])
-    of_task = "task" not in found or _is_task(found["task"])  # older manifests have none
-    whole = whole and found.get("format") == _FORMAT and of_task
-    if found and not whole:
+    if (
+        found.get("format") == _FORMAT
+        and isinstance(sessions, list)
+        and all(isinstance(each, dict) for each in sessions or [0])
+        and ("task" not in found or _is_task(found["task"]))  # older manifests have none
+    ):
+        return found
+    if found:
         files.damaged(folder / NAME)
-    return found if whole else {}
+    return {}
 
 
 def _is_task(task: Any) -> bool:
-    """Tell whether something may be what `task_of` wrote."""
     if not isinstance(task, dict) or not isinstance(spec := task.get("spec"), list) or not spec:
         return False
     specs = [_SPEC.fullmatch(leaf) for leaf in tf.nest.flatten(spec) if isinstance(leaf, str)]
@@ -159,7 +163,7 @@ def _is_task(task: Any) -> bool:
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return lines that say in what two starts of a run differ, as far as both know it."""
+    """Return a line for each part that differs between two starts, where both have it."""
     ours, theirs = (dict(_leaves("", manifest)) for manifest in (now, before))
     return [
         f"{name} differs: {_text(ours[name])} now, {_text(theirs[name])} at the run's start"
@@ -171,32 +175,32 @@ def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
 def bent_schedule(
     options: Options, size: int, examples: int, before: Mapping[str, Any]
 ) -> list[str]:
-    """Return a line if the learning rate goes on otherwise than it would have in the start before.
+    """Return a line if the learning rate goes on by another schedule than in the start before.
 
     Args:
         options: of this start.
         size: of the training set.
         examples: seen so far.
-        before: what the manifest says of that start.
+        before: the manifest's session of that start.
     """
     try:
         flags = {name: before["flags"][name] for name in _OF_RATE}
         then = dataclasses.replace(options, **flags)
         of_data = before["data"]["train"]
         size_then = of_data.get("examples") or of_data["shape"][0]
-        starts = (options, size), (then, size_then)
         _, total = length_of(options, size)
         places = np.linspace(examples, max(total, examples), _PLACES)
-        ours, theirs = ([float(rate_of(*start)(x)) for x in places] for start in starts)
+        rates = rate_of(options, size), rate_of(then, size_then)
+        ours, theirs = ([float(rate(x)) for x in places] for rate in rates)
     except (KeyError, TypeError, AttributeError, InputError):  # an older or a damaged manifest
         return []
     if np.allclose(ours, theirs, rtol=1e-6, atol=0):
         return []
-    found = [(f"--{name}=", getattr(options, name), value) for name, value in flags.items()]
-    found.append(("training examples: ", size, size_then))
+    pairs = {f"--{name}=": (getattr(options, name), value) for name, value in flags.items()}
+    pairs["training examples: "] = size, size_then
     changed = [
         f"{name}{text_of(now)} now, {text_of(value)} before"
-        for name, now, value in found
+        for name, (now, value) in pairs.items()
         if now != value
     ]
     return [
@@ -206,7 +210,7 @@ def bent_schedule(
 
 
 def weights_hash(variables: Mapping[str, tf.Variable]) -> str:
-    """Return the sha256 of the model's own variables, weights and statistics, by sorted name."""
+    """Return the sha256 of the model's own variables, weights and statistics."""
     return _hash({name: v for name, v in variables.items() if name.startswith("model/")})
 
 
@@ -246,7 +250,7 @@ def repository(folder: Path) -> dict[str, str] | None:
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield ("git.folder.commit", "9f2c...")."""
+    """Yield pairs such as ("git.folder.commit", "9f2c...")."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}" if name else key, inner)
@@ -255,7 +259,7 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    """Return a value for a line: of a checksum the beginning."""
+    """Return a value for a line; a checksum is cut."""
     text = str(value)
     return f"{text[:12]}..." if len(text) in (40, 64) and text.isalnum() else text[:100]
 

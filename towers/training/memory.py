@@ -1,4 +1,4 @@
-"""What a device holds during a step, by its traced graph, and how large a batch may be."""
+"""Estimate of a device's memory during a step, from its traced graph, and of the largest batch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -11,12 +11,12 @@ from towers.graphs.placement import short
 from towers.graphs.traffic import Step, num_bytes, read_step
 from towers.training.run import Run
 
-# Of a device's memory, for CUDA's context, its libraries and their workspaces: an estimate.
+# For CUDA's context, its libraries and their workspaces: an estimate.
 RESERVED_BYTES = 2**30
 
 
 def held(run: Run, step: Step, name: str) -> dict[str, int]:
-    """Return the bytes that a tower's device holds, by what they are for."""
+    """Return {purpose: bytes} that the device `name` of a tower holds during a step."""
     masters, tower = run.masters, run.builder.devices.index(name)
     received = step.received_bytes(name)
     copies = [v.value for replica in masters.replicas[1:] for v in replica.weights]
@@ -36,13 +36,13 @@ def held(run: Run, step: Step, name: str) -> dict[str, int]:
 
 
 def largest_part(parts: Mapping[str, int], examples: int, limit: int) -> int:
-    """Return how many examples a tower may have, where it holds `parts` for so many."""
+    """Return how many examples fit into `limit` bytes, given the bytes `parts` of so many."""
     each = max(-(-(parts["activations"] + parts["batch"]) // examples), 1)
     return max(examples + (limit - sum(parts.values())) // each, 0)
 
 
 def largest_batch(run: Run, train_loop: Callable, batches: Iterator) -> int:
-    """Return the largest batch size whose steps are expected to fit where the run's towers are."""
+    """Return the largest batch size whose steps are expected to fit into the towers' devices."""
     names = run.builder.devices
     step = read_step(train_loop.get_concrete_function(batches, tf.constant(0)))
     limits = tf_private.device_memory_bytes() if are_gpus(names) else {}

@@ -4,7 +4,7 @@ import contextlib
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -22,60 +22,18 @@ def build_for(
     *,
     num_classes: int,
     x: Any,
-    image_shape: Sequence[int] | None,
-    exact: bool = False,
-    function: Callable | None = None,
-) -> keras.Model:
-    """Build the model of a run whose `augment` is no longer "auto"; see `build`.
-
-    `x` and `image_shape` are those of an example as it is stored.
-    """
-    x = prepared(options, x, image_shape)
-    return build(
-        options.model,
-        options.model_keywords(),
-        num_classes=num_classes,
-        x=x,
-        image_shape=None if image_shape is None else tuple(x.shape),
-        dtype=options.dtype,
-        seed=options.seed,
-        exact=exact,
-        function=function,
-    )
-
-
-def prepared(options: Options, x: Any, image_shape: Sequence[int] | None) -> Any:
-    """Return the spec of what the model of a run is called with, from that of what is stored."""
-    if image_shape is None:
-        return x
-    shape = augment.output_shape(tuple(image_shape), options.augment)
-    return tf.TensorSpec(shape, options.input_dtype)
-
-
-def build(
-    name: str,
-    keywords: Mapping[str, Any] | None = None,
-    *,
-    num_classes: int,
-    x: Any,
     image_shape: Sequence[int] | None = None,
-    dtype: str = "float32",
-    seed: int = 0,
     exact: bool = False,
-    function: Callable | None = None,
 ) -> keras.Model:
-    """Build the model that `module:function` names, its variables on the CPU.
+    """Build the model of a run, its variables on the CPU.
 
     Args:
-        name: "models.cnn:cnn".
-        keywords: further keyword arguments of the function (`--model_args`).
-        num_classes: handed to the function if it takes it; 0: targets are no classes.
-        x: specs of what the model is called with, of one example, without batch axis.
-        image_shape: (height, width, channels) of it if it is an image; handed over if it is taken.
-        dtype: Keras dtype policy of the layers.
-        seed: of the initial weights.
+        options: of the run; their `augment` is no longer "auto".
+        num_classes: handed to the model function if it takes it; 0: targets are no classes.
+        x: specs of one example as it is stored, without batch axis.
+        image_shape: (height, width, channels) of it if it is an image; as the model is given it,
+            handed to the function if it takes it.
         exact: with float64, layers that ask for another floating type get float64, too.
-        function: what `name` stands for, where it cannot be imported by that.
 
     Returns:
         A Keras model, built unless it has no `call`.
@@ -84,12 +42,14 @@ def build(
         InputError: no such function, an argument that it does not take, or what it returns is no
             such model or cannot take x.
     """
-    function = function or load_function("model", name)
+    name, dtype = options.model, options.dtype
+    function = load_function("model", name)
+    x = prepared(options, x, image_shape)
     given: dict[str, Any] = {"num_classes": num_classes} if num_classes else {}
     if image_shape is not None:
-        given["image_shape"] = tuple(image_shape)
-    arguments = _accepted(function, name, given, dict(keywords or {}))
-    keras.utils.set_random_seed(seed)
+        given["image_shape"] = tuple(x.shape)
+    arguments = _arguments(function, name, given, options.model_keywords())
+    keras.utils.set_random_seed(options.seed)
     with contextlib.ExitStack() as stack:
         stack.callback(keras.config.set_dtype_policy, keras.config.dtype_policy())
         keras.config.set_dtype_policy(dtype)
@@ -107,15 +67,20 @@ def build(
     return model
 
 
+def prepared(options: Options, x: Any, image_shape: Sequence[int] | None) -> Any:
+    """Return the specs of what a run's model is called with, from those of what is stored."""
+    if image_shape is None:
+        return x
+    shape = augment.output_shape(tuple(image_shape), options.augment)
+    return tf.TensorSpec(shape, options.input_dtype)
+
+
 def check_classifier(
     model: keras.Model, name: str, num_classes: int, x: Any, no_classes: str = ""
 ) -> None:
-    """Refuse a model that is not compiled and no classifier either.
+    """Raise InputError unless a model that is not compiled is a classifier giving logits.
 
     `no_classes` says why whole numbers as targets are no classes, see `Data`.
-
-    Raises:
-        InputError: in one line.
     """
     if type(model).train_step is not keras.Model.train_step:
         raise InputError(
@@ -147,16 +112,16 @@ def check_classifier(
 
 @contextlib.contextmanager
 def floatx_of(dtype: str) -> Iterator[None]:
-    """Let what names no type, such as `keras.random.uniform(shape)`, be float64 in a float64 run.
+    """Make float64 the default type, as of `keras.random.uniform(shape)`, if a run's `dtype` is.
 
-    To be used wherever a model's layers are built or called: `dtype` is the run's.
+    For use wherever layers are built or called.
     """
     keras.config.dtype_policy()  # if none is set, Keras takes it from floatx and keeps it
     with floatx_set(dtype) if dtype == "float64" else contextlib.nullcontext():
         yield
 
 
-def _accepted(function: Callable, name: str, given: dict, keywords: dict) -> dict[str, Any]:
+def _arguments(function: Callable, name: str, given: dict, keywords: dict) -> dict[str, Any]:
     """Return those of `given` that `function` takes and all of `keywords`, which it must take."""
     signature = inspect.signature(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
@@ -177,29 +142,25 @@ def _accepted(function: Callable, name: str, given: dict, keywords: dict) -> dic
 def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
     """Call a model function; a ValueError that its own file raises is about its arguments.
 
-    So is whatever one of Keras' own raises. Any other exception comes from deeper down and keeps
-    its traceback.
+    So is any error of a function of Keras' own. Others come from deeper down and keep their
+    traceback.
     """
     try:
         return function(**arguments)
     except Exception as error:
         raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-        own = isinstance(error, ValueError) and raised_in == _file_of(function)
+        file = None
+        with contextlib.suppress(TypeError):  # it is not written in Python
+            file = inspect.getsourcefile(inspect.unwrap(function))
+        own = isinstance(error, ValueError) and raised_in == file
         if not own and name.partition(":")[0].partition(".")[0] not in ("keras", "tensorflow"):
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"--model={name}: {reason}") from None
 
 
-def _file_of(function: Callable) -> str | None:
-    try:
-        return inspect.getsourcefile(inspect.unwrap(function))
-    except TypeError:  # it is not written in Python
-        return None
-
-
 def _call_on(model: keras.Model, name: str, x: Any) -> Any:
-    """Call a model on what stands for a batch of `x`; Keras' refusal becomes one line.
+    """Call a model on a symbolic batch of `x`; what Keras refuses becomes a line.
 
     Any other exception is a mistake in the model's own code and keeps its traceback.
     """
@@ -213,23 +174,17 @@ def _call_on(model: keras.Model, name: str, x: Any) -> Any:
         takes = "training" in inspect.signature(model.call).parameters
         return model(batch, training=False) if takes else model(batch)
     except (ValueError, TypeError, NotImplementedError, tf.errors.OpError) as error:
-        image = isinstance(x, tf.TensorSpec) and x.shape.rank == 3
-        hint = " alone (its function may take image_shape as an argument)" if image else ""
-        raise InputError(
-            f"--model={name} cannot take {_described(x)}{hint}: {_reason(str(error))}"
-        ) from None
-
-
-def _described(x: Any) -> str:
-    if not isinstance(x, tf.TensorSpec):
-        shapes = tf.nest.map_structure(lambda s: f"{s.dtype.name} {s.shape}", x)
-        return f"inputs {shapes}"
-    return f"{'images' if x.shape.rank == 3 else x.dtype.name} of shape {tuple(x.shape)}"
-
-
-def _reason(message: str) -> str:
-    """Return the sentence that says what is wrong, without what Keras puts around it."""
-    message = re.sub(r"\x1b\[\d*m", "", message).split("\n\nArguments received")[0]
-    parts = [part for part in message.split("\n\n") if part.strip()]
-    inner = [p for p in parts if not p.startswith(("Exception encountered", "Could not auto"))]
-    return " ".join((inner or parts or ["it raised an error"])[0].split())[:200]
+        if not isinstance(x, tf.TensorSpec):
+            shapes = tf.nest.map_structure(lambda s: f"{s.dtype.name} {s.shape}", x)
+            what = f"inputs {shapes}"
+        elif x.shape.rank == 3:
+            what = f"images of shape {tuple(x.shape)} alone "
+            what += "(its function may take image_shape as an argument)"
+        else:
+            what = f"{x.dtype.name} of shape {tuple(x.shape)}"
+        # Without what Keras puts around the sentence that says what is wrong.
+        message = re.sub(r"\x1b\[\d*m", "", str(error)).split("\n\nArguments received")[0]
+        parts = [part for part in message.split("\n\n") if part.strip()]
+        inner = [p for p in parts if not p.startswith(("Exception encountered", "Could not auto"))]
+        reason = " ".join((inner or parts or ["it raised an error"])[0].split())[:200]
+        raise InputError(f"--model={name} cannot take {what}: {reason}") from None

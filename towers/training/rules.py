@@ -13,7 +13,7 @@ from towers.training.run import Run
 
 
 def rule_book(run: Run) -> list[str]:
-    """Return the rules as lines, with this run's numbers."""
+    """Return the rules as lines with this run's numbers."""
     options, size = run.options, run.data.train.size
     towers = len(run.builder.devices)
     small, more = divmod(options.batch_size, towers)
@@ -25,8 +25,12 @@ def rule_book(run: Run) -> list[str]:
     validation = run.data.validation
     held = f"{validation.size} validation, " if validation else ""
     parts = f" in {options.accumulate_steps} parts" if options.accumulate_steps > 1 else ""
+    gather = {
+        "sharded": "each gradient is gathered on its variable's tower",
+        "replicated": "gradients are summed by collectives, each tower has its variables",
+    }.get(options.variables, f"gather on {run.builder.gather_device}")
     return [
-        f"towers      {towers}: {', '.join(run.builder.devices)}; {_gather(run)}",
+        f"towers      {towers}: {', '.join(run.builder.devices)}; {gather}",
         f"batch size  {options.batch_size} global ({per_tower} per tower), {options.dtype}",
         f"data        {run.data.name}: {size} training examples per epoch, {held}"
         f"{run.data.test.size} test; {size / options.batch_size:.1f} steps per epoch",
@@ -52,7 +56,7 @@ def rule_book(run: Run) -> list[str]:
 
 
 def _length(run: Run) -> str:
-    """Return where the run ends, and what of that is more than the epochs that were asked for."""
+    """Return where the run ends, and why that may differ from the epochs that were asked for."""
     timetable, size, batch = run.timetable(), run.data.train.size, run.options.batch_size
     last = timetable.last_step
     seen = timetable.examples(last)
@@ -70,25 +74,16 @@ def _length(run: Run) -> str:
 
 
 def _cost_of_moments(run: Run) -> list[str]:
-    """Return a line on what moments over all towers cost where these are GPUs, if any do."""
-    layers = [
-        layer
-        for layer in tf_private.layers_of(run.masters.model)
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-    ]
+    """Return a line on the cost of moments over all towers, if there are any and these are GPUs."""
     if run.options.batch_norm != "sync" or not collectives.are_there(run.builder.devices):
         return []
+    number = sum(
+        isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        for layer in tf_private.layers_of(run.masters.model)
+    )
     line = (
-        f"    {count(len(layers), 'layer')} meet twice a step, and each GPU launches some "
-        f"{exchange_launches(len(layers))} more kernels for it: --batch_norm=local does without, "
+        f"    {count(number, 'layer')} meet twice a step, and each GPU launches some "
+        f"{exchange_launches(number)} more kernels for it: --batch_norm=local does without, "
         "and gives other numbers"
     )
-    return [line] if layers else []
-
-
-def _gather(run: Run) -> str:
-    """Return where gradients are gathered, and variables lie."""
-    return {
-        "sharded": "each gradient is gathered on its variable's tower",
-        "replicated": "gradients are summed by collectives, each tower has its variables",
-    }.get(run.options.variables, f"gather on {run.builder.gather_device}")
+    return [line] if number else []

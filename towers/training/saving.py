@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
@@ -21,11 +21,10 @@ from towers import files
 from towers.builder.kinds import are_remote
 from towers.errors import InputError, RunError
 from towers.options.given import is_named_now
-from towers.text import first_line, reason
+from towers.text import reason
 from towers.training import checkpoint
-from towers.training.checkpoint import Snapshot
+from towers.training.checkpoint import Found, Snapshot
 
-Found = TypeVar("Found")
 _REMEDY = "choose another --train_dir, or --overwrite, which moves the old run aside"
 _NO_SPACE = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
@@ -52,12 +51,16 @@ class Checkpoints:
         exact: bool = True,
         remedy: str = "start anew with --overwrite, which keeps them beside",
     ):
-        """Set what is saved and restored; write nothing yet.
+        """Set the variables to save and restore; write nothing yet.
 
-        `identity` are options that say what run this is. They are saved, too, and a checkpoint with
-        others is refused: two models may have the same variables. `keep` of the newest checkpoints
-        are kept; `exact` refuses one that holds other variables beside these. `remedy` is what to
-        do if none can be read.
+        Args:
+            directory: of the checkpoints; made when the first is written.
+            variables: by name.
+            identity: options that say what run this is, saved with the variables. A checkpoint with
+                others is refused: two models may have the same variables.
+            keep: number of the newest checkpoints that are kept.
+            exact: whether a checkpoint with other variables beside these is refused.
+            remedy: what to do if none can be read.
         """
         self.directory, self.remedy = Path(directory), remedy
         self.is_remote = are_remote(v.device for v in variables.values())
@@ -80,14 +83,20 @@ class Checkpoints:
             return {name: _value_of(variable) for name, variable in self.variables.items()}
 
     def save(self, step: int) -> None:
-        """Begin to write the variables of now as the checkpoint of `step`.
+        """Start writing the checkpoint of `step` in a thread, once the previous one is written.
 
-        The one before is waited for. What cannot be written is told in a line, and the next save
-        tries again.
+        If it cannot be written, `say` is given a line, and the next save tries again.
         """
         self.close()
-        arguments = step, self.snapshot()
-        self._thread = threading.Thread(target=self._save, args=arguments, name="checkpoint")
+        snapshot = self.snapshot()
+
+        def write() -> None:
+            try:
+                self._write(step, snapshot, at_end=False)
+            except RunError as error:
+                self.say(f"warning     {error}; training goes on, and the next save tries again")
+
+        self._thread = threading.Thread(target=write, name="checkpoint")
         self._thread.start()
 
     def save_now(self, step: int, snapshot: Snapshot | None = None) -> None:
@@ -100,65 +109,19 @@ class Checkpoints:
         self._write(step, self.snapshot() if snapshot is None else snapshot)
 
     def close(self) -> None:
-        """Wait until nothing is being written, whatever came of it."""
+        """Wait for the checkpoint that is being written, if any."""
         if self._thread:
             self._thread.join()
 
     def has(self, step: int) -> bool:
-        """Tell whether the checkpoint of `step` is there."""
+        """Return whether the checkpoint of `step` is there."""
         self.close()
         return step in dict(checkpoint.find(self.directory))
 
-    def _save(self, step: int, snapshot: Snapshot) -> None:
-        """Write a snapshot in a thread of its own."""
-        try:
-            self._write(step, snapshot, at_end=False)
-        except RunError as error:
-            self.say(f"warning     {error}; training goes on, and the next save tries again")
-
-    def _write(self, step: int, snapshot: Snapshot, at_end: bool = True) -> None:
-        """Write a snapshot where it belongs; if that cannot be, somewhere else, and raise.
-
-        Where there is no space now, there may be some at the next save.
-        """
-        with self._writing:
-            try:
-                self._put(self.directory, step, snapshot)
-            except Exception as error:  # TensorFlow has classes of its own
-                line = f"{self.directory}/ckpt-{step} cannot be written: {reason(error)}"
-                if self.home and (at_end or not any(map(line.__contains__, _NO_SPACE))):
-                    line += self._put_elsewhere(step, snapshot)
-                raise RunError(line) from None
-
-    def _put(self, directory: Path, step: int, snapshot: Snapshot) -> None:
-        if self.home and directory == self.directory:
-            self.home.check()
-        directory.mkdir(parents=True, exist_ok=True)
-        checkpoint.write(directory, step, snapshot, self.identity)
-        self._keep_newest(directory, step)
-
-    def _put_elsewhere(self, step: int, snapshot: Snapshot) -> str:
-        """Write a run that can go on beside its folder, or among temporary files; say where."""
-        folder = self.home.folder.absolute()
-        places = (folder.parent, f"{folder.name}.saved."), (None, "towers.saved.")
-        for parent, prefix in places:
-            new = None
-            try:
-                new = self._elsewhere or Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-                self.home.copy_to(new)
-                self._put(new / "checkpoints", step, snapshot)
-            except (OSError, RunError, tf.errors.OpError):
-                if new and new != self._elsewhere:
-                    shutil.rmtree(new, ignore_errors=True)
-                continue
-            self._elsewhere = new
-            return f"; it is saved in {new}, where --train_dir={new} goes on"
-        return ""
-
     def restore(self, warn: Callable[[str], None] = print, wanted: int | None = None) -> int | None:
-        """Assign what the newest checkpoint that can be read holds; return its step, or None.
+        """Assign the newest checkpoint that can be read, or that of `wanted`; return its step.
 
-        With `wanted` that of this step is read first.
+        None: there is no checkpoint.
 
         Raises:
             InputError: the checkpoint holds other variables than this run has, or all are damaged.
@@ -183,50 +146,66 @@ class Checkpoints:
         warn: Callable[[str], None] = print,
         wanted: int | None = None,
     ) -> tuple[int, Found] | None:
-        """Return the step of the newest checkpoint that can be read, and what `read` finds there.
+        """Return `checkpoint.read_newest`; InputError if there are checkpoints, all damaged."""
+        found = checkpoint.read_newest(self.directory, read, warn, wanted)
+        if found is None:
+            steps = [step for step, _ in checkpoint.find(self.directory)]
+            steps += checkpoint.without_index(self.directory)
+            if max(steps, default=0) > 0:  # that of step 0 is made again
+                none_of = f"none of the {len(steps)} checkpoints in {self.directory} can be read"
+                raise InputError(f"{none_of}: {self.remedy}")
+        return found
 
-        `read` is given its path and a reader. None: there is no checkpoint.
+    def _write(self, step: int, snapshot: Snapshot, at_end: bool = True) -> None:
+        """Write a snapshot where it belongs; if that cannot be, somewhere else, and raise.
 
-        Raises:
-            InputError: `read` raised it, or all are damaged.
+        Where there is no space now, there may be some at the next save.
         """
-        found = checkpoint.find(self.directory)
-        lost = checkpoint.without_index(self.directory)
-        for line in lost.values():
-            warn(line)
-        if wanted is not None and wanted not in dict(found):
-            warn(f"{self.directory}/ckpt-{wanted}, which is the best, is not there: passed over")
-        for step, prefix in sorted(found, key=lambda pair: (pair[0] == wanted, pair[0]))[::-1]:
+        with self._writing:
             try:
-                with checkpoint.open_reader(prefix) as reader:
-                    return step, read(prefix, reader)
-            except InputError:
-                raise
-            except Exception as error:  # of many kinds: a short file gives an IndexError
-                warn(f"{prefix} cannot be read and is passed over: {first_line(error)}")
-        num = len(dict(found) | lost)
-        if num and max(dict(found) | lost) > 0:  # that of step 0 is made again
-            none_of = f"none of the {num} checkpoints in {self.directory} can be read"
-            raise InputError(f"{none_of}: {self.remedy}")
-        return None
+                if self.home:
+                    self.home.check()
+                self._put(self.directory, step, snapshot)
+            except Exception as error:  # TensorFlow has classes of its own
+                line = f"{self.directory}/ckpt-{step} cannot be written: {reason(error)}"
+                if self.home and (at_end or not any(map(line.__contains__, _NO_SPACE))):
+                    line += self._put_elsewhere(step, snapshot)
+                raise RunError(line) from None
 
-    def _keep_newest(self, directory: Path, step: int) -> None:
-        """Delete the oldest up to `step`; newer ones, which could not be read, do not count."""
-        found = checkpoint.find(directory)
-        prefixes = [Path(prefix) for number, prefix in found if number <= step]
-        if self.best in dict(found):  # until then, the one before is the best that is there
-            self._best_there = self.best
-        best = [Path(prefix) for number, prefix in found if number == self._best_there]
-        kept = prefixes[-self.keep :]
+    def _put_elsewhere(self, step: int, snapshot: Snapshot) -> str:
+        """Write a run that can go on beside its folder, or among temporary files; say where."""
+        folder = self.home.folder.absolute()
+        places = (folder.parent, f"{folder.name}.saved."), (None, "towers.saved.")
+        for parent, prefix in places:
+            new = None
+            try:
+                new = self._elsewhere or Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+                self.home.copy_to(new)
+                self._put(new / "checkpoints", step, snapshot)
+            except (OSError, RunError, tf.errors.OpError):
+                if new and new != self._elsewhere:
+                    shutil.rmtree(new, ignore_errors=True)
+                continue
+            self._elsewhere = new
+            return f"; it is saved in {new}, where --train_dir={new} goes on"
+        return ""
+
+    def _put(self, directory: Path, step: int, snapshot: Snapshot) -> None:
+        """Write a checkpoint; delete the oldest up to it, not newer ones that could not be read."""
+        directory.mkdir(parents=True, exist_ok=True)
+        checkpoint.write(directory, step, snapshot, self.identity)
+        found = {n: Path(prefix) for n, prefix in checkpoint.find(directory) if n <= step}
+        if self.best in dict(checkpoint.find(directory)):
+            self._best_there = self.best  # until then, the one before is the best that is there
+        kept = list(found)[-self.keep :]
         if not kept:
             raise FileNotFoundError(errno.ENOENT, "it was renamed or deleted meanwhile")
-        old = [prefix for prefix in prefixes[: -self.keep] if prefix not in best]
-        for prefix in old:
-            prefix.with_name(f"{prefix.name}.index").unlink()  # first: an index means a whole one
-            for path in directory.glob(f"{prefix.name}.data-*"):
+        for number in found.keys() - {*kept, self._best_there}:
+            found[number].with_suffix(".index").unlink()  # first: an index means a whole one
+            for path in directory.glob(f"{found[number].name}.data-*"):
                 path.unlink()
-        lines = [f'model_checkpoint_path: "{kept[-1].name}"']  # for tf.train.latest_checkpoint
-        lines += [f'all_model_checkpoint_paths: "{prefix.name}"' for prefix in kept]
+        lines = [f'model_checkpoint_path: "ckpt-{kept[-1]}"']  # for tf.train.latest_checkpoint
+        lines += [f'all_model_checkpoint_paths: "ckpt-{number}"' for number in kept]
         with contextlib.suppress(RunError):  # nothing here needs it
             files.write_text(directory / "checkpoint", "\n".join(lines) + "\n")
 
@@ -241,14 +220,11 @@ class Checkpoints:
                     f"here; {_REMEDY}"
                 )
         saved = checkpoint.described(reader)
-        ours = {name: f"{v.dtype.name}{v.shape.as_list()}" for name, v in self.variables.items()}
-        for name in [*ours, *(saved if self.exact else ())]:
-            here, there = ours.get(name, "absent"), saved.get(name, "absent")
-            if here != there:
-                raise InputError(
-                    f"{prefix} is of another model or optimizer: {name} is {there} there and "
-                    f"{here} here; {_REMEDY}"
-                )
+        ours = checkpoint.kinds_of(self.variables)
+        if not self.exact:
+            saved = {name: saved[name] for name in saved.keys() & ours.keys()}
+        if differs := checkpoint.first_difference(ours, saved):
+            raise InputError(f"{prefix} is of another model or optimizer: {differs}; {_REMEDY}")
 
 
 def _value_of(variable: tf.Variable) -> tf.Tensor:

@@ -3,7 +3,7 @@
     rate = schedule("cosine", peak=0.1, total_epochs=90, warmup_epochs=5)
     rate(tf.constant(47.5, tf.float64))  # 0.05
 
-The rate depends on nothing that went before: a run that is continued need not restore it.
+A rate has no state: a run that is continued need not restore it.
 """
 
 import math

@@ -43,7 +43,7 @@ _RANGES = {"softmax": (0, 1), "sigmoid": (0, 1), "tanh": (-1, 1), "relu": (0, fl
 
 @dataclasses.dataclass(frozen=True)
 class LossInput:
-    """What a loss is computed of; shapes have the batch axis, and None where a size is not known.
+    """Inputs of a loss. Shapes have the batch axis, and None for unknown sizes.
 
     `target` is the index of y among the leaves of the data's y; None: y is made on the way.
     """
@@ -77,7 +77,7 @@ class OutputCheck:
         weighted: whether there are sample weights.
         num_classes: of all targets, 0 if that is not known.
         no_classes: why whole numbers as targets are no classes, see `Data`.
-        warnings: what is doubtful, found by `check`.
+        warnings: that `check` has found.
     """
 
     named: str
@@ -91,7 +91,7 @@ class OutputCheck:
     warnings: list[str] = dataclasses.field(default_factory=list)
 
     def check(self) -> list[str]:
-        """Return what is doubtful, a line each; raise InputError for what cannot be meant."""
+        """Return warnings; raise InputError for a certain mistake."""
         kind, values = self.pair.kind, self.values
         if not kind:
             return []
@@ -117,7 +117,7 @@ class OutputCheck:
 
     @property
     def output(self) -> str:
-        """What messages call it."""
+        """Name of the output in messages."""
         return f"output {self.name!r}" if self.name else "the output"
 
     def _refuse(self, reason: str) -> None:
@@ -173,7 +173,7 @@ class OutputCheck:
                 self._refuse(f"{both}; {kind} needs both the same: {self._same_shape(y, outputs)}")
 
     def _same_shape(self, y: tuple, outputs: tuple) -> str:
-        """Return what to change where targets and outputs differ in shape."""
+        """Return advice for targets and outputs of different shapes."""
         if max(len(y), len(outputs)) > 2:
             return "let the model give outputs of the targets' shape"
         if len(y) >= len(outputs) and y[-1:] != (1,):
@@ -331,7 +331,7 @@ _COUNTING = (
     keras.metrics.CategoricalAccuracy,
     keras.metrics.SparseCategoricalAccuracy,
 )
-# What takes probabilities unless it is told otherwise, and how it is told.
+# Metrics that take probabilities unless this argument is given.
 _OF_LOGITS = {
     keras.metrics.AUC: "from_logits=True",
     keras.metrics.BinaryAccuracy: "threshold=0",
@@ -341,7 +341,7 @@ _OF_LOGITS = {
 
 
 def doubtful_metrics(one: OutputCheck, metrics: Iterable[keras.Metric]) -> list[str]:
-    """Return a line for each metric of an output whose figures would mean nothing."""
+    """Return a warning for each metric whose values would be meaningless for this output."""
     kind, values, lines = one.pair.kind, one.values, []
     broken = np.zeros(0)
     if kind in _NUMBERS and values is not None and values.dtype.kind == "f":

@@ -15,7 +15,7 @@ from towers.options.trust import CODE
 from towers.text import first_line
 from towers.training import out_of_memory
 
-# What stands before and after a reason, besides what `first_line` leaves out.
+# Text around a reason, besides that which `first_line` removes.
 _NOISE = re.compile(
     r"\[\[.*?\]\]|\[Op:.*|assertion failed:"
     r"|InputError: |Error in user-defined function passed to .*? with iterator: \S+ "
@@ -38,10 +38,10 @@ _NOWHERE = re.compile(
 _XLA_REFUSED = re.compile(
     r"unsupported operations .*?: (?P<op>\w+) \(.*?\{\{node (?P<name>\S+?)\}\}"
 )
-# Of Python code that a pipeline calls: what TensorFlow tells of its error.
+# TensorFlow's text of an error in Python code that a pipeline calls.
 _TRACEBACK = re.compile(r"(?s)Traceback \(most recent call last\):\n.*?\n(?=\n\n|\s*\[\[|\Z)")
 _BATCH = re.compile(r"(?m)^in \S.* batch \d+$")  # the note of a `keras.utils.PyDataset`
-# What stands in other errors: what that means.
+# Text in other errors, and its meaning.
 _MEANINGS = {
     "IteratorGetNext": "--dataset={0.dataset} cannot be read{1}",
     "SummaryWriter": "--train_dir={0.train_dir} cannot be written",
@@ -55,7 +55,7 @@ def one_line_errors(
     step: Callable[[], int] | None = None,
     largest_batch: Callable[[], int] | None = None,
 ) -> Iterator[None]:
-    """Turn TensorFlow's errors that the user can mend into one line.
+    """Raise TensorFlow's errors that the user can mend as one line.
 
     Args:
         options: of the run.
@@ -73,14 +73,18 @@ def one_line_errors(
     try:
         yield
     except MemoryError as error:
-        line = (
-            f"out of memory: {first_line(error)}; the host has {memory.in_words(memory.of_host())}"
-        )
-        raise _of_own_code(line, error, options) from error
+        host = memory.in_words(memory.of_host())
+        line = f"out of memory: {first_line(error)}; the host has {host}"
+        raise RunError(_with_own_code(line, error, options)) from error
     except ValueError as error:
         if "custom_gradient decorator currently supports keywords" not in str(error):
             raise
-        raise InputError(_no_recomputing(str(error), options)) from None
+        named = re.search(r"when calling (\w+)", str(error))
+        raise InputError(
+            f"--model={options.model}: Keras cannot recompute {named[1] if named else 'a layer'} "
+            "in a graph of TensorFlow's, with towers or without (remat takes no keyword arguments "
+            "there): use keras.remat(lambda x: ...)(x) within the layer, or leave remat out"
+        ) from None
     except tf.errors.OpError as error:
         text = str(error)
         if line := out_of_memory.line(text, options, largest_batch):
@@ -113,31 +117,19 @@ def _with_traceback(line: str, error: tf.errors.OpError, options: Options) -> Ru
     # towers' own code there says in a line what is wrong with an example.
     if not found or "InputError:" in found[0]:
         return RunError(line)
-    own = _of_own_code(line, error, options)
-    own.add_note("\n".join(filter(str.strip, found[0].splitlines())))
-    return own
+    raised = RunError(_with_own_code(line, error, options))
+    raised.add_note("\n".join(filter(str.strip, found[0].splitlines())))
+    return raised
 
 
-def _of_own_code(line: str, error: Exception, options: Options) -> RunError:
-    """Return the error of a line that ends in the place of the user's own code, if there is one."""
+def _with_own_code(line: str, error: Exception, options: Options) -> str:
+    """Return the line with the place in the user's own code, if the error comes from there."""
     named = {flag: value for flag in CODE if ":" in (value := getattr(options, flag))}
     own = blame_user(error, named)
-    return RunError(f"{line}; {own}" if own else line)
-
-
-def _no_recomputing(text: str, options: Options) -> str:
-    """Return the line for a layer under remat that takes keyword arguments."""
-    named = re.search(r"when calling (\w+)", text)
-    layer = named[1] if named else "a layer"
-    return (
-        f"--model={options.model}: Keras cannot recompute {layer} in a graph of "
-        "TensorFlow's, with towers or without (remat takes no keyword arguments there): use "
-        "keras.remat(lambda x: ...)(x) within the layer, or leave remat out"
-    )
+    return f"{line}; {own}" if own else line
 
 
 def _no_kernel(name: str, op: str | None, device: str = "") -> str:
-    """Return the line for an op without a kernel for its types, on a device or anywhere."""
     what = f"{op or re.sub('_[0-9]+$', '', name.rpartition('/')[2])}, of layer {_layer(name)}"
     if not device:
         return (
@@ -151,7 +143,6 @@ def _no_kernel(name: str, op: str | None, device: str = "") -> str:
 
 
 def _no_device(op: str | None, device: str | None, specification: str | None) -> str:
-    """Return the line for a device that does not exist, with those that do."""
     there = [short(device.name) for device in tf.config.list_logical_devices()]
     return (
         f"--allow_soft_placement=false: {f'layer {_layer(op)}' if op else 'the model'} asks for "

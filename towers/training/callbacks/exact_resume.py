@@ -55,7 +55,7 @@ class ExactResume(keras.callbacks.Callback):
         every_epochs: int = 1,
         also: Sequence[Any] = (),
     ):
-        """Set where and when.
+        """Set where and when to save.
 
         Args:
             directory: of this fit alone; made if it is not there.
@@ -80,13 +80,15 @@ class ExactResume(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Find what there is to go on from, and let Keras begin at its epoch."""
-        self._step = _plain(self.model.train_function)
+        self._step = _own_step(self.model.train_function)
         self._epoch, self._first_epoch, self._batch = 0, None, 0
-        self._num_steps, self._num_since = 0, 0  # of the fit, and since the last save
+        self._num_steps, self._saved_at = 0, 0  # steps of the fit, and those by the last save
         self._logs: dict[str, Any] = {}
         self._iterator, self._is_long_pass = None, False
         self._positions: dict[str, bytes | None] = {}
-        self._saved = self._newest()
+        checkpoint.tidy(self.directory)
+        found = self._checkpoints.newest(_read, lambda line: warnings.warn(line, stacklevel=2))
+        self._saved = found[1] if found else _read_older(self.directory)
         vars(self.model).pop("_towers_resume_at", None)
         if self._saved is None:
             return
@@ -94,14 +96,13 @@ class ExactResume(keras.callbacks.Callback):
         tf_private.begin_at_epoch(self.model, self.params["epochs"] if ended else about["epoch"])
         if ended or about["epoch"] >= self.params["epochs"]:
             print(f"ExactResume: {self.directory} holds a fit that has ended; it is not repeated")
-            self._put()
+            self._restore()
         else:
-            place = f"epoch {about['epoch'] + 1}, batch {about['batch']}"
-            print(f"ExactResume: goes on at {place}")
+            print(f"ExactResume: goes on at epoch {about['epoch'] + 1}, batch {about['batch']}")
             vars(self.model)["_towers_resume_at"] = about["batch"]
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note the random state that an epoch begins with: Python's own data are made from it."""
+        """Record the random state that an epoch begins with: Python's own data are made from it."""
         tf_private.begin_at_epoch(self.model, None)  # it would be that of the next fit, too
         self._epoch = epoch
         self._first_epoch = epoch if self._first_epoch is None else self._first_epoch
@@ -111,10 +112,10 @@ class ExactResume(keras.callbacks.Callback):
         self._random_at_epoch = _random_state()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Take the place of the step for one call; nothing is left behind if the fit ends here."""
+        """Replace the step for one call; nothing is left behind if the fit ends here."""
         self._batch = batch
-        self._step = _plain(self.model.train_function)
-        self.model.train_function = self._call
+        self._step = _own_step(self.model.train_function)
+        self.model.train_function = self._step_or_skip
 
     def on_train_end(self, logs: Any = None) -> None:
         """Save the end."""
@@ -122,8 +123,8 @@ class ExactResume(keras.callbacks.Callback):
             self._save(self._epoch + 1, 0, ended=bool(self.model.stop_training))
         tf_private.begin_at_epoch(self.model, None)
 
-    def _call(self, iterator: Any) -> Any:
-        """Do what the step does, leave it out, or save and put back what it starts from."""
+    def _step_or_skip(self, iterator: Any) -> Any:
+        """Make the step or skip it; save or restore what it starts from."""
         self.model.train_function = self._step
         if self._saved is not None:
             batch, arrays = self._saved.about["batch"], self._saved.arrays
@@ -131,29 +132,26 @@ class ExactResume(keras.callbacks.Callback):
                 self._step(iterator)  # makes what the first step makes; it does not count
             if self._batch < batch:
                 return self._saved.about["logs"]
-            self._go_on(iterator)
+            self._restore_at(iterator)
         elif self._is_due():
-            self._positions["position"] = self._position_of(iterator)
+            self._positions["position"] = self._iterator_state(iterator)
             self._save(self._epoch, self._batch)
         if self._batch == 0:
             self._is_long_pass = iterator is self._iterator
             if self.every_steps and not self._is_long_pass:
-                self._positions["start"] = self._position_of(iterator)
+                self._positions["start"] = self._iterator_state(iterator)
         self._iterator = iterator
         self._num_steps += self.model.steps_per_execution
-        self._num_since += self.model.steps_per_execution
         self._logs = self._step(iterator)
         return self._logs
 
     def _is_due(self) -> bool:
-        if self._batch == 0 and self._epoch > self._first_epoch:
-            since = self._epoch - self._first_epoch
-            if self.every_epochs and since % self.every_epochs == 0:
-                return True
-        return 0 < self.every_steps <= self._num_since
+        epochs = 0 if self._batch else self._epoch - self._first_epoch
+        if epochs and self.every_epochs and epochs % self.every_epochs == 0:
+            return True
+        return 0 < self.every_steps <= self._num_steps - self._saved_at
 
-    def _position_of(self, iterator: Any) -> bytes | None:
-        """Return where the data are, if their iterator can tell."""
+    def _iterator_state(self, iterator: Any) -> bytes | None:
         try:
             return tf_private.iterator_state(iterator)
         except tf.errors.FailedPreconditionError as error:  # "PyFunc is stateful."
@@ -168,10 +166,9 @@ class ExactResume(keras.callbacks.Callback):
                 )
             return None
 
-    def _go_on(self, iterator: Any) -> None:
-        """Put back all that was saved before this batch."""
+    def _restore_at(self, iterator: Any) -> None:
         saved, position = self._saved, self._saved.arrays.get("position")
-        self._put()
+        self._restore()
         if position is not None:
             tf_private.set_iterator_state(iterator, position.tobytes())
             if saved.about["batch"] and "start" in saved.arrays:
@@ -183,15 +180,25 @@ class ExactResume(keras.callbacks.Callback):
             for _ in range(saved.about["batch"] - self.model.steps_per_execution):
                 next(iterator)
 
-    def _put(self) -> None:
-        """Put back what is in the process; what is saved from now on comes after it."""
+    def _restore(self) -> None:
+        """Restore all but the position in the data."""
         about, history = self._saved.about, self.model.history
-        self._saved.put(self._variables(about["batch"] > 0), self.directory)
+        variables, arrays = self._variables(about["batch"] > 0), self._saved.arrays
+        groups = "model/", "optimizer/", "metrics/"
+        of_model = {name: array for name, array in arrays.items() if name.startswith(groups)}
+        kinds = checkpoint.kinds_of(variables), checkpoint.kinds_of(of_model)
+        if differs := checkpoint.first_difference(*kinds):
+            raise InputError(
+                f"{self.directory} is of another fit: {differs}; name another folder, or build "
+                "the model before fit"
+            )
+        for name, variable in variables.items():
+            variable.assign(arrays[name])
         self._saved.put_also(self.also)
         history.epoch, history.history = about["epochs"], about["history"]
         if about["batch"] == 0:
             self.model.reset_metrics()
-        self._num_steps, self._num_since = self._saved.step, 0
+        self._num_steps = self._saved_at = self._saved.step
         self._saved = None
         vars(self.model).pop("_towers_resume_at", None)
 
@@ -208,12 +215,11 @@ class ExactResume(keras.callbacks.Callback):
         return {f"{name}/{i}": v for name, group in groups.items() for i, v in enumerate(group)}
 
     def _save(self, epoch: int, batch: int, ended: bool = False) -> None:
-        arrays = {
-            name: keras.ops.convert_to_numpy(variable)
-            for name, variable in self._variables(batch > 0).items()
-        }
-        told = {name: p for name, p in self._positions.items() if p is not None and not ended}
-        arrays |= {name: np.frombuffer(p, np.uint8) for name, p in told.items()}
+        variables = self._variables(batch > 0)
+        arrays = {name: keras.ops.convert_to_numpy(v) for name, v in variables.items()}
+        for name, position in self._positions.items():
+            if position is not None and not ended:
+                arrays[name] = np.frombuffer(position, np.uint8)
         about = {
             "epoch": epoch,
             "batch": batch,
@@ -230,47 +236,25 @@ class ExactResume(keras.callbacks.Callback):
             about["also"].append([values, {name: len(own) for name, own in lists.items()}])
             for name, own in lists.items():
                 arrays |= {f"also/{i}/{name}/{j}": array for j, array in enumerate(own)}
-        self._num_since = 0
+        self._saved_at = self._num_steps
         self._checkpoints.identity = about
-        step = np.int64(self._num_steps)
+        arrays["step"] = np.int64(self._num_steps)
         try:
-            self._checkpoints.save_now(self._num_steps, arrays | {"step": step})
+            self._checkpoints.save_now(self._num_steps, arrays)
         except RunError as error:
             if ended or epoch == self.params["epochs"]:
                 raise
             warnings.warn(f"{error}; the fit goes on, and the next save tries again", stacklevel=2)
 
-    def _newest(self) -> "_Saved | None":
-        """Return the newest checkpoint that can be read."""
-        checkpoint.tidy(self.directory)
-        found = self._checkpoints.newest(_read, lambda line: warnings.warn(line, stacklevel=2))
-        return found[1] if found else _of_before(self.directory)
-
 
 @dataclasses.dataclass(frozen=True)
-class _Saved:
-    """What a checkpoint holds."""
-
+class _FitState:
     step: int
     arrays: dict[str, np.ndarray]
     about: dict[str, Any]
 
-    def put(self, variables: dict[str, Any], directory: Path) -> None:
-        """Assign the variables, if they are those that were saved."""
-        of_model = [n for n in self.arrays if n.startswith(("model/", "optimizer/", "metrics/"))]
-        for name in dict.fromkeys([*of_model, *variables]):
-            there = _kind(self.arrays[name]) if name in self.arrays else "absent"
-            here = _kind(variables[name]) if name in variables else "absent"
-            if there != here:
-                raise InputError(
-                    f"{directory} is of another fit: {name} is {there} there and {here} here; "
-                    "name another folder, or build the model before fit"
-                )
-        for name, variable in variables.items():
-            variable.assign(self.arrays[name])
-
     def put_also(self, things: Sequence[Any]) -> None:
-        """Set what objects had as attributes."""
+        """Set the saved attributes of objects."""
         for i, (thing, (values, lists)) in enumerate(zip(things, self.about["also"], strict=False)):
             for name, value in values.items():
                 setattr(thing, name, value)
@@ -281,18 +265,16 @@ class _Saved:
                 setattr(thing, name, own if is_list else own[0])
 
 
-def _read(prefix: str, reader: Any) -> _Saved:
-    """Return what a checkpoint holds that is open."""
+def _read(prefix: str, reader: Any) -> _FitState:
     about = checkpoint.identity_of(reader)
     if "epoch" not in about:
         raise InputError(f"{prefix} is of a run of `towers train`: name another folder for a fit")
-    keys = checkpoint.keys_of(reader)
-    arrays = {name: reader.get_tensor(key) for name, key in keys.items()}
-    return _Saved(int(arrays["step"]), arrays, about)
+    arrays = checkpoint.values_of(reader)
+    return _FitState(int(arrays["step"]), arrays, about)
 
 
-def _of_before(directory: Path) -> _Saved | None:
-    """Return what the newest file holds of a fit that was saved before there were checkpoints."""
+def _read_older(directory: Path) -> _FitState | None:
+    """Return the newest file in the older format, from before there were checkpoints."""
     names = [re.fullmatch(r"epoch-(\d+)-batch-(\d+)\.npz", p.name) for p in directory.glob("*")]
     places = [(int(name[1]), int(name[2]), name[0]) for name in names if name]
     if not places:
@@ -302,36 +284,38 @@ def _of_before(directory: Path) -> _Saved | None:
     about = json.loads(arrays.pop("about").tobytes())
     for name, kind in about["variables"].items():  # NumPy's files know no bfloat16
         arrays[name] = arrays[name].view(kind.partition("[")[0])
-    return _Saved(0, arrays, about)
+    return _FitState(0, arrays, about)
 
 
 def is_resuming(model: keras.Model, batch: int) -> bool:
-    """Tell whether the step of this batch does not count, having been made before."""
+    """Return whether the step of this batch is skipped, having been made before."""
     return batch < vars(model).get("_towers_resume_at", 0)
 
 
-def _plain(step: Callable) -> Callable:
-    """Return a model's own step, which a fit that was interrupted may have left replaced."""
+def _own_step(step: Callable) -> Callable:
+    """Return a model's own step; a fit that was interrupted may have left it replaced."""
     while isinstance(getattr(step, "__self__", None), ExactResume):
         step = step.__self__._step
     return step
 
 
-def _kind(variable: Any) -> str:
-    return f"{keras.backend.standardize_dtype(variable.dtype)}{list(variable.shape)}"
-
-
 def _attributes_of(thing: Any) -> tuple[dict[str, Any], dict[str, list[np.ndarray]]]:
     """Return public attributes that are no arguments: plain ones, and lists of arrays."""
     given = inspect.signature(type(thing)).parameters  # by the same call; it may keep them changed
-    public = {n: v for n, v in vars(thing).items() if not n.startswith("_") and n not in given}
-    plain = {n: v for n, v in public.items() if isinstance(v, bool | int | float | str | None)}
-    numbers = {n: v.item() for n, v in public.items() if isinstance(v, np.generic)}
-    lists = {n: [v] for n, v in public.items() if isinstance(v, np.ndarray)}
-    for name, value in public.items():
-        if isinstance(value, list) and value and all(isinstance(v, np.ndarray) for v in value):
+    plain: dict[str, Any] = {}
+    lists: dict[str, list[np.ndarray]] = {}
+    for name, value in vars(thing).items():
+        if name.startswith("_") or name in given:
+            continue
+        if isinstance(value, bool | int | float | str | None):
+            plain[name] = value
+        elif isinstance(value, np.generic):
+            plain[name] = value.item()
+        elif isinstance(value, np.ndarray):
+            lists[name] = [value]
+        elif isinstance(value, list) and value and all(isinstance(v, np.ndarray) for v in value):
             lists[name] = value
-    return plain | numbers, lists
+    return plain, lists
 
 
 def _random_state() -> list[Any]:
