@@ -1,13 +1,8 @@
 """The options of a run: names, defaults, ranges and help, in this one place.
 
 The command line makes a flag of each field, `flags.cfg` holds them, and a program of your own
-gives them as keyword arguments:
-
-    import towers
-
-    options = towers.Options(train_dir="runs/mine", model="my_package.net:build", num_towers=2)
-
-A program may give what has a name as it is: model=build, dataset=((x, y), (x_test, y_test)).
+gives them as keyword arguments, with functions and data in place of names: model=build,
+dataset=((x, y), (x_test, y_test)).
 """
 
 import contextlib
@@ -55,6 +50,8 @@ _tensorboard = group("TensorBoard", affects="report", minimum=0)
 @dataclasses.dataclass(frozen=True)
 class Options:
     """All options of a run. Each field is a flag of the same name, with its help.
+
+        options = towers.Options(model="my_net:build", num_towers=2, train_dir="runs/mine")
 
     In place of a name, functions and data may be given as they are.
     """

@@ -246,7 +246,9 @@ def _check_pairs(task: Task, pairs: Pairs, example: Any) -> list[str]:
     order = lines[:]
     for pair, (name, ending) in zip(pairs.found, _endings(pairs), strict=True):
         values = None if pair.target is None else leaves[pair.target].numpy()
-        weighted = len(example) > 2
+        if values is not None and not (values.size and values.dtype.kind in "iufb"):
+            values = None
+        weighted = len(example) > 2 or pair.masked
         one = OutputCheck(_named(task), name, pair, ending, values, weighted, *classes)
         try:
             lines += one.check()

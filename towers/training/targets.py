@@ -73,8 +73,8 @@ class OutputCheck:
         name: of the output, "" if it is the only one.
         pair: what the loss is computed of.
         ending: what the output ends in.
-        values: targets of a batch, None if they are not known.
-        weighted: whether there are sample weights.
+        values: targets of a batch, None if they are unknown or no numbers.
+        weighted: whether targets may not count, by sample weights or a mask.
         num_classes: of all targets, 0 if that is not known.
         no_classes: why whole numbers as targets are no classes, see `Data`.
         warnings: that `check` has found.
@@ -104,7 +104,7 @@ class OutputCheck:
                 f"{self.output} may be below 0, and poisson takes its logarithm: "
                 'take activation="softplus"'
             )
-        if values is not None and values.size and values.dtype.kind in "iufb":
+        if values is not None:
             if kind in _SPARSE:
                 self._check_classes(values)
             elif kind in (*_BINARY, *_MASKS):
@@ -141,36 +141,31 @@ class OutputCheck:
                     f"{self.output} is a softmax of 1 unit, which always gives 1: take "
                     'activation="sigmoid", or more units'
                 )
+        if kind not in _SPARSE:
+            y, outputs = _squeezed(y, outputs)
+        same = _alike(y, outputs)
         numbers = _alike(y, outputs[:-1]) or _alike(y, (*outputs[:-1], 1))
-        squeezed = _squeezed(y, outputs)
-        if kind in _SPARSE:
-            if _alike(y, outputs) and (outputs[-1] or 0) > 1:
-                other = kind.removeprefix("sparse_") if kind == _SPARSE[0] else _ONE_HOT[0]
-                advice = f"take {other}"
-                values = self.values
-                if values is not None and values.size and values.ndim > 1:
-                    if not np.isclose(values.sum(axis=-1, dtype=np.float64), 1.0).all():
-                        advice = (
-                            "these have several ones in a row, or none: with binary_crossentropy "
-                            'and activation="sigmoid" each output is a label of its own'
-                        )
-                self._refuse(f"{both}; {kind} takes the number of the class: {advice}")
-            if not numbers:
-                self._refuse(
-                    f"{both}; {kind} takes the number of the class, of shape "
-                    f"{shape_of(outputs[:-1])}: let the model give a place for each target"
+        if kind in _SPARSE and same and (outputs[-1] or 0) > 1:
+            sums = None if self.values is None else self.values.sum(axis=-1, dtype=np.float64)
+            if sums is None or self.values.ndim < 2 or np.isclose(sums, 1).all():
+                advice = f"take {_ONE_HOT[0]}"
+            else:
+                advice = (
+                    "these have several ones in a row, or none: with binary_crossentropy and "
+                    'activation="sigmoid" each output is a label of its own'
                 )
-        elif kind in _ONE_HOT and of_classes:
-            y, outputs = squeezed
-            if not _alike(y, outputs):
-                numbers = _alike(y, outputs[:-1]) or _alike(y, (*outputs[:-1], 1))
-                advice = f"these are numbers of classes: take sparse_{_ONE_HOT[0]}"
-                advice = advice if numbers else "give both the same"
-                self._refuse(f"{both}; {kind} takes a number for each output: {advice}")
-        elif kind in (*_BINARY, *_ELEMENTWISE):
-            y, outputs = squeezed
-            if not _alike(y, outputs):
-                self._refuse(f"{both}; {kind} needs both the same: {self._same_shape(y, outputs)}")
+            self._refuse(f"{both}; {kind} takes the number of the class: {advice}")
+        elif kind in _SPARSE and not numbers:
+            self._refuse(
+                f"{both}; {kind} takes the number of the class, of shape "
+                f"{shape_of(outputs[:-1])}: let the model give a place for each target"
+            )
+        elif kind in _ONE_HOT and of_classes and not same:
+            advice = f"these are numbers of classes: take sparse_{_ONE_HOT[0]}"
+            advice = advice if numbers else "give both the same"
+            self._refuse(f"{both}; {kind} takes a number for each output: {advice}")
+        elif kind in (*_BINARY, *_ELEMENTWISE) and not same:
+            self._refuse(f"{both}; {kind} needs both the same: {self._same_shape(y, outputs)}")
 
     def _same_shape(self, y: tuple, outputs: tuple) -> str:
         """Return advice for targets and outputs of different shapes."""
@@ -277,9 +272,8 @@ class OutputCheck:
     def _check_zeros_and_ones(self, values: np.ndarray) -> None:
         """Refuse targets outside of 0..1, unless their weight or mask may be 0."""
         kind, least, most = self.pair.kind, float(values.min()), float(values.max())
-        if self.weighted or self.pair.masked or (least >= 0 and most <= 1):
-            return
-        if not np.isfinite([least, most]).all():
+        finite = np.isfinite([least, most]).all()
+        if self.weighted or not finite or (least >= 0 and most <= 1):
             return
         found = set(np.unique(values).tolist())
         if found <= {-1.0, 1.0} and kind in _BINARY:
@@ -314,7 +308,7 @@ class OutputCheck:
         """Warn of targets that the activation cannot give."""
         activation, infinity = self.ending.activation, float("inf")
         low, high = _RANGES.get(activation or "", (-infinity, infinity))
-        if self.weighted or self.pair.masked or not np.isfinite(values).all():
+        if self.weighted or not np.isfinite(values).all():
             return
         least, most = float(values.min()), float(values.max())
         if least < low - _SLACK or most > high + _SLACK:
