@@ -101,7 +101,7 @@ def read_newest(
     """
     found = dict(find(directory))
     if only is not None:
-        found = {only: found[only]}
+        found = {only: f"{directory}/ckpt-{only}"}
     else:
         for line in without_index(directory).values():
             warn(line)
@@ -125,7 +125,7 @@ def read(prefix: str, beginning: str) -> dict[str, np.ndarray]:
 
 
 def values_of(reader: Any, beginning: str = "") -> dict[str, np.ndarray]:
-    """Return {name: value} of variables whose names begin with, as "model/", without that."""
+    """Return {name without `beginning`: value} of the variables whose names begin with it."""
     return {
         name.removeprefix(beginning): reader.get_tensor(key)
         for name, key in keys_of(reader).items()

@@ -1,8 +1,5 @@
 """The model of a run, with its trained weights: `towers.load`.
 
-    model = towers.load("runs/mine")  # a Keras model
-    model = towers.load("runs/mine", averages=True, step=5000)
-
 Only the weights are read. A run may be training meanwhile, on any number of towers.
 """
 

@@ -1,9 +1,4 @@
-"""The checkpoints of a run, written beside its training.
-
-checkpoints.save(step)      # begins to write the values of now
-checkpoints.save_now(step)  # and returns when they are on the disk
-checkpoints.restore()
-"""
+"""The checkpoints of a run, written beside its training."""
 
 import contextlib
 import errno
