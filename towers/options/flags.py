@@ -50,7 +50,7 @@ class Verb:
         fields = {field.name: field for field in dataclasses.fields(self.options_class())}
         if "run" in fields:
             del fields["run"]
-            fields |= {name: f for name, f in _OF_RUN.items() if name not in fields}
+            fields |= {name: f for name, f in _RUN_FIELDS.items() if name not in fields}
         return fields
 
     def options_class(self) -> type:
@@ -59,8 +59,8 @@ class Verb:
 
 
 _TRAIN = Verb("train")
-_OF_RUN = {field.name: field for field in dataclasses.fields(Options)}
-_ALIASES = {f.metadata["alias"]: name for name, f in _OF_RUN.items() if "alias" in f.metadata}
+_RUN_FIELDS = {field.name: field for field in dataclasses.fields(Options)}
+_ALIASES = {f.metadata["alias"]: name for name, f in _RUN_FIELDS.items() if "alias" in f.metadata}
 _PARSERS = {  # and what is needed where they fail
     bool: (flags.BooleanParser(), "true or false"),
     int: (flags.IntegerParser(), "a whole number"),
@@ -70,11 +70,11 @@ _PARSERS = {  # and what is needed where they fail
 # A run with another value of these is another run: its checkpoints refuse it.
 IDENTITY = ("model", "model_args", "loss", "augment", "dataset", "tensorboard_x")
 # Of each group a run has one option at most: a new one replaces that of the run.
-_ONE_OF = (
+_EXCLUSIVE = (
     ("clip_norm", "clip_value", "clip_global_norm"),
     ("per_process_gpu_memory_fraction", "gpu_memory_limit_mib", "allow_growth"),
 )
-_OF_WORKERS = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
+_OF_MACHINES = {f.name for f in dataclasses.fields(Options) if f.metadata["group"] == MANY_MACHINES}
 _ELSEWHERE = {  # flags as other programs name them; what is nearly the same word needs no line
     theirs: ours
     for ours, line in {
@@ -139,9 +139,9 @@ def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
     """
     _check_taken(argv, verb)
     foreign: dict[str, str] = {}
-    values = _read(argv, verb, foreign)
+    values = _read_argv(argv, verb, foreign)
     if foreign:
-        own, values = values, _read(argv, verb)
+        own, values = values, _read_argv(argv, verb)
         theirs = {name: value for name, value in values.items() if own.get(name) != value}
         for path, text in () if own.get("trust") else foreign.items():
             trust.check(f"--flagfile={path}", text, theirs)
@@ -151,7 +151,7 @@ def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
 def complete(values: dict[str, Any], verb: Verb = _TRAIN) -> Any:
     """Return the options of a verb from {option: value}; what is not given is as in `parse`."""
     if verb.completes and not (verb.begins and values.get("overwrite")):
-        values = _of_run(values, verb) | values
+        values = _options_of_run(values, verb) | values
     if values.get("num_towers") == "0":  # where a list is meant: of the flags.cfg of a run
         values = {name: value for name, value in values.items() if name != "num_towers"}
     kind = verb.options_class()
@@ -179,38 +179,38 @@ def options_of(
     if options is not None:
         return dataclasses.replace(options, **given)
     for name, value in given.items():
-        if _OF_RUN[name].type is str:
+        if _RUN_FIELDS[name].type is str:
             given[name] = as_text(name, value)
-        check_value(_OF_RUN[name], given[name])
+        check_value(_RUN_FIELDS[name], given[name])
     return complete(given, Verb(verb, completes=True, begins=verb == "train"))
 
 
 def option_name(flag: str) -> str:
     """Return the option of a run that a flag sets, an alias or not; InputError if there is none."""
     name = _ALIASES.get(flag, flag)
-    if name not in _OF_RUN:
-        raise InputError(_unknown(flag, _TRAIN))
+    if name not in _RUN_FIELDS:
+        raise InputError(_unknown_flag(flag, _TRAIN))
     return name
 
 
 def option_type(name: str) -> type:
     """Return the type of an option of a run: int, float, bool or str."""
-    return _OF_RUN[name].type
+    return _RUN_FIELDS[name].type
 
 
 def parse_value(name: str, text: str) -> Any:
     """Return `text` as a value of an option of a run, its type checked, its range not."""
-    return _value(_OF_RUN[name], text)
+    return _parse_typed(_RUN_FIELDS[name], text)
 
 
 def _check_taken(argv: Sequence[str], verb: Verb) -> None:
     """Refuse an option of a run that the verb would ignore; a flagfile may hold it."""
     for argument in argv:
         flag = argument.partition("=")[0].lstrip("-") if argument.startswith("-") else ""
-        name = flag if flag in _OF_RUN else flag.removeprefix("no")
+        name = flag if flag in _RUN_FIELDS else flag.removeprefix("no")
         name = _ALIASES.get(name, name)
         reason = verb.refuses.get(name, "")
-        if verb.takes is not None and name in _OF_RUN and name not in verb.takes:
+        if verb.takes is not None and name in _RUN_FIELDS and name not in verb.takes:
             reason = f"it takes {', '.join(f'--{taken}' for taken in verb.takes)}"
             reason += ", and the rest from the run's flags.cfg" if verb.completes else ""
         if reason:
@@ -233,14 +233,14 @@ class _Flags(flags.FlagValues):
                 raise InputError(f"--flagfile={filename}: {error.strerror}") from None
         lines = super()._get_flag_file_lines(filename, *args, **kwargs)
         if self.foreign is not None and os.path.exists(filename):
-            text = _text(filename)
+            text = _read_text(filename)
             if trust.is_of_run(filename, text) and not trust.is_own(text):
                 self.foreign[filename] = text
                 return []
         return lines
 
 
-def _read(
+def _read_argv(
     argv: Sequence[str], verb: Verb, foreign: dict[str, str] | None = None
 ) -> dict[str, Any]:
     """Return {option: value} of arguments and their flagfiles: the last one wins.
@@ -260,7 +260,7 @@ def _read(
     try:
         others = defined(["towers", *argv])[1:]
     except flags.UnrecognizedFlagError as error:
-        raise InputError(_unknown(error.flagname, verb)) from None
+        raise InputError(_unknown_flag(error.flagname, verb)) from None
     except flags.CantOpenFlagFileError as error:
         file = error.__context__
         raise InputError(f"--flagfile={file.filename}: {file.strerror.lower()}") from None
@@ -271,7 +271,7 @@ def _read(
     if others and not positional:
         raise InputError(f"unexpected argument {others[0]!r}: flags are written --name=value")
     found = {name: defined[name].value for name in fields if name != positional}
-    values = {n: _value(fields[n], value) for n, value in found.items() if value is not None}
+    values = {n: _parse_typed(fields[n], value) for n, value in found.items() if value is not None}
     number = found.get("num_towers")
     if isinstance(number, _OfGpus) and number != "0" and verb.name != "plan":  # which needs none
         if "cpu" in values.setdefault("devices", "gpu").lower():
@@ -284,7 +284,7 @@ def _read(
     return values
 
 
-def _value(field: dataclasses.Field, typed: Any) -> Any:
+def _parse_typed(field: dataclasses.Field, typed: Any) -> Any:
     if field.type is tuple:
         return tuple(typed)
     if field.name in ("train_dir", "sweep_dir"):
@@ -296,7 +296,7 @@ def _value(field: dataclasses.Field, typed: Any) -> Any:
         raise InputError(f"--{field.name}={typed}: {kind} is needed") from None
 
 
-def _unknown(flag: str, verb: Verb) -> str:
+def _unknown_flag(flag: str, verb: Verb) -> str:
     """Return the message for an unknown flag, with the nearest that exists."""
     known = [*verb.fields(), *_ALIASES, "flagfile"]
     usual = _ELSEWHERE.get(flag.lower().replace("-", "_"))
@@ -309,11 +309,11 @@ def _positional(fields: Mapping[str, dataclasses.Field]) -> str | None:
     return next((name for name, field in fields.items() if "positional" in field.metadata), None)
 
 
-def _text(path: str | Path) -> str:
+def _read_text(path: str | Path) -> str:
     return Path(path).read_text(encoding="utf-8", errors="replace")
 
 
-def _of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
+def _options_of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
     """Return {option: value} of the run in --train_dir, without what `given` replaces."""
     train_dir = given.get("train_dir", Options.train_dir)
     path = Path(train_dir, "flags.cfg")
@@ -328,20 +328,20 @@ def _of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
     if not has_flags:
         return {}
     try:
-        found = _read([f"--flagfile={path}"], _TRAIN)
+        found = _read_argv([f"--flagfile={path}"], _TRAIN)
         Options(**found)
     except InputError as error:
         raise InputError(
             f"{path} is damaged: {error}; mend it, or remove it and give the run's flags yourself"
         ) from None
-    found = {name: found[name] for name in found if _OF_RUN[name].metadata["affects"] != "call"}
+    found = {name: found[name] for name in found if _RUN_FIELDS[name].metadata["affects"] != "call"}
     if verb.begins:
         _check_identity(train_dir, found, given)
-    replaced = _replaced(found, given)
+    replaced = _replaced_options(found, given)
     if not verb.begins:  # they may be gone long since, and the machine at hand will do
-        replaced |= _OF_WORKERS | ({"devices"} if found.get("devices") == "gpu" else set())
+        replaced |= _OF_MACHINES | ({"devices"} if found.get("devices") == "gpu" else set())
     taken = {name: value for name, value in found.items() if name not in replaced}
-    text = _text(path)
+    text = _read_text(path)
     if not given.get("trust"):
         code = {name: value for name, value in taken.items() if name not in given}
         trust.check(f"--train_dir={train_dir}: its flags.cfg", text, code)
@@ -351,15 +351,15 @@ def _of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
     return taken
 
 
-def _replaced(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
+def _replaced_options(of_run: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
     """Return the run's options that would contradict what is given in their place."""
-    names = {n for group in _ONE_OF if any(map(given.get, group)) for n in group}
+    names = {n for group in _EXCLUSIVE if any(map(given.get, group)) for n in group}
     if given.get("num_epochs"):
         names.add("max_steps")  # an end that was set before; the other way round schedules stay
     if given.get("workers"):
         names |= {"num_towers", "devices"}
     if given.get("num_towers") or given.get("devices"):
-        names |= _OF_WORKERS
+        names |= _OF_MACHINES
     lists = [v.get("devices", "").lower() not in ("", "cpu") for v in (of_run, given)]
     if "num_towers" in given and lists[0]:
         names.add("devices")  # a list has a number of its own

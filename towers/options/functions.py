@@ -24,7 +24,7 @@ _CHECKOUT = Path(search_path.CHECKOUT)  # unless the package was installed witho
 _SHIPPED = "towers_models"  # what its models are imported as
 _STDLIB = [folder := sysconfig.get_path("stdlib"), os.path.join(folder, "lib-dynload")]
 # Code that may define names which no assignment at the top level shows.
-_DYNAMIC = re.compile(
+_DYNAMIC_NAMES = re.compile(
     r"import \*|\b(exec|eval|globals|locals|setattr|vars)\(|__getattr__|^\s*global |\.modules\b",
     re.MULTILINE,
 )
@@ -70,7 +70,7 @@ def call_plainly(flag: str, name: str) -> object:
 
 def check_function(flag: str, name: str) -> None:
     """Raise the InputError of `load_function` as far as sources show it; import nothing."""
-    module_name, function_name = _parts(flag, name)
+    module_name, function_name = _split_name(flag, name)
     if is_shipped(name):
         return
     if module_name in sys.modules or name.startswith(PREFIX):
@@ -83,7 +83,7 @@ def check_function(flag: str, name: str) -> None:
     except (SyntaxError, ValueError):
         return
     names = {s.get_name() for s in symbols if s.is_assigned() or s.is_imported()}
-    if names and function_name not in names and not _DYNAMIC.search(source):
+    if names and function_name not in names and not _DYNAMIC_NAMES.search(source):
         raise _no_function(flag, name, names)
 
 
@@ -111,7 +111,7 @@ def _shipped(name: str) -> Path | None:
 
 
 def _import(flag: str, name: str) -> Callable:
-    module_name, function_name = _parts(flag, name)
+    module_name, function_name = _split_name(flag, name)
     try:
         if shipped := _shipped(name):
             module = _import_shipped(module_name, shipped)
@@ -190,7 +190,7 @@ def _source_of(flag: str, name: str, module_name: str) -> str:
     return source
 
 
-def _parts(flag: str, name: str) -> tuple[str, str]:
+def _split_name(flag: str, name: str) -> tuple[str, str]:
     module_name, colon, function_name = name.partition(":")
     if not (colon and function_name and all(module_name.split("."))):
         raise InputError(f"--{flag}={name} must be module:function, such as models.cnn:cnn")

@@ -23,10 +23,10 @@ from towers.text import first_line
 
 Found = TypeVar("Found")
 Snapshot = Mapping[str, tf.Tensor]  # values of variables, by name
-_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
-_PARTS = "data-00000-of-00001", "index"  # of a checkpoint, in the order of their writing
-_DATA = r"ckpt-(\d+)\.data-.*"
-_WHOLE = r"(\.ckpt-(\d+)\.\d+)\.index"  # what is written under another name, when it is whole
+_KEY_ENDING = "/.ATTRIBUTES/VARIABLE_VALUE"
+_FILE_KINDS = "data-00000-of-00001", "index"  # of a checkpoint, in the order of their writing
+_DATA_FILE = r"ckpt-(\d+)\.data-.*"
+_WHOLE_INDEX = r"(\.ckpt-(\d+)\.\d+)\.index"  # of a whole one under its temporary name
 
 
 def find(directory: Path) -> list[tuple[int, str]]:
@@ -57,7 +57,7 @@ def without_index(directory: Path) -> dict[int, str]:
     Those that are being written just now, with the index under another name, do not count.
     """
     newest = max(dict(find(directory)), default=-1)
-    now = {int(match[2]) for match in _matches(directory, _WHOLE)}
+    now = {int(match[2]) for match in _matches(directory, _WHOLE_INDEX)}
     try:
         files.check_is_file(named := Path(directory, "checkpoint"))
         text = named.read_text(errors="replace")
@@ -65,7 +65,7 @@ def without_index(directory: Path) -> dict[int, str]:
         text = ""
     named = re.findall(r'^model_checkpoint_path: "ckpt-(\d{1,18})"', text, re.MULTILINE)
     why = {int(step): "the file `checkpoint` names it" for step in named}
-    why |= {int(match[1]): "its data are there" for match in _matches(directory, _DATA)}
+    why |= {int(match[1]): "its data are there" for match in _matches(directory, _DATA_FILE)}
     return {
         step: f"{directory}/ckpt-{step}.index is missing, though {why[step]}: passed over"
         for step in sorted(why, reverse=True)
@@ -77,11 +77,11 @@ def tidy(directory: Path) -> None:
     """Finish checkpoints that dead processes had written whole; delete what else they left."""
     with contextlib.suppress(OSError):
         there = dict(find(directory))
-        for match in _matches(directory, _WHOLE):
+        for match in _matches(directory, _WHOLE_INDEX):
             if int(match[2]) not in there:
                 _rename(Path(directory), match[1], int(match[2]))
         there = dict(find(directory))
-        for match in _matches(directory, _DATA):
+        for match in _matches(directory, _DATA_FILE):
             if int(match[1]) < max(there, default=0) and int(match[1]) not in there:
                 Path(directory, match[0]).unlink()
     files.clear_leftovers(Path(directory))
@@ -144,7 +144,7 @@ def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, A
     text = json.dumps(dict(identity), default=lambda value: np.asarray(value).tolist())
     named |= {key_of("identity"): text, tf_private.OBJECT_GRAPH: graph}
     temporary = f".ckpt-{step}.{os.getpid()}"
-    with _plain(directory) as folder, tf.device("/cpu:0"):
+    with _literal_path(directory) as folder, tf.device("/cpu:0"):
         try:
             tf.raw_ops.SaveV2(
                 prefix=f"{folder}/{temporary}",
@@ -152,7 +152,7 @@ def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, A
                 shape_and_slices=[""] * len(named),
                 tensors=[tf.convert_to_tensor(value) for value in named.values()],
             )
-            for part in _PARTS:
+            for part in _FILE_KINDS:
                 files.flush(f"{folder}/{temporary}.{part}")
             there = tf.train.load_checkpoint(f"{folder}/{temporary}").get_variable_to_shape_map()
             if there.keys() != named.keys():
@@ -166,11 +166,11 @@ def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, A
 
 def _rename(folder: Path, temporary: str, step: int) -> None:
     """Give a whole checkpoint its name; `tidy` ends what a kill interrupts."""
-    data, index = (folder / f"{temporary}.{part}" for part in _PARTS)
+    data, index = (folder / f"{temporary}.{part}" for part in _FILE_KINDS)
     (folder / f"ckpt-{step}.index").unlink(missing_ok=True)  # it would be of other data
     if data.exists():
-        data.rename(folder / f"ckpt-{step}.{_PARTS[0]}")
-    index.rename(folder / f"ckpt-{step}.{_PARTS[1]}")
+        data.rename(folder / f"ckpt-{step}.{_FILE_KINDS[0]}")
+    index.rename(folder / f"ckpt-{step}.{_FILE_KINDS[1]}")
     with contextlib.suppress(OSError):  # not every file system can
         files.flush(folder)
 
@@ -186,7 +186,7 @@ def open_reader(prefix: str) -> Iterator[Any]:
     path = Path(prefix)
     for part in path.parent.glob(f"{path.name}.*"):
         files.check_is_file(part)
-    with _plain(path.parent) as folder:
+    with _literal_path(path.parent) as folder:
         reader = tf.train.load_checkpoint(f"{folder}/{path.name}")
         if reader.has_tensor(tf_private.OBJECT_GRAPH):
             reader.get_tensor(tf_private.OBJECT_GRAPH)  # damaged, others could not read it
@@ -198,7 +198,7 @@ def open_reader(prefix: str) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _plain(folder: Path) -> Iterator[str]:
+def _literal_path(folder: Path) -> Iterator[str]:
     """Yield another path of a folder, short and without characters of a pattern."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -209,7 +209,7 @@ def _plain(folder: Path) -> Iterator[str]:
 
 def key_of(*path: str) -> str:
     """Return TensorFlow's key of a variable; it escapes "/" as ".S", and "." as ".."."""
-    return "/".join(part.replace(".", "..").replace("/", ".S") for part in path) + _SUFFIX
+    return "/".join(part.replace(".", "..").replace("/", ".S") for part in path) + _KEY_ENDING
 
 
 def identity_of(reader: Any) -> dict[str, Any]:
@@ -241,6 +241,6 @@ def keys_of(reader: Any) -> dict[str, str]:
     """Return {name of a variable: its key in the checkpoint}."""
     found = {}
     for key in sorted(reader.get_variable_to_shape_map()):
-        if match := re.fullmatch(f"variables/(.*){_SUFFIX}", key):
+        if match := re.fullmatch(f"variables/(.*){_KEY_ENDING}", key):
             found[re.sub(r"\.(\.|S)", lambda m: "/" if m[1] == "S" else ".", match[1])] = key
     return found

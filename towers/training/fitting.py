@@ -25,19 +25,14 @@ _ROWS = 32  # of a batch that the first loss is computed of, if a tower takes no
 
 
 class Pairs:
-    """Inputs of the losses of a model's step, recorded while the step is traced.
-
-    Attributes:
-        found: a `LossInput` for each loss.
-        is_keras: whether the training step is that of Keras; else nothing is said about it.
-        of_examples: whether each loss is Keras' own, and a mean or a sum of what each example has
-            for itself, whatever the others of a batch are.
-    """
+    """Inputs of the losses of a model's step, recorded while the step is traced."""
 
     def __init__(self, model: keras.Model):
         """Record nothing yet."""
-        self.model, self.found, self.of_examples = model, [], False
-        self.is_keras = all(
+        self.model, self.found = model, []  # of `LossInput`
+        # Whether each loss is Keras' own, and a mean or a sum of independent losses of examples.
+        self.of_examples = False
+        self.is_keras = all(  # else the training step is the user's, and is not judged
             getattr(type(model), name) is getattr(keras.Model, name)
             for name in ("train_step", "compute_loss")
         )
@@ -58,7 +53,7 @@ class Pairs:
                     target = next((i for i, leaf in enumerate(leaves) if leaf is y_true), None)
                     self.of_examples &= self._record(loss, target, y_true, y_pred, weights)
                     if self.of_examples:  # else a loss of the user's would be called once more
-                        self.of_examples = _is_of_examples(call, loss, y_true, y_pred, weights)
+                        self.of_examples = _is_per_example(call, loss, y_true, y_pred, weights)
                 depth += 1
                 try:
                     return call(loss, y_true, y_pred, *args, **kwargs)
@@ -91,13 +86,13 @@ def losses_of_examples(total: int) -> Iterator[None]:
     """
 
     def make(call: Callable) -> Callable:
-        return lambda loss, *args, **kwargs: _of_examples(call, loss, total, *args, **kwargs)
+        return lambda loss, *args, **kwargs: _per_example(call, loss, total, *args, **kwargs)
 
     with tf_private.losses_replaced(make):
         yield
 
 
-def _of_examples(call: Callable, loss: Any, total: int, *args: Any, **kwargs: Any) -> tf.Tensor:
+def _per_example(call: Callable, loss: Any, total: int, *args: Any, **kwargs: Any) -> tf.Tensor:
     reduction, loss.reduction = loss.reduction, "none"
     try:
         values = call(loss, *args, **kwargs)
@@ -109,7 +104,7 @@ def _of_examples(call: Callable, loss: Any, total: int, *args: Any, **kwargs: An
     return tf.reduce_mean(values, axes)
 
 
-def _is_of_examples(call: Callable, loss: Any, y: Any, outputs: Any, weights: Any) -> bool:
+def _is_per_example(call: Callable, loss: Any, y: Any, outputs: Any, weights: Any) -> bool:
     if loss.reduction not in ("sum_over_batch_size", "mean", "sum"):
         if loss.reduction != "mean_with_sample_weight" or weights is not None:
             return False
@@ -123,7 +118,7 @@ def _is_of_examples(call: Callable, loss: Any, y: Any, outputs: Any, weights: An
 
     vars(loss)["call"] = noting
     try:
-        values = _of_examples(call, loss, 1, y, outputs, weights)
+        values = _per_example(call, loss, 1, y, outputs, weights)
     except Exception:
         return False  # it is of the whole batch
     finally:
@@ -146,7 +141,7 @@ def check(task: Task, batch: Any) -> list[str]:
     if pairs is None:
         return _check_classifier(task, example)
     lines = [
-        f"{_named(task)}: its step changes the variable {name}, which no checkpoint holds, so a "
+        f"{_flag_of(task)}: its step changes the variable {name}, which no checkpoint holds, so a "
         "run that was stopped goes on with other numbers: make it by add_weight(..., "
         "trainable=False); for draws keep a keras.random.SeedGenerator in the layer"
         for name in task.unsaved
@@ -177,9 +172,9 @@ def explained(task: Task, pairs: Pairs, batches: Any) -> Iterator[None]:
             f"targets {shape_of(pair.y)} with outputs {shape_of(pair.outputs)}"
             for pair in pairs.found
         )
-        given = f" ({given or f'targets {_described(example[1:])}'})"
+        given = f" ({given or f'targets {_shapes_of(example[1:])}'})"
         raise InputError(
-            f"{_named(task)}: {what} cannot be computed of this data set{given}: {_reason(error)}"
+            f"{_flag_of(task)}: {what} cannot be computed of this data set{given}: {_reason(error)}"
         ) from None
 
 
@@ -187,7 +182,7 @@ def _check_classifier(task: Task, example: Any) -> list[str]:
     for weights in example[2:]:
         if not isinstance(weights, tf.Tensor) or weights.shape.rank != 1:
             raise InputError(
-                f"--dataset={task.options.dataset}: sample weights of shape {_described(weights)}; "
+                f"--dataset={task.options.dataset}: sample weights of shape {_shapes_of(weights)}; "
                 "a classifier takes one number for each example"
             )
     found = final_activation(task.model)
@@ -216,19 +211,19 @@ def _check_structure(task: Task, example: Any) -> None:
         if name not in names:
             raise InputError(
                 f"--model={task.options.model}: there is a loss for {name!r}, and the outputs are "
-                f"{_list(names)}: name one of them"
+                f"{_quoted(names)}: name one of them"
             )
     needed = {name for name in names if losses.get(name) is not None}
     for what, given in zip(("targets", "sample weights"), example[1:], strict=False):
         if isinstance(given, dict) and not needed <= set(given) <= set(names):
             raise InputError(
-                f"--dataset={task.options.dataset}: the {what} are named {_list(given)}, and the "
-                f"outputs of {task.options.model} {_list(names)}: give both the same names"
+                f"--dataset={task.options.dataset}: the {what} are named {_quoted(given)}, and the "
+                f"outputs of {task.options.model} {_quoted(names)}: give both the same names"
             )
     if (number := len(tf.nest.flatten(example[1]))) not in (len(needed), len(names)):
         raise InputError(
             f"--dataset={task.options.dataset} gives {count(number, 'tensor')} of targets, and "
-            f"{task.options.model} has the outputs {_list(names)}: give a dict with targets for "
+            f"{task.options.model} has the outputs {_quoted(names)}: give a dict with targets for "
             "each of these"
         )
 
@@ -240,22 +235,22 @@ def _check_pairs(task: Task, pairs: Pairs, example: Any) -> list[str]:
     unnamed = len(example) > 1 and isinstance(example[1], tuple | list)
     if isinstance(outputs, dict) and unnamed and list(outputs) != sorted(outputs):
         lines.append(
-            f"{_named(task)}: the targets have no names, and Keras takes them in the order "
+            f"{_flag_of(task)}: the targets have no names, and Keras takes them in the order "
             f"{', '.join(sorted(outputs))}: give a dict of targets"
         )
     order = lines[:]
-    for pair, (name, ending) in zip(pairs.found, _endings(pairs), strict=True):
+    for pair, (name, ending) in zip(pairs.found, _output_endings(pairs), strict=True):
         values = None if pair.target is None else leaves[pair.target].numpy()
         if values is not None and not (values.size and values.dtype.kind in "iufb"):
             values = None
         weighted = len(example) > 2 or pair.masked
-        one = OutputCheck(_named(task), name, pair, ending, values, weighted, *classes)
+        one = OutputCheck(_flag_of(task), name, pair, ending, values, weighted, *classes)
         try:
             lines += one.check()
         except InputError as error:
             if not order:
                 raise
-            reason = str(error).removeprefix(f"{_named(task)}: ")
+            reason = str(error).removeprefix(f"{_flag_of(task)}: ")
             raise InputError(f"{order[0]}; as they are: {reason}") from None
         if len(pairs.found) == 1:
             groups = (getattr(metric, "metrics", ()) for metric in pairs.model.metrics)
@@ -263,7 +258,7 @@ def _check_pairs(task: Task, pairs: Pairs, example: Any) -> list[str]:
     return lines
 
 
-def _endings(pairs: Pairs) -> list[tuple[str, Ending]]:
+def _output_endings(pairs: Pairs) -> list[tuple[str, Ending]]:
     """Return (name of the output, "" if there is one; what it ends in) for each recorded loss."""
     paths, outputs = tf_private.loss_paths(pairs.model), _outputs(pairs.model)
     found, waiting, single = [], list(paths), len(paths) < 2
@@ -332,7 +327,7 @@ def _check_first_loss(task: Task, batch: Any, doubts: Sequence[str]) -> None:
     if doubts:
         raise InputError(f"{what}: {doubts[0]}")
     raise InputError(
-        f"{_named(task)}: {what}: scale inputs and targets to about -1..1, and look whether the "
+        f"{_flag_of(task)}: {what}: scale inputs and targets to about -1..1, and look whether the "
         "outputs are what the loss takes (no logarithm, root or division of 0 or less)"
     )
 
@@ -342,16 +337,16 @@ def _outputs(model: keras.Model) -> Any:
     return model.output if getattr(model, "outputs", None) else None
 
 
-def _named(task: Task) -> str:
+def _flag_of(task: Task) -> str:
     options = task.options
     return f"--loss={options.loss}" if options.loss else f"--model={options.model}"
 
 
-def _list(names: Any) -> str:
+def _quoted(names: Any) -> str:
     return ", ".join(map(repr, names))
 
 
-def _described(structure: Any) -> Any:
+def _shapes_of(structure: Any) -> Any:
     return tf.nest.map_structure(lambda t: shape_of(tuple(t.shape)), structure)
 
 

@@ -29,10 +29,10 @@ from towers.text import first_line
 from towers.training.loading import read_weights
 from towers.training.masters import Masters
 
-_NAMED = 10  # weights of each kind that a line names
+_MOST_NAMES = 10  # weights of each kind that a line names
 _LONGEST_NAME = 1000  # of a layer, in characters
 _SECONDS = 30.0  # that a look through a file may take
-_LOOK_THROUGH = """
+_READ_STRUCTURE = """
 import io, resource, sys
 sys.path += sys.argv[2:]
 import h5py
@@ -47,15 +47,11 @@ file.visititems(lambda _, found: (dict(found.attrs), None)[1])  # else it ends t
 
 
 class NamedWeight(NamedTuple):
-    """A weight, or a value for one.
+    """A weight, or a value for one."""
 
-    `path` is its place in the model, "" if unknown, `name` that of its layer and its own. `value`
-    is a variable, an array, or a dataset of h5py, which is read when it is wanted.
-    """
-
-    path: str
-    name: str
-    value: Any
+    path: str  # place in the model, "" if unknown
+    name: str  # of its layer, and its own
+    value: Any  # a variable, an array, or a dataset of h5py, which is read when it is wanted
 
 
 def init_from(masters: Masters, source: str) -> list[str]:
@@ -74,8 +70,8 @@ def init_from(masters: Masters, source: str) -> list[str]:
     path = Path(source).expanduser()
     with contextlib.ExitStack() as opened:
         if path.is_dir():
-            what, found = _of_run(path)
-            ours = [NamedWeight(v.path, _last_two(v.path), v) for v in masters.model.weights]
+            what, found = _read_run(path)
+            ours = [NamedWeight(v.path, _short_name(v.path), v) for v in masters.model.weights]
         else:
             what, found = str(path), opened.enter_context(_of_file(path))
             weights = {id(v) for v in masters.model.weights}
@@ -91,7 +87,7 @@ def init_from(masters: Masters, source: str) -> list[str]:
         if there is not None and not _fits(v, there)
     ]
     if not values:
-        examples = f"{_some(k.path or k.name for k in found)} there, {_some(missing or other)}"
+        examples = f"{_join(k.path or k.name for k in found)} there, {_join(missing or other)}"
         raise InputError(f"--init_from={source} has no weight of this model: {examples} here")
     for variable, value in values:
         variable.assign(value.astype(variable.dtype))
@@ -103,7 +99,7 @@ def init_from(masters: Masters, source: str) -> list[str]:
     kinds = {"not there": missing, "of another shape": other, "of no use here": unused}
     return [
         f"init_from   {what}: {len(values)} of {len(pairs)} weights",
-        *(f"  {kind} ({len(names)}): {_some(names)}" for kind, names in kinds.items() if names),
+        *(f"  {kind} ({len(names)}): {_join(names)}" for kind, names in kinds.items() if names),
     ]
 
 
@@ -122,7 +118,7 @@ def _fits(variable: keras.Variable, value: Any) -> bool:
     return value is not None and tuple(variable.shape) == value.shape
 
 
-def _of_run(folder: Path) -> tuple[str, list[NamedWeight]]:
+def _read_run(folder: Path) -> tuple[str, list[NamedWeight]]:
     """Return a description of a run's checkpoint, and its weights."""
     if not files.is_run(folder):
         raise InputError(
@@ -135,7 +131,7 @@ def _of_run(folder: Path) -> tuple[str, list[NamedWeight]]:
         raise InputError(str(error).replace("--train_dir", "--init_from", 1)) from None
     values = weights.model | weights.averages
     what = "its averages" if weights.averages else "its weights"
-    found = [NamedWeight(path, _last_two(path), value) for path, value in values.items()]
+    found = [NamedWeight(path, _short_name(path), value) for path, value in values.items()]
     return f"{folder}, {what} at step {weights.step}", _without_seeds(found)
 
 
@@ -149,7 +145,7 @@ def _of_file(path: Path) -> Iterator[list[NamedWeight]]:
         content: Any = path
         if zipfile.is_zipfile(path):  # FILE.keras
             content = io.BytesIO(zipped.read(path, "model.weights.h5"))
-        _look_through(content)
+        _check_readable(content)
         with h5py.File(content) as file:
             links: list[tuple[str, Any]] = []
             file.visititems_links(lambda *found: links.append(found))
@@ -158,7 +154,7 @@ def _of_file(path: Path) -> Iterator[list[NamedWeight]]:
                     raise ValueError(f"{place} is a link, and weights must lie in the file itself")
             legacy = "layer_names" in file.attrs or "model_weights" in file
             places = [place for place, _ in links]
-            yield _without_seeds(_of_legacy(file) if legacy else _of_weights(file, places))
+            yield _without_seeds(_read_legacy(file) if legacy else _read_weights(file, places))
     except FileNotFoundError:
         raise InputError(f"--init_from={path}: there is no such file or folder") from None
     except Exception as error:  # of a damaged file HDF5 and h5py raise many kinds
@@ -168,7 +164,7 @@ def _of_file(path: Path) -> Iterator[list[NamedWeight]]:
         ) from None
 
 
-def _look_through(content: Any) -> None:
+def _check_readable(content: Any) -> None:
     """Read a file's structure in another process; raise ValueError if that fails.
 
     HDF5 loops for ever over some damaged files and crashes on others; no thread can end that.
@@ -177,7 +173,7 @@ def _look_through(content: Any) -> None:
 
     folders = {os.path.dirname(os.path.dirname(m.__file__)) for m in (h5py, np)}
     path, data = ("", content.getvalue()) if isinstance(content, io.BytesIO) else (content, b"")
-    command = [sys.executable, "-I", "-c", _LOOK_THROUGH, path, *folders]  # -I: not from here
+    command = [sys.executable, "-I", "-c", _READ_STRUCTURE, path, *folders]  # -I: not from here
     about = {"capture_output": True, "timeout": _SECONDS, "check": True}
     about["env"] = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # each takes room
     try:
@@ -212,16 +208,16 @@ def _array(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def _of_weights(file: Any, places: Iterable[str]) -> Iterator[NamedWeight]:
+def _read_weights(file: Any, places: Iterable[str]) -> Iterator[NamedWeight]:
     """Yield weights of `save_weights`: layers/dense/vars/0, where vars has the name "dense"."""
     for place in places:
         group, _, number = place.rpartition("/")
         if os.path.basename(group) == "vars" and not place.startswith("optimizer/"):
             layer = str(file[group].attrs.get("name", ""))[:_LONGEST_NAME]
-            yield NamedWeight(place, f"{layer}/{number}", _dataset(file[place]))
+            yield NamedWeight(place, f"{layer}/{number}", _as_dataset(file[place]))
 
 
-def _of_legacy(file: Any) -> Iterator[NamedWeight]:
+def _read_legacy(file: Any) -> Iterator[NamedWeight]:
     """Yield the weights of Keras 2: a group for each layer, with the list of its weights' names.
 
     The names of weights have changed since, "depthwise_kernel" being "kernel" now. Their order in
@@ -234,11 +230,11 @@ def _of_legacy(file: Any) -> Iterator[NamedWeight]:
             for name in group.attrs[key]:  # a long list has several attributes
                 name = name.decode() if isinstance(name, bytes) else str(name)
                 layer = os.path.basename(os.path.dirname(name)) or os.path.basename(group.name)
-                yield NamedWeight("", f"{layer}/{number[layer]}", _dataset(group[name]))
+                yield NamedWeight("", f"{layer}/{number[layer]}", _as_dataset(group[name]))
                 number[layer] += 1
 
 
-def _dataset(found: Any) -> Any:
+def _as_dataset(found: Any) -> Any:
     if getattr(found, "shape", None) is None:
         raise ValueError(f"{found.name} is no array")
     return found
@@ -248,10 +244,10 @@ def _without_seeds(found: Iterable[NamedWeight]) -> list[NamedWeight]:
     return [k for k in found if "seed_generator" not in f"{k.path} {k.name}"]
 
 
-def _last_two(path: str) -> str:
+def _short_name(path: str) -> str:
     return "/".join(path.split("/")[-2:])
 
 
-def _some(names: Iterable[str]) -> str:
+def _join(names: Iterable[str]) -> str:
     names = list(names)
-    return ", ".join(names[:_NAMED]) + ", ..." * (len(names) > _NAMED)
+    return ", ".join(names[:_MOST_NAMES]) + ", ..." * (len(names) > _MOST_NAMES)

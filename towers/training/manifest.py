@@ -49,12 +49,12 @@ from towers.training.run import Run, length_of, rate_of
 
 NAME = "manifest.json"
 _FORMAT = 1
-_OF_RATE = (
+_RATE_OPTIONS = (
     "learning_rate", "schedule", "warmup_epochs", "decay_epochs", "decay_factor", "num_epochs",
     "max_steps", "batch_size",
 )  # fmt: skip
-_PLACES = 9  # of what is left of a run, at which learning rates are compared
-_KINDS = {  # of what a task says, beside its spec
+_NUM_RATES = 9  # of what is left of a run, at which learning rates are compared
+_TASK_TYPES = {  # of what a task says, beside its spec
     "num_classes": int | None, "class_names": list, "columns": list, "image_shape": list | None,
     "augment": str,
 }  # fmt: skip
@@ -157,16 +157,16 @@ def _is_task(task: Any) -> bool:
     return (
         len(specs) == len(tf.nest.flatten(spec))
         and all(match and hasattr(tf.dtypes, match[1]) for match in specs)
-        and all(n in task and isinstance(task[n], kind) for n, kind in _KINDS.items())
+        and all(n in task and isinstance(task[n], kind) for n, kind in _TASK_TYPES.items())
         and all(isinstance(size, int) for size in task["image_shape"] or ())
     )
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """Return a line for each part that differs between two starts, where both have it."""
-    ours, theirs = (dict(_leaves("", manifest)) for manifest in (now, before))
+    ours, theirs = (dict(_flatten("", manifest)) for manifest in (now, before))
     return [
-        f"{name} differs: {_text(ours[name])} now, {_text(theirs[name])} at the run's start"
+        f"{name} differs: {_shorten(ours[name])} now, {_shorten(theirs[name])} at the run's start"
         for name in filter(_COMPARED.fullmatch, ours)
         if None not in (ours[name], theirs.get(name)) and ours[name] != theirs[name]
     ]
@@ -184,12 +184,12 @@ def bent_schedule(
         before: the manifest's session of that start.
     """
     try:
-        flags = {name: before["flags"][name] for name in _OF_RATE}
+        flags = {name: before["flags"][name] for name in _RATE_OPTIONS}
         then = dataclasses.replace(options, **flags)
         of_data = before["data"]["train"]
         size_then = of_data.get("examples") or of_data["shape"][0]
         _, total = length_of(options, size)
-        places = np.linspace(examples, max(total, examples), _PLACES)
+        places = np.linspace(examples, max(total, examples), _NUM_RATES)
         rates = rate_of(options, size), rate_of(then, size_then)
         ours, theirs = ([float(rate(x)) for x in places] for rate in rates)
     except (KeyError, TypeError, AttributeError, InputError):  # an older or a damaged manifest
@@ -249,16 +249,16 @@ def repository(folder: Path) -> dict[str, str] | None:
     }
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield pairs such as ("git.folder.commit", "9f2c...")."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _leaves(f"{name}.{key}" if name else key, inner)
+            yield from _flatten(f"{name}.{key}" if name else key, inner)
     else:
         yield name, value
 
 
-def _text(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Return a value for a line; a checksum is cut."""
     text = str(value)
     return f"{text[:12]}..." if len(text) in (40, 64) and text.isalnum() else text[:100]

@@ -29,12 +29,6 @@ class Checkpoints:
 
     `tf.train.CheckpointManager` keeps its list in a file and would write a counter of its own; here
     the folder itself is the list, which a crash or a damaged file cannot bring out of step.
-
-    Attributes:
-        best: a step whose checkpoint is kept beside the newest.
-        home: the folder of the run, once it is there.
-        say: is given a line when a checkpoint could not be written beside training.
-        is_remote: whether any of the variables lies on another machine.
     """
 
     def __init__(
@@ -58,13 +52,13 @@ class Checkpoints:
             remedy: what to do if none can be read.
         """
         self.directory, self.remedy = Path(directory), remedy
-        self.is_remote = are_remote(v.device for v in variables.values())
+        self.is_remote = are_remote(v.device for v in variables.values())  # any of them
         self.variables, self.identity = dict(variables), dict(identity)
         self.keep, self.exact = keep, exact
-        self.best: int | None = None
+        self.best: int | None = None  # a step whose checkpoint is kept beside the newest
         self._best_there: int | None = None  # the last of these that was written
-        self.home: files.Home | None = None
-        self.say: Callable[[str], None] = print
+        self.home: files.Home | None = None  # the folder of the run, once it is there
+        self.say: Callable[[str], None] = print  # of what cannot be written beside training
         self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
         self._elsewhere: Path | None = None  # where a run was saved that has lost its folder
@@ -87,7 +81,7 @@ class Checkpoints:
 
         def write() -> None:
             try:
-                self._write(step, snapshot, at_end=False)
+                self._write_or_raise(step, snapshot, at_end=False)
             except RunError as error:
                 self.say(f"warning     {error}; training goes on, and the next save tries again")
 
@@ -101,7 +95,7 @@ class Checkpoints:
             RunError: the folder cannot be written, or the disk is full.
         """
         self.close()
-        self._write(step, self.snapshot() if snapshot is None else snapshot)
+        self._write_or_raise(step, self.snapshot() if snapshot is None else snapshot)
 
     def close(self) -> None:
         """Wait for the checkpoint that is being written, if any."""
@@ -151,7 +145,7 @@ class Checkpoints:
                 raise InputError(f"{none_of}: {self.remedy}")
         return found
 
-    def _write(self, step: int, snapshot: Snapshot, at_end: bool = True) -> None:
+    def _write_or_raise(self, step: int, snapshot: Snapshot, at_end: bool = True) -> None:
         """Write a snapshot where it belongs; if that cannot be, somewhere else, and raise.
 
         Where there is no space now, there may be some at the next save.
@@ -160,14 +154,14 @@ class Checkpoints:
             try:
                 if self.home:
                     self.home.check()
-                self._put(self.directory, step, snapshot)
+                self._write_and_prune(self.directory, step, snapshot)
             except Exception as error:  # TensorFlow has classes of its own
                 line = f"{self.directory}/ckpt-{step} cannot be written: {reason(error)}"
                 if self.home and (at_end or not any(map(line.__contains__, _NO_SPACE))):
-                    line += self._put_elsewhere(step, snapshot)
+                    line += self._write_elsewhere(step, snapshot)
                 raise RunError(line) from None
 
-    def _put_elsewhere(self, step: int, snapshot: Snapshot) -> str:
+    def _write_elsewhere(self, step: int, snapshot: Snapshot) -> str:
         """Write a run that can go on beside its folder, or among temporary files; say where."""
         folder = self.home.folder.absolute()
         places = (folder.parent, f"{folder.name}.saved."), (None, "towers.saved.")
@@ -176,7 +170,7 @@ class Checkpoints:
             try:
                 new = self._elsewhere or Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
                 self.home.copy_to(new)
-                self._put(new / "checkpoints", step, snapshot)
+                self._write_and_prune(new / "checkpoints", step, snapshot)
             except (OSError, RunError, tf.errors.OpError):
                 if new and new != self._elsewhere:
                     shutil.rmtree(new, ignore_errors=True)
@@ -185,7 +179,7 @@ class Checkpoints:
             return f"; it is saved in {new}, where --train_dir={new} goes on"
         return ""
 
-    def _put(self, directory: Path, step: int, snapshot: Snapshot) -> None:
+    def _write_and_prune(self, directory: Path, step: int, snapshot: Snapshot) -> None:
         """Write a checkpoint; delete the oldest up to it, not newer ones that could not be read."""
         directory.mkdir(parents=True, exist_ok=True)
         checkpoint.write(directory, step, snapshot, self.identity)

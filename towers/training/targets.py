@@ -43,13 +43,10 @@ _RANGES = {"softmax": (0, 1), "sigmoid": (0, 1), "tanh": (-1, 1), "relu": (0, fl
 
 @dataclasses.dataclass(frozen=True)
 class LossInput:
-    """Inputs of a loss. Shapes have the batch axis, and None for unknown sizes.
-
-    `target` is the index of y among the leaves of the data's y; None: y is made on the way.
-    """
+    """Inputs of a loss. Shapes have the batch axis, and None for unknown sizes."""
 
     loss: keras.Loss
-    target: int | None
+    target: int | None  # index of y among the leaves of the data's y; None: made on the way
     y: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
     weights: tuple[int | None, ...] | None
@@ -66,28 +63,16 @@ class LossInput:
 
 @dataclasses.dataclass(frozen=True)
 class OutputCheck:
-    """Whether the targets of one output fit its loss and its activation.
+    """Whether the targets of one output fit its loss and its activation."""
 
-    Attributes:
-        named: the flag that a message begins with.
-        name: of the output, "" if it is the only one.
-        pair: what the loss is computed of.
-        ending: what the output ends in.
-        values: targets of a batch, None if they are unknown or no numbers.
-        weighted: whether targets may not count, by sample weights or a mask.
-        num_classes: of all targets, 0 if that is not known.
-        no_classes: why whole numbers as targets are no classes, see `Data`.
-        warnings: that `check` has found.
-    """
-
-    named: str
-    name: str
+    named: str  # the flag that a message begins with
+    name: str  # of the output, "" if it is the only one
     pair: LossInput
     ending: Ending
-    values: np.ndarray | None
-    weighted: bool
-    num_classes: int = 0
-    no_classes: str = ""
+    values: np.ndarray | None  # targets of a batch, None if they are unknown or no numbers
+    weighted: bool  # whether some may not count, by sample weights or a mask
+    num_classes: int = 0  # of all targets, 0 if that is not known
+    no_classes: str = ""  # why whole numbers as targets are no classes, see `Data`
     warnings: list[str] = dataclasses.field(default_factory=list)
 
     def check(self) -> list[str]:
