@@ -23,20 +23,20 @@ import tensorflow as tf
 
 from towers.builder.kinds import HOST, PROGRAM
 from towers.data.headers import check_pixels
-from towers.data.pipeline import Data, Split, digest, held_out_rows, shuffled_rows
+from towers.data.pipeline import Data, IndexedSplit, digest
 from towers.errors import InputError
 
 Size = tuple[int, int]  # (height, width)
 MAX_PIXELS = 64_000_000  # of an image, decoded: 200 MB, in as many threads as there are cores
 
 _CORES = os.cpu_count() or 1  # not left to autotuning: see `pipeline.prefetched`
-_SAMPLES = 16  # images of each split that are decoded at the start
+_TRIED_IMAGES = 16  # of each split, at the start
 _SIZED_FILES = 20_000  # of more, so many are looked at: a file system may take a millisecond each
 
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """What reads in a graph, without this process: both take a row, int64 []."""
+    """Graph functions that read without this process: both take a row, int64 []."""
 
     read: Callable[[tf.Tensor], tf.Tensor]  # the encoded image, text []
     path: Callable[[tf.Tensor], tf.Tensor]  # of its file, text []
@@ -51,16 +51,16 @@ class Source(Protocol):
         """Return the encoded image of a row, 0..N-1, or raise an OSError."""
 
     def name(self, row: int) -> str:
-        """Return what a person finds the image by."""
+        """Return the image's name for messages."""
 
     def files(self) -> tuple[str, list[str]]:
         """Return a folder, and the files in it by their relative names."""
 
     def reader(self, folder: str) -> "Reader":
-        """Return what reads in a graph, where relative paths are below a folder."""
+        """Return a reader for a graph; relative paths are below `folder`."""
 
-    def telling(self, num: int) -> np.ndarray:
-        """Return rows that tell, by about so many, whether the files are others: int64 [n]."""
+    def sample_rows(self, num: int) -> np.ndarray:
+        """Return about `num` rows, int64, that show whether the files are the same elsewhere."""
 
 
 def data_set(
@@ -72,8 +72,12 @@ def data_set(
 ) -> Data:
     """Return a data set of encoded images; try some of them.
 
-    The sources are "train", "test" and, where there is such, "validation". Images are resized to
-    `size`; where that is None they must be of one size. None may have more than `max_pixels`.
+    Args:
+        name: as --dataset gave it.
+        sources: "train", "test" and, where there is one, "validation".
+        class_names: by label.
+        size: to which images are resized; None: they must be of one size.
+        max_pixels: that an image may have.
 
     Raises:
         InputError: one of those that are tried is damaged or too large, or sizes differ and none is
@@ -86,8 +90,7 @@ def data_set(
         )
     first = None
     for source in sources.values():
-        last = len(source.labels) - 1
-        for row in np.unique(np.linspace(0, last, _SAMPLES).astype(int)).tolist():
+        for row in spread(len(source.labels), _TRIED_IMAGES).tolist():
             shape = _shape_of(source, row, max_pixels)
             first = first or shape
             if size is None and shape != first:
@@ -100,7 +103,7 @@ def data_set(
     return Data(name, num_classes=len(class_names), class_names=tuple(class_names), **splits)
 
 
-class EncodedSplit(Split):
+class EncodedSplit(IndexedSplit):
     """A split whose images are read and decoded as they are needed."""
 
     def __init__(
@@ -118,12 +121,6 @@ class EncodedSplit(Split):
         with tf.device("/cpu:0"):
             self._labels = tf.constant(source.labels, tf.int32)
 
-    def held_out(self, fraction: float) -> tuple[Split, Split]:
-        """See `Split.held_out`."""
-        rest, held = (_Part(self.source, rows) for rows in held_out_rows(self.size, fraction))
-        about = self._shape, self._resize, self._max_pixels
-        return tuple(EncodedSplit(part, *about) for part in (rest, held))
-
     def checksum(self) -> dict[str, Any]:
         """See `Split.checksum`: of names and sizes of the files, wherever they lie, and labels."""
         folder, names = self.source.files()
@@ -131,123 +128,102 @@ class EncodedSplit(Split):
         places = np.linspace(0, len(names) - 1, min(len(names), _SIZED_FILES)).astype(int)
         for place in places.tolist():
             found.update(b"%d;" % os.path.getsize(os.path.join(folder, names[place])))
-        found.update(digest(self._labels.numpy()).encode())
+        found.update(digest(self.labels(tf.range(self.size)).numpy()).encode())
         kind, sha256 = "names, sizes and labels", found.hexdigest()
         return {"kind": kind, "sha256": sha256, "examples": self.size, "files": len(names)}
 
-    def train_rows(
-        self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
-    ) -> tf.data.Dataset:
-        """Return what `train_batches` returns, with rows, int64 [B], for examples."""
-        rows = shuffled_rows(batch_size, self.size, seed, examples)
-        return self._with_draws(rows, batch_size, seed, step, examples)
-
     def labels(self, rows: tf.Tensor) -> tf.Tensor:
         """Return the labels of these rows."""
-        return tf.gather(self._labels, rows)
+        return tf.gather(self._labels, self._source_rows(rows))
 
     def read_there(
         self, rows: tf.data.Dataset, batch_size: int, folder: str, where: str
     ) -> tf.data.Dataset:
-        """Return batches (rows `[B]`, images) from batches of rows, read without this process.
+        """Return batches (rows, images) that are read on the current device.
 
-        Whoever makes it says on which device; relative paths are there below `folder`, and `where`
-        is how a person knows it.
+        Args:
+            rows: batches of rows, int64 `[B]`.
+            batch_size: B.
+            folder: relative paths are below it.
+            where: the machine's name, for messages.
         """
         reader = self.source.reader(folder)
+        own = None if self._rows is None else of_program(self._rows.numpy())
+
+        def source_rows(rows: tf.Tensor) -> tf.Tensor:
+            return rows if own is None else tf.gather(own, rows)
 
         def read_all(rows: tf.Tensor) -> tf.Tensor:
+            rows, signature = source_rows(rows), tf.string
             return tf.map_fn(
-                lambda row: tf.cond(
-                    row < self.size, lambda: reader.read(row), lambda: tf.constant(b"")
-                ),
-                rows,
-                fn_output_signature=tf.string,
-                parallel_iterations=_CORES,
+                reader.read, rows, fn_output_signature=signature, parallel_iterations=_CORES
             )
 
         def explain(row: tf.Tensor) -> tf.Tensor:
             what = f"row {{}}, on {where}, is damaged, or no PNG, JPEG, BMP or GIF"
-            message = [reader.path(row), tf.strings.format(what, row)]
+            message = [reader.path(source_rows(row)), tf.strings.format(what, row)]
             with tf.control_dependencies([tf.debugging.Assert(False, message)]):
                 return tf.constant(False)
 
         return self._images(rows, batch_size, read_all, explain)
 
-    def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
-        rows = shuffled_rows(batch_size, self.size, seed, examples)
-        return self._images(rows, batch_size).map(
-            lambda rows, images: (images, tf.gather(self._labels, rows))
-        )
+    def _read_rows(self, rows: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
+        def in_python(function: Callable, dtype: tf.DType, rows: tf.Tensor) -> tf.Tensor:
+            return tf.numpy_function(function, [self._source_rows(rows)], dtype, stateful=False)
 
-    def _batches_in_order(self, batch_size: int) -> tf.data.Dataset:
-        def cut(rows, images):
-            rows = rows[rows < self.size]
-            return images[: tf.size(rows)], tf.gather(self._labels, rows)
-
-        firsts = tf.data.Dataset.range(0, self.size, batch_size)
-        rows = firsts.map(lambda first: first + tf.range(batch_size, dtype=tf.int64))
-        return self._images(rows, batch_size).map(cut)
+        read_all = functools.partial(in_python, self._read, tf.string)
+        explain = functools.partial(in_python, self._explain, tf.bool)
+        images = self._images(rows, batch_size, read_all, explain)
+        return images.map(lambda rows, images: (images, self.labels(rows)))
 
     def _images(
-        self,
-        rows: tf.data.Dataset,
-        batch_size: int,
-        read_all: Callable | None = None,
-        explain: Callable | None = None,
+        self, rows: tf.data.Dataset, batch_size: int, read_all: Callable, explain: Callable
     ) -> tf.data.Dataset:
-        """Return batches (rows `[B]`, images `[B, H, W, 3]`) from batches of rows `[B]`.
+        """Return batches (rows, images `[B, H, W, 3]`) from batches of rows, of `batch_size` or less.
 
-        `read_all` returns what the images of rows `[n]` are read as, `explain` fails with what is
-        wrong with a row; by default both are Python's, of this process.
+        `read_all` returns the encoded images of rows, `explain` fails with what is wrong with a row.
 
-        Rows from `size` on are zeros. An image that cannot be decoded is dropped, the gap is seen,
-        and then it is looked into: the error of a decoder does not say which image it had. One row
-        of zeros ends each batch on the way, so that there is no endless search for an image that
-        can be decoded when none can, as on a disk that has gone away.
+        An image that cannot be decoded is dropped, the gap is seen, and then it is looked into: the
+        error of a decoder does not say which image it had. One row of zeros ends each batch on the
+        way, so that there is no endless search for an image that can be decoded when none can, as
+        on a disk that has gone away.
         """
         num_read = batch_size + 1
-        rows = rows.map(lambda rows: tf.concat([rows, [self.size]], axis=0))
-        read_all = read_all or functools.partial(_in_python, self._read, tf.string)
-        explain = explain or functools.partial(_in_python, self._explain, tf.bool)
+
+        def pad(values, **with_):
+            gap = [[0, num_read - tf.size(values)]]
+            return tf.ensure_shape(tf.pad(values, gap, **with_), [num_read])
 
         def read(rows):
-            return rows, tf.ensure_shape(read_all(rows), [num_read])
+            return pad(rows, constant_values=-1), pad(read_all(rows))
 
         def decode(row, content):
             return row, tf.cond(
-                row < self.size,
-                lambda: self._decode(content),
-                lambda: tf.zeros(self._shape, tf.uint8),
+                row >= 0, lambda: self._decode(content), lambda: tf.zeros(self._shape, tf.uint8)
             )
 
-        def check(expected, found):
-            rows, images = found
-            gap = [[0, num_read - tf.size(rows)]]
-            same = tf.pad(rows, gap, constant_values=-1) == expected
+        def check(rows, decoded):
+            found, images = decoded
+            expected = pad(rows, constant_values=-1)
+            same = pad(found, constant_values=-2) == expected
             missing = tf.gather(expected, tf.argmin(tf.cast(same, tf.int32)))
-            good = tf.cond(
-                tf.reduce_all(same),
-                lambda: True,
-                lambda: explain(missing),
-            )
+            good = tf.cond(tf.reduce_all(same), lambda: True, lambda: explain(missing))
             with tf.control_dependencies([good]):
-                images = tf.ensure_shape(images, [num_read, *self._shape])
-                return expected[:batch_size], images[:batch_size]
+                images = images[: tf.size(rows)]
+                return tf.identity(rows), tf.ensure_shape(images, [*rows.shape, *self._shape])
 
         parallel = dict(num_parallel_calls=_CORES, deterministic=True)
         decoded = rows.map(read, **parallel).unbatch().map(decode, **parallel).ignore_errors()
         return tf.data.Dataset.zip(rows, decoded.batch(num_read)).map(check)
 
     def _read(self, rows: np.ndarray) -> np.ndarray:
-        """Read a batch; what cannot be read or is too large, and beyond the end, is empty."""
+        """Return encoded images; one that cannot be read or is too large is empty."""
         contents = np.full(len(rows), b"", object)
         for place, row in enumerate(rows.tolist()):
-            if row < self.size:
-                with contextlib.suppress(Exception):  # `_explain` finds out which
-                    content = self.source.read(row)
-                    check_pixels("", content, self._max_pixels)
-                    contents[place] = content
+            with contextlib.suppress(Exception):  # `_explain` finds out which
+                content = self.source.read(row)
+                check_pixels("", content, self._max_pixels)
+                contents[place] = content
         return contents
 
     def _decode(self, content: tf.Tensor) -> tf.Tensor:
@@ -257,7 +233,6 @@ class EncodedSplit(Split):
         return tf.ensure_shape(image, self._shape)
 
     def _explain(self, row: int) -> bool:
-        """Raise an InputError that says what is wrong with a row."""
         name = self.source.name(int(row))
         shape = _shape_of(self.source, int(row), self._max_pixels)
         if not self._resize and shape != self._shape:
@@ -265,34 +240,8 @@ class EncodedSplit(Split):
         raise InputError(f"{name} could not be read, but now it can: start again to continue")
 
 
-class _Part:
-    """Some rows of a source."""
-
-    def __init__(self, source: Source, rows: np.ndarray):
-        self._source, self._rows, self.labels = source, rows, source.labels[rows]
-
-    def read(self, row: int) -> bytes:
-        return self._source.read(self._rows[row])
-
-    def name(self, row: int) -> str:
-        return self._source.name(self._rows[row])
-
-    def files(self) -> tuple[str, list[str]]:
-        return self._source.files()
-
-    def reader(self, folder: str) -> Reader:
-        rows, reader = of_program(self._rows), self._source.reader(folder)
-        return Reader(
-            lambda row: reader.read(tf.gather(rows, row)),
-            lambda row: reader.path(tf.gather(rows, row)),
-        )
-
-    def telling(self, num: int) -> np.ndarray:
-        return spread(len(self.labels), num)
-
-
 def spread(size: int, num: int) -> np.ndarray:
-    """Return about so many rows of 0..size-1, evenly, the first and the last among them."""
+    """Return about `num` rows of 0..size-1, int64, evenly, the first and the last among them."""
     return np.unique(np.linspace(0, size - 1, min(num, size)).astype(np.int64))
 
 
@@ -302,13 +251,8 @@ def of_program(values: Any) -> tf.Tensor:
         return tf.constant(values)
 
 
-def _in_python(function: Callable, dtype: tf.DType, rows: tf.Tensor) -> tf.Tensor:
-    return tf.numpy_function(function, [rows], dtype, stateful=False)
-
-
 def _decode(encoded: tf.Tensor, channels: int = 3) -> tf.Tensor:
-    """Decode a PNG, JPEG, BMP or GIF (its first picture), uint8 `[h, w, channels]`."""
-    return tf.io.decode_image(encoded, channels, expand_animations=False)
+    return tf.io.decode_image(encoded, channels, expand_animations=False)  # the first of a GIF
 
 
 def resized(image: tf.Tensor, size: Size) -> tf.Tensor:

@@ -8,7 +8,6 @@ Labels are 0, 1, ... in the order of the class names. Nothing but the files' nam
 """
 
 import os
-from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -20,7 +19,6 @@ from towers.data.registry import DATA_SETS
 from towers.errors import InputError
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif")
-_TEST_NAMES = ("test", "validation", "val")
 _EXPECTED = f"expected {DATA_SETS['folder'].layout}"
 
 
@@ -34,28 +32,33 @@ def load(
             not, sizes differ and `size` is None, or one of the images that are tried is damaged.
     """
     train = os.path.join(folder, "train")
-    tests = [path for name in _TEST_NAMES if os.path.isdir(path := os.path.join(folder, name))]
+    tests = [name for name in ("test", "validation", "val")
+             if os.path.isdir(os.path.join(folder, name))]  # fmt: skip
     if not tests:
         raise InputError(f"--data_dir={folder} has no folder test, validation or val; {_EXPECTED}")
+    paths = {"train": train, "test": os.path.join(folder, tests[0])}
+    if tests[0] == "test" and len(tests) > 1:
+        paths["validation"] = os.path.join(folder, tests[1])
     class_names, sources = _class_names(train), {}
-    paths = {"train": train, "test": tests[0]}
-    if len(tests) > 1 and os.path.basename(tests[0]) == "test":
-        paths["validation"] = tests[1]
     for half, path in paths.items():
-        names = _class_names(path)
-        unknown = sorted(set(names) - set(class_names))
-        if unknown:
-            some = ", ".join(class_names[:5]) + ", ..." * (len(class_names) > 5)
-            raise InputError(
-                f"{os.path.join(path, unknown[0])} is a class that {train} has not; it has {some}"
-            )
-        sources[half] = _find(path, names, class_names)
+        names, labels = [], []
+        for name in _class_names(path):
+            of_class = os.path.join(path, name)
+            if name not in class_names:
+                some = ", ".join(class_names[:5]) + ", ..." * (len(class_names) > 5)
+                raise InputError(f"{of_class} is a class that {train} has not; it has {some}")
+            found = [image[len(path) + 1 :] for image in images_below(of_class)]
+            if not found:
+                raise InputError(
+                    f"{of_class} has no images ({', '.join(ENDINGS)}); put some there, or remove it"
+                )
+            names += found
+            labels += [class_names.index(name)] * len(found)
+        sources[half] = _ImageFiles(path, names, labels)
     return encoded.data_set("folder", sources, class_names, size, max_pixels)
 
 
-class _Files:
-    """Files of one image each."""
-
+class _ImageFiles:
     def __init__(self, folder: str, names: list[str], labels: list[int]):
         self._folder = folder
         self._names = np.array([os.fsencode(name) for name in names])  # compact: no object each
@@ -80,12 +83,11 @@ class _Files:
 
         return encoded.Reader(lambda row: tf.io.read_file(path(row)), path)
 
-    def telling(self, num: int) -> np.ndarray:
+    def sample_rows(self, num: int) -> np.ndarray:
         return encoded.spread(len(self.labels), num)
 
 
 def _class_names(folder: str) -> list[str]:
-    """Return the folders in a split's folder, sorted."""
     try:
         with os.scandir(folder) as entries:
             names = [e.name for e in entries if e.is_dir() and not e.name.startswith(".")]
@@ -94,22 +96,6 @@ def _class_names(folder: str) -> list[str]:
     if not names:
         raise InputError(f"{folder} has no folders of classes; {_EXPECTED}")
     return sorted(names)
-
-
-def _find(folder: str, names: Sequence[str], class_names: Sequence[str]) -> _Files:
-    """Return the images of these classes, in order."""
-    found: list[str] = []
-    labels: list[int] = []
-    for name in names:
-        of_class = [path[len(folder) + 1 :] for path in images_below(os.path.join(folder, name))]
-        if not of_class:
-            raise InputError(
-                f"{os.path.join(folder, name)} has no images ({', '.join(ENDINGS)}); put some "
-                "there, or remove it"
-            )
-        found += of_class
-        labels += [class_names.index(name)] * len(of_class)
-    return _Files(folder, found, labels)
 
 
 def images_below(folder: str) -> list[str]:

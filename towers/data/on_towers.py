@@ -9,6 +9,7 @@ of its towers, in the memory of its machine where its GPUs have not enough.
 """
 
 import functools
+import re
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -20,8 +21,7 @@ from towers.data.pipeline import ArraySplit, Split, Structure
 from towers.devices import memory, remote
 
 _SHARE = 0.25  # of a device's memory that is free
-# TensorFlow takes rows on a GPU of all numbers but these.
-_KEPT_AS = {tf.int32: tf.int64}
+_STORED_DTYPE = {tf.int32: tf.int64}  # TensorFlow gathers no int32 on a GPU
 _CHUNK_BYTES = 64 * 2**20  # sent at once to a worker: no message may have 2 GiB
 
 
@@ -38,14 +38,14 @@ class OnTowers:
         self._split = split
 
     def __str__(self) -> str:
-        """Return what the start of a run says of it."""
+        """Return the line that the start of a run prints."""
         size = f"{self.bytes / 2**20:.1f} MiB"
         if are_gpus(self.homes):
             return f"{size} on each GPU: the host sends the numbers of rows"
         return f"sent to the workers once, {size} each: then the numbers of rows"
 
     def example(self, rows: tf.Tensor) -> Structure:
-        """Return what stands for the examples of a batch, to be handed to a `TowerBuilder`."""
+        """Return a batch that a `TowerBuilder` splits without moving its examples."""
         specs, whole = tf.nest.flatten(self._split.spec), [None] * len(self._stored)
         if not are_gpus(self.homes):  # this process has it, too, and needs to ask no worker
             with tf.device(HOST):
@@ -83,12 +83,11 @@ def store(split: Split, names: Sequence[str]) -> OnTowers | None:
 def size_of(split: ArraySplit) -> int:
     """Return how many bytes a GPU needs to hold a split, the most that any device needs."""
     leaves = tf.nest.flatten(split.spec)
-    sizes = [spec.shape.num_elements() * _kept_as(spec.dtype).size for spec in leaves]
-    return split.size * sum(sizes)
+    return split.size * sum(s.shape.num_elements() * _stored_dtype(s.dtype).size for s in leaves)
 
 
 def _free(name: str, limits: dict[str, int]) -> float:
-    """Return how many bytes are free on a device, 0 of one that is not known."""
+    """Return how many bytes are free on a device, 0 if that is not known."""
     if machine_of(name):
         offered = remote.offered(name)
         return (offered and offered.memory_bytes) or 0
@@ -98,25 +97,16 @@ def _free(name: str, limits: dict[str, int]) -> float:
 
 
 def _free_on_host(worker: str) -> int:
-    """Return how many bytes of memory a worker's machine has free, read there."""
-
-    @tf.function(autograph=False)
-    def available() -> tf.Tensor:
-        with tf.device(f"{worker}/cpu:0"):
-            lines = tf.data.TextLineDataset("/proc/meminfo")
-            line = lines.filter(lambda text: tf.strings.substr(text, 0, 13) == "MemAvailable:")
-            return line.get_single_element()
-
-    return int(available.get_concrete_function()().numpy().split()[1]) * 2**10
+    found = re.search(r"MemAvailable:\s*(\d+)", remote.read_text(worker, "/proc/meminfo") or "")
+    return int(found[1]) * 2**10 if found else 0
 
 
-def _kept_as(dtype: tf.DType) -> tf.DType:
-    return _KEPT_AS.get(dtype, dtype)
+def _stored_dtype(dtype: tf.DType) -> tf.DType:
+    return _STORED_DTYPE.get(dtype, dtype)
 
 
 def _copy(array: tf.Tensor, home: str) -> tf.Variable:
-    """Copy an array to a device."""
-    dtype = _kept_as(array.dtype)
+    dtype = _stored_dtype(array.dtype)
     with tf.device(home):
         if not machine_of(home):
             return tf.Variable(tf.cast(array, dtype), trainable=False)

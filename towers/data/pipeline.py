@@ -24,21 +24,20 @@ from towers.errors import InputError
 
 Structure = Any  # of tf.nest: dicts and tuples, with what is said in their leaves
 
-# Random numbers of each example: of bases for `towers.data.augment`, those of `parts`, its turn.
-NUM_DRAWS, _OF_BASES, _OF_PARTS = 19, 4, 14
+# Random numbers of each example: those of `augment`'s bases, of its parts, and one that alternates.
+NUM_DRAWS, _BASE_DRAWS, _PART_DRAWS = 19, 4, 14
 _PREFETCH_BATCHES = 2
 # TensorFlow's default of 4 rounds leaves neighbours of one epoch visibly related (chi-square of
 # their distances 34 per degree of freedom at 20,000 examples); with 8 it is 1.0, as numpy's.
 _SHUFFLE_ROUNDS = 8
 _SHUFFLE_STREAM = -1  # keeps the shuffle's random numbers apart from the draws of step 0, 1, ...
 _PARTS_STREAM = -2  # and down from here are the draws of parts, of step 0, 1, ...
-_BEFORE_ALL = -1  # number of an epoch whose order tells which images are mirrored first
-_PHILOX = 1  # the number that TensorFlow's raw ops know the algorithm by
-_HELD_OUT_KEY = (2016, 0, 0)  # one choice for all: a run that is evaluated later finds it again
+_EPOCH_BEFORE_FIRST = -1  # its order says which images are mirrored first
+_HELD_OUT_KEY = (2016, 0, 0)  # the same for all runs: an evaluation later finds the same examples
 
 
 class Split(abc.ABC):
-    """The training, validation or test half of a data set, of `size` examples."""
+    """The training, validation or test part of a data set, of `size` examples."""
 
     size: int
     spec: Structure  # of tf.TensorSpec: one example, without batch axis
@@ -53,15 +52,14 @@ class Split(abc.ABC):
             batch_size: B, the global batch. May be larger than the split.
             seed: of the order and the draws.
             step: number of the first batch; its draws are those of (seed, step).
-            examples: number of examples seen before the first batch; they fix its place in the
-                order. It is `step * batch_size` unless the batch size has changed on the way.
+            examples: number of examples seen before the first batch, its place in the order. It is
+                `step * batch_size` unless the batch size has changed on the way.
 
         Returns:
-            A dataset of (example, draws): the structure of `spec`, with an axis of B in front, and
-            float32 `[B, NUM_DRAWS]` in [0, 1), a row for each example of the batch. Of a `paired`
-            split draws are (these, partners): (example, draws) again, each row one further down.
-            The last number of an example is another one by 1/2 in the next epoch, and the same
-            again after that; where the data have no numbers of rows it is a draw as the others.
+            A dataset of (example, draws): the structure of `spec` with an axis of B in front, and
+            float32 `[B, NUM_DRAWS]` in [0, 1). The draws of a `paired` split are (draws, partners):
+            partners are (example, draws), each row that of the example before. An example's last
+            draw moves by 1/2 in each epoch; where rows have no numbers it is a draw as the others.
         """
         batches = self._shuffled_batches(batch_size, seed, examples)
         return self._with_draws(batches, batch_size, seed, step, examples)
@@ -70,11 +68,20 @@ class Split(abc.ABC):
         """Return one pass over the split in its own order.
 
         Returns:
-            A dataset of (example, counted): the structure of `spec`, with an axis of B in front,
-            and float32 `[B]`: 1 for each example, 0 for the zeros that fill the last batch.
+            A dataset of (example, counted): the structure of `spec` with an axis of B in front, and
+            float32 `[B]`: 1 for each example, 0 for the zeros that fill the last batch.
         """
-        batches = self._batches_in_order(batch_size)
-        return prefetched(batches.map(lambda *example: _padded(example, batch_size)))
+
+        def pad(*example):
+            num = tf.shape(tf.nest.flatten(example)[0])[0]
+
+            def fill(part):
+                rest = [[0, batch_size - num]] + [[0, 0]] * (part.shape.rank - 1)
+                return tf.ensure_shape(tf.pad(part, rest), [batch_size, *part.shape[1:]])
+
+            return tf.nest.map_structure(fill, example), fill(tf.ones([num], tf.float32))
+
+        return prefetched(self._batches_in_order(batch_size).map(pad))
 
     def with_partners(self) -> "Split":
         """Return the split, paired."""
@@ -85,21 +92,22 @@ class Split(abc.ABC):
     def _with_draws(
         self, batches: tf.data.Dataset, batch_size: int, seed: int, step: int, examples: int
     ) -> tf.data.Dataset:
-        """Return (batch, draws) of each step from `step` on, after this number of examples."""
-
         def draw(step, number):
             # Two streams, so that what bases draw does not depend on how many parts there are.
-            streams = (step, _OF_BASES), (_PARTS_STREAM - step, _OF_PARTS)
+            streams = (step, _BASE_DRAWS), (_PARTS_STREAM - step, _PART_DRAWS)
             columns = [
                 tf.random.stateless_uniform([batch_size, num], seed=[seed, stream], alg="philox")
                 for stream, num in streams
             ]
-            return tf.concat([*columns, _turn(number, self.size, seed)[:, None]], axis=1)
+            return tf.concat([*columns, _alternating(number, self.size, seed)[:, None]], axis=1)
+
+        def shift(part):
+            return tf.ensure_shape(tf.concat([part[-1:], part[:-1]], axis=0), part.shape)
 
         def pair(batch, draws):
-            return batch, (draws, tf.nest.map_structure(_one_further, (batch, draws)))
+            return batch, (draws, tf.nest.map_structure(shift, (batch, draws)))
 
-        steps = tf.data.Dataset.counter(step), _numbers(batch_size, examples)
+        steps = tf.data.Dataset.counter(step), _example_numbers(batch_size, examples)
         batches = tf.data.Dataset.zip(batches, tf.data.Dataset.zip(*steps).map(draw))
         return prefetched(batches.map(pair) if self.paired else batches)
 
@@ -119,11 +127,101 @@ class Split(abc.ABC):
 
     @abc.abstractmethod
     def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
-        """Return full batches of examples without end, `examples` being before the first."""
+        """Return endless full batches of examples, from example number `examples` on."""
 
     @abc.abstractmethod
     def _batches_in_order(self, batch_size: int) -> tf.data.Dataset:
-        """Return the batches of examples of one pass, the last with what is left."""
+        """Return the batches of examples of one pass; the last may be smaller."""
+
+
+class IndexedSplit(Split):
+    """A split whose examples are read by their row numbers."""
+
+    _rows: tf.Tensor | None = None  # of the source, where not all of them are this split's
+
+    def train_rows(
+        self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
+    ) -> tf.data.Dataset:
+        """Return what `train_batches` returns, with rows, int64 `[B]`, for examples."""
+        rows = shuffled_rows(batch_size, self.size, seed, examples)
+        return self._with_draws(rows, batch_size, seed, step, examples)
+
+    def held_out(self, fraction: float) -> tuple[Split, Split]:
+        """See `Split.held_out`: both parts share the source."""
+        parts = []
+        for rows in held_out_rows(self.size, fraction):
+            part = copy.copy(self)
+            part.size = len(rows)
+            with tf.device("/cpu:0"):
+                part._rows = self._source_rows(tf.constant(rows))
+            parts.append(part)
+        return tuple(parts)
+
+    @abc.abstractmethod
+    def _read_rows(self, rows: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
+        """Return the examples of batches of rows, int64, of at most `batch_size`."""
+
+    def _source_rows(self, rows: tf.Tensor) -> tf.Tensor:
+        return rows if self._rows is None else tf.gather(self._rows, rows)
+
+    def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
+        return self._read_rows(shuffled_rows(batch_size, self.size, seed, examples), batch_size)
+
+    def _batches_in_order(self, batch_size: int) -> tf.data.Dataset:
+        firsts = tf.data.Dataset.range(0, self.size, batch_size)
+        rows = firsts.map(lambda first: tf.range(first, tf.minimum(first + batch_size, self.size)))
+        return self._read_rows(rows, batch_size)
+
+
+class ArraySplit(IndexedSplit):
+    """A split held in memory, once, on the host."""
+
+    def __init__(self, *example: Structure):
+        """Copy arrays to the host.
+
+        Args:
+            *example: x, y and sample_weight, or the first of these: arrays, or structures of
+                arrays in dicts and tuples, of as many rows each. They are kept as `stored_spec`.
+        """
+        example = tf.nest.map_structure(np.asarray, example)
+        self.spec = stored_spec(tf.nest.map_structure(spec_of, example))
+        self.size = len(tf.nest.flatten(example)[0])
+        with tf.device("/cpu:0"):
+            self._arrays = tf.nest.map_structure(
+                lambda array, spec: tf.constant(array, spec.dtype),
+                stored(example, self.spec),
+                self.spec,
+            )
+
+    def arrays(self) -> Structure:
+        """Return all examples, on the host: the structure of `spec` with an axis of them."""
+        return self._arrays if self._rows is None else self.batch(tf.range(self.size))
+
+    def numbers(self, rows: tf.Tensor) -> np.ndarray:
+        """Return which rows of the arrays that were given these rows of `arrays()` are."""
+        return np.asarray(self._source_rows(rows))
+
+    def checksum(self) -> dict[str, Any]:
+        """See `Split.checksum`: of all bytes."""
+        arrays = [
+            array.numpy() if array.dtype == tf.string else np.asarray(memoryview(array))  # no copy
+            for array in [*tf.nest.flatten(self._arrays), self._rows]
+            if array is not None
+        ]
+        found = {"kind": "arrays", "sha256": digest(*arrays)}
+        x = self.spec[0]
+        if not isinstance(x, tf.TensorSpec):
+            return found | {"examples": self.size}
+        return found | {"shape": [self.size, *x.shape], "dtype": x.dtype.name}
+
+    def batch(self, rows: tf.Tensor) -> Structure:
+        """Return these rows of `arrays()`."""
+        # Captured tensors, not constants: the arrays are not copied into the graph.
+        rows = self._source_rows(rows)
+        return tf.nest.map_structure(lambda array: tf.gather(array, rows), self._arrays)
+
+    def _read_rows(self, rows: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
+        return rows.map(self.batch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,79 +252,6 @@ class Data:
         return tuple(x.shape) if image else None
 
 
-class ArraySplit(Split):
-    """A split held in memory, once, on the host."""
-
-    def __init__(self, *example: Structure):
-        """Copy arrays to the host.
-
-        Args:
-            *example: x, y and sample_weight, or the first of these: arrays, or structures of
-                arrays in dicts and tuples, of as many rows each. They are kept as `stored_spec`.
-        """
-        example = tf.nest.map_structure(np.asarray, example)
-        self.spec = stored_spec(tf.nest.map_structure(spec_of, example))
-        self.size = len(tf.nest.flatten(example)[0])
-        self._rows = None  # of the arrays, where not all of them are this split's
-        with tf.device("/cpu:0"):
-            self._arrays = tf.nest.map_structure(
-                lambda array, spec: tf.constant(array, spec.dtype),
-                stored(example, self.spec),
-                self.spec,
-            )
-
-    def arrays(self) -> Structure:
-        """Return all examples, on the host: the structure of `spec`, with an axis of them."""
-        return self._arrays if self._rows is None else self.batch(tf.range(self.size))
-
-    def train_rows(
-        self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
-    ) -> tf.data.Dataset:
-        """Return what `train_batches` returns, with rows of `arrays()`, int64 [B], for examples."""
-        rows = shuffled_rows(batch_size, self.size, seed, examples)
-        return self._with_draws(rows, batch_size, seed, step, examples)
-
-    def numbers(self, rows: tf.Tensor) -> np.ndarray:
-        """Return which rows of the arrays that were given these rows of `arrays()` are."""
-        return np.asarray(rows if self._rows is None else tf.gather(self._rows, rows))
-
-    def held_out(self, fraction: float) -> tuple[Split, Split]:
-        """See `Split.held_out`: the arrays are shared."""
-        rest, held = held_out_rows(self.size, fraction)
-        return self._part(rest), self._part(held)
-
-    def _part(self, rows: np.ndarray) -> Split:
-        part = copy.copy(self)
-        part.size = len(rows)
-        with tf.device("/cpu:0"):
-            part._rows = tf.constant(rows if self._rows is None else self._rows.numpy()[rows])
-        return part
-
-    def checksum(self) -> dict[str, Any]:
-        """See `Split.checksum`: of all bytes."""
-        arrays = tf.nest.flatten(self._arrays) + [self._rows] * (self._rows is not None)
-        found = {"kind": "arrays", "sha256": digest(*(_view(array) for array in arrays))}
-        x = self.spec[0]
-        if not isinstance(x, tf.TensorSpec):
-            return found | {"examples": self.size}
-        return found | {"shape": [self.size, *x.shape], "dtype": x.dtype.name}
-
-    def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
-        return shuffled_rows(batch_size, self.size, seed, examples).map(self.batch)
-
-    def _batches_in_order(self, batch_size: int) -> tf.data.Dataset:
-        firsts = tf.data.Dataset.range(0, self.size, batch_size)
-        ends = firsts.map(lambda first: (first, tf.minimum(first + batch_size, self.size)))
-        return ends.map(lambda first, end: self.batch(tf.range(first, end)))
-
-    def batch(self, rows: tf.Tensor) -> Structure:
-        """Return these rows of `arrays()`."""
-        # Captured tensors, not constants: the arrays are not copied into the graph.
-        if self._rows is not None:
-            rows = tf.gather(self._rows, rows)
-        return tf.nest.map_structure(lambda array: tf.gather(array, rows), self._arrays)
-
-
 def stored_spec(spec: Structure) -> Structure:
     """Return what examples of these types and shapes are kept as.
 
@@ -237,14 +262,11 @@ def stored_spec(spec: Structure) -> Structure:
     def kept(leaf):
         return tf.TensorSpec(leaf.shape, tf.float32) if leaf.dtype.is_floating else leaf
 
-    def weight(leaf):
-        return tf.TensorSpec(leaf.shape, tf.float32)
-
     x, *rest = spec
     if rest and is_label(rest[0]):
         rest[0] = tf.TensorSpec([], tf.int32)
-    parts = [tf.nest.map_structure(kept, part) for part in (x, *rest[:1])]
-    return (*parts, *(tf.nest.map_structure(weight, part) for part in rest[1:]))
+    weights = tf.nest.map_structure(lambda leaf: tf.TensorSpec(leaf.shape, tf.float32), rest[1:])
+    return (*(tf.nest.map_structure(kept, part) for part in (x, *rest[:1])), *weights)
 
 
 def stored(example: Structure, spec: Structure) -> Structure:
@@ -259,13 +281,13 @@ def stored(example: Structure, spec: Structure) -> Structure:
 
 
 def spec_of(array: np.ndarray) -> tf.TensorSpec:
-    """Return what each row of an array is."""
+    """Return the spec of an array's rows."""
     dtype = tf.string if array.dtype.kind in "OSU" else array.dtype
     return tf.TensorSpec(array.shape[1:], dtype)
 
 
 def is_label(y: Structure) -> bool:
-    """Tell whether targets are one integer for each example."""
+    """Return whether targets are one integer for each example."""
     return isinstance(y, tf.TensorSpec) and y.dtype.is_integer and y.shape in ([], [1])
 
 
@@ -287,52 +309,41 @@ def num_held_out(size: int, fraction: float) -> int:
 
 
 def is_held_out(rows: tf.Tensor, size: int, num_held: int) -> tf.Tensor:
-    """Tell of each row whether it is held out: spread by chance, since data may be periodic."""
+    """Return whether each row is held out: at random, since data may be periodic."""
     return _shuffled(rows, size, tf.constant(_HELD_OUT_KEY, tf.int64)) < num_held
 
 
 def shuffled_rows(batch_size: int, size: int, seed: int, examples: int) -> tf.data.Dataset:
     """Return the rows, int64 `[B]`, of each batch, without end, from example `examples` on."""
-    numbers = _numbers(batch_size, examples)
-    return numbers.map(lambda number: _row(number, size, seed))
+    return _example_numbers(batch_size, examples).map(lambda number: _row(number, size, seed))
 
 
-def _numbers(batch_size: int, examples: int) -> tf.data.Dataset:
-    """Return the numbers, int64 `[B]`, of the examples of each batch: counted over all epochs."""
+def _example_numbers(batch_size: int, examples: int) -> tf.data.Dataset:
     starts = tf.data.Dataset.counter(examples, batch_size)
     return starts.map(lambda start: start + tf.range(batch_size, dtype=tf.int64))
 
 
 def _row(number: tf.Tensor, size: int, seed: int) -> tf.Tensor:
-    """Return the rows of the examples of a batch, from their numbers."""
     epoch = number // size
     keys = epoch_keys(epoch[0], (number.shape[0] - 1) // size + 2, seed)
     return _shuffled(number % size, size, tf.gather(keys, epoch - epoch[0]))
 
 
-def _turn(number: tf.Tensor, size: int, seed: int) -> tf.Tensor:
-    """Return a number in [0, 1) for each example of a batch, further by 1/2 in each epoch.
+def _alternating(number: tf.Tensor, size: int, seed: int) -> tf.Tensor:
+    """Return a number in [0, 1) for each example of a batch, which moves by 1/2 in each epoch.
 
     Half of the images are mirrored in the first epoch, the others in the next one, and so on
     (Jordan 2024, arXiv:2404.00498, "alternating flip"): two epochs show all there is.
     """
     row = _row(number, size, seed)
-    place = _shuffled(row, size, epoch_keys(tf.constant(_BEFORE_ALL), 1, seed)[0])
+    place = _shuffled(row, size, epoch_keys(tf.constant(_EPOCH_BEFORE_FIRST), 1, seed)[0])
     return tf.cast((2 * place + size * (number // size)) % (2 * size), tf.float32) / (2 * size)
 
 
 def _shuffled(rows: tf.Tensor, size: int, keys: tf.Tensor) -> tf.Tensor:
-    """Return the place of each row in an order, of a key of three numbers, or one each."""
     return tf.raw_ops.RandomIndexShuffle(
-        index=rows,
-        seed=keys,
-        max_index=tf.constant(size - 1, tf.int64),
-        rounds=_SHUFFLE_ROUNDS,
+        index=rows, seed=keys, max_index=tf.constant(size - 1, tf.int64), rounds=_SHUFFLE_ROUNDS
     )
-
-
-def _one_further(part: tf.Tensor) -> tf.Tensor:
-    return tf.ensure_shape(tf.concat([part[-1:], part[:-1]], axis=0), part.shape)
 
 
 def epoch_keys(first: tf.Tensor, num: int, seed: int) -> tf.Tensor:
@@ -345,8 +356,9 @@ def epoch_keys(first: tf.Tensor, num: int, seed: int) -> tf.Tensor:
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=[seed, _SHUFFLE_STREAM])
     counter += tf.stack([tf.cast(first, tf.uint64), tf.constant(0, tf.uint64)])
     blocks = tf.raw_ops.StatelessRandomUniformFullIntV2(
-        shape=[num, 4], key=key, counter=counter, alg=_PHILOX, dtype=tf.uint32
-    )
+        shape=[num, 4], key=key, counter=counter, alg=tf.random.Algorithm.PHILOX.value,
+        dtype=tf.uint32,
+    )  # fmt: skip
     return tf.cast(blocks[:, :3], tf.int64)
 
 
@@ -372,19 +384,3 @@ def digest(*arrays: np.ndarray) -> str:
         else:
             found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     return found.hexdigest()
-
-
-def _view(array: tf.Tensor) -> np.ndarray:
-    """Return a tensor of the host as an array, not copied where that can be."""
-    return array.numpy() if array.dtype == tf.string else np.asarray(memoryview(array))
-
-
-def _padded(example: Structure, batch_size: int) -> tuple[Structure, tf.Tensor]:
-    """Fill a batch up with zeros; return it with what counts."""
-    num = tf.shape(tf.nest.flatten(example)[0])[0]
-
-    def fill(part):
-        rest = [[0, batch_size - num]] + [[0, 0]] * (part.shape.rank - 1)
-        return tf.ensure_shape(tf.pad(part, rest), [batch_size, *part.shape[1:]])
-
-    return tf.nest.map_structure(fill, example), fill(tf.ones([num], tf.float32))

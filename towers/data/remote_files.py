@@ -27,9 +27,11 @@ from towers.data.pipeline import Split, Structure, prefetched, shuffled_rows
 from towers.devices import remote
 from towers.errors import InputError
 
-_COMPARED = 256  # images
-# Of a record, and no sign that the worker is lost.
-_NOT_AS_HERE = (tf.errors.DataLossError, tf.errors.InvalidArgumentError, tf.errors.OutOfRangeError)
+_NUM_COMPARED = 256  # images
+# A record that differs there, and no sign that the worker is lost.
+_DIFFERENT_FILE = (
+    tf.errors.DataLossError, tf.errors.InvalidArgumentError, tf.errors.OutOfRangeError,
+)  # fmt: skip
 _numbers = itertools.count()  # of iterators: each has a name of its own on its worker
 
 
@@ -38,16 +40,17 @@ class RemoteFiles:
 
     def __init__(self, split: EncodedSplit, names: Sequence[str], batch_size: int, num_rounds: int):
         """Set which worker reads for which tower; read nothing."""
-        self._split, self._names = split, list(names)
-        self._places = slices_of(batch_size, len(names), num_rounds)
-        workers = dict.fromkeys(map(machine_of, names))
+        self._split, self._slices = split, slices_of(batch_size, len(names), num_rounds)
+        machines = [machine_of(names[i % len(names)]) for i in range(len(self._slices))]
         self._readers = {
-            worker: _Reader(split, worker, [self._places[i] for i in self._of(worker)])
-            for worker in workers
+            worker: _Reader(
+                split, worker, [s for s, m in zip(self._slices, machines, strict=True) if m == worker]
+            )
+            for worker in dict.fromkeys(machines)
         }
 
     def __str__(self) -> str:
-        """Return what the start of a run says of it."""
+        """Return the line that the start of a run prints."""
         return f"read by the workers from {self._split.source.files()[0]}"
 
     def train_batches(
@@ -59,20 +62,13 @@ class RemoteFiles:
         return self._split.train_rows(batch_size, seed=seed, step=step, examples=examples)
 
     def example(self, rows: tf.Tensor) -> Structure:
-        """Return what stands for the examples of the next batch; it has these rows."""
-        parts: list[tf.Tensor] = [None] * len(self._places)
-        for worker, reader in self._readers.items():
-            for i, part in zip(self._of(worker), reader.next(rows), strict=True):
-                parts[i] = part
+        """Return the next batch, which has these rows, its images on the workers."""
+        parts = {}
+        for reader in self._readers.values():
+            parts |= reader.next(rows)
         with tf.device(HOST):
-            return _Read(parts, self._places, rows), self._split.labels(rows)
-
-    def _of(self, worker: str) -> list[int]:
-        """Return which slices are for the towers of a worker."""
-        towers = len(self._names)
-        return [
-            i for i in range(len(self._places)) if machine_of(self._names[i % towers]) == worker
-        ]
+            parts = {part: parts[part] for part in self._slices}  # in the order of the batch
+            return _RemoteBatch(parts, rows), self._split.labels(rows)
 
 
 def find(
@@ -86,21 +82,21 @@ def find(
     workers = list(dict.fromkeys(map(machine_of, names)))
     if not isinstance(split, EncodedSplit) or split.paired or not all(workers):
         return None  # a partner is mostly another worker's
-    rows = split.source.telling(_COMPARED)
-    given = tf.constant(rows)
-    here = _fingerprints(split, f"{PROGRAM}{HOST}", "")(given)
+    source = split.source
+    rows = source.sample_rows(_NUM_COMPARED)
+    here = _fingerprints(split, f"{PROGRAM}{HOST}", "")(tf.constant(rows))
     for worker in workers:
         folder = remote.folder_of(worker)
         there = _fingerprints(split, f"{worker}{HOST}", folder)
         try:
-            found = there(given)
+            found = there(tf.constant(rows))
         except tf.errors.NotFoundError:
             return None
-        except _NOT_AS_HERE:  # a record is not where it should be: which?
-            found = tf.concat([_or_none(there, row) for row in rows], axis=0)
+        except _DIFFERENT_FILE:  # one of them; which?
+            found = tf.concat([_fingerprint_or_zeros(there, row) for row in rows], axis=0)
         different = np.flatnonzero((found != here).numpy().any(axis=1))
         if different.size:
-            name = posixpath.join(folder, split.source.name(int(rows[different[0]])))
+            name = posixpath.join(folder, source.name(int(rows[different[0]])))
             raise InputError(
                 f"{name} is another one on {remote.name_of(worker)} than here: copy the data "
                 "there, or let the program send them, from a --data_dir that workers do not have"
@@ -109,22 +105,22 @@ def find(
 
 
 class _Reader:
-    """What a worker reads: these slices of each batch, (start, size)."""
+    """Reads these slices, (start, size), of each batch on a worker."""
 
-    def __init__(self, split: EncodedSplit, worker: str, places: Sequence[tuple[int, int]]):
-        self._split, self._worker, self._places = split, worker, places
-        spans = [np.arange(start, start + size) for start, size in places]
-        self._rows = np.concatenate(spans).astype(np.int64)
+    def __init__(self, split: EncodedSplit, worker: str, slices: Sequence[tuple[int, int]]):
+        self._split, self._worker, self._slices = split, worker, slices
+        spans = [np.arange(start, start + size) for start, size in slices]
+        self._places = np.concatenate(spans).astype(np.int64)
         image = split.spec[0]
         self._spec = {
             "output_types": [tf.int64, image.dtype],
-            "output_shapes": [[len(self._rows)], [len(self._rows), *image.shape]],
+            "output_shapes": [[len(self._places)], [len(self._places), *image.shape]],
         }
         self._name = f"towers_data_{next(_numbers)}"
 
     def start(self, batch_size: int, seed: int, examples: int) -> None:
-        """Begin with a batch, after this number of examples."""
-        size, places = self._split.size, self._rows
+        """Begin with the batch after this number of examples."""
+        size, places = self._split.size, self._places
 
         @tf.function(autograph=False)
         def make() -> None:
@@ -138,32 +134,31 @@ class _Reader:
 
         make.get_concrete_function()()
 
-    def next(self, rows: tf.Tensor) -> list[tf.Tensor]:
-        """Return the next batch's slices, which are of the program's rows."""
+    def next(self, rows: tf.Tensor) -> dict[tuple[int, int], tf.Tensor]:
+        """Return {slice: its images} of the next batch, which has these rows."""
         with tf.device(HOST):
-            expected = tf.gather(rows, self._rows)
+            expected = tf.gather(rows, self._places)
         with tf.device(f"{self._worker}{HOST}"):
             found, images = tf.raw_ops.IteratorGetNext(iterator=self._iterator(), **self._spec)
             same = tf.debugging.Assert(
                 tf.reduce_all(found == expected), ["a worker's order is not the program's"]
             )
             with tf.control_dependencies([same]):
-                return tf.split(images, [size for _, size in self._places])
+                parts = tf.split(images, [size for _, size in self._slices])
+                return dict(zip(self._slices, parts, strict=True))
 
     def _iterator(self) -> tf.Tensor:
         # By name: TensorFlow crashes where a function returns a resource of another machine.
         return tf.raw_ops.IteratorV2(shared_name=self._name, container="", **self._spec)
 
 
-class _Read(StoredRows):
-    """The examples of a batch in slices, each on the worker of its tower."""
+class _RemoteBatch(StoredRows):
+    """The images of a batch in slices, {(start, size): images}, each on the worker of its tower."""
 
-    def __init__(
-        self, parts: Sequence[tf.Tensor], places: Sequence[tuple[int, int]], rows: tf.Tensor
-    ):
-        self._parts = dict(zip(places, parts, strict=True))
-        self.rows, self.dtype = rows, parts[0].dtype
-        self.shape = rows.shape.concatenate(parts[0].shape[1:])
+    def __init__(self, parts: dict[tuple[int, int], tf.Tensor], rows: tf.Tensor):
+        first = next(iter(parts.values()))
+        self._parts, self.rows, self.dtype = parts, rows, first.dtype
+        self.shape = rows.shape.concatenate(first.shape[1:])
 
     @functools.cached_property
     def whole(self) -> tf.Tensor:
@@ -176,7 +171,7 @@ class _Read(StoredRows):
 
 
 def _fingerprints(split: EncodedSplit, device: str, folder: str) -> Callable:
-    """Return what makes 64 bits of what each of some rows is read as by a device, uint8 [n, 8]."""
+    """Return a function from rows to fingerprints of their images on a device, uint8 `[n, 8]`."""
 
     @tf.function(autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)])
     def made(rows: tf.Tensor) -> tf.Tensor:
@@ -187,8 +182,8 @@ def _fingerprints(split: EncodedSplit, device: str, folder: str) -> Callable:
     return made.get_concrete_function()
 
 
-def _or_none(fingerprints: Callable, row: int) -> tf.Tensor:
+def _fingerprint_or_zeros(fingerprints: Callable, row: int) -> tf.Tensor:
     try:
         return fingerprints(tf.constant([row]))
-    except _NOT_AS_HERE:
+    except _DIFFERENT_FILE:
         return tf.zeros([1, 8], tf.uint8)

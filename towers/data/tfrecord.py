@@ -16,7 +16,6 @@ refused before the first step. It is kept in the cache folder for as long as the
 sizes and times. In memory are 20 bytes a record.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import hashlib
@@ -71,14 +70,13 @@ def load(
             raise InputError(f"--data_dir={folder} has no {half}*.tfrecord*; {_EXPECTED}")
     keys = _keys(halves["train"][0])
     sources = {half: _Records(found, *keys) for half, found in halves.items()}
-    num_classes = int(sources["train"].labels.max()) + 1
-    allowed = max_classes(len(sources["train"].labels))
+    train = sources["train"]
+    num_classes, allowed = int(train.labels.max()) + 1, max_classes(len(train.labels))
     if num_classes > allowed:
         raise InputError(
-            f"{sources['train'].name(int(np.argmax(sources['train'].labels)))} has label "
-            f"{num_classes - 1}, where labels are 0..{allowed - 1} at most, by the number of "
-            "records: mend it, or return (train, test, num_classes) from a function, "
-            "--dataset=my_data:load"
+            f"{train.name(int(np.argmax(train.labels)))} has label {num_classes - 1}, where labels "
+            f"are 0..{allowed - 1} at most, by the number of records: mend it, or return (train, "
+            "test, num_classes) from a function, --dataset=my_data:load"
         )
     for source in sources.values():
         if source.labels.max() >= num_classes:
@@ -95,7 +93,7 @@ class _Records:
 
     def __init__(self, paths: Sequence[str], image_key: str, label_key: str):
         self._paths, self._image_key = paths, image_key
-        places = _scanned(paths, label_key)
+        places = _scan_all(paths, label_key)
         self._file, self.labels = places["number_of_file"], places["label"]
         self._start, self._length = places["start"], places["length"]
         if not len(self.labels):
@@ -121,8 +119,8 @@ class _Records:
     def reader(self, folder: str) -> encoded.Reader:
         paths = encoded.of_program([os.path.join(folder, path) for path in self._paths])
         feature = {self._image_key: tf.io.FixedLenFeature([], tf.string)}
-        of_rows = self._file, self._start.astype(np.int64), self._length.astype(np.int64)
-        file, start, length = map(encoded.of_program, of_rows)
+        columns = self._file, self._start.astype(np.int64), self._length.astype(np.int64)
+        file, start, length = map(encoded.of_program, columns)
 
         def path(row: tf.Tensor) -> tf.Tensor:
             return tf.gather(paths, tf.gather(file, row))
@@ -140,13 +138,13 @@ class _Records:
 
         return encoded.Reader(read, path)
 
-    def telling(self, num: int) -> np.ndarray:
+    def sample_rows(self, num: int) -> np.ndarray:
+        """See `encoded.Source.sample_rows`: the first and last record of each file among them."""
         ends = np.flatnonzero(np.diff(self._file))
         return np.unique([*encoded.spread(len(self.labels), num), *ends, *(ends + 1)])
 
 
 def _paths(folder: str, prefix: str) -> list[str]:
-    """Return the files of a split."""
     names = sorted(os.listdir(folder))
     found = [n for n in names if n.startswith(prefix) and (".tfrec" in n or "-of-" in n)]
     paths = [os.path.join(folder, name) for name in found]
@@ -160,8 +158,8 @@ def _paths(folder: str, prefix: str) -> list[str]:
 
 def _keys(path: str) -> list[str]:
     """Return the names under which a file's first record has its image and its label."""
-    with _reading(path):
-        next(itertools.islice(_starts(path), 1, 2), None)  # looks at the first
+    with _readable_errors(path):
+        next(itertools.islice(_starts(path), 1, 2), None)  # checks the length of the first
         first = next(tf.data.TFRecordDataset(path).take(1).as_numpy_iterator(), b"")
     try:
         features = tf.train.Example.FromString(first).features.feature
@@ -182,7 +180,7 @@ def _keys(path: str) -> list[str]:
     return found
 
 
-def _scanned(paths: Sequence[str], label_key: str) -> Mapping[str, np.ndarray]:
+def _scan_all(paths: Sequence[str], label_key: str) -> Mapping[str, np.ndarray]:
     """Return file, start, length and label of each record, `[N]`; kept while no file changes."""
     stats = [(os.path.abspath(path), os.stat(path)) for path in paths]
     about = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
@@ -211,9 +209,9 @@ def _scan(path: str, label_key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray
         return tf.strings.length(records), tf.io.parse_example(records, feature)[label_key]
 
     records = tf.data.TFRecordDataset(path, buffer_size=2**20).batch(_SCAN_BATCH).map(look)
-    batches = [(np.zeros(0, np.int32), np.zeros(0, np.int64))]  # of an empty file, too
-    with _reading(path):
-        collections.deque(_starts(path), maxlen=0)
+    batches = [(np.zeros(0, np.int32), np.zeros(0, np.int64))]  # for an empty file
+    with _readable_errors(path):
+        list(_starts(path))
         batches += prefetched(records).as_numpy_iterator()
     lengths, labels = map(np.concatenate, zip(*batches, strict=True))
     wrong = np.flatnonzero((labels < 0) | (labels > _MAX_LABEL))
@@ -232,22 +230,22 @@ def _starts(path: str) -> Iterator[int]:
     TensorFlow makes room for a record as long as it says, and crashes where it says too much: that
     is refused here, by an InputError.
     """
-    start, number = 0, 0
+    start = 0
     with open(path, "rb") as file:
         end = os.fstat(file.fileno()).st_size
-        while start < end:
+        for number in itertools.count():
+            if start == end:
+                return
             yield start
             length = int.from_bytes(os.pread(file.fileno(), 8, start), "little")
             start += length + _FRAME_BYTES
             if start > end:
                 which = f"record {number} (counted from 0), or one before,"
                 raise InputError(f"{path}: {which} {_DAMAGED}")
-            number += 1
 
 
 @contextlib.contextmanager
-def _reading(path: str) -> Iterator[None]:
-    """Say which file TensorFlow cannot read, and why."""
+def _readable_errors(path: str) -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError:
