@@ -18,7 +18,6 @@ from towers.errors import RunError
 from towers.graphs.placement import read_placement
 from towers.graphs.step_graph import step_graph
 from towers.monitoring import dashboard
-from towers.monitoring.hparams import hparams_of
 from towers.options.run import Options
 from towers.training.run import prepare
 
@@ -100,6 +99,11 @@ def test_the_pictures_histograms_and_texts_are_there(server):
     }.items():
         (text,) = server.text(tag)
         assert re.search(pattern, html.unescape(text))
+    lines = [line for line in server.text("flags")[0].splitlines() if "--" in line]
+    assert len(lines) == len(Options.__dataclass_fields__)
+    for flag in "--weight_decay=0.01", "--learning_rate=0.1":  # those that are no defaults first
+        assert any(flag in line for line in lines[:25])
+    assert any("--momentum=" in line for line in lines[25:])
 
 
 @pytest.mark.run
@@ -119,15 +123,6 @@ def test_the_layout_has_five_categories_and_each_tag_one_chart(server):
 
 
 @pytest.mark.run
-def test_the_flags_start_with_those_that_are_no_defaults(server):
-    lines = [line for line in server.text("flags")[0].splitlines() if "--" in line]
-    assert len(lines) == len(Options.__dataclass_fields__)
-    changed = ["--weight_decay=0.01", "--learning_rate=0.1"]
-    assert all(any(flag in line for line in lines[:25]) for flag in changed)
-    assert any("--momentum=" in line for line in lines[25:])
-
-
-@pytest.mark.run
 def test_the_graph_is_shown_with_towers_as_scopes_on_their_devices(server):
     assert server.get("plugin/graphs/info")["."]["run_graph"]
     graph = text_format.Parse(server.get("plugin/graphs/graph", run="."), GraphDef())
@@ -142,8 +137,9 @@ def test_the_graph_is_shown_with_towers_as_scopes_on_their_devices(server):
 @pytest.mark.run
 def test_a_run_is_one_row_with_its_flags_and_results(server, trained):
     (row,) = server.rows().values()
-    expected = hparams_of(Options(**trained_runs.flags("classes"), variables="cpu"), 2)
-    assert row["hparams"] == expected and expected["num_towers"] == 2
+    options = Options(**trained_runs.flags("classes"), variables="cpu")
+    expected = dashboard.hparams_of(options) | {"num_towers": 2}
+    assert row["hparams"] == expected
     assert not {"train_dir", "overwrite", "json"} & set(expected)
     result = json.loads((trained("classes") / "result.json").read_text())
     shown = {name: result[name.removeprefix("result/")] for name in metrics(row)}
@@ -280,12 +276,9 @@ def test_a_sweep_shows_a_row_for_each_run_and_what_is_varied_first(tmp_path):
     assert [h["name"] for h in alone if h.get("differs")] == shown
 
 
-def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+def test_a_run_whose_file_was_deleted_ends_well_and_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    dashboard.close_root(tmp_path, RESULT, 12)
+    assert Server(tmp_path).points(".", "result/test_loss") == [(12, 1.25)]
     monkeypatch.setattr(dashboard, "_new_path", lambda folder: Path("/dev/full"))
     with pytest.raises(RunError, match=f"^{tmp_path} cannot be written: .*No space left on device"):
         open_root(tmp_path)
-
-
-def test_a_run_whose_file_was_deleted_ends_well(tmp_path):
-    dashboard.close_root(tmp_path, RESULT, 12)
-    assert Server(tmp_path).points(".", "result/test_loss") == [(12, 1.25)]

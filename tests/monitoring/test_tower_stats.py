@@ -88,12 +88,10 @@ class Looked:
     ("sizes", "options"),
     [
         ([3, 3, 2], {}),
-        ([3, 3, 2], {"variables": "sharded"}),
-        ([3, 3, 2], {"variables": "replicated"}),
         ([8], {"num_towers": 1}),
         ([3, 3, 2], {"model": f"{__name__}:embedding", "augment": "off"}),
-        ([4, 4], {"num_towers": 2, "accumulate_steps": 2}),
-        ([4, 4], {"num_towers": 2, "dtype": "mixed_float16"}),
+        ([4, 4], {"num_towers": 2, "variables": "replicated", "accumulate_steps": 2}),
+        ([4, 4], {"num_towers": 2, "variables": "sharded", "dtype": "mixed_float16"}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )

@@ -35,46 +35,45 @@ def examples(name: str, parts: Sequence[object]) -> Structure:
     parts = list(parts)
     while len(parts) > 1 and parts[-1] is None:
         parts.pop()
-    named = list(zip(PARTS, parts, strict=False))
-    found = [_structure(f"{name} {part}", value) for part, value in named]
-    if _disagreement(found):
+    named = [(f"{name} {part}", value) for part, value in zip(PARTS, parts, strict=False)]
+    found = tuple(_to_arrays(*pair) for pair in named)
+    if _unequal_rows(found):
         with contextlib.suppress(InputError):
-            stacked = [_structure(f"{name} {part}", value, stack=True) for part, value in named]
-            found = found if _disagreement(stacked) else stacked
-    if wrong := _disagreement(found):
+            stacked = tuple(_to_arrays(*pair, stack=True) for pair in named)
+            found = found if _unequal_rows(stacked) else stacked
+    if wrong := _unequal_rows(found):
         raise InputError(f"{name} {wrong}; return as many of each, one row for each example")
-    found = _as_images(name, tuple(found))
-    _check_targets(name, found)
+    found = _check_targets(name, found)
     with np.errstate(over="ignore"):  # of float64: seen as an infinity
         kept = stored(found, stored_spec(tf.nest.map_structure(spec_of, found)))
     for (path, array), (_, given) in zip(leaves(kept), leaves(found), strict=True):
-        _check_finite(f"{name} {path}", array, given)
+        if array.dtype.kind == "f":
+            finite = np.isfinite(array).reshape(len(array), -1).all(axis=1)
+            row = int(np.argmin(finite))
+            where = f"{name} {path}: row {row} (counted from 0) has"
+            if not finite[row] and np.isfinite(np.asarray(given[row], float)).all():
+                raise InputError(
+                    f"{where} a number beyond {array.dtype.name}, "
+                    f"{np.finfo(array.dtype).max:.1e}: scale these, or leave that row out"
+                )
+            if not finite[row]:
+                raise InputError(f"{where} a NaN or an infinity")
     return kept
 
 
 def leaves(example: Structure, parts: Sequence[str] = PARTS) -> Iterator[tuple[str, object]]:
     """Yield (name, leaf) of each leaf of (x, y, sample_weight): ("x['tokens']", array)."""
-
-    def walk(path, value):
-        if isinstance(value, dict):
-            for key in sorted(value):
-                yield from walk(f"{path}[{key!r}]", value[key])
-        elif isinstance(value, tuple):
-            for index, inner in enumerate(value):
-                yield from walk(f"{path}[{index}]", inner)
+    for path, value in zip(parts, example, strict=False):
+        if isinstance(value, dict | tuple):
+            pairs = sorted(value.items()) if isinstance(value, dict) else enumerate(value)
+            names, inner = zip(*pairs, strict=True) if value else ((), ())
+            yield from leaves(inner, [f"{path}[{name!r}]" for name in names])
         else:
             yield path, value
 
-    for part, value in zip(parts, example, strict=False):
-        yield from walk(part, value)
-
 
 def check_labels(name: str, example: Structure, num_classes: int) -> None:
-    """Refuse labels from `num_classes` on, unless that is 0.
-
-    Raises:
-        InputError: it names the first of them.
-    """
+    """Raise InputError, which names the row, for labels from `num_classes` on, unless that is 0."""
     wrong = np.flatnonzero(example[1] >= num_classes) if num_classes else ()
     if len(wrong):
         raise InputError(
@@ -84,12 +83,12 @@ def check_labels(name: str, example: Structure, num_classes: int) -> None:
 
 
 def text_of(spec: Structure) -> str:
-    """Return types and shapes of an example in words: "x [28, 28] uint8, y [] int32"."""
+    """Return the types and shapes of an example in words: "x [28, 28] uint8, y [] int32"."""
     return ", ".join(f"{path} {list(leaf.shape)} {leaf.dtype.name}" for path, leaf in leaves(spec))
 
 
 def describe(value: object) -> str:
-    """Say what a value is, in a few words on one line."""
+    """Return types and shapes of any value, on one line."""
     if isinstance(value, tuple | list):
         items = ", ".join(map(describe, value[:4]))
         return f"({items}{', ...' * (len(value) > 4)})"
@@ -98,23 +97,23 @@ def describe(value: object) -> str:
     return type(value).__name__
 
 
-def _structure(name: str, value: object, stack: bool = False) -> Structure:
+def _to_arrays(name: str, value: object, stack: bool = False) -> Structure:
     """Return the arrays of a value; with `stack`, a sequence of arrays is one array."""
-    if isinstance(value, dict) or (not stack and _is_several(value)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        found = {key: _structure(f"{name}[{key!r}]", inner, stack) for key, inner in items}
-        if not found:
-            raise InputError(f"{name} is an empty {type(value).__name__}; return arrays in it")
-        if not isinstance(value, dict):
-            return tuple(found.values())
-        if not all(isinstance(key, str) for key in found):
-            raise InputError(f"{name} has the keys {list(found)}; return a dict with texts as keys")
-        return found
-    return _array(name, value)
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise InputError(f"{name} has the keys {list(value)}; return a dict with texts as keys")
+        found = {key: _to_arrays(f"{name}[{key!r}]", v, stack) for key, v in value.items()}
+    elif not stack and _is_several(value):
+        found = tuple(_to_arrays(f"{name}[{i}]", v) for i, v in enumerate(value))
+    else:
+        return _array(name, value)
+    if not found:
+        raise InputError(f"{name} is an empty {type(value).__name__}; return arrays in it")
+    return found
 
 
 def _is_several(value: object) -> bool:
-    """Tell whether a value is several arrays, and not the rows of one."""
+    """Return whether a value is several arrays, and not the rows of one."""
     if not isinstance(value, tuple | list):
         return False
     kinds = dict | tuple | (list if isinstance(value, tuple) else tuple)
@@ -143,71 +142,50 @@ def _array(name: str, value: object) -> np.ndarray:
         )
     if 0 in array.shape:
         raise InputError(f"{name} is {list(array.shape)}; return 1 or more of each")
-    return _texts(name, array) if array.dtype.kind in "SUO" else array
+    if array.dtype.kind not in "SUO":
+        return array
+    texts = np.empty(array.size, object)
+    for i, item in enumerate(array.flat):
+        if not isinstance(item, str | bytes):
+            raise InputError(
+                f"{name} is an array of objects, and row {i * len(array) // array.size} (counted "
+                f"from 0) has a {type(item).__name__}; return numbers, booleans or texts of one "
+                "shape, padded where lengths differ"
+            )
+        texts[i] = item.encode() if isinstance(item, str) else bytes(item)
+    return texts.reshape(array.shape)
 
 
-def _texts(name: str, array: np.ndarray) -> np.ndarray:
-    """Return an array of bytes objects."""
-    wrong = [i for i, item in enumerate(array.flat) if not isinstance(item, str | bytes)]
-    if wrong:
-        row, item = wrong[0] * len(array) // array.size, array.flat[wrong[0]]
-        raise InputError(
-            f"{name} is an array of objects, and row {row} (counted from 0) has a "
-            f"{type(item).__name__}; return numbers, booleans or texts of one shape, padded where "
-            "lengths differ"
-        )
-    found = np.empty(array.size, object)
-    found[:] = [item.encode() if isinstance(item, str) else bytes(item) for item in array.flat]
-    return found.reshape(array.shape)
-
-
-def _disagreement(parts: Sequence[Structure]) -> str:
-    """Say which leaf has another number of rows than the first, "" if none has."""
-    (first, of_first), *others = leaves(tuple(parts))
+def _unequal_rows(parts: Structure) -> str:
+    """Return a sentence on a leaf with another number of rows than the first, "" if none has."""
+    (first, of_first), *others = leaves(parts)
     for name, array in others:
         if len(array) != len(of_first):
             return f"{first} has {len(of_first)} rows but {name} has {len(array)}"
     return ""
 
 
-def _as_images(name: str, example: Structure) -> Structure:
-    """Return images of a classification, whose integers are 0..255, as uint8."""
-    x, y, *_ = (*example, None)
-    both = isinstance(x, np.ndarray) and isinstance(y, np.ndarray)
-    if not (both and x.ndim == 4 and x.dtype.kind in "iu" and is_label(spec_of(y))):
-        return example
-    if x.min() < 0 or x.max() > 255:
-        raise InputError(
-            f"{name} x is {x.dtype} from {x.min()} to {x.max()}; return images as uint8, or as "
-            "float32 for other ranges"
-        )
-    return x.astype(np.uint8, copy=False), *example[1:]
-
-
-def _check_targets(name: str, example: Structure) -> None:
+def _check_targets(name: str, example: Structure) -> Structure:
+    """Return the example, the images of a classification, whose integers are 0..255, as uint8."""
     for path, array in leaves(example[1:], PARTS[1:]):
         if array.dtype.kind in "SUO":
             raise InputError(
                 f"{name} {path} is text; return numbers, as names, y = np.unique(y, "
                 "return_inverse=True) makes them of the names of classes"
             )
-    y = example[1] if len(example) > 1 else None
-    if isinstance(y, np.ndarray) and is_label(spec_of(y)):
-        wrong = np.flatnonzero((y < 0) | (y > MAX_LABEL))
-        if wrong.size:
+    x, y, *_ = (*example, None)
+    if not (isinstance(y, np.ndarray) and is_label(spec_of(y))):
+        return example
+    if isinstance(x, np.ndarray) and x.ndim == 4 and x.dtype.kind in "iu":
+        if x.min() < 0 or x.max() > 255:
             raise InputError(
-                f"{name} y: row {wrong[0]} (counted from 0) is {y.flat[wrong[0]]}; {CLASSES_ARE}"
+                f"{name} x is {x.dtype} from {x.min()} to {x.max()}; return images as uint8, or as "
+                "float32 for other ranges"
             )
-
-
-def _check_finite(name: str, array: np.ndarray, given: np.ndarray) -> None:
-    if array.dtype.kind == "f":
-        finite = np.isfinite(array).reshape(len(array), -1).all(axis=1)
-        if not finite.all():
-            row = int(np.argmin(finite))
-            if np.isfinite(np.asarray(given[row], float)).all():
-                raise InputError(
-                    f"{name}: row {row} (counted from 0) has a number beyond {array.dtype.name}, "
-                    f"{np.finfo(array.dtype).max:.1e}: scale these, or leave that row out"
-                )
-            raise InputError(f"{name}: row {row} (counted from 0) has a NaN or an infinity")
+        example = x.astype(np.uint8, copy=False), *example[1:]
+    wrong = np.flatnonzero((y < 0) | (y > MAX_LABEL))
+    if wrong.size:
+        raise InputError(
+            f"{name} y: row {wrong[0]} (counted from 0) is {y.flat[wrong[0]]}; {CLASSES_ARE}"
+        )
+    return example

@@ -41,38 +41,37 @@ from towers.data.pipeline import NUM_DRAWS as NUM_DRAWS
 from towers.data.pipeline import Data, Structure
 from towers.errors import InputError
 from towers.options.augmentation import BASES as names
-from towers.options.augmentation import Augmentation, parse
+from towers.options.augmentation import parse
 
 _ROW, _COLUMN, _FLIP, _CONTRAST = range(4)
-_TURN = NUM_DRAWS - 1
+_ALTERNATING = NUM_DRAWS - 1
 
 _CONTRAST_RANGE = (0.2, 1.8)
 _PADDING = {"resnet": 4, "shift": 2}  # pixels on each side
-_REFLECTED = _MIRRORED_IN_TURNS = ("shift",)
 
 # Data sets whose classes stay what they are when cut and mirrored.
-_OF_TOWERS = ("cifar10", "cifar100", "cifar100_coarse", "shapes")
-_DONE = {
+_PUBLISHED = ("cifar10", "cifar100", "cifar100_coarse", "shapes")
+_DESCRIPTIONS = {
     "tutorial": "crop, flip, brightness, contrast, standardised",
     "resnet": "padded crop, flip, standardised",
     "shift": "reflected crop, flip in turns, bytes from -2 to 2",
     "none": "standardised",
     "off": "as they are",
 }
-_SHOWN = 10  # names of classes in a line
+_SHOWN_CLASSES = 10  # in a line
 
 
 def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     """Return the kind that --augment means for a data set.
 
-    "auto" is "tutorial" for the data sets that come with Towers, and nothing that would change what
-    is in the user's own images: "none", or "off" for a compiled model, which takes them as they
-    are. What is no image is left alone.
+    "auto" is "tutorial" for the data sets that come with Towers. The user's own images only become
+    standardised: "none", or "off" for a compiled model, which takes them as they are. Examples that
+    are no images are left alone.
 
     Args:
         kind: "auto" or one of `names`, and parts.
         data: the data set.
-        compiled: whether the model is compiled, and so says itself what becomes of an example.
+        compiled: whether the model is compiled.
 
     Raises:
         InputError: the kind is for images and the examples are none, or it would cut and mirror
@@ -81,7 +80,7 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     plan = parse(kind)
     if plan.base == "auto" and data.image_shape is not None:
         own = "off" if compiled else "none"
-        plan = dataclasses.replace(plan, base="tutorial" if data.name in _OF_TOWERS else own)
+        plan = dataclasses.replace(plan, base="tutorial" if data.name in _PUBLISHED else own)
     if not plan.parts and plan.base in ("auto", "off"):
         return "off"
     if data.image_shape is None:
@@ -111,7 +110,7 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
 
 
 def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -> list[str]:
-    """Say in a few lines what an example is, and what happens to it before the model.
+    """Return a few lines on what an example is, and what happens to it before the model.
 
         images      32x32x3 uint8 -> 24x24x3 float32: crop, flip, brightness, contrast, standardised
         targets     10 classes: airplane, automobile, bird, ...
@@ -121,10 +120,17 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
         kind: one of `names`, and parts.
         dtype: what images become; None: they stay what they are.
     """
+    def named(structure: Structure) -> str:  # "tokens [80] int32, price [] float32"
+        texts = []
+        for path, leaf in arrays.leaves((structure,)):
+            name = ".".join(re.findall(r"\['(.*?)'\]", path))
+            texts.append(f"{name} {list(leaf.shape)} {leaf.dtype.name}".strip())
+        return ", ".join(texts)
+
     x, *rest = data.spec
     shape = data.image_shape
     if shape is None:
-        lines = [f"inputs      {_parts(x)}"]
+        lines = [f"inputs      {named(x)}"]
         if isinstance(x, tf.TensorSpec) and x.shape.rank == 2 and x.dtype == tf.uint8:
             lines[0] += "; as images they would need an axis of channels, x[..., None]"
     else:
@@ -132,23 +138,16 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
         before = f"{'x'.join(map(str, shape))} {x.dtype.name}"
         after = f"{'x'.join(map(str, output_shape(shape, kind)))} {dtype.name}"
         plan = parse(kind)
-        lines = [f"images      {before} -> {after}: {', '.join([_DONE[plan.base], *plan.parts])}"]
+        what = ", ".join([_DESCRIPTIONS[plan.base], *plan.parts])
+        lines = [f"images      {before} -> {after}: {what}"]
     if data.num_classes:
         plural = "es" * (data.num_classes > 1)
-        some = ", ".join(data.class_names[:_SHOWN]) + ", ..." * (data.num_classes > _SHOWN)
-        lines.append(f"targets     {data.num_classes} class{plural}: {some}")
+        some = ", ".join(data.class_names[:_SHOWN_CLASSES])
+        more = ", ..." * (data.num_classes > _SHOWN_CLASSES)
+        lines.append(f"targets     {data.num_classes} class{plural}: {some}{more}")
     elif rest:
-        lines.append(f"targets     {_parts(rest[0])}")
-    return lines + [f"weights     {_parts(weights)}" for weights in rest[1:]]
-
-
-def _parts(structure: Structure) -> str:
-    """Return the tensors of a structure by their names: "tokens [80] int32, price [] float32"."""
-    texts = []
-    for path, leaf in arrays.leaves((structure,)):
-        name = ".".join(re.findall(r"\['(.*?)'\]", path))
-        texts.append(f"{name} {list(leaf.shape)} {leaf.dtype.name}".strip())
-    return ", ".join(texts)
+        lines.append(f"targets     {named(rest[0])}")
+    return lines + [f"weights     {named(weights)}" for weights in rest[1:]]
 
 
 def train_images(
@@ -167,27 +166,23 @@ def train_images(
         InputError: `kind` is unknown.
     """
     plan = parse(kind)
+
+    def augmented(images: tf.Tensor, draws: tf.Tensor) -> tf.Tensor:
+        if plan.base in ("none", "off") and not plan.parts:
+            return eval_images(images, plan.base, dtype)
+        stored, contrast = images.dtype, 1.0
+        if plan.base != "none":
+            images = _random_crop_and_flip(images, draws, plan.base)
+        images = parts.on_values(tf.cast(images, dtype), draws, plan, stored)
+        if plan.base == "tutorial":
+            low, high = _CONTRAST_RANGE
+            contrast = low + (high - low) * tf.cast(draws[:, _CONTRAST], dtype)[:, None, None, None]
+        return parts.on_standardised(_scaled(images, plan.base, stored, contrast), draws, plan)
+
     if not plan.mixes:
-        return _alone(images, draws, plan, dtype)
+        return augmented(images, draws)
     draws, ((partners, *_), of_partners) = draws
-    own = _alone(images, draws, plan, dtype)
-    return parts.mixed(own, _alone(partners, of_partners, plan, dtype), draws, plan)
-
-
-def _alone(
-    images: tf.Tensor, draws: tf.Tensor, plan: Augmentation, dtype: tf.DType | str
-) -> tf.Tensor:
-    """Return images before they are mixed with others."""
-    if plan.base in ("none", "off") and not plan.parts:
-        return eval_images(images, plan.base, dtype)
-    stored, contrast = images.dtype, 1.0
-    if plan.base != "none":
-        images = _random_crop_and_flip(images, draws, plan.base)
-    images = parts.on_values(tf.cast(images, dtype), draws, plan, stored)
-    if plan.base == "tutorial":
-        low, high = _CONTRAST_RANGE
-        contrast = low + (high - low) * tf.cast(draws[:, _CONTRAST], dtype)[:, None, None, None]
-    return parts.on_standardised(_scaled(images, plan.base, stored, contrast), draws, plan)
+    return parts.mixed(augmented(images, draws), augmented(partners, of_partners), draws, plan)
 
 
 def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32) -> tf.Tensor:
@@ -214,23 +209,22 @@ def output_shape(image_shape: tuple[int, int, int], kind: str) -> tuple[int, int
 
 
 def _random_crop_and_flip(images: tf.Tensor, draws: tf.Tensor, base: str) -> tf.Tensor:
-    """Cut a window out of each image and what is around it, half of them mirrored."""
     height, width, _ = output_shape(images.shape[1:], base)
     margin = _PADDING.get(base, 0)
-    if base in _REFLECTED:
-        images, margin = _reflected(images, margin), 0
+    if base == "shift":
+        images, margin = _pad_by_reflection(images, margin), 0
     rows, columns = (size + 2 * margin for size in images.shape[1:3])
     # A float32 below 1 times a whole number never rounds up to that number.
     top = draws[:, _ROW] * (rows - height + 1)
     left = draws[:, _COLUMN] * (columns - width + 1)
-    mirrored = draws[:, _TURN if base in _MIRRORED_IN_TURNS else _FLIP] < 0.5
-    cut = _cut_by_transform if kinds.is_gpu(top.device) else _cut_by_gather
-    return cut(images, top, left, mirrored, height, width, margin)
+    mirrored = draws[:, _ALTERNATING if base == "shift" else _FLIP] < 0.5
+    crop = _crop_by_transform if kinds.is_gpu(top.device) else _crop_by_gather
+    return crop(images, top, left, mirrored, height, width, margin)
 
 
-def _reflected(images: tf.Tensor, margin: int) -> tf.Tensor:
-    """Return images with pixels around them, as far as they have any to be reflected."""
-    # tf.pad fails of no images, and has no kernel for bytes on a GPU.
+def _pad_by_reflection(images: tf.Tensor, margin: int) -> tf.Tensor:
+    """Pad images, by less where they have too few pixels."""
+    # tf.pad fails for an empty batch, and has no kernel for bytes on a GPU.
     for axis in (1, 2):
         size = images.shape[axis]
         side = min(margin, size - 1)
@@ -242,11 +236,10 @@ def _reflected(images: tf.Tensor, margin: int) -> tf.Tensor:
     return images
 
 
-def _cut_by_gather(
+def _crop_by_gather(
     images: tf.Tensor, top: tf.Tensor, left: tf.Tensor, mirrored: tf.Tensor, height: int,
     width: int, margin: int,
 ) -> tf.Tensor:  # fmt: skip
-    """Cut windows on a CPU, `top` and `left` being rounded down."""
     if margin:
         images = tf.pad(images, [[0, 0], [margin, margin], [margin, margin], [0, 0]])
     num, (_, rows, columns, channels) = tf.shape(images)[0], images.shape
@@ -260,11 +253,11 @@ def _cut_by_gather(
     return tf.gather(pixels, y[:, :, None] * columns + x[:, None, :])
 
 
-def _cut_by_transform(
+def _crop_by_transform(
     images: tf.Tensor, top: tf.Tensor, left: tf.Tensor, mirrored: tf.Tensor, height: int,
     width: int, margin: int,
 ) -> tf.Tensor:  # fmt: skip
-    """Cut windows on a GPU, where a gather has no kernel for bytes, and int32 lies on the host.
+    """Crop on a GPU, where a gather has no kernel for bytes, and int32 lies on the host.
 
     The pixel at (x, y) of a window is that at (a x + c, y + f) of the image: whole numbers, of
     which float32 has all that an image can need, and what lies outside is 0.
@@ -284,20 +277,15 @@ def _cut_by_transform(
 def _scaled(
     images: tf.Tensor, base: str, stored: tf.DType, contrast: tf.Tensor | float = 1.0
 ) -> tf.Tensor:
-    """Return images in the range that a model is given; they were `stored` as that type."""
+    """Return images, once `stored` as that type, in the range that the model takes.
+
+    To standardise is `tf.image.adjust_contrast`, then `tf.image.per_image_standardization`, in one
+    pass less: the stretched image's mean and variance follow from those of its channels.
+    """
     if base == "off":
         return images
     if base == "shift":
         return (images - 128.0) / 64.0 if stored == tf.uint8 else images  # exact, in any way
-    return _standardise(images, contrast)
-
-
-def _standardise(images: tf.Tensor, contrast: tf.Tensor | float = 1.0) -> tf.Tensor:
-    """Stretch each channel about its mean by `contrast`, then give each image mean 0, deviation 1.
-
-    `tf.image.adjust_contrast`, then `tf.image.per_image_standardization`, in one pass less: the
-    stretched image's mean and variance follow from those of its channels.
-    """
     height, width, channels = images.shape[1:]
     num = height * width * channels
     channel_mean = tf.reduce_mean(images, [1, 2], keepdims=True)

@@ -37,7 +37,7 @@ _MOST_OF_A_PICKLE = 4  # times the bytes of its pictures
 
 @dataclasses.dataclass(frozen=True)
 class Cifar:
-    """One of the data sets."""
+    """A published data set."""
 
     name: str  # as --dataset gives it
     title: str  # as its authors do
@@ -84,10 +84,9 @@ class Cifar:
         return Data(self.name, train, test, len(self.class_names), self.class_names)
 
     def find(self, data_dir: str) -> list[str]:
-        """Look for the files, the folders nearest to `data_dir` first.
+        """Return the paths of the training files and the test file, or nothing.
 
-        Returns:
-            The paths of the training files and the test file, or nothing.
+        The folders nearest to `data_dir` come first.
 
         Raises:
             InputError: some of the files are there, but no folder has them all.
@@ -110,11 +109,9 @@ class Cifar:
         return []
 
     def read(self, path: str) -> tuple[np.ndarray, np.ndarray, str]:
-        """Read a file.
+        """Return images, uint8 `[N, 32, 32, 3]`, labels, int32 `[N]`, and the name of another file.
 
-        Returns:
-            Images, uint8 `[N, 32, 32, 3]`, labels, int32 `[N]`, and the file's name if it is not
-            the published one, else "".
+        It is "" for a file that is the published one.
 
         Raises:
             InputError: the file is damaged; it is named.
@@ -146,9 +143,8 @@ class Cifar:
         return images, labels, "" if md5 == self.md5_of.get(name, md5) else name
 
     def _binary(self, path: str, content: bytes, num: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the planes, uint8 `[N, 3072]`, and a row of labels for each key."""
-        num_labels = len(self.labels)
-        size = num_labels + _PICTURE_BYTES
+        """Return the pictures' planes, uint8 `[N, 3072]`, and a row of labels for each key."""
+        num_labels, size = len(self.labels), len(self.labels) + _PICTURE_BYTES
         if len(content) != num * size:
             raise InputError(
                 f"{path} has {len(content):,} bytes; expected {num:,} records of {size} bytes"
@@ -157,7 +153,6 @@ class Cifar:
         return records[:, num_labels:], records[:, :num_labels].T
 
     def _pickle(self, path: str, content: bytes, num: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return what `_binary` does, of a pickled dict."""
         expected = f"data, uint8 [{num}, {_PICTURE_BYTES}], and as many {' and '.join(self.labels)}"
         try:
             batch = pickled.loads(content)
@@ -175,7 +170,6 @@ class Cifar:
             raise InputError(f"{path} is no pickle of {self.title}: {reason}") from None
 
     def _download(self, data_dir: str) -> None:
-        """Fetch the archive; its folder appears in one move, when it is complete."""
         import keras
 
         folder = os.path.join(data_dir, self.folder)
@@ -194,7 +188,8 @@ class Cifar:
                     hash_algorithm="md5",
                     extract=True,
                 )
-                if not self.find(data_dir):  # another process may have brought it meanwhile
+                # In one move, when it is complete; another process may have brought it meanwhile.
+                if not self.find(data_dir):
                     os.replace(os.path.join(path, self.folder), folder)
         except Exception as error:  # Keras raises many kinds, the plain Exception among them
             reason = " ".join(str(error).split()) or type(error).__name__

@@ -179,9 +179,9 @@ class EncodedSplit(IndexedSplit):
     def _images(
         self, rows: tf.data.Dataset, batch_size: int, read_all: Callable, explain: Callable
     ) -> tf.data.Dataset:
-        """Return batches (rows, images `[B, H, W, 3]`) from batches of rows, of `batch_size` or less.
+        """Return batches (rows, images `[B, H, W, 3]`) from batches of at most `batch_size` rows.
 
-        `read_all` returns the encoded images of rows, `explain` fails with what is wrong with a row.
+        `read_all` returns the encoded images of rows, `explain` fails with a row's fault.
 
         An image that cannot be decoded is dropped, the gap is seen, and then it is looked into: the
         error of a decoder does not say which image it had. One row of zeros ends each batch on the

@@ -1,17 +1,16 @@
-"""How many pixels an encoded image has, read from its header: decoding takes memory for them all.
+"""The number of pixels of an encoded image, from its header: decoding takes memory for them all.
 
 A few kilobytes can ask for gigabytes, whether somebody means harm or has scanned a map.
 """
 
-import functools
 import importlib
 import io
 import struct
 
 from towers.errors import InputError
 
-# The classes of Pillow's that read a header. `Image.open` has a limit of its own, for all programs.
-_KINDS = {b"\xff\xd8\xff": "Jpeg", b"GIF8": "Gif", b"BM": "Bmp", b"RIFF": "WebP"}
+# Pillow's plugins that read a header. `Image.open` has a limit of its own, for all programs.
+_PLUGINS = {b"\xff\xd8\xff": "Jpeg", b"GIF8": "Gif", b"BM": "Bmp", b"RIFF": "WebP"}
 
 
 def check_pixels(name: str, content: bytes, most: int) -> None:
@@ -35,15 +34,10 @@ def check_pixels(name: str, content: bytes, most: int) -> None:
 
 
 def _size(content: bytes) -> tuple[int, int, int]:
-    """Return width, height and number of pictures: to reach the first, all of a GIF's are read."""
     if content.startswith(b"\x89PNG"):  # at a fixed place, before texts that Pillow would read
         return *struct.unpack_from(">II", content, 16), 1
-    (kind,) = (kind for start, kind in _KINDS.items() if content.startswith(start))
-    with _reader(kind)(io.BytesIO(content)) as image:
+    (kind,) = (kind for start, kind in _PLUGINS.items() if content.startswith(start))
+    plugin = importlib.import_module(f"PIL.{kind}ImagePlugin")
+    with getattr(plugin, f"{kind}ImageFile")(io.BytesIO(content)) as image:
+        # To reach the first picture of a GIF, a decoder reads all of them.
         return *image.size, image.n_frames if kind == "Gif" else 1
-
-
-@functools.cache
-def _reader(kind: str) -> type:
-    module = importlib.import_module(f"PIL.{kind}ImagePlugin")
-    return getattr(module, f"{kind}ImageFile")

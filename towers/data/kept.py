@@ -1,4 +1,4 @@
-"""Arrays that take long to make, kept in a file from one run to the next."""
+"""A cache file of arrays that take long to make."""
 
 import contextlib
 import sys
@@ -12,9 +12,9 @@ from towers import files
 
 
 def kept(path: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Return the arrays that a file holds; make them, and the file, where it is not there or whole.
+    """Return the arrays in a file; where it is missing or damaged, make them and write it.
 
-    Where it cannot be written a warning says so, and the next run makes the arrays again.
+    If it cannot be written a warning is printed, and the next run makes the arrays again.
     """
     with contextlib.suppress(OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile):
         with open(path, "rb") as file, np.load(file) as arrays:

@@ -10,7 +10,7 @@ Without a test set, x and y alone will do. Pickled objects are not read.
 import contextlib
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -28,6 +28,40 @@ _EXPECTED = (
 )
 _KEY = re.compile(r"(x|y|w|sample_weight)(?:_(train|val|validation|test))?(?:[./](.+))?")
 _HALVES = {None: "train", "val": "validation"}
+
+
+def load(dataset: str, path: str) -> Data:
+    """Read a file; see `towers.data.halves` for what its arrays may be.
+
+    Raises:
+        InputError: the file cannot be read, its keys are others, or its arrays are no data to train
+            on.
+    """
+    with opened(path, f"--dataset={dataset}") as content:
+        arrays = {key: content[key] for key in content.files}
+    refused = InputError(
+        f"--dataset={dataset} has the keys {', '.join(arrays) or 'of no array'}; {_EXPECTED}"
+    )
+    found: dict[str, dict[str, dict[str | None, np.ndarray]]] = {}
+    for key, array in arrays.items():
+        match = _KEY.fullmatch(key)
+        if not match:
+            raise refused
+        part, half, name = match.groups()
+        of_half = found.setdefault(_HALVES.get(half, half), {})
+        of_part = of_half.setdefault("sample_weight" if part == "w" else part, {})
+        if name in of_part or (of_part and None in {name, *of_part}):  # x_val and x_validation
+            raise refused
+        of_part[name] = array
+    given = {}
+    for half, parts in found.items():
+        names = PARTS[: len(parts)]
+        if set(names) != set(parts):  # y without x
+            raise refused
+        given[half] = tuple(parts[name].get(None, parts[name]) for name in names)
+    if "train" not in given:
+        raise refused
+    return halves.data_set(dataset, given)
 
 
 @contextlib.contextmanager
@@ -68,42 +102,3 @@ def fault(error: Exception, ending: str) -> str:
     """Return what is wrong with a file of numpy's, from what numpy raised."""
     objects = re.search("Object arrays|Python objects", str(error))
     return "has arrays of objects" if objects else f"is damaged, or no {ending} file"
-
-
-def load(dataset: str, path: str) -> Data:
-    """Read a file; what its halves may be, `towers.data.halves` says.
-
-    Raises:
-        InputError: the file cannot be read, its keys are others, or its arrays are no data to train
-            on.
-    """
-    with opened(path, f"--dataset={dataset}") as content:
-        arrays = {key: content[key] for key in content.files}
-    return halves.data_set(dataset, _halves(dataset, arrays))
-
-
-def _halves(dataset: str, arrays: Mapping[str, np.ndarray]) -> dict[str, tuple]:
-    """Return {"train": (x, y), "test": ...}, each part an array or a dict of some."""
-    found: dict[str, dict[str, dict[str | None, np.ndarray]]] = {}
-    refused = InputError(
-        f"--dataset={dataset} has the keys {', '.join(arrays) or 'of no array'}; {_EXPECTED}"
-    )
-    for key, array in arrays.items():
-        match = _KEY.fullmatch(key)
-        if not match:
-            raise refused
-        part, half, name = match.groups()
-        of_half = found.setdefault(_HALVES.get(half, half), {})
-        of_part = of_half.setdefault("sample_weight" if part == "w" else part, {})
-        if name in of_part or (of_part and None in {name, *of_part}):  # x_val and x_validation
-            raise refused
-        of_part[name] = array
-    if "train" not in found:
-        raise refused
-    given = {}
-    for half, parts in found.items():
-        if list(parts) and not set(PARTS[: len(parts)]) == set(parts):  # y without x
-            raise refused
-        values = [parts[part] for part in PARTS[: len(parts)]]
-        given[half] = tuple(v[None] if None in v else v for v in values)
-    return given

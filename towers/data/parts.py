@@ -1,4 +1,4 @@
-"""The parts of --augment: batched functions of images and draws, as those of `augment`.
+"""The parts of --augment, such as mixup: batched functions of images and draws.
 
     images = parts.on_values(images, draws, plan, tf.uint8)     # before they are standardised
     images = parts.on_standardised(images, draws, plan)         # after it
@@ -37,9 +37,9 @@ _TURN, _SHEAR, _SHIFT, _BLEND, _BITS = 30, 0.3, 0.3, 0.9, 4
 def on_values(
     images: tf.Tensor, draws: tf.Tensor, plan: Augmentation, stored: tf.DType
 ) -> tf.Tensor:
-    """Return images `[b, h, w, C]` after color and randaugment.
+    """Apply color and randaugment to images `[b, h, w, C]`.
 
-    What was not `stored` as bytes is as if its least value were 0 and its greatest 255.
+    If they were not `stored` as bytes, each is stretched to 0..255 for that, and back.
     """
     if not plan.color and not plan.randaugment:
         return images
@@ -49,17 +49,16 @@ def on_values(
         range_ = tf.reduce_max(images, [1, 2, 3], keepdims=True) - low
         scale = tf.where(range_ > 0, range_ / 255, 1)
         images = (images - low) / scale
-    images = _jittered(images, draws, plan.color) if plan.color else images
+    qualities = (_BRIGHTNESS, _black), (_CONTRAST, _mean_grey), (_SATURATION, _grey)
+    for column, without in qualities if plan.color else ():
+        images = _enhance(images, without, plan.color * (2 * draws[:, column] - 1))
     for op, sign in ((_OP_0, _SIGN_0), (_OP_1, _SIGN_1)) if plan.randaugment else ():
-        images = _one_op(images, draws[:, op], draws[:, sign] < 0.5, plan.randaugment / 10)
+        images = _randaugment_op(images, draws[:, op], draws[:, sign] < 0.5, plan.randaugment / 10)
     return images if stored == tf.uint8 else images * scale + low
 
 
 def on_standardised(images: tf.Tensor, draws: tf.Tensor, plan: Augmentation) -> tf.Tensor:
-    """Return images with a square of zeros each, their mean (DeVries and Taylor 2017).
-
-    Its middle may be any pixel, so that less than the square may lie inside.
-    """
+    """Apply cutout: a square of zeros, the mean, about any pixel (DeVries and Taylor 2017)."""
     if not plan.cutout:
         return images
     rows = _span(draws[:, _CUT_ROW], plan.cutout, images.shape[1])
@@ -70,52 +69,51 @@ def on_standardised(images: tf.Tensor, draws: tf.Tensor, plan: Augmentation) -> 
 def mixed(
     images: tf.Tensor, partners: tf.Tensor, draws: tf.Tensor, plan: Augmentation
 ) -> tf.Tensor:
-    """Return images mixed with their partners: mixup (Zhang et al. 2018), CutMix (Yun et al. 2019).
+    """Mix images with their partners: mixup (Zhang et al. 2018), CutMix (Yun et al. 2019).
 
-    Where both are asked for, each example has one of the two, either as likely as the other.
+    With both, each example has one of the two, either as likely as the other.
     """
-    whole, inside = _mixing(images.shape[1], images.shape[2], draws, plan)
-    if not plan.cutmix:
-        return _blended(partners, images, _by_example(whole, images.dtype))
-    cut = tf.where(_box(*inside), partners, images)
+    own_share, inside = _mixing(images.shape[1], images.shape[2], draws, plan)
+    cut = tf.where(_box(*inside), partners, images) if plan.cutmix else None
     if not plan.mixup:
         return cut
-    both = _blended(partners, images, _by_example(whole, images.dtype))
-    return tf.where(_cuts(draws, plan)[:, None, None, None], cut, both)
+    blended = _blend(partners, images, _by_example(own_share, images.dtype))
+    if cut is None:
+        return blended
+    return tf.where(_has_cutmix(draws, plan)[:, None, None, None], cut, blended)
 
 
 def share(
     height: int, width: int, draws: tf.Tensor, plan: Augmentation, dtype: tf.DType | str
 ) -> tf.Tensor:
-    """Return which part of its loss, `[b]`, is that of each example's own target."""
-    whole, inside = _mixing(height, width, draws, plan)
+    """Return each example's share of its own target in its loss, `[b]`."""
+    own_share, inside = _mixing(height, width, draws, plan)
     if plan.cutmix:
         rows, columns = (tf.reduce_sum(tf.cast(side, tf.float64), axis=1) for side in inside)
         outside = 1 - rows * columns / (height * width)
-        whole = tf.where(_cuts(draws, plan), outside, whole)
-    return tf.cast(whole, dtype)
+        own_share = tf.where(_has_cutmix(draws, plan), outside, own_share)
+    return tf.cast(own_share, dtype)
 
 
 def _mixing(
     height: int, width: int, draws: tf.Tensor, plan: Augmentation
 ) -> tuple[tf.Tensor, list[tf.Tensor]]:
     """Return mixup's share of each example, `[b]`, and CutMix's rows and columns of the partner."""
-    whole = _beta(draws, plan.mixup or plan.cutmix)
+    own_share = _beta(draws, plan.mixup or plan.cutmix)
     if not plan.cutmix:
-        return whole, []
+        return own_share, []
     length = tf.sqrt(1 - _beta(draws, plan.cutmix))
     sides = (_BOX_ROW, height), (_BOX_COLUMN, width)
     inside = [_span(draws[:, column], length * size, size) for column, size in sides]
-    return whole, inside
+    return own_share, inside
 
 
-def _cuts(draws: tf.Tensor, plan: Augmentation) -> tf.Tensor:
-    """Tell of each example whether it is CutMix that it has, bool `[b]`."""
+def _has_cutmix(draws: tf.Tensor, plan: Augmentation) -> tf.Tensor:
     return draws[:, _WHICH] < (0.5 if plan.mixup else 2.0)
 
 
 def _beta(draws: tf.Tensor, alpha: float) -> tf.Tensor:
-    """Return numbers of Beta(alpha, alpha), float64 `[b]`, of two uniform ones each.
+    """Return samples of Beta(alpha, alpha), float64 `[b]`, each from two uniform numbers.
 
     Bailey (1994) makes Student's t, with 2 alpha degrees of freedom, of two uniform numbers; and
     (1 + t / sqrt(t^2 + 2 alpha)) / 2 is of that distribution.
@@ -130,16 +128,10 @@ def _beta(draws: tf.Tensor, alpha: float) -> tf.Tensor:
 # Colours.
 
 
-def _jittered(images: tf.Tensor, draws: tf.Tensor, strength: float) -> tf.Tensor:
-    """Change brightness, contrast and saturation, each by a factor of 1 +- `strength`."""
-    qualities = (_BRIGHTNESS, _black), (_CONTRAST, _one_grey), (_SATURATION, _grey)
-    for column, without in qualities:
-        images = _less(images, without, strength * (2 * draws[:, column] - 1))
-    return images
-
-
-def _one_op(images: tf.Tensor, which: tf.Tensor, minus: tf.Tensor, strength: float) -> tf.Tensor:
-    """Do with each image one of OPS, by `which`, uniform in [0, 1); `strength` is in 0..1.
+def _randaugment_op(
+    images: tf.Tensor, which: tf.Tensor, minus: tf.Tensor, strength: float
+) -> tf.Tensor:
+    """Apply to each image one of OPS, by `which`, uniform in [0, 1); `strength` is in 0..1.
 
     Each op is given its own images alone: to do all of them with all images took 6 times as long.
     """
@@ -154,28 +146,28 @@ def _one_op(images: tf.Tensor, which: tf.Tensor, minus: tf.Tensor, strength: flo
     return tf.ensure_shape(found, images.shape)
 
 
-def _less(images: tf.Tensor, without: Callable, amounts: tf.Tensor) -> tf.Tensor:
-    """Take images further from what has not some quality, or nearer to it."""
+def _enhance(images: tf.Tensor, without: Callable, amounts: tf.Tensor) -> tf.Tensor:
+    """Move images away from what has not some quality, or nearer to it."""
     factor = _by_example(1 + amounts, images.dtype)
-    return tf.clip_by_value(_blended(without(images), images, factor), 0, 255)
+    return tf.clip_by_value(_blend(without(images), images, factor), 0, 255)
 
 
 def _black(images: tf.Tensor) -> tf.Tensor:
     return tf.zeros([], images.dtype)
 
 
-def _one_grey(images: tf.Tensor) -> tf.Tensor:
+def _mean_grey(images: tf.Tensor) -> tf.Tensor:
     return tf.reduce_mean(_grey(images), [1, 2], keepdims=True)
 
 
 def _grey(images: tf.Tensor) -> tf.Tensor:
-    """Return images `[b, h, w, 1]` of one channel, that of others the mean."""
+    """Return images `[b, h, w, 1]`: the luminance of RGB, else the mean of the channels."""
     channels = images.shape[3]
     weights = _GREY if channels == 3 else [1 / channels] * channels
     return tf.reduce_sum(images * tf.constant(weights, images.dtype), axis=3, keepdims=True)
 
 
-def _blurred(images: tf.Tensor) -> tf.Tensor:
+def _blur(images: tf.Tensor) -> tf.Tensor:
     """Smooth images as Pillow does: a pixel counts 5, its neighbours 1, the border stays."""
     height, width = images.shape[1:3]
     if min(height, width) < 3:
@@ -193,8 +185,8 @@ def _autocontrast(images: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
     return tf.where(range_ > 0, (images - low) * (255 / tf.maximum(range_, 1)), images)
 
 
-def _equalized(images: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
-    """Return channels whose values lie evenly: each becomes the part of pixels up to it."""
+def _equalize(images: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
+    """Equalize the histogram of each channel, as Pillow does."""
     height, width, channels = images.shape[1:]
     num = tf.shape(images)[0] * channels
     # Of each channel of each image 256 numbers, one after the other.
@@ -212,14 +204,12 @@ def _equalized(images: tf.Tensor, _: tf.Tensor) -> tf.Tensor:
     return tf.transpose(tf.reshape(values, [-1, channels, height, width]), [0, 2, 3, 1])
 
 
-def _solarized(images: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
-    """Invert what is bright: the more, the greater the amount."""
+def _solarize(images: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
     from_ = 256 * (1 - _by_example(tf.abs(amounts), images.dtype))
     return tf.where(images >= from_, 255 - images, images)
 
 
-def _posterized(images: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
-    """Leave out the last bits."""
+def _posterize(images: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
     steps = tf.constant([2.0**bits for bits in range(_BITS + 1)])  # a power may be less exact
     step = tf.gather(steps, tf.cast(tf.round(_BITS * tf.abs(amounts)), tf.int32))
     step = _by_example(step, images.dtype)
@@ -227,7 +217,6 @@ def _posterized(images: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
 
 
 def _warp(kind: str) -> Callable:
-    """Return an op that turns, shears or shifts images about their middle."""
     return lambda images, amounts: _warped(images, **{kind: tf.cast(amounts, tf.float64)})
 
 
@@ -235,7 +224,7 @@ def _warped(
     images: tf.Tensor, turn: Any = 0.0, shear_x: Any = 0.0, shear_y: Any = 0.0, shift_x: Any = 0.0,
     shift_y: Any = 0.0,
 ) -> tf.Tensor:  # fmt: skip
-    """Return images by the nearest pixels of an affine map, float64 `[b]` of what is not 0."""
+    """Turn, shear or shift images about their middle, by amounts float64 `[b]`; nearest pixels."""
     height, width = images.shape[1:3]
     x, y = (width - 1) / 2, (height - 1) / 2
     none = tf.zeros([tf.shape(images)[0]], tf.float64)
@@ -260,14 +249,14 @@ def _warped(
 OPS = {
     "identity": lambda images, _: images,
     "autocontrast": _autocontrast,
-    "equalize": _equalized,
+    "equalize": _equalize,
     "rotate": _warp("turn"),
-    "solarize": _solarized,
-    "posterize": _posterized,
-    "brightness": lambda images, amounts: _less(images, _black, _BLEND * amounts),
-    "contrast": lambda images, amounts: _less(images, _one_grey, _BLEND * amounts),
-    "color": lambda images, amounts: _less(images, _grey, _BLEND * amounts),
-    "sharpness": lambda images, amounts: _less(images, _blurred, _BLEND * amounts),
+    "solarize": _solarize,
+    "posterize": _posterize,
+    "brightness": lambda images, amounts: _enhance(images, _black, _BLEND * amounts),
+    "contrast": lambda images, amounts: _enhance(images, _mean_grey, _BLEND * amounts),
+    "color": lambda images, amounts: _enhance(images, _grey, _BLEND * amounts),
+    "sharpness": lambda images, amounts: _enhance(images, _blur, _BLEND * amounts),
     "shear_x": _warp("shear_x"),
     "shear_y": _warp("shear_y"),
     "translate_x": _warp("shift_x"),
@@ -275,11 +264,8 @@ OPS = {
 }
 
 
-# Small ones.
-
-
 def _span(place: tf.Tensor, length: tf.Tensor | float, size: int) -> tf.Tensor:
-    """Tell which pixels have their middle in a span about any pixel's, bool `[b, size]`."""
+    """Return which pixels lie within a span about any pixel, bool `[b, size]`."""
     middle = tf.cast(tf.floor(place * size), tf.float64) + 0.5
     pixels = np.arange(size) + 0.5
     low, high = middle - length / 2, middle + length / 2
@@ -290,8 +276,7 @@ def _box(rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
     return rows[:, :, None, None] & columns[:, None, :, None]
 
 
-def _blended(first: tf.Tensor, second: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
-    """Return what lies between two images; `part` is that of the second, and may be above 1."""
+def _blend(first: tf.Tensor, second: tf.Tensor, part: tf.Tensor) -> tf.Tensor:
     return first + part * (second - first)
 
 

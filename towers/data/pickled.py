@@ -1,4 +1,4 @@
-"""A pickled dict with arrays of bytes, read without giving what else a pickle may hold a chance.
+"""A pickled dict with arrays of bytes, read so that nothing else in the pickle can run.
 
 A pickle is a program. Its reader knows the names that an array is made with, puts harmless
 functions of its own in their place, and refuses any other name. Nine bytes can ask for gigabytes,
@@ -12,7 +12,7 @@ from io import BytesIO
 
 import numpy as np
 
-_MOST_CONTAINERS = 1000  # with MARK; a writer makes one for each 1000 items of a list
+_MAX_CONTAINERS = 1000  # with MARK; a writer makes one for each 1000 items of a list
 _CONTAINERS = {
     "MARK", "EMPTY_LIST", "LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3",
     "EMPTY_DICT", "DICT", "EMPTY_SET", "FROZENSET", "REDUCE", "BUILD", "INST", "OBJ", "NEWOBJ",
@@ -29,8 +29,8 @@ def loads(content: bytes) -> object:
     containers = 0
     for step, (opcode, argument, _) in enumerate(pickletools.genops(content)):
         containers += opcode.name in _CONTAINERS
-        if containers > _MOST_CONTAINERS:
-            raise ValueError(f"it has more than {_MOST_CONTAINERS} lists, tuples and dicts")
+        if containers > _MAX_CONTAINERS:
+            raise ValueError(f"it has more than {_MAX_CONTAINERS} lists, tuples and dicts")
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > step:
             raise ValueError(f"it asks for {argument} places to remember things in")
     return _Unpickler(BytesIO(content), encoding="bytes").load()
@@ -44,8 +44,8 @@ def _dtype(name: bytes | str, *_: object) -> np.dtype:
     return np.dtype(np.uint8)
 
 
-# What stands for each name. Arrays get their shape, dtype and bytes in a later step (numpy's
-# __setstate__, which checks that they agree).
+# Arrays get their shape, dtype and bytes in a later step (numpy's __setstate__, which checks that
+# they agree).
 _STAND_INS = {
     "numpy.dtype": _dtype,
     "numpy.ndarray": None,

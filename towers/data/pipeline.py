@@ -121,9 +121,12 @@ class Split(abc.ABC):
             InputError: there is only one example.
         """
 
-    @abc.abstractmethod
     def checksum(self) -> dict[str, Any]:
-        """Return "kind", "sha256" and more: whether two runs were given the same data."""
+        """Return "kind", "sha256" and more: whether two runs were given the same data.
+
+        The user's own code is not read through.
+        """
+        return {"kind": "pipeline", "sha256": None, "examples": self.size}
 
     @abc.abstractmethod
     def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:

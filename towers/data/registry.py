@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from towers.errors import InputError
 
 if TYPE_CHECKING:
-    from towers.data.cifar import Cifar
     from towers.data.pipeline import Data
 
 
@@ -54,7 +53,7 @@ def load(
     """Load a data set.
 
     Args:
-        dataset: a name in DATA_SETS, "module:function", see `towers.data.custom`, or the path of a
+        dataset: a name in DATA_SETS, "module:function", see `towers.data.halves`, or the path of a
             file: FILE.npz, see `towers.data.npz`, FILE.csv or TRAIN.csv,TEST.csv, see
             `towers.data.table`.
         data_dir: the folder of the user's own files; of the other sets the folder where they are
@@ -80,34 +79,28 @@ def load(
             raise InputError(f"--{flag} is for --dataset=FILE.csv, not {dataset}: leave it out")
     module = importlib.import_module(f"towers.data.{kind}")
     if kind == "table":
-        found = module.load(dataset, paths, target, categories)
-    elif kind == "npz":
-        found = module.load(dataset, *paths)
-    elif kind == "custom":
-        found = module.load(dataset)
+        data = module.load(dataset, paths, target, categories)
+    elif kind in ("npz", "halves"):
+        data = module.load(dataset, *paths)
     elif kind == "cifar":
-        found = module.SETS[dataset].load(*paths)
+        data = module.SETS[dataset].load(*paths)
     elif kind == "shapes":
-        found = module.load(*paths)
+        data = module.load(*paths)
     else:
-        limit = [max_image_pixels] if max_image_pixels else []
-        found = module.load(*paths, image_size, *limit)
-    return _with_validation(found, validation_fraction) if validation_fraction else found
-
-
-def _with_validation(data: Data, fraction: float) -> Data:
-    """Hold out a part of the training examples for validation."""
+        data = module.load(*paths, image_size, *filter(None, [max_image_pixels]))
+    if not validation_fraction:
+        return data
     if data.validation:
         raise InputError(
-            f"--validation_fraction={fraction}: {data.name} has a validation set of its own, of "
-            f"{data.validation.size} examples; leave the flag out"
+            f"--validation_fraction={validation_fraction}: {data.name} has a validation set of its "
+            f"own, of {data.validation.size} examples; leave the flag out"
         )
-    train, validation = data.train.held_out(fraction)
+    train, validation = data.train.held_out(validation_fraction)
     return dataclasses.replace(data, train=train, validation=validation)
 
 
 def locate(dataset: str, data_dir: str | None = None) -> str | None:
-    """Say where a data set comes from, None if it would be downloaded; nothing is loaded.
+    """Return a line on where a data set is, None if it would be downloaded; load nothing.
 
     Raises:
         InputError: there is no such data set, or some of its files are missing.
@@ -115,19 +108,23 @@ def locate(dataset: str, data_dir: str | None = None) -> str | None:
     kind, paths = _look_up(dataset, data_dir)
     if kind in ("table", "npz"):
         return f"{' and '.join(paths)}: there; a run looks at what is inside"
-    if kind == "custom":
+    if kind == "halves":
         return f"{dataset} is your own: not looked at"
     if kind == "shapes":
         return f"{dataset} is drawn in code"
     if kind == "cifar":
-        found = _published(dataset).find(*paths)
+        from towers.data import cifar
+
+        found = cifar.SETS[dataset].find(*paths)
         return f"{dataset} is in {os.path.dirname(found[0])}" if found else None
     return f"{paths[0]} is there; a run looks at your own files in it"
 
 
 def stand_in(dataset: str) -> Data:
     """Return images drawn in code, of the form and with the classes of a published data set."""
-    names = _published(dataset).class_names
+    from towers.data import cifar
+
+    names = cifar.SETS[dataset].class_names
     return dataclasses.replace(load("shapes"), num_classes=len(names), class_names=names)
 
 
@@ -137,18 +134,15 @@ def cache_dir() -> str:
     return os.path.join(cache, "towers")
 
 
-def _published(dataset: str) -> Cifar:
-    from towers.data import cifar
-
-    return cifar.SETS[dataset]
-
-
 def _look_up(dataset: str, data_dir: str | None) -> tuple[str, list[str]]:
     """Return the module that loads a data set, and its files or the folder to look in."""
-    if files := _files(dataset, data_dir):
-        return ("table" if files[0].lower().endswith(".csv") else "npz"), files
+    names = dataset.lower().split(",")
+    if all(name.endswith(".csv") for name in names):
+        return "table", _files(dataset, data_dir, dataset.split(","))
+    if dataset.lower().endswith((".npz", ".csv")):
+        return dataset[-3:].lower().replace("csv", "table"), _files(dataset, data_dir, [dataset])
     if ":" in dataset:
-        return "custom", []
+        return "halves", []
     if dataset not in DATA_SETS:
         close = difflib.get_close_matches(dataset.lower(), DATA_SETS, n=1)
         raise InputError(
@@ -165,11 +159,8 @@ def _look_up(dataset: str, data_dir: str | None) -> tuple[str, list[str]]:
     return DATA_SETS[dataset].module, [path]
 
 
-def _files(dataset: str, data_dir: str | None) -> list[str]:
-    """Return the paths of the files that a data set names, none if it names no files."""
-    names = dataset.split(",")
-    if not all(name.lower().endswith(".csv") for name in names):
-        names = [dataset] if dataset.lower().endswith((".npz", ".csv")) else []
+def _files(dataset: str, data_dir: str | None, names: list[str]) -> list[str]:
+    """Return the paths of files as they are named, or below `data_dir`."""
     if len(names) > 2:
         raise InputError(
             f"--dataset={dataset} names {len(names)} files; TRAIN.csv,TEST.csv is meant"

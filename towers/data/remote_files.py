@@ -41,13 +41,10 @@ class RemoteFiles:
     def __init__(self, split: EncodedSplit, names: Sequence[str], batch_size: int, num_rounds: int):
         """Set which worker reads for which tower; read nothing."""
         self._split, self._slices = split, slices_of(batch_size, len(names), num_rounds)
-        machines = [machine_of(names[i % len(names)]) for i in range(len(self._slices))]
-        self._readers = {
-            worker: _Reader(
-                split, worker, [s for s, m in zip(self._slices, machines, strict=True) if m == worker]
-            )
-            for worker in dict.fromkeys(machines)
-        }
+        of_workers: dict[str, list[tuple[int, int]]] = {}
+        for part, name in zip(self._slices, itertools.cycle(names)):
+            of_workers.setdefault(machine_of(name), []).append(part)
+        self._readers = [_Reader(split, *each) for each in of_workers.items()]
 
     def __str__(self) -> str:
         """Return the line that the start of a run prints."""
@@ -57,14 +54,14 @@ class RemoteFiles:
         self, batch_size: int, *, seed: int, step: int = 0, examples: int = 0
     ) -> tf.data.Dataset:
         """Return what `Split.train_batches` does, with rows for examples; workers begin to read."""
-        for reader in self._readers.values():
+        for reader in self._readers:
             reader.start(batch_size, seed, examples)
         return self._split.train_rows(batch_size, seed=seed, step=step, examples=examples)
 
     def example(self, rows: tf.Tensor) -> Structure:
         """Return the next batch, which has these rows, its images on the workers."""
         parts = {}
-        for reader in self._readers.values():
+        for reader in self._readers:
             parts |= reader.next(rows)
         with tf.device(HOST):
             parts = {part: parts[part] for part in self._slices}  # in the order of the batch

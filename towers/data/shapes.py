@@ -134,7 +134,6 @@ def draw(num: int, seed: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw_chunk(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw uint8 planes `[n, 3, 32, 32]`."""
     num = len(labels)
     axis = np.arange(_SIZE, dtype=np.float32) - (_SIZE - 1) / 2
     x, y = axis[None, None, :], axis[None, :, None]  # pixels from the picture's centre
@@ -150,7 +149,7 @@ def _draw_chunk(labels: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _colours(num: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw two colours for each picture, `[n, 3, 1, 1]`, that the eye can tell apart."""
+    """Return two colours for each picture, `[n, 3, 1, 1]`, that the eye can tell apart."""
     pairs = rng.random((8, 2, num, 3, 1, 1), np.float32)
     grey = pairs[:, :, :, 0] * 0.3 + pairs[:, :, :, 1] * 0.6 + pairs[:, :, :, 2] * 0.1
     contrast = np.abs(grey[:, 0] - grey[:, 1])
@@ -161,7 +160,7 @@ def _colours(num: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray
 
 
 def _uniform(rng: np.random.Generator, num: int, low: float, high: float) -> np.ndarray:
-    """Draw float32 `[n, 1, 1]`, one number for each picture."""
+    """Return one number for each picture, float32 `[n, 1, 1]`."""
     return np.float32(low) + np.float32(high - low) * rng.random((num, 1, 1), np.float32)
 
 
@@ -178,7 +177,6 @@ def _turn(x, y, num: int, rng: np.random.Generator, limit: float = np.pi):
 
 
 def _pattern(x, y, num: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw stripes, checks or soft clouds over the picture, 0..1 `[n, 32, 32]`."""
     x, y = _turn(x, y, num, rng)
     kind = rng.integers(0, 4, (num, 1, 1))  # plain, stripes, checks, clouds
     frequency = np.where(kind == 3, _uniform(rng, num, 0.1, 0.25), _uniform(rng, num, 0.4, 1.2))
@@ -189,13 +187,11 @@ def _pattern(x, y, num: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _ramp(x, y, num: int, rng: np.random.Generator) -> np.ndarray:
-    """Shade from one side of the picture to the other, 0..1 `[n, 32, 32]`."""
     x, _ = _turn(x, y, num, rng)
     return np.clip(x / (0.6 * _SIZE) + 0.5, 0, 1)
 
 
 def _speck(x, y, num: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw a small dot or dash anywhere, or none; coverage `[n, 32, 32]`."""
     x = x - _uniform(rng, num, -_SIZE / 2, _SIZE / 2)
     y = y - _uniform(rng, num, -_SIZE / 2, _SIZE / 2)
     x, y = _turn(x, y, num, rng)
@@ -204,7 +200,7 @@ def _speck(x, y, num: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _coverage(labels: np.ndarray, x, y, rng: np.random.Generator) -> np.ndarray:
-    """Draw each picture's shape: the part of each pixel that it covers, `[n, 32, 32]`."""
+    """Return the part of each pixel that a picture's shape covers, `[n, 32, 32]`."""
     num = len(labels)
     radius = _uniform(rng, num, *_RADIUS)
     x = (x - _uniform(rng, num, -_MAX_SHIFT, _MAX_SHIFT)) / radius

@@ -1,8 +1,7 @@
-"""Splits that are read from pipelines of the user's: of single examples, or of batches."""
+"""Splits that are read from the user's own pipelines, of single examples or of batches."""
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,7 +18,7 @@ from towers.data.pipeline import (
 )
 
 _SHUFFLE_BUFFER_BYTES = 256 * 2**20
-_TEXT_BYTES = 4096  # what a text is taken to weigh in it
+_TEXT_BYTES = 4096  # a text's weight in it
 
 
 class DatasetSplit(Split):
@@ -59,10 +58,6 @@ class DatasetSplit(Split):
             return DatasetSplit(own.map(lambda _, example: example), size)
 
         return part(False, self.size - num_held), part(True, num_held)
-
-    def checksum(self) -> dict[str, Any]:
-        """See `Split.checksum`: the user's code is not read through."""
-        return {"kind": "pipeline", "sha256": None, "examples": self.size}
 
     def _shuffled_batches(self, batch_size: int, seed: int, examples: int) -> tf.data.Dataset:
         epoch, position = divmod(examples, self.size)
@@ -110,7 +105,7 @@ class BatchSplit(Split):
         """Keep the sizes; read nothing.
 
         Args:
-            read: returns the batch of a number, arrays of so many rows, as `spec` says.
+            read: returns the batch with a number, arrays of rows as `spec` says.
             sizes: number of examples of each batch, 1 or more.
             spec: of one example, see `Split.spec`.
             num_threads: how many batches may be read at once.
@@ -121,17 +116,13 @@ class BatchSplit(Split):
 
     def held_out(self, fraction: float) -> tuple[Split, Split]:
         """See `Split.held_out`: whole batches are."""
-        return tuple(self._part(rows) for rows in held_out_rows(len(self._numbers), fraction))
-
-    def _part(self, rows: np.ndarray) -> Split:
-        part = copy.copy(self)
-        part._numbers, part._sizes = self._numbers[rows], self._sizes[rows]
-        part.size = int(part._sizes.sum())
-        return part
-
-    def checksum(self) -> dict[str, Any]:
-        """See `Split.checksum`: the user's code is not read through."""
-        return {"kind": "pipeline", "sha256": None, "examples": self.size}
+        parts = []
+        for rows in held_out_rows(len(self._numbers), fraction):
+            part = copy.copy(self)
+            part._numbers, part._sizes = self._numbers[rows], self._sizes[rows]
+            part.size = int(part._sizes.sum())
+            parts.append(part)
+        return tuple(parts)
 
     def _batches_in_order(self, batch_size: int) -> tf.data.Dataset:
         return self._batches(tf.data.Dataset.range(len(self._numbers))).rebatch(batch_size)
@@ -153,8 +144,7 @@ class BatchSplit(Split):
         return batches.rebatch(batch_size, drop_remainder=True)
 
     def _batches(self, places: tf.data.Dataset) -> tf.data.Dataset:
-        """Return the user's batches at these places."""
-        numbers = tf.constant(self._numbers)
+        numbers, specs = tf.constant(self._numbers), tf.nest.flatten(self.spec)
 
         def read(place):
             parts = tf.numpy_function(
@@ -169,5 +159,4 @@ class BatchSplit(Split):
             ]
             return tf.nest.pack_sequence_as(self.spec, shaped)
 
-        specs = tf.nest.flatten(self.spec)
         return places.map(read, num_parallel_calls=self._num_threads, deterministic=True)

@@ -41,87 +41,58 @@ def load(dataset: str, paths: Sequence[str], target: str = "", categories: str =
         InputError: a file cannot be read, or is no such table; the cell is named.
     """
     tables = [Table(path) for path in paths]
-    names = tables[0].names
+    train, names = tables[0], tables[0].names
     for table in tables:
         table.check_names()
-    for table in tables[1:]:
         if different := sorted(set(table.names) ^ set(names)):
             raise InputError(
                 f"{table.path} and {paths[0]} do not have the same columns: {different[0]!r} is in "
                 "one of them alone; make them alike"
             )
-    targets = dict.fromkeys(target.split(",") if target else names[-1:])
+    targets = list(dict.fromkeys(target.split(",") if target else names[-1:]))
     for name in targets:
-        if name not in tables[0].places:
+        if name not in train.places:
             raise InputError(
-                f"--target={target}: {paths[0]} has no column {name!r}; it has {some(names)}"
+                f"--target={target}: {paths[0]} has no column {name!r}; it has {_some(names)}"
             )
     features = [name for name in names if name not in targets]
     if not features:
         raise InputError(f"{paths[0]} has no column but the target: 2 or more are needed")
+    of_categories = {}
     for name in filter(None, categories.split(",")):
         clash = [other for other in features if other.startswith(f"{name}=")]
         if name not in features or clash:
             has = f"a column {clash[0]!r}" if clash else f"no feature {name!r}"
             raise InputError(
-                f"--categories={categories}: {paths[0]} has {has}; it has {some(features)}"
+                f"--categories={categories}: {paths[0]} has {has}; it has {_some(features)}"
             )
-    y, class_names, no_classes = _targets(tables, list(targets))
-    columns, x = _features(tables, features, list(filter(None, categories.split(","))))
+        of_categories[name] = [f"{name}={text}" for text in train.texts(name, "category")]
+    columns = [column for name in features for column in of_categories.get(name, [name])]
+    y, class_names, no_classes = _targets(tables, targets)
+    x = [table.features(columns, of_categories) for table in tables]
     given = dict(zip(("train", "test"), zip(x, y, strict=True), strict=False))
     found = halves.data_set(dataset, given, len(class_names) or None, class_names)
-    return dataclasses.replace(found, columns=columns, no_classes=no_classes)
-
-
-def _features(
-    tables: Sequence["Table"], names: Sequence[str], categories: Sequence[str]
-) -> tuple[tuple[str, ...], list[np.ndarray]]:
-    """Return names of the features, "city=Oslo" of a category, and their values in each table."""
-    columns: list[str] = []
-    for name in names:
-        texts = _numbered(tables[:1], name, "category") if name in categories else None
-        columns += [name] if texts is None else [f"{name}={text}" for text in texts]
-    return tuple(columns), [table.features(columns, categories) for table in tables]
-
-
-def _numbered(tables: Sequence["Table"], name: str, what: str) -> dict[str, int]:
-    """Return the texts of a column, sorted, with their numbers."""
-    texts = sorted({cell for table in tables for cell in table.column(name)})
-    if len(texts) > _MAX_CLASSES:
-        raise InputError(
-            f"{tables[0].path}: the {what} {name} has {len(texts)} different texts, and "
-            f"{_MAX_CLASSES} are allowed; name another column, as --target={tables[0].names[0]}"
-        )
-    return {text: number for number, text in enumerate(texts)}
+    return dataclasses.replace(found, columns=tuple(columns), no_classes=no_classes)
 
 
 def _targets(
     tables: Sequence["Table"], names: Sequence[str]
-) -> tuple[list[np.ndarray], Sequence[str], str]:
-    """Return the targets of each table, the names of their classes if they are some, or why not."""
-    if len(names) > 1:
-        return [np.stack([t.numbers(name) for name in names], axis=1) for t in tables], (), ""
-    cells = [table.column(names[0]) for table in tables]
-    if not is_number(cells[0][0]):
-        numbers = _numbered(tables[:1], names[0], "target")
-        return [t.places_of(names[0], list(numbers)) for t in tables], list(numbers), ""
-    y = [table.numbers(names[0]) for table in tables]
-    as_numbers = [column[:, None] for column in y]
-    if not all(cell.isdecimal() for column in cells for cell in column):
-        return as_numbers, (), ""
-    largest, number = max((int(column.max()), i) for i, column in enumerate(y))
+) -> tuple[list[np.ndarray], list[str], str]:
+    """Return each table's targets, the names of their classes, and why there are none, if so."""
+    name = names[0]
+    if len(names) == 1 and not is_number(tables[0].column(name)[0]):
+        texts = tables[0].texts(name, "target")
+        return [table.index(name, texts) for table in tables], texts, ""
+    y = [np.stack([table.numbers(name) for name in names], axis=1) for table in tables]
+    cells = (cell for table in tables for cell in table.column(name))
+    if len(names) > 1 or not all(cell.isdecimal() for cell in cells):
+        return y, [], ""
+    largest, table, row = max((int(each.max()), i, int(each.argmax())) for i, each in enumerate(y))
     if largest < _MAX_CLASSES:
-        return [column.astype(np.int32) for column in y], list(map(str, range(largest + 1))), ""
-    table = tables[number]
-    line = table.lines[int(np.argmax(y[number]))]
-    return (
-        as_numbers,
-        (),
-        (
-            f"{table.path}, line {line}, column {names[0]} is {largest}, where classes are "
-            f"0..{_MAX_CLASSES - 1}: mend it, or {_OWN_CODE}"
-        ),
-    )
+        return [each[:, 0].astype(np.int32) for each in y], list(map(str, range(largest + 1))), ""
+    where = f"{tables[table].path}, line {tables[table].lines[row]}, column {name}"
+    allowed = f"where classes are 0..{_MAX_CLASSES - 1}: mend it, or {_OWN_CODE}"
+    return y, [], f"{where} is {largest}, {allowed}"
 
 
 class Table:
@@ -129,27 +100,29 @@ class Table:
 
     def __init__(self, path: str):
         """Read a file; an InputError names it and the line that is no row of a table."""
-        self.path = path
+        self.path, self._rows, self.lines = path, [], []
         try:
             files.check_is_file(path)
             with open(path, newline="", encoding="utf-8-sig") as file:
                 # Of a line without end no more is read than a reader of lines may hold.
-                lines = iter(lambda: file.readline(_MAX_LINE), "")
-                rows = csv.reader((self._checked(line) for line in lines), strict=True)
+                lines = iter(lambda: self._check_length(file.readline(_MAX_LINE)), "")
+                rows = csv.reader(lines, strict=True)
                 self.names = [name.strip() for name in next(rows, [])]
-                self.places = {name: place for place, name in enumerate(self.names)}
-                self._check_first_line()
-                self._rows, self.lines = [], []
-                for row in rows:
-                    if row:  # an empty line is none
-                        self._rows.append(row)
-                        self.lines.append(rows.line_num)
+                if not self.names:
+                    raise InputError(f"{path}: a column has no name; {_FIRST_LINE}")
+                if all(map(is_number, self.names)):
+                    given = f"the first line is numbers, {_some(self.names)}"
+                    raise InputError(f"{path}: {given}; {_FIRST_LINE}")
+                for row in filter(None, rows):  # an empty line is none
+                    self._rows.append(row)
+                    self.lines.append(rows.line_num)
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError:
             raise InputError(f"{path} is no text in UTF-8; write it as such") from None
         except csv.Error as error:
             raise InputError(f"{path}, line {rows.line_num}: {error}; mend the quotes") from None
+        self.places = {name: place for place, name in enumerate(self.names)}
         if not self._rows:
             raise InputError(f"{path} has no rows below its first line; give 1 or more")
         for line, row in zip(self.lines, self._rows, strict=True):
@@ -159,21 +132,13 @@ class Table:
                     f"{len(self.names)} columns; write as many"
                 )
 
-    def _checked(self, line: str) -> str:
+    def _check_length(self, line: str) -> str:
         if len(line) == _MAX_LINE:
             raise InputError(
                 f"{self.path} has a line of {_MAX_LINE:,} characters or more: no table of that "
                 "many columns is read; break it into lines"
             )
         return line
-
-    def _check_first_line(self) -> None:
-        if not self.names:
-            raise InputError(f"{self.path}: a column has no name; {_FIRST_LINE}")
-        if all(map(is_number, self.names)):
-            raise InputError(
-                f"{self.path}: the first line is numbers, {some(self.names)}; {_FIRST_LINE}"
-            )
 
     def check_names(self) -> None:
         """Refuse columns without a name, or of one name, or one alone."""
@@ -190,7 +155,7 @@ class Table:
     def column(self, name: str) -> list[str]:
         """Return the cells of a column; an InputError if there is none, or one is empty."""
         if name not in self.places:
-            raise InputError(f"{self.path} has no column {name}; it has {some(self.names)}")
+            raise InputError(f"{self.path} has no column {name}; it has {_some(self.names)}")
         cells = [row[self.places[name]].strip() for row in self._rows]
         if "" in cells:
             raise InputError(
@@ -199,26 +164,36 @@ class Table:
             )
         return cells
 
-    def features(self, columns: Sequence[str], categories: Sequence[str]) -> np.ndarray:
-        """Return what these columns say, float64 `[N, F]`: 1 for "city=Oslo" where it is Oslo."""
-        texts = {c: [n[len(c) + 1 :] for n in columns if n.startswith(f"{c}=")] for c in categories}
-        found = {}
-        for category, known in texts.items():
-            places = self.places_of(category, known)
-            found |= {f"{category}={text}": places == i for i, text in enumerate(known)}
-        parts = [found[name] if name in found else self.numbers(name) for name in columns]
-        return np.stack(parts, axis=1, dtype=np.float64)
+    def texts(self, name: str, what: str) -> list[str]:
+        """Return the different texts of a column, sorted."""
+        found = sorted(set(self.column(name)))
+        if len(found) > _MAX_CLASSES:
+            raise InputError(
+                f"{self.path}: the {what} {name} has {len(found)} different texts, and "
+                f"{_MAX_CLASSES} are allowed; name another column, as --target={self.names[0]}"
+            )
+        return found
 
-    def places_of(self, name: str, known: Sequence[str]) -> np.ndarray:
+    def index(self, name: str, known: Sequence[str]) -> np.ndarray:
         """Return where each text of a column is in a list, int32 `[N]`."""
         places, cells = {text: i for i, text in enumerate(known)}, self.column(name)
         for line, cell in zip(self.lines, cells, strict=True):
             if cell not in places:
                 raise InputError(
                     f"{self.path}, line {line}, column {name}: {cell!r} is in none of the training "
-                    f"examples; they have {some(known)}"
+                    f"examples; they have {_some(known)}"
                 )
         return np.array([places[cell] for cell in cells], np.int32)
+
+    def features(self, columns: Sequence[str], categories: Sequence[str]) -> np.ndarray:
+        """Return columns, float64 `[N, F]`; "city=Oslo" is 1 where the category city is Oslo."""
+        found = {}
+        for name in categories:
+            known = [column for column in columns if column.startswith(f"{name}=")]
+            places = self.index(name, [column[len(name) + 1 :] for column in known])
+            found |= {column: places == i for i, column in enumerate(known)}
+        parts = [found[name] if name in found else self.numbers(name) for name in columns]
+        return np.stack(parts, axis=1, dtype=np.float64)
 
     def numbers(self, name: str) -> np.ndarray:
         """Return a column of finite numbers, float64 `[N]`."""
@@ -236,6 +211,5 @@ class Table:
         raise InputError(f"{place}: {cells[wrong[0]]!r} is no finite number; mend it")
 
 
-def some(names: Sequence[str]) -> str:
-    """Return the first names of a list, for a message."""
+def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)

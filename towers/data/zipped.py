@@ -1,4 +1,4 @@
-"""Zip archives, of a megabyte perhaps, that may unpack to terabytes: looked at before they do."""
+"""The sizes in zip archives, checked first: a megabyte may unpack to terabytes."""
 
 import zipfile
 from pathlib import Path
@@ -10,7 +10,7 @@ _LARGER, _SMALL_BYTES = 8, 2**26
 
 
 def sizes(archive: zipfile.ZipFile) -> dict[str, int]:
-    """Return {name: bytes of a file when unpacked}, which is all that is ever read of it.
+    """Return {name: bytes when unpacked}; no reader takes more of a file than that.
 
     Raises:
         zipfile.BadZipFile: one is packed in a way that may take any memory at once.
@@ -22,7 +22,7 @@ def sizes(archive: zipfile.ZipFile) -> dict[str, int]:
 
 
 def read(path: Path, name: str) -> bytes:
-    """Return a file out of an archive.
+    """Return the content of a file in an archive.
 
     Raises:
         ValueError: it unpacks to far more than the archive is, so that nothing is unpacked.

@@ -69,10 +69,13 @@ def layout(
 ) -> Any:
     """Return the Summary of the custom-scalars dashboard, the same at any number of towers.
 
-    `metrics` are charts by what they show: "validation auc" has validation/auc, validation/auc_ema
-    and, of training, auc or batch/auc.
-    TensorBoard tries the patterns on the tags of every run, from the tag's first letter on. Without
-    GPUs or workers their empty charts are folded up.
+    TensorBoard matches the patterns from the first letter of every run's tags on.
+
+    Args:
+        gpus: whether there are some, else their charts are folded up.
+        metrics: names of charts: "validation auc" has validation/auc, validation/auc_ema and, of
+            training, auc or batch/auc.
+        workers: as `gpus`.
     """
     found = layout_pb2.Layout()
     empty = {title for title, there in (("workers", workers), ("GPUs", gpus)) if not there}
@@ -83,14 +86,13 @@ def layout(
                 series = layout_pb2.MarginChartContent.Series(value=tags, lower=tags, upper=tags)
                 category.chart.add(title=name).margin.series.append(series)
                 continue
-            shown = {name: [tag.replace("_{}", r"(_\d+)?") + "$" for tag in tags.split()]}
+            shown = {name: [tag.replace("_{}", r"(_\d+)?") for tag in tags.split()]}
             if name == "METRICS":
-                shown = {metric: _patterns(metric.partition(" ")[2]) for metric in metrics}
+                names = {metric: re.escape(metric.partition(" ")[2]) for metric in metrics}
+                shown = {
+                    metric: [f"{_EVALUATED}{n}", f"{_EVALUATED}{n}_ema", f"batch/{n}"]
+                    for metric, n in names.items()
+                }
             for chart, patterns in shown.items():
-                category.chart.add(title=chart).multiline.tag.extend(patterns)
+                category.chart.add(title=chart).multiline.tag.extend(f"{p}$" for p in patterns)
     return layout_summary.pb(found)
-
-
-def _patterns(metric: str) -> list[str]:
-    name = re.escape(metric)
-    return [f"{_EVALUATED}{name}$", f"{_EVALUATED}{name}_ema$", f"batch/{name}$"]

@@ -1,4 +1,4 @@
-"""What comparing the towers tells: how noisy gradients are, and which tower the others wait for.
+"""What a comparison of the towers shows: how noisy gradients are, and which tower is slow.
 
 The simple gradient noise scale says at which batch size more examples a step stop to pay. Towers
 give it for nothing: each has a gradient of a small batch, their mean is that of the whole. With G
@@ -14,11 +14,11 @@ import statistics
 from collections.abc import Sequence
 
 _DECAY = 0.95  # of the averages, per point: one point's estimate is mostly noise
-_KEPT = 200  # points: older ones would weigh nothing
-# A scale is told from so many points on, and if the standard error of each of its two parts is at
-# most this part of it: then the error of the ratio is about a third, two of them a factor of two.
-_FEWEST, _KNOWN = 10, 0.25
-_SLOWER, _POINTS = 1.25, 2  # times what is usual, at so many points in a row
+_MAX_POINTS = 200  # older ones would weigh nothing
+# A scale is known from so many points on, and if the standard error of each of its two parts is at
+# most this share of it: then the error of the ratio is about a third, two of them a factor of two.
+_MIN_POINTS, _MAX_ERROR = 10, 0.25
+_SLOW_FACTOR, _SLOW_POINTS = 1.25, 2  # times what is usual, at so many points in a row
 
 
 def estimate(
@@ -38,7 +38,7 @@ def estimate(
     if len(pairs) < 2:
         return None
     small, big = sum(norm**2 for norm, _ in pairs) / len(pairs), norm_of_all**2
-    # What the towers' mean squared norm has of S, and what that of all has.
+    # E|g_i|^2 = |G|^2 + S * mean(1 / b_i); E|g|^2 = |G|^2 + S / B.
     of_small, of_big = sum(1 / n for _, n in pairs) / len(pairs), 1 / sum(n for _, n in pairs)
     trace = (small - big) / (of_small - of_big)
     return (trace, big - trace * of_big) if math.isfinite(trace) else None
@@ -54,10 +54,10 @@ class NoiseScale:
 
     def __init__(self) -> None:
         """Begin without a point."""
-        self._points: collections.deque[tuple[float, float]] = collections.deque(maxlen=_KEPT)
+        self._points: collections.deque[tuple[float, float]] = collections.deque(maxlen=_MAX_POINTS)
 
     def add(self, trace: float, squared_norm: float) -> None:
-        """Take one point's estimates in."""
+        """Add one point's estimates."""
         self._points.append((trace, squared_norm))
 
     def examples(self) -> float | None:
@@ -67,25 +67,23 @@ class NoiseScale:
 
     def known_examples(self) -> float | None:
         """Return the scale if it is known to about a factor of two, else None."""
-        enough = len(self._points) >= _FEWEST
-        known = enough and all(error <= _KNOWN * mean for mean, error in self._averages())
-        return self.examples() if known else None
+        known = all(error <= _MAX_ERROR * mean for mean, error in self._averages())
+        return self.examples() if known and len(self._points) >= _MIN_POINTS else None
 
     def _averages(self) -> list[tuple[float, float]]:
         """Return (average, its standard error) of the trace and of the squared norm."""
         weights = [_DECAY**age for age in reversed(range(len(self._points)))]
         share = [weight / sum(weights) for weight in weights]
-        squares = sum(w**2 for w in share)
+        few = 1 - sum(w**2 for w in share)  # as n / (n - 1) where all weigh the same
         averages = []
         for values in zip(*self._points, strict=True):
             mean = sum(w * value for w, value in zip(share, values, strict=True))
             scatter = sum((w * (v - mean)) ** 2 for w, v in zip(share, values, strict=True))
-            few = 1 - squares  # as n / (n - 1) where all weigh the same
             averages.append((mean, math.sqrt(scatter / few) if few else math.inf))
         return averages or [(0.0, math.inf)] * 2
 
     def advice(self, batch_size: int) -> str | None:
-        """Return one sentence on the global batch size, and on another tower, if there is one."""
+        """Return one sentence on the global batch size and on another tower, if it is known."""
         examples = self.known_examples()
         if examples is None:
             return None
@@ -115,10 +113,10 @@ class Stragglers:
         # The median of all, not of the others: on devices that share cores it is one tower that
         # ends before the rest. Of two the smaller one.
         usual = min(known) if len(known) == 2 else statistics.median(known)
-        slowest = seconds.index(max(known)) if max(known) > _SLOWER * usual else None
+        slowest = seconds.index(max(known)) if max(known) > _SLOW_FACTOR * usual else None
         self._points_in_a_row = self._points_in_a_row + 1 if slowest == self._slowest else 1
         self._slowest = slowest
-        if slowest is None or self._points_in_a_row != _POINTS:
+        if slowest is None or self._points_in_a_row != _SLOW_POINTS:
             return None
         return (
             f"straggler   tower {slowest} on {self._devices[slowest]} takes {seconds[slowest]:.3f} "

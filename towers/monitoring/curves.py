@@ -64,8 +64,10 @@ class Curves:
 def read_curves(folder: Path, batch_size: int = 1, by_examples: bool = False) -> Curves:
     """Return the curves of the run in a folder.
 
-    Its batch size tells examples that are not known otherwise; `by_examples` is whether x is
-    examples (--tensorboard_x=examples), else it is updates.
+    Args:
+        folder: of the run.
+        batch_size: for numbers of examples that the curves do not have.
+        by_examples: whether x is examples (--tensorboard_x=examples) and not updates.
     """
     train = events.read(folder / "train", _TRAIN_TAGS)
     evaluated = {
@@ -98,11 +100,10 @@ def read_curves(folder: Path, batch_size: int = 1, by_examples: bool = False) ->
 
 
 def training_seconds(examples: np.ndarray, rates: np.ndarray) -> np.ndarray:
-    """Return the seconds of training after each number of examples, beginning with 0.
+    """Return the seconds of training after 0 and each number of examples, [N + 1]; none of none.
 
     The examples between two points went at the speed that the second one has. A point without
-    speed (NaN) is the first after a start: the next one's stands for it. Of [N] points come [N + 1]
-    seconds, none of none; NaN if no speed is known.
+    speed (NaN) is the first after a start, and takes the next one's. All NaN if none is known.
     """
     if not len(examples):
         return np.array([])
@@ -114,7 +115,7 @@ def training_seconds(examples: np.ndarray, rates: np.ndarray) -> np.ndarray:
 
 
 def _series(points: Points, *tags: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return x and values of the first of the tags that occurs at all."""
+    """Return x and values of the first of the tags that has any."""
     for tag in tags:
         found = {x: values[tag] for x, values in points.items() if tag in values}
         if found:
@@ -123,5 +124,4 @@ def _series(points: Points, *tags: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _from_zero(values: np.ndarray) -> np.ndarray:
-    """Return the values with 0 before them: nothing is done at the start."""
     return np.concatenate([[0.0], values])

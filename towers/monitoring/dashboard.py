@@ -1,21 +1,28 @@
 """What TensorBoard shows of a run beside its curves: one event file, in train_dir itself.
 
-Layout of the curves, table of flags and results, texts, and the graph of a step. The file is made
-anew whenever a run starts or goes on, so that there is one of each, however often that was:
+Layout of the curves, table of flags and results (HParams), texts, and the graph of a step. The file
+is made anew whenever a run starts or goes on, so that there is one of each, however often that was:
 
     open_root(folder, options, devices, texts, placement, graph)
     ...                                                 # training
     close_root(folder, result, step)
+
+In the HParams table a run is one row, whose name is that of its folder. So `tensorboard --logdir
+RUN` shows one row, and --logdir of a folder of runs one for each.
 """
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+from tensorboard.plugins.hparams.summary_v2 import Metric, hparams_pb
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
 from towers import devices
@@ -24,11 +31,18 @@ from towers.devices import host
 from towers.errors import RunError
 from towers.graphs.placement import Placement
 from towers.graphs.step_graph import step_graph
-from towers.monitoring import charts, events, hparams
-from towers.monitoring.results import noted_runs
-from towers.options.run import Options, text_of
+from towers.monitoring import charts, events
+from towers.monitoring.results import noted_runs, number
+from towers.options.run import Options, names_that_affect, text_of
 
 _FILES = "events.out.tfevents.*.root"  # which are written here, and no others
+_FLAGS = Options.__dataclass_fields__
+# TensorBoard shows five columns of either kind, and the rest on a click.
+_USUAL_FLAGS = ("batch_size", "learning_rate", "model", "num_towers", "optimizer")
+_FIGURES = (  # of result.json, whatever the task
+    "train_loss", "examples_per_second", "seconds_to_first_step", "steps", "examples",
+    "test_examples", "gradient_noise_scale",
+)  # fmt: skip
 
 
 def open_root(
@@ -40,31 +54,37 @@ def open_root(
     graph: tf.Graph,
     figures: Sequence[str] = ("test_accuracy", "test_loss"),
 ) -> None:
-    """Write the event file of the run in `folder`; older ones are deleted.
+    """Write the event file of a run; older ones are deleted.
 
-    `texts` are {tag: lines}, beside those of the flags and of the environment; `graph` is that of
-    the train loop, as traced, and `placement` is read from it. `figures` are those of evaluations
-    that the result will have, of what is evaluated on the way first.
+    Args:
+        folder: of the run.
+        options: of the run.
+        tower_devices: one for each tower.
+        texts: {tag: lines}, beside those of the flags and of the environment.
+        placement: of `graph`.
+        graph: of the train loop, as traced.
+        figures: of evaluations that the result will have; first those made during training.
 
     Raises:
         RunError: the file cannot be written.
     """
-    texts = {**texts, "flags": flags_lines(options), "environment": environment(tower_devices)}
+    flags = {name: getattr(options, name) for name in _FLAGS}
+    changed = {name: value for name, value in flags.items() if value != _FLAGS[name].default}
+    lines = [f"--{name}={text_of(value)}" for name, value in (changed | flags).items()]
+    lines[len(changed) : len(changed)] = ["", "# as by default"]
+    texts = {**texts, "flags": lines, "environment": environment(tower_devices)}
     of_sweep = noted_runs(folder.absolute().parent)
     columns = [name for run in of_sweep[:1] for name in run.get("flags", ())]  # that are varied
-    if not columns:
-        columns = [n for n, value in hparams.hparams_of(options).items() if value != _default(n)]
+    columns = columns or [name for name in hparams_of(options) if name in changed]
     part = figures[0].partition("_")[0]
     shown = [name.replace("_", " ", 1) for name in figures if name.startswith(f"{part}_")]
     shown = [name for name in shown if name != f"{part} loss"]  # the loss has a chart
+    on_gpus, own_row = any(name.startswith("/gpu") for name in tower_devices), ""
+    hparams = hparams_of(options) | {"num_towers": len(tower_devices)}
     summaries = [
-        charts.layout(
-            any(name.startswith("/gpu") for name in tower_devices),
-            shown,
-            workers=are_remote(tower_devices),
-        ),
-        hparams.experiment(columns, figures),
-        hparams.session_start(options, len(tower_devices)),
+        charts.layout(on_gpus, shown, workers=are_remote(tower_devices)),
+        _experiment(columns, figures),
+        hparams_pb(hparams, trial_id=own_row),  # else equal flags would make one row of two runs
         *(text(tag, lines) for tag, lines in texts.items()),
     ]
     write_root(folder, summaries, step_graph(graph, placement), options.max_event_mib)
@@ -94,23 +114,21 @@ def close_root(folder: Path, result: Mapping[str, Any], step: int) -> None:
     Raises:
         RunError: the file cannot be written.
     """
-    end = _event(hparams.session_end(result), step)
+    evaluated = [name for name in result if name.startswith(("test_", "validation_"))]
+    values = {name: number(result, name) for name in dict.fromkeys([*evaluated, *_FIGURES])}
+    scalars = [scalar_pb(f"result/{n}", value) for n, value in values.items() if value is not None]
+    done = plugin_data_pb2.SessionEndInfo(
+        status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time()
+    )
+    end = _hparams_summary(metadata.SESSION_END_INFO_TAG, session_end_info=done)
     with _one_line_errors(folder):
         path = next(folder.glob(_FILES), _new_path(folder))  # somebody may have tidied up
-        events.append(path, end)
+        events.append(path, _event([*scalars, end], step))
 
 
 def text(tag: str, lines: Iterable[str]) -> Any:
     """Return the Summary of lines that are shown as they are."""
     return text_pb(tag, "\n".join(["```", *lines, "```"]))
-
-
-def flags_lines(options: Options) -> list[str]:
-    """Return the flags, first those that differ from their defaults."""
-    pairs = {name: getattr(options, name) for name in Options.__dataclass_fields__}
-    changed = {name: value for name, value in pairs.items() if value != _default(name)}
-    lines = [f"--{name}={text_of(value)}" for name, value in (changed | pairs).items()]
-    return [*lines[: len(changed)], "", "# as by default", *lines[len(changed) :]]
 
 
 def environment(tower_devices: Sequence[str]) -> list[str]:
@@ -120,14 +138,46 @@ def environment(tower_devices: Sequence[str]) -> list[str]:
     return [*lines, "", *devices.report(tower_devices)]
 
 
-def _default(name: str) -> Any:
-    return Options.__dataclass_fields__[name].default
+def hparams_of(options: Options) -> dict[str, Any]:
+    """Return {flag: value} of all flags that say what a run computes, and how."""
+    names = names_that_affect("result", "speed", "machine", "report")
+    return {name: getattr(options, name) for name in names}
+
+
+def _experiment(first: Collection[str], figures: Collection[str]) -> Summary:
+    """Return the Summary that declares the table's columns, the flags in `first` before the others.
+
+    TensorBoard takes them from one run of all those it shows, so that they must be the same in
+    each; and a column with a set of values would hide the runs with others: none has one.
+    """
+    kinds = {str: api_pb2.DATA_TYPE_STRING, bool: api_pb2.DATA_TYPE_BOOL}
+    first = [*first, *_USUAL_FLAGS][: max(len(first), len(_USUAL_FLAGS))]
+    flags = [
+        api_pb2.HParamInfo(
+            name=name,
+            type=kinds.get(type(value), api_pb2.DATA_TYPE_FLOAT64),
+            description=_FLAGS[name].metadata["help"],
+            differs=name in first,
+        )
+        for name, value in hparams_of(Options()).items()
+    ]
+    figures = [name for figure in figures for name in (figure, f"{figure}_ema")]
+    columns = dict.fromkeys([*figures[:2], *_FIGURES[:2], *figures, *_FIGURES])
+    metrics = [Metric(f"result/{name}", display_name=name).as_proto() for name in columns]
+    declared = api_pb2.Experiment(
+        hparam_infos=flags, metric_infos=metrics, time_created_secs=time.time()
+    )
+    return _hparams_summary(metadata.EXPERIMENT_TAG, experiment=declared)
+
+
+def _hparams_summary(tag: str, **content: Any) -> Summary:
+    about = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**content))
+    return Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)])
 
 
 def _event(summaries: Iterable[Any], step: int = 0) -> Event:
-    """Return one event of Summary protos, some of which are of TensorFlow's own class."""
     event = Event(step=step, wall_time=time.time())
-    for summary in summaries:
+    for summary in summaries:  # some of them of TensorFlow's own class
         event.summary.MergeFromString(summary.SerializeToString())
     return event
 

@@ -1,4 +1,4 @@
-"""Event files as they are written: a point is one event of a run, and they stay below a size.
+"""Writes event files: a point is one event of a run, and they stay below a size.
 
 writer = EventWriter(train_dir, max_mib=200)
 writer.scalars("train", 1000, {"loss/total": 0.5, "tower_0/loss": 0.25})
@@ -35,7 +35,7 @@ _NUMBERS = itertools.count()  # of the files of a process
 
 
 class EventWriter:
-    """Appends to the event files in the parts of a run; what is written can be seen at once."""
+    """Appends to the event files of a run; what is written can be seen at once."""
 
     def __init__(
         self,
@@ -46,8 +46,11 @@ class EventWriter:
     ):
         """Write nothing yet; each run gets a new file with its first event.
 
-        `say` gets a line when the first event is left out, or cannot be written; `check` is called
-        before each and raises RunError or OSError where the folder is not that of the run.
+        Args:
+            train_dir: the folder of the run.
+            max_mib: of all event files.
+            say: gets a line when the first event is left out, or cannot be written.
+            check: called before each event; raises RunError or OSError if the folder is lost.
         """
         folders = [train_dir, *(run for part in PARTS for run in events.runs(train_dir / part))]
         found = [path for folder in folders for path in events.paths(folder)]
@@ -57,7 +60,7 @@ class EventWriter:
         self._offered: Counter[tuple[str, ...]] = Counter()
 
     def scalars(self, part: str, x: int, values: Mapping[str, float]) -> None:
-        """Write the scalars of a point, which are {tag: value}, at `x` in one event of each run."""
+        """Write a point, {tag: value}, at `x` in one event of each run."""
         summaries: dict[str, Summary] = {}
         for tag, value in values.items():
             run = part
@@ -73,9 +76,8 @@ class EventWriter:
     def _write(self, part: str, x: int, summaries: Mapping[str, Summary], kind: str) -> None:
         """Write an event of each run if there is room for all.
 
-        All is written up to three quarters of what the kind may fill. From there on every second
-        one of a tag is, up to half of what is left every fourth, and so on: the end is never
-        reached.
+        All is written up to three quarters of the kind's share. From there on every second one of a
+        tag is, up to half of what is left every fourth, and so on: the end is never reached.
         """
         found = {run: summary for run, summary in summaries.items() if summary.value}
         if not found:
@@ -117,18 +119,12 @@ class _File:
         self._folder, self._path = folder, None
 
     def append(self, event: Event) -> None:
-        """Write an event so that it can be seen at once."""
         path, self._path = self._path, None  # until all of it is written
         if path is None or not path.exists():
-            path = self._begin()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            now = int(time.time())
+            name = f"{now}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}.v2"
+            path = self._folder / f"events.out.tfevents.{name}"
+            events.append(path, Event(file_version="brain.Event:2", wall_time=now))
         events.append(path, event)
         self._path = path
-
-    def _begin(self) -> Path:
-        """Return the path of a new file with nothing in it but what says what it is."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        now = int(time.time())
-        name = f"{now}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}.v2"
-        path = self._folder / f"events.out.tfevents.{name}"
-        events.append(path, Event(file_version="brain.Event:2", wall_time=now))
-        return path

@@ -1,4 +1,4 @@
-"""Event files as they are read, written and cut back; no TensorFlow is needed.
+"""Reads event files, appends to them and cuts them back; no TensorFlow is needed.
 
     for x, scalars in read(train_dir / "train", {"loss/data"}).items(): ...     # {tag: value}
     cut(train_dir / "train", x=1000)        # a run that goes on at step 1000 writes that anew
@@ -29,15 +29,12 @@ Say = Callable[[str], object]
 
 
 def note(line: str) -> None:
-    """Print a line that is no part of what was asked for."""
+    """Print a warning."""
     print(f"warning     {line}", file=sys.stderr, flush=True)
 
 
 def paths(folder: Path) -> list[Path]:
-    """Return the folder's event files, the oldest first.
-
-    They are ordered by the second in their names, which outlives copying.
-    """
+    """Return the folder's event files, the oldest first by the time in their names."""
     found = [path for path in folder.glob("events.out.tfevents.*") if path.is_file()]
     return sorted(found, key=lambda path: (path.name.split(".")[3], path.stat().st_mtime))
 
@@ -64,10 +61,9 @@ class Record:
 
 
 def load(path: Path, say: Say = note) -> list[Record]:
-    """Return the events of a file that are not damaged.
+    """Return the events of a file that are not damaged; `say` is given a line if one is.
 
-    `say` is given a line if one is. The end of a file may be missing: it is being written, or was
-    when its process died.
+    The end of a file may be missing: it is being written, or was when its process died.
     """
     data, place, damaged, found = path.read_bytes(), 0, False, []
     while place + _HEADER.size <= len(data):
@@ -78,17 +74,15 @@ def load(path: Path, say: Say = note) -> list[Record]:
         begin, end = place + _HEADER.size, place + _HEADER.size + length
         if end + _SUM.size > len(data):
             break
-        is_whole = length > _CHECKED_BYTES
-        is_whole = is_whole or masked_crc32c(data[begin:end]) == _SUM.unpack_from(data, end)[0]
-        try:
-            event = Event.FromString(data[begin:end]) if is_whole else None
-        except Exception:  # protobuf's DecodeError, which TensorBoard does not export
-            event = None
-        if event is None:
-            damaged = True
-        else:
-            found.append(Record(event, data[place : end + _SUM.size]))
+        whole, content = data[place : end + _SUM.size], data[begin:end]
         place = end + _SUM.size
+        (checksum,) = _SUM.unpack_from(data, end)
+        try:
+            if length <= _CHECKED_BYTES and masked_crc32c(content) != checksum:
+                raise ValueError("the checksum is another one")
+            found.append(Record(Event.FromString(content), whole))
+        except Exception:  # protobuf's DecodeError, too, which TensorBoard does not export
+            damaged = True
     if damaged:
         say(f"{path} is damaged: some of its points or pictures are lost")
     return found
@@ -127,7 +121,7 @@ def read(
 
 
 def cut(folder: Path, x: int, scalars_x: int | None = None, say: Say = note) -> None:
-    """Drop what stands at `x` or later, also in the folders within: it is written anew.
+    """Drop all points at `x` or later, also in the folders within: they are written anew.
 
     After a crash a file may hold points that came after the last checkpoint. TensorBoard hides
     them after SessionLog.START, but nobody else does. What is damaged is dropped, too:
@@ -145,7 +139,8 @@ def cut(folder: Path, x: int, scalars_x: int | None = None, say: Say = note) -> 
             kept = []
             for record in load(path, say):
                 values = record.event.summary.value
-                if values and record.event.step >= (scalars_x if _is_scalar(values[0]) else x):
+                scalar = values and values[0].metadata.plugin_data.plugin_name == "scalars"
+                if values and record.event.step >= (scalars_x if scalar else x):
                     break
                 kept.append(record.data)
             if len(kept) < 2:
@@ -155,10 +150,6 @@ def cut(folder: Path, x: int, scalars_x: int | None = None, say: Say = note) -> 
                     temporary.write_bytes(b"".join(kept))
         except OSError as error:
             say(f"{path} cannot be cut back to step {x}: {error.strerror}")
-
-
-def _is_scalar(value: Summary.Value) -> bool:
-    return value.metadata.plugin_data.plugin_name == "scalars"
 
 
 def _number(value: Summary.Value) -> float:

@@ -32,11 +32,11 @@ Batch = tuple[Any, tf.Tensor]
 
 
 class Sampler:
-    """Gives out the batches that a run trains on, at any step.
+    """Returns the batches that a run trains on, at any step.
 
     A user's `tf.data` pipeline cannot jump, and two readers at a time may disturb each other: with
-    `Dataset.cache(file)` the second one ends both. So the first batch of an epoch stands for all
-    others there. It is read at the first call, which is to come before training.
+    `Dataset.cache(file)` the second one ends both. So its first batch stands for all others. It is
+    read at the first call, which is to come before training.
     """
 
     def __init__(self, split: Split, options: Options):
@@ -51,7 +51,7 @@ class Sampler:
         )
 
     def batch(self, step: int, examples: int) -> Batch:
-        """Return the batch of step number `step`, before which `examples` were seen."""
+        """Return the batch after `step` steps and so many examples."""
         if self._kept is not None:
             return self._kept
         if isinstance(self._split, BatchSplit):  # whose order is looked up outside of graphs
@@ -70,13 +70,17 @@ class Sampler:
 def seen_by_towers(
     builder: TowerBuilder, options: Options, batch: tuple[Any, ...], num: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return at most `num` images of each tower's slice as its model gets them, with their labels.
+    """Return images of each tower's slice as its model gets them, with their labels.
 
-    `batch` is images, labels and draws.
+    Args:
+        builder: of the towers.
+        options: how images are augmented.
+        batch: images, labels and draws.
+        num: the most images of a tower.
 
     Returns:
         (images `[n, h, w, C]`, labels int32 `[n]`) of each tower; n is 0 for one without examples.
-        Images are float, but uint8 where they are stored so and nothing is done to them.
+        Images are float, or uint8 if they are stored so and not augmented.
     """
     as_stored = options.augment == "off" and batch[0].dtype == tf.uint8
     kind, dtype = options.augment, options.input_dtype
@@ -97,7 +101,7 @@ def seen_by_towers(
 
 
 class Gallery:
-    """Shows what towers see, what they got wrong, and how weights and gradients lie."""
+    """Shows the towers' images, mistakes, and histograms of weights and gradients."""
 
     def __init__(
         self,
@@ -130,18 +134,17 @@ class Gallery:
             labels = targets[0] if self._data.class_names else tf.zeros(len(images), tf.int32)
             batch = images, labels, draws
             seen = seen_by_towers(self._builder, options, batch, pictures.NUM_IMAGES)
-            stretch = options.augment != "off"
-            shown = pictures.of_towers(seen, names, stretch)
+            shown = pictures.of_towers(seen, names, stretch=options.augment != "off")
             return shown + pictures.filters(self._model)
 
         self._show("pictures", step, make)
 
     def show_histograms(self, step: int) -> None:
-        """Show how weights, gradients and activations lie after `step` updates."""
+        """Show histograms of weights, gradients and activations after `step` updates."""
         self._show("histograms", step, lambda: [self._draw_histograms(self._batch(step))])
 
     def show_evaluation(self, step: int, predictions: pictures.Predictions) -> None:
-        """Show what an evaluation after `step` updates got wrong."""
+        """Show the mistakes of an evaluation after `step` updates."""
         names = self._data.class_names
         self._show("mistakes", step, lambda: pictures.of_evaluation(predictions, names), "eval")
 
@@ -151,7 +154,6 @@ class Gallery:
     def _show(
         self, what: str, step: int, make: Callable[[], Iterable[Summary]], part: str = "train"
     ) -> None:
-        """Show what `make` returns, once for a step; say a line if it fails."""
         if (what, step) in self._shown:
             return
         self._shown.add((what, step))

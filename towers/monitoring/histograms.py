@@ -30,10 +30,14 @@ def make_histograms(
     """Return a function from a batch to `weights/NAME`, `gradients/NAME`, `activations/LAYER`.
 
     The gradients are those of the data's loss, as gathered from all towers, before regularisation
-    and clipping. Infinities and NaN are left out, and a tag of which nothing else remains. Of
-    several layers of one name the last is shown.
+    and clipping. Infinities and NaN are left out, and tags without any other value. Of several
+    layers of one name the last is shown.
 
-    `gradients` and `inputs` are those of a task.
+    Args:
+        builder: of the towers.
+        model: whose layers and weights are shown.
+        gradients: those of a task.
+        inputs: those of a task.
     """
 
     @tf.function(autograph=False)
@@ -51,17 +55,23 @@ def make_histograms(
 
     def draw(batch: Batch) -> Summary:
         found = {f"weights/{v.path}": _thinned(v.value) for v in model.trainable_variables}
-        return _summary(found | look(*batch))
+        summary = Summary()
+        for tag, tensor in (found | look(*batch)).items():
+            values = tensor.numpy()
+            values = values[np.isfinite(values)]
+            if values.size:
+                summary.MergeFrom(histogram_pb(tag, values))
+        return summary
 
     return draw
 
 
 def _activations(model: keras.Model, inputs: tf.Tensor) -> dict[str, tf.Tensor]:
-    """Call a model in inference mode, and return {tag: what a layer gave out, flat}.
+    """Call a model in inference mode, and return {tag: a layer's outputs, flat}.
 
     Layers are caught wherever they are called from: in functional models, nested ones, and in a
-    `call` of the user's; of several calls the last counts. Not to be had is what a layer returns
-    inside a loop or a function of its own, or as something else than one tensor of numbers.
+    `call` of the user's; of several calls the last counts. Left out are outputs inside a loop or a
+    function of its own, and those that are not one tensor of numbers.
     """
     graph = tf.compat.v1.get_default_graph()
     found: dict[str, tf.Tensor] = {}
@@ -81,19 +91,8 @@ def _activations(model: keras.Model, inputs: tf.Tensor) -> dict[str, tf.Tensor]:
     return found
 
 
-def _summary(tensors: dict[str, tf.Tensor]) -> Summary:
-    """Return a histogram of each tensor of which there is something to show."""
-    summary = Summary()
-    for tag, tensor in tensors.items():
-        values = tensor.numpy()
-        values = values[np.isfinite(values)]
-        if values.size:
-            summary.MergeFrom(histogram_pb(tag, values))
-    return summary
-
-
 def _thinned(value: Any) -> tf.Tensor:
-    """Return some values of a dense or sparse tensor, flat, in a type that NumPy knows."""
+    """Return some values of a dense or sparse tensor, flat, as float32 or float64."""
     value = value.values if isinstance(value, tf.IndexedSlices) else tf.convert_to_tensor(value)
     value = value if value.dtype == tf.float64 else tf.cast(value, tf.float32)
     stride = -(-tf.size(value, tf.int64) // _MAX_VALUES)

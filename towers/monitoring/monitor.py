@@ -32,7 +32,7 @@ from towers.workers import WorkerCurves
 
 _PHASES = (*tower_stats.PHASES, "update_seconds")
 _CALLS = 100  # whose times are kept one by one
-_OF_NOISE = "noise_scale/trace", "noise_scale/squared_norm"
+_NOISE_TAGS = "noise_scale/trace", "noise_scale/squared_norm"
 
 
 class Monitor:
@@ -51,22 +51,30 @@ class Monitor:
     ):
         """Write to event files in train_dir/train, a folder for each tower, and train_dir/eval.
 
-        What stands there at the step where a run goes on, or later, as after a crash, is dropped:
-        it is written again. `health` returns {tag: value} of the GPUs since its last call, `clock`
-        seconds; `out` is standard output by default. `check` is that of an `EventWriter`.
+        Points at the step where a run goes on, or later, as after a crash, are dropped: they are
+        written again.
+
+        Args:
+            train_dir: the folder of the run.
+            timetable: of the run.
+            devices: one for each tower.
+            health: returns {tag: value} of the GPUs since its last call.
+            check: see `EventWriter`.
+            out: for lines; None: standard output.
+            clock: returns seconds.
         """
         self._timetable, self._devices, self._health = timetable, list(devices), health
         self._out, self._clock, self._speed = out or sys.stdout, clock, Speed(clock)
         self.pause = self._speed.pause
         of_train, of_eval = (train_dir / part for part in PARTS)
         self._evaluated = _cut(of_train, of_eval, timetable)
-        before = events.read(of_train, {"loss/data", RATE, *_OF_NOISE}).values()
+        before = events.read(of_train, {"loss/data", RATE, *_NOISE_TAGS}).values()
         self.last_loss: float | None = None  # of the data at the last point, of whatever process
         self._noise, self._rates = NoiseScale(), []
         for point in before:  # a continued run's curve goes on
             self.last_loss = point.get("loss/data", self.last_loss)
-            if all(tag in point for tag in _OF_NOISE):
-                self._noise.add(*(point[tag] for tag in _OF_NOISE))
+            if all(tag in point for tag in _NOISE_TAGS):
+                self._noise.add(*(point[tag] for tag in _NOISE_TAGS))
             if RATE in point and timetable.first_step == timetable.last_step:
                 self._rates.append(point[RATE])  # this process makes no steps of its own
         self._writer = EventWriter(train_dir, timetable.options.max_event_mib, self.say, check)
@@ -89,24 +97,31 @@ class Monitor:
         self._out.flush()
 
     def progress(self, step: int, values: Mapping[str, tf.Tensor]) -> None:
-        """Move the bar to `step`, and keep what the train loop returned for the next point."""
+        """Move the bar to `step`, and keep the train loop's seconds for the next point."""
         self._calls.append({name: values[name] for name in (*_PHASES, "tower_seconds")})
         if len(self._calls) == _CALLS:  # a point may be far away
             self._calls = [_sum(self._calls)]
         self._bar.update(step - self._bar.n)
 
     def train_point(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write what the train loop returned, as numbers and lists, after `step` steps.
+        """Write the train loop's metrics, numbers and lists, after `step` steps.
 
-        The point stands at `step` - 1, the updates before what was measured. The first of a run
+        The point stands at `step` - 1, the updates before the measured step. The first of a run
         that goes on is a line alone, unless it was due anyway.
         """
         self.last_loss, examples = metrics["loss"], self._timetable.examples(step)
         speed = self._speed.at(step, examples)
-        phases, own_seconds = self._seconds() if speed else ({}, [])
-        self._calls = []
+        phases, own_seconds, rate = {}, [], ""
         if speed:
             self._rates.append(speed[RATE])
+            seconds = speed["speed/seconds_per_step"]
+            rate = f"{speed[RATE]:.1f} examples/s; {seconds:.3f} s/step; "
+            num_steps = self._speed.num_steps
+            total = {name: value.numpy() / num_steps for name, value in _sum(self._calls).items()}
+            if not math.isnan(total["update_seconds"]):  # see `tower_stats.time_after`
+                phases = {f"speed/{name}": total[name] for name in _PHASES}
+                own_seconds = total["tower_seconds"].tolist()
+        self._calls = []
         of_towers = {
             "loss": metrics["tower_loss"],
             "gradient_norm": metrics["tower_gradient_norm"],
@@ -126,7 +141,7 @@ class Monitor:
             **by_tower(self._devices, of_towers, metrics["tower_examples"]),
             **speed,
             **phases,
-            **(self._of_noise(metrics) if plots else {}),
+            **(self._noise_scalars(metrics) if plots else {}),
             **self._health(),
             **self._workers.point(step, own_seconds),
         }
@@ -135,10 +150,6 @@ class Monitor:
         if plots:
             self._writer.scalars("train", self._timetable.x(step - 1), scalars)
         self._warm = self._warm or (self._clock(), step)
-        rate = ""
-        if speed:
-            seconds = speed["speed/seconds_per_step"]
-            rate = f"{speed[RATE]:.1f} examples/s; {seconds:.3f} s/step; "
         self.say(
             f"{_now()}: step {step - 1} of {self._timetable.last_step}, examples {examples}, "
             f"loss = {metrics['loss']:.4f}, learning rate {metrics['learning_rate']:.5f} "
@@ -152,26 +163,26 @@ class Monitor:
     ) -> None:
         """Write the figures of an evaluation after `step` updates; None is left out.
 
-        `what` is the part of the data set, "test" or "validation", and begins their tags.
+        Tags begin with `what`, the part of the data set, "test" or "validation".
         """
-        known = {name: value for name, value in scalars.items() if value is not None}
         if not self.evaluated(step):
+            known = {name: value for name, value in scalars.items() if value is not None}
             of_part = {f"{what}/{name}": value for name, value in known.items()}
             self._writer.scalars("eval", self._timetable.x(step), of_part)
         self._evaluated.add(self._timetable.x(step))
-        self.say_figures(what, step, known)
+        self.say_figures(what, step, scalars)
 
     def say_figures(self, what: str, step: int, figures: Mapping[str, float | None]) -> None:
         """Print the figures of an evaluation of a part of the data set."""
-        known = {name: value for name, value in figures.items() if value is not None}
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in known.items())
+        known = [(name, value) for name, value in figures.items() if value is not None]
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in known)
         self.say(
             f"{_now()}: step {step} of {self._timetable.last_step}, epoch "
             f"{self._timetable.epochs(step):.2f}, {what}: {shown} (ETA {self._eta(step)})"
         )
 
     def evaluated(self, step: int) -> bool:
-        """Tell whether the curves have an evaluation after `step` updates."""
+        """Return whether the curves have an evaluation after `step` updates."""
         return self._timetable.x(step) in self._evaluated
 
     def show(self, step: int, summaries: Iterable[Summary], part: str = "train") -> None:
@@ -181,7 +192,7 @@ class Monitor:
             self._writer.heavy(part, self._timetable.x(step), summary, last=last)
 
     def examples_per_second(self) -> float | None:
-        """Return the median over windows; the first is left out as warm-up if there are others."""
+        """Return the median over windows; the first is a warm-up unless it is the only one."""
         rates = self._rates[1:] or self._rates
         return statistics.median(rates) if rates else None
 
@@ -197,8 +208,7 @@ class Monitor:
         """End the bar."""
         self._bar.close()
 
-    def _of_noise(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Return the scalars of the gradient noise scale."""
+    def _noise_scalars(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         found = estimate(
             metrics["tower_gradient_norm"], metrics["tower_examples"], metrics["data_gradient_norm"]
         )
@@ -207,12 +217,12 @@ class Monitor:
         if not np.isfinite(found).all():
             return {}
         self._noise.add(*found)
-        scalars = dict(zip(_OF_NOISE, found, strict=True))
+        scalars = dict(zip(_NOISE_TAGS, found, strict=True))
         scale = self._noise.examples()
         return scalars if scale is None else scalars | {"noise_scale/examples": scale}
 
     def _eta(self, step: int) -> str:
-        """Return the time that is left, "0:12:30", as it has gone since the first point."""
+        """Return the time that is left, "0:12:30", at the speed since the first point."""
         remaining = self._timetable.last_step - step
         start, first = self._warm or (0.0, step)
         if remaining and step == first:
@@ -220,21 +230,13 @@ class Monitor:
         seconds = (self._clock() - start) / max(step - first, 1) * remaining
         return str(datetime.timedelta(seconds=round(seconds)))
 
-    def _seconds(self) -> tuple[dict[str, float], list[float]]:
-        """Return scalars of a step's phases, and seconds of each tower's step."""
-        num_steps = self._speed.num_steps
-        total = {name: value.numpy() / num_steps for name, value in _sum(self._calls).items()}
-        if math.isnan(total["update_seconds"]):  # see `tower_stats.time_after`
-            return {}, []
-        return {f"speed/{name}": total[name] for name in _PHASES}, total["tower_seconds"].tolist()
-
 
 def _cut(of_train: Path, of_eval: Path, timetable: Timetable) -> set[int]:
     """Drop the points that are written again from the start on; return where evaluations stand.
 
-    A point of training there is of the next step. An evaluation there is of what the run goes on
-    with, and is kept if it is whole: its figures come last. The point of the step before is dropped
-    if it is there for no reason but that the run was to end, and now goes on.
+    A point of training there is of the next step. An evaluation there is of the weights that the
+    run goes on with, and is kept if it is whole: its figures come last. The point of the step
+    before is dropped if it is only there because the run was to end.
     """
     first = timetable.first_step
     start = timetable.x(first)
@@ -247,12 +249,11 @@ def _cut(of_train: Path, of_eval: Path, timetable: Timetable) -> set[int]:
 
 
 def _sum(calls: Sequence[Mapping[str, tf.Tensor]]) -> dict[str, tf.Tensor]:
-    """Return the sums over calls of the train loop."""
     return {name: tf.add_n([call[name] for call in calls]) for name in calls[0]}
 
 
 def in_notebook() -> bool:
-    """Tell whether this program is a notebook's kernel."""
+    """Return whether this program is a notebook's kernel."""
     return "ipykernel" in sys.modules
 
 
@@ -261,7 +262,7 @@ def _now() -> str:
 
 
 def tensorboard_command(train_dir: str) -> str:
-    """Return the command that shows a run, as it can be typed here."""
+    """Return a command that shows a run in TensorBoard."""
     command = "towers"
     if not shutil.which(command):  # a virtual environment that is not active
         command = os.path.relpath(Path(sys.executable).with_name(command))

@@ -1,7 +1,7 @@
-"""What a run looks like: the images that towers see, first filters, and what evaluation gets wrong.
+"""Pictures of a run: the images that towers see, first filters, and an evaluation's mistakes.
 
-`of_evaluation`, `of_towers` and `filters` return lists of Summary protos. Nothing is written here,
-and nothing that a run computes with is changed. Every picture is bounded, whatever it is made of.
+`of_evaluation`, `of_towers` and `filters` return lists of Summary protos; nothing is written. Every
+picture is bounded, whatever it is made of.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class Mistake:
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """What the model said of each example of the test set."""
+    """The model's classes of each example of the test set."""
 
     labels: np.ndarray  # the true classes, int32 `[N]`, in the order of the test set
     predicted: np.ndarray  # the classes that the model said, int32 `[N]`
@@ -77,7 +77,7 @@ def of_towers(
 ) -> list[Summary]:
     """Return `images/tower_I` of each tower with examples: its images, with their classes.
 
-    `seen` is what `gallery.seen_by_towers` returns; `stretch` is as in `to_bytes`.
+    See `gallery.seen_by_towers` for `seen`, `to_bytes` for `stretch`.
     """
     found = []
     for i, (images, labels) in enumerate(seen):
@@ -112,8 +112,8 @@ def to_bytes(image: np.ndarray, stretch: bool = False) -> np.ndarray:
     """Return an image `[h, w, C]` as uint8 `[h, w, 3]` for a person to recognise.
 
     Of 3 or 4 channels the first three are red, green and blue; of any other number the first is
-    shown, in gray. uint8 is shown as it is, and so are floats from 0 to 1, unless `stretch`; other
-    floats are stretched from their least to their greatest. What is not finite counts as 0.
+    shown, in gray. uint8 and, unless `stretch`, floats from 0 to 1 are shown as they are; other
+    floats are stretched from their least to their greatest. Infinities and NaN count as 0.
     """
     image = np.asarray(image)
     image = image[..., :3] if image.shape[-1] in (3, 4) else image[..., :1]
@@ -150,11 +150,10 @@ def grid(
 
 
 def matrix(counts: np.ndarray, names: Sequence[str]) -> Image.Image:
-    """Draw a square matrix: rows and columns named, as far as names and numbers fit.
+    """Draw a confusion matrix, integers `[n, n]`, with as many names and numbers as fit.
 
     A cell's colour is the deeper, the greater its share of its row: blue on the diagonal, red
-    elsewhere. It goes by the root of the share, so that rare mistakes are seen. Counts are integers
-    `[n, n]`.
+    elsewhere. It goes by the root of the share, so that rare mistakes are seen.
     """
     num = len(counts)
     cell = max(1, min(_CELL, _MATRIX // num))
@@ -182,7 +181,6 @@ def matrix(counts: np.ndarray, names: Sequence[str]) -> Image.Image:
 
 
 def _summary(tag: str, picture: Image.Image, description: str) -> Summary:
-    """Return a picture as TensorBoard's image plugin takes it; the description is Markdown."""
     buffer = io.BytesIO()
     picture.save(buffer, "PNG")
     width, height = (str(size).encode() for size in picture.size)

@@ -1,7 +1,7 @@
-"""Inner products of each tower's gradients with their mean, on as few bytes as the sum has taken.
+"""Inner products of each tower's gradients with their mean, without sending gradients again.
 
-What a tower has sent for the sum is taken where it has arrived: nothing is sent again. To a worker
-with several towers, from which their sum alone has come, the mean goes back.
+A tower's gradient is taken where it has arrived for the sum. To a worker with several towers, from
+which their sum alone has come, the mean goes back.
 """
 
 import functools
@@ -27,10 +27,11 @@ def products_of_towers(
 ) -> tf.Tensor:
     """Return own * own, own * mean and mean * mean of each tower's gradients, `[towers, 3]`.
 
-    They are taken where the means are, which the towers' gradients have reached for the sum. From a
-    worker with several towers their sum alone has crossed the network: there the mean comes back to
-    them instead, once for all. They are 0 unless `measured`, which is None for what is measured
-    anyhow.
+    Args:
+        gradients: of each tower.
+        means: of each tower, on the devices where the sum was taken.
+        devices: of the towers.
+        measured: a bool scalar: whether the products are wanted, else 0; None: they are.
     """
     counts = Counter(filter(None, map(machine_of, devices)))
     alone, summed = [], []
@@ -46,23 +47,22 @@ def products_of_towers(
         if measured is not None:  # known to the towers when their sums are done, see `_at_means`
             with tf.device(HOST), tf.control_dependencies(gather.tensors(summed[0][2])):
                 late = here(measured)
-        tables.append(_if(late, lambda: _table(_at_towers(summed), num_towers, None), num_towers))
+        tables.append(_cond(late, lambda: _table(_at_towers(summed), num_towers, None), num_towers))
     with tf.device(HOST):
         return tf.add_n(tables)
 
 
 def _at_means(towers: Sequence[tuple]) -> _Pairs:
-    """Return the pairs of (tower, its gradients, means, its device) where the means are."""
     found: _Pairs = {}
     for tower, own, mean, _ in towers:
-        # As they have been sent for the sum.
+        # As they were sent for the sum.
         places = ["" if other is None else _values(other).device for other in mean]
-        own = _brought(own, places, is_small, after=mean)
+        own = _send(own, places, is_small, after=mean)
         for one, other, place in zip(own, mean, places, strict=True):
             if other is None:
                 continue
-            # The tower's part has been sent there, for the sum. It is taken after the sum: add_n
-            # would begin with a buffer that nobody else holds, and which that is, is chance.
+            # After the sum: add_n would begin with a buffer that nobody else holds, and which that
+            # is, is chance.
             with tf.device(place), tf.control_dependencies([_values(other)]):
                 one = gather.map_values(here, one)
             found.setdefault(place, {}).setdefault(tower, []).append((one, other))
@@ -70,19 +70,18 @@ def _at_means(towers: Sequence[tuple]) -> _Pairs:
 
 
 def _at_towers(towers: Sequence[tuple]) -> _Pairs:
-    """Return the pairs of (tower, its gradients, means, its device) where the towers are."""
     there: dict[str, list[Any]] = {}
     found: _Pairs = {}
     for tower, own, mean, device in towers:
         machine = machine_of(device)
         if machine not in there:
-            there[machine] = _brought(mean, [device] * len(mean))
+            there[machine] = _send(mean, [device] * len(mean))
         pairs = zip(own, there[machine], strict=True)
         found[device] = {tower: [both for both in pairs if both[1] is not None]}
     return found
 
 
-def _if(measured: tf.Tensor | None, table: Callable, num_towers: int) -> tf.Tensor:
+def _cond(measured: tf.Tensor | None, table: Callable, num_towers: int) -> tf.Tensor:
     if measured is None:
         return table()
     return tf.cond(measured, table, lambda: tf.zeros([num_towers, 3]))
@@ -91,8 +90,8 @@ def _if(measured: tf.Tensor | None, table: Callable, num_towers: int) -> tf.Tens
 def _table(pairs: _Pairs, num_towers: int, measured: tf.Tensor | None) -> tf.Tensor:
     """Return the sums of the products of pairs, `[towers, 3]`; each machine sends one tensor.
 
-    Whether they are wanted, each place is told once, and decides by itself: of a branch that is
-    taken elsewhere it would be told for its constants, too.
+    `measured` is sent to each place once, which decides by itself: a branch that is decided
+    elsewhere would also send it for its constants.
     """
 
     def of_place(of_towers: dict[int, list[tuple[Any, Any]]]) -> tf.Tensor:
@@ -103,7 +102,7 @@ def _table(pairs: _Pairs, num_towers: int, measured: tf.Tensor | None) -> tf.Ten
     for place, of_towers in pairs.items():
         with tf.device(place):
             wanted = None if measured is None else here(measured)
-            parts.append(_if(wanted, functools.partial(of_place, of_towers), num_towers))
+            parts.append(_cond(wanted, functools.partial(of_place, of_towers), num_towers))
     parts = machines.sums(parts, list(pairs), tf.add_n)
     with tf.device(HOST):
         return tf.add_n(parts) if parts else tf.zeros([num_towers, 3])
@@ -114,15 +113,15 @@ def _sums(pairs: Sequence[tuple[Any, Any]]) -> tf.Tensor:
     return tf.stack([tf.add_n(column) for column in columns])
 
 
-def _brought(
+def _send(
     gradients: Sequence[Any],
     devices: Sequence[str],
     packs: Callable = lambda own: True,
     after: Sequence[Any] = (),
 ) -> list[Any]:
-    """Return gradients for devices; what `packs`, dense, crosses to another machine as one.
+    """Return gradients for devices; dense ones that `packs` accepts go to a machine as one tensor.
 
-    There it is taken after the values in the same places of `after`; see `_at_means`.
+    There they are taken after the values in the same places of `after`; see `_at_means`.
     """
     found, groups = list(gradients), {}
     for i, (own, device) in enumerate(zip(gradients, devices, strict=True)):
@@ -153,7 +152,7 @@ def _of_variable(one: Any, other: Any) -> tuple[tf.Tensor, ...]:
 
 
 def _same_rows(one: Any, other: tf.IndexedSlices) -> tuple[tf.Tensor | None, tf.Tensor]:
-    """Return two sparse gradients as arrays of the rows that either has: tables may be large."""
+    """Return two sparse gradients as dense arrays of the rows that either has."""
     parts = [part for part in (one, other) if part is not None]
     rows, places = tf.unique(tf.concat([part.indices for part in parts], axis=0))
     places = tf.split(places, [tf.shape(part.indices)[0] for part in parts])
@@ -165,7 +164,7 @@ def _same_rows(one: Any, other: tf.IndexedSlices) -> tuple[tf.Tensor | None, tf.
 
 
 def here(value: tf.Tensor) -> tf.Tensor:
-    """Return `value` on the current device; of an Identity nothing would be left of that."""
+    """Return `value` on the current device; Grappler would remove an Identity."""
     return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
 
 

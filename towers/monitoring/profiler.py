@@ -30,9 +30,8 @@ class Profiler:
         say: Callable[[str], None],
     ):
         """Plan a profile of `steps`, (first, last), or wait for a signal; nothing is started."""
-        self._train_dir, self._last_step = train_dir, last_step
-        self._print, self._plan, self._running = say, steps, None
-        self._asked, self._step = False, 0
+        self._train_dir, self._last_step, self._print = train_dir, last_step, say
+        self._plan, self._running, self._asked, self._step = steps, None, False, 0
 
     def __enter__(self) -> "Profiler":
         """Listen to SIGUSR2, where Python lets us: in the main thread."""
@@ -43,7 +42,7 @@ class Profiler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End a profile that is being made, and give the signal back."""
+        """End a profile that is being made, and restore the signal's handler."""
         self.stop()
         if self._before is not None:
             signal.signal(signal.SIGUSR2, self._before)
@@ -52,11 +51,11 @@ class Profiler:
             self._say(f"--profile_steps={first}:{last}: none of these steps was made")
 
     def due(self, step: int) -> bool:
-        """Tell whether a call of the train loop must end when `step` steps are done."""
+        """Return whether a call of the train loop must end when `step` steps are done."""
         return step in (self._running or ()) or step in (self._plan or ())
 
     def begin(self, step: int) -> None:
-        """Start what is to start when `step` steps are done: just before the next call.
+        """Start the profile that is due when `step` steps are done: just before the next call.
 
         A signal that comes while a profile is made asks for one after it.
         """
@@ -84,35 +83,31 @@ class Profiler:
         return tf.profiler.experimental.Trace("train", step_num=step, _r=1)
 
     def end(self, step: int) -> None:
-        """End what is to end when `step` steps are done: just after a call."""
+        """End the profile that is over when `step` steps are done: just after a call."""
         self._step = step
         if self._running and step >= self._running[1]:
             self.stop()
 
     def stop(self) -> None:
-        """End a profile that is being made, and write what there is; else do nothing."""
+        """End a profile that is being made, and write its folder, named by its steps."""
         if self._running is None:
             return
         (first, _), self._running = self._running, None
+        last, folder = self._step, self._train_dir / "train" / "plugins" / "profile"
         try:
             try:
                 tf.test.experimental.sync_devices()
             finally:
-                tf.profiler.experimental.stop(save=self._step > first)
-            if self._step > first:
-                self._name_trace(first, self._step)
+                tf.profiler.experimental.stop(save=last > first)
+            if last > first:
+                trace = max(folder.glob("*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
+                named = trace.parent.with_name(f"{trace.parent.name}_steps_{first}_{last}")
+                self._say(f"steps {first} to {last}: {trace.parent.rename(named) / trace.name}")
         except Exception as error:  # of any kind: a run is worth more than its profile
-            self._say(f"steps {first} to {self._step} failed: {first_line(error, 300)}")
+            self._say(f"steps {first} to {last} failed: {first_line(error, 300)}")
 
     def _say(self, line: str) -> None:
         self._print(f"profile     {line}")
 
     def _ask(self, *_: object) -> None:
         self._asked = True
-
-    def _name_trace(self, first: int, last: int) -> None:
-        """Name the folder of the trace after its steps."""
-        folder = self._train_dir / "train" / "plugins" / "profile"
-        trace = max(folder.glob("*/*.xplane.pb"), key=lambda path: path.stat().st_mtime_ns)
-        named = trace.parent.with_name(f"{trace.parent.name}_steps_{first}_{last}")
-        self._say(f"steps {first} to {last}: {trace.parent.rename(named) / trace.name}")

@@ -1,4 +1,4 @@
-"""What the results of runs say, as result.json and sweep.json hold them.
+"""The results of runs, as result.json and sweep.json hold them.
 
 A run's objective is the metric that says which of several is best: "test_accuracy" or
 "validation_auc", with its direction, "max" or "min". Results without one are of classifiers.
@@ -14,30 +14,31 @@ from towers import files
 Objective = tuple[str, str]  # metric of result.json, "max" or "min"
 
 
-_KINDS = {  # of what others than people read
+_TYPES = {  # of the values that programs read
     "steps": int, "examples": int, "num_towers": int, "batch_size": int, "devices": list,
     "objective": str, "direction": str, "train_dir": str,
 }  # fmt: skip
-_OF_NOTED = {"name": str, "status": str, "seconds": int | float, "flags": dict}
+_SWEEP_TYPES = {"name": str, "status": str, "seconds": int | float, "flags": dict}
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Return what result.json of a run holds, {} if it is absent or damaged."""
+    """Return the content of a run's result.json, {} if it is absent or damaged."""
+
+    def is_simple(value: Any) -> bool:
+        texts = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        return texts or isinstance(value, str | int | float | None)
+
     path = folder / "result.json"
     found = files.read_json(path)
-    simple = (isinstance(v, str | int | float | None) or _are_texts(v) for v in found.values())
-    if _are_of(_KINDS, found) and all(simple) and found.get("direction", "max") in ("max", "min"):
+    simple = all(map(is_simple, found.values()))
+    if _are_of(_TYPES, found) and simple and found.get("direction", "max") in ("max", "min"):
         return found
     files.damaged(path)
     return {}
 
 
-def _are_of(kinds: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
-    return all(isinstance(found[name], kind) for name, kind in kinds.items() if name in found)
-
-
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+def _are_of(types: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    return all(isinstance(found[name], kind) for name, kind in types.items() if name in found)
 
 
 def number(result: Mapping[str, Any], name: str) -> float | None:
@@ -59,9 +60,9 @@ def objective_of(result: Mapping[str, Any]) -> Objective:
 
 
 def common_objective(results: Sequence[Mapping[str, Any]]) -> tuple[Objective, str]:
-    """Return by what runs are compared, and a line that says so if their objectives differ.
+    """Return the objective that runs are compared by, and a line if their own ones differ.
 
-    Of several objectives it is the first one that all of them have, else the test loss.
+    Of several objectives it is the first one that all runs have, else the test loss.
     """
     found = list(dict.fromkeys(map(objective_of, results))) or [objective_of({})]
     if len(found) == 1:
@@ -78,14 +79,15 @@ def short(name: str) -> str:
 
 
 def noted_runs(folder: Path) -> list[dict[str, Any]]:
-    """Return what sweep.json of a folder says of each run, [] for a folder of no sweep."""
+    """Return the runs in a folder's sweep.json, [] for a folder of no sweep."""
+
+    def is_run(run: Any) -> bool:
+        known = isinstance(run, dict) and {"name", "status"} <= run.keys()
+        return known and _are_of(_SWEEP_TYPES, run)
+
     path = folder / "sweep.json"
     found = files.read_json(path).get("runs", [])
-    if isinstance(found, list) and all(map(_is_noted, found)):
+    if isinstance(found, list) and all(map(is_run, found)):
         return found
     files.damaged(path)
     return []
-
-
-def _is_noted(run: Any) -> bool:
-    return isinstance(run, dict) and {"name", "status"} <= run.keys() and _are_of(_OF_NOTED, run)

@@ -1,4 +1,4 @@
-"""What curves show of `towers train` and of a `fit` over towers alike: speed, and each tower."""
+"""Curves that `towers train` and a `fit` over towers share: speed, and each tower."""
 
 import contextlib
 import math
@@ -24,7 +24,7 @@ class Speed:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave the time of the block, which may hold others, out of the speed of training."""
+        """Leave the time of the block out of the speed of training; blocks may be nested."""
         start, before = self._clock(), self._paused_seconds
         yield
         self._paused_seconds = before + self._clock() - start
@@ -46,10 +46,7 @@ def by_tower(
     values: Mapping[str, Sequence[float | None]],
     num_examples: Sequence[float],
 ) -> dict[str, float]:
-    """Return {"tower_0/NAME": value}, as far as it is known, of each tower with examples.
-
-    Besides `values` that is the memory of its device.
-    """
+    """Return {"tower_0/NAME": value} of `values` and memory, for each tower with examples."""
     held = [memory.of_device(device) or (None, None) for device in devices]
     in_mib = zip(("memory_mib", "peak_memory_mib"), zip(*held, strict=True), strict=True)
     occupied = [i for i, number in enumerate(num_examples) if number > 0]

@@ -1,7 +1,7 @@
-"""What the towers of a step have to tell beside their sum: losses, gradients, times.
+"""Measures each tower of a step: losses, gradients, times.
 
-Everything here looks on: nothing that a step computes depends on it. Norms are computed only in a
-step that is `measured`, by the same graph, so that a step's numbers do not depend on that.
+Nothing that a step computes depends on it. Norms are computed only in a step that is `measured`, by
+the same graph, so that a step's numbers do not depend on that.
 
 CPUs are timed in every step. A GPU's op is over for TensorFlow when its kernel is queued: to know
 more, the host has to wait for a value from there. So GPUs are timed in a measured step alone, which
@@ -26,23 +26,23 @@ _OF_MEASURED = ("tower_seconds", "compute_seconds", "gather_seconds")  # on GPUs
 
 
 def measured_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what is measured: `measure` says what it is."""
+    """Return the shapes of what `measure` returns but for the seconds."""
     of_towers = ("tower_examples", "tower_loss", "tower_gradient_norm", "tower_cosine")
     return dict.fromkeys(of_towers, (num_towers,)) | {"data_gradient_norm": ()}
 
 
 def timed_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the seconds: `measure` says what they are."""
+    """Return the shapes of the seconds that `measure` returns."""
     return {"tower_seconds": (num_towers,)} | dict.fromkeys(PHASES, ())
 
 
 def on_gpus(builder: TowerBuilder) -> bool:
-    """Tell whether seconds are those of measured steps alone."""
+    """Return whether seconds are those of measured steps alone."""
     return any(map(is_gpu, builder.devices))
 
 
 def time_after(values: Any) -> tf.Tensor:
-    """Return the time at which `values` were there, in seconds, by the host's clock.
+    """Return the time when `values` are computed, in seconds, by the host's clock.
 
     It is NaN, and with it all seconds of a step, where ops are deterministic: TensorFlow then
     refuses to read a clock.
@@ -55,9 +55,9 @@ def time_after(values: Any) -> tf.Tensor:
 
 
 class Rest:
-    """Lets GPUs come to rest before a measured step, so that its seconds are its own.
+    """Waits for idle GPUs before a measured step, so that its seconds are its own.
 
-    What is copied to the host arrives when all kernels before it have run.
+    A copy to the host arrives when all kernels before it have run.
 
     Attributes:
         wanted: bool variable: whether a step is to be measured at all.
@@ -92,7 +92,7 @@ class Rest:
     def for_all_steps(
         self, values: dict[str, tf.Tensor], num_steps: tf.Tensor
     ) -> dict[str, tf.Tensor]:
-        """Return the seconds of the measured step as if each since the last such had taken them."""
+        """Return the measured step's seconds times the steps since the last measured one."""
         self._steps.assign_add(num_steps)
         steps = tf.cast(self._steps.read_value(), tf.float32)
         self._steps.assign(tf.where(self.wanted, 0, self._steps))
@@ -110,9 +110,15 @@ def measure(
 ) -> dict[str, tf.Tensor]:
     """Return how long a step took up to its gathered gradients, and how its towers agree.
 
-    `start` is the time before which no tower has begun; `loss` is the gathered one; `gradients` are
-    the gathered ones of the data's loss: one list, or one for each tower on its device. Norms are 0
-    unless the bool scalar `measured` wants them.
+    Args:
+        start: the time before which no tower has begun.
+        sums: of the towers.
+        loss: the gathered one.
+        gradients: the gathered ones of the data's loss: one list, or one for each tower on its
+            device.
+        builder: of the towers.
+        measured: a bool scalar: whether norms are wanted, else they are 0.
+        loss_scale: None: 1.
 
     Returns:
         Of each tower, [towers], 0 for one without examples: "tower_seconds" (from the batch to its
@@ -135,18 +141,16 @@ def measure(
             with tf.control_dependencies([loss]):  # as in `products._at_means`
                 losses = tf.cast(tf.stack(sums.losses), tf.float32)
             scale = 1.0 if loss_scale is None else tf.convert_to_tensor(loss_scale)
-            own, both, whole = tf.unstack(products, axis=1)
             of_towers = {
                 "tower_seconds": own_seconds,
                 "tower_examples": counts,
                 "tower_loss": tf.math.divide_no_nan(losses, counts * scale),
-                "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(own), counts * scale),
-                "tower_cosine": tf.math.divide_no_nan(both, tf.sqrt(own) * tf.sqrt(whole)),
             }
-            return _padded(of_towers, builder) | {
+            return {
+                **_padded(of_towers, builder),
+                **_agreement(products, counts * scale, scale, builder),
                 "compute_seconds": compute,
                 "gather_seconds": gathered - start - compute,
-                "data_gradient_norm": tf.sqrt(whole[0]) / scale,
             }
 
     return _if_measured(look, measured, builder)
@@ -155,12 +159,12 @@ def measure(
 def measure_joined(
     gradients: TowerGradients, builder: TowerBuilder, measured: tf.Tensor, scale: Any
 ) -> dict[str, tf.Tensor]:
-    """Return how towers agree whose outputs are joined; there is no loss of a tower.
+    """Return how towers agree whose outputs are joined for one loss; no tower has a loss.
 
     Args:
         gradients: of the towers, parts of that of one loss.
         builder: of the towers.
-        measured: a bool scalar: whether it is wanted.
+        measured: see `measure`.
         scale: of the loss.
 
     Returns:
@@ -185,24 +189,30 @@ def measure_joined(
                 # Nothing waits for the clock here, which may be read too late.
                 seconds += tf.maximum(tf.stack(ends) - start, 0.0)
         with tf.device(HOST):
-            own, both, whole = tf.unstack(products, axis=1)
-            values = {
-                "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(own), share),
-                "tower_cosine": tf.math.divide_no_nan(both, tf.sqrt(own) * tf.sqrt(whole)),
-                "tower_step_seconds": tf.cast(seconds, tf.float32),
-            }
-            norm = tf.sqrt(whole[0]) / tf.cast(scale, tf.float32)
-            return _padded(values, builder) | {"data_gradient_norm": norm}
+            found = _padded({"tower_step_seconds": tf.cast(seconds, tf.float32)}, builder)
+            return found | _agreement(products, share, tf.cast(scale, tf.float32), builder)
 
     with tf.device(HOST):
         found = _padded({"tower_examples": examples}, builder)
     return found | _if_measured(look, measured, builder)
 
 
+def _agreement(
+    products: tf.Tensor, weights: tf.Tensor, scale: Any, builder: TowerBuilder
+) -> dict[str, tf.Tensor]:
+    """Return norms and cosines, where a tower's gradient is its mean gradient times its weight."""
+    own, both, whole = tf.unstack(products, axis=1)
+    of_towers = {
+        "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(own), weights),
+        "tower_cosine": tf.math.divide_no_nan(both, tf.sqrt(own) * tf.sqrt(whole)),
+    }
+    return _padded(of_towers, builder) | {"data_gradient_norm": tf.sqrt(whole[0]) / scale}
+
+
 def _if_measured(
     look: Callable, measured: tf.Tensor, builder: TowerBuilder
 ) -> dict[str, tf.Tensor]:
-    """Return what `look` finds; zeros where GPUs would have to be waited for, and need not."""
+    """Return `look(measured)`; on GPUs, which it waits for, zeros unless `measured`."""
     if not on_gpus(builder):
         return look(measured)
     found: dict[str, tf.Tensor] = {}
@@ -220,8 +230,7 @@ def _if_measured(
 
 
 def _padded(of_towers: dict[str, tf.Tensor], builder: TowerBuilder) -> dict[str, tf.Tensor]:
-    """Return values of towers, with 0 for the last ones if they had no example."""
-    num_towers = len(builder.devices)
+    num_towers = len(builder.devices)  # the last ones may have had no example
     return {
         name: tf.pad(values, [[0, num_towers - values.shape[0]]])
         for name, values in of_towers.items()
@@ -229,7 +238,7 @@ def _padded(of_towers: dict[str, tf.Tensor], builder: TowerBuilder) -> dict[str,
 
 
 def _arrived(values: Any, device: str) -> tf.Tensor:
-    """Return a value that a device sends when it has computed all these; see `_ends`."""
+    """Return a value that reaches the host when a device has computed `values`; see `_ends`."""
     tensors = _tensors(values)
     smallest = min(tensors, key=lambda t: t.shape.num_elements() or 2**40)
     with tf.device(device), tf.control_dependencies(tensors):
@@ -261,5 +270,5 @@ def _ends(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
 
 def _tensors(structure: Any) -> list[tf.Tensor]:
     leaves = tf.nest.flatten(structure, expand_composites=True)
-    # Of examples that lie on GPUs, their numbers come.
+    # A device-resident batch is timed by its row indices, which are on the host.
     return [getattr(leaf, "rows", leaf) for leaf in leaves if leaf is not None]
