@@ -12,7 +12,7 @@ from towers.options.augmentation import PARTS, parse
 
 pytestmark = pytest.mark.unit
 
-SHAPES = [(32, 32, 3), (28, 28, 1), (5, 7, 4), (1, 1, 1), (48, 64, 3)]
+SHAPES = [(32, 32, 3), (28, 29, 1), (1, 1, 1), (48, 64, 3)]
 ALMOST_ONE = np.float32(1) - np.float32(2) ** -24  # the largest float32 below 1
 
 
@@ -61,7 +61,7 @@ def standardised(image):
 of_all_kinds = pytest.mark.parametrize("kind", augment.names)
 of_shapes = pytest.mark.parametrize(
     ("shape", "stored"),
-    [*((shape, np.uint8) for shape in SHAPES), ((32, 32, 3), np.float32), ((5, 7, 4), np.float32)],
+    [*((shape, np.uint8) for shape in SHAPES), ((5, 7, 4), np.float32)],
 )
 
 
@@ -95,11 +95,12 @@ def test_eval_images_are_tensorflows(shape, kind, stored):
 
 
 def test_shapes_after_augmentation():
-    assert augment.output_shape((32, 32, 3), "tutorial") == (24, 24, 3)
     assert augment.output_shape((28, 29, 1), "tutorial") == (21, 21, 1)
     assert augment.output_shape((1, 1, 1), "tutorial") == (1, 1, 1)
     for kind in ("resnet", "shift", "none", "resnet,cutout"):
         assert augment.output_shape((32, 30, 3), kind) == (32, 30, 3)
+    with pytest.raises(ValueError, match="allowed are auto, tutorial, resnet, shift, none, off"):
+        augment.output_shape((32, 32, 3), "tutorail")
 
 
 @pytest.mark.graph
@@ -108,9 +109,8 @@ def test_shapes_after_augmentation():
     ("shape", "stored"),
     [
         ((32, 32, 3), np.uint8),
-        *run(((28, 28, 1), np.float32), ((5, 7, 4), np.float32), ((1, 1, 1), np.uint8)),
-        *run(((48, 64, 3), np.float32), ((3, 300, 2), np.uint8)),
-        *run(((2040, 2047, 1), np.float32), ((2040, 2047, 1), np.uint8)),
+        *run(((5, 7, 4), np.float32), ((1, 1, 1), np.uint8), ((3, 300, 2), np.uint8)),
+        *run(((2040, 2047, 1), np.float32)),
     ],
 )
 def test_a_gpu_s_way_gives_the_same_bits(shape, kind, stored):
@@ -141,44 +141,12 @@ def test_a_gpu_s_way_gives_the_same_bits(shape, kind, stored):
     assert "GatherV2" not in of_gpu and "ImageProjectiveTransformV2" in of_gpu
 
 
-@pytest.mark.parametrize("kind", ["tutorial", "resnet"])
-def test_every_place_is_as_likely(kind):
-    # One bright pixel in a dark image shows where the crop lies.
-    images = np.zeros((9000, 32, 32, 1), np.uint8)
-    images[:, 15, 16] = 255
-    draws = np.random.default_rng(1).random((9000, augment.NUM_DRAWS), np.float32)
-    draws[:, 2] = 0.75  # not mirrored
-    result = augment.train_images(images, draws, kind).numpy()[..., 0]
-    rows, columns = result.max(2).argmax(1), result.max(1).argmax(1)
-    for places in (rows, columns):
-        _, counts = np.unique(places, return_counts=True)
-        assert len(counts) == 9
-        assert counts.min() > 850 and counts.max() < 1150
-
-
-@pytest.mark.parametrize(("kind", "draw"), [("tutorial", 2), ("resnet", 2), ("shift", -1)])
-def test_half_of_the_images_are_mirrored(kind, draw):
-    images, _ = make(1)
-    draws = np.full((1000, augment.NUM_DRAWS), 0.5, np.float32)
-    draws[:, draw] = np.random.default_rng(2).random(1000)
-    result = augment.train_images(np.repeat(images, 1000, 0), draws, kind).numpy()
-    same = (result == result[0]).all((1, 2, 3))
-    mirrored = np.isclose(result[:, :, ::-1], result[0], atol=1e-5).all((1, 2, 3))
-    assert (same ^ mirrored).all()
-    assert 450 < same.sum() < 550
-
-
 def test_an_image_of_one_colour_does_not_become_noise():
     images = np.repeat(np.uint8([0, 77, 255]), 32 * 32 * 3).reshape(3, 32, 32, 3)
     _, draws = make(3)
     for kind in "tutorial", "none":
         np.testing.assert_allclose(augment.train_images(images, draws, kind), 0, atol=1e-3)
         np.testing.assert_allclose(augment.eval_images(images, kind), 0, atol=1e-3)
-
-
-def test_an_unknown_kind():
-    with pytest.raises(ValueError, match="allowed are auto, tutorial, resnet, shift, none, off"):
-        augment.output_shape((32, 32, 3), "tutorail")
 
 
 # Parts
@@ -212,11 +180,8 @@ def only(op, images, plus=True, magnitude=10):
 
 @pytest.mark.parametrize(
     ("shape", "stored"),
-    [
-        ((32, 32, 3), np.uint8), ((28, 28, 1), np.float32), ((9, 14, 3), np.uint8),
-        ((6, 5, 4), np.float32), ((2, 2, 3), np.uint8),
-    ],
-)  # fmt: skip
+    [((28, 28, 1), np.float32), ((9, 14, 4), np.uint8), ((2, 2, 3), np.uint8)],
+)
 @pytest.mark.parametrize("part", [*PARTS, "mixup,cutmix"])
 def test_images_of_all_kinds_stay_images(part, shape, stored):
     images, draws = make(10, shape, stored=stored)
@@ -240,9 +205,9 @@ ALL = "resnet,cutout=5,color,randaugment"
     ("kind", "dtype"),
     [
         *((kind, tf.float32) for kind in augment.names),
-        *run(*((kind, tf.float64) for kind in augment.names)),
-        *run((ALL, tf.float32), (ALL, tf.float64), ("resnet,mixup", tf.float64)),
-        *run(("resnet,cutmix", tf.float32), ("resnet,mixup,cutmix", tf.float64)),
+        *run(("tutorial", tf.float64), ("shift", tf.float64)),
+        *run((ALL, tf.float32), (ALL, tf.float64), ("resnet,cutmix", tf.float32)),
+        *run(("resnet,mixup,cutmix", tf.float64)),
     ],
 )
 def test_an_example_is_the_same_in_any_slice(kind, dtype):
@@ -338,22 +303,10 @@ def test_ops_of_randaugment_against_what_they_are_for():
         np.testing.assert_array_equal(only(op, cross, False, 9), moved[:, :, ::-1])
 
 
-def test_ops_of_randaugment_are_equally_likely():
-    images = np.tile(RAMP, (4000, 1, 1, 1)) + np.float32(0.25)
-    rng = np.random.default_rng(3)
-    draws = rng.random((4000, augment.NUM_DRAWS), np.float32)
-    same = (list(parts.OPS).index("identity") + 0.5) / len(parts.OPS)
-    draws = with_draw(draws, OP_1=same)
-    found = parts.on_values(tf.constant(images), draws, parse("none,randaugment"), tf.uint8)
-    unchanged = (found.numpy() == images).all((1, 2, 3)).mean()
-    # Itself, equalize of few pixels, shears by less than half a pixel, sharpness of what is even.
-    assert unchanged == pytest.approx(5 / 14, abs=0.03)
-
-
 # Mixed with another of the batch
 
 
-@pytest.mark.parametrize("alpha", [0.1, 0.2, 1.0, 4.0])
+@pytest.mark.parametrize("alpha", [0.1, 1.0, 4.0])
 def test_shares_are_of_a_beta_distribution(alpha):
     _, draws = make(40_000, (1, 1, 1))
     shares = parts.share(32, 32, draws, parse(f"none,mixup={alpha}"), tf.float64).numpy()
@@ -383,7 +336,7 @@ def test_an_image_is_mixed_as_its_loss_is(part):
 
 def test_extreme_draws_are_shares():
     draws = np.zeros((2, augment.NUM_DRAWS), np.float32)
-    draws[1] = np.float32(1) - np.float32(2) ** -24
+    draws[1] = ALMOST_ONE
     for part in ("mixup=0.01", "mixup=100", "cutmix=0.01", "cutmix=100"):
         share = parts.share(8, 8, draws, parse(f"none,{part}"), tf.float32).numpy()
         assert ((share >= 0) & (share <= 1)).all()
@@ -409,14 +362,11 @@ def own(kind, name="mine:load"):
     return data_set(name, {"train": OWN[kind], "test": OWN[kind]})
 
 
-def test_the_user_s_own_examples_are_not_changed_unasked():
+def test_the_data_sets_that_come_with_towers_are_augmented_and_no_others_unasked():
     for kind, of_plain in {"images": "none", "masks": "none", "numbers": "off"}.items():
         assert augment.resolve("auto", own(kind)) == of_plain
         assert augment.resolve("auto", own(kind), compiled=True) == "off"
         assert augment.resolve("off", own(kind)) == "off"
-
-
-def test_the_data_sets_that_come_with_towers_are_augmented():
     for name in "shapes", "cifar10", "cifar100", "cifar100_coarse":
         for compiled in True, False:
             assert augment.resolve("auto", own("images", name), compiled) == "tutorial"

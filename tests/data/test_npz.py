@@ -24,8 +24,7 @@ def save(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("val", ["val", "validation"])
-@pytest.mark.parametrize("w", ["w", "sample_weight"])
+@pytest.mark.parametrize(("val", "w"), [("val", "w"), ("validation", "sample_weight")])
 def test_keys_say_which_half_and_part_an_array_is(save, val, w):
     halves = {"train": 20, val: 19, "test": 18}  # rows
     parts = {"x": X, "y": Y, w: np.ones(20)}

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tests.data.splits import all_of, assert_same, flat, run, take
 from towers.data import ArraySplit, DatasetSplit, augment, streams
 from towers.data.encoded import EncodedSplit
-from towers.data.pipeline import held_out_rows
+from towers.data.pipeline import held_out_rows, shuffled_rows
 from towers.errors import InputError
 
 pytestmark = pytest.mark.graph
@@ -51,8 +51,7 @@ def labels_of(batches):
     params=[
         ("arrays", 7, 16),
         ("dataset", 12, 4),
-        *run([("arrays", 12, 4)], [("arrays", 1, 3)], [("arrays", 130, 64)], [("dataset", 7, 16)]),
-        *run([("dataset", 1, 3)], [("encoded", 12, 4)], [("encoded", 7, 16)]),
+        *run([("arrays", 1, 3)], [("dataset", 7, 16)], [("encoded", 12, 4)]),
     ],
 )
 def whole(request):
@@ -65,17 +64,14 @@ def whole(request):
     )
 
 
-def test_every_epoch_has_every_example_once(whole):
+def test_every_epoch_has_every_example_once_in_full_and_static_batches(whole):
+    """With autotuning the end of a long run waits up to a minute for a thread that sleeps."""
     size, labels = whole.split.size, labels_of(whole.batches)
     epochs = labels[: len(labels) // size * size].reshape(-1, size)
     np.testing.assert_array_equal(np.sort(epochs, axis=1), [range(size)] * len(epochs))
     if size >= 10:
         assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
         assert tuple(epochs[0]) != tuple(range(size))
-
-
-def test_batches_are_full_and_static_and_an_iterator_is_dropped_at_once(whole):
-    """With autotuning the end of a long run waits up to a minute for a thread that sleeps."""
     size = whole.batch_size
     example = tf.TensorSpec([size, 2, 3, 3], tf.uint8), tf.TensorSpec([size], tf.int32)
     draws = tf.TensorSpec([size, augment.NUM_DRAWS], tf.float32)
@@ -116,7 +112,7 @@ def test_the_order_goes_by_examples_and_the_draws_by_seed_and_step(whole):
 @pytest.mark.run
 @pytest.mark.parametrize(
     ("kind", "seeds"),
-    [("arrays", (0, -1, 1 + 2**32, 2**63 - 1)), ("dataset", (2,)), ("encoded", (2,))],
+    [("arrays", (0, -1, 1 + 2**32, 2**63 - 1)), ("dataset", (2,))],
 )
 def test_a_seed_is_one_order_and_one_set_of_draws(kind, seeds):
     first = take(make(40, kind), 8, 6, seed=1)
@@ -168,17 +164,22 @@ def chi_square(values, kinds):
     return ((counts - expected) ** 2 / expected).sum() / kinds
 
 
+def orders(size, num_epochs):
+    """Return the rows of each epoch."""
+    batches = shuffled_rows(size, size, seed=1, examples=0).take(num_epochs)
+    return np.array([*batches.as_numpy_iterator()])
+
+
 @pytest.mark.run
 def test_epochs_are_unrelated_and_do_not_repeat():
     size, num_epochs = 64, 600
-    labels = labels_of(take(make(size), 50 * size, num_epochs // 50, seed=1))
-    labels = labels.reshape(num_epochs, size)
-    assert len({tuple(epoch) for epoch in labels}) == num_epochs
+    rows = orders(size, num_epochs)
+    assert len({tuple(epoch) for epoch in rows}) == num_epochs
     # Each place has each example about equally often, as do the steps from epoch to epoch and from
     # place to place (given the plain seed it is above 5).
-    steps = (labels[1:] - labels[:-1]) % size
-    neighbours = (labels[:, 1:] - labels[:, :-1]) % size
-    assert 0.4 < chi_square(labels + size * np.arange(size), size * size) < 1.6
+    steps = (rows[1:] - rows[:-1]) % size
+    neighbours = (rows[:, 1:] - rows[:, :-1]) % size
+    assert 0.4 < chi_square(rows + size * np.arange(size), size * size) < 1.6
     assert 0.4 < chi_square(steps, size) < 1.6
     assert 0.4 < chi_square(neighbours - 1, size - 1) < 1.6
 
@@ -186,8 +187,8 @@ def test_epochs_are_unrelated_and_do_not_repeat():
 @pytest.mark.run
 def test_neighbours_of_a_large_epoch_are_unrelated():
     size, num_epochs = 20_000, 60
-    labels = labels_of(take(make(size), size, num_epochs, seed=1)).reshape(num_epochs, size)
-    neighbours = (labels[:, 1:] - labels[:, :-1]) % size
+    rows = orders(size, num_epochs)
+    neighbours = (rows[:, 1:] - rows[:, :-1]) % size
     assert chi_square(neighbours * 200 // size, 200) < 1.6
 
 
@@ -196,8 +197,7 @@ def test_neighbours_of_a_large_epoch_are_unrelated():
 
 @pytest.mark.parametrize(
     ("kind", "batch_size"),
-    [("arrays", 3), ("arrays", 10), ("dataset", 64), ("encoded", 3)]
-    + run(("arrays", 1), ("arrays", 64), ("dataset", 3), ("encoded", 64)),
+    [("arrays", 3), ("arrays", 10), ("dataset", 64), ("encoded", 3)] + run(("dataset", 3)),
 )
 def test_one_pass_counts_each_example_once(kind, batch_size):
     dataset = make(10, kind).eval_batches(batch_size)
@@ -255,9 +255,11 @@ def rows_of(example):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("kind", ["arrays", "dataset"])
-@pytest.mark.parametrize("name", INPUTS)
-def test_any_structure_is_given_out_whole_and_in_step(kind, name):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*((name, "arrays") for name in INPUTS), *((name, "dataset") for name in list(INPUTS)[2:])],
+)
+def test_any_structure_is_given_out_whole_and_in_step(name, kind):
     example, stored = INPUTS[name]
     split = ArraySplit(*example)
     expected = rows_of(all_of(split))
@@ -280,12 +282,12 @@ def test_any_structure_is_given_out_whole_and_in_step(kind, name):
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(("size", "fraction", "num"), [(50, 0.1, 5), (2, 0.01, 1), (7, 0.9, 6)])
-def test_some_examples_are_held_out_and_not_all(size, fraction, num):
-    rest, held = (rows.tolist() for rows in held_out_rows(size, fraction))
-    assert (len(rest), len(held)) == (size - num, num)
-    assert sorted(rest + held) == list(range(size))
-    assert (rest, held) == (sorted(rest), sorted(held))
+def test_some_examples_are_held_out_and_not_all():
+    for size, fraction, num in (50, 0.1, 5), (2, 0.01, 1), (7, 0.9, 6):
+        rest, held = (rows.tolist() for rows in held_out_rows(size, fraction))
+        assert (len(rest), len(held)) == (size - num, num)
+        assert sorted(rest + held) == list(range(size))
+        assert (rest, held) == (sorted(rest), sorted(held))
 
 
 @pytest.mark.run
@@ -307,7 +309,7 @@ def test_what_is_held_out_of_data_with_a_period_is_a_fair_sample():
 
 
 @pytest.mark.unit
-def test_a_part_is_held_out_of_a_part():
+def test_a_part_is_held_out_of_a_part_but_none_of_one_example():
     rest, test = make(40).held_out(0.25)
     train, validation = rest.held_out(0.2)
     parts = [all_of(split)[1] for split in (train, validation, test)]
@@ -315,10 +317,6 @@ def test_a_part_is_held_out_of_a_part():
     assert sorted(np.concatenate(parts)) == list(range(40))
     sums = {s.checksum()["sha256"] for s in (rest, test, train, validation)}
     assert len(sums) == 4
-
-
-@pytest.mark.unit
-def test_nothing_can_be_held_out_of_one_example():
     with pytest.raises(InputError, match="there is 1 example"):
         make(1).held_out(0.5)
 

@@ -42,67 +42,52 @@ def pipe(path):
     return path
 
 
-def of_file(name):
-    data.load(pipe(name))
+def images(kind, write):
+    """Return a reader of a data set in this folder, one of whose files is a pipe."""
+
+    def read(name):
+        write(Path(), range(3), split="train")
+        write(Path(), range(3, 6), split="test")
+        pipe(name)
+        data.load(kind, ".")
+
+    return read
 
 
-def of_device(name):
-    os.symlink("/dev/zero", name)
-    data.load(name)
-
-
-def of_folder(name):
-    write_folder(Path(), range(3), split="train")
-    write_folder(Path(), range(3, 6), split="test")
-    pipe(name)
-    data.load("folder", ".")
-
-
-def of_tfrecord(name):
-    write_tfrecord(Path(), range(3), split="train")
-    write_tfrecord(Path(), range(3, 6), split="test")
-    pipe(name)
-    data.load("tfrecord", ".")
-
-
-def of_cifar(name):
+def cifar(name):
     write_binaries(Path(), CIFAR10)
     data.load("cifar10", os.path.dirname(pipe(name)) or ".")
 
 
-def of_flags(name):
-    cli.parse("train", [f"--flagfile={pipe(name)}"])
+def device(name):
+    os.symlink("/dev/zero", name)
+    data.load(name)
 
 
-def nested(name):
-    pipe(name)
-    with open("a.cfg", "w") as file:
-        file.write(f"--flagfile={name}\n")
+def nested_flags(name):
+    Path("a.cfg").write_text(f"--flagfile={pipe(name)}\n")
     cli.parse("train", ["--flagfile=a.cfg"])
 
 
-def of_run(name):
-    pipe(name)
-    cli.parse("evaluate", ["--train_dir=run"])
-
-
-def predicted(name):
-    inputs._part(pipe(name), None)
-
-
-PREDICTED = "csv", "npy", "npz", "png"
+def run(name):
+    cli.parse("evaluate", [f"--train_dir={os.path.dirname(pipe(name))}"])
 
 
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("mine.csv", of_file), ("mine.npz", of_file), ("linked.csv", of_device),
-        ("train/cat/x.png", of_folder), ("test/dog/deep/x.jpg", of_folder),
-        ("train-0.tfrecord", of_tfrecord), ("test-0.tfrecord", of_tfrecord),
-        ("data_batch_1.bin", of_cifar), ("a.cfg", of_flags), ("b.cfg", nested),
-        ("run/flags.cfg", of_run), *(((f"mine.{kind}", predicted)) for kind in PREDICTED),
+        *((f"mine.{ending}", lambda name: data.load(pipe(name))) for ending in ("csv", "npz")),
+        *(
+            (f"mine.{ending}", lambda name: inputs._part(pipe(name), None))
+            for ending in ("csv", "npy", "npz", "png")
+        ),
+        ("linked.csv", device),
+        *((n, images("folder", write_folder)) for n in ("train/cat/x.png", "test/dog/x/y.jpg")),
+        *((f"{half}-0.tfrecord", images("tfrecord", write_tfrecord)) for half in ("train", "test")),
+        ("data_batch_1.bin", cifar),
+        ("a.cfg", lambda name: cli.parse("train", [f"--flagfile={pipe(name)}"])),
+        ("b.cfg", nested_flags), ("run/flags.cfg", run),
     ],
-    ids=lambda given: getattr(given, "__name__", given),
 )  # fmt: skip
 def test_of_users(name, read):
     with pytest.raises(InputError, match="pipe or a device, and a file is needed"):

@@ -5,6 +5,7 @@ import io
 import re
 import shlex
 import sys
+import types
 
 import pytest
 import tensorflow as tf
@@ -21,16 +22,11 @@ from towers.options.timetable import Timetable
 pytestmark = pytest.mark.graph
 
 METRICS = {
-    "loss": 1.25,
-    "penalty": 0.5,
-    "gradient_norm": 2.0,
-    "learning_rate": 0.05,
-    "data_gradient_norm": 1.5,
-    "tower_examples": [64.0, 64.0],
-    "tower_loss": [1.0, 1.5],
-    "tower_gradient_norm": [3.0, 2.0],
-    "tower_cosine": [0.5, 0.75],
-}
+    "loss": 1.25, "penalty": 0.5, "learning_rate": 0.05,
+    "gradient_norm": 2.0, "data_gradient_norm": 1.5,
+    "tower_examples": [64.0, 64.0], "tower_loss": [1.0, 1.5],
+    "tower_gradient_norm": [3.0, 2.0], "tower_cosine": [0.5, 0.75],
+}  # fmt: skip
 DEVICES = ["/cpu:0", "/cpu:1"]
 
 
@@ -48,18 +44,10 @@ def call(num_steps, **seconds):
     return {name: tf.constant(value) for name, value in values.items()}
 
 
-class Clock:
-    """A clock that stands still until it is told to go on."""
-
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    """A clock that stands still until it is told to go on."""
+    return types.SimpleNamespace(now=100.0)
 
 
 @pytest.fixture
@@ -74,15 +62,10 @@ def make(tmp_path, clock, out):
 
         def monitor(first=0, last=100, devices=DEVICES, health=dict, **options):
             plan = timetable(first, last, **options)
-            found = Monitor(tmp_path, plan, devices, health=health, out=out, clock=clock)
-            return made.enter_context(contextlib.closing(found))
+            now = dict(health=health, out=out, clock=lambda: clock.now)
+            return made.enter_context(contextlib.closing(Monitor(tmp_path, plan, devices, **now)))
 
         yield monitor
-
-
-@pytest.fixture
-def monitor(make):
-    return make()
 
 
 def step_to(monitor, before, step, metrics=METRICS):
@@ -99,7 +82,8 @@ def values_at(folder, step):
     return {tag: value for at, tag, value in tiny.events(folder) if at == step}
 
 
-def test_the_lines_in_full(monitor, clock, out):
+def test_the_lines_in_full(make, clock, out):
+    monitor = make()
     step_to(monitor, 0, 1)
     clock.now += 4
     step_to(monitor, 1, 11, METRICS | {"loss": 0.5})
@@ -119,7 +103,8 @@ def test_the_lines_in_full(monitor, clock, out):
         assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d: " + re.escape(words), line)
 
 
-def test_a_point_of_training_in_full(monitor, clock, tmp_path):
+def test_a_point_of_training_in_full(make, clock, tmp_path):
+    monitor = make()
     step_to(monitor, 0, 1)
     first = values_at(tmp_path / "train", 0)  # flushed at once
     memory = {tag: value for tag, value in first.items() if tag.endswith("memory_mib")}
@@ -181,9 +166,9 @@ def test_one_tower_with_examples_has_no_noise_scale(tmp_path, make, num_towers):
 
 
 def test_a_straggler_is_named_and_the_health_of_the_gpus_is_part_of_a_point(tmp_path, make, out):
-    windows = iter([{"gpu_3/power_watts": 250.0}, {}, {}, {}])
+    windows = iter([{"gpu_3/power_watts": 250.0}, {}, {}])
     monitor = make(health=lambda: next(windows))
-    for step in 1, 2, 3, 4:
+    for step in 1, 2, 3:
         monitor.progress(step, call(1) | {"tower_seconds": tf.constant([0.1, 0.3])})
         monitor.train_point(step, METRICS)
     (line,) = [line for line in out.getvalue().splitlines() if "straggler" in line]
@@ -242,16 +227,22 @@ def test_an_evaluation_that_was_cut_short_is_drawn_anew(tmp_path, make):
     ]
 
 
-def test_a_run_that_ended_in_its_last_evaluation_knows_its_figures(clock, make):
-    monitor = make(last=3)
-    for step in 1, 2, 3:
+def test_the_speed_is_the_median_without_the_first_window_and_is_known_to_the_next_process(
+    clock, make
+):
+    monitor = make(last=5, batch_size=100)
+    assert monitor.examples_per_second() is None
+    step_to(monitor, 0, 1)
+    medians = []
+    for step, rate in enumerate([1.0, 100.0, 300.0, 110.0], start=2):
+        clock.now += 100 / rate
         step_to(monitor, step - 1, step, METRICS | {"loss": step / 2})
-        clock.now += 2
-    expected = monitor.examples_per_second()
+        medians.append(monitor.examples_per_second())
+    assert medians == pytest.approx([1.0, 100.0, 200.0, 110.0])
     monitor.close()
-    again = make(3, last=3)
-    assert (again.last_loss, again.examples_per_second()) == (1.5, expected)
-    assert make(3, last=9).examples_per_second() is None  # which is to be that of its own steps
+    again = make(5, last=5)  # as if the first had ended in its last evaluation
+    assert (again.last_loss, again.examples_per_second()) == (2.5, pytest.approx(110.0))
+    assert make(5, last=9).examples_per_second() is None  # which is to be that of its own steps
 
 
 def test_pauses_are_no_training_time(tmp_path, clock, make):
@@ -268,25 +259,12 @@ def test_pauses_are_no_training_time(tmp_path, clock, make):
     assert points(tmp_path / "train", "speed/seconds_per_step") == [(4, 0.5), (8, 1.0)]
 
 
-def test_the_speed_is_the_median_without_the_first_window(clock, make):
-    monitor = make(batch_size=100)
-    assert monitor.examples_per_second() is None
-    step_to(monitor, 0, 1)
-    medians = []
-    for step, rate in enumerate([1.0, 100.0, 300.0, 110.0], start=2):
-        clock.now += 100 / rate
-        step_to(monitor, step - 1, step)
-        medians.append(monitor.examples_per_second())
-    assert medians == pytest.approx([1.0, 100.0, 200.0, 110.0])
-
-
 def test_lines_go_to_standard_output_and_may_follow_the_end_of_the_bar(tmp_path, capsys):
     monitor = Monitor(tmp_path, timetable(last=3), DEVICES)
     monitor.progress(2, call(2))
     monitor.close()
     monitor.say("done")
-    monitor.say()
-    assert capsys.readouterr() == ("done\n\n", "")
+    assert capsys.readouterr() == ("done\n", "")
 
 
 @pytest.mark.parametrize("path, expected", [("{bin}", "towers"), ("/nowhere", "the bin/towers")])

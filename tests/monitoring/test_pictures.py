@@ -52,8 +52,9 @@ def test_three_or_four_channels_are_colours_and_of_others_the_first_is_gray():
         np.testing.assert_array_equal(pictures.to_bytes(image), image[..., shown])
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (20, 90, 3), (500, 40, 3), (700, 900, 3)])
-@pytest.mark.parametrize("num", [1, 7])
+@pytest.mark.parametrize(
+    ("shape", "num"), [((1, 1, 1), 7), ((20, 90, 3), 1), ((500, 40, 3), 7), ((700, 900, 3), 1)]
+)
 def test_each_tower_with_examples_shows_its_images_with_their_names(shape, num):
     random = np.random.default_rng(0)
     seen = [(random.random((n, *shape), np.float32), random.integers(0, 3, n)) for n in (num, 2, 0)]
@@ -111,9 +112,7 @@ def test_a_matrix_shows_shares_of_rows():
     assert np.all(cells[counts == 0] == 255)
 
 
-@pytest.mark.parametrize(
-    "num", [1, 30, pytest.param(1000, marks=pytest.mark.run), 1001]
-)
+@pytest.mark.parametrize("num", [1, 30, pytest.param(1000, marks=pytest.mark.run), 1001])
 def test_a_confusion_matrix_is_bounded_and_still_tells(num):
     labels = np.arange(num, dtype=np.int32)
     said = np.roll(labels, 1)

@@ -1,4 +1,4 @@
-"""What users give as arrays: examples of any structure, checked.
+"""Checks and converts the user's arrays: examples of any structure.
 
     x, y = examples("train", ({"tokens": [[1, 2], [3, 4]], "price": [0.5, 1.5]}, [0, 1]))
 
@@ -22,11 +22,11 @@ CLASSES_ARE = "classes are 0, 1, 2, ...: return floats where targets are no clas
 
 
 def examples(name: str, parts: Sequence[object]) -> Structure:
-    """Return (x,), (x, y) or (x, y, sample_weight) as arrays of as many rows, as they are kept.
+    """Return (x,), (x, y) or (x, y, sample_weight) as arrays, of the types that splits store.
 
     Args:
         name: of the whole, for messages.
-        parts: what the user gave for x, y and sample_weight; the last of them may be None.
+        parts: the user's x, y and sample_weight; the last of them may be None.
 
     Raises:
         InputError: something cannot be an array of numbers, booleans or texts, has a NaN or an

@@ -7,20 +7,9 @@ its row), and nothing on the tower that it falls to:
     draws = tf.random.stateless_uniform([128, augment.NUM_DRAWS], seed=[seed, step])
     images = augment.train_images(images_uint8, draws, "tutorial")  # float32 [128, 24, 24, 3]
 
-The kinds:
-
-* "tutorial", as TensorFlow's CIFAR-10 tutorial: random crop to three quarters of each side, random
-  flip, random brightness, random contrast, standardised. Evaluation: the centre crop.
-* "resnet": four zero pixels around, random crop back to full size, flip, standardised. Evaluation:
-  the whole image.
-* "shift": as "resnet", but two pixels around, which are the image's own, reflected; an image is
-  mirrored in every other epoch, half of them in the first; and brightness and contrast are kept:
-  bytes become numbers from -2 to 2, other numbers stay.
-* "none": standardised.
-* "off": nothing, for images that are already as the model takes them, and for all other data.
-
-After a kind there may be parts, "resnet,cutout=8,mixup=0.2", of which `parts` tells; evaluation
-knows nothing of them.
+A kind is a base, as the README describes them, and after it there may be parts, as in
+"resnet,cutout=8,mixup=0.2", see `parts`. Evaluation knows the base alone: the centre crop, or the
+whole image.
 
 The tutorial's brightness adds one number (up to 63 of 255) to the whole image. Nothing is clipped
 after it, contrast is about the mean, and standardisation takes the mean away: it cancels. So it is
@@ -118,7 +107,7 @@ def describe(data: Data, kind: str, dtype: tf.DType | str | None = tf.float32) -
     Args:
         data: the data set.
         kind: one of `names`, and parts.
-        dtype: what images become; None: they stay what they are.
+        dtype: of the images for the model; None: as stored.
     """
     def named(structure: Structure) -> str:  # "tokens [80] int32, price [] float32"
         texts = []

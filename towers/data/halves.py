@@ -55,8 +55,8 @@ def load(dataset: str) -> Data:
     """Call the user's function, "module:function", and check what it returns, see `data_set`.
 
     Raises:
-        InputError: the module or the function is not there, or what the function returned is not
-            data to train on. What the function itself raises is left as it is.
+        InputError: there is no such module or function, or its result is no data to train on. The
+            function's own errors are left as they are.
     """
     result = call_plainly("dataset", dataset)
     if isinstance(result, dict):
@@ -93,7 +93,7 @@ def data_set(
         class_names: their names; without them they are numbers.
 
     Raises:
-        InputError: what is given is not data to train on, or the splits are not alike.
+        InputError: a split is no data to train on, or the splits are not alike.
     """
     checked = {half: _user_split(f"{name}: {half}", value) for half, value in given.items()}
     train, notes = checked["train"], ()
@@ -163,8 +163,8 @@ def _user_split(name: str, given: object) -> "_Given":
     return _Arrays(name, given)
 
 
-# Each kind of split has `name`, `spec` and `size`; `largest_label`, with what a person finds it by;
-# and `split`, which refuses labels from `num_classes` on, unless that is 0.
+# Each kind of split has `name`, `spec` and `size`; `largest_label` with its place; and `split`,
+# which refuses labels from `num_classes` on, unless that is 0.
 
 
 class _Arrays:

@@ -99,6 +99,6 @@ def opened(path: str, named: str) -> Iterator[np.lib.npyio.NpzFile]:
 
 
 def fault(error: Exception, ending: str) -> str:
-    """Return what is wrong with a file of numpy's, from what numpy raised."""
+    """Return the fault of a file of numpy's, from the error that numpy raised."""
     objects = re.search("Object arrays|Python objects", str(error))
     return "has arrays of objects" if objects else f"is damaged, or no {ending} file"

@@ -26,7 +26,7 @@ _CHUNK_BYTES = 64 * 2**20  # sent at once to a worker: no message may have 2 GiB
 
 
 class OnTowers:
-    """A split on the devices of towers, or of their workers; `bytes` is what it takes of each."""
+    """A split in the memory of towers' devices, or of their workers; it takes `bytes` of each."""
 
     def __init__(self, split: ArraySplit, homes: Sequence[str]):
         """Copy the split to these devices, one for each tower; several may have one."""
@@ -61,7 +61,7 @@ def store(split: Split, names: Sequence[str]) -> OnTowers | None:
     """Copy a split to where the towers with these devices are.
 
     It is None where some are on CPUs of this machine, which have it already, and where it takes
-    more than a quarter of what is free.
+    more than a quarter of the free memory.
     """
     if not isinstance(split, ArraySplit):
         return None

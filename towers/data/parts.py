@@ -216,17 +216,16 @@ def _posterize(images: tf.Tensor, amounts: tf.Tensor) -> tf.Tensor:
     return tf.floor(images / step) * step
 
 
-def _warp(kind: str) -> Callable:
-    return lambda images, amounts: _warped(images, **{kind: tf.cast(amounts, tf.float64)})
-
-
-def _warped(
+def _affine(
     images: tf.Tensor, turn: Any = 0.0, shear_x: Any = 0.0, shear_y: Any = 0.0, shift_x: Any = 0.0,
     shift_y: Any = 0.0,
 ) -> tf.Tensor:  # fmt: skip
-    """Turn, shear or shift images about their middle, by amounts float64 `[b]`; nearest pixels."""
+    """Turn, shear or shift images about their middle, by amounts `[b]`; take nearest pixels."""
     height, width = images.shape[1:3]
     x, y = (width - 1) / 2, (height - 1) / 2
+    turn, shear_x, shear_y, shift_x, shift_y = (
+        tf.cast(amount, tf.float64) for amount in (turn, shear_x, shear_y, shift_x, shift_y)
+    )
     none = tf.zeros([tf.shape(images)[0]], tf.float64)
     angle = none + math.radians(_TURN) * turn
     sine, cosine = tf.sin(angle), tf.cos(angle)
@@ -250,17 +249,17 @@ OPS = {
     "identity": lambda images, _: images,
     "autocontrast": _autocontrast,
     "equalize": _equalize,
-    "rotate": _warp("turn"),
+    "rotate": lambda images, amounts: _affine(images, turn=amounts),
     "solarize": _solarize,
     "posterize": _posterize,
     "brightness": lambda images, amounts: _enhance(images, _black, _BLEND * amounts),
     "contrast": lambda images, amounts: _enhance(images, _mean_grey, _BLEND * amounts),
     "color": lambda images, amounts: _enhance(images, _grey, _BLEND * amounts),
     "sharpness": lambda images, amounts: _enhance(images, _blur, _BLEND * amounts),
-    "shear_x": _warp("shear_x"),
-    "shear_y": _warp("shear_y"),
-    "translate_x": _warp("shift_x"),
-    "translate_y": _warp("shift_y"),
+    "shear_x": lambda images, amounts: _affine(images, shear_x=amounts),
+    "shear_y": lambda images, amounts: _affine(images, shear_y=amounts),
+    "translate_x": lambda images, amounts: _affine(images, shift_x=amounts),
+    "translate_y": lambda images, amounts: _affine(images, shift_y=amounts),
 }
 
 

@@ -21,10 +21,10 @@ _CONTAINERS = {
 
 
 def loads(content: bytes) -> object:
-    """Return what a pickle holds; it takes some times the memory that its bytes do.
+    """Return the content of a pickle; it takes a few times the memory of its bytes.
 
     Raises:
-        Exception: of many kinds: it is damaged, or holds what it should not.
+        Exception: of many kinds: it is damaged, or has other objects than arrays of bytes.
     """
     containers = 0
     for step, (opcode, argument, _) in enumerate(pickletools.genops(content)):

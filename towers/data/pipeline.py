@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from towers.errors import InputError
 
-Structure = Any  # of tf.nest: dicts and tuples, with what is said in their leaves
+Structure = Any  # of tf.nest: dicts and tuples
 
 # Random numbers of each example: those of `augment`'s bases, of its parts, and one that alternates.
 NUM_DRAWS, _BASE_DRAWS, _PART_DRAWS = 19, 4, 14

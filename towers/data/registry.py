@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DataSet:
-    """What is known of a data set before its module is loaded."""
+    """The facts of a data set that are needed before its module is loaded."""
 
     module: str
     layout: str = ""  # of files of the user's own, which need --data_dir
@@ -129,7 +129,7 @@ def stand_in(dataset: str) -> Data:
 
 
 def cache_dir() -> str:
-    """Return the folder for what is kept between runs."""
+    """Return the folder for files that are kept between runs."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return os.path.join(cache, "towers")
 
@@ -160,7 +160,7 @@ def _look_up(dataset: str, data_dir: str | None) -> tuple[str, list[str]]:
 
 
 def _files(dataset: str, data_dir: str | None, names: list[str]) -> list[str]:
-    """Return the paths of files as they are named, or below `data_dir`."""
+    """Return the paths of files, of which `names` are paths as they stand or below `data_dir`."""
     if len(names) > 2:
         raise InputError(
             f"--dataset={dataset} names {len(names)} files; TRAIN.csv,TEST.csv is meant"

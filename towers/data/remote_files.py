@@ -71,7 +71,7 @@ class RemoteFiles:
 def find(
     split: Split, names: Sequence[str], batch_size: int, num_rounds: int = 1
 ) -> RemoteFiles | None:
-    """Let the workers of towers with these devices read a split; None if one has not its files.
+    """Return a split for the workers of these devices to read; None if one has not its files.
 
     Raises:
         InputError: a file is another one on a worker.

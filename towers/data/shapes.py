@@ -17,7 +17,7 @@ import numpy as np
 from towers.data.kept import kept
 from towers.data.pipeline import ArraySplit, Data
 
-# A change of what is drawn needs a new name, or what was kept would be taken for the new set.
+# A change of the pictures needs a new name, or an old file would be taken for the new set.
 FILE = "shapes-v1.npz"
 _PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 NUM_TRAIN, NUM_TEST = 20_000, 4_000
@@ -36,37 +36,13 @@ _RADIUS = (5.2, 6.6)  # pixels, of a disc with the shape's area; larger ones a 2
 # distance from the shape's edge, negative inside. All ten have area pi and their centroid at 0.
 
 
-def _disc(x, y):
-    return np.hypot(x, y) - 1
-
-
-def _ring(x, y):
-    return np.abs(np.hypot(x, y) - 1) - 0.25
-
-
-def _half_disc(x, y):
-    return np.maximum(np.hypot(x, y + 0.6002) - 1.41421, -y - 0.6002)
+def _rectangle(x, y, half_width, half_height):
+    return np.maximum(np.abs(x) - half_width, np.abs(y) - half_height)
 
 
 def _crescent(x, y):
     x = x - 0.4789
     return np.maximum(np.hypot(x, y) - 1.3735, 1.0301 - np.hypot(x - 0.68674, y))
-
-
-def _triangle(x, y):
-    return np.maximum(-y, np.abs(x) * 0.866025 + 0.5 * y) - 0.77756
-
-
-def _rectangle(x, y, half_width, half_height):
-    return np.maximum(np.abs(x) - half_width, np.abs(y) - half_height)
-
-
-def _square(x, y):
-    return _rectangle(x, y, 0.88623, 0.88623)
-
-
-def _bar(x, y):
-    return _rectangle(x, y, 1.65799, 0.47371)
 
 
 def _cross(x, y):
@@ -91,13 +67,13 @@ def _heart(x, y):
 
 
 _OUTLINES = {
-    "disc": _disc,
-    "ring": _ring,
-    "half-disc": _half_disc,
+    "disc": lambda x, y: np.hypot(x, y) - 1,
+    "ring": lambda x, y: np.abs(np.hypot(x, y) - 1) - 0.25,
+    "half-disc": lambda x, y: np.maximum(np.hypot(x, y + 0.6002) - 1.41421, -y - 0.6002),
     "crescent": _crescent,
-    "triangle": _triangle,
-    "square": _square,
-    "bar": _bar,
+    "triangle": lambda x, y: np.maximum(-y, np.abs(x) * 0.866025 + 0.5 * y) - 0.77756,
+    "square": lambda x, y: _rectangle(x, y, 0.88623, 0.88623),
+    "bar": lambda x, y: _rectangle(x, y, 1.65799, 0.47371),
     "cross": _cross,
     "star": _star,
     "heart": _heart,

@@ -204,24 +204,20 @@ def _scan_all(paths: Sequence[str], label_key: str) -> Mapping[str, np.ndarray]:
 def _scan(path: str, label_key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Read a file; return where each record's content starts, its length in bytes, its label."""
     feature = {label_key: tf.io.FixedLenFeature([], tf.int64)}
-
-    def look(records):
-        return tf.strings.length(records), tf.io.parse_example(records, feature)[label_key]
-
-    records = tf.data.TFRecordDataset(path, buffer_size=2**20).batch(_SCAN_BATCH).map(look)
-    batches = [(np.zeros(0, np.int32), np.zeros(0, np.int64))]  # for an empty file
+    records = tf.data.TFRecordDataset(path, buffer_size=2**20).batch(_SCAN_BATCH)
+    records = records.map(lambda records: tf.io.parse_example(records, feature)[label_key])
     with _readable_errors(path):
-        list(_starts(path))
-        batches += prefetched(records).as_numpy_iterator()
-    lengths, labels = map(np.concatenate, zip(*batches, strict=True))
+        starts = np.append(np.fromiter(_starts(path), np.int64), os.path.getsize(path))
+        labels = [np.zeros(0, np.int64), *prefetched(records).as_numpy_iterator()]
+    labels = np.concatenate(labels)
     wrong = np.flatnonzero((labels < 0) | (labels > _MAX_LABEL))
     if wrong.size:
         raise InputError(
             f"{path}: record {wrong[0]} (counted from 0) has label {labels[wrong[0]]}; labels are "
             "0, 1, 2, ..."
         )
-    framed = lengths.astype(np.int64) + _FRAME_BYTES
-    return np.cumsum(framed) - framed + _BEFORE_BYTES, lengths, labels.astype(np.int32)
+    lengths = np.diff(starts) - _FRAME_BYTES
+    return starts[:-1] + _BEFORE_BYTES, lengths.astype(np.int32), labels.astype(np.int32)
 
 
 def _starts(path: str) -> Iterator[int]:

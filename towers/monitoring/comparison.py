@@ -1,4 +1,4 @@
-"""What a comparison of the towers shows: how noisy gradients are, and which tower is slow.
+"""Compares the towers: how noisy gradients are, and which tower is slow.
 
 The simple gradient noise scale says at which batch size more examples a step stop to pay. Towers
 give it for nothing: each has a gradient of a small batch, their mean is that of the whole. With G
@@ -12,6 +12,8 @@ import collections
 import math
 import statistics
 from collections.abc import Sequence
+
+import numpy as np
 
 _DECAY = 0.95  # of the averages, per point: one point's estimate is mostly noise
 _MAX_POINTS = 200  # older ones would weigh nothing
@@ -72,15 +74,14 @@ class NoiseScale:
 
     def _averages(self) -> list[tuple[float, float]]:
         """Return (average, its standard error) of the trace and of the squared norm."""
-        weights = [_DECAY**age for age in reversed(range(len(self._points)))]
-        share = [weight / sum(weights) for weight in weights]
-        few = 1 - sum(w**2 for w in share)  # as n / (n - 1) where all weigh the same
-        averages = []
-        for values in zip(*self._points, strict=True):
-            mean = sum(w * value for w, value in zip(share, values, strict=True))
-            scatter = sum((w * (v - mean)) ** 2 for w, v in zip(share, values, strict=True))
-            averages.append((mean, math.sqrt(scatter / few) if few else math.inf))
-        return averages or [(0.0, math.inf)] * 2
+        if len(self._points) < 2:
+            return [(mean, math.inf) for mean in (*self._points, (0.0, 0.0))[0]]
+        points, ages = np.array(self._points), np.arange(len(self._points))[::-1]
+        share = _DECAY**ages / np.sum(_DECAY**ages)
+        mean = share @ points
+        scatter = np.sum((share[:, None] * (points - mean)) ** 2, axis=0)
+        few = 1 - np.sum(share**2)  # as n / (n - 1) where all weigh the same
+        return list(zip(mean.tolist(), np.sqrt(scatter / few).tolist(), strict=True))
 
     def advice(self, batch_size: int) -> str | None:
         """Return one sentence on the global batch size and on another tower, if it is known."""

@@ -4,8 +4,8 @@ writer = EventWriter(train_dir, max_mib=200)
 writer.scalars("train", 1000, {"loss/total": 0.5, "tower_0/loss": 0.25})
 
 TensorBoard has a colour and a name for each run, that is each folder. So every tower, worker and
-GPU is one, and a chart has all of them: what is called tower_0/loss here is tower/loss of the run
-train/tower_0. What cannot be written is told in a line, and is no reason not to train.
+GPU is one, and a chart has all of them: tower_0/loss is written as tower/loss of the run
+train/tower_0. A failure to write is told in a line, and is no reason not to train.
 """
 
 import itertools
@@ -30,7 +30,7 @@ HEAVY, POINT = "pictures and histograms", "curves"
 _SHARE = {HEAVY: 0.5, POINT: 1.0}  # of the size, at which none of a kind is left
 _OVERHEAD_BYTES = 64  # of an event
 PARTS = "train", "eval"
-_OWN = re.compile(r"((tower|worker|gpu)_\d+)/(.+)")  # tags of what is a run of its own
+_OWN = re.compile(r"((tower|worker|gpu)_\d+)/(.+)")  # tags that are written to a run of their own
 _NUMBERS = itertools.count()  # of the files of a process
 
 

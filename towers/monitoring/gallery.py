@@ -4,7 +4,7 @@
     batch = sampler.batch(step=40, examples=5120)
     for images, labels in seen_by_towers(builder, options, batch, 8): ...
 
-Batches are read by a pipeline of their own: the run's iterator and its draws are as they were. What
+Batches are read by a pipeline of their own, which leaves the run's iterator and draws alone. What
 goes wrong in making a picture is a line: a run is worth more than its pictures. What cannot be
 written, as on a full disk, ends the run as it would without them.
 """
@@ -134,7 +134,7 @@ class Gallery:
             labels = targets[0] if self._data.class_names else tf.zeros(len(images), tf.int32)
             batch = images, labels, draws
             seen = seen_by_towers(self._builder, options, batch, pictures.NUM_IMAGES)
-            shown = pictures.of_towers(seen, names, stretch=options.augment != "off")
+            shown = pictures.of_towers(seen, names, options.augment != "off")
             return shown + pictures.filters(self._model)
 
         self._show("pictures", step, make)

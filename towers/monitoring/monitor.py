@@ -1,4 +1,4 @@
-"""What a run shows: lines and a bar on the terminal, curves and pictures in TensorBoard.
+"""Shows a run: lines and a bar on the terminal, curves and pictures in TensorBoard.
 
 A point of training stands at the number of updates that the weights had had when it was measured:
 the loss of the first batch stands at step 0, as in the tutorial. With --tensorboard_x=examples it

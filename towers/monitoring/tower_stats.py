@@ -125,7 +125,7 @@ def measure(
         gradients), "tower_examples", "tower_loss" (mean over its examples), "tower_gradient_norm"
         (of the mean over its examples), "tower_cosine" (of the angle between its gradient and that
         of all). Scalars: "compute_seconds" (until the last tower had its gradients),
-        "gather_seconds" (what the gather took after that: most of it runs while towers compute),
+        "gather_seconds" (after that: most of the gather runs while towers compute),
         "data_gradient_norm" (of the gathered gradient).
     """
 
