@@ -296,6 +296,7 @@ def test_a_part_is_held_out(kind):
     parts = make(11, kind).held_out(0.3)
     for split, rows in zip(parts, held_out_rows(11, 0.3), strict=True):  # the same of any kind
         assert all_of(split)[1].tolist() == rows.tolist()
+        assert kind == "dataset" or split.numbers(np.arange(split.size)).tolist() == rows.tolist()
         trained = take(split, 3, 7, seed=1)
         assert sorted(labels_of(trained)[: split.size]) == rows.tolist()
         assert_same(trained[5:7], take(split, 3, 2, seed=1, step=5, examples=15))

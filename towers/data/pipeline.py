@@ -149,6 +149,10 @@ class IndexedSplit(Split):
         rows = shuffled_rows(batch_size, self.size, seed, examples)
         return self._with_draws(rows, batch_size, seed, step, examples)
 
+    def numbers(self, rows: tf.Tensor) -> np.ndarray:
+        """Return the numbers of these rows in the whole set, of which this may be a part."""
+        return np.asarray(self._source_rows(rows))
+
     def held_out(self, fraction: float) -> tuple[Split, Split]:
         """See `Split.held_out`: both parts share the source."""
         parts = []
@@ -199,10 +203,6 @@ class ArraySplit(IndexedSplit):
     def arrays(self) -> Structure:
         """Return all examples, on the host: the structure of `spec` with an axis of them."""
         return self._arrays if self._rows is None else self.batch(tf.range(self.size))
-
-    def numbers(self, rows: tf.Tensor) -> np.ndarray:
-        """Return which rows of the arrays that were given these rows of `arrays()` are."""
-        return np.asarray(self._source_rows(rows))
 
     def checksum(self) -> dict[str, Any]:
         """See `Split.checksum`: of all bytes."""
