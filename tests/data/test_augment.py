@@ -104,16 +104,16 @@ def test_shapes_after_augmentation():
 
 
 @pytest.mark.graph
-@pytest.mark.parametrize("kind", ["resnet", *run(["tutorial"], ["shift"])])
 @pytest.mark.parametrize(
-    ("shape", "stored"),
+    ("kind", "shape", "stored"),
     [
-        ((32, 32, 3), np.uint8),
-        *run(((5, 7, 4), np.float32), ((1, 1, 1), np.uint8), ((3, 300, 2), np.uint8)),
-        *run(((2040, 2047, 1), np.float32)),
+        ("resnet", (32, 32, 3), np.uint8),
+        *run(("resnet", (5, 7, 4), np.float32), ("resnet", (2040, 2047, 1), np.float32)),
+        *run(("tutorial", (3, 300, 2), np.uint8), ("tutorial", (5, 7, 4), np.float32)),
+        *run(("shift", (1, 1, 1), np.uint8), ("shift", (5, 7, 4), np.float32)),
     ],
 )
-def test_a_gpu_s_way_gives_the_same_bits(shape, kind, stored):
+def test_a_gpu_s_way_gives_the_same_bits(kind, shape, stored):
     images, draws = make(4 if shape[0] > 1000 else 60, shape)
     images = images.astype(stored)
     if stored == np.float32:

@@ -16,6 +16,7 @@ from towers.data.pipeline import digest
 pytestmark = pytest.mark.unit
 
 
+@pytest.mark.graph
 def test_arrays_are_told_apart_by_any_bit_and_by_shapes_and_types_not_by_layout():
     images, labels = tiny.arrays(20)
     first = ArraySplit(images, labels).checksum()

@@ -227,8 +227,8 @@ def numbers_of(batches):
 
 @pytest.mark.run
 def test_a_py_dataset_is_read_by_number_and_batched_anew(load):
-    batches = Batches()
-    loaded = load((batches, Batches()))
+    given = Batches()
+    loaded = load((given, Batches()))
     split = loaded.train
     assert (split.size, loaded.num_classes) == (11, 3)
     assert numbers_of(split.eval_batches(5))[:11] == list(range(11))
@@ -247,9 +247,9 @@ def test_a_py_dataset_is_read_by_number_and_batched_anew(load):
     assert set(order) == set(rest)
     again = split.train_batches(1, seed=2, examples=split.size + 2).take(split.size)
     assert numbers_of(again) == order[split.size + 2 : 2 * split.size + 2]
-    del batches.read[:]
+    del given.read[:]
     next(iter(split.train_batches(1, seed=1, examples=11 * 1000)))  # it resumes, and reads no more
-    assert len(batches.read) < 12  # than what is prepared while the first is used
+    assert len(given.read) < 12  # than what is prepared while the first is used
 
 
 X3 = {"number": np.arange(3), "text": ["a", "b", "c"]}
