@@ -197,28 +197,20 @@ def assert_fails(batches, *says):
     assert all(part in str(error.value) for part in says)
 
 
-@pytest.mark.parametrize(
-    ("kind", "number", "batch_size"),
-    [("folder", 509, 5), *run(("tfrecord", 500, 1), ("tfrecord", 3, 5))],
-    indirect=["kind"],
-)
-def test_a_damaged_image_is_named(kind, tmp_path, number, batch_size):
-    write(kind, tmp_path)
-    loaded = data.load(kind, str(tmp_path))
-    name = damage(tmp_path, kind, number, damaged(png(image(number))))
-    batches = loaded.test.eval_batches(batch_size)
-    if number < TRAIN:
-        batches = loaded.train.train_batches(batch_size, seed=1).take(TRAIN)
-    assert_fails(batches, name, "is damaged, or no PNG")
-
-
 @pytest.mark.run
-def test_images_that_change_their_size_or_go_away_are_named(kind, tmp_path):
+def test_images_that_are_damaged_change_their_size_or_go_away_are_named(kind, tmp_path):
     """As on a disk that is gone: no endless search for one that can be read."""
     write(kind, tmp_path)
     loaded = data.load(kind, str(tmp_path))
+    for number, batches in (
+        (3, loaded.train.train_batches(5, seed=1).take(TRAIN)),
+        (509, loaded.test.eval_batches(5)),
+        (500, loaded.test.eval_batches(1)),
+    ):
+        name = damage(tmp_path, kind, number, damaged(png(image(number))))
+        assert_fails(batches, name, "is damaged, or no PNG")
     evaluated = loaded.test.eval_batches(5)
-    if kind == "folder":
+    if kind == "folder":  # of the first batch
         name = damage(tmp_path, kind, 507, png(image(507, (4, 4, 3))))
         size = " is 4x4 (height x width), but others are 6x5"
         assert_fails(evaluated, f"{name}{size}", "--image_size=6x5")

@@ -54,7 +54,7 @@ class EventWriter:
         """
         folders = [train_dir, *(run for part in PARTS for run in events.runs(train_dir / part))]
         found = [path for folder in folders for path in events.paths(folder)]
-        self._train_dir, self._files = train_dir, {}
+        self._train_dir, self._files = train_dir, {}  # {run: path}
         self._used_bytes = sum(path.stat().st_size for path in found)
         self._max_mib, self._say, self._check, self._told = max_mib, say, check, set()
         self._offered: Counter[tuple[str, ...]] = Counter()
@@ -93,8 +93,7 @@ class EventWriter:
             try:
                 self._check()
                 for run, summary in found.items():
-                    file = self._files.setdefault(run, _File(self._train_dir / run))
-                    file.append(Event(step=x, wall_time=now, summary=summary))
+                    self._append(run, Event(step=x, wall_time=now, summary=summary))
                 self._used_bytes += num_bytes
                 self._told.discard(part)
             except (OSError, RunError) as error:
@@ -108,23 +107,15 @@ class EventWriter:
                 f"{self._max_mib:g} is nearly reached"
             )
 
-
-class _File:
-    """An event file; a new one where it is gone, or its last event may not be whole.
-
-    It is open only while a record is written: a thousand towers are a thousand files.
-    """
-
-    def __init__(self, folder: Path):
-        self._folder, self._path = folder, None
-
-    def append(self, event: Event) -> None:
-        path, self._path = self._path, None  # until all of it is written
+    def _append(self, run: str, event: Event) -> None:
+        # A file is open only while a record is written: a thousand towers are a thousand files. A
+        # new one is begun where it is gone, or its last event may not be whole.
+        path = self._files.pop(run, None)
         if path is None or not path.exists():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            now = int(time.time())
+            now, folder = int(time.time()), self._train_dir / run
+            folder.mkdir(parents=True, exist_ok=True)
             name = f"{now}.{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}.v2"
-            path = self._folder / f"events.out.tfevents.{name}"
+            path = folder / f"events.out.tfevents.{name}"
             events.append(path, Event(file_version="brain.Event:2", wall_time=now))
         events.append(path, event)
-        self._path = path
+        self._files[run] = path

@@ -190,5 +190,5 @@ def _summary(tag: str, picture: Image.Image, description: str) -> Summary:
 
 
 def _legible(line: str) -> str:
-    """Return a line as short as an image is wide, in letters that Pillow's own font has."""
+    # As short as an image is wide, in letters that Pillow's own font has.
     return cut(" ".join(line.split()), 21).encode("latin-1", "replace").decode("latin-1")
