@@ -148,20 +148,18 @@ class EncodedSplit(IndexedSplit):
             where: the machine's name, for messages.
         """
         reader = self.source.reader(folder)
-        own = None if self._rows is None else of_program(self._rows.numpy())
-
-        def source_rows(rows: tf.Tensor) -> tf.Tensor:
-            return rows if own is None else tf.gather(own, rows)
 
         def read_all(rows: tf.Tensor) -> tf.Tensor:
-            rows, signature = source_rows(rows), tf.string
             return tf.map_fn(
-                reader.read, rows, fn_output_signature=signature, parallel_iterations=_CORES
+                reader.read,
+                self._source_rows(rows),
+                fn_output_signature=tf.string,
+                parallel_iterations=_CORES,
             )
 
         def explain(row: tf.Tensor) -> tf.Tensor:
             what = f"row {{}}, on {where}, is damaged, or no PNG, JPEG, BMP or GIF"
-            message = [reader.path(source_rows(row)), tf.strings.format(what, row)]
+            message = [reader.path(self._source_rows(row)), tf.strings.format(what, row)]
             with tf.control_dependencies([tf.debugging.Assert(False, message)]):
                 return tf.constant(False)
 
