@@ -68,7 +68,7 @@ def test_each_tower_takes_its_rows_where_it_is():
 @pytest.mark.unit
 def test_what_does_not_fit_stays_on_the_host(monkeypatch):
     train = split()
-    size = on_towers.size_of(train)
+    size = on_towers.num_bytes(train)
     assert size == 23 * (4 * 5 * 3 + 8 * 7 + 8 + 4)
     limits = dict.fromkeys(GPUS, 4 * size)
     monkeypatch.setattr(on_towers.tf_private, "device_memory_bytes", lambda: limits)

@@ -35,8 +35,8 @@ def test_a_run_that_goes_on_has_each_picture_once_and_needs_none(
     runs = [trained.copy("classes", tmp_path / name) for name in ("shown", "failed")]
     for run in runs:
         if run.name == "failed":
-            monkeypatch.setattr(pictures, "of_towers", fail)
-            monkeypatch.setattr(pictures, "of_evaluation", fail)
+            monkeypatch.setattr(pictures, "tower_images", fail)
+            monkeypatch.setattr(pictures, "evaluation_images", fail)
             monkeypatch.setattr(histograms, "histogram_pb", fail)
         train(Options(train_dir=str(run), **flags("classes") | {"num_epochs": 3.0}))
         lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no ")]

@@ -59,7 +59,7 @@ def test_each_tower_with_examples_shows_its_images_with_their_names(shape, num):
     random = np.random.default_rng(0)
     seen = [(random.random((n, *shape), np.float32), random.integers(0, 3, n)) for n in (num, 2, 0)]
     names = ["a name " * 50, "日本語\nnew line", ""]
-    found = pictures.of_towers(seen, names)
+    found = pictures.tower_images(seen, names)
     assert tags(found) == ["images/tower_0", "images/tower_1"]
     for summary, (_, labels) in zip(found, seen, strict=False):
         assert about(summary).endswith(f": {', '.join(names[label] for label in labels)}.")
@@ -81,7 +81,7 @@ def distinct(picture):
 def test_filters_of_three_channels_are_in_colour_and_others_gray(channels, gray):
     layer = keras.layers.Conv2D(6, 3, name="first")
     model = model_with(layer, keras.layers.Conv2D(2, 3, name="second"), channels=channels)
-    (summary,) = pictures.filters(model)
+    (summary,) = pictures.filter_images(model)
     assert tags([summary]) == [f"filters/{layer.path}"]
     colours = distinct(pixels(summary))
     assert len(colours) > 6 * 3
@@ -90,17 +90,17 @@ def test_filters_of_three_channels_are_in_colour_and_others_gray(channels, gray)
 
 def test_the_first_convolution_is_found_in_nested_models_and_may_be_missing():
     inner = keras.Sequential([keras.layers.Conv2D(1000, 3), keras.layers.Conv2D(4, 3)])
-    (summary,) = pictures.filters(model_with(keras.layers.Rescaling(2.0), inner))
+    (summary,) = pictures.filter_images(model_with(keras.layers.Rescaling(2.0), inner))
     assert tags([summary]) == [f"filters/{inner.layers[0].path}"]
     assert "256 of the 1000 3x3 filters" in about(summary)
     assert max(pixels(summary).shape) < 16 * 40 + 20
-    assert pictures.filters(model_with(keras.layers.Flatten(), keras.layers.Dense(3))) == []
+    assert pictures.filter_images(model_with(keras.layers.Flatten(), keras.layers.Dense(3))) == []
 
 
 def test_a_matrix_shows_shares_of_rows():
     counts = np.array([[9, 1, 0, 0], [0, 4, 0, 0], [5, 0, 0, 5], [0, 0, 0, 0]])
     names = ["cat", "dog", "a name that is much too long to be shown beside any matrix", "鳥"]
-    picture = np.asarray(pictures.matrix(counts, names)).astype(int)
+    picture = np.asarray(pictures.draw_matrix(counts, names)).astype(int)
     corner = len(picture) - 6 - 4 * 48
     cells = picture[corner + 2 : corner + 4 * 48 : 48, corner + 2 : corner + 4 * 48 : 48]
     assert cells[1, 1].tolist() == [8, 81, 156]
@@ -116,7 +116,7 @@ def test_a_matrix_shows_shares_of_rows():
 def test_a_confusion_matrix_is_bounded_and_still_tells(num):
     labels = np.arange(num, dtype=np.int32)
     said = np.roll(labels, 1)
-    found = pictures.of_evaluation(Predictions(labels, said, [], False), list(map(str, labels)))
+    found = pictures.evaluation_images(Predictions(labels, said, [], False), list(map(str, labels)))
     if num > 1000:
         assert found == []
         return
@@ -133,13 +133,13 @@ def test_an_evaluation_counts_what_was_taken_for_what_and_shows_mistakes(average
     image = np.random.default_rng(0).integers(0, 256, (4, 4, 3)).astype(np.uint8)
     wrong = [Mistake(image, 0, 1, 0.984), Mistake(image, 1, 2, 0.5)]
     labels, said = np.array([0, 0, 1, 2, 2, 2]), np.array([0, 1, 1, 0, 0, 2])
-    found = pictures.of_evaluation(Predictions(labels, said, wrong, averaged), NAMES)
+    found = pictures.evaluation_images(Predictions(labels, said, wrong, averaged), NAMES)
     assert tags(found) == ["confusion_matrix", "mistakes"]
     counts = np.array([[1, 1, 0], [0, 1, 0], [2, 0, 1]])
-    np.testing.assert_array_equal(pixels(found[0]), np.asarray(pictures.matrix(counts, NAMES)))
+    np.testing.assert_array_equal(pixels(found[0]), np.asarray(pictures.draw_matrix(counts, NAMES)))
     assert all(("moving average" in about(summary)) == averaged for summary in found)
     captions = [["true cat,", "said dog 0.98"], ["true dog,", "said bird 0.50"]]
-    expected = np.asarray(pictures.grid([image, image], captions))
+    expected = np.asarray(pictures.draw_grid([image, image], captions))
     np.testing.assert_array_equal(pixels(found[1]), expected)
     perfect = Predictions(labels, labels, [], averaged)
-    assert tags(pictures.of_evaluation(perfect, NAMES)) == ["confusion_matrix"]
+    assert tags(pictures.evaluation_images(perfect, NAMES)) == ["confusion_matrix"]

@@ -82,7 +82,7 @@ def check_labels(name: str, example: Structure, num_classes: int) -> None:
         )
 
 
-def text_of(spec: Structure) -> str:
+def format_spec(spec: Structure) -> str:
     """Return the types and shapes of an example in words: "x [28, 28] uint8, y [] int32"."""
     return ", ".join(f"{path} {list(leaf.shape)} {leaf.dtype.name}" for path, leaf in leaves(spec))
 

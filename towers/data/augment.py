@@ -75,7 +75,7 @@ def resolve(kind: str, data: Data, compiled: bool = False) -> str:
     if data.image_shape is None:
         raise InputError(
             f"--augment={kind} is for images, and {data.name} has none: an example is "
-            f"{arrays.text_of(data.spec[:1])}; leave the flag out"
+            f"{arrays.format_spec(data.spec[:1])}; leave the flag out"
         )
     if plan.base == "off":
         raise InputError(

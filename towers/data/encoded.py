@@ -90,7 +90,7 @@ def data_set(
         )
     first = None
     for source in sources.values():
-        for row in spread(len(source.labels), _TRIED_IMAGES).tolist():
+        for row in evenly_spaced(len(source.labels), _TRIED_IMAGES).tolist():
             shape = _shape_of(source, row, max_pixels)
             first = first or shape
             if size is None and shape != first:
@@ -238,12 +238,12 @@ class EncodedSplit(IndexedSplit):
         raise InputError(f"{name} could not be read, but now it can: start again to continue")
 
 
-def spread(size: int, num: int) -> np.ndarray:
+def evenly_spaced(size: int, num: int) -> np.ndarray:
     """Return about `num` rows of 0..size-1, int64, evenly, the first and the last among them."""
     return np.unique(np.linspace(0, size - 1, min(num, size)).astype(np.int64))
 
 
-def of_program(values: Any) -> tf.Tensor:
+def on_program_host(values: Any) -> tf.Tensor:
     """Return values on this machine, which functions for others take as they are, uncopied."""
     with tf.init_scope(), tf.device(f"{PROGRAM}{HOST}"):
         return tf.constant(values)

@@ -76,7 +76,7 @@ class _ImageFiles:
 
     def reader(self, folder: str) -> encoded.Reader:
         start = os.path.join(folder, self._folder, "")
-        names = encoded.of_program(self._names.tolist())
+        names = encoded.on_program_host(self._names.tolist())
 
         def path(row: tf.Tensor) -> tf.Tensor:
             return start + tf.gather(names, row)
@@ -84,7 +84,7 @@ class _ImageFiles:
         return encoded.Reader(lambda row: tf.io.read_file(path(row)), path)
 
     def sample_rows(self, num: int) -> np.ndarray:
-        return encoded.spread(len(self.labels), num)
+        return encoded.evenly_spaced(len(self.labels), num)
 
 
 def _class_names(folder: str) -> list[str]:

@@ -295,8 +295,8 @@ class _Batches:
         spec, size = tf.nest.map_structure(spec_of, example), _num_rows(example)
         if spec != self.spec:
             raise InputError(
-                f"{self.name} batch {number} is of {arrays.text_of(spec)}, but batch 0 of "
-                f"{arrays.text_of(self.spec)}; make them alike"
+                f"{self.name} batch {number} is of {arrays.format_spec(spec)}, but batch 0 of "
+                f"{arrays.format_spec(self.spec)}; make them alike"
             )
         if size != self._sizes[number]:
             raise InputError(

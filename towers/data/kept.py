@@ -11,7 +11,7 @@ import numpy as np
 from towers import files
 
 
-def kept(path: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def cached_arrays(path: Path, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Return the arrays in a file; where it is missing or damaged, make them and write it.
 
     If it cannot be written a warning is printed, and the next run makes the arrays again.

@@ -30,7 +30,7 @@ class OnTowers:
 
     def __init__(self, split: ArraySplit, homes: Sequence[str]):
         """Copy the split to these devices, one for each tower; several may have one."""
-        self.bytes, self.homes = size_of(split), list(homes)
+        self.bytes, self.homes = num_bytes(split), list(homes)
         self.train_batches = split.train_rows
         arrays = tf.nest.flatten(split.arrays())
         copies = {home: [_copy(array, home) for array in arrays] for home in dict.fromkeys(homes)}
@@ -67,7 +67,7 @@ def store(split: Split, names: Sequence[str]) -> OnTowers | None:
         return None
     if any(spec.dtype == tf.string for spec in tf.nest.flatten(split.spec)):
         return None
-    size, limits = size_of(split), tf_private.device_memory_bytes()
+    size, limits = num_bytes(split), tf_private.device_memory_bytes()
     homes, free_on_host = [], functools.cache(_free_on_host)
     for name in names:
         worker = machine_of(name)
@@ -80,7 +80,7 @@ def store(split: Split, names: Sequence[str]) -> OnTowers | None:
     return OnTowers(split, homes)
 
 
-def size_of(split: ArraySplit) -> int:
+def num_bytes(split: ArraySplit) -> int:
     """Return how many bytes a GPU needs to hold a split, the most that any device needs."""
     leaves = tf.nest.flatten(split.spec)
     return split.size * sum(s.shape.num_elements() * _stored_dtype(s.dtype).size for s in leaves)

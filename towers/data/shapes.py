@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from towers.data.kept import kept
+from towers.data.kept import cached_arrays
 from towers.data.pipeline import ArraySplit, Data
 
 # A change of the pictures needs a new name, or an old file would be taken for the new set.
@@ -88,7 +88,7 @@ def load(data_dir: str) -> Data:
         train, test = (draw(num, (_SEED, i)) for i, num in enumerate((NUM_TRAIN, NUM_TEST)))
         return dict(zip(_PARTS, (*train, *test), strict=True))
 
-    found = kept(Path(data_dir, FILE), make)
+    found = cached_arrays(Path(data_dir, FILE), make)
     images, labels, test_images, test_labels = (found[name] for name in _PARTS)
     train, test = ArraySplit(images, labels), ArraySplit(test_images, test_labels)
     return Data("shapes", train, test, len(CLASS_NAMES), CLASS_NAMES)

@@ -33,7 +33,7 @@ import tensorflow as tf
 from towers import files
 from towers.data import encoded
 from towers.data.halves import max_classes
-from towers.data.kept import kept
+from towers.data.kept import cached_arrays
 from towers.data.pipeline import Data, prefetched
 from towers.data.registry import DATA_SETS, cache_dir
 from towers.errors import InputError
@@ -117,10 +117,10 @@ class _Records:
         return folder, [os.path.basename(path) for path in self._paths]
 
     def reader(self, folder: str) -> encoded.Reader:
-        paths = encoded.of_program([os.path.join(folder, path) for path in self._paths])
+        paths = encoded.on_program_host([os.path.join(folder, path) for path in self._paths])
         feature = {self._image_key: tf.io.FixedLenFeature([], tf.string)}
         columns = self._file, self._start.astype(np.int64), self._length.astype(np.int64)
-        file, start, length = map(encoded.of_program, columns)
+        file, start, length = map(encoded.on_program_host, columns)
 
         def path(row: tf.Tensor) -> tf.Tensor:
             return tf.gather(paths, tf.gather(file, row))
@@ -141,7 +141,7 @@ class _Records:
     def sample_rows(self, num: int) -> np.ndarray:
         """See `encoded.Source.sample_rows`: the first and last record of each file among them."""
         ends = np.flatnonzero(np.diff(self._file))
-        return np.unique([*encoded.spread(len(self.labels), num), *ends, *(ends + 1)])
+        return np.unique([*encoded.evenly_spaced(len(self.labels), num), *ends, *(ends + 1)])
 
 
 def _paths(folder: str, prefix: str) -> list[str]:
@@ -198,7 +198,7 @@ def _scan_all(paths: Sequence[str], label_key: str) -> Mapping[str, np.ndarray]:
         file = np.repeat(np.arange(len(paths), dtype=np.int32), sizes)
         return {"number_of_file": file, "start": start, "length": length, "label": label}
 
-    return kept(Path(cache_dir(), f"tfrecord-places-{digest[:32]}.npz"), make)
+    return cached_arrays(Path(cache_dir(), f"tfrecord-places-{digest[:32]}.npz"), make)
 
 
 def _scan(path: str, label_key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

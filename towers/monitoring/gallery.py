@@ -128,14 +128,14 @@ class Gallery:
         def make() -> list[Summary]:
             options = self._timetable.options
             if self._data.image_shape is None:
-                return pictures.filters(self._model)
+                return pictures.filter_images(self._model)
             names = self._data.class_names or [""]  # of targets that are no classes none is shown
             (images, *targets), draws = self._batch(step)
             labels = targets[0] if self._data.class_names else tf.zeros(len(images), tf.int32)
             batch = images, labels, draws
             seen = seen_by_towers(self._builder, options, batch, pictures.NUM_IMAGES)
-            shown = pictures.of_towers(seen, names, options.augment != "off")
-            return shown + pictures.filters(self._model)
+            shown = pictures.tower_images(seen, names, options.augment != "off")
+            return shown + pictures.filter_images(self._model)
 
         self._show("pictures", step, make)
 
@@ -146,7 +146,7 @@ class Gallery:
     def show_evaluation(self, step: int, predictions: pictures.Predictions) -> None:
         """Show the mistakes of an evaluation after `step` updates."""
         names = self._data.class_names
-        self._show("mistakes", step, lambda: pictures.of_evaluation(predictions, names), "eval")
+        self._show("mistakes", step, lambda: pictures.evaluation_images(predictions, names), "eval")
 
     def _batch(self, step: int) -> Batch:
         return self._sampler.batch(step, self._timetable.examples(step))

@@ -1,7 +1,7 @@
 """Pictures of a run: the images that towers see, first filters, and an evaluation's mistakes.
 
-`of_evaluation`, `of_towers` and `filters` return lists of Summary protos; nothing is written. Every
-picture is bounded, whatever it is made of.
+`evaluation_images`, `tower_images` and `filter_images` return lists of Summary protos; nothing is
+written. Every picture is bounded, whatever it is made of.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Predictions:
     averaged: bool  # whether this is of the moving average of the weights
 
 
-def of_evaluation(predictions: Predictions, names: Sequence[str]) -> list[Summary]:
+def evaluation_images(predictions: Predictions, names: Sequence[str]) -> list[Summary]:
     """Return the pictures of an evaluation: `confusion_matrix`, and `mistakes` if there are any.
 
     Of more than 1000 classes there is no matrix.
@@ -60,19 +60,19 @@ def of_evaluation(predictions: Predictions, names: Sequence[str]) -> list[Summar
             f"Rows are true classes, columns what the model says, with {weights}. The deeper a "
             "colour, the greater the share of its row."
         )
-        pictures.append(_summary("confusion_matrix", matrix(counts, names), about))
+        pictures.append(_summary("confusion_matrix", draw_matrix(counts, names), about))
     if found := predictions.mistakes:
         captions = [
             [f"true {names[m.label]},", f"said {names[m.predicted]} {m.confidence:.2f}"]
             for m in found
         ]
         about = f"The most confident mistakes, with {weights}."
-        picture = grid([to_bytes(m.image) for m in found], captions)
+        picture = draw_grid([to_bytes(m.image) for m in found], captions)
         pictures.append(_summary("mistakes", picture, about))
     return pictures
 
 
-def of_towers(
+def tower_images(
     seen: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str], stretch: bool = True
 ) -> list[Summary]:
     """Return `images/tower_I` of each tower with examples: its images, with their classes.
@@ -85,12 +85,12 @@ def of_towers(
             own = [names[label] for label in labels]
             shown = [to_bytes(image, stretch) for image in images]
             about = f"Training images as tower {i} sees them: {', '.join(own)}."
-            picture = grid(shown, [[name] for name in own])
+            picture = draw_grid(shown, [[name] for name in own])
             found.append(_summary(f"images/tower_{i}", picture, about))
     return found
 
 
-def filters(model: keras.Model) -> list[Summary]:
+def filter_images(model: keras.Model) -> list[Summary]:
     """Return `filters/LAYER` of the model's first Conv2D layer, or nothing if it has none.
 
     Their input channels are shown as `to_bytes` shows an image's; each filter is stretched from its
@@ -104,7 +104,7 @@ def filters(model: keras.Model) -> list[Summary]:
     shown = [to_bytes(each, stretch=True) for each in np.moveaxis(kernel, -1, 0)[:_MAX_FILTERS]]
     height, width, _, num = kernel.shape
     about = f"{len(shown)} of the {num} {height}x{width} filters of the first convolution."
-    picture = grid(shown, columns=max(4, round(len(shown) ** 0.5)))
+    picture = draw_grid(shown, columns=max(4, round(len(shown) ** 0.5)))
     return [_summary(f"filters/{layer.path or layer.name}", picture, about)]
 
 
@@ -126,7 +126,7 @@ def to_bytes(image: np.ndarray, stretch: bool = False) -> np.ndarray:
     return np.broadcast_to(image, (*image.shape[:2], 3))
 
 
-def grid(
+def draw_grid(
     images: Sequence[np.ndarray], captions: Sequence[Sequence[str]] = (), columns: int = 4
 ) -> Image.Image:
     """Draw images, uint8 `[h, w, 3]`, in rows, each with its lines of text under it.
@@ -149,7 +149,7 @@ def grid(
     return picture
 
 
-def matrix(counts: np.ndarray, names: Sequence[str]) -> Image.Image:
+def draw_matrix(counts: np.ndarray, names: Sequence[str]) -> Image.Image:
     """Draw a confusion matrix, integers `[n, n]`, with as many names and numbers as fit.
 
     A cell's colour is the deeper, the greater its share of its row: blue on the diagonal, red

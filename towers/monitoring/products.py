@@ -46,7 +46,7 @@ def products_of_towers(
         late = measured
         if measured is not None:  # known to the towers when their sums are done, see `_at_means`
             with tf.device(HOST), tf.control_dependencies(gather.tensors(summed[0][2])):
-                late = here(measured)
+                late = on_current_device(measured)
         tables.append(_cond(late, lambda: _table(_at_towers(summed), num_towers, None), num_towers))
     with tf.device(HOST):
         return tf.add_n(tables)
@@ -64,7 +64,7 @@ def _at_means(towers: Sequence[tuple]) -> _Pairs:
             # After the sum: add_n would begin with a buffer that nobody else holds, and which that
             # is, is chance.
             with tf.device(place), tf.control_dependencies([_values(other)]):
-                one = gather.map_values(here, one)
+                one = gather.map_values(on_current_device, one)
             found.setdefault(place, {}).setdefault(tower, []).append((one, other))
     return found
 
@@ -101,7 +101,7 @@ def _table(pairs: _Pairs, num_towers: int, measured: tf.Tensor | None) -> tf.Ten
     parts = []
     for place, of_towers in pairs.items():
         with tf.device(place):
-            wanted = None if measured is None else here(measured)
+            wanted = None if measured is None else on_current_device(measured)
             parts.append(_cond(wanted, functools.partial(of_place, of_towers), num_towers))
     parts = machines.sums(parts, list(pairs), tf.add_n)
     with tf.device(HOST):
@@ -134,7 +134,7 @@ def _send(
             packed = pack(own)
         waits = [after[i] for i in group] if after else []
         with tf.device(device), tf.control_dependencies(waits):
-            for i, part in zip(group, unpack(here(packed), own), strict=True):
+            for i, part in zip(group, unpack(on_current_device(packed), own), strict=True):
                 found[i] = part
     return found
 
@@ -163,7 +163,7 @@ def _same_rows(one: Any, other: tf.IndexedSlices) -> tuple[tf.Tensor | None, tf.
     return (None if one is None else arrays[0]), arrays[-1]
 
 
-def here(value: tf.Tensor) -> tf.Tensor:
+def on_current_device(value: tf.Tensor) -> tf.Tensor:
     """Return `value` on the current device; Grappler would remove an Identity."""
     return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
 

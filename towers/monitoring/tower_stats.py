@@ -19,7 +19,7 @@ from towers.builder.joined import TowerGradients
 from towers.builder.kinds import HOST, is_gpu, machine_of
 from towers.builder.losses import TowerSums
 from towers.builder.tower import TowerBuilder
-from towers.monitoring.products import here, products_of_towers
+from towers.monitoring.products import on_current_device, products_of_towers
 
 PHASES = ("input_wait_seconds", "compute_seconds", "gather_seconds")
 _OF_MEASURED = ("tower_seconds", "compute_seconds", "gather_seconds")  # on GPUs
@@ -80,7 +80,7 @@ class Rest:
             found = []
             for mark in self._marks:
                 with tf.device(mark.device):
-                    found.append(here(mark.read_value()))
+                    found.append(on_current_device(mark.read_value()))
             with tf.device(HOST):
                 return tf.add_n(found)
 
@@ -242,7 +242,7 @@ def _arrived(values: Any, device: str) -> tf.Tensor:
     tensors = _tensors(values)
     smallest = min(tensors, key=lambda t: t.shape.num_elements() or 2**40)
     with tf.device(device), tf.control_dependencies(tensors):
-        done = here(tf.reshape(smallest, [-1])[:1])
+        done = on_current_device(tf.reshape(smallest, [-1])[:1])
     with tf.device(HOST):
         return tf.identity(tf.cast(done, tf.float32))
 
