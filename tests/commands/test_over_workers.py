@@ -111,13 +111,13 @@ import os, signal, sys
 import towers
 from towers.workers.cluster import Cluster, connect
 
-look = Cluster._unfit
+look = Cluster._mismatch
 
 def hangs(cluster, worker):
     os.killpg(int(sys.argv[2]), signal.SIGSTOP)
     return look(cluster, worker)
 
-Cluster._unfit = hangs
+Cluster._mismatch = hangs
 try:
     connect(sys.argv[1], timeout_seconds=2)
 except towers.InputError as error:

@@ -108,7 +108,7 @@ def test_workers_read_their_own_files(two_workers, files, more):
 def test_devices_of_this_machine_are_not_asked_for_beside(two_workers):
     for given, remedy in [(dict(devices="cpu"), "--towers_per_worker"), (dict(num_towers=3), "=0")]:
         with pytest.raises(InputError, match=f"{next(iter(given))}.*{remedy}"):
-            cluster.of_run(tiny.options("unused", **two_workers | given))
+            cluster.connect_run(tiny.options("unused", **two_workers | given))
 
 
 def test_it_goes_on_from_any_step(two_workers, files):

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from towers.workers import rendezvous
-from towers.workers.rendezvous import Claim, Lease, Offer, Offered
+from towers.workers.rendezvous import Claim, DeviceInfo, Lease, WorkerInfo
 from towers.workers.server import Claims
 
 pytestmark = pytest.mark.unit
 
-OFFER = Offer("1.0", "2.21.0", address="h:1", devices=(Offered("/gpu:0", "A100", 2**30),))
+OFFER = WorkerInfo("1.0", "2.21.0", address="h:1", devices=(DeviceInfo("/gpu:0", "A100", 2**30),))
 
 
 @pytest.mark.parametrize("notice", [OFFER, Claim("a", "h", 3, "u", 2.0), Lease("a", "h", 3, "u")])
@@ -22,7 +22,8 @@ def test_what_is_written_is_read_and_half_of_it_is_nothing(notice):
 
 def test_a_free_worker_and_other_versions_are_understood_as_far_as_they_go():
     assert rendezvous.to_text(None) == "{}" and rendezvous.from_text(Lease, b"{}").id == ""
-    assert rendezvous.from_text(Offer, '{"towers": "0.9", "colour": "red"}') == Offer(towers="0.9")
+    newer = rendezvous.from_text(WorkerInfo, '{"towers": "0.9", "colour": "red"}')
+    assert newer == WorkerInfo(towers="0.9")
 
 
 @pytest.mark.parametrize("text", ["[]", "1", '{"pid": "x"}', '{"id": null}', b"\xff", "[" * 9999])

@@ -19,7 +19,7 @@ from towers import cli
 from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
 from towers.workers import rendezvous, server
-from towers.workers.rendezvous import Claim, Lease, Offer
+from towers.workers.rendezvous import Claim, Lease, WorkerInfo
 
 pytestmark = pytest.mark.process
 
@@ -85,7 +85,7 @@ def listens(host, port):
 
 
 def test_it_says_what_it_has(lent):
-    offer = read(lent.address, rendezvous.OFFER, Offer)
+    offer = read(lent.address, rendezvous.OFFER, WorkerInfo)
     assert offer.address == lent.address and offer.tensorflow == tf.__version__
     assert offer.kind == "cpu" and [device.name for device in offer.devices] == ["/cpu:0"]
     assert offer.num_cpu_devices >= 16 and offer.pid == lent.process.pid
@@ -158,7 +158,7 @@ with tf.device(found.devices[0]):
     there = tf.Variable(7.0)
 ctypes.PyDLL(None).sleep(5)  # no other thread of Python runs meanwhile
 for _ in range(4):
-    assert there.numpy() == 7.0 and not found.lost() and not found.workers[0].lost_because
+    assert there.numpy() == 7.0 and not found.find_lost() and not found.workers[0].problem
     time.sleep(0.5)
 found.close()
 print("it is still there")

@@ -89,8 +89,8 @@ def num_bytes(split: ArraySplit) -> int:
 def _free(name: str, limits: dict[str, int]) -> float:
     """Return how many bytes are free on a device, 0 if that is not known."""
     if machine_of(name):
-        offered = remote.offered(name)
-        return (offered and offered.memory_bytes) or 0
+        info = remote.device_info(name)
+        return (info and info.memory_bytes) or 0
     limit = limits.get(name.lower(), 0)
     used = memory.of_device(name) if "gpu" in name.lower() else None
     return limit - (used[0] * memory.MIB if used else 0)

@@ -11,7 +11,7 @@ _HOME = {
     "advice_on": "gpus",
     "config_proto": "gpus",
     "configure": "gpus",
-    "connect": "towers.workers.cluster",
+    "connect": "remote",
     "describe": "selection",
     "hide_gpus": "gpus",
     "read_back": "gpus",

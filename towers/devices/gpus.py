@@ -39,7 +39,7 @@ def configure(**options: Any) -> None:
     new = {name: value for name, value in asked.demands().items() if before.get(name) != value}
     asked = dataclasses.replace(asked, **before | new)
     if new or not (before or tf_private.has_started()):
-        _check_in_time(asked, new)
+        _check_in_time(new)
         _set(asked)
     tf.config.set_soft_device_placement(asked.allow_soft_placement)
     if asked.tf32 != _in_force.tf32:  # else it stays as the program has it
@@ -55,8 +55,22 @@ def hide_gpus() -> None:
         tf.config.set_visible_devices([], "GPU")
 
 
+def _check_in_time(new: dict[str, Any]) -> None:
+    event = None
+    if "visible_gpus" in new and tf_private.has_listed_devices():
+        event = "listed its devices"
+    elif new and tf_private.has_started():
+        event = "started"
+    chosen = new.get("visible_gpus", "none") != "none"
+    if event and (chosen or tf.config.list_physical_devices("GPU")):
+        given = ", ".join(f"--{name}={value}" for name, value in new.items())
+        raise InputError(
+            f"{given} comes too late, TensorFlow has {event}: call towers.devices.configure() "
+            "before anything that lists devices or creates a tensor"
+        )
+
+
 def _set(asked: GpuOptions) -> None:
-    """Hide what `asked` leaves out, and limit the memory of the others."""
     driver = nvml.gpus()
     visibility.tidy(os.environ)
     choice = visibility.listed_in(os.environ, driver)
@@ -70,9 +84,10 @@ def _set(asked: GpuOptions) -> None:
         given = f"--visible_gpus={asked.visible_gpus}"
         raise InputError(f"{given}: TensorFlow does not list GPU {names}: {cause}; {remedy}")
     limits = []
-    for seen in visibility.match(_details(gpus), visible):
+    for seen in visibility.match(_names_and_capabilities(gpus), visible):
         limits.append(_limit_mib(asked, seen))
-        _check_room(seen, limits[-1], choice)
+        if seen and seen.free_bytes is not None:
+            _check_free_memory(seen, limits[-1], choice)
     for gpu, limit in zip(gpus, limits, strict=True):
         if asked.allow_growth:
             tf.config.experimental.set_memory_growth(gpu, True)
@@ -81,6 +96,34 @@ def _set(asked: GpuOptions) -> None:
             tf.config.set_logical_device_configuration(gpu, [part])
     if len(gpus) > 1:  # read when TensorFlow starts; else one pool of threads serves all of them
         os.environ.setdefault(_THREAD_MODE, "gpu_private")
+
+
+def _limit_mib(options: GpuOptions, gpu: DriverGpu | None) -> int | None:
+    fraction = options.per_process_gpu_memory_fraction
+    if not fraction:
+        return options.gpu_memory_limit_mib or None
+    if not (gpu and gpu.cuda_bytes):
+        raise InputError(
+            f"--per_process_gpu_memory_fraction={fraction} is of the total memory, which the "
+            "driver (NVML) does not tell here: type --gpu_memory_limit_mib=4096, or what you need"
+        )
+    return max(1, int(fraction * (gpu.cuda_bytes // MIB)))  # as TensorFlow does in sessions
+
+
+def _check_free_memory(gpu: DriverGpu, limit_mib: int | None, choice: Sequence[DriverGpu]) -> None:
+    # An older driver does not tell how much of the total it keeps to itself.
+    most = gpu.free_bytes if gpu.processes else gpu.cuda_bytes
+    if not gpu.full and (limit_mib or 0) * MIB <= most:
+        return
+    holders = ", ".join(gpu.processes) or "another process"
+    free = [other.key for other in choice if not other.full and other != gpu]
+    others = ",".join(free if gpu.mig is None else free[:1])  # of parts a process takes one
+    raise InputError(
+        f"GPU {gpu} has {gpu.free_bytes // MIB} of {gpu.total_bytes // MIB} MiB free"
+        + (f", {limit_mib} are needed" if limit_mib else "")
+        + (f": {holders} holds the rest" if gpu.full or gpu.processes else ": ask for less")
+        + f"; choose others with --visible_gpus={others or 'none'}"
+    )
 
 
 def read_back() -> list[str]:
@@ -103,6 +146,8 @@ def read_back() -> list[str]:
             lines.append(f"memory      {device} {memory} MiB, growth {growth}")
             if limit and memory != limit:
                 wrong.append(f"{device} may take {memory} MiB, {limit} were asked for")
+    if wrong:
+        raise RunError(f"TensorFlow did not take the options: {'; '.join(wrong)}")
     if len(gpus) > 1 and (mode := os.environ.get(_THREAD_MODE)):
         lines.append(f"threads     {_THREAD_MODE}={mode}")
     lines += precision()
@@ -110,8 +155,6 @@ def read_back() -> list[str]:
         lines.append("determinism ops give the same bits each time, or are an error")
     if not tf.config.get_soft_device_placement():
         lines.append("placement   soft placement is off")
-    if wrong:
-        raise RunError(f"TensorFlow did not take the options: {'; '.join(wrong)}")
     given = [f"--{name}={value}" for name, value in asked.demands().items() if value != "none"]
     if given and not gpus:
         lines.append(f"memory      no GPU here: {', '.join(given)} has nothing to act on")
@@ -120,8 +163,8 @@ def read_back() -> list[str]:
 
 def precision() -> list[str]:
     """Return a line that says whether TF32 is on, if there is a GPU that has it."""
-    gpus = tf.config.get_visible_devices("GPU")
-    if not any((capability or (0,)) >= _TF32_CAPABILITY for _, capability in _details(gpus)):
+    gpus = _names_and_capabilities(tf.config.get_visible_devices("GPU"))
+    if not any((capability or (0,)) >= _TF32_CAPABILITY for _, capability in gpus):
         return []
     if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
         return ["precision   TF32 is off, by NVIDIA_TF32_OVERRIDE=0"]
@@ -135,10 +178,11 @@ def precision() -> list[str]:
 
 def advice_on(dtype: str) -> list[str]:
     """Return a line that names the faster precision, if a GPU has no fast kernels for `dtype`."""
-    gpus = tf.config.get_visible_devices("GPU")
     slow = [
         f"/gpu:{i} ({name}, compute capability {'.'.join(map(str, capability))})"
-        for i, (name, capability) in enumerate(_details(gpus))
+        for i, (name, capability) in enumerate(
+            _names_and_capabilities(tf.config.get_visible_devices("GPU"))
+        )
         if capability and capability < _BFLOAT16_CAPABILITY
     ]
     if dtype != "mixed_bfloat16" or not slow:
@@ -150,7 +194,7 @@ def advice_on(dtype: str) -> list[str]:
 
 
 def try_out() -> None:
-    """Let each GPU compute a little in another process, before this one depends on it.
+    """Try a small computation on each GPU in another process, before this one depends on it.
 
     A CUDA or cuDNN that does not fit is found before any data is read, and an abort deep inside is
     a message. It takes some seconds; nothing is done without a GPU, or once TensorFlow has started.
@@ -181,67 +225,19 @@ def visible_gpus(driver: Sequence[DriverGpu]) -> list[DriverGpu]:
 def driver_gpus(gpus: Sequence[tf.config.PhysicalDevice]) -> list[DriverGpu | None]:
     """Return the driver's view of each of TensorFlow's GPUs."""
     everything = tf.config.list_physical_devices("GPU")
-    seen = visibility.match(_details(everything), visible_gpus(nvml.gpus()))
+    seen = visibility.match(_names_and_capabilities(everything), visible_gpus(nvml.gpus()))
     return [seen[everything.index(gpu)] for gpu in gpus]
 
 
 def missing_gpus(visible: Sequence[DriverGpu]) -> list[DriverGpu]:
     """Return those of the driver's GPUs that TensorFlow does not list."""
-    return visibility.skipped(_details(tf.config.list_physical_devices("GPU")), visible)
+    gpus = tf.config.list_physical_devices("GPU")
+    return visibility.skipped(_names_and_capabilities(gpus), visible)
 
 
-def _details(gpus: Sequence[tf.config.PhysicalDevice]) -> list[visibility.Seen]:
-    """Return name and compute capability of TensorFlow's GPUs."""
+def _names_and_capabilities(gpus: Sequence[tf.config.PhysicalDevice]) -> list[visibility.Seen]:
     details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
     return [(d.get("device_name"), d.get("compute_capability")) for d in details]
-
-
-def _limit_mib(options: GpuOptions, gpu: DriverGpu | None) -> int | None:
-    """Return the memory limit that `options` mean on a GPU, in MiB; None for no limit."""
-    fraction = options.per_process_gpu_memory_fraction
-    if fraction and not (gpu and gpu.cuda_bytes):
-        raise InputError(
-            f"--per_process_gpu_memory_fraction={fraction} is of the total memory, which the "
-            "driver (NVML) does not tell here: type --gpu_memory_limit_mib=4096, or what you need"
-        )
-    if fraction:
-        return max(1, int(fraction * (gpu.cuda_bytes // MIB)))  # as TensorFlow does in sessions
-    return options.gpu_memory_limit_mib or None
-
-
-def _check_in_time(asked: GpuOptions, new: dict[str, Any]) -> None:
-    """Refuse options that can no longer be set, unless there is no GPU that they would act on."""
-    event = None
-    if "visible_gpus" in new and tf_private.has_listed_devices():
-        event = "listed its devices"
-    elif new and tf_private.has_started():
-        event = "started"
-    chosen = new.get("visible_gpus", "none") != "none"
-    if event and (chosen or tf.config.list_physical_devices("GPU")):
-        given = ", ".join(f"--{name}={value}" for name, value in new.items())
-        raise InputError(
-            f"{given} comes too late, TensorFlow has {event}: call towers.devices.configure() "
-            "before anything that lists devices or creates a tensor"
-        )
-
-
-def _check_room(gpu: DriverGpu | None, limit: int | None, choice: Sequence[DriverGpu]) -> None:
-    """Refuse a GPU on which others have left too little memory, and name those to choose from."""
-    if gpu is None or gpu.free_bytes is None:
-        return
-    # An older driver does not tell how much of the total it keeps to itself.
-    most = gpu.free_bytes if gpu.processes else gpu.cuda_bytes
-    if not gpu.full and (limit or 0) * MIB <= most:
-        return
-    holders = ", ".join(gpu.processes) or "another process"
-    free = [other.key for other in choice if not other.full and other != gpu]
-    others = ",".join(free if gpu.mig is None else free[:1])  # of parts a process takes one
-    raise InputError(
-        f"GPU {gpu} has {gpu.free_bytes // MIB} of {gpu.total_bytes // MIB} MiB free"
-        + (f", {limit} are needed" if limit else "")
-        + (f": {holders} holds the rest" if gpu.full or gpu.processes else ": ask for less")
-        + f"; choose others with --visible_gpus={others or 'none'}"
-    )
 
 
 def config_proto(

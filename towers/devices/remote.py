@@ -1,7 +1,6 @@
-"""Devices of other machines, for rooms that need not know how these were reached.
+"""Devices of other machines: all that the rest of the library asks of `towers.workers`.
 
-Whoever connects this program to other machines calls `set_cluster`; what is known of their devices,
-and files that they have, are asked for here.
+Without other machines `current()` is None, and nothing here does anything.
 """
 
 from typing import Any
@@ -10,7 +9,19 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder.kinds import HOST, PROGRAM, is_gpu, machine_of
+from towers.options.lazy import lazily
 
+__getattr__ = lazily(
+    __name__,
+    {
+        "Recovery": "towers.workers.recovery",
+        "WorkerCurves": "towers.workers.curves",
+        "alternating_devices": "towers.workers.cluster",
+        "check_network": "towers.workers.network_test",
+        "connect": "towers.workers.cluster",
+        "connect_run": "towers.workers.cluster",
+    },
+)
 _cluster: Any = None  # a `towers.workers.cluster.Cluster`
 
 
@@ -30,7 +41,7 @@ def current() -> Any:
 
 
 def name_of(machine: str) -> str:
-    """Return how a person knows a machine, "/job:worker/task:1"."""
+    """Return the name for people of a machine, "/job:worker/task:1"."""
     found = _machine(machine)
     return str(found) if found else machine
 
@@ -38,22 +49,16 @@ def name_of(machine: str) -> str:
 def folder_of(machine: str) -> str:
     """Return the folder to which paths of a machine are relative."""
     found = _machine(machine)
-    return found.offer.folder if found else ""
+    return found.info.folder if found else ""
 
 
-def offered(device: str) -> Any:
-    """Return what a machine says of one of its devices, an `Offered`; None if nothing."""
+def device_info(device: str) -> Any:
+    """Return what a machine says of one of its devices, a `DeviceInfo`; None if nothing."""
     if not (owner := _machine(machine_of(device))):
         return None
     kind, _, number = device.rpartition("/")[2].partition(":")
-    found = [d for d in owner.offer.devices if f"/{kind}:" in d.name]
+    found = [d for d in owner.info.devices if f"/{kind}:" in d.name]
     return found[min(int(number), len(found) - 1)] if found else None
-
-
-def product_of(device: str) -> str | None:
-    """Return the product that a device is, None if its machine does not say."""
-    found = offered(device)
-    return found.what if found else None
 
 
 def memory_of(device: str) -> int | None:
@@ -61,11 +66,11 @@ def memory_of(device: str) -> int | None:
 
     Logical CPU devices share a machine's memory: each tower has its part.
     """
-    found = offered(device)
+    found = device_info(device)
     if not found or found.memory_bytes is None:
         return None
-    mates = len(_machine(machine_of(device)).devices)
-    return found.memory_bytes // (1 if is_gpu(device) else max(mates, 1))
+    num_towers = 1 if is_gpu(device) else len(_machine(machine_of(device)).devices)
+    return found.memory_bytes // max(num_towers, 1)
 
 
 def read_text(machine: str, path: str) -> str | None:

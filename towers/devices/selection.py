@@ -131,7 +131,8 @@ def describe(devices: Sequence[str] | None = None) -> list[Device]:
     rows = []
     for tower, device in enumerate(devices):
         if machine_of(device):
-            rows.append(Device(tower, device, remote.product_of(device)))
+            info = remote.device_info(device)
+            rows.append(Device(tower, device, info and info.what))
             continue
         kind, _, number = device.strip("/").partition(":")
         if kind == "cpu":

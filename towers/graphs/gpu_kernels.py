@@ -1,7 +1,7 @@
-"""What TensorFlow has for an op on a GPU: its kernel, and what of it lies in the host's memory.
+"""TensorFlow's kernel for an op on a GPU, and which of its arguments lie in the host's memory.
 
-TensorFlow's wheel knows its GPU kernels on any machine. On CPUs some ops are rewritten, most by
-oneDNN: what is asked for here is the op that such a one stands for.
+TensorFlow's wheel knows its GPU kernels on any machine. An op that oneDNN, or another rewrite for
+CPUs, has put into the graph is looked up by the op that it replaces.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from towers import tf_private
 
 NodeDef = tf.compat.v1.NodeDef
 
-# What starts nothing on a GPU: other names of a buffer, control flow, and what moves values.
+# Ops that start no kernel: other names of a buffer, control flow, and what moves values.
 _NO_LAUNCH = frozenset(
     "Identity IdentityN Reshape Squeeze ExpandDims Bitcast StopGradient PreventGradient Const NoOp "
     "PlaceholderWithDefault ReadVariableOp AssignVariableOp Enter Exit Merge Switch LoopCond "
@@ -57,11 +57,11 @@ class GpuKernel:
 
 def gpu_kernel(node: NodeDef, traced_type: str = "") -> GpuKernel:
     """Return how an executed node would be done on a GPU; `traced_type` is what was traced."""
-    kind, num_ops = _stands_for(node, traced_type)
+    kind, num_ops = _replaced_ops(node, traced_type)
     definition = tf_private.op_definition(kind)
     if definition is None:  # a call of a function
         return GpuKernel(kind, True, (), (), 1)
-    found = next((k for k in _kernels(kind) if k.takes(node, definition)), None)
+    found = next((k for k in _kernels(kind) if k.fits(node, definition)), None)
     inputs = _arguments(node, definition.input_arg, found)
     outputs = _arguments(node, definition.output_arg, found)
     computes = not outputs or any(not a.on_host and a.dtype != tf.variant for a in outputs)
@@ -70,8 +70,8 @@ def gpu_kernel(node: NodeDef, traced_type: str = "") -> GpuKernel:
     return GpuKernel(kind, found is not None, inputs, outputs, launches)
 
 
-def _stands_for(node: NodeDef, traced_type: str) -> tuple[str, int]:
-    """Return what an op that only CPUs have stands for: the first op, and the number of them."""
+def _replaced_ops(node: NodeDef, traced_type: str) -> tuple[str, int]:
+    """Return the first op that an op for CPUs alone replaces, and how many it does."""
     if node.op == "_UnaryOpsComposition":
         names = node.attr["op_names"].list.s
         return names[0].decode(), len(names)
@@ -86,23 +86,20 @@ def _stands_for(node: NodeDef, traced_type: str) -> tuple[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """A kernel that is registered: the types that it takes, and its arguments on the host."""
+    allowed_types: tuple[tuple[str, frozenset], ...]  # by the name of an attribute
+    on_host: frozenset[str]  # names of arguments
 
-    allowed: tuple[tuple[str, frozenset], ...]
-    on_host: frozenset[str]
-
-    def takes(self, node: NodeDef, definition: Any) -> bool:
-        """Tell whether it is for the types of this node."""
-        return all(_values(node, name, definition) <= allowed for name, allowed in self.allowed)
+    def fits(self, node: NodeDef, definition: Any) -> bool:
+        return all(_values(node, name, definition) <= types for name, types in self.allowed_types)
 
 
 @functools.cache
 def _kernels(op_type: str) -> list[_Kernel]:
-    """Return the kernels of an op for GPUs; those for any device come last."""
+    """Return the kernels of an op for GPUs, then those for any device."""
     found = tf_private.registered_kernels(op_type)
     return [
         _Kernel(
-            tuple((c.name, frozenset(_of_list(c.allowed_values.list))) for c in kernel.constraint),
+            tuple((c.name, frozenset(_items(c.allowed_values.list))) for c in kernel.constraint),
             frozenset(kernel.host_memory_arg),
         )
         for device in ("GPU", "DEFAULT")
@@ -112,24 +109,23 @@ def _kernels(op_type: str) -> list[_Kernel]:
 
 
 def _values(node: NodeDef, name: str, definition: Any) -> frozenset:
-    """Return the values of an attribute, which may be a list."""
     value = node.attr[name] if name in node.attr else None
     if value is None:
         defaults = (a.default_value for a in definition.attr if a.name == name)
         value = next(defaults, tf.compat.v1.AttrValue())
     if value.HasField("list"):
-        return frozenset(_of_list(value.list))
+        return frozenset(_items(value.list))
     return frozenset([value.s] if value.HasField("s") else [value.type])
 
 
-def _of_list(values: Any) -> list:
+def _items(values: Any) -> list:
     return list(values.type) or list(values.s)
 
 
 def _arguments(
     node: NodeDef, arguments: Iterable[Any], kernel: _Kernel | None
 ) -> tuple[Argument, ...]:
-    """Return the inputs or outputs of a node; an argument of its op may be a list of them."""
+    """Return a node's inputs or outputs; an argument of its op may stand for a list of them."""
     found = []
     for argument in arguments:
         if argument.type_list_attr:

@@ -22,13 +22,13 @@ import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
+from towers.devices import remote
 from towers.monitoring import events, tower_stats
 from towers.monitoring.comparison import NoiseScale, Stragglers, estimate
 from towers.monitoring.event_writer import PARTS, EventWriter
 from towers.monitoring.speed import RATE, Speed, by_tower
 from towers.options.timetable import Timetable
 from towers.text import printable
-from towers.workers import WorkerCurves
 
 _PHASES = (*tower_stats.PHASES, "update_seconds")
 _CALLS = 100  # whose times are kept one by one
@@ -87,7 +87,7 @@ class Monitor:
             mininterval=1.0 if in_notebook() else 0.1,
             disable=not (sys.stderr.isatty() or in_notebook()),
         )
-        self._stragglers, self._workers = Stragglers(devices), WorkerCurves(devices)
+        self._stragglers, self._machines = Stragglers(devices), remote.WorkerCurves(devices)
         self._warm: tuple[float, int] | None = None  # when the first point was made, and its step
         self._calls: list[Mapping[str, tf.Tensor]] = []
 
@@ -143,7 +143,7 @@ class Monitor:
             **phases,
             **(self._noise_scalars(metrics) if plots else {}),
             **self._health(),
-            **self._workers.point(step, own_seconds),
+            **self._machines.point(step, own_seconds),
         }
         if self._timetable.options.on_nan == "skip":
             scalars["skipped_steps"] = metrics["skipped"]

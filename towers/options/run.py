@@ -356,6 +356,23 @@ class Options:
             values["visible_gpus"] = "none"  # a worker on the same machine may have them
         return GpuOptions(**values)
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the towers are on other machines."""
+        return bool(self.workers)
+
+    def on_this_machine(self, **changes: Any) -> "Options":
+        """Return options without other machines, and with changes."""
+        return dataclasses.replace(self, workers="", **changes)
+
+    def check_on_this_machine(self) -> None:
+        """Raise InputError if the towers of a benchmark are to be on other machines."""
+        if self.workers:
+            raise InputError(
+                f"--workers={self.workers}: a benchmark is of this machine's devices; leave it "
+                "out, or read the speed of a run over workers in its own lines"
+            )
+
     def check_tower_numbers(self, text: str) -> None:
         """Raise InputError unless a verb can try the numbers of towers that `text` lists."""
         if self.variables == "auto":

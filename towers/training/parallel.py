@@ -32,7 +32,6 @@ from towers.devices import remote
 from towers.errors import InputError
 from towers.training import flat, masters
 from towers.training.masters import optimizers_of
-from towers.workers import connect
 
 _STEPS = ("train_step", "test_step", "predict_step")
 _BATCH = object()  # stands for a tensor among arguments
@@ -130,7 +129,7 @@ def _devices_for(
             f"workers={workers!r} has the towers elsewhere: leave one of them out"
         )
     before = remote.current()
-    found = connect(workers, number)
+    found = remote.connect(workers, number)
     if found is not before and (model.compiled or model.variables):
         raise InputError(
             f"workers={workers!r}: connect to them before the model is made, by "

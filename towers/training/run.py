@@ -9,14 +9,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import data, devices, tf_private, workers
+from towers import data, devices, tf_private
 from towers.builder.kinds import are_gpus, are_remote
 from towers.builder.rehearsal import Rehearsal
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split, augment, remote_files
 from towers.data.on_towers import OnTowers, store
 from towers.data.remote_files import RemoteFiles
-from towers.devices import memory, selection
+from towers.devices import memory, remote, selection
 from towers.errors import InputError
 from towers.options.augmentation import parse
 from towers.options.run import Options
@@ -179,7 +179,7 @@ def tower_devices(options: Options) -> list[str]:
     Raises:
         InputError: they cannot be had.
     """
-    if cluster := workers.of_run(options):
+    if cluster := remote.connect_run(options):
         return cluster.devices
     return devices.tower_devices(options.num_towers, options.devices, divide_cores=True)
 

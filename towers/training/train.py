@@ -14,8 +14,8 @@ import keras
 import tensorflow as tf
 
 from towers import files, signals
+from towers.devices import remote
 from towers.devices.gpu_health import GpuHealth
-from towers.devices.remote import DevicesChanged
 from towers.errors import RunError
 from towers.monitoring import dashboard
 from towers.monitoring.gallery import Gallery
@@ -35,7 +35,6 @@ from towers.training.run import Run
 from towers.training.start import Start, begin, build, restore
 from towers.training.tensorflow_errors import one_line_errors
 from towers.training.watch import Watch, check_snapshot
-from towers.workers import Recovery, of_run
 
 RESULT = "result.json"
 _FINISHED = (
@@ -80,29 +79,29 @@ def train(
         lock.take(folder)
         with one_line_errors(options):
             callbacks = keras_callbacks.load(options.callbacks)
-            of_run(options, bool(checkpoint.find(folder / "checkpoints")))
+            remote.connect_run(options, bool(checkpoint.find(folder / "checkpoints")))
             run = build(options, say)
             checkpoints, restored = restore(run, folder)
         if result := _finished(run, folder):
             for line in [_FINISHED.format(folder, result["steps"]), *table(result)]:
                 say(line)
             return result
-        recovery = Recovery(options, say)
+        recovery = remote.Recovery(options, say)
         with contextlib.closing(GpuHealth()) as health:
             while True:
                 run = nan.resumed(run, folder, restored)
                 stalls = options.stall_seconds, options.on_stall
                 watch = Watch(checkpoints, say, health.read, *stalls)
                 try:
-                    with one_line_errors(options), recovery.reraise_worker_loss():
+                    with one_line_errors(options), recovery.reraise_device_loss():
                         begun = begin(run, folder, lock, checkpoints, restored, watch, say)
                     of_step = begun.steps_done, begun.largest_batch
-                    with one_line_errors(options, *of_step), recovery.reraise_worker_loss():
+                    with one_line_errors(options, *of_step), recovery.reraise_device_loss():
                         return _train(begun, watch, health, out, start, callbacks)
                 # Each goes on as a new process would.
                 except nan.Rollback as rollback:
                     say(str(rollback))
-                except DevicesChanged:
+                except remote.DevicesChanged:
                     if not recovery.go_on(watch.save_kept()):
                         return None
                 again = dataclasses.replace(run.options, overwrite=False, **run.left_open)
@@ -284,7 +283,7 @@ def _saved_if_it_fails(begun: Start, watch: Watch) -> Iterator[None]:
     """Save the last finished step if data, a disk or a reader of the output fails in the block."""
     try:
         yield
-    except (nan.NotFinite, nan.Rollback, DevicesChanged):
+    except (nan.NotFinite, nan.Rollback, remote.DevicesChanged):
         raise
     except Exception:
         step, snapshot = watch.kept or (int(begun.run.masters.step.numpy()), None)

@@ -1,9 +1,9 @@
-"""TensorFlow's server listens on all addresses of a machine: here it is kept to one.
+"""Restricts TensorFlow's server, which listens at all addresses of a machine, to one of them.
 
     only_to("10.0.0.5", 2222)     # after it began to listen, before it answers
 
-A filter on the listening socket lets the kernel drop what is addressed to any other; connections
-that it accepts inherit the filter. No privilege is needed. It is Linux' classic BPF.
+A filter on the listening socket (Linux' classic BPF, for which no privilege is needed) drops what
+is addressed to any other; the connections that it accepts inherit the filter.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ _LOAD_BYTE, _LOAD_WORD, _AND, _JUMP_IF_EQUAL, _RETURN = 0x30, 0x20, 0x54, 0x15, 
 
 
 class Reached(RunError):
-    """Somebody was connected to the port before it was kept to one address."""
+    """Somebody was connected to the port before it was restricted to one address."""
 
 
 def only_to(ip: str, port: int) -> None:
-    """Drop what reaches this process' server at any other address than `ip`.
+    """Drop what reaches this process' server at any address other than `ip`.
 
     Args:
         ip: an address of this machine, of IPv4 or IPv6, in numbers.
@@ -39,16 +39,18 @@ def only_to(ip: str, port: int) -> None:
 
     Raises:
         Reached: somebody was connected at another address before.
-        RunError: it cannot be had here.
+        RunError: this system does not allow it, or nothing listens on the port.
     """
+    program = _filter(ip)
+    code = ctypes.create_string_buffer(program)
+    option = struct.pack("HP", len(program) // 8, ctypes.addressof(code))
     found = 0
     try:
-        filtering = _filter(ip)
-        for listener in _listeners(port):
-            code = ctypes.create_string_buffer(filtering)
-            about = struct.pack("HP", len(filtering) // 8, ctypes.addressof(code))
-            listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, about)
-            found += 1
+        for listener in open_sockets():
+            listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and listener.getsockname()[1] == port:
+                listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
+                found += 1
     except OSError as error:
         raise RunError(
             f"port {port} cannot be kept to {ip}: {error.strerror}; {_OTHERWISE}"
@@ -59,40 +61,36 @@ def only_to(ip: str, port: int) -> None:
         raise Reached(f"somebody reached port {port} at {min(map(str, others))}, not {ip}")
 
 
+def open_sockets() -> Iterator[socket.socket]:
+    """Yield a copy of each internet socket of this process, TensorFlow's included."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it is closed by now
+            if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{descriptor}").st_mode):
+                with socket.socket(fileno=os.dup(int(descriptor))) as found:
+                    if found.family in (socket.AF_INET, socket.AF_INET6):
+                        yield found
+
+
 def _filter(ip: str) -> bytes:
-    """Return the program of a filter that passes packets for one address."""
+    """Assemble a BPF program that passes packets for one address."""
     address = ipaddress.ip_address(ip)
     words = struct.unpack(f">{len(address.packed) // 4}I", address.packed)
     start = 16 if address.version == 4 else 24  # of the destination, in the network header
-    tests = [(_LOAD_BYTE, 0, None), (_AND, 0xF0, None), (_JUMP_IF_EQUAL, address.version << 4, 1)]
-    for place, word in enumerate(words):
-        tests += [(_LOAD_WORD, start + 4 * place, None), (_JUMP_IF_EQUAL, word, 1)]
-    lines = []
-    for line, (code, value, jumps) in enumerate(tests):
-        if code in (_LOAD_BYTE, _LOAD_WORD):
-            value += _NETWORK_HEADER
-        lines.append((code, 0, len(tests) - line if jumps else 0, value))  # not equal: the last
-    lines += [(_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)]
-    return b"".join(struct.pack("HBBI", *line) for line in lines)
-
-
-def _listeners(port: int) -> Iterator[socket.socket]:
-    """Yield copies of the sockets on which this process listens, on any address of a port."""
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # it is closed by now
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as found:
-                listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                internet = found.family in (socket.AF_INET, socket.AF_INET6)
-                if listens and internet and found.getsockname()[1] == port:
-                    yield found
+    code = [(_LOAD_BYTE, _NETWORK_HEADER), (_AND, 0xF0), (_JUMP_IF_EQUAL, address.version << 4)]
+    for i, word in enumerate(words):
+        code += [(_LOAD_WORD, _NETWORK_HEADER + start + 4 * i), (_JUMP_IF_EQUAL, word)]
+    code += [(_RETURN, 0xFFFFFFFF), (_RETURN, 0)]
+    last = len(code) - 1  # where a comparison that fails jumps to; jumps are relative
+    return b"".join(
+        struct.pack("HBBI", op, 0, last - line - 1 if op == _JUMP_IF_EQUAL else 0, value)
+        for line, (op, value) in enumerate(code)
+    )
 
 
 def _connected(port: int) -> set[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Return the addresses of this machine at which somebody is connected to a port.
+    """Return this machine's addresses at which somebody is connected to a port.
 
-    Who came before the filter is not seen by it.
+    A connection that is older than the filter is not seen by it.
     """
     found = set()
     for table in ("tcp", "tcp6"):

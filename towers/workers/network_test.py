@@ -1,24 +1,29 @@
-"""What lies between this program and its workers, tried out: ports, copies, speeds.
+"""`towers doctor --workers=...`: tries out each worker, and the network between them and here.
 
-Nothing here waits for long: who does not answer in time is cut off, and what was asked fails.
+What does not answer in time is cut off and fails, so nothing here waits for long.
 """
 
 import contextlib
 import dataclasses
 import itertools
+import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import tensorflow as tf
 
-from towers.text import first_line
-from towers.workers.addresses import greets, parse_address
-from towers.workers.cluster import Cluster, Worker
+from towers.devices.checks import NOTE, OK, PROBLEM, Check
+from towers.errors import InputError
+from towers.options.run import Options
+from towers.text import count, first_line, table
+from towers.workers.addresses import find_workers, parse_address, responds
+from towers.workers.cluster import MAX_CLOCK_SKEW_SECONDS, Cluster, Worker
 
-CONNECT_SECONDS = 2.0
+_CONNECT_SECONDS = 2.0
 _FREE_SECONDS = 4.0  # a worker that has just been released starts a new server
 _COPY_SECONDS = 20.0  # that a copy may take: 4 MiB over 2 Mbit/s
 _COPY_BYTES = 2**22
@@ -27,107 +32,156 @@ _COPIES = 3  # which are timed, after one that opens connections
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """How fast a worker and the program reach each other."""
+class WorkerCheck(Check):
+    """A finding about a worker, with its figures."""
 
-    round_trip_seconds: float  # of a number, there and back, TensorFlow's part in it included
-    to_bytes_per_second: float  # from the program to the worker
-    from_bytes_per_second: float
+    address: str = ""
+    round_trip_seconds: float | None = None  # of a number, with TensorFlow's part in it
+    to_bytes_per_second: float | None = None  # from this machine to the worker
+    from_bytes_per_second: float | None = None
+    clock_seconds: float | None = None  # its clock's minus that of this machine
 
 
-def unreachable(address: str) -> str:
-    """Return why nothing of TensorFlow's answers at an address, "" if it does."""
+def check_network(options: Options, say: Callable[[str], None]) -> Iterator[Check]:
+    """Try out the workers that the options name; yield each finding, then print a table."""
+    named = find_workers(options.workers, os.environ)
+    with ThreadPoolExecutor(len(named)) as pool:
+        problems = dict(zip(named, pool.map(_why_unreachable, named), strict=True))
+    for address, problem in problems.items():
+        if problem:
+            remedy = f"start `towers worker --address={address}` there, or open the port to this "
+            name = f"worker {address}"
+            yield WorkerCheck(name, PROBLEM, problem, f"{remedy}machine", address)
+    reached = [address for address in named if not problems[address]]
+    if not reached:
+        return
+    cluster = Cluster(reached, options.towers_per_worker, options.worker_timeout_seconds)
+    with contextlib.suppress(InputError):  # each says itself why it cannot be had
+        cluster.open(1)
+    try:
+        for worker in cluster.workers:
+            if not worker.is_alive:
+                end = "; " if "busy" in worker.problem.partition(": ")[0] else ": "
+                detail, _, remedy = worker.problem.partition(end)
+                name = f"worker {worker.address}"
+                yield WorkerCheck(name, PROBLEM, f"it {detail}", remedy, worker.address)
+        sound = []
+        for worker in cluster.alive():
+            yield (check := _check_worker(cluster, worker))
+            if check.status != PROBLEM:
+                sound.append((worker, check))
+        if sound:
+            yield _check_copies(cluster, [worker for worker, _ in sound])
+            header = "worker", "host", "towers", "clock s", "round trip ms", "to MB/s", "from MB/s"
+            rows = [
+                (
+                    worker.address,
+                    worker.info.host,
+                    len(worker.devices),
+                    f"{worker.clock_seconds:+.3f}",
+                    f"{check.round_trip_seconds * 1e3:.2f}",
+                    f"{check.to_bytes_per_second / 1e6:.0f}",
+                    f"{check.from_bytes_per_second / 1e6:.0f}",
+                )
+                for worker, check in sound
+            ]
+            for line in table(header, rows):
+                say(f"  {line}")
+    finally:
+        cluster.close()
+
+
+def _why_unreachable(address: str) -> str:
+    """Return why no TensorFlow server answers at an address, "" if one does."""
+    host, port = where = parse_address(address, "workers")
     until = time.monotonic() + _FREE_SECONDS
     while True:
-        problem, refused = _reach(address)
-        if not refused or time.monotonic() > until:
-            return problem
-        time.sleep(0.2)
+        try:
+            socket.create_connection(where, _CONNECT_SECONDS).close()
+            break
+        except socket.gaierror:
+            return f"this machine knows no host {host}"
+        except ConnectionRefusedError:
+            if time.monotonic() > until:
+                return f"nothing listens at port {port} of {host}"
+            time.sleep(0.2)
+        except TimeoutError:
+            return f"no answer from {host} in {_CONNECT_SECONDS:g} s: it is off, or a firewall"
+        except OSError as error:
+            return f"{host} cannot be reached: {error.strerror}"
+    if responds(address, _CONNECT_SECONDS):
+        return ""
+    return f"what listens at port {port} of {host} hangs, or is no TensorFlow server"
 
 
-def _reach(address: str) -> tuple[str, bool]:
-    """Return what keeps this machine from an address, "" if nothing; and if that may pass."""
-    host, port = where = parse_address(address, "workers")
-    try:
-        socket.create_connection(where, CONNECT_SECONDS).close()
-    except socket.gaierror:
-        return f"this machine knows no host {host}", False
-    except ConnectionRefusedError:
-        return f"nothing listens at port {port} of {host}", True
-    except TimeoutError:
-        return f"no answer from {host} in {CONNECT_SECONDS:g} s: it is off, or a firewall", False
-    except OSError as error:
-        return f"{host} cannot be reached: {error.strerror}", False
-    if greets(address, CONNECT_SECONDS):
-        return "", False
-    return f"what listens at port {port} of {host} hangs, or is no TensorFlow server", False
-
-
-def measure(cluster: Cluster, worker: Worker) -> Way | str:
-    """Return how fast a worker is reached, or what went wrong."""
+def _check_worker(cluster: Cluster, worker: Worker) -> WorkerCheck:
+    """Time copies to a worker and back."""
+    name, info = f"worker {worker.address}", worker.info
     numbers = np.random.default_rng(0).standard_normal(_COPY_BYTES // 4, np.float32)
     with tf.device(cluster.home):
         here, one = tf.constant(numbers), tf.constant(1.0)
 
-    def there_and_back() -> None:
-        _on(worker.host, one).numpy()
-
     def send() -> tf.Tensor:
-        sent = _on(worker.host, here)
+        sent = _copy(here, worker.host)
         with tf.device(worker.host):
             sent[0].numpy()  # when it is there
         return sent
 
     try:
         with cluster.cut_off([worker], _COPY_SECONDS):
-            round_trip = _seconds(there_and_back, _ROUND_TRIPS)
-            to = _seconds(send, _COPIES)
-            there = []
-            for _ in range(_COPIES + 1):  # a tensor that was fetched is kept here
-                there.append(send())
-            fetched = iter(there)
-            back = _seconds(lambda: next(fetched).numpy(), _COPIES)
+            round_trip = _median_seconds(lambda: _copy(one, worker.host).numpy(), _ROUND_TRIPS)
+            to = _median_seconds(send, _COPIES)
+            there = iter([send() for _ in range(_COPIES + 1)])  # one that was fetched is kept here
+            back = _median_seconds(lambda: next(there).numpy(), _COPIES)
     except tf.errors.OpError as error:
-        return first_line(error)
+        problem, remedy = first_line(error), "look at its log, and at the network between"
+        return WorkerCheck(name, PROBLEM, f"a copy failed: {problem}", remedy, worker.address)
     speeds = (_COPY_BYTES / max(seconds - round_trip, 1e-6) for seconds in (to, back))
-    return Way(round_trip, *speeds)
+    devices = ", ".join(f"{device.name} {device.what}" for device in info.devices)
+    versions = f"tensorflow {info.tensorflow}, keras {info.keras}, towers {info.towers}"
+    status, remedy, clock = OK, "", worker.clock_seconds
+    if abs(clock) > MAX_CLOCK_SKEW_SECONDS:
+        status, remedy = NOTE, f"set its clock, which is {clock:+.1f} s from here"
+    detail = f"{info.host}: {devices}; {versions}"
+    return WorkerCheck(name, status, detail, remedy, worker.address, round_trip, *speeds, clock)
 
 
-def wrong_copies(cluster: Cluster, workers: Sequence[Worker]) -> tuple[int, dict[str, str]]:
-    """Copy random bits from the program to each device of these workers, and between all workers.
-
-    Returns:
-        How many copies were tried, and {"/cpu:0 to /job:worker/task:0/gpu:1": what was wrong}.
-    """
+def _check_copies(cluster: Cluster, workers: Sequence[Worker]) -> Check:
+    """Copy random bits from the program to each device of these workers, and between them."""
     words = np.random.default_rng(1).integers(0, 2**32, _COPY_BYTES // 4, np.uint32)
-    own = [(cluster.home, device, [w]) for w in workers for device in w.devices]
-    between = [(a.devices[0], b.devices[0], [a, b]) for a, b in itertools.permutations(workers, 2)]
-    wrong = {}
-    for source, target, ends in own + between:
+    routes = [(cluster.home, device, [w]) for w in workers for device in w.devices]
+    pairs = itertools.permutations(workers, 2)
+    routes += [(a.devices[0], b.devices[0], [a, b]) for a, b in pairs]
+    wrong = []
+    for source, target, ends in routes:
         try:
             with cluster.cut_off(ends, _COPY_SECONDS):
-                sent = _on(source, tf.constant(words.view(np.float32)))  # int32 stays on hosts
-                found = _on(target, sent).numpy().view(np.uint32)
+                # int32 would stay on hosts.
+                sent = _copy(tf.constant(words.view(np.float32)), source)
+                found = _copy(sent, target).numpy().view(np.uint32)
             different = int((found != words).sum())
             problem = different and f"{different} of {words.size} words arrived wrong"
         except tf.errors.OpError as error:
             problem = first_line(error)
         if problem:
-            wrong[f"{source.removeprefix('/job:localhost')} to {target}"] = problem
-    return len(own) + len(between), wrong
+            wrong.append(f"{source.removeprefix('/job:localhost')} to {target}: {problem}")
+    name = "copies over the network"
+    if wrong:
+        remedy = "workers need each other's ports, too: open them, or leave a worker out"
+        return Check(name, PROBLEM, "; ".join(wrong), remedy)
+    return Check(name, OK, f"{count(len(routes), 'way')}, bit for bit")
 
 
-def _on(device: str, value: tf.Tensor) -> tf.Tensor:
+def _copy(value: tf.Tensor, device: str) -> tf.Tensor:
     with tf.device(device):
         return tf.identity(value)
 
 
-def _seconds(call: Callable[[], object], number: int) -> float:
-    """Return the median time of a call, after one that warms up."""
+def _median_seconds(call: Callable[[], object], number: int) -> float:
+    """Return the median time of `number` calls, after one that warms up."""
     taken = []
-    with contextlib.suppress(StopIteration):
-        for _ in range(number + 1):
-            start = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - start)
+    for _ in range(number + 1):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
     return statistics.median(taken[1:])

@@ -1,11 +1,10 @@
-"""A run whose towers stand on other machines: how it goes on when these come and go.
+"""How a run over workers goes on when these are lost or come back.
 
 Before each call of the train loop the masters are kept as they are, which copies nothing. When a
-worker is lost, what the call has done is thrown away, whatever it was: an update is whole or not at
-all. What was kept is written as a checkpoint, and the run is built anew on the workers that are
-there, as a new process would go on with it. No number depends on the number of towers, so all stay
-the same. Masters that lie on workers are lost with these: such a run goes on from its last
-checkpoint.
+worker is lost, whatever the call has done is thrown away: an update is whole or not at all. What
+was kept becomes a checkpoint, and the run is built anew on the workers that are there, as a new
+process would resume it. No number depends on the number of towers, so all stay the same. Masters
+that lie on workers are lost with these: such a run goes on from its last checkpoint.
 """
 
 import contextlib
@@ -15,39 +14,38 @@ import tensorflow as tf
 
 from towers import signals
 from towers.devices import remote
-from towers.devices.remote import DevicesChanged
 from towers.errors import RunError
 from towers.options.run import Options
 from towers.text import count, first_line
 
-_MOST_ERRORS = 3  # in a row at one step, of connections alone: no worker was lost
+_MAX_ERRORS = 3  # in a row at one step, of connections alone: no worker was lost
 # Of connections, and of servers that know nothing of this program any more.
-_OF_WORKERS = tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError
+_CONNECTION_ERRORS = tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError
 
 
 class Recovery:
-    """What a run knows of its workers, from one building of it to the next."""
+    """Recovers a run from the loss of workers; one object serves all its rebuilds."""
 
     def __init__(self, options: Options, say: Callable[[str], None]):
-        """Have lost nothing yet."""
+        """Take the run's options, and what prints a line."""
         self._options, self._say = options, say
         self._where, self._num_errors = "", 0
 
     @contextlib.contextmanager
-    def reraise_worker_loss(self) -> Iterator[None]:
-        """Raise DevicesChanged where the block fails since a worker is lost."""
+    def reraise_device_loss(self) -> Iterator[None]:
+        """Raise DevicesChanged where the block fails because a worker is lost."""
         try:
             yield
         except tf.errors.OpError as error:
             cluster = remote.current()
             if cluster is None:
                 raise
-            if not cluster.lost():
+            if not cluster.find_lost():
                 self._num_errors += 1
-                if not isinstance(error, _OF_WORKERS) or self._num_errors > _MOST_ERRORS:
+                if not isinstance(error, _CONNECTION_ERRORS) or self._num_errors > _MAX_ERRORS:
                     raise
                 self._say(f"connection  failed: {first_line(error)}")
-            raise DevicesChanged from None
+            raise remote.DevicesChanged from None
 
     def go_on(self, step: int | None) -> bool:
         """Wait for as many workers as are needed; return whether the run is to go on.
@@ -62,17 +60,16 @@ class Recovery:
         where = "the last checkpoint" if step is None else f"step {step}"
         if where != self._where:
             self._where, self._num_errors = where, 0
-        lost = cluster.drop()
+        lost = cluster.drop_lost()
         for worker in lost:
-            self._say(f"lost        {worker}: it {worker.lost_because}")
+            self._say(f"lost        {worker}: it {worker.problem}")
         if lost and options.on_worker_loss == "stop":
             signals.complain(
                 f"stopped by --on_worker_loss=stop: {where} is saved; the same command goes on"
             )
             return False
         before, needed = cluster.alive(), max(options.min_workers, 1)
-        cluster.take_back()
-        enough = cluster.wait_for(needed)
+        enough = cluster.take_back(needed)
         for worker in cluster.alive():
             if worker not in before:
                 self._say(f"back        {worker}")
@@ -83,5 +80,5 @@ class Recovery:
                 "saved; the same command goes on"
             )
         self._say(f"going on    from {where} with {there}: {count(len(cluster.devices), 'tower')}")
-        cluster.look_for_the_lost()
+        cluster.watch_for_returns()
         return True

@@ -1,14 +1,14 @@
-"""The notice board of a worker: small JSON files in the current folder of its server.
+"""What a worker and a program tell each other: JSON files in its server's folder.
 
-A program reads and writes them by TensorFlow's own file operations, run on the worker's device, so
-that nothing but TensorFlow's connection is needed:
+A program reads and writes them with TensorFlow's own file ops on the worker's device, so nothing
+but TensorFlow's connection is needed:
 
-    offer.json    what the worker has: an Offer
-    claim.ID      written by a program that wants it, and again as a sign of life: a Claim
-    lease.json    the worker's answer: the Lease of the program that has it, {} if none has
+    offer.json    what the worker has: a WorkerInfo
+    claim.ID      a program wants the worker; written again and again as a heartbeat: a Claim
+    lease.json    the worker's answer: the Lease of the program that has it, or {}
 
-The worker decides, so that no two programs ever have it. When a lease is over its server is
-replaced by a new one with a new, empty board.
+The worker decides, so two programs never have it. When a lease is over the server is replaced by a
+new one with a new, empty folder.
 """
 
 import dataclasses
@@ -17,16 +17,15 @@ import math
 import os
 import pwd
 import re
-from dataclasses import fields
 from typing import Any, TypeVar
 
 OFFER, LEASE = "offer.json", "lease.json"
 _CLAIM = re.compile(r"claim\.([\w-]{1,80})", re.ASCII)
-_LONGEST_TIMEOUT_SECONDS = 3600.0
+_MAX_TIMEOUT_SECONDS = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Offered:
+class DeviceInfo:
     """A device of a worker."""
 
     name: str  # "/gpu:0"
@@ -35,8 +34,8 @@ class Offered:
 
 
 @dataclasses.dataclass(frozen=True)
-class Offer:
-    """What a worker is and has; what an older one does not tell is empty."""
+class WorkerInfo:
+    """What a worker is and has; empty where an older one does not tell."""
 
     towers: str = ""  # versions
     tensorflow: str = ""
@@ -46,7 +45,7 @@ class Offer:
     host: str = ""  # the name of the machine
     pid: int = 0
     folder: str = ""  # where the worker was started; relative paths of data are below it
-    devices: tuple[Offered, ...] = ()  # its GPUs, or its one CPU
+    devices: tuple[DeviceInfo, ...] = ()  # its GPUs, or its one CPU
     kind: str = "cpu"  # "gpu" or "cpu"
     num_cpu_devices: int = 1  # logical ones
     deterministic: bool = False  # whether its ops are
@@ -60,15 +59,15 @@ class Claim:
     host: str = ""
     pid: int = 0
     user: str = ""
-    timeout_seconds: float = 15.0  # without a word for so long, the lease is over
+    timeout_seconds: float = 15.0  # without a heartbeat for so long, the lease is over
     released: bool = False  # the program needs the worker no more
-    address: str = ""  # at which TensorFlow's server in the program answers
+    address: str = ""  # of TensorFlow's server in the program
 
     def __post_init__(self) -> None:
-        """Take a time that makes no sense for the usual one, and none for longer than an hour."""
+        """Replace a timeout that makes no sense by the default, and cap it at an hour."""
         seconds = self.timeout_seconds
-        usual = seconds if math.isfinite(seconds) and seconds > 0 else Claim.timeout_seconds
-        object.__setattr__(self, "timeout_seconds", min(usual, _LONGEST_TIMEOUT_SECONDS))
+        valid = seconds if math.isfinite(seconds) and seconds > 0 else Claim.timeout_seconds
+        object.__setattr__(self, "timeout_seconds", min(valid, _MAX_TIMEOUT_SECONDS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,35 +81,35 @@ class Lease:
     time: float = 0.0  # of the worker's clock when it was given, in seconds since 1970
 
     def __str__(self) -> str:
-        """Return "anna's program on node7 (pid 17)"; names are a stranger's, and may be odd."""
+        """Return "anna's program on node7 (pid 17)"; a stranger's names are escaped."""
         user, host = (ascii(name[:60])[1:-1] or "?" for name in (self.user, self.host))
         return f"{user}'s program on {host} (pid {self.pid})"
 
 
-Notice = TypeVar("Notice", Offer, Claim, Lease)
+Message = TypeVar("Message", WorkerInfo, Claim, Lease)
 
 
 def claim_file(id: str) -> str:
-    """Return the name of the file of a claim; its id is of letters, digits, - and _."""
+    """Return the file name of a claim; its id is of letters, digits, - and _."""
     return f"claim.{id}"
 
 
 def claim_id(file: str) -> str:
-    """Return the id in the name of a claim's file, "" for another file."""
+    """Return the id in the file name of a claim, "" for another file."""
     match = _CLAIM.fullmatch(file)
     return match[1] if match else ""
 
 
-def to_text(notice: Offer | Claim | Lease | None) -> str:
-    """Return a notice as JSON, {} for None."""
-    return json.dumps(dataclasses.asdict(notice) if notice else {})
+def to_text(message: WorkerInfo | Claim | Lease | None) -> str:
+    """Return a message as JSON, {} for None."""
+    return json.dumps(dataclasses.asdict(message) if message else {})
 
 
-def from_text(kind: type[Notice], text: str | bytes) -> Notice | None:
-    """Return the notice that a text holds, None if it is not whole or another's.
+def from_text(kind: type[Message], text: str | bytes) -> Message | None:
+    """Return the message in a text, None if that is incomplete or no such message.
 
-    A file that is being written is read as far as it is there. What newer versions add is left out,
-    and what older ones do not have is as by default.
+    A file may be read while it is written. Fields that newer versions add are left out, those that
+    older ones lack have their defaults.
     """
     try:
         return _build(kind, json.loads(text))
@@ -119,19 +118,19 @@ def from_text(kind: type[Notice], text: str | bytes) -> Notice | None:
 
 
 def _build(kind: type, values: dict[str, Any]) -> Any:
-    """Return an instance of the fields that are known; TypeError if one is of another type."""
-    known = {name: values[name] for name in values.keys() & {field.name for field in fields(kind)}}
+    types = {field.name: field.type for field in dataclasses.fields(kind)}
+    known = {name: values[name] for name in values.keys() & types.keys()}
     if "devices" in known:
-        known["devices"] = tuple(_build(Offered, one) for one in known["devices"])
-    for field in fields(kind):
-        allowed = {float: (float, int), tuple[Offered, ...]: tuple}.get(field.type, field.type)
-        if field.name in known and not isinstance(known[field.name], allowed):
-            raise TypeError(f"{field.name} is {known[field.name]!r}")
+        known["devices"] = tuple(_build(DeviceInfo, device) for device in known["devices"])
+    for name, value in known.items():
+        allowed = {float: (float, int), tuple[DeviceInfo, ...]: tuple}.get(types[name], types[name])
+        if not isinstance(value, allowed):
+            raise TypeError(f"{name} is {value!r}")
     return kind(**known)
 
 
 def user_name() -> str:
-    """Return the name of whoever this process runs as, its number where it has no name."""
+    """Return the name of this process' user, or the number of one who has no name."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

@@ -1,9 +1,9 @@
 """A worker: TensorFlow's server on this machine, for one program at a time.
 
-Two processes. The supervisor decides which program has the worker (see `rendezvous`); its child is
-the server. When a lease is over the child is killed and another takes its place on the same
-port: all memory is free again within a second. The supervisor has TensorFlow imported and never
-started, so that a fork of it need not import it.
+There are two processes. The supervisor decides which program has the worker (see `rendezvous`); its
+child is the server. When a lease is over the child is killed and another takes its place on the
+same port: all memory is free again within a second. The supervisor has TensorFlow imported and
+never started, so a fork of it need not import it.
 """
 
 import contextlib
@@ -30,19 +30,19 @@ from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
 from towers.text import count, first_line
 from towers.workers import bind_filter, rendezvous
-from towers.workers.addresses import greets, is_here, join_address
-from towers.workers.rendezvous import Claim, Lease, Offer, Offered
+from towers.workers.addresses import is_here, join_address, responds
+from towers.workers.rendezvous import Claim, DeviceInfo, Lease, WorkerInfo
 
 NUM_CPU_DEVICES = 16  # logical ones of a worker without GPUs; more where there are more cores
-_LOOK_SECONDS = 0.1
-_GREETING_SECONDS = 4.0
-_MOST_SILENT = 20.0  # times the timeout: another program's server may have that address now
-_PARTING_SECONDS = 0.3  # in which the server still answers whoever released it
+_POLL_SECONDS = 0.1
+_RESPONSE_SECONDS = 4.0
+_MAX_TIMEOUTS = 20.0  # of silence: another program's server may have that address by then
+_PARTING_SECONDS = 0.3  # in which the server still answers the program that released it
 _PORTS = range(20000, 32000)  # for port 0: below those that connections take for themselves
 _ATTEMPTS = 3  # at other ports, where any may be taken
-_LEFT_SECONDS = 60.0  # after which a folder that nobody has locked is a killed worker's
+_ABANDONED_SECONDS = 60.0  # after which a folder that nobody has locked is a killed worker's
 _PR_SET_PDEATHSIG = 1
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and where the machine itself finds it then
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # and how the machine itself reaches it then
 
 
 def serve(
@@ -59,7 +59,7 @@ def serve(
         port: 0 for any free one.
         options: what the server takes of the GPUs.
         any_address: serve at all addresses of the machine, whatever `host` is.
-        say: is given lines for people.
+        say: prints a line.
 
     Raises:
         InputError: the address is none of this machine's, the port is taken, or the options cannot
@@ -67,181 +67,167 @@ def serve(
         RunError: the server does not start.
     """
     attempts = 1 if port else _ATTEMPTS
-    ip, port = _locate(host, port, any_address)
-    told = False
+    ip, port = _find_address(host, port, any_address)
+    introduced = False
     import tensorflow  # noqa: F401
 
     while True:
-        address = join_address(socket.gethostname() if ip in _EVERYWHERE else ip, port)
+        address = join_address(socket.gethostname() if ip in _ANY_ADDRESS else ip, port)
         try:
             with _folder() as folder, _server(folder, address, ip, options, any_address) as server:
-                process, offer = server
-                if not told:
-                    for line in _introduction(offer, ip, any_address):
+                process, info = server
+                if not introduced:
+                    for line in _introduction(info, ip, any_address):
                         say(line)
-                    told = True
+                    introduced = True
                 say(f"free        for towers train --workers={address}")
                 say(f"over        {_lend(folder, process, say)}")
         except bind_filter.Reached as error:
             say(f"warning     {error}: the server is started again")
         except RunError:
             attempts -= 1
-            if told or not attempts:
+            if introduced or not attempts:
                 raise
-            ip, port = _locate(host, 0, any_address)  # that one may have been taken meanwhile
-        _wait_for_port(ip, port)
+            ip, port = _find_address(host, 0, any_address)  # that one may have been taken meanwhile
+        # The kernel clears up after a server that was killed.
+        end = time.monotonic() + 10
+        while problem := _port_problem(ip, port):
+            if time.monotonic() > end:
+                raise RunError(f"port {port} is not free again: {problem.strerror}")
+            time.sleep(_POLL_SECONDS)
 
 
-def _lend(
-    folder: Path, process: multiprocessing.Process, say: Callable[[str], None] = print
-) -> str:
-    """Give a server to the first program that claims it; return why that has it no more."""
-    lease = None
+def _lend(folder: Path, process: multiprocessing.Process, say: Callable[[str], None]) -> str:
+    """Lend a server to the first program that claims it; return why the lease is over."""
     try:
         claims = Claims(folder)
         while True:
+            free = claims.lease is None
             why = claims.look()
-            if claims.lease and not lease:
+            if free and claims.lease:
                 say(f"taken       by {claims.lease}")
-            lease = claims.lease
             if why:
                 time.sleep(_PARTING_SECONDS)
                 return why
             if process.exitcode is not None:
-                return f"the server ended ({_ending(process.exitcode)})"
-            time.sleep(_LOOK_SECONDS)
+                return f"the server ended ({_exit_text(process.exitcode)})"
+            time.sleep(_POLL_SECONDS)
     except OSError as error:  # a program can do there what it likes
         return f"its folder cannot be used any more: {error.strerror}"
 
 
 class Claims:
-    """The claims on a board: which program has the worker, and whether it still has.
+    """The claims on a worker: which program has it, and whether it still has.
 
     Attributes:
-        lease: of the program that has it, None if none has.
+        lease: of the program that has the worker, or None.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic):
-        """Begin with a worker that is free."""
+        """Begin with a worker that is free; `clock` returns seconds."""
         self.lease: Lease | None = None
         self._folder, self._clock = folder, clock
         self._claims: dict[str, Claim] = {}
-        self._written: dict[str, tuple[tuple[int, int], float]] = {}  # its state, since when
-        self._tell()
+        # When each claim's file was last seen to change, and its modification time and size.
+        self._heard: dict[str, tuple[float, tuple[int, int]]] = {}
+        self._publish()
 
     def look(self) -> str:
-        """Read the claims; return why the lease is over, "" if it is not, or there is none."""
+        """Read the claims; return why the lease is over, "" if it is not or there is none."""
         now = self._clock()
         for path in sorted(self._folder.iterdir()):
             if claim_id := rendezvous.claim_id(path.name):
-                self._read(path, claim_id, now)
+                with contextlib.suppress(OSError):
+                    about = path.stat()
+                    state = about.st_mtime_ns, about.st_size
+                    if self._heard.get(claim_id, (0.0, None))[1] != state:
+                        if claim := rendezvous.from_text(Claim, path.read_bytes()):
+                            self._claims[claim_id] = claim
+                        self._heard[claim_id] = now, state  # half a claim is a heartbeat, too
         if self.lease is None:
             for claim_id, claim in self._claims.items():
                 if not claim.released:
                     self.lease = Lease(claim_id, claim.host, claim.pid, claim.user, time.time())
-                    self._tell()
+                    self._publish()
                     break
             return ""
         claim = self._claims[self.lease.id]
         if claim.released:
             return "the program has released it"
-        silent = (now - self._written[self.lease.id][1]) / claim.timeout_seconds
+        timeouts = (now - self._heard[self.lease.id][0]) / claim.timeout_seconds
         # While TensorFlow registers a large function there, it holds Python's lock, and nobody
         # writes. Its server answers then, too; but not that of a process that is stopped.
-        if silent <= 1.0 or (silent <= _MOST_SILENT and _answers(claim.address)):
+        if timeouts <= 1.0 or (timeouts <= _MAX_TIMEOUTS and _program_responds(claim.address)):
             return ""
         return f"no word from the program for {claim.timeout_seconds:g} s"
 
-    def _read(self, path: Path, claim_id: str, now: float) -> None:
-        """Note a claim that was written since the last look; half of one is a sign of life, too."""
-        with contextlib.suppress(OSError):
-            about = path.stat()
-            state = about.st_mtime_ns, about.st_size
-            if self._written.get(claim_id, (None,))[0] == state:
-                return
-            if claim := rendezvous.from_text(Claim, path.read_bytes()):
-                self._claims[claim_id] = claim
-            self._written[claim_id] = state, now
-
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         temporary = self._folder / f".{rendezvous.LEASE}"
         temporary.write_text(rendezvous.to_text(self.lease), encoding="utf-8")
         temporary.replace(self._folder / rendezvous.LEASE)  # read whole, or not at all
 
 
-def _answers(address: str) -> bool:
-    """Tell whether a server answers at what a program calls its address."""
+def _program_responds(address: str) -> bool:
     try:
-        return bool(address) and greets(address, _GREETING_SECONDS)
-    except InputError:  # that is none
+        return bool(address) and responds(address, _RESPONSE_SECONDS)
+    except InputError:  # what a program says may be no address
         return False
 
 
-def _locate(host: str, port: int, any_address: bool) -> tuple[str, int]:
-    """Return (ip, port) of an address on which this process can listen; raises as `serve` does."""
+def _find_address(host: str, port: int, any_address: bool) -> tuple[str, int]:
+    """Return (ip, port) at which this process can listen; raises as `serve` does."""
     given = f"--address={join_address(host, port)}"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise InputError(f"{given}: no machine is known by the name {host}") from None
     ip = found[0][4][0]
-    if ip in _EVERYWHERE and not any_address:
+    if ip in _ANY_ADDRESS and not any_address:
         raise InputError(
             f"{given} is every address of this machine, and whoever reaches the port can run code "
             "here: give the one in the network of your program, or add --any_address"
         )
     for candidate in [port] if port else random.sample(_PORTS, 100):
-        try:
-            _try_port(ip, candidate)
+        if not (problem := _port_problem(ip, candidate)):
             return ip, candidate
-        except PermissionError:
-            raise InputError(f"{given}: ports below 1024 are root's; take another") from None
-        except OSError as error:
-            if not is_here(ip):
-                raise InputError(
-                    f"{given}: {ip} is no address of this machine ({error.strerror}); see "
-                    "hostname -I"
-                ) from None
+        if isinstance(problem, PermissionError):
+            raise InputError(f"{given}: ports below 1024 are root's; take another")
+        if not is_here(ip):
+            raise InputError(
+                f"{given}: {ip} is no address of this machine ({problem.strerror}); see hostname -I"
+            )
     raise InputError(
         f"{given}: the port is taken by another process, perhaps another worker; give another port"
     )
 
 
-def _try_port(ip: str, port: int) -> None:
-    """Raise OSError unless this process can listen there; TensorFlow takes all addresses at once.
+def _port_problem(ip: str, port: int) -> OSError | None:
+    """Return why this process cannot listen at an address and, as TensorFlow does, at all others.
 
     What a server that was killed leaves of its connections is no obstacle.
     """
     everywhere = ("::", socket.AF_INET6) if socket.has_dualstack_ipv6() else ("", socket.AF_INET)
     for host, family in [(ip, socket.AF_INET6 if ":" in ip else socket.AF_INET), everywhere]:
-        with socket.socket(family, socket.SOCK_STREAM) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if host == "::":
-                tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            tried.bind((host, port))
-            tried.listen()
-
-
-def _wait_for_port(ip: str, port: int, seconds: float = 10) -> None:
-    """Wait until the kernel has cleared up after a server that was killed; RunError if it lasts."""
-    end = time.monotonic() + seconds
-    while True:
         try:
-            return _try_port(ip, port)
+            with socket.socket(family, socket.SOCK_STREAM) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if host == "::":
+                    tried.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                tried.bind((host, port))
+                tried.listen()
         except OSError as error:
-            if time.monotonic() > end:
-                raise RunError(f"port {port} is not free again: {error.strerror}") from None
-            time.sleep(_LOOK_SECONDS)
+            return error
+    return None
 
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """Give a folder of its own to a server; it is locked, so that others see that it is in use."""
+    """Make a folder for a server, locked as long as it is used; delete those of killed workers."""
     prefix = "towers-worker-"
     with files.Lock() as lock:
-        for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):  # of workers that were killed
+        for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
             with contextlib.suppress(OSError, InputError):
-                if time.time() - path.stat().st_mtime > _LEFT_SECONDS:
+                if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
                     lock.take(path)
                     shutil.rmtree(path)
         try:
@@ -258,11 +244,11 @@ def _folder() -> Iterator[Path]:
 @contextlib.contextmanager
 def _server(
     folder: Path, address: str, ip: str, options: GpuOptions, any_address: bool
-) -> Iterator[tuple[multiprocessing.Process, Offer]]:
+) -> Iterator[tuple[multiprocessing.Process, WorkerInfo]]:
     """Run a server in a process of its own, for the length of the block; raises as `serve` does."""
     receiving, sending = multiprocessing.Pipe(duplex=False)
     arguments = folder, address, ip, any_address, options, os.getpid(), sending
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=arguments)
+    process = multiprocessing.get_context("fork").Process(target=_serve_in_child, args=arguments)
     process.start()
     try:
         sending.close()
@@ -270,9 +256,8 @@ def _server(
             answer = receiving.recv()
         except EOFError:
             process.join()
-            raise RunError(
-                f"the server ended ({_ending(process.exitcode)}) as it started"
-            ) from None
+            ending = _exit_text(process.exitcode)
+            raise RunError(f"the server ended ({ending}) as it started") from None
         if isinstance(answer, Exception):
             raise answer
         yield process, answer
@@ -282,7 +267,7 @@ def _server(
         receiving.close()
 
 
-def _serve(
+def _serve_in_child(
     folder: Path,
     address: str,
     ip: str,
@@ -291,7 +276,7 @@ def _serve(
     parent: int,
     sending: Connection,
 ) -> None:
-    """Be the server, for ever; tell what it offers, or why it does not start.
+    """Run the server for ever; send its `WorkerInfo`, or the exception that keeps it from starting.
 
     It ends with its parent, however that ends; a Ctrl-C in the terminal is the parent's affair.
     """
@@ -303,9 +288,9 @@ def _serve(
     os.chdir(folder)
     try:
         server, devices = _start(address, ip, any_address, options)
-        offer = _offer(address, started_in, parent, devices)
-        Path(rendezvous.OFFER).write_text(rendezvous.to_text(offer), encoding="utf-8")
-        sending.send(offer)
+        info = _worker_info(address, started_in, parent, devices)
+        Path(rendezvous.OFFER).write_text(rendezvous.to_text(info), encoding="utf-8")
+        sending.send(info)
     except (InputError, RunError) as error:
         sending.send(error)
         return
@@ -316,7 +301,7 @@ def _serve(
 
 
 def _start(address: str, ip: str, any_address: bool, options: GpuOptions) -> tuple[Any, list[Any]]:
-    """Return a server that runs, and its devices as TensorFlow lists them."""
+    """Start TensorFlow's server; return it and its devices as TensorFlow lists them."""
     import tensorflow as tf
 
     from towers.devices import gpus, nvml
@@ -338,58 +323,52 @@ def _start(address: str, ip: str, any_address: bool, options: GpuOptions) -> tup
     if not any_address:
         bind_filter.only_to(ip, port)  # before it answers anybody
     server.start()
-    with tf.compat.v1.Session(f"grpc://{join_address(_EVERYWHERE.get(ip, ip), port)}") as session:
+    with tf.compat.v1.Session(f"grpc://{join_address(_ANY_ADDRESS.get(ip, ip), port)}") as session:
         return server, session.list_devices()
 
 
-def _offer(address: str, folder: str, pid: int, devices: list[Any]) -> Offer:
-    """Return what a server with these devices offers."""
+def _worker_info(address: str, folder: str, pid: int, devices: list[Any]) -> WorkerInfo:
     from towers import tf_private
     from towers.devices import selection
 
-    cpus, found = [[d for d in devices if d.device_type == kind] for kind in ("CPU", "GPU")]
-    memory = [device.memory_limit_bytes for device in found] or [of_host()]
-    described = selection.describe([f"/gpu:{i}" for i in range(len(found))] or ["/cpu:0"])
-    offered = [Offered(d.device, d.name or "", m) for d, m in zip(described, memory, strict=True)]
-    return Offer(
+    cpus, gpus = [[d for d in devices if d.device_type == kind] for kind in ("CPU", "GPU")]
+    memory = [device.memory_limit_bytes for device in gpus] or [of_host()]
+    described = selection.describe([f"/gpu:{i}" for i in range(len(gpus))] or ["/cpu:0"])
+    found = [DeviceInfo(d.device, d.name or "", m) for d, m in zip(described, memory, strict=True)]
+    return WorkerInfo(
         **{name: importlib.metadata.version(name) for name in ("towers", "tensorflow", "keras")},
         python=platform.python_version(),
         address=address,
         host=socket.gethostname(),
         pid=pid,
         folder=folder,
-        devices=tuple(offered),
-        kind="gpu" if found else "cpu",
+        devices=tuple(found),
+        kind="gpu" if gpus else "cpu",
         num_cpu_devices=len(cpus),
         deterministic=tf_private.ops_are_deterministic(),
     )
 
 
-def _introduction(offer: Offer, ip: str, any_address: bool) -> list[str]:
-    """Return the lines with which a worker begins."""
-    lines = [f"worker      {offer.address} on {offer.host}, process {offer.pid}"]
-    for device in offer.devices:
+def _introduction(info: WorkerInfo, ip: str, any_address: bool) -> list[str]:
+    lines = [f"worker      {info.address} on {info.host}, process {info.pid}"]
+    for device in info.devices:
         memory = f", {in_words(device.memory_bytes)}" if device.memory_bytes else ""
         lines.append(f"offers      {device.name} {device.what}{memory}")
-    if offer.kind == "cpu":
-        devices = count(offer.num_cpu_devices, "logical device")
+    if info.kind == "cpu":
+        devices = count(info.num_cpu_devices, "logical device")
         lines.append(f"            up to {devices} on it: --towers_per_worker=N uses N")
-    lines.append(
-        f"versions    towers {offer.towers}, tensorflow {offer.tensorflow}, keras {offer.keras}, "
-        f"python {offer.python}"
-    )
     where = "at every address of this machine" if any_address else f"at {ip} alone"
-    lines.append(
+    lines += [
+        f"versions    towers {info.towers}, tensorflow {info.tensorflow}, keras {info.keras}, "
+        f"python {info.python}",
         f"security    it listens {where}; whoever reaches the port can run code as "
-        f"{rendezvous.user_name()}: close it to all but the program and the other workers"
-    )
+        f"{rendezvous.user_name()}: close it to all but the program and the other workers",
+    ]
     if ip.startswith("127.") or ip == "::1":
         lines.append("            (this address is reached from this machine alone)")
     return lines
 
 
-def _ending(exitcode: int | None) -> str:
-    """Return how a process ended, in words."""
-    if exitcode is not None and exitcode < 0:
-        return signal.Signals(-exitcode).name
-    return f"exit code {exitcode}"
+def _exit_text(exitcode: int | None) -> str:
+    negative = exitcode is not None and exitcode < 0
+    return signal.Signals(-exitcode).name if negative else f"exit code {exitcode}"

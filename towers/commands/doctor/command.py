@@ -18,9 +18,9 @@ from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
 from towers import files
-from towers.commands.doctor.checks import NOTE, OK, PROBLEM, Check
 from towers.data import registry
 from towers.devices import nvml, probe, visibility
+from towers.devices.checks import NOTE, OK, PROBLEM, Check
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError
 from towers.options.run import Options
@@ -40,18 +40,18 @@ def run(options: Options, say: Callable[[str], None]) -> list[Check]:
     """Look at versions, folder, data, GPUs and what they compute.
 
     Args:
-        options: `train_dir`, `dataset`, `data_dir` and those of the GPUs count; with `workers`
-            these alone are looked at, and this machine's way to them.
+        options: `train_dir`, `dataset`, `data_dir` and those of the GPUs count; if the
+            towers are to be on other machines, only these and the network are looked at.
         say: is given each finding as soon as it is known, then a line that sums up.
 
     Returns:
         The findings, at least one.
     """
     found, checks = [], _checks(options, dict(os.environ))
-    if options.workers:
-        from towers.commands.doctor.workers import check_workers  # which needs TensorFlow
+    if options.is_remote:
+        from towers.devices import remote  # which needs TensorFlow
 
-        checks = check_workers(options, say)
+        checks = remote.check_network(options, say)
     for check in checks:
         found.append(check)
         say(f"{check.status:8} {check.name:22} {check.detail}")

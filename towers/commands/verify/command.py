@@ -5,8 +5,6 @@ that rounding cannot hide a fault. `towers.verify` compares runs of `fit` by the
 """
 
 import dataclasses
-import itertools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,15 +17,13 @@ from towers.commands.verify.differences import TOLERANCE, TOLERANCES, compare
 from towers.commands.verify.lane import TrainRunner, in_float64
 from towers.commands.verify.options import VerifyOptions
 from towers.commands.verify.report import largest_by_array, largest_by_towers, verify_runners
+from towers.devices import remote
 from towers.devices.gpus import precision
-from towers.errors import InputError
 from towers.options.fields import parse_tower_numbers
 from towers.options.run import Options
-from towers.text import count
 from towers.training import fitting
 from towers.training.guest import as_a_guest
 from towers.training.run import assemble, load_data
-from towers.workers import find_workers, of_run
 
 _NUDGE = 1e-12  # of a weight in float64, and as many units of the last place in less
 
@@ -46,9 +42,11 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     of_run, numbers = options.run, parse_tower_numbers(options.num_towers)
     devices.configure(**dataclasses.asdict(of_run.gpu_options()))
     devices.try_out()
-    names = _tower_devices(of_run, numbers)
+    most = max(numbers)
+    names = remote.alternating_devices(of_run, numbers)
+    names = names or devices.tower_devices(most, of_run.devices)
     dataset = load_data(of_run, say)
-    own = dataclasses.replace(of_run, num_towers=max(numbers), workers="")
+    own = of_run.on_this_machine(num_towers=most)
     exact = dataclasses.replace(own, dtype="float64")
     scaled = of_run.dtype == "mixed_float16"
     say(
@@ -67,7 +65,7 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
 
     def one_device(options: Options) -> TrainRunner:
         options = dataclasses.replace(options, variables="cpu", jit_compile=False)
-        # A CPU as such where CPUs stand in for GPUs; workers are compared with this machine.
+        # A CPU as such where CPUs stand in for GPUs; other machines are compared with this one.
         one = ["/cpu:0"] if kinds.stand_in() else names[:1]
         one = devices.tower_devices(0)[:1] if kinds.are_remote(names) else one
         reference = runner(options, one, plain=True)
@@ -93,21 +91,3 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
         for number, ulps in result["ulps"].items():
             say(f"{of_run.dtype:11} {number} towers: {ulps:.1f} units of the last place")
     return result
-
-
-def _tower_devices(options: Options, numbers: Sequence[int]) -> list[str]:
-    """Return the devices of the most towers; two towers are on two workers, if there are two."""
-    if not options.workers:
-        return devices.tower_devices(max(numbers), options.devices)
-    num_workers = len(find_workers(options.workers, os.environ))
-    each = options.towers_per_worker or -(-max(numbers) // num_workers)
-    workers = of_run(dataclasses.replace(options, towers_per_worker=each))
-    turns = itertools.zip_longest(*(worker.devices for worker in workers.alive()))
-    found = [device for turn in turns for device in turn if device]
-    if max(numbers) > len(found):
-        raise InputError(
-            f"--num_towers={','.join(map(str, numbers))}: the workers have "
-            f"{count(len(found), 'tower')}; ask for at most {len(found)}, or for more of each "
-            "with --towers_per_worker"
-        )
-    return found

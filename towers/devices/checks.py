@@ -1,4 +1,4 @@
-"""The result of a check of `towers doctor`."""
+"""What a check of a machine finds."""
 
 import dataclasses
 
