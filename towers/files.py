@@ -1,4 +1,4 @@
-"""The folder of a run: whole files or none, and an old run is moved aside, never deleted."""
+"""The folder of a run: files are replaced atomically, and an old run is moved, never deleted."""
 
 import contextlib
 import errno
@@ -25,7 +25,7 @@ TEXTS = "flags.cfg", "manifest.json", "result.json", "best.json"
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write what is to take the place of `path`, for all at once or not at all."""
+    """Yield a temporary path that replaces `path` atomically at the end of the block."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
@@ -36,14 +36,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def check_is_file(path: str | Path) -> None:
-    """Raise an OSError for a pipe or a device, which may let its reader wait for ever."""
+    """Raise OSError for a pipe or a device, whose reader may wait for ever."""
     mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder each reader says so
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # readers refuse a folder
         raise OSError(errno.EINVAL, "it is a pipe or a device, and a file is needed", str(path))
 
 
 def flush(path: str | Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk, as far as that can be told."""
+    """Wait until a file, or the names in a folder, are on the disk, if its file system can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -55,7 +55,7 @@ def flush(path: str | Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves the old one or the new one, whole; RunError if not."""
+    """Write a file atomically and durably; raise RunError if it cannot be written."""
     try:
         with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8")
@@ -70,10 +70,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds, {} if it is absent, not whole, or no object.
-
-    Of a file that is there a line says so.
-    """
+    """Return the object in a JSON file, {} if it is absent, or with a warning if it is damaged."""
     try:
         check_is_file(path)
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -88,13 +85,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def damaged(path: Path) -> None:
-    """Say that a file is not what it should be."""
+    """Print a warning that a file is damaged."""
     line = printable(f"warning     {path} is damaged, and taken as absent")
     print(line, file=sys.stderr, flush=True)
 
 
 _LONGEST_NAME = 200  # of what a run writes in its folder, in characters; folders in it included
-# What a process that was killed may have left of what it was writing: here, and TensorFlow.
+# Temporary files, of this module and of TensorFlow, that a killed process may leave.
 _LEFT = re.compile(
     r"\.\w[\w.]*\.(cfg|json|tsv|txt)\.\d+|\.(checkpoint|ckpt-\d+)\.\d+(\..*)?"
     r"|ckpt-\d+_temp|ckpt-\d+\..*\.tempstate\d+"
@@ -102,7 +99,7 @@ _LEFT = re.compile(
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Delete what dead processes left in a folder, as far as it can be; the caller has its lock."""
+    """Delete the temporary files of dead processes, if possible; the caller holds the lock."""
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if _LEFT.fullmatch(path.name):
@@ -113,19 +110,19 @@ class Lock:
     """Keeps other processes from working in a folder, for the length of a `with` block."""
 
     def __enter__(self) -> "Lock":
-        """Hold nothing yet."""
+        """Hold no lock yet."""
         self._held: dict[tuple[int, int], int] = {}  # {(device, inode): descriptor}
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let go; the end of the process does, too, however it comes."""
+        """Release the locks, as any end of the process does, too."""
         for descriptor in self._held.values():
             os.close(descriptor)
 
     def take(self, folder: Path, flag: str = "--train_dir") -> None:
-        """Lock a folder, if there is one, and its file system has locks.
+        """Lock a folder, and a run's folders in it, if they exist and their file system has locks.
 
-        Also those in it that a run has, which may be links to those of another run.
+        The latter may be links to those of another run.
 
         Raises:
             InputError: another process trains there; the line begins with the flag.
@@ -136,7 +133,7 @@ class Lock:
     def _take(self, folder: Path, flag: str) -> None:
         try:
             descriptor = os.open(folder, os.O_RDONLY)
-        except OSError:  # whoever makes the folder takes it
+        except OSError:  # the process that makes the folder locks it
             return
         about = os.fstat(descriptor)
         if (about.st_dev, about.st_ino) in self._held:
@@ -152,37 +149,37 @@ class Lock:
         except OSError:  # no locks there
             pass
 
-    def name_of(self, place: tuple[int, int] | None) -> str | None:
-        """Return what a locked folder is called now, None if it is deleted, or nobody knows."""
+    def name_of(self, inode: tuple[int, int] | None) -> str | None:
+        """Return the present path of a locked folder, None if it is deleted or unknown."""
         with contextlib.suppress(KeyError, OSError):
-            name = os.readlink(f"/proc/self/fd/{self._held[place]}")
-            return name if place_of(Path(name)) == place else None
+            name = os.readlink(f"/proc/self/fd/{self._held[inode]}")
+            return name if _inode_of(Path(name)) == inode else None
         return None
 
 
 class Home:
-    """The folder of a run that trains.
+    """The folder of a run that trains; files that are deleted meanwhile are written again.
 
-    What a run needs to go on, and is written at its start alone, is kept here for that.
+    These are the ones that a run needs to be resumed and writes only at its start.
     """
 
     def __init__(self, folder: Path, lock: Lock, say: Callable[[str], None] = print):
-        """Note what there is; `say` is given a line when it was gone."""
+        """Read the files; `say` prints a line when they are written again."""
         self.folder, self.say = folder, say
-        self._lock, self._place, self._checking = lock, place_of(folder), threading.Lock()
+        self._lock, self._inode, self._checking = lock, _inode_of(folder), threading.Lock()
         known = (folder / name for name in ("flags.cfg", "manifest.json", "placement.tsv"))
         self._kept = {path.name: path.read_bytes() for path in known if path.exists()}
 
     def check(self) -> None:
-        """Make sure that the folder is there, and write again what is gone; from any thread.
+        """Check that the folder is there, and write again what is gone; thread-safe.
 
         Raises:
             OSError: it cannot be written.
             RunError: it was renamed or deleted.
         """
         with self._checking:
-            if place_of(self.folder) != self._place:
-                moved = self._lock.name_of(self._place)
+            if _inode_of(self.folder) != self._inode:
+                moved = self._lock.name_of(self._inode)
                 raise RunError(f"the folder that was {self.folder} is {moved or 'gone'} now")
             gone = [name for name in self._kept if not (self.folder / name).exists()]
             if gone:
@@ -190,7 +187,7 @@ class Home:
                 self.say(f"warning     {self.folder}: {', '.join(gone)} was gone: written again")
 
     def copy_to(self, folder: Path) -> None:
-        """Write there, too, what a run needs to go on, but for its checkpoints."""
+        """Copy what a run needs to be resumed, except its checkpoints."""
         self._write(folder, self._kept)
 
     def _write(self, folder: Path, names: Iterable[str]) -> None:
@@ -199,8 +196,8 @@ class Home:
                 temporary.write_bytes(self._kept[name])
 
 
-def place_of(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file or folder from others, whatever its name; None: there is none."""
+def _inode_of(path: Path) -> tuple[int, int] | None:
+    """Return (device, inode), None if there is no such file or folder."""
     try:
         about = os.stat(path)
     except OSError:
@@ -209,11 +206,7 @@ def place_of(path: Path) -> tuple[int, int] | None:
 
 
 def check_train_dir(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder that cannot be, or should not become, that of a run.
-
-    Raises:
-        InputError: one line.
-    """
+    """Raise InputError for a folder that cannot be, or should not become, that of a run."""
     check_depth(folder, f"--train_dir={folder}")
     try:
         existing = next(p for p in [folder, *folder.absolute().parents] if os.path.lexists(p))
@@ -248,7 +241,7 @@ def check_train_dir(folder: Path, overwrite: bool) -> None:
 
 
 def check_depth(folder: Path, given: str) -> None:
-    """Refuse a folder below so many others that no program can make it; the line says `given`."""
+    """Raise InputError for a folder in too many others; the message begins with `given`."""
     levels = len(folder.absolute().parts)
     if levels > _MOST_LEVELS:
         raise InputError(
@@ -257,7 +250,7 @@ def check_depth(folder: Path, given: str) -> None:
 
 
 def _check_parts(folder: Path) -> None:
-    """Refuse a folder in which something else lies where a run is to write."""
+    """Refuse a folder in which something else has the name of a run's file or folder."""
     for name in (*PARTS, *TEXTS):
         path, kind = folder / name, "folder" if name in PARTS else "file"
         if os.path.lexists(path) and not (path.is_dir() if name in PARTS else path.is_file()):
@@ -270,12 +263,12 @@ def _check_parts(folder: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder is that of a run."""
+    """Return whether a folder is that of a run."""
     return (folder / "flags.cfg").exists() or (folder / "checkpoints").is_dir()
 
 
 def move_aside(folder: Path) -> Path | None:
-    """Rename the folder of a run to the first free of folder.1, folder.2, ...; return that.
+    """Rename a run's folder to the first free of folder.1, folder.2, ...; return the new path.
 
     Raises:
         InputError: the system does not let it, as for a mounted folder.
@@ -292,7 +285,6 @@ def move_aside(folder: Path) -> Path | None:
 
 
 def _aside(folder: Path) -> Path:
-    """Return the first free of folder.1, folder.2, ..."""
     number = 1
     while os.path.lexists(aside := folder.with_name(f"{folder.name}.{number}")):
         number += 1
@@ -300,7 +292,7 @@ def _aside(folder: Path) -> Path:
 
 
 def _check_name(path: Path, what: str) -> None:
-    """Refuse a path that the system does not take; the line begins with `what`."""
+    """Refuse a path that the system does not allow."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,16 +1,15 @@
-"""Signals that are heard wherever the main thread is, and ends that have a sentence.
+"""Signal handling that works while the main thread is blocked, and one-line exit messages.
 
-Python answers a signal in its main thread, between two instructions: while that waits in C++, for
-input or for a device, nobody answers. So a thread reads the numbers of the signals from a pipe, to
-which C writes them at once (`signal.set_wakeup_fd`), and answers in the place of a main thread that
-does not.
+Python runs signal handlers in its main thread, between two instructions: while that waits in C++,
+for input or for a device, none runs. So a thread reads the signals' numbers from a pipe, to which C
+writes them at once (`signal.set_wakeup_fd`), and acts if the main thread does not.
 
     with signals.Listener() as listener:      # a signal raises Ended in the main thread,
-        with listener.answering(tick):        # but here somebody asks whether one has come
+        with listener.answering(tick):        # but here the caller polls for it
             while not listener.asked: ...
 
-Numbers: SIGINT (Ctrl-C), SIGTERM (schedulers) and SIGHUP (a terminal that is gone) ask for an end,
-SIGUSR1 asks to save now. SIGHUP that is ignored at the start, as under nohup, stays so.
+SIGINT (Ctrl-C), SIGTERM (schedulers) and SIGHUP (a terminal that is gone) ask for an end, SIGUSR1
+asks to save now. A SIGHUP that is ignored at the start, as under nohup, stays ignored.
 """
 
 import atexit
@@ -29,9 +28,9 @@ from towers.text import printable
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVING = signal.SIGUSR1
-GRACE_SECONDS = 2.0  # after which a main thread that has not answered is taken to be blocked
-_UNWINDING_SECONDS = 20.0  # that one which has answered may take to clear up
-_SAME_SECONDS = 1.0  # signals that come so close are one: of a terminal, and of who passes it on
+GRACE_SECONDS = 2.0  # after which a main thread that has not reacted is taken to be blocked
+_UNWINDING_SECONDS = 20.0  # that one which has reacted may take to clean up
+_SAME_SECONDS = 1.0  # signals so close are one: from a terminal, and from who passes it on
 _TICK_SECONDS = 0.5
 
 EXIT_STOPPED = 75  # as sysexits.h has it: try again, and it goes on
@@ -39,22 +38,22 @@ _current: "Listener | None" = None
 
 
 class Ended(KeyboardInterrupt):
-    """A signal that asks for the end, where nobody answers it otherwise."""
+    """A signal that asks for an end came where nobody polls for it."""
 
 
 class Listener:
-    """Hears the signals of a process, for the length of a `with` block in the main thread.
+    """Handles the signals of a process, for the length of a `with` block in the main thread.
 
     Attributes:
-        asked: the first signal that asked for an end, None if there was none.
-        save_asked: whether SIGUSR1 came, until whoever answers sets it back.
+        asked: the first signal that asked for an end, or None.
+        save_asked: whether SIGUSR1 came, until the caller resets it.
         owner: whether the process is ours: then it is ended where nothing else helps.
-        stopping: says what an end means to whoever reads it, as far as nobody answers otherwise:
-            (exit code, line) of a signal's number.
+        stopping: function of a signal's number that returns (exit code, line) with which a process
+            ends whose main thread does not react.
     """
 
     def __init__(self, owner: bool = False):
-        """Hear nothing yet."""
+        """Handle nothing until the `with` block."""
         self.owner, self.asked, self.save_asked = owner, None, False
         self.stopping: Callable[[int], tuple[int, str]] = interrupted
         self.kept: list[object] = []
@@ -67,7 +66,7 @@ class Listener:
             atexit.register(self._at_exit)  # the first to be registered is called last
 
     def __enter__(self) -> "Listener":
-        """Take over the signals, and begin to listen."""
+        """Install the handlers and start the thread."""
         global _current
         self._outer, _current = _current, self
         self._reading, writing = os.pipe()
@@ -78,13 +77,13 @@ class Listener:
         self._before = {}
         for number in (*ENDING, SAVING):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._hear) or signal.SIG_DFL
+                self._before[number] = signal.signal(number, self._handle) or signal.SIG_DFL
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the signals back."""
+        """Restore the handlers and end the thread."""
         global _current
         _current = self._outer
         for number, handler in self._before.items():
@@ -98,9 +97,9 @@ class Listener:
 
     @contextlib.contextmanager
     def answering(self, tick: Callable[[], None] | None = None) -> Iterator[None]:
-        """Let the block ask whether a signal came, and none be raised in it.
+        """Raise nothing in the block, which polls `asked`.
 
-        `tick` is called twice a second, in the thread that listens.
+        `tick` is called twice a second, in the listening thread.
         """
         before, self._tick = self._tick, tick or (lambda: None)
         try:
@@ -109,18 +108,18 @@ class Listener:
             self._tick = before
 
     def waited(self) -> float:
-        """Return the seconds since an end was first asked for, 0 if it was not."""
+        """Return the seconds since an end was first asked for, or 0."""
         return time.monotonic() - self._asked_at if self.asked else 0.0
 
     def keep(self, *things: object) -> None:
-        """Keep things to the end of the process, which `leave` is to be then.
+        """Keep objects until the process ends, and end it by `leave`.
 
-        Who takes apart a pipeline waits for its threads, for ever if its source is blocked.
+        Deleting a pipeline waits for its threads, for ever if its source is blocked.
         """
         self.kept += things
 
     def leave(self, code: int, line: str = "") -> None:
-        """End the process, whatever the main thread and those of TensorFlow are waiting for."""
+        """End the process at once, whatever its threads are waiting for."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -133,19 +132,17 @@ class Listener:
         os._exit(code)
 
     def close(self, code: int) -> None:
-        """End the process as Python does, but for what was kept; no signal ends it any more."""
+        """Exit as Python does, but without deleting what was kept; signals are ignored now."""
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
         self._code = code
         sys.exit(code)
 
     def _at_exit(self) -> None:
-        """Leave, after all that others have registered for the end was called."""
         if self.kept and self._code is not None:
             self.leave(self._code)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        """Answer in the main thread: where nobody asks, by an exception."""
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == SAVING:
             self.save_asked = self._tick is not None  # else there is nothing to save
             return
@@ -158,14 +155,13 @@ class Listener:
             raise Ended(_name(number))
 
     def _note(self, number: int) -> bool:
-        """Note a signal that asks for an end; return whether it is a second one."""
+        """Record a signal that asks for an end; return whether it is a second one."""
         now = time.monotonic()
         if self.asked is None:
             self.asked, self._asked_at = signal.Signals(number), now
         return now - self._asked_at > _SAME_SECONDS
 
     def _listen(self) -> None:
-        """Hear signals, also while the main thread does not."""
         while not self._closing.is_set():
             ready, _, _ = select.select([self._reading], [], [], _TICK_SECONDS)
             numbers = os.read(self._reading, 512) if ready else b""
@@ -188,7 +184,7 @@ class Listener:
                     self.leave(*self.stopping(self.asked))
 
     def _pass_on(self, number: int) -> None:
-        """Let an event loop that listened before, as that of a notebook, hear it too."""
+        """Pass a signal on to an event loop that listened before, as that of a notebook."""
         if number and self._wakeup_before >= 0:
             with contextlib.suppress(OSError):
                 os.write(self._wakeup_before, bytes([number]))
@@ -196,7 +192,7 @@ class Listener:
 
 @contextlib.contextmanager
 def listening() -> Iterator[Listener]:
-    """Give the listener of the process, or one for the block: a deaf one in another thread."""
+    """Yield the process' listener, or one for the block, which is inactive in another thread."""
     if _current is not None or threading.current_thread() is not threading.main_thread():
         yield _current or Listener()
         return
@@ -205,34 +201,34 @@ def listening() -> Iterator[Listener]:
 
 
 class StopRequest:
-    """Turns the signals that ask for an end into a question that a loop asks."""
+    """Lets a loop poll for signals that ask for an end, by calling this."""
 
     def __enter__(self) -> "StopRequest":
-        """Take over the signals, where Python lets us: in the main thread."""
+        """Handle the signals, in the main thread; in another nothing is handled."""
         self._stack = contextlib.ExitStack()
         self.listener = self._stack.enter_context(listening())
         self._stack.enter_context(self.listener.answering(self._tick))
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the signals back."""
+        """Restore the handlers."""
         self._stack.close()
 
     def __call__(self) -> bool:
-        """Tell whether a stop was asked for."""
+        """Return whether a stop was asked for."""
         return self.listener.asked is not None
 
     def _tick(self) -> None:
-        """See `Listener.answering`."""
+        """Called twice a second, see `Listener.answering`."""
 
 
 def interrupted(number: int) -> tuple[int, str]:
-    """Return the exit code of who was ended by a signal, as shells have it, and the line."""
+    """Return a shell's exit code for a process that a signal ended, and a line that says so."""
     return 128 + number, f"interrupted by {_name(number)}"
 
 
 def complain(message: object) -> None:
-    """Print one line, whatever line breaks the user's own words bring into it."""
+    """Print a message to standard error in one line, without the line breaks of a user's text."""
     print("towers:", printable(" ".join(str(message).splitlines())), file=sys.stderr, flush=True)
 
 
@@ -241,7 +237,7 @@ def _name(number: int) -> str:
 
 
 def _forget() -> None:
-    """Let a forked process, as a worker that loads data, be ended by signals as any other."""
+    """Restore the default handlers in a forked process, such as one that loads data."""
     if _current is not None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""Text for people: tables, numbers of things, an error in one line."""
+"""Formatting of text for people: tables, counts, an error in one line."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]], widest: int = 60) -> list[str]:
-    """Return the lines of a table, numbers to the right.
+    """Return the lines of a table; numbers are right-aligned.
 
         table(["rate", "n"], [[0.1, 2], [0.05, None]])  ->  ["rate  n", " 0.1  2", "0.05  -"]
 
-    What is longer than `widest` characters is cut in its middle.
+    A cell of more than `widest` characters is cut in its middle.
     """
     cells = [[cut(_text(cell), widest) for cell in row] for row in [header, *rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -37,8 +37,7 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-# What TensorFlow puts around the sentence that says what is wrong: also where in a program the op
-# was made, a line of "File ..." for each call and nothing else.
+# What TensorFlow puts around the sentence that says what is wrong, with the traceback of the op.
 _AROUND = re.compile(
     r'(?m)^Graph execution error.*|^Detected at node.*\n(\s*(File ".*", line \d+.*)?\n)*|^<stack.*'
     r"|.*root error\(s\) found.*|\(\d\) [A-Z_]+:|\[\[\{\{.*?\}\}\]\]|\{\{.*?\}\} *"
@@ -46,16 +45,13 @@ _AROUND = re.compile(
 
 
 def first_line(error: BaseException, widest: int = 200) -> str:
-    """Return the first line of an error that says something, without what TensorFlow puts around.
-
-    An error that says nothing gives the name of its class.
-    """
+    """Return the first line of an error's message that says what is wrong, or its class' name."""
     lines = _AROUND.sub("", str(error)).splitlines()
     return next(filter(None, map(str.strip, lines)), type(error).__name__)[:widest]
 
 
 def reason(error: BaseException) -> str:
-    """Return why a file cannot be written or read, without the path that TensorFlow has it under.
+    """Return why a file cannot be written or read, without path and op.
 
     TensorFlow says "/proc/self/fd/9/ckpt-0.index; No space left on device [Op:SaveV2]".
     """
@@ -63,20 +59,20 @@ def reason(error: BaseException) -> str:
     return getattr(error, "strerror", None) or said
 
 
-# Control characters but for ends of lines and tabs, those that turn the direction of writing, and
-# what stands for bytes that are no text.
+# Control characters but line ends and tabs, those that change the direction of writing, and
+# surrogates, which stand for bytes that are no text.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def printable(text: str) -> str:
-    """Return a text for a terminal, which what is in somebody's names is not to command."""
+    """Escape characters that would command a terminal, as names of files may hold."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def cut(text: str, widest: int) -> str:
-    """Return a text of at most so many characters: its two ends, which tell names apart."""
+    """Shorten a text to `widest` characters by cutting out its middle."""
     if len(text) <= widest:
         return text
     head = (widest - 3) // 2
@@ -92,7 +88,7 @@ def _is_right(cell: Any) -> bool:
 
 
 def is_number(cell: Any) -> bool:
-    """Tell whether a value, or what a text says, is a number, infinities and NaN included."""
+    """Return whether a value, or a text, is a number; infinities and NaN are."""
     try:
         float(cell)
     except (TypeError, ValueError):

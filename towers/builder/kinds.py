@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import tensorflow as tf
 
 HOST = "/cpu:0"
-# The process that holds the graph; others are "/job:worker/task:1", from whose block a device
+# The process that holds the graph; others are "/job:NAME/task:1", from whose block a device
 # takes each part that it does not name.
 PROGRAM = "/job:localhost/replica:0/task:0"
 SWITCH = "TOWERS_CPUS_FOR_GPUS"
@@ -39,7 +39,7 @@ def are_gpus(devices: Sequence[str]) -> bool:
 
 
 def machine_of(device: str) -> str:
-    """Return the machine that a device belongs to, "/job:worker/task:1"; "" for this process."""
+    """Return the machine of a device, "/job:NAME/task:1"; "" for this process."""
     spec = tf.DeviceSpec.from_string(device)
     if spec.job in (None, "localhost"):
         return ""

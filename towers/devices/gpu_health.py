@@ -1,11 +1,11 @@
-"""How the GPUs are doing while a run goes on: a thread asks the driver once a second.
+"""Utilisation, memory, power, temperature and clocks of the GPUs during a run.
 
     with contextlib.closing(GpuHealth()) as health:
         ...
         health.read()    # {"gpu_0/utilisation_percent": 97.5, ...}: means since the last call
 
-The train loop never waits for the driver: `read` only takes what is there. Without a driver, or
-without a GPU that this process sees, there is no thread and nothing to read.
+A thread asks the driver once a second, so the train loop never waits for it. Without a driver or a
+visible GPU there is no thread and nothing to read.
 """
 
 import contextlib
@@ -22,13 +22,10 @@ _CLOSE_SECONDS = 1.0  # a driver that hangs must not hold up the end of a run
 
 
 class GpuHealth:
-    """Samples utilisation, memory, power, temperature and clocks of GPUs in the background."""
+    """Samples the GPUs that this process sees, in the background."""
 
     def __init__(self, wait: Callable[[float], bool] | None = None):
-        """Start the thread, if there is a GPU that this process sees.
-
-        `wait` waits so many seconds between two samples, and returns whether to end.
-        """
+        """Start the thread; `wait` waits the seconds between samples, and returns if it is to end."""
         self._gpus = visible_gpus(nvml.gpus())
         self._closed = threading.Event()
         self._wait = wait or self._closed.wait
@@ -38,10 +35,10 @@ class GpuHealth:
             self._thread.start()
 
     def read(self) -> dict[str, float]:
-        """Return {"gpu_I/NAME": value} since the last call, I being the driver's index.
+        """Return {"gpu_I/NAME": value} since the last call; I is the driver's index.
 
-        A value is the mean of the samples, of memory and temperature the peak. What a GPU did not
-        tell is left out, and so is everything if there was no sample.
+        A value is the mean of the samples, or for memory and temperature the peak. What a GPU did
+        not tell is left out.
         """
         samples, self._samples = self._samples, []
         window: dict[str, list[float]] = {}

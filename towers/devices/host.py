@@ -1,4 +1,4 @@
-"""What a run stands on: versions, machine, and the environment variables that change numbers."""
+"""Versions, the machine, and the environment variables that may change numbers."""
 
 import importlib.metadata
 import os
@@ -18,8 +18,7 @@ import towers
 from towers.devices import nvml
 from towers.devices.nvml import MIB
 
-# The names that are read. Those that only choose what is logged are none of them, nor are those of
-# Terraform, which begin with TF_, too.
+# Those that only choose what is logged are left out, and Terraform's, which begin with TF_, too.
 _OTHERS = "CPP|CLI|VAR|LOG|INPUT|WORKSPACE|PLUGIN_CACHE|IN_AUTOMATION|REGISTRY|CLOUD|DATA_DIR"
 _ENVIRONMENT = re.compile(
     "(CUBLAS|CUDA|CUDNN|DNNL|KERAS|KMP|MKL|NCCL|NVIDIA|OMP|ONEDNN|OPENBLAS|XLA)_.*"
@@ -66,16 +65,13 @@ def processor() -> str:
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables that may change what is computed, without those of secrets."""
+    """Return the variables that may change what is computed, without secrets."""
     names = filter(_ENVIRONMENT.fullmatch, sorted(environ))
     return {name: environ[name] for name in names if not re.search(_SECRET, name)}
 
 
 def command(argv: Sequence[str] | None = None) -> str:
-    """Return a command line, by default that of this process, as a shell takes it.
-
-    Of options that are named for a secret, as a program of one's own may have, the value is `***`.
-    """
+    """Return a command line, by default this process', quoted for a shell; secrets are `***`."""
     argv = sys.orig_argv if argv is None else argv
     shown: list[str] = []
     for before, word in zip(["", *argv], argv, strict=False):

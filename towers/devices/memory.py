@@ -1,4 +1,4 @@
-"""Memory that there is, is in use now, and the most that was: of a GPU, or of this process."""
+"""Memory of devices and of this process: total, in use, and peak."""
 
 import os
 import re
@@ -9,7 +9,7 @@ _STATUS = "/proc/self/status"
 
 
 def of_device(device: str) -> tuple[float, float] | None:
-    """Return (now, peak), in MiB, of what TensorFlow has on a device; None if it does not tell.
+    """Return the MiB that TensorFlow has on a device, (now, peak); None if that is unknown.
 
     The logical CPU devices of a process share its memory: for each it is that of the process.
     Another machine tells the memory of its process, in a file, and nothing of its GPUs.
@@ -17,12 +17,14 @@ def of_device(device: str) -> tuple[float, float] | None:
     import tensorflow as tf
 
     from towers.builder.kinds import machine_of
+    from towers.devices.remote import read_text
 
     machine, on_gpu = machine_of(device), "gpu" in device.lower()
-    if machine:
-        return None if on_gpu else _of_machine(machine)
+    if machine and on_gpu:
+        return None
     if not on_gpu:
-        return _status("VmRSS"), peak_mib()
+        status = read_text(machine, _STATUS) if machine else Path(_STATUS).read_text("ascii")
+        return (_mib("VmRSS", status), _mib("VmHWM", status)) if status else None
     try:
         info = tf.config.experimental.get_memory_info(device)
     except ValueError:  # no run ends for want of a curve
@@ -36,11 +38,11 @@ def peak_mib() -> float:
     `ru_maxrss` of a new program starts at the memory of the process that started it; VmHWM is the
     program's own.
     """
-    return _status("VmHWM")
+    return _mib("VmHWM", Path(_STATUS).read_text("ascii"))
 
 
 def of_host() -> int:
-    """Return the bytes of memory that this process may have: the machine's, or its container's."""
+    """Return the bytes of memory that the machine, or this process' container, has."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
@@ -55,14 +57,5 @@ def in_words(num_bytes: float) -> str:
     return f"{num_bytes / 2**power:.1f} {'MGTP'[power // 10 - 2]}iB"
 
 
-def _of_machine(machine: str) -> tuple[float, float] | None:
-    """Return the memory of the process there, now and peak, in MiB; None if it does not answer."""
-    from towers.devices.remote import read_text
-
-    status = read_text(machine, _STATUS)
-    return status and (_status("VmRSS", status), _status("VmHWM", status))
-
-
-def _status(name: str, status: str = "") -> float:
-    status = status or Path(_STATUS).read_text(encoding="ascii")
+def _mib(name: str, status: str) -> float:
     return int(re.search(rf"{name}:\s*(\d+)", status)[1]) / 2**10

@@ -1,8 +1,7 @@
-"""The driver's view of the GPUs, by NVML; without a driver there are simply none.
+"""The driver's view of the GPUs, by NVML; without a driver there are none.
 
-TensorFlow shows what it uses; NVML shows what there is: names, memory, who holds it. GPUs are
-numbered in PCI bus order, as nvidia-smi numbers them. A GPU that MIG splits is there by its parts.
-What a driver does not tell is None: of a laptop, a virtual GPU or a part that is often much.
+GPUs are numbered in PCI bus order, as in nvidia-smi. A GPU that MIG splits is listed as its parts.
+What a driver does not tell, as of a laptop, a virtual GPU or a part, is None.
 """
 
 import contextlib
@@ -14,8 +13,7 @@ from typing import Any
 import pynvml
 
 MIB = 2**20
-# An older driver lacks functions; for some of them the library raises the second, which is no
-# NVMLError.
+# The second, which is no NVMLError, is for some functions that an older driver lacks.
 _ERRORS = (pynvml.NVMLError, pynvml.NVMLLibraryMismatchError)
 _NO_P2P = {
     pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED: "the chipset does not support it",
@@ -67,9 +65,9 @@ def gpus() -> list[DriverGpu]:
 
 
 def sample(gpu: DriverGpu) -> dict[str, float]:
-    """Return how a GPU is doing, without what it does not tell; NVML must be `opened`.
+    """Return a GPU's utilisation, memory, power, temperature and clocks, as far as it tells them.
 
-    What a part does not tell of itself, as power, is that of its whole GPU.
+    NVML must be `opened`. What a part does not tell, as power, is that of its whole GPU.
     """
     handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, gpu.index)
     handles = [handle]
@@ -112,32 +110,25 @@ def peer_access(gpus: Sequence[DriverGpu]) -> dict[tuple[str, str], str | None]:
     """Return for each pair of GPUs why they cannot read and write each other's memory (P2P).
 
     Returns:
-        {("0", "1"): reason}; the reason is "" where P2P is there, None where the driver does not
-        tell.
+        {("0", "1"): reason}; "" if P2P is there, None if the driver does not tell.
     """
     found: dict[tuple[str, str], str | None] = {}
     with opened() as there:
+        handles = {g: _ask(pynvml.nvmlDeviceGetHandleByIndex, g.index) for g in gpus if there}
         for first, second in itertools.combinations(gpus, 2):
-            found[first.key, second.key] = _no_peer_access(first, second) if there else None
+            pair, answers = (handles.get(first), handles.get(second)), [None]
+            if None not in pair:
+                directions = pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_CAPS_INDEX_WRITE
+                answers = [_ask(pynvml.nvmlDeviceGetP2PStatus, *pair, way) for way in directions]
+            reasons = [_NO_P2P.get(answer, f"status {answer}") for answer in answers if answer]
+            told = None not in answers and pynvml.NVML_P2P_STATUS_UNKNOWN not in answers
+            found[first.key, second.key] = next(iter(reasons), "") if told else None
     return found
-
-
-def _no_peer_access(first: DriverGpu, second: DriverGpu) -> str | None:
-    pair = [_ask(pynvml.nvmlDeviceGetHandleByIndex, gpu.index) for gpu in (first, second)]
-    if None in pair:
-        return None
-    answers = [
-        _ask(pynvml.nvmlDeviceGetP2PStatus, *pair, way)
-        for way in (pynvml.NVML_P2P_CAPS_INDEX_READ, pynvml.NVML_P2P_CAPS_INDEX_WRITE)
-    ]
-    if None in answers or pynvml.NVML_P2P_STATUS_UNKNOWN in answers:
-        return None
-    return next((_NO_P2P.get(answer, f"status {answer}") for answer in answers if answer), "")
 
 
 @contextlib.contextmanager
 def opened() -> Iterator[bool]:
-    """Tell whether there is a driver, and keep NVML open meanwhile."""
+    """Keep NVML open in the block; yield whether there is a driver."""
     try:
         pynvml.nvmlInit()
     except _ERRORS:
@@ -150,9 +141,8 @@ def opened() -> Iterator[bool]:
 
 
 def _gpus(index: int) -> list[DriverGpu]:
-    """Ask the driver about one GPU, or its parts; what has fallen off the bus answers nothing."""
     handle = _ask(pynvml.nvmlDeviceGetHandleByIndex, index)
-    if handle is None:
+    if handle is None:  # it has fallen off the bus
         return [DriverGpu(index)]
     whole = _read(handle, DriverGpu(index))
     mode, _ = _ask(pynvml.nvmlDeviceGetMigMode, handle) or (None, None)
@@ -162,11 +152,9 @@ def _gpus(index: int) -> list[DriverGpu]:
     for number in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         part = _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, number)
         if part is not None:  # numbers may be left out
-            ids = [
-                _ask(pynvml.nvmlDeviceGetGpuInstanceId, part),
-                _ask(pynvml.nvmlDeviceGetComputeInstanceId, part),
-            ]
-            names = (f"MIG-{whole.uuid}/{ids[0]}/{ids[1]}", whole.uuid or "")
+            instance = _ask(pynvml.nvmlDeviceGetGpuInstanceId, part)
+            compute = _ask(pynvml.nvmlDeviceGetComputeInstanceId, part)
+            names = (f"MIG-{whole.uuid}/{instance}/{compute}", whole.uuid or "")
             unlike = dict(total_bytes=None, cuda_bytes=None, free_bytes=None, uuid=None)
             like_whole = dataclasses.replace(whole, mig=number, other_names=names, **unlike)
             parts.append(_read(part, like_whole))
@@ -174,7 +162,6 @@ def _gpus(index: int) -> list[DriverGpu]:
 
 
 def _read(handle: Any, known: DriverGpu) -> DriverGpu:
-    """Return what the driver tells, else what is known already."""
     # An older driver has only the first version of this, which does not tell what it keeps.
     memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle, pynvml.nvmlMemory_v2)
     memory = memory or _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
@@ -199,7 +186,7 @@ def _read(handle: Any, known: DriverGpu) -> DriverGpu:
 
 
 def _ask(function: Callable, *arguments: Any) -> Any:
-    """Call NVML; None where it does not answer: not supported, no permission, GPU lost."""
+    """Call NVML; None if it does not answer: not supported, no permission, GPU lost."""
     try:
         return function(*arguments)
     except (*_ERRORS, UnicodeDecodeError):  # a process may bear any name

@@ -1,16 +1,16 @@
-"""A small computation on every device and a copy between every two, checked and timed.
+"""Self-test: a small computation on every device and a copy between every two, checked and timed.
 
 It runs in a process of its own, `python -m towers.devices.probe DEVICE...`, so that an abort deep
-inside CUDA becomes a message. That process sees the GPUs that it is asked for and no others, and
-prints one JSON object:
+inside CUDA becomes a message. That process sees only the GPUs that it is asked for, and prints one
+JSON object:
 
     {"gpus": [["NVIDIA A100", [8, 0]]],                   all that TensorFlow lists
      "build": {"cuda_version": "12.5.1"},                 tf.sysconfig.get_build_info()
      "devices": {"/cpu:0": {"errors": [], "gflops": {"matmul": 90.0, "convolution": 80.0}}, ...},
      "copies": {"/cpu:0 to /gpu:0": null, ...}}           null, or what was wrong
 
-With --all_sum before the devices the process sums over all of them instead, as towers do, since a
-collective that hangs must not hide the rest: {"float32": null, ...}, null or what was wrong.
+With --all_sum before the devices the process sums over all of them instead, as towers do:
+{"float32": null, ...}, null or what was wrong. A collective that hangs must not hide the rest.
 """
 
 import itertools
@@ -43,17 +43,17 @@ def run_probe(
     timeout_seconds: float = TIMEOUT_SECONDS,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, Any] | str:
-    """Probe devices in a process of its own.
+    """Test devices in a process of its own.
 
     Args:
         devices: "/cpu:1", "/gpu:0", numbered as TensorFlow lists them; logical CPUs are made as
-            needed. None at all tells "gpus" and "build" without starting any device.
+            needed. Without any, "gpus" and "build" are found without starting a device.
         timeout_seconds: that the process may take.
         environ: what the process sees in place of os.environ.
 
     Returns:
-        What the module's docstring says. Or, where the process did not come to its end, how that
-        was: "was ended by SIGABRT: last words".
+        The object that the module's docstring shows; if the process failed, how it ended: "was
+        ended by SIGABRT: last words".
     """
     return _run(devices, timeout_seconds, environ)
 
@@ -71,7 +71,7 @@ def run_all_sum(
         environ: what the process sees in place of os.environ.
 
     Returns:
-        {type: None, or what was wrong}. Or how the process ended, as from `run_probe`.
+        {type: None, or what was wrong}; if the process failed, how it ended, as `run_probe`.
     """
     return _run(["--all_sum", *devices], timeout_seconds, environ)
 
@@ -99,7 +99,7 @@ def _run(
 
 
 def _last_words(output: bytes | None) -> str:
-    """Return the last line that is neither TensorFlow's usual chatter nor of a C++ stack trace."""
+    """Return the last line that is neither TensorFlow's usual log nor of a C++ stack trace."""
     lines = (output or b"").decode(errors="replace").splitlines()
     chatter = re.compile(r"\s*$|[IW]\d{4} |WARNING: All log messages before|\s*(@ +0x|\*\*\*)")
     said = [line.strip()[:200] for line in lines if not chatter.match(line)]
@@ -110,7 +110,7 @@ def _last_words(output: bytes | None) -> str:
 
 
 def probe(devices: Sequence[str]) -> dict[str, Any]:
-    """Return what the module's docstring says; TensorFlow must not have started."""
+    """Test devices in this process, in which TensorFlow must not have started."""
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
@@ -128,7 +128,7 @@ def probe(devices: Sequence[str]) -> dict[str, Any]:
 
 
 def _make_visible(devices: Sequence[str], gpus: Sequence[Any]) -> dict[str, str]:
-    """Hide the GPUs that are not asked for, make logical CPUs; return {device: its name now}."""
+    """Hide the other GPUs, and make logical CPUs; return {device: its name in this process}."""
     import tensorflow as tf
 
     tf.config.set_soft_device_placement(False)
@@ -148,14 +148,14 @@ def probe_device(device: str) -> dict[str, Any]:
     errors, gflops = [], {}
     for name, *operation in _operations():
         try:
-            gflops[name] = _measure(device, *operation)
+            gflops[name] = _gflops(device, *operation)
         except Exception as error:  # one failure must not hide the other results
             errors.append(f"{name}: {first_line(error)}")
     return {"errors": errors, "gflops": gflops}
 
 
 def _operations() -> Iterator[tuple[str, Callable, list[Any], Any, float]]:
-    """Yield name, function, inputs, what numpy makes of them, and the GFLOP that it takes."""
+    """Yield (name, function, inputs, its result by numpy, its GFLOP)."""
     import numpy as np
     import tensorflow as tf
 
@@ -171,8 +171,8 @@ def _operations() -> Iterator[tuple[str, Callable, list[Any], Any, float]]:
     yield "convolution", convolve, [images, kernel], expected, gflop
 
 
-def _measure(device: str, function: Callable, arrays: list[Any], expected: Any, gflop: float):
-    """Compare a function's result with what is expected; return its GFLOP/s on a device."""
+def _gflops(device: str, function: Callable, arrays: list[Any], expected: Any, gflop: float):
+    """Check a function's result on a device, and return its GFLOP/s."""
     import numpy as np
     import tensorflow as tf
 
@@ -193,14 +193,16 @@ def _measure(device: str, function: Callable, arrays: list[Any], expected: Any, 
 
 
 def probe_copy(source: str, target: str) -> str | None:
-    """Copy random bits from one device to another; return what is wrong with them, if anything."""
+    """Copy random bits from one device to another; return what went wrong, or None."""
     import numpy as np
     import tensorflow as tf
 
     words = np.random.default_rng(1).integers(0, 2**32, COPY_BYTES // 4, np.uint32)
     try:
-        with tf.device(source):  # int32 would stay on the host
-            there = tf.identity(tf.constant(words.view(np.float32)))
+        with tf.device("/cpu:0"):
+            here = tf.constant(words.view(np.float32))  # int32 would stay on the host
+        with tf.device(source):
+            there = tf.identity(here)
         with tf.device(target):
             copied = tf.identity(there)
         wrong = int((copied.numpy().view(np.uint32) != words).sum())

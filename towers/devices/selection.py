@@ -27,9 +27,10 @@ from towers.text import count, table
 
 _TOO_LATE = ", and has started: no CPU devices can be added"
 
+
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Where a tower is. What is not known, or does not apply to a CPU, is None."""
+    """A tower's device; None is what is unknown, or does not apply to a CPU."""
 
     tower: int
     device: str  # as TensorFlow names it, "/gpu:0"
@@ -49,7 +50,7 @@ class Device:
 def tower_devices(
     num_towers: int = 0, devices: str | Sequence[str] = "", divide_cores: bool = False
 ) -> list[str]:
-    """Return the device of each tower, making logical CPU devices where they stand in for GPUs.
+    """Return the device of each tower; logical CPU devices are made where there is no GPU.
 
     Args:
         num_towers: 0 for one tower on each visible GPU, else one on the CPU; N for exactly N GPUs,
@@ -58,8 +59,8 @@ def tower_devices(
         devices: devices to use in place of the first ones ("/gpu:0,/gpu:2" or a list), or "cpu" for
             logical CPU devices although there are GPUs, or "gpu" for GPUs alone, the first ones.
         divide_cores: whether several towers on the CPU each compute an op on their share of the
-            cores, where TensorFlow would divide every op over all of them. What somebody else has
-            said of threads stays, and so does what has started already.
+            cores, where TensorFlow would divide every op over all of them. It changes neither a
+            number of threads that is set nor a TensorFlow that has started.
 
     Returns:
         Device strings such as "/gpu:0", in tower order.
@@ -88,7 +89,7 @@ def tower_devices(
         if device not in existing:
             if "gpu" not in device and not kinds.stand_in() and not _are_named(names):
                 return _shared(len(chosen), cpus)
-            why = _why(nvml.gpus()) if "gpu" in device else _TOO_LATE
+            why = _driver_says(nvml.gpus()) if "gpu" in device else _TOO_LATE
             raise InputError(
                 f"--devices={','.join(names)}: there is no {device}; TensorFlow sees "
                 f"{', '.join(existing)}{why}; type --devices={existing[0]}, or --devices=cpu"
@@ -107,7 +108,6 @@ def _are_named(devices: Sequence[str]) -> bool:
 
 
 def _shared(num_towers: int, cpus: Sequence[str]) -> list[str]:
-    """Return a device for each tower, of those that TensorFlow has started with."""
     signals.complain(
         f"{num_towers} towers share {', '.join(cpus)}, all that TensorFlow has started with: the "
         "numbers are the same; for a device each type "
@@ -148,7 +148,7 @@ def describe(devices: Sequence[str] | None = None) -> list[Device]:
 
 
 def report(devices: Sequence[str]) -> list[str]:
-    """Return the lines that a run prints of its devices: the table, then what is in force.
+    """Return the lines that a run prints about its devices: a table, then what is in force.
 
     Raises:
         RunError: TensorFlow does not keep what `configure` was asked for.
@@ -164,7 +164,7 @@ def report(devices: Sequence[str]) -> list[str]:
 
 
 def _logical_gpus() -> list[tf.config.PhysicalDevice]:
-    """Return the GPU, or its logical parts, behind each of /gpu:0, /gpu:1, ...
+    """Return the physical GPU of each of /gpu:0, /gpu:1, ...; one with logical parts repeats.
 
     `tf.config.list_logical_devices` would start TensorFlow: no logical CPU can be made then.
     """
@@ -177,12 +177,10 @@ def _logical_gpus() -> list[tf.config.PhysicalDevice]:
 
 
 def _first_devices(num_towers: int, gpus: list[str], only_gpus: bool) -> list[str]:
-    """Return the first devices of the kind that this machine has, never fewer than asked for.
+    """Return the first GPUs, or CPUs if there is no GPU, never fewer than asked for.
 
-    Raises:
-        InputError: there are too few, or none where only GPUs will do, or TensorFlow sees none of
-            the driver's GPUs and nobody hid them: a run that was meant for them would take days on
-            the CPU, and say nothing.
+    It is an error if TensorFlow sees none of the driver's GPUs and nobody hid them: a run that was
+    meant for them would take days on the CPU, and say nothing.
     """
     driver = nvml.gpus()
     on_purpose = visibility.hides_all(os.environ) or tf.config.list_physical_devices("GPU")
@@ -190,7 +188,7 @@ def _first_devices(num_towers: int, gpus: list[str], only_gpus: bool) -> list[st
         if only_gpus:
             asked = f"--num_gpus={num_towers}" if num_towers else "--devices=gpu"
             raise InputError(
-                f"{asked}, but TensorFlow sees 0 GPUs{_why(driver)}; type --num_towers="
+                f"{asked}, but TensorFlow sees 0 GPUs{_driver_says(driver)}; type --num_towers="
                 f"{num_towers or 1} to have towers on the CPU, or towers doctor to see why"
             )
         return _cpus(num_towers)
@@ -199,20 +197,19 @@ def _first_devices(num_towers: int, gpus: list[str], only_gpus: bool) -> list[st
     see = count(len(gpus), "GPU") + (f" ({', '.join(gpus)})" if gpus else "")
     asked = f"--num_towers={num_towers}, but " if num_towers else ""
     raise InputError(
-        f"{asked}TensorFlow sees {see}{_why(driver)}"
+        f"{asked}TensorFlow sees {see}{_driver_says(driver)}"
         + (f"; ask for at most {len(gpus)}" if gpus else "")
         + f", or try it out on CPU devices with --devices=cpu --num_towers={num_towers or 1}"
     )
 
 
 def _cpus(num_towers: int) -> list[str]:
-    """Return logical CPU devices; those that stand in for GPUs are others than the host."""
-    first = int(kinds.stand_in())
+    first = int(kinds.stand_in())  # the host does not stand in for a GPU
     return [f"/cpu:{i}" for i in range(first, first + (num_towers or 1))]
 
 
-def _why(driver: Sequence[DriverGpu]) -> str:
-    """Return what the driver sees, and the likely cause if TensorFlow sees less."""
+def _driver_says(driver: Sequence[DriverGpu]) -> str:
+    """Return a clause: what the driver sees, and the likely cause if TensorFlow sees less."""
     if not driver:
         return "" if _logical_gpus() else ", no NVIDIA driver answers here"
     visible = visible_gpus(driver)
@@ -232,7 +229,7 @@ def _why(driver: Sequence[DriverGpu]) -> str:
 
 
 def _named_devices(num_towers: int, names: Sequence[str]) -> list[str]:
-    """Return "/gpu:0" for any of gpu:0, /GPU:0, /device:GPU:0, and so on for each name."""
+    """Return "/gpu:0" for each of gpu:0, /GPU:0, /device:GPU:0, and so on."""
     option = f"--devices={','.join(names)}"
     chosen = []
     for name in names:
@@ -257,8 +254,7 @@ def _named_devices(num_towers: int, names: Sequence[str]) -> list[str]:
 def _divide_cores(devices: Sequence[str]) -> None:
     """Set the threads of an op, before TensorFlow starts.
 
-    On 2 cores the step of ResNet-20 took 1.10 times as long without that with 2 towers, and 1.19
-    times with 4: their ops were in each other's way.
+    Without it, on 2 cores, ResNet-20's step took 1.10 times as long with 2 towers, 1.19 with 4.
     """
     said = "TF_NUM_INTRAOP_THREADS" in os.environ
     said = said or tf.config.threading.get_intra_op_parallelism_threads()
@@ -269,7 +265,7 @@ def _divide_cores(devices: Sequence[str]) -> None:
 
 
 def _provide_cpus(chosen: Sequence[str]) -> int:
-    """Make as many logical CPU devices as `chosen` names, if in time; return how many there are."""
+    """Make the logical CPU devices that `chosen` needs, if in time; return how many there are."""
     needed = max((int(d.split(":")[1]) + 1 for d in chosen if d.startswith("/cpu")), default=1)
     cpu = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(cpu)

@@ -1,4 +1,4 @@
-"""Which GPUs CUDA shows this process, and which of them TensorFlow took.
+"""Which GPUs CUDA shows this process, and which of them TensorFlow uses.
 
 CUDA reads CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER once, when TensorFlow first lists devices.
 Nothing here needs TensorFlow: its GPUs come as (name, compute capability).
@@ -20,9 +20,9 @@ Seen = tuple[str | None, tuple[int, int] | None]  # one of TensorFlow's GPUs
 
 
 def tidy(environ: MutableMapping[str, str]) -> None:
-    """Let CUDA number GPUs as the driver does, and take quotes off CUDA_VISIBLE_DEVICES.
+    """Make CUDA number GPUs as the driver does, not by speed; unquote CUDA_VISIBLE_DEVICES.
 
-    To CUDA, quotes are part of the name of a GPU that does not exist; its own order is by speed.
+    For CUDA, quotes are part of the name of a GPU that does not exist.
     """
     environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     value = environ.get("CUDA_VISIBLE_DEVICES")
@@ -33,7 +33,7 @@ def tidy(environ: MutableMapping[str, str]) -> None:
 def set_visible(
     options: GpuOptions, driver: Sequence[DriverGpu], environ: MutableMapping[str, str]
 ) -> None:
-    """Hide those of the driver's GPUs that `options` leave out: changes `environ`.
+    """Hide the driver's GPUs that `options` leave out, by changing `environ`.
 
     Raises:
         InputError: a GPU does not exist, or CUDA_VISIBLE_DEVICES already hides it.
@@ -49,7 +49,7 @@ def set_visible(
 def visible_positions(
     options: GpuOptions, driver: Sequence[DriverGpu], environ: Mapping[str, str]
 ) -> list[int]:
-    """Return the place of each GPU of `visible_gpus` among those that CUDA shows now.
+    """Return the position of each GPU of `visible_gpus` among those that CUDA shows now.
 
     Raises:
         InputError: a GPU does not exist, or is hidden.
@@ -64,7 +64,6 @@ def _choose(
     environ: Mapping[str, str],
     visible: Sequence[DriverGpu],
 ) -> list[DriverGpu]:
-    """Return the GPUs that `visible_gpus` names, all of which must be among the visible ones."""
     given, chosen = f"--visible_gpus={options.visible_gpus}", []
     for entry in options.chosen() or []:
         named = _named(entry, driver)
@@ -105,11 +104,10 @@ def visible_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[
 
 
 def listed_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[DriverGpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order, by CUDA's own rules.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, in its order, by CUDA's rules.
 
-    An entry begins with a number, is the beginning of one GPU's UUID, or the whole name of a part;
-    the first that is none of these hides all that come after it. A GPU that is named twice hides
-    all.
+    An entry begins with a number, or is a prefix of one GPU's UUID, or a part's whole name; the
+    first that is none of these hides all that follow. A GPU that is named twice hides all.
     """
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
@@ -126,7 +124,6 @@ def listed_in(environ: Mapping[str, str], driver: Sequence[DriverGpu]) -> list[D
 
 
 def _named(entry: str, driver: Sequence[DriverGpu]) -> list[DriverGpu]:
-    """Return the GPUs, or the parts of one, that an entry of a list of GPUs may mean."""
     if number := re.match("[0-9]+", entry):
         return [gpu for gpu in driver if gpu.index == int(number[0])]
     names = [(gpu, (gpu.uuid or "", *gpu.other_names)) for gpu in driver]
@@ -136,16 +133,16 @@ def _named(entry: str, driver: Sequence[DriverGpu]) -> list[DriverGpu]:
 
 
 def hides_all(environ: Mapping[str, str]) -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs on purpose, not by a GPU it mistakes."""
+    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs on purpose, not by a wrong name."""
     return environ.get("CUDA_VISIBLE_DEVICES", "0").strip().lower() in _NO_GPU
 
 
 def match(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGpu | None]:
-    """Return the driver's GPU for each of TensorFlow's, None where the driver does not tell.
+    """Return the driver's GPU for each of TensorFlow's, None if there is none like it.
 
     TensorFlow keeps the order and may skip some (a small one beside a large one), so each of its
-    GPUs is the next visible one of the same name and compute capability. One alone is the other's,
-    whatever the driver calls it.
+    GPUs is the next visible one of the same name and compute capability. If both have one, it is
+    the same, whatever the driver calls it.
     """
     if len(gpus) == len(visible) == 1:
         return list(visible)
@@ -171,7 +168,7 @@ def skipped(gpus: Sequence[Seen], visible: Sequence[DriverGpu]) -> list[DriverGp
 def why_skipped(
     missing: Sequence[DriverGpu], num_listed: int, build: Mapping[str, object]
 ) -> tuple[str, str]:
-    """Return the likely cause why TensorFlow, of that build, leaves GPUs out, and what to type."""
+    """Return why a build of TensorFlow probably leaves GPUs out, and what to type."""
     install = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
     lost = [gpu.index for gpu in missing if gpu.name is None]
     if lost:
@@ -199,9 +196,9 @@ def why_skipped(
 
 
 def compiles(capability: tuple[int, int] | None, build: Mapping[str, object]) -> bool:
-    """Return whether TensorFlow, of that build, has no binary kernels for a compute capability.
+    """Return whether a build of TensorFlow has no binary kernels for a compute capability.
 
-    Those of "sm_80" run on 8.0 and what comes after it, up to 8.9.
+    Kernels for "sm_80" run on 8.0 to 8.9.
     """
     names = [n for n in build.get("cuda_compute_capabilities", ()) if n.startswith("sm_")]
     if capability is None or not names:

@@ -3,8 +3,8 @@
     placement = read_placement(train_loop, batches, tf.constant(0))     # no step is made
     placement.misplaced(["/cpu:0", "/cpu:1"])                           # []
 
-`op.device` of a traced function is only a request: soft placement and colocation change it. What
-comes here is taken after TensorFlow's placer, optimizer and partitioner.
+`op.device` of a traced function is only a request: soft placement and colocation change it. This
+reads the graph after TensorFlow's placer, optimizer and partitioner.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from towers import tf_private
 from towers.builder.kinds import machine_of
 from towers.builder.layers import layer_of, tower_of
 
-# What moves values between devices or steers loops is of no tower; masters are read where they are.
+# Ops that move values between devices, steer loops, or read masters where these are.
 _NOT_OF_A_TOWER = frozenset(
     "_Send _Recv _HostSend _HostRecv _Arg _Retval Const NoOp Enter Exit Merge Switch LoopCond "
     "NextIteration ReadVariableOp VarHandleOp ResourceGather".split()
@@ -53,7 +53,7 @@ class Op:
 class Transfer:
     """A value that crosses from one device to another in a step.
 
-    `bytes` is None if unknown; what is made in a branch crosses in some steps alone.
+    `bytes` is None if unknown; a value that is made in a branch crosses only in some steps.
     """
 
     name: str
@@ -68,10 +68,10 @@ class Placement:
     """The ops of an executed graph, and what crosses between its devices."""
 
     ops: tuple[Op, ...]
-    # Traced, and do not run: their result was known, or unused, or another op computes it, too.
+    # Traced, and not run: the result was known or unused, or another op computes it.
     gone: tuple[Op, ...]
     transfers: tuple[Transfer, ...]
-    # Traced, and now part of a program of XLA's, on the device of the op that calls it.
+    # Traced, and now part of an XLA program, on the device of the op that calls it.
     compiled: tuple[Op, ...] = ()
 
     def misplaced(self, devices: Sequence[str]) -> list[Op]:
@@ -106,7 +106,7 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
         ValueError: the function has run with such arguments before; TensorFlow places a graph when
             it first runs, and shows it only then.
     """
-    # Traced first: what runs meanwhile, as a model that is tried, is none of the function's graphs.
+    # Traced first: what runs in tracing, as a model that is tried, is no graph of the function.
     traced = dict(traced_ops(function.get_concrete_function(*arguments).graph))
     with tf_private.executed_graphs() as functions:
         function(*arguments)
@@ -139,7 +139,7 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
 def short(device: str) -> str:
     """Return "/gpu:0" for "/job:localhost/replica:0/task:0/device:GPU:0"; "" for "".
 
-    A worker's keeps the worker: "/job:worker/task:1/gpu:0".
+    That of another machine keeps the machine: "/job:JOB/task:1/gpu:0".
     """
     match = re.search(r"/(?:device:)?([A-Za-z_]+):(\d+)$", device)
     if not match or match[1] in ("job", "replica", "task"):
@@ -150,8 +150,8 @@ def short(device: str) -> str:
 def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Operation]]:
     """Yield (name, op) of a graph and of the functions that it calls.
 
-    Inlining puts the name of a call in front of the names in the function, as here; what it puts in
-    front of those in a loop or a branch, `traced_name` takes away.
+    Names in a called function have the call's name in front, as after inlining. What inlining puts
+    in front of names in a loop or a branch is removed by `traced_name`.
     """
     for op in graph.get_operations():
         yield scope + op.name, op
@@ -161,7 +161,7 @@ def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Opera
 
 
 def needed_ops(ops: Iterable[tf.Operation]) -> list[tf.Operation]:
-    """Return the ops that the given ones need, each after those it needs; the rest is pruned."""
+    """Return these ops and those that they need, in topological order; the rest is pruned."""
     waiting = [(op, False) for op in ops]
     found, opened = [], set()
     while waiting:
@@ -177,13 +177,13 @@ def needed_ops(ops: Iterable[tf.Operation]) -> list[tf.Operation]:
 
 
 def traced_name(name: str, traced: Container[str]) -> str:
-    """Return a node's name as it was traced: inlining puts the call's scope in front of it."""
+    """Return a node's traced name: without the scope that inlining puts in front of it."""
     parts = re.split(r"/_\d+/", name)
     return next((p for p in ("/".join(parts[i:]) for i in range(len(parts))) if p in traced), name)
 
 
 def _takers(graphs: Iterable[Any]) -> dict[bytes, tuple[str, int]]:
-    """Return {what was sent: (name of a node that takes it, as which input)}."""
+    """Return {sent tensor: (name of a node that takes it, as which input)}."""
     takers = {}
     for graph in graphs:
         received = {n.name: n.attr["tensor_name"].s for n in graph.node if n.op in _RECEIVES}
@@ -197,30 +197,25 @@ def _takers(graphs: Iterable[Any]) -> dict[bytes, tuple[str, int]]:
 def _transfer(
     node: Any, traced: Mapping[str, tf.Operation], takers: Mapping[bytes, tuple[str, int]]
 ) -> Transfer:
-    """Return what a send carries: the tensor that was traced, where it is one."""
     source, _, index = node.input[0].partition(":")
     origin = node.attr["_src"].s.decode() or source
     name = traced_name(origin, traced)
     dtype = tf.as_dtype(node.attr["T"].type)
-    num_bytes = None
+    tensor = num_bytes = None
     if "/ctrl/" in source:  # only an order of execution crosses
         num_bytes = 0
     elif name in traced:
-        outputs = traced[name].outputs
-        tensor = outputs[int(index or 0)] if source == origin else outputs[0]
-        if tensor.shape.is_fully_defined() and tensor.dtype == dtype:
-            num_bytes = tensor.shape.num_elements() * dtype.size
+        tensor = traced[name].outputs[int(index or 0) if source == origin else 0]
     elif dtype == tf.bool:  # a loop's condition
         num_bytes = 1
     elif branches := traced.get(traced_name(origin.partition("/output/_")[0], traced)):
-        sizes = {(t.shape, t.dtype) for t in branches.outputs}  # which of them is not told
-        if len(sizes) == 1 and branches.outputs[0].shape.is_fully_defined():
-            num_bytes = branches.outputs[0].shape.num_elements() * dtype.size
+        if len({(t.shape, t.dtype) for t in branches.outputs}) == 1:  # which of them is not told
+            tensor = branches.outputs[0]
     elif taker := takers.get(node.attr["tensor_name"].s):  # what was traced may be what takes it
         op = traced.get(traced_name(taker[0], traced))
-        tensors = op.inputs[taker[1] : taker[1] + 1] if op else []
-        if tensors and tensors[0].dtype == dtype and tensors[0].shape.is_fully_defined():
-            num_bytes = tensors[0].shape.num_elements() * dtype.size
+        tensor = next(iter(op.inputs[taker[1] : taker[1] + 1]), None) if op else None
+    if tensor is not None and tensor.dtype == dtype and tensor.shape.is_fully_defined():
+        num_bytes = tensor.shape.num_elements() * dtype.size
     return Transfer(
         name,
         short(node.attr["send_device"].s.decode()),

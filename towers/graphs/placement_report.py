@@ -1,4 +1,4 @@
-"""What a run says of its placement: a few lines, an error in strict mode, a table and a file."""
+"""Reports of placement: a run's lines, the error of strict mode, a table and a file."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ _MOST = 8  # lines of strays
 
 
 def report(placement: Placement, stray: Sequence[str]) -> list[str]:
-    """Return a few lines: the strays that `strays` found, and the bytes that cross in a step."""
+    """Return a run's lines: the strays that `strays` found, and the bytes that cross in a step."""
     ours = [op for op in placement.ops if op.tower is not None]
     lines = [f"placement   {len(ours)} ops in towers, each on its tower's device"]
     if num_compiled := len({op.tower for op in placement.compiled} - {None}):
@@ -38,7 +38,7 @@ def report(placement: Placement, stray: Sequence[str]) -> list[str]:
 
 
 def check_strict(stray: Sequence[str]) -> None:
-    """Raise a RunError that names the first of the strays, with its layer, if there are any."""
+    """Raise a RunError that names the first stray, if there is one."""
     if stray:
         more = f", and {len(stray) - 1} more" if len(stray) > 1 else ""
         raise RunError(
@@ -53,10 +53,13 @@ def strays(
     masters: Mapping[str, tf.Variable],
     master_devices: Sequence[str],
 ) -> list[str]:
-    """Return a line for each layer of a tower and each master that is elsewhere.
+    """Return a line for each layer of a tower, and each master, that is on another device.
 
-    `devices` are those of the towers, in their order; `master_devices` where `masters`, which are
-    {name: variable}, may be.
+    Args:
+        placement: of the executed graph.
+        devices: of the towers, in their order.
+        masters: {name: variable}.
+        master_devices: on which masters may be.
     """
     types: dict[tuple, list[str]] = defaultdict(list)
     for op in placement.misplaced(devices):
@@ -75,7 +78,6 @@ def strays(
 
 
 def _why(requested: str, device: str, tower: str) -> str:
-    """Return why an op is not on its tower's device, as far as its request tells."""
     if requested == device:
         return ", where a tf.device puts it"
     if requested == tower:
@@ -84,7 +86,7 @@ def _why(requested: str, device: str, tower: str) -> str:
 
 
 def table(placement: Placement) -> list[str]:
-    """Return a table: a row for each op type, a column for each device, how many ops run there."""
+    """Return the lines of a table: how many ops of each type run on each device."""
     counts = Counter((op.device, op.type) for op in placement.ops)
     devices = sorted({device for device, _ in counts})
     types = sorted({kind for _, kind in counts})
@@ -94,7 +96,7 @@ def table(placement: Placement) -> list[str]:
 
 
 def write_tsv(path: Path, placement: Placement) -> None:
-    """Write a row for every op; "-" is the device of one that was folded, fused or pruned.
+    """Write a row for every op; an op that was folded, fused or pruned has the device "-".
 
     Raises:
         RunError: the file cannot be written.
@@ -107,6 +109,5 @@ def write_tsv(path: Path, placement: Placement) -> None:
 
 
 def _size(num_bytes: int) -> str:
-    """Return 4.37 MB for 4,370,000."""
     unit, name = (1e6, "MB") if num_bytes >= 1e5 else (1e3, "kB")
     return f"{num_bytes / unit:.2f} {name}"

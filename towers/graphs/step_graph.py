@@ -1,4 +1,4 @@
-"""The graph of one step, as TensorBoard shows it: towers are its scopes, devices its colours."""
+"""The graph of one step for TensorBoard: towers are its scopes, devices its colours."""
 
 import re
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ _CALLS = ("body", "then_branch", "else_branch", "f")  # attributes that name an 
 
 
 def step_graph(graph: tf.Graph, placement: Placement) -> tf.compat.v1.GraphDef:
-    """Return the ops of one step, for looking at, from the graph of the train loop as traced.
+    """Return a graph of one step, for display only, from the traced graph of the train loop.
 
-    The body of its loop is the step; a graph without a loop is taken as a step itself. Each loop,
-    branch and call of the step is drawn as a scope with what is in it, without the edges that lead
-    into it. An op stands on the device where it ran, one that TensorFlow folded or pruned on that
-    which was asked for. Large constants are left out.
+    The body of the loop is the step; a graph without a loop is a step itself. Each loop, branch and
+    call of the step is a scope of its ops, without the edges that lead into it. An op has the
+    device where it ran, or if TensorFlow folded or pruned it, the one that was asked for. Large
+    constants are left out.
     """
     ran = {op.name: op.device for op in placement.compiled + placement.ops}
     loop = _loop(graph)
@@ -40,7 +40,7 @@ def step_graph(graph: tf.Graph, placement: Placement) -> tf.compat.v1.GraphDef:
 
 
 def _without_plumbing(nodes: list[tf.compat.v1.NodeDef]) -> list[tf.compat.v1.NodeDef]:
-    """Return the nodes without the loop's parameters and results that no other node reads."""
+    """Remove the loop's parameters and results that no other node reads."""
     while True:
         read = {name.lstrip("^").partition(":")[0] for node in nodes for name in node.input}
         rest = [node for node in nodes if node.op not in _PLUMBING or node.name in read]
@@ -50,19 +50,18 @@ def _without_plumbing(nodes: list[tf.compat.v1.NodeDef]) -> list[tf.compat.v1.No
 
 
 def _loop(graph: tf.Graph) -> tf.Operation | None:
-    """Return the loop over the steps: the one with most ops in it."""
     loops = [op for op in graph.get_operations() if op.type in ("While", "StatelessWhile")]
     size = {op: len(called_graph(op, "body").get_operations()) for op in loops}
-    return max(loops, key=size.get, default=None)
+    return max(loops, key=size.get, default=None)  # the loop over the steps has most ops
 
 
 def _nodes(
     graph: tf.Graph, scope: str = "", traced: str = ""
 ) -> Iterator[tuple[str, str, tf.compat.v1.NodeDef]]:
-    """Yield (what is in front of its name in `placement`, in the drawing, node) of all ops.
+    """Yield (prefix of the name in `placement`, prefix in the drawing, node) for all ops.
 
-    These are the ops of a graph and of all that it calls; `placement.traced_ops` puts the name of a
-    call in front of those in the called function, and of loops and branches none.
+    As in `placement.traced_ops`, names in a called function have the call's name in front there,
+    those in loops and branches have nothing.
     """
     for node in graph.as_graph_def().node:
         op = graph.get_operation_by_name(node.name)
@@ -74,9 +73,9 @@ def _nodes(
 
 
 def _drawn(name: str, scope: str) -> str:
-    """Return a name without the loop's scope; the gradient of a tower's ops stands in that tower.
+    """Remove the loop's scope from a name, and move the gradient of a tower's ops into that tower.
 
-    What was made many times stands in one scope: gather/gather_2.
+    What was made many times gets one scope: gather/gather_2.
     """
     name = name.removeprefix(scope)
     if name.startswith("gradient_tape/"):

@@ -1,10 +1,10 @@
-"""What a traced training step will move and hold, reckoned before anything runs.
+"""Bytes that a traced training step will move and hold, computed before anything runs.
 
     step = read_step(train_loop.get_concrete_function(batches, tf.constant(0)))
     step.crossing_bytes()       # {("/cpu:0", "/cpu:1"): 4_300_000, ...}
 
-This is the graph as it was traced. What TensorFlow makes of it (placer, optimizer, partitioner) is
-read by `towers.graphs.placement`; that both give the same bytes is a check of either.
+This reads the traced graph; `towers.graphs.placement` reads what TensorFlow's placer, optimizer and
+partitioner make of it. That both give the same bytes is a check of either.
 """
 
 from collections import Counter
@@ -52,9 +52,9 @@ class Step:
     def crossing_bytes(self) -> Counter[tuple[str, str]]:
         """Return {(source, target): bytes in a step}.
 
-        A value crosses once to each device, however many ops there take it. Values that are known
-        beforehand are left out: whether they cross is up to the optimizer, and they are scalars.
-        The loop's condition, 1 byte, goes to all devices.
+        A value crosses once to each device, however many ops take it there. Values that are known
+        beforehand are left out: they are scalars, and the optimizer decides whether they cross. The
+        loop's condition, 1 byte, goes to all devices.
         """
         total = Counter({(HOST, d): 1 for d in set(self.devices.values()) if d != HOST})
         for tensor, target in self.crossings():
@@ -62,7 +62,7 @@ class Step:
         return total
 
     def crossings(self) -> Iterator[tuple[tf.Tensor, str]]:
-        """Yield each (tensor, another device that takes it), once."""
+        """Yield each (tensor, other device that takes it) once."""
         seen = set()
         for tensors, target in self._takers:
             for tensor in (self._behind(tensor, _COPIES) for tensor in tensors):
@@ -73,7 +73,7 @@ class Step:
                     yield tensor, target
 
     def summed_bytes(self) -> Counter[str]:
-        """Return {device: bytes that it hands to collectives}."""
+        """Return {device: bytes that its collectives sum}."""
         total: Counter[str] = Counter()
         for op, device in self.devices.items():
             if op.type == "CollectiveReduceV2":
@@ -81,7 +81,7 @@ class Step:
         return total
 
     def received_bytes(self, device: str) -> Counter[str]:
-        """Return the bytes that a device receives: of "weights", of the "batch", and "other"."""
+        """Return {"weights", "batch", "other": bytes that a device receives}."""
         total: Counter[str] = Counter()
         for tensor, target in self.crossings():
             if target == device:
@@ -91,7 +91,7 @@ class Step:
         return total
 
     def activation_bytes(self, tower: int) -> int:
-        """Return the most bytes that a tower's forward and backward hold at a time.
+        """Return the peak bytes of a tower's forward and backward pass.
 
         Its ops run in the order in which they were traced; a tensor lives from its op to the last
         that takes it. Not counted: weights, the batch, and the gradients that leave the tower.
@@ -115,14 +115,14 @@ class Step:
         return most
 
     def _tower_ops(self, tower: int) -> list[tf.Operation]:
-        """Return a tower's ops, but for those whose values are known, in the order of tracing."""
+        """Return a tower's ops in the order of tracing, without those of known values."""
         found = dict.fromkeys(op for op in self.devices if tower_of(op.name) == tower)
         graphs = dict.fromkeys(op.graph for op in found)
         ops = (op for graph in graphs for op in graph.get_operations())
         return [op for op in ops if op in found and op not in self.known]
 
     def _read(self, graph: tf.Graph, caller: str) -> None:
-        """Add a graph's ops, and those of its branches; `caller` is the device of those without."""
+        """Add a graph's ops and those of its branches; one that asks for no device gets `caller`."""
         for op in needed_ops([*(t.op for t in graph.outputs), *graph.control_outputs]):
             if op.type in _BRANCHES:
                 self._read_branches(op, short(op.device) or caller)
@@ -141,7 +141,6 @@ class Step:
                 self._takers.append((list(op.inputs), device))
 
     def _read_branches(self, op: tf.Operation, device: str) -> None:
-        """Add the ops of both branches of a condition."""
         condition, *arguments = op.inputs
         before = len(self._takers)
         for attribute in ("then_branch", "else_branch"):
@@ -155,7 +154,7 @@ class Step:
         self._takers += [([condition], device) for device in used]
 
     def _behind(self, tensor: tf.Tensor, kinds: frozenset[str]) -> tf.Tensor:
-        """Return the tensor that a placeholder, or ops of these kinds, hand on unchanged."""
+        """Follow placeholders and ops of these types back to the tensor that they pass on."""
         while True:
             op = tensor.op
             if op in self._outer:
@@ -167,19 +166,19 @@ class Step:
 
 
 def read_step(function: Any) -> Step:
-    """Return the step inside a traced train loop: a concrete function with one loop over steps."""
+    """Return the step of a traced train loop, a concrete function with one loop over steps."""
     loop = next(op for op in function.graph.get_operations() if op.type in _LOOPS)
     body = called_graph(loop, "body")
     outside = {inner.op: short(outer.device) for outer, inner in function.graph.captures}
     pairs = zip(loop.inputs, body.inputs, strict=True)
-    # What the loop is given lies where it was made, whatever device its placeholder asks for.
+    # A loop's input lies where it was made, whatever device its placeholder asks for.
     return Step(body, {i.op: outside.get(o.op) or short(o.op.device) or HOST for o, i in pairs})
 
 
 def executed_bytes(
     placement: Placement, step: Step
 ) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]], int]:
-    """Return what crosses in an executed graph, for comparison with that of the traced one.
+    """Return what crosses in an executed graph, to compare with the traced one.
 
     Returns:
         {(source, target): bytes in a step}, without values known beforehand; {(source, target):
@@ -199,7 +198,7 @@ def executed_bytes(
 
 
 def _is_local(op: tf.Operation, caller: str) -> bool:
-    """Tell whether a called function is like one op: on one device, without variables and loops."""
+    """Return whether a called function is on one device, without variables and loops."""
     inside = called_graph(op, "f").get_operations()
     asked = {short(one.device) for one in inside}
     variables = any(tensor.dtype == tf.resource for tensor in op.inputs)
@@ -215,7 +214,7 @@ def num_bytes(tensor: tf.Tensor | tf.Variable) -> int:
 
 
 def _is_known(op: tf.Operation, inputs: list[tf.Tensor], known: set[tf.Operation]) -> bool:
-    """Tell whether an op's value follows from constants and shapes alone."""
+    """Return whether an op's value follows from constants and shapes alone."""
     if op.type in _OF_SHAPES:
         return all(tensor.shape.is_fully_defined() for tensor in op.inputs)
     if op.type == "Placeholder" or op.type in FUNCTIONS or op.op_def.is_stateful:

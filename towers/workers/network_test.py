@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import tensorflow as tf
 
+from towers.devices import probe
 from towers.devices.checks import NOTE, OK, PROBLEM, Check
 from towers.errors import InputError
 from towers.options.run import Options
@@ -148,21 +149,13 @@ def _check_worker(cluster: Cluster, worker: Worker) -> WorkerCheck:
 
 def _check_copies(cluster: Cluster, workers: Sequence[Worker]) -> Check:
     """Copy random bits from the program to each device of these workers, and between them."""
-    words = np.random.default_rng(1).integers(0, 2**32, _COPY_BYTES // 4, np.uint32)
     routes = [(cluster.home, device, [w]) for w in workers for device in w.devices]
     pairs = itertools.permutations(workers, 2)
     routes += [(a.devices[0], b.devices[0], [a, b]) for a, b in pairs]
     wrong = []
     for source, target, ends in routes:
-        try:
-            with cluster.cut_off(ends, _COPY_SECONDS):
-                # int32 would stay on hosts.
-                sent = _copy(tf.constant(words.view(np.float32)), source)
-                found = _copy(sent, target).numpy().view(np.uint32)
-            different = int((found != words).sum())
-            problem = different and f"{different} of {words.size} words arrived wrong"
-        except tf.errors.OpError as error:
-            problem = first_line(error)
+        with cluster.cut_off(ends, _COPY_SECONDS):
+            problem = probe.probe_copy(source, target)
         if problem:
             wrong.append(f"{source.removeprefix('/job:localhost')} to {target}: {problem}")
     name = "copies over the network"
