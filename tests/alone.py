@@ -1,6 +1,6 @@
 """Modules that connect to workers: TensorFlow loses what is then assigned to older variables.
 
-`test_alone.py` runs each in a process of its own; one that is named runs where it is.
+`test_alone.py` runs them in a process of their own; one that is named runs where it is.
 """
 
 ALONE = ["builder/test_machines.py", "training/test_data_on_workers.py"]

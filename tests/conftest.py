@@ -122,6 +122,15 @@ def pytest_runtest_teardown(item, nextitem):
             item.funcargs["trained"].assert_unchanged()
 
 
+@pytest.fixture(scope="session")
+def two_addresses():
+    """Give the addresses of two workers, for the modules that run alone."""
+    from tests.worker_processes import workers
+
+    with workers(2) as addresses:
+        yield addresses
+
+
 # How long they take.
 
 

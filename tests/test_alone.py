@@ -1,4 +1,4 @@
-"""The modules that cannot share a process with others, see `alone`."""
+"""The modules that cannot share a process with the others, see `alone`."""
 
 import subprocess
 import sys
@@ -12,11 +12,10 @@ pytestmark = pytest.mark.process
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.parametrize("path", ALONE)
-def test_it_passes_in_a_process_of_its_own(path, request):
+def test_they_pass_in_a_process_of_their_own(request):
     """Of each module what was asked for: all, or what is not extended."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS / path]
-    command += ["-m", request.config.getoption("markexpr")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [*(TESTS / path for path in ALONE), "-m", request.config.getoption("markexpr")]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     run = subprocess.run(command, cwd=TESTS.parent, stdin=subprocess.DEVNULL, **pipes)
     assert run.returncode == 0, run.stdout[-4000:]

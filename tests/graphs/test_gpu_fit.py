@@ -67,8 +67,7 @@ def test_a_step_copies_no_more_to_the_host_than_that_of_plain_fit(steps):
             assert over.launches(*over.scopes) < plain.launches(*plain.scopes)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize("build", ["before", "in fit"])
+@pytest.mark.parametrize("optimizer, build", [("adam", "in fit"), ("sgd", "before")])
 def test_variables_lie_on_the_gpus(optimizer, build):
     with cpus_for_gpus():
         model = network(optimizer)
@@ -88,8 +87,7 @@ def test_variables_lie_on_the_gpus(optimizer, build):
         assert all(of_weight == of_slot for of_weight, of_slot in together), together
 
 
-@pytest.mark.parametrize("num_towers", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"variables": "cpu"}], ids=str)
+@pytest.mark.parametrize("num_towers, options", [(1, {}), (2, {}), (2, {"variables": "cpu"})])
 def test_the_numbers_are_those_of_one_device(num_towers, options):
     given = DATA | {"batch_size": 8, "validation_split": 0.2}
     plain = fits.fit(network, given)

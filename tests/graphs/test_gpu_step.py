@@ -28,10 +28,10 @@ MODELS = {
     "tests.user_models:transformer": "tests.user_models:text",
 }
 DTYPES = ("float32", "mixed_bfloat16")
-CASES = list(itertools.product(SMALL, [2], DTYPES))
+CASES = [(model, 2, "mixed_bfloat16") for model in SMALL]
 CASES += [
     pytest.param(*case, marks=pytest.mark.extended)
-    for case in itertools.product(MODELS, [1, 2], DTYPES)
+    for case in [*itertools.product(SMALL, [2], DTYPES), *itertools.product(MODELS, [1, 2], DTYPES)]
     if case not in CASES
 ]
 MOST_TRANSFERS = 4

@@ -213,18 +213,11 @@ def test_batch_norm_over_gpus_passes_strict(tmp_path, command, monkeypatch):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize(
-    "device, tower, where",
-    [
-        ("/cpu:1", 0, "/cpu:1, where a tf.device puts it"),
-        ("/gpu:7", 1, "/cpu:0, by soft placement: it asks for /gpu:7"),
-    ],
-)
-def test_a_pinned_layer_is_listed_and_strict_stops_the_run(tmp_path, command, device, tower, where):
-    model = f"{__name__}:pinned", f"--model_args=device={device}"
+def test_a_pinned_layer_is_listed_and_strict_stops_the_run(tmp_path, command):
+    model = f"{__name__}:pinned", "--model_args=device=/cpu:1"
     code, out, err = command(*model, "--placement=strict")
     assert code == 1
-    line = f"tower {tower} on /cpu:{tower}, layer sequential/block/stubborn: Tanh, Mul on {where}"
+    line = "tower 0 on /cpu:0, layer sequential/block/stubborn: Tanh, Mul on /cpu:1, where a "
     assert line in err and err.startswith("towers: --placement=strict: ")
     assert len(err.splitlines()) == 1
     assert "step 0" not in out
@@ -310,14 +303,18 @@ def placement_of(*cells, transfers=()):
 
 
 @pytest.mark.unit
-def test_an_op_without_a_kernel_is_told_apart():
+def test_why_an_op_is_elsewhere_is_told():
     placement = placement_of(
+        ("while/tower_0/net_1/block_1/Tanh", "Tanh", "/gpu:7", "/cpu:0"),
+        ("while/tower_0/net_1/block_1/Mul", "Mul", "/cpu:0", "/cpu:0"),
         ("while/tower_0/net_1/text_1/StringLower", "StringLower", "/gpu:0", "/cpu:0"),
         ("while/tower_0/net_1/text_1/Substr", "Substr", "", "/cpu:0"),
         ("while/tower_0/net_1/dense_1/MatMul", "MatMul", "/gpu:0", "/gpu:0"),
         ("while/gather/AddN", "AddN", "/cpu:0", "/cpu:0"),
     )
     assert placement_report.strays(placement, ["/gpu:0"], {}, "/cpu:0") == [
+        "tower 0 on /gpu:0, layer net/block: Mul on /cpu:0, where a tf.device puts it",
+        "tower 0 on /gpu:0, layer net/block: Tanh on /cpu:0, by soft placement: it asks for /gpu:7",
         "tower 0 on /gpu:0, layer net/text: Substr on /cpu:0",
         "tower 0 on /gpu:0, layer net/text: StringLower on /cpu:0, by soft placement: /gpu:0 "
         "cannot run it",
@@ -325,9 +322,10 @@ def test_an_op_without_a_kernel_is_told_apart():
 
 
 @pytest.mark.unit
-def test_many_strays_are_summed_up_and_sizes_that_are_not_known_are_said():
+def test_many_strays_are_summed_up_and_what_crosses_in_some_steps_or_is_unknown_is_said():
     names = [f"while/tower_0/layer{i}x/Tanh" for i in range(30)]
     routes = [("/cpu:0", "/gpu:0", 4_370_000), ("/cpu:0", "/gpu:0", None), ("/gpu:0", "/cpu:0", 12)]
+    routes.append(("/cpu:0", "/gpu:0", 5_000_000, True))
     placement = placement_of(
         *((name, "Tanh", "/cpu:1", "/cpu:1") for name in names),
         transfers=tuple(Transfer("x", *route) for route in routes),
@@ -338,13 +336,5 @@ def test_many_strays_are_summed_up_and_sizes_that_are_not_known_are_said():
     assert lines[-2:] == [
         "  and 22 more: see --log_device_placement",
         "  in a step cross 4.37 MB /cpu:0 -> /gpu:0, 0.01 kB /gpu:0 -> /cpu:0, and 1 of unknown "
-        "size",
+        "size; 5.00 MB more in steps of which the log tells",
     ]
-
-
-@pytest.mark.unit
-def test_what_crosses_in_some_steps_is_told_apart():
-    both = Transfer("x", "/cpu:0", "/gpu:0", 4_000), Transfer("y", "/cpu:0", "/gpu:0", 5_000, True)
-    (_, line) = placement_report.report(placement_of(transfers=both), [])
-    assert "4.00 kB /cpu:0 -> /gpu:0;" in line
-    assert "5.00 kB more" in line

@@ -18,15 +18,11 @@ extended = pytest.mark.extended
 
 
 @pytest.fixture(scope="module")
-def two_workers():
+def two_workers(two_addresses):
     """Give the flags for two towers on each of two workers."""
-    with worker_processes.workers(2) as addresses:
-        given = dict(workers=",".join(addresses), towers_per_worker=2, num_towers=0)
-        try:
-            yield given
-        finally:
-            if connected := remote.current():
-                connected.close()
+    yield dict(workers=",".join(two_addresses), towers_per_worker=2, num_towers=0)
+    if connected := remote.current():
+        connected.close()
 
 
 def generated():

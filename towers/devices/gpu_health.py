@@ -25,7 +25,7 @@ class GpuHealth:
     """Samples the GPUs that this process sees, in the background."""
 
     def __init__(self, wait: Callable[[float], bool] | None = None):
-        """Start the thread; `wait` waits the seconds between samples, and returns if it is to end."""
+        """Start the thread; `wait` waits so many seconds, and returns whether to end."""
         self._gpus = visible_gpus(nvml.gpus())
         self._closed = threading.Event()
         self._wait = wait or self._closed.wait

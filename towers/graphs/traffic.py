@@ -122,7 +122,7 @@ class Step:
         return [op for op in ops if op in found and op not in self.known]
 
     def _read(self, graph: tf.Graph, caller: str) -> None:
-        """Add a graph's ops and those of its branches; one that asks for no device gets `caller`."""
+        """Add a graph's ops and its branches'; one that asks for no device gets `caller`."""
         for op in needed_ops([*(t.op for t in graph.outputs), *graph.control_outputs]):
             if op.type in _BRANCHES:
                 self._read_branches(op, short(op.device) or caller)
