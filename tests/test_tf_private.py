@@ -654,7 +654,8 @@ def there():
 
 print(local(1.0).numpy().tolist())
 for tasks in {1: sys.argv[1]}, {}, {1: sys.argv[1], 4: sys.argv[2]}:
-    tf_private.connect({task: f"127.0.0.1:{port}" for task, port in tasks.items()}, "127.0.0.1")
+    addresses = {task: f"127.0.0.1:{port}" for task, port in tasks.items()}
+    tf_private.connect({"worker": addresses}, "127.0.0.1")
     names = [d.name for d in tf.config.list_logical_devices() if "worker" in d.name]
     results = [local(3.0), mine, *([there()] if tasks else [])]
     print([names, *(result.numpy().tolist() for result in results)], flush=True)

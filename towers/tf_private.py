@@ -984,7 +984,7 @@ def ops_are_deterministic() -> bool:
 _PORT_ATTEMPTS = 3
 
 
-def connect(workers: Mapping[int, str], own_address: str) -> int:
+def connect(jobs: Mapping[str, Mapping[int, str]], own_address: str) -> int:
     """Make the devices of these servers, and of no others, those of this process, too.
 
     What lay on a server that is not named is gone. It may be called again with fewer or more.
@@ -993,14 +993,14 @@ def connect(workers: Mapping[int, str], own_address: str) -> int:
     experimental_connect_to_cluster gives out an address that other machines cannot reach.
 
     Args:
-        workers: {number of the task: "host:port"} of job "worker".
+        jobs: {name of a job: {number of a task: "host:port"}}.
         own_address: of this process, by which the servers reach it; that of the first call counts.
 
     Returns:
         The port on which this process listens for the servers, at all its addresses.
     """
     before = context.context().get_server_def()
-    cluster = tf.train.ClusterSpec({"worker": dict(workers)}).as_cluster_def()
+    cluster = tf.train.ClusterSpec(jobs).as_cluster_def()
     own = cluster.job.add()
     own.name = "localhost"
     for attempts_left in reversed(range(_PORT_ATTEMPTS)):
@@ -1053,7 +1053,7 @@ def asked_by_calls() -> Iterator[None]:
 def device_memory_bytes() -> dict[str, int]:
     """Return {"/gpu:0": bytes that TensorFlow may take}, once it has started. Public: none.
 
-    The devices are those of this process, also while workers are connected.
+    The devices are those of this process, also while others are connected.
     """
     devices = pywrap_tfe.TFE_ContextListDevices(context.context()._handle)
     try:
@@ -1062,7 +1062,7 @@ def device_memory_bytes() -> dict[str, int]:
             name = pywrap_tf_session.TF_DeviceListName(devices, i)
             kind, _, number = name.rpartition("device:")[2].partition(":")
             if tf.DeviceSpec.from_string(name).job not in (None, "localhost"):
-                continue  # of a worker
+                continue  # of another process
             memory = pywrap_tf_session.TF_DeviceListMemoryBytes(devices, i)
             result[f"/{kind.lower()}:{number}"] = memory
         return result

@@ -55,15 +55,6 @@ def test_a_process_sees_the_first_part_and_nothing_beside_it(value, key):
     assert [gpu.key for gpu in visibility.visible_in(variable(value), PARTS)] == [key] * bool(key)
 
 
-@pytest.mark.parametrize(
-    "value, on_purpose",
-    [("", True), ("-1", True), ("None", True), ("NoDevFiles", True)]
-    + [("7", False), ("0,0", False), (None, False)],
-)
-def test_what_hides_all_gpus_on_purpose(value, on_purpose):
-    assert visibility.hides_all(variable(value)) is on_purpose
-
-
 # ---------------------------------------------------------------------------- --visible_gpus
 
 

@@ -65,7 +65,7 @@ CHARTS = {
 
 
 def layout(
-    gpus: bool, metrics: Sequence[str] = ("test accuracy",), *, workers: bool = False
+    gpus: bool, metrics: Sequence[str] = ("test accuracy",), *, remote: bool = False
 ) -> Any:
     """Return the Summary of the custom-scalars dashboard, the same at any number of towers.
 
@@ -78,7 +78,7 @@ def layout(
         workers: as `gpus`.
     """
     found = layout_pb2.Layout()
-    empty = {title for title, there in (("workers", workers), ("GPUs", gpus)) if not there}
+    empty = {title for title, there in (("workers", remote), ("GPUs", gpus)) if not there}
     for title, charts in CHARTS.items():
         category = found.category.add(title=title, closed=title in empty)
         for name, tags in charts.items():

@@ -82,7 +82,7 @@ def open_root(
     on_gpus, own_row = any(name.startswith("/gpu") for name in tower_devices), ""
     hparams = hparams_of(options) | {"num_towers": len(tower_devices)}
     summaries = [
-        charts.layout(on_gpus, shown, workers=are_remote(tower_devices)),
+        charts.layout(on_gpus, shown, remote=are_remote(tower_devices)),
         _experiment(columns, figures),
         hparams_pb(hparams, trial_id=own_row),  # else equal flags would make one row of two runs
         *(text(tag, lines) for tag, lines in texts.items()),

@@ -87,7 +87,7 @@ class Monitor:
             mininterval=1.0 if in_notebook() else 0.1,
             disable=not (sys.stderr.isatty() or in_notebook()),
         )
-        self._stragglers, self._machines = Stragglers(devices), remote.WorkerCurves(devices)
+        self._stragglers, self._machines = Stragglers(devices), remote.MachineCurves(devices)
         self._warm: tuple[float, int] | None = None  # when the first point was made, and its step
         self._calls: list[Mapping[str, tf.Tensor]] = []
 

@@ -1,6 +1,6 @@
 """Inner products of each tower's gradients with their mean, without sending gradients again.
 
-A tower's gradient is taken where it has arrived for the sum. To a worker with several towers, from
+A tower's gradient is taken where it has arrived for the sum. To a machine with several towers, from
 which their sum alone has come, the mean goes back.
 """
 

@@ -522,7 +522,7 @@ def _columns(said: Sequence[tf.Tensor]) -> Iterator[tuple[np.ndarray, np.ndarray
 def _after(start: Sequence[tf.Tensor]) -> Iterator[None]:
     """Make the block's ops wait for the clock, but not for what the clock waits for.
 
-    Workers are told of each op that theirs wait for.
+    Other machines are told of each op for which theirs wait.
     """
     alone = tf.control_dependencies(None) if start else contextlib.nullcontext()
     with alone, tf.control_dependencies(start):

@@ -423,7 +423,7 @@ class Cluster:
             for worker in self.workers:
                 stack.enter_context(worker.lock)
             tasks = {worker.task: worker.address for worker in [*self.alive(), *more]}
-            self._port = tf_private.connect(tasks, self._own_address)
+            self._port = tf_private.connect({"worker": tasks}, self._own_address)
         try:
             bind_filter.only_to(self._own_address.strip("[]"), self._port)
             self._is_filtered = True

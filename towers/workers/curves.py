@@ -13,7 +13,7 @@ from towers.devices import memory, remote
 _COUNTERS = "/proc/net/dev"  # a row for each interface; 1st number: bytes received, 9th: sent
 
 
-class WorkerCurves:
+class MachineCurves:
     """Makes curves of the workers that hold the towers; none where there is no worker."""
 
     def __init__(self, devices: Sequence[str]):
