@@ -12,19 +12,20 @@ from towers.devices.gpu_health import PERIOD_SECONDS, GpuHealth
 pytestmark = pytest.mark.unit
 
 TAGS = {
-    "utilisation_percent": 97,
-    "memory_utilisation_percent": 41,
-    "memory_used_mib": 700,
-    "power_watts": 250.5,
-    "temperature_celsius": 64,
-    "sm_clock_mhz": 1410,
-    "memory_clock_mhz": 1215,
-}
+    "utilisation_percent": 97, "memory_utilisation_percent": 41, "memory_used_mib": 700,
+    "power_watts": 250.5, "temperature_celsius": 64, "sm_clock_mhz": 1410, "memory_clock_mhz": 1215,
+}  # fmt: skip
 CARD = Card(total_mib=1000, free_mib=300)
 
 
 def threads():
     return [thread for thread in threading.enumerate() if thread.name == "gpu_health"]
+
+
+def join():
+    """Wait for the threads: `close` waits for some time only."""
+    for thread in threads():
+        thread.join(60)
 
 
 @pytest.fixture(autouse=True)
@@ -34,35 +35,33 @@ def no_thread_is_left():
     assert threads() == []
 
 
-def join():
-    """Wait for the threads: `close` waits for some time only."""
-    for thread in threads():
-        thread.join(60)
-
-
 def sampled():
     """Return what is read after one sample; the thread has ended then."""
     waited = []
     health = GpuHealth(lambda seconds: not waited.append(seconds))
-    health.close()
     join()
     assert waited == [PERIOD_SECONDS]
     return health.read()
-
-
-def test_all_that_the_driver_tells(monkeypatch):
-    still_open = fake_gpus.install_driver(monkeypatch, CARD, A100)
-    values = sampled()
-    assert set(values) == {f"gpu_{i}/{tag}" for i in (0, 1) for tag in TAGS}
-    assert {tag: values[f"gpu_0/{tag}"] for tag in TAGS} == TAGS
-    assert {type(value) for value in values.values()} == {float}
-    assert not still_open
 
 
 def vary(monkeypatch, name, answers):
     """Let one of NVML's functions give these answers, one after the other."""
     answers = iter(answers)
     monkeypatch.setattr(pynvml, name, lambda *_: next(answers))
+
+
+def test_all_that_the_driver_tells_of_what_this_process_sees(monkeypatch):
+    still_open = fake_gpus.install_driver(monkeypatch, CARD, A100)
+    values = sampled()
+    assert set(values) == {f"gpu_{i}/{tag}" for i in (0, 1) for tag in TAGS}
+    assert {tag: values[f"gpu_0/{tag}"] for tag in TAGS} == TAGS
+    assert {type(value) for value in values.values()} == {float}
+    assert not still_open
+    mute = Card(silent=frozenset(["nvmlDeviceGetUtilizationRates", "nvmlDeviceGetClockInfo"]))
+    fake_gpus.install(monkeypatch, A100, mute, A100)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
+    left = ("memory_used_mib", "power_watts", "temperature_celsius")
+    assert set(sampled()) == {f"gpu_2/{tag}" for tag in TAGS} | {f"gpu_1/{tag}" for tag in left}
 
 
 def test_means_and_peaks_since_the_last_read(monkeypatch):
@@ -91,24 +90,12 @@ def test_means_and_peaks_since_the_last_read(monkeypatch):
     assert seen[2] == {}
 
 
-def test_only_what_this_process_sees_by_the_drivers_index_and_what_it_tells(monkeypatch):
-    mute = Card(silent=frozenset(["nvmlDeviceGetUtilizationRates", "nvmlDeviceGetClockInfo"]))
-    fake_gpus.install(monkeypatch, A100, mute, A100)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    left = ("memory_used_mib", "power_watts", "temperature_celsius")
-    assert set(sampled()) == {f"gpu_2/{tag}" for tag in TAGS} | {f"gpu_1/{tag}" for tag in left}
-
-
-@pytest.mark.parametrize("cards, driver", [([], True), ([A100], False)])
-def test_nothing_to_read_and_no_thread(monkeypatch, cards, driver):
-    fake_gpus.install(monkeypatch, *cards, driver=driver)
-    health = GpuHealth()
-    assert threads() == []
-    assert health.read() == {}
-    health.close()
-
-
-def test_a_driver_that_goes_mad_ends_the_curves_only(monkeypatch):
+def test_without_a_gpu_there_is_no_thread_and_a_driver_that_goes_mad_ends_it(monkeypatch):
+    for cards, driver in ([], True), ([A100], False):
+        fake_gpus.install(monkeypatch, *cards, driver=driver)
+        health = GpuHealth()
+        assert threads() == [] and health.read() == {}
+        health.close()
     fake_gpus.install_driver(monkeypatch, A100)
     vary(monkeypatch, "nvmlDeviceGetUtilizationRates", [None])
     vary(monkeypatch, "nvmlDeviceGetPowerUsage", ["?"])
@@ -130,7 +117,6 @@ def test_a_driver_that_hangs_holds_nobody_up(monkeypatch):
     [thread] = threads()
     assert thread.daemon
     answer.set()
-    thread.join(60)
 
 
 def test_close_ends_the_thread_in_the_middle_of_a_wait_and_may_be_repeated(monkeypatch):

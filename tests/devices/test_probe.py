@@ -114,11 +114,6 @@ def test_a_single_wrong_bit_of_a_copy(monkeypatch):
 
 
 @pytest.mark.graph
-def test_an_all_sum_of_each_type():
-    assert probe.all_sum(["/cpu:1", "/cpu:2", "/cpu:3"]) == dict.fromkeys(probe.SUM_TYPES)
-
-
-@pytest.mark.graph
 def test_a_wrong_sum_names_the_device_and_a_failure_ends_the_sums(monkeypatch):
     right = collectives.all_sum
 
@@ -137,7 +132,7 @@ def test_a_wrong_sum_names_the_device_and_a_failure_ends_the_sums(monkeypatch):
 
 @pytest.mark.process
 def test_an_all_sum_in_a_process_of_its_own(child):
-    found = probe.run_all_sum(CPUS)
+    found = probe.run_all_sum([*CPUS, "/cpu:2"])
     assert found == dict.fromkeys(probe.SUM_TYPES)
     child("print('float16: an all-sum', file=sys.stderr, flush=True)\ntime.sleep(600)")
     found = probe.run_all_sum(CPUS, timeout_seconds=2)

@@ -36,11 +36,10 @@ def fitted(model):
 
 plain, found = fitted(build()), {}
 assert len(tf.config.list_logical_devices()) == 1
-for how in {"num_towers": 2}, {"num_towers": 3, "devices": "cpu", "variables": "sharded"}:
-    difference = fitted(towers.parallelize(build(), **how)) - plain
-    found[json.dumps(how)] = float(np.abs(difference).max())
+three = towers.parallelize(build(), num_towers=3, devices="cpu", variables="sharded")
+found["fit"] = float(np.abs(fitted(three) - plain).max())
 
-verified = towers.verify(build(), x, y, num_towers=(2, 3), say=lambda line: None)
+verified = towers.verify(build(), x, y, num_towers=(2,), say=lambda line: None)
 found["verify"] = max(verified["max_relative_difference"].values())
 assert verified["passed"]
 
@@ -59,8 +58,8 @@ def test_towers_share_it_with_the_numbers_of_plain_keras_and_a_line(tmp_path):
     (found,) = [json.loads(line) for line in done.stdout.splitlines() if line[:2] == '{"'] or [
         pytest.fail(done.stderr)
     ]
-    assert len(found) == 4 and max(found.values()) < 1e-9, found
+    assert len(found) == 3 and max(found.values()) < 1e-9, found
     assert "[[ 44.  56.]\n [ 98. 128.]]" in done.stdout, done.stderr
     shared = [line for line in done.stderr.splitlines() if " share /cpu:0" in line]
-    assert len(shared) == 5 and "type towers.devices.tower_devices(2) before" in shared[0]
+    assert len(shared) == 4 and "type towers.devices.tower_devices(3) before" in shared[0]
     assert "Warning" not in done.stderr

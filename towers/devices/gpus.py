@@ -178,11 +178,10 @@ def precision() -> list[str]:
 
 def advice_on(dtype: str) -> list[str]:
     """Return a line that names the faster precision, if a GPU has no fast kernels for `dtype`."""
+    gpus = _names_and_capabilities(tf.config.get_visible_devices("GPU"))
     slow = [
         f"/gpu:{i} ({name}, compute capability {'.'.join(map(str, capability))})"
-        for i, (name, capability) in enumerate(
-            _names_and_capabilities(tf.config.get_visible_devices("GPU"))
-        )
+        for i, (name, capability) in enumerate(gpus)
         if capability and capability < _BFLOAT16_CAPABILITY
     ]
     if dtype != "mixed_bfloat16" or not slow:

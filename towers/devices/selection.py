@@ -70,51 +70,42 @@ def tower_devices(
     """
     if num_towers < 0:
         raise InputError(f"--num_towers={num_towers}: 0 or more is needed")
-    names = devices.split(",") if isinstance(devices, str) else list(devices)
-    if asks_for_cpus(names):
+    names = devices if isinstance(devices, str) else ",".join(devices)
+    kind = names.strip().lower()
+    if kind == "cpu":
         hide_gpus()
     gpus = [f"/gpu:{i}" for i in range(len(_logical_gpus()))]
-    only_gpus = [name.strip().lower() for name in names] == ["gpu"]
-    if names in ([""], []) or only_gpus:
-        chosen = _first_devices(num_towers, gpus, only_gpus)
-    elif asks_for_cpus(names):
+    if kind == "cpu":
         chosen = _cpus(num_towers)
+    elif not names or kind == "gpu":
+        chosen = _first_devices(num_towers, gpus, kind == "gpu")
     else:
         chosen = _named_devices(num_towers, names)
     if divide_cores:
         _divide_cores(chosen)
     cpus = [f"/cpu:{i}" for i in range(_provide_cpus(chosen))]
     existing = gpus + cpus
-    for device in chosen:
-        if device not in existing:
-            if "gpu" not in device and not kinds.stand_in() and not _are_named(names):
-                return _shared(len(chosen), cpus)
-            why = _driver_says(nvml.gpus()) if "gpu" in device else _TOO_LATE
-            raise InputError(
-                f"--devices={','.join(names)}: there is no {device}; TensorFlow sees "
-                f"{', '.join(existing)}{why}; type --devices={existing[0]}, or --devices=cpu"
-            )
-    return chosen
-
-
-def asks_for_cpus(devices: str | Sequence[str]) -> bool:
-    """Return whether the towers are to be on logical CPU devices although there may be GPUs."""
-    names = [devices] if isinstance(devices, str) else devices
-    return [name.strip().lower() for name in names] == ["cpu"]
-
-
-def _are_named(devices: Sequence[str]) -> bool:
-    return devices not in ([""], []) and not asks_for_cpus(devices)
-
-
-def _shared(num_towers: int, cpus: Sequence[str]) -> list[str]:
-    signals.complain(
-        f"{num_towers} towers share {', '.join(cpus)}, all that TensorFlow has started with: the "
-        "numbers are the same; for a device each type "
-        f"towers.devices.tower_devices({num_towers}) before the first model, in a notebook after "
-        "a restart of its kernel"
+    missing = [device for device in chosen if device not in existing]
+    if not missing:
+        return chosen
+    if (not names or kind == "cpu") and not kinds.stand_in():
+        signals.complain(
+            f"{len(chosen)} towers share {', '.join(cpus)}, all that TensorFlow has started with: "
+            "the numbers are the same; for a device each type "
+            f"towers.devices.tower_devices({len(chosen)}) before the first model, in a notebook "
+            "after a restart of its kernel"
+        )
+        return [cpus[tower % len(cpus)] for tower in range(len(chosen))]
+    why = _driver_says(nvml.gpus()) if "gpu" in missing[0] else _TOO_LATE
+    raise InputError(
+        f"--devices={names}: there is no {missing[0]}; TensorFlow sees {', '.join(existing)}{why}; "
+        f"type --devices={existing[0]}, or --devices=cpu"
     )
-    return [cpus[tower % len(cpus)] for tower in range(num_towers)]
+
+
+def asks_for_cpus(devices: str) -> bool:
+    """Return whether the towers are to be on logical CPU devices although there may be GPUs."""
+    return devices.strip().lower() == "cpu"
 
 
 def describe(devices: Sequence[str] | None = None) -> list[Device]:
@@ -228,11 +219,10 @@ def _driver_says(driver: Sequence[DriverGpu]) -> str:
     return says
 
 
-def _named_devices(num_towers: int, names: Sequence[str]) -> list[str]:
+def _named_devices(num_towers: int, names: str) -> list[str]:
     """Return "/gpu:0" for each of gpu:0, /GPU:0, /device:GPU:0, and so on."""
-    option = f"--devices={','.join(names)}"
-    chosen = []
-    for name in names:
+    option, chosen = f"--devices={names}", []
+    for name in names.split(","):
         match = re.fullmatch(r"/?(?:device:)?(gpu|cpu):(\d{1,3})", name.strip().lower())
         if not match:
             raise InputError(

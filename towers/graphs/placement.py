@@ -80,20 +80,17 @@ class Placement:
         own = [short(device) for device in devices]
         return [op for op in work if op.device != own[op.tower]]
 
-    def crossing_bytes(self) -> Counter[tuple[str, str]]:
-        """Return {(source, target): bytes in a step}, as far as shapes are known, at most."""
-        return _by_route(self.transfers)
+    def crossing_bytes(self, in_each_step: bool = False) -> Counter[tuple[str, str]]:
+        """Return {(source, target): bytes}, as far as shapes are known.
 
-    def always_crossing_bytes(self) -> Counter[tuple[str, str]]:
-        """Return {(source, target): bytes in each step}, as far as shapes are known."""
-        return _by_route(t for t in self.transfers if not t.in_some_steps)
-
-
-def _by_route(transfers: Iterable[Transfer]) -> Counter[tuple[str, str]]:
-    total: Counter[tuple[str, str]] = Counter()
-    for transfer in transfers:
-        total[transfer.source, transfer.target] += transfer.bytes or 0
-    return total
+        Args:
+            in_each_step: leave out what crosses in some steps only; else it is the most of a step.
+        """
+        total: Counter[tuple[str, str]] = Counter()
+        for transfer in self.transfers:
+            if not (in_each_step and transfer.in_some_steps):
+                total[transfer.source, transfer.target] += transfer.bytes or 0
+        return total
 
 
 def read_placement(function: Any, *arguments: Any) -> Placement:

@@ -25,7 +25,7 @@ def report(placement: Placement, stray: Sequence[str]) -> list[str]:
         lines += [f"  {line}" for line in stray[:_MOST]]
         if len(stray) > _MOST:
             lines.append(f"  and {len(stray) - _MOST} more: see --log_device_placement")
-    crossing = placement.always_crossing_bytes()
+    crossing = placement.crossing_bytes(in_each_step=True)
     rest = placement.crossing_bytes().total() - crossing.total()
     unknown = sum(transfer.bytes is None for transfer in placement.transfers)
     if crossing:

@@ -96,7 +96,10 @@ class Step:
         Its ops run in the order in which they were traced; a tensor lives from its op to the last
         that takes it. Not counted: weights, the batch, and the gradients that leave the tower.
         """
-        order = self._tower_ops(tower)
+        of_tower = {op for op in self.devices if tower_of(op.name) == tower}
+        graphs = dict.fromkeys(op.graph for op in self.devices if op in of_tower)
+        traced = [op for graph in graphs for op in graph.get_operations() if op in of_tower]
+        order = [op for op in traced if op not in self.known]
         last = {}
         for i, op in enumerate(order):
             for tensor in (self._behind(tensor, _SAME_BUFFER) for tensor in op.inputs):
@@ -113,13 +116,6 @@ class Step:
             most = max(most, live)
             live -= ending[i]
         return most
-
-    def _tower_ops(self, tower: int) -> list[tf.Operation]:
-        """Return a tower's ops in the order of tracing, without those of known values."""
-        found = dict.fromkeys(op for op in self.devices if tower_of(op.name) == tower)
-        graphs = dict.fromkeys(op.graph for op in found)
-        ops = (op for graph in graphs for op in graph.get_operations())
-        return [op for op in ops if op in found and op not in self.known]
 
     def _read(self, graph: tf.Graph, caller: str) -> None:
         """Add a graph's ops and its branches'; one that asks for no device gets `caller`."""
