@@ -1,4 +1,4 @@
-"""What a check of a machine finds."""
+"""Findings of `towers doctor`."""
 
 import dataclasses
 
