@@ -20,7 +20,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -247,8 +246,30 @@ def _server(
 ) -> Iterator[tuple[multiprocessing.Process, WorkerInfo]]:
     """Run a server in a process of its own, for the length of the block; raises as `serve` does."""
     receiving, sending = multiprocessing.Pipe(duplex=False)
-    arguments = folder, address, ip, any_address, options, os.getpid(), sending
-    process = multiprocessing.get_context("fork").Process(target=_serve_in_child, args=arguments)
+    parent = os.getpid()
+
+    def run() -> None:
+        # It ends with its parent, however that ends; a Ctrl-C in the terminal is the parent's.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        started_in = os.getcwd()
+        os.chdir(folder)
+        try:
+            server, devices = _start(address, ip, any_address, options)
+            info = _worker_info(address, started_in, parent, devices)
+            Path(rendezvous.OFFER).write_text(rendezvous.to_text(info), encoding="utf-8")
+            sending.send(info)
+        except (InputError, RunError) as error:
+            sending.send(error)
+            return
+        except Exception as error:
+            sending.send(RunError(f"the server does not start: {first_line(error)}"))
+            return
+        server.join()
+
+    process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     try:
         sending.close()
@@ -265,39 +286,6 @@ def _server(
         process.kill()
         process.join()
         receiving.close()
-
-
-def _serve_in_child(
-    folder: Path,
-    address: str,
-    ip: str,
-    any_address: bool,
-    options: GpuOptions,
-    parent: int,
-    sending: Connection,
-) -> None:
-    """Run the server for ever; send its `WorkerInfo`, or the exception that keeps it from starting.
-
-    It ends with its parent, however that ends; a Ctrl-C in the terminal is the parent's affair.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    started_in = os.getcwd()
-    os.chdir(folder)
-    try:
-        server, devices = _start(address, ip, any_address, options)
-        info = _worker_info(address, started_in, parent, devices)
-        Path(rendezvous.OFFER).write_text(rendezvous.to_text(info), encoding="utf-8")
-        sending.send(info)
-    except (InputError, RunError) as error:
-        sending.send(error)
-        return
-    except Exception as error:
-        sending.send(RunError(f"the server does not start: {first_line(error)}"))
-        return
-    server.join()
 
 
 def _start(address: str, ip: str, any_address: bool, options: GpuOptions) -> tuple[Any, list[Any]]:
