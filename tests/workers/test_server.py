@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -265,10 +264,14 @@ def test_a_fault_that_the_server_finds_is_one_line_and_exit_code_2():
     assert "there is no GPU 0" in done.stderr
 
 
-def compute_for_ever(address):
-    with contextlib.suppress(tf.errors.OpError), on(address) as session:
-        count = [tf.constant(0, tf.int64)]
-        session.run(tf.while_loop(lambda i: i < 10**12, lambda i: i + 1, count))
+BUSY = """
+import sys, tensorflow as tf
+tf.compat.v1.disable_eager_execution()
+with tf.device("/job:worker/task:0/cpu:0"):
+    loop = tf.while_loop(lambda i: i < 10**12, lambda i: i + 1, [tf.constant(0, tf.int64)])
+print("busy", flush=True)
+tf.compat.v1.Session("grpc://" + sys.argv[1]).run(loop)
+"""
 
 
 @pytest.mark.parametrize(
@@ -284,12 +287,15 @@ def test_a_signal_ends_it_at_once_though_a_program_uses_it(lent, number, code):
     last = number == signal.SIGTERM
     with contextlib.nullcontext([lent]) if last else started(1) as (found,):
         host, _, port = found.address.partition(":")
-        user = threading.Thread(target=compute_for_ever, args=[found.address])
-        user.start()
-        time.sleep(0.5)  # so that it computes
-        found.process.send_signal(number)
-        assert found.process.wait(END_SECONDS) == code
-        wait_for(lambda: not listens(host, port), END_SECONDS)
-        user.join()
+        program = [sys.executable, "-c", BUSY, found.address]
+        with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as user:
+            try:
+                user.stdout.readline()
+                time.sleep(0.5)  # so that it computes
+                found.process.send_signal(number)
+                assert found.process.wait(END_SECONDS) == code
+                wait_for(lambda: not listens(host, port), END_SECONDS)
+            finally:
+                user.kill()
         if code == 0:
             assert found.errors().endswith(f"towers: ended by {number.name}\n")
