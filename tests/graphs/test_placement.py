@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import towers
+from scripts import matpow
 from tests import tiny
 from towers import cli
 from towers.builder import kinds
@@ -108,12 +109,9 @@ def test_names_are_read_as_tower_and_layer():
 
 
 @pytest.mark.process
-def test_the_demonstrations():
-    def script(*words):
-        command = [sys.executable, *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-    out = script("scripts/matmul_towers.py")
+def test_the_demonstrations(monkeypatch, capsys):
+    command = [sys.executable, "scripts/matmul_towers.py"]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert out.startswith("[[ 44.  56.]\n [ 98. 128.]]\n")
     lines = [line.split() for line in out.splitlines()]
     assert {(name, device) for name, *_, device in lines if "MatMul" in name} == {
@@ -121,7 +119,9 @@ def test_the_demonstrations():
         ("tower_1/MatMul", "/cpu:1"),
     }
     assert ["gather/AddN", "AddN", "/cpu:0"] in lines
-    out = script("scripts/matpow.py", "--size=120", "--n=4")
+    monkeypatch.setattr(sys, "argv", ["matpow.py", "--size=120", "--n=4"])
+    matpow.main()
+    out = capsys.readouterr().out
     assert all(word in out for word in ("one device", "two towers", "ratio", "difference"))
 
 
