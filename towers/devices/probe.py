@@ -55,7 +55,22 @@ def run_probe(
         The object that the module's docstring shows; if the process failed, how it ended: "was
         ended by SIGABRT: last words".
     """
-    return _run(devices, timeout_seconds, environ)
+    environ = {
+        **search_path.environment_of_own_programs(os.environ if environ is None else environ),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    }
+    command = [sys.executable, "-m", "towers.devices.probe", *devices]
+    pipes = dict(stdin=subprocess.DEVNULL, capture_output=True)
+    try:
+        done = subprocess.run(command, env=environ, timeout=timeout_seconds, **pipes)
+    except subprocess.TimeoutExpired as expired:
+        return f"gave no answer within {timeout_seconds:g} s: {_last_words(expired.stderr)}"
+    if done.returncode < 0:
+        return f"was ended by {signal.Signals(-done.returncode).name}: {_last_words(done.stderr)}"
+    if done.returncode > 0:
+        return f"ended with code {done.returncode}: {_last_words(done.stderr)}"
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def run_all_sum(
@@ -73,29 +88,7 @@ def run_all_sum(
     Returns:
         {type: None, or what was wrong}; if the process failed, how it ended, as `run_probe`.
     """
-    return _run(["--all_sum", *devices], timeout_seconds, environ)
-
-
-def _run(
-    arguments: Sequence[str], timeout_seconds: float, environ: Mapping[str, str] | None
-) -> dict[str, Any] | str:
-    """Run this module in a process of its own; return what it prints, or how it ended."""
-    environ = {
-        **search_path.environment_of_own_programs(os.environ if environ is None else environ),
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
-    }
-    command = [sys.executable, "-m", "towers.devices.probe", *arguments]
-    pipes = dict(stdin=subprocess.DEVNULL, capture_output=True)
-    try:
-        done = subprocess.run(command, env=environ, timeout=timeout_seconds, **pipes)
-    except subprocess.TimeoutExpired as expired:
-        return f"gave no answer within {timeout_seconds:g} s: {_last_words(expired.stderr)}"
-    if done.returncode < 0:
-        return f"was ended by {signal.Signals(-done.returncode).name}: {_last_words(done.stderr)}"
-    if done.returncode > 0:
-        return f"ended with code {done.returncode}: {_last_words(done.stderr)}"
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_probe(["--all_sum", *devices], timeout_seconds, environ)
 
 
 def _last_words(output: bytes | None) -> str:
