@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from towers import TowerBuilder
-from towers.builder import rehearsal
+from towers.builder import replica_context
 from towers.builder.draws import Layout
 from towers.builder.rehearsal import parts_of, rehearse
 
@@ -172,8 +172,8 @@ def test_state_that_cannot_be_put_together_is_named():
 def test_what_takes_long_is_said(monkeypatch, capsys):
     """The function waits until the line is there: the test hangs where none comes."""
     said = threading.Event()
-    monkeypatch.setattr(rehearsal, "_PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(rehearsal, "print", lambda *args, **_: (print(*args), said.set()),
+    monkeypatch.setattr(replica_context, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(replica_context, "print", lambda *args, **_: (print(*args), said.set()),
                         raising=False)  # fmt: skip
     TowerBuilder(DEVICES).rehearse(lambda x: said.wait(30) and x[:, 0, 0], tf.constant(X))
     assert said.is_set()

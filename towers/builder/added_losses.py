@@ -1,9 +1,9 @@
 """Losses that layers add inside a tower, by `add_loss` or an activity regularizer.
 
 A layer in a tower adds the loss of its slice. Here it is scaled, where it is a sum over examples,
-to what stands for the whole batch: in the mean over all examples, which `gradients` takes, the
-towers' values then make the loss of one device. What the layers have added at the end of a tower
-is returned beside its outputs, put together, and added to the same layers outside of the towers.
+to stand for the whole batch: in the mean over all examples, which `gradients` takes, the towers'
+values then make the loss of one device. What the layers have added at the end of a tower is
+returned beside its outputs, joined, and added to the same layers outside of the towers.
 """
 
 import contextlib
@@ -22,35 +22,30 @@ from towers.builder.merging import widen
 
 @dataclasses.dataclass(frozen=True)
 class AddedLoss:
-    """How the losses that a layer adds for several slices make that of the batch.
+    """How the losses that a layer adds for several slices make that of the batch."""
 
-    Attributes:
-        layer: its path.
-        policy: "mean", weighted by examples; "sum"; "rows": a loss for each example, which the
-            function adds to the loss of that example; None: none of these.
-        by_example: whether it has a row for each example.
-        reason: why it could not be tried, if so.
-    """
-
-    layer: str
+    layer: str  # its path
+    # "mean", weighted by examples; "sum"; "rows": a loss for each example, which the function adds
+    # to the loss of that example; None: none of these.
     policy: str | None
-    by_example: bool
-    reason: str = ""
+    by_example: bool  # whether it has a row for each example
+    reason: str = ""  # why it could not be tried, if so
 
 
 @contextlib.contextmanager
-def noted(scope: TowerScope, rows: Rows | None, known: Sequence[AddedLoss]) -> Iterator[None]:
-    """Note in a tower's scope what layers add in the block, scaled to stand for the whole batch.
-
-    Args:
-        scope: of the tower.
-        rows: the slice.
-        known: of the losses, in the order in which they are added.
-    """
+def record_losses(
+    scope: TowerScope, rows: Rows | None, known: Sequence[AddedLoss]
+) -> Iterator[None]:
+    """Record in a tower's scope what layers add in the block, scaled to stand for the batch."""
 
     def make(before: Callable) -> Callable:
         def add_loss(layer: keras.Layer, loss: Any) -> None:
-            losses = [_floating(own) for own in tf.nest.flatten(loss)]
+            losses = [
+                tf.cast(own, keras.config.floatx())
+                if tf.is_tensor(own) and not own.dtype.is_floating
+                else own
+                for own in tf.nest.flatten(loss)
+            ]
             if not scope.is_inside():
                 for i, own in enumerate(losses):
                     place = len(scope.added)
@@ -85,7 +80,7 @@ def left_in(scope: TowerScope, rows: Rows, known: Sequence[AddedLoss]) -> list[t
 
 
 def add_to_layers(scope: TowerScope, joined: Sequence[tf.Tensor]) -> None:
-    """Let layers have added, outside of the towers, what was joined of the towers' `left_in`."""
+    """Add the joined rows of the towers' `left_in` to their layers, outside of the towers."""
     for (layer, dtype, by_example), rows in zip(scope.left, joined, strict=True):
         value = rows if by_example else tf.reduce_sum(rows, axis=0)
         # Functional models refuse `add_loss` of their own.
@@ -93,13 +88,7 @@ def add_to_layers(scope: TowerScope, joined: Sequence[tf.Tensor]) -> None:
 
 
 def _share(rows: Rows, dtype: tf.DType) -> tf.Tensor:
-    """Return what part of the batch's examples a slice has."""
     if isinstance(rows.size, int) and isinstance(rows.total, int):
         return tf.constant(rows.size / rows.total, dtype)
     share = tf.cast(rows.size, tf.float64) / tf.cast(rows.total, tf.float64)
     return tf.cast(share, dtype)
-
-
-def _floating(loss: Any) -> Any:
-    whole = tf.is_tensor(loss) and not loss.dtype.is_floating
-    return tf.cast(loss, keras.config.floatx()) if whole else loss

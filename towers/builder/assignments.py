@@ -14,17 +14,15 @@ from towers.errors import InputError
 
 # A graph holds no variable by itself: stand-ins live as long as the graph that uses them.
 _STAND_INS: MutableMapping[tf.Graph, list[tf.Variable]] = weakref.WeakKeyDictionary()
-
-
 SEED_STATE = "seed_generator_state"  # as Keras names it; it follows no example
 KEPT = "keep_in_tower"  # names the ops that assign to stand-ins
 
 
 @dataclasses.dataclass(frozen=True)
 class Average:
-    """How a tower moves a moving average: to `before * momentum + value * weight`.
+    """An update of a moving average, to `before * momentum + value * weight`.
 
-    `shared` tells that the value is that of all towers' examples, and so all have the same.
+    `shared`: the value is of all towers' examples, and so all have the same.
     """
 
     variable: keras.Variable
@@ -34,17 +32,28 @@ class Average:
     shared: bool
 
     def after(self, before: Any) -> tf.Tensor:
-        """Return what the average is after it was moved."""
+        """Return the updated average."""
         return tf.cast(before, self.value.dtype) * self.momentum + self.value * self.weight
 
 
 class TowerScope(keras.StatelessScope):
-    """Keeps assignments to Keras variables in place of making them, and the losses of layers.
+    """Records assignments to Keras variables in place of making them, and the losses of layers.
 
     Weights are read from their masters. Only the inner graphs of a compiled step (loops, branches,
     functions of XLA's) get copies, on the tower's device: XLA cannot read a master that lies on
     another, and a loop would fetch it each time round. What such a graph may assign, which is all
     that is not trained, has a stand-in there, a `tf.Variable` of this tower.
+
+    Attributes:
+        count: the tower's number of examples, once it is closed.
+        updates: {id: (variable, value)} of what is assigned.
+        moved: {id: Average} of the averages that are updated outside of the tower, all at once.
+        averages: ids of variables that are known to be moving averages: BatchNorm's.
+        added: (layer, loss) of all that layers add.
+        left: (layer, dtype, by example) of what is left of that at the end, see `added_losses`.
+        overwritten: {id of a `tf.Variable`: its `keras.Variable`} of those whose gradient is their
+            new value.
+        new_values: {id of a master: new value} of these.
     """
 
     def __init__(
@@ -55,54 +64,49 @@ class TowerScope(keras.StatelessScope):
         outer: Any = ...,
         fetch: Callable[[tf.Variable], tf.Tensor | None] | None = None,
     ) -> None:
-        """Keep assignments from here on.
+        """Record assignments from here on.
 
         Args:
             own: {id of a Keras variable: what the tower reads in its place}.
             device: of the stand-ins.
-            outer: the scope that says what all other variables are, as of a tower in which this one
-                is; None for the masters. By default the one that is open.
-            fetch: see `Member`.
+            outer: the scope with the values of other variables, as of a tower around this one, by
+                default the one that is open; None for the masters.
+            fetch: see `machines.Fetches`.
         """
         super().__init__(collect_losses=True)
-        self.own = own or {}
-        self.device = device
+        self.own, self.device, self.fetch = own or {}, device, fetch
         self.outer = tf_private.open_scope() if outer is ... else outer
-        self.fetch = fetch
-        self.eager = tf.executing_eagerly()
-        self.graph = tf.compat.v1.get_default_graph()
+        self.eager, self.graph = tf.executing_eagerly(), tf.compat.v1.get_default_graph()
         self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
+        self.moved: dict[int, Average] = {}
+        self.averages: set[int] = set()
+        self.added: list[tuple[keras.Layer, tf.Tensor]] = []
+        self.left: list[tuple[keras.Layer, tf.DType, bool]] = []
+        self.overwritten: dict[int, keras.Variable] = {}
+        self.new_values: dict[int, tf.Tensor] = {}
         self.copies: dict[int, tf.Tensor] = {}
         self.fetched: dict[int, tf.Tensor | None] = {}
         self.stand_ins: dict[int, tf.Variable] = {}
-        # (layer, loss) of all that layers add, and (layer, dtype, by example) of what is left of it
-        # at the tower's end, see `added_losses`.
-        self.added: list[tuple[keras.Layer, tf.Tensor]] = []
-        self.left: list[tuple[keras.Layer, tf.DType, bool]] = []
-        # {id of a `tf.Variable`: of which} of variables whose gradient is their new value, and that
-        # of the master variables: {id: value}.
-        self.overwritten: dict[int, keras.Variable] = {}
-        self.new_values: dict[int, tf.Tensor] = {}
-        self.averages: set[int] = set()  # ids of what is known to be averages: BatchNorm's
-        # Of these, by id, such as are moved outside of the tower, all at once.
-        self.moved: dict[int, Average] = {}
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
-        """Keep an assignment; Keras calls this."""
+        """Record an assignment; Keras calls this."""
         variable, value = update
         self.moved.pop(id(variable), None)
         if self.is_inside() and id(variable) not in self.stand_ins:
             self._make_stand_in(variable)
         if id(variable) in self.stand_ins:
             _assign(self.stand_ins[id(variable)], value)
-            self.updates[id(variable)] = update  # the value follows when the tower is closed
-            return
-        before = self._source(variable) if variable.trainable else None
-        super().add_update((variable, _as_read(variable, value, before)))
-        self.updates[id(variable)] = update
+        else:
+            read = tf.stop_gradient(tf.convert_to_tensor(value))
+            if variable.trainable and read.dtype.is_floating:
+                # Its gradient is the variable's own.
+                before = tf.convert_to_tensor(self._source(variable))
+                read += tf.cast(before - tf.stop_gradient(before), read.dtype)
+            super().add_update((variable, read))
+        self.updates[id(variable)] = update  # that of a stand-in follows when the tower is closed
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
-        """Return what a variable is in this tower, the master or another; Keras calls this.
+        """Return a variable's value in this tower; Keras calls this.
 
         A weight's regularizer is given this.
         """
@@ -120,15 +124,15 @@ class TowerScope(keras.StatelessScope):
         value = super().get_current_value(variable)
         if value is not None:
             return value
-        if self.is_inside() and not self.eager:
-            if id(variable) not in self.copies:
-                with self.graph.as_default():
-                    self.copies[id(variable)] = tf.identity(self._source(variable))
-            return self.copies[id(variable)]
-        return self._source(variable)
+        if not self.is_inside() or self.eager:
+            return self._source(variable)
+        if id(variable) not in self.copies:
+            with self.graph.as_default():
+                self.copies[id(variable)] = tf.identity(self._source(variable))
+        return self.copies[id(variable)]
 
     def _source(self, variable: keras.Variable) -> Any:
-        """Return what a variable was before the tower, None if it has no value yet."""
+        """Return a variable's value before the tower, None if it has none yet."""
         if id(variable) in self.own:
             return self.own[id(variable)]
         found, master = None, tf_private.value_of(variable)
@@ -141,7 +145,7 @@ class TowerScope(keras.StatelessScope):
         return master if found is None else found
 
     def move(self, average: Average) -> None:
-        """Keep what a moving average gets; it is made where it is read, or once for all towers."""
+        """Record an update of an average; it is made where that is read, or once for all towers."""
         if id(average.variable) in self.moved:
             self._settle(average.variable)
         self.moved[id(average.variable)] = average
@@ -149,7 +153,7 @@ class TowerScope(keras.StatelessScope):
             self._settle(average.variable)
 
     def settle(self) -> None:
-        """Make assignments of all that was to be moved outside of the tower."""
+        """Make the recorded updates of averages assignments of this tower."""
         for average in list(self.moved.values()):
             self._settle(average.variable)
 
@@ -173,7 +177,7 @@ class TowerScope(keras.StatelessScope):
     def without_new_values(
         self, gradients: Sequence[Any], masters: Sequence[tf.Variable]
     ) -> list[Any]:
-        """Return gradients with None in the place of those that are new values, which are kept."""
+        """Move the gradients that are new values to `new_values`; return the others, or None."""
         found = list(gradients)
         for i, variable in enumerate(masters):
             if id(variable) in self.overwritten and found[i] is not None:
@@ -181,7 +185,7 @@ class TowerScope(keras.StatelessScope):
         return found
 
     def close(self, count: Any) -> None:
-        """Note the tower's number of examples, and what its stand-ins hold at its end."""
+        """Set the tower's number of examples, and read what its stand-ins hold at its end."""
         self.count = count
         for key in self.stand_ins.keys() & self.updates.keys():
             self.updates[key] = self.updates[key][0], self.stand_ins[key].read_value()
@@ -198,30 +202,14 @@ class TowerScope(keras.StatelessScope):
             _STAND_INS.setdefault(self.graph, []).append(stand_in)
 
     def is_inside(self) -> bool:
-        """Tell whether what is called now is in a loop, a branch or a function of its own."""
+        """Return whether the code that runs now is in a loop, a branch or an inner function."""
         return tf.compat.v1.get_default_graph() is not self.graph
 
 
 def _assign(variable: tf.Variable, value: Any) -> None:
-    """Assign by the op itself: in a tower, the methods are refused."""
+    # By the op itself: in a tower, the methods are refused.
     value = tf.cast(value, variable.dtype)
     tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value, name=KEPT)
-
-
-def _as_read(variable: keras.Variable, value: Any, before: Any) -> tf.Tensor:
-    """Return an assigned value as a variable gives it out: its gradient is the variable's own."""
-    value = tf.stop_gradient(tf.convert_to_tensor(value))
-    if not variable.trainable or not value.dtype.is_floating:
-        return value
-    before = tf.convert_to_tensor(before)
-    return value + tf.cast(before - tf.stop_gradient(before), value.dtype)
-
-
-def refuse_variable(next_creator: Callable, **kwargs: Any) -> tf.Variable:
-    """Let no trainable `tf.Variable` be created, by a `tf.variable_creator_scope`."""
-    if kwargs.get("trainable") is False:
-        return next_creator(**kwargs)
-    raise _creation_error(kwargs.get("name"))
 
 
 def _creation_error(name: str | None) -> InputError:
@@ -232,12 +220,19 @@ def _creation_error(name: str | None) -> InputError:
 
 
 @contextlib.contextmanager
-def assignments_refused() -> Iterator[None]:
-    """Let nothing in the block assign to a `tf.Variable`: the last tower would win.
+def variables_refused() -> Iterator[None]:
+    """Refuse, in the block, to create a trainable `tf.Variable`, and to assign to any.
+
+    Of several towers' assignments the last would win.
 
     Raises:
         InputError: something does.
     """
+
+    def create(next_creator: Callable, **kwargs: Any) -> tf.Variable:
+        if kwargs.get("trainable") is False:
+            return next_creator(**kwargs)
+        raise _creation_error(kwargs.get("name"))
 
     def make(name: str) -> Callable:
         def refuse(variable: tf.Variable, *_: Any, **__: Any) -> None:
@@ -249,5 +244,5 @@ def assignments_refused() -> Iterator[None]:
 
         return lambda _: refuse
 
-    with tf_private.assignments_replaced(make):
+    with tf.variable_creator_scope(create), tf_private.assignments_replaced(make):
         yield

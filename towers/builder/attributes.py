@@ -1,4 +1,4 @@
-"""What calls leave in attributes of Keras layers: `self.z = z`, a counter, a list of features.
+"""Side effects on attributes of Keras layers: `self.z = z`, a counter, a list of features.
 
 Each copy of a function finds these attributes as they were before the first copy. After the last
 one they are what one device would leave: Python values are those of one call, and tensors are
@@ -27,14 +27,14 @@ _TENSORS = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
 
 
 class Attributes:
-    """Attributes of layers as they were when these were noted."""
+    """A snapshot of the attributes of layers."""
 
     def __init__(self) -> None:
         """Begin with no layer."""
         self._before: dict[int, tuple[keras.Layer, dict[str, Any]]] = {}
 
     def note(self, layer: keras.Layer) -> None:
-        """Note the attributes of a layer and of those below it, if they are not noted yet."""
+        """Save the attributes of a layer and of those below it, unless they are saved already."""
         if id(layer) in self._before:
             return
         for own in tf_private.layers_of(layer):
@@ -54,7 +54,7 @@ class Attributes:
         ]
 
     def restore(self, places: Iterable[Place]) -> None:
-        """Let attributes be what they were."""
+        """Set attributes to what they were."""
         for layer, name in places:
             before = self._before[id(layer)][1]
             if name in before:
@@ -73,26 +73,38 @@ class SideOutputs:
 
     def around(self, fn: Callable) -> Callable:
         """Return a function that returns (what `fn` returns, the tensors that it leaves)."""
+
         def with_side_outputs(*batch: Any) -> tuple[Any, list[Any]]:
+            if not self.places:
+                return fn(*batch), []
             attributes = Attributes()
             for layer, _ in self.places:
                 attributes.note(layer)
             result = fn(*batch)
             self._left = [_noted(vars(layer).get(name)) for layer, name in self.places]
             attributes.restore(self.places)
-            count = num_rows(_first_tensor(batch))
-            return result, [_as_rows(x, p, count) for x, p in self._tensors() if p]
+            rows = []
+            for value, policy in self._tensors():
+                if policy == "mean":
+                    value = value * tf.cast(_num_examples(batch), value.dtype)
+                if policy:
+                    rows.append(value if policy == ROWS else value[tf.newaxis])
+            return result, rows
 
-        def with_none(*batch: Any) -> tuple[Any, list[Any]]:
-            return fn(*batch), []
-
-        return with_side_outputs if self.places else with_none
+        return with_side_outputs
 
     def leave(self, joined: Sequence[Any], batch: Sequence[Any]) -> None:
         """Set the attributes to the values of all towers, each joined along axis 0."""
+        reduce = {"sum": tf.reduce_sum, "mean": tf.reduce_sum, "max": tf.reduce_max}
+        reduce |= {"min": tf.reduce_min, "first": lambda rows, axis: rows[0]}
         rest, found = iter(joined), []
-        for own, policy in self._tensors():
-            found.append(_as_one(next(rest), policy, batch) if policy else own)
+        for value, policy in self._tensors():
+            if policy:
+                value = next(rest)
+                value = value if policy == ROWS else reduce[policy](value, axis=0)
+            if policy == "mean":
+                value /= tf.cast(_num_examples(batch), value.dtype)
+            found.append(value)
         tensors = iter(found)
 
         def replaced(leaf: Any) -> Any:
@@ -100,49 +112,28 @@ class SideOutputs:
 
         for (layer, name), left in zip(self.places, self._left, strict=True):
             vars(layer)[name] = _restored(left, replaced)
-            for own in filter(tf.is_symbolic_tensor, tensors_in(left)):
+            for own in filter(tf.is_symbolic_tensor, _tensors_in(left)):
                 holder = f"the attribute {name!r} of layer {layer.path or layer.name}"
                 _JOINS.setdefault(own.graph, _Joins()).not_joined[own.name] = holder
 
     def _tensors(self) -> Iterator[tuple[Any, str | None]]:
         """Yield each tensor that a call has left, and how it is joined."""
-        found = tensors_in(self._left)
+        found = _tensors_in(self._left)
         known = self.policies if len(self.policies) == len(found) else [None] * len(found)
         return zip(found, known, strict=True)
 
 
-def tensors_in(left: Any) -> list[Any]:
-    """Return the tensors in what was left."""
+def tensors_at(places: Iterable[Place]) -> list[Any]:
+    """Return the tensors in attributes."""
+    return _tensors_in([_noted(vars(layer).get(name)) for layer, name in places])
+
+
+def _tensors_in(left: Any) -> list[Any]:
     return [leaf for leaf in _leaves(left) if isinstance(leaf, _TENSORS)]
 
 
-def tensors_at(places: Iterable[Place]) -> list[Any]:
-    """Return the tensors in attributes."""
-    return tensors_in([_noted(vars(layer).get(name)) for layer, name in places])
-
-
-def _first_tensor(batch: Any) -> Any:
-    return next(x for x in tf.nest.flatten(batch) if isinstance(x, _TENSORS))
-
-
-def _as_rows(value: Any, policy: str, count: Any) -> Any:
-    """Return what a tower gives of a tensor: its rows, or one row that stands for them."""
-    if policy == ROWS:
-        return value
-    if policy == "mean":
-        value = value * tf.cast(count, value.dtype)
-    return value[tf.newaxis]
-
-
-def _as_one(rows: Any, policy: str, batch: Any) -> Any:
-    """Return a tensor of the whole batch, of what the towers gave of it."""
-    if policy == ROWS:
-        return rows
-    if policy == "mean":
-        count = tf.cast(num_rows(_first_tensor(batch)), rows.dtype)
-        return tf.reduce_sum(rows, axis=0) / count
-    reduce = {"sum": tf.reduce_sum, "max": tf.reduce_max, "min": tf.reduce_min}.get(policy)
-    return reduce(rows, axis=0) if reduce else rows[0]
+def _num_examples(batch: Any) -> Any:
+    return num_rows(next(x for x in tf.nest.flatten(batch) if isinstance(x, _TENSORS)))
 
 
 # Values, and what is in them.
@@ -158,7 +149,7 @@ class _Container:
 
 
 def _noted(value: Any) -> Any:
-    """Return a value with what is in it now."""
+    """Return a snapshot of a value, which may hold others."""
     if isinstance(value, dict):
         return _Container(value, list(value), [_noted(part) for part in value.values()])
     if isinstance(value, list | tuple | set):
@@ -167,7 +158,7 @@ def _noted(value: Any) -> Any:
 
 
 def _restored(noted: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """Return a value in which there is again what was noted; lists and dicts stay the same."""
+    """Return a value with its noted content again; lists and dicts stay the same objects."""
     if not isinstance(noted, _Container):
         return leaf(noted)
     itself, parts = noted.itself, [_restored(part, leaf) for part in noted.parts]
@@ -192,7 +183,7 @@ def _leaves(noted: Any) -> list[Any]:
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    """Tell whether a value is what it was: the same objects, or the same numbers and texts."""
+    """Return whether a value is what it was: the same objects, or the same numbers and texts."""
     if isinstance(before, _Container):
         return (
             isinstance(now, _Container)
@@ -209,7 +200,6 @@ def _is_same(before: Any, now: Any) -> bool:
 
 @functools.cache
 def _of_keras() -> frozenset[str]:
-    """Return the names of the attributes that are Keras' own."""
     return frozenset(vars(keras.Layer(name="attributes"))) | {"_tower_steps"}
 
 
@@ -233,7 +223,7 @@ _JOINS: MutableMapping[tf.Graph, _Joins] = weakref.WeakKeyDictionary()
 
 
 def joins_towers(fn: Callable) -> Callable:
-    """Note that the ops which `fn` makes may use what is of one tower: it joins that."""
+    """Permit the ops that `fn` makes to use what is of one tower: it joins that."""
 
     @functools.wraps(fn)
     def joining(*args: Any) -> Any:
@@ -254,11 +244,7 @@ def joins_towers(fn: Callable) -> Callable:
 
 
 def refuse_uses() -> None:
-    """Refuse that other ops of this graph use what is of one tower; each op is looked at once.
-
-    Raises:
-        InputError: an op does; the line names the layer, and the attribute if it is known.
-    """
+    """Raise InputError if another op of this graph uses what is of one tower, with the layer."""
     graph = tf.compat.v1.get_default_graph()
     joins = _JOINS.get(graph)
     if joins is None:

@@ -1,7 +1,7 @@
 """BatchNorm in a tower: over the global batch, and by TensorFlow's fused kernels.
 
-Keras' `BatchNormalization` layers need not know: while a tower is built, their moments are put
-together over the towers, forward and backward. Keras normalises by a chain of elementwise ops,
+Keras' `BatchNormalization` layers need not know: while a tower is built, their moments are combined
+over the towers, forward and backward. Keras normalises by a chain of elementwise ops,
 which takes a third of ResNet-20's step; the fused kernels are used where they exist: in float32,
 over all axes but the last. Both give the same numbers up to rounding.
 
@@ -24,6 +24,7 @@ from towers import tf_private
 from towers.builder.assignments import Average, TowerScope
 from towers.builder.exchange import Member
 from towers.builder.kinds import is_gpu
+from towers.errors import InputError
 
 
 def exchange_launches(num_layers: int) -> int:
@@ -37,15 +38,9 @@ def exchange_launches(num_layers: int) -> int:
     return 12 * num_layers + 26
 
 
-def check_mode(mode: str) -> None:
-    """Refuse what says not which examples moments are taken over."""
-    if mode not in ("sync", "local"):
-        raise ValueError(f"batch_norm={mode!r} must be 'sync' or 'local'")
-
-
 @contextlib.contextmanager
 def over_all_towers(member: Member | None, mode: str, device: str) -> Iterator[None]:
-    """Let BatchNorm layers that are called in the block take their moments over all towers.
+    """Make BatchNorm layers that are called in the block take their moments over all towers.
 
     Args:
         member: the tower's part in the exchanges; None if there is one tower.
@@ -54,7 +49,15 @@ def over_all_towers(member: Member | None, mode: str, device: str) -> Iterator[N
     """
 
     def member_of(layer: Any) -> Member | None:
-        return member if mode == "sync" or layer.synchronized else None
+        if member is None or not (mode == "sync" or layer.synchronized):
+            return None
+        if member.by_xla:
+            raise InputError(
+                "jit_compile: each tower is compiled as a whole, and BatchNorm over all towers "
+                "meets in its middle: set batch_norm='local' (--batch_norm=local), and no layer's "
+                "synchronized=True"
+            )
+        return member
 
     def make_call(keras_call: Callable) -> Callable:
         def call(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> Any:
@@ -62,17 +65,15 @@ def over_all_towers(member: Member | None, mode: str, device: str) -> Iterator[N
             if isinstance(scope, TowerScope):
                 scope.averages |= averages_of(layer)
             if training is True and layer.trainable and mask is None and _has_kernel(layer, inputs):
-                if is_gpu(device):
-                    return _call_on_gpu(layer, inputs, member_of(layer), scope)
-                return _call(layer, inputs, member_of(layer))
+                return _call(layer, inputs, member_of(layer), is_gpu(device), scope)
             return keras_call(layer, inputs, training=training, mask=mask)
 
         return call
 
     def make_moments(keras_moments: Callable) -> Callable:
         def moments(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple:
-            if member_of(layer):
-                return _moments(layer, inputs, mask, member)
+            if own := member_of(layer):
+                return _moments(layer, inputs, mask, own)
             return keras_moments(layer, inputs, mask)
 
         return moments
@@ -87,11 +88,10 @@ def averages_of(layer: keras.layers.BatchNormalization) -> set[int]:
     return {id(getattr(layer, name)) for name in ("moving_mean", "moving_variance", *more)}
 
 
-# The fused kernels.
+# The fused kernels. Shapes are x [B, H, W, C]; scale, offset and moments [C].
 
 
 def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
-    """Tell whether TensorFlow's fused kernels compute what the layer is to."""
     if tf_private.has_own_moments(layer):
         return False
     last = layer.axis in (-1, inputs.shape.rank - 1)
@@ -99,57 +99,40 @@ def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
     return last and wide and 0 not in inputs.shape and not layer.renorm
 
 
-def _call(layer: Any, inputs: tf.Tensor, member: Member | None) -> tf.Tensor:
-    """Do what the layer does in training."""
-    x, scale, offset = _arguments(layer, tf.cast(inputs, tf.float32))
-    if member is None:
-        y, mean, variance = _normalise(x, scale, offset, layer.epsilon)
-    else:
-        y, mean, variance = _normalise_together(x, scale, offset, layer.epsilon, member)
-    for moving, value in ((layer.moving_mean, mean), (layer.moving_variance, variance)):
-        before = tf.cast(moving, x.dtype)
-        moving.assign(before * layer.momentum + value * (1.0 - layer.momentum))
-    return tf.cast(tf.reshape(y, tf.shape(inputs)), layer.compute_dtype)
-
-
-def _call_on_gpu(
-    layer: Any, inputs: tf.Tensor, member: Member | None, scope: Any
+def _call(
+    layer: Any, inputs: tf.Tensor, member: Member | None, on_gpu: bool, scope: Any
 ) -> tf.Tensor:
-    """Do what the layer does in training, in its own type."""
-    x, scale, offset = _arguments(layer, tf.cast(inputs, layer.compute_dtype))
-    weight = 1.0 - layer.momentum
+    """Compute the layer in training: on a GPU in its own type, else in float32."""
+    num_channels = inputs.shape[-1]
+    x = tf.cast(inputs, layer.compute_dtype if on_gpu else tf.float32)
+    if x.shape.rank != 4:
+        x = tf.reshape(x, [-1, 1, 1, num_channels])
+    scale = tf.cast(layer.gamma, tf.float32) if layer.scale else tf.ones([num_channels])
+    offset = tf.cast(layer.beta, tf.float32) if layer.center else tf.zeros([num_channels])
+    correction = 1.0
     if member is None:
         y, mean, variance, *_ = _in_training(x, scale, offset, layer.epsilon)
         correction = _correction(x)
+        if not on_gpu or tf.is_tensor(correction):
+            variance, correction = variance * correction, 1.0
     else:
-        y, mean, variance = _normalise_apart(x, scale, offset, layer.epsilon, member)
-        correction = 1.0
-    if tf.is_tensor(correction):
-        variance, correction = variance * correction, 1.0
+        normalise = _normalise_apart if on_gpu else _normalise_together
+        y, mean, variance = normalise(x, scale, offset, layer.epsilon, member)
+    weight = 1.0 - layer.momentum
     for moving, value, own in (
         (layer.moving_mean, mean, weight),
         (layer.moving_variance, variance, weight * correction),
     ):
         average = Average(moving, value, layer.momentum, own, shared=member is not None)
-        if isinstance(scope, TowerScope):
+        if on_gpu and isinstance(scope, TowerScope):
             scope.move(average)
         else:
             moving.assign(average.after(moving))
     return tf.cast(tf.reshape(y, tf.shape(inputs)), layer.compute_dtype)
 
 
-def _arguments(layer: Any, inputs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Return the inputs [B, H, W, C] of a kernel, and scale and offset [C], in float32."""
-    num_channels = inputs.shape[-1]
-    if inputs.shape.rank != 4:
-        inputs = tf.reshape(inputs, [-1, 1, 1, num_channels])
-    scale = tf.cast(layer.gamma, tf.float32) if layer.scale else tf.ones([num_channels])
-    offset = tf.cast(layer.beta, tf.float32) if layer.center else tf.zeros([num_channels])
-    return inputs, scale, offset
-
-
 def _in_training(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float) -> Any:
-    """Return `x` [B, H, W, C] normalised by its own moments, these, [C], and what backward needs.
+    """Return x normalised by its own moments, these, and what the kernel of backward needs.
 
     The variance is that of the kernel, see `_correction`.
     """
@@ -166,12 +149,6 @@ def _correction(x: tf.Tensor) -> float | tf.Tensor:
     return less / number
 
 
-def _normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float) -> tuple:
-    """Return `x` [B, H, W, C] normalised by its own moments, and these, [C]."""
-    y, mean, variance, *_ = _in_training(x, scale, offset, epsilon)
-    return y, mean, variance * _correction(x)
-
-
 def _number(x: tf.Tensor) -> int | tf.Tensor:
     """Return how many values of a channel there are; a tensor if that is not known yet."""
     known = x.shape.num_elements()
@@ -181,7 +158,7 @@ def _number(x: tf.Tensor) -> int | tf.Tensor:
 def _normalise_together(
     x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, member: Member
 ) -> tuple:
-    """Return `x` [B, H, W, C] normalised by the moments of all towers, and these, [C].
+    """Return x normalised by the moments of all towers, and these.
 
     Forward and backward are one exchange each: of moments, then of the sums that they depend on.
     """
@@ -189,8 +166,11 @@ def _normalise_together(
 
     @tf.custom_gradient
     def normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple:
-        _, mean, variance = _normalise(x, scale, offset, epsilon)
-        own = _own_moments(mean, variance, _number(x), member)
+        _, mean, variance, *_ = _in_training(x, scale, offset, epsilon)
+        number = _number(x)
+        squares = variance * _correction(x) * number
+        own = tf.concat([mean, squares, [tf.cast(number, mean.dtype)]], axis=0)
+        own = _zero_if_empty(own, member)
 
         def combine(values: tf.Tensor) -> tf.Tensor:
             mean, variance, everything = _combine(values, num_channels)
@@ -205,8 +185,7 @@ def _normalise_together(
                 reserve_space_2=variance, reserve_space_3=variance, epsilon=epsilon,
                 is_training=False,
             )  # fmt: skip
-            own = tf.stack([of_scale, of_offset])
-            sums = member.all_sum(own)
+            sums = member.all_sum(tf.stack([of_scale, of_offset]))
             weight = -scale * tf.math.rsqrt(variance + epsilon) / everything
             by_moments = by(weight * sums[0], weight * sums[1], mean, variance)
             return direct + by_moments, of_scale, of_offset
@@ -255,30 +234,19 @@ def _normalise_apart(
 
 @dataclasses.dataclass(eq=False)
 class _LayerApart:
-    """A layer of C channels on one of N GPUs: its moments, and what backward makes of them.
+    """A layer of C channels on one of N GPUs: its moments, and what backward makes of them."""
 
-    Attributes:
-        moments: of each tower, mean and variance, [N, 2, C].
-        mean, variance: of all, [C].
-        scale: gamma, [C].
-        epsilon: that is added to the variance.
-        number: of this tower's values of a channel; this and the next two are [C] if not known.
-        everything: their number in all towers.
-        share: of them that this tower has; 0 if what it has stands in for no example.
-        kernel_scale: what the kernel of backward takes for `scale`, [C]; None before `_prepare`.
-        lines: factors of each tower's sums (by scale, by offset) in slope and level of the line
-            that is added, and in this tower's part of the gradient by scale, [N, 2, 3, C].
-    """
-
-    moments: tf.Tensor
-    mean: tf.Tensor
+    moments: tf.Tensor  # of each tower, mean and variance, [N, 2, C]
+    mean: tf.Tensor  # of all, as the variance
     variance: tf.Tensor
     scale: tf.Tensor
     epsilon: float
-    number: Any
-    everything: Any
-    share: Any
-    kernel_scale: tf.Tensor | None = None
+    number: Any  # of this tower's values of a channel; this and the next two are [C] if not known
+    everything: Any  # their number in all towers
+    share: Any  # of them that this tower has; 0 if what it has stands in for no example
+    kernel_scale: tf.Tensor | None = None  # the kernel of backward takes it for `scale`
+    # Factors of each tower's sums (by scale, by offset) in slope and level of the line that is
+    # added, and in this tower's part of the gradient by scale, [N, 2, 3, C].
     lines: tf.Tensor | None = None
 
 
@@ -286,9 +254,9 @@ def _layer_apart(
     mean: tf.Tensor, variance: tf.Tensor, scale: tf.Tensor, epsilon: float, number: Any,
     member: Member,
 ) -> _LayerApart:  # fmt: skip
-    """Return a layer with the moments of all towers, from this tower's [C] of so many values.
+    """Return a layer with the moments of all towers, from this tower's, of so many values.
 
-    Variances are put together as in Chan et al. 1979: large means do not cancel.
+    Variances are combined as in Chan et al. 1979: large means do not cancel.
     """
     known = number if member.equal and not tf.is_tensor(number) else None
     if known is not None:
@@ -296,9 +264,7 @@ def _layer_apart(
         own = tf.stack([mean, variance])
     else:
         number = tf.fill(mean.shape, tf.cast(number, mean.dtype))
-        own = tf.stack([mean, variance, number])
-        if tf.is_tensor(member.count):  # what stands in for no example has no moments
-            own = tf.where(member.count > 0, own, tf.zeros_like(own))
+        own = _zero_if_empty(tf.stack([mean, variance, number]), member)
     stacked = member.meet(own, tf.identity, [member.num_towers, *own.shape], known)
     if known is None:
         numbers = stacked[:, 2:]
@@ -361,33 +327,24 @@ def _by_moments(
     x: tf.Tensor, epsilon: float, scale: tf.Tensor, offset: tf.Tensor, mean: tf.Tensor,
     variance: tf.Tensor,
 ) -> tf.Tensor:  # fmt: skip
-    """Return `x` [B, H, W, C] normalised by these moments, [C]."""
     return tf.raw_ops.FusedBatchNormV3(
         x=x, scale=scale, offset=offset, mean=mean, variance=variance, epsilon=epsilon,
         is_training=False,
     ).y  # fmt: skip
 
 
-def _own_moments(
-    mean: tf.Tensor, variance: tf.Tensor, number: Any, member: Member
-) -> tf.Tensor:
-    """Return what `_combine` takes of a tower, from its moments [C] and number of values."""
-    own = tf.concat([mean, variance * number, [tf.cast(number, mean.dtype)]], axis=0)
-    if tf.is_tensor(member.count):  # what stands in for no example has no moments
-        own = tf.where(member.count > 0, own, tf.zeros_like(own))
-    return own
+def _zero_if_empty(moments: tf.Tensor, member: Member) -> tf.Tensor:
+    if not tf.is_tensor(member.count):
+        return moments
+    # What stands in for no example has no moments.
+    return tf.where(member.count > 0, moments, tf.zeros_like(moments))
 
 
 def _combine(gathered: tf.Tensor, num_channels: int, epsilon: float = 0.0) -> tuple:
-    """Return mean and variance [C] and number of all towers' values.
+    """Return mean, variance and number of all towers' values; `epsilon` is added to the number.
 
-    Each tower's mean, sum of squared differences from it, and number are put together as in Chan
-    et al. 1979: one exchange, and large means do not cancel.
-
-    Args:
-        gathered: [N, C + C + 1].
-        num_channels: C.
-        epsilon: is added to the number.
+    Each tower's mean, sum of squared differences from it, and number, `gathered` [N, C + C + 1],
+    are combined as in Chan et al. 1979: one exchange, and large means do not cancel.
     """
     means, squares, numbers = tf.split(gathered, [num_channels, num_channels, 1], axis=1)
     everything = tf.reduce_sum(numbers) + epsilon
@@ -402,7 +359,6 @@ def _combine(gathered: tf.Tensor, num_channels: int, epsilon: float = 0.0) -> tu
 def _moments(
     layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None, member: Member
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return mean and variance [C] over the batch and all axes but the layer's own."""
     axes = list(range(inputs.shape.rank))
     size = inputs.shape[axes.pop(layer.axis)]
     used, number, epsilon = None, tf.size(inputs, tf.int64) // size, 0.0

@@ -25,7 +25,7 @@ _lock = threading.Lock()
 
 
 def are_there(devices: Sequence[str]) -> bool:
-    """Tell whether towers exchange by collectives: several, on GPUs of their own, of this process.
+    """Return whether towers exchange by collectives: several of this process, each on its GPU.
 
     CPUs could, too, but share the memory by which a gather device reads them.
     """
@@ -40,8 +40,13 @@ def all_sum(
 ) -> list[list[tf.Tensor]]:
     """Return for each tower the sums over all towers, on its own device.
 
-    The last tensors of each tower's list are summed first: gradients come in that order. What
-    `finish(sums, tower)` makes of each element it makes of those that are summed together.
+    The last tensors of each tower's list are summed first: gradients come in that order. They go in
+    buckets of one type and at most BUCKET_BYTES.
+
+    Args:
+        values: a list of tensors of each tower.
+        devices: of the towers.
+        finish: maps (packed sums, number of the tower) to what it makes of each element.
 
     Raises:
         ValueError: two towers share a device, or the function is not compiled.
@@ -53,8 +58,18 @@ def all_sum(
         )
     if len(set(devices)) < len(devices):
         raise ValueError(f"towers sum over {devices}, but each needs a device of its own")
+    buckets: list[list[int]] = []
+    size = 0
+    for i, value in reversed(list(enumerate(values[0]))):
+        num_bytes = value.shape.num_elements() * value.dtype.size
+        fits = buckets and size + num_bytes <= BUCKET_BYTES
+        if not fits or values[0][buckets[-1][0]].dtype != value.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(i)
+        size += num_bytes
     sums: list[list] = [[None] * len(values[0]) for _ in devices]
-    for bucket in buckets(values[0]):
+    for bucket in buckets:
         meeting = Meeting(devices)
         for tower, (device, own) in enumerate(zip(devices, values, strict=True)):
             with tf.device(device):
@@ -63,25 +78,6 @@ def all_sum(
             for i, part in zip(bucket, parts, strict=True):
                 sums[tower][i] = part
     return sums
-
-
-def buckets(values: Sequence[tf.Tensor]) -> list[list[int]]:
-    """Return the places of the tensors that are summed together, the last tensor's bucket first.
-
-    A bucket holds tensors of one type, of at most BUCKET_BYTES unless it is one tensor.
-    """
-    found: list[list[int]] = []
-    size = 0
-    for i in reversed(range(len(values))):
-        value = values[i]
-        num_bytes = value.shape.num_elements() * value.dtype.size
-        fits = found and size + num_bytes <= BUCKET_BYTES
-        if not fits or values[found[-1][0]].dtype != value.dtype:
-            found.append([])
-            size = 0
-        found[-1].append(i)
-        size += num_bytes
-    return found
 
 
 class Meeting:
@@ -105,6 +101,7 @@ class Meeting:
         # There is no timeout: TensorFlow implements one by two threads that sleep for so long, for
         # each collective and device, and a process has room for some 32,000. A tower that fails
         # ends the collectives of its step at once without it.
+        num_cards, num_gpus = len(tf.config.get_visible_devices("GPU")), len(devices_here("GPU"))
         with tf.device(device):
             # TensorFlow's NCCL takes bfloat16 for float32 with as many elements.
             known = tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
@@ -114,18 +111,13 @@ class Meeting:
                 group_key=_group_key(self._devices),
                 instance_key=self._first + self._place,
                 ordering_token=[_ordering_token(device)],
-                communication_hint=_hint(self._devices),
+                communication_hint=communication(self._devices, num_cards, num_gpus),
             )
             return tf.cast(result, value.dtype)
 
 
-def _hint(devices: Sequence[str]) -> str:
-    cards = tf.config.get_visible_devices("GPU")
-    return communication(devices, len(cards), len(devices_here("GPU")))
-
-
 def communication(devices: Sequence[str], num_cards: int, num_gpus: int) -> str:
-    """Return by what towers meet: NCCL, which takes one member on a card, or TensorFlow's choice.
+    """Return "nccl", which takes one member on a card, or "auto" for TensorFlow's choice.
 
     Args:
         devices: of the towers.
@@ -144,17 +136,14 @@ class _Keys:
     """
 
     def __init__(self, graph: tf.Graph):
-        """Begin without any."""
         self.num = 0
-        self.first = tf_private.at_each_call(graph, lambda: _take_keys(self.num), tf.int32)
+        self.first = tf_private.at_each_call(graph, self._take, tf.int32)
 
-
-def _take_keys(num: int) -> int:
-    """Return the first of so many keys that are new in this process."""
-    global _next_free_key
-    with _lock:
-        first, _next_free_key = _next_free_key, _next_free_key + num
-    return first
+    def _take(self) -> int:
+        global _next_free_key
+        with _lock:
+            first, _next_free_key = _next_free_key, _next_free_key + self.num
+        return first
 
 
 def _next_key() -> tuple[tf.Tensor, int]:
@@ -180,7 +169,6 @@ def _next_key() -> tuple[tf.Tensor, int]:
 
 @functools.cache
 def _group_key(devices: tuple[str, ...]) -> int:
-    """Return the key of a set of devices."""
     return _FIRST_GROUP_KEY + _group_key.cache_info().currsize
 
 

@@ -1,4 +1,4 @@
-"""What is said of a tower function that several towers may not compute as one device does."""
+"""Diagnostics: what of a tower function several towers may not compute as one device does."""
 
 import re
 from collections.abc import Iterable
@@ -39,15 +39,12 @@ FLOAT8_BY_XLA = (
 
 
 def random_ops(ops: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line for each layer whose draws do not follow the example.
-
-    Args:
-        ops: (name, type) of those that run in a tower.
-    """
-    found = set()
-    for name, kind in ops:
-        if kind in _OTHERS or kind in _PYTHON or (kind in SEEN_OPS and SEEN not in name):
-            found.add((layer_of(name), kind))
+    """Return a line for each layer whose draws ignore the example; `ops` are (name, type)."""
+    found = {
+        (layer_of(name), kind)
+        for name, kind in ops
+        if kind in _OTHERS or kind in _PYTHON or (kind in SEEN_OPS and SEEN not in name)
+    }
     lines = []
     for layer, kind in sorted(found):
         if kind in _PYTHON:
@@ -64,7 +61,7 @@ def random_ops(ops: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def tables(ops: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a line for each layer that changes a table, a queue or the like; see `random_ops`."""
+    """Return a line for each layer that changes a table or a queue; see `random_ops`."""
     found = {(layer_of(name), kind) for name, kind in ops if _TABLES.match(kind)}
     return [
         f"state: layer {layer} changes a table or a queue ({kind}), which each tower does for its "
@@ -86,8 +83,6 @@ def ambiguous(layer: str, why: str = "") -> str:
 UNFORESEEN_DRAW = ambiguous(
     NO_LAYER, "; it drew otherwise than for a few examples, or could not be traced for those"
 )
-
-
 LOCAL_BATCH_NORM = (
     "local BatchNorm: outside of a tf.function towers run one after the other, and each takes the "
     "moments of its own examples: make a tf.function of the step, or leave BatchNorm local "
@@ -96,7 +91,7 @@ LOCAL_BATCH_NORM = (
 
 
 def not_put_together(variable: keras.Variable, why: str = "") -> str:
-    """Return the line for state of which it cannot be told how towers put it together."""
+    """Return the line for a variable whose aggregation cannot be told."""
     return (
         f"state: the variable {variable.path} is assigned other values by other towers, and how "
         f'these make one cannot be told{why}; make it with aggregation="sum" (of the changes), '
@@ -105,10 +100,7 @@ def not_put_together(variable: keras.Variable, why: str = "") -> str:
 
 
 def added_loss(layer: str, reason: str = "") -> str:
-    """Return the line for a loss of a layer that is neither a mean nor a sum over examples.
-
-    With a reason it could not be tried, and nothing is known of it.
-    """
+    """Return the line for a layer's loss that is no mean and no sum, or for a reason not tried."""
     if reason:
         return (
             f"added loss: layer {layer} adds a loss that could not be tried ({reason}), and is "

@@ -25,7 +25,6 @@ SEEN_OPS = frozenset(
     "StatelessRandomUniformFullIntV2 StatelessTruncatedNormalV2".split()
 )
 SCOPE = "draw_by_example"  # of all that differs between towers in a graph
-_PHILOX = 1
 # A truncated normal draws again until it lies inside: so many counts are set aside for each number.
 _COUNTS_OF_TRUNCATED = 64
 
@@ -43,15 +42,11 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where the examples are in a draw.
+    """Where the examples are in a draw."""
 
-    Attributes:
-        axis: the one that holds them; None: the draw is for the whole batch.
-        inner: how many neighbours along the axis are of one example: 1 if the examples alternate
-            (time * batch), None if all of an example are neighbours (batch * time).
-    """
-
-    axis: int | None
+    axis: int | None  # the one that holds them; None: the draw is for the whole batch
+    # How many neighbours along the axis are of one example: 1 if the examples alternate
+    # (time * batch), None if all of an example are neighbours (batch * time).
     inner: int | None = None
 
 
@@ -68,7 +63,7 @@ class Drawn:
     layer: str = ""
 
     def fits(self, op: str, shape: tf.TensorShape, size: Any) -> bool:
-        """Tell whether a draw for `size` examples may be this one, by its op and shape."""
+        """Return whether a draw for `size` examples may be this one, by its op and shape."""
         if op != self.op or self.dims is None or shape.rank != len(self.dims):
             return False
         known = not tf.is_tensor(size)
@@ -101,19 +96,25 @@ class Draws:
             by_xla: the draws are compiled, and are to be those of TensorFlow's kernels.
             device: of the tower.
         """
-        self.rows, self.known, self.by_xla = _within(_outer_rows(), rows), known, by_xla
+        outer = getattr(_HERE, "rows", None)
+        if outer and rows:  # a tower itself may split its slice
+            sizes = rows.total, outer.size
+            known_sizes = not any(map(tf.is_tensor, sizes))
+            if sizes[0] is sizes[1] or (known_sizes and sizes[0] == sizes[1]):  # of this batch
+                rows = Rows(outer.start + rows.start, rows.size, outer.total)
+        self.rows, self.known, self.by_xla = rows, known, by_xla
         self._on_gpu = kinds.is_gpu(device) and not by_xla
         self._places = itertools.count()
         self.num_guessed = 0  # of which the rehearsal did not know
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Let draws in the block that are by example be those of these rows; again and again."""
+        """Make draws in the block those of these rows; it may be entered again."""
         with contextlib.ExitStack() as stack:
             if self._on_gpu:
                 stack.enter_context(tf_private.keys_replaced(_key_and_counter))
             if self.rows is not None or self.by_xla:
-                stack.callback(setattr, _HERE, "rows", _outer_rows())
+                stack.callback(setattr, _HERE, "rows", getattr(_HERE, "rows", None))
                 _HERE.rows = self.rows
                 stack.enter_context(tf_private.draws_replaced(self))
             yield
@@ -131,16 +132,9 @@ class Draws:
             if layout.axis is None:
                 return op(shape, counter=counter, alg=alg, **arguments)
             with tf.name_scope(SCOPE):
-                return _draw(
-                    op, op_name, shape, layout, self.rows, self._on_host, counter=counter,
-                    **arguments,
-                )  # fmt: skip
-
-    def _on_host(self) -> contextlib.AbstractContextManager:
-        return tf.device("/cpu:0") if self._on_gpu else contextlib.nullcontext()
+                return self._draw_rows(op, op_name, shape, layout, counter, arguments)
 
     def _layout(self, name: str, shape: Any) -> Layout:
-        """Return the layout of the next draw."""
         static, size = tf_private.static_shape(shape), self.rows.size
         place = next(self._places)
         if self.known is not None and place < len(self.known):
@@ -152,7 +146,45 @@ class Draws:
             return layouts.pop()
         if not found or None not in {drawn.layout for drawn in found}:
             self.num_guessed += 1
-        return guess(static, size)
+        return _guess(static, size)
+
+    def _draw_rows(
+        self, op: Any, op_name: str, shape: Any, layout: Layout, counter: Any, arguments: dict
+    ) -> tf.Tensor:
+        """Draw the slice's rows of what `op` draws for the whole batch."""
+        # Sizes that are known are ints here, the others are made on the host: shapes are needed
+        # there, and TensorFlow would have numbers of int64, constants too, on a GPU.
+        with tf.device(kinds.HOST) if self._on_gpu else contextlib.nullcontext():
+            dims = tf_private.static_shape(shape).as_list()
+            if None in dims:
+                found = tf.unstack(tf.cast(shape, tf.int64), len(dims))
+                dims = [dim if own is None else own for dim, own in zip(found, dims, strict=True)]
+            start, size, total = (
+                tf.cast(number, tf.int64) if tf.is_tensor(number) else number
+                for number in (self.rows.start, self.rows.size, self.rows.total)
+            )
+            number, after = math.prod(dims), math.prod(dims[layout.axis + 1 :])
+            of_axis = dims[layout.axis] // _at_least_1(size)  # of each example
+            inner = after * (of_axis if layout.inner is None else layout.inner)
+            if layout.axis or layout.inner is not None:  # not one piece: draw all, take these
+                outer, count = number // _at_least_1(size * inner), 0
+                drawn, begin, taken = [outer, total, inner], [0, start, 0], [outer, size, inner]
+            else:
+                dtype = tf.as_dtype(arguments.get("dtype") or arguments["minval"].dtype)
+                in_a_count = 2 if dtype.size == 8 else 4
+                first = start * inner
+                skipped = first % in_a_count
+                count = (first - skipped) // in_a_count
+                if op_name == "stateless_truncated_normal_v2":
+                    count *= _COUNTS_OF_TRUNCATED * in_a_count
+                # `number` is not size * inner where the layout was but guessed.
+                drawn, begin, taken = [skipped + number], [skipped], [number]
+            (counts,) = _as_tensors([count, 0])
+            (num, drawn, begin, taken) = _as_tensors([math.prod(drawn)], drawn, begin, taken)
+        if tf.is_tensor(count) or count:
+            counter += tf.cast(counts, tf.uint64)
+        values = op(num, counter=counter, alg=philox.PHILOX, **arguments)
+        return tf.reshape(tf.slice(tf.reshape(values, drawn), begin, taken), shape)
 
 
 def _key_and_counter(seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -160,22 +192,7 @@ def _key_and_counter(seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
         return philox.key_and_counter(seed)
 
 
-def _outer_rows() -> Rows | None:
-    return getattr(_HERE, "rows", None)
-
-
-def _within(outer: Rows | None, rows: Rows | None) -> Rows | None:
-    """Return which rows of the outermost batch these are, if a tower itself splits its slice."""
-    if outer is None or rows is None:
-        return rows
-    if rows.total is not outer.size and (
-        tf.is_tensor(rows.total) or tf.is_tensor(outer.size) or rows.total != outer.size
-    ):
-        return rows  # another batch
-    return Rows(outer.start + rows.start, rows.size, outer.total)
-
-
-def guess(shape: tf.TensorShape, size: Any) -> Layout:
+def _guess(shape: tf.TensorShape, size: Any) -> Layout:
     """Return the likely layout of a draw of which nothing else is known, by its first axis."""
     if not shape.rank:
         return WHOLE
@@ -186,60 +203,11 @@ def guess(shape: tf.TensorShape, size: Any) -> Layout:
     return Layout(0) if first == size or folded else WHOLE
 
 
-def _draw(
-    op: Any, op_name: str, shape: Any, layout: Layout, rows: Rows, on_host: Any, /, *,
-    counter: Any, **arguments: Any,
-) -> tf.Tensor:  # fmt: skip
-    """Draw the slice's rows of what `op` draws for the whole batch.
-
-    Sizes that are known are ints here, the others are made `on_host`, a block: shapes are needed
-    there, and TensorFlow would have numbers of int64, constants too, on a GPU.
-    """
-    with on_host():
-        dims = _dims(shape)
-        start, size, total = map(_wide, (rows.start, rows.size, rows.total))
-        number, after = math.prod(dims), math.prod(dims[layout.axis + 1 :])
-        of_axis = dims[layout.axis] // _at_least_1(size)  # of each example
-        inner = after * (of_axis if layout.inner is None else layout.inner)
-        if layout.axis or layout.inner is not None:  # not one piece: draw all, take these
-            outer, count = number // _at_least_1(size * inner), 0
-            drawn, begin, taken = [outer, total, inner], [0, start, 0], [outer, size, inner]
-        else:
-            dtype = tf.as_dtype(arguments.get("dtype") or arguments["minval"].dtype)
-            in_a_count = 2 if dtype.size == 8 else 4
-            first = start * inner
-            skipped = first % in_a_count
-            count = (first - skipped) // in_a_count
-            if op_name == "stateless_truncated_normal_v2":
-                count *= _COUNTS_OF_TRUNCATED * in_a_count
-            # `number` is not size * inner where the layout was but guessed.
-            drawn, begin, taken = [skipped + number], [skipped], [number]
-        (counts,) = _packed([count, 0])
-        (num, drawn, begin, taken) = _packed([math.prod(drawn)], drawn, begin, taken)
-    if tf.is_tensor(count) or count:
-        counter += tf.cast(counts, tf.uint64)
-    values = tf.reshape(op(num, counter=counter, alg=_PHILOX, **arguments), drawn)
-    return tf.reshape(tf.slice(values, begin, taken), shape)
-
-
-def _dims(shape: Any) -> list[Any]:
-    """Return the sizes of a shape, ints where they are known."""
-    known = tf_private.static_shape(shape).as_list()
-    if None not in known:
-        return known
-    found = tf.unstack(tf.cast(shape, tf.int64), len(known))
-    return [dim if own is None else own for dim, own in zip(found, known, strict=True)]
-
-
-def _wide(number: Any) -> Any:
-    return tf.cast(number, tf.int64) if tf.is_tensor(number) else number
-
-
 def _at_least_1(number: Any) -> Any:
     return tf.maximum(number, 1) if tf.is_tensor(number) else max(number, 1)
 
 
-def _packed(*lists: list[Any]) -> Sequence[Any]:
+def _as_tensors(*lists: list[Any]) -> Sequence[Any]:
     """Return each list as one tensor, if not all numbers in them are ints."""
     if not any(map(tf.is_tensor, itertools.chain(*lists))):
         return lists

@@ -20,9 +20,7 @@ from towers import tf_private
 
 UNKNOWN_DIM = 4  # stands for an unknown length that is not the batch
 _LONGER = 16, 64  # and these do, where a function takes no such short ones
-_COMPARISONS = (
-    "Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual"
-)  # fmt: skip
+_COMPARISONS = "Equal NotEqual Less LessEqual Greater GreaterEqual".split()
 _TESTS_OF_NAN = ("IsNan", "IsInf", "IsFinite")
 _MOST_SPECIAL = 8
 
@@ -46,40 +44,34 @@ def possible_shapes(leaves: Sequence[Any], layers: Sequence[keras.Layer]) -> Ite
         return
     tried = []
     for shapes_taken in map(tf_private.input_shapes, layers):
-        unused = list(map(tf.TensorShape, shapes_taken))
-        found = [_filled(shape, unused) for shape in shapes]
+        unused, found = list(map(tf.TensorShape, shapes_taken)), []
+        for shape in shapes:
+            suits = (t for t in unused if t.rank and shape[1:].is_compatible_with(t[1:]))
+            if taken := next(suits, None):
+                unused.remove(taken)
+                shape = shape[:1].concatenate(shape[1:].merge_with(taken[1:]))
+            found.append(shape)
         if found != shapes and found not in tried:
             tried.append(found)
             yield found
     for length in (UNKNOWN_DIM, *_LONGER):
-        yield [_with_length(shape, length) for shape in shapes]
+        yield [
+            shape
+            if shape.rank is None
+            else tf.TensorShape([*shape[:1], *(length if d is None else d for d in shape[1:])])
+            for shape in shapes
+        ]
 
 
 def is_known(leaf: Any) -> bool:
-    """Tell whether all but the number of examples is known; ragged rows have any length."""
+    """Return whether all but the number of examples is known; ragged rows have any length."""
     if isinstance(leaf, tf.RaggedTensor):
         return True
     return leaf.shape.rank is not None and leaf.shape[1:].is_fully_defined()
 
 
-def _filled(shape: tf.TensorShape, unused: list[tf.TensorShape]) -> tf.TensorShape:
-    """Return a shape with the lengths of the first one that suits it, which is then used."""
-    for i, taken in enumerate(unused):
-        if taken.rank and shape[1:].is_compatible_with(taken[1:]):
-            del unused[i]
-            return shape[:1].concatenate(shape[1:].merge_with(taken[1:]))
-    return shape
-
-
-def _with_length(shape: tf.TensorShape, length: int) -> tf.TensorShape:
-    """Return a shape in which unknown lengths are this one."""
-    if shape.rank is None:
-        return shape
-    return tf.TensorShape([*shape[:1], *(length if dim is None else dim for dim in shape[1:])])
-
-
 def spec_of(leaf: Any, size: int, shape: tf.TensorShape | None = None) -> tf.TypeSpec:
-    """Return the type of a leaf of the batch, of a shape if it is given, for `size` examples."""
+    """Return the type of a leaf of the batch for `size` examples; `shape` replaces its own."""
     if isinstance(leaf, tf.RaggedTensor):
         shape = [size, *leaf.shape[1:]]
         return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
@@ -90,7 +82,7 @@ def spec_of(leaf: Any, size: int, shape: tf.TensorShape | None = None) -> tf.Typ
 
 
 def sample(spec: tf.TypeSpec, random: np.random.Generator, tokens: int = 2) -> Any:
-    """Return a value of a type: labels and token numbers must be small to be valid."""
+    """Return a random value of a type, whole numbers below `tokens`: labels must be valid."""
     shape = [UNKNOWN_DIM if dim is None else dim for dim in spec.shape]
     if spec.dtype.is_floating:
         value = random.normal(size=shape)
@@ -109,7 +101,7 @@ def sample(spec: tf.TypeSpec, random: np.random.Generator, tokens: int = 2) -> A
 def with_special(
     value: Any, special: Sequence[float], random: np.random.Generator, share: float = 0.4
 ) -> Any:
-    """Return a value in which a share of the numbers are special ones."""
+    """Replace a share of a value's numbers by special ones."""
     if not special or not isinstance(value, tf.Tensor):
         return value
     chosen = random.choice(np.asarray(special, np.float64), value.shape.as_list())
@@ -123,8 +115,12 @@ _GIVEN: MutableMapping[tf.Graph, dict[str, tf.Tensor]] = weakref.WeakKeyDictiona
 
 @contextlib.contextmanager
 def given(arguments: Any, values: Any) -> Iterator[None]:
-    """Let functions of a graph's arguments be tried with real values of these in the block."""
-    pairs = zip(_tensors_of(arguments), _tensors_of(values), strict=False)
+    """Make the real values of a graph's arguments known in the block."""
+    own, real = (
+        list(filter(tf.is_tensor, tf.nest.flatten(each, expand_composites=True)))
+        for each in (arguments, values)
+    )
+    pairs = zip(own, real, strict=False)
     known = {x.name: v for x, v in pairs if tf.is_symbolic_tensor(x) and x.dtype == v.dtype}
     graph = tf.compat.v1.get_default_graph()
     _GIVEN[graph] = known
@@ -134,12 +130,8 @@ def given(arguments: Any, values: Any) -> Iterator[None]:
         _GIVEN.pop(graph, None)
 
 
-def _tensors_of(structure: Any) -> list[tf.Tensor]:
-    return list(filter(tf.is_tensor, tf.nest.flatten(structure, expand_composites=True)))
-
-
 def known_values(tensors: Sequence[Any]) -> list[Any] | None:
-    """Return the values of tensors, None if not all are known or can be computed of what is."""
+    """Return the values of tensors, None unless all are known or can be computed from `given`."""
     if not all(isinstance(x, tf.Tensor) for x in tensors):
         return None
     if not any(map(tf.is_symbolic_tensor, tensors)):
@@ -176,7 +168,7 @@ def known_values(tensors: Sequence[Any]) -> list[Any] | None:
 
 
 def stand_in(captured: tf.Tensor) -> tf.Tensor:
-    """Return a value for what the function takes from the graph around it, where there is none."""
+    """Return a captured tensor, ones for one that has no value outside of its graph."""
     if not tf.is_symbolic_tensor(captured):
         return captured
     shape = [UNKNOWN_DIM if dim is None else dim for dim in captured.shape]
@@ -194,9 +186,17 @@ def values_in(graph: tf.Graph, specs: Sequence[tf.TypeSpec]) -> list[Values]:
         of_inputs = [of_ops.get(x.op.name, set()) for x in op.inputs]
         sources = of_ops.get(op.name) or functools.reduce(operator.or_, of_inputs, set())
         of_ops[op.name] = sources
+        special, rows = [], 0
+        if op.type in _TESTS_OF_NAN or (op.type in _COMPARISONS and op.inputs[0] is op.inputs[1]):
+            special = [np.nan]
+        elif op.type in _COMPARISONS:
+            special = [x for own in op.inputs for x in _around(tf.get_static_value(own))]
+        elif op.type == "GatherV2" and of_inputs[1] and not of_inputs[0]:
+            axis, shape = tf.get_static_value(op.inputs[2]), op.inputs[0].shape
+            rows = (shape[int(axis)] or 0) if axis is not None and shape.rank else 0
         for i in sources:
-            found[i].special += _special_in(op)
-            if rows := _tokens_of(op, of_inputs):  # of the smallest table
+            found[i].special += special
+            if rows:  # of the smallest table
                 found[i].tokens = rows if found[i].tokens == 2 else min(found[i].tokens, rows)
     inner = list(_special_in_functions(graph))
     for own, spec in zip(found, specs, strict=True):
@@ -204,24 +204,12 @@ def values_in(graph: tf.Graph, specs: Sequence[tf.TypeSpec]) -> list[Values]:
     return found
 
 
-def _special_in(op: tf.Operation) -> list[float]:
-    """Return the numbers that an op tells from others."""
-    if op.type in _TESTS_OF_NAN or (op.type in _COMPARISONS and op.inputs[0] is op.inputs[1]):
-        return [np.nan]
-    if op.type not in _COMPARISONS:
-        return []
-    constants = [tf.get_static_value(x) for x in op.inputs]
-    return [
-        near
-        for value in constants
-        if value is not None and value.size == 1 and value.dtype.kind in "fiu"
-        for near in _around(float(value.item()))
-    ]
-
-
-def _around(value: float) -> list[float]:
+def _around(value: np.ndarray | None) -> list[float]:
     """Return a number that others are compared with, some below and above, and usual marks."""
-    return [value, value + 1, value - 1, 0.0, -1.0]
+    if value is None or value.size != 1 or value.dtype.kind not in "fiu":
+        return []
+    number = float(value.item())
+    return [number, number + 1, number - 1, 0.0, -1.0]
 
 
 def _special_in_functions(graph: tf.Graph) -> Iterator[float]:
@@ -232,27 +220,14 @@ def _special_in_functions(graph: tf.Graph) -> Iterator[float]:
             for name in node.input if node.op in _COMPARISONS else ():
                 made = nodes.get(name.split(":")[0])
                 if made is not None and made.op == "Const":
-                    value = tf.make_ndarray(made.attr["value"].tensor)
-                    if value.size == 1 and value.dtype.kind in "fiu":
-                        yield from _around(float(value.item()))
-
-
-def _tokens_of(op: tf.Operation, of_inputs: Sequence[set]) -> int:
-    """Return how many rows there are in the table from which an op takes those of its indices."""
-    if op.type != "GatherV2" or of_inputs[0] or not of_inputs[1]:
-        return 0
-    axis, shape = tf.get_static_value(op.inputs[2]), op.inputs[0].shape
-    return (shape[int(axis)] or 0) if axis is not None and shape.rank else 0
+                    yield from _around(tf.make_ndarray(made.attr["value"].tensor))
 
 
 def _representable(values: Sequence[float], dtype: tf.DType) -> list[float]:
     """Return the first of these numbers, each once, that a type has."""
-    if dtype.is_floating:
-        fit = list(values)
-    elif dtype.is_integer:
+    fit = list(values) if dtype.is_floating else []
+    if dtype.is_integer:
         low, high = dtype.min, dtype.max
         fit = [v for v in values if np.isfinite(v) and v == int(v) and low <= v <= high]
-    else:
-        fit = []
     once = {str(v): v for v in fit}  # NaN is not NaN
     return list(once.values())[:_MOST_SPECIAL]

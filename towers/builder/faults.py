@@ -1,7 +1,7 @@
 """What makes several towers differ from one device, seen by running a tower function.
 
 A rehearsal tells of draws and of state. Here the function is run on real examples, one of which is
-then changed: what follows from that for the others, no tower can know that has not got it.
+then changed: what that changes in the others, no tower can know that has not got it.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ def rows_of(outputs: Any) -> tf.Tensor:
 
 
 def of_draws(line: str) -> bool:
-    """Tell whether a line is about random draws."""
+    """Return whether a line is about random draws."""
     return line.startswith(("random op:", "python code:", "ambiguous draw:"))
 
 
@@ -103,35 +103,33 @@ def seen_by_trials(rehearsal: Rehearsal) -> list[str]:
 
 
 def _tried(rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool = False) -> list[str]:
-    if rehearsal.few is None or not rehearsal.by_example:
+    few = rehearsal.few
+    if few is None or not rehearsal.by_example:
         return []
     if any(doubt.startswith("ambiguous") for doubt in rehearsal.doubts):
         return []  # an example may then see others by their draws
     trials, found = _Trials(rehearsal, batch, thorough), []
-    finders = [trials.mixed, trials.mixed_among_more, trials.batch_size]
-    if not thorough:
-        # What draws by itself does so by places, too.
-        others = [] if any(map(of_draws, rehearsal.doubts)) else [trials.places, trials.numbers]
-        finders = [trials.mixed, *others]
+    finders = [trials.mixed]
+    if thorough:
+        finders += [lambda: trials.mixed(trials.traces[2]), trials.batch_size]
+    elif not any(map(of_draws, rehearsal.doubts)):  # what draws by itself does so by places, too
+        finders += [trials.places, trials.numbers]
     for finder in finders:
         if not found:  # the first explains the others
             with contextlib.suppress(Exception):  # the towers themselves will say why
                 found += finder()
     with contextlib.suppress(Exception):
         found += trials.backward()
-    if found and rehearsal.few.read_again:
+    if found and few.read_again:
         with contextlib.suppress(Exception):
-            if not _tried(_reading_before(rehearsal), batch, thorough):
-                found = [_READ_AGAIN.format(rehearsal.few.read_again[0])]
+            # Is all well if it reads variables as they were before it?
+            tracer = copy.copy(rehearsal.tracer)
+            tracer.reads_before = True
+            before = dataclasses.replace(tracer.trace(few.size), read_again=[])
+            before = dataclasses.replace(rehearsal, tracer=tracer, few=before)
+            if not _tried(before, batch, thorough):
+                found = [_READ_AGAIN.format(few.read_again[0])]
     return list(dict.fromkeys(found))
-
-
-def _reading_before(rehearsal: Rehearsal) -> Rehearsal:
-    """Return a rehearsal of the function if it reads all variables as they were before it."""
-    tracer = copy.copy(rehearsal.tracer)
-    tracer.reads_before = True
-    few = dataclasses.replace(tracer.trace(rehearsal.few.size), read_again=[])
-    return dataclasses.replace(rehearsal, tracer=tracer, few=few)
 
 
 class _Trials:
@@ -145,17 +143,14 @@ class _Trials:
         """Return `size` examples, from the number `start` on, and again from the first."""
         return [tf.gather(leaf, np.arange(start, start + size) % len(leaf)) for leaf in self.leaves]
 
-    @property
-    def draws_by_place(self) -> bool:
-        """Whether it draws, also in towers of its own, of which nothing is noted."""
-        return bool(self.few.draws) or any("Random" in kind for _, kind in self.few.ops)
-
     @functools.cached_property
-    def is_steady(self) -> bool:
-        """Whether the same examples have the same outcome; else it draws by a state of its own."""
-        return self._is_steady(self.few)
+    def by_place(self) -> bool:
+        """Whether the outcome depends on places: it draws, also in towers of its own."""
+        draws = self.few.draws or any("Random" in kind for _, kind in self.few.ops)
+        return bool(draws) or not self.is_steady(self.few)
 
-    def _is_steady(self, trace: Trace) -> bool:
+    def is_steady(self, trace: Trace) -> bool:
+        """Return whether the same examples have the same outcome; else it draws by itself."""
         inputs = self.examples(0, trace.size)
         results = [run(trace, inputs) for _ in range(2)]
         kinds = "layers", "gradients", "weights"
@@ -167,35 +162,31 @@ class _Trials:
 
         There are those, too, of whose numbers some are such as the function treats otherwise.
         """
-        inputs, others = self.examples(0, trace.size), self.examples(trace.size, 1)
-        if not self._is_steady(trace):
+        if not self.is_steady(trace):
             return
-        before = run(trace, inputs)
+        inputs, others = self.examples(0, trace.size), self.examples(trace.size, 1)
         special = [own.special for own in self.tracer.values]
-        branches = any(_BRANCH.match(kind) for _, kind in trace.ops)
-        far = [[change(other) for other in others] for change in _FAR if branches]
-        if branches:  # that none of the other examples takes
-            calm = list(map(_scaled(0.0, 0.0), inputs))
-            yield from self._with_first(trace, calm, run(trace, calm), far)
+        far, rounds = [], []
+        if any(_BRANCH.match(kind) for _, kind in trace.ops):
+            far = [[change(other) for other in others] for change in _FAR]
+            rounds = [(list(map(_scaled(0.0, 0.0), inputs)), far)]  # that no other example takes
         unlike = far + [[change(other) for other in others] for change in _UNLIKE]
         unlike += [
             [tf.fill(x.shape, tf.cast(v[i], x.dtype)) if v[i:] else x
              for x, v in zip(others, special, strict=True)]
             for i in range(max(map(len, special), default=0))
         ]  # fmt: skip
-        yield from self._with_first(trace, inputs, before, unlike)
+        rounds.append((inputs, unlike))
         if any(special):
             inputs = self.tracer.with_special(inputs, np.random.default_rng(0))
-            yield from self._with_first(trace, inputs, run(trace, inputs), [others, *unlike])
-
-    def _with_first(
-        self, trace: Trace, inputs: list, before: dict, others: Sequence[list]
-    ) -> Iterator[tuple[dict, dict]]:
-        for other in others:
-            pairs = zip(inputs, other, strict=True)
-            changed = [tf.concat([first, leaf[1:]], axis=0) for leaf, first in pairs]
-            with contextlib.suppress(tf.errors.OpError):  # it is no value for the function
-                yield before, run(trace, changed)
+            rounds.append((inputs, [others, *unlike]))
+        for inputs, firsts in rounds:
+            before = run(trace, inputs)
+            for first in firsts:
+                pairs = zip(inputs, first, strict=True)
+                changed = [tf.concat([own, leaf[1:]], axis=0) for leaf, own in pairs]
+                with contextlib.suppress(tf.errors.OpError):  # it is no value for the function
+                    yield before, run(trace, changed)
 
     @functools.cached_property
     def traces(self) -> list[Trace]:
@@ -227,56 +218,50 @@ class _Trials:
                 backward.append(_MIXED_BACKWARD.format(_after(trace, places[-1])))
         return backward[:1]
 
-    def mixed_among_more(self) -> list[str]:
-        """Name the layer by which an example's loss or gradient depends on another, among more."""
-        return self.mixed(self.traces[2])
-
     def places(self) -> list[str]:
-        """Name the layer that depends on the places of examples: they are put in another order."""
-        if self.draws_by_place or not self.is_steady:
+        """Name the layer that depends on the places of examples, by another order of them."""
+        if self.by_place:
             return []
-        order = np.roll(np.arange(self.few.size), 1)
-        inputs = self.examples(0, self.few.size)
+        order, inputs = np.roll(np.arange(self.few.size), 1), self.examples(0, self.few.size)
         before = run(self.few, inputs)
         after = run(self.few, [tf.gather(leaf, order) for leaf in inputs])
-        return self._unlike(before, after, lambda rows: rows[order], _PLACE)
+        return self._unlike(before, after, order, _PLACE)
 
     def numbers(self) -> list[str]:
         """Name the layer that depends on how many examples there are."""
-        if self.draws_by_place or not self.is_steady:
+        if self.by_place:
             return []
         size, many = self.few.size, self.tracer.size_of_batch(self.few.size // FEW * _MANY)
         inputs = self.examples(0, many)
         few = run(self.few, [leaf[:size] for leaf in inputs])
         return self._unlike(
-            run(self.tracer.trace(many), inputs), few, lambda rows: rows[:size], _BATCH_SIZE
+            run(self.tracer.trace(many), inputs), few, slice(size), _BATCH_SIZE
         )
 
-    def _unlike(self, before: dict, after: dict, rows: Callable, line: str) -> list[str]:
-        """Return a line with the first layer in which examples are not what they were."""
-        if not _differ(rows(before["rows"]), after["rows"]):
+    def _unlike(self, before: dict, after: dict, rows: Any, line: str) -> list[str]:
+        """Return a line with the first layer in which these examples are not what they were."""
+        if not _differ(before["rows"][rows], after["rows"]):
             return []
         pairs = zip(self.few.layers, before["layers"], after["layers"], strict=True)
-        return [line.format(next((n for n, a, b in pairs if _differ(rows(a), b)), NO_LAYER))]
+        return [line.format(next((n for n, a, b in pairs if _differ(a[rows], b)), NO_LAYER))]
 
     def backward(self) -> list[str]:
         """Name what a gradient of one's own makes other than a sum over examples, if there is one.
 
         By the rules of calculus it is a sum: nothing need be tried where there is none.
         """
-        if not self.few.custom_gradients:
+        if not self.few.custom_gradients or not self.is_steady(self.traces[0]):
             return []
-        if not self._is_steady(self.traces[0]):
-            return []
-        if found := self.mixed_among_more():
+        if found := self.mixed(self.traces[2]):
             return found
         gradients = [found["weights"] for found in self.results]
         largest = max((np.max(np.abs(g), initial=0) for g in gradients[2]), default=0)
+        effect = _EFFECT_IN_16_BITS if self.few.in_16_bits else _EFFECT
         for place, (a, b, ab) in enumerate(zip(*gradients, strict=True)):
             # One that is 0 but for rounding, as that of a bias before a softmax, is no fault; with
             # the examples in another order it is another one.
             small = np.max(np.abs(ab - a - b), initial=0) <= _ROUNDING * largest
-            if _differ(ab, a + b, _EFFECT_IN_16_BITS if self.few.in_16_bits else _EFFECT) and not (
+            if _differ(ab, a + b, effect) and not (
                 small and any(_differ(ab, found["weights"][place]) for found in self._reordered())
             ):
                 return [_NO_SUM.format(self.traces[0].weights[place])]
@@ -333,7 +318,7 @@ _FAR = [_scaled(100.0, 1.0), _scaled(-100.0, -1.0)]  # one example takes a branc
 
 
 def _differ(a: np.ndarray, b: np.ndarray, effect: float = _EFFECT) -> bool:
-    """Tell whether two arrays differ by more than rounding; NaN is like NaN."""
+    """Return whether two arrays differ by more than rounding; NaN is like NaN."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     alike = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities, too
     change = np.abs(np.subtract(a, b, out=np.zeros_like(a), where=~alike))

@@ -1,4 +1,4 @@
-"""Gather policies: pure functions from what each tower has to one value, or to one for each tower.
+"""Gather policies: pure functions from the towers' values to one value, or to one for each tower.
 
 `add_n` on the gather device is the pattern. Two others serve gradients of variables that lie
 elsewhere: each sum where its variable lies, and sums on every tower by collectives. What GPUs
@@ -41,7 +41,7 @@ class FixedRows(tf.IndexedSlices):
 
 
 def add_other(values: Sequence[Any]) -> Any:
-    """Return the sum of numbers, or of sparse gradients, a sparse one; None of nothing."""
+    """Return the sum of numbers or of sparse gradients; None of nothing."""
     if not isinstance(next(iter(values), None), tf.IndexedSlices):
         return sum(values) if values else None
     if all(isinstance(value, FixedRows) for value in values):
@@ -58,7 +58,7 @@ def add_other(values: Sequence[Any]) -> Any:
 
 
 def add_by_machine(places: "Places") -> Callable:
-    """Return the policy that adds up values on each machine, then those of the machines."""
+    """Return the policy that adds values on each machine, then the machines' sums."""
     return lambda values: places.add(machines.sums(values, places.towers, places.add))
 
 
@@ -84,19 +84,12 @@ def join(values: Sequence[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where the towers are, and where what they give is added up.
+    """Where the towers are, and where what they give is added up."""
 
-    Attributes:
-        towers: their devices; the last towers may have nothing to give.
-        home: the gather device.
-        add: the sum of a list of values, on the current device.
-        of_variables: a place of its own for the gradient of each variable; None: home.
-    """
-
-    towers: Sequence[str]
-    home: str
-    add: Callable[[Sequence[Any]], Any]
-    of_variables: Sequence[str] | None = None
+    towers: Sequence[str]  # their devices; the last towers may have nothing to give
+    home: str  # the gather device
+    add: Callable[[Sequence[Any]], Any]  # the sum of a list of values, on the current device
+    of_variables: Sequence[str] | None = None  # of each variable's gradient; None: home
 
 
 def means(sums: Any, variables: Sequence[Any], places: Places) -> tuple[tf.Tensor, list[Any]]:
@@ -104,11 +97,6 @@ def means(sums: Any, variables: Sequence[Any], places: Places) -> tuple[tf.Tenso
 
     A `PerTower` is a variable with copies, and its means are one, too; without these each gradient
     is gathered at its place. From GPUs the loss goes with the gradients.
-
-    Args:
-        sums: the `losses.TowerSums`.
-        variables: of the gradients.
-        places: of all this.
     """
     losses, counts, gradients, add = sums.losses, sums.counts, sums.gradients, places.add
     home, copies = places.home, [isinstance(v, PerTower) for v in variables]
@@ -138,7 +126,7 @@ def means(sums: Any, variables: Sequence[Any], places: Places) -> tuple[tf.Tenso
 def dense_on_gpus(
     gradients: Sequence[Sequence[Any]], variables: Sequence[Any], towers: Sequence[str]
 ) -> list[list[Any]]:
-    """Return the towers' gradients of variables; on GPUs sparse ones of small ones as dense."""
+    """Return the towers' gradients; on GPUs sparse ones of small variables become dense."""
     found = []
     for own, device in zip(gradients, towers, strict=False):  # the last may have nothing to give
         if is_gpu(device):
@@ -154,10 +142,10 @@ def sum_at(
     places: Places,
     finish: Callable[[Any], Any] = lambda total: total,
 ) -> list[Any]:
-    """Add up the towers' gradients, each at its place, and `finish` the sums there.
+    """Reduce each gradient by `add` at its place, then apply `finish` there.
 
-    What GPUs give goes as one tensor from each to a place, if it is of one type, and so do small
-    tensors from another machine, whose towers are summed there.
+    What GPUs give goes as one tensor of each type to a place, and so do small tensors from another
+    machine, whose towers are summed there.
     """
     columns, groups = list(zip(*gradients, strict=True)), {}
     at = [*(places.of_variables or ()), *[places.home] * len(columns)]
@@ -186,7 +174,7 @@ def sum_at(
 
 
 def add_to(totals: Sequence[Any], results: Sequence[Any], places: Places) -> list[Any]:
-    """Return each tower's total with its result added on its device; the last may have none."""
+    """Add each tower's result to its total, on its device; the last towers may have none."""
     if not totals:
         return list(results)
     added = list(totals)
@@ -201,11 +189,10 @@ def add_to(totals: Sequence[Any], results: Sequence[Any], places: Places) -> lis
 def mean_on_every_tower(
     gradients: Sequence[Sequence[Any]], places: Places, count: Any
 ) -> list[list[Any]]:
-    """Add up the gradients by collectives; return for each device the means, on it.
+    """Return for each tower the mean gradients, on its device, by collectives.
 
-    Sparse ones, and those that not all towers have, are gathered with `add_n` and handed out; the
-    last towers have none if there was no example for them. `count` is that of all examples; a
-    `PerTower` if each tower has it.
+    Sparse ones, and those that not all towers have, are gathered with `add_n` and handed out.
+    `count` is that of all examples; a `PerTower` if each tower has it.
     """
     columns, towers = list(zip(*gradients, strict=True)), places.towers
     counts = count.values if isinstance(count, PerTower) else [count] * len(towers)
@@ -228,15 +215,14 @@ def mean_on_every_tower(
 
 
 def _are_dense(values: Sequence[Any]) -> bool:
-    """Tell whether these are all tensors of known shapes."""
     return all(isinstance(v, tf.Tensor) and v.shape.is_fully_defined() for v in values)
 
 
 def divide(gradient: Any, count: tf.Tensor) -> Any:
-    """Divide a summed gradient by the number of examples, which 16 bits cannot hold."""
+    """Divide a summed gradient by the number of examples."""
 
     def quotient(values: tf.Tensor) -> tf.Tensor:
-        wide = widen(values)
+        wide = widen(values)  # 16 bits cannot hold the number
         return tf.cast(wide / tf.cast(count, wide.dtype), values.dtype)
 
     return map_values(quotient, gradient)
@@ -261,7 +247,7 @@ def map_values(fn: Callable, gradient: Any) -> Any:
 def fix_rows(
     gradients: Sequence[Any], variables: Sequence[tf.Variable], fixed: Collection[int]
 ) -> list[Any]:
-    """Return a tower's gradients, those of variables with these ids as `FixedRows`."""
+    """Make sparse gradients of the variables with these ids `FixedRows`."""
     return [
         FixedRows(g.values, g.indices, g.dense_shape)
         if id(variable) in fixed and isinstance(g, tf.IndexedSlices)
@@ -272,17 +258,16 @@ def fix_rows(
 
 @contextlib.contextmanager
 def after(values: Any) -> Iterator[None]:
-    """Let each op in the block wait for all these values, by one op and not by one edge each."""
-    if not tensors(values):
-        yield
-        return
-    with tf.control_dependencies(tensors(values)):
-        ready = tf.no_op()
-    with tf.control_dependencies([ready]):
+    """Make each op in the block wait for all these values, by one op and not by one edge each."""
+    ready = []
+    if values := tensors(values):
+        with tf.control_dependencies(values):
+            ready = [tf.no_op()]
+    with tf.control_dependencies(ready):
         yield
 
 
 def tensors(structure: Any) -> list[tf.Tensor]:
-    """Return the tensors of a structure, those of sparse ones too."""
+    """Return the tensors in a structure, those of sparse and ragged ones too."""
     leaves = tf.nest.flatten(structure, expand_composites=True)
     return [leaf for leaf in leaves if tf.is_tensor(leaf)]

@@ -5,8 +5,9 @@ what towers exchange. To a tape all towers are one op here, whose gradient runs 
 device and is gathered by `add_n`.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -66,14 +67,14 @@ def concat(
     batch: Sequence[Any],
     passes: Passes | None = None,
 ) -> Any:
-    """Return what `fn` returns for each slice of `batch`, joined; if one looks, tapes go back.
+    """Return what `fn` returns for each slice of `batch`, joined; tapes can go back through it.
 
     Args:
         builder: the `TowerBuilder`.
         forward: its `Forward`.
         fn: the towers' function.
         batch: what is split.
-        passes: is told of what is done, if anybody wants to know.
+        passes: records what is done, if given.
     """
     if is_split(batch) and tf_private.is_recording():
         return _as_one_op(builder, forward, fn, batch, passes)
@@ -89,7 +90,7 @@ def concat(
 def _as_one_op(
     builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any], passes: Passes | None
 ) -> Any:
-    """Return what `fn` returns for each slice of `batch`, joined; tapes can go back through it.
+    """Do what `concat` does under a tape.
 
     A batch that is taken in several parts goes forward twice: for the outputs, of which alone a
     loss can be made, and again, part by part, when their gradient is known.
@@ -103,11 +104,20 @@ def _as_one_op(
     builder.try_out(found)
     fn, sides = tf_private.converted_as_here(fn), found.side_outputs
     leaves = tf.nest.flatten(batch)
-    watched = [i for i, leaf in enumerate(leaves) if _is_watched(leaf)]
+    dense = [i for i, x in enumerate(leaves) if isinstance(x, tf.Tensor) and x.dtype.is_floating]
+    watched = [i for i in dense if tf_private.is_recording([leaves[i]])]
     slices = rounds(builder.split(batch, builder.accumulate_steps, True), len(builder.devices))
     parts = [_Part(builder, forward, fn, own, found, watched) for own in slices]
     captured: list[tf.Tensor] = []
-    results = _forward(parts, captured)
+    while True:
+        try:
+            results = [result for part in parts for result in part.forward()]
+            break
+        except _CapturedError as error:
+            # A tape must watch these before they are used: what was made is dropped.
+            captured += error.tensors
+            for part in parts:
+                part.captured = captured
     outputs = [values for part in parts for values in part.outputs]
     scopes = [scope for part in parts for scope in part.replicas.scopes]
     changed = assigned(scopes)
@@ -128,7 +138,9 @@ def _as_one_op(
     def backward(*upstream: tf.Tensor) -> list[Any]:
         attributes.refuse_uses()
         with tf.device(builder.gather_device), tf.name_scope("split"):
-            pieces = iter(_split_like(outputs, upstream))
+            columns = zip(upstream, zip(*outputs, strict=True), strict=True)
+            split = [tf.split(x, list(map(num_rows, own)), num=len(own)) for x, own in columns]
+            pieces = iter([list(rows) for rows in zip(*split, strict=True)])
         of_inputs, sums = [], []
         for part in parts:
             rows = [next(pieces) for _ in part.slices]
@@ -139,17 +151,24 @@ def _as_one_op(
                 of_slices = part.backward(rows, whole_ones)
             of_inputs += [inputs for inputs, _ in of_slices]
             sums = gather.add_to(sums, [own for _, own in of_slices], places(builder))
-        gradients = _gathered(builder, of_inputs, sums, whole_ones)
+        with tf.name_scope("gather"):
+            with tf.device(builder.gather_device):
+                inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
+            of_whole = gather.sum_at(sums, places(builder, whole_ones))
         ended = [scope for part in parts for scope in part.replicas.scopes]
         with tf.device(builder.gather_device), tf.name_scope("gather"):
-            of_whole = gradients[len(watched) :]
-            gradients[len(watched) :] = with_new_values(of_whole, whole_ones, ended)
+            gradients = inputs + with_new_values(of_whole, whole_ones, ended)
         if passes:
             of_towers = [own[len(captured) :] for own in sums]
             gathered = gradients[len(gradients) - len(variables) :]
-            phases = [(parts[0].batches(), parts[0].outputs), (rows, of_towers)]
+            counts = [tf.convert_to_tensor(part.count) for part in parts[0].slices]
+            for part in parts[1:]:
+                for i, own in enumerate(part.slices):
+                    counts[i] += tf.cast(own.count, counts[i].dtype)
+            batches = [tf.nest.flatten(part.batch) for part in parts[0].slices]
+            phases = [(batches, parts[0].outputs), (rows, of_towers)]
             phases = phases if len(parts) == 1 else []
-            passes.gradients = TowerGradients(_examples(parts), phases, of_towers, gathered)
+            passes.gradients = TowerGradients(counts, phases, of_towers, gathered)
         if len(parts) == 1:
             return gradients
         # Grappler drops edges that keep an update behind the last part's reads of a variable.
@@ -167,20 +186,6 @@ def _as_one_op(
         return whole
 
 
-def _forward(parts: Sequence["_Part"], captured: list[tf.Tensor]) -> list[Any]:
-    """Return what parts return for each slice; add to `captured` what towers take from outside.
-
-    A tape must watch that before it is used, and only then is it known: what was made is dropped.
-    """
-    while True:
-        try:
-            return [result for part in parts for result in part.forward()]
-        except _CapturedError as error:
-            captured += error.tensors
-            for part in parts:
-                part.captured = captured
-
-
 class _Part:
     """A part of the batch, one slice for each tower: forward, and backward through that."""
 
@@ -193,7 +198,6 @@ class _Part:
         found: Rehearsal,
         watched: Sequence[int],
     ):
-        """Set the slices, what is known of the function, which leaves have gradients."""
         self.builder, self.make_pass, self.fn, self.slices = builder, forward, fn, slices
         self.found, self.watched = found, watched
         self.captured: Sequence[tf.Tensor] = ()  # that are no arguments, and have gradients
@@ -220,7 +224,7 @@ class _Part:
                 reads[id(variable)] = variable, value
 
             tape.watch([*inputs, *self.captured])
-            with _Captures([*leaves, *self.captured]):
+            with _no_captures([*leaves, *self.captured]):
                 result = replica.compiled(
                     lambda: (replica.call(self.fn), replica.added_losses()), on_read
                 )
@@ -251,84 +255,36 @@ class _Part:
 
         return self.builder.run(back, self.replicas)
 
-    def batches(self) -> list[list[Any]]:
-        """Return what each tower starts from."""
-        return [tf.nest.flatten(part.batch) for part in self.slices]
-
 
 class _CapturedError(Exception):
-    """Tells of tensors from around the towers whose gradients are wanted."""
-
     def __init__(self, tensors: Sequence[tf.Tensor]):
-        """Set the tensors."""
         super().__init__()
         self.tensors = tensors
 
 
-class _Captures:
-    """Finds what a tower takes the gradient of, and is none of its arguments.
+@contextlib.contextmanager
+def _no_captures(known: Sequence[Any]) -> Iterator[None]:
+    """Raise _CapturedError if the block uses other watched tensors from outside than `known`.
 
-    To the tape around the towers that would be nothing: a wrong gradient, and no word.
+    To the tape around the towers they would be nothing: a wrong gradient, and no word.
     """
-
-    def __init__(self, known: Sequence[Any]):
-        """Set what a tower is called with."""
-        self.known = {id(x) for x in tf.nest.flatten(list(known), expand_composites=True)}
-
-    def __enter__(self) -> None:
-        """Note how much was there before."""
-        self.graph = tf.compat.v1.get_default_graph()
-        self.num_before = len(self.graph.get_operations())
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        """Look at what was made since then."""
-        made = self.graph.get_operations()[self.num_before :] if kind is None else []
-        names, found = {op.name for op in made}, {}
-        for op in made:
-            for x in op.inputs:
-                old = x.op.name not in names and id(x) not in self.known
-                if old and x.dtype.is_floating and tf_private.is_recording([x]):
-                    found[id(x)] = x
-        if found:
-            raise _CapturedError(list(found.values()))
-
-
-def _gathered(
-    builder: Any, of_inputs: list[list], sums: list[list], whole_ones: Sequence[Any]
-) -> list[Any]:
-    """Return the gradients of inputs, of which each slice has its rows, and of what has none."""
-    with tf.name_scope("gather"):
-        with tf.device(builder.gather_device):
-            inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
-        return inputs + gather.sum_at(sums, places(builder, whole_ones))
-
-
-def _examples(parts: Sequence[_Part]) -> list[tf.Tensor]:
-    """Return how many examples each tower has had over all parts."""
-    found = [tf.convert_to_tensor(part.count) for part in parts[0].slices]
-    for part in parts[1:]:
-        for i, own in enumerate(part.slices):
-            found[i] += tf.cast(own.count, found[i].dtype)
-    return found
-
-
-def _is_watched(leaf: Any) -> bool:
-    """Tell whether a tape wants the gradient of a leaf of a batch."""
-    dense = isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating
-    return dense and tf_private.is_recording([leaf])
-
-
-def _split_like(
-    outputs: Sequence[Sequence[tf.Tensor]], joined: Sequence[tf.Tensor]
-) -> list[list[tf.Tensor]]:
-    """Return for each slice its rows of what was joined of the slices' outputs."""
-    columns = zip(joined, zip(*outputs, strict=True), strict=True)
-    split = [tf.split(value, list(map(num_rows, own)), num=len(own)) for value, own in columns]
-    return [list(rows) for rows in zip(*split, strict=True)]
+    known_ids = {id(x) for x in tf.nest.flatten(list(known), expand_composites=True)}
+    graph = tf.compat.v1.get_default_graph()
+    num_before = len(graph.get_operations())
+    yield
+    made = graph.get_operations()[num_before:]
+    names, found = {op.name for op in made}, {}
+    for op in made:
+        for x in op.inputs:
+            old = x.op.name not in names and id(x) not in known_ids
+            if old and x.dtype.is_floating and tf_private.is_recording([x]):
+                found[id(x)] = x
+    if found:
+        raise _CapturedError(list(found.values()))
 
 
 def _checks_of_shapes(outputs: Sequence[Sequence[tf.Tensor]]) -> list[tf.Operation]:
-    """Return ops that refuse outputs whose axes differ between slices; refuse what is known now."""
+    """Return ops that check that outputs of slices differ in axis 0 alone; check what is known."""
     message = (
         "towers return outputs of several shapes, which cannot be joined along the batch: an axis "
         "depends on the examples of a slice, as by to_tensor() of ragged rows; give it a fixed size"
@@ -345,7 +301,7 @@ def _checks_of_shapes(outputs: Sequence[Sequence[tf.Tensor]]) -> list[tf.Operati
 
 
 def _values(structure: Any) -> list[tf.Tensor]:
-    """Return what has gradients of a structure: a tensor of each leaf, its values if not dense."""
+    """Return the floating-point tensors in a structure, the values of leaves that are not dense."""
     found = map(_value, tf.nest.flatten(structure))
     return [value for value in found if value is not None and value.dtype.is_floating]
 
@@ -357,7 +313,7 @@ def _value(leaf: Any) -> tf.Tensor | None:
 
 
 def _with_values(structure: Any, values: Sequence[tf.Tensor]) -> Any:
-    """Return a structure with other values in the place of what `_values` finds in it."""
+    """Return a structure with its `_values` replaced."""
     values = iter(values)
 
     def replaced(leaf: Any) -> Any:

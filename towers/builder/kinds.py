@@ -1,4 +1,4 @@
-"""What is good for a CPU and what is good for a GPU, where the two differ.
+"""Which devices are GPUs, and which are on other machines.
 
 The same numbers can be had in several ways. A CPU is slow at bytes, and waits for nobody; a GPU is
 slow at beginning an op, and at what must come from the host. Where it matters, the way is chosen by
@@ -26,7 +26,7 @@ _in_block = False
 
 
 def is_gpu(device: str) -> bool:
-    """Tell whether a device is a GPU, or stands in for one; of "" it is not known: False."""
+    """Return whether a device is a GPU, or stands in for one; False for "", which may be any."""
     match = re.search(r"(gpu|cpu):(\d+)$", device.lower())
     if not match:
         return False
@@ -34,7 +34,7 @@ def is_gpu(device: str) -> bool:
 
 
 def are_gpus(devices: Sequence[str]) -> bool:
-    """Tell whether all these devices are GPUs."""
+    """Return whether all these devices are GPUs."""
     return all(map(is_gpu, devices))
 
 
@@ -47,7 +47,7 @@ def machine_of(device: str) -> str:
 
 
 def are_remote(devices: Iterable[str]) -> bool:
-    """Tell whether any of these devices is on another machine, or of another process."""
+    """Return whether any of these devices is of another machine or process."""
     return any(map(machine_of, devices))
 
 
@@ -61,16 +61,13 @@ def devices_here(kind: str | None = None) -> list[str]:
 
 
 def stand_in() -> bool:
-    """Tell whether logical CPU devices but the first, which is the host, stand in for GPUs."""
+    """Return whether logical CPU devices but the first, which is the host, stand in for GPUs."""
     return _in_block or os.environ.get(SWITCH, "") not in ("", "0")
 
 
 @contextlib.contextmanager
 def cpus_for_gpus() -> Iterator[None]:
-    """Let logical CPU devices stand in for GPUs in the block: for tests, and to read what is made.
-
-    What is traced or built in the block stays as it is after it.
-    """
+    """Make logical CPU devices stand in for GPUs in what is traced or built in the block."""
     global _in_block
     before, _in_block = _in_block, True
     try:

@@ -11,13 +11,13 @@ NO_LAYER = "the loss function itself"
 
 
 def tower_of(name: str) -> int | None:
-    """Return the tower in whose scope the op of this name stands, or None."""
+    """Return the number of the tower in whose scope an op stands, or None."""
     match = re.search(r"(?:^|/)tower_(\d+)(?:_\d+)?/", name)
     return int(match[1]) if match else None
 
 
 def layer_of(name: str) -> str:
-    """Return the layers that the op of this name stands in, outermost first: "cnn/conv1"."""
+    """Return the layers in whose scopes an op stands, outermost first: "cnn/conv1"."""
     below = re.split(r"(?:^|/)tower_\d+(?:_\d+)?/", name)[-1]
     # TensorFlow makes a scope's name unique with a number.
     scopes = [re.sub(r"_\d+$", "", scope) for scope in below.split("/")[:-1]]

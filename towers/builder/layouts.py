@@ -12,29 +12,23 @@ _EFFECT = 1e-4  # of the largest change: less is rounding
 
 def from_shapes(few: Trace, more: Trace) -> list[Drawn]:
     """Return what the shapes of draws for two numbers of examples tell."""
-    pairs = zip(few.draws, more.draws, strict=True)
-    return [_drawn(a, b, few.size, more.size) for a, b in pairs]
-
-
-def _drawn(few: tuple, more: tuple, few_size: int, more_size: int) -> Drawn:
-    op, shape, name = few
-    if shape is None or more[1] is None or len(shape) != len(more[1]):
-        return Drawn(op, None, None, name)
-    dims = []
-    for a, b in zip(shape, more[1], strict=True):
-        if a is None or b is None:
-            return Drawn(op, None, None, name)
-        factor, rest = divmod(b - a, more_size - few_size)
-        dims.append((a - factor * few_size, factor))
-        if rest:
-            return Drawn(op, None, None, name)
-    dims = tuple(dims)
-    axes = [axis for axis, (_, factor) in enumerate(dims) if factor]
-    if not axes:
-        return Drawn(op, dims, WHOLE, name)
-    if len(axes) > 1 or dims[axes[0]][0] or dims[axes[0]][1] < 0:
-        return Drawn(op, dims, None, name)
-    return Drawn(op, dims, Layout(axes[0]), name)
+    found = []
+    for (op, shape, layer), (_, other, _) in zip(few.draws, more.draws, strict=True):
+        known = shape is not None and other is not None and None not in (*shape, *other)
+        if not known or len(shape) != len(other):
+            found.append(Drawn(op, None, None, layer))
+            continue
+        growth = [divmod(b - a, more.size - few.size) for a, b in zip(shape, other, strict=True)]
+        dims = tuple(
+            (a - factor * few.size, factor) for a, (factor, _) in zip(shape, growth, strict=True)
+        )
+        axes = [axis for axis, (_, factor) in enumerate(dims) if factor]
+        layout = Layout(axes[0]) if axes else WHOLE
+        if len(axes) > 1 or (axes and (dims[axes[0]][0] or dims[axes[0]][1] < 0)):
+            layout = None
+        linear = not any(rest for _, rest in growth)
+        found.append(Drawn(op, dims, layout, layer) if linear else Drawn(op, None, None, layer))
+    return found
 
 
 def find_order(tracer: Tracer, few: Trace, draws: list[Drawn]) -> None:
@@ -49,37 +43,32 @@ def find_order(tracer: Tracer, few: Trace, draws: list[Drawn]) -> None:
     }
     for place, drawn in folded.items():
         draws[place] = dataclasses.replace(drawn, layout=None)  # until it is found
-    if folded:
-        shapes = {place: few.draws[place][1] for place in folded}
-        trace, inputs = tracer.trace(few.size, nudged=shapes), tracer.examples(few.size)
-        for place, drawn in folded.items():
-            layout = _order(trace, inputs, shapes, place, drawn)
-            draws[place] = dataclasses.replace(drawn, layout=layout)
+    if not folded:
+        return
+    shapes = {place: few.draws[place][1] for place in folded}
+    trace, inputs = tracer.trace(few.size, nudged=shapes), tracer.examples(few.size)
 
+    def reaches_only(place: int, axis: int, own: np.ndarray, example: int) -> bool:
+        """Return whether perturbing an example's own numbers changes that example only."""
+        nudges = {p: np.zeros(shape, np.int8) for p, shape in shapes.items()}
+        np.moveaxis(nudges[place], axis, 0)[own] = 1
+        low, high = (
+            run(trace, inputs, nudges=[sign * nudge for nudge in nudges.values()])["rows"]
+            for sign in (-1, 1)
+        )
+        change = np.max(np.abs(high - low), axis=1, initial=0)
+        others = np.delete(change, example)
+        return bool(change[example] > 0 and others.max() <= _EFFECT * change[example])
 
-def _order(trace: Trace, inputs: list, shapes: dict, place: int, drawn: Drawn) -> Layout | None:
-    """Return the layout of a draw, None if its numbers reach several examples in any order."""
-    axis = drawn.layout.axis
-    of_each = drawn.dims[axis][1]
-    for inner in range(of_each, 0, -1):
-        if of_each % inner == 0:
+    for place, drawn in folded.items():
+        axis = drawn.layout.axis
+        of_each = drawn.dims[axis][1]
+        for inner in range(of_each, 0, -1):
             owners = np.arange(shapes[place][axis]) // inner % trace.size
             ends = 0, trace.size - 1
-            if all(_reaches_only(trace, inputs, shapes, place, axis, owners == e, e) for e in ends):
-                return Layout(axis, None if inner == of_each else inner)
-    return None
-
-
-def _reaches_only(
-    trace: Trace, inputs: list, shapes: dict, place: int, axis: int, own: np.ndarray, example: int
-) -> bool:
-    """Tell whether an example's own numbers change what is returned of it, and of no other."""
-    nudges = {p: np.zeros(shape, np.int8) for p, shape in shapes.items()}
-    np.moveaxis(nudges[place], axis, 0)[own] = 1
-    low, high = (
-        run(trace, inputs, nudges=[sign * nudge for nudge in nudges.values()])["rows"]
-        for sign in (-1, 1)
-    )
-    change = np.max(np.abs(high - low), axis=1, initial=0)
-    others = np.delete(change, example)
-    return bool(change[example] > 0 and others.max() <= _EFFECT * change[example])
+            if of_each % inner == 0 and all(
+                reaches_only(place, axis, owners == end, end) for end in ends
+            ):
+                layout = Layout(axis, None if inner == of_each else inner)
+                draws[place] = dataclasses.replace(drawn, layout=layout)
+                break

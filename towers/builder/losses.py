@@ -1,4 +1,4 @@
-"""A loss function in a tower: its sum over the slice, what is asked of it, and of the variables."""
+"""A loss function in a tower: its sum over the slice, and the checks of it and its variables."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -61,26 +61,26 @@ def gradients_of_sum(forward: Any, variables: Sequence[tf.Variable]) -> list[Any
     What float8 keeps of the gradients of outputs is of the mean over all examples.
     """
     replica = forward.replica
-    scope, rows, loss = replica.scope, replica.part.rows, forward.results[0][0]
-    if not scope.overwritten or rows is None:
+    overwritten, rows, loss = replica.scope.overwritten, replica.part.rows, forward.results[0][0]
+    if not overwritten or rows is None:
         return replica.zero_if_empty(forward.backward(loss, None, variables))
     total = tf.cast(rows.total, loss.dtype)
     found = replica.zero_if_empty(forward.backward(loss, 1.0 / total, variables))
     return [
-        g if id(v) in scope.overwritten else map_values(lambda x: x * tf.cast(total, x.dtype), g)
+        g if id(v) in overwritten else map_values(lambda x: x * tf.cast(total, x.dtype), g)
         for g, v in zip(found, variables, strict=True)
     ]
 
 
 def checked(found: Rehearsal) -> Rehearsal:
-    """Return what is known of a loss function; refuse one that gives no row for each example."""
+    """Raise InputError if a loss function is known to give no row for each example."""
     if found.by_example is False:
         raise InputError(_NO_LOSSES.format("another shape"))
     return found
 
 
 def _checked(losses: Any, part: Slice) -> tf.Tensor:
-    """Return `losses` as a tensor [b], in float32 at least: sums in 16 bits lose examples."""
+    """Return `losses` as a tensor [b], in float32 at least."""
     losses = tf.convert_to_tensor(losses)
     if not losses.dtype.is_floating:
         raise InputError(
@@ -102,17 +102,17 @@ def variables_and_copies(
     variables: Sequence[Any], tower: int
 ) -> tuple[list[tf.Variable], dict[int, tf.Variable]]:
     """Return the variables that a tower reads, and {id of what `loss_fn` uses: its own copy}."""
-    own = [_tf_variable(v.values[tower] if isinstance(v, PerTower) else v) for v in variables]
+    own = []
+    for variable in variables:
+        variable = variable.values[tower] if isinstance(variable, PerTower) else variable
+        if not isinstance(variable, keras.Variable | tf.Variable):
+            raise ValueError(
+                "variables must be a list of tf.Variables or keras.Variables, but holds "
+                f"{variable!r}"
+            )
+        own.append(variable.value if isinstance(variable, keras.Variable) else variable)
     pairs = zip(variables, own, strict=True)
     return own, {id(v.values[0]): copy for v, copy in pairs if isinstance(v, PerTower)}
-
-
-def _tf_variable(variable: Any) -> tf.Variable:
-    if not isinstance(variable, keras.Variable | tf.Variable):
-        raise ValueError(
-            f"variables must be a list of tf.Variables or keras.Variables, but holds {variable!r}"
-        )
-    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def masters_of(variables: Sequence[Any]) -> list[tf.Variable]:

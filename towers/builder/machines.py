@@ -1,8 +1,8 @@
-"""What crosses the network between machines.
+"""Reads and sums that cross devices and machines, each as few transfers as can be.
 
 A variable that lies on another machine comes to each machine once, and is handed on there; what the
 towers of a machine have is summed there before it leaves. Small tensors cross as one: a round trip
-costs both sides more than the bytes.
+costs both sides more than the bytes, and a GPU waits at each transfer.
 """
 
 import contextlib
@@ -12,10 +12,12 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.kinds import machine_of
+from towers.builder.kinds import is_gpu, machine_of
 from towers.builder.packed import is_small, pack, unpack
+from towers.builder.splitting import is_device
 
 SCOPE = "small_reads"
+FETCHED = "fetched_state"  # the scope of what differs between towers in a graph, as their places do
 
 
 class Reads:
@@ -31,10 +33,11 @@ class Reads:
         machines = list(map(machine_of, devices))
         self._first = dict(zip(reversed(machines), reversed(devices), strict=True))
         self._stand_ins: dict[tuple[str, int], tf.Tensor] = {}
-        self._small: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]] = {}  # not joined yet
+        # {(source, device, type): (variable, stand-in)} of small ones, which are not joined yet.
+        self._small: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]] = {}
 
     def on(self, device: str) -> contextlib.AbstractContextManager[None]:
-        """Let the tower on a device read in the block what will have come to its machine."""
+        """Make the tower on `device` read, in the block, what has come to its machine."""
         machine = machine_of(device)
         if self._eager or not machine:
             return contextlib.nullcontext()
@@ -43,17 +46,17 @@ class Reads:
             inside = tf.compat.v1.get_default_graph() is not self._graph  # of a loop, a branch
             if inside or machine_of(variable.device) == machine:
                 return own(variable)
-            small = is_small(variable)
-            key = machine, id(variable)
+            key, first = (machine, id(variable)), self._first[machine]
             if key not in self._stand_ins:
+                small = is_small(variable)
                 value = tf.zeros(variable.shape, variable.dtype) if small else own(variable)
                 # An op that remains: without an identity between them each tower would get it, and
                 # whatever TensorFlow makes a constant, as a shape, would wait for the read itself.
-                with tf.device(self._first[machine]):
+                with tf.device(first):
                     stand_in = tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
                 self._stand_ins[key] = stand_in
                 if small:
-                    group = machine, variable.device, variable.dtype
+                    group = variable.device, first, variable.dtype
                     self._small.setdefault(group, []).append((variable, stand_in))
             with tf.device(device):
                 return tf.identity(self._stand_ins[key])
@@ -61,20 +64,54 @@ class Reads:
         return tf_private.reads_replaced(read)
 
     def join(self) -> None:
-        """Let small values come, those from one device as one tensor: it costs one round trip."""
-        for (machine, source, _), reads in self._small.items():
-            variables = [variable for variable, _ in reads]
-            with tf.device(source), tf.name_scope(SCOPE):
-                packed = pack([tf.convert_to_tensor(variable) for variable in variables])
-            with tf.device(self._first[machine]), tf.name_scope(SCOPE):
-                values = unpack(packed, variables)
-            for (_, stand_in), value in zip(reads, values, strict=True):
-                tf_private.set_input(stand_in.op, value)
-        self._small.clear()
+        """Replace the stand-ins of small values by what is read, one transfer for each source."""
+        _join(self._small, SCOPE)
+
+
+class Fetches:
+    """What a tower on a GPU reads of state that lies on other devices, as one transfer for all.
+
+    Trained variables have tapes to watch them, and copies of their own.
+    """
+
+    def __init__(self, device: str):
+        """Set the tower's device; nothing is read yet."""
+        self._device, self._graph = device, tf.compat.v1.get_default_graph()
+        self._reads: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]] = {}
+
+    def fetch(self, variable: tf.Variable) -> tf.Tensor | None:
+        """Return a stand-in for a variable's value, None if the tower may as well read it."""
+        packs = variable.dtype.is_floating or variable.dtype in (tf.int64, tf.uint32)
+        if variable.trainable or not packs or not is_gpu(self._device):
+            return None
+        here = is_device(variable.device, self._device)
+        if here or tf.executing_eagerly() or tf.compat.v1.get_default_graph() is not self._graph:
+            return None
+        with tf.name_scope(FETCHED):
+            stand_in = tf.identity(tf.zeros(variable.shape, variable.dtype))
+        group = variable.device, self._device, variable.dtype
+        self._reads.setdefault(group, []).append((variable, stand_in))
+        return stand_in
+
+    def join(self) -> None:
+        """Replace the stand-ins by what is read."""
+        _join(self._reads, "fetch")
+
+
+def _join(groups: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]], scope: str) -> None:
+    for (source, device, _), reads in groups.items():
+        variables = [variable for variable, _ in reads]
+        with tf.device(source), tf.name_scope(scope):
+            packed = pack([tf.convert_to_tensor(variable) for variable in variables])
+        with tf.device(device), tf.name_scope(scope):
+            values = unpack(packed, variables)
+        for (_, stand_in), value in zip(reads, values, strict=True):
+            tf_private.set_input(stand_in.op, value)
+    groups.clear()
 
 
 def sums(values: Sequence[Any], devices: Sequence[str], add: Callable) -> Sequence[Any]:
-    """Return for each machine the sum by `add` of what its towers have; `values` if all are here.
+    """Return the sum by `add` of each machine's `values`; `values` themselves if all are here.
 
     Args:
         values: of the towers; the last may have none.
@@ -97,10 +134,7 @@ def sums(values: Sequence[Any], devices: Sequence[str], add: Callable) -> Sequen
 def sent_last(
     losses: Sequence[tf.Tensor], gradients: Sequence[Any], devices: Sequence[str]
 ) -> list[tf.Tensor]:
-    """Return the towers' losses, those on other machines as they are once their gradients are done.
-
-    So what comes from there tells of both, in one message.
-    """
+    """Make each remote loss wait for its gradients, so that both arrive in one message."""
     found = []
     for loss, own, device in zip(losses, gradients, devices, strict=False):
         if machine_of(device):

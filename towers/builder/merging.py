@@ -13,20 +13,11 @@ from towers.builder.packed import pack, unpack
 from towers.builder.splitting import PerTower
 
 
-def assign_once(
-    scopes: Sequence[TowerScope], policies: Mapping[int, str]
-) -> list[keras.Variable]:
-    """Make the assignments that the towers' scopes keep, one for each variable.
+def assign_once(scopes: Sequence[TowerScope], policies: Mapping[int, str]) -> list[keras.Variable]:
+    """Make the assignments that closed scopes record; return variables of unknown aggregation.
 
-    What nobody knows better is taken for an average if it is a float, else for a counter of steps.
-
-    Args:
-        scopes: of the towers, closed.
-        policies: {id of a variable: how the towers' values make one, see `merge`}, for those that
-            do not say it themselves.
-
-    Returns:
-        The variables of which nothing said how several values make one.
+    These are taken for averages if they are floats, else for counters of steps. `policies` are, by
+    id, those of variables that do not say it themselves; see `merge`.
     """
     found: dict[int, tuple[keras.Variable, list[TowerScope]]] = {}
     for scope in scopes:
@@ -40,30 +31,38 @@ def assign_once(
         if len(own) > 1 and not (policy or averaged or variable.name == SEED_STATE):
             unknown.append(variable)
         policy = policy or "mean"
-        group: Any = _packs_with(variable, policy, own) or key
+        # What GPUs assign leaves each of them as one tensor.
+        moved = all(key in scope.moved for scope in own)
+        packs = (moved or len(own) > 1) and policy != "first"
+        packs = packs and is_gpu(own[0].device) and variable.value.dtype.is_floating
+        group: Any = (policy, variable.dtype, moved, *map(id, own)) if packs else key
         groups.setdefault(group, (policy, own, []))[2].append(variable)
     for group, (policy, own, variables) in groups.items():
         if isinstance(group, tuple):
-            values = unpack(_packed(policy, own, variables), [v.value for v in variables])
+            packed = _merge_packed(policy, own, variables, moved=group[2])
+            values = unpack(packed, [v.value for v in variables])
         else:
-            values = [_merged(policy, own, variables[0])]
+            values = [scope.value_of(variables[0]) for scope in own]
+            if len(values) > 1:
+                values, counts = map(tf.convert_to_tensor, values), [scope.count for scope in own]
+                values = [merge(policy, variables[0].value, list(values), counts)]
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
     return unknown
 
 
 def policy_of(variable: keras.Variable) -> str | None:
-    """Return how a variable itself says that the values of several towers make one, or None."""
+    """Return the policy that a variable's own `aggregation` names, or None."""
     policies = {"sum": "sum", "mean": "mean", "only_first_replica": "first"}
     return policies.get(getattr(variable, "aggregation", None))
 
 
 def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]) -> tf.Tensor:
-    """Return the one value that the towers' `values` of a variable make.
+    """Combine the towers' `values` of a variable into one.
 
     Args:
         policy: "first" tower's; "sum" of the changes; "mean", weighted by examples; "max"; "min".
-        before: what the variable was.
+        before: the variable's value before.
         values: of the towers.
         counts: their numbers of examples.
     """
@@ -74,10 +73,9 @@ def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]
         )]
     if policy == "sum":
         return tf.add_n([before, *(value - before for value in values)])
-    if policy == "max":
-        return tf.reduce_max(tf.stack(values), axis=0)
-    if policy == "min":
-        return tf.reduce_min(tf.stack(values), axis=0)
+    if policy in ("max", "min"):
+        reduce = tf.reduce_max if policy == "max" else tf.reduce_min
+        return reduce(tf.stack(values), axis=0)
     if policy == "mean" and values[0].dtype.is_floating:
         values = [widen(value) for value in values]
         weights = [tf.cast(count, values[0].dtype) for count in counts]
@@ -107,38 +105,19 @@ def with_new_values(
 
 
 def widen(value: tf.Tensor) -> tf.Tensor:
-    """Return `value` in float32 at least: sums in 16 bits lose examples."""
+    """Cast to float32 at least: sums in 16 bits lose examples."""
     return tf.cast(value, tf.float32) if value.dtype.size < 4 else value
 
 
-def _merged(policy: str, scopes: Sequence[TowerScope], variable: keras.Variable) -> Any:
-    """Return the one value that towers' values of a variable make."""
-    values = [scope.value_of(variable) for scope in scopes]
-    if len(values) == 1:
-        return values[0]
-    values = [tf.convert_to_tensor(value) for value in values]
-    return merge(policy, variable.value, values, [scope.count for scope in scopes])
-
-
-# What GPUs assign leaves each of them as one tensor.
-
-
-def _packs_with(
-    variable: keras.Variable, policy: str, scopes: Sequence[TowerScope]
-) -> tuple | None:
-    """Return what tells which others a variable goes with, None if it goes by itself."""
-    moved = all(id(variable) in scope.moved for scope in scopes)
-    needed = (moved or len(scopes) > 1) and policy != "first"
-    if needed and is_gpu(scopes[0].device) and variable.value.dtype.is_floating:
-        return policy, variable.dtype, moved, *map(id, scopes)
-    return None
-
-
-def _packed(
-    policy: str, scopes: Sequence[TowerScope], variables: Sequence[keras.Variable]
+def _merge_packed(
+    policy: str, scopes: Sequence[TowerScope], variables: Sequence[keras.Variable], moved: bool
 ) -> tf.Tensor:
-    """Return the values of variables that pack together, flat, on the current device."""
-    moved = all(id(variables[0]) in scope.moved for scope in scopes)
+    """Return the merged values of variables that pack together, flat, on the current device."""
+
+    def of_elements(numbers: Sequence[float], dtype: tf.DType) -> tf.Tensor:
+        sizes = [v.value.shape.num_elements() for v in variables]
+        return tf.constant(np.repeat(numbers, sizes), dtype)
+
     averages = [scopes[0].moved.get(id(v)) for v in variables]
     one_part = len({scope.device for scope in scopes}) == len(scopes)
     if moved and one_part and all(average.shared for average in averages):
@@ -148,25 +127,20 @@ def _packed(
         with tf.device(scope.device):
             if moved:
                 own = [scope.moved[id(v)] for v in variables]
-                weights = _of_each([average.weight for average in own], variables)
                 value = pack([average.value for average in own])
-                values.append(value * tf.constant(weights, value.dtype))
+                value *= of_elements([average.weight for average in own], value.dtype)
             else:
-                values.append(pack([tf.cast(scope.value_of(v), v.dtype) for v in variables]))
+                value = pack([tf.cast(scope.value_of(v), v.dtype) for v in variables])
+            values.append(value)
     before = pack([v.value for v in variables])
     if policy == "mean":
         value = _mean(values, scopes)
     else:
         value = merge(policy, before, values, [scope.count for scope in scopes])
     if moved:
-        momenta = _of_each([average.momentum for average in averages], variables)
-        value += tf.cast(before, value.dtype) * tf.constant(momenta, value.dtype)
+        momenta = of_elements([average.momentum for average in averages], value.dtype)
+        value += tf.cast(before, value.dtype) * momenta
     return value
-
-
-def _of_each(numbers: Sequence[float], variables: Sequence[keras.Variable]) -> np.ndarray:
-    """Return a number for each element of packed variables, from one for each variable."""
-    return np.repeat(numbers, [v.value.shape.num_elements() for v in variables])
 
 
 def _mean(values: Sequence[tf.Tensor], scopes: Sequence[TowerScope]) -> tf.Tensor:
@@ -178,10 +152,10 @@ def _mean(values: Sequence[tf.Tensor], scopes: Sequence[TowerScope]) -> tf.Tenso
     weighted: dict[str, list[tf.Tensor]] = {}
     for value, scope in zip(values, scopes, strict=True):
         with tf.device(scope.device):
-            value, count = widen(value), scope.count
+            value = widen(value)
             if not known:
                 value = tf.concat([value, tf.ones([1], value.dtype)], axis=0)
-            product = tf.math.multiply_no_nan(value, tf.cast(count, value.dtype))
+            product = tf.math.multiply_no_nan(value, tf.cast(scope.count, value.dtype))
             weighted.setdefault(scope.device, []).append(product)
     sums = []
     for device, own in weighted.items():

@@ -17,12 +17,12 @@ SMALL_BYTES = 2**16
 
 
 def is_large(variable: Any) -> bool:
-    """Tell whether a variable is better left alone."""
+    """Return whether packing a variable would cost more than it saves."""
     return _num_bytes(variable) > LARGE_BYTES
 
 
 def is_small(value: Any) -> bool:
-    """Tell whether a variable or tensor is better sent to another machine together with others."""
+    """Return whether a variable or tensor is better sent to another machine with others."""
     return value.shape.is_fully_defined() and _num_bytes(value) <= SMALL_BYTES
 
 
@@ -31,11 +31,10 @@ def _num_bytes(value: Any) -> int:
 
 
 def dense(gradient: Any, variable: Any) -> Any:
-    """Return a sparse gradient of a variable that is not large as a dense one.
+    """Make a sparse gradient dense, unless its variable is large.
 
-    Not for an optimizer of Keras that is called by itself: it squares each row, not their sum. To
-    find which rows there are would make the host wait for the GPU, and towers' rows are not summed
-    by collectives.
+    Not for a Keras optimizer that is called by itself: it squares each row, not their sum. To find
+    which rows there are would make the host wait for the GPU, and collectives do not sum rows.
     """
     if not isinstance(gradient, tf.IndexedSlices) or is_large(variable):
         return gradient
@@ -43,17 +42,17 @@ def dense(gradient: Any, variable: Any) -> Any:
 
 
 def pack(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return the elements of tensors of one type, one tensor after the other, `[total]`."""
+    """Concatenate the elements of tensors of one type into one tensor `[total]`."""
     flat = [tf.reshape(value, [-1]) for value in values]
     return tf.concat(flat, axis=0) if len(flat) > 1 else flat[0]
 
 
 def unpack(packed: tf.Tensor, like: Sequence[Any]) -> list[tf.Tensor]:
-    """Return the parts of what `pack` made of tensors of these shapes, or of those of `like`."""
+    """Split what `pack` made into tensors of the shapes of `like`."""
     sizes = [value.shape.num_elements() for value in like]
     if packed.dtype.is_floating:
         parts = tf.split(packed, sizes) if len(sizes) > 1 else [packed]
     else:  # of other types a GPU has no split
-        stops = list(itertools.accumulate(sizes))
+        stops = itertools.accumulate(sizes)
         parts = [packed[stop - size : stop] for stop, size in zip(stops, sizes, strict=True)]
     return [tf.reshape(part, value.shape) for part, value in zip(parts, like, strict=True)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-_PHILOX = 1
+PHILOX = 1  # TensorFlow's number of the algorithm
 _KEY_OF_SEEDS = 0x02461E293EC8F720  # TensorFlow's, of the draw that makes a key of each seed
 _LEAST = 1e-7  # of the uniform number whose logarithm is taken
 # Bits of a number between 1 and 2 of each type: those of its fraction, and all others.
@@ -24,19 +24,14 @@ _NARROW = {
 
 
 def key_and_counter(seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return what TensorFlow's StatelessRandomGetKeyCounter makes of a seed, made on the device.
+    """Return the key, uint64 `[1]`, and the counter, uint64 `[2]`, of a seed of integers `[2]`.
 
-    A GPU's kernel of that op has all of its arguments in the host's memory, though the seed comes
-    from the device, and the draws want key and counter there: the host would wait for the GPU.
-
-    Args:
-        seed: integers `[2]`.
-
-    Returns:
-        The key, uint64 `[1]`, and the counter, uint64 `[2]`.
+    They are those of TensorFlow's StatelessRandomGetKeyCounter, made on the device. A GPU's kernel
+    of that op has all of its arguments in the host's memory, though the seed comes from the device,
+    and the draws want key and counter there: the host would wait for the GPU.
     """
     words = tf.raw_ops.StatelessRandomUniformFullIntV2(
-        shape=[2, 2], key=[_KEY_OF_SEEDS], counter=tf.cast(seed, tf.uint64), alg=_PHILOX,
+        shape=[2, 2], key=[_KEY_OF_SEEDS], counter=tf.cast(seed, tf.uint64), alg=PHILOX,
         dtype=tf.uint32,
     )  # fmt: skip
     mixed = tf.bitcast(words, tf.uint64)
@@ -70,11 +65,7 @@ def stateless_random_normal_v2(
 
 
 def stateless_truncated_normal_v2(*_: Any, **__: Any) -> tf.Tensor:
-    """Refuse: TensorFlow's kernel draws until a number fits, and XLA does not.
-
-    Raises:
-        ValueError: always.
-    """
+    """Raise ValueError: TensorFlow's kernel draws until a number fits, and XLA does not."""
     raise ValueError(
         "a compiled tower cannot draw a truncated normal by example: draw a normal, or leave "
         "jit_compile out"
@@ -82,14 +73,12 @@ def stateless_truncated_normal_v2(*_: Any, **__: Any) -> tf.Tensor:
 
 
 def _words(number: tf.Tensor, key: Any, counter: Any, alg: Any) -> tf.Tensor:
-    """Return `number` words of 32 random bits."""
     return tf.raw_ops.StatelessRandomUniformFullIntV2(
         shape=[number], key=key, counter=counter, alg=alg, dtype=tf.uint32
     )
 
 
 def _uniform(words: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Make numbers in [0, 1) of words, of two each in float64."""
     if dtype == tf.float64:
         words = tf.cast(tf.reshape(words, [-1, 2]), tf.uint64)
         high = tf.bitwise.bitwise_and(words[:, 0], tf.constant(0xFFFFF, tf.uint64))

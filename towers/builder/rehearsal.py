@@ -3,17 +3,14 @@
 Towers are exact if each example is computed as on one device. Whether that is so, the function
 itself does not say: this axis of a draw may be the batch or be as long by chance, that state may be
 a sum or a mean. So it is rehearsed: traced for two numbers of examples, and what grows with them is
-the batch. Where shapes do not tell, it is run on a few examples, one thing is changed, and what
-follows from that is looked at.
+the batch. Where shapes do not tell, it is run on a few examples, and again with one thing changed.
 """
 
 import contextlib
 import dataclasses
 import functools
 import re
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -29,9 +26,7 @@ from towers.builder.tracing import FEW, MORE, Trace, Tracer, run
 from towers.errors import InputError
 
 _MULTIPLES = (1, 2, 4, 5, 7, 8, 10, 16)  # some functions take even numbers only, and so on
-_PATIENCE_SECONDS = 10.0
 _TRIALS = 6  # of shapes that values tell
-_NUM_KEPT = 4  # functions, of a training and its evaluation
 _COLOUR = re.compile(r"\x1b\[\d+m")
 
 
@@ -52,7 +47,7 @@ class Rehearsal:
 
     @functools.cached_property
     def doubts(self) -> list[str]:
-        """Lines that say what several towers may not compute as one device does."""
+        """What several towers may not compute as one device does, in lines."""
         why = f" (it could not be tried: {self.reason})" if self.reason else ""
         ops = self.few.ops if self.few else []
         found = doubts.random_ops(ops) + doubts.tables(ops)
@@ -63,7 +58,7 @@ class Rehearsal:
 
     @functools.cached_property
     def side_outputs(self) -> SideOutputs:
-        """Return what the function leaves in attributes, and how that of several towers is one."""
+        """What the function leaves in attributes, and how that of several towers is joined."""
         left, policies = self.few.left if self.few else [], []
         if left:
             with tf.init_scope():
@@ -77,7 +72,13 @@ class Rehearsal:
             return f"its output {self.few.strays.index(True)} has no row for each example"
         places = [i for i, x in enumerate(self.few.shapes) if x and not x.is_fully_defined()]
         with contextlib.suppress(Exception), tf.init_scope():
-            sizes = zip(*map(self._shapes_returned, range(_TRIALS)), strict=True)
+            trials = []
+            for trial in range(_TRIALS):
+                examples = self.tracer.examples(self.few.size, trial)
+                if not trial:
+                    examples = [tf.nest.map_structure(tf.zeros_like, x) for x in examples]
+                trials.append(run(self.few, examples)["shapes"])
+            sizes = zip(*trials, strict=True)
             for place, found in zip(places, sizes, strict=True):
                 if any(len(x) == 0 or x[0] != self.few.size for x in found):
                     return f"how many rows its output {place} has, the values of examples tell"
@@ -87,13 +88,6 @@ class Rehearsal:
                         "to_tensor() of ragged rows or a cut at the longest; give it a fixed size"
                     )
         return ""
-
-    def _shapes_returned(self, trial: int) -> list[Any]:
-        """Return shapes, unknown to the trace, of what is returned of examples; the first are 0."""
-        examples = self.tracer.examples(self.few.size, trial)
-        if not trial:
-            examples = [tf.nest.map_structure(tf.zeros_like, x) for x in examples]
-        return run(self.few, examples)["shapes"]
 
     @functools.cached_property
     def against_one_example(self) -> str:
@@ -110,52 +104,8 @@ class Rehearsal:
         )
 
 
-class Rehearsals:
-    """Rehearses functions, keeps what was found of the last ones, and says what is in doubt."""
-
-    def __init__(self, on_doubt: Callable[[str], None]):
-        """Set who is told."""
-        self._on_doubt = on_doubt
-        self._told: set[str] = set()
-        self._kept: list[tuple[list[Any], Rehearsal]] = []  # the newest first
-
-    def find(self, fn: Callable, batch: Sequence[Any]) -> Rehearsal:
-        """Return the rehearsal of a function, which may have been made anew of the same parts."""
-        parts = parts_of(fn, batch)
-        for before, found in self._kept:
-            if len(parts) == len(before) and all(map(_is_same, parts, before)):
-                return found
-        with _told_if_long():
-            found = rehearse(fn, batch)
-        self._kept = [(parts, found), *self._kept[: _NUM_KEPT - 1]]
-        return found
-
-    def tell(self, lines: Iterable[str]) -> None:
-        """Tell what has not been told yet."""
-        for line in lines:
-            if line not in self._told:
-                self._told.add(line)
-                self._on_doubt(line)
-
-
-@contextlib.contextmanager
-def _told_if_long() -> Iterator[None]:
-    """Say what is waited for if the block takes long; a large model may be traced for minutes."""
-    line = "waiting     the model is tried on a few examples, before its towers are made"
-    timer = threading.Timer(_PATIENCE_SECONDS, print, [line], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
 def parts_of(fn: Callable, batch: Sequence[Any]) -> list[Any]:
-    """Return what makes a function and its batch: equal parts, by `is` or ==, mean the same.
-
-    A loss function is often made anew in each step, of the same code around the same model.
-    """
+    """Return what makes a function and its batch: equal parts, by `is` or ==, mean the same."""
     shapes = []
     for leaf in tf.nest.flatten(list(batch)):
         shape = tf.TensorShape(getattr(leaf, "shape", None))
@@ -177,11 +127,6 @@ def parts_of(fn: Callable, batch: Sequence[Any]) -> list[Any]:
     return parts
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    """Tell whether two parts of a function are the same; tensors cannot be compared by ==."""
-    return a is b or (isinstance(a, str | int | float) and type(a) is type(b) and a == b)
-
-
 def rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
     """Find out how `fn` draws, and what it does with the state that it assigns.
 
@@ -192,7 +137,9 @@ def rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
     Raises:
         InputError: the function does what a tower may not; trying it has had its effects.
     """
-    return _rehearse(Tracer(tf_private.converted_as_here(fn), batch, _layers_of(fn)))
+    held = [part for part in parts_of(fn, ()) if isinstance(part, keras.Layer)]
+    layers = [layer for own in held for layer in tf_private.layers_of(own)]
+    return _rehearse(Tracer(tf_private.converted_as_here(fn), batch, layers))
 
 
 @tf.autograph.experimental.do_not_convert
@@ -215,10 +162,10 @@ def _rehearse(tracer: Tracer) -> Rehearsal:
             added = _added(tracer, few, draws)
             return dataclasses.replace(found, draws=draws, untold=tuple(few.states), added=added)
         draws, policies = layouts.from_shapes(few, more), {}
-        with _noted(reasons):
+        with _failure_noted(reasons):
             layouts.find_order(tracer, few, draws)
         if few.states:
-            with _noted(reasons):
+            with _failure_noted(reasons):
                 policies = states.policies_of(tracer, few, draws)
         untold = tuple(variable for variable in few.states if id(variable) not in policies)
         return dataclasses.replace(
@@ -228,9 +175,8 @@ def _rehearse(tracer: Tracer) -> Rehearsal:
 
 
 def _added(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> tuple[AddedLoss, ...]:
-    """Return how slices' losses that layers add make those of the batch."""
     reasons = []
-    with _noted(reasons):
+    with _failure_noted(reasons):
         return tuple(states.of_added(tracer, few, draws)) if few.adding else ()
     return tuple(AddedLoss(layer, None, False, *reasons) for layer in few.adding)
 
@@ -252,36 +198,24 @@ def _trace_few(tracer: Tracer) -> Trace | None:
     return found
 
 
-def _layers_of(fn: Callable) -> list[keras.Layer]:
-    """Return the layers that a function holds and all below them, the outermost first."""
-    held = [part for part in parts_of(fn, ()) if isinstance(part, keras.Layer)]
-    return [layer for own in held for layer in tf_private.layers_of(own)]
-
-
 def _trace(tracer: Tracer, size: int) -> Trace | None:
     """Return the trace for so many examples, None if it fails: the towers will say why."""
-    try:
+    reasons: list[str] = []
+    with _failure_noted(reasons):
         return tracer.trace(size, sparse=True)
-    except InputError:
-        raise
-    except Exception as error:
-        tracer.failure = _first_line(error)
-        return None
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error that says something; Keras' begin with where it was."""
-    lines = [_COLOUR.sub("", line).strip() for line in str(error).splitlines()]
-    told = [line for line in lines if line and not line.startswith("Exception encountered when")]
-    return (told or [type(error).__name__])[0][:150]
+    (tracer.failure,) = reasons
+    return None
 
 
 @contextlib.contextmanager
-def _noted(reasons: list[str]) -> Iterator[None]:
-    """Note why what is in the block fails, if it does."""
+def _failure_noted(reasons: list[str]) -> Iterator[None]:
+    """Add to `reasons` the first telling line of an error in the block, and go on after it."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
-        reasons.append(_first_line(error))
+        lines = [_COLOUR.sub("", line).strip() for line in str(error).splitlines()]
+        # Keras' errors begin with where they were raised.
+        told = [x for x in lines if x and not x.startswith("Exception encountered when")]
+        reasons.append((told or [type(error).__name__])[0][:150])

@@ -7,46 +7,34 @@ the whole batch computes is the work of this module, and of nothing else in the 
 |---|---|
 | a draw gives the numbers of the slice's rows of the batch's draw | `draws` |
 | BatchNorm takes its moments over all towers' examples | `batch_norm`, by `exchange` |
-| what is assigned is kept, and assigned once for all towers | `assignments`, `merging` |
+| what is assigned is recorded, and assigned once for all towers | `assignments`, `merging` |
 | losses that layers add stand for the whole batch | `added_losses` |
 | attributes of layers are those that one call leaves | `attributes` |
-| variables of other machines and GPUs come once | `machines`, `fetches` |
+| variables of other machines and GPUs come once | `machines` |
 | inner functions are inlined, or the copy is compiled by XLA | `xla` |
 """
 
 import contextlib
 import functools
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import (
-    added_losses,
-    batch_norm,
-    doubts,
-    faults,
-    gather,
-    kinds,
-    machines,
-    xla,
-)
-from towers.builder.assignments import TowerScope, assignments_refused, refuse_variable
+from towers.builder import added_losses, batch_norm, doubts, faults, gather, kinds, machines, xla
+from towers.builder.assignments import TowerScope, variables_refused
 from towers.builder.draws import Draws
 from towers.builder.exchange import Exchange
 from towers.builder.merging import assign_once
-from towers.builder.rehearsal import Rehearsal, Rehearsals
+from towers.builder.rehearsal import Rehearsal, parts_of, rehearse
 from towers.builder.splitting import Slice, check_devices, is_split
 
+_PATIENCE_SECONDS = 10.0
+_NUM_KEPT = 4  # functions, of a training and its evaluation
 _NUM_TRIED = 8  # functions, whose trials are not made again
-
-
-def check_options(batch_norm_mode: str, accumulate_steps: int) -> None:
-    """Raise ValueError if an option of `TowerBuilder` is out of range."""
-    batch_norm.check_mode(batch_norm_mode)
-    if accumulate_steps < 1:
-        raise ValueError(f"accumulate_steps={accumulate_steps} must be at least 1")
 
 
 class ReplicaContext:
@@ -62,22 +50,20 @@ class ReplicaContext:
         part: the tower's slice of the batch.
         own: {id of a Keras variable: what the tower reads in its place}; None, as of `map`, if the
             function may make variables, and assign any, of its own.
-        scope: holds what the last call has assigned.
+        scope: records what the last call has assigned.
     """
 
     scope: TowerScope | None = None
 
     def __init__(self, replicas: "Replicas", tower: int, part: Slice):
         """Set the tower and its slice; `replicas` are the contexts that this is one of."""
-        builder = replicas.builder
+        builder, exchange = replicas.builder, replicas.exchange
         self.tower, self.device, self.name = tower, builder.devices[tower], f"tower_{tower}"
         self.part, self.own = part, replicas.own
         self.by_xla = builder.jit_compile and replicas.own is not None
         self.draws = Draws(part.rows, replicas.found.draws, builder.jit_compile, self.device)
         self._replicas = replicas
-        self._member = replicas.exchange.member(tower) if replicas.exchange else None
-        if self._member and self.by_xla:
-            self._member = xla.NO_EXCHANGE
+        self._member = exchange.member(tower, self.by_xla) if exchange else None
 
     def __enter__(self) -> "ReplicaContext":
         """Draw by example, and read other machines' variables once for all towers of this one."""
@@ -98,25 +84,24 @@ class ReplicaContext:
         Yields:
             The scope that records assignments.
         """
+        fetch = self._member.fetch if self._member and not self.by_xla else None
         with contextlib.ExitStack() as stack:
-            fetch = self._member.fetch if self._member else None
             scope = stack.enter_context(TowerScope(self.own, self.device, fetch=fetch))
             moments = self._replicas.moments
             stack.enter_context(batch_norm.over_all_towers(self._member, moments, self.device))
             stack.enter_context(tf_private.functions_inlined(xla.read_outside))
             stack.enter_context(integers_on(self.device))
             if self.own is not None:
-                stack.enter_context(tf.variable_creator_scope(refuse_variable))
-                stack.enter_context(assignments_refused())
+                stack.enter_context(variables_refused())
             yield scope
 
     def call(self, fn: Callable) -> tuple[Any, list[Any]]:
         """Return what `fn` returns for the slice, and the tensors that it leaves in attributes."""
         if self.own is None and self.part.rows is None:  # nothing was split: it is just copied
             return fn(*self.part.batch), []
-        fn = self._replicas.found.side_outputs.around(fn)
+        fn, rows = self._replicas.found.side_outputs.around(fn), self.part.rows
         with self.replaced() as self.scope:
-            with added_losses.noted(self.scope, self.part.rows, self._replicas.added):
+            with added_losses.record_losses(self.scope, rows, self._replicas.added):
                 returned = fn(*self.part.batch)
         self.scope.close(self.part.count)
         return returned
@@ -128,12 +113,7 @@ class ReplicaContext:
         return added_losses.left_in(self.scope, self.part.rows, self._replicas.added)
 
     def compiled(self, compute: Callable, on_read: Callable = lambda *_: None) -> Any:
-        """Return what `compute()` returns, as one program of XLA's with `jit_compile`.
-
-        Args:
-            compute: makes calls; takes nothing, returns a structure of tensors.
-            on_read: see `xla.compiled`.
-        """
+        """Return what `compute()` returns, a structure of tensors, by XLA with `jit_compile`."""
         if not self.by_xla:
             return compute()
 
@@ -159,7 +139,7 @@ class ReplicaContext:
         return [gather.zero_if_empty(g, self.part.count) for g in gradients]
 
     def gradients(self, found: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Return the tower's gradients without those that are new values, which `scope` keeps."""
+        """Return the tower's gradients without those that are new values, which `scope` records."""
         found = self.scope.without_new_values(found, variables)
         return gather.fix_rows(found, variables, self._replicas.found.fixed_rows)
 
@@ -186,7 +166,7 @@ class Replicas:
         """
         check_devices([*builder.devices, builder.gather_device])
         self.builder, self.found, self.own, self.added = builder, found, own, added
-        self.moments, self.exchange = moments_of(builder), None
+        self.moments, self.exchange = _moments_of(builder), None
         if len(slices) > 1:
             counts = [part.count for part in slices]
             self.exchange = Exchange(counts, builder.devices[: len(slices)])
@@ -220,9 +200,15 @@ def call_copies(
 ) -> list[Any]:
     """Return what `fn` returns for each slice; make the assignments of all once.
 
-    With `to_join`, what stands in for no example is left out, and the losses that layers add are
-    joined, and added to the layers. To `before` is added what it has not of the assigned variables:
-    {id of a Keras variable: (its `tf.Variable`, its value before)}.
+    Args:
+        builder: the `TowerBuilder`.
+        fn: the towers' function.
+        slices: of the batch, one for each tower.
+        batch: the whole.
+        to_join: leave out what stands in for no example; join the losses that layers add, and add
+            them to the layers.
+        before: gets {id of a Keras variable: (its `tf.Variable`, its value before)} of what is
+            assigned, unless it has that.
     """
     found = builder.rehearse(fn, *batch, num_slices=len(builder.devices))
     replicas = Replicas(builder, slices, found, added=found.added if to_join else ())
@@ -251,28 +237,51 @@ def call_copies(
 
 
 class FunctionAnalyses:
-    """What is known of the functions that a builder copies, and who is told of what is not."""
+    """What is known of the last functions that a builder copies; it says what is in doubt."""
 
     def __init__(self, num_slices: int, on_doubt: Callable[[str], None]):
         """Set into how many slices batches are split, and who is told."""
-        self._num_slices, self._rehearsals = num_slices, Rehearsals(on_doubt)
-        self._tried: list[Rehearsal] = []  # the last ones
-        self.tell = self._rehearsals.tell
+        self._num_slices, self._on_doubt = num_slices, on_doubt
+        self._told: set[str] = set()
+        self._kept: list[tuple[list[Any], Rehearsal]] = []  # the newest first, as the next
+        self._tried: list[Rehearsal] = []
 
     def rehearse(
         self, fn: Callable, *batch: Any, num_slices: int | None = None, silent: bool = False
     ) -> Rehearsal:
         """Find out what a tower function does with its examples; doubts go to `on_doubt`, once.
 
-        The builder's methods do so by themselves, and what was found is kept. Of a batch that is
-        one slice (`num_slices`; None: as `gradients` splits it) nothing need be known. Values that
-        are known are tried, else made-up ones of their type and shape. If it is `silent`, nothing
-        is told yet: the function may not come to run on towers.
+        The builder's methods do so by themselves, and what was found is kept. Values that are known
+        are tried, else made-up ones of their type and shape.
+
+        Args:
+            fn: the function. It may have been made anew of the same code around the same model.
+            *batch: its arguments.
+            num_slices: that are made of the batch; None: as `gradients` splits it. Of a single one
+                nothing need be known.
+            silent: tell nothing yet: the function may not come to run on towers.
         """
         tf_private.refuse_fork()
         if (num_slices or self._num_slices) == 1 or not is_split(batch):
             return Rehearsal()
-        found = self._rehearsals.find(fn, batch)
+        parts = parts_of(fn, batch)
+        same = (
+            rehearsal
+            for before, rehearsal in self._kept
+            if len(parts) == len(before) and all(map(_is_same, parts, before))
+        )
+        found = next(same, None)
+        if found is None:
+            line = "waiting     the model is tried on a few examples, before its towers are made"
+            options = {"file": sys.stderr, "flush": True}
+            timer = threading.Timer(_PATIENCE_SECONDS, print, [line], options)
+            timer.daemon = True
+            timer.start()
+            try:
+                found = rehearse(fn, batch)
+            finally:
+                timer.cancel()
+            self._kept = [(parts, found), *self._kept[: _NUM_KEPT - 1]]
         if not silent:
             self.tell(found.doubts)
         return found
@@ -283,8 +292,20 @@ class FunctionAnalyses:
             self._tried = [found, *self._tried[:_NUM_TRIED]]
             self.tell(faults.seen_by_trials(found))
 
+    def tell(self, lines: Iterable[str]) -> None:
+        """Tell what has not been told yet."""
+        for line in lines:
+            if line not in self._told:
+                self._told.add(line)
+                self._on_doubt(line)
 
-def moments_of(builder: Any) -> str:
+
+def _is_same(a: Any, b: Any) -> bool:
+    # Tensors cannot be compared by ==.
+    return a is b or (isinstance(a, str | int | float) and type(a) is type(b) and a == b)
+
+
+def _moments_of(builder: Any) -> str:
     """Return what BatchNorm's moments can be taken over: eager towers wait for no other."""
     alone = tf.executing_eagerly() and not builder.jit_compile
     return "local" if alone else builder.batch_norm
@@ -295,17 +316,10 @@ def assigned(scopes: Iterable[TowerScope]) -> list[Any]:
     return list({id(v): v for scope in scopes for v in scope.assigned()}.values())
 
 
-def assign(builder: Any, scopes: Iterable[TowerScope], policies: dict[int, str]) -> None:
-    """Make the assignments that the towers' scopes keep, one for each variable.
-
-    Args:
-        builder: the `TowerBuilder`.
-        scopes: of its towers.
-        policies: see `merging.assign_once`.
-    """
-    scopes = list(scopes)
+def assign(builder: Any, scopes: Sequence[TowerScope], policies: dict[int, str]) -> None:
+    """Make the assignments that the scopes of a builder's towers record; see `assign_once`."""
     found = {id(v): v for v in assigned(scopes)}
-    if moments_of(builder) != builder.batch_norm and len(builder.devices) > 1:
+    if _moments_of(builder) != builder.batch_norm and len(builder.devices) > 1:
         if any(found.keys() & scope.averages for scope in scopes):
             builder.tell([doubts.LOCAL_BATCH_NORM])
     with tf.device(builder.gather_device), tf.name_scope("gather"):
@@ -314,7 +328,7 @@ def assign(builder: Any, scopes: Iterable[TowerScope], policies: dict[int, str])
 
 
 def integers_on(device: str) -> contextlib.AbstractContextManager:
-    """Let Keras' ops take int64 where a GPU is given int32, which it has the host work on."""
+    """Make Keras' ops take int64 on a GPU, which leaves int32 to the host."""
     if not kinds.is_gpu(device):
         return contextlib.nullcontext()
     return tf_private.ops_of_integers_replaced(lambda name: functools.partial(_by_int64, name))

@@ -10,10 +10,8 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder.draws import Rows
-from towers.builder.kinds import is_gpu
+from towers.builder.kinds import HOST, is_gpu
 from towers.errors import InputError
-
-_HOST = "/cpu:0"
 
 
 class PerTower:
@@ -52,7 +50,7 @@ class StoredRows:
 
     def of_tower(self, tower: int, start: Any, size: Any) -> tf.Tensor:
         """Return some of the batch's examples, on a tower's device."""
-        with tf.device(_HOST):
+        with tf.device(HOST):
             rows = self.rows[start : start + size]
         with tf.device(self.stored[tower].device):
             return tf.cast(tf.gather(self.stored[tower], rows), self.dtype)
@@ -67,7 +65,7 @@ tf.register_tensor_conversion_function(StoredRows, _whole)
 
 
 def as_devices(devices: Sequence[str]) -> list[str]:
-    """Return the towers' devices as a list; refuse a string, a number, and none."""
+    """Return the towers' devices as a list; raise ValueError if there is none."""
     found = [] if isinstance(devices, str | int) else list(devices)
     if not found:
         raise ValueError(
@@ -78,7 +76,7 @@ def as_devices(devices: Sequence[str]) -> list[str]:
 
 
 def check_devices(names: Sequence[str]) -> None:
-    """Refuse devices that TensorFlow has not: it would run on the CPU, and say nothing."""
+    """Raise InputError for a device that is not there: TensorFlow would silently take the CPU."""
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return  # a session has its own devices
     existing = [device.name for device in tf.config.list_logical_devices()]
@@ -88,7 +86,7 @@ def check_devices(names: Sequence[str]) -> None:
 
 
 def is_device(whole: str, name: str) -> bool:
-    """Tell whether a device's whole name is what a shorter one means: "/gpu:0"."""
+    """Return whether a device's whole name is what a shorter one means: "/gpu:0"."""
     here = tf.DeviceSpec(job="localhost", replica=0, task=0)
     device = here.make_merged_spec(tf.DeviceSpec.from_string(whole))
     return device.make_merged_spec(tf.DeviceSpec.from_string(name)) == device
@@ -96,17 +94,14 @@ def is_device(whole: str, name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A tower's part of the batch, and which rows of it these are; None: nothing was split.
-
-    `count` is the number of its examples, 0 if what it holds stands in for none.
-    """
+    """A tower's part of the batch."""
 
     batch: Any
-    rows: Rows | None
-    count: Any = None
+    rows: Rows | None  # of the batch; None: nothing was split
+    count: Any = None  # of its examples, 0 if what it holds stands in for none
 
     def may_be_empty(self) -> bool:
-        """Tell whether the number of examples is known only while it runs."""
+        """Return whether the number of examples is known only while it runs."""
         return tf.is_tensor(self.count)
 
     def kept(self, leaf: Any) -> Any:
@@ -129,11 +124,18 @@ def split(
     """
     tf_private.refuse_fork()
     leaves = as_leaves(batch, num_towers)
-    sizes_given = [num_rows(leaf) for leaf in leaves if not isinstance(leaf, PerTower)]
-    if not sizes_given:  # nothing to split: every tower runs once
+    sizes = [num_rows(leaf) for leaf in leaves if not isinstance(leaf, PerTower)]
+    if not sizes:  # nothing to split: every tower runs once
         values = [[leaf.values[i] for leaf in leaves] for i in range(num_towers)]
         return [Slice(tf.nest.pack_sequence_as(batch, part), None) for part in values]
-    total = _check_rows(sizes_given)
+    known = sorted({size for size in sizes if isinstance(size, int)})
+    message = "the tensors of a batch must have the same size along axis 0"
+    if len(known) > 1:
+        raise ValueError(f"{message}, not {known}")
+    total = known[0] if known else sizes[0]
+    for size in sizes:
+        if tf.is_tensor(size) and size is not total:
+            tf.debugging.assert_equal(size, total, message)
     slices = []
     for i, (start, size) in enumerate(slices_of(total, num_towers, num_rounds)):
         rows = Rows(start, size, total)
@@ -146,20 +148,43 @@ def split(
 
 def slices_of(total: Any, num_towers: int, num_rounds: int = 1) -> list[tuple[Any, Any]]:
     """Return (first row, number of rows) of each tower's slice, round by round."""
-    rounds = _slice_sizes(total, num_rounds)
-    sizes = [size for part in rounds for size in _slice_sizes(part, num_towers)]
+
+    def sizes_of(total: Any, number: int) -> list[Any]:
+        return [(total + number - 1 - i) // number for i in range(number)]
+
+    rounds = sizes_of(total, num_rounds)
+    sizes = [size for part in rounds for size in sizes_of(part, num_towers)]
     stops = itertools.accumulate(sizes)
     return [(stop - size, size) for size, stop in zip(sizes, stops, strict=True)]
 
 
 def is_split(batch: Sequence[Any]) -> bool:
-    """Tell whether anything in a batch is split, and not handed over as it is."""
+    """Return whether anything in a batch is split, and not handed over as it is."""
     return not all(isinstance(leaf, PerTower | None) for leaf in tf.nest.flatten(batch))
 
 
 def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
     """Return the leaves of a batch as what can be split, or as `PerTower`s for so many towers."""
-    return [_check_leaf(leaf, num_towers) for leaf in tf.nest.flatten(batch)]
+    leaves = []
+    for leaf in tf.nest.flatten(batch):
+        if leaf is None:
+            leaf = PerTower([None] * (num_towers or 1))
+        if isinstance(leaf, PerTower):
+            if num_towers not in (None, len(leaf.values)):
+                raise ValueError(
+                    f"PerTower holds {len(leaf.values)} values for {num_towers} towers: "
+                    "it must hold one for each"
+                )
+        elif not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor | StoredRows):
+            leaf = tf.convert_to_tensor(leaf)
+            if leaf.shape.rank == 0:
+                raise ValueError(
+                    "a batch is split along axis 0 and cannot hold scalars: make a list of numbers "
+                    "an array; capture a single value in the function, or hand it over as "
+                    "towers.PerTower"
+                )
+        leaves.append(leaf)
+    return leaves
 
 
 def occupied(slices: Sequence[Slice]) -> list[Slice]:
@@ -175,12 +200,11 @@ def rounds(slices: Sequence[Slice], num_towers: int) -> list[list[Slice]]:
 
 
 def is_empty(part: Slice) -> bool:
-    """Tell whether a slice surely holds no example."""
+    """Return whether a slice surely holds no example."""
     return part.rows is not None and not tf.is_tensor(part.rows.size) and part.rows.size == 0
 
 
 def _part(leaf: Any, tower: int, rows: Rows) -> Any:
-    """Return a tower's part of a leaf of the batch."""
     if isinstance(leaf, PerTower):
         return leaf.values[tower]
     if isinstance(leaf, StoredRows):
@@ -192,39 +216,14 @@ def _part(leaf: Any, tower: int, rows: Rows) -> Any:
             for first, others in ((rows.start, tf.zeros_like(rest)), (rows.size, rest))
         )
         return tf.sparse.slice(leaf, start, size)
-    with _beside(leaf):
+    # What was made on a GPU need not come back from there as a whole.
+    device = getattr(leaf, "device", None) or ""
+    with tf.device(device) if is_gpu(device) else contextlib.nullcontext():
         found = leaf[rows.start : rows.start + rows.size]
     mask = tf_private.mask_of(leaf)  # AutoGraph, which may read this, knows no :=
     if mask is not None:
         tf_private.set_mask_of(found, mask[rows.start : rows.start + rows.size])
     return found
-
-
-def _beside(leaf: Any) -> contextlib.AbstractContextManager:
-    """Return the device of what was made on a GPU: as a whole it need not come back from there."""
-    device = getattr(leaf, "device", None) or ""
-    return tf.device(device) if is_gpu(device) else contextlib.nullcontext()
-
-
-def _check_leaf(leaf: Any, num_towers: int | None) -> Any:
-    """Return a leaf of the batch as what can be split, or as a `PerTower`."""
-    if leaf is None:
-        return PerTower([None] * (num_towers or 1))
-    if isinstance(leaf, PerTower):
-        if num_towers not in (None, len(leaf.values)):
-            raise ValueError(
-                f"PerTower holds {len(leaf.values)} values for {num_towers} towers: "
-                "it must hold one for each"
-            )
-        return leaf
-    if not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor | StoredRows):
-        leaf = tf.convert_to_tensor(leaf)
-    if leaf.shape.rank == 0:
-        raise ValueError(
-            "a batch is split along axis 0 and cannot hold scalars: make a list of numbers an "
-            "array; capture a single value in the function, or hand it over as towers.PerTower"
-        )
-    return leaf
 
 
 def num_rows(value: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> int | tf.Tensor:
@@ -235,21 +234,3 @@ def num_rows(value: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> int | tf.T
     if isinstance(value, tf.SparseTensor):
         return tf.cast(value.dense_shape[0], tf.int32)
     return value.nrows(tf.int32) if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]
-
-
-def _slice_sizes(total: int | tf.Tensor, num_slices: int) -> list[int | tf.Tensor]:
-    """Return the sizes of the slices of `total` rows."""
-    return [(total + num_slices - 1 - i) // num_slices for i in range(num_slices)]
-
-
-def _check_rows(rows: Sequence[int | tf.Tensor]) -> int | tf.Tensor:
-    """Return the number of examples of a batch whose tensors have `rows` rows."""
-    known = sorted({size for size in rows if isinstance(size, int)})
-    message = "the tensors of a batch must have the same size along axis 0"
-    if len(known) > 1:
-        raise ValueError(f"{message}, not {known}")
-    total = known[0] if known else rows[0]
-    for size in rows:
-        if tf.is_tensor(size) and size is not total:
-            tf.debugging.assert_equal(size, total, message)
-    return total

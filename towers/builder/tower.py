@@ -13,7 +13,7 @@
 
 A tower function is called once a tower, and before that on made-up examples, to learn what it does
 with each. It creates no variables and assigns to no `tf.Variable`; Keras variables are assigned
-once. `replica_context` makes copies exact, `joined` lets tapes go through what `concat` joins.
+once. `replica_context` makes copies exact, `joined` makes tapes go through what `concat` joins.
 """
 
 import warnings
@@ -29,17 +29,17 @@ from towers.builder.replica_context import ReplicaContext, Replicas, call_copies
 
 
 class Forward:
-    """A copy's forward pass, under its tape; `backward` goes back through it."""
+    """One copy's forward pass, under its tape; `backward` goes back through it."""
 
     def __init__(self, replica: ReplicaContext, call: Callable, variables: Any = None):
-        """Make `call(tape)`; one can go back to `variables` once, or if None to all, often."""
+        """Run `call(tape)`, to go back once to `variables`, or if None often to all."""
         self.replica, often = replica, variables is None
         with tf.GradientTape(often, watch_accessed_variables=often) as self.tape:
             self.tape.watch(variables or ())
             self.results = call(self.tape)
 
     def backward(self, targets: Any, upstream: Any, sources: Sequence[Any]) -> list[Any]:
-        """Return sources' gradients, of results; `upstream` are theirs, None for ones."""
+        """Return the gradients of `targets`, weighted by `upstream` unless it is None."""
         with self.replica.replaced():  # layers may be called again
             return self.tape.gradient(targets, sources, upstream)
 
@@ -77,10 +77,13 @@ class TowerBuilder:
                 parts, one after the other, each split over the towers: less memory, the same sums.
             gather_at_variables: gather each gradient where its variable lies.
             jit_compile: XLA compiles what these compute in a tower; BatchNorm must be local.
-            on_doubt: is told of what several towers may not compute as one device does.
+            on_doubt: is called with what several towers may not compute as one device does.
         """
+        if batch_norm not in ("sync", "local"):
+            raise ValueError(f"batch_norm={batch_norm!r} must be 'sync' or 'local'")
+        if accumulate_steps < 1:
+            raise ValueError(f"accumulate_steps={accumulate_steps} must be at least 1")
         self.devices, self.gather_device = splitting.as_devices(devices), gather_device
-        replica_context.check_options(batch_norm, accumulate_steps)
         self.batch_norm, self.jit_compile = batch_norm, jit_compile
         self.accumulate_steps, self.gather_at_variables = accumulate_steps, gather_at_variables
         self.num_slices = len(self.devices) * accumulate_steps  # that `gradients` makes of a batch
@@ -99,8 +102,8 @@ class TowerBuilder:
     def concat(self, fn: Callable, *batch: Any) -> Any:
         """Return what the towers return, joined along axis 0 in tower order: that of the batch.
 
-        A `tf.GradientTape` around it takes it for one op: each gradient goes back to the towers,
-        and theirs are summed by `add_n`. So a loss of the joined outputs is exact, whatever it is.
+        A `tf.GradientTape` around it sees one op: each gradient goes back to the towers, and theirs
+        are summed by `add_n`. So a loss of the joined outputs is exact, whatever it is.
         """
         return joined.concat(self, Forward, fn, batch)
 
@@ -108,7 +111,7 @@ class TowerBuilder:
         """Return the mean loss over all examples and its gradients.
 
         What `loss_fn` assigns to Keras variables is assigned once, after all towers, as their
-        `aggregation` says, or as trials find it; what cannot be told goes to `on_doubt`.
+        `aggregation` says, or as trials find it; if that cannot be told, `on_doubt` is called.
 
         Args:
             loss_fn: maps a tower's slice of the batch to its losses, one for each example, `[b]`,
@@ -123,18 +126,17 @@ class TowerBuilder:
             `loss_fn` returns any, the outputs, joined as by `concat`.
 
         Raises:
-            ValueError: `variables` holds something else, or `loss_fn` breaks a rule (see above).
+            ValueError: `variables` holds something else, or `loss_fn` breaks a rule.
         """
         variables = list(variables)
         self.try_out(self.rehearse(loss_fn, *batch))
         sums = self.tower_sums(loss_fn, variables, *batch)
-        loss, gradients = self.gather_sums(sums, variables)
-        if isinstance(sums.outputs[0], tuple) and not sums.outputs[0]:
-            return loss, gradients
-        return loss, gradients, self.gather(gather.join, sums.outputs)
+        means = self.gather_sums(sums, variables)
+        nothing = isinstance(sums.outputs[0], tuple) and not sums.outputs[0]
+        return means if nothing else (*means, self.gather(gather.join, sums.outputs))
 
     def tower_sums(self, loss_fn: Callable, variables: Sequence[Any], *batch: Any) -> TowerSums:
-        """Return what towers compute for `gradients`; `gather_sums` must follow: it assigns."""
+        """Return each tower's sums for `gradients`; `gather_sums` must follow: it assigns."""
         found = losses.checked(self.rehearse(loss_fn, *batch))
         masters, totals, made = losses.masters_of(variables), [], []
 
@@ -185,7 +187,7 @@ class TowerBuilder:
         return results
 
     def gather(self, policy: Callable, results: Sequence[Any]) -> Any:
-        """Apply `policy` to the per-tower values, on the gather device."""
+        """Apply `policy` to the towers' values, on the gather device."""
         with tf.device(self.gather_device), tf.name_scope("gather"):
             return gather.map_towers(policy, results)
 
@@ -196,4 +198,4 @@ class TowerBuilder:
         if all(isinstance(value, int | tf.IndexedSlices) for value in values):
             return gather.add_other(values)
         # The name makes add_n move a single value to the gather device too.
-        return tf.add_n([tf.convert_to_tensor(value) for value in values], name="AddN")
+        return tf.add_n(list(map(tf.convert_to_tensor, values)), name="AddN")

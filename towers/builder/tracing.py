@@ -136,8 +136,7 @@ class Tracer:
             own = {id(v): value for v, value in zip(states, values, strict=True)}
             given = iter(map(_with_known_shape, inputs, self._specs(size)))
             leaves = [x.values[0] if isinstance(x, PerTower) else next(given) for x in self.leaves]
-            with tf.device("/cpu:0"), NoisyScope(own, "/cpu:0") as scope:
-                scope.reads_before, scope.noise = self.reads_before, self._noise
+            with tf.device("/cpu:0"), NoisyScope(own, self._noise, self.reads_before) as scope:
                 watch = Watch(trace, scope, dict(zip(nudged, nudges, strict=True)))
                 for layer in self.layers:
                     watch.attributes.note(layer)
@@ -156,12 +155,7 @@ class Tracer:
                 [tf.TensorSpec(v.shape, v.dtype) for v in states],
                 [tf.TensorSpec(shape, tf.int8) for shape in nudged.values()],
             )
-        nodes = _nodes_of(trace.function.graph)
-        trace.ops = [(node.name, node.op) for node in nodes]
-        trace.custom_gradients = any(map(_has_gradient_of_its_own, nodes))
-        trace.in_16_bits = any(map(_rounds_to_16_bits, nodes))
-        trace.squeezes = any(map(_squeezes_all, nodes))
-        trace.effects = _effects_of(trace.ops)
+        _read_nodes(trace)
         return trace
 
     def two_and_both(
@@ -193,9 +187,7 @@ class Tracer:
 
     def size_of_batch(self, otherwise: int) -> int:
         """Return how many examples the batch has, if that is known and they are soon computed."""
-        shapes = [leaf.shape for leaf in self.batch]
-        if self.real:
-            shapes = [leaf.shape for leaf in self.real]
+        shapes = [leaf.shape for leaf in self.real or self.batch]
         known = shapes[0][0] if shapes and shapes[0].rank else None
         sizes = [shape.num_elements() or _MOST_ELEMENTS for shape in shapes]
         return known if known and sum(sizes) < _MOST_ELEMENTS else otherwise
@@ -223,33 +215,29 @@ class Tracer:
 
     def learn_values(self, few: Trace) -> None:
         """Find out which values the function takes, and which of them it treats otherwise."""
-        found = values_in(few.function.graph, self._specs(few.size))
-        for place, own in enumerate(found):
+
+        def runs(seed: int) -> bool:
+            try:
+                found = run(few, self.examples(few.size, seed))
+            except Exception:
+                return False
+            return all(np.all(np.isfinite(x)) for x in (found["rows"], *found["added"]))
+
+        def takes(place: int, values: Values) -> bool:
+            before, self.values[place] = self.values[place], values
+            taken, self.values[place] = runs(seed=1), before
+            return taken
+
+        for place, own in enumerate(values_in(few.function.graph, self._specs(few.size))):
             if own == Values() or few.effects:
                 continue
-            if own.tokens > 2 and not self._takes(few, place, Values(own.tokens)):
+            if own.tokens > 2 and not takes(place, Values(own.tokens)):
                 own.tokens = 2
-            special = [v for v in own.special if self._takes(few, place, Values(own.tokens, [v]))]
+            special = [v for v in own.special if takes(place, Values(own.tokens, [v]))]
             self.values[place] = Values(own.tokens, special)
         if self.real and not few.effects and (few.states or few.left or few.adding):
             self.made_up_too = True
-            self.made_up_too = self._runs(few, seed=2)
-
-    def _takes(self, few: Trace, place: int, values: Values) -> bool:
-        """Tell whether the function can be run with values of an argument."""
-        before, self.values[place] = self.values[place], values
-        try:
-            return self._runs(few, seed=1)
-        finally:
-            self.values[place] = before
-
-    def _runs(self, few: Trace, seed: int) -> bool:
-        """Tell whether the function can be run with these examples, and gives finite numbers."""
-        try:
-            found = run(few, self.examples(few.size, seed))
-        except Exception:
-            return False
-        return all(np.all(np.isfinite(x)) for x in (found["rows"], *found["added"]))
+            self.made_up_too = runs(seed=2)
 
     def _specs(self, size: int) -> list[tf.TypeSpec]:
         pairs = zip(self.batch, self.shapes, strict=True)
@@ -295,28 +283,18 @@ def _with_known_shape(x: Any, spec: tf.TypeSpec) -> Any:
     return x
 
 
-def _nodes_of(graph: tf.Graph) -> list[Any]:
-    """Return the nodes of a graph and of all functions that it calls."""
-    definition = graph.as_graph_def()
-    return [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-
-
-def _has_gradient_of_its_own(node: Any) -> bool:
-    return node.attr["_gradient_op_type"].s.startswith(b"CustomGradient")
-
-
-def _rounds_to_16_bits(node: Any) -> bool:
-    return node.op == "Cast" and node.attr["DstT"].type in (tf.bfloat16, tf.float16)
-
-
-def _squeezes_all(node: Any) -> bool:
-    return node.op == "Squeeze" and not node.attr["squeeze_dims"].list.i
-
-
-def _effects_of(ops: Sequence[tuple[str, str]]) -> list[str]:
-    """Return the types of ops that leave a trace when they run; refuse to assign variables."""
-    found = []
-    for kind, name in sorted({(kind, name) for name, kind in ops if KEPT not in name}):
+def _read_nodes(trace: Trace) -> None:
+    """Set what a trace's graph and the functions that it calls tell; refuse assignments."""
+    definition = trace.function.graph.as_graph_def()
+    nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
+    trace.ops = [(node.name, node.op) for node in nodes]
+    for node in nodes:
+        op, attr = node.op, node.attr
+        trace.custom_gradients |= attr["_gradient_op_type"].s.startswith(b"CustomGradient")
+        trace.in_16_bits |= op == "Cast" and attr["DstT"].type in (tf.bfloat16, tf.float16)
+        trace.squeezes |= op == "Squeeze" and not attr["squeeze_dims"].list.i
+    trace.effects = []
+    for kind, name in sorted({(kind, name) for name, kind in trace.ops if KEPT not in name}):
         if _HARMLESS.match(kind) or not tf_private.is_stateful(kind):
             continue
         if _ASSIGNMENT.match(kind):
@@ -324,5 +302,4 @@ def _effects_of(ops: Sequence[tuple[str, str]]) -> list[str]:
                 f"a tower assigns a tf.Variable, by {kind} in layer {layer_of(name)}, and of "
                 "several towers the last would win: make it a keras.Variable"
             )
-        found.append(kind)
-    return found
+        trace.effects.append(kind)

@@ -1,7 +1,6 @@
 """What is seen of a tower function while it is traced: its draws, layers, losses and state."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -10,12 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.assignments import (
-    SEED_STATE,
-    TowerScope,
-    assignments_refused,
-    refuse_variable,
-)
+from towers.builder.assignments import SEED_STATE, TowerScope, variables_refused
 from towers.builder.attributes import Attributes, tensors_at
 from towers.builder.batch_norm import averages_of
 from towers.builder.doubts import random_ops
@@ -29,13 +23,24 @@ _NOISE = 0.1  # is added to weights: a zero would hide what a layer does
 
 
 class NoisyScope(TowerScope):
-    """Lets the function read weights that are none of them zero."""
+    """Reads weights with noise added, so that none of them is zero."""
 
-    reads_before = False  # whether what is assigned is read again as it was before
-    noise: dict[tuple, tf.Tensor]  # that is added to weights, by their shapes
+    def __init__(self, own: Mapping[int, Any], noise: dict[tuple, tf.Tensor], reads_before: bool):
+        """Record assignments from here on.
+
+        Args:
+            own: {id of a Keras variable: what is read in its place}.
+            noise: {(shape, type, seed): what is added to weights}; it grows.
+            reads_before: whether what is assigned is read again as it was before.
+        """
+        super().__init__(own, "/cpu:0")
+        self.noise, self.reads_before = noise, reads_before
+        self.paths: list[str] = []  # of weights
+        self.weights: dict[int, tf.Tensor] = {}  # {id of a weight's `tf.Variable`: what is read}
+        self.read_again: dict[int, str] = {}  # {id: path} of what is read after it was assigned
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
-        """Return what a variable is; Keras calls this."""
+        """Return a variable's value; Keras calls this."""
         if id(variable) in self.updates and id(variable) not in self.stand_ins:
             self.read_again[id(variable)] = variable.path
             if self.reads_before:
@@ -49,37 +54,21 @@ class NoisyScope(TowerScope):
         return super().get_current_value(variable)
 
     def _noisy(self, value: tf.Variable) -> tf.Tensor:
-        """Return a weight with noise, which is made outside of the graph: it has many weights."""
         size, seed = value.shape.num_elements(), len(self.own) % 3
         if size > _MOST_NOISY:
             return tf.identity(value)
         key = tuple(value.shape), value.dtype, seed
         if key not in self.noise:
-            with tf.init_scope(), tf.device("/cpu:0"):
+            with tf.init_scope(), tf.device("/cpu:0"):  # the graph has many weights
                 waves = np.sin(12.9898 * np.arange(size) + seed).reshape(key[0])
                 self.noise[key] = tf.cast(_NOISE * waves, value.dtype)
         return value + self.noise[key]
 
-    @functools.cached_property
-    def paths(self) -> list[str]:
-        """Return the weights' paths."""
-        return []
-
-    @functools.cached_property
-    def read_again(self) -> dict[int, str]:
-        """Return {id: path} of the variables that were read after they were assigned."""
-        return {}
-
-    @functools.cached_property
-    def weights(self) -> dict[int, tf.Tensor]:
-        """Return {id of a weight's `tf.Variable`: what is read of it}."""
-        return {}
-
 
 class Watch:
-    """Notes what a function draws, what its layers return, and the losses that they add."""
+    """Records what a function draws, what its layers return, and the losses that they add."""
 
-    def __init__(self, trace: Any, scope: TowerScope, nudges: Mapping[int, tf.Tensor]):
+    def __init__(self, trace: Any, scope: NoisyScope, nudges: Mapping[int, tf.Tensor]):
         """Set the trace that is filled, the scope that it runs in, and {place: nudge} of draws."""
         self.trace, self.scope, self.nudges = trace, scope, nudges
         self.calls: list[str] = []  # of layers, that are under way
@@ -90,12 +79,11 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what is called in the block, and let it leave nothing behind."""
+        """Watch what is called in the block, and restore what it leaves in attributes."""
         with (
             tf_private.functions_inlined(),
             tf_private.recording_restarted(),
-            assignments_refused(),
-            tf.variable_creator_scope(refuse_variable),
+            variables_refused(),
             tf_private.batch_norm_replaced(_without_training, _saved_moments),
             tf_private.add_loss_replaced(self._make_add_loss),
             tf_private.layer_calls_replaced(self._make_call),
@@ -150,37 +138,54 @@ class Watch:
 
     def num_rows(self) -> dict[int, int | None]:
         """Return {id of a weight's `tf.Variable`: rows of its gradient}, of the sparse ones."""
+
+        def gathered(weight: tf.Tensor) -> Iterator[tf.Tensor]:  # as by an embedding
+            for op in weight.consumers():
+                if "Gather" in op.type:
+                    yield op.outputs[0]
+                elif op.type in ("Identity", "Cast"):
+                    yield from gathered(op.outputs[0])
+
         found = {}
         for key, weight in self.scope.weights.items():
             # Only the step that makes it sparse is taken back: the whole way costs a backward pass.
-            if gathered := list(_gathered(weight)):
-                (gradient,) = tf.gradients(gathered, [weight])
+            if values := list(gathered(weight)):
+                (gradient,) = tf.gradients(values, [weight])
                 if isinstance(gradient, tf.IndexedSlices):
                     found[key] = gradient.values.shape[0]
         return found
 
     def outcome(self, inputs: Any, result: Any, backward: bool) -> dict[str, Any]:
         """Return what `run` does with inputs, as tensors."""
-        trace, values = self.trace, []
+        trace, scope, values = self.trace, self.scope, []
         batch = {x.op.name for x in tf.nest.flatten(inputs, expand_composites=True)}
-        for variable, value in self.scope.updates.values():
-            told = policy_of(variable) is not None or id(variable) in self.scope.averages
+        for variable, value in scope.updates.values():
+            told = policy_of(variable) is not None or id(variable) in scope.averages
             if variable.name != SEED_STATE and not told:
                 trace.states.append(variable)
                 values.append(tf.convert_to_tensor(value))
         trace.apart = [_is_apart(value, batch) for value in values]
         apart = {v.path: own for v, own in zip(trace.states, trace.apart, strict=True)}
-        trace.read_again = sorted(self.scope.read_again.values(), key=lambda p: apart.get(p, True))
-        leaves = [leaf for leaf in tf.nest.flatten(result) if _is_by_example(leaf, trace.size)]
-        unknown = [x for x in tf.nest.flatten(result) if _has_unknown_shape(x)]
+        trace.read_again = sorted(scope.read_again.values(), key=lambda path: apart.get(path, True))
+
+        size, returned = trace.size, tf.nest.flatten(result)
         trace.left = self.attributes.changed()
         left = tensors_at(trace.left)
         trace.shapes_left = [list(x.shape) if isinstance(x, tf.Tensor) else None for x in left]
+        unknown = [
+            x for x in returned if isinstance(x, tf.Tensor) and not x.shape.is_fully_defined()
+        ]
+        leaves = [x for x in returned if _is_by_example(x, size)]
         trace.by_example = bool(leaves) or (None if unknown else False)
-        trace.shapes = [getattr(x, "shape", None) for x in tf.nest.flatten(result)]
-        leaves += [leaf for leaf in left if _is_by_example(leaf, trace.size)]
-        trace.strays = [_has_no_rows(x, trace.size) for x in tf.nest.flatten(result)]
-        rows = [_rows(x, trace.size) for x in leaves] or [tf.zeros([trace.size, 0], tf.float64)]
+        trace.shapes = [getattr(x, "shape", None) for x in returned]
+        trace.strays = [
+            isinstance(x, tf.Tensor)
+            and x.shape.rank is not None
+            and (not x.shape.rank or x.shape[0] not in (None, size))
+            for x in returned
+        ]
+        leaves += [x for x in left if _is_by_example(x, size)]
+        rows = [_rows(x, size) for x in leaves] or [tf.zeros([size, 0], tf.float64)]
         alone = [
             _is_alone(zero, rows[0]) if by_example else tf.constant(False)
             for (_, zero), by_example in zip(self.added, trace.added_by_example, strict=True)
@@ -191,10 +196,8 @@ class Watch:
             # A gradient that is a new value is no sum, and towers take it for none.
             weights = [
                 (path, weight)
-                for path, (key, weight) in zip(
-                    self.scope.paths, self.scope.weights.items(), strict=True
-                )
-                if key not in self.scope.overwritten
+                for path, (key, weight) in zip(scope.paths, scope.weights.items(), strict=True)
+                if key not in scope.overwritten
             ]
             trace.weights = [path for path, _ in weights]
             sources = [*self.outputs, *(weight for _, weight in weights)]
@@ -208,22 +211,13 @@ class Watch:
             "alone": alone,
             "left": [leaf if isinstance(leaf, tf.Tensor) else tf.zeros([]) for leaf in left],
             "weights": [tf.cast(tf.convert_to_tensor(leaf), tf.float64) for leaf in weights],
-            "layers": [_rows(leaf, trace.size) for leaf in self.outputs],
-            "gradients": [_rows(tf.convert_to_tensor(leaf), trace.size) for leaf in gradients],
+            "layers": [_rows(leaf, size) for leaf in self.outputs],
+            "gradients": [_rows(tf.convert_to_tensor(leaf), size) for leaf in gradients],
         }
 
 
-def _gathered(weight: tf.Tensor) -> Iterator[tf.Tensor]:
-    """Yield what is gathered of a weight, as by an embedding."""
-    for op in weight.consumers():
-        if "Gather" in op.type:
-            yield op.outputs[0]
-        elif op.type in ("Identity", "Cast"):
-            yield from _gathered(op.outputs[0])
-
-
 def _without_training(call: Callable) -> Callable:
-    """Return the call of a BatchNorm layer that normalises by what it has saved."""
+    """Return a BatchNorm layer's `call` that normalises by what it has saved."""
 
     def without_training(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         if tf_private.has_own_moments(layer):  # which nobody exchanges
@@ -236,32 +230,28 @@ def _without_training(call: Callable) -> Callable:
 
 
 def _saved_moments(_: Callable) -> Callable:
-    """Return BatchNorm's moments, which are exchanged, as what it has saved."""
     return lambda layer, inputs, mask: tuple(
         tf.cast(own, inputs.dtype) for own in (layer.moving_mean, layer.moving_variance)
     )
 
 
 def _is_apart(value: tf.Tensor, batch: Collection[str]) -> bool:
-    """Tell whether examples, which are outputs of these ops, and draws have no part in a value."""
+    """Return whether a value depends on no draw, and on no output of the ops in `batch`."""
     found, waiting = {value.op.name}, [value.op]
     while waiting:
         op = waiting.pop()
         if op.name in batch or SEEN in op.name or random_ops([(op.name, op.type)]):
             return False
-        if op.type in ("Mul", "MulNoNan") and any(map(_is_zero, op.inputs)):
-            continue
+        if op.type in ("Mul", "MulNoNan"):
+            factors = map(tf.get_static_value, op.inputs)
+            if any(factor is not None and not np.any(factor) for factor in factors):
+                continue
         of_variables = [x for x in op.inputs if x.dtype == tf.resource]
         before = [x.op for x in op.inputs] + [own for x in of_variables for own in x.consumers()]
         new = {own.name: own for own in before if own.name not in found}
         found |= new.keys()
         waiting += new.values()
     return True
-
-
-def _is_zero(x: tf.Tensor) -> bool:
-    value = tf.get_static_value(x)
-    return value is not None and not np.any(value)
 
 
 def _range_of(name: str, drawn: tf.Tensor, arguments: Mapping[str, Any]) -> tuple:
@@ -275,20 +265,14 @@ def _range_of(name: str, drawn: tf.Tensor, arguments: Mapping[str, Any]) -> tupl
 
 
 def _is_by_example(leaf: Any, size: int) -> bool:
-    """Tell whether something is a tensor with a row for each example."""
+    """Return whether something is a tensor of numbers with a row for each example."""
     if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank or leaf.shape[0] != size:
         return False
     return leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool
 
 
-def _has_no_rows(leaf: Any, size: int) -> bool:
-    """Tell whether something is surely no tensor with a row for each example."""
-    known = isinstance(leaf, tf.Tensor) and leaf.shape.rank is not None
-    return known and (not leaf.shape.rank or leaf.shape[0] not in (None, size))
-
-
 def _is_alone(loss: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """Tell whether the first of the returned rows has of a loss [size, ...] its first row only."""
+    """Return whether the first returned row uses the first row of a loss [size, ...] alone."""
     (gradient,) = tf.gradients(rows[0], loss)
     if gradient is None:
         return tf.constant(False)
@@ -296,11 +280,5 @@ def _is_alone(loss: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
     return tf.reduce_any(used[0]) & ~tf.reduce_any(used[1:])
 
 
-def _has_unknown_shape(leaf: Any) -> bool:
-    """Tell whether something is a tensor whose shape its trace does not tell."""
-    return isinstance(leaf, tf.Tensor) and not leaf.shape.is_fully_defined()
-
-
 def _rows(leaf: tf.Tensor, size: int) -> tf.Tensor:
-    """Return what is of each example, [size, D]."""
     return tf.cast(tf.reshape(leaf, [size, -1]), tf.float64)

@@ -5,15 +5,13 @@ tower reads is read outside, once, on the tower's device, and comes in as a tens
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from towers import tf_private
 from towers.builder.assignments import TowerScope
-from towers.builder.exchange import Member
-from towers.errors import InputError
 
 
 def compiled(
@@ -23,8 +21,8 @@ def compiled(
 
     Args:
         fn: is traced, and called with what it reads of variables.
-        on_read: is told of each trainable variable that it reads, and its value outside, before it
-            is called: a tape that watches the value goes back through the program.
+        on_read: is called with each trainable variable that is read, and its value outside, before
+            the program runs: a tape that watches the value goes back through the program.
 
     Raises:
         ValueError: `fn` uses a variable otherwise than by reading it, or calls a `tf.function` that
@@ -32,10 +30,20 @@ def compiled(
     """
     outside = tf.init_scope if tf.executing_eagerly() else _current_graph().as_default
     scopes: list[TowerScope] = []
-    reads: list[tuple[tf.Variable, tf.Tensor]] = []
+    reads: dict[int, tuple[tf.Variable, tf.Tensor, tf.Tensor]] = {}  # its value outside, inside
 
     def program() -> tuple[Any, list[tf.Tensor]]:
-        with _reads(outside, reads), tf_private.custom_gradients_copied():
+        graph = _current_graph()
+
+        def read(variable: tf.Variable, own: Callable) -> tf.Tensor:
+            if id(variable) not in reads:
+                with outside():
+                    value = tf.identity(own(variable))  # moves it to the tower's device
+                with graph.as_default():
+                    reads[id(variable)] = variable, value, tf.identity(value)
+            return reads[id(variable)][2]
+
+        with tf_private.reads_replaced(read), tf_private.custom_gradients_copied():
             scope, results = fn()
             scope.settle()  # which reads the moving averages
         scopes.append(scope)
@@ -43,8 +51,15 @@ def compiled(
 
     try:
         function = tf.function(program, jit_compile=True, autograph=False).get_concrete_function()
-        _check_inputs(function)
-        for variable, value in reads:
+        for tensor, _ in function.graph.captures:
+            if tensor.dtype == tf.resource:
+                names = [v.name for v in function.graph.variables if v.handle is tensor]
+                raise ValueError(
+                    "jit_compile: a compiled tower reads variables, and can do nothing else with "
+                    f"{names[0] if names else tensor.name!r}: read it by tf.convert_to_tensor or "
+                    "tf.gather"
+                )
+        for variable, value, _ in reads.values():
             if variable.trainable:
                 on_read(variable, value)
         results, assigned = function()
@@ -61,41 +76,14 @@ def compiled(
     return scope, results
 
 
-@contextlib.contextmanager
-def _reads(
-    outside: Callable, reads: list[tuple[tf.Variable, tf.Tensor]]
-) -> Iterator[None]:
-    """Let variables that are read in the block be read outside, each once.
-
-    Args:
-        outside: returns a context of the graph that calls the program.
-        reads: gets each variable with its value outside.
-    """
-    program = _current_graph()
-    values: dict[int, tf.Tensor] = {}
-
-    def read(variable: tf.Variable, own: Callable) -> tf.Tensor:
-        if id(variable) not in values:
-            with outside():
-                value = tf.identity(own(variable))  # moves it to the tower's device
-            reads.append((variable, value))
-            with program.as_default():
-                values[id(variable)] = tf.identity(value)
-        return values[id(variable)]
-
-    with tf_private.reads_replaced(read):
-        yield
-
-
 def read_outside() -> contextlib.AbstractContextManager[None]:
-    """Let variables that functions in the block read be read here, on the device of the block.
+    """Make functions that are called in the block read variables here, on the block's device.
 
     One that XLA is to compile reads none that lies on another device, as a `tf.Variable` may.
     """
     if tf.executing_eagerly():
         return contextlib.nullcontext()
-    graph = _current_graph()
-    values: dict[int, tf.Tensor] = {}
+    graph, values = _current_graph(), {}
 
     def read(variable: tf.Variable, own: Callable) -> tf.Tensor:
         if _current_graph() is graph:
@@ -110,25 +98,3 @@ def read_outside() -> contextlib.AbstractContextManager[None]:
 
 def _current_graph() -> tf.Graph:
     return tf.compat.v1.get_default_graph()
-
-
-def _check_inputs(function: Any) -> None:
-    """Refuse what XLA cannot take from another device."""
-    for tensor, _ in function.graph.captures:
-        if tensor.dtype == tf.resource:
-            names = [v.name for v in function.graph.variables if v.handle is tensor]
-            raise ValueError(
-                f"jit_compile: a compiled tower reads variables, and can do nothing else with "
-                f"{names[0] if names else tensor.name!r}: read it by tf.convert_to_tensor or "
-                "tf.gather"
-            )
-
-
-def _refuse(*_: Any) -> tf.Tensor:
-    raise InputError(
-        "jit_compile: each tower is compiled as a whole, and BatchNorm over all towers meets in "
-        "its middle: set batch_norm='local' (--batch_norm=local), and no layer's synchronized=True"
-    )
-
-
-NO_EXCHANGE = Member(meet=_refuse, all_sum=_refuse, all_gather=_refuse)

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder import draws, exchange, faults, fetches
+from towers.builder import draws, exchange, faults, machines
 from towers.commands.verify.differences import (
     NUDGE_PART,
     TOLERANCES,
@@ -217,7 +217,8 @@ def _unlike_towers(ops: Sequence[tuple[Op, tf.Operation]]) -> str | None:
     towers: dict[int, list[tuple]] = {}
     for placed, op in ops:
         # Gradients share some constants; masters are read where they are; draws have places.
-        placeful = any(part.SCOPE in placed.name for part in (draws, exchange, fetches))
+        scopes = draws.SCOPE, exchange.SCOPE, machines.FETCHED
+        placeful = any(scope in placed.name for scope in scopes)
         known = placed.name.startswith("gradient_tape") or placeful or op.type in _WEIGHT_OPS
         if placed.tower is not None and not known:
             value = op.get_attr("value").SerializeToString() if op.type == "Const" else b""
