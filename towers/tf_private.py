@@ -1,9 +1,9 @@
 """Every private part of TensorFlow and Keras that towers use, and what they replace there.
 
 Keras layers and TensorFlow's functions know nothing of towers: how a tower draws, normalises or
-calls an inner `tf.function` is put in the place of what they call. What is replaced is replaced for
-one thread: another, which may trace towers of its own or a plain model, never meets it, and nothing
-is left behind. Each function here says which public interface would do instead, if there were one;
+calls an inner `tf.function` replaces what they call. It is replaced for one thread and one block:
+another thread, which may trace towers of its own or a plain model, never meets it. Each function
+here says which public interface comes nearest, or would do instead if there were one ("Public");
 `tests/test_tf_private.py` fails when a release changes what it stands on.
 """
 
@@ -56,13 +56,11 @@ _SWITCHES: dict[tuple[int, str], "_Switch"] = {}
 
 
 class _Switch:
-    """Stands in the place of a function while any thread replaces it."""
+    """Replaces a function while any thread does, and calls what the calling thread wants."""
 
     def __init__(self, owner: Any, name: str):
-        self.owner, self.name = owner, name
-        self.inherited = name not in vars(owner)
-        self.original = getattr(owner, name)
-        self.num_users = 0
+        self.owner, self.name, self.num_users = owner, name, 0
+        self.inherited, self.original = name not in vars(owner), getattr(owner, name)
         self.here = threading.local()
 
         @functools.wraps(self.original)
@@ -72,12 +70,10 @@ class _Switch:
         setattr(owner, name, dispatch)
 
     def current(self) -> Callable:
-        """Return what the calling thread is to call."""
         stack = getattr(self.here, "stack", None)
         return stack[-1] if stack else self.original
 
     def leave(self) -> None:
-        """Put the function back if nobody else replaces it."""
         with _LOCK:
             self.num_users -= 1
             if self.num_users:
@@ -91,7 +87,7 @@ class _Switch:
 
 @contextlib.contextmanager
 def _replaced(*changes: tuple[Any, str, Make]) -> Iterator[None]:
-    """Let the calling thread call `make(before)` for each (owner, name of its function, make)."""
+    """Make the calling thread call `make(before)` for each (owner, name of its function, make)."""
     with contextlib.ExitStack() as stack:
         for owner, name, make in changes:
             with _LOCK:
@@ -120,7 +116,7 @@ def add_loss_replaced(make: Make) -> Block:
 
 @contextlib.contextmanager
 def losses_kept() -> Iterator[None]:
-    """Let layers that are called again in the block keep their losses. Public: none clears them."""
+    """Make layers that are called again in the block keep their losses. Public: none does."""
     found: dict[int, tuple[keras.Layer, list[Any]]] = {}
 
     def make(before: Callable) -> Callable:
@@ -143,7 +139,7 @@ def batch_norm_replaced(make_call: Make, make_moments: Make) -> Block:
 
 
 def has_own_moments(layer: keras.layers.BatchNormalization) -> bool:
-    """Tell whether a layer computes moments by a method of its own. Public: none to override."""
+    """Return whether a layer has a `_moments` of its own. Public: none to override."""
     return type(layer)._moments is not keras.layers.BatchNormalization._moments
 
 
@@ -160,20 +156,20 @@ def layers_of(layer: keras.Layer) -> list[keras.Layer]:
 
 
 def input_shapes(layer: keras.Layer) -> list[tuple]:
-    """Return the shapes of what a layer was made for. Public: `inputs`, of functional models."""
+    """Return the shapes that a layer was built for. Public: `inputs`, of functional models."""
+
+    def among(structure: Any) -> list[tuple]:
+        if isinstance(structure, Mapping):
+            structure = [structure[key] for key in sorted(structure)]
+        if not isinstance(structure, tuple | list):
+            return []
+        if all(isinstance(x, int | None) for x in structure):
+            return [tuple(structure)]
+        return [shape for part in structure for shape in among(part)]
+
     if getattr(layer, "inputs", None):
         return [x.shape for x in layer.inputs]
-    return _shapes_among(list((layer._build_shapes_dict or {}).values()))
-
-
-def _shapes_among(structure: Any) -> list[tuple]:
-    """Return the shapes, tuples of sizes, that are in a structure, in order."""
-    if isinstance(structure, tuple | list) and all(isinstance(x, int | None) for x in structure):
-        return [tuple(structure)]
-    if isinstance(structure, Mapping):
-        structure = [structure[key] for key in sorted(structure)]
-    parts = structure if isinstance(structure, tuple | list) else []
-    return [shape for part in parts for shape in _shapes_among(part)]
+    return among(list((layer._build_shapes_dict or {}).values()))
 
 
 def places_in_file(model: keras.Model) -> list[tuple[str, str, keras.Variable]]:
@@ -182,31 +178,29 @@ def places_in_file(model: keras.Model) -> list[tuple[str, str, keras.Variable]]:
     The first is its place in the file, the second its layer's name, which stands there, too, with
     its number. Public: save_weights, which does not tell what variable is written where.
     """
-    store = _Noted()
-    saving_lib._save_state(model, store, None, "", set())
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+
+    class Recorder(saving_lib.H5IOStore):
+        def __init__(self) -> None:
+            pass  # opens no file
+
+        def __bool__(self) -> bool:
+            return True
+
+        def make(self, path: str, metadata: dict[str, str] | None = None) -> dict[str, Any]:
+            return found.setdefault((path, (metadata or {}).get("name", "")), {})
+
+    saving_lib._save_state(model, Recorder(), None, "", set())
     return [
         (f"{path}/vars/{number}".lstrip("/"), f"{name}/{number}", variable)
-        for (path, name), variables in store.found.items()
+        for (path, name), variables in found.items()
         for number, variable in variables.items()
     ]
 
 
-class _Noted(saving_lib.H5IOStore):
-    """Stands in the place of a file of weights, and notes what would be written."""
-
-    def __init__(self) -> None:
-        self.found: dict[tuple[str, str], dict[str, Any]] = {}
-
-    def __bool__(self) -> bool:
-        return True
-
-    def make(self, path: str, metadata: dict[str, str] | None = None) -> dict[str, Any]:
-        return self.found.setdefault((path, (metadata or {}).get("name", "")), {})
-
-
 @contextlib.contextmanager
 def named_as_in_a_new_process() -> Iterator[None]:
-    """Let Keras number layers from dense, dense_1 on. Public: clear_session, which drops more."""
+    """Make Keras number layers from dense, dense_1 on. Public: clear_session, which drops more."""
     before = global_state.get_global_attribute("object_name_uids")
     global_state.set_global_attribute("object_name_uids", None)
     try:
@@ -219,10 +213,7 @@ def named_as_in_a_new_process() -> Iterator[None]:
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
-    """Return what `compile` was called with. Public: get_compile_config, which is by names.
-
-    A function or class that is defined inside of another one has no name to be found by.
-    """
+    """Return what `compile` was called with. Public: get_compile_config, names alone."""
     return dict(model._compile_config.config)
 
 
@@ -231,13 +222,10 @@ def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> tf
     return get_data_adapter(x, y, sample_weight, batch_size=batch_size).get_tf_dataset()
 
 
-# The scope that keeps what layers assign, and the losses that they add.
-
-
 def better(model: keras.Model, name: str) -> str | None:
     """Return "max" or "min", which of a metric is better, None if Keras does not know.
 
-    Public: of `ModelCheckpoint(mode="auto")`, after training.
+    Public: `ModelCheckpoint(mode="auto")`, after training.
     """
     if name == "loss" or name.endswith("_loss"):
         return "min"
@@ -254,7 +242,7 @@ def better(model: keras.Model, name: str) -> str | None:
 
 
 def outputs_watched(model: keras.Model, watch: Callable[[Any], object]) -> Block:
-    """Let `watch` be called with what a model's metrics are computed of. Public: predict again."""
+    """Call `watch` with what a model's metrics are computed from. Public: predict again."""
 
     def make(compute: Callable) -> Callable:
         def compute_metrics(x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
@@ -267,7 +255,7 @@ def outputs_watched(model: keras.Model, watch: Callable[[Any], object]) -> Block
 
 
 def computed_losses_replaced(model: keras.Model, make: Make) -> Block:
-    """Replace a model's `compute_loss`. Public: a subclass, of a model that is the user's."""
+    """Replace a model's `compute_loss`. Public: a subclass; the model is the user's."""
     return _replaced((model, "compute_loss", make))
 
 
@@ -298,6 +286,7 @@ def raised_in_compiled(error: BaseException) -> str | None:
 
     None if it was something else, or the user's function. Public: an error that says it.
     """
+    frameworks = "keras tensorflow numpy optree towers contextlib functools".split()
     found: str | None = None
     trace = error.__traceback__
     while trace is not None:
@@ -308,14 +297,10 @@ def raised_in_compiled(error: BaseException) -> str | None:
             found = "of compile"
         elif frame.f_code is MetricsList.update_state.__code__:
             found = frame.f_locals["m"].name
-        elif found is not None and not _is_framework(frame.f_globals.get("__name__", "")):
-            return None
+        elif frame.f_globals.get("__name__", "").partition(".")[0] not in frameworks:
+            if found is not None:
+                return None
     return found
-
-
-def _is_framework(module: str) -> bool:
-    known = ("keras", "tensorflow", "numpy", "optree", "towers", "contextlib", "functools")
-    return module.partition(".")[0] in known
 
 
 def maker_of(tensor: keras.KerasTensor) -> tuple[Any, int, list[Any]]:
@@ -342,19 +327,19 @@ def added_losses() -> list[Any]:
 
 
 def value_of(variable: keras.Variable) -> tf.Variable | None:
-    """Return a variable's own value, None before it has one. Public: `value` asks the scope."""
+    """Return a variable's own value, None before it has one. Public: `value`, by the scope."""
     return variable._value
 
 
 def set_value_of(variable: keras.Variable, value: tf.Variable) -> None:
-    """Let a Keras variable stand for another `tf.Variable`. Public: a device for add_weight."""
+    """Make a Keras variable stand for another `tf.Variable`. Public: a device for add_weight."""
     variable._value = value
 
 
 def make_variable(value: tf.Tensor) -> tf.Variable:
     """Return a variable that no creator scope sees; public ones a `tf.function` makes but once.
 
-    To be called outside of the function's graph, and to be kept by whoever uses it there.
+    Call it outside of the function's graph, and keep it as long as that is used.
     """
     return variable_ops.ResourceVariable(value, trainable=False)
 
@@ -376,21 +361,16 @@ def assignments_replaced(make: Callable[[str], Make]) -> Block:
 def assignments_noted(assigned: list[tf.Variable]) -> Block:
     """Add each `tf.Variable` to `assigned` whose methods assign to it. Public: as above."""
 
-    def make(name: str) -> Make:
-        def noting(own: Callable) -> Callable:
-            def assign(variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
-                assigned.append(variable)
-                return own(variable, *args, **kwargs)
+    def assign(own: Callable, variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
+        assigned.append(variable)
+        return own(variable, *args, **kwargs)
 
-            return assign
-
-        return noting
-
-    return assignments_replaced(make)
+    # A function, not a partial: it is to be bound to the variable.
+    return assignments_replaced(lambda _: lambda own: lambda *args, **kw: assign(own, *args, **kw))
 
 
 def reads_replaced(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
-    """Let each `tf.Variable` be read by `read(variable, own)`, where `own(variable)` is TensorFlow.
+    """Read each `tf.Variable` by `read(variable, own)`, where `own(variable)` is TensorFlow's way.
 
     A tape finds from the value to the variable, as after TensorFlow's own read. Public: none; a
     variable creator could only make variables of another class.
@@ -423,10 +403,7 @@ def reads_replaced(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
 
 
 def is_recording(tensors: Sequence[tf.Tensor] | None = None) -> bool:
-    """Tell whether there is a tape or a forward accumulator, and one that watches any of these.
-
-    Public: none tells.
-    """
+    """Return whether a tape or a forward accumulator records, and any of these. Public: none."""
     followed = forwardprop_util.pack_tangents(list(tensors or ())).indices  # by each accumulator
     if tensors is None:
         return bool(followed) or record.could_possibly_record()
@@ -434,16 +411,13 @@ def is_recording(tensors: Sequence[tf.Tensor] | None = None) -> bool:
 
 
 def are_followed(variables: Sequence[tf.Variable]) -> bool:
-    """Tell whether a forward accumulator follows any of these. Public: none tells."""
+    """Return whether a forward accumulator follows any of these. Public: none."""
     handles = [tf.convert_to_tensor(getattr(v, "handle", v)) for v in variables]
     return any(forwardprop_util.pack_tangents(handles).indices)
 
 
 def recording_restarted() -> Block:
-    """Let new tapes and forward accumulators record where tf.init_scope has stopped all of them.
-
-    Public: none starts it again.
-    """
+    """Make new tapes and accumulators record where tf.init_scope has stopped it. Public: none."""
 
     def make(before: Callable) -> Callable:
         def enter(recorder: Any) -> Any:
@@ -459,10 +433,9 @@ def recording_restarted() -> Block:
 def recorded_as_one(
     name: str, outputs: Sequence[tf.Tensor], inputs: Sequence[Any], backward: Callable
 ) -> list[tf.Tensor]:
-    """Return `outputs` as what one op gives, whose gradient by `inputs` is `backward(*upstream)`.
+    """Return `outputs` as those of one op, whose gradient by `inputs` is `backward(*upstream)`.
 
-    A variable among the inputs is one of their handles. Public: tf.custom_gradient, but it refuses
-    variables that are found only while it runs.
+    Public: tf.custom_gradient, but it refuses variables that are found only while it runs.
     """
     with record.stop_recording():
         outputs = [tf.identity(value) for value in outputs]
@@ -472,15 +445,12 @@ def recorded_as_one(
 
 
 def logits_of(tensor: Any) -> tf.Tensor | None:
-    """Return what the probabilities in a tensor are made of, as Keras' losses look for it.
-
-    Public: nothing; a loss of probabilities takes their logits where it finds them.
-    """
+    """Return the logits of probabilities, where Keras' losses look for them. Public: none."""
     return getattr(tensor, "_keras_logits", None)
 
 
 def set_logits_of(tensor: Any, logits: tf.Tensor) -> None:
-    """Let Keras' losses find the logits of probabilities. Public: `from_logits`, of a loss."""
+    """Make Keras' losses find the logits of probabilities. Public: `from_logits`, of a loss."""
     tensor._keras_logits = logits
 
 
@@ -498,7 +468,7 @@ def set_mask_of(tensor: Any, mask: tf.Tensor | None) -> None:
 
 
 def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Let the fit that begins start at an epoch. Public: its argument, which no callback has."""
+    """Make the fit that begins start at an epoch. Public: its argument, which no callback has."""
     model._initial_epoch = epoch
 
 
@@ -506,7 +476,7 @@ def iterator_state(iterator: tf.data.Iterator) -> bytes:
     """Return the place of an iterator in its data. Public: tf.train.Checkpoint, files of its own.
 
     Raises:
-        tf.errors.FailedPreconditionError: it cannot be told.
+        tf.errors.FailedPreconditionError: the data have no such place.
     """
     return tf.io.serialize_tensor(iterator._serialize_to_tensors()["_STATE"]).numpy()
 
@@ -517,7 +487,7 @@ def set_iterator_state(iterator: tf.data.Iterator, state: bytes) -> None:
 
 
 def begin_pass_again(iterator: tf.data.Iterator, state: bytes) -> None:
-    """Let the next pass over an iterator's data come after the one that began with this state.
+    """Make the next pass over an iterator's data follow the one that began with this state.
 
     Public: none; a dataset that is shuffled anew for each pass counts them for all its iterators.
     """
@@ -533,11 +503,10 @@ OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # what a checkpoint holds it unde
 
 
 def object_graph(group: str, names: Sequence[str], keys: Sequence[str], other: str) -> bytes:
-    """Return what `tf.train.Checkpoint` knows variables by in a checkpoint that it did not write.
+    """Return the object graph of `Checkpoint(GROUP={name: variable}, OTHER=variable)`.
 
-    It is that of `Checkpoint(GROUP={name: variable}, OTHER=variable)`, with variables under `keys`.
-
-    Public: `tf.train.Checkpoint.write`, which reads variables while it writes, not before.
+    The variables are under `keys`. Public: `tf.train.Checkpoint.write`, which reads variables while
+    it writes, not before.
     """
     graph = trackable_object_graph_pb2.TrackableObjectGraph()
     root, of_group = graph.nodes.add(), graph.nodes.add()
@@ -553,7 +522,7 @@ def object_graph(group: str, names: Sequence[str], keys: Sequence[str], other: s
 
 
 def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:
-    """Let an optimizer make each slot on its weight's device. Public: a device for its slots."""
+    """Make an optimizer create each slot on its weight's device. Public: a device for slots."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
 
     def make(add: Callable) -> Callable:
@@ -567,10 +536,7 @@ def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:
 
 
 def will_make_metrics(model: keras.Model) -> bool:
-    """Tell whether a step will make metrics that `compile` was given by name.
-
-    Public: a method of the model that tells it.
-    """
+    """Return whether a step will make metrics that `compile` was given by name. Public: none."""
     own = getattr(model, "_compile_metrics", None)
     if own is None or own.built:
         return False
@@ -579,13 +545,13 @@ def will_make_metrics(model: keras.Model) -> bool:
 
 
 def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Return what an optimizer has been built for. Public: a method that tells it."""
+    """Return the weights that an optimizer has been built for. Public: none."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     return getattr(optimizer, "_trainable_variables", [])
 
 
 def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
-    """Let a Keras optimizer compute each update on its variable's device, when that is ready.
+    """Make a Keras optimizer compute each update on its variable's device, when that is ready.
 
     Keras takes all gradients through one op of one device. What stands in for a variable is updated
     without TensorFlow's strategy. Public: an `apply` for one variable.
@@ -609,7 +575,7 @@ def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
 def in_one_pass(
     optimizer: keras.optimizers.Optimizer, suits: Callable[[tf.Variable], bool]
 ) -> Block:
-    """Let Keras' SGD update variables that `suits` names by TensorFlow's fused kernels.
+    """Make Keras' SGD update variables that `suits` accepts by TensorFlow's fused kernels.
 
     Those compute what Keras' chain of ops does, in one pass over the memory. Adam's and RMSprop's
     do not: they compute 1 - beta in the weights' type, and in float32 1 - 0.999 is off by 5e-5;
@@ -619,31 +585,29 @@ def in_one_pass(
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if type(optimizer) is not keras.optimizers.SGD:
         return contextlib.nullcontext()
-    return _replaced((optimizer, "update_step", functools.partial(_fused, optimizer, suits)))
 
+    def make(update_step: Callable) -> Callable:
+        def update(gradient: Any, variable: Any, learning_rate: Any) -> None:
+            fits = isinstance(variable, tf.Variable) and isinstance(gradient, tf.Tensor)
+            if not (fits and variable.dtype in (tf.float32, tf.float64) and suits(variable)):
+                update_step(gradient, variable, learning_rate)
+                return
+            rate, delta = (keras.ops.cast(v, variable.dtype) for v in (learning_rate, gradient))
+            if optimizer.momentum == 0:
+                tf.raw_ops.ResourceApplyGradientDescent(
+                    var=variable.handle, alpha=rate, delta=delta
+                )
+                return
+            slot = optimizer.momentums[optimizer._get_variable_index(variable)]
+            tf.raw_ops.ResourceApplyKerasMomentum(
+                var=variable.handle, accum=slot.value.handle, lr=rate, grad=delta,
+                momentum=keras.ops.cast(optimizer.momentum, variable.dtype),
+                use_nesterov=optimizer.nesterov,
+            )  # fmt: skip
 
-def _fused(optimizer: keras.optimizers.SGD, suits: Callable, update_step: Callable) -> Callable:
-    """Return the `update_step` of `in_one_pass`, which falls back to Keras' own."""
+        return update
 
-    def update(gradient: Any, variable: Any, learning_rate: Any) -> None:
-        fits = isinstance(variable, tf.Variable) and isinstance(gradient, tf.Tensor)
-        if not (fits and variable.dtype in (tf.float32, tf.float64) and suits(variable)):
-            update_step(gradient, variable, learning_rate)
-            return
-        rate, gradient = (keras.ops.cast(v, variable.dtype) for v in (learning_rate, gradient))
-        if optimizer.momentum == 0:
-            tf.raw_ops.ResourceApplyGradientDescent(var=variable.handle, alpha=rate, delta=gradient)
-            return
-        tf.raw_ops.ResourceApplyKerasMomentum(
-            var=variable.handle,
-            accum=optimizer.momentums[optimizer._get_variable_index(variable)].value.handle,
-            lr=rate,
-            grad=gradient,
-            momentum=keras.ops.cast(optimizer.momentum, variable.dtype),
-            use_nesterov=optimizer.nesterov,
-        )
-
-    return update
+    return _replaced((optimizer, "update_step", make))
 
 
 # Keras' optimizers whose update of an element looks at no other one, and where their slots are.
@@ -667,10 +631,10 @@ _OF_ITS_OWN = (
 def elementwise_slots(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[dict[str, keras.Variable]] | None:
-    """Return {`unique_id` of a weight: slot} for each kind of slot, where all goes by elements.
+    """Return {`unique_id` of a weight: slot} for each kind of slot of an elementwise optimizer.
 
-    None if the optimizer is of another class, or does more than to update. Public: `variables`,
-    which does not tell whose slot each is.
+    None if it is of another class, or does more than to update. Public: `variables`, which does not
+    tell whose slot each is.
     """
     if type(optimizer) not in _ELEMENTWISE or any(getattr(optimizer, n) for n in _OF_ITS_OWN):
         return None
@@ -680,12 +644,12 @@ def elementwise_slots(
 
 
 def unique_id(variable: tf.Variable) -> str:
-    """Return by what a Keras optimizer knows a variable. Public: none; `ref()` Keras asks not."""
+    """Return a Keras optimizer's key of a variable. Public: `ref()`, which Keras does not use."""
     return variable._unique_id
 
 
 def decays(optimizer: keras.optimizers.Optimizer, weight: keras.Variable) -> bool:
-    """Tell whether an optimizer decays a weight apart from the gradient. Public: none tells."""
+    """Return whether an optimizer decays a weight apart from the gradient. Public: none."""
     return optimizer.weight_decay is not None and optimizer._use_weight_decay(weight.value)
 
 
@@ -702,27 +666,24 @@ DRAWS = (
 
 
 def draws_replaced(draw: Callable) -> Block:
-    """Let the thread call `draw(name, ...)` in place of the ops in DRAWS."""
+    """Make the thread call `draw(name, ...)` in place of the ops in DRAWS."""
     makes = {name: lambda _, name=name: functools.partial(draw, name) for name in DRAWS}
     return _replaced(*((draw_ops, name, make) for name, make in makes.items()))
 
 
 def keys_replaced(key_and_counter: Callable) -> Block:
-    """Let `key_and_counter(seed)` make those of draws. Public: none takes a key."""
+    """Make draws take key and counter from `key_and_counter(seed)`. Public: none takes a key."""
     make = lambda _: lambda seed, _alg: key_and_counter(seed)  # noqa: E731
     return _replaced((random_ops_util, "_get_key_counter", make))
 
 
 def state_of_unseeded_draws() -> tf.Variable:
-    """Return the state of Keras' one generator for draws that are given no seed.
-
-    Public: set_random_seed, which begins it anew.
-    """
+    """Return the state of Keras' generator for draws without a seed. Public: set_random_seed."""
     return global_seed_generator().state.value
 
 
 def draw_op(name: str) -> Callable:
-    """Return TensorFlow's own op of one of the names in DRAWS, whoever has replaced it."""
+    """Return TensorFlow's own op of a name in DRAWS, whoever has replaced it."""
     switch = _SWITCHES.get((id(draw_ops), name))
     return switch.original if switch else getattr(draw_ops, name)
 
@@ -735,7 +696,7 @@ _OF_INTEGERS = "take signbit equal not_equal less less_equal greater greater_equ
 def ops_of_integers_replaced(make: Callable[[str], Make]) -> Block:
     """Replace keras.ops that compare integers; Embedding calls `take`, argmax `signbit`.
 
-    Public: int32 on a GPU; TensorFlow computes with it on the host.
+    Public: none; TensorFlow computes with int32 on the host.
     """
     return _replaced(*((keras_backend.numpy, name, make(name)) for name in _OF_INTEGERS))
 
@@ -744,10 +705,10 @@ def ops_of_integers_replaced(make: Callable[[str], Make]) -> Block:
 
 
 def custom_gradients_copied() -> Block:
-    """Let gradients by `tf.custom_gradient` be copies, made in the backward pass.
+    """Make gradients by `tf.custom_gradient` copies, made in the backward pass. Public: none.
 
-    Those that the forward pass has made, as float8's new scales, no function can return: they are
-    of another graph. Public: none.
+    Those that the forward pass has made, as float8's new scales, are of another graph: no function
+    can return them.
     """
 
     def make(before: Callable) -> Callable:
@@ -770,14 +731,11 @@ def custom_gradients_copied() -> Block:
 
 
 def functions_inlined(around: Callable[[], Block] = contextlib.nullcontext) -> Block:
-    """Let the thread run each `tf.function` as a part of what calls it, converted by AutoGraph.
+    """Make the thread run each `tf.function` as a part of its caller, converted by AutoGraph.
 
     Its one trace would serve all towers with the first one's draws. One that XLA is to compile, or
-    that is called eagerly, stays a function, traced for each block. Public:
-    tf.config.run_functions_eagerly, but it is for all threads, and leaves AutoGraph out.
-
-    Args:
-        around: returns the block in which a function is called that stays one.
+    that is called eagerly, stays a function, traced for each block, and is called in a block of
+    `around()`. Public: tf.config.run_functions_eagerly, for all threads, and without AutoGraph.
     """
     own: dict[int, tuple[Function, Function]] = {}
 
@@ -790,28 +748,22 @@ def functions_inlined(around: Callable[[], Block] = contextlib.nullcontext) -> B
             inline = function.python_function
             if function._autograph:
                 inline = autograph_util.py_func_from_autograph(inline)
-            if function.input_signature is not None and not kwargs:
-                args = _as_signed(function.input_signature, args)
-            result = inline(*args, **kwargs)
-            return tf.nest.map_structure(_as_returned, result)
+            signature = function.input_signature
+            if signature is not None and not kwargs:
+                specs = [*signature, *[None] * (len(args) - len(signature))]
+                args = [
+                    tf.convert_to_tensor(x, spec.dtype) if isinstance(spec, tf.TensorSpec) else x
+                    for x, spec in zip(args, specs, strict=False)
+                ]
+            # A function returns tensors for numbers.
+            return tf.nest.map_structure(
+                lambda x: tf.convert_to_tensor(x) if isinstance(x, bool | int | float) else x,
+                inline(*args, **kwargs),
+            )
 
         return call
 
     return _replaced((Function, "__call__", make))
-
-
-def _as_signed(signature: Any, args: Any) -> Any:
-    """Return arguments as tensors where an input_signature makes them so."""
-    specs = [*signature, *[None] * (len(args) - len(signature))]
-    return [
-        tf.convert_to_tensor(arg, spec.dtype) if isinstance(spec, tf.TensorSpec) else arg
-        for arg, spec in zip(args, specs, strict=False)
-    ]
-
-
-def _as_returned(value: Any) -> Any:
-    """Return a number as the tensor that a function returns for it."""
-    return tf.convert_to_tensor(value) if isinstance(value, bool | int | float) else value
 
 
 # A `tf.function` of the user's would convert all that it calls here, which takes seconds and
@@ -821,7 +773,7 @@ autograph_config.CONVERSION_RULES = (DoNotConvert("towers"), *autograph_config.C
 
 
 def converted_as_here(fn: Callable) -> Callable:
-    """Return `fn` as AutoGraph has it where this is called. Public: none tells whether it is on."""
+    """Return `fn` converted by AutoGraph if that is on here. Public: none tells whether it is."""
     status = tf.__internal__.autograph.control_status_ctx()
     if status.status.name != "ENABLED":
         return fn
@@ -833,26 +785,23 @@ InaccessibleTensorError = errors_impl.InaccessibleTensorError
 
 
 def is_stateful(op_type: str) -> bool:
-    """Tell whether an op may leave a trace. Public: `op_def`, but of no op in a function."""
+    """Return whether an op may leave a trace. Public: `op_def`, but of no op in a function."""
     known = op_definition(op_type)
     return known is not None and known.is_stateful
 
 
 def op_definition(op_type: str) -> Any:
-    """Return the OpDef of an op, None of what is none. Public: `tf.raw_ops`, its arguments only."""
+    """Return the OpDef of an op, or None. Public: `tf.raw_ops`, which has its arguments only."""
     return op_def_registry.get(op_type)
 
 
 def registered_kernels(op_type: str) -> list[Any]:
-    """Return the KernelDefs of an op, on all devices that this TensorFlow was built for.
-
-    Public: none; an op that has none for a device fails there.
-    """
+    """Return the KernelDefs of an op, on all devices that this TensorFlow is for. Public: none."""
     return list(kernels.get_registered_kernels_for_op(op_type).kernel)
 
 
 def called_graph(op: tf.Operation, attribute: str) -> tf.Graph | None:
-    """Return the graph of the function that an attribute of an op names. Public: its name alone."""
+    """Return the graph of the function that an op's attribute names. Public: its name alone."""
     try:
         function = op.graph._get_function(op.get_attr(attribute).name)
     except (ValueError, AttributeError):
@@ -861,22 +810,21 @@ def called_graph(op: tf.Operation, attribute: str) -> tf.Graph | None:
 
 
 def set_input(op: tf.Operation, tensor: tf.Tensor) -> None:
-    """Give an op another first input, which may have been made after it. Public: none."""
+    """Replace an op's first input by one that may have been made after it. Public: none."""
     op._update_input(0, tensor)
 
 
 def function_of(graph: tf.Graph) -> tf.Graph:
-    """Return the graph of the function that has a loop's or branch's graph in it. Public: none."""
+    """Return the graph of the function around a loop's or branch's graph. Public: none."""
     while getattr(graph, "is_control_flow_graph", False):
         graph = graph.outer_graph
     return graph
 
 
 def at_each_call(graph: tf.Graph, number: Callable[[], int], dtype: tf.DType) -> tf.Tensor:
-    """Return a scalar that is `number()` anew at each call of the function that a graph is of.
+    """Return a scalar that is `number()` anew at each call of the function of a graph.
 
-    Eagerly, and in a graph that is no function's, it is called once. Public: an argument of the
-    function.
+    Eagerly, and in a graph that is no function's, it is called once. Public: an argument.
     """
     if not getattr(graph, "building_function", False):
         with tf.device("/cpu:0"):
@@ -895,16 +843,12 @@ def at_each_call(graph: tf.Graph, number: Callable[[], int], dtype: tf.DType) ->
 
 
 def static_shape(shape: Any) -> tf.TensorShape:
-    """Return what is known of a shape, perhaps a tensor. Public: get_static_value: all or none."""
+    """Return what is known of a shape, perhaps a tensor. Public: get_static_value, all or none."""
     return tensor_util.constant_value_as_shape(tf.convert_to_tensor(shape, tf.int32))
 
 
 def call_for_at_most(seconds: float, function: Any, *arguments: Any) -> Any:
-    """Return what a concrete function returns. Public: none ends one that runs too long.
-
-    Raises:
-        tf.errors.CancelledError: it did not end in time.
-    """
+    """Call a concrete function, or raise CancelledError if it takes longer. Public: none."""
     manager = cancellation.CancellationManager()
     timer = threading.Timer(seconds, manager.start_cancel)
     timer.daemon = True
@@ -917,10 +861,7 @@ def call_for_at_most(seconds: float, function: Any, *arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def executed_graphs() -> Iterator[list[list[tf.compat.v1.GraphDef]]]:
-    """Collect, of each function that is executed in the block, its graph on each device.
-
-    Public: none tells what ran.
-    """
+    """Collect the graphs, by device, of each function that runs in the block. Public: none."""
     graphs: list[list[tf.compat.v1.GraphDef]] = []
     context.context().enable_graph_collection()
     try:
@@ -935,12 +876,12 @@ def executed_graphs() -> Iterator[list[list[tf.compat.v1.GraphDef]]]:
 
 
 def has_listed_devices() -> bool:
-    """Tell whether TensorFlow has listed the devices. Public: none."""
+    """Return whether TensorFlow has listed the devices. Public: none."""
     return context.context()._physical_devices is not None
 
 
 def has_started() -> bool:
-    """Tell whether TensorFlow has started. Public: none."""
+    """Return whether TensorFlow has started. Public: none."""
     return context.context()._initialized
 
 
@@ -974,10 +915,7 @@ def step_of_fit(model: keras.Model) -> Function:
 
 
 def ops_are_deterministic() -> bool:
-    """Return whether op determinism is on, by TensorFlow's function or TF_DETERMINISTIC_OPS=1.
-
-    Public: it can be enabled, not asked for.
-    """
+    """Return whether op determinism is on, by a call or TF_DETERMINISTIC_OPS=1. Public: none."""
     return tf_config.is_op_determinism_enabled()
 
 
@@ -1030,7 +968,7 @@ def connect(jobs: Mapping[str, Mapping[int, str]], own_address: str) -> int:
 
 
 def was_connected() -> bool:
-    """Tell whether `connect` was called. Public: none."""
+    """Return whether `connect` was called. Public: none."""
     return context.context().get_server_def() is not None
 
 
@@ -1051,9 +989,9 @@ def asked_by_calls() -> Iterator[None]:
 
 
 def device_memory_bytes() -> dict[str, int]:
-    """Return {"/gpu:0": bytes that TensorFlow may take}, once it has started. Public: none.
+    """Return {"/gpu:0": bytes that TensorFlow may take} of this process' devices. Public: none.
 
-    The devices are those of this process, also while others are connected.
+    TensorFlow must have started.
     """
     devices = pywrap_tfe.TFE_ContextListDevices(context.context()._handle)
     try:
@@ -1074,7 +1012,7 @@ def device_memory_bytes() -> dict[str, int]:
 
 
 def all_in_float64() -> Block:
-    """Let layers that are made in the block, by this thread, compute and keep weights in float64.
+    """Make layers that are made in the block, by this thread, compute in and have float64.
 
     One that asks for float32, as guides tell users of mixed precision, would round, and rounding
     hides faults. Public: the global policy, which yields to what a layer asks for.
@@ -1110,7 +1048,7 @@ def all_in_float64() -> Block:
 
 
 def _wide(policy: Any) -> Any:
-    """Return a policy with float64 for all floating types; integers and quantised ones stay."""
+    """Return a policy with float64 for all floating types but quantised ones."""
     if isinstance(policy, DTypePolicyMap):
         wide = {name: _wide(own) for name, own in policy.items()}
         return DTypePolicyMap(default_policy=_wide(policy.default_policy), policy_map=wide)
@@ -1123,26 +1061,21 @@ def _wide(policy: Any) -> Any:
 
 @contextlib.contextmanager
 def floatx_set(dtype: str) -> Iterator[None]:
-    """Let what names no type have `dtype` in the block, except in Keras' augmentation.
+    """Set floatx in the block, except in Keras' augmentation.
 
     Those layers mix floatx with float32: in Keras 3.15 RandomRotation and RandAugment raise a
     TypeError unless floatx is float32. They compute in their own dtype policy all the same.
     """
-    before = keras.config.floatx()
 
-    def make_call(call: Callable) -> Callable:
-        def call_with_float32(*args: Any, **kwargs: Any) -> Any:
-            keras.config.set_floatx("float32")
-            try:
-                return call(*args, **kwargs)
-            finally:
-                keras.config.set_floatx(dtype)
-
-        return call_with_float32
-
-    with _replaced((DataLayer, "__call__", make_call)):
-        keras.config.set_floatx(dtype)
+    @contextlib.contextmanager
+    def floatx(value: str) -> Iterator[None]:
+        before = keras.config.floatx()
+        keras.config.set_floatx(value)
         try:
             yield
         finally:
             keras.config.set_floatx(before)
+
+    make = floatx("float32")  # a decorator, too
+    with _replaced((DataLayer, "__call__", make)), floatx(dtype):
+        yield

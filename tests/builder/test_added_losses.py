@@ -109,41 +109,27 @@ def added(model):
     return sum(ops.sum(loss) for loss in model.losses)
 
 
-def joined_step(model, call):
-    @tf.function
-    def step(x):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.sin(call(x))) + added(model)
-        gradients = tape.gradient(loss, model.trainable_variables)
-        return loss, gradients, list(model.losses)
-
-    return step
-
-
-def joined(name, number=0, **options):
+def step_of(way, name, number=0, **options):
+    """Return a step of a new model: its losses are "joined", or made in the towers."""
     model = made(name)
-    call = functools.partial(model, training=True)
-    if number:
-        builder = TowerBuilder([f"/cpu:{i}" for i in range(number)], **options)
-        return joined_step(model, functools.partial(builder.concat, call))
-    return joined_step(model, call)
-
-
-def by_example(name, number=0, **options):
-    """Return a step whose losses are made in the towers."""
-    model = made(name)
+    weights, call = model.trainable_variables, functools.partial(model, training=True)
+    builder = TowerBuilder([f"/cpu:{i}" for i in range(number)], **options) if number else None
 
     def losses(x):
-        return tf.reduce_mean(tf.sin(model(x, training=True)), axis=1) + added(model)
+        return tf.reduce_mean(tf.sin(call(x)), axis=1) + added(model)
 
     @tf.function
     def step(x):
-        if number:
-            builder = TowerBuilder([f"/cpu:{i}" for i in range(number)], **options)
-            return builder.gradients(losses, model.trainable_variables, x)
+        if builder and way == "by example":
+            return *builder.gradients(losses, weights, x), []
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(losses(x))
-        return loss, tape.gradient(loss, model.trainable_variables)
+            if way == "joined":
+                outputs = builder.concat(call, x) if builder else call(x)
+                loss = tf.reduce_mean(tf.sin(outputs)) + added(model)
+            else:
+                loss = tf.reduce_mean(losses(x))
+        gradients = tape.gradient(loss, weights)
+        return loss, gradients, list(model.losses) if way == "joined" else []
 
     return step
 
@@ -154,20 +140,21 @@ def assert_same(found, expected, rtol=1e-10):
     )
 
 
-def cases():
-    for name in MODELS:
-        for way in joined, by_example:
-            rare = name in EXTENDED or (way is by_example and name in RARE_BY_EXAMPLE)
-            marks = [pytest.mark.extended] * rare
-            yield pytest.param(way, name, marks=marks, id=f"{name}-{way.__name__}")
+CASES = [
+    pytest.param(way, name, id=f"{name}-{way}", marks=[pytest.mark.extended] * rare)
+    for name in MODELS
+    for way, rare in {
+        "joined": name in EXTENDED, "by example": name in EXTENDED + RARE_BY_EXAMPLE
+    }.items()
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("way", "name"), list(cases()))
+@pytest.mark.parametrize(("way", "name"), CASES)
 def test_own_loops_have_the_losses_of_one_device(way, name):
-    expected = way(name)(X)
+    expected = step_of(way, name)(X)
     for number, options in ((2, {}), (3, {"accumulate_steps": 2})):
         tolerance = 1e-4 if name == "alignments" else 1e-10  # TensorFlow has these in float32
-        assert_same(way(name, number, **options)(X), expected, tolerance)
+        assert_same(step_of(way, name, number, **options)(X), expected, tolerance)
 
 
 def test_joined_losses_without_a_tape_and_of_an_unknown_batch_size():
@@ -176,13 +163,10 @@ def test_joined_losses_without_a_tape_and_of_an_unknown_batch_size():
     expected = [float(loss) for loss in model.losses]
     builder.concat(model, X)
     assert_same([float(loss) for loss in model.losses], expected)
-    step = joined("a sum beside a mean", 4)
-    spec = tf.TensorSpec([None, 3], tf.float64)
+    step, plain = (step_of("joined", "a sum beside a mean", number) for number in (4, 0))
+    step = tf.function(step.python_function, [tf.TensorSpec([None, 3], tf.float64)])
     for size in (7, 2):
-        assert_same(
-            tf.function(step.python_function, [spec])(X[:size]),
-            joined("a sum beside a mean")(X[:size]),
-        )
+        assert_same(step(X[:size]), plain(X[:size]))
 
 
 def test_losses_of_examples_may_be_added_to_those_of_the_same_examples():

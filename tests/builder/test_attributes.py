@@ -97,55 +97,37 @@ def test_fit_has_the_numbers_of_one_device(name, num_towers):
     assert not fits.differences(one, several)
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["function", "eager"])
-@pytest.mark.parametrize("name", ["rows", "mean", "a list"])
-def test_the_builder_by_hand_joins_them(name, compiled, float64):
-    leave, use = LEAVING[name]
-    x = tf.constant(DATA["x"][:7])
-
-    def gradients(call):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(call(x)) + use(model)
-        return tape.gradient(loss, model.features.kernel.value)
-
-    model = Leaving(leave, use)
-    towers = TowerBuilder([f"/cpu:{i}" for i in range(3)])
-    run = tf.function(gradients) if compiled else gradients
-    several = run(lambda x: towers.concat(model, x))
-    np.testing.assert_allclose(several, gradients(model), rtol=1e-9)
-
-
-WAYS = [
-    {"accumulate_steps": 2},
-    {"jit_compile": True, "batch_norm": "local"},
-    {"jit_compile": True, "batch_norm": "local", "accumulate_steps": 2},
-]
+WAYS = {
+    "eager": {},
+    "function": {},
+    "parts": {"accumulate_steps": 2},
+    "XLA": {"jit_compile": True, "batch_norm": "local"},
+    "XLA, parts": {"jit_compile": True, "batch_norm": "local", "accumulate_steps": 2},
+}
 
 
 @pytest.mark.parametrize("name", ["rows", "mean", "a list"])
-@pytest.mark.parametrize("options", WAYS)
-def test_in_parts_and_by_xla(options, name, float64):
+@pytest.mark.parametrize("way", WAYS)
+def test_the_builder_by_hand_joins_them(way, name, float64):
     leave, use = LEAVING[name]
     x, y = (tf.constant(DATA[key][:7]) for key in "xy")
     model = Leaving(leave, use)
-    builder = TowerBuilder(["/cpu:0", "/cpu:1"], **options)
+    builder = TowerBuilder(["/cpu:0", "/cpu:1", "/cpu:2"], **WAYS[way])
+    compiled = tf.function if way != "eager" else lambda fn: fn
 
     def joined(call):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum((call(x) - y) ** 2) + use(model)
         return loss, tape.gradient(loss, model.features.kernel.value)
 
-    @tf.function
     def by_example():
         builder.gradients(lambda x: model(x)[:, 0], model.trainable_variables, x)
         return use(model)
 
-    expected = joined(model)
-    found = tf.function(joined)(lambda x: builder.concat(model, x))
-    for own, value in zip(found, expected, strict=True):
+    expected = [*joined(model), use(model) if model(x) is not None else None]
+    found = compiled(joined)(lambda x: builder.concat(model, x))
+    for own, value in zip([*found, compiled(by_example)()], expected, strict=True):
         np.testing.assert_allclose(own, value, rtol=1e-9)
-    used = use(model) if model(x) is not None else None
-    np.testing.assert_allclose(by_example(), used, rtol=1e-9)
 
 
 def spread(model, x):

@@ -119,25 +119,22 @@ def equal_parts():
     return case._replace(batch=[tf.concat([images, images[::-1]], axis=0)], state=[])
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["known size", "unknown size"])
-@pytest.mark.parametrize("num_towers", [1, 3])
+@pytest.mark.parametrize("num_towers, known", [(1, True), (3, False)])
 def test_on_gpus_equal_parts_are_what_one_device_computes(num_towers, known):
     way = GPUS._replace(num_towers=num_towers, parts=2, known=known)
     assert_equal(of_towers(equal_parts, way), equality.of_one_device(equal_parts))
 
 
 CHANGES = [
-    dict(parts=2),
-    dict(parts=2, joined=True),
-    dict(batch_norm="local"),
+    dict(parts=2), dict(parts=2, joined=True), dict(batch_norm="local"),
     dict(batch_norm="local", parts=2),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("make", "changes"),
     [
-        *itertools.product([equality.moments_of_several_layers], CHANGES),
+        *itertools.product([equality.moments_of_several_layers], CHANGES[:3]),
         (equality.moments_of_several_layers, dict(batch_norm="local", by_xla=True)),
         (equality.fused_maps, CHANGES[0]),
         *(pytest.param(equality.fused_maps, c, marks=pytest.mark.extended) for c in CHANGES[1:]),
@@ -173,7 +170,7 @@ def test_on_gpus_a_layer_in_a_loop(mode, rule):
             np.testing.assert_allclose(layer.moving_mean, [0.25] * 3)
 
 
-class MoreVariance(keras.layers.BatchNormalization):
+class MoreVariance(layers.BatchNormalization):
     def _moments(self, inputs, mask):
         mean, variance = super()._moments(inputs, mask)
         return mean, variance + 0.5
@@ -183,21 +180,16 @@ def test_moments_of_a_layers_own_are_no_work_for_kernels():
     x = np.random.default_rng(1).normal(size=(7, 4)).astype("float32")
     layer = MoreVariance()
     wanted = layer(x, training=True)
-    towers = TowerBuilder(["/cpu:0", "/cpu:1"])
+    towers = TowerBuilder(DEVICES[:2])
     found = tf.function(lambda x: towers.concat(lambda x: layer(x, training=True), x))(x)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_averages_of_renormalisation_are_put_together_without_a_word():
-    model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(renorm=True)])
-    lines = []
-    builder = TowerBuilder(DEVICES[:2], on_doubt=lines.append)
-    losses = tf.function(
-        lambda x: builder.gradients(
-            lambda x: tf.reduce_sum(model(x, training=True) ** 3, axis=1),
-            model.trainable_variables,
-            x,
-        )[0]
-    )
-    losses(tf.random.stateless_normal([5, 3], [1, 2]))
-    assert lines == []
+    norm, told = layers.BatchNormalization(renorm=True), []
+    x = tf.random.stateless_normal([5, 3], [1, 2])
+    norm.build(x.shape)
+    builder = TowerBuilder(DEVICES[:2], on_doubt=told.append)
+    losses = equality.cubes(lambda x: norm(x, training=True))
+    tf.function(lambda x: builder.gradients(losses, norm.trainable_variables, x)[0])(x)
+    assert told == []

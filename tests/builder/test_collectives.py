@@ -31,18 +31,6 @@ def test_nccl_is_asked_for_between_cards(devices, num_cards, num_gpus, hint):
     assert collectives.communication(devices, num_cards, num_gpus) == hint
 
 
-def test_the_hint_is_in_the_graph(monkeypatch):
-    monkeypatch.setattr(collectives, "communication", lambda *_: "nccl")
-
-    @tf.function
-    def step():
-        return collectives.all_sum([[tf.ones(2)]] * 2, DEVICES[:2])
-
-    ops = step.get_concrete_function().graph.get_operations()
-    hints = [op.get_attr("communication_hint") for op in ops if op.type == "CollectiveReduceV2"]
-    assert hints == [b"nccl"] * 2
-
-
 @pytest.mark.unit
 def test_gpus_of_their_own_meet():
     of_workers = ["/job:worker/task:0/gpu:0", "/job:worker/task:1/gpu:0"]
@@ -102,31 +90,31 @@ def test_in_a_loop_and_after_it():
     np.testing.assert_array_equal(after, [3.0, 3.0])
 
 
-def test_values_are_stacked_in_tower_order():
+def test_what_nccl_takes_for_another_type_is_summed_and_stacked_in_float32(monkeypatch):
+    monkeypatch.setattr(collectives, "communication", lambda *_: "nccl")
+
     @tf.function
-    def step():
-        meeting = collectives.Meeting(DEVICES)
-        return [meeting.stack(tf.ones([2]) * i, name) for i, name in enumerate(DEVICES)]
-
-    for stacked in step():
-        np.testing.assert_array_equal(stacked, [[0, 0], [1, 1], [2, 2]])
-
-
-def test_what_nccl_takes_for_another_type_is_summed_in_float32():
-    @tf.function
-    def step():
+    def made():
         halves = [[tf.constant([1.0, 2.0**-8], tf.bfloat16), tf.ones(3)]] * 3
         meeting = collectives.Meeting(DEVICES)
-        stacked = [meeting.stack(tf.ones([1], tf.bfloat16), device) for device in DEVICES]
+        ranks = tf.range(3.0)
+        stacked = [
+            meeting.stack(tf.cast(ranks[i : i + 1], tf.bfloat16), device)
+            for i, device in enumerate(DEVICES)
+        ]
         return collectives.all_sum(halves, DEVICES), stacked
 
-    ops = step.get_concrete_function().graph.get_operations()
+    ops = made.get_concrete_function().graph.get_operations()
     exchanged = [op for op in ops if op.type.startswith("Collective")]
     assert {op.get_attr("T") for op in exchanged} == {tf.float32}
+    assert {op.get_attr("communication_hint") for op in exchanged} == {b"nccl"}
     assert len(exchanged) == 9 and not any(op.get_attr("timeout_seconds") for op in exchanged)
-    sums, stacked = step()
+    monkeypatch.undo()
+    sums, stacked = tf.function(made.python_function)()
     assert {own[0].dtype for own in sums} == {x.dtype for x in stacked} == {tf.bfloat16}
     np.testing.assert_array_equal(tf.cast(sums[2][0], tf.float32), [3.0, 3 * 2.0**-8])
+    for own in stacked:
+        np.testing.assert_array_equal(tf.cast(own, tf.float32), [[0.0], [1.0], [2.0]])
 
 
 def test_a_collective_leaves_no_thread_behind():

@@ -26,23 +26,6 @@ def on_towers(fn, *values):
     return step()
 
 
-def test_gradients_go_through_it():
-    """Each tower's loss depends on all values; its gradient is that of the sum of the losses."""
-
-    def fn(all_gather, value):
-        with tf.GradientTape() as tape:
-            tape.watch(value)
-            everything = all_gather(value)
-            loss = value * tf.reduce_sum(everything**2)
-        return tape.gradient(loss, value)
-
-    values = [tf.Variable(v) for v in (1.0, 2.0, 3.0)]
-    with tf.GradientTape() as tape:
-        loss = sum(v * sum(w**2 for w in values) for v in values)
-    expected = tape.gradient(loss, values)
-    np.testing.assert_allclose(on_towers(fn, *values), expected)
-
-
 def test_values_are_put_together_once_on_the_gather_device():
     @tf.function
     def step(x, y):

@@ -49,30 +49,27 @@ def float8(*between):
     return quantized(model)
 
 
-def einsum():
+def rows_of(layer):
     inputs = keras.Input((4,))
-    rows = layers.Reshape((2, 2))(inputs)
-    model = keras.Model(
-        inputs, layers.Dense(1)(layers.Flatten()(layers.EinsumDense("abc,cd->abd", (2, 3))(rows)))
-    )
-    return quantized(model)
+    outputs = layers.Dense(1)(layers.Flatten()(layer(layers.Reshape((2, 2))(inputs))))
+    return quantized(keras.Model(inputs, outputs))
+
+
+def einsum():
+    return rows_of(layers.EinsumDense("abc,cd->abd", (2, 3)))
 
 
 def attention():
-    inputs = keras.Input((4,))
-    rows = layers.Reshape((2, 2))(inputs)
-    model = keras.Model(
-        inputs, layers.Dense(1)(layers.Flatten()(layers.MultiHeadAttention(2, 3)(rows, rows)))
-    )
-    return quantized(model)
+    inner = layers.MultiHeadAttention(2, 3)
+    return rows_of(lambda rows: inner(rows, rows))
 
 
-def own():
-    return keras.Sequential([keras.Input((4,)), Follows(), layers.Dense(1)])
+def own(aggregation="none"):
+    return keras.Sequential([keras.Input((4,)), Follows(aggregation), layers.Dense(1)])
 
 
 def own_mean():
-    return keras.Sequential([keras.Input((4,)), Follows("mean"), layers.Dense(1)])
+    return own("mean")
 
 
 RARE = [pytest.param(make, marks=pytest.mark.extended) for make in (own_mean, einsum, attention)]

@@ -81,16 +81,12 @@ def test_nothing_is_left_behind_by_an_error(error):
 @pytest.mark.parametrize("inner_towers", [1, 2, 3])
 def test_towers_in_towers_draw_by_example_and_assign_once(inner_towers):
     """Four examples for each of two towers, which split them again."""
-    plain = layers.Dropout(0.5, seed=3)
-    expected = plain(tf.constant(X), training=True)
-    again = plain(tf.constant(X), training=True)
-    dropout = layers.Dropout(0.5, seed=3)
-    inner = TowerBuilder(["/cpu:0"] * inner_towers)
-    outer = TowerBuilder(TWO)
+    dropout, plain = (layers.Dropout(0.5, seed=3) for _ in range(2))
+    inner, outer = TowerBuilder(["/cpu:0"] * inner_towers), TowerBuilder(TWO)
 
     @tf.function
     def step(x):
         return outer.concat(lambda x: inner.concat(lambda x: dropout(x, training=True), x), x)
 
-    np.testing.assert_array_equal(step(tf.constant(X)), expected)
-    np.testing.assert_array_equal(step(tf.constant(X)), again)
+    for _ in range(2):
+        np.testing.assert_array_equal(step(tf.constant(X)), plain(tf.constant(X), training=True))

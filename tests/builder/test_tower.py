@@ -237,12 +237,9 @@ def test_what_cannot_be_copied_split_or_joined_is_refused(remedy):
 # map, sum, concat.
 
 
-def test_map_without_a_batch_copies_the_function():
+def test_map_returns_any_result_in_tower_order():
     calls = []
     assert builder(3).map(lambda: calls.append(0) or len(calls)) == [1, 2, 3]
-
-
-def test_map_returns_any_result_in_tower_order():
     results = builder(2).map(
         lambda x: {"shape": x.shape.as_list(), "first": int(x[0])}, tf.constant([5, 6, 7])
     )
@@ -300,18 +297,6 @@ def test_concat_joins_in_tower_order(compiled):
 def test_concat_leaves_out_towers_that_return_none():
     joined = builder(3).concat(lambda x: x, PerTower([tf.ones(2), None, np.float32([3])]))
     assert joined.numpy().tolist() == [1, 1, 3]
-
-
-@EAGER_OR_FUNCTION
-def test_what_is_returned_beside_the_losses_may_be_one_tensor(compiled):
-    weight = tf.Variable(2.0)
-
-    def step(x):
-        return builder(2).gradients(lambda x: (weight * x, 3 * x), [weight], x)
-
-    loss, (gradient,), outputs = compiled(step)(tf.range(5.0))
-    assert (loss.numpy(), gradient.numpy()) == (4.0, 2.0)
-    assert outputs.numpy().tolist() == [0, 3, 6, 9, 12]
 
 
 # Splitting.
@@ -375,14 +360,11 @@ def test_batches_may_be_nested_and_of_any_type():
     assert first["missing"] is None
 
 
-def test_per_tower_values_are_handed_over_whole():
+def test_per_tower_values_are_handed_over_whole_and_may_be_empty_or_scalars():
+    """They say nothing about the number of examples: no tower is left out for them."""
     values = PerTower([{"rate": 0.5}, "anything"])
     seen = builder(2).map(lambda x, other: (x.shape[0], other), tf.ones(3), {"deep": [values]})
     assert seen == [(2, {"deep": [{"rate": 0.5}]}), (1, {"deep": ["anything"]})]
-
-
-def test_per_tower_values_may_be_empty_or_scalars():
-    """They say nothing about the number of examples: no tower is left out for them."""
     values = PerTower([tf.constant(1.0), tf.zeros([0]), tf.ones([4])])
     assert builder(3).sum(lambda x, v: tf.size(x) + tf.size(v), tf.ones(3), values).numpy() == 8
     assert builder(3).sum(lambda v: tf.size(v), values).numpy() == 5
@@ -424,7 +406,7 @@ def build(node, size):
 
 
 @pytest.mark.run
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(size=st.integers(0, 9), num_towers=st.integers(1, 4), structure=STRUCTURES)
 def test_nothing_is_lost_or_counted_twice(size, num_towers, structure):
     batch = build(structure, size)
@@ -523,17 +505,13 @@ def test_what_is_recomputed_is_not_assigned_again(float64):
 def test_losses_of_16_bits_are_summed_in_32(dtype):
     """In 16 bits the sum of 600 ones is 256 (bfloat16), and 4 times 60000 is inf (float16)."""
     w = tf.Variable(1.0, dtype=dtype)
-    for value, count in (1, 600), (60000, 4):
+    for value, count in (1, 600), (60000, 4), (0.25, 70000):  # nor do 16 bits have that number
         losses = tf.constant(value, dtype, [count])
         loss, [gradient] = builder(2).gradients(lambda x: w * x, [w], losses)
         assert loss.dtype == tf.float32 and gradient.dtype == dtype
-        assert loss.numpy() == losses.numpy().astype(np.float32)[0]
-
-
-def test_the_number_of_examples_may_exceed_16_bits():
-    w = tf.Variable(1.0, dtype=tf.float16)
-    _, [gradient] = builder(2).gradients(lambda x: w * x, [w], tf.fill([70000], np.float16(0.25)))
-    assert gradient.numpy() == pytest.approx(0.25, rel=0.01)
+        first = losses.numpy().astype(np.float32)[0]
+        assert loss.numpy() == first
+        assert np.float32(gradient) == pytest.approx(first, rel=0.01)
 
 
 def test_variables_created_in_a_tower_are_named():
@@ -608,17 +586,12 @@ def test_assignments_of_some_towers_only(compiled):
     assert [v.numpy() for v in (several, single, none, counter)] == [15, 4, 9, 1]
 
 
-def test_variables_that_keras_wants_from_the_first_tower():
+def test_assignments_come_after_the_gradients_from_the_first_tower_if_keras_wants_that():
     v = keras.Variable(0.0, trainable=False, aggregation="only_first_replica")
-    loss_fn = lambda x: (x, v.assign(x[0]))[0]  # noqa: E731
-    builder(2).gradients(loss_fn, [], tf.constant([1.0, 2.0, 3.0]))
-    assert v.numpy() == 1
-
-
-def test_assignments_to_trainable_variables_come_after_the_gradients():
     w = keras.Variable(2.0)
-    loss, [gradient] = builder(2).gradients(lambda x: (w * x, w.assign(7.0))[0], [w], tf.ones(3))
-    assert (loss.numpy(), gradient.numpy(), w.numpy()) == (2, 1, 7)
+    loss_fn = lambda x: (w * x, w.assign(7.0), v.assign(x[0]))[0]  # noqa: E731
+    loss, [gradient] = builder(2).gradients(loss_fn, [w], tf.constant([1.0, 2.0, 3.0]))
+    assert (loss.numpy(), gradient.numpy(), w.numpy(), v.numpy()) == (4, 2, 7, 1)
 
 
 def test_states_of_16_bits_do_not_overflow():
@@ -665,7 +638,6 @@ def test_the_example_of_the_module_runs():
     assert names["train_step"](*batch) < before
 
 
-@pytest.mark.graph
 @pytest.mark.parametrize("way", ["gradients", "concat", "map", "a copy alone"])
 def test_autograph_converts_what_is_the_users_and_nothing_else(way):
     """Which made the first step of a program of one's own several times slower."""
@@ -685,19 +657,14 @@ def test_autograph_converts_what_is_the_users_and_nothing_else(way):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(builder.concat(fn, x))
             return loss, [tape.gradient(loss, weight)]
-        if way == "map":
-            return [tf.concat(builder.map(fn, x), 0)]
-        return builder.map(fn)
+        return tf.concat(builder.map(fn, x), 0) if way == "map" else builder.map(fn)
 
     found = step(tf.constant([1.0, 2.0, 6.0]))
     if way in ("gradients", "concat"):
         assert float(found[0]) == 6.0 and float(found[1][0]) == 3.0
     elif way == "map":
-        np.testing.assert_array_equal(found[0], [2.0, 4.0, 12.0])
-    converted = {
-        frame.name for stack in stacks for frame in stack if "autograph_generated" in frame.filename
-    }
-    converted -= {"tf__extract_stack"}  # the test's own
-    assert converted <= {"tf__step", "tf__fn", "if_body", "else_body", "if_body_1", "else_body_1",
-                         "if_body_2", "else_body_2"}  # fmt: skip
-    assert "tf__fn" in converted
+        np.testing.assert_array_equal(found, [2.0, 4.0, 12.0])
+    frames = {frame for stack in stacks for frame in stack}
+    converted = {frame.name for frame in frames if "autograph_generated" in frame.filename}
+    of_fn = re.compile("tf__(step|fn|extract_stack)|(if|else)_body(_[12])?")
+    assert all(map(of_fn.fullmatch, converted)) and "tf__fn" in converted

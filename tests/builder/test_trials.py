@@ -1,5 +1,6 @@
 """What a builder's own users are told of: examples that see each other, places, tables, clips."""
 
+import functools
 import re
 
 import keras
@@ -77,27 +78,19 @@ def in_a_queue(layer, x):
         return tf.identity(x)
 
 
-def read_again(name, update):
-    """A layer that reads what it has assigned just before."""
+def read_again(name, update, again=True):
+    """A layer that reads a variable, after it has assigned it or before."""
 
     def fn(layer, x):
         variable, x = getattr(layer, name), ops.matmul(x, layer.weight)
+        y = x + variable
         variable.assign(update(variable, x))
-        return x - ops.tanh(variable)
+        return x - ops.tanh(variable) if again else y
 
     return fn
 
 
-def assigned(name, update):
-    """A layer that reads a variable before it assigns it."""
-
-    def fn(layer, x):
-        variable = getattr(layer, name)
-        y = ops.matmul(x, layer.weight) + variable
-        variable.assign(update(variable, x))
-        return y
-
-    return fn
+assigned = functools.partial(read_again, again=False)
 
 
 class OwnMoments(keras.layers.BatchNormalization):

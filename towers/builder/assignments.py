@@ -64,11 +64,11 @@ class TowerScope(keras.StatelessScope):
         outer: Any = ...,
         fetch: Callable[[tf.Variable], tf.Tensor | None] | None = None,
     ) -> None:
-        """Record assignments from here on.
+        """Record assignments from here on, in a tower on `device`.
 
         Args:
             own: {id of a Keras variable: what the tower reads in its place}.
-            device: of the stand-ins.
+            device: of the tower.
             outer: the scope with the values of other variables, as of a tower around this one, by
                 default the one that is open; None for the masters.
             fetch: see `machines.Fetches`.

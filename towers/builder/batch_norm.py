@@ -40,7 +40,7 @@ def exchange_launches(num_layers: int) -> int:
 
 @contextlib.contextmanager
 def over_all_towers(member: Member | None, mode: str, device: str) -> Iterator[None]:
-    """Make BatchNorm layers that are called in the block take their moments over all towers.
+    """Make BatchNorm layers in the block take their moments over all towers.
 
     Args:
         member: the tower's part in the exchanges; None if there is one tower.

@@ -88,13 +88,10 @@ class Draws:
         by_xla: bool = False,
         device: str = "",
     ):
-        """Set what is drawn.
+        """Set which rows of the batch are drawn, None if it is not split, on the tower's device.
 
-        Args:
-            rows: of the slice in the batch of the tower that makes this; None: nothing was split.
-            known: what the rehearsal found, in order; None: there was none that could tell.
-            by_xla: the draws are compiled, and are to be those of TensorFlow's kernels.
-            device: of the tower.
+        `known` is what the rehearsal found, in order, None if it could not tell. With `by_xla` the
+        draws are compiled, and are to be those of TensorFlow's kernels.
         """
         outer = getattr(_HERE, "rows", None)
         if outer and rows:  # a tower itself may split its slice

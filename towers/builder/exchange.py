@@ -45,19 +45,13 @@ class Exchange:
 
     The first call of a tower meets the first of each other tower, and so on: all must make the same
     calls in the same order, as copies of one function do.
-
-    Attributes:
-        counts: each tower's number of examples, a tensor if it may be 0, None if it is not known.
-        num_towers: how many there are.
-        equal: whether all towers have the same known number of examples.
-        is_open: to more exchanges, while towers are traced.
     """
 
     def __init__(self, counts: Sequence[Any], devices: Sequence[str]):
-        """Set the towers' devices and numbers of examples."""
+        """Set the towers' devices and numbers of examples, tensors if 0 is possible, or None."""
         self.counts, self.devices, self.num_towers = list(counts), list(devices), len(counts)
         self.equal = all(isinstance(c, int) and c == counts[0] for c in counts)
-        self.is_open = True
+        self.is_open = True  # to more exchanges, while towers are traced
         self._by_collectives = are_there(devices)
         self._fetches = [Fetches(device) for device in devices]
         self._graph = tf.compat.v1.get_default_graph()
@@ -113,36 +107,22 @@ class Exchange:
 
 
 class Member:
-    """One tower's part in the exchanges of a step.
-
-    Attributes:
-        count, num_towers, equal: see `Exchange`; the count is the tower's own.
-        tower: its number.
-        by_xla: whether XLA compiles it, so that it cannot exchange.
-        fetch: see `machines.Fetches`.
-        layers: the BatchNorm layers that the tower has gone through so far, on a GPU.
-    """
+    """One tower's part in the exchanges of a step."""
 
     def __init__(self, exchange: Exchange, tower: int, by_xla: bool, fetch: Callable):
-        """Take part in `exchange` as tower number `tower`."""
+        """Take part in `exchange` as tower number `tower`; `fetch` is of `machines.Fetches`."""
         self.count, self.num_towers = exchange.counts[tower], exchange.num_towers
         self.tower, self.equal, self.by_xla, self.fetch = tower, exchange.equal, by_xla, fetch
-        self.layers: list[Any] = []
+        self.layers: list[Any] = []  # of BatchNorm, that the tower has gone through, on a GPU
         self._exchange, self._device = exchange, exchange.devices[tower]
         self._places = itertools.count()
 
     def meet(
         self, value: tf.Tensor, combine: Callable, shape: Sequence[int], known: Any = None
     ) -> tf.Tensor:
-        """Return what `combine` makes of the stack `[N, ...]` of all towers' values.
+        """Return `combine(stack)`, of this shape, of all towers' values `[N, ...]`.
 
-        Gradients do not go through it.
-
-        Args:
-            value: this tower's.
-            combine: maps the stack to the result.
-            shape: of the result.
-            known: must be the same in all towers.
+        Gradients do not go through it. `known` must be the same in all towers.
         """
         return self._exchanged(
             value,

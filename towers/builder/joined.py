@@ -30,50 +30,35 @@ from towers.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class TowerGradients:
-    """The gradients of one way back through towers that were joined.
+    """The gradients of one way back through towers that were joined."""
 
-    Attributes:
-        counts: the number of examples of each tower.
-        phases: (what each tower waits for, what it has then) forward and backward; none of a batch
-            that was taken in parts.
-        of_towers: the gradients of variables, of each tower.
-        gathered: their sums.
-    """
-
-    counts: Sequence[tf.Tensor]
+    counts: Sequence[tf.Tensor]  # of each tower's examples
+    # (what each tower waits for, what it has then) forward and backward; none of a batch in parts.
     phases: Sequence[tuple[Sequence[Any], Sequence[Any]]]
-    of_towers: Sequence[Sequence[Any]]
-    gathered: Sequence[Any]
+    of_towers: Sequence[Sequence[Any]]  # the gradients of variables, of each tower
+    gathered: Sequence[Any]  # their sums
 
 
 @dataclasses.dataclass
 class Passes:
-    """What `concat` did in a step while that was traced.
+    """What `concat` did in a step while that was traced."""
 
-    Attributes:
-        before: {id of a Keras variable: (its `tf.Variable`, the value before the first assignment)}
-            of what towers have assigned.
-        gradients: the last ones, None if nothing has gone back.
-    """
-
+    # {id of a Keras variable: (its `tf.Variable`, the value before the first assignment)}.
     before: dict[int, tuple[tf.Variable, tf.Tensor]] = dataclasses.field(default_factory=dict)
-    gradients: TowerGradients | None = None
+    gradients: TowerGradients | None = None  # the last ones, None if nothing has gone back
 
 
 def concat(
-    builder: Any,
-    forward: Callable,
-    fn: Callable,
-    batch: Sequence[Any],
+    builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any],
     passes: Passes | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Return what `fn` returns for each slice of `batch`, joined; tapes can go back through it.
 
     Args:
         builder: the `TowerBuilder`.
         forward: its `Forward`.
         fn: the towers' function.
-        batch: what is split.
+        batch: its arguments.
         passes: records what is done, if given.
     """
     if is_split(batch) and tf_private.is_recording():
@@ -190,16 +175,11 @@ class _Part:
     """A part of the batch, one slice for each tower: forward, and backward through that."""
 
     def __init__(
-        self,
-        builder: Any,
-        forward: Callable,
-        fn: Callable,
-        slices: Sequence[Slice],
-        found: Rehearsal,
-        watched: Sequence[int],
-    ):
+        self, builder: Any, forward: Callable, fn: Callable, slices: Sequence[Slice],
+        found: Rehearsal, watched: Sequence[int],
+    ):  # fmt: skip
         self.builder, self.make_pass, self.fn, self.slices = builder, forward, fn, slices
-        self.found, self.watched = found, watched
+        self.found, self.watched = found, watched  # leaves that have gradients
         self.captured: Sequence[tf.Tensor] = ()  # that are no arguments, and have gradients
         self.states: dict[int, tf.Tensor] = {}  # {id of a variable: what towers read in its place}
 
@@ -214,9 +194,8 @@ class _Part:
         return [own.results for own in self.passes]
 
     def _forward(self, replica: ReplicaContext) -> Any:
-        leaves = tf.nest.flatten(replica.part.batch)
+        leaves, reads = tf.nest.flatten(replica.part.batch), {}
         inputs = [leaves[i] for i in self.watched]
-        reads = {}
 
         def call(tape: tf.GradientTape) -> Any:
             def on_read(variable: tf.Variable, value: tf.Tensor) -> None:
@@ -320,12 +299,12 @@ def _with_values(structure: Any, values: Sequence[tf.Tensor]) -> Any:
         value = _value(leaf)
         if value is None or not value.dtype.is_floating:
             return leaf
+        value = next(values)
         if isinstance(leaf, tf.RaggedTensor):
-            return leaf.with_flat_values(next(values))
+            return leaf.with_flat_values(value)
         if isinstance(leaf, tf.SparseTensor):
-            return tf.SparseTensor(leaf.indices, next(values), leaf.dense_shape)
-        result = next(values)
-        tf_private.set_mask_of(result, tf_private.mask_of(leaf))
-        return result
+            return tf.SparseTensor(leaf.indices, value, leaf.dense_shape)
+        tf_private.set_mask_of(value, tf_private.mask_of(leaf))
+        return value
 
     return tf.nest.map_structure(replaced, structure)

@@ -41,19 +41,12 @@ class ReplicaContext:
     """The context of one tower's copy; it lasts through the forward and the backward pass.
 
     Enter it around each pass, on the tower's device: a later pass draws and exchanges values where
-    the one before has ended.
-
-    Attributes:
-        tower: the number of the tower.
-        device: the tower's.
-        name: of the scope of its ops.
-        part: the tower's slice of the batch.
-        own: {id of a Keras variable: what the tower reads in its place}; None, as of `map`, if the
-            function may make variables, and assign any, of its own.
-        scope: records what the last call has assigned.
+    the one before has ended. `name` is of the scope of its ops. `own` is {id of a Keras variable:
+    what the tower reads in its place}; None, as of `map`, if the function may make variables, and
+    assign any, of its own.
     """
 
-    scope: TowerScope | None = None
+    scope: TowerScope | None = None  # records what the last call has assigned
 
     def __init__(self, replicas: "Replicas", tower: int, part: Slice):
         """Set the tower and its slice; `replicas` are the contexts that this is one of."""
@@ -155,14 +148,9 @@ class Replicas:
         own: dict[int, Any] | None = None,
         added: Sequence[added_losses.AddedLoss] = (),
     ):
-        """Set the slices; the last towers may have none.
+        """Set the towers' slices, of which the last may have none, and the function's rehearsal.
 
-        Args:
-            builder: the `TowerBuilder`.
-            slices: of the batch, one for each tower.
-            found: what is known of the function.
-            own: see `ReplicaContext`.
-            added: what is known of the losses that layers add.
+        `own` is that of each `ReplicaContext`; `added` are the losses that layers add.
         """
         check_devices([*builder.devices, builder.gather_device])
         self.builder, self.found, self.own, self.added = builder, found, own, added
@@ -200,15 +188,9 @@ def call_copies(
 ) -> list[Any]:
     """Return what `fn` returns for each slice; make the assignments of all once.
 
-    Args:
-        builder: the `TowerBuilder`.
-        fn: the towers' function.
-        slices: of the batch, one for each tower.
-        batch: the whole.
-        to_join: leave out what stands in for no example; join the losses that layers add, and add
-            them to the layers.
-        before: gets {id of a Keras variable: (its `tf.Variable`, its value before)} of what is
-            assigned, unless it has that.
+    With `to_join`, what stands in for no example is left out, and the losses that layers add are
+    joined, and added to the layers. `before` gets {id of a Keras variable: (its `tf.Variable`, its
+    value before)} of what is assigned, unless it has that.
     """
     found = builder.rehearse(fn, *batch, num_slices=len(builder.devices))
     replicas = Replicas(builder, slices, found, added=found.added if to_join else ())
@@ -251,14 +233,14 @@ class FunctionAnalyses:
     ) -> Rehearsal:
         """Find out what a tower function does with its examples; doubts go to `on_doubt`, once.
 
-        The builder's methods do so by themselves, and what was found is kept. Values that are known
-        are tried, else made-up ones of their type and shape.
+        The builder's methods do so by themselves, and what was found is kept, also for a function
+        that is made anew of the same code around the same model. Values that are known are tried,
+        else made-up ones of their type and shape.
 
         Args:
-            fn: the function. It may have been made anew of the same code around the same model.
+            fn: the function.
             *batch: its arguments.
-            num_slices: that are made of the batch; None: as `gradients` splits it. Of a single one
-                nothing need be known.
+            num_slices: of the batch, by default as `gradients` splits it; one needs no analysis.
             silent: tell nothing yet: the function may not come to run on towers.
         """
         tf_private.refuse_fork()

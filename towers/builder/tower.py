@@ -11,9 +11,9 @@
         optimizer.apply(gradients, model.trainable_variables)
         return loss
 
-A tower function is called once a tower, and before that on made-up examples, to learn what it does
-with each. It creates no variables and assigns to no `tf.Variable`; Keras variables are assigned
-once. `replica_context` makes copies exact, `joined` makes tapes go through what `concat` joins.
+A tower function is called once for each tower, and before that on made-up examples, to learn what
+it does with each; it creates no variables, and assigns only those of Keras. `replica_context` makes
+copies exact; `joined` leads tapes back from what `concat` joins.
 """
 
 import warnings
@@ -87,8 +87,8 @@ class TowerBuilder:
         self.batch_norm, self.jit_compile = batch_norm, jit_compile
         self.accumulate_steps, self.gather_at_variables = accumulate_steps, gather_at_variables
         self.num_slices = len(self.devices) * accumulate_steps  # that `gradients` makes of a batch
-        analyses = replica_context.FunctionAnalyses(self.num_slices, on_doubt)
-        self.rehearse, self.try_out, self.tell = analyses.rehearse, analyses.try_out, analyses.tell
+        known = replica_context.FunctionAnalyses(self.num_slices, on_doubt)
+        self.rehearse, self.try_out, self.tell = known.rehearse, known.try_out, known.tell
 
     def map(self, fn: Callable, *batch: Any) -> list[Any]:
         """Return what `fn` returns for each tower, in tower order."""
@@ -100,7 +100,7 @@ class TowerBuilder:
         return self.gather(gather.add_by_machine(losses.places(self)), results)
 
     def concat(self, fn: Callable, *batch: Any) -> Any:
-        """Return what the towers return, joined along axis 0 in tower order: that of the batch.
+        """Return what the towers return, joined along axis 0 in the order of the batch.
 
         A `tf.GradientTape` around it sees one op: each gradient goes back to the towers, and theirs
         are summed by `add_n`. So a loss of the joined outputs is exact, whatever it is.
@@ -110,8 +110,8 @@ class TowerBuilder:
     def gradients(self, loss_fn: Callable, variables: Iterable[Any], *batch: Any) -> tuple:
         """Return the mean loss over all examples and its gradients.
 
-        What `loss_fn` assigns to Keras variables is assigned once, after all towers, as their
-        `aggregation` says, or as trials find it; if that cannot be told, `on_doubt` is called.
+        Keras variables that `loss_fn` assigns are assigned once, after all towers, as their
+        `aggregation` says, or as trials show it; if these do not, `on_doubt` is called.
 
         Args:
             loss_fn: maps a tower's slice of the batch to its losses, one for each example, `[b]`,
@@ -136,7 +136,7 @@ class TowerBuilder:
         return means if nothing else (*means, self.gather(gather.join, sums.outputs))
 
     def tower_sums(self, loss_fn: Callable, variables: Sequence[Any], *batch: Any) -> TowerSums:
-        """Return each tower's sums for `gradients`; `gather_sums` must follow: it assigns."""
+        """Return each tower's sums for `gradients`; `gather_sums` must follow."""
         found = losses.checked(self.rehearse(loss_fn, *batch))
         masters, totals, made = losses.masters_of(variables), [], []
 
@@ -164,7 +164,7 @@ class TowerBuilder:
         return TowerSums(sums, counts, gradients, scopes, found.policies, outputs)
 
     def gather_sums(self, sums: TowerSums, variables: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:
-        """Return the mean loss and its gradients, as `gradients` does, from the towers' sums."""
+        """Return the mean loss and its gradients from the towers' sums; assign what they assign."""
         with tf.name_scope("gather"):
             loss, found = gather.means(sums, variables, losses.places(self, variables))
             found = merging.with_new_values(found, losses.masters_of(variables), sums.scopes)
@@ -173,9 +173,8 @@ class TowerBuilder:
 
     def split(self, batch: Any, rounds: int = 1, never_empty: bool = False) -> list[Any]:
         """Return each tower's slice of `batch`; with rounds, those of one after the other's."""
-        # Towers get their slices from where the batch is, which is not sent to a GPU as a whole.
-        device = HOST if is_gpu(self.gather_device) else self.gather_device
-        with tf.device(device), tf.name_scope("split"):
+        home = HOST if is_gpu(self.gather_device) else self.gather_device  # where the batch is
+        with tf.device(home), tf.name_scope("split"):
             return splitting.split(batch, len(self.devices), rounds, never_empty)
 
     def run(self, fn: Callable, replicas: Replicas) -> list[Any]:

@@ -86,12 +86,9 @@ class Tracer:
     """Traces a tower function for as many examples as one likes."""
 
     def __init__(self, fn: Callable, batch: Sequence[Any], layers: Sequence[keras.Layer] = ()):
-        """Set the function and its arguments, of whose tensors only type and shape must be known.
+        """Set a function and its arguments, of whose tensors only type and shape must be known.
 
-        Args:
-            fn: a tower function.
-            batch: its arguments; a `PerTower` in it stands for its first value.
-            layers: whose attributes it may change, beside those of the layers that it calls.
+        It may change attributes of `layers`, beside those of the layers that it calls.
         """
         self.fn, self.structure, self.layers = fn, batch, layers
         self.leaves = as_leaves(batch)
@@ -161,15 +158,10 @@ class Tracer:
     def two_and_both(
         self, few: Trace, draws: Sequence[Drawn] | None, backward: bool = False
     ) -> list[Trace]:
-        """Return traces of two slices, and of the batch that they make: they draw alike.
+        """Return traces of two slices, and of the batch that they make, made once: they draw alike.
 
-        They are made once. The values of `few.states` are inputs.
-
-        Args:
-            few: the trace of the first slice's size.
-            draws: as a rehearsal knows them.
-            backward: trace the backward passes, too, if they can be; those of a function with
-                gradients of its own are always looked at.
+        `few` is the trace of the first slice's size; the values of its states are inputs. Backward
+        passes are traced if they are asked for or the function has gradients of its own.
         """
         backward = backward or few.custom_gradients
         key = backward, self.reads_before

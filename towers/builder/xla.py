@@ -19,10 +19,8 @@ def compiled(
 ) -> tuple[TowerScope, Any]:
     """Return what `fn()` returns, a scope and a structure of tensors, computed by XLA.
 
-    Args:
-        fn: is traced, and called with what it reads of variables.
-        on_read: is called with each trainable variable that is read, and its value outside, before
-            the program runs: a tape that watches the value goes back through the program.
+    `on_read` is called with each trainable variable that is read, and its value outside, before the
+    program runs: a tape that watches the value goes back through the program.
 
     Raises:
         ValueError: `fn` uses a variable otherwise than by reading it, or calls a `tf.function` that
