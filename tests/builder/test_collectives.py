@@ -96,10 +96,10 @@ def test_what_nccl_takes_for_another_type_is_summed_and_stacked_in_float32(monke
     @tf.function
     def made():
         halves = [[tf.constant([1.0, 2.0**-8], tf.bfloat16), tf.ones(3)]] * 3
-        meeting = collectives.Meeting(DEVICES)
+        collective = collectives.Collective(DEVICES)
         ranks = tf.range(3.0)
         stacked = [
-            meeting.stack(tf.cast(ranks[i : i + 1], tf.bfloat16), device)
+            collective.stack(tf.cast(ranks[i : i + 1], tf.bfloat16), device)
             for i, device in enumerate(DEVICES)
         ]
         return collectives.all_sum(halves, DEVICES), stacked

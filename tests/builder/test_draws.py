@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from towers import TowerBuilder
 from towers.builder import kinds, philox
-from towers.builder.draws import Draws, Rows
+from towers.builder.draws import BatchSlice, ReplicaRng
 
 pytestmark = pytest.mark.unit
 DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
@@ -42,27 +42,27 @@ DRAWS = {
 )
 def test_a_slice_gets_its_rows_of_the_whole_draw(name, dtype, before, size, after, row):
     whole = DRAWS[name]([before + size + after, row], dtype)
-    with Draws(Rows(before, size, before + size + after)).drawing():
+    with ReplicaRng(BatchSlice(before, size, before + size + after)).drawing():
         part = DRAWS[name]([size, row], dtype)
     np.testing.assert_array_equal(part, whole[before : before + size])
 
 
 def test_draws_far_into_a_large_batch():
     whole = uniform([50_001, 100], SEED)
-    with Draws(Rows(tf.constant(49_999), 2, 50_001)).drawing():
+    with ReplicaRng(BatchSlice(tf.constant(49_999), 2, 50_001)).drawing():
         np.testing.assert_array_equal(uniform([2, 100], SEED), whole[-2:])
 
 
 def test_what_is_not_by_example_is_the_same_in_every_tower():
     for shape in [], [3], [7, 5], [6, 2]:
         whole = uniform(shape, SEED)
-        with Draws(Rows(10, 4, 20)).drawing():
+        with ReplicaRng(BatchSlice(10, 4, 20)).drawing():
             np.testing.assert_array_equal(uniform(shape, SEED), whole)
 
 
 def test_windows_and_heads_belong_to_their_example():
     whole = uniform([5 * 3, 2, 2], SEED)
-    with Draws(Rows(2, 2, 5)).drawing():
+    with ReplicaRng(BatchSlice(2, 2, 5)).drawing():
         np.testing.assert_array_equal(uniform([2 * 3, 2, 2], SEED), whole[6:12])
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from towers.builder.exchange import Exchange
+from towers.builder.exchange import SyncGroup
 
 pytestmark = pytest.mark.graph
 DEVICES = ["/cpu:1", "/cpu:2", "/cpu:3"]
@@ -15,11 +15,11 @@ def on_towers(fn, *values):
 
     @tf.function
     def step():
-        exchange = Exchange([None] * len(values), DEVICES[: len(values)])
+        exchange = SyncGroup([None] * len(values), DEVICES[: len(values)])
         results = []
         for i, (device, value) in enumerate(zip(DEVICES, values, strict=False)):
             with tf.device(device):
-                results.append(fn(exchange.member(i).all_gather, tf.identity(value)))
+                results.append(fn(exchange.handle(i).all_gather, tf.identity(value)))
         exchange.join("/cpu:0")
         return results
 
@@ -29,10 +29,10 @@ def on_towers(fn, *values):
 def test_values_are_put_together_once_on_the_gather_device():
     @tf.function
     def step(x, y):
-        exchange, results = Exchange([None] * 2, DEVICES[:2]), []
+        exchange, results = SyncGroup([None] * 2, DEVICES[:2]), []
         for i, value in enumerate([x, y]):
             with tf.device(DEVICES[i]):
-                results.append(exchange.member(i).all_sum(value) * 2)
+                results.append(exchange.handle(i).all_sum(value) * 2)
         exchange.join("/cpu:0")
         return results
 
@@ -62,4 +62,4 @@ def test_towers_that_make_other_calls_are_refused():
 @pytest.mark.unit
 def test_towers_that_run_one_after_the_other_are_refused():
     with pytest.raises(ValueError, match=r"make a tf.function of the step"):
-        Exchange([None] * 2, DEVICES[:2]).member(0).all_gather(tf.zeros([2]))
+        SyncGroup([None] * 2, DEVICES[:2]).handle(0).all_gather(tf.zeros([2]))

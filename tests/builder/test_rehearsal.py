@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from towers import TowerBuilder
 from towers.builder import replica_context
-from towers.builder.draws import Layout
+from towers.builder.draws import BatchAxis
 from towers.builder.rehearsal import parts_of, rehearse
 
 pytestmark = pytest.mark.graph
@@ -25,34 +25,34 @@ def uniform(shape):
 
 # Where the examples are in a draw: of x [B, 4, 6], in several layouts.
 LAYOUTS = {
-    "first axis": (lambda x: x + uniform(tf.shape(x)), Layout(0)),
+    "first axis": (lambda x: x + uniform(tf.shape(x)), BatchAxis(0)),
     "second axis": (
         lambda x: x + tf.transpose(uniform([4, tf.shape(x)[0], 6]), [1, 0, 2]),
-        Layout(1),
+        BatchAxis(1),
     ),
-    "last axis": (lambda x: x + tf.transpose(uniform([6, 4, tf.shape(x)[0]])), Layout(2)),
+    "last axis": (lambda x: x + tf.transpose(uniform([6, 4, tf.shape(x)[0]])), BatchAxis(2)),
     "batch * time": (
         lambda x: x + tf.reshape(uniform([4 * tf.shape(x)[0], 6]), tf.shape(x)),
-        Layout(0),
+        BatchAxis(0),
     ),
     "time * batch": (
         lambda x: x
         + tf.transpose(tf.reshape(uniform([4 * tf.shape(x)[0], 6]), [4, -1, 6]), [1, 0, 2]),
-        Layout(0, 1),
+        BatchAxis(0, 1),
     ),
     "halves * batch * time": (
         lambda x: x + tf.reshape(
             tf.transpose(tf.reshape(uniform([4 * tf.shape(x)[0], 6]), [2, -1, 2, 6]), [1, 0, 2, 3]),
             tf.shape(x),
         ),
-        Layout(0, 2),
+        BatchAxis(0, 2),
     ),
     "a mask": (
         lambda x: tf.where(tf.reshape(uniform([24 * tf.shape(x)[0]]), tf.shape(x)) < 0.5, x, 0),
-        Layout(0),
+        BatchAxis(0),
     ),
-    "a kernel as long as a slice": (lambda x: x @ uniform([6, 6]), Layout(None)),
-    "one number": (lambda x: x * uniform([]), Layout(None)),
+    "a kernel as long as a slice": (lambda x: x @ uniform([6, 6]), BatchAxis(None)),
+    "one number": (lambda x: x * uniform([]), BatchAxis(None)),
 }  # fmt: skip
 UNTOLD = {
     "pairs": lambda x: x + tf.reduce_sum(uniform([tf.shape(x)[0]] * 2)),

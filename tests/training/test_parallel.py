@@ -20,7 +20,7 @@ import tensorflow as tf
 import towers
 from tests import fits
 from towers.builder import gather
-from towers.builder.draws import Draws
+from towers.builder.draws import ReplicaRng
 from towers.builder.tower import TowerBuilder
 from towers.training import parallel
 from towers.training.parallel import builder_of
@@ -458,7 +458,7 @@ def joins_in_another_order(monkeypatch):
 
 
 def each_tower_draws_from_the_start(monkeypatch):
-    monkeypatch.setattr(Draws, "drawing", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(ReplicaRng, "drawing", lambda self: contextlib.nullcontext())
 
 
 @pytest.mark.extended

@@ -159,7 +159,7 @@ def test_towers_that_cannot_sum_together_are_refused():
 
 
 def test_what_not_all_towers_have_is_gathered_and_handed_out():
-    places = gather.Places(DEVICES[:2], "/cpu:0", TowerBuilder.add)
+    places = gather.GatherPlan(DEVICES[:2], "/cpu:0", TowerBuilder.add)
 
     @tf.function
     def means():

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder.assignments import TowerScope
-from towers.builder.draws import Rows
+from towers.builder.draws import BatchSlice
 from towers.builder.merging import widen
 
 
@@ -34,7 +34,7 @@ class AddedLoss:
 
 @contextlib.contextmanager
 def record_losses(
-    scope: TowerScope, rows: Rows | None, known: Sequence[AddedLoss]
+    scope: TowerScope, rows: BatchSlice | None, known: Sequence[AddedLoss]
 ) -> Iterator[None]:
     """Record in a tower's scope what layers add in the block, scaled to stand for the batch."""
 
@@ -60,7 +60,7 @@ def record_losses(
         yield
 
 
-def left_in(scope: TowerScope, rows: Rows, known: Sequence[AddedLoss]) -> list[tf.Tensor]:
+def left_in(scope: TowerScope, rows: BatchSlice, known: Sequence[AddedLoss]) -> list[tf.Tensor]:
     """Return what layers have added in a tower, as rows: those of all towers are to be joined.
 
     A layer that is called again by itself starts anew, as Keras has it. `scope.left` gets the
@@ -87,7 +87,7 @@ def add_to_layers(scope: TowerScope, joined: Sequence[tf.Tensor]) -> None:
         keras.Layer.add_loss(layer, tf.cast(value, dtype))
 
 
-def _share(rows: Rows, dtype: tf.DType) -> tf.Tensor:
+def _share(rows: BatchSlice, dtype: tf.DType) -> tf.Tensor:
     if isinstance(rows.size, int) and isinstance(rows.total, int):
         return tf.constant(rows.size / rows.total, dtype)
     share = tf.cast(rows.size, tf.float64) / tf.cast(rows.total, tf.float64)

@@ -19,7 +19,7 @@ KEPT = "keep_in_tower"  # names the ops that assign to stand-ins
 
 
 @dataclasses.dataclass(frozen=True)
-class Average:
+class MovingAverageUpdate:
     """An update of a moving average, to `before * momentum + value * weight`.
 
     `shared`: the value is of all towers' examples, and so all have the same.
@@ -62,7 +62,7 @@ class TowerScope(keras.StatelessScope):
         device: str = "",
         *,
         outer: Any = ...,
-        fetch: Callable[[tf.Variable], tf.Tensor | None] | None = None,
+        prefetch: Callable[[tf.Variable], tf.Tensor | None] | None = None,
     ) -> None:
         """Record assignments from here on, in a tower on `device`.
 
@@ -71,21 +71,21 @@ class TowerScope(keras.StatelessScope):
             device: of the tower.
             outer: the scope with the values of other variables, as of a tower around this one, by
                 default the one that is open; None for the masters.
-            fetch: see `machines.Fetches`.
+            prefetch: see `machines.VariablePrefetch`.
         """
         super().__init__(collect_losses=True)
-        self.own, self.device, self.fetch = own or {}, device, fetch
+        self.own, self.device, self.prefetch = own or {}, device, prefetch
         self.outer = tf_private.open_scope() if outer is ... else outer
         self.eager, self.graph = tf.executing_eagerly(), tf.compat.v1.get_default_graph()
         self.updates: dict[int, tuple[keras.Variable, tf.Tensor]] = {}
-        self.moved: dict[int, Average] = {}
+        self.moved: dict[int, MovingAverageUpdate] = {}
         self.averages: set[int] = set()
         self.added: list[tuple[keras.Layer, tf.Tensor]] = []
         self.left: list[tuple[keras.Layer, tf.DType, bool]] = []
         self.overwritten: dict[int, keras.Variable] = {}
         self.new_values: dict[int, tf.Tensor] = {}
         self.copies: dict[int, tf.Tensor] = {}
-        self.fetched: dict[int, tf.Tensor | None] = {}
+        self.prefetched: dict[int, tf.Tensor | None] = {}
         self.stand_ins: dict[int, tf.Variable] = {}
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
@@ -138,13 +138,13 @@ class TowerScope(keras.StatelessScope):
         found, master = None, tf_private.value_of(variable)
         if self.outer is not None:
             found = self.outer.get_current_value(variable)
-        elif self.fetch and master is not None:
-            if id(variable) not in self.fetched:
-                self.fetched[id(variable)] = self.fetch(master)
-            found = self.fetched[id(variable)]
+        elif self.prefetch and master is not None:
+            if id(variable) not in self.prefetched:
+                self.prefetched[id(variable)] = self.prefetch(master)
+            found = self.prefetched[id(variable)]
         return master if found is None else found
 
-    def move(self, average: Average) -> None:
+    def move(self, average: MovingAverageUpdate) -> None:
         """Record an update of an average; it is made where that is read, or once for all towers."""
         if id(average.variable) in self.moved:
             self._settle(average.variable)

@@ -7,7 +7,7 @@ over all axes but the last. Both give the same numbers up to rounding.
 
 A GPU computes in the layer's own type, 16 bits too, and backward by the kernel of training alone:
 the other one knows one layout only, and would be transposed for. What its moving averages get
-leaves a tower together (`Average`).
+leaves a tower together (`MovingAverageUpdate`).
 """
 
 import contextlib
@@ -21,8 +21,8 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.assignments import Average, TowerScope
-from towers.builder.exchange import Member
+from towers.builder.assignments import MovingAverageUpdate, TowerScope
+from towers.builder.exchange import SyncHandle
 from towers.builder.kinds import is_gpu
 from towers.errors import InputError
 
@@ -39,25 +39,25 @@ def exchange_launches(num_layers: int) -> int:
 
 
 @contextlib.contextmanager
-def over_all_towers(member: Member | None, mode: str, device: str) -> Iterator[None]:
+def over_all_towers(sync: SyncHandle | None, mode: str, device: str) -> Iterator[None]:
     """Make BatchNorm layers in the block take their moments over all towers.
 
     Args:
-        member: the tower's part in the exchanges; None if there is one tower.
+        sync: the tower's part in the exchanges; None if there is one tower.
         mode: "sync", or "local" for those layers only that ask for it by `synchronized=True`.
         device: of the tower.
     """
 
-    def member_of(layer: Any) -> Member | None:
-        if member is None or not (mode == "sync" or layer.synchronized):
+    def sync_of(layer: Any) -> SyncHandle | None:
+        if sync is None or not (mode == "sync" or layer.synchronized):
             return None
-        if member.by_xla:
+        if sync.by_xla:
             raise InputError(
                 "jit_compile: each tower is compiled as a whole, and BatchNorm over all towers "
                 "meets in its middle: set batch_norm='local' (--batch_norm=local), and no layer's "
                 "synchronized=True"
             )
-        return member
+        return sync
 
     def make_call(keras_call: Callable) -> Callable:
         def call(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> Any:
@@ -65,14 +65,14 @@ def over_all_towers(member: Member | None, mode: str, device: str) -> Iterator[N
             if isinstance(scope, TowerScope):
                 scope.averages |= averages_of(layer)
             if training is True and layer.trainable and mask is None and _has_kernel(layer, inputs):
-                return _call(layer, inputs, member_of(layer), is_gpu(device), scope)
+                return _call(layer, inputs, sync_of(layer), is_gpu(device), scope)
             return keras_call(layer, inputs, training=training, mask=mask)
 
         return call
 
     def make_moments(keras_moments: Callable) -> Callable:
         def moments(layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple:
-            if own := member_of(layer):
+            if own := sync_of(layer):
                 return _moments(layer, inputs, mask, own)
             return keras_moments(layer, inputs, mask)
 
@@ -100,7 +100,7 @@ def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
 
 
 def _call(
-    layer: Any, inputs: tf.Tensor, member: Member | None, on_gpu: bool, scope: Any
+    layer: Any, inputs: tf.Tensor, sync: SyncHandle | None, on_gpu: bool, scope: Any
 ) -> tf.Tensor:
     """Compute the layer in training: on a GPU in its own type, else in float32."""
     num_channels = inputs.shape[-1]
@@ -110,20 +110,20 @@ def _call(
     scale = tf.cast(layer.gamma, tf.float32) if layer.scale else tf.ones([num_channels])
     offset = tf.cast(layer.beta, tf.float32) if layer.center else tf.zeros([num_channels])
     correction = 1.0
-    if member is None:
+    if sync is None:
         y, mean, variance, *_ = _in_training(x, scale, offset, layer.epsilon)
         correction = _correction(x)
         if not on_gpu or tf.is_tensor(correction):
             variance, correction = variance * correction, 1.0
     else:
         normalise = _normalise_apart if on_gpu else _normalise_together
-        y, mean, variance = normalise(x, scale, offset, layer.epsilon, member)
+        y, mean, variance = normalise(x, scale, offset, layer.epsilon, sync)
     weight = 1.0 - layer.momentum
     for moving, value, own in (
         (layer.moving_mean, mean, weight),
         (layer.moving_variance, variance, weight * correction),
     ):
-        average = Average(moving, value, layer.momentum, own, shared=member is not None)
+        average = MovingAverageUpdate(moving, value, layer.momentum, own, shared=sync is not None)
         if on_gpu and isinstance(scope, TowerScope):
             scope.move(average)
         else:
@@ -156,7 +156,7 @@ def _number(x: tf.Tensor) -> int | tf.Tensor:
 
 
 def _normalise_together(
-    x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, member: Member
+    x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, sync: SyncHandle
 ) -> tuple:
     """Return x normalised by the moments of all towers, and these.
 
@@ -170,13 +170,13 @@ def _normalise_together(
         number = _number(x)
         squares = variance * _correction(x) * number
         own = tf.concat([mean, squares, [tf.cast(number, mean.dtype)]], axis=0)
-        own = _zero_if_empty(own, member)
+        own = _zero_if_empty(own, sync)
 
         def combine(values: tf.Tensor) -> tf.Tensor:
             mean, variance, everything = _combine(values, num_channels)
             return tf.concat([mean, variance, [everything]], axis=0)
 
-        together = member.meet(own, combine, own.shape)
+        together = sync.meet(own, combine, own.shape)
         mean, variance, everything = tf.split(together, [num_channels, num_channels, 1])
 
         def gradient(upstream: tf.Tensor, *_: Any) -> tuple:
@@ -185,7 +185,7 @@ def _normalise_together(
                 reserve_space_2=variance, reserve_space_3=variance, epsilon=epsilon,
                 is_training=False,
             )  # fmt: skip
-            sums = member.all_sum(tf.stack([of_scale, of_offset]))
+            sums = sync.all_sum(tf.stack([of_scale, of_offset]))
             weight = -scale * tf.math.rsqrt(variance + epsilon) / everything
             by_moments = by(weight * sums[0], weight * sums[1], mean, variance)
             return direct + by_moments, of_scale, of_offset
@@ -196,7 +196,7 @@ def _normalise_together(
 
 
 def _normalise_apart(
-    x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, member: Member
+    x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, sync: SyncHandle
 ) -> tuple:
     """Return what `_normalise_together` does, by kernels that know all layouts, for GPUs.
 
@@ -208,18 +208,18 @@ def _normalise_apart(
     def normalise(x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor) -> tuple:
         _, own_mean, own_variance, *reserved = _in_training(x, scale, offset, epsilon)
         own_variance *= _correction(x)
-        layer = _layer_apart(own_mean, own_variance, scale, epsilon, _number(x), member)
-        member.layers.append(layer)
+        layer = _layer_apart(own_mean, own_variance, scale, epsilon, _number(x), sync)
+        sync.layers.append(layer)
 
         def gradient(upstream: tf.Tensor, *_: Any) -> tuple:
             if layer.lines is None:
-                _prepare([each for each in member.layers if each.lines is None], member)
+                _prepare([each for each in sync.layers if each.lines is None], sync)
             direct, by_own_scale, of_offset, *_ = tf.raw_ops.FusedBatchNormGradV3(
                 y_backprop=upstream, x=x, scale=layer.kernel_scale, reserve_space_1=reserved[0],
                 reserve_space_2=reserved[1], reserve_space_3=reserved[2], epsilon=epsilon,
             )  # fmt: skip
             sums = tf.stack([by_own_scale, of_offset])
-            sums = member.meet(sums, tf.identity, [member.num_towers, *sums.shape])
+            sums = sync.meet(sums, tf.identity, [sync.num_towers, *sums.shape])
             slope, level, of_scale = tf.unstack(
                 tf.reduce_sum(layer.lines * tf.expand_dims(sums, 2), axis=[0, 1])
             )
@@ -252,24 +252,24 @@ class _LayerApart:
 
 def _layer_apart(
     mean: tf.Tensor, variance: tf.Tensor, scale: tf.Tensor, epsilon: float, number: Any,
-    member: Member,
+    sync: SyncHandle,
 ) -> _LayerApart:  # fmt: skip
     """Return a layer with the moments of all towers, from this tower's, of so many values.
 
     Variances are combined as in Chan et al. 1979: large means do not cancel.
     """
-    known = number if member.equal and not tf.is_tensor(number) else None
+    known = number if sync.equal and not tf.is_tensor(number) else None
     if known is not None:
-        everything, share = float(number * member.num_towers), 1.0 / member.num_towers
+        everything, share = float(number * sync.num_towers), 1.0 / sync.num_towers
         own = tf.stack([mean, variance])
     else:
         number = tf.fill(mean.shape, tf.cast(number, mean.dtype))
-        own = _zero_if_empty(tf.stack([mean, variance, number]), member)
-    stacked = member.meet(own, tf.identity, [member.num_towers, *own.shape], known)
+        own = _zero_if_empty(tf.stack([mean, variance, number]), sync)
+    stacked = sync.meet(own, tf.identity, [sync.num_towers, *own.shape], known)
     if known is None:
         numbers = stacked[:, 2:]
         everything = tf.reduce_sum(numbers, axis=[0, 1])
-        share = numbers[member.tower, 0] / everything
+        share = numbers[sync.tower, 0] / everything
 
     def average(values: tf.Tensor) -> tf.Tensor:
         if known is not None:
@@ -284,7 +284,7 @@ def _layer_apart(
     return _LayerApart(moments, mean, variance, scale, epsilon, number, everything, share)
 
 
-def _prepare(layers: Sequence[_LayerApart], member: Member) -> None:
+def _prepare(layers: Sequence[_LayerApart], sync: SyncHandle) -> None:
     """Set what backward takes of these layers' moments, at once: a GPU is slow at beginning an op.
 
     With x normalised by tower j's moments, what all towers' make of it is `ratio[j]` times that,
@@ -308,12 +308,12 @@ def _prepare(layers: Sequence[_LayerApart], member: Member) -> None:
     ratio = tf.sqrt(variances + epsilon) * inverse
     shift = (means - joined("mean")) * inverse
     by_all = tf.stack([ratio, shift], axis=1)  # of each tower's sums, in the sum by scale
-    own = by_all[member.tower]
+    own = by_all[sync.tower]
     factor = scale * inverse
     of_own, of_all = 1.0 / joined("number"), 1.0 / joined("everything")
 
-    itself = np.zeros([member.num_towers, 2, 3, 1], np.float32)
-    itself[member.tower, 0, 0] = itself[member.tower, 1, 1] = 1.0
+    itself = np.zeros([sync.num_towers, 2, 3, 1], np.float32)
+    itself[sync.tower, 0, 0] = itself[sync.tower, 1, 1] = 1.0
     offset = np.zeros([2, 3, 1], np.float32)
     offset[1, 1] = 1.0
     taken = tf.concat([own * (-factor * of_all), [joined("share") * tf.ones_like(factor)]], axis=0)
@@ -333,11 +333,11 @@ def _by_moments(
     ).y  # fmt: skip
 
 
-def _zero_if_empty(moments: tf.Tensor, member: Member) -> tf.Tensor:
-    if not tf.is_tensor(member.count):
+def _zero_if_empty(moments: tf.Tensor, sync: SyncHandle) -> tf.Tensor:
+    if not tf.is_tensor(sync.count):
         return moments
     # What stands in for no example has no moments.
-    return tf.where(member.count > 0, moments, tf.zeros_like(moments))
+    return tf.where(sync.count > 0, moments, tf.zeros_like(moments))
 
 
 def _combine(gathered: tf.Tensor, num_channels: int, epsilon: float = 0.0) -> tuple:
@@ -357,7 +357,7 @@ def _combine(gathered: tf.Tensor, num_channels: int, epsilon: float = 0.0) -> tu
 
 
 def _moments(
-    layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None, member: Member
+    layer: Any, inputs: tf.Tensor, mask: tf.Tensor | None, sync: SyncHandle
 ) -> tuple[tf.Tensor, tf.Tensor]:
     axes = list(range(inputs.shape.rank))
     size = inputs.shape[axes.pop(layer.axis)]
@@ -373,8 +373,8 @@ def _moments(
     number = tf.cast(number, inputs.dtype)
     mean = tf.math.divide_no_nan(total(inputs), number)
     squares = total(tf.math.squared_difference(inputs, mean))
-    if tf.is_tensor(member.count):  # what stands in for no example has no moments
-        present = tf.cast(member.count > 0, inputs.dtype)
+    if tf.is_tensor(sync.count):  # what stands in for no example has no moments
+        present = tf.cast(sync.count > 0, inputs.dtype)
         number, squares = number * present, squares * present
     own = tf.concat([tf.reshape(mean, [size]), tf.reshape(squares, [size]), [number]], axis=0)
-    return _combine(member.all_gather(own), size, epsilon)[:2]
+    return _combine(sync.all_gather(own), size, epsilon)[:2]

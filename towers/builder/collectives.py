@@ -70,17 +70,17 @@ def all_sum(
         size += num_bytes
     sums: list[list] = [[None] * len(values[0]) for _ in devices]
     for bucket in buckets:
-        meeting = Meeting(devices)
+        collective = Collective(devices)
         for tower, (device, own) in enumerate(zip(devices, values, strict=True)):
             with tf.device(device):
-                total = meeting.sum(pack([own[i] for i in bucket]), device)
+                total = collective.sum(pack([own[i] for i in bucket]), device)
                 parts = unpack(finish(total, tower), [own[i] for i in bucket])
             for i, part in zip(bucket, parts, strict=True):
                 sums[tower][i] = part
     return sums
 
 
-class Meeting:
+class Collective:
     """One collective: each member calls one and the same method, on its device."""
 
     def __init__(self, devices: Sequence[str]):

@@ -32,7 +32,7 @@ _HERE = threading.local()
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class BatchSlice:
     """A slice of the global batch, in numbers of examples: ints or scalar tensors."""
 
     start: Any
@@ -41,7 +41,7 @@ class Rows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class BatchAxis:
     """Where the examples are in a draw."""
 
     axis: int | None  # the one that holds them; None: the draw is for the whole batch
@@ -50,16 +50,16 @@ class Layout:
     inner: int | None = None
 
 
-WHOLE = Layout(None)
+WHOLE = BatchAxis(None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class DrawInfo:
     """What a rehearsal knows of one draw; None is what cannot be told."""
 
     op: str  # one of `tf_private.DRAWS`
     dims: tuple[tuple[int, int] | None, ...] | None  # (constant, factor of the number of examples)
-    layout: Layout | None
+    layout: BatchAxis | None
     layer: str = ""
 
     def fits(self, op: str, shape: tf.TensorShape, size: Any) -> bool:
@@ -74,7 +74,7 @@ class Drawn:
         )  # fmt: skip
 
 
-class Draws:
+class ReplicaRng:
     """Draws a tower's rows, draw by draw in the order of the rehearsal.
 
     What Keras draws from a `SeedGenerator` comes through here, and all of `tf.random.stateless_*`
@@ -83,8 +83,8 @@ class Draws:
 
     def __init__(
         self,
-        rows: Rows | None,
-        known: Sequence[Drawn] | None = None,
+        rows: BatchSlice | None,
+        known: Sequence[DrawInfo] | None = None,
         by_xla: bool = False,
         device: str = "",
     ):
@@ -98,7 +98,7 @@ class Draws:
             sizes = rows.total, outer.size
             known_sizes = not any(map(tf.is_tensor, sizes))
             if sizes[0] is sizes[1] or (known_sizes and sizes[0] == sizes[1]):  # of this batch
-                rows = Rows(outer.start + rows.start, rows.size, outer.total)
+                rows = BatchSlice(outer.start + rows.start, rows.size, outer.total)
         self.rows, self.known, self.by_xla = rows, known, by_xla
         self._on_gpu = kinds.is_gpu(device) and not by_xla
         self._places = itertools.count()
@@ -131,7 +131,7 @@ class Draws:
             with tf.name_scope(SCOPE):
                 return self._draw_rows(op, op_name, shape, layout, counter, arguments)
 
-    def _layout(self, name: str, shape: Any) -> Layout:
+    def _layout(self, name: str, shape: Any) -> BatchAxis:
         static, size = tf_private.static_shape(shape), self.rows.size
         place = next(self._places)
         if self.known is not None and place < len(self.known):
@@ -146,7 +146,7 @@ class Draws:
         return _guess(static, size)
 
     def _draw_rows(
-        self, op: Any, op_name: str, shape: Any, layout: Layout, counter: Any, arguments: dict
+        self, op: Any, op_name: str, shape: Any, layout: BatchAxis, counter: Any, arguments: dict
     ) -> tf.Tensor:
         """Draw the slice's rows of what `op` draws for the whole batch."""
         # Sizes that are known are ints here, the others are made on the host: shapes are needed
@@ -189,15 +189,15 @@ def _key_and_counter(seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
         return philox.key_and_counter(seed)
 
 
-def _guess(shape: tf.TensorShape, size: Any) -> Layout:
+def _guess(shape: tf.TensorShape, size: Any) -> BatchAxis:
     """Return the likely layout of a draw of which nothing else is known, by its first axis."""
     if not shape.rank:
         return WHOLE
     first = shape[0]
     if first is None or tf.is_tensor(size):
-        return Layout(0) if first is None else WHOLE  # what is unknown of a shape is its batch
+        return BatchAxis(0) if first is None else WHOLE  # what is unknown of a shape is its batch
     folded = shape.rank > 2 and size > 1 and first % size == 0
-    return Layout(0) if first == size or folded else WHOLE
+    return BatchAxis(0) if first == size or folded else WHOLE
 
 
 def _at_least_1(number: Any) -> Any:

@@ -17,8 +17,8 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.collectives import Meeting, are_there
-from towers.builder.machines import Fetches
+from towers.builder.collectives import Collective, are_there
+from towers.builder.machines import VariablePrefetch
 from towers.errors import InputError
 
 _SECOND = (
@@ -34,13 +34,13 @@ class _Round:
     """One exchange of all towers' values."""
 
     combine: Callable  # maps the list of values to the result
-    meeting: Meeting | None
+    collective: Collective | None
     values: list[tf.Tensor] = dataclasses.field(default_factory=list)
     known: list[Any] = dataclasses.field(default_factory=list)
     stand_ins: list[tf.Tensor] = dataclasses.field(default_factory=list)
 
 
-class Exchange:
+class SyncGroup:
     """The exchanges of one step's towers.
 
     The first call of a tower meets the first of each other tower, and so on: all must make the same
@@ -53,14 +53,14 @@ class Exchange:
         self.equal = all(isinstance(c, int) and c == counts[0] for c in counts)
         self.is_open = True  # to more exchanges, while towers are traced
         self._by_collectives = are_there(devices)
-        self._fetches = [Fetches(device) for device in devices]
+        self._prefetches = [VariablePrefetch(device) for device in devices]
         self._graph = tf.compat.v1.get_default_graph()
         self._rounds: list[_Round] = []
         self._num_joined = 0  # of these
 
-    def member(self, tower: int, by_xla: bool = False) -> "Member":
+    def handle(self, tower: int, by_xla: bool = False) -> "SyncHandle":
         """Return the part of tower number `tower`; one that XLA compiles can exchange nothing."""
-        return Member(self, tower, by_xla, self._fetches[tower].fetch)
+        return SyncHandle(self, tower, by_xla, self._prefetches[tower].prefetch)
 
     def round(self, place: int, combine: Callable) -> _Round:
         """Return exchange number `place`, or raise InputError where not all towers come."""
@@ -78,8 +78,8 @@ class Exchange:
                 "layer outside of it"
             )
         if place == len(self._rounds):
-            meeting = Meeting(self.devices) if self._by_collectives else None
-            self._rounds.append(_Round(combine, meeting))
+            collective = Collective(self.devices) if self._by_collectives else None
+            self._rounds.append(_Round(combine, collective))
         return self._rounds[place]
 
     def join(self, gather_device: str) -> None:
@@ -101,20 +101,20 @@ class Exchange:
                     everything = own.combine(own.values)
                 for stand_in in own.stand_ins:
                     tf_private.set_input(stand_in.op, everything)
-        for fetches in self._fetches:
-            fetches.join()
+        for prefetches in self._prefetches:
+            prefetches.join()
         self._num_joined, self.is_open = len(self._rounds), False
 
 
-class Member:
+class SyncHandle:
     """One tower's part in the exchanges of a step."""
 
-    def __init__(self, exchange: Exchange, tower: int, by_xla: bool, fetch: Callable):
-        """Take part in `exchange` as tower number `tower`; `fetch` is of `machines.Fetches`."""
-        self.count, self.num_towers = exchange.counts[tower], exchange.num_towers
-        self.tower, self.equal, self.by_xla, self.fetch = tower, exchange.equal, by_xla, fetch
+    def __init__(self, group: SyncGroup, tower: int, by_xla: bool, prefetch: Callable):
+        """Take part in the exchanges of `group` as tower number `tower`."""
+        self.count, self.num_towers, self.equal = group.counts[tower], group.num_towers, group.equal
+        self.tower, self.by_xla, self.prefetch = tower, by_xla, prefetch
         self.layers: list[Any] = []  # of BatchNorm, that the tower has gone through, on a GPU
-        self._exchange, self._device = exchange, exchange.devices[tower]
+        self._group, self._device = group, group.devices[tower]
         self._places = itertools.count()
 
     def meet(
@@ -128,14 +128,14 @@ class Member:
             value,
             shape,
             lambda values: combine(tf.stack(values)),
-            lambda meeting: combine(meeting.stack(value, self._device)),
+            lambda collective: combine(collective.stack(value, self._device)),
             known,
         )
 
     def all_sum(self, value: tf.Tensor) -> tf.Tensor:
         """Return the sum of all towers' values. Gradients do not go through it."""
         return self._exchanged(
-            value, value.shape, tf.add_n, lambda meeting: meeting.sum(value, self._device)
+            value, value.shape, tf.add_n, lambda collective: collective.sum(value, self._device)
         )
 
     def all_gather(self, value: tf.Tensor) -> tf.Tensor:
@@ -154,11 +154,11 @@ class Member:
     def _exchanged(
         self, value: tf.Tensor, shape: Any, of_list: Callable, meet: Callable, known: Any = None
     ) -> tf.Tensor:
-        own = self._exchange.round(next(self._places), of_list)
+        own = self._group.round(next(self._places), of_list)
         own.values.append(value)
         own.known.append(known)
-        if own.meeting:
-            result = meet(own.meeting)
+        if own.collective:
+            result = meet(own.collective)
         else:
             result = tf.identity(tf.zeros(shape, value.dtype))
             own.stand_ins.append(result)

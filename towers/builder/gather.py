@@ -33,7 +33,7 @@ def map_towers(policy: Callable, results: Sequence[Any]) -> Any:
     return tf.nest.map_structure(lambda *values: policy(values), *results)
 
 
-class FixedRows(tf.IndexedSlices):
+class StaticIndexedSlices(tf.IndexedSlices):
     """A sparse gradient of rows that examples do not choose: of the positions in a text.
 
     Each tower has the same rows, one device has each of them once, and optimizers square those.
@@ -44,9 +44,9 @@ def add_other(values: Sequence[Any]) -> Any:
     """Return the sum of numbers or of sparse gradients; None of nothing."""
     if not isinstance(next(iter(values), None), tf.IndexedSlices):
         return sum(values) if values else None
-    if all(isinstance(value, FixedRows) for value in values):
+    if all(isinstance(value, StaticIndexedSlices) for value in values):
         rows = tf.add_n([value.values for value in values], name="AddN")
-        return FixedRows(rows, values[0].indices, values[0].dense_shape)
+        return StaticIndexedSlices(rows, values[0].indices, values[0].dense_shape)
     indices = [value.indices for value in values]
     if len({own.dtype for own in indices}) > 1:  # of a GPU and of a CPU
         indices = [tf.cast(own, tf.int64) for own in indices]
@@ -57,7 +57,7 @@ def add_other(values: Sequence[Any]) -> Any:
     )
 
 
-def add_by_machine(places: "Places") -> Callable:
+def add_by_machine(places: "GatherPlan") -> Callable:
     """Return the policy that adds values on each machine, then the machines' sums."""
     return lambda values: places.add(machines.sums(values, places.towers, places.add))
 
@@ -83,7 +83,7 @@ def join(values: Sequence[Any]) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
+class GatherPlan:
     """Where the towers are, and where what they give is added up."""
 
     towers: Sequence[str]  # their devices; the last towers may have nothing to give
@@ -92,7 +92,7 @@ class Places:
     of_variables: Sequence[str] | None = None  # of each variable's gradient; None: home
 
 
-def means(sums: Any, variables: Sequence[Any], places: Places) -> tuple[tf.Tensor, list[Any]]:
+def means(sums: Any, variables: Sequence[Any], places: GatherPlan) -> tuple[tf.Tensor, list[Any]]:
     """Return the mean loss, on the gather device, and the mean gradients of variables.
 
     A `PerTower` is a variable with copies, and its means are one, too; without these each gradient
@@ -116,7 +116,7 @@ def means(sums: Any, variables: Sequence[Any], places: Places) -> tuple[tf.Tenso
             for values, copied in zip(columns, copies, strict=True)
         ]
     else:
-        found = sum_at(gradients, places, lambda total: divide(total, count))
+        found = reduce_to(gradients, places, lambda total: divide(total, count))
     if by_itself is not None:
         return by_itself, found
     with tf.device(home):
@@ -137,9 +137,9 @@ def dense_on_gpus(
     return found
 
 
-def sum_at(
+def reduce_to(
     gradients: Sequence[Sequence[Any]],
-    places: Places,
+    places: GatherPlan,
     finish: Callable[[Any], Any] = lambda total: total,
 ) -> list[Any]:
     """Reduce each gradient by `add` at its place, then apply `finish` there.
@@ -173,7 +173,7 @@ def sum_at(
     return sums
 
 
-def add_to(totals: Sequence[Any], results: Sequence[Any], places: Places) -> list[Any]:
+def add_to(totals: Sequence[Any], results: Sequence[Any], places: GatherPlan) -> list[Any]:
     """Add each tower's result to its total, on its device; the last towers may have none."""
     if not totals:
         return list(results)
@@ -181,13 +181,13 @@ def add_to(totals: Sequence[Any], results: Sequence[Any], places: Places) -> lis
     for i, result in enumerate(results):
         device, both = places.towers[i], [tf.nest.flatten(own) for own in (totals[i], result)]
         with tf.name_scope(f"tower_{i}"):
-            sums = sum_at(both, Places([device] * 2, device, places.add))
+            sums = reduce_to(both, GatherPlan([device] * 2, device, places.add))
         added[i] = tf.nest.pack_sequence_as(result, sums)
     return added
 
 
 def mean_on_every_tower(
-    gradients: Sequence[Sequence[Any]], places: Places, count: Any
+    gradients: Sequence[Sequence[Any]], places: GatherPlan, count: Any
 ) -> list[list[Any]]:
     """Return for each tower the mean gradients, on its device, by collectives.
 
@@ -244,12 +244,12 @@ def map_values(fn: Callable, gradient: Any) -> Any:
     return fn(gradient)
 
 
-def fix_rows(
+def mark_static_rows(
     gradients: Sequence[Any], variables: Sequence[tf.Variable], fixed: Collection[int]
 ) -> list[Any]:
-    """Make sparse gradients of the variables with these ids `FixedRows`."""
+    """Make sparse gradients of the variables with these ids `StaticIndexedSlices`."""
     return [
-        FixedRows(g.values, g.indices, g.dense_shape)
+        StaticIndexedSlices(g.values, g.indices, g.dense_shape)
         if id(variable) in fixed and isinstance(g, tf.IndexedSlices)
         else g
         for g, variable in zip(gradients, variables, strict=True)

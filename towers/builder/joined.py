@@ -139,7 +139,7 @@ def _as_one_op(
         with tf.name_scope("gather"):
             with tf.device(builder.gather_device):
                 inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
-            of_whole = gather.sum_at(sums, places(builder, whole_ones))
+            of_whole = gather.reduce_to(sums, places(builder, whole_ones))
         ended = [scope for part in parts for scope in part.replicas.scopes]
         with tf.device(builder.gather_device), tf.name_scope("gather"):
             gradients = inputs + with_new_values(of_whole, whole_ones, ended)

@@ -4,34 +4,35 @@ import dataclasses
 
 import numpy as np
 
-from towers.builder.draws import WHOLE, Drawn, Layout
+from towers.builder.draws import WHOLE, BatchAxis, DrawInfo
 from towers.builder.tracing import Trace, Tracer, run
 
 _EFFECT = 1e-4  # of the largest change: less is rounding
 
 
-def from_shapes(few: Trace, more: Trace) -> list[Drawn]:
+def from_shapes(few: Trace, more: Trace) -> list[DrawInfo]:
     """Return what the shapes of draws for two numbers of examples tell."""
     found = []
     for (op, shape, layer), (_, other, _) in zip(few.draws, more.draws, strict=True):
         known = shape is not None and other is not None and None not in (*shape, *other)
         if not known or len(shape) != len(other):
-            found.append(Drawn(op, None, None, layer))
+            found.append(DrawInfo(op, None, None, layer))
             continue
         growth = [divmod(b - a, more.size - few.size) for a, b in zip(shape, other, strict=True)]
         dims = tuple(
             (a - factor * few.size, factor) for a, (factor, _) in zip(shape, growth, strict=True)
         )
         axes = [axis for axis, (_, factor) in enumerate(dims) if factor]
-        layout = Layout(axes[0]) if axes else WHOLE
+        layout = BatchAxis(axes[0]) if axes else WHOLE
         if len(axes) > 1 or (axes and (dims[axes[0]][0] or dims[axes[0]][1] < 0)):
             layout = None
         linear = not any(rest for _, rest in growth)
-        found.append(Drawn(op, dims, layout, layer) if linear else Drawn(op, None, None, layer))
+        known = (dims, layout) if linear else (None, None)
+        found.append(DrawInfo(op, *known, layer))
     return found
 
 
-def find_order(tracer: Tracer, few: Trace, draws: list[Drawn]) -> None:
+def find_order(tracer: Tracer, few: Trace, draws: list[DrawInfo]) -> None:
     """Set the order of examples in draws that have several numbers of each along the axis.
 
     One example's numbers are replaced: nothing else of what the function returns may change.
@@ -69,6 +70,6 @@ def find_order(tracer: Tracer, few: Trace, draws: list[Drawn]) -> None:
             if of_each % inner == 0 and all(
                 reaches_only(place, axis, owners == end, end) for end in ends
             ):
-                layout = Layout(axis, None if inner == of_each else inner)
+                layout = BatchAxis(axis, None if inner == of_each else inner)
                 draws[place] = dataclasses.replace(drawn, layout=layout)
                 break

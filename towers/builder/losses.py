@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder.assignments import TowerScope
-from towers.builder.gather import Places, map_values
+from towers.builder.gather import GatherPlan, map_values
 from towers.builder.merging import widen
 from towers.builder.rehearsal import Rehearsal
 from towers.builder.splitting import PerTower, Slice
@@ -120,11 +120,11 @@ def masters_of(variables: Sequence[Any]) -> list[tf.Variable]:
     return variables_and_copies(variables, 0)[0]
 
 
-def places(builder: Any, variables: Sequence[Any] = ()) -> Places:
+def places(builder: Any, variables: Sequence[Any] = ()) -> GatherPlan:
     """Return where a builder gathers gradients of these variables, or tensors."""
     of_variables, home = None, builder.gather_device
     if builder.gather_at_variables:
         of_variables = [
             home if isinstance(v, tf.Tensor) else masters_of([v])[0].device for v in variables
         ]
-    return Places(builder.devices, home, builder.add, of_variables)
+    return GatherPlan(builder.devices, home, builder.add, of_variables)

@@ -20,7 +20,7 @@ SCOPE = "small_reads"
 FETCHED = "fetched_state"  # the scope of what differs between towers in a graph, as their places do
 
 
-class Reads:
+class WeightBroadcast:
     """What the towers of a compiled step read of variables that lie on other machines.
 
     Which these are is known when all towers are traced: until then they go on with stand-ins.
@@ -68,7 +68,7 @@ class Reads:
         _join(self._small, SCOPE)
 
 
-class Fetches:
+class VariablePrefetch:
     """What a tower on a GPU reads of state that lies on other devices, as one transfer for all.
 
     Trained variables have tapes to watch them, and copies of their own.
@@ -79,7 +79,7 @@ class Fetches:
         self._device, self._graph = device, tf.compat.v1.get_default_graph()
         self._reads: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]] = {}
 
-    def fetch(self, variable: tf.Variable) -> tf.Tensor | None:
+    def prefetch(self, variable: tf.Variable) -> tf.Tensor | None:
         """Return a stand-in for a variable's value, None if the tower may as well read it."""
         packs = variable.dtype.is_floating or variable.dtype in (tf.int64, tf.uint32)
         if variable.trainable or not packs or not is_gpu(self._device):

@@ -20,7 +20,7 @@ from towers import tf_private
 from towers.builder import doubts, layouts, states
 from towers.builder.added_losses import AddedLoss
 from towers.builder.attributes import SideOutputs
-from towers.builder.draws import Drawn
+from towers.builder.draws import DrawInfo
 from towers.builder.examples import possible_shapes
 from towers.builder.tracing import FEW, MORE, Trace, Tracer, run
 from towers.errors import InputError
@@ -34,7 +34,7 @@ _COLOUR = re.compile(r"\x1b\[\d+m")
 class Rehearsal:
     """What is known of a tower function."""
 
-    draws: tuple[Drawn, ...] | None = None  # in order; None: it cannot be traced for few examples
+    draws: tuple[DrawInfo, ...] | None = None  # in order; None: it could not be traced
     policies: dict[int, str] = dataclasses.field(default_factory=dict)  # see `states.policies_of`
     untold: tuple[keras.Variable, ...] = ()  # that it assigns, and nothing tells how they merge
     by_example: bool | None = None  # whether it returns a row for each example; None: unknown
@@ -158,7 +158,7 @@ def _rehearse(tracer: Tracer) -> Rehearsal:
             same = (k for k, rows in few.num_rows.items() if rows and rows == more.num_rows.get(k))
             found = dataclasses.replace(found, fixed_rows=frozenset(same))
         if more is None or [draw[0] for draw in few.draws] != [draw[0] for draw in more.draws]:
-            draws = tuple(Drawn(op, None, None, layer) for op, _, layer in few.draws)
+            draws = tuple(DrawInfo(op, None, None, layer) for op, _, layer in few.draws)
             added = _added(tracer, few, draws)
             return dataclasses.replace(found, draws=draws, untold=tuple(few.states), added=added)
         draws, policies = layouts.from_shapes(few, more), {}
@@ -174,7 +174,7 @@ def _rehearse(tracer: Tracer) -> Rehearsal:
         )  # fmt: skip
 
 
-def _added(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> tuple[AddedLoss, ...]:
+def _added(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> tuple[AddedLoss, ...]:
     reasons = []
     with _failure_noted(reasons):
         return tuple(states.of_added(tracer, few, draws)) if few.adding else ()

@@ -26,8 +26,8 @@ import tensorflow as tf
 from towers import tf_private
 from towers.builder import added_losses, batch_norm, doubts, faults, gather, kinds, machines, xla
 from towers.builder.assignments import TowerScope, variables_refused
-from towers.builder.draws import Draws
-from towers.builder.exchange import Exchange
+from towers.builder.draws import ReplicaRng
+from towers.builder.exchange import SyncGroup
 from towers.builder.merging import assign_once
 from towers.builder.rehearsal import Rehearsal, parts_of, rehearse
 from towers.builder.splitting import Slice, check_devices, is_split
@@ -54,9 +54,9 @@ class ReplicaContext:
         self.tower, self.device, self.name = tower, builder.devices[tower], f"tower_{tower}"
         self.part, self.own = part, replicas.own
         self.by_xla = builder.jit_compile and replicas.own is not None
-        self.draws = Draws(part.rows, replicas.found.draws, builder.jit_compile, self.device)
+        self.draws = ReplicaRng(part.rows, replicas.found.draws, builder.jit_compile, self.device)
         self._replicas = replicas
-        self._member = exchange.member(tower, self.by_xla) if exchange else None
+        self._sync = exchange.handle(tower, self.by_xla) if exchange else None
 
     def __enter__(self) -> "ReplicaContext":
         """Draw by example, and read other machines' variables once for all towers of this one."""
@@ -77,11 +77,11 @@ class ReplicaContext:
         Yields:
             The scope that records assignments.
         """
-        fetch = self._member.fetch if self._member and not self.by_xla else None
+        prefetch = self._sync.prefetch if self._sync and not self.by_xla else None
         with contextlib.ExitStack() as stack:
-            scope = stack.enter_context(TowerScope(self.own, self.device, fetch=fetch))
+            scope = stack.enter_context(TowerScope(self.own, self.device, prefetch=prefetch))
             moments = self._replicas.moments
-            stack.enter_context(batch_norm.over_all_towers(self._member, moments, self.device))
+            stack.enter_context(batch_norm.over_all_towers(self._sync, moments, self.device))
             stack.enter_context(tf_private.functions_inlined(xla.read_outside))
             stack.enter_context(integers_on(self.device))
             if self.own is not None:
@@ -134,7 +134,7 @@ class ReplicaContext:
     def gradients(self, found: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the tower's gradients without those that are new values, which `scope` records."""
         found = self.scope.without_new_values(found, variables)
-        return gather.fix_rows(found, variables, self._replicas.found.fixed_rows)
+        return gather.mark_static_rows(found, variables, self._replicas.found.fixed_rows)
 
 
 class Replicas:
@@ -157,8 +157,8 @@ class Replicas:
         self.moments, self.exchange = _moments_of(builder), None
         if len(slices) > 1:
             counts = [part.count for part in slices]
-            self.exchange = Exchange(counts, builder.devices[: len(slices)])
-        self.reads = machines.Reads(builder.devices)
+            self.exchange = SyncGroup(counts, builder.devices[: len(slices)])
+        self.reads = machines.WeightBroadcast(builder.devices)
         self._contexts = [ReplicaContext(self, i, part) for i, part in enumerate(slices)]
 
     def __iter__(self) -> Iterator[ReplicaContext]:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.draws import Rows
+from towers.builder.draws import BatchSlice
 from towers.builder.kinds import HOST, is_gpu
 from towers.errors import InputError
 
@@ -97,7 +97,7 @@ class Slice:
     """A tower's part of the batch."""
 
     batch: Any
-    rows: Rows | None  # of the batch; None: nothing was split
+    rows: BatchSlice | None  # of the batch; None: nothing was split
     count: Any = None  # of its examples, 0 if what it holds stands in for none
 
     def may_be_empty(self) -> bool:
@@ -111,7 +111,7 @@ class Slice:
         # A GPU has these two ops of whole numbers on its host; tf.where would copy from there.
         number = num_rows(leaf)
         number *= tf.cast(tf.minimum(self.count, 1), tf.convert_to_tensor(number).dtype)
-        return _part(leaf, 0, Rows(0, number, None))
+        return _part(leaf, 0, BatchSlice(0, number, None))
 
 
 def split(
@@ -138,9 +138,9 @@ def split(
             tf.debugging.assert_equal(size, total, message)
     slices = []
     for i, (start, size) in enumerate(slices_of(total, num_towers, num_rounds)):
-        rows = Rows(start, size, total)
+        rows = BatchSlice(start, size, total)
         if never_empty and tf.is_tensor(size):
-            rows = Rows(tf.minimum(start, total - 1), tf.maximum(size, 1), total)
+            rows = BatchSlice(tf.minimum(start, total - 1), tf.maximum(size, 1), total)
         part = [_part(leaf, i % num_towers, rows) for leaf in leaves]
         slices.append(Slice(tf.nest.pack_sequence_as(batch, part), rows, size))
     return slices
@@ -204,7 +204,7 @@ def is_empty(part: Slice) -> bool:
     return part.rows is not None and not tf.is_tensor(part.rows.size) and part.rows.size == 0
 
 
-def _part(leaf: Any, tower: int, rows: Rows) -> Any:
+def _part(leaf: Any, tower: int, rows: BatchSlice) -> Any:
     if isinstance(leaf, PerTower):
         return leaf.values[tower]
     if isinstance(leaf, StoredRows):

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from towers.builder.added_losses import AddedLoss
 from towers.builder.attributes import ROWS
-from towers.builder.draws import Drawn
+from towers.builder.draws import DrawInfo
 from towers.builder.merging import merge
 from towers.builder.tracing import Trace, Tracer, run
 
@@ -21,7 +21,7 @@ _TRIALS_OF_ADDED = 3
 _POLICIES = ("first", "mean", "sum", "max", "min")
 
 
-def policies_of(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> dict[int, str]:
+def policies_of(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> dict[int, str]:
     """Return {id of a variable: how several towers' values make one}, of those that can be told.
 
     The function is run on two slices and on both together, from several values of the variables.
@@ -43,7 +43,7 @@ def policies_of(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> dict[int,
     return {k: policies[0] for k, policies in possible.items() if policies and k in told}
 
 
-def of_added(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> list[AddedLoss]:
+def of_added(tracer: Tracer, few: Trace, draws: Sequence[DrawInfo]) -> list[AddedLoss]:
     """Return of each loss that layers add how slices' losses make that of both together."""
     traces = tracer.two_and_both(few, draws)
     possible = [("mean", "sum")] * len(few.adding)
@@ -64,7 +64,7 @@ def of_added(tracer: Tracer, few: Trace, draws: Sequence[Drawn]) -> list[AddedLo
 
 
 def policies_of_left(
-    tracer: Tracer, few: Trace, draws: Sequence[Drawn] | None
+    tracer: Tracer, few: Trace, draws: Sequence[DrawInfo] | None
 ) -> list[str | None]:
     """Return how slices' tensors in attributes make those of the batch; None: it cannot be told.
 

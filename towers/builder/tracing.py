@@ -17,7 +17,7 @@ import tensorflow as tf
 from towers import tf_private
 from towers.builder.assignments import KEPT
 from towers.builder.attributes import Place
-from towers.builder.draws import Drawn, Draws, Rows
+from towers.builder.draws import BatchSlice, DrawInfo, ReplicaRng
 from towers.builder.examples import (
     Values,
     known_values,
@@ -29,7 +29,7 @@ from towers.builder.examples import (
 )
 from towers.builder.layers import layer_of
 from towers.builder.splitting import PerTower, as_leaves
-from towers.builder.watch import NoisyScope, Watch
+from towers.builder.watch import PerturbedScope, Watch
 from towers.errors import InputError
 
 _ASSIGNMENT = re.compile(r"Assign|Resource(StridedSliceAssign|Scatter|Apply)")
@@ -98,7 +98,7 @@ class Tracer:
         self.made_up_too = False  # see `learn_values`
         self.reads_before = False  # whether what is assigned is read again as it was before
         self._slices: dict[tuple[bool, bool], list[Trace]] = {}  # see `two_and_both`
-        self._noise: dict[tuple, tf.Tensor] = {}  # see `NoisyScope`
+        self._noise: dict[tuple, tf.Tensor] = {}  # see `PerturbedScope`
         self.values = [Values() for _ in self.batch]  # that arguments have
         self.failure = ""  # why it could not be traced the last time
 
@@ -106,8 +106,8 @@ class Tracer:
         self,
         size: int,
         *,
-        rows: Rows | None = None,
-        known: Sequence[Drawn] | None = None,
+        rows: BatchSlice | None = None,
+        known: Sequence[DrawInfo] | None = None,
         states: Sequence[keras.Variable] = (),
         nudged: Mapping[int, Sequence[int]] | None = None,
         backward: bool = False,
@@ -133,12 +133,14 @@ class Tracer:
             own = {id(v): value for v, value in zip(states, values, strict=True)}
             given = iter(map(_with_known_shape, inputs, self._specs(size)))
             leaves = [x.values[0] if isinstance(x, PerTower) else next(given) for x in self.leaves]
-            with tf.device("/cpu:0"), NoisyScope(own, self._noise, self.reads_before) as scope:
+            with tf.device("/cpu:0"), PerturbedScope(own, self._noise, self.reads_before) as scope:
                 watch = Watch(trace, scope, dict(zip(nudged, nudges, strict=True)))
                 for layer in self.layers:
                     watch.attributes.note(layer)
                 drawing = tf_private.draws_replaced(watch.draw)
-                with watch.watching(), drawing if rows is None else Draws(rows, known).drawing():
+                if rows is not None:
+                    drawing = ReplicaRng(rows, known).drawing()
+                with watch.watching(), drawing:
                     result = self.fn(*tf.nest.pack_sequence_as(self.structure, leaves))
                     scope.close(size)
                     if sparse:
@@ -156,7 +158,7 @@ class Tracer:
         return trace
 
     def two_and_both(
-        self, few: Trace, draws: Sequence[Drawn] | None, backward: bool = False
+        self, few: Trace, draws: Sequence[DrawInfo] | None, backward: bool = False
     ) -> list[Trace]:
         """Return traces of two slices, and of the batch that they make, made once: they draw alike.
 
@@ -168,7 +170,8 @@ class Tracer:
         if key not in self._slices:
             sizes = few.size, few.size // FEW * MORE
             total = sum(sizes)
-            rows = [Rows(0, sizes[0], total), Rows(*sizes, total), Rows(0, total, total)]
+            starts = (0, sizes[0]), sizes, (0, total)
+            rows = [BatchSlice(start, size, total) for start, size in starts]
             options = {"known": draws, "states": few.states}
             try:
                 found = [self.trace(r.size, rows=r, backward=backward, **options) for r in rows]

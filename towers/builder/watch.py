@@ -22,7 +22,7 @@ _UPSTREAM = 1e3  # the gradient of what is returned: a clip that is there is see
 _NOISE = 0.1  # is added to weights: a zero would hide what a layer does
 
 
-class NoisyScope(TowerScope):
+class PerturbedScope(TowerScope):
     """Reads weights with noise added, so that none of them is zero."""
 
     def __init__(self, own: Mapping[int, Any], noise: dict[tuple, tf.Tensor], reads_before: bool):
@@ -68,7 +68,7 @@ class NoisyScope(TowerScope):
 class Watch:
     """Records what a function draws, what its layers return, and the losses that they add."""
 
-    def __init__(self, trace: Any, scope: NoisyScope, nudges: Mapping[int, tf.Tensor]):
+    def __init__(self, trace: Any, scope: PerturbedScope, nudges: Mapping[int, tf.Tensor]):
         """Set the trace that is filled, the scope that it runs in, and {place: nudge} of draws."""
         self.trace, self.scope, self.nudges = trace, scope, nudges
         self.calls: list[str] = []  # of layers, that are under way
