@@ -160,7 +160,7 @@ def input_shapes(layer: keras.Layer) -> list[tuple]:
 
     def among(structure: Any) -> list[tuple]:
         if isinstance(structure, Mapping):
-            structure = [structure[key] for key in sorted(structure)]
+            return [shape for key in sorted(structure) for shape in among(structure[key])]
         if not isinstance(structure, tuple | list):
             return []
         if all(isinstance(x, int | None) for x in structure):
@@ -229,12 +229,11 @@ def better(model: keras.Model, name: str) -> str | None:
     """
     if name == "loss" or name.endswith("_loss"):
         return "min"
-    waiting, found = list(model.metrics), []
+    waiting, directions = list(model.metrics), {}
     while waiting:
         metric = waiting.pop()
-        found.append(metric)
+        directions[metric.name] = getattr(metric, "_direction", None)
         waiting += getattr(metric, "metrics", ())
-    directions = {m.name: getattr(m, "_direction", None) for m in found}
     for known, direction in directions.items():  # of several outputs, after the output's name
         if direction and (name == known or name.endswith(f"_{known}")):
             return {"up": "max", "down": "min"}[direction]
@@ -365,8 +364,7 @@ def assignments_noted(assigned: list[tf.Variable]) -> Block:
         assigned.append(variable)
         return own(variable, *args, **kwargs)
 
-    # A function, not a partial: it is to be bound to the variable.
-    return assignments_replaced(lambda _: lambda own: lambda *args, **kw: assign(own, *args, **kw))
+    return assignments_replaced(lambda _: lambda own: functools.partial(assign, own))
 
 
 def reads_replaced(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
@@ -403,7 +401,7 @@ def reads_replaced(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
 
 
 def is_recording(tensors: Sequence[tf.Tensor] | None = None) -> bool:
-    """Return whether a tape or a forward accumulator records, and any of these. Public: none."""
+    """Return whether a tape or accumulator records, if given one of these tensors. Public: none."""
     followed = forwardprop_util.pack_tangents(list(tensors or ())).indices  # by each accumulator
     if tensors is None:
         return bool(followed) or record.could_possibly_record()
