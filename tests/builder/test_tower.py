@@ -509,9 +509,9 @@ def test_losses_of_16_bits_are_summed_in_32(dtype):
         losses = tf.constant(value, dtype, [count])
         loss, [gradient] = builder(2).gradients(lambda x: w * x, [w], losses)
         assert loss.dtype == tf.float32 and gradient.dtype == dtype
-        first = losses.numpy().astype(np.float32)[0]
-        assert loss.numpy() == first
-        assert np.float32(gradient) == pytest.approx(first, rel=0.01)
+        assert loss.numpy() == losses.numpy().astype(np.float32)[0]
+    if dtype == "float16":  # bfloat16 adds up no such number of losses
+        assert gradient.numpy() == pytest.approx(0.25, rel=0.01)
 
 
 def test_variables_created_in_a_tower_are_named():
@@ -664,7 +664,7 @@ def test_autograph_converts_what_is_the_users_and_nothing_else(way):
         assert float(found[0]) == 6.0 and float(found[1][0]) == 3.0
     elif way == "map":
         np.testing.assert_array_equal(found, [2.0, 4.0, 12.0])
-    frames = {frame for stack in stacks for frame in stack}
+    frames = [frame for stack in stacks for frame in stack]
     converted = {frame.name for frame in frames if "autograph_generated" in frame.filename}
     of_fn = re.compile("tf__(step|fn|extract_stack)|(if|else)_body(_[12])?")
     assert all(map(of_fn.fullmatch, converted)) and "tf__fn" in converted

@@ -189,18 +189,17 @@ def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
 
 def occupied(slices: Sequence[Slice]) -> list[Slice]:
     """Leave out the slices, always the last ones, that surely hold no example; never all."""
-    return list(slices[: max(sum(not is_empty(part) for part in slices), 1)])
+    return list(slices[: max(sum(not _is_empty(part) for part in slices), 1)])
 
 
 def rounds(slices: Sequence[Slice], num_towers: int) -> list[list[Slice]]:
     """Return the occupied slices of each round of towers; those without any are left out."""
     starts = range(0, len(slices), num_towers)
-    held = [i for i in starts if not i or not is_empty(slices[i])]
+    held = [i for i in starts if not i or not _is_empty(slices[i])]
     return [occupied(slices[i : i + num_towers]) for i in held]
 
 
-def is_empty(part: Slice) -> bool:
-    """Return whether a slice surely holds no example."""
+def _is_empty(part: Slice) -> bool:
     return part.rows is not None and not tf.is_tensor(part.rows.size) and part.rows.size == 0
 
 
