@@ -61,7 +61,7 @@ def record_losses(
 
 
 def left_in(scope: TowerScope, rows: BatchSlice, known: Sequence[AddedLoss]) -> list[tf.Tensor]:
-    """Return what layers have added in a tower, as rows: those of all towers are to be joined.
+    """Return the losses that layers have added in a tower as rows, to be joined over the towers.
 
     A layer that is called again by itself starts anew, as Keras has it. `scope.left` gets the
     layers, and whether a row is one of an example.

@@ -1,4 +1,4 @@
-"""What a tower assigns to Keras variables is kept: `merging` assigns it, once a step."""
+"""Records what a tower assigns to Keras variables; `merging` assigns it, once a step."""
 
 import contextlib
 import dataclasses
@@ -163,7 +163,7 @@ class TowerScope(keras.StatelessScope):
         self.add_update((variable, tf.cast(average.after(before), variable.dtype)))
 
     def value_of(self, variable: keras.Variable) -> tf.Tensor:
-        """Return what the tower assigns to a variable."""
+        """Return the value that the tower assigns to a variable."""
         if id(variable) in self.moved:
             with tf.device(self.device):
                 self._settle(variable)

@@ -64,7 +64,7 @@ class Attributes:
 
 
 class SideOutputs:
-    """What the copies of a function leave in attributes, joined like what they return."""
+    """The tensors that copies of a function leave in attributes, joined like their outputs."""
 
     def __init__(self, places: Sequence[Place], policies: Sequence[str | None]):
         """Set which attributes it changes, and how each tensor in them is joined, if it can be."""

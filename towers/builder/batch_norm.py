@@ -198,7 +198,7 @@ def _normalise_together(
 def _normalise_apart(
     x: tf.Tensor, scale: tf.Tensor, offset: tf.Tensor, epsilon: float, sync: SyncHandle
 ) -> tuple:
-    """Return what `_normalise_together` does, by kernels that know all layouts, for GPUs.
+    """Normalise as `_normalise_together`, by kernels that know all layouts, for GPUs.
 
     Backward, that of training takes off what its own tower's moments depend on. That is put back,
     and what all towers' moments depend on is taken off, by one more line in each channel.

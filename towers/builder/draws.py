@@ -55,7 +55,7 @@ WHOLE = BatchAxis(None)
 
 @dataclasses.dataclass(frozen=True)
 class DrawInfo:
-    """What a rehearsal knows of one draw; None is what cannot be told."""
+    """The analysis of one draw; None is unknown."""
 
     op: str  # one of `tf_private.DRAWS`
     dims: tuple[tuple[int, int] | None, ...] | None  # (constant, factor of the number of examples)

@@ -27,7 +27,7 @@ _MOST_SPECIAL = 8
 
 @dataclasses.dataclass
 class Values:
-    """What is known of the values that an argument may have."""
+    """The values that an argument may have, as far as they are known."""
 
     tokens: int = 2  # whole numbers below this
     special: list[float] = dataclasses.field(default_factory=list)  # are treated otherwise
@@ -176,7 +176,7 @@ def stand_in(captured: tf.Tensor) -> tf.Tensor:
 
 
 def values_in(graph: tf.Graph, specs: Sequence[tf.TypeSpec]) -> list[Values]:
-    """Return what a traced function does with values of its first arguments, of these types."""
+    """Return the values that a traced function treats specially, of its first arguments."""
     found = [Values() for _ in specs]
     components = [tf.nest.flatten(spec, expand_composites=True) for spec in specs]
     places = [i for i, own in enumerate(components) for _ in own]

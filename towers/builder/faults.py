@@ -1,4 +1,4 @@
-"""What makes several towers differ from one device, seen by running a tower function.
+"""Trials that show where several towers would differ from one device.
 
 A rehearsal tells of draws and of state. Here the function is run on real examples, one of which is
 then changed: what that changes in the others, no tower can know that has not got it.
@@ -190,19 +190,19 @@ class _Trials:
 
     @functools.cached_property
     def traces(self) -> list[Trace]:
-        """Return traces of two slices and of the batch that they make."""
+        """Traces of two slices and of the batch that they make."""
         return self.tracer.two_and_both(self.few, self.draws, self.thorough)
 
     @functools.cached_property
     def inputs(self) -> list[list[Any]]:
-        """Return what these are run on."""
+        """Inputs of the traces."""
         few, more, _ = (trace.size for trace in self.traces)
         parts = [self.examples(0, few), self.examples(few, more)]
         return [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
 
     @functools.cached_property
     def results(self) -> list[dict]:
-        """Return what these give."""
+        """Results of the traces."""
         return [run(trace, own) for trace, own in zip(self.traces, self.inputs, strict=True)]
 
     def mixed(self, trace: Trace | None = None) -> list[str]:

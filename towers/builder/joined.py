@@ -41,7 +41,7 @@ class TowerGradients:
 
 @dataclasses.dataclass
 class Passes:
-    """What `concat` did in a step while that was traced."""
+    """A record of what `concat` did in a step while that was traced."""
 
     # {id of a Keras variable: (its `tf.Variable`, the value before the first assignment)}.
     before: dict[int, tuple[tf.Variable, tf.Tensor]] = dataclasses.field(default_factory=dict)
@@ -52,7 +52,7 @@ def concat(
     builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any],
     passes: Passes | None = None,
 ) -> Any:  # fmt: skip
-    """Return what `fn` returns for each slice of `batch`, joined; tapes can go back through it.
+    """Join the results of `fn` for each slice of `batch`; tapes can go back through it.
 
     Args:
         builder: the `TowerBuilder`.

@@ -23,7 +23,7 @@ _NO_LOSSES = (
 
 @dataclasses.dataclass(frozen=True)
 class TowerSums:
-    """What each tower has of its examples; the last towers may be missing, if there was none."""
+    """Each tower's sums over its examples; towers without any, the last ones, may be missing."""
 
     losses: list[tf.Tensor]  # sums, scalars
     counts: list[Any]  # numbers of examples, scalar tensors if they are not known

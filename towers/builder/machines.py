@@ -21,7 +21,7 @@ FETCHED = "fetched_state"  # the scope of what differs between towers in a graph
 
 
 class WeightBroadcast:
-    """What the towers of a compiled step read of variables that lie on other machines.
+    """Reads of variables that lie on other machines, for the towers of a compiled step.
 
     Which these are is known when all towers are traced: until then they go on with stand-ins.
     """
@@ -69,7 +69,7 @@ class WeightBroadcast:
 
 
 class VariablePrefetch:
-    """What a tower on a GPU reads of state that lies on other devices, as one transfer for all.
+    """Reads of state that lies on other devices, for a tower on a GPU, as one transfer.
 
     Trained variables have tapes to watch them, and copies of their own.
     """

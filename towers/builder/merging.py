@@ -1,4 +1,4 @@
-"""What towers assign to a variable makes one value, which is assigned once a step."""
+"""Aggregates the values that towers assign to a variable into one, assigned once a step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a tower function does with its examples, found before the towers are built.
+"""The analysis of what a tower function does with its examples, before the towers are built.
 
 Towers are exact if each example is computed as on one device. Whether that is so, the function
 itself does not say: this axis of a draw may be the batch or be as long by chance, that state may be
@@ -32,7 +32,7 @@ _COLOUR = re.compile(r"\x1b\[\d+m")
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
-    """What is known of a tower function."""
+    """The analysis of a tower function."""
 
     draws: tuple[DrawInfo, ...] | None = None  # in order; None: it could not be traced
     policies: dict[int, str] = dataclasses.field(default_factory=dict)  # see `states.policies_of`
@@ -47,7 +47,7 @@ class Rehearsal:
 
     @functools.cached_property
     def doubts(self) -> list[str]:
-        """What several towers may not compute as one device does, in lines."""
+        """Lines about what several towers may not compute as one device does."""
         why = f" (it could not be tried: {self.reason})" if self.reason else ""
         ops = self.few.ops if self.few else []
         found = doubts.random_ops(ops) + doubts.tables(ops)
@@ -58,7 +58,7 @@ class Rehearsal:
 
     @functools.cached_property
     def side_outputs(self) -> SideOutputs:
-        """What the function leaves in attributes, and how that of several towers is joined."""
+        """The attributes that the function changes, and how those of several towers are joined."""
         left, policies = self.few.left if self.few else [], []
         if left:
             with tf.init_scope():
@@ -105,7 +105,7 @@ class Rehearsal:
 
 
 def parts_of(fn: Callable, batch: Sequence[Any]) -> list[Any]:
-    """Return what makes a function and its batch: equal parts, by `is` or ==, mean the same."""
+    """Return the parts of a function and its batch; equal parts, by `is` or ==, mean the same."""
     shapes = []
     for leaf in tf.nest.flatten(list(batch)):
         shape = tf.TensorShape(getattr(leaf, "shape", None))

@@ -89,7 +89,7 @@ class ReplicaContext:
             yield scope
 
     def call(self, fn: Callable) -> tuple[Any, list[Any]]:
-        """Return what `fn` returns for the slice, and the tensors that it leaves in attributes."""
+        """Call `fn` on the slice; return the result, and tensors that it leaves in attributes."""
         if self.own is None and self.part.rows is None:  # nothing was split: it is just copied
             return fn(*self.part.batch), []
         fn, rows = self._replicas.found.side_outputs.around(fn), self.part.rows
@@ -106,7 +106,7 @@ class ReplicaContext:
         return added_losses.left_in(self.scope, self.part.rows, self._replicas.added)
 
     def compiled(self, compute: Callable, on_read: Callable = lambda *_: None) -> Any:
-        """Return what `compute()` returns, a structure of tensors, by XLA with `jit_compile`."""
+        """Call `compute`, which returns a structure of tensors, by XLA with `jit_compile`."""
         if not self.by_xla:
             return compute()
 
@@ -117,7 +117,7 @@ class ReplicaContext:
         return xla.compiled(program, on_read)[1]
 
     def kept(self, structure: Any) -> Any:
-        """Return what was made of the slice, without what stands in for no example."""
+        """Return results of the slice without the rows that stand in for no example."""
         return tf.nest.map_structure(self.part.kept, structure)
 
     def close(self, count: Any) -> TowerScope:
@@ -174,7 +174,7 @@ class Replicas:
 
     @property
     def scopes(self) -> list[TowerScope]:
-        """Return what the towers have assigned in their last calls."""
+        """The scopes of the towers' last calls."""
         return [replica.scope for replica in self._contexts if replica.scope]
 
 
@@ -186,7 +186,7 @@ def call_copies(
     to_join: bool = False,
     before: dict[int, tuple[tf.Variable, tf.Tensor]] | None = None,
 ) -> list[Any]:
-    """Return what `fn` returns for each slice; make the assignments of all once.
+    """Call `fn` on each slice; return the results, and make the assignments of all once.
 
     With `to_join`, what stands in for no example is left out, and the losses that layers add are
     joined, and added to the layers. `before` gets {id of a Keras variable: (its `tf.Variable`, its
@@ -219,7 +219,7 @@ def call_copies(
 
 
 class FunctionAnalyses:
-    """What is known of the last functions that a builder copies; it says what is in doubt."""
+    """Analyses functions that a builder copies, keeps the last ones, and reports doubts."""
 
     def __init__(self, num_slices: int, on_doubt: Callable[[str], None]):
         """Set into how many slices batches are split, and who is told."""
@@ -269,13 +269,13 @@ class FunctionAnalyses:
         return found
 
     def try_out(self, found: Rehearsal) -> None:
-        """Tell what a rehearsed function's examples have from others, or from their place."""
+        """Report what examples of a rehearsed function have from others, or from their place."""
         if not any(found is other for other in self._tried):
             self._tried = [found, *self._tried[:_NUM_TRIED]]
             self.tell(faults.seen_by_trials(found))
 
     def tell(self, lines: Iterable[str]) -> None:
-        """Tell what has not been told yet."""
+        """Report lines that have not been reported yet."""
         for line in lines:
             if line not in self._told:
                 self._told.add(line)
@@ -288,7 +288,7 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _moments_of(builder: Any) -> str:
-    """Return what BatchNorm's moments can be taken over: eager towers wait for no other."""
+    """Return "local" for towers that run eagerly, as these wait for no other, else the mode."""
     alone = tf.executing_eagerly() and not builder.jit_compile
     return "local" if alone else builder.batch_norm
 

@@ -105,7 +105,7 @@ class Slice:
         return tf.is_tensor(self.count)
 
     def kept(self, leaf: Any) -> Any:
-        """Return what a function has returned for the slice, without what stands in for none."""
+        """Return a result of the slice without the rows that stand in for no example."""
         if not self.may_be_empty() or leaf is None:
             return leaf
         # A GPU has these two ops of whole numbers on its host; tf.where would copy from there.

@@ -101,7 +101,7 @@ def policies_of_left(
 def _tried(
     tracer: Tracer, traces: Sequence[Trace], trial: int, before: Sequence[Any] = ()
 ) -> list[dict[str, Any]]:
-    """Return what `run` gives for two slices and for both together, of examples of this trial."""
+    """Run two slices, and both together, on examples of this trial."""
     parts = [tracer.examples(trace.size, 2 * trial + i) for i, trace in enumerate(traces[:2])]
     inputs = [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
     return [run(trace, part, before) for trace, part in zip(traces, inputs, strict=True)]

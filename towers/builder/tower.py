@@ -91,16 +91,16 @@ class TowerBuilder:
         self.rehearse, self.try_out, self.tell = known.rehearse, known.try_out, known.tell
 
     def map(self, fn: Callable, *batch: Any) -> list[Any]:
-        """Return what `fn` returns for each tower, in tower order."""
+        """Return the results of `fn` on each tower, in tower order."""
         return call_copies(self, fn, self.split(batch), batch)
 
     def sum(self, fn: Callable, *batch: Any) -> Any:
-        """Return the sum over towers of what `fn` returns, any structure; see `add`."""
+        """Return the sum over towers of the results of `fn`, of any structure; see `add`."""
         results = call_copies(self, fn, splitting.occupied(self.split(batch)), batch)
         return self.gather(gather.add_by_machine(losses.places(self)), results)
 
     def concat(self, fn: Callable, *batch: Any) -> Any:
-        """Return what the towers return, joined along axis 0 in the order of the batch.
+        """Return the results of `fn` joined along axis 0, in the order of the batch.
 
         A `tf.GradientTape` around it sees one op: each gradient goes back to the towers, and theirs
         are summed by `add_n`. So a loss of the joined outputs is exact, whatever it is.

@@ -1,4 +1,4 @@
-"""What is seen of a tower function while it is traced: its draws, layers, losses and state."""
+"""Records the draws, layers, losses and state of a tower function while it is traced."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -156,7 +156,7 @@ class Watch:
         return found
 
     def outcome(self, inputs: Any, result: Any, backward: bool) -> dict[str, Any]:
-        """Return what `run` does with inputs, as tensors."""
+        """Return the results that `tracing.run` gives for inputs, as tensors."""
         trace, scope, values = self.trace, self.scope, []
         batch = {x.op.name for x in tf.nest.flatten(inputs, expand_composites=True)}
         for variable, value in scope.updates.values():

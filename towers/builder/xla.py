@@ -17,7 +17,7 @@ from towers.builder.assignments import TowerScope
 def compiled(
     fn: Callable, on_read: Callable[[tf.Variable, tf.Tensor], None] = lambda *_: None
 ) -> tuple[TowerScope, Any]:
-    """Return what `fn()` returns, a scope and a structure of tensors, computed by XLA.
+    """Call `fn`, which returns a scope and a structure of tensors, as one program of XLA's.
 
     `on_read` is called with each trainable variable that is read, and its value outside, before the
     program runs: a tape that watches the value goes back through the program.
