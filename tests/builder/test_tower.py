@@ -92,8 +92,8 @@ def test_two_matmuls_are_executed_on_their_towers(inner):
         return TowerBuilder(["/cpu:2", "/cpu:1"]).sum(inner(lambda: tf.matmul(a, b)))
 
     ops = executed_ops(step, tf.constant(A), tf.constant(B))
-    for tower, device in enumerate(["CPU:2", "CPU:1"]):
-        assert devices_of(ops, "MatMul", f"tower_{tower}/") == {device}
+    for i, device in enumerate(["CPU:2", "CPU:1"]):
+        assert devices_of(ops, "MatMul", f"tower_{i}/") == {device}
     assert devices_of(ops, "AddN") == {"CPU:0"}
 
 
