@@ -657,7 +657,9 @@ def test_autograph_converts_what_is_the_users_and_nothing_else(way):
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(builder.concat(fn, x))
             return loss, [tape.gradient(loss, weight)]
-        return tf.concat(builder.map(fn, x), 0) if way == "map" else builder.map(fn)
+        if way == "map":
+            return tf.concat(builder.map(fn, x), 0)
+        return builder.map(fn)
 
     found = step(tf.constant([1.0, 2.0, 6.0]))
     if way in ("gradients", "concat"):
