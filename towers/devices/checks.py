@@ -1,4 +1,4 @@
-"""Findings of `towers doctor`."""
+"""Findings of a check of this machine."""
 
 import dataclasses
 

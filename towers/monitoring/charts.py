@@ -75,7 +75,7 @@ def layout(
         gpus: whether there are some, else their charts are folded up.
         metrics: names of charts: "validation auc" has validation/auc, validation/auc_ema and, of
             training, auc or batch/auc.
-        workers: as `gpus`.
+        remote: whether there are towers on other machines; else their charts are folded up.
     """
     found = layout_pb2.Layout()
     empty = {title for title, there in (("workers", remote), ("GPUs", gpus)) if not there}
