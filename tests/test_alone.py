@@ -1,4 +1,4 @@
-"""The modules that cannot share a process with the others, see `alone`."""
+"""The modules that cannot share a process with other tests, see `alone`."""
 
 import subprocess
 import sys
@@ -12,8 +12,9 @@ pytestmark = pytest.mark.process
 TESTS = Path(__file__).parent
 
 
+@pytest.mark.timeout(600)
 def test_they_pass_in_a_process_of_their_own(request):
-    """Of each module what was asked for: all, or what is not extended."""
+    """What was asked for: all, or what is not extended."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += [*(TESTS / path for path in ALONE), "-m", request.config.getoption("markexpr")]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

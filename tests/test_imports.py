@@ -1,4 +1,4 @@
-"""Which module may import which, and how long a function may be: read from the source."""
+"""Which module may import which: read from the source."""
 
 import ast
 import functools
@@ -24,47 +24,35 @@ INSTALLED = set("PIL absl keras numpy packaging pynvml tensorboard tensorflow tq
 
 
 @functools.cache
-def tree_of(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
+def imported_names(path, everywhere=True):
+    """Return the dotted names that a file imports; `from a import b` gives a.b.
 
-
-@functools.cache
-def imported_names(path, package="", everywhere=True):
-    """Return the dotted names that a file imports.
-
-    `from a import b` gives a.b. `package` is what relative imports start from; without `everywhere`
-    the imports inside functions, which run later, are left out.
+    Without `everywhere` the imports inside functions, which run later, are left out, and so are
+    those of models from beside them.
     """
-    names = set()
-    nodes = [tree_of(path)]
+    names, nodes = set(), [ast.parse(path.read_text(encoding="utf-8"))]
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            assert PACKAGE not in path.parents, f"{path}: name the whole module"
         elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")
-            start = parents[: len(parents) - node.level + 1] if node.level else []
-            source = ".".join([*start, *([node.module] if node.module else [])])
-            names |= {f"{source}.{alias.name}" for alias in node.names}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif not everywhere and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         nodes.extend(ast.iter_child_nodes(node))
     return names
 
 
-def module_of(path):
-    """Return the dotted name of a file of towers, without towers: data.augment."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
-
-
 def imports_of_towers(everywhere=True):
-    """Return {module: the dotted names it imports}."""
-    result = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        package = ".".join(path.relative_to(ROOT).parent.parts)
-        result[module_of(path)] = imported_names(path, package, everywhere)
-    return result
+    """Return {module: the dotted names it imports}; modules are named as data.augment."""
+    paths = {path: path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py")}
+    return {
+        ".".join(p.parts[:-1] if len(p.parts) > 1 and p.name == "__init__" else p.parts):
+            imported_names(path, everywhere)
+        for path, p in sorted(paths.items())
+    }  # fmt: skip
 
 
 def internal_edges(everywhere=True):
@@ -103,12 +91,12 @@ def top_level(names):
 def test_the_imports_are_found(tmp_path):
     path = tmp_path / "module.py"
     path.write_text(
-        "import a.b as c\nfrom d import e, f\nfrom . import g\nfrom ..h import i\n"
+        "import a.b as c\nfrom d import e, f\n"
         "if True:\n    import j\nclass K:\n    def k(self):\n        import l\n"
     )
-    outside = {"a.b", "d.e", "d.f", "towers.data.g", "towers.h.i", "j"}
-    assert imported_names(path, "towers.data", everywhere=False) == outside
-    assert imported_names(path, "towers.data") == outside | {"l"}
+    outside = {"a.b", "d.e", "d.f", "j"}
+    assert imported_names(path, everywhere=False) == outside
+    assert imported_names(path) == outside | {"l"}
     assert internal_edges(), "no module of towers was found"
 
 
@@ -166,9 +154,7 @@ def test_models_import_keras_tensorflow_and_their_parts_only():
     paths = sorted((ROOT / "models").rglob("*.py"))
     assert paths
     for path in paths:
-        names = imported_names(path, "models")
-        others = {name for name in names if not name.startswith("models.parts")}
-        others = top_level(others) - sys.stdlib_module_names
+        others = top_level(imported_names(path)) - sys.stdlib_module_names
         assert others <= {"keras", "tensorflow"}, path.name
 
 

@@ -4,11 +4,9 @@ import errno
 import json
 import os
 import re
-import signal
 import struct
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -149,26 +147,6 @@ def test_what_a_generator_gives_is_not_blamed_on_towers(tmp_path, monkeypatch, c
     code, _, said = runs.command(capsys, "train", *given.split())
     assert code in (1, 2) and "--dataset=gives:load" in said.splitlines()[-1], said
     assert "please report" not in said and "gallery.py" not in said
-
-
-@pytest.mark.process
-@pytest.mark.extended
-@pytest.mark.parametrize("number", [1, 2, 15])
-def test_a_signal_in_the_first_second_gives_a_line(tmp_path, number):
-    """But for Python's own start, which takes 50 ms of a quiet machine."""
-    number = signal.Signals(number)
-    for after in (0.1, 0.15, 0.3, 0.6):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "towers", "train", "--train_dir=run"], cwd=tmp_path, text=True,
-            env=environment(CUDA_VISIBLE_DEVICES="-1"), stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )  # fmt: skip
-        time.sleep(after)
-        process.send_signal(number)
-        _, said = process.communicate(timeout=60)
-        assert "Traceback" not in said or "<frozen site>" in said, (after, said)
-        assert said.count("towers: ") <= 1
-    assert "towers: " in said
 
 
 @pytest.mark.process

@@ -7,6 +7,7 @@ import pytest
 
 from tests import tiny
 from tests.programs import python
+from tests.runs import points
 from tests.worker_processes import workers
 
 pytestmark = pytest.mark.process
@@ -56,6 +57,10 @@ def test_runs_evaluations_and_fit_need_no_clock(tmp_path, given, variables):
     done = python("-c", PROGRAM, *folders, *given, variables=variables)
     assert done.returncode == 0, done.stderr
     tiny.assert_identical(tiny.saved(tmp_path / "first"), tiny.saved(tmp_path / "second"))
+    for folder in folders:  # what came after the last checkpoint stands there once
+        found = points(folder / "train")
+        assert [step for step, _ in found] == sorted({step for step, _ in found})
+    assert set(points(folders[0] / "train")) >= set(points(folders[1] / "train"))
     tags = {tag for _, tag, _ in tiny.events(tmp_path / "first" / "train")}
     assert {"loss/total", "tower_1/loss", "speed/examples_per_second"} <= tags
     assert not any(tag.endswith("_seconds") for tag in tags)

@@ -88,15 +88,9 @@ def test_a_blocked_run_saves_and_is_left_with_its_last_finished_step(start, monk
     until(run, "^goes on ")
     assert 1 <= saved < 8 and saved in tiny.saved_steps(Path("run"))
     until(run, "^stalled .* evaluation .* it waits for input")
-    code, line, _ = end_of(run, signal.SIGINT)
+    code, line, _ = end_of(run, signal.SIGHUP, signal.SIGINT)  # two at once are one
     assert code == 75 and "step 8 is saved" in line and newest() == 8
     Path("test").unlink()
-
-    run = start(*FLAGS, "--stall_seconds=1")
-    blocked(run, ": step 8 of 40, examples")
-    code, line, _ = end_of(run, signal.SIGHUP, signal.SIGTERM)  # two at once are one
-    assert code == 75 and f"step {newest()} is saved" in line and 8 < newest() < 40
-    Path("train").unlink()
 
     monkeypatch.setattr(blocking, "SECONDS", 0)
     for folder in "run", "whole":
@@ -105,13 +99,19 @@ def test_a_blocked_run_saves_and_is_left_with_its_last_finished_step(start, monk
 
 
 @pytest.mark.extended
-def test_a_blocked_run_is_left_after_a_while_if_that_is_asked_for(start):
-    run = start(*FLAGS, "--stall_seconds=4", "--on_stall=stop")
+def test_a_run_that_waits_for_a_batch_is_left_at_a_signal_or_after_a_while(start):
+    run = start(*FLAGS, "--stall_seconds=1")
     blocked(run, ": step 0 of")
+    code, line, _ = end_of(run, signal.SIGTERM)
+    assert code == 75 and f"step {newest()} is saved" in line and 0 < (before := newest()) < 40
+    Path("train").unlink()
+
+    run = start(*FLAGS, "--stall_seconds=4", "--on_stall=stop")
+    blocked(run, f": step {before} of 40")
     code, line, err = end_of(run)
     assert "blocking.py" in err  # the stack of the thread that waits
     assert code == 76 and f"--on_stall=stop: step {newest()} is saved" in line
-    assert 0 < newest() < 40
+    assert before < newest() < 40
 
 
 @pytest.mark.extended
@@ -124,15 +124,18 @@ def test_a_first_batch_that_does_not_come_has_lost_nothing(start):
     assert not Path("run").exists()
 
 
-IMPORTS = {
-    "train": (75, "the same command goes on"),
-    "evaluate": (143, "interrupted by SIGTERM"),
-}
+SLEEP = "time.sleep(60)"
 
 
-@pytest.mark.parametrize("verb", IMPORTS)
-@pytest.mark.parametrize("waits", ["time.sleep(60)", "threading.Event().wait(60)", "in_c()"])
-def test_a_signal_while_libraries_are_imported(start, verb, waits):
+@pytest.mark.parametrize(
+    "verb, waits, code, words",
+    [
+        *(("train", waits, 75, "the same command goes on")
+          for waits in (SLEEP, "threading.Event().wait(60)", "in_c()")),
+        ("evaluate", SLEEP, 143, "interrupted by SIGTERM"),
+    ],
+)  # fmt: skip
+def test_a_signal_while_libraries_are_imported(start, verb, waits, code, words):
     Path("libraries").mkdir()
     Path("libraries/keras.py").write_text(
         "import ctypes, threading, time\nprint('imported', flush=True)\n"
@@ -143,6 +146,5 @@ def test_a_signal_while_libraries_are_imported(start, verb, waits):
     Path("run/flags.cfg").write_text("--seed=1\n")
     process = start(verb)
     until(process, "imported")
-    expected, words = IMPORTS[verb]
-    code, line, _ = end_of(process, signal.SIGTERM)
-    assert code == expected and words in line
+    found, line, _ = end_of(process, signal.SIGTERM)
+    assert found == code and words in line

@@ -5,9 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import threading
 
 import keras
 import numpy as np
@@ -86,7 +83,8 @@ def test_a_run_leaves_these_files(trained):
     for part in "train", "eval":
         assert len(list((folder / part).glob("events.*"))) == 1
     assert tiny.saved_steps(folder) == [0, 6, 12, LAST]
-    assert f"--train_dir={folder}" in (folder / "flags.cfg").read_text().splitlines()
+    flags = (folder / "flags.cfg").read_text().splitlines()
+    assert {f"--train_dir={folder}", "--variables=default"} <= set(flags)
 
 
 @runs.by_the_clock
@@ -158,20 +156,10 @@ def test_flags_cfg_repeats_the_run_and_calls_of_other_lengths_change_no_bit(
     assert f"  test_accuracy          {ours['test_accuracy']:.4f}" in lines
 
 
-def test_with_json_the_result_alone_is_on_standard_output(tmp_path, capsys):
-    flags = *FLAGS, f"--train_dir={tmp_path}", "--json", "--max_steps=3"
-    for words in ["new run", "step 0 of"], ["finished"]:  # once more: it is finished
-        code, out, err = command(capsys, "train", *flags)
-        assert code == 0 and json.loads(out) == result_of(tmp_path)
-        assert out.count("\n") == 1
-        assert all(word in err for word in words)
-
-
 # Going on
 
 
 def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
-    """The first part has all its steps, the second is stopped by signals, of which one counts."""
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     own = dict(checkpoint_every_steps=0, train_dir=str(tmp_path))
     train(tiny.options(**GIVEN | own, max_steps=8))
@@ -186,8 +174,10 @@ def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
     assert tiny.saved_steps(tmp_path) == [0, 8, 13] and not (tmp_path / "result.json").exists()
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == handlers
 
-    code, out, _ = command(capsys, "train", *flags)
-    assert code == 0 and json.loads(out) == result_of(tmp_path)
+    for words in ["continuing", "step 16 of"], ["finished"]:  # once more: it is finished
+        code, out, err = command(capsys, "train", *flags)
+        assert code == 0 and json.loads(out) == result_of(tmp_path) and out.count("\n") == 1
+        assert all(word in err for word in words)
     tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(whole))
     for name in "steps", "examples", "test_loss", "test_accuracy_ema", "train_loss":
         assert json.loads(out)[name] == result_of(whole)[name]
@@ -200,16 +190,21 @@ def test_a_run_in_parts_is_the_run_in_one(whole, tmp_path, monkeypatch, capsys):
     assert [session["flags"]["max_steps"] for session in ours["sessions"]] == [8, 0, 0]
 
 
-def test_a_run_goes_on_with_another_number_of_towers(tmp_path):
+def test_a_run_goes_on_and_shows_the_same_loss_with_another_number_of_towers(tmp_path, capsys):
+    """That of all towers; the tutorial shows the last one's."""
     given = GIVEN | dict(model="tests.tiny:dense", model_args="", dtype="float64")
-    given |= dict(evaluate_every_epochs=0, checkpoint_every_steps=0)
+    given |= dict(evaluate_every_epochs=0, checkpoint_every_steps=0, log_every_steps=1)
     train(tiny.options(tmp_path / "whole", **given))
+    shown = re.findall(r"loss = (\S+),", capsys.readouterr().out)
     for num_towers, steps in (3, 5), (1, 0):
         parts = given | dict(num_towers=num_towers)
         train(tiny.options(tmp_path / "parts", **parts, max_steps=steps))
     whole, parts = tiny.saved(tmp_path / "whole"), tiny.saved(tmp_path / "parts")
     tiny.assert_close(parts, whole, 1e-10)
     assert parts["step"] == LAST
+    assert re.findall(r"loss = (\S+),", capsys.readouterr().out) == shown and len(set(shown)) > 9
+    whole, parts = (points(tmp_path / name / "train") for name in ("whole", "parts"))
+    assert parts == [(step, pytest.approx(value, rel=1e-6)) for step, value in whole]
 
 
 @pytest.mark.unit
@@ -233,28 +228,6 @@ def test_the_clock_of_examples_goes_on_with_another_batch_size(tmp_path):
     before = np.array([0, *clock[:-1]])
     rates = [value for _, value in points(tmp_path / "train", "learning_rate")]
     np.testing.assert_allclose(rates, 0.05 * (1 + np.cos(np.pi * before / 120)), rtol=1e-5)
-
-
-@pytest.mark.process
-def test_a_process_that_is_killed_has_the_curves_of_one_that_was_not(tmp_path):
-    """Between a checkpoint and the points after it: what came after the checkpoint is done anew."""
-    flags = [*FLAGS, "--num_towers=2", "--max_steps=300", "--log_every_steps=20"]
-    flags += ["--checkpoint_every_steps=30", "--evaluate_every_epochs=5", "--ema_decay=0.9"]
-    line = [sys.executable, "-m", "towers", "train", *flags, f"--train_dir={tmp_path}/ended"]
-    quiet = os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"}
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=quiet) as process:
-        for text in process.stdout:
-            if ": step 80 of" in text:
-                process.kill()
-    assert process.returncode == -signal.SIGKILL
-    for name in "ended", "whole":
-        assert cli.main(["train", *flags, f"--train_dir={tmp_path}/{name}"]) == 0
-    assert_each_point_once(tmp_path / "ended")
-    for part, tag in ("train", "loss/total"), ("train", "gradient_norm"), ("eval", "test/accuracy"):
-        ours = dict(points(tmp_path / "ended" / part, tag))
-        theirs = dict(points(tmp_path / "whole" / part, tag))
-        assert len(theirs) >= 5 and ours.items() >= theirs.items()
-    tiny.assert_identical(tiny.saved(tmp_path / "ended"), tiny.saved(tmp_path / "whole"))
 
 
 def test_a_signal_stops_an_evaluation_and_a_crash_may_come_after_the_last(
@@ -428,27 +401,10 @@ SHORT = {
 
 
 @pytest.mark.parametrize("num", runs.released(SHORT, (1, 7)))
-def test_short_runs_and_they_may_be_in_a_thread(tmp_path, num):
-    results, options = [], tiny.options(tmp_path, **SHORT[num])
-    thread = threading.Thread(target=lambda: results.append(train(options)))
-    thread.start()
-    thread.join()
-    (result,) = results
-    assert result == result_of(tmp_path)
+def test_short_runs(tmp_path, num):
+    result = train(tiny.options(tmp_path, **SHORT[num]))
     assert (result["steps"], result["examples"]) == num
     assert result["test_examples"] == 23 and result["train_loss"] > 0
-
-
-def test_the_loss_that_is_shown_is_that_of_all_towers(tmp_path, capsys):
-    """The tutorial shows the last tower's."""
-    shown = {}
-    for num_towers in 1, 4:
-        given = dict(num_towers=num_towers, log_every_steps=1, dtype="float64", max_steps=3)
-        train(tiny.options(tmp_path / str(num_towers), **given))
-        shown[num_towers] = re.findall(r"loss = (\S+),", capsys.readouterr().out)
-    assert shown[1] == shown[4] and len(set(shown[1])) == 3
-    one, four = (points(tmp_path / name / "train") for name in ("1", "4"))
-    assert one == [(step, pytest.approx(value, rel=1e-6)) for step, value in four]
 
 
 def test_a_run_whose_output_nobody_reads_any_more_is_saved(tmp_path, monkeypatch):
@@ -462,25 +418,24 @@ def test_a_run_whose_output_nobody_reads_any_more_is_saved(tmp_path, monkeypatch
     assert tiny.saved_steps(tmp_path) == [0, 4]
 
 
-def curves_of(folder, parts=("train", "train/tower_0", "train/tower_1")):
+def curves_of(folder):
     """Return the points of a run but for what a clock or the system says."""
     timed = "speed", "seconds", "memory", "tower/step", "workers"
     return {
         (part, x, tag): value
-        for part in parts
+        for part in ("train", "train/tower_0", "train/tower_1")
         for x, values in events.read(folder / part).items()
         for tag, value in values.items()
         if not any(word in tag for word in timed)
     }
 
 
-@pytest.mark.parametrize("stops", [(4,), (3, 7), (1, 2, 6)], ids=str)
-@pytest.mark.parametrize("x", ["step", pytest.param("examples", marks=pytest.mark.extended)])
-def test_a_run_that_is_stopped_has_the_curves_of_one_that_was_not(tmp_path, stops, x):
+@pytest.mark.parametrize("x", runs.released(["step", "examples"], "step"))
+def test_a_run_that_is_stopped_has_the_curves_of_one_that_was_not(tmp_path, x):
     flags = dict(num_towers=2, batch_size=7, log_every_steps=3, steps_per_loop=2, num_epochs=2)
     flags |= dict(model="tests.tiny:dense", tensorboard_x=x)
     train(tiny.options(tmp_path / "once", max_steps=11, **flags))
-    for last in (*stops, 11):
+    for last in (1, 6, 11):
         train(tiny.options(tmp_path / "often", max_steps=last, **flags))
     once, often = (curves_of(tmp_path / name) for name in ("once", "often"))
     assert ("train", 9 * (7 if x == "examples" else 1), "noise_scale/trace") in once
