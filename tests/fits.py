@@ -4,6 +4,7 @@ import contextlib
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import towers
 from towers.commands.verify.differences import kind_of
@@ -57,6 +58,45 @@ def fit(build, given, num_towers=0, *, epochs=2, plain_first=False, devices=(), 
             "optimizer": [(v.name, v.numpy()) for v in model.optimizer.variables],
             "predictions": [(f"output {i}", x) for i, x in enumerate(outputs)],
         }
+
+
+def of_step(step, optimizer="sgd", **parts):
+    """Return a model that has these parts, and whose loss `step(model, x, y)` is."""
+
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            for name, make in parts.items():
+                setattr(self, name, make())
+
+        def call(self, x):
+            return x
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = step(self, *data)
+            weights = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    model = Model()
+    model.compile(optimizer, "mse")
+    return model
+
+
+def layer_of(call, **parts):
+    """Return a layer that has these parts, and calls `call(layer, ...)`."""
+
+    class Layer(keras.layers.Layer):
+        def __init__(self):
+            super().__init__()
+            for name, make in parts.items():
+                setattr(self, name, make())
+
+        def call(self, *args, **kwargs):
+            return call(self, *args, **kwargs)
+
+    return Layer()
 
 
 def wrong_on_two_towers(results_of):

@@ -1,9 +1,12 @@
 """Programs in processes of their own, in the environment of a user, which no test has silenced."""
 
+import importlib.machinery
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,3 +22,11 @@ def python(*argv, cwd=ROOT, variables=None, **streams) -> subprocess.CompletedPr
     streams = streams or {"capture_output": True}
     given = dict(cwd=cwd, env=environment(**(variables or {})), text=True)
     return subprocess.run([sys.executable, *argv], **given, **streams)
+
+
+def script(name: str) -> ModuleType:
+    """Return a script, whose file has no suffix, as a module."""
+    loader = importlib.machinery.SourceFileLoader(name, str(ROOT / "scripts" / name))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader))
+    loader.exec_module(module)
+    return module

@@ -10,6 +10,7 @@ import pytest
 
 from tests import tiny
 from towers import cli
+from towers.errors import InputError
 from towers.monitoring.monitor import Monitor
 from towers.options.run import Options
 from towers.training.loading import Trained
@@ -20,10 +21,15 @@ by_the_clock = pytest.mark.skipif(
 )
 
 
+def rare(*values):
+    """Return a parameter that is left to `scripts/test --all`."""
+    return pytest.param(*values, marks=pytest.mark.extended)
+
+
 def released(values, *names):
     """Return parameters of which those with other names are left to `scripts/test --all`."""
-    rare = pytest.mark.extended
-    return [pytest.param(v, marks=[] if v in names else [rare], id=str(v)) for v in values]
+    marks = {True: [], False: [pytest.mark.extended]}
+    return [pytest.param(v, marks=marks[v in names], id=str(v)) for v in values]
 
 
 def command(capsys, *argv):
@@ -38,6 +44,15 @@ def done(capsys, verb, train_dir, *flags):
     code, out, err = command(capsys, verb, f"--train_dir={train_dir}", *flags)
     assert code == 0, err
     return out
+
+
+def refusal(call, *arguments, **keywords):
+    """Return the one line with which a call refuses what it is given."""
+    with pytest.raises(InputError) as error:
+        call(*arguments, **keywords)
+    message = str(error.value)
+    assert message == " ".join(message.splitlines())
+    return message
 
 
 def at_step(monkeypatch, actions):

@@ -55,7 +55,7 @@ def text():
             keras.Input((7,), dtype="int32"),
             layers.Embedding(20, 6, mask_zero=True),
             layers.LSTM(5, dropout=0.2),
-            layers.Dense(1, activation="sigmoid"),
+            layers.Dense(1, activation="sigmoid", kernel_regularizer="l2"),
         ]
     )
     rate = keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.9)

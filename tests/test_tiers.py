@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 
-from tests import leftovers
+from tests import leftovers, runs, tiers
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,10 +116,11 @@ def test_a_test_that_does_more_than_its_tier_fails_and_names_the_marker(tmp_path
         assert "TierError" in line or name == "caught"
 
 
-def test_a_test_needs_a_tier(tmp_path):
-    done = run(tmp_path, "def test_it():\n    pass\n")
-    assert done.returncode == 4
-    assert "test_it.py::test_it has no tier: write @pytest.mark.unit" in done.stderr
+@pytest.mark.unit
+def test_a_test_needs_a_tier():
+    item = types.SimpleNamespace(nodeid="test_it.py::test_it", iter_markers=lambda: [])
+    with pytest.raises(pytest.UsageError, match="test_it has no tier: write @pytest.mark.unit"):
+        tiers.tier_of(item)
 
 
 def test_what_a_test_leaves_behind_fails_the_session_and_is_ended(tmp_path):
@@ -129,7 +131,8 @@ def test_what_a_test_leaves_behind_fails_the_session_and_is_ended(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "number, processes", [(signal.SIGKILL, 1), (signal.SIGTERM, 1), (signal.SIGINT, 0)]
+    "number, processes",
+    [(signal.SIGKILL, 1), runs.rare(signal.SIGTERM, 1), runs.rare(signal.SIGINT, 0)],
 )
 def test_nothing_outlives_tests_that_are_ended(tmp_path, number, processes):
     path = tmp_path / "key"

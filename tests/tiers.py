@@ -89,7 +89,7 @@ def install() -> None:
     from tensorflow.python.framework import func_graph, ops
 
     ops.get_default_graph()  # which is made once in a process, by whoever asks for it first
-    _wrap(ops.Graph, "__init__", _counts_as_graph)
+    _wrap(ops.Graph, "__init__", _needs("graph", "builds a TensorFlow graph"))
     for name, module in list(sys.modules.items()):  # some have it by `from ... import`
         if name.startswith("tensorflow.") and hasattr(module, "func_graph_from_py_func"):
             _wrap(module, "func_graph_from_py_func", _counts_as_trace)
@@ -98,7 +98,8 @@ def install() -> None:
     for module, path in _TRAINS:
         owner, _, name = path.rpartition(".")
         module = importlib.import_module(module)
-        _wrap(getattr(module, owner) if owner else module, name, _counts_as_training)
+        owner = getattr(module, owner) if owner else module
+        _wrap(owner, name, _needs("run", f"trains or verifies ({path})"))
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
@@ -115,12 +116,15 @@ def _audit(event: str, arguments: tuple) -> None:
             _require("process", f"starts a process ({event} {program})")
 
 
-def _counts_as_graph(make_graph: Callable) -> Callable:
-    def init(graph: Any, *args: Any, **kwargs: Any) -> None:
-        _require("graph", "builds a TensorFlow graph")
-        make_graph(graph, *args, **kwargs)
+def _needs(tier: str, what: str) -> Callable[[Callable], Callable]:
+    def wrapped(function: Callable) -> Callable:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            _require(tier, what)
+            return function(*args, **kwargs)
 
-    return init
+        return called
+
+    return wrapped
 
 
 def _counts_as_trace(trace: Callable) -> Callable:
@@ -148,13 +152,5 @@ def _notes_models(call: Callable) -> Callable:
         if isinstance(layer, keras.Model) and getattr(_tracing, "calls_a_model", None) is False:
             _tracing.calls_a_model = True
         return call(layer, *args, **kwargs)
-
-    return called
-
-
-def _counts_as_training(function: Callable) -> Callable:
-    def called(*args: Any, **kwargs: Any) -> Any:
-        _require("run", f"trains or verifies ({function.__qualname__})")
-        return function(*args, **kwargs)
 
     return called

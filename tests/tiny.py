@@ -27,10 +27,6 @@ def images():
     return arrays(TRAIN_SIZE), arrays(TEST_SIZE, seed=1), NUM_CLASSES
 
 
-def other_images():
-    return arrays(TRAIN_SIZE, seed=2), arrays(TEST_SIZE, seed=3), NUM_CLASSES
-
-
 def dense(num_classes, image_shape, width=5, l2=0.0, scale=1.0, activation="tanh"):
     """Two dense layers: N towers compute what one device computes."""
     regularizer = keras.regularizers.L2(l2) if l2 else None

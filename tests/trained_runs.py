@@ -48,7 +48,8 @@ class Runs:
 
     def __call__(self, name: str, averages: bool = True) -> Path:
         """Return the folder of "classes" or of a task, trained with or without averages."""
-        run = self._folder / (name if averages else f"{name}_without_averages") / "run"
+        same = flags(name, averages) == flags(name)  # "two" has no averages but its own
+        run = self._folder / (name if same else f"{name}_without_averages") / "run"
         if run not in self._stamps:
             with _locked(run.parent):
                 stamps = run.parent / "stamps.json"

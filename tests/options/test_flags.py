@@ -1,24 +1,20 @@
 """Flags: the frozen command line, flagfiles, and the way from options to a flagfile and back."""
 
 import dataclasses
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import towers
+from tests import runs
+from tests.programs import python
 from towers import cli
 from towers.commands.compare.options import CompareOptions
-from towers.errors import InputError
 from towers.options import flags, trust
 from towers.options.run import OPTIMIZERS, Options
 
 pytestmark = pytest.mark.unit
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Scripts of others rely on these: change them only deliberately.
 DEFAULTS = """
@@ -70,10 +66,7 @@ def help_of(verb):
 
 
 def refusal(verb, *argv):
-    """Return the message with which a command line is refused."""
-    with pytest.raises(InputError) as error:
-        cli.parse(verb, argv)
-    return str(error.value)
+    return runs.refusal(cli.parse, verb, argv)
 
 
 # ---------------------------------------------------------------------------- The command line
@@ -424,7 +417,7 @@ assert set(flags.FLAGS) == before, set(flags.FLAGS) - before
 assert {"TowerBuilder", "PerTower"} <= set(towers.__all__) <= set(dir(towers))
 assert not {"tensorflow", "keras", "towers.builder.tower"} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    assert python("-c", code).returncode == 0
 
 
 def test_the_public_names_are_loaded_on_first_use():

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests import runs
 from towers.errors import InputError
 from towers.options import functions
 from towers.options.functions import check_function, load_function
@@ -14,9 +15,7 @@ pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("modules")]
 
 
 def refusal(name, flag="model"):
-    with pytest.raises(InputError) as error:
-        load_function(flag, name)
-    return str(error.value)
+    return runs.refusal(load_function, flag, name)
 
 
 def test_a_function_of_a_module(write):

@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 
-from towers.errors import InputError
+from tests import runs
 from towers.options import augmentation
 from towers.options.gpu import GpuOptions
 from towers.options.run import Options, names_that_affect
@@ -30,12 +30,7 @@ STRINGS = [name for name, field in FIELDS.items() if field.type is str and name 
 
 
 def refusal(kind=Options, **values):
-    """Return the message with which the options are refused."""
-    with pytest.raises(InputError) as error:
-        kind(**values)
-    message = str(error.value)
-    assert message == " ".join(message.splitlines())
-    return message
+    return runs.refusal(kind, **values)
 
 
 # ---------------------------------------------------------------------------- By their types
@@ -63,8 +58,9 @@ def test_numbers_of_numpy_will_do_and_a_whole_number_has_no_fraction():
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_choices(name):
+def test_choices_and_an_optimizer_of_the_users_own(name):
     choices = CHOICES[name]
+    assert Options(optimizer="my.own:make").optimizer == "my.own:make"
     for choice in choices:
         Options(**{name: choice}, decay_epochs="1")
     for value in ("", "none of them", choices[0].upper(), f" {choices[0]}"):
@@ -72,22 +68,14 @@ def test_choices(name):
         assert refusal(**{name: value}) == f"--{name}={value}: allowed are {', '.join(allowed)}"
 
 
-def test_an_optimizer_may_be_the_users_own():
-    assert Options(optimizer="my.own:make").optimizer == "my.own:make"
-    assert "muon, module:function" in refusal(optimizer="my.own.make")
-
-
 @pytest.mark.parametrize("name", STRINGS)
 def test_text_is_what_flags_cfg_can_repeat(name):
     for value in (" a", "a ", "a\nb", "a\r", "a\0b", "a\u2028b", "\udcff"):
         assert refusal(**{name: value}).startswith(f"--{name}={value!r}: text in one line")
     assert refusal(**{name: 3}) == f"{name}=3: a string is needed"
+    assert Options(train_dir="Läufe/日本 #1").train_dir == "Läufe/日本 #1"
     if example := FIELDS[name].default:
         assert refusal(**{name: ""}) == f"--{name}= is empty: give a value, as --{name}={example}"
-
-
-def test_text_may_hold_spaces_and_any_letters():
-    assert Options(train_dir="Läufe/日本 #1").train_dir == "Läufe/日本 #1"
 
 
 @pytest.mark.parametrize("name", [n for n, field in FIELDS.items() if field.type is bool])
@@ -199,12 +187,9 @@ def test_what_is_given_may_leave_the_base_of_the_augmentation_to_the_run():
 
 # ---------------------------------------------------------------------------- GPUs, exclusion
 
-CLIPS = ["clip_norm", "clip_value", "clip_global_norm"]
-MEMORY = {
-    "per_process_gpu_memory_fraction": 0.4,
-    "gpu_memory_limit_mib": 4096,
-    "allow_growth": True,
-}
+CLIPS = dict.fromkeys(["clip_norm", "clip_value", "clip_global_norm"], 1.0)
+MEMORY = {"per_process_gpu_memory_fraction": 0.4, "gpu_memory_limit_mib": 4096}
+MEMORY |= {"allow_growth": True}
 GPUS = {
     "": None, "none": [], "None": [], "0": ["0"], "0,2": ["0", "2"], "2, 0": ["2", "0"],
     "2,0,2": ["2", "0"], "10,07": ["10", "7"], "MIG-0a5b-3": ["MIG-0a5b-3"],
@@ -214,19 +199,13 @@ NO_GPUS = ["0,,2", "0,", "-1", "gpu:0", "0;2", "1.5", "²", "٣", "none,0", '"0,
 NO_GPUS += ["MIG-", "0:1", "UUID-0"]
 
 
-@pytest.mark.parametrize("pair", [*itertools.combinations(MEMORY, 2)])
-def test_memory_options_that_exclude_each_other(pair):
-    assert refusal(GpuOptions, **{name: MEMORY[name] for name in pair}) == (
-        f"--{pair[0]} and --{pair[1]} exclude each other in TensorFlow: give one of them"
-    )
-
-
-@pytest.mark.parametrize("pair", [*itertools.combinations(CLIPS, 2)])
-def test_one_way_of_clipping(pair):
-    one, other = pair
-    Options(**{one: 1.0, other: 0.0})
-    expected = f"--{one} and --{other} exclude each other"
-    assert refusal(**{one: 1.0, other: 1.0}).startswith(expected)
+@pytest.mark.parametrize("kind, given", [(GpuOptions, MEMORY), (Options, CLIPS)])
+def test_options_that_exclude_each_other(kind, given):
+    for one, other in itertools.combinations(given, 2):
+        expected = f"--{one} and --{other} exclude each other"
+        message = refusal(kind, **{one: given[one], other: given[other]})
+        assert message.startswith(expected)
+        kind(**{one: given[one], other: type(given[other])(0)})
 
 
 def test_visible_gpus():

@@ -1,6 +1,7 @@
 """Code that a run names is called only if the run is the user's own, or trusted."""
 
 import dataclasses
+import functools
 import shutil
 import stat
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import towers
+from tests import runs
 from towers import cli
 from towers.errors import InputError
 from towers.options import trust
@@ -30,11 +32,7 @@ def make_run(name, sign=True, **values):
     return Path(name)
 
 
-def refusal(*argv):
-    with pytest.raises(InputError) as error:
-        cli.parse(*argv)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+refusal = functools.partial(runs.refusal, cli.parse)
 
 
 def test_a_run_of_ones_own_is_taken_wherever_it_lies():

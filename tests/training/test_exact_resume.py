@@ -5,8 +5,6 @@ import json
 import random
 import resource
 import signal
-import subprocess
-import sys
 import textwrap
 import warnings
 
@@ -16,6 +14,8 @@ import pytest
 import tensorflow as tf
 
 import towers
+from tests.programs import python
+from tests.runs import rare
 from towers.training import checkpoint
 from towers.training.checkpoint import find
 from towers.training.saving import Checkpoints
@@ -33,8 +33,6 @@ class Killed(Exception):
 
 
 class KillAt(keras.callbacks.Callback):
-    """Ends a fit at a batch, or where an epoch ends."""
-
     def __init__(self, epoch, batch=None):
         super().__init__()
         self.at, self.epoch = (epoch, batch), None
@@ -89,7 +87,6 @@ DATA = {
 
 
 def make(num_towers=0, built=True, steps_per_execution=1):
-    """Return a model with all that there is to save, as a new process would make it."""
     keras.utils.set_random_seed(3)
     own = [layers.Dense(4), layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(1)]
     model = keras.Sequential([keras.Input([3])] * built + own)
@@ -101,7 +98,6 @@ def make(num_towers=0, built=True, steps_per_execution=1):
 
 
 def fit(model, data="arrays", callbacks=(), epochs=EPOCHS):
-    """Return the History of a fit."""
     given = DATA[data]()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Your input ran out of data")  # Keras', of from_generator
@@ -114,7 +110,6 @@ def state(model):
 
 @functools.cache
 def uninterrupted(data="arrays", also=lambda: [], **options):
-    """Return the History and the variables of a fit that was not interrupted."""
     model = make(**options)
     return fit(model, data, also()), state(model)
 
@@ -138,25 +133,22 @@ def interrupted(tmp_path, place, data="arrays", also=lambda: [], **options):
 
 
 MIDDLE, END = (1, 1), (1, None)  # of an epoch
-PLACES = [(data, MIDDLE, {}) for data in ("arrays", "PyDataset", "tf.data")] + [
-    ("arrays", (0, 3), {"num_towers": 2}), ("arrays", END, {"steps_per_execution": 2}),
+PLACES = [
+    ("PyDataset", MIDDLE, {"num_towers": 2}), ("tf.data", MIDDLE, {"steps_per_execution": 2}),
+    ("arrays", END, {}),
 ]  # fmt: skip
 RARE = [
     ("arrays", (0, 3), {"built": False}), ("validated", END, {}), ("validated", MIDDLE, {}),
-    ("validated", (2, 0), {}),
-    ("tf.data", (2, 0), {}), ("arrays", (0, 0), {}),
-    ("arrays", END, {"num_towers": 2}), ("arrays", END, {"built": False}),
+    ("validated", (2, 0), {}), ("tf.data", (2, 0), {}), ("arrays", (0, 0), {}),
+    ("arrays", (0, 3), {"num_towers": 2}), ("arrays", END, {"num_towers": 2}),
+    ("arrays", END, {"built": False}), ("arrays", END, {"steps_per_execution": 2}),
     ("arrays", (0, 3), {"steps_per_execution": 2}), ("PyDataset", END, {}), ("tf.data", END, {}),
     *((data, place, {}) for data in ("steps of arrays", "endless tf.data", "from_generator")
       for place in (MIDDLE, END)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "data, place, options",
-    PLACES + [pytest.param(*place, marks=pytest.mark.extended) for place in RARE],
-    ids=str,
-)
+@pytest.mark.parametrize("data, place, options", PLACES + [rare(*r) for r in RARE], ids=str)
 def test_it_ends_as_if_it_had_not_been_interrupted(tmp_path, data, place, options):
     found = interrupted(tmp_path, place, data, **options)
     assert_as_uninterrupted(*found, data, **options)
@@ -201,7 +193,7 @@ def decaying():
     return [keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)]
 
 
-@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("first", [True, rare(False)])
 def test_a_schedule_acts_once_an_epoch(tmp_path, first):
     def callbacks(*others):
         return [*decaying(), *others] if first else [*others, *decaying()]
@@ -231,10 +223,22 @@ def test_a_fit_that_ended_is_not_repeated_nor_goes_on_with_another_model(tmp_pat
         ExactResume(tmp_path, every_steps=-1)
 
 
-def test_a_damaged_file_is_passed_over(tmp_path):
+def test_a_file_of_before_goes_on_and_a_damaged_one_is_passed_over(tmp_path):
     with pytest.raises(Killed):
         fit(make(), callbacks=[ExactResume(tmp_path, 1), KillAt(1, 3)])
-    assert [step for step, _ in find(tmp_path)] == [8, 9]  # the two newest are kept
+    (_, (last, prefix)) = found = find(tmp_path)
+    assert [found[0][0], last] == [8, 9]  # the two newest are kept
+    (tmp_path / "old").mkdir()
+    with checkpoint.open_reader(prefix) as reader:
+        arrays, about = checkpoint.read(prefix, ""), checkpoint.identity_of(reader)
+    del arrays["step"]
+    of_model = {n: a for n, a in arrays.items() if n.startswith(("model/", "opt", "metrics/"))}
+    about["variables"] = {n: f"{a.dtype}{list(a.shape)}" for n, a in of_model.items()}
+    arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    np.savez(tmp_path / "old/epoch-1-batch-3.npz", **arrays)
+    model = make()
+    assert_as_uninterrupted(model, fit(model, callbacks=[ExactResume(tmp_path / "old")]))
+
     path = tmp_path / "ckpt-9.data-00000-of-00001"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 255
@@ -245,23 +249,7 @@ def test_a_damaged_file_is_passed_over(tmp_path):
     assert_as_uninterrupted(model, history)
 
 
-def test_a_fit_that_was_saved_in_a_file_of_before_goes_on(tmp_path):
-    with pytest.raises(Killed):
-        fit(make(), callbacks=[ExactResume(tmp_path / "new", 1), KillAt(1, 3)])
-    (_, prefix) = find(tmp_path / "new")[-1]
-    with checkpoint.open_reader(prefix) as reader:
-        arrays, about = checkpoint.read(prefix, ""), checkpoint.identity_of(reader)
-    del arrays["step"]
-    of_model = {n: a for n, a in arrays.items() if n.startswith(("model/", "opt", "metrics/"))}
-    about["variables"] = {n: f"{a.dtype}{list(a.shape)}" for n, a in of_model.items()}
-    arrays["about"] = np.frombuffer(json.dumps(about).encode(), np.uint8)
-    np.savez(tmp_path / "epoch-1-batch-3.npz", **arrays)
-    model = make()
-    history = fit(model, callbacks=[ExactResume(tmp_path)])
-    assert_as_uninterrupted(model, history)
-
-
-@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.extended), True])
+@pytest.mark.parametrize("again", [rare(False), True])
 def test_a_disk_that_fills_up_costs_no_training(tmp_path, again):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     (tmp_path / ".ckpt-2.99.data-00000-of-00001").write_bytes(b"half")
@@ -326,13 +314,12 @@ PROGRAM = """
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("num_towers", [2, pytest.param(0, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("num_towers", [2, rare(0)])
 def test_a_killed_process_goes_on(tmp_path, num_towers):
     def run(kill, *names):
-        program = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(kill), str(num_towers)]
-        return subprocess.run([*program, *(tmp_path / n for n in names)], **text)
+        given = str(kill), str(num_towers), *(tmp_path / name for name in names)
+        return python("-c", textwrap.dedent(PROGRAM), *given)
 
-    text = dict(capture_output=True, text=True)
     assert run(10, "killed").returncode == -signal.SIGKILL
     both = run(-1, "killed", "whole")
     assert "goes on at epoch 2, batch 2" in both.stdout, both.stderr

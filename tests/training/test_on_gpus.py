@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tests import runs, tiny
+from tests.runs import rare
 from towers.builder import kinds
 from towers.data import on_towers
 from towers.data.pipeline import NUM_DRAWS
@@ -63,7 +64,7 @@ def test_the_numbers_are_those_of_cpus():
         assert counts == [3 * 7] * (2 if variables == "replicated" else 1)
 
 
-@pytest.mark.parametrize("keep_best", [False, True])
+@pytest.mark.parametrize("keep_best", runs.released([False, True], True))
 def test_every_tower_evaluates_the_weights_that_were_restored(tmp_path, keep_best):
     """Those of a checkpoint, and at the end of a run those of its best one."""
     given = dict(num_towers=2, variables="replicated", dtype="float64", max_steps=8)
@@ -85,7 +86,7 @@ def compiled(num_classes, image_shape):
     return model
 
 
-@pytest.mark.parametrize("model", ["tests.tiny:cnn", f"{__name__}:compiled"])
+@pytest.mark.parametrize("model", [rare("tests.tiny:cnn"), f"{__name__}:compiled"])
 def test_a_tower_evaluates_its_own_copy_and_the_averages_of_all(model):
     """So no weight is sent: with another copy on the second tower, its examples fare otherwise."""
     given = dict(model=model, dtype="float64", ema_decay=0.5, num_towers=2, variables="replicated")
@@ -104,16 +105,12 @@ def test_a_tower_evaluates_its_own_copy_and_the_averages_of_all(model):
     tiny.assert_identical(loop.run.task.eval_arrays(*batch), before)
 
 
-@pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.parametrize("towers", runs.released([1, 2], 2))
 def test_a_step_that_nobody_looks_at_sends_nothing_to_the_host(towers):
     loop = loop_of(towers, "replicated", model="tests.tiny:cnn", clip_global_norm=1.0)
     placement = read_placement(loop.loop, loop.batches, tf.constant(0))
-    back = [
-        t.name
-        for t in placement.transfers
-        if t.target == "/cpu:0" and t.bytes != 0 and "telemetry" not in t.name
-    ]
-    assert back == []
+    back = [t.name for t in placement.transfers if t.target == "/cpu:0" and t.bytes]
+    assert [name for name in back if "telemetry" not in name] == []
 
 
 @runs.by_the_clock
@@ -202,29 +199,18 @@ def variable_bytes():
 
 
 @pytest.mark.parametrize(
-    ("task", "towers"),
-    [
-        (None, 2),
-        ("images", 1),
-        pytest.param(None, 1, marks=pytest.mark.extended),
-        pytest.param("images", 2, marks=pytest.mark.extended),
-    ],
+    "task, towers", [(None, 2), ("images", 1), rare(None, 1), rare("images", 2)]
 )
 def test_data_that_lie_on_gpus_give_the_same_numbers(task, towers):
     given = dict(augment="resnet", batch_size=7, validation_fraction=0.2)
     if task:
         given |= dict(model=f"tests.tasks:{task}", dataset=f"tests.tasks:{task}_data")
         given |= dict(learning_rate=Options.learning_rate)
-    states = []
-    for lie_there in True, False:
-        loop = loop_of(towers, "default", **given)
-        assert loop.run.on_towers
-        if lie_there:
-            loop.batches = iter(loop.run.batches(0, 0))
-        loop(5)
-        states.append(loop.state())
-    for name, value in states[0].items():
-        np.testing.assert_array_equal(value, states[1][name])
+    ours, theirs = (loop_of(towers, "default", **given) for _ in range(2))
+    assert ours.run.on_towers
+    ours.batches = iter(ours.run.batches(0, 0))
+    ours(5), theirs(5)
+    tiny.assert_identical(ours.state(), theirs.state())
 
 
 def test_of_data_that_lie_on_gpus_the_host_sends_row_numbers():
@@ -246,7 +232,7 @@ def test_what_a_gpu_makes_of_all_examples_does_not_come_back_to_be_split():
     assert all(t.bytes <= 8 for t in placement.transfers if t.source == "/cpu:1" and t.bytes)
 
 
-@pytest.mark.parametrize("task", ["images", pytest.param("table", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("task", runs.released(["images", "table"], "images"))
 def test_a_compiled_model_is_on_its_gpu_starts_few_ops_and_gives_the_same_numbers(task):
     given = dict(model=f"tests.tasks:{task}", dataset=f"tests.tasks:{task}_data", augment="auto")
     given |= dict(learning_rate=Options.learning_rate, dtype="float64")
