@@ -9,16 +9,15 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 import towers
+from tests.programs import ROOT
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).resolve().parents[1]
 PYTEST = "-m pytest -n 2 --dist=loadfile --no-loadscope-reorder"
 SCRIPTS = ["scripts/quickstart", "scripts/test", ".ci/run"]
 TOP_LEVEL = "setup.py README.md pyproject.toml LICENSE towers models configs scripts tests".split()

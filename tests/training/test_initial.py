@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import zipfile
 
 import h5py
@@ -11,7 +12,7 @@ import pytest
 from keras.src.legacy.saving import legacy_h5_format
 
 from tests import tiny
-from tests.runs import command
+from tests.runs import command, refusal
 from towers.errors import InputError
 from towers.training import initial, manifest
 from towers.training.initial import init_from
@@ -146,94 +147,67 @@ def test_no_code_in_a_file_runs(tmp_path):
         assert not called.exists()
 
 
-def text_for_weights(file):
-    file["layers/scale/vars/0"] = ["a", "b"]
+AT = "layers/scale/vars/0"
+NO_WEIGHTS = "is no file of Keras' weights"
 
 
-def fields_for_weights(file):
-    file["layers/scale/vars/0"] = np.zeros(2, [("a", "f4"), ("b", "f4")])
+def put(value, at=AT):
+    return lambda file: file.__setitem__(at, value)
 
 
-def complex_weights(file):
-    file["layers/scale/vars/0"] = np.zeros(2, np.complex64)
-
-
-def compressed(file):
-    file.create_dataset("layers/scale/vars/0", data=np.zeros(2, "f4"), compression="gzip")
-
-
-def large_pieces(file):
-    """A piece of 2 GB, of which two numbers are the weight."""
-    about = {"maxshape": (None,), "chunks": (2**29,), "compression": "gzip"}
-    file.create_dataset("layers/scale/vars/0", (2,), "f4", **about)
-
-
-def in_another_file(file):
-    file.create_dataset("layers/scale/vars/0", (2,), "f4", external=[("/etc/passwd", 0, 8)])
+def made(*shape_and_type, **given):
+    return lambda file: file.create_dataset(AT, *shape_and_type, **given)
 
 
 def of_other_files(file):
     layout = h5py.VirtualLayout((2,), "f4")
     layout[:] = h5py.VirtualSource("other.h5", "secret", (2,))
-    file.create_virtual_dataset("layers/scale/vars/0", layout)
+    file.create_virtual_dataset(AT, layout)
 
 
-def link_to_another_file(file):
-    file["layers/scale/vars/0"] = h5py.ExternalLink("other.h5", "secret")
+def legacy(*names, secret=None):
+    def write(file):
+        file.attrs["layer_names"] = np.array([b"dense"])
+        file.create_group("dense").attrs["weight_names"] = np.array(names)
+        if secret:
+            file["dense/secret"] = secret
+
+    return write
 
 
-def group_of_another_file(file):
-    file.create_group("layers")["scale"] = h5py.ExternalLink("other.h5", "/")
-
-
-def link_within(file):
-    file["layers/scale/vars/0"] = h5py.SoftLink("/layers/scale/vars/0")
-
-
-def legacy_link_to_another_file(file):
-    file.attrs["layer_names"] = np.array([b"dense"])
-    file.create_group("dense").attrs["weight_names"] = np.array([b"secret"])
-    file["dense/secret"] = h5py.ExternalLink("other.h5", "secret")
-
-
-def legacy_names_of_nothing(file):
-    file.attrs["layer_names"] = np.array([b"dense"])
-    file.create_group("dense").attrs["weight_names"] = np.array([b"there", b"is", b"none"])
-
-
-def huge_shape(file):
-    file.create_dataset("layers/scale/vars/0", (2**40,), "f8")
-
-
-def no_shape(file):
-    file["layers/scale/vars/0"] = h5py.Empty("f4")
-
-
-NO_WEIGHTS = "is no file of Keras' weights"
+HOSTILE = {
+    "texts": (put(["a", "b"]), NO_WEIGHTS),
+    "fields": (put(np.zeros(2, [("a", "f4"), ("b", "f4")])), "vars/0 is .* weights are numbers"),
+    "complex": (put(np.zeros(2, np.complex64)), "complex64, and weights are numbers"),
+    "compressed": (made(data=np.zeros(2, "f4"), compression="gzip"), "save them with it"),
+    "a piece of 2 GB": (
+        made((2,), "f4", maxshape=(None,), chunks=(2**29,), compression="gzip"),
+        "save them with it",
+    ),
+    "elsewhere": (made((2,), "f4", external=[("/etc/passwd", 0, 8)]), "in another file"),
+    "of other files": (of_other_files, "in another file"),
+    "link": (put(h5py.ExternalLink("other.h5", "secret")), "vars/0 is a link"),
+    "group": (put(h5py.ExternalLink("other.h5", "/"), "layers/scale"), "layers/scale is a link"),
+    "circle": (put(h5py.SoftLink(f"/{AT}")), "vars/0 is a link"),
+    "legacy link": (
+        legacy(b"secret", secret=h5py.ExternalLink("other.h5", "secret")), "dense/secret is a link"
+    ),
+    "no array": (put(h5py.Empty("f4")), "is no array"),
+    "names of nothing": (legacy(b"there", b"is", b"none"), NO_WEIGHTS),
+    "huge": (made((2**40,), "f8"), "has no weight of this model"),
+}
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("write", "line"),
-    [
-        (text_for_weights, NO_WEIGHTS), (fields_for_weights, "vars/0 is .* weights are numbers"),
-        (complex_weights, "complex64, and weights are numbers"), (compressed, "save them with it"),
-        (large_pieces, "save them with it"), (in_another_file, "in another file"),
-        (of_other_files, "in another file"), (link_to_another_file, "vars/0 is a link"),
-        (group_of_another_file, "layers/scale is a link"), (link_within, "vars/0 is a link"),
-        (legacy_link_to_another_file, "dense/secret is a link"), (no_shape, "is no array"),
-        (legacy_names_of_nothing, NO_WEIGHTS), (huge_shape, "has no weight of this model"),
-    ],
-)  # fmt: skip
-def test_what_keras_does_not_write_is_refused(masters, tmp_path, monkeypatch, write, line):
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_keras_does_not_write_is_refused(masters, tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     with h5py.File("other.h5", "w") as other:
         other["secret"] = other["vars/0"] = np.ones(2, "f4")
+    write, line = HOSTILE[kind]
     with h5py.File("hostile.h5", "w") as file:
         write(file)
-    with pytest.raises(InputError, match=f"--init_from=hostile.h5.*{line}") as refused:
-        init_from(masters, "hostile.h5")
-    assert "\n" not in str(refused.value)
+    assert re.search(f"--init_from=hostile.h5.*{line}", refusal(init_from, masters, "hostile.h5"))
 
 
 @pytest.fixture(scope="module")
@@ -287,9 +261,7 @@ def encrypted(content, into):
 def test_a_file_that_is_none(masters, source, tmp_path, pack, line):
     path = tmp_path / "mine.keras"
     pack((source[0] / "file.weights.h5").read_bytes(), path)
-    with pytest.raises(InputError, match=line) as refused:
-        init_from(masters, str(path))
-    assert "\n" not in str(refused.value)
+    assert line in refusal(init_from, masters, str(path))
 
 
 @pytest.mark.process

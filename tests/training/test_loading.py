@@ -1,12 +1,13 @@
 """`towers.load`: the model of a run, from its folder alone."""
 
+import functools
 import json
 
 import numpy as np
 import pytest
 
 import towers
-from tests import tiny
+from tests import runs, tiny
 from tests.runs import assert_has
 from towers.errors import InputError
 from towers.options import trust
@@ -57,15 +58,11 @@ def test_the_function_may_be_given(run):
 
 
 def test_what_cannot_be_loaded_is_one_line(trained, run, tmp_path):
-    def refusal(*arguments, **keywords):
-        with pytest.raises(InputError) as error:
-            towers.load(*arguments, **keywords)
-        return str(error.value)
-
+    refusal = functools.partial(runs.refusal, towers.load)
     assert refusal(tmp_path / "none").startswith(f"--train_dir={tmp_path}/none: there is no run")
     (tmp_path / "empty/checkpoints").mkdir(parents=True)
     assert "there is no checkpoint in" in refusal(tmp_path / "empty")
     assert "of step 7; there are those of 0, 6, 12, 18" in refusal(run, step=7)
     other = refusal(run, model=lambda num_classes, image_shape, width: tiny.dense(3, image_shape))
     assert "another model than given_in_python:lambda is now: sequential/dense/kernel is " in other
-    assert "has no moving averages" in refusal(trained("text", averages=False), averages=True)
+    assert "has no moving averages" in refusal(trained("two"), averages=True)

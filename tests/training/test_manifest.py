@@ -256,6 +256,7 @@ def test_what_differs_is_said_in_lines():
 
 
 @pytest.mark.run
+@pytest.mark.extended
 def test_the_flagfile_of_a_run_gives_the_same_weights(tmp_path, monkeypatch):
     """Also where the run chose the place of its variables itself: nothing of the trial remains."""
     monkeypatch.setattr("towers.training.start._TRIAL_SECONDS", 0.0)

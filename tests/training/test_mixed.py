@@ -140,16 +140,3 @@ def test_a_mirror_image_counts_as_much_for_a_compiled_model(tmp_path, ema_decay)
         expected = pytest.approx(float(np.mean(losses)), rel=1e-5)
         assert found[f"loss{ending}"] == result[f"test_loss{ending}"] == expected
         assert found[f"accuracy{ending}"] == pytest.approx(np.mean(np.argmax(logits, 1) == y))
-
-
-@pytest.mark.run
-@pytest.mark.extended
-def test_a_run_with_parts_goes_on_bit_for_bit(tmp_path):
-    given = dict(dataset="tests.tiny:images", model="tests.tiny:cnn", batch_size=7)
-    given |= dict(augment="auto,cutout=3,color,randaugment,mixup,cutmix", num_epochs=1)
-    finals = []
-    for name, ends in {"whole": [6], "in two": [3, 6]}.items():
-        for end in ends:
-            towers.train(train_dir=str(tmp_path / name), max_steps=end, **given)
-        finals.append(tiny.saved(tmp_path / name))
-    tiny.assert_identical(*finals)

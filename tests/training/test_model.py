@@ -1,11 +1,14 @@
 """Building a model from its name: what the function is given, and what it must return."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
 
+from tests.runs import refusal
 from towers.errors import InputError
 from towers.options.run import DTYPES, Options
 from towers.training import model
@@ -128,9 +131,7 @@ def test_the_function_is_given_what_it_takes_and_model_args():
 
 @pytest.mark.parametrize("name", ["keras:Model", "keras:Sequential", "keras.layers:Dense"])
 def test_what_is_kerass_own_and_cannot_be_called_so_is_said_in_a_line(name):
-    with pytest.raises(InputError, match=name) as error:
-        build(name)
-    assert "\n" not in str(error.value)
+    assert name in refusal(build, name)
 
 
 def test_the_shape_of_images_is_no_argument_of_the_users():
@@ -190,9 +191,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("function, keywords, words", REFUSED)
 def test_what_does_not_map_images_to_logits_is_refused_in_one_line(function, keywords, words):
-    with pytest.raises(InputError, match=words) as error:
-        build(function, keywords)
-    assert "\n" not in str(error.value)
+    assert re.search(words, refusal(build, function, keywords))
 
 
 # ---------------------------------------------------------------------------- Weights

