@@ -44,32 +44,10 @@ def _application(name, why, size=32, **keywords):
     return model
 
 
-mobilenet = _application("MobileNet", "depthwise convolutions", alpha=0.25)
-mobilenet_v2 = _application("MobileNetV2", "inverted residuals", alpha=0.35)
 mobilenet_v3_small = _application(
     "MobileNetV3Small", "squeeze and excite", alpha=0.75, minimalistic=True
 )
 efficientnet_b0 = _application("EfficientNetB0", "whole branches dropped by example")
-efficientnet_v2_b0 = _application("EfficientNetV2B0", "fused blocks")
 resnet50_v2 = _application("ResNet50V2", "deep, BatchNorm before each convolution")
-densenet121 = _application("DenseNet121", "121 BatchNorms")
 convnext_tiny = _application("ConvNeXtTiny", "LayerNorm and LayerScale")
-nasnet_mobile = _application("NASNetMobile", "two thousand layers")
 xception = _application("Xception", "separable convolutions", 75)
-inception_v3 = _application("InceptionV3", "BatchNorm without scale", 75)
-
-
-@entry(SAME, "dropout on features", dataset="tests.zoo.applications:images_32")
-def vgg11(num_classes, image_shape):
-    """VGG11 with an eighth of its channels."""
-    model = keras.Sequential([keras.Input(image_shape)])
-    for block in ((8,), (16,), (32, 32), (64, 64), (64, 64)):
-        for filters in block:
-            model.add(layers.Conv2D(filters, 3, padding="same", activation="relu"))
-        model.add(layers.MaxPooling2D())
-    model.add(layers.Flatten())
-    for _ in range(2):
-        model.add(layers.Dense(64, activation="relu"))
-        model.add(layers.Dropout(0.5))
-    model.add(layers.Dense(num_classes))
-    return model

@@ -19,42 +19,6 @@ first_cnn = on_images(SAME, "biases before BatchNorm: their gradients are zero i
     layers.Dropout(0.5),
 ])
 
-dilated = on_maps(SAME, "dilated and depthwise-dilated kernels", lambda: [
-    layers.Conv2D(4, 3, dilation_rate=2, padding="same", activation="elu"),
-    layers.DepthwiseConv2D(3, dilation_rate=2, padding="same"),
-])
-one_dimension = on_images(SAME, "Conv1D: causal, separable, transposed", lambda: [
-    layers.Reshape((64, 3)),
-    layers.Conv1D(4, 5, padding="causal", activation="relu"),
-    layers.MaxPooling1D(4),
-    layers.SeparableConv1D(5, 3, activation="relu"),
-    layers.Conv1DTranspose(3, 3, strides=2),
-    layers.AveragePooling1D(2),
-    layers.SpatialDropout1D(0.3),
-    layers.GlobalMaxPooling1D(),
-])
-three_dimensions = on_images(SAME, "Conv3D, BatchNorm of five axes", lambda: [
-    layers.Reshape((4, 4, 4, 3)),
-    layers.Conv3D(4, 2, strides=(1, 1, 2), activation="relu"),
-    layers.BatchNormalization(),
-    layers.SpatialDropout3D(0.3),
-    layers.Conv3DTranspose(3, 2),
-    layers.GlobalAveragePooling3D(),
-])
-adaptive_pooling = on_images(SAME, "pooling whose windows are of unlike sizes", lambda: [
-    layers.Conv2D(4, 3, activation="relu"),
-    layers.AdaptiveAveragePooling2D(4),
-    layers.AdaptiveMaxPooling2D(2),
-])
-padded_and_resized = on_maps(SAME, "padding, bilinear resizing, PReLU of each place", lambda: [
-    layers.ZeroPadding2D(1),
-    layers.UpSampling2D(2, interpolation="bilinear"),
-    layers.Conv2D(3, 3, strides=3),
-    layers.Cropping2D(1),
-    layers.PReLU(),
-])
-
-
 @of_images(SAME, "strides, transposed convolution, a skip")
 def u_net(images):
     down = layers.Conv2D(4, 3, padding="same", activation="relu")(images)

@@ -35,11 +35,6 @@ def tensorflow_normal(_, x):
     return x + tf.random.normal(tf.shape(x), dtype=x.dtype)
 
 
-@in_training("random op", "a seed does not help")
-def tensorflow_uniform(_, x):
-    return x * tf.random.uniform([tf.shape(x)[0], 1], dtype=x.dtype, seed=3)
-
-
 @in_training("random op", "how many numbers it takes is not known before", quick=True)
 def gamma_draw(self, x):
     return x * random.gamma(ops.shape(x), 2.0, dtype=x.dtype, seed=self.seed)
@@ -82,13 +77,6 @@ def one_row_less_than_twice(self, x):
     return x + noise[num - 1 :]
 
 
-@in_training("ambiguous draw", "as many as are positive")
-def noise_where_positive(self, x):
-    places = tf.where(x > 0)
-    noise = random.normal((tf.shape(places)[0],), dtype=x.dtype, seed=self.seed)
-    return tf.tensor_scatter_nd_add(x, places, noise)
-
-
 @in_training("ambiguous draw", "as many as the lengths add up to", on_rows)
 def noise_on_ragged(self, x):
     lengths = 1 + tf.cast(tf.argmax(x[:, :, 0], axis=1), tf.int32)
@@ -112,17 +100,6 @@ def noise_by_numpy(_, x):
     return x + np.random.normal(size=x.shape[1:]).astype(x.dtype.name)
 
 
-@in_training("state in Python", "even and odd towers")
-def every_other_call(self, x):
-    self.__class__.calls += 1
-    return tf.sin(x) if self.__class__.calls % 2 else 2 * x
-
-
-@in_training("tower-dependent branch", "tower_1")
-def reads_its_scope(_, x):
-    return x * (1.01 if "tower_1" in tf.get_current_name_scope() else 1.0)
-
-
 @in_training("tower-dependent branch", "CPU:1")
 def reads_its_device(_, x):
     return tf.sin(x) if x.device.endswith(":1") else x
@@ -135,12 +112,6 @@ def seed_by_its_name(_, x):
 
 
 # --------------------------------------------------------------------------------------- Rounding
-
-
-@own(on_features, "rounding", "a product over the slice in float32", kernel=(None, 5))
-def float32_inside(self, x):
-    kernel = tf.cast(ops.convert_to_tensor(self.kernel), tf.float32)
-    return tf.cast(tf.matmul(tf.cast(x, tf.float32), kernel), x.dtype)
 
 
 def _limit(value):
@@ -161,13 +132,6 @@ def quantised(self, x):
 @own(on_features, "added loss", "the spread of a batch is not that of its slices", quick=True)
 def added_spread(self, x):
     self.add_loss(-0.1 * ops.mean(ops.std(x, axis=0)))
-    return x
-
-
-@own(on_features, "added loss", "a weighted mean, of weights that are the batch's")
-def added_weighted_mean(self, x):
-    weights = ops.softmax(ops.sum(x, axis=1), axis=0)
-    self.add_loss(0.1 * ops.sum(weights[:, None] * ops.square(x)))
     return x
 
 

@@ -22,7 +22,7 @@ def dropped(on, why, **keywords):
     return decorate
 
 
-@dropped(on_rows, "[heads * B, T, T]", quick=True)
+@dropped(on_rows, "[heads * B, T, T]")
 def heads_first(x, dropout):
     """Attention whose heads are joined along the batch."""
     heads = tf.concat(tf.split(x, 2, axis=2), axis=0)

@@ -39,9 +39,6 @@ def _left_and_used(leave):
 
 
 rows_left = on_features(SAME, "each example finds its own", _left_and_used(lambda x: ops.sin(x)))
-gates_left = on_features(
-    SAME, "a column for each example", _left_and_used(lambda x: ops.mean(x, axis=1, keepdims=True))
-)
 mean_left = on_features(
     MIXED, "each finds the mean of all", _left_and_used(lambda x: ops.mean(x, axis=0))
 )
@@ -56,26 +53,6 @@ def side_outputs(self, x):
 # ------------------------------------------------------------------------ What values decide
 
 
-@own(on_features, SAME, "a mask over the features of each example")
-def masked_features(_, x):
-    used = ops.cast(x > 0, x.dtype)
-    return x * used / (1 + ops.sum(used, axis=1, keepdims=True))
-
-
-@own(on_features, SAME, "what is missing is filled by the example's own mean")
-def filled_by_its_own(_, x):
-    missing = ops.abs(x) < 0.2
-    return ops.where(missing, ops.mean(x, axis=1, keepdims=True), x)
-
-
-masked_mean = computing(
-    MIXED, "the mean of what is not masked, over all examples",
-    lambda x: x - ops.sum(ops.where(x > 0, x, 0), axis=0) / (1 + ops.sum(ops.cast(x > 0, x.dtype))),
-)
-filled_by_all = computing(
-    MIXED, "what is missing is filled by the batch's mean",
-    lambda x: ops.where(ops.abs(x) < 0.2, ops.mean(x, axis=0), x),
-)
 rare_branch = computing(
     MIXED, "one large number changes all examples",
     lambda x: tf.cond(tf.reduce_any(x > 0.95), lambda: x / 2, lambda: x),
@@ -94,9 +71,6 @@ def _backward(change):
     return function
 
 
-reversed_gradient = computing(
-    SAME, "the gradient of each example, turned round", _backward(lambda g: -0.5 * g)
-)
 clipped_by_example = computing(
     SAME, "each example's gradient is clipped by itself",
     _backward(lambda g: tf.clip_by_norm(g, 1e-3, axes=[1])),
@@ -104,12 +78,6 @@ clipped_by_example = computing(
 clipped_over_all = computing(
     MIXED, "the batch's gradient is clipped", _backward(lambda g: tf.clip_by_norm(g, 1e-3))
 )
-centred_gradient = computing(
-    MIXED, "the mean of all gradients is taken off",
-    _backward(lambda g: g - tf.reduce_mean(g, axis=0)),
-)
-
-
 @own(on_features, "backward pass", "a kernel's gradient is clipped in each tower", quick=True,
      kernel=(None, 5))  # fmt: skip
 def kernel_clipped(self, x):
@@ -127,13 +95,3 @@ def kernel_clipped(self, x):
 def compiled_inside(self, x):
     kernel = tf.convert_to_tensor(self.kernel.value)
     return tf.function(lambda x, k: tf.tanh(tf.matmul(x, k)), jit_compile=True)(x, kernel)
-
-
-@own(on_features, SAME, "a step of the inner loop for each example",
-     head=lambda: layers.Dense(4))  # fmt: skip
-def adapted_by_example(self, x):
-    """Takes a gradient step of each example's own before it is computed (Finn et al. 2017)."""
-    with tf.GradientTape() as tape:
-        tape.watch(x)
-        energy = tf.reduce_sum(self.head(x) ** 2, axis=1)
-    return self.head(x - 0.1 * tape.gradient(energy, x))

@@ -18,16 +18,11 @@ minus_mean = computing(
     MIXED, "the batch's mean", lambda x: x - tf.reduce_mean(x, axis=0), quick=True
 )
 batch_softmax = computing(MIXED, "softmax along the batch", lambda x: tf.nn.softmax(x, axis=0))
-running_sum = computing(MIXED, "cumsum along the batch", lambda x: tf.cumsum(x, axis=0) / 4)
 rolled = computing(MIXED, "takes from its neighbour", lambda x: x + 0.5 * tf.roll(x, 1, axis=0))
 sorted_batch = computing(MIXED, "places change", lambda x: ops.sort(x, axis=0))
-by_largest = computing(MIXED, "the largest of all examples", lambda x: x / tf.reduce_max(tf.abs(x)))
 branch_at_a_mean = computing(
     MIXED, "a branch of all", lambda x: tf.cond(tf.reduce_mean(x) > 0, lambda: 2 * x, lambda: -x)
 )
-first_as_reference = computing(MIXED, "all look at the first", lambda x: x - x[:1])
-
-
 @own(
     on_maps, MIXED, "moments by tf.nn.moments", then=lambda: [layers.ReLU()],
     gamma={"shape": (None,), "initializer": "ones"},

@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from tests.zoo.entry import SAME, entry
-from tests.zoo.parts import of_images, on_features, on_images, on_maps, on_rows, own
+from tests.zoo.parts import of_images, on_features, on_maps, own
 
 layers = keras.layers
 BatchNorm = layers.BatchNormalization
@@ -26,12 +26,6 @@ batch_norm_axes = on_maps(SAME, "BatchNorm of an axis that is not the last", lam
     layers.Conv2D(4, 3, activation="relu"),
     BatchNorm(axis=-1, center=False),
 ])
-batch_norm_plain = on_rows(SAME, "neither scale nor offset; momentum 0", lambda: [
-    BatchNorm(scale=False, center=False, momentum=0.5, epsilon=1e-2),
-    BatchNorm(momentum=0.0, gamma_initializer="zeros"),
-])
-
-
 class Padding(layers.Layer):
     """Masks the rows of pixels that are dark: not the same number in each example."""
 
@@ -132,8 +126,4 @@ spectral = on_maps(SAME, "assigns its kernel and a vector, from weights alone", 
 weight_normalised_head = on_features(SAME, "a constraint acts on the master", lambda: [
     layers.Dense(5, kernel_constraint=keras.constraints.UnitNorm()),
     layers.UnitNormalization(),
-])
-given_statistics = on_images(SAME, "Normalization with numbers given: fixed weights", lambda: [
-    layers.Normalization(mean=[0.1, 0.0, -0.1], variance=[1.0, 0.5, 2.0]),
-    layers.Conv2D(3, 3, activation="relu"),
 ])

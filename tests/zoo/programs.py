@@ -161,18 +161,6 @@ class Subclassed(keras.Model):
 # ------------------------------------------------------- Losses of layers, precision, fixed weights
 
 
-@own(on_features, SAME, "add_loss of a mean over examples")
-def added_mean(self, x):
-    self.add_loss(0.1 * ops.mean(ops.square(x)))
-    return x
-
-
-@own(on_features, SAME, "l2_loss adds up")
-def added_sum(self, x):
-    self.add_loss(0.01 * tf.nn.l2_loss(x))
-    return x
-
-
 @own(on_features, SAME, "a sum over examples", quick=True,
      both=lambda: layers.Dense(8), seed=seed)  # fmt: skip
 def added_divergence(self, x, training):

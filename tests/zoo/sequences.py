@@ -12,10 +12,6 @@ lstm = on_rows(
     SAME, "masks made once for all times",
     lambda: layers.LSTM(4, dropout=0.3, recurrent_dropout=0.3, return_sequences=True),
 )
-gru = on_rows(SAME, "recurrent masks; both kinds of reset", lambda: [
-    layers.GRU(4, dropout=0.2, return_sequences=True),
-    layers.GRU(3, recurrent_dropout=0.4, reset_after=False),
-])
 simple_rnn_unrolled = on_rows(
     SAME, "no loop in the graph",
     lambda: layers.SimpleRNN(4, dropout=0.3, recurrent_dropout=0.2, unroll=True),
@@ -63,10 +59,6 @@ time_distributed = on_images(
         layers.GRU(3),
     ],
 )
-conv_lstm = on_images(SAME, "masks of maps", lambda: [
-    layers.Reshape((4, 2, 8, 3)),
-    layers.ConvLSTM2D(3, 2, dropout=0.2, recurrent_dropout=0.2),
-])
 masked_lstm = on_images(SAME, "times without input, unlike in number", lambda: [
     layers.Reshape((-1, 3)),
     layers.Lambda(lambda x: x[:, :9] * ops.cast(x[:, :9, :1] > 0, x.dtype)),
@@ -84,13 +76,6 @@ def multi_head_attention(images):
     x = _rows(images)
     x = x + layers.MultiHeadAttention(2, 3, dropout=0.3)(x, x, use_causal_mask=True)
     return layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
-
-
-@of_images(SAME, "dropout of scores [B, T, T]")
-def additive_attention(images):
-    x = _rows(images)
-    y = layers.AdditiveAttention(dropout=0.3)([x, layers.Dense(4, "tanh")(x)])
-    return layers.Attention(use_scale=True, dropout=0.2)([y, x])
 
 
 class DropPath(layers.Layer):

@@ -114,13 +114,6 @@ def seen_read_again(self, x, training):
     return x / (1 + self.seen)
 
 
-@own(on_features, "state", "as above, a mean", mean=kept(shape=(None,)))
-def centred_by_the_new_mean(self, x, training):
-    if training:
-        self.mean.assign(0.8 * self.mean + 0.2 * ops.mean(x, axis=0))
-    return x - self.mean
-
-
 # ------------------------------------------------------------------- What cannot be put together
 
 
