@@ -1,4 +1,4 @@
-"""Six kinds of tasks, through the whole of a run: trained, killed, resumed, evaluated, loaded."""
+"""Six kinds of tasks through all of a run: trained, killed, evaluated, loaded, exported."""
 
 import json
 
@@ -9,15 +9,10 @@ import tensorflow as tf
 
 import towers
 from tests import tasks, tiny, trained_runs
-from tests.runs import released, result_of
-from towers import cli, tf_private
+from tests.runs import assert_has, done, points, released, result_of
 from towers.training import checkpoint
 
 pytestmark = pytest.mark.run
-
-
-def command(verb, **given):
-    return cli.main([verb, *(f"--{name}={value}" for name, value in given.items())])
 
 
 def forget_after(train_dir, step):
@@ -30,31 +25,22 @@ def forget_after(train_dir, step):
 
 
 @pytest.mark.parametrize("name", released(tasks.TASKS, "images", "two"))
-def test_a_killed_run_goes_on_bit_for_bit(trained, tmp_path, name):
+def test_a_killed_run_goes_on_bit_for_bit(trained, tmp_path, capsys, name):
     before, train_dir = trained(name), trained.copy(name, tmp_path / "run")
     forget_after(train_dir, 4)
-    assert command("train", train_dir=train_dir) == 0
+    done(capsys, "train", train_dir)
     tiny.assert_identical(tiny.saved(train_dir), tiny.saved(before))
     again, result = result_of(train_dir), result_of(before)
+    assert points(train_dir / "train") == points(before / "train")  # each once
     figures = [figure for figure in result if figure.startswith("test_")]
     assert figures and [again[figure] for figure in figures] == [result[f] for f in figures]
-
-
-@pytest.mark.parametrize("name", released(tasks.TASKS, "two"))
-def test_from_functions_it_is_the_same_run(trained, tmp_path, name):
-    functions = dict(model=getattr(tasks, name), dataset=getattr(tasks, f"{name}_data"))
-    result = towers.train(**trained_runs.flags(name) | functions, train_dir=str(tmp_path))
-    tiny.assert_identical(tiny.saved(tmp_path), tiny.saved(trained(name)))
-    assert result["test_loss"] == result_of(trained(name))["test_loss"]
 
 
 @pytest.mark.parametrize("name", released(tasks.TASKS, "images", "two"))
 def test_figures_are_those_of_the_run_evaluated_on_more_towers_and_by_keras(trained, capsys, name):
     result = result_of(trained(name))
     assert result["steps"] == trained_runs.STEPS and np.isfinite(result["test_loss"])
-    capsys.readouterr()
-    assert command("evaluate", train_dir=trained(name), json=True, num_towers=3) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(done(capsys, "evaluate", trained(name), "--json", "--num_towers=3"))
     figures = {k.removeprefix("test_"): v for k, v in result.items() if k.startswith("test_")}
     for figure, value in figures.items():
         assert found[figure] == pytest.approx(value, rel=1e-5), figure
@@ -71,23 +57,82 @@ def test_figures_are_those_of_the_run_evaluated_on_more_towers_and_by_keras(trai
             assert value == pytest.approx(figures[figure], rel=1e-4), figure
 
 
-@pytest.mark.parametrize("name", released(("two", "masks", "several"), "two"))
-def test_the_first_step_is_that_of_keras(tmp_path, name):
-    """Without dropout and averages: what Keras draws for a batch is drawn by example here."""
-    changes = dict(max_steps=1, ema_decay=0.0, num_towers=3, train_dir=str(tmp_path))
-    options = towers.Options(**trained_runs.flags(name) | changes)
-    towers.train(**trained_runs.flags(name) | changes)
-    keras.utils.set_random_seed(0)
-    with tf_private.named_as_in_a_new_process():
-        model = getattr(tasks, name)()
-    batches = towers.data.load(options.dataset).train.train_batches(options.batch_size, seed=0)
-    example = tf.nest.map_structure(lambda t: t.numpy(), next(iter(batches))[0])
-    logs = model.train_on_batch(*example, return_dict=True)
-    point = dict((tag, value) for _, tag, value in tiny.events(tmp_path / "train"))
-    assert point["loss/total"] == pytest.approx(logs["loss"], rel=1e-5)
-    if name == "two":
-        model.optimizer.finalize_variable_values(model.trainable_variables)
-    saved = tiny.saved(tmp_path)
-    for variable in model.trainable_variables:
-        key = f"model/{variable.path}".replace("/", ".S")
-        np.testing.assert_allclose(saved[key], variable.numpy(), rtol=1e-4, atol=1e-6)
+# After training.
+
+
+def own_loss(true, said):
+    return tf.reduce_mean((true - said) ** 4, axis=-1)
+
+
+def table_with_a_loss_of_its_own():
+    model = tasks.table()
+    model.compile("adam", own_loss)
+    return model
+
+
+def flat(outputs):
+    return np.concatenate([np.ravel(part) for part in tf.nest.flatten(outputs)])
+
+
+@pytest.mark.process  # which looks through a file of weights
+@pytest.mark.parametrize("kind", released(tasks.TASKS, "two"))
+def test_a_task_goes_from_training_to_predictions(trained, kind, tmp_path, capsys):
+    run = trained(kind, averages=False)
+    model = towers.load(run)
+    assert model.compiled
+    assert_has(model, run)
+    (x, *_), *_ = getattr(tasks, f"{kind}_data")()[1:]
+    x = tf.nest.map_structure(
+        lambda a: a[:3].astype("float32") if a.dtype == "float64" else a[:3], x
+    )
+    expected = model.predict(x, verbose=0)
+    for form, output in ("keras", "a.keras"), ("saved_model", "saved"), ("weights", "a.weights.h5"):
+        done(capsys, "export", run, f"--format={form}", f"--output={tmp_path / output}")
+    loaded = keras.models.load_model(tmp_path / "a.keras")
+    assert not loaded.compiled
+    again = getattr(tasks, kind)()
+    again.load_weights(tmp_path / "a.weights.h5")
+    tiny.assert_identical(*(dict(enumerate(m.get_weights())) for m in (again, model)))
+    served = tf.saved_model.load(str(tmp_path / "saved"))
+    for outputs in loaded.predict(x, verbose=0), served.serve(x):
+        np.testing.assert_allclose(flat(outputs), flat(expected), rtol=1e-5, atol=1e-6)
+
+    names = {f"x.{name}": part for name, part in x.items()} if isinstance(x, dict) else {"x": x}
+    np.savez(tmp_path / "x.npz", **names)
+    flags = tmp_path / "x.npz", "--json", "--num_towers=3"
+    found = json.loads(done(capsys, "predict", run, *flags))
+    rows = [tf.nest.map_structure(lambda part, i=i: part[i], expected) for i in range(3)]
+    for entry, row in zip(found, rows, strict=True):
+        outputs = {name: np.asarray(output) for name, output in entry["outputs"].items()}
+        np.testing.assert_allclose(flat(outputs), flat(row), rtol=1e-5, atol=1e-6)
+        assert (entry["class"] is None) == (kind not in ("images", "text"))
+
+    flags = f"--model=tests.tasks:{kind}", f"--dataset=tests.tasks:{kind}_data", "--max_steps=2"
+    flags = *flags, f"--init_from={tmp_path / 'a.keras'}"
+    num = len(model.weights)
+    out = done(capsys, "train", tmp_path / "new", *flags)
+    assert f"a.keras: {num} of {num} weights\n" in out
+
+
+def test_a_file_needs_no_loss_of_one_s_own(tmp_path, capsys):
+    flags = f"--model={__name__}:table_with_a_loss_of_its_own", "--dataset=tests.tasks:table_data"
+    done(capsys, "train", tmp_path, *flags, "--max_steps=1")
+    done(capsys, "export", tmp_path)
+    assert keras.models.load_model(tmp_path / "model.keras").input_shape == (None, 4)
+
+
+def test_what_a_program_gave_is_loaded_with_its_function(tmp_path):
+    def build():
+        inputs = keras.Input([4])
+        return keras.Model(inputs, keras.layers.Dense(1)(inputs))
+
+    run = str(tmp_path / "run")
+    towers.train(
+        model=build, dataset=tasks.table_data(), loss=lambda true, said: own_loss(true, said),
+        train_dir=run, max_steps=1, num_towers=1,
+    )  # fmt: skip
+    model = towers.load(run, model=build)
+    assert not model.compiled
+    assert_has(model, run)
+    with pytest.raises(towers.InputError, match="give it again"):
+        towers.load(run)

@@ -3,7 +3,6 @@
 Models are the examples, and what others write: steps, losses, optimizers and inputs of their own.
 """
 
-import contextlib
 import copy
 import functools
 import importlib
@@ -19,6 +18,7 @@ import tensorflow as tf
 
 import towers
 from tests import fits
+from tests.fits import layer_of, of_step
 from towers.builder import gather
 from towers.builder.draws import ReplicaRng
 from towers.builder.tower import TowerBuilder
@@ -32,7 +32,7 @@ SQUARES = tf.math.squared_difference
 dense, dropout = keras.layers.Dense, keras.layers.Dropout
 
 
-# ------------------------------------------------------------------------------------- The data
+# The data.
 
 ARRAYS = {"x": X, "y": Y, "batch_size": 8}  # 27 examples: 8, 8, 8 and 3
 VALIDATED = {"batch_size": 8, "validation_split": 0.2}  # of the 27 examples, 8, 8 and 5 are left
@@ -73,7 +73,7 @@ def in_tf_data():
     return batches_of(X[:8])
 
 
-# ------------------------------------------------------------------------------------ The models
+# The models.
 
 
 def network(*makers, **compiled):
@@ -94,49 +94,39 @@ def update(tape, loss, optimizer, variables):
     optimizer.apply(tape.gradient(loss, variables), variables)
 
 
-class AddsLosses(keras.layers.Layer):
-    """Adds a mean over the examples, a sum over them, and draws."""
+def adds_losses():
+    """Return a layer that adds a mean over the examples and a sum over them, and draws."""
 
-    def __init__(self):
-        super().__init__()
-        self.dropout = dropout(0.4)
-
-    def call(self, x, training=None):
+    def call(self, x):
         self.add_loss(0.3 * keras.ops.mean(x**2))
         self.add_loss(0.1 * keras.ops.sum(keras.ops.abs(x)))
-        return self.dropout(x, training=training)
+        return self.dropout(x)
+
+    return layer_of(call, dropout=lambda: dropout(0.4))
 
 
-class Positions(keras.layers.Layer):
-    """Adds a weight for each position, whose gradient has the same rows for any batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = keras.layers.Embedding(6, 1)
-
-    def call(self, x):
-        return x + keras.ops.squeeze(self.table(keras.ops.arange(6)), -1)
+def apart(self, x, _):
+    """Return a loss in which examples see each other."""
+    codes = self.encoder(x)
+    products = tf.matmul(codes, codes, transpose_a=True) + tf.eye(4, dtype=x.dtype)
+    return tf.reduce_mean((self.decoder(codes) - x) ** 2) - 0.01 * tf.linalg.logdet(products)
 
 
-class OwnStep(keras.Model):
-    """Trains two networks by a step of its own, in which examples see each other."""
+def own_step():
+    encoder = functools.partial(dense, 4, activation="tanh")
+    return of_step(apart, "adam", encoder=encoder, decoder=lambda: dense(5))
 
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = dense(4, activation="tanh"), dense(5)
 
-    def call(self, x):
-        return self.decoder(self.encoder(x))
-
-    def train_step(self, data):
-        x, _ = data
-        with tf.GradientTape() as tape:
-            codes = self.encoder(x)
-            products = tf.matmul(codes, codes, transpose_a=True) + tf.eye(4, dtype=x.dtype)
-            apart = tf.linalg.logdet(products)
-            loss = tf.reduce_mean((self.decoder(codes) - x) ** 2) - 0.01 * apart
-        update(tape, loss, self.optimizer, self.trainable_variables)
-        return {"loss": loss}
+def scaled():
+    """Return a model whose layer is handed a scalar that is trained."""
+    model = of_step(
+        lambda self, x, y: tf.reduce_mean(SQUARES(self.layer(x, scale=tf.exp(self.scale)), y)),
+        layer=lambda: layer_of(
+            lambda self, x, scale: self.network(x) * scale, network=lambda: small(5, 1)
+        ),
+    )
+    model.scale = model.add_weight(shape=(), name="scale")
+    return model
 
 
 class LayerByLayer(keras.Model):
@@ -145,7 +135,7 @@ class LayerByLayer(keras.Model):
     def __init__(self):
         super().__init__()
         self.embedding = keras.layers.Embedding(9, 3, mask_zero=True)
-        self.rnn, self.top = keras.layers.LSTM(2), dense(1)
+        self.rnn, self.top = keras.layers.SimpleRNN(2), dense(1)
 
     def call(self, x):
         return self.top(self.rnn(self.embedding(x)))
@@ -265,24 +255,6 @@ class Compiled(keras.Model):
         return {"loss": tf.while_loop(lambda i, _: i < 2, body, (0, zero))[1]}
 
 
-class Scaled(keras.Model):
-    """Hands a scalar of its own, which is trained, to its network."""
-
-    def __init__(self):
-        super().__init__()
-        self.network, self.scale = small(5, 1), self.add_weight(shape=(), name="scale")
-
-    def call(self, x, scale=1.0, training=False):
-        return self.network(x) * scale
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(SQUARES(self(x, scale=tf.exp(self.scale.value)), y))
-        update(tape, loss, self.optimizer, self.trainable_variables)
-        return {"loss": loss}
-
-
 class Unequal(keras.Model):
     """Takes rows of unequal lengths and texts, by name."""
 
@@ -301,28 +273,16 @@ def of_sparse():
     return keras.Model(inputs, dense(1)(dense(3, activation="tanh")(inputs)))
 
 
-class Slopes(keras.layers.Layer):
-    """Subtracts how each example's energy changes with it."""
-
-    def call(self, x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            energy = tf.reduce_sum(tf.sin(x), axis=1)
-        return x - 0.1 * tape.gradient(energy, x)
-
-
-# ------------------------------------------------------------------------------------- The table
+# The table.
 
 
 class Case(NamedTuple):
-    """A model, the arguments of `fit`, and the numbers of towers to compare with one device."""
-
     build: Callable
     data: Callable = arrays
     numbers: Sequence[int] = (3,)
     options: Mapping[str, Any] = MappingProxyType({})  # of parallelize
     plain_first: bool = False
-    extended: Sequence[int] = ()  # those of the numbers that a normal run leaves out
+    rare: bool = False  # tried by `scripts/test --all` alone
 
 
 def compiled(make, optimizer="sgd", loss=None):
@@ -340,19 +300,19 @@ def with_dropout():
     return network(lambda: dropout(0.3), optimizer="adam")
 
 
-def foreign(make, data=in_tf_data, numbers=(3,)):
-    return Case(compiled(make, "sgd", "mse"), data, numbers, plain_first=True)
+def foreign(make, data=in_tf_data, numbers=(3,), rare=False):
+    return Case(compiled(make, "sgd", "mse"), data, numbers, plain_first=True, rare=rare)
 
 
 def example(name, *numbers):
     module = importlib.import_module(f"scripts.examples.{name}")
     given = functools.partial(module.data, size=29)  # 23 to train on: 8, 8 and 7
-    return Case(module.build, lambda: given() | VALIDATED, numbers, extended=numbers)
+    return Case(module.build, lambda: given() | VALIDATED, numbers, rare=True)
 
 
 CASES = {
     "added losses, BatchNorm": Case(
-        lambda: network(AddsLosses, keras.layers.BatchNormalization, metrics=["mae"]),
+        lambda: network(adds_losses, keras.layers.BatchNormalization, metrics=["mae"]),
         validated,
         numbers=(1, 4),
     ),
@@ -360,23 +320,23 @@ CASES = {
         lambda: network(steps_per_execution=2, optimizer=keras.optimizers.AdamW(global_clipnorm=1))
     ),
     "clipped once": Case(lambda: network(optimizer=keras.optimizers.SGD(1.0, 0.9, clipnorm=0.1))),
-    "a gradient in a layer": Case(lambda: network(Slopes), numbers=(2,)),
-    "positions": Case(lambda: network(Positions, optimizer="adam"), numbers=(4,)),
     "parts": Case(with_dropout, numbers=(2,), options={"accumulate_steps": 3}),
     "XLA": Case(with_dropout, numbers=(2,), options={"jit_compile": True}),
-    "sharded": Case(with_dropout, numbers=(2,), options={"variables": "sharded"}),
-    "own step": Case(compiled(OwnStep, "adam"), numbers=(4,)),
+    "sharded": Case(
+        with_dropout, numbers=(2,), options={"variables": "sharded"}, rare=True
+    ),
+    "own step": Case(own_step, numbers=(4,)),
     "masks in a step": Case(compiled(LayerByLayer), tokens, (2,)),
     "fewer examples than towers": Case(
         compiled(LongestOfBatch, "adam", "mse"), few_ragged_rows, (2,)
     ),
     "gan": foreign(Gan, numbers=(2,)),
-    "teacher": foreign(Student),
+    "teacher": foreign(Student, rare=True),
     "two steps": foreign(TwoSteps),
     "tf.function": foreign(Compiled),
-    "scalar argument": Case(compiled(Scaled), options={"accumulate_steps": 2}),
+    "scalar argument": Case(scaled, options={"accumulate_steps": 2}, rare=True),
     "ragged and texts": foreign(Unequal, ragged_and_texts),
-    "sparse": foreign(of_sparse, sparse),
+    "sparse": foreign(of_sparse, sparse, rare=True),
     "example images": example("images", 1, 3, 4),
     "example pairs": example("pairs", 3),
     "example segmentation": example("segmentation", 3),
@@ -399,7 +359,7 @@ def by_towers(case, num_towers, **options):
 def of_table():
     for name, case in CASES.items():
         for number in case.numbers:
-            marks = [pytest.mark.extended] if number in case.extended else []
+            marks = [pytest.mark.extended] if case.rare else []
             yield pytest.param(name, number, marks=marks, id=f"{name} on {number}")
 
 
@@ -410,14 +370,10 @@ def test_towers_have_the_numbers_of_one_device(name, num_towers):
     assert fits.differences(expected, by_towers(case, num_towers)) == {}
 
 
-class Raw(keras.layers.Layer):
-    def call(self, x):
-        return tf.nn.softmax(x)
-
-
 def saturated(end):
     start = keras.initializers.RandomNormal(0, 40, 1)
-    last = Raw() if end == "function" else keras.layers.Activation(end)
+    raw = layer_of(lambda _, x: tf.nn.softmax(x))
+    last = raw if end == "function" else keras.layers.Activation(end)
     model = keras.Sequential([keras.Input([4]), dense(3, kernel_initializer=start), last])
     loss = "binary_crossentropy" if end == "sigmoid" else "categorical_crossentropy"
     model.compile(keras.optimizers.SGD(0.1), loss)
@@ -433,9 +389,6 @@ def test_a_loss_of_probabilities_sees_the_logits_behind_them_as_in_keras(end):
     ((_, losses),) = expected["losses"]
     assert losses[0] > 20  # of clipped probabilities it would be 16 at most
     assert fits.differences(expected, fits.fit(lambda: saturated(end), given, 3)) == {}
-
-
-# ----------------------------------------------------------------- What would be seen, if wrong
 
 
 @pytest.mark.unit
@@ -480,65 +433,45 @@ def test_a_fault_is_seen(name, fault, options, monkeypatch):
     assert options or "metrics" in found
 
 
-# --------------------------------------------------------------- What runs on one device, is said
+# What runs on one device, is said.
 
 
-class MeanOfBatch(keras.layers.Layer):
-    """Returns no row for each example."""
-
-    def call(self, x):
-        return keras.ops.mean(x, axis=0, keepdims=True)
-
-
-class HalfOfFour(keras.layers.Layer):
-    """Cannot be called with another number of examples."""
-
-    def call(self, x):
-        return keras.ops.reshape(x, (8, 6))
+UNDIVIDED = {
+    "no row for each example": lambda _, x: keras.ops.mean(x, axis=0, keepdims=True),
+    "eight examples": lambda _, x: keras.ops.reshape(x, (8, 6)),
+    "draws": lambda _, x: keras.ops.mean(
+        x + tf.random.normal(tf.shape(x), dtype=x.dtype), 0, keepdims=True
+    ),
+}
 
 
-class Centred(keras.layers.Layer):
-    def call(self, x):
-        return x - keras.ops.mean(x, axis=0)
-
-
-@pytest.mark.parametrize("layer", [MeanOfBatch, HalfOfFour])
-def test_what_cannot_be_called_with_a_part_of_the_batch_runs_on_one_device(layer):
+@pytest.mark.parametrize("kind", UNDIVIDED)
+def test_what_cannot_be_called_with_a_part_of_the_batch_runs_on_one_device(kind):
     given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
-    build = functools.partial(network, layer, loss=lambda y, outputs: keras.ops.sum(outputs**2))
-    expected = fits.fit(build, given, 1, epochs=1)
-    with pytest.warns(UserWarning, match="sequential.* runs on one device"):
-        assert fits.differences(expected, fits.fit(build, given, 2, epochs=1)) == {}
-
-
-class Shuffled(keras.layers.Layer):
-    """Draws as towers cannot follow, and has no row for each example."""
-
-    def call(self, x):
-        return keras.ops.mean(x + tf.random.normal(tf.shape(x), dtype=x.dtype), 0, keepdims=True)
-
-
-def test_nothing_else_is_said_of_what_runs_on_one_device():
-    model = network(Shuffled, loss=lambda y, outputs: keras.ops.sum(outputs**2))
-    towers.parallelize(model, devices=["/cpu:0", "/cpu:1"])
-    with pytest.warns(UserWarning) as told:
-        model.train_on_batch(X[:8], Y[:8])
-    assert ["runs on one device" in str(line.message) for line in told] == [True]
+    layer, loss = lambda: layer_of(UNDIVIDED[kind]), lambda _, outputs: keras.ops.sum(outputs**2)
+    build = functools.partial(network, layer, loss=loss)
+    with pytest.warns(UserWarning, match="sequential.* runs on one device") as told:
+        found = fits.fit(build, given, 2, epochs=1)
+    assert len(told) == 1  # and nothing else is said
+    if kind != "draws":
+        assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
 
 
 def test_a_model_that_runs_eagerly_says_that_it_runs_on_one_device():
     build = functools.partial(network, run_eagerly=True)
+    given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
     with pytest.warns(UserWarning, match="run_eagerly"):
-        found = fits.fit(build, ARRAYS, 2, epochs=1)
-    assert fits.differences(fits.fit(build, ARRAYS, epochs=1), found) == {}
+        found = fits.fit(build, given, 2, epochs=1)
+    assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
 
 
 def test_a_layer_in_which_examples_see_each_other_is_named():
+    centred = keras.layers.Lambda(lambda x: x - keras.ops.mean(x, axis=0), name="centred")
     with pytest.warns(UserWarning, match="mixed examples: layer .*centred"):
-        fits.fit(lambda: network(lambda: Centred(name="centred")), ARRAYS, 2, epochs=1)
+        fits.fit(lambda: network(lambda: centred), ARRAYS, 2, epochs=1)
 
 
-# -------------------------------------------------------------------------- The model stays Keras'
+# The model stays Keras'.
 
 
 @pytest.mark.parametrize(
