@@ -88,19 +88,16 @@ def test_from_the_first_command_to_fine_tuning_and_a_table(folder):
     (line,) = err.splitlines()
     assert "saved; the same command continues the run" in line
 
-    out = typed(*go_on)
-    assert "continuing  runs/mine at step " in out
-    accuracy = re.search(r"test_accuracy +([\d.]+)", out)[1]
-
     Path("my_price.py").write_text(block("# my_price.py"))
     table = np.random.default_rng(0).normal(size=[400, 4])
     np.savetxt("prices.csv", table, delimiter=",", header="area,rooms,age,price", comments="")
     (more,) = re.findall(r"`(--model_args=.*?)`", PATH)
     (prices,) = lines("towers train --model=my_price:build")
-    verified, evaluated, predicted, _, tuned, of_prices = typed_one_by_one(
-        [*verify, more], evaluate, predict, export, tune, prices
+    gone_on, verified, evaluated, predicted, _, tuned, of_prices = typed_one_by_one(
+        go_on, [*verify, more], evaluate, predict, export, tune, prices
     )
-    assert "\npassed " in verified
+    assert "continuing  runs/mine at step " in gone_on and "\npassed " in verified
+    accuracy = re.search(r"test_accuracy +([\d.]+)", gone_on)[1]
     assert re.search(r"accuracy +([\d.]+)", evaluated)[1] == accuracy
     assert re.search(r"init_from   runs/mine, .* 4 of 4 weights", tuned)
     assert "task        compiled: loss mse; mae" in of_prices and "test_mae" in of_prices

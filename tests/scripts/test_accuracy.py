@@ -1,18 +1,15 @@
 """scripts/accuracy: a row of several seeds, which are trained once; and the table of configs/."""
 
-import importlib.machinery
-import importlib.util
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
+from tests.programs import ROOT, script
+
 pytestmark = pytest.mark.unit
 
-ROOT = Path(__file__).resolve().parents[2]
 TABLES = (ROOT / "configs" / "README.md").read_text()
-LOADER = importlib.machinery.SourceFileLoader("accuracy", str(ROOT / "scripts" / "accuracy"))
 SHORT = "--model=tests.tiny:cnn --dataset=shapes --max_steps=30 --batch_size=32 --dtype=float64 "
 SHORT += "--devices=cpu --learning_rate=0.05 --optimizer=momentum --schedule=onecycle "
 SHORT += "--weight_decay=0.001 --clip_global_norm=1 --label_smoothing=0.1 --ema_decay=0.9"
@@ -20,13 +17,8 @@ SHORT += "--weight_decay=0.001 --clip_global_norm=1 --label_smoothing=0.1 --ema_
 
 @pytest.fixture
 def accuracy(monkeypatch):
-    """The script as a module, in the checkout's root."""
     monkeypatch.chdir(ROOT)
-    module = importlib.util.module_from_spec(
-        importlib.util.spec_from_file_location("accuracy", LOADER.path, loader=LOADER)
-    )
-    LOADER.exec_module(module)
-    return module
+    return script("accuracy")
 
 
 @pytest.mark.extended

@@ -1,13 +1,9 @@
 """scripts/examples: programs that run; that they have plain Keras' numbers is in test_parallel."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT, python
+
 EXAMPLES = ["images", "pairs", "segmentation", "table", "text", "two_outputs"]
 
 
@@ -20,13 +16,8 @@ def test_there_are_six():
 @pytest.mark.extended
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_program_runs(name):
-    done = subprocess.run(
-        [sys.executable, f"scripts/examples/{name}.py", "--num_towers=2"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-    )
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    done = python(f"scripts/examples/{name}.py", "--num_towers=2", variables=no_gpu)
     assert done.returncode == 0, done.stderr
     losses = [line.split("- loss: ")[1].split()[0] for line in done.stdout.splitlines()[1::2]]
     assert len(losses) == 5 and float(losses[-1]) < 0.7 * float(losses[0])

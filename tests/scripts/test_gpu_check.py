@@ -305,9 +305,8 @@ def test_each_check_has_its_end_and_a_second_call_goes_on(made_up, tmp_path, cap
     halves = [row["check"] for row in rows(tmp_path) if row.get("found") == {"half": 1}]
     assert halves == ["found", "fails", "aborts"]  # kept, whatever came after
     assert "Fatal Python error: Aborted" in (tmp_path / "aborts.log").read_text()
-    assert re.search(
-        r"^I\d{4} .*oneDNN", (tmp_path / "found.log").read_text(), re.M
-    )  # TensorFlow's
+    told = (tmp_path / "found.log").read_text()
+    assert re.search(r"^I\d{4} .*oneDNN", told, re.M)  # TensorFlow's
 
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write('{"check": "torn')  # by a kill
@@ -331,6 +330,7 @@ def test_a_check_that_hangs_is_ended_and_says_where(made_up, tmp_path):
     assert "in hangs" in (tmp_path / "hangs.log").read_text()  # of the thread that slept
 
 
+@pytest.mark.extended
 @pytest.mark.process
 def test_a_signal_ends_the_check_too_and_keeps_what_it_has_found(tmp_path):
     command = [sys.executable, "scripts/gpu_check.py", "--dry=2", f"--folder={tmp_path}"]
@@ -380,19 +380,6 @@ def small(monkeypatch):
     monkeypatch.setattr(gpu_steps, "SUM_BYTES", {"1 KiB": 1024})
 
 
-def test_settings_vary_one_thing_at_a_time():
-    one, several = gpu_steps.settings(Gpus(1)), gpu_steps.settings(Gpus(4))
-    assert str(one[0]) == "cnn, 1 tower, replicated, float32, batch size 1024"
-    assert {setting.variables for setting in one} == {"replicated", "cpu"}
-    assert str(several[0]) == "cnn, 4 towers, replicated, float32, batch size 1024"
-    assert len({setting.name for setting in several}) == len(several)
-    for setting in several:
-        plain = Setting(setting.model, setting.towers, "replicated")
-        pairs = zip(dataclasses.astuple(setting), dataclasses.astuple(plain), strict=True)
-        assert sum(a != b for a, b in pairs) <= 1
-    assert {setting.batch_size for setting in gpu_steps.settings(Gpus(8, dry=True))} == {16}
-
-
 @pytest.mark.run
 def test_a_step_is_timed_and_its_graph_is_built_once(small, dry):
     times, copies = gpu_steps.measure(Setting("tiny", 2, "replicated", batch_size=6), dry)
@@ -409,17 +396,6 @@ def test_a_batch_that_is_too_large_is_no_fault(small, dry, monkeypatch):
     monkeypatch.setattr(gpu_steps, "_measured", full)
     with pytest.raises(Skipped, match="OOM when allocating"):
         last(lambda gpus: gpu_steps.measure(Setting("tiny", 1, "cpu"), gpus), dry)
-
-
-def test_copies_are_those_of_a_step(monkeypatch):
-    made = []
-
-    def copies(trace):
-        return {way: (2 + 3 * made[-1], 10 * made[-1]) for way in ("host to GPU", "GPU to GPU")}
-
-    monkeypatch.setattr(gpu_steps, "copies", copies)
-    found = gpu_steps._profiled(made.append)
-    assert found == {way: {"number": 3.0, "bytes": 10.0} for way in ("host to GPU", "GPU to GPU")}
 
 
 @pytest.mark.graph

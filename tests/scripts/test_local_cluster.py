@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import rare
 from tests.worker_processes import ROOT, environment
 
 pytestmark = pytest.mark.process
@@ -38,9 +39,7 @@ def cluster(*flags, then=()):
 
 
 def on_workers(number, *command):
-    """Run a command to its end on so many workers of two towers."""
-    flags = [f"--workers={number}", "--towers_per_worker=2"]
-    line = [*SCRIPT, *flags, "--", *command]
+    line = [*SCRIPT, f"--workers={number}", "--towers_per_worker=2", "--", *command]
     return subprocess.run(line, env=environment(), timeout=SECONDS, **PIPES)
 
 
@@ -62,7 +61,7 @@ def test_a_command_gets_workers_and_hands_on_its_exit_code():
         assert not listening(workers)
 
 
-@pytest.mark.parametrize("name, code, said", [("SIGTERM", 75, ""), ("SIGKILL", -9, "7")])
+@pytest.mark.parametrize("name, code, said", [rare("SIGTERM", 75, ""), ("SIGKILL", -9, "7")])
 def test_towers_divide_the_cores_and_no_worker_outlives_a_signal(monkeypatch, name, code, said):
     monkeypatch.delenv("TF_NUM_INTRAOP_THREADS", raising=False)
     if said:
@@ -88,7 +87,6 @@ def test_what_is_no_command_is_one_line():
     assert done.stderr == "local_cluster: no-such-command: No such file or directory\n"
 
 
-@pytest.mark.extended
 @pytest.mark.extended
 def test_the_catalogue_is_tried_on_workers():
     done = on_workers(2, ROOT / "scripts/catalogue", "layouts:heads_first")

@@ -12,12 +12,12 @@ from matplotlib import image
 from scripts import curves as curves_script
 from scripts import network_bytes
 from tests.programs import ROOT, python
+from tests.runs import released
 
 pytestmark = pytest.mark.process
 LOG_LINE = re.compile(r"^[IWEF]\d{4} |^WARNING: All log messages|^To enable the following", re.M)
 TEXTS = {path: path.read_text() for path in (ROOT / "scripts").glob("*.py")}
 SCRIPTS = sorted(p.name for p, text in TEXTS.items() if "tensorflow" in text and "__main__" in text)
-QUICK = "gpu_check.py"
 
 
 def table(printed):
@@ -28,9 +28,7 @@ def table(printed):
     return [dict(zip(heading, row, strict=True)) for row in rows]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(s, marks=[pytest.mark.extended] * (s != QUICK)) for s in SCRIPTS]
-)
+@pytest.mark.parametrize("name", released(SCRIPTS, "gpu_check.py"))
 def test_a_script_starts_without_tensorflows_lines(name):
     done = python(f"scripts/{name}", "--help")
     assert done.returncode == 0 and done.stdout

@@ -2,21 +2,18 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from models import cnn, resnet
+from tests.programs import ROOT, python
+from tests.runs import released
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / "scripts" / "peers"
 PACKAGES = {"torch_ddp": "torch", "jax_loop": "jax"}
 ODD_SHAPE = (9, 14, 3)  # "same" padding is another on odd sides
@@ -41,15 +38,9 @@ def start(name, windows=(), environ=None, **config):
         pytest.importorskip(PACKAGES[name])
     tiny = {"image_shape": [8, 8, 3], "num_classes": 4, "batch_size": 8, "num_devices": 2}
     tiny |= {"learning_rate": 0.05, "steps_per_loop": 3}
-    done = subprocess.run(
-        [sys.executable, PEERS / f"{name}.py", json.dumps(tiny | config)],
-        cwd=ROOT,
-        input="".join(f"{seconds}\n" for seconds in windows),
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env=os.environ | (environ or {}),
-    )
+    given = "".join(f"{seconds}\n" for seconds in windows)
+    streams = dict(input=given, capture_output=True, timeout=110, variables=environ)
+    done = python(PEERS / f"{name}.py", json.dumps(tiny | config), **streams)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -74,9 +65,7 @@ def trained(name, windows, **config):
 LONG = "mirrored_fit", "session", "torch_ddp", "jax_loop"
 
 
-@pytest.mark.parametrize(
-    "name", ["towers_fit", *(pytest.param(name, marks=pytest.mark.extended) for name in LONG)]
-)
+@pytest.mark.parametrize("name", released(["towers_fit", *LONG], "towers_fit"))
 def test_peer_trains_in_windows(name):
     _, reports = trained(name, windows=(0, 0.2, 0), learning_rate=0.02, weight_decay=1e-4)
     assert reports[0]["steps"] == 3

@@ -1,15 +1,10 @@
 """scripts/programs: what it finds of programs that train in plain Keras."""
 
-import importlib.machinery
-import importlib.util
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "programs"
+from tests.programs import python, script
+
 PROGRAM = """
 import keras
 import numpy as np
@@ -22,13 +17,9 @@ model.fit(x, x[:, :1], batch_size=4, epochs=3)
 MIXED = "keras.layers.Lambda(lambda x: x - keras.ops.mean(x, 0))"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def programs():
-    """The script as a module."""
-    loader = importlib.machinery.SourceFileLoader("programs", str(SCRIPT))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("programs", loader))
-    loader.exec_module(module)
-    return module
+    return script("programs")
 
 
 @pytest.mark.unit
@@ -63,8 +54,7 @@ def test_programs_are_run_plainly_and_over_towers(tmp_path):
     (tmp_path / "mixed.py").write_text(PROGRAM.format(MIXED))
     (tmp_path / "broken.py").write_text("raise ValueError('of its own')")
     (tmp_path / "nothing.py").write_text("")
-    command = [sys.executable, SCRIPT, tmp_path, "--num_towers=3"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = python("scripts/programs", tmp_path, "--num_towers=3")
     found = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert found["alike.py"].startswith("same ")
     assert found["mixed.py"].startswith("differs, told") and "mixed examples" in found["mixed.py"]

@@ -7,7 +7,7 @@ import pytest
 
 from tests import tiny
 from tests.programs import python
-from tests.runs import points
+from tests.runs import points, rare
 from tests.worker_processes import workers
 
 pytestmark = pytest.mark.process
@@ -44,11 +44,7 @@ model.fit(
 
 
 @pytest.mark.parametrize(
-    ("given", "variables"),
-    [
-        (["--deterministic"], {}),
-        pytest.param([], {"TF_DETERMINISTIC_OPS": "1"}, marks=pytest.mark.extended),
-    ],
+    "given, variables", [(["--deterministic"], {}), rare([], {"TF_DETERMINISTIC_OPS": "1"})]
 )
 def test_runs_evaluations_and_fit_need_no_clock(tmp_path, given, variables):
     folders = [tmp_path / name for name in ("first", "second")]
