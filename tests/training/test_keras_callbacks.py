@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 import towers
+from tests import fits
+from tests.runs import released
 from towers import cli
 from towers.options import trust
 
@@ -66,16 +68,16 @@ def train(folder, *callbacks, **options):
 
 
 def fit(*callbacks, **options):
-    before = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    try:
+    with fits.in_float64():
         model = build()
         model.fit(*DATA[0], validation_data=DATA[1], verbose=0, callbacks=callbacks, **options)
-    finally:
-        keras.config.set_floatx(before[0])
-        keras.config.set_dtype_policy(before[1])
     return model
+
+
+def assert_trained_as(model, folder):
+    trained = towers.load(folder / "run", model=build)
+    for one, other in zip(trained.weights, model.weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
 
 
 def test_each_hook_is_called_where_fit_calls_it(tmp_path):
@@ -89,9 +91,7 @@ def test_each_hook_is_called_where_fit_calls_it(tmp_path):
     assert {call[-1] for call in ours.calls} == {3}
 
 
-@pytest.mark.parametrize(
-    "num_towers", [1, 3, pytest.param(2, marks=pytest.mark.extended)]
-)
+@pytest.mark.parametrize("num_towers", released([1, 2, 3], 3))
 def test_the_numbers_are_those_of_fit(tmp_path, num_towers):
     """Of all examples in one batch, in whatever order; so is a learning rate that one sets."""
     rates = [keras.callbacks.LearningRateScheduler(lambda epoch: 0.125 / 2**epoch) for _ in "ab"]
@@ -100,9 +100,7 @@ def test_the_numbers_are_those_of_fit(tmp_path, num_towers):
     train(tmp_path, ours, rates[1], batch_size=14, num_epochs=4, num_towers=num_towers)
     np.testing.assert_allclose(ours.epochs, theirs.epochs, rtol=1e-6)
     np.testing.assert_allclose(ours.steps, theirs.steps, rtol=1e-6)
-    trained = towers.load(tmp_path / "run", model=build)
-    for one, other in zip(trained.weights, model.weights, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    assert_trained_as(model, tmp_path)
 
 
 def test_early_stopping_gives_back_the_best_weights(tmp_path):
@@ -114,9 +112,7 @@ def test_early_stopping_gives_back_the_best_weights(tmp_path):
     model = fit(theirs, batch_size=14, epochs=9)
     result = train(tmp_path, ours, batch_size=14, num_epochs=9, num_towers=2)
     assert result["steps"] == len(model.history.epoch) == 2
-    trained = towers.load(tmp_path / "run", model=build)
-    for one, other in zip(trained.weights, model.weights, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+    assert_trained_as(model, tmp_path)
 
 
 def test_one_that_stops_training_ends_the_run_and_its_weights_are_saved(tmp_path, capsys):

@@ -97,7 +97,7 @@ def train(tmp_path, capsys, dataset="load"):
 
 
 @pytest.mark.run
-@pytest.mark.parametrize("kind", released(FAILING, "early", "raises", "interrupts", "batch"))
+@pytest.mark.parametrize("kind", released(FAILING, "early", "raises", "batch"))
 def test_data_that_fail_on_the_way_say_why_and_at_which_step(tmp_path, capsys, monkeypatch, kind):
     monkeypatch.setattr(f"{__name__}.failing", kind)
     *above, line = train(tmp_path, capsys)

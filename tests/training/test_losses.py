@@ -29,23 +29,16 @@ WEIGHTS = RANDOM.uniform(0.1, 2, 30)
 LOSSES = {
     "mse": (lambda: L.MeanSquaredError(), NUMBERS, None, True),
     "mae": (lambda: L.MeanAbsoluteError(), NUMBERS, None, True),
-    "mape": (lambda: L.MeanAbsolutePercentageError(), NUMBERS, None, True),
-    "msle": (lambda: L.MeanSquaredLogarithmicError(), ZERO_ONE, "sigmoid", True),
     "huber": (lambda: L.Huber(0.3), NUMBERS, None, True),
-    "log_cosh": (lambda: L.LogCosh(), NUMBERS, None, True),
     "cosine": (lambda: L.CosineSimilarity(), NUMBERS, None, True),
     "a square of the batch": (lambda: mean_squared, NUMBERS, None, False),
     "poisson": (lambda: L.Poisson(), ZERO_ONE, "softplus", True),
     "hinge": (lambda: L.Hinge(), ZERO_ONE, "tanh", True),
-    "squared hinge": (lambda: L.SquaredHinge(), ZERO_ONE, "tanh", True),
-    "categorical hinge": (lambda: L.CategoricalHinge(), ONE_HOT, "tanh", True),
     "kl": (lambda: L.KLDivergence(), ONE_HOT, "softmax", True),
     "binary": (lambda: L.BinaryCrossentropy(label_smoothing=0.1), ZERO_ONE, "sigmoid", True),
-    "binary focal": (lambda: L.BinaryFocalCrossentropy(), ZERO_ONE, "sigmoid", True),
     "categorical": (
         lambda: L.CategoricalCrossentropy(label_smoothing=0.1), ONE_HOT, "softmax", True
     ),
-    "categorical focal": (lambda: L.CategoricalFocalCrossentropy(), ONE_HOT, "softmax", True),
     "sparse": (lambda: L.SparseCategoricalCrossentropy(from_logits=True), CLASSES, None, True),
     "sparse, a class ignored": (
         lambda: L.SparseCategoricalCrossentropy(True, ignore_class=1), CLASSES, None, False
@@ -63,7 +56,7 @@ LOSSES = {
         lambda: {"a": "mse", "b": L.Huber(reduction="sum")}, {"a": NUMBERS, "b": X}, None, True
     ),
 }  # fmt: skip
-FEW = ("sparse", "a sum", "a mean of weights", "two")
+FEW = ("sparse", "a mean of weights", "two")
 
 
 def build(name):
@@ -146,6 +139,6 @@ def test_copies_on_towers_are_updated_alike(name):
     )
     assert once(3) == pytest.approx(copied(3), rel=1e-9)
     tiny.assert_close(copied.state(), once.state(), 1e-12)
-    first, *others = (replica.variables() for replica in copied.masters.replicas)
+    first, *others = (dict(enumerate(own.variables())) for own in copied.masters.replicas)
     for copy in others:
-        tiny.assert_close(dict(enumerate(copy)), dict(enumerate(first)), 1e-15)
+        tiny.assert_close(copy, first, 1e-15)

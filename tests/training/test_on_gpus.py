@@ -159,6 +159,7 @@ def test_what_cannot_be_had_is_not_taken(capsys, monkeypatch, number, best, lost
     assert f"variables   {best}, the fastest" in out
 
 
+@pytest.mark.extended
 @runs.by_the_clock
 def test_after_the_trial_no_more_lives_than_of_one_run(monkeypatch):
     """And in it never more than two models, beside one copy of the data."""

@@ -321,10 +321,8 @@ CASES = {
     ),
     "clipped once": Case(lambda: network(optimizer=keras.optimizers.SGD(1.0, 0.9, clipnorm=0.1))),
     "parts": Case(with_dropout, numbers=(2,), options={"accumulate_steps": 3}),
-    "XLA": Case(with_dropout, numbers=(2,), options={"jit_compile": True}),
-    "sharded": Case(
-        with_dropout, numbers=(2,), options={"variables": "sharded"}, rare=True
-    ),
+    "XLA": Case(with_dropout, numbers=(2,), options={"jit_compile": True}, rare=True),
+    "sharded": Case(with_dropout, numbers=(2,), options={"variables": "sharded"}, rare=True),
     "own step": Case(own_step, numbers=(4,)),
     "masks in a step": Case(compiled(LayerByLayer), tokens, (2,)),
     "fewer examples than towers": Case(
@@ -332,7 +330,7 @@ CASES = {
     ),
     "gan": foreign(Gan, numbers=(2,)),
     "teacher": foreign(Student, rare=True),
-    "two steps": foreign(TwoSteps),
+    "two steps": foreign(TwoSteps, rare=True),
     "tf.function": foreign(Compiled),
     "scalar argument": Case(scaled, options={"accumulate_steps": 2}, rare=True),
     "ragged and texts": foreign(Unequal, ragged_and_texts),
