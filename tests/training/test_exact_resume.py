@@ -1,9 +1,9 @@
 """A fit that is interrupted anywhere and called again ends as one that never was."""
 
+import contextlib
 import functools
 import json
 import random
-import resource
 import signal
 import textwrap
 import warnings
@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import towers
+from tests import runs
 from tests.programs import python
 from tests.runs import rare
 from towers.training import checkpoint
@@ -251,26 +252,13 @@ def test_a_file_of_before_goes_on_and_a_damaged_one_is_passed_over(tmp_path):
 
 @pytest.mark.parametrize("again", [rare(False), True])
 def test_a_disk_that_fills_up_costs_no_training(tmp_path, again):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     (tmp_path / ".ckpt-2.99.data-00000-of-00001").write_bytes(b"half")
-
-    def limit(epoch, num_bytes):
-        def act(at, logs):
-            if at == epoch:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-
-        return keras.callbacks.LambdaCallback(on_epoch_begin=act)
-
-    callbacks = [limit(1, 500), *([limit(2, soft)] if again else []), ExactResume(tmp_path)]
-    try:
-        with pytest.warns(UserWarning, match="File too large; the fit goes on"):
-            if again:
-                fit(make(), callbacks=callbacks)
-            else:
-                with pytest.raises(towers.RunError, match="File too large$"):
-                    fit(make(), callbacks=callbacks)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    ends = contextlib.nullcontext() if again else pytest.raises(towers.RunError, match="too large$")
+    with runs.small_disk() as limit:
+        acts = {1: lambda: limit(500)} | ({2: limit} if again else {})
+        act = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, _: acts.get(epoch, int)())
+        with pytest.warns(UserWarning, match="File too large; the fit goes on"), ends:
+            fit(make(), callbacks=[act, ExactResume(tmp_path)])
     assert [step for step, _ in find(tmp_path)] == ([12, 18] if again else [])
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
