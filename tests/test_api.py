@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 import io
 import os
@@ -21,7 +22,7 @@ import pytest
 import tensorflow as tf
 
 import towers
-from tests import tiny
+from tests import runs, tiny
 from tests.programs import ROOT, python
 from tests.worker_processes import workers
 from towers import cli
@@ -134,11 +135,7 @@ def test_what_flags_cfg_cannot_name_is_given_again(given, tmp_path, capsys):
 
 @pytest.mark.unit
 def test_bad_input_is_one_line(tmp_path):
-    def refusal(**fields):
-        with pytest.raises(towers.InputError) as error:
-            towers.train(train_dir=tmp_path / "run", **fields)
-        return str(error.value)
-
+    refusal = functools.partial(runs.refusal, towers.train, train_dir=tmp_path / "run")
     meant = "there is no flag --learnin_rate; did you mean --learning_rate?"
     assert refusal(learnin_rate=0.1) == meant
     assert refusal(model=5) == "model=5: a string is needed"
@@ -175,16 +172,6 @@ def test_an_interrupt_saves_and_the_same_cell_goes_on(tmp_path, capsys, monkeypa
     assert 0 < step < 100
     assert train(tmp_path, max_steps=step + 2)["steps"] == step + 2
     assert f"continuing  {tmp_path} at step {step} of" in capsys.readouterr().out
-
-
-def test_a_function_that_is_defined_again_is_the_one_that_counts(tmp_path):
-    cell = "def build(num_classes, image_shape):\n    return dense(num_classes, image_shape, {})\n"
-    names = {"dense": tiny.dense, "__name__": "__main__"}
-    for width in (3, 4):
-        exec(cell.format(width), names)
-        train(tmp_path / str(width), model=names["build"])
-        shapes = {value.shape for value in tiny.saved(tmp_path / str(width)).values()}
-        assert (192, width) in shapes
 
 
 def test_runs_leave_the_program_as_it_was(tmp_path, capfd):

@@ -171,17 +171,6 @@ def test_it_begins_with_for_whom_why_and_what_was_tried():
         assert f"| {ratio} " in PAGES["scripts/README.md"]
 
 
-def test_what_newcomers_look_for_is_there():
-    for words in ("`towers verify` makes", "scripts/matpow.py", "scripts/matmul_towers.py",
-                  "--callbacks=", "--categories=", "TFDS", "Hugging Face", "ONNX", "TFLite",
-                  "| Lightning |", "| MirroredStrategy |", "| PyTorch DDP |", "| Keras |"):
-        assert words in README and (words in CHINESE or words.endswith("makes"))
-
-
-def test_the_chinese_page_has_its_own_words():
-    assert "塔" not in CHINESE and "副本" in CHINESE and "均为英文" in CHINESE
-
-
 # Programs.
 
 

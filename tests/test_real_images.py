@@ -2,14 +2,13 @@
 
 import json
 import os
-from pathlib import Path
 
 import pytest
 
+from tests.programs import ROOT
 from towers import cli
 
 DATA_DIR = os.environ.get("TOWERS_CIFAR10_DIR")
-ROOT = Path(__file__).resolve().parent.parent
 
 pytestmark = [
     pytest.mark.run,
