@@ -12,7 +12,7 @@ pytestmark = pytest.mark.process
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_they_pass_in_a_process_of_their_own(request):
     """What was asked for: all, or what is not extended."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]

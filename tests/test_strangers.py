@@ -1,5 +1,6 @@
 """Nothing that lies in the current folder runs unless the user has named it."""
 
+import functools
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import programs
 from tests.programs import ROOT, environment
 from towers import cli
 from towers.training import manifest
@@ -111,14 +113,8 @@ def test_a_function_of_the_users_own_is_run_beside_them(foreign):
     assert code == 0, said
 
 
-def test_the_programs_that_a_repository_names_are_not_run(tmp_path, monkeypatch):
-    mark = tmp_path / "mark"
-    for name in "GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_COMMITTER_NAME", "GIT_COMMITTER_EMAIL":
-        monkeypatch.setenv(name, "me")
-
-    def git(*argv):
-        subprocess.run(["git", *argv], cwd=tmp_path, check=True, capture_output=True)
-
+def test_the_programs_that_a_repository_names_are_not_run(tmp_path):
+    mark, git = tmp_path / "mark", functools.partial(programs.git, tmp_path)
     git("init")
     Path(tmp_path, "a.txt").write_text("a")
     Path(tmp_path, ".gitattributes").write_text("*.txt filter=evil diff=evil\n")

@@ -1,15 +1,15 @@
 """The manifest of a run: what it says, what it survives, and that a run can be repeated from it."""
 
 import dataclasses
+import functools
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import tensorflow as tf
 
-from tests import tiny
+from tests import programs, tiny
 from towers import cli
 from towers.data import ArraySplit
 from towers.training import manifest
@@ -87,10 +87,7 @@ def test_first_batch_and_initial_weights_are_those_of_the_seed(run, tmp_path):
 
 
 def test_the_state_of_a_repository(tmp_path):
-    def git(*arguments):
-        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
-
+    git = functools.partial(programs.git, tmp_path)
     assert manifest.repository(tmp_path) is None
     git("init")
     assert manifest.repository(tmp_path) is None  # there is no commit
