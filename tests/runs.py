@@ -13,6 +13,7 @@ from towers import cli
 from towers.errors import InputError
 from towers.monitoring.monitor import Monitor
 from towers.options.run import Options
+from towers.training import checkpoint
 from towers.training.loading import Trained
 
 # What towers leave out where all ops are deterministic: seconds of a step, and trials by them.
@@ -82,6 +83,15 @@ def small_disk():
         yield limit
     finally:
         limit()
+
+
+def forget_after(train_dir, step):
+    """Leave a run's folder as a kill after `step` steps, and before the next checkpoint, would."""
+    (train_dir / "result.json").unlink()
+    for number, prefix in checkpoint.find(train_dir / "checkpoints"):
+        if number > step:
+            for path in (train_dir / "checkpoints").glob(f"{prefix.rpartition('/')[2]}.*"):
+                path.unlink()
 
 
 def result_of(folder):

@@ -9,19 +9,9 @@ import tensorflow as tf
 
 import towers
 from tests import tasks, tiny, trained_runs
-from tests.runs import assert_has, done, points, released, result_of
-from towers.training import checkpoint
+from tests.runs import assert_has, done, forget_after, points, released, result_of
 
 pytestmark = pytest.mark.run
-
-
-def forget_after(train_dir, step):
-    """Leave a run's folder as a kill after `step` steps, and before the next checkpoint, would."""
-    (train_dir / "result.json").unlink()
-    for number, prefix in checkpoint.find(train_dir / "checkpoints"):
-        if number > step:
-            for path in (train_dir / "checkpoints").glob(f"{prefix.rpartition('/')[2]}.*"):
-                path.unlink()
 
 
 @pytest.mark.parametrize("name", released(tasks.TASKS, "images", "two"))

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,11 +42,15 @@ class Worker:
 
     def read_until(self, word: str, seconds: float = _START_SECONDS) -> str:
         """Return the next line that begins with a word; AssertionError if none comes in time."""
-        with _deadline(seconds, f"{word}: {self.lines}"):
+        timer = threading.Timer(seconds, self.kill)
+        timer.start()
+        try:
             for line in self.process.stdout:
                 self.lines.append(line.rstrip("\n"))
                 if line.startswith(word):
                     return self.lines[-1]
+        finally:
+            timer.cancel()
         raise AssertionError(f"the worker ended without {word}: {self.lines} {self.errors()}")
 
     def ready(self) -> "Worker":
@@ -94,19 +99,3 @@ def workers(number: int, *flags: str) -> Iterator[list[str]]:
     """Give the addresses of as many workers, which are ended after the block."""
     with started(number, *flags) as found:
         yield [worker.address for worker in found]
-
-
-@contextlib.contextmanager
-def _deadline(seconds: float, what: str) -> Iterator[None]:
-    """Let the block fail if it takes longer; in the main thread."""
-
-    def fail(*_: object) -> None:
-        raise AssertionError(f"{seconds} s are over, without {what}")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

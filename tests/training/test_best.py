@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests import tiny
-from tests.runs import command
+from tests.runs import done, forget_after
 from towers.errors import InputError
 from towers.training.best import Best, step_of
 from towers.training.train import train
@@ -81,9 +81,7 @@ def test_the_best_checkpoint_is_kept_and_is_what_the_test_set_sees(tmp_path, cap
     assert tiny.saved_steps(tmp_path) == [best, 40]
     assert result["validation_accuracy"] == highest
     assert (result["objective"], result["direction"]) == ("validation_accuracy", "max")
-    code, out, _ = command(capsys, "evaluate", f"--train_dir={tmp_path}", "--json")
-    found = json.loads(out)
-    assert code == 0
+    found = json.loads(done(capsys, "evaluate", tmp_path, "--json"))
     assert found["step"] == best and found["accuracy"] == result["test_accuracy"]
     assert found["examples"] == tiny.TEST_SIZE
 
@@ -99,12 +97,7 @@ def test_a_run_stops_early_and_where_it_would_have_if_it_is_killed(tmp_path, cap
     assert tiny.files(folder) == before
 
     shutil.copytree(folder, cut)
-    (cut / "result.json").unlink()
-    for step in tiny.saved_steps(cut):
-        if step > 8:
-            for path in (cut / "checkpoints").glob(f"ckpt-{step}.*"):
-                path.unlink()
-    assert max(tiny.saved_steps(cut)) <= 8
+    forget_after(cut, 8)
     again = train(tiny.options(cut, **given, **patience))
     assert points(cut) == points(folder)
     for name in ("steps", "test_loss", "validation_accuracy"):

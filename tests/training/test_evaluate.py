@@ -10,8 +10,6 @@ import tensorflow as tf
 from tests import tiny
 from tests.runs import command, result_of
 from towers.data import ArraySplit
-from towers.errors import InputError
-from towers.training.evaluate import evaluate
 from towers.training.evaluation import NUM_MISTAKES, Evaluation
 from towers.training.run import prepare
 
@@ -66,18 +64,6 @@ def test_counts_are_exact_at_every_remainder(num_towers, batch_size):
         assert found["loss_ema"] == pytest.approx(expected["loss"], rel=1e-12)
 
 
-def test_an_evaluation_can_be_repeated_and_changes_nothing():
-    loop = tiny.Loop(tiny.options("unused", model="tests.tiny:cnn", ema_decay=0.5, num_towers=2))
-    loop(3)
-    before = loop.state()
-    evaluator = loop.run.task.make_evaluator(loop.run.data.test)
-    first = evaluator()
-    assert evaluator() == first
-    tiny.assert_identical(loop.state(), before)
-    loop(3)  # it sees what training has changed since
-    assert evaluator().metrics["loss"] != first.metrics["loss"]
-
-
 @pytest.mark.run
 @pytest.mark.parametrize("flag", [None, "--num_towers=3", "--batch_size=23"])
 def test_the_command_repeats_the_numbers_of_the_run(trained, capsys, flag):
@@ -97,23 +83,6 @@ def test_the_command_repeats_the_numbers_of_the_run(trained, capsys, flag):
     assert found["loss"] != found["loss_ema"]
     assert (found["examples"], found["step"]) == (23, 18)
     assert flag or "step 18, 23 test examples, 2 towers" in err
-
-
-def test_a_folder_without_a_run_is_refused_and_left_alone(tmp_path, capsys):
-    for folder in tmp_path, tmp_path / "none":
-        code, out, err = command(capsys, "evaluate", f"--train_dir={folder}")
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        with pytest.raises(InputError, match=f"--train_dir={folder}: there is no checkpoint in"):
-            evaluate(tiny.options(folder))
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.run
-def test_another_model_is_refused(trained):
-    with pytest.raises(InputError, match="--model=tests.tiny:cnn there and --model=tests.tiny:d"):
-        evaluate(tiny.options(trained("classes")))
-    with pytest.raises(InputError, match="--model_args=width=3 there and --model_args=width=4 he"):
-        evaluate(tiny.options(trained("classes"), model="tests.tiny:cnn", model_args="width=4"))
 
 
 def broken_tests():
