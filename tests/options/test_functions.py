@@ -1,7 +1,12 @@
-"""Functions named as module:function: found, or refused in one line."""
+"""Functions that options name, or that a program gives: found, refused in one line, and blamed."""
 
+import copy
+import dataclasses
+import functools
+import importlib
 import inspect
 import json
+import pathlib
 import sys
 
 import pytest
@@ -9,7 +14,9 @@ import pytest
 from tests import runs
 from towers.errors import InputError
 from towers.options import functions
+from towers.options.blame import blame
 from towers.options.functions import check_function, load_function
+from towers.options.run import Options
 
 pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("modules")]
 
@@ -204,3 +211,144 @@ def test_a_function_that_is_called_without_arguments_needs_none(folder):
     assert functions.call_plainly("dataset", "os:getcwd") == str(folder)
     with pytest.raises(InputError, match="^--optimizer=math:sin is called without arguments, but"):
         functions.call_plainly("optimizer", "math:sin")
+
+
+# What a program gives in place of names: options stay texts, and each has its own functions.
+
+
+def build():
+    return "built"
+
+
+def local(value):
+    def build():
+        return value
+
+    return build
+
+
+def test_a_function_that_an_import_finds_has_its_own_name():
+    for function in (build, json.dumps, pathlib.Path):
+        name = Options(model=function).model
+        assert name == f"{function.__module__}:{function.__name__}"
+        assert load_function("model", str(name)) is function  # by anybody
+
+
+@pytest.mark.parametrize(
+    "value, name",
+    [
+        (local(1), "build"),
+        (lambda: 1, "lambda"),
+        (functools.partial(build), "partial"),
+        (type("Net", (), {}), "Net"),
+    ],
+)
+def test_any_other_is_known_to_its_options_alone(value, name):
+    options = Options(model=value)
+    assert options.model == f"given_in_python:{name}"
+    assert load_function("model", options.model) is value
+    assert f"--model={options.model}" in options.to_flagfile().splitlines()
+    with pytest.raises(InputError, match=f"--model=given_in_python:{name} was given in Python"):
+        load_function("model", str(options.model))  # as flags.cfg has it
+
+
+def test_two_functions_of_one_name_are_not_mixed_up():
+    one, two = Options(model=local(1)), Options(model=local(2), dataset=local(3))
+    again = dataclasses.replace(one, seed=1)
+    copied = copy.deepcopy(one)
+    assert [load_function("model", o.model)() for o in (one, two, again, copied)] == [1, 2, 1, 1]
+    assert load_function("dataset", two.dataset)() == 3
+
+
+def test_data_is_what_a_function_would_return():
+    halves = ([1], [2]), ([3], [4])
+    for data in (halves, list(halves), {"train": halves[0], "test": halves[1]}):
+        options = Options(dataset=data)
+        assert options.dataset == "given_in_python:data"
+        assert load_function("dataset", options.dataset)() is data
+        assert "--dataset=given_in_python:data" in options.to_flagfile().splitlines()
+    assert Options(dataset=local(halves)).dataset == "given_in_python:build"
+
+
+def test_a_list_is_its_items_with_commas_and_a_folder_may_be_a_path(tmp_path):
+    assert Options(devices=["/gpu:0", "/gpu:2"]).devices == "/gpu:0,/gpu:2"
+    assert Options(decay_epochs=(80, 120.5)).decay_epochs == "80,120.5"
+    assert Options(model_args=["a=1", "b=2"]).model_args == "a=1,b=2"
+    assert Options(train_dir=tmp_path).train_dir == str(tmp_path)
+
+
+def test_each_item_of_a_list_may_be_a_function():
+    one, two = lambda: 1, lambda: 2  # noqa: E731
+    text = Options(devices=["mae", one, build, two, one]).devices
+    lambdas = "given_in_python:lambda", "given_in_python:lambda_2"
+    assert text == f"mae,{lambdas[0]},{__name__}:build,{lambdas[1]},{lambdas[0]}"
+    found = [load_function("metrics", part)() for part in text.split(",")[1:]]
+    assert found == [1, "built", 2, 1]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [dict(model=5), dict(model=None), dict(dataset=None), dict(devices=[None]), {"seed": []}],
+)
+def test_what_has_no_name_is_refused(given):
+    (name,) = given
+    with pytest.raises(InputError, match=f"{name}=.*needed"):
+        Options(**given)
+
+
+# Whose code raised an error: the user's innermost line, whatever library raised below it.
+
+INSTALLED = "lib/python3/site-packages"
+NAMED = {"model": "net:build", "dataset": "pack.data:load"}
+
+
+def raised_in(module, named=NAMED):
+    """Import a module, call its f, and return the line about what is raised."""
+    try:
+        importlib.import_module(module).f()
+    except Exception as error:
+        return blame(error.with_traceback(error.__traceback__.tb_next), named)  # not of the test
+
+
+@pytest.mark.parametrize(
+    "text, where",
+    [
+        ("1 / 0", "net.py, line 1, in <module>: your own code (--model=net:build)"),
+        ("def f(:", "net.py, line 1: your own code (--model=net:build)"),
+        ("import json\ndef f():\n    json.loads('x')", "net.py, line 3, in f: your own code ("),
+        ("import other\ndef f():\n    other.g({})", "net.py, line 3, in f: your own code ("),
+        ("class A:\n    def g(self): 1 / 0\ndef f():\n    A().g()", "net.py, line 2, in g: your o"),
+        ("import helper\ndef f():\n    helper.g()\n", "helper.py, line 2, in g: your own code"),
+    ],
+)
+def test_the_users_innermost_line_is_named(write, text, where):
+    write("net.py", text)
+    write("helper.py", "def g():\n    1 / 0\n")  # which no flag names
+    write(f"{INSTALLED}/other.py", "def g(x):\n    x['a']\n")
+    line = raised_in("net")
+    assert line.startswith(f"the error comes from {where}")
+    assert ("(--model=net:build)" in line) == where.startswith("net.py")
+
+
+def test_a_package_that_is_installed_is_the_users_if_a_flag_names_it(write):
+    path = f"{INSTALLED}/pack"
+    write(f"{path}/__init__.py")
+    write(f"{path}/data.py", "def f():\n    1 / 0\n")
+    where = f"the error comes from {path}/data.py, line 2, in f: your own code"
+    assert raised_in("pack.data") == f"{where} (--dataset=pack.data:load)"
+    assert raised_in("pack.data", {}).startswith("the error comes from a library: none of your own")
+
+
+def test_an_error_of_towers_is_to_be_reported(write):
+    write(f"{INSTALLED}/other.py", "import towers.text as t\ndef f():\n    t.cut(3, 4)\n")
+    line = raised_in("other")
+    assert "/towers/text.py, line " in line and ", in cut: none of your own code; please" in line
+
+
+@pytest.mark.parametrize("call", ["Sequential.call()", "Dense.call()", "Functional.call()"])
+def test_what_keras_own_layers_raise_need_not_be_the_towers(write, call):
+    text = f"def f():\n    raise ValueError('Exception encountered when calling {call}.')\n"
+    write(f"{INSTALLED}/other.py", text)
+    line = raised_in("other")
+    assert f"comes from Keras' own {call.partition('.')[0]}: " in line
+    assert "if `model.fit` fails alike without towers" in line

@@ -1,9 +1,9 @@
-"""scripts/programs: what it finds of programs that train in plain Keras."""
+"""scripts/programs and scripts/examples: programs that train in plain Keras, and over towers."""
 
 import numpy as np
 import pytest
 
-from tests.programs import python, script
+from tests.programs import ROOT, python, script
 
 PROGRAM = """
 import keras
@@ -61,3 +61,24 @@ def test_programs_are_run_plainly_and_over_towers(tmp_path):
     assert "plain Keras fails: ValueError: of its own" in found["broken.py"]
     assert found["nothing.py"] == "calls no fit"
     assert done.returncode == 0
+
+
+# scripts/examples; that they have plain Keras' numbers is in test_parallel.
+
+EXAMPLES = ["images", "pairs", "segmentation", "table", "text", "two_outputs"]
+
+
+@pytest.mark.unit
+def test_there_are_six():
+    assert sorted(path.stem for path in (ROOT / "scripts/examples").glob("*.py")) == EXAMPLES
+
+
+@pytest.mark.process
+@pytest.mark.extended
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_program_runs(name):
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    done = python(f"scripts/examples/{name}.py", "--num_towers=2", variables=no_gpu)
+    assert done.returncode == 0, done.stderr
+    losses = [line.split("- loss: ")[1].split()[0] for line in done.stdout.splitlines()[1::2]]
+    assert len(losses) == 5 and float(losses[-1]) < 0.7 * float(losses[0])
