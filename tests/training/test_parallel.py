@@ -3,6 +3,7 @@
 Models are the examples, and what others write: steps, losses, optimizers and inputs of their own.
 """
 
+import contextlib
 import copy
 import functools
 import importlib
