@@ -174,6 +174,17 @@ def test_it_begins_with_for_whom_why_and_what_was_tried():
 # Programs.
 
 
+def test_what_newcomers_look_for_is_there():
+    for words in ("`towers verify` makes", "scripts/matpow.py", "scripts/matmul_towers.py",
+                  "--callbacks=", "--categories=", "TFDS", "Hugging Face", "ONNX", "TFLite",
+                  "| Lightning |", "| MirroredStrategy |", "| PyTorch DDP |", "| Keras |"):
+        assert words in README and (words in CHINESE or words.endswith("makes"))
+
+
+def test_the_chinese_page_has_its_own_words():
+    assert "塔" not in CHINESE and "副本" in CHINESE and "均为英文" in CHINESE
+
+
 def run(program, **names):
     """Run a block of a page with what stands outside of it; return all names."""
     names |= {"tf": tf, "towers": towers, "keras": keras}

@@ -407,3 +407,27 @@ def test_sums_are_exact_and_a_wrong_one_is_told(small, monkeypatch):
     monkeypatch.setattr(gpu_steps, "_make_sums", wrong)
     with pytest.raises(ArithmeticError, match="nccl: a wrong sum of 1 KiB on /cpu:1"):
         list(gpu_steps.ring_against_nccl(names))
+
+
+def test_settings_vary_one_thing_at_a_time():
+    one, several = gpu_steps.settings(Gpus(1)), gpu_steps.settings(Gpus(4))
+    assert str(one[0]) == "cnn, 1 tower, replicated, float32, batch size 1024"
+    assert {setting.variables for setting in one} == {"replicated", "cpu"}
+    assert str(several[0]) == "cnn, 4 towers, replicated, float32, batch size 1024"
+    assert len({setting.name for setting in several}) == len(several)
+    for setting in several:
+        plain = Setting(setting.model, setting.towers, "replicated")
+        pairs = zip(dataclasses.astuple(setting), dataclasses.astuple(plain), strict=True)
+        assert sum(a != b for a, b in pairs) <= 1
+    assert {setting.batch_size for setting in gpu_steps.settings(Gpus(8, dry=True))} == {16}
+
+
+def test_copies_are_those_of_a_step(monkeypatch):
+    made = []
+
+    def copies(trace):
+        return {way: (2 + 3 * made[-1], 10 * made[-1]) for way in ("host to GPU", "GPU to GPU")}
+
+    monkeypatch.setattr(gpu_steps, "copies", copies)
+    found = gpu_steps._profiled(made.append)
+    assert found == {way: {"number": 3.0, "bytes": 10.0} for way in ("host to GPU", "GPU to GPU")}
