@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 PYTEST = "-m pytest -n 2 --dist=loadfile --no-loadscope-reorder"
 SCRIPTS = ["scripts/quickstart", "scripts/test", ".ci/run"]
 TOP_LEVEL = "setup.py README.md pyproject.toml LICENSE towers models configs scripts tests".split()
-TOP_LEVEL += [".gitignore", ".ci", "README.zh-CN.md"]
+TOP_LEVEL += [".gitignore", ".ci", "README.zh-CN.md", "CONTRIBUTING.md"]
 NOT_SOURCE = shutil.ignore_patterns(
     ".git", ".venv", ".cifar10", ".*_cache", "__pycache__", "*.egg-info", "build", "dist"
 )

@@ -70,6 +70,12 @@ def test_the_files_that_a_page_names_are_there():
             assert [n for n in named if not any((top / n).is_file() for top in places)] == [], page
 
 
+def test_what_contributors_are_sent_to_is_there():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:towers|tests|scripts|models|configs)/[\w/]+(?:\.py)?)`", page)
+    assert len(named) > 10 and [name for name in named if not (ROOT / name).exists()] == []
+
+
 @pytest.mark.parametrize("words", TOWERS, ids=" ".join)
 def test_the_commands_are_understood(words, monkeypatch, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
