@@ -28,10 +28,10 @@ from towers import files  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
 from towers.options import augmentation, flags, trust  # noqa: E402
 from towers.options.run import Options  # noqa: E402
-from towers.training.by_flags import compile_by_flags  # noqa: E402
+from towers.training.by_flags import compile_from_flags  # noqa: E402
 from towers.training.model import floatx_of  # noqa: E402
 from towers.training.optimizers import is_own  # noqa: E402
-from towers.training.run import Run, prepare  # noqa: E402
+from towers.training.run import RunContext, prepare  # noqa: E402
 from towers.training.update import EMA_EXAMPLES  # noqa: E402
 
 
@@ -96,7 +96,7 @@ def train(options: Options) -> None:
     files.write_json(folder / "result.json", result)
 
 
-def compiled(run: Run) -> keras.Model:
+def compiled(run: RunContext) -> keras.Model:
     """Return the run's model, compiled as its flags say."""
     options, model = run.options, run.task.model
     if model.compiled or is_own(options) or options.accumulate_steps > 1:
@@ -106,7 +106,7 @@ def compiled(run: Run) -> keras.Model:
     if augmentation.parse(options.augment).mixes or options.test_time_flip:
         raise InputError("fit neither mixes examples nor sees mirror images: leave them out")
     plain = dataclasses.replace(options, label_smoothing=0.0, metrics="accuracy")
-    compile_by_flags(model, plain)
+    compile_from_flags(model, plain)
     optimizer, num_classes = model.optimizer, run.data.num_classes
     optimizer.learning_rate = Schedule(run)
     if options.ema_decay:
@@ -135,7 +135,7 @@ def compiled(run: Run) -> keras.Model:
 class Schedule(keras.optimizers.schedules.LearningRateSchedule):
     """The run's learning rate of each step."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: RunContext):
         """Take it from a run."""
         self._run = run
 

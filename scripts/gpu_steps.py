@@ -22,7 +22,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from towers.options.run import Options
 from towers.text import first_line
-from towers.training.run import Run, assemble, load_data
+from towers.training.run import RunContext, assemble, load_data
 
 if TYPE_CHECKING:
     from scripts.gpu_checks import Gpus
@@ -112,7 +112,7 @@ def measure(setting: Setting, gpus: "Gpus") -> Iterator[dict[str, Any]]:
         raise Skipped(first_line(error, 300)) from None
 
 
-def _measured(run: Run, batch_size: int) -> Iterator[dict[str, Any]]:
+def _measured(run: RunContext, batch_size: int) -> Iterator[dict[str, Any]]:
     """Time steps that nobody looks at, then profile some; the graph is built once."""
     loop, batches = run.train_loop(telemetry=False), iter(run.batches(0, 0))
 

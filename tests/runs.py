@@ -14,7 +14,7 @@ from towers.errors import InputError
 from towers.monitoring.monitor import Monitor
 from towers.options.run import Options
 from towers.training import checkpoint
-from towers.training.loading import Trained
+from towers.training.loading import TrainedModel
 
 # What towers leave out where all ops are deterministic: seconds of a step, and trials by them.
 by_the_clock = pytest.mark.skipif(
@@ -115,4 +115,4 @@ def assert_has(model, train_dir, step=None, averages=False):
 def as_trained(model, *spec, **task):
     """Return a model as if it were that of a run on such examples."""
     about = dict(num_classes=0, class_names=[], image_shape=None, augment="off", spec=list(spec))
-    return Trained(Options(batch_size=4, num_towers=2), about | task, model, 5, False)
+    return TrainedModel(Options(batch_size=4, num_towers=2), about | task, model, 5, False)

@@ -17,7 +17,7 @@ from towers import files, signals, text
 from towers.data import npz
 from towers.errors import InputError, RunError
 from towers.training import checkpoint, manifest
-from towers.training.saving import Checkpoints
+from towers.training.saving import CheckpointManager
 
 pytestmark = pytest.mark.unit
 
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.unit
 def test_names_do_not_command_the_terminal(name, shown, capsys, tmp_path):
     assert text.printable(name) == shown
     assert shown.strip("\n") in text.table(["a"], [[name]])[1] or "\n" in name
-    signals.complain(f"--train_dir={name}: no")
-    files.damaged(tmp_path / name.strip("\n"))
+    signals.print_error(f"--train_dir={name}: no")
+    files.warn_damaged(tmp_path / name.strip("\n"))
     said = capsys.readouterr().err
     assert said.encode() and not {"\x1b", "\x9b", "\x07", "\r", "\u202e"} & set(said)
     if not {"\n", "\r"} & set(name):  # which complain makes spaces of, for it is one line
@@ -112,9 +112,9 @@ def test_a_run_whose_folder_is_renamed_while_it_is_written_is_saved_beside(tmp_p
             folder.rename(tmp_path / "renamed")
 
     monkeypatch.setattr(checkpoint, "write", write)
-    checkpoints = Checkpoints(folder / "checkpoints", {"step": tf.Variable(3)}, {})
+    checkpoints = CheckpointManager(folder / "checkpoints", {"step": tf.Variable(3)}, {})
     with files.Lock() as lock:
-        checkpoints.home = files.Home(folder, lock)
+        checkpoints.home = files.RunDirectory(folder, lock)
         with pytest.raises(RunError, match="it is saved in") as caught:
             checkpoints.save_now(3)
     beside = re.search(r"where --train_dir=(\S+) goes on", str(caught.value))[1]

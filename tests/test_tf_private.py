@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 
 from towers import tf_private
-from towers.tf_private import added_losses, all_in_float64, floatx_set
+from towers.tf_private import added_losses, force_float64, floatx_set
 
 pytestmark = pytest.mark.graph
 
@@ -182,7 +182,7 @@ def test_functions_are_a_part_of_what_calls_them():
         y, two = inner([1.0, 2.0])
         return compiled(x) + y + tf.cast(two, tf.float32)
 
-    with tf_private.functions_inlined():
+    with tf_private.inline_functions():
         ops = tf.function(outer).get_concrete_function(tf.zeros([2])).graph.get_operations()
         np.testing.assert_array_equal(inner(tf.ones([2]))[0], [2.0, 2.0])
     assert sum(op.type.endswith("PartitionedCall") for op in ops) == 1
@@ -268,7 +268,7 @@ def test_assignments_of_all_kinds_are_seen():
     slices = tf.IndexedSlices(tf.ones([1]), tf.constant([0]))
     for variable in (tf.Variable([0.0]), tf_private.make_variable(tf.zeros([1]))):
         kinds = [name for name in dir(variable) if name.startswith(("assign", "scatter"))]
-        with tf_private.assignments_replaced(make):
+        with tf_private.patch_assignments(make):
             for kind in kinds:
                 getattr(variable, kind)(slices)
             variable.batch_scatter_update(slices)
@@ -333,7 +333,7 @@ def test_sgd_in_one_pass_computes_what_keras_does(more, dtype, tolerance):
 
         @tf.function
         def update(dense):
-            with tf_private.in_one_pass(optimizer, lambda _: suits):
+            with tf_private.fused_sgd(optimizer, lambda _: suits):
                 optimizer.apply([dense, rows, dense], weights)
 
         for dense in gradients:
@@ -356,7 +356,7 @@ def test_other_optimizers_than_keras_own_sgd_are_not_fused():
 
     weight, optimizer = keras.Variable(tf.zeros([2])), Mine(0.1)
     optimizer.build([weight])
-    with tf_private.in_one_pass(optimizer, lambda _: True):
+    with tf_private.fused_sgd(optimizer, lambda _: True):
         optimizer.apply([tf.ones([2])], [weight])
     np.testing.assert_array_equal(weight.numpy(), 1.0)
 
@@ -415,7 +415,7 @@ def test_layers_get_float64_in_the_block_and_thread_alone():
     """Those of policies of all kinds: tests/commands/test_verify.py."""
     given = keras.dtype_policies.serialize(keras.DTypePolicy("mixed_float16"))
     config = layers.Dense(2, dtype="float32").get_config()
-    with pytest.raises(ZeroDivisionError), all_in_float64():
+    with pytest.raises(ZeroDivisionError), force_float64():
         assert dtypes(given) == ("float64", "float64")
         assert layers.Dense.from_config(config).compute_dtype == "float64"
         attention = layers.MultiHeadAttention(2, 3, dtype="float32")
@@ -440,7 +440,7 @@ class Float32ByName(layers.Layer):
 
 def test_weights_that_ask_for_float32_get_float64_in_the_block():
     """But for those of quantised layers, whose ops have no other."""
-    with floatx_set("float64"), all_in_float64():
+    with floatx_set("float64"), force_float64():
         tuned = layers.Dense(3), layers.EinsumDense("ab,bc->ac", 3), layers.Embedding(5, 3)
         int8 = layers.Dense(3).get_config() | {"dtype": "int8_from_float32"}
         others = Float32ByName(), layers.Dense.from_config(int8)
@@ -496,7 +496,7 @@ def test_keras_knows_of_its_metrics_which_is_better(evaluated):
     model, _ = evaluated
     known = {"loss": "min", "b_loss": "min", "a_mae": "min", "b_accuracy": "max"}
     for name, which in (known | {"a_own": None, "none": None}).items():
-        assert tf_private.better(model, name) == which, name
+        assert tf_private.metric_direction(model, name) == which, name
 
 
 def test_outputs_and_losses_are_those_that_steps_compute(evaluated):
@@ -506,10 +506,10 @@ def test_outputs_and_losses_are_those_that_steps_compute(evaluated):
     def make(compute):
         return lambda *args, **kwargs: losses.append(compute(*args, **kwargs)) or losses[-1]
 
-    with tf_private.outputs_watched(model, outputs.append):
+    with tf_private.watch_outputs(model, outputs.append):
         model.test_step(batch)
     tf.nest.map_structure(np.testing.assert_array_equal, outputs, [model(batch[0])])
-    with tf_private.computed_losses_replaced(model, make):
+    with tf_private.patch_compute_loss(model, make):
         logs = model.train_step(batch)
     assert [float(loss) for loss in losses] == [float(logs["loss"])]
     model.train_step(batch)

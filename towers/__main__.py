@@ -27,7 +27,7 @@ def main() -> None:
         if not listener.asked:
             raise
         code, line = listener.stopping(listener.asked)
-        signals.complain(line)
+        signals.print_error(line)
     listener.close(code)
 
 

@@ -80,11 +80,11 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError, RecursionError):  # of brackets within brackets
         pass
-    damaged(path)
+    warn_damaged(path)
     return {}
 
 
-def damaged(path: Path) -> None:
+def warn_damaged(path: Path) -> None:
     """Print a warning that a file is damaged."""
     line = printable(f"warning     {path} is damaged, and taken as absent")
     print(line, file=sys.stderr, flush=True)
@@ -157,7 +157,7 @@ class Lock:
         return None
 
 
-class Home:
+class RunDirectory:
     """The folder of a run that trains; files that are deleted meanwhile are written again.
 
     These are the ones that a run needs to be resumed and writes only at its start.

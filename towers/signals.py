@@ -37,7 +37,7 @@ EXIT_STOPPED = 75  # as sysexits.h has it: try again, and it goes on
 _current: "Listener | None" = None
 
 
-class Ended(KeyboardInterrupt):
+class Interrupted(KeyboardInterrupt):
     """A signal that asks for an end came where nobody polls for it."""
 
 
@@ -152,7 +152,7 @@ class Listener:
         again = first and now - first > _SAME_SECONDS
         seen = first and self.owner  # while that one is answered; the thread ends what is blocked
         if (self._tick is None and not seen) or (again and not self.owner):
-            raise Ended(_name(number))
+            raise Interrupted(_name(number))
 
     def _note(self, number: int) -> bool:
         """Record a signal that asks for an end; return whether it is a second one."""
@@ -227,7 +227,7 @@ def interrupted(number: int) -> tuple[int, str]:
     return 128 + number, f"interrupted by {_name(number)}"
 
 
-def complain(message: object) -> None:
+def print_error(message: object) -> None:
     """Print a message to standard error in one line, without the line breaks of a user's text."""
     print("towers:", printable(" ".join(str(message).splitlines())), file=sys.stderr, flush=True)
 

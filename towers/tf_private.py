@@ -104,18 +104,18 @@ def _replaced(*changes: tuple[Any, str, Make]) -> Iterator[None]:
 # Layers.
 
 
-def layer_calls_replaced(make: Make) -> Block:
+def patch_layer_calls(make: Make) -> Block:
     """Replace the call of all Keras layers. Public: a hook that sees each layer's outputs."""
     return _replaced((keras.Layer, "__call__", make))
 
 
-def add_loss_replaced(make: Make) -> Block:
+def patch_add_loss(make: Make) -> Block:
     """Replace `add_loss` of all Keras layers. Public: a hook that knows which layer adds a loss."""
     return _replaced((keras.Layer, "add_loss", make))
 
 
 @contextlib.contextmanager
-def losses_kept() -> Iterator[None]:
+def keep_losses() -> Iterator[None]:
     """Make layers that are called again in the block keep their losses. Public: none does."""
     found: dict[int, tuple[keras.Layer, list[Any]]] = {}
 
@@ -132,7 +132,7 @@ def losses_kept() -> Iterator[None]:
         layer._losses[:] = losses
 
 
-def batch_norm_replaced(make_call: Make, make_moments: Make) -> Block:
+def patch_batch_norm(make_call: Make, make_moments: Make) -> Block:
     """Replace BatchNormalization's `call` and `_moments`. Public: moments from elsewhere."""
     layer = keras.layers.BatchNormalization
     return _replaced((layer, "call", make_call), (layer, "_moments", make_moments))
@@ -222,7 +222,7 @@ def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> tf
     return get_data_adapter(x, y, sample_weight, batch_size=batch_size).get_tf_dataset()
 
 
-def better(model: keras.Model, name: str) -> str | None:
+def metric_direction(model: keras.Model, name: str) -> str | None:
     """Return "max" or "min", which of a metric is better, None if Keras does not know.
 
     Public: `ModelCheckpoint(mode="auto")`, after training.
@@ -240,7 +240,7 @@ def better(model: keras.Model, name: str) -> str | None:
     return None
 
 
-def outputs_watched(model: keras.Model, watch: Callable[[Any], object]) -> Block:
+def watch_outputs(model: keras.Model, watch: Callable[[Any], object]) -> Block:
     """Call `watch` with what a model's metrics are computed from. Public: predict again."""
 
     def make(compute: Callable) -> Callable:
@@ -253,12 +253,12 @@ def outputs_watched(model: keras.Model, watch: Callable[[Any], object]) -> Block
     return _replaced((model, "compute_metrics", make))
 
 
-def computed_losses_replaced(model: keras.Model, make: Make) -> Block:
+def patch_compute_loss(model: keras.Model, make: Make) -> Block:
     """Replace a model's `compute_loss`. Public: a subclass; the model is the user's."""
     return _replaced((model, "compute_loss", make))
 
 
-def losses_replaced(make: Make) -> Block:
+def patch_losses(make: Make) -> Block:
     """Replace the call of all Keras losses. Public: a hook that sees what a loss is given."""
     return _replaced((keras.Loss, "__call__", make))
 
@@ -350,24 +350,24 @@ _ASSIGNMENTS = (
 ).split()
 
 
-def assignments_replaced(make: Callable[[str], Make]) -> Block:
+def patch_assignments(make: Callable[[str], Make]) -> Block:
     """Replace the methods, by name, that assign to a `tf.Variable`. Public: a scope of its own."""
     owners = variable_ops.BaseResourceVariable, variable_ops.ResourceVariable
     names = [(owner, name) for owner in owners for name in _ASSIGNMENTS if name in vars(owner)]
     return _replaced(*((owner, name, make(name)) for owner, name in names))
 
 
-def assignments_noted(assigned: list[tf.Variable]) -> Block:
+def record_assignments(assigned: list[tf.Variable]) -> Block:
     """Add each `tf.Variable` to `assigned` whose methods assign to it. Public: as above."""
 
     def assign(own: Callable, variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
         assigned.append(variable)
         return own(variable, *args, **kwargs)
 
-    return assignments_replaced(lambda _: lambda own: functools.partial(assign, own))
+    return patch_assignments(lambda _: lambda own: functools.partial(assign, own))
 
 
-def reads_replaced(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
+def patch_reads(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
     """Read each `tf.Variable` by `read(variable, own)`, where `own(variable)` is TensorFlow's way.
 
     A tape finds from the value to the variable, as after TensorFlow's own read. Public: none; a
@@ -428,7 +428,7 @@ def recording_restarted() -> Block:
     return _replaced(*((recorder, "__enter__", make) for recorder in recorders))
 
 
-def recorded_as_one(
+def record_as_one_op(
     name: str, outputs: Sequence[tf.Tensor], inputs: Sequence[Any], backward: Callable
 ) -> list[tf.Tensor]:
     """Return `outputs` as those of one op, whose gradient by `inputs` is `backward(*upstream)`.
@@ -570,7 +570,7 @@ def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
     return _replaced((extended, "update", make), (optimizer, "_all_reduce_sum_gradients", gathered))
 
 
-def in_one_pass(
+def fused_sgd(
     optimizer: keras.optimizers.Optimizer, suits: Callable[[tf.Variable], bool]
 ) -> Block:
     """Make Keras' SGD update variables that `suits` accepts by TensorFlow's fused kernels.
@@ -663,13 +663,13 @@ DRAWS = (
 )
 
 
-def draws_replaced(draw: Callable) -> Block:
+def patch_draws(draw: Callable) -> Block:
     """Make the thread call `draw(name, ...)` in place of the ops in DRAWS."""
     makes = {name: lambda _, name=name: functools.partial(draw, name) for name in DRAWS}
     return _replaced(*((draw_ops, name, make) for name, make in makes.items()))
 
 
-def keys_replaced(key_and_counter: Callable) -> Block:
+def patch_keys(key_and_counter: Callable) -> Block:
     """Make draws take key and counter from `key_and_counter(seed)`. Public: none takes a key."""
     make = lambda _: lambda seed, _alg: key_and_counter(seed)  # noqa: E731
     return _replaced((random_ops_util, "_get_key_counter", make))
@@ -691,7 +691,7 @@ def draw_op(name: str) -> Callable:
 _OF_INTEGERS = "take signbit equal not_equal less less_equal greater greater_equal".split()
 
 
-def ops_of_integers_replaced(make: Callable[[str], Make]) -> Block:
+def patch_integer_ops(make: Callable[[str], Make]) -> Block:
     """Replace keras.ops that compare integers; Embedding calls `take`, argmax `signbit`.
 
     Public: none; TensorFlow computes with int32 on the host.
@@ -728,7 +728,7 @@ def custom_gradients_copied() -> Block:
     return _replaced((tf, "custom_gradient", make))
 
 
-def functions_inlined(around: Callable[[], Block] = contextlib.nullcontext) -> Block:
+def inline_functions(around: Callable[[], Block] = contextlib.nullcontext) -> Block:
     """Make the thread run each `tf.function` as a part of its caller, converted by AutoGraph.
 
     Its one trace would serve all towers with the first one's draws. One that XLA is to compile, or
@@ -819,7 +819,7 @@ def function_of(graph: tf.Graph) -> tf.Graph:
     return graph
 
 
-def at_each_call(graph: tf.Graph, number: Callable[[], int], dtype: tf.DType) -> tf.Tensor:
+def call_time_scalar(graph: tf.Graph, number: Callable[[], int], dtype: tf.DType) -> tf.Tensor:
     """Return a scalar that is `number()` anew at each call of the function of a graph.
 
     Eagerly, and in a graph that is no function's, it is called once. Public: an argument.
@@ -829,7 +829,7 @@ def at_each_call(graph: tf.Graph, number: Callable[[], int], dtype: tf.DType) ->
             return tf.constant(number(), dtype)
 
     def value() -> list[tf.Tensor]:
-        return [at_each_call(function_of(tf.compat.v1.get_default_graph()), number, dtype)]
+        return [call_time_scalar(function_of(tf.compat.v1.get_default_graph()), number, dtype)]
 
     with graph.as_default(), tf.device("/cpu:0"):
         key, spec = object(), tf.TensorSpec([], dtype)
@@ -971,7 +971,7 @@ def was_connected() -> bool:
 
 
 @contextlib.contextmanager
-def asked_by_calls() -> Iterator[None]:
+def unary_rpcs() -> Iterator[None]:
     """Ask servers by a call for each op in the block, which fails with the server.
 
     By streams, TensorFlow's way, it is never known to have failed, and `connect` waits for it. All
@@ -1009,7 +1009,7 @@ def device_memory_bytes() -> dict[str, int]:
 # Precision.
 
 
-def all_in_float64() -> Block:
+def force_float64() -> Block:
     """Make layers that are made in the block, by this thread, compute in and have float64.
 
     One that asks for float32, as guides tell users of mixed precision, would round, and rounding

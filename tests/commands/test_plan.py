@@ -51,7 +51,7 @@ def test_what_the_dense_model_moves_and_holds_with_its_variables_on_the_host():
         assert found.planned[HOST, name] == DENSE_BYTES + rows * A_ROW + CONDITION
         assert found.planned[name, HOST] == DENSE_BYTES + LOSS
     assert len(found.planned) == 6
-    held = memory.held(found.run, found.step, TOWERS[0])
+    held = memory.memory_by_purpose(found.run, found.step, TOWERS[0])
     assert (held["weights"], held["optimizer"], held["average"]) == (0, 0, 0)
     assert held["weights_received"] == held["gradients"] == DENSE_BYTES
     assert held["batch"] == 3 * A_ROW
@@ -87,7 +87,7 @@ def test_what_it_moves_and_holds_with_replicated_variables():
     assert [counts["per_device"][name]["collective"] for name in TOWERS] == [ring] * 3
     assert not {(s, t) for s, t in found.planned if HOST not in (s, t)}  # no gradient is sent
     assert found.planned[HOST, TOWERS[1]] < 3 * A_ROW + 100
-    held = memory.held(found.run, found.step, TOWERS[1])
+    held = memory.memory_by_purpose(found.run, found.step, TOWERS[1])
     assert held["weights"] == DENSE_BYTES <= held["optimizer"]
     assert held["average"] == 0  # it is on the first tower
 

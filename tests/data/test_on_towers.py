@@ -32,7 +32,7 @@ def split(num=23, **changes):
 @pytest.mark.parametrize("held", [False, *run([True])])
 def test_batches_are_those_of_the_host(held):
     train = split().held_out(0.3)[0] if held else split()
-    stored = on_towers.store(train, GPUS)
+    stored = on_towers.cache_on_devices(train, GPUS)
     given = dict(seed=3, step=2, examples=14)
     ours, theirs = stored.train_batches(7, **given), train.train_batches(7, **given)
     for (rows, draws), (example, same_draws) in zip(ours.take(9), theirs.take(9), strict=True):
@@ -44,7 +44,7 @@ def test_batches_are_those_of_the_host(held):
 @pytest.mark.run
 def test_each_tower_takes_its_rows_where_it_is():
     train = split()
-    stored = on_towers.store(train, GPUS)
+    stored = on_towers.cache_on_devices(train, GPUS)
     (example, _) = next(iter(train.train_batches(5, seed=1)))
     (rows, _) = next(iter(stored.train_batches(5, seed=1)))
 
@@ -72,13 +72,13 @@ def test_what_does_not_fit_stays_on_the_host(monkeypatch):
     assert size == 23 * (4 * 5 * 3 + 8 * 7 + 8 + 4)
     limits = dict.fromkeys(GPUS, 4 * size)
     monkeypatch.setattr(on_towers.tf_private, "device_memory_bytes", lambda: limits)
-    assert on_towers.store(train, GPUS).bytes == size
+    assert on_towers.cache_on_devices(train, GPUS).bytes == size
     limits["/cpu:2"] -= 1
-    assert on_towers.store(train, GPUS) is None
-    assert on_towers.store(train, GPUS[:1])
+    assert on_towers.cache_on_devices(train, GPUS) is None
+    assert on_towers.cache_on_devices(train, GPUS[:1])
 
 
 @pytest.mark.unit
 def test_nothing_is_copied_to_a_cpu_nor_are_texts_to_a_gpu():
-    assert on_towers.store(split(), ["/cpu:0", "/cpu:1"]) is None
-    assert on_towers.store(split(text=np.array(["a"] * 23)), GPUS) is None
+    assert on_towers.cache_on_devices(split(), ["/cpu:0", "/cpu:1"]) is None
+    assert on_towers.cache_on_devices(split(text=np.array(["a"] * 23)), GPUS) is None

@@ -388,9 +388,9 @@ def test_gpus_are_left_alone_where_towers_are_to_be_on_cpus(install):
 
 def test_the_fast_half_precision_of_old_cards_is_named(install):
     install(A100, Card("Tesla V100", (7, 0)))
-    (line,) = gpus.advice_on("mixed_bfloat16")
+    (line,) = gpus.precision_advice("mixed_bfloat16")
     assert "/gpu:1 (Tesla V100, compute capability 7.0)" in line and "A100" not in line
     assert line.endswith("type --dtype=mixed_float16")
-    assert gpus.advice_on("mixed_float16") == gpus.advice_on("float32") == []
+    assert gpus.precision_advice("mixed_float16") == gpus.precision_advice("float32") == []
     install(A100)
-    assert gpus.advice_on("mixed_bfloat16") == []
+    assert gpus.precision_advice("mixed_bfloat16") == []

@@ -131,13 +131,13 @@ def _run(kind: str, argv: tuple[str, ...]) -> str:
 def _read_data(name: str, folder: str) -> str:
     from towers.options.run import Options
     from towers.training.run import load_data
-    from towers.training.tensorflow_errors import one_line_errors
+    from towers.training.tensorflow_errors import user_facing_errors
 
     options = Options(dataset=name, data_dir=folder)
     try:
         with contextlib.redirect_stderr(io.StringIO()), _few_records_and_no_download():
             found = load_data(options)
-            with one_line_errors(options):
+            with user_facing_errors(options):
                 for split in found.train, found.test:
                     next(iter(split.eval_batches(4)), None)
                 next(iter(found.train.train_batches(4, seed=0)), None)

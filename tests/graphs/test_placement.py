@@ -18,8 +18,8 @@ from towers import cli
 from towers.builder import kinds
 from towers.errors import InputError
 from towers.graphs import placement_report
-from towers.graphs.placement import Op, Placement, Transfer, read_placement, short
-from towers.training.tensorflow_errors import one_line_errors
+from towers.graphs.placement import Op, Placement, Transfer, read_placement, short_device_name
+from towers.training.tensorflow_errors import user_facing_errors
 
 pytestmark = pytest.mark.graph
 
@@ -105,7 +105,7 @@ def test_names_are_read_as_tower_and_layer():
         "/job:localhost/cpu:0": "/cpu:0",
         "": "",
     }.items():
-        assert short(long) == name
+        assert short_device_name(long) == name
 
 
 @pytest.mark.process
@@ -292,7 +292,7 @@ def test_an_op_without_a_kernel_for_the_device_is_named_with_its_layer(end):
         "satisfy explicit device specification '/job:localhost/replica:0/task:0/device:GPU:0' "
         f"because no supported kernel for GPU devices is available.\nColocation Debug Info:\n{end}"
     )
-    with pytest.raises(InputError) as error, one_line_errors(tiny.options("unused")):
+    with pytest.raises(InputError) as error, user_facing_errors(tiny.options("unused")):
         raise tf.errors.InvalidArgumentError(None, None, said)
     (line,) = str(error.value).splitlines()
     assert "GatherV2, of layer net/crop, has no kernel for /gpu:0" in line

@@ -161,8 +161,8 @@ def test_the_shipped_models_are_those_of_the_checkout(write, modules, away, monk
         assert told(name) is None and functions.is_shipped(name)
         file = inspect.getsourcefile(load_function("model", name))
         assert file == str(functions._CHECKOUT / f"{name.partition(':')[0].replace('.', '/')}.py")
-    assert functions.namesake("models.resnet:resnet") == "models/resnet.py"
-    assert not functions.namesake("models.vit:vit") and not functions.namesake("models.resnet:own")
+    assert functions.shadowing_file("models.resnet:resnet") == "models/resnet.py"
+    assert not functions.shadowing_file("models.vit:vit") and not functions.shadowing_file("models.resnet:own")
     assert sys.path == before and "models" not in sys.modules
     monkeypatch.setattr(functions, "_CHECKOUT", modules / "none")  # installed without a checkout
     (modules / "models/__init__.py").unlink()
@@ -208,9 +208,9 @@ def test_what_does_not_tell_how_it_is_called_is_refused(name):
 
 
 def test_a_function_that_is_called_without_arguments_needs_none(folder):
-    assert functions.call_plainly("dataset", "os:getcwd") == str(folder)
+    assert functions.call_without_arguments("dataset", "os:getcwd") == str(folder)
     with pytest.raises(InputError, match="^--optimizer=math:sin is called without arguments, but"):
-        functions.call_plainly("optimizer", "math:sin")
+        functions.call_without_arguments("optimizer", "math:sin")
 
 
 # What a program gives in place of names: options stay texts, and each has its own functions.

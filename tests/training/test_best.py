@@ -8,7 +8,7 @@ import pytest
 from tests import tiny
 from tests.runs import done, forget_after
 from towers.errors import InputError
-from towers.training.best import Best, step_of
+from towers.training.best import BestTracker, step_of
 from towers.training.train import train
 
 pytestmark = pytest.mark.unit
@@ -18,7 +18,7 @@ MAX = ("accuracy", "max")
 
 def filled(folder, values, objective=MAX, patience=0.0, keep=True):
     """Return the evaluations after 10, 20, ... steps of 5 examples."""
-    best = Best(folder, objective, patience, keep, step=0)
+    best = BestTracker(folder, objective, patience, keep, step=0)
     for i, value in enumerate(values, 1):
         best.add(10 * i, 50 * i, value)
     return best
@@ -49,9 +49,9 @@ def test_a_run_is_over_when_it_became_no_better_for_so_many_examples(tmp_path):
 def test_a_run_that_goes_on_knows_what_was_before_and_not_what_comes(tmp_path):
     filled(tmp_path, [0.1, 0.3, 0.9]).write()
     assert step_of(tmp_path) == 30
-    again = Best(tmp_path, MAX, 0.0, True, step=20)
+    again = BestTracker(tmp_path, MAX, 0.0, True, step=20)
     assert again.step == 20 and again.knows(20) and not again.knows(30)
-    other = Best(tmp_path, ("loss", "min"), 0.0, True, step=20)
+    other = BestTracker(tmp_path, ("loss", "min"), 0.0, True, step=20)
     assert other.step is None
 
 
@@ -61,7 +61,7 @@ def test_a_file_that_is_no_good_is_as_none(tmp_path):
     for text in ["{", "[" * 100_000, *(json.dumps(about | {"points": p}) for p in points)]:
         (tmp_path / "best.json").write_text(text)
         assert step_of(tmp_path) is None
-        assert Best(tmp_path, MAX, 0.0, True, step=20).step is None
+        assert BestTracker(tmp_path, MAX, 0.0, True, step=20).step is None
 
 
 GIVEN = dict(validation_fraction=0.25, evaluate_every_epochs=0.5, keep_best=True, batch_size=9)

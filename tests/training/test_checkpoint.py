@@ -9,7 +9,7 @@ import tensorflow as tf
 from tests import tiny
 from towers.errors import InputError
 from towers.training.checkpoint import described, find, open_reader
-from towers.training.saving import Checkpoints
+from towers.training.saving import CheckpointManager
 
 pytestmark = pytest.mark.unit
 
@@ -24,7 +24,7 @@ def variables(value=1.0, **more):
 
 
 def opened(folder, value=0.0, keep=3, model="m:f", **more):
-    return Checkpoints(folder, variables(value, **more), {"model": model, "dataset": "d:f"}, keep)
+    return CheckpointManager(folder, variables(value, **more), {"model": model, "dataset": "d:f"}, keep)
 
 
 def save(folder, *steps, keep=3):
@@ -134,10 +134,10 @@ def test_tensorflow_reads_them_and_the_folder_may_be_moved(tmp_path):
 
 def test_names_come_back_as_they_were(tmp_path):
     odd = {name: tf.Variable(1.0) for name in ("a.b/c", "a/.S/b", "x..y", "ü ~2", "/")}
-    Checkpoints(tmp_path, odd, {}).save_now(1)
+    CheckpointManager(tmp_path, odd, {}).save_now(1)
     with open_reader(str(tmp_path / "ckpt-1")) as reader:
         assert described(reader) == dict.fromkeys(odd, "float32[]")
-    assert Checkpoints(tmp_path, odd, {}).restore() == 1
+    assert CheckpointManager(tmp_path, odd, {}).restore() == 1
 
 
 OTHERS = {
@@ -165,7 +165,7 @@ def test_a_variable_too_many_in_the_checkpoint_is_refused_unless_it_does_not_mat
     opened(tmp_path, 5.0, extra=tf.Variable(5.0)).save_now(5)
     with pytest.raises(InputError, match="extra is float32.. there and absent here"):
         restored(tmp_path)
-    some = Checkpoints(tmp_path, variables(-1.0), {"model": "m:f"}, exact=False)
+    some = CheckpointManager(tmp_path, variables(-1.0), {"model": "m:f"}, exact=False)
     assert some.restore() == 5
     assert some.variables["step"].numpy() == 5
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 import towers
 from tests import runs, tiny
 from towers.errors import InputError
-from towers.options.given import as_text
+from towers.options.given import option_text
 from towers.training.run import prepare
 
 pytestmark = pytest.mark.run
@@ -48,7 +48,7 @@ def run(train_dir, model=plain, **changes):
 def options_of(**given):
     """Return options as `towers.train` makes them."""
     given = dict(model=plain, dataset=numbers, batch_size=10, num_towers=2, max_steps=6) | given
-    return towers.Options(**{name: as_text(name, value) for name, value in given.items()})
+    return towers.Options(**{name: option_text(name, value) for name, value in given.items()})
 
 
 def loop_of(**given):

@@ -10,7 +10,7 @@ from towers.devices import remote
 from towers.errors import InputError, RunError
 from towers.graphs.placement import read_placement
 from towers.options.run import Options
-from towers.training.tensorflow_errors import one_line_errors
+from towers.training.tensorflow_errors import user_facing_errors
 from towers.workers import cluster
 
 pytestmark = pytest.mark.process
@@ -21,7 +21,7 @@ extended = pytest.mark.extended
 def two_workers(two_addresses):
     """Give the flags for two towers on each of two workers."""
     yield dict(workers=",".join(two_addresses), towers_per_worker=2, num_towers=0)
-    if connected := remote.current():
+    if connected := remote.current_cluster():
         connected.close()
 
 
@@ -144,8 +144,8 @@ def test_a_file_that_is_another_one_is_named_and_none_is_needed(tmp_path, monkey
         assert loop.run.on_towers
         other.write_bytes(b"GIF89a, or not")
         line = rf"{other} row \d, on worker 0 \({worker.address}\), is damaged"
-        with pytest.raises(RunError, match=line), one_line_errors(loop.run.options):
+        with pytest.raises(RunError, match=line), user_facing_errors(loop.run.options):
             loop(9)
     finally:
-        remote.current().close()
+        remote.current_cluster().close()
         worker.close()

@@ -19,7 +19,7 @@ from tests.programs import python
 from tests.runs import rare
 from towers.training import checkpoint
 from towers.training.checkpoint import find
-from towers.training.saving import Checkpoints
+from towers.training.saving import CheckpointManager
 
 pytestmark = pytest.mark.run
 
@@ -217,7 +217,7 @@ def test_a_fit_that_ended_is_not_repeated_nor_goes_on_with_another_model(tmp_pat
     other.compile("adam", "mse")
     with pytest.raises(towers.InputError, match="model/0 is float32.* there and float32.* here"):
         fit(other, callbacks=[ExactResume(tmp_path)])
-    Checkpoints(tmp_path / "run", {"step": tf.Variable(5)}, {"model": "m:f"}).save_now(5)
+    CheckpointManager(tmp_path / "run", {"step": tf.Variable(5)}, {"model": "m:f"}).save_now(5)
     with pytest.raises(towers.InputError, match="ckpt-5 is of a run of `towers train`"):
         fit(make(), callbacks=[ExactResume(tmp_path / "run")])
     with pytest.raises(towers.InputError, match="every_steps=-1"):

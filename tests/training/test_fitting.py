@@ -12,7 +12,7 @@ from tests.runs import refusal, released
 from towers import cli, devices
 from towers.data import ArraySplit, Data, augment
 from towers.errors import InputError
-from towers.options.given import as_text
+from towers.options.given import option_text
 from towers.options.run import Options
 from towers.training import fitting, model
 from towers.training.run import assemble
@@ -36,7 +36,7 @@ def data_of(*example):
 
 
 def options_of(make, **more):
-    given = dict(model=as_text("model", make), dataset="my:data", batch_size=SIZE, max_steps=1)
+    given = dict(model=option_text("model", make), dataset="my:data", batch_size=SIZE, max_steps=1)
     return Options(**given, **more)
 
 
@@ -63,7 +63,7 @@ class Eager:
         given = dict(num_classes=self.data.num_classes, x=self.data.train.spec[0])
         self.model = model.build_for(self.options, **given)
         self.builder = types.SimpleNamespace(devices=["/cpu:0"], num_slices=1)
-        self.pairs = fitting.Pairs(self.model) if self.model.compiled else None
+        self.pairs = fitting.LossRecorder(self.model) if self.model.compiled else None
         self.unsaved = ()
 
     def loss(self, *batch):
@@ -86,7 +86,7 @@ def lines(make, *example):
     tf.config.run_functions_eagerly(True)
     try:
         if task.pairs:
-            with fitting.explained(task, task.pairs, [batch]), task.pairs.noted(arrays[1:2]):
+            with fitting.translate_loss_errors(task, task.pairs, [batch]), task.pairs.noted(arrays[1:2]):
                 task.loss(*arrays, batch[1])
         return fitting.check(task, batch)
     finally:

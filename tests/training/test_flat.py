@@ -14,7 +14,7 @@ from towers import tf_private
 from towers.builder import kinds
 from towers.options.run import OPTIMIZERS, Options
 from towers.training import masters as places
-from towers.training.masters import Masters, Replica
+from towers.training.masters import TrainState, WeightCopy
 from towers.training.optimizers import make_optimizer, rules_of
 from towers.training.update import make_update
 
@@ -64,8 +64,8 @@ def masters_on(devices, model, options, **more):
             twins = places.copy(weights, device)
             with tf.device(device):
                 own = make_optimizer(twins, options)
-            copies.append(Replica(twins, own, device, places.counter("examples", device)))
-        return Masters(model, optimizer, device=devices[0], copies=copies, **more)
+            copies.append(WeightCopy(twins, own, device, places.counter("examples", device)))
+        return TrainState(model, optimizer, device=devices[0], copies=copies, **more)
 
 
 def gradients_for(weights, step, overflow=False):

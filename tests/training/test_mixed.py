@@ -8,7 +8,7 @@ import tensorflow as tf
 import towers
 from tests import tiny
 from towers.data import augment, parts
-from towers.data.on_towers import OnTowers
+from towers.data.on_towers import DeviceCache
 from towers.errors import InputError
 from towers.options.augmentation import parse
 from towers.training.run import prepare
@@ -58,7 +58,7 @@ def test_examples_of_what_lies_on_the_towers_are_mixed_alike():
     run = prepare(tiny.options("unused", **given))
     example, draws = next(iter(run.data.train.train_batches(NUM, seed=1)))
     expected = run.task.gradients(*example, draws)
-    stored = OnTowers(run.data.train, run.builder.devices)
+    stored = DeviceCache(run.data.train, run.builder.devices)
     rows, (own, (partners, of_partners)) = next(iter(stored.train_batches(NUM, seed=1)))
     partners = stored.example(partners), of_partners
     found = run.task.gradients(*stored.example(rows), (own, partners))

@@ -13,7 +13,7 @@ from tests.runs import rare
 from towers.builder import kinds
 from towers.data import on_towers
 from towers.data.pipeline import NUM_DRAWS
-from towers.graphs.placement import read_placement, short, traced_ops
+from towers.graphs.placement import read_placement, short_device_name, traced_ops
 from towers.monitoring import events
 from towers.options.run import Options
 from towers.training import best, start
@@ -35,7 +35,7 @@ def loop_of(num_towers, variables, **more):
 
 
 def homes(loop):
-    return {name: short(v.device) for name, v in loop.masters.variables().items()}
+    return {name: short_device_name(v.device) for name, v in loop.masters.variables().items()}
 
 
 @pytest.mark.graph
@@ -239,7 +239,7 @@ def test_a_compiled_model_is_on_its_gpu_starts_few_ops_and_gives_the_same_number
     given |= dict(learning_rate=Options.learning_rate, dtype="float64")
     ours = loop_of(1, "default", **given)
     assert set(homes(ours).values()) == {"/cpu:1"}
-    assert {short(v.value.device) for v in ours.masters.model.metrics_variables} == {"/cpu:1"}
+    assert {short_device_name(v.value.device) for v in ours.masters.model.metrics_variables} == {"/cpu:1"}
     theirs = tiny.Loop(tiny.options("unused", devices="/cpu:0", **given))
     assert [np.isfinite(loop(3)["loss"]) for loop in (ours, theirs)] == [True, True]
     tiny.assert_close(ours.state(), theirs.state(), 1e-9)

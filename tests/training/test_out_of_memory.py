@@ -11,9 +11,9 @@ from towers.errors import InputError, RunError
 from towers.options.run import Options
 from towers.training import memory as of_step
 from towers.training import out_of_memory
-from towers.training.masters import Masters
+from towers.training.masters import TrainState
 from towers.training.run import prepare
-from towers.training.tensorflow_errors import one_line_errors
+from towers.training.tensorflow_errors import user_facing_errors
 
 pytestmark = pytest.mark.unit
 
@@ -116,13 +116,13 @@ def test_a_run_that_needs_too_much_ends_in_one_line(tmp_path, capsys):
 @pytest.mark.extended  # here, too
 def test_variables_that_need_too_much():
     with pytest.raises(RunError, match="out of memory: /cpu:0 asked for 4.0 PiB, float32"):
-        with one_line_errors(Options()), tf.device("/cpu:0"):
+        with user_facing_errors(Options()), tf.device("/cpu:0"):
             tf.zeros([2**25, 2**25])
 
 
 def test_arrays_of_python():
     with pytest.raises(RunError, match="out of memory: Unable to all.*the error comes from tests/"):
-        with one_line_errors(Options()):
+        with user_facing_errors(Options()):
             raise MemoryError("Unable to allocate 8.00 PiB for an array with shape (2,)")
 
 
@@ -143,7 +143,7 @@ def test_copies_of_weights_that_do_not_fit_are_one_line(tmp_path, capsys, monkey
         shape = "OOM when allocating tensor with shape[192,20000] and type float"
         raise tf.errors.ResourceExhaustedError(None, None, f"{shape} on {GPU} by allocator GPU_1")
 
-    monkeypatch.setattr(Masters, "set_copies", full)
+    monkeypatch.setattr(TrainState, "set_copies", full)
     flags = "--model=tests.tiny:dense --dataset=tests.tiny:images --max_steps=1".split()
     code, _, err = command(capsys, "train", f"--train_dir={tmp_path}/run", *flags)
     assert code == 1 and len(err.splitlines()) == 1

@@ -6,14 +6,14 @@ import pytest
 from tests import tiny
 from towers import devices
 from towers.builder.kinds import cpus_for_gpus
-from towers.training.rules import rule_book
+from towers.training.rules import run_summary
 from towers.training.run import prepare
 
 pytestmark = pytest.mark.graph
 
 
 def test_the_rule_book_in_full():
-    assert rule_book(prepare(tiny.options("unused", num_towers=2))) == [
+    assert run_summary(prepare(tiny.options("unused", num_towers=2))) == [
         "towers      2: /cpu:0, /cpu:1; gather on /cpu:0",
         "batch size  7 global (1 x 4 and 1 x 3 per tower), float32",
         "data        tests.tiny:images: 60 training examples per epoch, 23 test; "
@@ -37,7 +37,7 @@ def test_the_rule_book_in_full():
 
 
 def line(start, **changes):
-    (found,) = [x for x in rule_book(prepare(tiny.options("t", **changes))) if x.startswith(start)]
+    (found,) = [x for x in run_summary(prepare(tiny.options("t", **changes))) if x.startswith(start)]
     return found
 
 
@@ -92,7 +92,7 @@ def test_what_batch_norm_over_all_gpus_costs_is_told():
     def lines(devices, **changes):
         given = dict(num_towers=devices.count(",") + 1, devices=devices, variables="replicated")
         given |= dict(augment="none") | model | changes
-        return [x for x in rule_book(prepare(tiny.options("t", **given))) if "kernels" in x]
+        return [x for x in run_summary(prepare(tiny.options("t", **given))) if "kernels" in x]
 
     with cpus_for_gpus():
         (line,) = lines("/cpu:1,/cpu:2")

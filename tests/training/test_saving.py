@@ -14,7 +14,7 @@ from towers.errors import RunError
 from towers.monitoring import events
 from towers.training import manifest
 from towers.training.checkpoint import find
-from towers.training.saving import Checkpoints
+from towers.training.saving import CheckpointManager
 from towers.training.train import train
 
 pytestmark = pytest.mark.run
@@ -113,7 +113,7 @@ def test_a_disk_that_fills_up_costs_no_training(tmp_path, monkeypatch, capsys, u
 @pytest.mark.unit
 def test_the_best_is_kept_until_a_better_one_is_on_the_disk(tmp_path):
     variables = {"step": tf.Variable(0, dtype=tf.int64)}
-    checkpoints = Checkpoints(tmp_path, variables, {}, keep=1)
+    checkpoints = CheckpointManager(tmp_path, variables, {}, keep=1)
     for step in range(1, 5):
         variables["step"].assign(step)
         checkpoints.best = {1: 1, 2: 1, 3: 99, 4: 4}[step]  # 99 could not be written

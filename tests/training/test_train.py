@@ -17,7 +17,7 @@ from towers.errors import InputError
 from towers.monitoring import events
 from towers.monitoring.monitor import Monitor
 from towers.training import manifest
-from towers.training.run import Run
+from towers.training.run import RunContext
 from towers.training.task import Task
 from towers.training.train import table, train
 
@@ -132,7 +132,7 @@ def test_flags_cfg_repeats_the_run_and_calls_of_other_lengths_change_no_bit(
         call.get_concrete_function = loop.get_concrete_function
         return call
 
-    keep(Run, "train_loop", observed)
+    keep(RunContext, "train_loop", observed)
     tasks, evaluate = [], Task._evaluate
     monkeypatch.setattr(Task, "_evaluate", lambda *own: (tasks.append(own[0]), evaluate(*own))[1])
     flags = f"--flagfile={whole}/flags.cfg", f"--train_dir={tmp_path}", "--steps_per_loop=3"

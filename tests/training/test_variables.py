@@ -10,10 +10,10 @@ from towers.builder import collectives, gather
 from towers.builder.tower import TowerBuilder
 from towers.commands.verify.options import VerifyOptions
 from towers.errors import InputError
-from towers.graphs.placement import read_placement, short
+from towers.graphs.placement import read_placement, short_device_name
 from towers.options.run import Options
 from towers.training import start
-from towers.training.masters import Masters
+from towers.training.masters import TrainState
 from towers.training.start import build
 from towers.training.train import train
 
@@ -38,7 +38,7 @@ def test_where_variables_lie(tmp_path):
         options = tiny.options(
             tmp_path, num_towers=2, variables=variables, model_args="width=40", ema_decay=0.9
         )
-        return {name: short(v.device) for name, v in tiny.Loop(options).masters.variables().items()}
+        return {name: short_device_name(v.device) for name, v in tiny.Loop(options).masters.variables().items()}
 
     assert set(places("cpu").values()) == {"/cpu:0"}
     sharded = places("sharded")
@@ -158,8 +158,8 @@ def test_copies_that_drift_are_told_and_go_on_from_what_is_saved(
         flat[0] = np.nextafter(flat[0], np.float32(9))
         variable.assign(flat.reshape(variable.shape))
 
-    masters, real = [], Masters.make_copies_equal
-    monkeypatch.setattr(Masters, "make_copies_equal", lambda own: masters.append(own) or real(own))
+    masters, real = [], TrainState.make_copies_equal
+    monkeypatch.setattr(TrainState, "make_copies_equal", lambda own: masters.append(own) or real(own))
     runs.at_step(monkeypatch, {4: drift})
     given = dict(num_towers=2, variables="replicated", checkpoint_every_steps=2, steps_per_loop=1)
     train(tiny.options(tmp_path, max_steps=6, **given))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from towers.workers import rendezvous
-from towers.workers.rendezvous import Claim, DeviceInfo, Lease, WorkerInfo
+from towers.workers.rendezvous import Reservation, DeviceInfo, Owner, WorkerInfo
 from towers.workers.server import Claims
 
 pytestmark = pytest.mark.unit
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.unit
 OFFER = WorkerInfo("1.0", "2.21.0", address="h:1", devices=(DeviceInfo("/gpu:0", "A100", 2**30),))
 
 
-@pytest.mark.parametrize("notice", [OFFER, Claim("a", "h", 3, "u", 2.0), Lease("a", "h", 3, "u")])
+@pytest.mark.parametrize("notice", [OFFER, Reservation("a", "h", 3, "u", 2.0), Owner("a", "h", 3, "u")])
 def test_what_is_written_is_read_and_half_of_it_is_nothing(notice):
     text = rendezvous.to_text(notice)
     assert rendezvous.from_text(type(notice), text) == notice
@@ -21,19 +21,19 @@ def test_what_is_written_is_read_and_half_of_it_is_nothing(notice):
 
 
 def test_a_free_worker_and_other_versions_are_understood_as_far_as_they_go():
-    assert rendezvous.to_text(None) == "{}" and rendezvous.from_text(Lease, b"{}").id == ""
+    assert rendezvous.to_text(None) == "{}" and rendezvous.from_text(Owner, b"{}").id == ""
     newer = rendezvous.from_text(WorkerInfo, '{"towers": "0.9", "colour": "red"}')
     assert newer == WorkerInfo(towers="0.9")
 
 
 @pytest.mark.parametrize("text", ["[]", "1", '{"pid": "x"}', '{"id": null}', b"\xff", "[" * 9999])
 def test_what_is_no_claim_is_none(text):
-    assert rendezvous.from_text(Claim, text) is None
+    assert rendezvous.from_text(Reservation, text) is None
 
 
 @pytest.mark.parametrize("seconds, then", [(-1, 15), ("NaN", 15), ("Infinity", 15), (1e9, 3600)])
 def test_no_claim_keeps_a_worker_for_ever(seconds, then):
-    claim = rendezvous.from_text(Claim, f'{{"id": "a", "timeout_seconds": {seconds}}}')
+    claim = rendezvous.from_text(Reservation, f'{{"id": "a", "timeout_seconds": {seconds}}}')
     assert claim.timeout_seconds == then
 
 
@@ -41,8 +41,8 @@ def test_files_that_are_no_claims_and_odd_names_of_strangers():
     assert rendezvous.claim_id(rendezvous.claim_file("a-1_b")) == "a-1_b"
     names = "claim.", "offer.json", "claim.a/b", "claim.ä"
     assert [rendezvous.claim_id(name) for name in names] == [""] * 4
-    assert "\n" not in str(Lease("a", "h\n\x1b[31m", 1, "u" * 999))
-    assert len(str(Lease("a", "h", 1, "u" * 999))) < 120
+    assert "\n" not in str(Owner("a", "h\n\x1b[31m", 1, "u" * 999))
+    assert len(str(Owner("a", "h", 1, "u" * 999))) < 120
 
 
 def claim(folder, name, **values):
@@ -51,7 +51,7 @@ def claim(folder, name, **values):
 
 
 def given_to(folder):
-    return rendezvous.from_text(Lease, (folder / rendezvous.LEASE).read_bytes()).id
+    return rendezvous.from_text(Owner, (folder / rendezvous.LEASE).read_bytes()).id
 
 
 def test_the_first_program_has_it_until_it_says_so(tmp_path):

@@ -19,7 +19,7 @@ from towers import cli
 from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
 from towers.workers import rendezvous, server
-from towers.workers.rendezvous import Claim, Lease, WorkerInfo
+from towers.workers.rendezvous import Reservation, Owner, WorkerInfo
 
 pytestmark = pytest.mark.process
 
@@ -66,7 +66,7 @@ def wait_for(question, seconds=PATIENCE_SECONDS):
 
 
 def lease(address):
-    return read(address, rendezvous.LEASE, Lease).id
+    return read(address, rendezvous.LEASE, Owner).id
 
 
 def over(worker):
@@ -100,19 +100,19 @@ def test_it_says_what_it_has(lent):
 
 
 def test_a_program_has_it_alone_and_then_all_is_free_again(lent):
-    first, second = Claim("z", "node1", 11, "anna"), Claim("a", "node2", 12, "bert")
+    first, second = Reservation("z", "node1", 11, "anna"), Reservation("a", "node2", 12, "bert")
     write(lent.address, first)
     assert "anna's program on node1 (pid 11)" in lent.read_until("taken")
     write(lent.address, second)
     assert {lease(lent.address) for _ in range(9)} == {"z"}
-    write(lent.address, Claim("z", released=True))
+    write(lent.address, Reservation("z", released=True))
     assert "released" in over(lent)
     with on(lent.address) as session, pytest.raises(tf.errors.NotFoundError):
         session.run(tf.io.read_file(rendezvous.claim_file("a")))
 
 
 def test_a_program_that_is_silent_loses_it(lent):
-    write(lent.address, Claim("c", "node1", 1, "anna", timeout_seconds=0.5))
+    write(lent.address, Reservation("c", "node1", 1, "anna", timeout_seconds=0.5))
     lent.read_until("taken")
     assert "no word" in over(lent)
 
@@ -122,7 +122,7 @@ def test_a_program_that_cannot_speak_but_whose_server_answers_keeps_it_for_a_whi
     claims = server.Claims(tmp_path, clock=lambda: now)
 
     def speak(address):
-        claim = Claim("mine", timeout_seconds=10.0, address=address)
+        claim = Reservation("mine", timeout_seconds=10.0, address=address)
         (tmp_path / rendezvous.claim_file("mine")).write_text(rendezvous.to_text(claim))
 
     speak(lent.address)  # which answers in the place of the program's server
@@ -175,7 +175,7 @@ def test_a_server_that_dies_is_replaced_and_so_is_one_without_its_board(lent):
     os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
     assert "SIGKILL" in over(lent)
     name = f"b{os.getpid()}"
-    write(lent.address, Claim(name, "node1", 1, "anna"))
+    write(lent.address, Reservation(name, "node1", 1, "anna"))
     lent.read_until("taken")
     (folder,) = Path(tempfile.gettempdir()).glob(f"towers-worker-*/claim.{name}")
     shutil.rmtree(folder.parent)  # a program may do there what it likes

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.assignments import TowerScope
+from towers.builder.assignments import ReplicaScope
 from towers.builder.draws import BatchSlice
 from towers.builder.merging import widen
 
@@ -34,7 +34,7 @@ class AddedLoss:
 
 @contextlib.contextmanager
 def record_losses(
-    scope: TowerScope, rows: BatchSlice | None, known: Sequence[AddedLoss]
+    scope: ReplicaScope, rows: BatchSlice | None, known: Sequence[AddedLoss]
 ) -> Iterator[None]:
     """Record in a tower's scope what layers add in the block, scaled to stand for the batch."""
 
@@ -56,11 +56,11 @@ def record_losses(
 
         return add_loss
 
-    with tf_private.add_loss_replaced(make):
+    with tf_private.patch_add_loss(make):
         yield
 
 
-def left_in(scope: TowerScope, rows: BatchSlice, known: Sequence[AddedLoss]) -> list[tf.Tensor]:
+def left_in(scope: ReplicaScope, rows: BatchSlice, known: Sequence[AddedLoss]) -> list[tf.Tensor]:
     """Return the losses that layers have added in a tower as rows, to be joined over the towers.
 
     A layer that is called again by itself starts anew, as Keras has it. `scope.left` gets the
@@ -79,7 +79,7 @@ def left_in(scope: TowerScope, rows: BatchSlice, known: Sequence[AddedLoss]) -> 
     return found
 
 
-def add_to_layers(scope: TowerScope, joined: Sequence[tf.Tensor]) -> None:
+def add_to_layers(scope: ReplicaScope, joined: Sequence[tf.Tensor]) -> None:
     """Add the joined rows of the towers' `left_in` to their layers, outside of the towers."""
     for (layer, dtype, by_example), rows in zip(scope.left, joined, strict=True):
         value = rows if by_example else tf.reduce_sum(rows, axis=0)

@@ -36,7 +36,7 @@ class MovingAverageUpdate:
         return tf.cast(before, self.value.dtype) * self.momentum + self.value * self.weight
 
 
-class TowerScope(keras.StatelessScope):
+class ReplicaScope(keras.StatelessScope):
     """Records assignments to Keras variables in place of making them, and the losses of layers.
 
     Weights are read from their masters. Only the inner graphs of a compiled step (loops, branches,
@@ -244,5 +244,5 @@ def variables_refused() -> Iterator[None]:
 
         return lambda _: refuse
 
-    with tf.variable_creator_scope(create), tf_private.assignments_replaced(make):
+    with tf.variable_creator_scope(create), tf_private.patch_assignments(make):
         yield

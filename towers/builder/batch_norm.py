@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.assignments import MovingAverageUpdate, TowerScope
+from towers.builder.assignments import MovingAverageUpdate, ReplicaScope
 from towers.builder.exchange import SyncHandle
 from towers.builder.kinds import is_gpu
 from towers.errors import InputError
@@ -62,7 +62,7 @@ def over_all_towers(sync: SyncHandle | None, mode: str, device: str) -> Iterator
     def make_call(keras_call: Callable) -> Callable:
         def call(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> Any:
             scope = tf_private.open_scope()
-            if isinstance(scope, TowerScope):
+            if isinstance(scope, ReplicaScope):
                 scope.averages |= averages_of(layer)
             if training is True and layer.trainable and mask is None and _has_kernel(layer, inputs):
                 return _call(layer, inputs, sync_of(layer), is_gpu(device), scope)
@@ -78,7 +78,7 @@ def over_all_towers(sync: SyncHandle | None, mode: str, device: str) -> Iterator
 
         return moments
 
-    with tf_private.batch_norm_replaced(make_call, make_moments):
+    with tf_private.patch_batch_norm(make_call, make_moments):
         yield
 
 
@@ -124,7 +124,7 @@ def _call(
         (layer.moving_variance, variance, weight * correction),
     ):
         average = MovingAverageUpdate(moving, value, layer.momentum, own, shared=sync is not None)
-        if on_gpu and isinstance(scope, TowerScope):
+        if on_gpu and isinstance(scope, ReplicaScope):
             scope.move(average)
         else:
             moving.assign(average.after(moving))

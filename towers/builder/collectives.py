@@ -137,7 +137,7 @@ class _Keys:
 
     def __init__(self, graph: tf.Graph):
         self.num = 0
-        self.first = tf_private.at_each_call(graph, self._take, tf.int32)
+        self.first = tf_private.call_time_scalar(graph, self._take, tf.int32)
 
     def _take(self) -> int:
         global _next_free_key

@@ -109,11 +109,11 @@ class ReplicaRng:
         """Make draws in the block those of these rows; it may be entered again."""
         with contextlib.ExitStack() as stack:
             if self._on_gpu:
-                stack.enter_context(tf_private.keys_replaced(_key_and_counter))
+                stack.enter_context(tf_private.patch_keys(_key_and_counter))
             if self.rows is not None or self.by_xla:
                 stack.callback(setattr, _HERE, "rows", getattr(_HERE, "rows", None))
                 _HERE.rows = self.rows
-                stack.enter_context(tf_private.draws_replaced(self))
+                stack.enter_context(tf_private.patch_draws(self))
             yield
 
     def __call__(

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from towers.builder.doubts import random_ops
 from towers.builder.layers import NO_LAYER, tower_of
-from towers.builder.rehearsal import Rehearsal
+from towers.builder.rehearsal import FunctionAnalysis
 from towers.builder.states import join
 from towers.builder.tracing import FEW, Trace, run
 
@@ -78,7 +78,7 @@ def of_draws(line: str) -> bool:
 
 
 @tf.autograph.experimental.do_not_convert
-def find(rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool = False) -> list[str]:
+def find(rehearsal: FunctionAnalysis, batch: Sequence[Any], thorough: bool = False) -> list[str]:
     """Return in lines what is wrong with the function of a rehearsal, the likeliest cause first.
 
     Args:
@@ -92,7 +92,7 @@ def find(rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool = False) -> 
 
 
 @tf.autograph.experimental.do_not_convert
-def seen_by_trials(rehearsal: Rehearsal) -> list[str]:
+def find_by_trials(rehearsal: FunctionAnalysis) -> list[str]:
     """Return in lines what examples have from others, their place or their number; see `find`."""
     if rehearsal.few is None:
         return []
@@ -102,7 +102,7 @@ def seen_by_trials(rehearsal: Rehearsal) -> list[str]:
         return _tried(rehearsal, rehearsal.tracer.examples(number))
 
 
-def _tried(rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool = False) -> list[str]:
+def _tried(rehearsal: FunctionAnalysis, batch: Sequence[Any], thorough: bool = False) -> list[str]:
     few = rehearsal.few
     if few is None or not rehearsal.by_example:
         return []
@@ -135,7 +135,7 @@ def _tried(rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool = False) -
 class _Trials:
     """Runs of a rehearsed function on real examples, of which there are as many as one likes."""
 
-    def __init__(self, rehearsal: Rehearsal, batch: Sequence[Any], thorough: bool):
+    def __init__(self, rehearsal: FunctionAnalysis, batch: Sequence[Any], thorough: bool):
         self.tracer, self.few, self.draws = rehearsal.tracer, rehearsal.few, rehearsal.draws
         self.leaves, self.thorough = tf.nest.flatten(list(batch)), thorough
 

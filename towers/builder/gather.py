@@ -92,7 +92,7 @@ class GatherPlan:
     of_variables: Sequence[str] | None = None  # of each variable's gradient; None: home
 
 
-def means(sums: Any, variables: Sequence[Any], places: GatherPlan) -> tuple[tf.Tensor, list[Any]]:
+def mean_gradients(sums: Any, variables: Sequence[Any], places: GatherPlan) -> tuple[tf.Tensor, list[Any]]:
     """Return the mean loss, on the gather device, and the mean gradients of variables.
 
     A `PerTower` is a variable with copies, and its means are one, too; without these each gradient

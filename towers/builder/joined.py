@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder import added_losses, attributes, doubts, gather
-from towers.builder.losses import places
+from towers.builder.losses import gather_plan
 from towers.builder.merging import with_new_values
-from towers.builder.rehearsal import Rehearsal
+from towers.builder.rehearsal import FunctionAnalysis
 from towers.builder.replica_context import (
     ReplicaContext,
     Replicas,
@@ -131,15 +131,15 @@ def _as_one_op(
             rows = [next(pieces) for _ in part.slices]
             with gather.after([rows, sums] if len(parts) > 1 else []):
                 if len(parts) > 1:
-                    with tf_private.losses_kept():
+                    with tf_private.keep_losses():
                         part.forward()
                 of_slices = part.backward(rows, whole_ones)
             of_inputs += [inputs for inputs, _ in of_slices]
-            sums = gather.add_to(sums, [own for _, own in of_slices], places(builder))
+            sums = gather.add_to(sums, [own for _, own in of_slices], gather_plan(builder))
         with tf.name_scope("gather"):
             with tf.device(builder.gather_device):
                 inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
-            of_whole = gather.reduce_to(sums, places(builder, whole_ones))
+            of_whole = gather.reduce_to(sums, gather_plan(builder, whole_ones))
         ended = [scope for part in parts for scope in part.replicas.scopes]
         with tf.device(builder.gather_device), tf.name_scope("gather"):
             gradients = inputs + with_new_values(of_whole, whole_ones, ended)
@@ -164,7 +164,7 @@ def _as_one_op(
         with tf.control_dependencies(_checks_of_shapes(outputs)):
             whole = gather.map_towers(gather.join, results)
         sources = [leaves[i] for i in watched] + whole_ones
-        values = tf_private.recorded_as_one("Towers", _values(whole), sources, backward)
+        values = tf_private.record_as_one_op("Towers", _values(whole), sources, backward)
         (whole, left), added = _with_values(whole, values)
         sides.leave(left, leaves)
         added_losses.add_to_layers(scopes[0], added)
@@ -176,7 +176,7 @@ class _Part:
 
     def __init__(
         self, builder: Any, forward: Callable, fn: Callable, slices: Sequence[Slice],
-        found: Rehearsal, watched: Sequence[int],
+        found: FunctionAnalysis, watched: Sequence[int],
     ):  # fmt: skip
         self.builder, self.make_pass, self.fn, self.slices = builder, forward, fn, slices
         self.found, self.watched = found, watched  # leaves that have gradients

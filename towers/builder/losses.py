@@ -8,10 +8,10 @@ import keras
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.assignments import TowerScope
+from towers.builder.assignments import ReplicaScope
 from towers.builder.gather import GatherPlan, map_values
 from towers.builder.merging import widen
-from towers.builder.rehearsal import Rehearsal
+from towers.builder.rehearsal import FunctionAnalysis
 from towers.builder.splitting import PerTower, Slice
 from towers.errors import InputError
 
@@ -28,7 +28,7 @@ class TowerSums:
     losses: list[tf.Tensor]  # sums, scalars
     counts: list[Any]  # numbers of examples, scalar tensors if they are not known
     gradients: list[list[Any]]  # of each tower a list like the variables: sums
-    scopes: list[TowerScope]  # what the towers assigned
+    scopes: list[ReplicaScope]  # what the towers assigned
     policies: dict[int, str]  # how these values make one, see `merging.assign_once`
     outputs: list[Any]  # what else `loss_fn` returned for each slice, in their order
 
@@ -72,7 +72,7 @@ def gradients_of_sum(forward: Any, variables: Sequence[tf.Variable]) -> list[Any
     ]
 
 
-def checked(found: Rehearsal) -> Rehearsal:
+def checked(found: FunctionAnalysis) -> FunctionAnalysis:
     """Raise InputError if a loss function is known to give no row for each example."""
     if found.by_example is False:
         raise InputError(_NO_LOSSES.format("another shape"))
@@ -120,7 +120,7 @@ def masters_of(variables: Sequence[Any]) -> list[tf.Variable]:
     return variables_and_copies(variables, 0)[0]
 
 
-def places(builder: Any, variables: Sequence[Any] = ()) -> GatherPlan:
+def gather_plan(builder: Any, variables: Sequence[Any] = ()) -> GatherPlan:
     """Return where a builder gathers gradients of these variables, or tensors."""
     of_variables, home = None, builder.gather_device
     if builder.gather_at_variables:

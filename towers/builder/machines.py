@@ -61,7 +61,7 @@ class WeightBroadcast:
             with tf.device(device):
                 return tf.identity(self._stand_ins[key])
 
-        return tf_private.reads_replaced(read)
+        return tf_private.patch_reads(read)
 
     def join(self) -> None:
         """Replace the stand-ins of small values by what is read, one transfer for each source."""

@@ -7,24 +7,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers.builder.assignments import SEED_STATE, TowerScope
+from towers.builder.assignments import SEED_STATE, ReplicaScope
 from towers.builder.kinds import is_gpu
 from towers.builder.packed import pack, unpack
 from towers.builder.splitting import PerTower
 
 
-def assign_once(scopes: Sequence[TowerScope], policies: Mapping[int, str]) -> list[keras.Variable]:
+def assign_once(scopes: Sequence[ReplicaScope], policies: Mapping[int, str]) -> list[keras.Variable]:
     """Make the assignments that closed scopes record; return variables of unknown aggregation.
 
     These are taken for averages if they are floats, else for counters of steps. `policies` are, by
     id, those of variables that do not say it themselves; see `merge`.
     """
-    found: dict[int, tuple[keras.Variable, list[TowerScope]]] = {}
+    found: dict[int, tuple[keras.Variable, list[ReplicaScope]]] = {}
     for scope in scopes:
         for variable in scope.assigned():
             found.setdefault(id(variable), (variable, []))[1].append(scope)
     unknown = []
-    groups: dict[Any, tuple[str, list[TowerScope], list[keras.Variable]]] = {}
+    groups: dict[Any, tuple[str, list[ReplicaScope], list[keras.Variable]]] = {}
     for key, (variable, own) in found.items():
         policy = policy_of(variable) or policies.get(key)
         averaged = any(key in scope.averages for scope in own)
@@ -85,7 +85,7 @@ def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]
 
 
 def with_new_values(
-    gradients: Sequence[Any], masters: Sequence[tf.Variable], scopes: Sequence[TowerScope]
+    gradients: Sequence[Any], masters: Sequence[tf.Variable], scopes: Sequence[ReplicaScope]
 ) -> list[Any]:
     """Return gathered gradients, with new values in the place of those that are no gradients.
 
@@ -110,7 +110,7 @@ def widen(value: tf.Tensor) -> tf.Tensor:
 
 
 def _merge_packed(
-    policy: str, scopes: Sequence[TowerScope], variables: Sequence[keras.Variable], moved: bool
+    policy: str, scopes: Sequence[ReplicaScope], variables: Sequence[keras.Variable], moved: bool
 ) -> tf.Tensor:
     """Return the merged values of variables that pack together, flat, on the current device."""
 
@@ -143,7 +143,7 @@ def _merge_packed(
     return value
 
 
-def _mean(values: Sequence[tf.Tensor], scopes: Sequence[TowerScope]) -> tf.Tensor:
+def _mean(values: Sequence[tf.Tensor], scopes: Sequence[ReplicaScope]) -> tf.Tensor:
     """Return the mean of flat values, weighted by the scopes' examples; each device sends once."""
     if len(values) == 1:
         return values[0]

@@ -31,7 +31,7 @@ _COLOUR = re.compile(r"\x1b\[\d+m")
 
 
 @dataclasses.dataclass(frozen=True)
-class Rehearsal:
+class FunctionAnalysis:
     """The analysis of a tower function."""
 
     draws: tuple[DrawInfo, ...] | None = None  # in order; None: it could not be traced
@@ -127,7 +127,7 @@ def parts_of(fn: Callable, batch: Sequence[Any]) -> list[Any]:
     return parts
 
 
-def rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
+def rehearse(fn: Callable, batch: Sequence[Any]) -> FunctionAnalysis:
     """Find out how `fn` draws, and what it does with the state that it assigns.
 
     Args:
@@ -143,14 +143,14 @@ def rehearse(fn: Callable, batch: Sequence[Any]) -> Rehearsal:
 
 
 @tf.autograph.experimental.do_not_convert
-def _rehearse(tracer: Tracer) -> Rehearsal:
+def _rehearse(tracer: Tracer) -> FunctionAnalysis:
     with tf.init_scope():
         reasons: list[str] = []
         few = _trace_few(tracer)
         if few is None:
-            return Rehearsal(tracer=tracer, reason=tracer.failure)
+            return FunctionAnalysis(tracer=tracer, reason=tracer.failure)
         tracer.learn_values(few)
-        found = Rehearsal((), by_example=few.by_example, tracer=tracer, few=few)
+        found = FunctionAnalysis((), by_example=few.by_example, tracer=tracer, few=few)
         if not few.draws and not few.states and not few.num_rows:
             return dataclasses.replace(found, added=_added(tracer, few, ()))
         more = _trace(tracer, few.size // FEW * MORE)

@@ -25,11 +25,11 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder import added_losses, batch_norm, doubts, faults, gather, kinds, machines, xla
-from towers.builder.assignments import TowerScope, variables_refused
+from towers.builder.assignments import ReplicaScope, variables_refused
 from towers.builder.draws import ReplicaRng
 from towers.builder.exchange import SyncGroup
 from towers.builder.merging import assign_once
-from towers.builder.rehearsal import Rehearsal, parts_of, rehearse
+from towers.builder.rehearsal import FunctionAnalysis, parts_of, rehearse
 from towers.builder.splitting import Slice, check_devices, is_split
 
 _PATIENCE_SECONDS = 10.0
@@ -46,7 +46,7 @@ class ReplicaContext:
     assign any, of its own.
     """
 
-    scope: TowerScope | None = None  # records what the last call has assigned
+    scope: ReplicaScope | None = None  # records what the last call has assigned
 
     def __init__(self, replicas: "Replicas", tower: int, part: Slice):
         """Set the tower and its slice; `replicas` are the contexts that this is one of."""
@@ -71,7 +71,7 @@ class ReplicaContext:
         self._stack.__exit__(*error)
 
     @contextlib.contextmanager
-    def replaced(self) -> Iterator[TowerScope]:
+    def replaced(self) -> Iterator[ReplicaScope]:
         """Replace, in the block, what Keras and TensorFlow would do as if there were one tower.
 
         Yields:
@@ -79,10 +79,10 @@ class ReplicaContext:
         """
         prefetch = self._sync.prefetch if self._sync and not self.by_xla else None
         with contextlib.ExitStack() as stack:
-            scope = stack.enter_context(TowerScope(self.own, self.device, prefetch=prefetch))
+            scope = stack.enter_context(ReplicaScope(self.own, self.device, prefetch=prefetch))
             moments = self._replicas.moments
             stack.enter_context(batch_norm.over_all_towers(self._sync, moments, self.device))
-            stack.enter_context(tf_private.functions_inlined(xla.read_outside))
+            stack.enter_context(tf_private.inline_functions(xla.read_outside))
             stack.enter_context(integers_on(self.device))
             if self.own is not None:
                 stack.enter_context(variables_refused())
@@ -110,7 +110,7 @@ class ReplicaContext:
         if not self.by_xla:
             return compute()
 
-        def program() -> tuple[TowerScope, Any]:
+        def program() -> tuple[ReplicaScope, Any]:
             results = compute()
             return self.scope, results
 
@@ -120,7 +120,7 @@ class ReplicaContext:
         """Return results of the slice without the rows that stand in for no example."""
         return tf.nest.map_structure(self.part.kept, structure)
 
-    def close(self, count: Any) -> TowerScope:
+    def close(self, count: Any) -> ReplicaScope:
         """Return the scope of the last call; `count` is that of examples if the slice has none."""
         self.scope.count = self.part.count if isinstance(self.part.count, int) else count
         return self.scope
@@ -144,7 +144,7 @@ class Replicas:
         self,
         builder: Any,
         slices: Sequence[Slice],
-        found: Rehearsal,
+        found: FunctionAnalysis,
         own: dict[int, Any] | None = None,
         added: Sequence[added_losses.AddedLoss] = (),
     ):
@@ -173,7 +173,7 @@ class Replicas:
         self.reads.join()
 
     @property
-    def scopes(self) -> list[TowerScope]:
+    def scopes(self) -> list[ReplicaScope]:
         """The scopes of the towers' last calls."""
         return [replica.scope for replica in self._contexts if replica.scope]
 
@@ -225,12 +225,12 @@ class FunctionAnalyses:
         """Set into how many slices batches are split, and who is told."""
         self._num_slices, self._on_doubt = num_slices, on_doubt
         self._told: set[str] = set()
-        self._kept: list[tuple[list[Any], Rehearsal]] = []  # the newest first, as the next
-        self._tried: list[Rehearsal] = []
+        self._kept: list[tuple[list[Any], FunctionAnalysis]] = []  # the newest first, as the next
+        self._tried: list[FunctionAnalysis] = []
 
     def rehearse(
         self, fn: Callable, *batch: Any, num_slices: int | None = None, silent: bool = False
-    ) -> Rehearsal:
+    ) -> FunctionAnalysis:
         """Find out what a tower function does with its examples; doubts go to `on_doubt`, once.
 
         The builder's methods do so by themselves, and what was found is kept, also for a function
@@ -245,7 +245,7 @@ class FunctionAnalyses:
         """
         tf_private.refuse_fork()
         if (num_slices or self._num_slices) == 1 or not is_split(batch):
-            return Rehearsal()
+            return FunctionAnalysis()
         parts = parts_of(fn, batch)
         same = (
             rehearsal
@@ -268,11 +268,11 @@ class FunctionAnalyses:
             self.tell(found.doubts)
         return found
 
-    def try_out(self, found: Rehearsal) -> None:
+    def try_out(self, found: FunctionAnalysis) -> None:
         """Report what examples of a rehearsed function have from others, or from their place."""
         if not any(found is other for other in self._tried):
             self._tried = [found, *self._tried[:_NUM_TRIED]]
-            self.tell(faults.seen_by_trials(found))
+            self.tell(faults.find_by_trials(found))
 
     def tell(self, lines: Iterable[str]) -> None:
         """Report lines that have not been reported yet."""
@@ -293,12 +293,12 @@ def _moments_of(builder: Any) -> str:
     return "local" if alone else builder.batch_norm
 
 
-def assigned(scopes: Iterable[TowerScope]) -> list[Any]:
+def assigned(scopes: Iterable[ReplicaScope]) -> list[Any]:
     """Return the Keras variables that the towers' scopes assign, each once."""
     return list({id(v): v for scope in scopes for v in scope.assigned()}.values())
 
 
-def assign(builder: Any, scopes: Sequence[TowerScope], policies: dict[int, str]) -> None:
+def assign(builder: Any, scopes: Sequence[ReplicaScope], policies: dict[int, str]) -> None:
     """Make the assignments that the scopes of a builder's towers record; see `assign_once`."""
     found = {id(v): v for v in assigned(scopes)}
     if _moments_of(builder) != builder.batch_norm and len(builder.devices) > 1:
@@ -313,7 +313,7 @@ def integers_on(device: str) -> contextlib.AbstractContextManager:
     """Make Keras' ops take int64 on a GPU, which leaves int32 to the host."""
     if not kinds.is_gpu(device):
         return contextlib.nullcontext()
-    return tf_private.ops_of_integers_replaced(lambda name: functools.partial(_by_int64, name))
+    return tf_private.patch_integer_ops(lambda name: functools.partial(_by_int64, name))
 
 
 def _by_int64(name: str, own: Callable) -> Callable:

@@ -27,7 +27,7 @@ class PerTower:
         self.values = list(values)
 
 
-class StoredRows:
+class DeviceResidentBatch:
     """A batch argument whose examples lie on the towers' devices: each tower takes its rows there.
 
         stored = [on_gpu_0, on_gpu_1]             # a tf.Variable for each tower, of all examples
@@ -56,12 +56,12 @@ class StoredRows:
             return tf.cast(tf.gather(self.stored[tower], rows), self.dtype)
 
 
-def _whole(value: StoredRows, dtype: tf.DType | None = None, *_: Any, **__: Any) -> tf.Tensor:
+def _whole(value: DeviceResidentBatch, dtype: tf.DType | None = None, *_: Any, **__: Any) -> tf.Tensor:
     whole = value.of_tower(0, 0, num_rows(value)) if value.whole is None else value.whole
     return tf.cast(whole, dtype or value.dtype)
 
 
-tf.register_tensor_conversion_function(StoredRows, _whole)
+tf.register_tensor_conversion_function(DeviceResidentBatch, _whole)
 
 
 def as_devices(devices: Sequence[str]) -> list[str]:
@@ -175,7 +175,7 @@ def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
                     f"PerTower holds {len(leaf.values)} values for {num_towers} towers: "
                     "it must hold one for each"
                 )
-        elif not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor | StoredRows):
+        elif not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor | DeviceResidentBatch):
             leaf = tf.convert_to_tensor(leaf)
             if leaf.shape.rank == 0:
                 raise ValueError(
@@ -206,7 +206,7 @@ def _is_empty(part: Slice) -> bool:
 def _part(leaf: Any, tower: int, rows: BatchSlice) -> Any:
     if isinstance(leaf, PerTower):
         return leaf.values[tower]
-    if isinstance(leaf, StoredRows):
+    if isinstance(leaf, DeviceResidentBatch):
         return leaf.of_tower(tower, rows.start, rows.size)
     if isinstance(leaf, tf.SparseTensor):
         rest = leaf.dense_shape[1:]

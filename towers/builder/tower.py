@@ -97,7 +97,7 @@ class TowerBuilder:
     def sum(self, fn: Callable, *batch: Any) -> Any:
         """Return the sum over towers of the results of `fn`, of any structure; see `add`."""
         results = call_copies(self, fn, splitting.occupied(self.split(batch)), batch)
-        return self.gather(gather.add_by_machine(losses.places(self)), results)
+        return self.gather(gather.add_by_machine(losses.gather_plan(self)), results)
 
     def concat(self, fn: Callable, *batch: Any) -> Any:
         """Return the results of `fn` joined along axis 0, in the order of the batch.
@@ -156,7 +156,7 @@ class TowerBuilder:
         for own in splitting.rounds(slices, len(self.devices)):
             with gather.after(totals):
                 results = self.run(on_tower, Replicas(self, own, found, {}, found.added))
-            totals = gather.add_to(totals, results, losses.places(self))
+            totals = gather.add_to(totals, results, losses.gather_plan(self))
         sums, counts, gradients = map(list, zip(*totals, strict=True))
         scopes, outputs, left = map(list, zip(*made, strict=True))
         found.side_outputs.leave(self.gather(gather.join, left), batch)
@@ -166,7 +166,7 @@ class TowerBuilder:
     def gather_sums(self, sums: TowerSums, variables: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:
         """Return the mean loss and its gradients from the towers' sums; assign what they assign."""
         with tf.name_scope("gather"):
-            loss, found = gather.means(sums, variables, losses.places(self, variables))
+            loss, found = gather.mean_gradients(sums, variables, losses.gather_plan(self, variables))
             found = merging.with_new_values(found, losses.masters_of(variables), sums.scopes)
         replica_context.assign(self, sums.scopes, sums.policies)
         return loss, found

@@ -29,7 +29,7 @@ from towers.builder.examples import (
 )
 from towers.builder.layers import layer_of
 from towers.builder.splitting import PerTower, as_leaves
-from towers.builder.watch import PerturbedScope, Watch
+from towers.builder.watch import PerturbedScope, Observer
 from towers.errors import InputError
 
 _ASSIGNMENT = re.compile(r"Assign|Resource(StridedSliceAssign|Scatter|Apply)")
@@ -134,10 +134,10 @@ class Tracer:
             given = iter(map(_with_known_shape, inputs, self._specs(size)))
             leaves = [x.values[0] if isinstance(x, PerTower) else next(given) for x in self.leaves]
             with tf.device("/cpu:0"), PerturbedScope(own, self._noise, self.reads_before) as scope:
-                watch = Watch(trace, scope, dict(zip(nudged, nudges, strict=True)))
+                watch = Observer(trace, scope, dict(zip(nudged, nudges, strict=True)))
                 for layer in self.layers:
                     watch.attributes.note(layer)
-                drawing = tf_private.draws_replaced(watch.draw)
+                drawing = tf_private.patch_draws(watch.draw)
                 if rows is not None:
                     drawing = ReplicaRng(rows, known).drawing()
                 with watch.watching(), drawing:

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.assignments import SEED_STATE, TowerScope, variables_refused
+from towers.builder.assignments import SEED_STATE, ReplicaScope, variables_refused
 from towers.builder.attributes import Attributes, tensors_at
 from towers.builder.batch_norm import averages_of
 from towers.builder.doubts import random_ops
@@ -22,7 +22,7 @@ _UPSTREAM = 1e3  # the gradient of what is returned: a clip that is there is see
 _NOISE = 0.1  # is added to weights: a zero would hide what a layer does
 
 
-class PerturbedScope(TowerScope):
+class PerturbedScope(ReplicaScope):
     """Reads weights with noise added, so that none of them is zero."""
 
     def __init__(self, own: Mapping[int, Any], noise: dict[tuple, tf.Tensor], reads_before: bool):
@@ -65,7 +65,7 @@ class PerturbedScope(TowerScope):
         return value + self.noise[key]
 
 
-class Watch:
+class Observer:
     """Records what a function draws, what its layers return, and the losses that they add."""
 
     def __init__(self, trace: Any, scope: PerturbedScope, nudges: Mapping[int, tf.Tensor]):
@@ -81,12 +81,12 @@ class Watch:
     def watching(self) -> Iterator[None]:
         """Watch what is called in the block, and restore what it leaves in attributes."""
         with (
-            tf_private.functions_inlined(),
+            tf_private.inline_functions(),
             tf_private.recording_restarted(),
             variables_refused(),
-            tf_private.batch_norm_replaced(_without_training, _saved_moments),
-            tf_private.add_loss_replaced(self._make_add_loss),
-            tf_private.layer_calls_replaced(self._make_call),
+            tf_private.patch_batch_norm(_without_training, _saved_moments),
+            tf_private.patch_add_loss(self._make_add_loss),
+            tf_private.patch_layer_calls(self._make_call),
         ):
             try:
                 yield

@@ -11,12 +11,12 @@ from typing import Any
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.assignments import TowerScope
+from towers.builder.assignments import ReplicaScope
 
 
 def compiled(
     fn: Callable, on_read: Callable[[tf.Variable, tf.Tensor], None] = lambda *_: None
-) -> tuple[TowerScope, Any]:
+) -> tuple[ReplicaScope, Any]:
     """Call `fn`, which returns a scope and a structure of tensors, as one program of XLA's.
 
     `on_read` is called with each trainable variable that is read, and its value outside, before the
@@ -27,7 +27,7 @@ def compiled(
             keeps another tower's weights.
     """
     outside = tf.init_scope if tf.executing_eagerly() else _current_graph().as_default
-    scopes: list[TowerScope] = []
+    scopes: list[ReplicaScope] = []
     reads: dict[int, tuple[tf.Variable, tf.Tensor, tf.Tensor]] = {}  # its value outside, inside
 
     def program() -> tuple[Any, list[tf.Tensor]]:
@@ -41,7 +41,7 @@ def compiled(
                     reads[id(variable)] = variable, value, tf.identity(value)
             return reads[id(variable)][2]
 
-        with tf_private.reads_replaced(read), tf_private.custom_gradients_copied():
+        with tf_private.patch_reads(read), tf_private.custom_gradients_copied():
             scope, results = fn()
             scope.settle()  # which reads the moving averages
         scopes.append(scope)
@@ -91,7 +91,7 @@ def read_outside() -> contextlib.AbstractContextManager[None]:
                 values[id(variable)] = tf.identity(own(variable))
         return values[id(variable)]
 
-    return tf_private.reads_replaced(read)
+    return tf_private.patch_reads(read)
 
 
 def _current_graph() -> tf.Graph:

@@ -25,7 +25,7 @@ from towers.data import arrays
 from towers.data.pipeline import ArraySplit, Data, Structure, is_label, spec_of, stored_spec
 from towers.data.streams import BatchSplit, DatasetSplit
 from towers.errors import InputError
-from towers.options.functions import call_plainly
+from towers.options.functions import call_without_arguments
 
 _NAMES = ("train", "validation", "test")
 _ALLOWED_RESULT = (
@@ -58,7 +58,7 @@ def load(dataset: str) -> Data:
         InputError: there is no such module or function, or its result is no data to train on. The
             function's own errors are left as they are.
     """
-    result = call_plainly("dataset", dataset)
+    result = call_without_arguments("dataset", dataset)
     if isinstance(result, dict):
         if not {"train", "test"} <= set(result) <= set(_NAMES):
             raise InputError(f"{dataset} returned a dict of {list(result)}; {_ALLOWED_RESULT}")

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder.kinds import HOST, PROGRAM, are_gpus, is_gpu, machine_of
-from towers.builder.splitting import StoredRows
+from towers.builder.splitting import DeviceResidentBatch
 from towers.data.pipeline import ArraySplit, Split, Structure
 from towers.devices import memory, remote
 
@@ -25,7 +25,7 @@ _STORED_DTYPE = {tf.int32: tf.int64}  # TensorFlow gathers no int32 on a GPU
 _CHUNK_BYTES = 64 * 2**20  # sent at once to a worker: no message may have 2 GiB
 
 
-class OnTowers:
+class DeviceCache:
     """A split in the memory of towers' devices, or of their workers; it takes `bytes` of each."""
 
     def __init__(self, split: ArraySplit, homes: Sequence[str]):
@@ -51,13 +51,13 @@ class OnTowers:
             with tf.device(HOST):
                 whole = tf.nest.flatten(self._split.batch(rows))
         leaves = [
-            StoredRows(stored, rows, spec.dtype, here)
+            DeviceResidentBatch(stored, rows, spec.dtype, here)
             for stored, spec, here in zip(self._stored, specs, whole, strict=True)
         ]
         return tf.nest.pack_sequence_as(self._split.spec, leaves)
 
 
-def store(split: Split, names: Sequence[str]) -> OnTowers | None:
+def cache_on_devices(split: Split, names: Sequence[str]) -> DeviceCache | None:
     """Copy a split to where the towers with these devices are.
 
     It is None where some are on CPUs of this machine, which have it already, and where it takes
@@ -77,7 +77,7 @@ def store(split: Split, names: Sequence[str]) -> OnTowers | None:
             homes.append(f"{worker}/cpu:0")
         else:
             return None
-    return OnTowers(split, homes)
+    return DeviceCache(split, homes)
 
 
 def num_bytes(split: ArraySplit) -> int:

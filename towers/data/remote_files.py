@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.builder.kinds import HOST, PROGRAM, machine_of
-from towers.builder.splitting import StoredRows, slices_of
+from towers.builder.splitting import DeviceResidentBatch, slices_of
 from towers.data.encoded import EncodedSplit
 from towers.data.pipeline import Split, Structure, prefetched, shuffled_rows
 from towers.devices import remote
@@ -35,7 +35,7 @@ _DIFFERENT_FILE = (
 _numbers = itertools.count()  # of iterators: each has a name of its own on its worker
 
 
-class RemoteFiles:
+class RemoteReader:
     """A split that workers read, in batches of one size."""
 
     def __init__(self, split: EncodedSplit, names: Sequence[str], batch_size: int, num_rounds: int):
@@ -70,7 +70,7 @@ class RemoteFiles:
 
 def find(
     split: Split, names: Sequence[str], batch_size: int, num_rounds: int = 1
-) -> RemoteFiles | None:
+) -> RemoteReader | None:
     """Return a split for the workers of these devices to read; None if one has not its files.
 
     Raises:
@@ -98,7 +98,7 @@ def find(
                 f"{name} is another one on {remote.name_of(worker)} than here: copy the data "
                 "there, or let the program send them, from a --data_dir that workers do not have"
             )
-    return RemoteFiles(split, names, batch_size, num_rounds)
+    return RemoteReader(split, names, batch_size, num_rounds)
 
 
 class _Reader:
@@ -149,7 +149,7 @@ class _Reader:
         return tf.raw_ops.IteratorV2(shared_name=self._name, container="", **self._spec)
 
 
-class _RemoteBatch(StoredRows):
+class _RemoteBatch(DeviceResidentBatch):
     """The images of a batch in slices, {(start, size): images}, each on the worker of its tower."""
 
     def __init__(self, parts: dict[tuple[int, int], tf.Tensor], rows: tf.Tensor):

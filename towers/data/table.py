@@ -40,7 +40,7 @@ def load(dataset: str, paths: Sequence[str], target: str = "", categories: str =
     Raises:
         InputError: a file cannot be read, or is no such table; the cell is named.
     """
-    tables = [Table(path) for path in paths]
+    tables = [CsvTable(path) for path in paths]
     train, names = tables[0], tables[0].names
     for table in tables:
         table.check_names()
@@ -76,7 +76,7 @@ def load(dataset: str, paths: Sequence[str], target: str = "", categories: str =
 
 
 def _targets(
-    tables: Sequence["Table"], names: Sequence[str]
+    tables: Sequence["CsvTable"], names: Sequence[str]
 ) -> tuple[list[np.ndarray], list[str], str]:
     """Return each table's targets, the names of their classes, and why there are none, if so."""
     name = names[0]
@@ -95,7 +95,7 @@ def _targets(
     return y, [], f"{where} is {largest}, {allowed}"
 
 
-class Table:
+class CsvTable:
     """The cells of a file, as text; `lines` are the numbers of its rows' lines, from 1 on."""
 
     def __init__(self, path: str):

@@ -176,7 +176,7 @@ def precision() -> list[str]:
     ]
 
 
-def advice_on(dtype: str) -> list[str]:
+def precision_advice(dtype: str) -> list[str]:
     """Return a line that names the faster precision, if a GPU has no fast kernels for `dtype`."""
     gpus = _names_and_capabilities(tf.config.get_visible_devices("GPU"))
     slow = [

@@ -56,7 +56,7 @@ def run_probe(
         ended by SIGABRT: last words".
     """
     environ = {
-        **search_path.environment_of_own_programs(os.environ if environ is None else environ),
+        **search_path.child_environment(os.environ if environ is None else environ),
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "TF_FORCE_GPU_ALLOW_GROWTH": "true",
     }

@@ -35,7 +35,7 @@ def set_cluster(cluster: Any) -> None:
     _cluster = cluster
 
 
-def current() -> Any:
+def current_cluster() -> Any:
     """Return the machines that this program is connected to, None if it is to none."""
     return _cluster
 
@@ -88,7 +88,7 @@ def read_file(device: str, path: str) -> bytes:
     the machine hangs, no thread could do anything about it. An op that is given tensors of here, or
     copies them to here, is waited for without the lock.
     """
-    with tf_private.asked_by_calls():
+    with tf_private.unary_rpcs():
         with tf.device(PROGRAM + HOST):
             path = tf.constant(path)
         with tf.device(device):

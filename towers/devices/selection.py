@@ -89,7 +89,7 @@ def tower_devices(
     if not missing:
         return chosen
     if (not names or kind == "cpu") and not kinds.stand_in():
-        signals.complain(
+        signals.print_error(
             f"{len(chosen)} towers share {', '.join(cpus)}, all that TensorFlow has started with: "
             "the numbers are the same; for a device each type "
             f"towers.devices.tower_devices({len(chosen)}) before the first model, in a notebook "
@@ -144,7 +144,7 @@ def report(devices: Sequence[str]) -> list[str]:
     Raises:
         RunError: TensorFlow does not keep what `configure` was asked for.
     """
-    if are_remote(devices) and (cluster := remote.current()):
+    if are_remote(devices) and (cluster := remote.current_cluster()):
         return [*cluster.report(), *read_back()]
     header = ("tower", "device", "PCI bus id", "driver", "total MiB", "free MiB", "name")
     rows = []

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from towers.builder.layers import layer_of, tower_of
 from towers.graphs.gpu_kernels import Argument, NodeDef, gpu_kernel
-from towers.graphs.placement import short, traced_name
+from towers.graphs.placement import short_device_name, traced_name
 from towers.graphs.traffic import num_bytes
 
 HOST = "host"
@@ -36,7 +36,7 @@ class Node:
 
     def __init__(self, proto: NodeDef, traced: Mapping[str, tf.Operation], depth: int = 0):
         """Read a node; `traced` are the function's ops by name, which stand at `depth`."""
-        device = short(proto.device)
+        device = short_device_name(proto.device)
         self.proto = proto
         self.gpu = ""
         if device not in ("", "/cpu:0"):

@@ -77,7 +77,7 @@ class Placement:
     def misplaced(self, devices: Sequence[str]) -> list[Op]:
         """Return the ops in a tower's scope that do not run on that tower's device."""
         work = [op for op in self.ops if op.tower is not None and op.type not in _NOT_OF_A_TOWER]
-        own = [short(device) for device in devices]
+        own = [short_device_name(device) for device in devices]
         return [op for op in work if op.device != own[op.tower]]
 
     def crossing_bytes(self, in_each_step: bool = False) -> Counter[tuple[str, str]]:
@@ -114,9 +114,9 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
     for node in (node for graph in graphs for node in graph.node):
         name = traced_name(node.name, traced)
         requested = traced[name].device if name in traced else ""
-        ops.append(Op(name, node.op, short(requested), short(node.device)))
+        ops.append(Op(name, node.op, short_device_name(requested), short_device_name(node.device)))
         if node.attr["_XlaMustCompile"].b:
-            programs[f"{name}/"] = short(node.device)
+            programs[f"{name}/"] = short_device_name(node.device)
         if node.op in ("_Send", "_HostSend") and not node.input[0].startswith("^"):
             transfers.append(_transfer(node, traced, takers))
     there = {op.name for op in ops if op.type != "Const"}  # folding leaves a Const of that name
@@ -124,7 +124,7 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
     for name, op in traced.items():
         if name not in there:
             of_program = (programs[call] for call in programs if name.startswith(call))
-            rest.append(Op(name, op.type, short(op.device), next(of_program, "")))
+            rest.append(Op(name, op.type, short_device_name(op.device), next(of_program, "")))
     return Placement(
         tuple(ops),
         tuple(op for op in rest if not op.device),
@@ -133,7 +133,7 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
     )
 
 
-def short(device: str) -> str:
+def short_device_name(device: str) -> str:
     """Return "/gpu:0" for "/job:localhost/replica:0/task:0/device:GPU:0"; "" for "".
 
     That of another machine keeps the machine: "/job:JOB/task:1/gpu:0".
@@ -215,8 +215,8 @@ def _transfer(
         num_bytes = tensor.shape.num_elements() * dtype.size
     return Transfer(
         name,
-        short(node.attr["send_device"].s.decode()),
-        short(node.attr["recv_device"].s.decode()),
+        short_device_name(node.attr["send_device"].s.decode()),
+        short_device_name(node.attr["recv_device"].s.decode()),
         num_bytes,
         bool(_IN_BRANCH.search(source)),
     )

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from towers import files, text
 from towers.errors import RunError
-from towers.graphs.placement import Placement, short
+from towers.graphs.placement import Placement, short_device_name
 
 _MOST = 8  # lines of strays
 
@@ -69,10 +69,10 @@ def strays(
         names = ", ".join(dict.fromkeys(names))
         why = _why(requested, device, devices[tower])
         lines.append(f"tower {tower} on {devices[tower]}, layer {layer}: {names} on {device}{why}")
-    homes = [short(device) for device in master_devices]
+    homes = [short_device_name(device) for device in master_devices]
     home = " or ".join(dict.fromkeys(homes))
     for name, variable in masters.items():
-        if (device := short(variable.device)) not in homes:
+        if (device := short_device_name(variable.device)) not in homes:
             lines.append(f"master variable {name} on {device}, not {home}")
     return lines
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from towers.graphs.placement import Placement, short
+from towers.graphs.placement import Placement, short_device_name
 from towers.tf_private import called_graph
 
 MAX_VALUE_BYTES = 1024  # of a constant or another attribute; nobody reads more of it in a graph
@@ -26,7 +26,7 @@ def step_graph(graph: tf.Graph, placement: Placement) -> tf.compat.v1.GraphDef:
     in_loop = f"{loop.name}/" if loop else ""
     nodes = []
     for traced, scope, node in _nodes(called_graph(loop, "body") if loop else graph):
-        device = ran.get(traced + node.name) or short(node.device)
+        device = ran.get(traced + node.name) or short_device_name(node.device)
         # "/device:GPU:0" for "/gpu:0": TensorBoard has a name for no other form.
         node.device = re.sub(r"/(\w+):(\d+)$", lambda m: f"/device:{m[1].upper()}:{m[2]}", device)
         node.name = _drawn(scope + node.name, in_loop)

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from towers.builder.layers import tower_of
-from towers.graphs.placement import Placement, needed_ops, short
+from towers.graphs.placement import Placement, needed_ops, short_device_name
 from towers.tf_private import called_graph
 
 HOST = "/cpu:0"  # where TensorFlow puts an op that asks for nothing
@@ -28,7 +28,7 @@ _LOOPS = frozenset(["While", "StatelessWhile", "Case", "StatelessCase"])
 FUNCTIONS = _BRANCHES | _CALLS | _LOOPS
 
 
-class Step:
+class TracedStep:
     """The ops of one training step that TensorFlow will not prune.
 
     Attributes:
@@ -121,13 +121,13 @@ class Step:
         """Add a graph's ops and its branches'; one that asks for no device gets `caller`."""
         for op in needed_ops([*(t.op for t in graph.outputs), *graph.control_outputs]):
             if op.type in _BRANCHES:
-                self._read_branches(op, short(op.device) or caller)
+                self._read_branches(op, short_device_name(op.device) or caller)
             elif op.type in _LOOPS or (op.type in _CALLS and not _is_local(op, caller)):
                 self.loops.add(op.type)
             inputs = [self._behind(tensor, frozenset()) for tensor in op.inputs]
             resources = [self.devices[t.op] for t in inputs if t.dtype == tf.resource]
             # An op on a variable runs where the variable lies, whatever it asks for.
-            device = self._homes.get(op) or short(op.device) or caller
+            device = self._homes.get(op) or short_device_name(op.device) or caller
             if resources and op.type not in FUNCTIONS:
                 device = resources[-1]
             self.devices[op] = device
@@ -161,18 +161,18 @@ class Step:
                 return tensor
 
 
-def read_step(function: Any) -> Step:
+def read_step(function: Any) -> TracedStep:
     """Return the step of a traced train loop, a concrete function with one loop over steps."""
     loop = next(op for op in function.graph.get_operations() if op.type in _LOOPS)
     body = called_graph(loop, "body")
-    outside = {inner.op: short(outer.device) for outer, inner in function.graph.captures}
+    outside = {inner.op: short_device_name(outer.device) for outer, inner in function.graph.captures}
     pairs = zip(loop.inputs, body.inputs, strict=True)
     # A loop's input lies where it was made, whatever device its placeholder asks for.
-    return Step(body, {i.op: outside.get(o.op) or short(o.op.device) or HOST for o, i in pairs})
+    return TracedStep(body, {i.op: outside.get(o.op) or short_device_name(o.op.device) or HOST for o, i in pairs})
 
 
 def executed_bytes(
-    placement: Placement, step: Step
+    placement: Placement, step: TracedStep
 ) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]], int]:
     """Return what crosses in an executed graph, to compare with the traced one.
 
@@ -196,10 +196,10 @@ def executed_bytes(
 def _is_local(op: tf.Operation, caller: str) -> bool:
     """Return whether a called function is on one device, without variables and loops."""
     inside = called_graph(op, "f").get_operations()
-    asked = {short(one.device) for one in inside}
+    asked = {short_device_name(one.device) for one in inside}
     variables = any(tensor.dtype == tf.resource for tensor in op.inputs)
     loops = any(one.type in _LOOPS for one in inside)
-    return asked <= {"", short(op.device) or caller} and not variables and not loops
+    return asked <= {"", short_device_name(op.device) or caller} and not variables and not loops
 
 
 def num_bytes(tensor: tf.Tensor | tf.Variable) -> int:

@@ -86,7 +86,7 @@ def _activations(model: keras.Model, inputs: tf.Tensor) -> dict[str, tf.Tensor]:
 
         return caught
 
-    with tf_private.layer_calls_replaced(make):
+    with tf_private.patch_layer_calls(make):
         model(inputs, training=False)
     return found
 

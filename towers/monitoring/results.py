@@ -33,7 +33,7 @@ def read_result(folder: Path) -> dict[str, Any]:
     simple = all(map(is_simple, found.values()))
     if _are_of(_TYPES, found) and simple and found.get("direction", "max") in ("max", "min"):
         return found
-    files.damaged(path)
+    files.warn_damaged(path)
     return {}
 
 
@@ -89,5 +89,5 @@ def noted_runs(folder: Path) -> list[dict[str, Any]]:
     found = files.read_json(path).get("runs", [])
     if isinstance(found, list) and all(map(is_run, found)):
         return found
-    files.damaged(path)
+    files.warn_damaged(path)
     return []

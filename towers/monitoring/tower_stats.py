@@ -54,7 +54,7 @@ def time_after(values: Any) -> tf.Tensor:
         return tf.timestamp()
 
 
-class Rest:
+class GpuIdleBarrier:
     """Waits for idle GPUs before a measured step, so that its seconds are its own.
 
     A copy to the host arrives when all kernels before it have run.

@@ -21,7 +21,7 @@ def blame(error: BaseException, named: Mapping[str, str]) -> str:
         error: with its traceback.
         named: {flag: "module:function"} of what the user named.
     """
-    if own := blame_user(error, named):
+    if own := locate_in_user_code(error, named):
         return own
     text = "".join(traceback.format_exception(error))
     if layer := _OF_KERAS.search(text):
@@ -37,7 +37,7 @@ def blame(error: BaseException, named: Mapping[str, str]) -> str:
     )
 
 
-def blame_user(error: BaseException, named: Mapping[str, str]) -> str:
+def locate_in_user_code(error: BaseException, named: Mapping[str, str]) -> str:
     """Return the line of `blame` if the error comes from the user's own code, else "".
 
     That is the innermost frame there, whatever library raised below it.

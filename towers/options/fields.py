@@ -48,7 +48,7 @@ def group(name: str, **metadata: Any) -> Callable[..., Any]:
     return lambda default, help, **own: option(default, name, help, **metadata | own)
 
 
-def same_option(owner: type, name: str) -> Any:
+def copy_field(owner: type, name: str) -> Any:
     """Return a copy of the field `name` of another dataclass."""
     field = owner.__dataclass_fields__[name]
     return dataclasses.field(default=field.default, metadata=field.metadata)

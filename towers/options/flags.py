@@ -27,12 +27,12 @@ from towers import files
 from towers.errors import InputError, RunError
 from towers.options import augmentation, trust
 from towers.options.fields import check_value
-from towers.options.given import as_text, is_named_now
+from towers.options.given import option_text, may_be_same_object
 from towers.options.run import MANY_MACHINES, Options, text_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Verb:
+class Command:
     """A verb of the command line, described without importing it."""
 
     name: str
@@ -58,7 +58,7 @@ class Verb:
         return pkgutil.resolve_name(self.options)
 
 
-_TRAIN = Verb("train")
+_TRAIN = Command("train")
 _RUN_FIELDS = {field.name: field for field in dataclasses.fields(Options)}
 _ALIASES = {f.metadata["alias"]: name for name, f in _RUN_FIELDS.items() if "alias" in f.metadata}
 _PARSERS = {  # and what is needed where they fail
@@ -125,7 +125,7 @@ class _Alias(flags.ArgumentParser):
         return text
 
 
-def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
+def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
     """Return the options that a verb's command line gives.
 
     Args:
@@ -148,7 +148,7 @@ def parse(argv: Sequence[str], verb: Verb = _TRAIN) -> Any:
     return complete(values, verb)
 
 
-def complete(values: dict[str, Any], verb: Verb = _TRAIN) -> Any:
+def complete(values: dict[str, Any], verb: Command = _TRAIN) -> Any:
     """Return the options of a verb from {option: value}; what is not given is as in `parse`."""
     if verb.completes and not (verb.begins and values.get("overwrite")):
         values = _options_of_run(values, verb) | values
@@ -162,7 +162,7 @@ def complete(values: dict[str, Any], verb: Verb = _TRAIN) -> Any:
     return kind(**values)
 
 
-def options_of(
+def options_from_call(
     options: Options | None, fields: Mapping[str, Any], *, verb: str = "train"
 ) -> Options:
     """Return the options of a call from Python, such as `towers.train(model=build, num_towers=2)`.
@@ -180,9 +180,9 @@ def options_of(
         return dataclasses.replace(options, **given)
     for name, value in given.items():
         if _RUN_FIELDS[name].type is str:
-            given[name] = as_text(name, value)
+            given[name] = option_text(name, value)
         check_value(_RUN_FIELDS[name], given[name])
-    return complete(given, Verb(verb, completes=True, begins=verb == "train"))
+    return complete(given, Command(verb, completes=True, begins=verb == "train"))
 
 
 def option_name(flag: str) -> str:
@@ -203,7 +203,7 @@ def parse_value(name: str, text: str) -> Any:
     return _parse_typed(_RUN_FIELDS[name], text)
 
 
-def _check_taken(argv: Sequence[str], verb: Verb) -> None:
+def _check_taken(argv: Sequence[str], verb: Command) -> None:
     """Refuse an option of a run that the verb would ignore; a flagfile may hold it."""
     for argument in argv:
         flag = argument.partition("=")[0].lstrip("-") if argument.startswith("-") else ""
@@ -241,7 +241,7 @@ class _Flags(flags.FlagValues):
 
 
 def _read_argv(
-    argv: Sequence[str], verb: Verb, foreign: dict[str, str] | None = None
+    argv: Sequence[str], verb: Command, foreign: dict[str, str] | None = None
 ) -> dict[str, Any]:
     """Return {option: value} of arguments and their flagfiles: the last one wins.
 
@@ -296,7 +296,7 @@ def _parse_typed(field: dataclasses.Field, typed: Any) -> Any:
         raise InputError(f"--{field.name}={typed}: {kind} is needed") from None
 
 
-def _unknown_flag(flag: str, verb: Verb) -> str:
+def _unknown_flag(flag: str, verb: Command) -> str:
     """Return the message for an unknown flag, with the nearest that exists."""
     known = [*verb.fields(), *_ALIASES, "flagfile"]
     usual = _ELSEWHERE.get(flag.lower().replace("-", "_"))
@@ -313,7 +313,7 @@ def _read_text(path: str | Path) -> str:
     return Path(path).read_text(encoding="utf-8", errors="replace")
 
 
-def _options_of_run(given: Mapping[str, Any], verb: Verb) -> dict[str, Any]:
+def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
     """Return {option: value} of the run in --train_dir, without what `given` replaces."""
     train_dir = given.get("train_dir", Options.train_dir)
     path = Path(train_dir, "flags.cfg")
@@ -373,7 +373,7 @@ def _check_identity(train_dir: str, of_run: Mapping[str, Any], given: Mapping[st
     pairs = {n: (of_run[n], given[n]) for n in IDENTITY if n in of_run and n in given}
     if "augment" in pairs and augmentation.agree(*pairs["augment"]):
         del pairs["augment"]
-    differ = [n for n, (then, now) in pairs.items() if then != now and not is_named_now(then, now)]
+    differ = [n for n, (then, now) in pairs.items() if then != now and not may_be_same_object(then, now)]
     if differ:
         now, then = (" ".join(f"--{n}={v[n]}" for n in differ) for v in (given, of_run))
         raise InputError(
@@ -383,7 +383,7 @@ def _check_identity(train_dir: str, of_run: Mapping[str, Any], given: Mapping[st
         )
 
 
-def main_help(version: str, verbs: Sequence[Verb]) -> str:
+def main_help(version: str, verbs: Sequence[Command]) -> str:
     """Return the text of `towers --help`."""
     lines = "\n".join(f"  {verb.name:10} {verb.help}" for verb in verbs)
     return (
@@ -394,7 +394,7 @@ def main_help(version: str, verbs: Sequence[Verb]) -> str:
     )
 
 
-def verb_help(verb: Verb) -> str:
+def verb_help(verb: Command) -> str:
     """Return the text of `towers VERB --help`: the flags in groups, with their defaults."""
     fields = verb.fields()
     positional = fields.pop(_positional(fields), None)

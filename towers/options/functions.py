@@ -56,7 +56,7 @@ def load_function(flag: str, name: str) -> Callable:
     return function
 
 
-def call_plainly(flag: str, name: str) -> object:
+def call_without_arguments(flag: str, name: str) -> object:
     """Return the result of a function that takes no arguments; InputError if it needs any."""
     function = load_function(flag, name)
     try:
@@ -92,7 +92,7 @@ def is_shipped(name: str) -> bool:
     return _shipped(name) is not None
 
 
-def namesake(name: str) -> str:
+def shadowing_file(name: str) -> str:
     """Return the file in the current folder that a shipped model is taken before, "" if none."""
     shipped, path = _shipped(name), Path(*name.partition(":")[0].split("."))
     files = (path.with_suffix(".py"), path / "__init__.py") if shipped else ()

@@ -38,7 +38,7 @@ class InlineObject(str):
         return self
 
 
-def as_text(option: str, value: Any) -> Any:
+def option_text(option: str, value: Any) -> Any:
     """Return the text of an option that a program gives a value for.
 
     A list becomes its items with commas between. A value that has no text is returned unchanged,
@@ -69,7 +69,7 @@ def as_text(option: str, value: Any) -> Any:
     return value if text is None else text
 
 
-def is_named_now(before: str, now: str) -> bool:
+def may_be_same_object(before: str, now: str) -> bool:
     """Return whether an option that held an object is now a module:function, perhaps the same."""
     return before.startswith(PREFIX) and ":" in now and not now.startswith(PREFIX)
 

@@ -17,9 +17,9 @@ from towers.options.fields import (
     group,
     parse_numbers,
     parse_tower_numbers,
-    same_option,
+    copy_field,
 )
-from towers.options.given import as_text
+from towers.options.given import option_text
 from towers.options.gpu import GpuOptions
 
 SCHEDULES = ("constant", "step", "linear", "cosine", "onecycle")
@@ -216,15 +216,15 @@ class Options:
         "it answers again; or stop, after saving.", choices=("continue", "stop"),
     )  # fmt: skip
 
-    visible_gpus: str = same_option(GpuOptions, "visible_gpus")
-    per_process_gpu_memory_fraction: float = same_option(
+    visible_gpus: str = copy_field(GpuOptions, "visible_gpus")
+    per_process_gpu_memory_fraction: float = copy_field(
         GpuOptions, "per_process_gpu_memory_fraction"
     )
-    gpu_memory_limit_mib: int = same_option(GpuOptions, "gpu_memory_limit_mib")
-    allow_growth: bool = same_option(GpuOptions, "allow_growth")
-    allow_soft_placement: bool = same_option(GpuOptions, "allow_soft_placement")
-    tf32: bool = same_option(GpuOptions, "tf32")
-    deterministic: bool = same_option(GpuOptions, "deterministic")
+    gpu_memory_limit_mib: int = copy_field(GpuOptions, "gpu_memory_limit_mib")
+    allow_growth: bool = copy_field(GpuOptions, "allow_growth")
+    allow_soft_placement: bool = copy_field(GpuOptions, "allow_soft_placement")
+    tf32: bool = copy_field(GpuOptions, "tf32")
+    deterministic: bool = copy_field(GpuOptions, "deterministic")
 
     num_epochs: float = _length(
         0.0, "Passes over the training set, up to a full batch; 0: as max_steps says, else 10.",
@@ -333,7 +333,7 @@ class Options:
         """Raise InputError for values out of range and pairs that exclude each other."""
         for field in dataclasses.fields(self):
             if field.type is str:
-                text = as_text(field.name, getattr(self, field.name))
+                text = option_text(field.name, getattr(self, field.name))
                 object.__setattr__(self, field.name, text)
         check_values(self)
         object.__setattr__(self, "augment", str(augmentation.parse(self.augment)))

@@ -21,7 +21,7 @@ def leave_out_current_folder() -> None:
     sys.path[:] = others
 
 
-def environment_of_own_programs(environ: dict[str, str] = os.environ) -> dict[str, str]:
+def child_environment(environ: dict[str, str] = os.environ) -> dict[str, str]:
     """Return the environment in which `python -m towers...` finds what this process does."""
     given = _without_current_folder(environ.get("PYTHONPATH", "").split(os.pathsep))
     folders = os.pathsep.join(dict.fromkeys([CHECKOUT, *given]))

@@ -13,7 +13,7 @@ from towers.builder.kinds import HOST
 from towers.data import Data
 from towers.options.run import Options
 from towers.text import first_line
-from towers.training.masters import kept
+from towers.training.masters import restore_after
 from towers.training.run import assemble
 
 _PARTS = ("inputs", "targets", "sample weights")
@@ -21,7 +21,7 @@ _MOST_TRIALS = 40  # steps with some of the examples, to find out which are at f
 
 
 @dataclasses.dataclass(frozen=True)
-class Range:
+class TensorRange:
     """The range of the numbers in a tensor.
 
     Attributes:
@@ -43,7 +43,7 @@ class Range:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fault:
+class NonFiniteOrigin:
     """The first tensor of a step with non-finite numbers, and their `rows` in the batch."""
 
     kind: str
@@ -58,13 +58,13 @@ class Fault:
 
 
 @dataclasses.dataclass(frozen=True)
-class Again:
+class ReplayResult:
     """A step that was made again; `reason` says why it could not be made, if so."""
 
-    ranges: list[Range]
+    ranges: list[TensorRange]
     is_finite: bool
     loss: float
-    fault: Fault | None
+    fault: NonFiniteOrigin | None
     reason: str = ""
 
     @property
@@ -87,7 +87,7 @@ def num_examples(batch: Any) -> int:
 
 def make_again(
     options: Options, dataset: Data, device: str, state: Mapping[str, np.ndarray], batch: Any
-) -> Again:
+) -> ReplayResult:
     """Make a step on one device, with one tower and without XLA.
 
     Args:
@@ -105,7 +105,7 @@ def make_again(
             return _Step(options, dataset, place, state).make(batch)
         except Exception as error:  # of many kinds: the user's code, memory
             reason = first_line(error)
-    return Again([], False, float("nan"), None, reason)
+    return ReplayResult([], False, float("nan"), None, reason)
 
 
 class _Step:
@@ -121,23 +121,23 @@ class _Step:
         self._seen: list[tuple[str, str, Any]] = []
         self._trace = tf.function(self._ranges, autograph=False)
 
-    def make(self, batch: Any) -> Again:
+    def make(self, batch: Any) -> ReplayResult:
         """Return what was found of a step with this batch."""
         size = num_examples(batch)
         ranges = [_range_of("variable", name, v) for name, v in self.state.items()]
         ranges = [found for found in ranges if found]
         stuck, loss, found = self._call(batch)
         ranges += [
-            Range(kind, name, dtype, *_numbers(values), _rows(values["rows"], size))
+            TensorRange(kind, name, dtype, *_numbers(values), _rows(values["rows"], size))
             for (kind, name, dtype), values in found
         ]
         ranges.sort(key=lambda r: ("data", "layer", "loss", "gradient", "variable").index(r.kind))
         fault = self._fault(ranges) if stuck else None
         if fault and not fault.rows and fault.kind in ("loss", "gradient"):
             fault = dataclasses.replace(fault, rows=self._rows_at_fault(batch))
-        return Again(ranges, not stuck, loss, fault)
+        return ReplayResult(ranges, not stuck, loss, fault)
 
-    def _fault(self, ranges: Sequence[Range]) -> Fault | None:
+    def _fault(self, ranges: Sequence[TensorRange]) -> NonFiniteOrigin | None:
         """Return the first tensor that is not finite, in the order of computation."""
         bad = [found for found in ranges if found.not_finite]
         layers = [found for found in bad if found.kind in ("layer", "loss")]
@@ -149,12 +149,12 @@ class _Step:
             # Going backward, the last variable comes first.
             *[found for found in bad if found.kind == "gradient"][::-1],
         ]
-        return Fault(first[0].kind, first[0].name, first[0].dtype, first[0].rows) if first else None
+        return NonFiniteOrigin(first[0].kind, first[0].name, first[0].dtype, first[0].rows) if first else None
 
     def _call(self, batch: Any) -> tuple[bool, float, list[tuple[tuple, Any]]]:
         """Make the step, and restore the state."""
         masters = self.run.masters
-        with kept([*masters.variables().values(), *masters.in_a_row]):
+        with restore_after([*masters.variables().values(), *masters.in_a_row]):
             loss, values = self._trace(*batch)
             return bool(masters.stuck()), float(loss), list(zip(self._names, values, strict=True))
 
@@ -208,7 +208,7 @@ class _Step:
                 seen.extend(("gradient", weight.path, gradient) for gradient, weight in pairs)
 
         task.on_update = on_update
-        with tf_private.layer_calls_replaced(make):
+        with tf_private.patch_layer_calls(make):
             values, _ = task.make_train_step(self.run.learning_rate)(example, draws)
         seen.append(("loss", "loss", values["loss"]))
         seen = [(k, n, t.values if isinstance(t, tf.IndexedSlices) else t) for k, n, t in seen]
@@ -246,8 +246,8 @@ def _rows(bad: tf.Tensor, size: int) -> list[int]:
     return np.flatnonzero(bad.numpy()).tolist() if len(bad) == size else []
 
 
-def _range_of(kind: str, name: str, value: np.ndarray) -> Range | None:
+def _range_of(kind: str, name: str, value: np.ndarray) -> TensorRange | None:
     tensor = tf.constant(value)
     if not tensor.dtype.is_floating:
         return None
-    return Range(kind, name, tensor.dtype.name, *_numbers(_statistics(tensor)))
+    return TensorRange(kind, name, tensor.dtype.name, *_numbers(_statistics(tensor)))

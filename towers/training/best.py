@@ -17,7 +17,7 @@ from towers.errors import RunError
 NAME = "best.json"
 
 
-class Best:
+class BestTracker:
     """The evaluations of a run so far, and the best of them."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Best:
         same = [found.get("objective"), found.get("direction")] == list(objective)
         points = found.get("points", [])
         if not isinstance(points, list) or not all(map(_is_point, points)):
-            files.damaged(self._path)
+            files.warn_damaged(self._path)
             points = []
         self._points = [p for p in points if same and p[0] <= step]
 

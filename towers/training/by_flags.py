@@ -8,13 +8,13 @@ import keras
 import tensorflow as tf
 
 from towers.errors import InputError
-from towers.options.functions import call_plainly, load_function
+from towers.options.functions import call_without_arguments, load_function
 from towers.options.run import OF_COMPILED, Options
 from towers.training.optimizers import DECAY_APART, clips_of, make_optimizer
 from towers.training.update import is_decayed
 
 
-def check_flags(options: Options) -> None:
+def refuse_overridden(options: Options) -> None:
     """Raise InputError for a flag that a compiled model has its own value for."""
     for name in OF_COMPILED:
         value, default = getattr(options, name), getattr(Options, name)
@@ -25,7 +25,7 @@ def check_flags(options: Options) -> None:
             )
 
 
-def compile_by_flags(model: keras.Model, options: Options) -> None:
+def compile_from_flags(model: keras.Model, options: Options) -> None:
     """Compile a model as --loss, --metrics and the flags of the update say."""
     if options.label_smoothing:
         raise InputError(
@@ -65,7 +65,7 @@ def _resolve(flag: str, name: str, get: Callable) -> Any:
     if ":" in name:
         found = load_function(flag, name)
         if isinstance(found, type) or not inspect.signature(found).parameters:
-            found = call_plainly(flag, name)
+            found = call_without_arguments(flag, name)
         if not callable(found):
             raise InputError(
                 f"--{flag}={name} returned {type(found).__name__}; a function of targets and "

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder import faults, gather
-from towers.builder.rehearsal import Rehearsal
+from towers.builder.rehearsal import FunctionAnalysis
 from towers.builder.replica_context import integers_on
 from towers.builder.tower import TowerBuilder
 from towers.data import Data
@@ -27,18 +27,18 @@ from towers.options import augmentation
 from towers.options.run import Options
 from towers.text import first_line
 from towers.training import fitting, flat
-from towers.training.guard import Guard
+from towers.training.guard import NonFiniteGuard
 from towers.training.logits import final_activation, mirrored
 from towers.training.masters import (
     VARIABLES,
-    Masters,
+    TrainState,
     copies_on,
     dynamic_scale,
     home_of,
-    now,
+    snapshot,
     optimizers_of,
     place,
-    settle,
+    move_to_home,
 )
 from towers.training.model import floatx_of
 from towers.training.optimizers import about_flags, about_scale, is_own, limit_of
@@ -52,7 +52,7 @@ class Compiled(Task):
 
     default_on_gpus = "sharded"
     squares_rows = True
-    _rehearsed: Rehearsal | None = None
+    _rehearsed: FunctionAnalysis | None = None
 
     def __init__(self, builder: TowerBuilder, model: keras.Model, options: Options, data: Data):
         """Place the weights, and make all variables that a step needs.
@@ -63,10 +63,10 @@ class Compiled(Task):
         super().__init__(builder, model, options, data)
         home = home_of(options.variables, builder.devices)
         parts = *model.metrics, *optimizers_of(model)
-        settle([*model.non_trainable_variables, *(v for p in parts for v in p.variables)], home)
+        move_to_home([*model.non_trainable_variables, *(v for p in parts for v in p.variables)], home)
         place(model.trainable_variables, options.variables, builder.devices)
         put_on(model, builder)
-        self.pairs = fitting.Pairs(model)
+        self.pairs = fitting.LossRecorder(model)
         self._log_names, self._figures = self._trace_once()
         optimizers = optimizers_of(model)
         scaled = getattr(model.optimizer, "dynamic_scale", None) is not None
@@ -76,7 +76,7 @@ class Compiled(Task):
         copies = []
         if options.variables == "replicated":
             copies = copies_on(builder.devices[1:], model.trainable_variables, self._like_optimizer)
-        self.masters = Masters(
+        self.masters = TrainState(
             model,
             *optimizers,
             ema=options.ema_decay > 0,
@@ -143,11 +143,11 @@ class Compiled(Task):
                     figures[:] = scalars(type(model).test_step(model, data))
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(fitting.explained(self, self.pairs, batches))
+            stack.enter_context(fitting.translate_loss_errors(self, self.pairs, batches))
             stack.enter_context(floatx_of(options.dtype))
             for optimizer in optimizers_of(model):
                 stack.enter_context(tf_private.slots_beside_weights(optimizer))
-            stack.enter_context(tf_private.assignments_noted(assigned))
+            stack.enter_context(tf_private.record_assignments(assigned))
             tf.function(step, autograph=False).get_concrete_function(*batches.element_spec)
         self.unsaved = [v.name for v in self._unknown(assigned)]
         if not found:
@@ -212,12 +212,12 @@ class Compiled(Task):
 
         return train_step
 
-    def rehearse(self, *batch: Any) -> Rehearsal:
+    def rehearse(self, *batch: Any) -> FunctionAnalysis:
         """See `Task`; where a loss is not of one example alone, outputs are joined from here on."""
         found = super().rehearse(*batch)
         if self.by_example and self.builder.num_slices > 1 and found is not self._rehearsed:
             self._rehearsed, alone = found, found.few is not None and found.by_example
-            if not alone or found.reason or faults.seen_by_trials(found):
+            if not alone or found.reason or faults.find_by_trials(found):
                 self.by_example = False
                 self._check_by_example("a loss of an example that others of its batch are part of")
                 found = super().rehearse(*batch)
@@ -254,7 +254,7 @@ class Compiled(Task):
                 rate = learning_rate(masters.examples)
                 before = self._before()
                 scale = dynamic_scale(model)
-                guard = Guard(masters, self.on_update)
+                guard = NonFiniteGuard(masters, self.on_update)
                 if self.rate_is_set:
                     model.optimizer.learning_rate.assign(rate)
                 elif model.optimizer is not None:
@@ -305,10 +305,10 @@ class Compiled(Task):
             inner = [getattr(own, "inner_optimizer", own) for own in optimizers]
             slots = [v for own in inner for v in own.variables]
             changed = [v.value for v in (*model.trainable_variables, *slots)]
-            return [(v, now(v)) for v in changed] + self.masters.statistics()
+            return [(v, snapshot(v)) for v in changed] + self.masters.statistics()
         if self.rate_is_set:
             rate = model.optimizer.learning_rate.value
-            return [(rate, now(rate))]
+            return [(rate, snapshot(rate))]
         return []
 
     def finish(self) -> bool:
@@ -356,7 +356,7 @@ class Compiled(Task):
         """See `Task`; of Keras' losses, one for each example."""
         y, weights = [*self.cast(targets), None, None][:2]
         # What a loss counts of each output is of the whole batch: it is counted there.
-        with keras.StatelessScope(), fitting.losses_of_examples(self.options.batch_size):
+        with keras.StatelessScope(), fitting.per_example_losses(self.options.batch_size):
             return tf_private.compiled_loss(self.model, y, outputs, weights)
 
     def outputs_shown(self, outputs: Any, targets: Sequence[Any]) -> Any:
@@ -409,8 +409,8 @@ class Compiled(Task):
     def metric_directions(self) -> Mapping[str, str | None]:
         """See `Task`."""
         found = {
-            name: tf_private.better(self.model, name)
-            or tf_private.better(self.model, name.rstrip("0123456789").rstrip("_"))  # of a vector
+            name: tf_private.metric_direction(self.model, name)
+            or tf_private.metric_direction(self.model, name.rstrip("0123456789").rstrip("_"))  # of a vector
             for name in self._figures
         }
         return found | ({"accuracy": "max"} if "accuracy" in found else {})
@@ -424,8 +424,8 @@ class Compiled(Task):
         outputs: list[Any] = []
         assigned: list[tf.Variable] = []
         step = self.model.test_step if averaged else self._test_step_on_copies
-        noted = tf_private.assignments_noted(assigned)
-        with noted, self._flips(), tf_private.outputs_watched(self.model, outputs.append):
+        noted = tf_private.record_assignments(assigned)
+        with noted, self._flips(), tf_private.watch_outputs(self.model, outputs.append):
             logs = scalars(step(self._data(example, None)))
         if self.masters.averages and not averaged:
             self._of_averages.add_unknown(self._unknown(assigned))
@@ -444,7 +444,7 @@ class Compiled(Task):
             return call_twice
 
         flips = self.options.test_time_flip
-        return tf_private.layer_calls_replaced(make) if flips else contextlib.nullcontext()
+        return tf_private.patch_layer_calls(make) if flips else contextlib.nullcontext()
 
     @functools.cached_property
     def _test_step_on_copies(self) -> Callable:

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from towers import devices
-from towers.options.flags import options_of
+from towers.options.flags import options_from_call
 from towers.options.run import Options
 from towers.text import count
 from towers.training import best, checkpoint
-from towers.training.guest import as_a_guest
+from towers.training.guest import preserve_rng
 from towers.training.run import prepare
-from towers.training.saving import Checkpoints
-from towers.training.tensorflow_errors import one_line_errors
+from towers.training.saving import CheckpointManager
+from towers.training.tensorflow_errors import user_facing_errors
 
 
-@as_a_guest()
+@preserve_rng()
 def evaluate(
     options: Options | None = None, /, say: Callable[[str], None] = print, **fields: Any
 ) -> dict[str, Any]:
@@ -37,18 +37,18 @@ def evaluate(
         InputError: there is no checkpoint, or it is of another model.
         RunError: the test set cannot be read.
     """
-    options = options_of(options, fields, verb="evaluate")
+    options = options_from_call(options, fields, verb="evaluate")
     checkpoint.of_run(options.train_dir)  # before the model is built
     run = prepare(dataclasses.replace(options, variables="default"))  # they are only read
     variables = run.masters.variables().items()
-    step = Checkpoints(
+    step = CheckpointManager(
         Path(options.train_dir, "checkpoints"),
         {name: v for name, v in variables if name.startswith(("model/", "average/"))},
         {name: getattr(run.options, name) for name in ("model", "model_args", "augment")},
         exact=False,  # the optimizer and the loss scale matter no more
     ).restore(say, best.step_of(options.train_dir))
     run.masters.set_copies()
-    with one_line_errors(options):
+    with user_facing_errors(options):
         result = run.task.make_evaluator(run.data.test)()
     num_towers = len(run.builder.devices)
     heading = f"step {step}, {result.examples} test examples, {count(num_towers, 'tower')}"

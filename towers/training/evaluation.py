@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers.monitoring.pictures import Mistake, Predictions
-from towers.training.masters import copy_beside, now
+from towers.training.masters import copy_beside, snapshot
 
 NUM_MISTAKES = 16
 AVERAGED = "_ema"  # ends the names of metrics of the averages
@@ -63,7 +63,7 @@ class Evaluation:
         return lines
 
 
-def behind(
+def pipelined(
     batches: Iterable[Any], evaluate: Callable, stop: Callable[[], bool]
 ) -> Iterator[tuple[Any, Any]]:
     """Yield (batch, `evaluate(batch)`) for each batch, some batches after its evaluation began.
@@ -106,7 +106,7 @@ class MetricState:
     @contextlib.contextmanager
     def used(self, averages: Iterable[tuple[keras.Variable, tf.Variable]]) -> Iterator[None]:
         """Read averages in place of variables in the block, and update this state."""
-        before = [now(variable) for variable, _ in self._unknown]
+        before = [snapshot(variable) for variable, _ in self._unknown]
         for variable, twin in self._unknown:
             variable.assign(twin)
         pairs = [*averages, *self._twins]
@@ -119,7 +119,7 @@ class MetricState:
             variable.assign(value)
 
 
-class Answers:
+class PredictionCollector:
     """Collects a model's predictions for a split, and its most confident mistakes."""
 
     def __init__(self, averaged: bool):

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 from towers.monitoring.gallery import Gallery
 from towers.monitoring.monitor import Monitor
-from towers.training.best import Best
+from towers.training.best import BestTracker
 from towers.training.evaluation import Evaluation
 from towers.training.keras_callbacks import Callbacks
-from towers.training.masters import kept
-from towers.training.start import Start
-from towers.training.watch import Watch
+from towers.training.masters import restore_after
+from towers.training.start import PreparedRun
+from towers.training.watch import PreemptionHandler
 
 
 class Evaluator:
@@ -21,11 +21,11 @@ class Evaluator:
 
     def __init__(
         self,
-        begun: Start,
+        begun: PreparedRun,
         monitor: Monitor,
         gallery: Gallery,
-        best: Best,
-        watch: Watch,
+        best: BestTracker,
+        watch: PreemptionHandler,
         callbacks: Callbacks,
     ):
         """Compile nothing yet."""
@@ -115,7 +115,7 @@ class Evaluator:
         if best in (None, step):
             yield False
             return
-        with kept(masters.variables().values()):
+        with restore_after(masters.variables().values()):
             checkpoints.restore(wanted=best)
             masters.set_copies()
             yield True

@@ -14,17 +14,17 @@ import numpy as np
 import tensorflow as tf
 
 from towers import tf_private
-from towers.builder.assignments import TowerScope
+from towers.builder.assignments import ReplicaScope
 from towers.errors import InputError
 from towers.text import count
-from towers.training.logits import Ending, ending_of, final_activation
+from towers.training.logits import OutputActivation, ending_of, final_activation
 from towers.training.targets import LossInput, OutputCheck, doubtful_metrics, shape_of
 from towers.training.task import Task
 
 _ROWS = 32  # of a batch that the first loss is computed of, if a tower takes no more
 
 
-class Pairs:
+class LossRecorder:
     """Inputs of the losses of a model's step, recorded while the step is traced."""
 
     def __init__(self, model: keras.Model):
@@ -62,7 +62,7 @@ class Pairs:
 
             return recording
 
-        with tf_private.losses_replaced(make):
+        with tf_private.patch_losses(make):
             yield
 
     def _record(self, loss: Any, target: int | None, y: Any, outputs: Any, weights: Any) -> bool:
@@ -79,7 +79,7 @@ class Pairs:
 
 
 @contextlib.contextmanager
-def losses_of_examples(total: int) -> Iterator[None]:
+def per_example_losses(total: int) -> Iterator[None]:
     """Make Keras' losses return one loss per example, [b], whose mean is the loss of the batch.
 
     Losses with the reduction "sum" are multiplied by `total`, the examples of a batch.
@@ -88,7 +88,7 @@ def losses_of_examples(total: int) -> Iterator[None]:
     def make(call: Callable) -> Callable:
         return lambda loss, *args, **kwargs: _per_example(call, loss, total, *args, **kwargs)
 
-    with tf_private.losses_replaced(make):
+    with tf_private.patch_losses(make):
         yield
 
 
@@ -137,7 +137,7 @@ def check(task: Task, batch: Any) -> list[str]:
         InputError: they certainly do not.
     """
     example, _ = batch
-    pairs: Pairs | None = getattr(task, "pairs", None)
+    pairs: LossRecorder | None = getattr(task, "pairs", None)
     if pairs is None:
         return _check_classifier(task, example)
     lines = [
@@ -153,7 +153,7 @@ def check(task: Task, batch: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def explained(task: Task, pairs: Pairs, batches: Any) -> Iterator[None]:
+def translate_loss_errors(task: Task, pairs: LossRecorder, batches: Any) -> Iterator[None]:
     """Raise what Keras' own losses and metrics raise in the block as a one-line InputError."""
     try:
         yield
@@ -228,7 +228,7 @@ def _check_structure(task: Task, example: Any) -> None:
         )
 
 
-def _check_pairs(task: Task, pairs: Pairs, example: Any) -> list[str]:
+def _check_pairs(task: Task, pairs: LossRecorder, example: Any) -> list[str]:
     leaves = tf.nest.flatten(example[1]) if len(example) > 1 else []
     classes = (task.data.num_classes, task.data.no_classes) if len(leaves) == 1 else ()
     outputs, lines = _outputs(task.model), []
@@ -258,7 +258,7 @@ def _check_pairs(task: Task, pairs: Pairs, example: Any) -> list[str]:
     return lines
 
 
-def _output_endings(pairs: Pairs) -> list[tuple[str, Ending]]:
+def _output_endings(pairs: LossRecorder) -> list[tuple[str, OutputActivation]]:
     """Return (name of the output, "" if there is one; what it ends in) for each recorded loss."""
     paths, outputs = tf_private.loss_paths(pairs.model), _outputs(pairs.model)
     found, waiting, single = [], list(paths), len(paths) < 2
@@ -272,7 +272,7 @@ def _output_endings(pairs: Pairs) -> list[tuple[str, Ending]]:
         if isinstance(output, keras.KerasTensor):
             ending = ending_of(output)
         else:
-            ending = Ending(final_activation(pairs.model) if single and outputs is None else None)
+            ending = OutputActivation(final_activation(pairs.model) if single and outputs is None else None)
         found.append(("" if single else name, ending))
     return found
 
@@ -301,7 +301,7 @@ def _check_first_loss(task: Task, batch: Any, doubts: Sequence[str]) -> None:
 
             return recording
 
-        with tf.device(task.builder.devices[0]), TowerScope(), tf_private.losses_replaced(make):
+        with tf.device(task.builder.devices[0]), ReplicaScope(), tf_private.patch_losses(make):
             return task.loss(*batch), values
 
     try:

@@ -26,18 +26,18 @@ from towers import tf_private
 from towers.builder.kinds import is_gpu
 from towers.builder.packed import dense as as_dense
 from towers.builder.packed import is_large, pack, unpack
-from towers.training.masters import now
+from towers.training.masters import snapshot
 
 
-class Section(NamedTuple):
-    """Weights next to each other in a `Flat` with the same regularisation, as if they were one."""
+class Segment(NamedTuple):
+    """Weights next to each other in a `FlatVariable` with the same regularisation, as if they were one."""
 
     value: tf.Tensor
     regularizer: Callable | None
     shape: tf.TensorShape  # of the first
 
 
-class Flat:
+class FlatVariable:
     """Several variables of one type on one device, as one vector while an update is computed.
 
     It is read and assigned like a tf.Variable; `write` then assigns the parts to the variables. For
@@ -56,8 +56,8 @@ class Flat:
         self._now = self._before = self.join(variables)
 
     @property
-    def value(self) -> "Flat":
-        """The vector itself: a `Flat` stands in for the Keras variable, too."""
+    def value(self) -> "FlatVariable":
+        """The vector itself: a `FlatVariable` stands in for the Keras variable, too."""
         return self
 
     def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
@@ -91,11 +91,11 @@ class Flat:
             return unpack(vector, self.variables)
 
     def by_section(self, fn: Callable, gradient: Any) -> Any:
-        """Return `fn(part of the gradient, section)` for each `Section`, as one vector."""
+        """Return `fn(part of the gradient, section)` for each `Segment`, as one vector."""
         sizes = [sum(w.value.shape.num_elements() for w in own) for own in self.sections]
         parts, values = tf.split(gradient, sizes), tf.split(self._now, sizes)
         results = [
-            fn(part, Section(value, _regularizer(own[0]), own[0].shape))
+            fn(part, Segment(value, _regularizer(own[0]), own[0].shape))
             for part, value, own in zip(parts, values, self.sections, strict=True)
         ]
         return tf.concat(results, axis=0)
@@ -116,7 +116,7 @@ def packed(
     is_decayed: Callable[[keras.Variable], bool],
     keep_sparse: bool = False,
 ) -> tuple[list[Any], list[Any]]:
-    """Return gradients and weights in which a `Flat` stands for those that can be joined.
+    """Return gradients and weights in which a `FlatVariable` stands for those that can be joined.
 
     On their own stay weights on CPUs, large ones, those with a constraint or a regulariser that
     does not go by elements, and all if the optimizer does not (LAMB).
@@ -160,7 +160,7 @@ def packed(
             sections = grouped(group, lambda pair: regularised(pair[1]))
             group = [pair for section in sections for pair in section]
             own = [[weight for _, weight in section] for section in sections]
-            weight = Flat([weight.value for _, weight in group], own)
+            weight = FlatVariable([weight.value for _, weight in group], own)
             gradient = weight.join([g for g, _ in group])
         new_gradients.append(gradient)
         new_weights.append(weight)
@@ -173,24 +173,24 @@ def apply(
     weights: Sequence[Any] | None,
     finite: tf.Tensor | None = None,
 ) -> None:
-    """Call a Keras optimizer's update on weights, some of which may be `Flat`.
+    """Call a Keras optimizer's update on weights, some of which may be `FlatVariable`.
 
     If `finite`, a bool scalar, is given and False, no variable changes.
     """
-    flats = [weight for weight in weights or () if isinstance(weight, Flat)]
+    flats = [weight for weight in weights or () if isinstance(weight, FlatVariable)]
     slots, scope = [], keras.StatelessScope() if flats else contextlib.nullcontext()
     for flat in flats:
         for of_weight in tf_private.elementwise_slots(optimizer):
             own = [of_weight[tf_private.unique_id(v)] for v in flat.variables]
-            slots.append(Flat([slot.value for slot in own]))
+            slots.append(FlatVariable([slot.value for slot in own]))
             scope.add_update((own[0], slots[-1]))
     joined = {id(variable) for flat in (*flats, *slots) for variable in flat.variables}
     alone = [v.value for v in (*optimizer.variables, *filter(_is_variable, weights or ()))]
     if _is_variable(optimizer.learning_rate):  # which no update changes
         joined.add(id(optimizer.learning_rate.value))
     alone = [] if finite is None else [variable for variable in alone if id(variable) not in joined]
-    before = [now(variable) for variable in alone]
-    fused = tf_private.in_one_pass(optimizer, lambda variable: not is_gpu(variable.device))
+    before = [snapshot(variable) for variable in alone]
+    fused = tf_private.fused_sgd(optimizer, lambda variable: not is_gpu(variable.device))
     scalars = [v for v in (optimizer.iterations, optimizer.learning_rate) if _is_variable(v)]
     read_once = _read_once([scalar.value for scalar in scalars])
     with scope, tf_private.each_update_apart(optimizer), fused, read_once:
@@ -227,7 +227,7 @@ def _read_once(variables: Sequence[tf.Variable]) -> Iterator[None]:
 
         return make
 
-    with tf_private.reads_replaced(read), tf_private.assignments_replaced(forgetting):
+    with tf_private.patch_reads(read), tf_private.patch_assignments(forgetting):
         yield
 
 
@@ -294,13 +294,13 @@ def kind_of(variable: tf.Variable) -> tuple | None:
 
 
 def joined(variables: Sequence[tf.Variable]) -> Any:
-    """Return variables of one kind as a `Flat`; of a single one, itself."""
-    return Flat(variables) if len(variables) > 1 else variables[0]
+    """Return variables of one kind as a `FlatVariable`; of a single one, itself."""
+    return FlatVariable(variables) if len(variables) > 1 else variables[0]
 
 
 def write(variable: Any) -> None:
-    """Assign the variables of a `Flat` their parts; a single variable has its value already."""
-    if isinstance(variable, Flat):
+    """Assign the variables of a `FlatVariable` their parts; a single variable has its value already."""
+    if isinstance(variable, FlatVariable):
         variable.write()
 
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.builder.kinds import is_gpu
-from towers.training.masters import Masters
+from towers.training.masters import TrainState
 from towers.training.update import (
     UpdateRules,
     end_step,
@@ -21,7 +21,7 @@ from towers.training.update import (
 )
 
 
-class Guard:
+class NonFiniteGuard:
     """Skips non-finite updates of the optimizers in one step of a compiled model.
 
     An update is skipped if its gradients, those of an earlier update in the step, or a loss so far
@@ -29,7 +29,7 @@ class Guard:
     of a loop or a branch of the user's own are not seen.
     """
 
-    def __init__(self, masters: Masters, on_update: Callable | None = None):
+    def __init__(self, masters: TrainState, on_update: Callable | None = None):
         """Create the guard of a step that is being traced.
 
         Args:
@@ -55,7 +55,7 @@ class Guard:
 
             return noting
 
-        with tf_private.computed_losses_replaced(model, make):
+        with tf_private.patch_compute_loss(model, make):
             yield
 
     def __call__(

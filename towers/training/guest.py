@@ -9,7 +9,7 @@ import tensorflow as tf
 
 
 @contextlib.contextmanager
-def without_advice() -> Iterator[None]:
+def suppress_retracing_warnings() -> Iterator[None]:
     """Suppress TensorFlow's warnings about retracing: each run has functions of its own."""
     logger, advice = tf.get_logger(), lambda record: "retracing" not in record.getMessage()
     logger.addFilter(advice)
@@ -20,7 +20,7 @@ def without_advice() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_a_guest() -> Iterator[None]:
+def preserve_rng() -> Iterator[None]:
     """Restore the random states of Python and NumPy after the block; suppress retracing warnings.
 
     Else a program that draws after each of several runs, for a split, would draw the same numbers.
@@ -28,7 +28,7 @@ def as_a_guest() -> Iterator[None]:
     """
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with without_advice():
+        with suppress_retracing_warnings():
             yield
     finally:
         random.setstate(python)

@@ -27,7 +27,7 @@ from towers.data import zipped
 from towers.errors import InputError
 from towers.text import first_line
 from towers.training.loading import read_weights
-from towers.training.masters import Masters
+from towers.training.masters import TrainState
 
 _MOST_NAMES = 10  # weights of each kind that a line names
 _LONGEST_NAME = 1000  # of a layer, in characters
@@ -54,7 +54,7 @@ class NamedWeight(NamedTuple):
     value: Any  # a variable, an array, or a dataset of h5py, which is read when it is wanted
 
 
-def init_from(masters: Masters, source: str) -> list[str]:
+def init_from(masters: TrainState, source: str) -> list[str]:
     """Assign the values of a source to a model's weights, frozen ones too, and their averages.
 
     Args:

@@ -16,11 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 from towers.errors import InputError
-from towers.options.functions import call_plainly
+from towers.options.functions import call_without_arguments
 from towers.options.timetable import Timetable
 from towers.training.callbacks.exact_resume import ExactResume
 from towers.training.evaluation import Evaluation
-from towers.training.run import Run
+from towers.training.run import RunContext
 
 _K = keras.callbacks
 
@@ -34,7 +34,7 @@ def load(names: str) -> list[_K.Callback]:
     """
     found: list[_K.Callback] = []
     for name in filter(None, names.split(",")):
-        returned = call_plainly("callbacks", name)
+        returned = call_without_arguments("callbacks", name)
         found += returned if isinstance(returned, list | tuple) else [returned]
         for callback in found:
             if not isinstance(callback, _K.Callback):
@@ -53,7 +53,7 @@ def load(names: str) -> list[_K.Callback]:
 class Callbacks:
     """Calls the hooks of a run's Keras callbacks. It is false if there are none."""
 
-    def __init__(self, callbacks: Sequence[_K.Callback], run: Run, timetable: Timetable):
+    def __init__(self, callbacks: Sequence[_K.Callback], run: RunContext, timetable: Timetable):
         """Give each callback the model, whose weights are the run's, and the length of the run."""
         self._masters, self._task, self._timetable = run.masters, run.task, timetable
         self._model, self._losses, self._training = run.masters.model, [], False

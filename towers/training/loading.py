@@ -18,15 +18,15 @@ from towers import tf_private
 from towers.builder.kinds import devices_here
 from towers.data import augment
 from towers.errors import InputError
-from towers.options.flags import options_of
+from towers.options.flags import options_from_call
 from towers.options.given import PREFIX
 from towers.options.run import Options
 from towers.training import by_flags, checkpoint, manifest, model
 from towers.training.best import step_of
-from towers.training.guest import as_a_guest
+from towers.training.guest import preserve_rng
 from towers.training.masters import by_unique_name, move, variables_of
 from towers.training.run import load_data
-from towers.training.tensorflow_errors import one_line_errors
+from towers.training.tensorflow_errors import user_facing_errors
 
 Warn = Callable[[str], Any]
 
@@ -41,11 +41,11 @@ class Weights:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """The model of a run with the weights of a checkpoint."""
 
     options: Options
-    task: dict[str, Any]  # see `manifest.task_of`
+    task: dict[str, Any]  # see `manifest.model_spec`
     model: keras.Model
     step: int
     averaged: bool  # whether the weights are moving averages
@@ -92,8 +92,8 @@ def load(
     """
     given = {"train_dir": str(train_dir), "trust": trust}
     given |= {} if model is None else {"model": model}
-    with as_a_guest():
-        trained = load_run(options_of(None, given, verb="load"), averages=averages, step=step)
+    with preserve_rng():
+        trained = load_run(options_from_call(None, given, verb="load"), averages=averages, step=step)
     if devices_here("GPU"):  # in a run, weights lie where they are gathered
         for variable in trained.model.variables:
             if variable.value.dtype.is_floating:
@@ -107,7 +107,7 @@ def load_run(
     averages: bool = False,
     step: int | None = None,
     warn: Warn = warnings.warn,
-) -> Trained:
+) -> TrainedModel:
     """Build the model of the run in `options.train_dir` and read its weights; see `load`.
 
     `warn` is told of a checkpoint that cannot be read, where an older one is taken.
@@ -119,7 +119,7 @@ def load_run(
             "with --ema_decay"
         )
     task = task_of_run(options)
-    with one_line_errors(options), tf_private.named_as_in_a_new_process():
+    with user_facing_errors(options), tf_private.named_as_in_a_new_process():
         network = model.build_for(
             dataclasses.replace(options, augment=task["augment"]),
             num_classes=task["num_classes"],
@@ -128,7 +128,7 @@ def load_run(
         )
         given = PREFIX in f"{options.loss}{options.metrics}{options.optimizer}"
         if (options.loss or options.metrics) and not given:  # else a program knows them, not we
-            by_flags.compile_by_flags(network, options)
+            by_flags.compile_from_flags(network, options)
     values = weights.model | (weights.averages if averages else {})
     variables = by_unique_name((v.path, v) for v in variables_of(network))
     here, there = (
@@ -141,7 +141,7 @@ def load_run(
         )
     for name, variable in variables.items():
         variable.assign(values[name])
-    return Trained(options, task, network, weights.step, averages)
+    return TrainedModel(options, task, network, weights.step, averages)
 
 
 def read_weights(train_dir: Path, step: int | None = None, warn: Warn = warnings.warn) -> Weights:
@@ -165,13 +165,13 @@ def read_weights(train_dir: Path, step: int | None = None, warn: Warn = warnings
 
 
 def task_of_run(options: Options) -> dict[str, Any]:
-    """Return `manifest.task_of` the run, from the data set where its manifest lacks it."""
+    """Return `manifest.model_spec` the run, from the data set where its manifest lacks it."""
     found = manifest.read(Path(options.train_dir)).get("task")
     if found:
         return found
     data = load_data(options)
     kind = augment.resolve(options.augment, data, compiled=False)
-    return manifest.task_of(data, dataclasses.replace(options, augment=kind))
+    return manifest.model_spec(data, dataclasses.replace(options, augment=kind))
 
 
 def _spec(found: Any) -> Any:

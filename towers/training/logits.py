@@ -35,7 +35,7 @@ _KNOWN = ("softmax", "sigmoid", "tanh", "relu")
 
 
 @dataclasses.dataclass(frozen=True)
-class Ending:
+class OutputActivation:
     """The last activation of an output: "softmax", "sigmoid", "tanh", "relu", "linear" or None.
 
     Attributes:
@@ -47,7 +47,7 @@ class Ending:
     layer: str = ""
 
 
-def ending_of(tensor: keras.KerasTensor) -> Ending:
+def ending_of(tensor: keras.KerasTensor) -> OutputActivation:
     """Return the last activation of an output of a functional or sequential model."""
     while True:
         layer, place, inputs = tf_private.maker_of(tensor)
@@ -56,11 +56,11 @@ def ending_of(tensor: keras.KerasTensor) -> Ending:
         if outputs:
             tensor = outputs[place]
         elif isinstance(layer, keras.Model):
-            return Ending(final_activation(layer))
+            return OutputActivation(final_activation(layer))
         elif _is_moving(own) and len(inputs) == 1:
             tensor = inputs[0]
         else:
-            return Ending(_activation(own), own.name)
+            return OutputActivation(_activation(own), own.name)
 
 
 def _is_moving(layer: keras.Operation) -> bool:

@@ -45,7 +45,7 @@ from towers.devices import host
 from towers.errors import InputError
 from towers.options.augmentation import parse
 from towers.options.run import Options, text_of
-from towers.training.run import Run, length_of, rate_of
+from towers.training.run import RunContext, length_of, rate_of
 
 NAME = "manifest.json"
 _FORMAT = 1
@@ -67,7 +67,7 @@ _COMPARED = re.compile(
 )
 
 
-def write(run: Run, folder: Path, restored: int | None, batch: Any) -> list[str]:
+def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> list[str]:
     """Write or extend the manifest before a run's next step; return warnings of what differs.
 
     `restored` is the step of its checkpoint, None for a new run; `batch` is that of the next step.
@@ -103,13 +103,13 @@ def write(run: Run, folder: Path, restored: int | None, batch: Any) -> list[str]
             "first_batch": {"sha256": digest(*arrays)} if known else None,
             "initial_weights": weights_hash(run.masters.variables()) if step == 0 else None,
         }
-    found.setdefault("task", task_of(run.data, run.options))  # older manifests have none
+    found.setdefault("task", model_spec(run.data, run.options))  # older manifests have none
     found["sessions"].append(now)
     files.write_json(folder / NAME, found | {"final": None})
     return [f"warning     {line}" for line in lines]
 
 
-def task_of(data: Data, options: Options) -> dict[str, Any]:
+def model_spec(data: Data, options: Options) -> dict[str, Any]:
     """Return the properties of data that a model is built for, to build it again without data."""
     return {
         "num_classes": data.num_classes,
@@ -124,7 +124,7 @@ def task_of(data: Data, options: Options) -> dict[str, Any]:
 
 
 def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
-    """Write the end of a run into its manifest; `variables` are its `Masters.variables`."""
+    """Write the end of a run into its manifest; `variables` are its `TrainState.variables`."""
     final = {
         "time": _time(),
         "step": int(variables["step"].numpy()),
@@ -146,7 +146,7 @@ def read(folder: Path) -> dict[str, Any]:
     ):
         return found
     if found:
-        files.damaged(folder / NAME)
+        files.warn_damaged(folder / NAME)
     return {}
 
 

@@ -23,7 +23,7 @@ INITIAL_LOSS_SCALE = 2.0**15
 
 
 @dataclasses.dataclass(frozen=True)
-class Replica:
+class WeightCopy:
     """Weights and the optimizer that updates them. The first of a run's are the masters.
 
     Attributes:
@@ -43,7 +43,7 @@ class Replica:
         return [*(v.value for v in (*self.weights, *self.optimizer.variables)), self.examples]
 
 
-class Masters:
+class TrainState:
     """All that a step changes and a checkpoint holds. It does not know of towers.
 
     Attributes:
@@ -66,14 +66,14 @@ class Masters:
         ema: bool = False,
         loss_scaling: bool = False,
         device: str = HOST,
-        copies: Sequence[Replica] = (),
+        copies: Sequence[WeightCopy] = (),
         limit: int = 1,
     ):
         """Build the optimizer's slots, the averages (equal to the weights) and the counters."""
         self.model, self.optimizers, self.limit = model, optimizers, limit
         self.examples = counter("examples", device)
         first = next(iter(optimizers), None)
-        self.replicas = [Replica(model.trainable_variables, first, device, self.examples), *copies]
+        self.replicas = [WeightCopy(model.trainable_variables, first, device, self.examples), *copies]
         for replica in self.replicas if optimizers else ():
             beside = tf_private.slots_beside_weights(replica.optimizer)
             with tf.device(replica.device), beside:
@@ -94,7 +94,7 @@ class Masters:
     def statistics(self) -> list[tuple[tf.Variable, tf.Tensor]]:
         """Return (variable, its value now) of all model variables that no optimizer updates."""
         values = [v.value for v in variables_of(self.model) if not v.trainable]
-        return [(v, now(v)) for v in values if v.dtype != tf.string]
+        return [(v, snapshot(v)) for v in values if v.dtype != tf.string]
 
     def stuck(self) -> tf.Tensor:
         """Return whether the limit of non-finite steps in a row is reached, a bool scalar."""
@@ -163,7 +163,7 @@ def by_unique_name(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def kept(variables: Iterable[Any]) -> Iterator[None]:
+def restore_after(variables: Iterable[Any]) -> Iterator[None]:
     """Restore variables to their values of before when the block ends."""
     before = [(variable, variable.numpy()) for variable in variables]
     try:
@@ -218,7 +218,7 @@ def home_of(variables: str, devices: Sequence[str]) -> str:
     return devices[0] if variables != "cpu" and are_gpus(devices) else HOST
 
 
-def settle(variables: Iterable[keras.Variable], home: str) -> None:
+def move_to_home(variables: Iterable[keras.Variable], home: str) -> None:
     """Move Keras variables to the home of a run; nothing may have read them before.
 
     int32 stays where it is: TensorFlow keeps it in the host's memory, on GPUs too.
@@ -245,13 +245,13 @@ def place(weights: Sequence[keras.Variable], variables: str, devices: Sequence[s
 
 def copies_on(
     devices: Sequence[str], weights: Sequence[keras.Variable], make_optimizer: Callable
-) -> list[Replica]:
+) -> list[WeightCopy]:
     """Return a copy of the weights on each device, each with `make_optimizer(its weights)`."""
     copies = []
     for name in devices:
         own = copy(weights, name)
         with tf.device(name):
-            copies.append(Replica(own, make_optimizer(own), name, counter("examples", name)))
+            copies.append(WeightCopy(own, make_optimizer(own), name, counter("examples", name)))
     return copies
 
 
@@ -295,7 +295,7 @@ def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]
     return copies
 
 
-def _sums_of_bits(replica: Replica) -> Callable[[], tf.Tensor]:
+def _sums_of_bits(replica: WeightCopy) -> Callable[[], tf.Tensor]:
     """Return a function that returns, for each variable, the sum of its bits as integers, int64."""
     variables = replica.variables()
     of_size = {2: tf.int16, 4: tf.int32, 8: tf.int64}
@@ -318,7 +318,7 @@ def copy_beside(variable: tf.Variable) -> tf.Variable:
         return tf.Variable(variable, trainable=False, name="average")
 
 
-def now(variable: tf.Variable) -> tf.Tensor:
+def snapshot(variable: tf.Variable) -> tf.Tensor:
     """Return a variable's value on its device, which later assignments do not change."""
     with tf.device(variable.device):
         return tf.identity(variable)

@@ -7,15 +7,15 @@ import tensorflow as tf
 from towers import tf_private
 from towers.builder.kinds import are_gpus
 from towers.devices import memory, remote
-from towers.graphs.placement import short
-from towers.graphs.traffic import Step, num_bytes, read_step
-from towers.training.run import Run
+from towers.graphs.placement import short_device_name
+from towers.graphs.traffic import TracedStep, num_bytes, read_step
+from towers.training.run import RunContext
 
 # For CUDA's context, its libraries and their workspaces: an estimate.
 RESERVED_BYTES = 2**30
 
 
-def held(run: Run, step: Step, name: str) -> dict[str, int]:
+def memory_by_purpose(run: RunContext, step: TracedStep, name: str) -> dict[str, int]:
     """Return {purpose: bytes} that the device `name` of a tower holds during a step."""
     masters, tower = run.masters, run.builder.devices.index(name)
     received = step.received_bytes(name)
@@ -35,13 +35,13 @@ def held(run: Run, step: Step, name: str) -> dict[str, int]:
     }
 
 
-def largest_part(parts: Mapping[str, int], examples: int, limit: int) -> int:
+def largest_slice(parts: Mapping[str, int], examples: int, limit: int) -> int:
     """Return how many examples fit into `limit` bytes, given the bytes `parts` of so many."""
     each = max(-(-(parts["activations"] + parts["batch"]) // examples), 1)
     return max(examples + (limit - sum(parts.values())) // each, 0)
 
 
-def largest_batch(run: Run, train_loop: Callable, batches: Iterator) -> int:
+def largest_batch(run: RunContext, train_loop: Callable, batches: Iterator) -> int:
     """Return the largest batch size whose steps are expected to fit into the towers' devices."""
     names = run.builder.devices
     step = read_step(train_loop.get_concrete_function(batches, tf.constant(0)))
@@ -50,11 +50,11 @@ def largest_batch(run: Run, train_loop: Callable, batches: Iterator) -> int:
     of_host = memory.of_host() // len(names)  # which logical CPU devices share
     examples = -(-run.options.batch_size // len(names) // run.options.accumulate_steps)
     found = [
-        largest_part(held(run, step, name), examples, limits.get(name.lower(), of_host))
+        largest_slice(memory_by_purpose(run, step, name), examples, limits.get(name.lower(), of_host))
         for name in names
     ]
     return min(found) * len(names) * run.options.accumulate_steps
 
 
 def _bytes_on(name: str, variables: Sequence[tf.Variable]) -> int:
-    return sum(num_bytes(v) for v in variables if short(v.device) == name)
+    return sum(num_bytes(v) for v in variables if short_device_name(v.device) == name)

@@ -14,7 +14,7 @@ from towers.data import augment
 from towers.errors import InputError
 from towers.options.functions import load_function
 from towers.options.run import Options
-from towers.tf_private import all_in_float64, floatx_set
+from towers.tf_private import force_float64, floatx_set
 
 
 def build_for(
@@ -55,7 +55,7 @@ def build_for(
         keras.config.set_dtype_policy(dtype)
         stack.enter_context(floatx_of(dtype))
         if exact and dtype == "float64":
-            stack.enter_context(all_in_float64())
+            stack.enter_context(force_float64())
         stack.enter_context(tf.device("/cpu:0"))
         model = _call(function, name, arguments)
         if not isinstance(model, keras.Model):

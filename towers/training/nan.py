@@ -18,9 +18,9 @@ from towers.errors import InputError, RunError
 from towers.options.timetable import Timetable
 from towers.text import count, first_line
 from towers.training import checkpoint
-from towers.training.again import Again, Fault, make_again, num_examples
+from towers.training.again import ReplayResult, NonFiniteOrigin, make_again, num_examples
 from towers.training.masters import not_finite
-from towers.training.run import Run
+from towers.training.run import RunContext
 
 FOLDER = "nan"
 REPORT, BATCH, STATE, ROLLBACKS = "report.json", "batch.npz", "state", "rollbacks.json"
@@ -36,10 +36,10 @@ class NotFinite(RunError):
     """Raised where a non-finite step or weight ends the run."""
 
 
-class Alarm:
+class NonFiniteMonitor:
     """Checks after each call of the train loop whether its steps were finite."""
 
-    def __init__(self, run: Run, folder: Path, timetable: Timetable, say: Callable[[str], None]):
+    def __init__(self, run: RunContext, folder: Path, timetable: Timetable, say: Callable[[str], None]):
         """Create the alarm of a run; `say` prints a line."""
         self.run, self.folder, self._timetable, self._say = run, folder, timetable, say
         self._last: Mapping[str, Any] = {}
@@ -98,7 +98,7 @@ class Alarm:
             self._go_back(step, line)
         raise NotFinite(f"{line}: {report['remedy']}{more}")
 
-    def _report(self, step: int, examples: int, again: Again, batch: Any) -> dict[str, Any]:
+    def _report(self, step: int, examples: int, again: ReplayResult, batch: Any) -> dict[str, Any]:
         run, fault = self.run, again.fault
         numbers, what = numbers_of(run, step, examples, num_examples(batch))
         rows = fault.rows if fault else []
@@ -174,7 +174,7 @@ def rollbacks(folder: Path) -> list[dict[str, int]]:
     return list(files.read_json(folder / FOLDER / ROLLBACKS).get("rollbacks", []))
 
 
-def resumed(run: Run, folder: Path, restored: int | None) -> Run:
+def resumed(run: RunContext, folder: Path, restored: int | None) -> RunContext:
     """Return the run with its learning rate lowered by its rollbacks; nothing is written.
 
     Raises:
@@ -270,7 +270,7 @@ def read(folder: Path, spec: Any) -> tuple[dict[str, np.ndarray], Any]:
 # Examples and towers.
 
 
-def numbers_of(run: Run, step: int, examples: int, size: int) -> tuple[np.ndarray, str]:
+def numbers_of(run: RunContext, step: int, examples: int, size: int) -> tuple[np.ndarray, str]:
     """Return a number for each example of a step's batch, and in words what is numbered."""
     split = run.data.train
     if hasattr(split, "train_rows"):
@@ -280,7 +280,7 @@ def numbers_of(run: Run, step: int, examples: int, size: int) -> tuple[np.ndarra
     return examples + np.arange(size), "examples of the run, counted over all epochs"
 
 
-def tower_of(row: int, size: int, run: Run) -> int:
+def tower_of(row: int, size: int, run: RunContext) -> int:
     """Return which tower had a row of a batch of `size` examples."""
     stop, number, num_towers = 0, -1, len(run.builder.devices)
     for part in _sizes(size, run.builder.accumulate_steps):
@@ -309,7 +309,7 @@ def _of_rows(rows: list[int], what: str, size: int) -> str:
     return f"for {shown}{more} ({what})"
 
 
-def _described(fault: Fault | None, of_rows: str) -> str:
+def _described(fault: NonFiniteOrigin | None, of_rows: str) -> str:
     """Return in words where a step's first non-finite number is."""
     if fault is None:
         return "on one device it does not come again"
@@ -323,7 +323,7 @@ def _described(fault: Fault | None, of_rows: str) -> str:
     }[fault.kind]
 
 
-def _remedy(run: Run, fault: Fault | None = None) -> str:
+def _remedy(run: RunContext, fault: NonFiniteOrigin | None = None) -> str:
     if fault and fault.of_data:
         half = ", or type --dtype=float32" if fault.dtype == "float16" else ""
         return f"leave these examples out or scale them{half}"

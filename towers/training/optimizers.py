@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from towers.errors import InputError
-from towers.options.functions import call_plainly
+from towers.options.functions import call_without_arguments
 from towers.options.run import Options
 from towers.training.muon import Muon
 from towers.training.update import UpdateRules, is_decayed
@@ -49,7 +49,7 @@ def make_optimizer(
         InputError: the user's function returns no optimizer.
     """
     if is_own(options):
-        optimizer = call_plainly("optimizer", options.optimizer)
+        optimizer = call_without_arguments("optimizer", options.optimizer)
         if not isinstance(optimizer, _K.Optimizer):
             raise InputError(
                 f"--optimizer={options.optimizer} returned {type(optimizer).__name__}; a "

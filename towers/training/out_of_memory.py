@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from towers import tf_private
 from towers.devices import memory
-from towers.graphs.placement import Op, short
+from towers.graphs.placement import Op, short_device_name
 from towers.options.run import Options
 
 # From TensorFlow's allocators.
@@ -46,14 +46,14 @@ def line(text: str, options: Options, largest_batch: Callable[[], int] | None = 
         with contextlib.suppress(TypeError):
             each = tf.as_dtype(kind).size
         asked = f"{memory.in_words(math.prod(sizes) * each)}, {kind}{sizes}"
-        device = short(found["device"])
+        device = short_device_name(found["device"])
     elif found := _BYTES.search(text):
         ordinal = _ORDINAL.search(text)
         asked = memory.in_words(int(found["bytes"]))
         device = f"/gpu:{ordinal[1]}" if ordinal else ""
     elif _NO_ROOM in text or "CUDA_ERROR_OUT_OF_MEMORY" in text:
         copied = _COPY.search(text)
-        asked, device = "room for a copy", short(copied[1]) if copied else ""
+        asked, device = "room for a copy", short_device_name(copied[1]) if copied else ""
     else:
         return None
     tower = _TOWER.search(text)

@@ -22,7 +22,7 @@ import tensorflow as tf
 from towers import devices as tower_devices
 from towers import tf_private
 from towers.builder import attributes, doubts, examples, faults
-from towers.builder.assignments import TowerScope
+from towers.builder.assignments import ReplicaScope
 from towers.builder.joined import Passes, concat
 from towers.builder.kinds import HOST, are_gpus, are_remote
 from towers.builder.replica_context import integers_on
@@ -128,7 +128,7 @@ def _devices_for(
             f"num_towers={num_towers} and devices={devices!r} are of this machine, and "
             f"workers={workers!r} has the towers elsewhere: leave one of them out"
         )
-    before = remote.current()
+    before = remote.current_cluster()
     found = remote.connect(workers, number)
     if found is not before and (model.compiled or model.variables):
         raise InputError(
@@ -215,7 +215,7 @@ class _Steps:
         def with_towers(*args: Any) -> Any:
             self.passes = Passes()
             joined = flat.updates_joined(optimizers_of(self.model), self._update)
-            calls = tf_private.layer_calls_replaced(self._make_call)
+            calls = tf_private.patch_layer_calls(self._make_call)
             given, making = examples.given(args, self._batch), self._making_variables()
             with tf.device(self.home), integers_on(self.home), joined, calls, given, making:
                 result = fn(*args)
@@ -317,7 +317,7 @@ class _Steps:
 
         def call(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
             leaves = tf.nest.flatten((args, kwargs))
-            inside = isinstance(tf_private.open_scope(), TowerScope)
+            inside = isinstance(tf_private.open_scope(), ReplicaScope)
             for own in filter(_is_extension, () if inside else leaves):
                 self.builder.tell([
                     f"layer {layer.name} runs on one device: its argument {type(own).__name__} is "
@@ -376,7 +376,7 @@ class _Steps:
                 fn, batch = self._function(layer, arguments, leaves, size)
                 reason = self._reason_against(layer, fn, batch)
                 found = self.builder.rehearse(fn, *batch, silent=True)
-                if not reason and not faults.seen_by_trials(found):
+                if not reason and not faults.find_by_trials(found):
                     return fn, batch, ""
         fn, batch = self._function(layer, arguments, leaves)
         reason = "" if len(set(sizes) - {None}) > 1 else self._reason_against(layer, fn, batch)
@@ -438,7 +438,7 @@ class _Steps:
 
     def _plain(self) -> contextlib.AbstractContextManager:
         """Call layers in the block as Keras does."""
-        return tf_private.layer_calls_replaced(lambda _: self._keras_call)
+        return tf_private.patch_layer_calls(lambda _: self._keras_call)
 
     def _place(self, variables: Sequence[keras.Variable]) -> None:
         """Move new variables to their device; nothing that is kept may have read them.
@@ -456,7 +456,7 @@ class _Steps:
                 (weights if sharded else others).append(v)
         with tf.init_scope():
             masters.shard(weights, self.builder.devices)
-            masters.settle(others, self.home)
+            masters.move_to_home(others, self.home)
 
 
 def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:

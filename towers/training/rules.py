@@ -9,10 +9,10 @@ from towers.builder import collectives
 from towers.builder.batch_norm import exchange_launches
 from towers.data import augment
 from towers.text import count
-from towers.training.run import Run
+from towers.training.run import RunContext
 
 
-def rule_book(run: Run) -> list[str]:
+def run_summary(run: RunContext) -> list[str]:
     """Return the rules as lines with this run's numbers."""
     options, size = run.options, run.data.train.size
     towers = len(run.builder.devices)
@@ -55,7 +55,7 @@ def rule_book(run: Run) -> list[str]:
     ]
 
 
-def _length(run: Run) -> str:
+def _length(run: RunContext) -> str:
     """Return where the run ends, and why that may differ from the epochs that were asked for."""
     timetable, size, batch = run.timetable(), run.data.train.size, run.options.batch_size
     last = timetable.last_step
@@ -73,7 +73,7 @@ def _length(run: Run) -> str:
     )
 
 
-def _cost_of_moments(run: Run) -> list[str]:
+def _cost_of_moments(run: RunContext) -> list[str]:
     """Return a line on the cost of moments over all towers, if there are any and these are GPUs."""
     if run.options.batch_norm != "sync" or not collectives.are_there(run.builder.devices):
         return []

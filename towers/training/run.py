@@ -11,32 +11,32 @@ import tensorflow as tf
 
 from towers import data, devices, tf_private
 from towers.builder.kinds import are_gpus, are_remote
-from towers.builder.rehearsal import Rehearsal
+from towers.builder.rehearsal import FunctionAnalysis
 from towers.builder.tower import TowerBuilder
 from towers.data import Data, Split, augment, remote_files
-from towers.data.on_towers import OnTowers, store
-from towers.data.remote_files import RemoteFiles
+from towers.data.on_towers import DeviceCache, cache_on_devices
+from towers.data.remote_files import RemoteReader
 from towers.devices import memory, remote, selection
 from towers.errors import InputError
 from towers.options.augmentation import parse
 from towers.options.run import Options
 from towers.options.timetable import Timetable
 from towers.training import by_flags, compiled, model
-from towers.training.masters import VARIABLES, Masters, copies_on, home_of, place, settle
+from towers.training.masters import VARIABLES, TrainState, copies_on, home_of, place, move_to_home
 from towers.training.optimizers import check_own, limit_of, make_optimizer
 from towers.training.schedules import schedule
 from towers.training.step import make_train_loop
 from towers.training.task import Classifier, Task
-from towers.training.tensorflow_errors import one_line_errors
+from towers.training.tensorflow_errors import user_facing_errors
 
 DEFAULT_EPOCHS = 10.0
 
 # Returns the training set where the towers are, copied there when it is first called.
-Stored = Callable[[], OnTowers | RemoteFiles | None]
+Stored = Callable[[], DeviceCache | RemoteReader | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunContext:
     """The parts of a run, built from its options.
 
     Attributes:
@@ -53,7 +53,7 @@ class Run:
     options: Options
     builder: TowerBuilder
     data: Data
-    masters: Masters
+    masters: TrainState
     task: Task
     stored: Stored
     total_epochs: float
@@ -68,7 +68,7 @@ class Run:
         return make_train_loop(*parts, telemetry=telemetry, masters=self.masters)
 
     @property
-    def on_towers(self) -> OnTowers | RemoteFiles | None:
+    def on_towers(self) -> DeviceCache | RemoteReader | None:
         """See `stored`."""
         return self.stored()
 
@@ -104,7 +104,7 @@ class Run:
             rate *= tf.where(examples >= start, tf.constant(0.5, rate.dtype), 1.0)
         return rate
 
-    def rehearse(self, batch: Any) -> Rehearsal:
+    def rehearse(self, batch: Any) -> FunctionAnalysis:
         """Try the towers' function on a batch, and return what was found out about it.
 
         To be called before the step is traced, which would try it on made-up examples.
@@ -153,7 +153,7 @@ def rate_of(options: Options, size: int) -> Callable[[Any], tf.Tensor]:
     return lambda examples: rate_at(tf.cast(examples, tf.float64) / size)
 
 
-def prepare(options: Options) -> Run:
+def prepare(options: Options) -> RunContext:
     """Build the run that `options` describe.
 
     Raises:
@@ -197,7 +197,7 @@ def load_data(options: Options, say: Callable[[str], None] | None = None) -> Dat
         RunError: it cannot be read.
     """
     name, folder = options.dataset, options.data_dir or None
-    with one_line_errors(options):
+    with user_facing_errors(options):
         if say and data.locate(name, folder) is None:
             say(f"data        {name} is not at hand: shapes, drawn in code, stand in for it")
             return data.stand_in(name)
@@ -217,7 +217,7 @@ def assemble(
     loss_scaling: bool | None = None,
     exact: bool = False,
     stored: Stored | None = None,
-) -> Run:
+) -> RunContext:
     """Build a run on devices, one for each tower, with a data set.
 
     Args:
@@ -234,7 +234,7 @@ def assemble(
     check_own(options)
     doubts: list[str] = []
     # Checkpoints know variables by name.
-    with one_line_errors(options), tf_private.named_as_in_a_new_process():
+    with user_facing_errors(options), tf_private.named_as_in_a_new_process():
         network, options = _build(options, dataset, exact)
         if not network.trainable_variables:
             raise InputError(
@@ -265,16 +265,16 @@ def assemble(
     total_epochs, total_examples = length_of(options, dataset.train.size)
     stored = stored or _stored(dataset.train, device_names, options)
     parts = options, builder, dataset, task.masters, task, stored
-    return Run(*parts, total_epochs, total_examples, doubts, left_open)
+    return RunContext(*parts, total_epochs, total_examples, doubts, left_open)
 
 
 def _stored(
     split: Split, names: Sequence[str], options: Options
 ) -> Stored:
     @functools.cache
-    def stored() -> OnTowers | RemoteFiles | None:
+    def stored() -> DeviceCache | RemoteReader | None:
         found = remote_files.find(split, names, options.batch_size, options.accumulate_steps)
-        return found or store(split, names)
+        return found or cache_on_devices(split, names)
 
     return stored
 
@@ -314,11 +314,11 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
             raise InputError(dataset.no_classes) from None
         raise
     if network.compiled:
-        by_flags.check_flags(options)
+        by_flags.refuse_overridden(options)
         kind = augment.resolve(options.augment, dataset, compiled=True)
     elif options.loss or options.metrics:
         with model.floatx_of(options.dtype):  # the loss and the metrics compute in it
-            by_flags.compile_by_flags(network, options)
+            by_flags.compile_from_flags(network, options)
     else:
         own = dataclasses.replace(options, augment=kind)
         x = model.prepared(own, dataset.spec[0], dataset.image_shape)
@@ -367,18 +367,18 @@ def _check_validation(options: Options, dataset: Data) -> None:
 
 def _make_masters(
     network: keras.Model, device_names: Sequence[str], options: Options, loss_scaling: bool
-) -> Masters:
+) -> TrainState:
     """Place the weights as `options.variables` says, and make their optimizers."""
     weights = network.trainable_variables
     home = home_of(options.variables, device_names)
-    settle(network.non_trainable_variables, home)
+    move_to_home(network.non_trainable_variables, home)
     place(weights, options.variables, device_names)
     with tf.device(home):
         optimizer = make_optimizer(weights, options)  # it knows variables by where they are now
     copies = []
     if options.variables == "replicated":
         copies = copies_on(device_names[1:], weights, lambda own: make_optimizer(own, options))
-    return Masters(
+    return TrainState(
         network,
         optimizer,
         ema=options.ema_decay > 0,

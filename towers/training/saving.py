@@ -15,7 +15,7 @@ import tensorflow as tf
 from towers import files
 from towers.builder.kinds import are_remote
 from towers.errors import InputError, RunError
-from towers.options.given import is_named_now
+from towers.options.given import may_be_same_object
 from towers.text import reason
 from towers.training import checkpoint
 from towers.training.checkpoint import Found, Snapshot
@@ -24,7 +24,7 @@ _REMEDY = "choose another --train_dir, or --overwrite, which moves the old run a
 _NO_SPACE = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of one run, as TensorFlow checkpoints `ckpt-STEP` in one folder.
 
     `tf.train.CheckpointManager` keeps its list in a file and would write a counter of its own; here
@@ -57,7 +57,7 @@ class Checkpoints:
         self.keep, self.exact = keep, exact
         self.best: int | None = None  # a step whose checkpoint is kept beside the newest
         self._best_there: int | None = None  # the last of these that was written
-        self.home: files.Home | None = None  # the folder of the run, once it is there
+        self.home: files.RunDirectory | None = None  # the folder of the run, once it is there
         self.say: Callable[[str], None] = print  # of what cannot be written beside training
         self._thread: threading.Thread | None = None
         self._writing = threading.Lock()
@@ -203,7 +203,7 @@ class Checkpoints:
         saved_identity = checkpoint.identity_of(reader)
         for name, value in self.identity.items():
             there = saved_identity.get(name, value)
-            if there != value and not is_named_now(there, value):
+            if there != value and not may_be_same_object(there, value):
                 raise InputError(
                     f"{prefix} is of another run: --{name}={there} there and --{name}={value} "
                     f"here; {_REMEDY}"

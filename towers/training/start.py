@@ -18,7 +18,7 @@ from towers.builder.kinds import are_gpus, are_remote
 from towers.data import Data
 from towers.errors import InputError, RunError
 from towers.graphs import placement_report
-from towers.graphs.placement import Placement, read_placement, short
+from towers.graphs.placement import Placement, read_placement, short_device_name
 from towers.monitoring import dashboard, events
 from towers.monitoring.gallery import Batch, Sampler
 from towers.options import trust
@@ -29,11 +29,11 @@ from towers.text import count, first_line
 from towers.training import checkpoint, fitting, manifest, memory
 from towers.training.initial import init_from
 from towers.training.masters import VARIABLES
-from towers.training.rules import rule_book
-from towers.training.run import Run, Stored, assemble, find
-from towers.training.saving import Checkpoints
-from towers.training.tensorflow_errors import one_line_errors
-from towers.training.watch import Watch
+from towers.training.rules import run_summary
+from towers.training.run import RunContext, Stored, assemble, find
+from towers.training.saving import CheckpointManager
+from towers.training.tensorflow_errors import user_facing_errors
+from towers.training.watch import PreemptionHandler
 
 Say = Callable[[str], None]
 TRIALS = 5
@@ -42,7 +42,7 @@ _MAY_DEPEND = "may depend on the number of towers"
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class PreparedRun:
     """A run that is ready for its next step.
 
     Attributes:
@@ -54,9 +54,9 @@ class Start:
         placement: of the ops of a step.
     """
 
-    run: Run
+    run: RunContext
     folder: Path
-    checkpoints: Checkpoints
+    checkpoints: CheckpointManager
     restored: int | None
     timetable: Timetable
     train_loop: Callable
@@ -73,7 +73,7 @@ class Start:
         return memory.largest_batch(self.run, self.train_loop, self.batches)
 
 
-def build(options: Options, say: Say) -> Run:
+def build(options: Options, say: Say) -> RunContext:
     """Build the run; if the options leave open where variables lie, find the fastest place.
 
     Raises:
@@ -122,7 +122,7 @@ def _fastest(
         gc.collect()  # of the last loser, or of one that failed
         other = dataclasses.replace(options, **changed)
         try:
-            with one_line_errors(other):
+            with user_facing_errors(other):
                 other_window = _window(assemble(other, device_names, dataset, stored=stored))
         except (InputError, RunError, ValueError, tf.errors.OpError) as error:
             say(f"{label:12}not {other_name}: {first_line(error)}")
@@ -150,7 +150,7 @@ def _fastest(
     return best, stored
 
 
-def _window(run: Run) -> Callable[[], float]:
+def _window(run: RunContext) -> Callable[[], float]:
     """Return a function that trains for a while and returns its examples/s, the graph built."""
     options, train_loop = run.options, run.train_loop()
     batches = iter(run.batches(0, 0))
@@ -167,9 +167,9 @@ def _window(run: Run) -> Callable[[], float]:
     return window
 
 
-def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
+def restore(run: RunContext, folder: Path) -> tuple[CheckpointManager, int | None]:
     """Restore the newest checkpoint of the folder, if it is to be continued; write nothing."""
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointManager(
         folder / "checkpoints",
         run.masters.variables(),
         {name: getattr(run.options, name) for name in IDENTITY},
@@ -195,14 +195,14 @@ def restore(run: Run, folder: Path) -> tuple[Checkpoints, int | None]:
 
 
 def begin(
-    run: Run,
+    run: RunContext,
     folder: Path,
     lock: files.Lock,
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointManager,
     restored: int | None,
-    watch: Watch,
+    watch: PreemptionHandler,
     say: Say,
-) -> Start:
+) -> PreparedRun:
     """Build the graph, check and report where it runs, and write the head of the run's folder.
 
     Args:
@@ -219,14 +219,14 @@ def begin(
         for line in init_from(run.masters, options.init_from):
             say(line)
     step, examples = timetable.first_step, timetable.first_examples
-    rules = rule_book(run)
+    rules = run_summary(run)
     batches = iter(run.batches(step, examples))
     if run.on_towers:
         say(f"data        {run.on_towers}")
     elif are_remote(run.builder.devices):
         say("data        sent to the workers with each step")
     sampler = Sampler(run.data.train, options)
-    with one_line_errors(options), watch, watch.first_batch():
+    with user_facing_errors(options), watch, watch.first_batch():
         batch = sampler.batch(step, examples)
     lines = [*rules, *fitting.check(run.task, batch), *devices.report(run.builder.devices)]
     if are_gpus(run.builder.devices):
@@ -251,17 +251,17 @@ def begin(
         placement_report.write_tsv(folder / "placement.tsv", placement)
     for line in manifest.write(run, folder, restored, batch):
         say(line)
-    checkpoints.home = files.Home(folder, lock, say)
+    checkpoints.home = files.RunDirectory(folder, lock, say)
     graph = train_loop.get_concrete_function(batches, tf.constant(0)).graph
     _open_root(run, folder, rules, lines, placement, graph)
     lock.take(folder)  # the folders in it, too, which are there now
-    return Start(
+    return PreparedRun(
         run, folder, checkpoints, restored, timetable, train_loop, batches, sampler, placement
     )
 
 
 def _open_root(
-    run: Run,
+    run: RunContext,
     folder: Path,
     rules: list[str],
     lines: list[str],
@@ -285,12 +285,12 @@ def _open_root(
 
 
 def _place(
-    run: Run, train_loop: Callable, batches: Iterator, say: Say
+    run: RunContext, train_loop: Callable, batches: Iterator, say: Say
 ) -> tuple[Placement, list[str]]:
     """Build the graph of a step and report where TensorFlow put its ops; return both."""
     options, towers = run.options, run.builder.devices
     say(f"building    the graph of {count(len(towers), 'tower')} ...")
-    with one_line_errors(options):
+    with user_facing_errors(options):
         placement = read_placement(train_loop, batches, tf.constant(0))
     of_masters = {"sharded": towers, "replicated": towers[:1]}.get(options.variables, [])
     stray = placement_report.strays(
@@ -299,7 +299,7 @@ def _place(
     lines = placement_report.report(placement, stray)
     more = []
     if options.log_device_placement:
-        everything = [short(d.name) for d in tf.config.list_logical_devices()]
+        everything = [short_device_name(d.name) for d in tf.config.list_logical_devices()]
         more = ["  device mapping:", *(f"  {row}" for row in devices.describe(everything))]
         more += placement_report.table(placement)
     for line in [*lines, *more]:
@@ -309,7 +309,7 @@ def _place(
     return placement, lines
 
 
-def _check_numbers(run: Run, placement: Placement, batch: Batch, say: Say) -> list[str]:
+def _check_numbers(run: RunContext, placement: Placement, batch: Batch, say: Say) -> list[str]:
     """Report what makes the numbers depend on the number of towers; return the lines."""
     if run.builder.num_slices == 1:
         return []

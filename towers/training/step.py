@@ -9,7 +9,7 @@ import tensorflow as tf
 from towers.builder.kinds import HOST
 from towers.builder.tower import TowerBuilder
 from towers.monitoring import tower_stats
-from towers.training.masters import Masters, counter
+from towers.training.masters import TrainState, counter
 
 
 def make_train_loop(
@@ -18,7 +18,7 @@ def make_train_loop(
     names: Sequence[str],
     *,
     telemetry: bool = True,
-    masters: Masters | None = None,
+    masters: TrainState | None = None,
 ) -> "TrainLoop":
     """Return a `TrainLoop`: `train_loop(iterator, num_steps)` makes `num_steps` steps in one call.
 
@@ -37,7 +37,7 @@ def make_train_loop(
     """
     on_gpus, num_towers = tower_stats.on_gpus(builder), len(builder.devices)
     ends = masters is not None and not on_gpus
-    rest = tower_stats.Rest(builder) if telemetry and on_gpus else None
+    rest = tower_stats.GpuIdleBarrier(builder) if telemetry and on_gpus else None
     last = tower_stats.measured_shapes(num_towers) if telemetry else {}
     sums = tower_stats.timed_shapes(num_towers) if telemetry else {}
     # What a loop hands on passes by the host, and these may be on a GPU: they stay until somebody
@@ -114,7 +114,7 @@ def make_train_loop(
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
+class LoopPosition:
     """How many batches the train loop has asked for since it was made, and how many it has got.
 
     A step changes nothing before it has its batch, and the next batch is asked for at its end.
@@ -136,8 +136,8 @@ class TrainLoop:
         self,
         function: Any,
         kept: Mapping[str, tf.Variable],
-        rest: tower_stats.Rest | None,
-        masters: Masters | None,
+        rest: tower_stats.GpuIdleBarrier | None,
+        masters: TrainState | None,
         counters: tuple[tf.Variable, tf.Variable],
     ):
         """Set the compiled function and its variables."""
@@ -146,9 +146,9 @@ class TrainLoop:
         self.get_concrete_function = function.get_concrete_function
         self.experimental_get_tracing_count = function.experimental_get_tracing_count
 
-    def moment(self) -> Moment:
+    def moment(self) -> LoopPosition:
         """Return the position of the loop, which another thread may read during a call."""
-        return Moment(*(int(counter.numpy()) for counter in self._counters))
+        return LoopPosition(*(int(counter.numpy()) for counter in self._counters))
 
     def __call__(
         self, iterator: tf.data.Iterator, num_steps: tf.Tensor, measured: bool = True

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from towers.errors import InputError
-from towers.training.logits import Ending
+from towers.training.logits import OutputActivation
 
 # Losses whose outputs are probabilities, with the activation that makes them; the last three know
 # no `from_logits`.
@@ -68,7 +68,7 @@ class OutputCheck:
     named: str  # the flag that a message begins with
     name: str  # of the output, "" if it is the only one
     pair: LossInput
-    ending: Ending
+    ending: OutputActivation
     values: np.ndarray | None  # targets of a batch, None if they are unknown or no numbers
     weighted: bool  # whether some may not count, by sample weights or a mask
     num_classes: int = 0  # of all targets, 0 if that is not known

@@ -22,8 +22,8 @@ import numpy as np
 import tensorflow as tf
 
 from towers.builder import gather
-from towers.builder.assignments import TowerScope
-from towers.builder.rehearsal import Rehearsal
+from towers.builder.assignments import ReplicaScope
+from towers.builder.rehearsal import FunctionAnalysis
 from towers.builder.replica_context import assigned, integers_on
 from towers.builder.splitting import PerTower, num_rows
 from towers.builder.tower import TowerBuilder
@@ -36,13 +36,13 @@ from towers.options.run import Options
 from towers.tf_private import added_losses
 from towers.training.evaluation import (
     AVERAGED,
-    Answers,
+    PredictionCollector,
     Evaluation,
     MetricState,
-    behind,
+    pipelined,
 )
 from towers.training.logits import cross_entropy, logits_of
-from towers.training.masters import VARIABLES, Masters, Replica, now
+from towers.training.masters import VARIABLES, TrainState, WeightCopy, snapshot
 from towers.training.model import floatx_of
 from towers.training.optimizers import about_flags, is_own, rules_of
 from towers.training.update import UpdateRules, make_update, scaled
@@ -65,7 +65,7 @@ class Task(abc.ABC):
         names_averages: whether an evaluation names averages where there are none.
     """
 
-    masters: Masters
+    masters: TrainState
     placements: Sequence[str] = VARIABLES
     default_on_gpus = "replicated"
     on_update: Callable[[list[Any], Sequence[Any]], None] | None = None
@@ -104,7 +104,7 @@ class Task(abc.ABC):
                 if not self.squares_rows:  # the update adds up rows anyhow: it may be dense
                     dense = gather.dense_on_gpus(sums.gradients, variables, builder.devices)
                     sums = dataclasses.replace(sums, gradients=dense)
-                statistics = [(v.value, now(v.value)) for v in assigned(sums.scopes)]
+                statistics = [(v.value, snapshot(v.value)) for v in assigned(sums.scopes)]
                 loss, gradients = builder.gather_sums(sums, variables)
                 gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
                 if measured is not None:
@@ -135,7 +135,7 @@ class Task(abc.ABC):
         """Return metrics of a step's batch, from what each tower returned beside its losses."""
         return {}
 
-    def _rate(self, learning_rate: Callable, replica: Replica) -> tf.Tensor:
+    def _rate(self, learning_rate: Callable, replica: WeightCopy) -> tf.Tensor:
         """Return the learning rate of a step on the replica's device: none is sent there."""
         with tf.device(replica.device):
             if self.rate_is_set:
@@ -149,7 +149,7 @@ class Task(abc.ABC):
             return self.model.trainable_variables
         return [PerTower(own) for own in zip(*(r.weights for r in replicas), strict=True)]
 
-    def rehearse(self, *batch: Any) -> Rehearsal:
+    def rehearse(self, *batch: Any) -> FunctionAnalysis:
         """Try the towers' function on (*example, draws); return what was found out about it."""
         return self.builder.rehearse(self.tower_function, *batch, silent=True)
 
@@ -245,8 +245,8 @@ class Task(abc.ABC):
         def evaluator(stop: Stop = lambda: False) -> Evaluation | None:
             self._reset_metrics()
             averaged = bool(self.masters.averages)
-            answers, logs = [Answers(averaged=own) for own in (False, True)[: 1 + averaged]], []
-            for _, found in behind(batches, self._evaluate, stop):
+            answers, logs = [PredictionCollector(averaged=own) for own in (False, True)[: 1 + averaged]], []
+            for _, found in pipelined(batches, self._evaluate, stop):
                 if found is None:
                     return None
                 example, logs, said = found
@@ -326,7 +326,7 @@ class Task(abc.ABC):
 
         return tf.function(test_step, autograph=False)
 
-    def _evaluation(self, split: Split, logs: Sequence[dict], answers: list[Answers]) -> Evaluation:
+    def _evaluation(self, split: Split, logs: Sequence[dict], answers: list[PredictionCollector]) -> Evaluation:
         """Return what the metrics have counted; `logs` are those of the last batch."""
         figures = [self._over_all(logs[0])]
         if self.masters.averages:
@@ -431,7 +431,7 @@ class Classifier(Task):
     step_names = ("loss", "penalty", "gradient_norm", "learning_rate")
     pads = names_averages = True
 
-    def __init__(self, builder: TowerBuilder, masters: Masters, options: Options, data: Data):
+    def __init__(self, builder: TowerBuilder, masters: TrainState, options: Options, data: Data):
         """Set the parts of the run."""
         super().__init__(builder, masters.model, options, data)
         self.masters = masters
@@ -494,7 +494,7 @@ class Classifier(Task):
         def logits(x: Any, copies: Sequence[keras.Variable] = ()) -> tf.Tensor:
             weights = model.trainable_variables[: len(copies)]
             own = {id(v): c.value for v, c in zip(weights, copies, strict=True)}
-            with TowerScope(own):  # a layer that counts its calls, or draws, changes no master
+            with ReplicaScope(own):  # a layer that counts its calls, or draws, changes no master
                 return logits_of(model, self.inputs(x, None), self.options.test_time_flip)
 
         return logits

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from towers.devices import memory
 from towers.errors import InputError, RunError
-from towers.graphs.placement import Op, short
-from towers.options.blame import blame_user
+from towers.graphs.placement import Op, short_device_name
+from towers.options.blame import locate_in_user_code
 from towers.options.run import Options
 from towers.options.trust import CODE
 from towers.text import first_line
@@ -50,7 +50,7 @@ _MEANINGS = {
 
 
 @contextlib.contextmanager
-def one_line_errors(
+def user_facing_errors(
     options: Options,
     step: Callable[[], int] | None = None,
     largest_batch: Callable[[], int] | None = None,
@@ -125,7 +125,7 @@ def _with_traceback(line: str, error: tf.errors.OpError, options: Options) -> Ru
 def _with_own_code(line: str, error: Exception, options: Options) -> str:
     """Return the line with the place in the user's own code, if the error comes from there."""
     named = {flag: value for flag in CODE if ":" in (value := getattr(options, flag))}
-    own = blame_user(error, named)
+    own = locate_in_user_code(error, named)
     return f"{line}; {own}" if own else line
 
 
@@ -137,16 +137,16 @@ def _no_kernel(name: str, op: str | None, device: str = "") -> str:
             "types: do it without that op, or cast its inputs"
         )
     return (
-        f"--allow_soft_placement=false: {what}, has no kernel for {short(device)} with these types:"
+        f"--allow_soft_placement=false: {what}, has no kernel for {short_device_name(device)} with these types:"
         " leave the flag out, and it runs on the CPU; `towers plan` names all such ops"
     )
 
 
 def _no_device(op: str | None, device: str | None, specification: str | None) -> str:
-    there = [short(device.name) for device in tf.config.list_logical_devices()]
+    there = [short_device_name(device.name) for device in tf.config.list_logical_devices()]
     return (
         f"--allow_soft_placement=false: {f'layer {_layer(op)}' if op else 'the model'} asks for "
-        f"{short(device or specification)}, which is not there or cannot run it; TensorFlow has "
+        f"{short_device_name(device or specification)}, which is not there or cannot run it; TensorFlow has "
         f"{', '.join(there)}: let the model choose no device, or leave the flag out"
     )
 

@@ -23,18 +23,18 @@ from towers.monitoring.histograms import make_histograms
 from towers.monitoring.monitor import Monitor, in_notebook, tensorboard_command
 from towers.monitoring.profiler import Profiler
 from towers.monitoring.results import read_result
-from towers.options.flags import options_of
+from towers.options.flags import options_from_call
 from towers.options.run import Options
 from towers.text import printable
 from towers.training import checkpoint, keras_callbacks, manifest, nan
-from towers.training.best import Best
+from towers.training.best import BestTracker
 from towers.training.evaluator import Evaluator
-from towers.training.guest import as_a_guest
+from towers.training.guest import preserve_rng
 from towers.training.keras_callbacks import Callbacks
-from towers.training.run import Run
-from towers.training.start import Start, begin, build, restore
-from towers.training.tensorflow_errors import one_line_errors
-from towers.training.watch import Watch, check_snapshot
+from towers.training.run import RunContext
+from towers.training.start import PreparedRun, begin, build, restore
+from towers.training.tensorflow_errors import user_facing_errors
+from towers.training.watch import PreemptionHandler, check_snapshot
 
 RESULT = "result.json"
 _FINISHED = (
@@ -42,7 +42,7 @@ _FINISHED = (
 )
 
 
-@as_a_guest()
+@preserve_rng()
 def train(
     options: Options | None = None, start: float | None = None, /, **fields: Any
 ) -> dict[str, Any] | None:
@@ -67,7 +67,7 @@ def train(
             be written.
     """
     start = time.perf_counter() if start is None else start
-    options = options_of(options, fields)
+    options = options_from_call(options, fields)
     out = sys.stderr if options.json else sys.stdout
 
     def say(line: str) -> None:
@@ -77,7 +77,7 @@ def train(
     files.check_train_dir(folder, options.overwrite)
     with files.Lock() as lock:
         lock.take(folder)
-        with one_line_errors(options):
+        with user_facing_errors(options):
             callbacks = keras_callbacks.load(options.callbacks)
             remote.connect_run(options, bool(checkpoint.find(folder / "checkpoints")))
             run = build(options, say)
@@ -91,12 +91,12 @@ def train(
             while True:
                 run = nan.resumed(run, folder, restored)
                 stalls = options.stall_seconds, options.on_stall
-                watch = Watch(checkpoints, say, health.read, *stalls)
+                watch = PreemptionHandler(checkpoints, say, health.read, *stalls)
                 try:
-                    with one_line_errors(options), recovery.reraise_device_loss():
+                    with user_facing_errors(options), recovery.reraise_device_loss():
                         begun = begin(run, folder, lock, checkpoints, restored, watch, say)
                     of_step = begun.steps_done, begun.largest_batch
-                    with one_line_errors(options, *of_step), recovery.reraise_device_loss():
+                    with user_facing_errors(options, *of_step), recovery.reraise_device_loss():
                         return _train(begun, watch, health, out, start, callbacks)
                 # Each goes on as a new process would.
                 except nan.Rollback as rollback:
@@ -110,8 +110,8 @@ def train(
 
 
 def _train(
-    begun: Start,
-    watch: Watch,
+    begun: PreparedRun,
+    watch: PreemptionHandler,
     health: GpuHealth,
     out: TextIO,
     start: float,
@@ -144,7 +144,7 @@ def _train(
         gallery = Gallery(monitor, timetable, begun.sampler, draw, run.builder, model, run.data)
         callbacks = Callbacks(user_callbacks, run, timetable)
         evaluator = Evaluator(begun, monitor, gallery, best, watch, callbacks)
-        alarm = nan.Alarm(run, folder, timetable, monitor.say)
+        alarm = nan.NonFiniteMonitor(run, folder, timetable, monitor.say)
         saved, seconds_to_first_step, changed = step, None, False
         stack.enter_context(_saved_if_it_fails(begun, watch))
 
@@ -206,7 +206,7 @@ def _train(
         if found and options.histogram_every_epochs:
             gallery.show_histograms(step)
     if found is None:
-        signals.complain(
+        signals.print_error(
             f"stopped at step {step} of {last}: saved; the same command continues the run"
         )
         return None
@@ -244,7 +244,7 @@ def _train(
     return result
 
 
-def _announce(monitor: Monitor, begun: Start) -> None:
+def _announce(monitor: Monitor, begun: PreparedRun) -> None:
     folder, last = begun.run.options.train_dir, begun.timetable.last_step
     if begun.restored is None:
         monitor.say(f"new run     {folder}, {last} steps")
@@ -257,7 +257,7 @@ def _announce(monitor: Monitor, begun: Start) -> None:
 
 
 def _save_finite(
-    begun: Start, alarm: nan.Alarm, watch: Watch, step: int, now: bool = False
+    begun: PreparedRun, alarm: nan.NonFiniteMonitor, watch: PreemptionHandler, step: int, now: bool = False
 ) -> None:
     """Save a checkpoint, unless a step or a weight is not finite: older ones are worth more.
 
@@ -279,7 +279,7 @@ def _save_finite(
 
 
 @contextlib.contextmanager
-def _saved_if_it_fails(begun: Start, watch: Watch) -> Iterator[None]:
+def _saved_if_it_fails(begun: PreparedRun, watch: PreemptionHandler) -> Iterator[None]:
     """Save the last finished step if data, a disk or a reader of the output fails in the block."""
     try:
         yield
@@ -295,7 +295,7 @@ def _saved_if_it_fails(begun: Start, watch: Watch) -> Iterator[None]:
         raise
 
 
-def _finished(run: Run, folder: Path) -> dict[str, Any] | None:
+def _finished(run: RunContext, folder: Path) -> dict[str, Any] | None:
     """Return the result of a run that has nothing left to do, None for any other."""
     result, timetable = read_result(folder), run.timetable()
     over = timetable.first_step == timetable.last_step or _best_of(run, folder).is_over()
@@ -304,10 +304,10 @@ def _finished(run: Run, folder: Path) -> dict[str, Any] | None:
     return result | {"train_dir": str(folder)}  # it may have been moved since
 
 
-def _best_of(run: Run, folder: Path) -> Best:
+def _best_of(run: RunContext, folder: Path) -> BestTracker:
     options, step = run.options, int(run.masters.step.numpy())
     patience = options.early_stopping_epochs * run.data.train.size
-    return Best(folder, run.task.objective(), patience, options.keep_best, step)
+    return BestTracker(folder, run.task.objective(), patience, options.keep_best, step)
 
 
 def table(result: Mapping[str, Any]) -> list[str]:

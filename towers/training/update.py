@@ -2,7 +2,7 @@
 
 All of this happens once a step, where the weights lie, and never in a tower: regularisation, the
 finite test, clipping, the optimizer's update, then the moving averages. Copies of the weights get
-the same gradients and make the same update. In place of weights there may be a `Flat`, which joins
+the same gradients and make the same update. In place of weights there may be a `FlatVariable`, which joins
 those of a GPU that are treated alike.
 """
 
@@ -17,7 +17,7 @@ import tensorflow as tf
 from towers.builder.gather import map_values
 from towers.builder.kinds import is_gpu, machine_of
 from towers.training import flat
-from towers.training.masters import Masters, Replica
+from towers.training.masters import TrainState, WeightCopy
 
 # A loss scale doubles after this many steps without overflow (Micikevicius et al. 2018).
 STEPS_TO_DOUBLE = 2000
@@ -51,7 +51,7 @@ def is_decayed(weight: keras.Variable) -> bool:
 
 
 def make_update(
-    masters: Masters, rules: UpdateRules, rate_is_set: bool = True, squares_rows: bool = False
+    masters: TrainState, rules: UpdateRules, rate_is_set: bool = True, squares_rows: bool = False
 ) -> Callable:
     """Return `update(gradients, learning_rates, statistics, loss, num_examples)`: one step.
 
@@ -113,7 +113,7 @@ def if_finite(finite: tf.Tensor, apply: Callable) -> None:
 
 
 def finite_now(
-    masters: Masters, replica: int, norm: tf.Tensor, loss: tf.Tensor | None
+    masters: TrainState, replica: int, norm: tf.Tensor, loss: tf.Tensor | None
 ) -> tf.Tensor:
     """Return whether a replica is to be updated, a bool scalar on its device.
 
@@ -127,7 +127,7 @@ def finite_now(
 
 
 def end_step(
-    masters: Masters,
+    masters: TrainState,
     finite: Sequence[tf.Tensor],
     statistics: Sequence[tuple[tf.Variable, tf.Tensor]],
     num_examples: Any,
@@ -197,7 +197,7 @@ def put_back_unless(
     tf.cond(finite, tf.no_op, put_back)
 
 
-def _set_loss_scale(masters: Masters, finite: tf.Tensor) -> None:
+def _set_loss_scale(masters: TrainState, finite: tf.Tensor) -> None:
     scale, good_steps = masters.loss_scale, masters.good_steps
     scale.assign(tf.where(finite, scale, tf.maximum(scale / 2.0, 1.0)))
     good_steps.assign((good_steps + 1) * tf.cast(finite, tf.int64))
@@ -206,7 +206,7 @@ def _set_loss_scale(masters: Masters, finite: tf.Tensor) -> None:
     good_steps.assign(good_steps * tf.cast(~double, tf.int64))
 
 
-def _same_of(replicas: Sequence[Replica]) -> Callable:
+def _same_of(replicas: Sequence[WeightCopy]) -> Callable:
     """Return `of_replicas(penalties, norms)`: one of each; all replicas have the same.
 
     If one replica alone had to give them, TensorFlow's optimizer would simplify the others'
@@ -231,7 +231,7 @@ def _same_of(replicas: Sequence[Replica]) -> Callable:
 
 
 def _replica_update(
-    replica: Replica,
+    replica: WeightCopy,
     gradients: list[Any],
     learning_rate: tf.Tensor | None,
     loss_scale: tf.Variable | None,
@@ -293,7 +293,7 @@ def regularise(
     total = []
 
     def add(gradient: Any, weight: Any) -> Any:
-        if isinstance(weight, flat.Flat):
+        if isinstance(weight, flat.FlatVariable):
             return weight.by_section(add, gradient)
         decayed = _is_penalised(rules, weight)
         if weight.regularizer is None and not decayed:
@@ -386,7 +386,7 @@ def clip(
 
 
 def _clip_by_norm(gradient: Any, weight: Any, limit: float) -> Any:
-    if not isinstance(weight, flat.Flat):
+    if not isinstance(weight, flat.FlatVariable):
         return tf.clip_by_norm(gradient, limit)
     parts = weight.split(gradient)
     norms = tf.sqrt(2.0 * tf.stack([tf.nn.l2_loss(part) for part in parts]))
@@ -395,7 +395,7 @@ def _clip_by_norm(gradient: Any, weight: Any, limit: float) -> Any:
 
 
 def update_averages(
-    masters: Masters, rules: UpdateRules, finite: tf.Tensor | None = None
+    masters: TrainState, rules: UpdateRules, finite: tf.Tensor | None = None
 ) -> None:
     """Move each average towards its variable, which has just been updated.
 

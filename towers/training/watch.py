@@ -1,7 +1,7 @@
 """Signals and stalls of a run, answered without losing a step, also while nothing goes on.
 
 Between two calls of the train loop, or two batches of an evaluation, the loop itself asks whether
-to stop, or to save. While it waits in C++ the `Watch` answers in its place, in the signal
+to stop, or to save. While it waits in C++ the `PreemptionHandler` answers in its place, in the signal
 listener's thread: if no step is in progress (`TrainLoop.moment`), the masters are the state after
 the last finished step, and are saved.
 """
@@ -19,7 +19,7 @@ from towers.devices import remote
 from towers.devices.remote import DevicesChanged
 from towers.errors import RunError
 from towers.training.masters import not_finite
-from towers.training.saving import Checkpoints, Snapshot
+from towers.training.saving import CheckpointManager, Snapshot
 from towers.training.step import TrainLoop
 
 EXIT_STALLED = 76
@@ -49,7 +49,7 @@ class _Waiting:
     of_input: Callable[[], bool]
 
 
-class Watch(signals.StopRequest):
+class PreemptionHandler(signals.StopRequest):
     """The stop request of a run, which is also answered while the main thread waits.
 
     Attributes:
@@ -63,7 +63,7 @@ class Watch(signals.StopRequest):
 
     def __init__(
         self,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointManager,
         say: Callable[[str], None],
         health: Callable[[], Mapping[str, float]] = dict,
         stall_seconds: float = 0.0,
@@ -109,7 +109,7 @@ class Watch(signals.StopRequest):
         with self._watching(BATCH, 0, lambda: NOTHING, lambda: True):
             yield
         if self():
-            raise signals.Ended
+            raise signals.Interrupted
 
     @contextlib.contextmanager
     def steps(self, train_loop: TrainLoop, step: int, number: int) -> Iterator[None]:
@@ -156,7 +156,7 @@ class Watch(signals.StopRequest):
         Raises:
             DevicesChanged: a machine that was lost is there again: the run is to be built anew.
         """
-        cluster = remote.current()
+        cluster = remote.current_cluster()
         if cluster is None:
             return
         if cluster.returned or not self._checkpoints.is_remote:

@@ -40,7 +40,7 @@ from towers.options.run import Options
 from towers.text import count, first_line, table
 from towers.workers import bind_filter, rendezvous
 from towers.workers.addresses import check_distinct, find_workers, parse_address, responds
-from towers.workers.rendezvous import Claim, Lease, Message, WorkerInfo
+from towers.workers.rendezvous import Reservation, Owner, Message, WorkerInfo
 
 TIMEOUT_SECONDS = 15.0
 MAX_CLOCK_SKEW_SECONDS = 2.0  # without a warning
@@ -251,7 +251,7 @@ class Cluster:
                 thread.join()
             self._heartbeats.clear()
             self._connect()
-        if remote.current() is self:
+        if remote.current_cluster() is self:
             remote.set_cluster(None)
         atexit.unregister(self.close)
 
@@ -313,7 +313,7 @@ class Cluster:
             until = time.monotonic() + _PATIENCE_SECONDS
             while time.monotonic() < until:
                 self._write_claim(worker)
-                lease = self._read(worker, rendezvous.LEASE, Lease)
+                lease = self._read(worker, rendezvous.LEASE, Owner)
                 if lease and lease.id == self._id:
                     worker.heard_at = time.monotonic()
                     return ""
@@ -358,7 +358,7 @@ class Cluster:
 
     def _ownership_problem(self, worker: Worker) -> str:
         try:
-            lease = self._read(worker, rendezvous.LEASE, Lease)
+            lease = self._read(worker, rendezvous.LEASE, Owner)
         except tf.errors.OpError as error:
             return f"does not answer: {first_line(error)}"
         return "" if lease and lease.id == self._id else "was started again"
@@ -396,7 +396,7 @@ class Cluster:
     def _write_claim(self, worker: Worker, released: bool = False) -> None:
         who = self._id, socket.gethostname(), os.getpid(), rendezvous.user_name()
         own = f"{self._own_address}:{self._port}"
-        claim = Claim(*who, self.timeout_seconds, released, own)
+        claim = Reservation(*who, self.timeout_seconds, released, own)
         with self._asking(worker):
             with tf.device(self.home):
                 name = tf.constant(rendezvous.claim_file(self._id))
@@ -410,7 +410,7 @@ class Cluster:
         with worker.lock:
             now = time.monotonic()
             left = self.timeout_seconds - (now - (worker.heard_at or now))
-            with self.cut_off([worker], after=max(left, 0.5)), tf_private.asked_by_calls():
+            with self.cut_off([worker], after=max(left, 0.5)), tf_private.unary_rpcs():
                 yield
 
     def _connect(self, *more: Worker) -> None:
@@ -496,7 +496,7 @@ def connect(
                 "towers.devices.connect, or in another process",
                 stacklevel=2,
             )
-    if (before := remote.current()) is not None:
+    if (before := remote.current_cluster()) is not None:
         same = [worker.address for worker in before.workers] == addresses
         if same and before.towers_per_worker == towers_per_worker:
             return before

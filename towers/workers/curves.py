@@ -57,7 +57,7 @@ def _network_bytes(machine: str) -> tuple[int, int] | None:
 
     The loopback interface counts only for a worker of this machine, which is reached by it.
     """
-    text, cluster = remote.read_text(machine, _COUNTERS), remote.current()
+    text, cluster = remote.read_text(machine, _COUNTERS), remote.current_cluster()
     local = bool(cluster) and cluster.is_on_loopback(machine)
     rows = re.findall(r"^\s*(\S+):\s*(.*)$", text or "", re.MULTILINE)
     used = [[int(n) for n in row.split()] for name, row in rows if (name == "lo") == local]

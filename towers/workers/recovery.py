@@ -37,7 +37,7 @@ class Recovery:
         try:
             yield
         except tf.errors.OpError as error:
-            cluster = remote.current()
+            cluster = remote.current_cluster()
             if cluster is None:
                 raise
             if not cluster.find_lost():
@@ -56,7 +56,7 @@ class Recovery:
         Raises:
             RunError: there are too few workers.
         """
-        cluster, options = remote.current(), self._options
+        cluster, options = remote.current_cluster(), self._options
         where = "the last checkpoint" if step is None else f"step {step}"
         if where != self._where:
             self._where, self._num_errors = where, 0
@@ -64,7 +64,7 @@ class Recovery:
         for worker in lost:
             self._say(f"lost        {worker}: it {worker.problem}")
         if lost and options.on_worker_loss == "stop":
-            signals.complain(
+            signals.print_error(
                 f"stopped by --on_worker_loss=stop: {where} is saved; the same command goes on"
             )
             return False

@@ -52,7 +52,7 @@ class WorkerInfo:
 
 
 @dataclasses.dataclass(frozen=True)
-class Claim:
+class Reservation:
     """What a program writes, at least every `timeout_seconds`."""
 
     id: str = ""
@@ -66,12 +66,12 @@ class Claim:
     def __post_init__(self) -> None:
         """Replace a timeout that makes no sense by the default, and cap it at an hour."""
         seconds = self.timeout_seconds
-        valid = seconds if math.isfinite(seconds) and seconds > 0 else Claim.timeout_seconds
+        valid = seconds if math.isfinite(seconds) and seconds > 0 else Reservation.timeout_seconds
         object.__setattr__(self, "timeout_seconds", min(valid, _MAX_TIMEOUT_SECONDS))
 
 
 @dataclasses.dataclass(frozen=True)
-class Lease:
+class Owner:
     """Which program has a worker."""
 
     id: str = ""  # "": none has
@@ -86,7 +86,7 @@ class Lease:
         return f"{user}'s program on {host} (pid {self.pid})"
 
 
-Message = TypeVar("Message", WorkerInfo, Claim, Lease)
+Message = TypeVar("Message", WorkerInfo, Reservation, Owner)
 
 
 def claim_file(id: str) -> str:
@@ -100,7 +100,7 @@ def claim_id(file: str) -> str:
     return match[1] if match else ""
 
 
-def to_text(message: WorkerInfo | Claim | Lease | None) -> str:
+def to_text(message: WorkerInfo | Reservation | Owner | None) -> str:
     """Return a message as JSON, {} for None."""
     return json.dumps(dataclasses.asdict(message) if message else {})
 

@@ -30,7 +30,7 @@ from towers.options.gpu import GpuOptions
 from towers.text import count, first_line
 from towers.workers import bind_filter, rendezvous
 from towers.workers.addresses import is_here, join_address, responds
-from towers.workers.rendezvous import Claim, DeviceInfo, Lease, WorkerInfo
+from towers.workers.rendezvous import Reservation, DeviceInfo, Owner, WorkerInfo
 
 NUM_CPU_DEVICES = 16  # logical ones of a worker without GPUs; more where there are more cores
 _POLL_SECONDS = 0.1
@@ -124,9 +124,9 @@ class Claims:
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic):
         """Begin with a worker that is free; `clock` returns seconds."""
-        self.lease: Lease | None = None
+        self.lease: Owner | None = None
         self._folder, self._clock = folder, clock
-        self._claims: dict[str, Claim] = {}
+        self._claims: dict[str, Reservation] = {}
         # When each claim's file was last seen to change, and its modification time and size.
         self._heard: dict[str, tuple[float, tuple[int, int]]] = {}
         self._publish()
@@ -140,13 +140,13 @@ class Claims:
                     about = path.stat()
                     state = about.st_mtime_ns, about.st_size
                     if self._heard.get(claim_id, (0.0, None))[1] != state:
-                        if claim := rendezvous.from_text(Claim, path.read_bytes()):
+                        if claim := rendezvous.from_text(Reservation, path.read_bytes()):
                             self._claims[claim_id] = claim
                         self._heard[claim_id] = now, state  # half a claim is a heartbeat, too
         if self.lease is None:
             for claim_id, claim in self._claims.items():
                 if not claim.released:
-                    self.lease = Lease(claim_id, claim.host, claim.pid, claim.user, time.time())
+                    self.lease = Owner(claim_id, claim.host, claim.pid, claim.user, time.time())
                     self._publish()
                     break
             return ""

@@ -186,7 +186,7 @@ class InterleavedRuns:
                 self.skipped[name] = runner.ready["skipped"]
 
     def _start(self, name: str, program: Sequence[str], config: Mapping[str, Any]) -> Runner:
-        environment = search_path.environment_of_own_programs()
+        environment = search_path.child_environment()
         if program[0] != "-m":
             del environment["PYTHONSAFEPATH"]  # the modules beside a program are its own
         run = self.options.run

@@ -31,7 +31,7 @@ from towers.devices.memory import peak_mib
 from towers.errors import InputError, RunError
 from towers.options.augmentation import parse
 from towers.options.run import Options
-from towers.training.run import Run, assemble, load_data, tower_devices
+from towers.training.run import RunContext, assemble, load_data, tower_devices
 
 STORED_SHAPE = (32, 32, 3)  # of the images that the synthetic ones stand in for
 NUM_CLASSES = 10
@@ -93,7 +93,7 @@ class OwnRun:
         self._loops[part](tf.constant(num_steps)).numpy()  # which waits for the devices
 
 
-def make_control(run: Run) -> Callable[[tf.Tensor], tf.Tensor]:
+def make_control(run: RunContext) -> Callable[[tf.Tensor], tf.Tensor]:
     """Return a loop of so many steps, each of all towers' gradients from weights of their own.
 
     What a layer assigns is dropped, and BatchNorm's moments are those of the tower's slice: there

@@ -137,7 +137,7 @@ def read_run(folder: Path, name: str) -> ComparedRun:
     except FileNotFoundError:
         pass
     except (OSError, UnicodeDecodeError):
-        files.damaged(path)
+        files.warn_damaged(path)
     pairs = [line[2:].partition("=") for line in lines if line.startswith("--")]
     flags = {flag: value for flag, _, value in pairs if flag not in _FLAGS_OF_A_RUN}
     given = flags.get("batch_size", "1")

@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from towers.errors import InputError
-from towers.options.fields import check_values, option, same_option
+from towers.options.fields import check_values, option, copy_field
 from towers.options.run import Options
 
 
@@ -34,7 +34,7 @@ left out."""
     accuracy: float = option(
         0.0, "Compare", "Short for --objective=accuracy --target_value=X.", minimum=0, maximum=1,
     )  # fmt: skip
-    json: bool = same_option(Options, "json")
+    json: bool = copy_field(Options, "json")
 
     def __post_init__(self) -> None:
         """Raise InputError for a value out of range."""

@@ -20,7 +20,7 @@ from towers.commands.export.options import ENDINGS, ExportOptions
 from towers.data import augment
 from towers.errors import InputError, RunError
 from towers.text import first_line
-from towers.training.loading import Trained, load_run
+from towers.training.loading import TrainedModel, load_run
 from towers.training.model import floatx_of
 
 _NUM_COMPARED = 4  # examples
@@ -83,7 +83,7 @@ def run(options: ExportOptions, say: Callable[[str], None] = print) -> dict[str,
     }
 
 
-def raw_model(trained: Trained) -> keras.Model:
+def raw_model(trained: TrainedModel) -> keras.Model:
     """Return the model that takes examples as the data set stores them, any number at a time."""
     spec, task, model = trained.spec()[0], trained.task, trained.model
     # Neither optimizer nor loss is needed, which Keras might not find where the file is loaded.
@@ -132,7 +132,7 @@ def random_examples(spec: Any) -> Inputs:
         return tf.nest.map_structure(batch, spec)
 
 
-def _outputs_of(trained: Trained, examples: Inputs) -> list[np.ndarray]:
+def _outputs_of(trained: TrainedModel, examples: Inputs) -> list[np.ndarray]:
     return _arrays(trained.model(trained.inputs(examples), training=False))
 
 
@@ -143,7 +143,7 @@ def _arrays(outputs: Any) -> list[np.ndarray]:
 # The formats: each is written, loaded again, and its outputs returned.
 
 
-def _keras(trained: Trained, path: Path, examples: Inputs) -> list[np.ndarray]:
+def _keras(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarray]:
     model = raw_model(trained)
     try:
         model.save(path)
@@ -166,14 +166,14 @@ def _keras(trained: Trained, path: Path, examples: Inputs) -> list[np.ndarray]:
     return _arrays(loaded(examples, training=False))
 
 
-def _saved_model(trained: Trained, path: Path, examples: Inputs) -> list[np.ndarray]:
+def _saved_model(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarray]:
     with contextlib.redirect_stdout(io.StringIO()):  # a page about its endpoints
         raw_model(trained).export(path, verbose=False)
     loaded = tf.saved_model.load(str(path))  # a name keeps its variables alive
     return _arrays(loaded.serve(examples))
 
 
-def _weights(trained: Trained, path: Path, examples: Inputs) -> list[np.ndarray]:
+def _weights(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarray]:
     trained.model.save_weights(path)
     for variable in trained.model.weights:  # so that nothing but the file gives them back
         variable.assign(tf.zeros_like(variable.value))
@@ -184,7 +184,7 @@ def _weights(trained: Trained, path: Path, examples: Inputs) -> list[np.ndarray]
 _WRITE = {"keras": _keras, "saved_model": _saved_model, "weights": _weights}
 
 
-def _how_to_load(options: ExportOptions, trained: Trained) -> list[str]:
+def _how_to_load(options: ExportOptions, trained: TrainedModel) -> list[str]:
     if options.format == "weights":
         return [f"load it     {options.run.model}, then model.load_weights"]
     spec, kind, lines = trained.spec()[0], trained.task["augment"], []

@@ -19,11 +19,11 @@ from towers.commands.plan.report import report
 from towers.data import Data
 from towers.errors import InputError
 from towers.graphs.placement import read_placement
-from towers.graphs.traffic import HOST, Step, executed_bytes, read_step
+from towers.graphs.traffic import HOST, TracedStep, executed_bytes, read_step
 from towers.options.run import Options
 from towers.training import memory
-from towers.training.run import Run, assemble, load_data
-from towers.training.tensorflow_errors import one_line_errors
+from towers.training.run import RunContext, assemble, load_data
+from towers.training.tensorflow_errors import user_facing_errors
 
 DEFAULT_TOWERS = 8
 GIB = 2**30
@@ -80,8 +80,8 @@ def run(options: PlanOptions, say: Callable[[str], None] = print) -> dict[str, A
 class PlacedStep:
     """The step with one placement of the variables; its towers are logical CPU devices."""
 
-    run: Run
-    step: Step
+    run: RunContext
+    step: TracedStep
     planned: Counter[tuple[str, str]]  # {(source, target): bytes} by the traced graph
     executed: Counter[tuple[str, str]]  # by the executed one
     unknown: Counter[tuple[str, str]]  # number of values whose size that does not tell
@@ -100,7 +100,7 @@ class PlacedStep:
     def describe(self, gpu_memory_gib: float) -> dict[str, Any]:
         """Return the entry of this placement in the plan's result."""
         names = self.run.builder.devices
-        held = [memory.held(self.run, self.step, name) for name in names]
+        held = [memory.memory_by_purpose(self.run, self.step, name) for name in names]
         parts = max(held, key=lambda parts: sum(parts.values()))
         limit, total = int(gpu_memory_gib * GIB), sum(parts.values())
         examples = -(-self.run.options.batch_size // len(names))  # of the first, which has most
@@ -127,7 +127,7 @@ class PlacedStep:
             },
             "memory_bytes": parts | {"total": total},
             "fits": total <= limit,
-            "largest_batch_per_tower": memory.largest_part(parts, examples, limit),
+            "largest_batch_per_tower": memory.largest_slice(parts, examples, limit),
         }
 
 
@@ -136,14 +136,14 @@ def place(options: Options, names: Sequence[str], dataset: Data) -> PlacedStep:
     run = assemble(options, names, dataset)
     train_loop = run.train_loop(telemetry=False)  # which is not planned
     batches = iter(dataset.train.train_batches(options.batch_size, seed=options.seed))
-    with one_line_errors(options):
+    with user_facing_errors(options):
         placement = read_placement(train_loop, batches, tf.constant(0))
     step = read_step(train_loop.get_concrete_function(batches, tf.constant(0)))
     executed, unknown, *_ = executed_bytes(placement, step)
     return PlacedStep(run, step, step.crossing_bytes(), executed, unknown)
 
 
-def missing_gradients(run: Run) -> list[str]:
+def missing_gradients(run: RunContext) -> list[str]:
     """Return the names of weights without a gradient."""
     missing: list[str] = []
 

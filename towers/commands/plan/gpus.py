@@ -14,7 +14,7 @@ from towers.graphs.gpu_nodes import HOST
 from towers.graphs.gpu_view import GpuView
 from towers.options.run import Options
 from towers.training.run import assemble
-from towers.training.tensorflow_errors import one_line_errors
+from towers.training.tensorflow_errors import user_facing_errors
 
 
 def view(options: Options, num_towers: int, dataset: Data) -> GpuView:
@@ -24,7 +24,7 @@ def view(options: Options, num_towers: int, dataset: Data) -> GpuView:
     with kinds.cpus_for_gpus():
         run = assemble(options, devices.tower_devices(num_towers, "cpu"), dataset)
         batches = iter(run.batches(0, 0))
-        with one_line_errors(options):
+        with user_facing_errors(options):
             return gpu_view.read(run.train_loop(), batches, tf.constant(0))
 
 

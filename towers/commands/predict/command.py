@@ -8,17 +8,17 @@ import numpy as np
 import tensorflow as tf
 
 from towers import devices
-from towers.builder.assignments import TowerScope
+from towers.builder.assignments import ReplicaScope
 from towers.builder.tower import TowerBuilder
 from towers.commands.predict import inputs, printing
 from towers.commands.predict.options import PredictOptions
 from towers.text import count
-from towers.training.guest import without_advice
-from towers.training.loading import Trained, load_run
+from towers.training.guest import suppress_retracing_warnings
+from towers.training.loading import TrainedModel, load_run
 from towers.training.logits import logits_of
 from towers.training.model import floatx_of
 from towers.training.run import tower_devices
-from towers.training.tensorflow_errors import one_line_errors
+from towers.training.tensorflow_errors import user_facing_errors
 
 
 def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
@@ -41,19 +41,19 @@ def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:
     say(f"step {trained.step}, {kind}, {count(num, 'example')}, {towers}")
     rows = _rows(trained, builder, parts, min(num, run_options.batch_size))
     write = printing.WRITE["json" if run_options.json else options.format]
-    with one_line_errors(run_options), without_advice():
+    with user_facing_errors(run_options), suppress_retracing_warnings():
         write(rows, printing.Classes.of(trained), parts)
     return {}
 
 
 def _rows(
-    trained: Trained, builder: TowerBuilder, parts: Sequence[inputs.Part], batch_size: int
+    trained: TrainedModel, builder: TowerBuilder, parts: Sequence[inputs.Part], batch_size: int
 ) -> Iterator[printing.Row]:
     """Yield the examples with their outputs; all batches are of one size, filled up with zeros."""
 
     @floatx_of(trained.options.dtype)
     def on_tower(x: Any) -> Any:
-        with TowerScope():  # a layer that counts its calls, or draws, changes nothing
+        with ReplicaScope():  # a layer that counts its calls, or draws, changes nothing
             return logits_of(trained.model, trained.inputs(x), trained.options.test_time_flip)
 
     @tf.function(autograph=False)

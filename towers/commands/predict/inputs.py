@@ -13,9 +13,9 @@ from towers import files
 from towers.data import encoded, npz
 from towers.data.folder import ENDINGS as IMAGES
 from towers.data.folder import images_below
-from towers.data.table import Table
+from towers.data.table import CsvTable
 from towers.errors import InputError
-from towers.training.loading import Trained
+from towers.training.loading import TrainedModel
 
 _NUM_THREADS = os.cpu_count() or 1
 
@@ -30,7 +30,7 @@ class Part(NamedTuple):
     read: Callable[[int, int], Examples]
 
 
-def find(names: Sequence[str], trained: Trained) -> list[Part]:
+def find(names: Sequence[str], trained: TrainedModel) -> list[Part]:
     """Return the files of these names and folders; each is read once, to find what is damaged."""
     paths: list[str] = []
     for name in names:
@@ -71,7 +71,7 @@ def _spans(parts: Sequence[Part], batch_size: int) -> Iterator[list[tuple[Part, 
         yield spans
 
 
-def _part(path: str, trained: Trained) -> Part:
+def _part(path: str, trained: TrainedModel) -> Part:
     ending = os.path.splitext(path)[1].lower()
     readers = {".npy": _npy_part, ".npz": _npz_part, ".csv": _csv_part}
     readers |= dict.fromkeys(IMAGES, _image_part)
@@ -90,7 +90,7 @@ def _part(path: str, trained: Trained) -> Part:
         raise InputError(f"{path} {npz.fault(error, ending)}") from None
 
 
-def _image_part(path: str, trained: Trained) -> Part:
+def _image_part(path: str, trained: TrainedModel) -> Part:
     spec, options = trained.spec()[0], trained.options
     size = options.image_height_width()
     if not trained.task["image_shape"]:
@@ -120,7 +120,7 @@ def _image_part(path: str, trained: Trained) -> Part:
     return Part(path, 1, read)
 
 
-def _npy_part(path: str, trained: Trained) -> Part:
+def _npy_part(path: str, trained: TrainedModel) -> Part:
     spec = trained.spec()[0]
     if tf.nest.is_nested(spec):
         raise InputError(
@@ -129,7 +129,7 @@ def _npy_part(path: str, trained: Trained) -> Part:
     return _arrays_part(path, [np.load(path, mmap_mode="r", allow_pickle=False)], trained)
 
 
-def _npz_part(path: str, trained: Trained) -> Part:
+def _npz_part(path: str, trained: TrainedModel) -> Part:
     spec, found = trained.spec()[0], []
     with npz.opened(path, path) as arrays:
         for name in _leaf_names(spec):
@@ -145,9 +145,9 @@ def _npz_part(path: str, trained: Trained) -> Part:
     return _arrays_part(path, found, trained)
 
 
-def _csv_part(path: str, trained: Trained) -> Part:
+def _csv_part(path: str, trained: TrainedModel) -> Part:
     """Take the columns that the model was trained on, whatever else is in the table."""
-    spec, options, table = trained.spec()[0], trained.options, Table(path)
+    spec, options, table = trained.spec()[0], trained.options, CsvTable(path)
     if tf.nest.is_nested(spec):
         return _arrays_part(path, [table.numbers(name) for name in _leaf_names(spec)], trained)
     known = trained.task.get("columns")  # a run on arrays, or of before, does not know them
@@ -161,7 +161,7 @@ def _csv_part(path: str, trained: Trained) -> Part:
     return _arrays_part(path, [table.features(columns, categories).astype(np.float32)], trained)
 
 
-def _arrays_part(path: str, arrays: Sequence[np.ndarray], trained: Trained) -> Part:
+def _arrays_part(path: str, arrays: Sequence[np.ndarray], trained: TrainedModel) -> Part:
     """Check the arrays of a file, which are in the order of the flat structure."""
     spec = trained.spec()[0]
     leaves = tf.nest.flatten(spec)

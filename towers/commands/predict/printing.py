@@ -11,7 +11,7 @@ import numpy as np
 from towers.commands.predict.inputs import Part
 from towers.errors import InputError
 from towers.text import printable
-from towers.training.loading import Trained
+from towers.training.loading import TrainedModel
 
 _SHOWN = 6  # numbers of an output in a table
 
@@ -31,7 +31,7 @@ class Classes(NamedTuple):
     logits: bool
 
     @classmethod
-    def of(cls, trained: Trained) -> "Classes | None":
+    def of(cls, trained: TrainedModel) -> "Classes | None":
         """Return the classes of a model, None if it is no classifier."""
         model, names = trained.model, trained.task["class_names"]
         loss = model.loss if model.compiled else trained.options.loss or None

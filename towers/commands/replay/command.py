@@ -8,7 +8,7 @@ from typing import Any
 from towers.errors import InputError
 from towers.options.run import Options
 from towers.training import nan
-from towers.training.again import Range, make_again
+from towers.training.again import TensorRange, make_again
 from towers.training.run import find
 
 _HEADINGS = {
@@ -26,7 +26,7 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
     Returns:
         {"step", "again": whether the fault came again, "inputs_at_fault": whether it was in the
         batch, "fault" and "name" of the first that is not finite, "rows" of the examples, "loss",
-        "device", "ranges": what `Range` has of each tensor}.
+        "device", "ranges": what `TensorRange` has of each tensor}.
     """
     folder = Path(options.train_dir)
     report = nan.read_report(folder)
@@ -62,7 +62,7 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
     }
 
 
-def _table(heading: str, ranges: Sequence[Range]) -> list[str]:
+def _table(heading: str, ranges: Sequence[TensorRange]) -> list[str]:
     if not ranges:
         return []
     width = max(len(found.name) for found in ranges)

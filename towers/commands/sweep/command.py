@@ -176,7 +176,7 @@ class _Child(subprocess.Popen):
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=search_path.environment_of_own_programs(),
+                env=search_path.child_environment(),
                 start_new_session=True,  # Ctrl-C reaches the sweep alone
             )
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from towers.errors import InputError
 from towers.options import flags
-from towers.options.fields import check_values, option, same_option
+from towers.options.fields import check_values, option, copy_field
 from towers.options.run import Options, names_that_affect, text_of
 
 RESERVED = (*names_that_affect("call"), "flagfile")  # which the sweep gives each run
@@ -66,7 +66,7 @@ Exit codes: 0 all runs are finished; 1 a run failed; 2 bad input; 75 stopped, ru
         1, "Sweep", "Number of runs at a time. Visible GPUs are dealt out evenly, so that none is "
         "shared; without GPUs the runs share the CPU.", minimum=1, maximum=1000,
     )  # fmt: skip
-    json: bool = same_option(Options, "json")
+    json: bool = copy_field(Options, "json")
 
     def __post_init__(self) -> None:
         """Raise InputError for a value of the sweep's own options that is out of range."""

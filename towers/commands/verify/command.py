@@ -22,13 +22,13 @@ from towers.devices.gpus import precision
 from towers.options.fields import parse_tower_numbers
 from towers.options.run import Options
 from towers.training import fitting
-from towers.training.guest import as_a_guest
+from towers.training.guest import preserve_rng
 from towers.training.run import assemble, load_data
 
 _NUDGE = 1e-12  # of a weight in float64, and as many units of the last place in less
 
 
-@as_a_guest()
+@preserve_rng()
 def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Compare runs with the towers of `options.num_towers` with one device.
 

@@ -34,11 +34,11 @@ from towers.commands.verify.report import verify_runners
 from towers.errors import InputError
 from towers.graphs.gpu_view import not_fused
 from towers.options.fields import parse_tower_numbers
-from towers.training.guest import as_a_guest
-from towers.training.masters import kept, optimizers_of
+from towers.training.guest import preserve_rng
+from towers.training.masters import restore_after, optimizers_of
 
 
-@as_a_guest()
+@preserve_rng()
 def verify(
     model: keras.Model,
     x: Any,
@@ -112,7 +112,7 @@ def verify(
             batch, what = _wide(batches[0]), f"{model.name} cannot be copied and trained"
             make_model = functools.partial(copy_of, model, inputs_of(batch))
             with contextlib.ExitStack() as wide:
-                wide.enter_context(tf_private.all_in_float64())
+                wide.enter_context(tf_private.force_float64())
                 wide.enter_context(tf_private.floatx_set("float64"))
                 wide.enter_context(not_fused())
                 reference = in_float64(lambda: FitRunner(make_model()), batch, what, say)
@@ -122,7 +122,7 @@ def verify(
             _build(model, batches[0])
             make_model = functools.partial(twin_of, model)
             reference = FitRunner(make_model())
-            stack.enter_context(kept([*reference.named.values(), *model.metrics_variables]))
+            stack.enter_context(restore_after([*reference.named.values(), *model.metrics_variables]))
         say(
             f"verify      {model.name}: {steps} steps of fit in {reference.dtype}, one device "
             f"against {','.join(map(str, numbers))} towers"

@@ -19,8 +19,8 @@ from towers.errors import InputError
 from towers.text import first_line
 from towers.training import masters
 from towers.training.parallel import builder_of, parallelize, unparallelize
-from towers.training.run import Run
-from towers.training.tensorflow_errors import one_line_errors
+from towers.training.run import RunContext
+from towers.training.tensorflow_errors import user_facing_errors
 
 Arrays = dict[str, np.ndarray]
 
@@ -68,7 +68,7 @@ class Runner:
 class TrainRunner(Runner):
     """A run, as `towers train` makes it of its options. A batch is (example, draws)."""
 
-    def __init__(self, run: Run, plain: bool = False):
+    def __init__(self, run: RunContext, plain: bool = False):
         """Trace the step of a run; if it is `plain`, a compiled model makes it as Keras does."""
         self.run, self.model, self.builder = run, run.masters.model, run.builder
         self.num_towers, self.dtype = len(run.builder.devices), run.options.dtype
@@ -82,7 +82,7 @@ class TrainRunner(Runner):
     def _traced(self, batch: Any) -> Callable:
         train_step = self.run.train_step()
         step = tf.function(lambda *batch: train_step(*batch), autograph=False)
-        with one_line_errors(self.run.options):
+        with user_facing_errors(self.run.options):
             return step.get_concrete_function(*batch)
 
     def assign(self, values: Mapping[str, np.ndarray]) -> None:
@@ -92,7 +92,7 @@ class TrainRunner(Runner):
 
     def make_step(self, batch: Any) -> Arrays:
         """Make a step; the gradients are the gathered ones."""
-        with one_line_errors(self.run.options):
+        with user_facing_errors(self.run.options):
             metrics, gradients = self._step(*batch)
         found = {"loss": metrics["loss"].numpy()}
         for name, value in metrics.items():
@@ -105,7 +105,7 @@ class TrainRunner(Runner):
 
     def evaluate(self, batch: Any) -> Arrays:
         """Return what an evaluation adds up."""
-        with one_line_errors(self.run.options):
+        with user_facing_errors(self.run.options):
             found = self.run.task.eval_arrays(*batch)
         dtype = self.run.options.input_dtype  # sums have more bits
         return {

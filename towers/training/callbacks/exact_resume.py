@@ -24,7 +24,7 @@ import tensorflow as tf
 from towers import tf_private
 from towers.errors import InputError, RunError
 from towers.training import checkpoint
-from towers.training.saving import Checkpoints
+from towers.training.saving import CheckpointManager
 
 _KEPT = 2  # of the newest: the older one is for a newest one that is damaged
 
@@ -75,7 +75,7 @@ class ExactResume(keras.callbacks.Callback):
                 raise InputError(f"{name}={value} must be at least 0")
         self.directory, self.also = Path(directory), list(also)
         remedy = "delete them to begin anew"
-        self._checkpoints = Checkpoints(self.directory, {}, {}, _KEPT, remedy=remedy)
+        self._checkpoints = CheckpointManager(self.directory, {}, {}, _KEPT, remedy=remedy)
         self.every_steps, self.every_epochs = every_steps, every_epochs
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -287,7 +287,7 @@ def _read_older(directory: Path) -> _FitState | None:
     return _FitState(0, arrays, about)
 
 
-def is_resuming(model: keras.Model, batch: int) -> bool:
+def is_skipped(model: keras.Model, batch: int) -> bool:
     """Return whether the step of this batch is skipped, having been made before."""
     return batch < vars(model).get("_towers_resume_at", 0)
 

@@ -20,7 +20,7 @@ from towers.graphs.step_graph import step_graph
 from towers.monitoring import charts, dashboard, events, tower_stats
 from towers.monitoring.event_writer import PARTS, EventWriter
 from towers.monitoring.speed import Speed, by_tower
-from towers.training.callbacks.exact_resume import is_resuming
+from towers.training.callbacks.exact_resume import is_skipped
 from towers.training.masters import dynamic_scale
 from towers.training.parallel import builder_of, passes_of
 
@@ -84,7 +84,7 @@ class TowerBoard(keras.callbacks.Callback):
 
         A callback with an `on_train_batch_end` would make Keras wait for each step.
         """
-        if is_resuming(self.model, batch):
+        if is_skipped(self.model, batch):
             return
         self._write_point()
         if self._epoch_begins and self._writer:
