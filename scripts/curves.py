@@ -36,7 +36,7 @@ from towers.devices.selection import tower_devices  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
 from towers.options import flags  # noqa: E402
 from towers.options.run import Options  # noqa: E402
-from towers.training.run import prepare  # noqa: E402
+from towers.training.run.setup import prepare  # noqa: E402
 
 # Each curve is narrower than the one below it, so that all of them are seen.
 STYLES = [

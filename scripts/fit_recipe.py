@@ -26,13 +26,17 @@ with quiet_start(level=3):
 
 from towers import files  # noqa: E402
 from towers.errors import InputError, RunError  # noqa: E402
-from towers.options import augmentation, flags, trust  # noqa: E402
+from towers.options import (  # noqa: E402
+    augmentation,
+    code_trust,  # noqa: E402
+    flags,
+)
 from towers.options.run import Options  # noqa: E402
-from towers.training.by_flags import compile_from_flags  # noqa: E402
-from towers.training.model import floatx_of  # noqa: E402
-from towers.training.optimizers import is_own  # noqa: E402
-from towers.training.run import RunContext, prepare  # noqa: E402
-from towers.training.update import EMA_EXAMPLES  # noqa: E402
+from towers.training.run.compile_from_flags import compile_from_flags  # noqa: E402
+from towers.training.run.model import floatx_of  # noqa: E402
+from towers.training.run.setup import RunContext, prepare  # noqa: E402
+from towers.training.step.optimizers import is_own  # noqa: E402
+from towers.training.step.update import EMA_EXAMPLES  # noqa: E402
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +64,7 @@ def train(options: Options) -> None:
     task, last = run.task, run.timetable().last_step
     model = compiled(run)
     folder.mkdir(parents=True, exist_ok=True)
-    files.write_text(folder / "flags.cfg", trust.signed(options.to_flagfile()))
+    files.write_text(folder / "flags.cfg", code_trust.signed(options.to_flagfile()))
     batches = run.data.train.train_batches(options.batch_size, seed=options.seed)
     batches = batches.map(
         lambda example, draws: (task.inputs(example[0], draws), example[1]),

@@ -33,8 +33,8 @@ with quiet_start(level=3):
     import tensorflow as tf
 
 from scripts.gpu_checks import Check, Gpus, Skipped, checks_for  # noqa: E402
-from towers.builder import kinds  # noqa: E402
-from towers.devices import nvml, probe  # noqa: E402
+from towers.builder import device_types  # noqa: E402
+from towers.devices import nvml, self_test  # noqa: E402
 
 EXIT_FAILED, EXIT_USAGE, EXIT_NO_GPU, EXIT_SKIPPED = 1, 2, 3, 4
 OK, FAILED, HANGS, SKIPPED = "ok", "FAILED", "HANGS", "skipped"
@@ -137,7 +137,7 @@ def machine_of(num_dry: int) -> dict[str, Any] | str:
     found = {"gpus": gpus, "tensorflow": tf.__version__}
     if num_dry:
         return found
-    start = probe.run_probe([])
+    start = self_test.run_probe([])
     if isinstance(start, str):
         return f"TensorFlow's process {start}"
     build = {name: start["build"].get(name) for name in ("cuda_version", "cudnn_version")}
@@ -153,7 +153,7 @@ def run_apart(check: Check, gpus: Gpus) -> None:
     log, limit = gpus.folder / f"{check.name}.log", gpus.limit(check)
     command = [sys.executable, __file__, f"--child={check.name}:{gpus.number}"]
     command += [f"--folder={gpus.folder}", f"--dry={gpus.number * gpus.dry}"]
-    stand_ins = {kinds.SWITCH: "1"} if gpus.dry else {}
+    stand_ins = {device_types.SWITCH: "1"} if gpus.dry else {}
     began, status = time.monotonic(), None
     with log.open("ab") as out:
         pipes = dict(stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)

@@ -28,14 +28,14 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 import towers
 from scripts import gpu_steps
 from scripts.gpu_steps import Setting, Skipped
-from towers import cli, devices, tf_private
+from towers import cli, devices, tf_internals
 from towers.devices import gpus as gpu_memory
-from towers.devices import memory, nvml, probe
+from towers.devices import memory, nvml, self_test
 from towers.devices.nvml import MIB
 from towers.errors import RunError
 from towers.monitoring.profiler import Profiler
 from towers.options.run import Options
-from towers.training.run import prepare
+from towers.training.run.setup import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -165,7 +165,7 @@ def run_apart(*arguments: object, **environ: str) -> tuple[int, Any]:
 
 def all_sum(gpus: Gpus) -> Iterator[Any]:
     """An all-sum over all GPUs is exact in each type."""
-    found = probe.all_sum(gpus.devices())
+    found = self_test.all_sum(gpus.devices())
     yield {name: error or "exact" for name, error in found.items()}
     wrong = [f"{name}: {error}" for name, error in found.items() if error]
     expect(not wrong, "; ".join(wrong))
@@ -426,7 +426,7 @@ def fraction(_: Gpus) -> Iterator[Any]:
     total = total_mib()
     devices.configure(per_process_gpu_memory_fraction=0.25)
     [line, *_] = devices.read_back()
-    limit = tf_private.device_memory_bytes()["/gpu:0"] // MIB
+    limit = tf_internals.device_memory_bytes()["/gpu:0"] // MIB
     yield f"{line.split(maxsplit=1)[1]}, of {total} MiB"
     expect(limit == total // 4, f"{limit} MiB of {total} MiB")
 
@@ -469,7 +469,7 @@ def visible(_: Gpus) -> Iterator[Any]:
     seen = [gpu.driver_index for gpu in devices.describe()]
     expect(seen == [index], f"--visible_gpus={largest}, and TensorFlow sees {seen}")
     devices.read_back()
-    started = [name for name in tf_private.device_memory_bytes() if name.startswith("/gpu")]
+    started = [name for name in tf_internals.device_memory_bytes() if name.startswith("/gpu")]
     expect(started == ["/gpu:0"], f"--visible_gpus={largest}, and {started} have started")
     yield f"GPU {largest} of {len(everything)}"
 

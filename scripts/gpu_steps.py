@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
+from towers.formatting import first_line
 from towers.options.run import Options
-from towers.text import first_line
-from towers.training.run import RunContext, assemble, load_data
+from towers.training.run.setup import RunContext, assemble, load_data
 
 if TYPE_CHECKING:
     from scripts.gpu_checks import Gpus

@@ -20,7 +20,11 @@ from towers.cli import quiet_start  # noqa: E402
 with quiet_start(level=3):
     import tensorflow as tf
 
-from towers import data, devices, text  # noqa: E402
+from towers import (  # noqa: E402
+    data,
+    devices,
+    formatting,  # noqa: E402
+)
 from towers.commands.plan import gpus  # noqa: E402
 from towers.options.run import Options  # noqa: E402
 
@@ -68,7 +72,7 @@ def main() -> None:
     tf.get_logger().setLevel("ERROR")
     cases = itertools.product(flags.models.split(","), numbers, flags.dtypes.split(","))
     rows = [row(*case, flags.variables) for case in cases]
-    print("\n".join(text.markdown(HEADER, rows)))
+    print("\n".join(formatting.markdown(HEADER, rows)))
 
 
 if __name__ == "__main__":

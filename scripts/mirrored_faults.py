@@ -16,7 +16,7 @@ import numpy as np
 
 import towers
 from towers.cli import quiet_start
-from towers.text import table
+from towers.formatting import table
 
 with quiet_start(level=3):
     import keras

@@ -39,7 +39,7 @@ def program(addresses: list[str], towers_per_worker: int) -> Iterator[dict[str, 
     import tensorflow as tf
 
     from towers.options.run import Options
-    from towers.training.run import assemble, load_data
+    from towers.training.run.setup import assemble, load_data
     from towers.workers import cluster
 
     workers = cluster.connect(addresses, towers_per_worker)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pynvml
 import tensorflow as tf
 
-from towers import tf_private
+from towers import tf_internals
 from towers.devices import gpus
 from towers.options.gpu import GpuOptions
 
@@ -156,9 +156,9 @@ def install(monkeypatch, *cards, driver=True, build=CUDA_BUILD):
     machine = Machine(cards)
     install_driver(monkeypatch, *cards, there=driver)
     monkeypatch.setattr(gpus, "_in_force", GpuOptions())
-    monkeypatch.setattr(tf_private, "has_listed_devices", lambda: machine._devices is not None)
-    monkeypatch.setattr(tf_private, "has_started", lambda: machine.started)
-    monkeypatch.setattr(tf_private, "device_memory_bytes", machine.device_memory_bytes)
+    monkeypatch.setattr(tf_internals, "has_listed_devices", lambda: machine._devices is not None)
+    monkeypatch.setattr(tf_internals, "has_started", lambda: machine.started)
+    monkeypatch.setattr(tf_internals, "device_memory_bytes", machine.device_memory_bytes)
     monkeypatch.setattr(tf.sysconfig, "get_build_info", lambda: build)
     config = tf.config
 

@@ -13,8 +13,8 @@ from towers import cli
 from towers.errors import InputError
 from towers.monitoring.monitor import Monitor
 from towers.options.run import Options
-from towers.training import checkpoint
-from towers.training.loading import TrainedModel
+from towers.training.load import TrainedModel
+from towers.training.run import checkpoint
 
 # What towers leave out where all ops are deterministic: seconds of a step, and trials by them.
 by_the_clock = pytest.mark.skipif(

@@ -15,7 +15,7 @@ from towers import cli
 from towers.commands.init import command as init
 from towers.options import flags
 from towers.options.run import Options
-from towers.training.parallel import builder_of
+from towers.training.parallelize import builder_of
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,7 @@ import pytest
 from tests import programs
 from tests.programs import ROOT, environment
 from towers import cli
-from towers.training import manifest
+from towers.training.run import manifest
 
 pytestmark = pytest.mark.process
 

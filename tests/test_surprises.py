@@ -13,11 +13,11 @@ import tensorflow as tf
 
 from tests import runs
 from tests.programs import python
-from towers import files, signals, text
+from towers import files, formatting, signals
 from towers.data import npz
 from towers.errors import InputError, RunError
-from towers.training import checkpoint, manifest
-from towers.training.saving import CheckpointManager
+from towers.training.run import checkpoint, manifest
+from towers.training.run.checkpoint_manager import CheckpointManager
 
 pytestmark = pytest.mark.unit
 
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.unit
     ],
 )  # fmt: skip
 def test_names_do_not_command_the_terminal(name, shown, capsys, tmp_path):
-    assert text.printable(name) == shown
-    assert shown.strip("\n") in text.table(["a"], [[name]])[1] or "\n" in name
+    assert formatting.printable(name) == shown
+    assert shown.strip("\n") in formatting.table(["a"], [[name]])[1] or "\n" in name
     signals.print_error(f"--train_dir={name}: no")
     files.warn_damaged(tmp_path / name.strip("\n"))
     said = capsys.readouterr().err

@@ -8,10 +8,10 @@ import numpy as np
 import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 
-from towers.monitoring.gallery import Sampler
+from towers.monitoring.image_summaries import Sampler
 from towers.options.run import Options
-from towers.training import checkpoint
-from towers.training.run import prepare
+from towers.training.run import checkpoint
+from towers.training.run.setup import prepare
 
 TRAIN_SIZE, TEST_SIZE, NUM_CLASSES, IMAGE_SHAPE = 60, 23, 3, (8, 8, 3)
 

@@ -22,15 +22,15 @@ __version__ = "0.1.0"
 _HOME = {
     "InputError": "errors",
     "Options": "options.run",
-    "PerTower": "builder.splitting",
+    "PerTower": "builder.sharding",
     "RunError": "errors",
     "TowerBuilder": "builder.tower",
     "callbacks": "training.callbacks",
     "evaluate": "training.evaluate",
-    "load": "training.loading",
-    "parallelize": "training.parallel",
+    "load": "training.load",
+    "parallelize": "training.parallelize",
     "train": "training.train",
-    "unparallelize": "training.parallel",
+    "unparallelize": "training.parallelize",
     "verify": "commands.verify.fit",
 }
 __all__ = sorted([*_HOME, "devices"])

@@ -23,19 +23,19 @@ from typing import Any
 import towers
 from towers import signals
 from towers.errors import InputError, RunError
+from towers.formatting import printable
 from towers.options import flags
-from towers.options.blame import blame
+from towers.options.code_trust import CODE
+from towers.options.error_origin import blame
 from towers.options.functions import check_function, shadowing_file
 from towers.options.gpu import GpuOptions
 from towers.options.run import Options
-from towers.options.trust import CODE
-from towers.text import printable
 
 EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED, EXIT_PIPE = 1, 2, signals.EXIT_STOPPED, 141
 
 
 @dataclasses.dataclass(frozen=True)
-class RunnableCommand(flags.Command):
+class Entry(flags.Command):
     """A verb, and what runs it, which is imported when it is called for.
 
     Attributes:
@@ -59,52 +59,52 @@ _PREDICT_FLAGS = (
     f"{_WORKER_FLAGS}"
 )
 _VERBS = (
-    RunnableCommand("train", "train a model over towers, or continue a run", completes=True, begins=True,
-         function="towers.training.train:train", tensorflow="options"),
-    RunnableCommand("evaluate", "evaluate the newest checkpoint of a run on the test set",
-         takes=(*_EVALUATE_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
-         function="towers.training.evaluate:evaluate", tensorflow="options"),
-    RunnableCommand("verify", "prove on your model that N towers compute what one device computes",
-         options="towers.commands.verify.options:VerifyOptions",
-         function="towers.commands.verify.command:run", tensorflow="options"),
-    RunnableCommand("benchmark", "measure speed and scaling, also beside other programs",
-         options="towers.commands.benchmark.options:BenchmarkOptions",
-         function="towers.commands.benchmark.command:run", tensorflow="options"),
-    RunnableCommand("plan", "say before a run what it would move, hold and launch on GPUs",
-         options="towers.commands.plan.options:PlanOptions",
-         function="towers.commands.plan.command:run", tensorflow="cpu"),
-    RunnableCommand("doctor", "check this machine: versions, GPUs, memory, computing, data, folders",
-         takes=("train_dir", "json", "dataset", "data_dir", "visible_gpus", *_WORKER_FLAGS.split()),
-         function="towers.commands.doctor.command:run"),
-    RunnableCommand("sweep", "train a run for each combination of flags, and say which is best",
-         options="towers.commands.sweep.options:SweepOptions",
-         refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir"),
-         function="towers.commands.sweep.command:run"),
-    RunnableCommand("compare", "show what runs differ in: flags, results, time to an accuracy, curves",
-         options="towers.commands.compare.options:CompareOptions",
-         function="towers.commands.compare.command:run"),
-    RunnableCommand("tensorboard", "show a run, or a folder of runs, in TensorBoard",
-         options="towers.commands.tensorboard.command:TensorboardOptions",
-         takes=("train_dir", "port"),
-         function="towers.commands.tensorboard.command:run"),
-    RunnableCommand("predict", "say what a run's trained model makes of files of your own, over towers",
-         options="towers.commands.predict.options:PredictOptions",
-         takes=(*_PREDICT_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
-         function="towers.commands.predict.command:run", tensorflow="options"),
-    RunnableCommand("export", "write a run's trained model to a file that needs no towers",
-         options="towers.commands.export.options:ExportOptions",
-         takes=("train_dir", "overwrite", "json", "trust"), completes=True,
-         function="towers.commands.export.command:run", tensorflow="cpu"),
-    RunnableCommand("replay", "make the step of a run that was infinite or NaN again, seen layer by layer",
-         takes=(*_REPLAY_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
-         function="towers.commands.replay.command:run", tensorflow="options"),
-    RunnableCommand("init", "write a model, data and flags to begin with",
-         options="towers.commands.init.command:InitOptions",
-         function="towers.commands.init.command:run"),
-    RunnableCommand("worker", "lend this machine's devices to a program on another one",
-         options="towers.commands.worker.command:WorkerOptions",
-         takes=("address", "any_address", *GpuOptions.__dataclass_fields__),
-         function="towers.commands.worker.command:run", tensorflow="import"),
+    Entry("train", "train a model over towers, or continue a run", completes=True, begins=True,
+          function="towers.training.train:train", tensorflow="options"),
+    Entry("evaluate", "evaluate the newest checkpoint of a run on the test set",
+          takes=(*_EVALUATE_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
+          function="towers.training.evaluate:evaluate", tensorflow="options"),
+    Entry("verify", "prove on your model that N towers compute what one device computes",
+          options="towers.commands.verify.options:VerifyOptions",
+          function="towers.commands.verify.command:run", tensorflow="options"),
+    Entry("benchmark", "measure speed and scaling, also beside other programs",
+          options="towers.commands.benchmark.options:BenchmarkOptions",
+          function="towers.commands.benchmark.command:run", tensorflow="options"),
+    Entry("plan", "say before a run what it would move, hold and launch on GPUs",
+          options="towers.commands.plan.options:PlanOptions",
+          function="towers.commands.plan.command:run", tensorflow="cpu"),
+    Entry("doctor", "check this machine: versions, GPUs, memory, computing, data, folders",
+          takes=(*"train_dir json dataset data_dir visible_gpus".split(), *_WORKER_FLAGS.split()),
+          function="towers.commands.doctor.command:run"),
+    Entry("sweep", "train a run for each combination of flags, and say which is best",
+          options="towers.commands.sweep.options:SweepOptions",
+          refuses=dict.fromkeys(("train_dir", "overwrite"), "runs lie in --sweep_dir"),
+          function="towers.commands.sweep.command:run"),
+    Entry("compare", "show what runs differ in: flags, results, time to an accuracy, curves",
+          options="towers.commands.compare.options:CompareOptions",
+          function="towers.commands.compare.command:run"),
+    Entry("tensorboard", "show a run, or a folder of runs, in TensorBoard",
+          options="towers.commands.tensorboard.command:TensorboardOptions",
+          takes=("train_dir", "port"),
+          function="towers.commands.tensorboard.command:run"),
+    Entry("predict", "say what a run's trained model makes of files of your own, over towers",
+          options="towers.commands.predict.options:PredictOptions",
+          takes=(*_PREDICT_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
+          function="towers.commands.predict.command:run", tensorflow="options"),
+    Entry("export", "write a run's trained model to a file that needs no towers",
+          options="towers.commands.export.options:ExportOptions",
+          takes=("train_dir", "overwrite", "json", "trust"), completes=True,
+          function="towers.commands.export.command:run", tensorflow="cpu"),
+    Entry("replay", "make the step of a run that was infinite or NaN again, seen layer by layer",
+          takes=(*_REPLAY_FLAGS.split(), *GpuOptions.__dataclass_fields__), completes=True,
+          function="towers.commands.replay.command:run", tensorflow="options"),
+    Entry("init", "write a model, data and flags to begin with",
+          options="towers.commands.init.command:InitOptions",
+          function="towers.commands.init.command:run"),
+    Entry("worker", "lend this machine's devices to a program on another one",
+          options="towers.commands.worker.command:WorkerOptions",
+          takes=("address", "any_address", *GpuOptions.__dataclass_fields__),
+          function="towers.commands.worker.command:run", tensorflow="import"),
 )  # fmt: skip
 VERBS = {verb.name: verb for verb in _VERBS}
 _RESUMABLE = ("train", "sweep")  # verbs that go on where they were stopped
@@ -231,7 +231,7 @@ def _ended(number: int) -> tuple[int, str]:
     return 0, f"ended by {signal.Signals(number).name}"
 
 
-def _run(verb: RunnableCommand, options: Any, start: float) -> int:
+def _run(verb: Entry, options: Any, start: float) -> int:
     run_options = getattr(options, "run", options)
     as_json = options.json if hasattr(options, "json") else getattr(run_options, "json", False)
     # What predict prints on standard output is for other programs, too.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from towers.errors import InputError, RunError
-from towers.text import cut, printable
+from towers.formatting import cut, printable
 
 _NO_FLUSH = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # of file systems that have none
 _MOST_LEVELS = 400  # of folders within folders: Python makes and lists them recursively

@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from towers.text import printable
+from towers.formatting import printable
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVING = signal.SIGUSR1

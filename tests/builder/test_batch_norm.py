@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests.builder import test_equality as equality
 from tests.builder.test_equality import GPUS, THREE, assert_equal, of_towers
 from towers import TowerBuilder
-from towers.builder.kinds import cpus_for_gpus
+from towers.builder.device_types import cpus_for_gpus
 
 pytestmark = pytest.mark.run
 layers = keras.layers

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from towers.builder import collectives
-from towers.builder.kinds import cpus_for_gpus
+from towers.builder.device_types import cpus_for_gpus
 
 pytestmark = pytest.mark.graph
 DEVICES = ["/cpu:1", "/cpu:2", "/cpu:3"]

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from towers import TowerBuilder
-from towers.builder import kinds
+from towers.builder import device_types
 from towers.builder.replica_context import integers_on
 
 pytestmark = pytest.mark.graph
@@ -24,7 +24,7 @@ def test_a_gpu_and_a_cpu_look_up_the_same_tokens(float64):
         step = TowerBuilder(devices).gradients
         return tf.function(lambda: step(loss_fn, embedding.trainable_variables, tokens)[1][0])()
 
-    with kinds.cpus_for_gpus():
+    with device_types.cpus_for_gpus():
         found, expected = gradient("/cpu:1", "/cpu:0"), gradient("/cpu:0")
     np.testing.assert_array_equal(tf.convert_to_tensor(found), tf.convert_to_tensor(expected))
 
@@ -51,7 +51,7 @@ def test_tokens_are_looked_up_and_masked_where_they_are(float64, num_towers):
         return [tf.convert_to_tensor(g) for g in step(tokens)], narrow
 
     expected, of_cpus = gradients()
-    with kinds.cpus_for_gpus():
+    with device_types.cpus_for_gpus():
         found, of_gpus = gradients()
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-14)  # rows are summed in another order
@@ -68,7 +68,7 @@ def test_the_largest_is_found_without_the_host():
             return find(), [op.type for op in find.get_concrete_function().graph.get_operations()]
 
     expected, of_cpu = largest("/cpu:1")
-    with kinds.cpus_for_gpus():
+    with device_types.cpus_for_gpus():
         found, of_gpu = largest("/cpu:1")
     np.testing.assert_array_equal(found, expected)
     assert "BitwiseAnd" in of_cpu and "BitwiseAnd" not in of_gpu

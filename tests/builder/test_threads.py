@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.builder import test_equality as equality
 from tests.builder.test_equality import THREE, assert_equal
-from towers import TowerBuilder, tf_private
+from towers import TowerBuilder, tf_internals
 
 pytestmark = pytest.mark.run
 layers = keras.layers
@@ -75,7 +75,7 @@ def test_nothing_is_left_behind_by_an_error(error):
         TowerBuilder(TWO).gradients(loss_fn, [], tf.constant(X))
     assert layers.BatchNormalization.call is call
     assert tf.Variable(0).assign.__func__ is assign.__func__
-    assert not tf_private._SWITCHES
+    assert not tf_internals._SWITCHES
 
 
 @pytest.mark.parametrize("inner_towers", [1, 2, 3])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.builder.test_equality import with_tape
 from tests.programs import python
-from towers import PerTower, TowerBuilder, tf_private
+from towers import PerTower, TowerBuilder, tf_internals
 from towers.builder import tower
 
 pytestmark = pytest.mark.graph
@@ -56,7 +56,7 @@ def one_device(loss_fn, variables, *batch):
 
 def executed_ops(function, *args):
     """Run a `tf.function` for the first time; return what TensorFlow made of it and ran."""
-    with tf_private.executed_graphs() as functions:
+    with tf_internals.executed_graphs() as functions:
         function(*args)
     return [node for graphs in functions for graph in graphs for node in graph.node]
 

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from towers import TowerBuilder
-from towers.builder.tracing import Tracer
+from towers.builder.instrumentation import Tracer
 
 pytestmark = pytest.mark.run
 X = np.random.default_rng(0).normal(size=(7, 4))

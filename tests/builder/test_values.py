@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tests import fits
 from towers import TowerBuilder
-from towers.builder.rehearsal import rehearse
+from towers.builder.function_analysis import rehearse
 
 pytestmark = pytest.mark.run
 RANDOM = np.random.default_rng(0)

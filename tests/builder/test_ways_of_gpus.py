@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 from tests.builder.test_equality import Moments, copies
-from towers import PerTower, TowerBuilder, tf_private
-from towers.builder.kinds import cpus_for_gpus
+from towers import PerTower, TowerBuilder, tf_internals
+from towers.builder.device_types import cpus_for_gpus
 
 pytestmark = pytest.mark.run
 GPUS = ["/cpu:1", "/cpu:2", "/cpu:3"]
@@ -65,7 +65,7 @@ def executed(model, num_towers, **keywords):
                     copied.value.assign_sub(part)
 
     update.get_concrete_function()  # with all that is tried before
-    with tf_private.executed_graphs() as functions:
+    with tf_internals.executed_graphs() as functions:
         update(x)
     sent, ops = collections.defaultdict(list), collections.defaultdict(collections.Counter)
 

@@ -12,7 +12,7 @@ from tests.builder import test_equality as equality
 from tests.builder.test_equality import of_towers
 from tests.runs import released
 from towers import cli
-from towers.builder import kinds, philox
+from towers.builder import device_types, philox
 from towers.builder.tower import TowerBuilder
 from towers.commands.verify.command import run as verify
 from towers.commands.verify.options import VerifyOptions
@@ -79,7 +79,7 @@ def test_xla_gets_no_op_that_is_good_for_gpus_alone():
         step = TowerBuilder(DEVICES[:2], **options).gradients
         return tf.function(lambda *batch: step(loss_fn, [weight], *batch)[1][0])(images, draws)
 
-    with kinds.cpus_for_gpus():
+    with device_types.cpus_for_gpus():
         np.testing.assert_allclose(gradient(jit_compile=True), gradient(), rtol=1e-4)
 
 

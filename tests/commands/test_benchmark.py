@@ -14,11 +14,11 @@ import tensorflow as tf
 
 from tests import leftovers, tiny
 from towers import cli
-from towers.commands.benchmark import command, lanes, own_lane, results
+from towers.commands.benchmark import command, own_run, results, runners
 from towers.commands.benchmark.options import BenchmarkOptions
-from towers.commands.benchmark.own_lane import make_control
+from towers.commands.benchmark.own_run import make_control
 from towers.options.run import Options
-from towers.training.run import prepare
+from towers.training.run.setup import prepare
 
 pytestmark = pytest.mark.unit
 
@@ -144,7 +144,7 @@ class FakeRunner:
 
     def train(self, seconds, part):
         if self.last == 0:
-            raise lanes.RunnerError("crashed")
+            raise runners.RunnerError("crashed")
         self.last -= 1
         self.asked.append((self.name, seconds, part))
 
@@ -152,7 +152,7 @@ class FakeRunner:
 def test_runners_take_turns_window_by_window_and_every_other_backwards():
     asked = []
     options = BenchmarkOptions(windows=3)
-    given = lanes.InterleavedRuns(options, contextlib.ExitStack(), lambda line: None)
+    given = runners.InterleavedRuns(options, contextlib.ExitStack(), lambda line: None)
     given.own.append(FakeRunner("own", asked))
     given.peers += [FakeRunner("a", asked), FakeRunner("b", asked, last=1)]
     given.take_turns()
@@ -160,7 +160,7 @@ def test_runners_take_turns_window_by_window_and_every_other_backwards():
     assert asked == [*forwards, ("b", 2.0, ""), *forwards[::-1], *forwards]
     assert given.failed == {"b": "crashed"} and [peer.name for peer in given.peers] == ["a"]
     given.own[0].last = 0
-    with pytest.raises(lanes.RunnerError, match="crashed"):
+    with pytest.raises(runners.RunnerError, match="crashed"):
         given.take_turns()
 
 
@@ -176,9 +176,9 @@ def test_a_runner_that_hangs_or_ends_is_ended_with_all_that_it_started(
     folder, monkeypatch, start, message
 ):
     write_peer(folder, "peer", start)
-    runner = lanes.Runner("peer", [sys.executable, "scripts/peers/peer.py", "{}"], os.environ)
-    monkeypatch.setattr(lanes, "WAIT_SECONDS", 1.0)
-    with pytest.raises(lanes.RunnerError, match=message):
+    runner = runners.Runner("peer", [sys.executable, "scripts/peers/peer.py", "{}"], os.environ)
+    monkeypatch.setattr(runners, "WAIT_SECONDS", 1.0)
+    with pytest.raises(runners.RunnerError, match=message):
         runner.wait_ready()
     runner.close()
     assert log(folder)[0] == "start" and nobody_is_left()
@@ -195,7 +195,7 @@ def test_an_interrupt_ends_all(folder, number, monkeypatch, capsys):
     """The signal comes while a peer starts, which has a child; our own process is left out."""
     stop = f"os.kill(os.getppid(), {int(number)}); time.sleep(1000)"
     write_peer(folder, "mirrored", CHILD + stop)
-    monkeypatch.setattr(lanes.InterleavedRuns, "start_own", lambda self, *_: self.own.append(OWN))
+    monkeypatch.setattr(runners.InterleavedRuns, "start_own", lambda self, *_: self.own.append(OWN))
     assert cli.main(["benchmark", "--against=mirrored", "--num_towers=1"]) == 128 + number
     assert number.name in capsys.readouterr().err.splitlines()[-1]
     assert log(folder) == ["start", "child"] and nobody_is_left()
@@ -245,9 +245,9 @@ def test_the_control_computes_each_gradient_in_each_step_and_changes_nothing(var
 
 @pytest.mark.run
 def test_a_run_trains_as_long_as_it_was_asked_to(monkeypatch):
-    monkeypatch.setattr(own_lane, "WARM_UP_SECONDS", 0.01)
+    monkeypatch.setattr(own_run, "WARM_UP_SECONDS", 0.01)
     given = tiny.options("unused", dataset="synthetic", augment="tutorial", batch_size=5)
-    own = own_lane.OwnRun(given)
+    own = own_run.OwnRun(given)
     before = int(own.run.masters.step)
     answer = own.train(0.05)
     assert answer["seconds"] >= 0.05 and answer["steps"] % given.steps_per_loop == 0
@@ -292,9 +292,9 @@ def test_bad_input_is_one_line(folder, capsys, given, words):
 @pytest.mark.run
 @pytest.mark.parametrize("task", ["two", pytest.param("masks", marks=pytest.mark.extended)])
 def test_a_compiled_model_is_measured(monkeypatch, task):
-    monkeypatch.setattr(own_lane, "WARM_UP_SECONDS", 0.01)
+    monkeypatch.setattr(own_run, "WARM_UP_SECONDS", 0.01)
     names = {"model": f"tests.tasks:{task}", "dataset": f"tests.tasks:{task}_data"}
-    own = own_lane.OwnRun(Options(**names, batch_size=8, num_towers=2))
+    own = own_run.OwnRun(Options(**names, batch_size=8, num_towers=2))
     assert (own.ready["image_shape"] is None) == (task == "two")
     assert own.train(0.01)["steps"] > 0 < own.train(0.01, "control")["steps"]
 
@@ -302,6 +302,6 @@ def test_a_compiled_model_is_measured(monkeypatch, task):
 @pytest.mark.graph
 def test_data_that_are_no_images_with_classes_are_given_to_nobody(tmp_path):
     for task in "table", "masks", "two":
-        data, _ = own_lane.load(Options(dataset=f"tests.tasks:{task}_data"))
-        own_lane.export(data.train, str(tmp_path / "train.npz"))
+        data, _ = own_run.load(Options(dataset=f"tests.tasks:{task}_data"))
+        own_run.export(data.train, str(tmp_path / "train.npz"))
         assert not (tmp_path / "train.npz").exists()

@@ -13,7 +13,7 @@ from tests import tiny
 from towers import cli
 from towers.commands.compare import command
 from towers.monitoring import events
-from towers.monitoring.curves import read_curves, training_seconds
+from towers.monitoring.scalar_reader import read_curves, training_seconds
 from towers.options.run import Options
 
 pytestmark = pytest.mark.unit

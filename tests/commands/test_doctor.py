@@ -9,7 +9,7 @@ import pytest
 
 from towers.commands.doctor import command as doctor
 from towers.commands.doctor.command import INSTALL, Check
-from towers.devices import nvml, probe
+from towers.devices import nvml, self_test
 from towers.devices.nvml import MIB, DriverGpu
 from towers.options.run import Options
 
@@ -74,8 +74,8 @@ def machine(monkeypatch, tmp_path):
 
         monkeypatch.setattr(nvml, "driver_version", lambda: driver and "550.54" or None)
         monkeypatch.setattr(nvml, "driver_cuda_version", lambda: driver and (12, 6) or None)
-        monkeypatch.setattr(probe, "run_probe", run_probe)
-        monkeypatch.setattr(probe, "run_all_sum", run_all_sum)
+        monkeypatch.setattr(self_test, "run_probe", run_probe)
+        monkeypatch.setattr(self_test, "run_all_sum", run_all_sum)
         checks = doctor.run(Options(train_dir=str(tmp_path / "run"), **options), lines.append)
         make.lines, make.probed, make.environ = lines, calls[-1][0], calls[-1][1]
         return {check.name: check for check in checks}
@@ -202,7 +202,7 @@ def test_a_wrong_result_and_a_wrong_copy(machine):
 def test_a_probe_that_fails_is_one_problem(machine):
     checks = machine([gpu(0)], [A100], "gave no answer within 180 s: without a word")
     assert problems(checks) == ["computing"]
-    command = "type python -m towers.devices.probe /cpu:0 /gpu:0"
+    command = "type python -m towers.devices.self_test /cpu:0 /gpu:0"
     assert checks["computing"].remedy.startswith(command)
     checks = machine([gpu(0, free=0)], [], start="was ended by SIGILL: without a word")
     assert problems(checks) == ["TensorFlow starts", "memory of GPU 0"]
@@ -271,7 +271,7 @@ def test_an_all_sum_that_is_wrong_or_hangs(machine):
         checks = machine([gpu(0), gpu(1)], [A100] * 2, sums=sums)
         assert problems(checks) == ["all-sum"]
         assert checks["all-sum"].detail.startswith(says)
-        command = "NCCL_DEBUG=INFO python -m towers.devices.probe --all_sum /gpu:0 /gpu:1"
+        command = "NCCL_DEBUG=INFO python -m towers.devices.self_test --all_sum /gpu:0 /gpu:1"
         assert command in checks["all-sum"].remedy and "--variables=cpu" in checks["all-sum"].remedy
 
 

@@ -14,10 +14,10 @@ from tests.worker_processes import ROOT
 from towers import data, devices
 from towers.builder.batch_norm import exchange_launches
 from towers.commands.plan import command, gpus
-from towers.graphs.traffic import HOST, read_step
+from towers.graphs.communication import HOST, read_step
 from towers.options.run import Options
-from towers.training import memory
-from towers.training.masters import VARIABLES
+from towers.training.run import memory_estimate
+from towers.training.step.train_state import VARIABLES
 
 pytestmark = pytest.mark.unit
 
@@ -51,7 +51,7 @@ def test_what_the_dense_model_moves_and_holds_with_its_variables_on_the_host():
         assert found.planned[HOST, name] == DENSE_BYTES + rows * A_ROW + CONDITION
         assert found.planned[name, HOST] == DENSE_BYTES + LOSS
     assert len(found.planned) == 6
-    held = memory.memory_by_purpose(found.run, found.step, TOWERS[0])
+    held = memory_estimate.memory_by_purpose(found.run, found.step, TOWERS[0])
     assert (held["weights"], held["optimizer"], held["average"]) == (0, 0, 0)
     assert held["weights_received"] == held["gradients"] == DENSE_BYTES
     assert held["batch"] == 3 * A_ROW
@@ -87,7 +87,7 @@ def test_what_it_moves_and_holds_with_replicated_variables():
     assert [counts["per_device"][name]["collective"] for name in TOWERS] == [ring] * 3
     assert not {(s, t) for s, t in found.planned if HOST not in (s, t)}  # no gradient is sent
     assert found.planned[HOST, TOWERS[1]] < 3 * A_ROW + 100
-    held = memory.memory_by_purpose(found.run, found.step, TOWERS[1])
+    held = memory_estimate.memory_by_purpose(found.run, found.step, TOWERS[1])
     assert held["weights"] == DENSE_BYTES <= held["optimizer"]
     assert held["average"] == 0  # it is on the first tower
 
@@ -158,8 +158,8 @@ MEASURED = f"""
 import tensorflow as tf
 from tests import tiny
 from towers.devices.memory import peak_mib
-from towers.graphs.traffic import read_step
-from towers.training.run import prepare
+from towers.graphs.communication import read_step
+from towers.training.run.setup import prepare
 
 run = prepare(tiny.options("unused", model="{__name__}:wide", batch_size=1024))
 loop, batches = run.train_loop(), iter(run.data.train.train_batches(1024, seed=0))

@@ -22,7 +22,7 @@ from towers.commands.predict.options import PredictOptions
 from towers.data import augment
 from towers.errors import InputError
 from towers.options.run import Options
-from towers.training.loading import load_run
+from towers.training.load import load_run
 from towers.training.train import train
 
 pytestmark = pytest.mark.run

@@ -13,7 +13,7 @@ from towers.commands.verify import command as verify
 from towers.commands.verify import differences as comparison
 from towers.commands.verify import report
 from towers.commands.verify.differences import differences, kind_of
-from towers.commands.verify.lane import TrainRunner
+from towers.commands.verify.runner import TrainRunner
 from towers.options.run import Options
 
 pytestmark = pytest.mark.run

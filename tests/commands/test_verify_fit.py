@@ -11,7 +11,7 @@ import towers
 from tests import fits, programs
 from towers.commands.verify import differences, fit, report
 from towers.commands.verify.differences import kind_of
-from towers.training.parallel import builder_of
+from towers.training.parallelize import builder_of
 
 pytestmark = pytest.mark.run
 

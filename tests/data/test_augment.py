@@ -5,9 +5,9 @@ import pytest
 import tensorflow as tf
 
 from tests.data.splits import refusal, run
-from towers.builder import kinds
-from towers.data import Data, augment, parts
-from towers.data.halves import data_set
+from towers.builder import device_types
+from towers.data import Data, augment, augment_ops
+from towers.data.user_data import data_set
 from towers.options.augmentation import PARTS, parse
 
 pytestmark = pytest.mark.unit
@@ -132,7 +132,7 @@ def test_a_gpu_s_way_gives_the_same_bits(kind, shape, stored):
         return train(images, draws), {op.type for op in graph.get_operations()}
 
     expected, of_cpu = traced()
-    with kinds.cpus_for_gpus():
+    with device_types.cpus_for_gpus():
         result, of_gpu = traced()
         with tf.device("/cpu:1"):
             np.testing.assert_array_equal(augment.train_images(images, draws, kind), expected)
@@ -164,18 +164,18 @@ def with_draw(draws, **columns):
     """Return draws with a number in some columns, by the names in `parts`."""
     draws = draws.copy()
     for name, value in columns.items():
-        draws[:, getattr(parts, f"_{name}")] = value
+        draws[:, getattr(augment_ops, f"_{name}")] = value
     return draws
 
 
 def only(op, images, plus=True, magnitude=10):
     """Return what one op of RandAugment makes of images."""
-    place = (list(parts.OPS).index(op) + 0.5) / len(parts.OPS)
-    same = (list(parts.OPS).index("identity") + 0.5) / len(parts.OPS)
+    place = (list(augment_ops.OPS).index(op) + 0.5) / len(augment_ops.OPS)
+    same = (list(augment_ops.OPS).index("identity") + 0.5) / len(augment_ops.OPS)
     given = dict(OP_0=place, SIGN_0=float(plus), OP_1=same)
     draws = with_draw(np.zeros((len(images), augment.NUM_DRAWS), np.float32), **given)
     plan = parse(f"none,randaugment={magnitude}")
-    return parts.on_values(tf.cast(images, tf.float32), draws, plan, tf.uint8).numpy()
+    return augment_ops.on_values(tf.cast(images, tf.float32), draws, plan, tf.uint8).numpy()
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_color_is_a_factor_of_each_quality():
     plan, draws = parse("none,color=0.5"), half.copy()
     for i, name in enumerate(("BRIGHTNESS", "CONTRAST", "SATURATION")):
         draws[i] = with_draw(half[i : i + 1], **{name: 0})[0]  # a factor of a half
-    dark, flat, grey = parts.on_values(tf.constant(images), draws, plan, tf.uint8).numpy()
+    dark, flat, grey = augment_ops.on_values(tf.constant(images), draws, plan, tf.uint8).numpy()
     of_colour = 0.299 * 100 + 0.587 * 150 + 0.114 * 50
     np.testing.assert_allclose(dark, images[0] / 2)
     np.testing.assert_allclose(flat, (images[1] + (of_colour + 20) / 2) / 2, rtol=1e-6)
@@ -309,7 +309,7 @@ def test_ops_of_randaugment_against_what_they_are_for():
 @pytest.mark.parametrize("alpha", [0.1, 1.0, 4.0])
 def test_shares_are_of_a_beta_distribution(alpha):
     _, draws = make(40_000, (1, 1, 1))
-    shares = parts.share(32, 32, draws, parse(f"none,mixup={alpha}"), tf.float64).numpy()
+    shares = augment_ops.share(32, 32, draws, parse(f"none,mixup={alpha}"), tf.float64).numpy()
     assert shares.min() >= 0 and shares.max() <= 1
     assert shares.mean() == pytest.approx(0.5, abs=0.01)
     assert shares.var() == pytest.approx(1 / (4 * (2 * alpha + 1)), rel=0.02)
@@ -324,8 +324,8 @@ def test_an_image_is_mixed_as_its_loss_is(part):
     images = np.arange(200, dtype=np.float32)[:, None, None, None] * np.ones([200, 24, 40, 3], "f")
     _, draws = make(200)
     plan = parse(f"none,{part}")
-    found = parts.mixed(tf.constant(images), np.roll(images, 1, 0), draws, plan).numpy()
-    share = parts.share(24, 40, draws, plan, tf.float32).numpy()
+    found = augment_ops.mixed(tf.constant(images), np.roll(images, 1, 0), draws, plan).numpy()
+    share = augment_ops.share(24, 40, draws, plan, tf.float32).numpy()
     numbers = np.arange(200)
     expected = share * numbers + (1 - share) * np.roll(numbers, 1)
     np.testing.assert_allclose(found.mean((1, 2, 3)), expected, rtol=1e-5)
@@ -338,7 +338,7 @@ def test_extreme_draws_are_shares():
     draws = np.zeros((2, augment.NUM_DRAWS), np.float32)
     draws[1] = ALMOST_ONE
     for part in ("mixup=0.01", "mixup=100", "cutmix=0.01", "cutmix=100"):
-        share = parts.share(8, 8, draws, parse(f"none,{part}"), tf.float32).numpy()
+        share = augment_ops.share(8, 8, draws, parse(f"none,{part}"), tf.float32).numpy()
         assert ((share >= 0) & (share <= 1)).all()
 
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests.data.splits import all_of, assert_same, refusal
-from towers.data import halves
+from towers.data import user_data
 
 pytestmark = pytest.mark.unit
 
@@ -275,7 +275,7 @@ def test_batches_that_are_not_alike(load, changed, message):
 def test_a_batch_that_is_wrong_later_is_named_when_it_is_read():
     y = np.arange(11) / 2
     wrong = Batches(y=y, batch_1=(X3, y[:3], np.ones(3)))
-    split = halves.data_set("mine", {"train": wrong, "test": Batches(y=y)}).train
+    split = user_data.data_set("mine", {"train": wrong, "test": Batches(y=y)}).train
     with pytest.raises(tf.errors.InvalidArgumentError, match="mine: train batch 1 has 3 examples"):
         list(split.eval_batches(4))
 

@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 
 from tests.data.splits import all_of, assert_same, flat, run, take
-from towers.data import ArraySplit, DatasetSplit, augment, streams
-from towers.data.encoded import EncodedSplit
+from towers.data import ArraySplit, DatasetSplit, augment, tfdata_splits
+from towers.data.encoded_images import EncodedSplit
 from towers.data.pipeline import held_out_rows, shuffled_rows
 from towers.errors import InputError
 
@@ -354,7 +354,7 @@ def test_a_dataset_of_another_size_than_it_says(size, says):
 
 @pytest.mark.run
 def test_the_shuffle_buffer_is_bounded(monkeypatch):
-    monkeypatch.setattr(streams, "_SHUFFLE_BUFFER_BYTES", 400)
+    monkeypatch.setattr(tfdata_splits, "_SHUFFLE_BUFFER_BYTES", 400)
     read = []
 
     def note(image, label):

@@ -14,7 +14,7 @@ from towers import cli, data, files
 from towers.commands.predict import inputs
 from towers.errors import InputError
 from towers.monitoring import events
-from towers.training import checkpoint
+from towers.training.run import checkpoint
 
 pytestmark = pytest.mark.run
 

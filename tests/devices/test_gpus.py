@@ -231,12 +231,12 @@ def test_tf32_is_told_and_switched(install, tf32, monkeypatch):
 
 PROGRAM = """
 import tensorflow as tf
-from towers import devices, tf_private
+from towers import devices, tf_internals
 
-assert not tf_private.has_listed_devices(), "importing lists devices"
+assert not tf_internals.has_listed_devices(), "importing lists devices"
 devices.configure(gpu_memory_limit_mib=512)
 devices.describe()
-assert tf_private.has_listed_devices() and not tf_private.has_started(), "this starts nothing"
+assert tf_internals.has_listed_devices() and not tf_internals.has_started(), "this starts nothing"
 print(devices.tower_devices(2))
 for options in dict(gpu_memory_limit_mib=600), dict(visible_gpus="1"):
     try:

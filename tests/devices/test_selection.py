@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests import fake_gpus
 from tests.fake_gpus import A100, CUDA_BUILD, FULL, LOST, MIB, SMALL, SPLIT, Card
-from towers.builder import kinds
+from towers.builder import device_types
 from towers.devices.gpus import read_back
 from towers.devices.selection import Device, describe, report, tower_devices
 from towers.errors import InputError
@@ -40,7 +40,7 @@ def test_without_gpus():
 
 
 def test_cpus_that_stand_in_for_gpus_are_others_than_the_host():
-    with kinds.cpus_for_gpus():
+    with device_types.cpus_for_gpus():
         assert tower_devices() == ["/cpu:1"]
         assert tower_devices(3) == tower_devices(3, "cpu") == CPUS[1:]
 
@@ -51,7 +51,7 @@ THREADS = f"""
 import multiprocessing, os
 import tensorflow as tf
 from towers.options.run import Options
-from towers.training.run import tower_devices
+from towers.training.run.setup import tower_devices
 
 def threads(num_towers, said, _):
     if said == "env":
@@ -88,7 +88,7 @@ def test_a_cpu_may_be_named_for_several_towers_and_one_that_is_not_there_for_non
     assert "there is no /cpu:4; TensorFlow sees /cpu:0, /cpu:1, /cpu:2, /cpu:3, and has st" in (
         refusal(devices="/cpu:0,/cpu:4")
     )
-    with kinds.cpus_for_gpus():
+    with device_types.cpus_for_gpus():
         assert "there is no /cpu:4" in refusal(4)
 
 

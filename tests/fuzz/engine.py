@@ -23,7 +23,7 @@ from towers import cli
 from towers.data import cifar
 from towers.errors import InputError, RunError
 from towers.options import flags
-from towers.training.model import build_for
+from towers.training.run.model import build_for
 
 CODES = {0, 1, 2, 75, 76, 130, 141}
 SECONDS = 60.0  # that an input may take
@@ -130,8 +130,8 @@ def _run(kind: str, argv: tuple[str, ...]) -> str:
 
 def _read_data(name: str, folder: str) -> str:
     from towers.options.run import Options
-    from towers.training.run import load_data
-    from towers.training.tensorflow_errors import user_facing_errors
+    from towers.training.run.setup import load_data
+    from towers.training.run.tensorflow_errors import user_facing_errors
 
     options = Options(dataset=name, data_dir=folder)
     try:

@@ -63,13 +63,13 @@ def test_what_goes_wrong_is_seen(template, tmp_path, monkeypatch):
     monkeypatch.undo()
     named = inputs.Case({}, ("compare", "run", "other", "--objective=none_such"))
     assert engine.try_out("texts_of_runs", named, template, folder) == ""
-    monkeypatch.setattr("towers.monitoring.curves.read_curves", lambda *_: 1 / 0)
+    monkeypatch.setattr("towers.monitoring.scalar_reader.read_curves", lambda *_: 1 / 0)
     monkeypatch.setattr("towers.commands.compare.command.read_curves", lambda *_: 1 / 0)
     assert "ZeroDivisionError" in engine.try_out("texts_of_runs", whole, template, folder)
     flags = template.files["run/flags.cfg"] + b"--model=canary:sing\n"
     foreign = inputs.Case({"run/flags.cfg": flags}, ("export", "--train_dir=run"))
     assert engine.try_out("foreign_flags", foreign, template, folder) == ""
-    monkeypatch.setattr("towers.options.trust.check", lambda *_: None)
+    monkeypatch.setattr("towers.options.code_trust.check", lambda *_: None)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr("towers.cli._check_names", lambda *_, **__: __import__("canary").sing())
     assert "code ran" in engine.try_out("foreign_flags", foreign, template, folder)

@@ -10,12 +10,12 @@ import graphlib
 import pytest
 import tensorflow as tf
 
-from towers import data, devices, tf_private
-from towers.builder import kinds
-from towers.graphs.gpu_nodes import read_nodes
+from towers import data, devices, tf_internals
+from towers.builder import device_types
+from towers.graphs.executed_graph import read_nodes
 from towers.graphs.placement import traced_ops
 from towers.options.run import Options
-from towers.training.run import assemble
+from towers.training.run.setup import assemble
 
 INSTANCE_KEY = 3  # which input of a collective
 CASES = {
@@ -32,11 +32,11 @@ def executed(changes, num_towers):
     """Return the nodes of a step's executed graphs, and what each waits for."""
     given = dict(model="models.resnet:resnet", model_args="depth=8,width=2", dataset="shapes")
     options = Options(**(given | dict(batch_size=6, variables="replicated") | changes))
-    with kinds.cpus_for_gpus():
+    with device_types.cpus_for_gpus():
         names = devices.tower_devices(num_towers, "cpu")
         run = assemble(options, names, data.load("shapes"))
         loop, arguments = run.train_loop(), (iter(run.batches(0, 0)), tf.constant(0))
-        with tf_private.executed_graphs() as functions:
+        with tf_internals.executed_graphs() as functions:
             loop(*arguments)
     traced = dict(traced_ops(loop.get_concrete_function(*arguments).graph))
     nodes = read_nodes(max(functions, key=lambda own: sum(len(g.node) for g in own)), traced)

@@ -12,9 +12,9 @@ import tensorflow as tf
 
 import towers
 from tests import fits
-from towers.builder.kinds import cpus_for_gpus
-from towers.graphs import gpu_view
-from towers.graphs.gpu_nodes import HOST
+from towers.builder.device_types import cpus_for_gpus
+from towers.graphs import gpu_estimate
+from towers.graphs.executed_graph import HOST
 
 pytestmark = pytest.mark.run
 GPUS = ["/cpu:1", "/cpu:2"]
@@ -47,7 +47,7 @@ def view(num_towers, **options):
         if num_towers:
             towers.parallelize(model, devices=GPUS[:num_towers])
         batches = tf.data.Dataset.from_tensor_slices((DATA["x"], DATA["y"])).batch(8)
-        return gpu_view.read_fit(model, batches)
+        return gpu_estimate.read_fit(model, batches)
 
 
 @pytest.mark.parametrize("steps", [1, 2])

@@ -11,7 +11,7 @@ import pytest
 
 from towers import data
 from towers.commands.plan import gpus
-from towers.graphs.gpu_nodes import HOST
+from towers.graphs.executed_graph import HOST
 from towers.options.run import Options
 
 pytestmark = pytest.mark.run

@@ -15,11 +15,11 @@ import towers
 from scripts import matpow
 from tests import tiny
 from towers import cli
-from towers.builder import kinds
+from towers.builder import device_types
 from towers.errors import InputError
 from towers.graphs import placement_report
 from towers.graphs.placement import Op, Placement, Transfer, read_placement, short_device_name
-from towers.training.tensorflow_errors import user_facing_errors
+from towers.training.run.tensorflow_errors import user_facing_errors
 
 pytestmark = pytest.mark.graph
 
@@ -208,7 +208,7 @@ def test_a_model_that_chooses_no_device_passes_strict(tmp_path, command, model, 
 @pytest.mark.run
 def test_batch_norm_over_gpus_passes_strict(tmp_path, command, monkeypatch):
     """What collectives count their calls by is of no tower."""
-    monkeypatch.setenv(kinds.SWITCH, "1")
+    monkeypatch.setenv(device_types.SWITCH, "1")
     towers = "--devices=/cpu:1,/cpu:2", "--variables=replicated", "--num_towers=2"
     assert command("tests.tiny:cnn", *towers, "--placement=strict")[0] == 0
 

@@ -19,7 +19,7 @@ from towers.graphs.placement import read_placement
 from towers.graphs.step_graph import step_graph
 from towers.monitoring import dashboard
 from towers.options.run import Options
-from towers.training.run import prepare
+from towers.training.run.setup import prepare
 
 pytestmark = pytest.mark.graph
 

@@ -8,9 +8,9 @@ from tensorboard.util import tensor_util
 
 from tests import tiny
 from towers.data import augment
-from towers.monitoring import gallery, histograms
+from towers.monitoring import histograms, image_summaries
 from towers.options.run import Options
-from towers.training.run import prepare
+from towers.training.run.setup import prepare
 
 pytestmark = pytest.mark.run
 
@@ -114,7 +114,7 @@ def test_looking_changes_no_variable_and_no_step(changes):
             if looks:
                 before, batch = state(run), tiny.sampler(run).batch(step, 7 * step)
                 assert "gradients/sequential/conv2d/kernel" in look(batch)
-                gallery.seen_by_towers(run.builder, run.options, tiny.flat(batch), 8)
+                image_summaries.seen_by_towers(run.builder, run.options, tiny.flat(batch), 8)
                 tiny.assert_identical(state(run), before)
             loop(batches, tf.constant(num_steps))
             step += num_steps

@@ -14,10 +14,10 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from tests import tiny
 from towers.monitoring import events
-from towers.monitoring.curves import read_curves
 from towers.monitoring.monitor import Monitor, tensorboard_command
+from towers.monitoring.scalar_reader import read_curves
 from towers.options.run import Options
-from towers.options.timetable import Timetable
+from towers.options.triggers import Timetable
 
 pytestmark = pytest.mark.graph
 

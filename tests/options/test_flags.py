@@ -11,7 +11,7 @@ from tests import runs
 from tests.programs import python
 from towers import cli
 from towers.commands.compare.options import CompareOptions
-from towers.options import flags, trust
+from towers.options import code_trust, flags
 from towers.options.run import OPTIMIZERS, Options
 
 pytestmark = pytest.mark.unit
@@ -281,7 +281,7 @@ def test_a_run_is_repeated_by_its_flagfile(tmp_path_factory, options):
 def write_run(folder, **values):
     folder.mkdir(parents=True)
     text = Options(**values | {"train_dir": "elsewhere"}).to_flagfile()
-    (folder / "flags.cfg").write_text(trust.signed(text))
+    (folder / "flags.cfg").write_text(code_trust.signed(text))
 
 
 @pytest.mark.parametrize("verb", ["train", "evaluate"])
@@ -411,7 +411,8 @@ def test_importing_towers_defines_no_flag_and_starts_no_tensorflow():
 import sys
 from absl import flags
 before = set(flags.FLAGS)
-import towers, towers.cli, towers.options.run, towers.devices.nvml, towers.devices.visibility
+import towers, towers.cli, towers.options.run
+import towers.devices.nvml, towers.devices.cuda_visible_devices
 towers.cli.parse("verify", [])
 assert set(flags.FLAGS) == before, set(flags.FLAGS) - before
 assert {"TowerBuilder", "PerTower"} <= set(towers.__all__) <= set(dir(towers))
@@ -421,9 +422,9 @@ assert not {"tensorflow", "keras", "towers.builder.tower"} & set(sys.modules)
 
 
 def test_the_public_names_are_loaded_on_first_use():
-    from towers.builder import splitting, tower
+    from towers.builder import sharding, tower
 
     assert towers.TowerBuilder is tower.TowerBuilder
-    assert towers.PerTower is splitting.PerTower
+    assert towers.PerTower is sharding.PerTower
     with pytest.raises(AttributeError, match="module 'towers' has no attribute 'Tower'"):
         _ = towers.Tower

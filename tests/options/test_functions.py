@@ -14,7 +14,7 @@ import pytest
 from tests import runs
 from towers.errors import InputError
 from towers.options import functions
-from towers.options.blame import blame
+from towers.options.error_origin import blame
 from towers.options.functions import check_function, load_function
 from towers.options.run import Options
 
@@ -162,7 +162,9 @@ def test_the_shipped_models_are_those_of_the_checkout(write, modules, away, monk
         file = inspect.getsourcefile(load_function("model", name))
         assert file == str(functions._CHECKOUT / f"{name.partition(':')[0].replace('.', '/')}.py")
     assert functions.shadowing_file("models.resnet:resnet") == "models/resnet.py"
-    assert not functions.shadowing_file("models.vit:vit") and not functions.shadowing_file("models.resnet:own")
+    assert not functions.shadowing_file("models.vit:vit") and not functions.shadowing_file(
+        "models.resnet:own"
+    )
     assert sys.path == before and "models" not in sys.modules
     monkeypatch.setattr(functions, "_CHECKOUT", modules / "none")  # installed without a checkout
     (modules / "models/__init__.py").unlink()
@@ -340,9 +342,11 @@ def test_a_package_that_is_installed_is_the_users_if_a_flag_names_it(write):
 
 
 def test_an_error_of_towers_is_to_be_reported(write):
-    write(f"{INSTALLED}/other.py", "import towers.text as t\ndef f():\n    t.cut(3, 4)\n")
+    write(f"{INSTALLED}/other.py", "import towers.formatting as t\ndef f():\n    t.cut(3, 4)\n")
     line = raised_in("other")
-    assert "/towers/text.py, line " in line and ", in cut: none of your own code; please" in line
+    assert (
+        "/towers/formatting.py, line " in line and ", in cut: none of your own code; please" in line
+    )
 
 
 @pytest.mark.parametrize("call", ["Sequential.call()", "Dense.call()", "Functional.call()"])

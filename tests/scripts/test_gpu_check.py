@@ -17,7 +17,7 @@ from scripts.gpu_checks import Check, Gpus
 from scripts.gpu_steps import Setting, Skipped
 from tests.fake_gpus import A100, MIB, SMALL, SPLIT, Card
 from tests.programs import ROOT
-from towers.builder.kinds import cpus_for_gpus
+from towers.builder.device_types import cpus_for_gpus
 from towers.devices import nvml
 from towers.errors import RunError
 

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from tests import tiny
 from towers.errors import InputError
-from towers.training.checkpoint import described, find, open_reader
-from towers.training.saving import CheckpointManager
+from towers.training.run.checkpoint import described, find, open_reader
+from towers.training.run.checkpoint_manager import CheckpointManager
 
 pytestmark = pytest.mark.unit
 
@@ -24,7 +24,9 @@ def variables(value=1.0, **more):
 
 
 def opened(folder, value=0.0, keep=3, model="m:f", **more):
-    return CheckpointManager(folder, variables(value, **more), {"model": model, "dataset": "d:f"}, keep)
+    return CheckpointManager(
+        folder, variables(value, **more), {"model": model, "dataset": "d:f"}, keep
+    )
 
 
 def save(folder, *steps, keep=3):

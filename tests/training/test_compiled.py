@@ -8,8 +8,8 @@ import tensorflow as tf
 import towers
 from tests import runs, tiny
 from towers.errors import InputError
-from towers.options.given import option_text
-from towers.training.run import prepare
+from towers.options.inline_objects import option_text
+from towers.training.run.setup import prepare
 
 pytestmark = pytest.mark.run
 RANDOM = np.random.default_rng(0)

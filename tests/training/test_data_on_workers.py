@@ -10,7 +10,7 @@ from towers.devices import remote
 from towers.errors import InputError, RunError
 from towers.graphs.placement import read_placement
 from towers.options.run import Options
-from towers.training.tensorflow_errors import user_facing_errors
+from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.workers import cluster
 
 pytestmark = pytest.mark.process

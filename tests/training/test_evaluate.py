@@ -10,8 +10,8 @@ import tensorflow as tf
 from tests import tiny
 from tests.runs import command, result_of
 from towers.data import ArraySplit
-from towers.training.evaluation import NUM_MISTAKES, Evaluation
-from towers.training.run import prepare
+from towers.training.run.setup import prepare
+from towers.training.step.evaluation import NUM_MISTAKES, Evaluation
 
 pytestmark = pytest.mark.graph
 
@@ -151,7 +151,7 @@ def test_predictions_and_the_most_confident_mistakes_are_kept(batch_size, ema_de
 
 def test_only_so_many_mistakes_are_kept_and_of_a_broken_model_none(monkeypatch):
     """The figures follow from the predictions."""
-    monkeypatch.setattr("towers.training.evaluation.NUM_MISTAKES", 3)
+    monkeypatch.setattr("towers.training.step.evaluation.NUM_MISTAKES", 3)
     run = prepare(tiny.options("unused", batch_size=5))
     evaluator = run.task.make_evaluator(run.data.test)
     result = evaluator()

@@ -17,9 +17,9 @@ import towers
 from tests import runs
 from tests.programs import python
 from tests.runs import rare
-from towers.training import checkpoint
-from towers.training.checkpoint import find
-from towers.training.saving import CheckpointManager
+from towers.training.run import checkpoint
+from towers.training.run.checkpoint import find
+from towers.training.run.checkpoint_manager import CheckpointManager
 
 pytestmark = pytest.mark.run
 

@@ -7,11 +7,11 @@ import tensorflow as tf
 
 import towers
 from tests import tiny
-from towers.data import augment, parts
-from towers.data.on_towers import DeviceCache
+from towers.data import augment, augment_ops
+from towers.data.device_cache import DeviceCache
 from towers.errors import InputError
 from towers.options.augmentation import parse
-from towers.training.run import prepare
+from towers.training.run.setup import prepare
 
 pytestmark = pytest.mark.graph
 NUM = 20
@@ -46,7 +46,7 @@ def test_the_loss_of_a_mixed_example_is_of_both_targets(kind, dataset):
     smooth = np.eye(probabilities.shape[1])[y] * 0.9 + 0.1 / probabilities.shape[1]
     losses = -(smooth[:, None] * np.log(probabilities)[None]).sum(2)  # of target i, image j
     losses *= np.asarray(weights[0])[:, None] if weights else 1
-    share = parts.share(*inputs.shape[1:3], draws[0], parse(kind), tf.float64).numpy()
+    share = augment_ops.share(*inputs.shape[1:3], draws[0], parse(kind), tf.float64).numpy()
     here = np.arange(NUM)
     expected = share * losses[here, here] + (1 - share) * losses[here - 1, here]
     np.testing.assert_allclose(found, expected, rtol=1e-6)

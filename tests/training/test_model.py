@@ -11,7 +11,7 @@ from keras import layers
 from tests.runs import refusal
 from towers.errors import InputError
 from towers.options.run import DTYPES, Options
-from towers.training import model
+from towers.training.run import model
 
 SHAPE = (8, 8, 3)
 

@@ -10,14 +10,15 @@ import tensorflow as tf
 
 from tests import runs, tiny
 from tests.runs import rare
-from towers.builder import kinds
-from towers.data import on_towers
+from towers.builder import device_types
+from towers.data import device_cache
 from towers.data.pipeline import NUM_DRAWS
 from towers.graphs.placement import read_placement, short_device_name, traced_ops
 from towers.monitoring import events
 from towers.options.run import Options
-from towers.training import best, start
+from towers.training.callbacks import best
 from towers.training.evaluate import evaluate
+from towers.training.run import start
 from towers.training.train import train
 
 pytestmark = pytest.mark.run
@@ -26,7 +27,7 @@ WAYS = ("cpu", "sharded", "replicated")
 
 @pytest.fixture(autouse=True)
 def stand_ins():
-    with kinds.cpus_for_gpus():
+    with device_types.cpus_for_gpus():
         yield
 
 
@@ -164,9 +165,9 @@ def test_what_cannot_be_had_is_not_taken(capsys, monkeypatch, number, best, lost
 def test_after_the_trial_no_more_lives_than_of_one_run(monkeypatch):
     """And in it never more than two models, beside one copy of the data."""
     copies, alive = [], []
-    own_copy, own_window = on_towers._copy, start._window
+    own_copy, own_window = device_cache._copy, start._window
     monkeypatch.setattr(
-        on_towers, "_copy", lambda *given: copies.append(own_copy(*given)) or copies[-1]
+        device_cache, "_copy", lambda *given: copies.append(own_copy(*given)) or copies[-1]
     )
 
     def window(run):
@@ -239,7 +240,9 @@ def test_a_compiled_model_is_on_its_gpu_starts_few_ops_and_gives_the_same_number
     given |= dict(learning_rate=Options.learning_rate, dtype="float64")
     ours = loop_of(1, "default", **given)
     assert set(homes(ours).values()) == {"/cpu:1"}
-    assert {short_device_name(v.value.device) for v in ours.masters.model.metrics_variables} == {"/cpu:1"}
+    assert {short_device_name(v.value.device) for v in ours.masters.model.metrics_variables} == {
+        "/cpu:1"
+    }
     theirs = tiny.Loop(tiny.options("unused", devices="/cpu:0", **given))
     assert [np.isfinite(loop(3)["loss"]) for loop in (ours, theirs)] == [True, True]
     tiny.assert_close(ours.state(), theirs.state(), 1e-9)

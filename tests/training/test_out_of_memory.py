@@ -9,11 +9,11 @@ from tests.runs import command
 from towers.devices import memory
 from towers.errors import InputError, RunError
 from towers.options.run import Options
-from towers.training import memory as of_step
-from towers.training import out_of_memory
-from towers.training.masters import TrainState
-from towers.training.run import prepare
-from towers.training.tensorflow_errors import user_facing_errors
+from towers.training.run import memory_estimate as of_step
+from towers.training.run import out_of_memory
+from towers.training.run.setup import prepare
+from towers.training.run.tensorflow_errors import user_facing_errors
+from towers.training.step.train_state import TrainState
 
 pytestmark = pytest.mark.unit
 

@@ -16,9 +16,9 @@ from towers import cli
 from towers.errors import InputError
 from towers.monitoring import events
 from towers.monitoring.monitor import Monitor
-from towers.training import manifest
-from towers.training.run import RunContext
-from towers.training.task import Task
+from towers.training.run import manifest
+from towers.training.run.setup import RunContext
+from towers.training.step.task import Task
 from towers.training.train import table, train
 
 pytestmark = pytest.mark.run

@@ -9,8 +9,8 @@ from tests import tiny
 from tests.runs import released
 from towers.data import augment
 from towers.options.run import OPTIMIZERS as NAMES
-from towers.training.optimizers import OPTIMIZERS
-from towers.training.run import prepare
+from towers.training.run.setup import prepare
+from towers.training.step.optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.run
 STEPS = 4
@@ -126,7 +126,7 @@ def types(num_classes, image_shape, head="float32"):
 
 SPARSE = dict(model="tests.training.test_update:embedding")
 PARTLY = dict(model="tests.training.test_update:partly_trained")
-ADDING = dict(model="tests.training.test_step:adding")
+ADDING = dict(model="tests.training.test_train_loop:adding")
 TYPES = dict(model="tests.training.test_update:types")
 SHARDED, REPLICATED = dict(variables="sharded"), dict(variables="replicated")
 CASES = {
@@ -249,7 +249,7 @@ def test_an_infinite_gradient_in_one_tower_skips_the_step_for_all():
 
 
 def test_the_loss_scale_doubles_after_good_steps_and_changes_no_number(monkeypatch):
-    monkeypatch.setattr("towers.training.update.STEPS_TO_DOUBLE", 3)
+    monkeypatch.setattr("towers.training.step.update.STEPS_TO_DOUBLE", 3)
     loop = float16_loop({4, 5}, learning_rate=0.0)
     scales, found = [], []
     for step in range(10):

@@ -12,9 +12,9 @@ from towers.commands.verify.options import VerifyOptions
 from towers.errors import InputError
 from towers.graphs.placement import read_placement, short_device_name
 from towers.options.run import Options
-from towers.training import start
-from towers.training.masters import TrainState
-from towers.training.start import build
+from towers.training.run import start
+from towers.training.run.start import build
+from towers.training.step.train_state import TrainState
 from towers.training.train import train
 
 pytestmark = pytest.mark.graph
@@ -38,7 +38,10 @@ def test_where_variables_lie(tmp_path):
         options = tiny.options(
             tmp_path, num_towers=2, variables=variables, model_args="width=40", ema_decay=0.9
         )
-        return {name: short_device_name(v.device) for name, v in tiny.Loop(options).masters.variables().items()}
+        return {
+            name: short_device_name(v.device)
+            for name, v in tiny.Loop(options).masters.variables().items()
+        }
 
     assert set(places("cpu").values()) == {"/cpu:0"}
     sharded = places("sharded")
@@ -159,7 +162,9 @@ def test_copies_that_drift_are_told_and_go_on_from_what_is_saved(
         variable.assign(flat.reshape(variable.shape))
 
     masters, real = [], TrainState.make_copies_equal
-    monkeypatch.setattr(TrainState, "make_copies_equal", lambda own: masters.append(own) or real(own))
+    monkeypatch.setattr(
+        TrainState, "make_copies_equal", lambda own: masters.append(own) or real(own)
+    )
     runs.at_step(monkeypatch, {4: drift})
     given = dict(num_towers=2, variables="replicated", checkpoint_every_steps=2, steps_per_loop=1)
     train(tiny.options(tmp_path, max_steps=6, **given))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from towers.workers import rendezvous
-from towers.workers.rendezvous import Reservation, DeviceInfo, Owner, WorkerInfo
+from towers.workers.rendezvous import DeviceInfo, Owner, Reservation, WorkerInfo
 from towers.workers.server import Claims
 
 pytestmark = pytest.mark.unit
@@ -13,7 +13,9 @@ pytestmark = pytest.mark.unit
 OFFER = WorkerInfo("1.0", "2.21.0", address="h:1", devices=(DeviceInfo("/gpu:0", "A100", 2**30),))
 
 
-@pytest.mark.parametrize("notice", [OFFER, Reservation("a", "h", 3, "u", 2.0), Owner("a", "h", 3, "u")])
+@pytest.mark.parametrize(
+    "notice", [OFFER, Reservation("a", "h", 3, "u", 2.0), Owner("a", "h", 3, "u")]
+)
 def test_what_is_written_is_read_and_half_of_it_is_nothing(notice):
     text = rendezvous.to_text(notice)
     assert rendezvous.from_text(type(notice), text) == notice

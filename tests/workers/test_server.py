@@ -19,7 +19,7 @@ from towers import cli
 from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
 from towers.workers import rendezvous, server
-from towers.workers.rendezvous import Reservation, Owner, WorkerInfo
+from towers.workers.rendezvous import Owner, Reservation, WorkerInfo
 
 pytestmark = pytest.mark.process
 

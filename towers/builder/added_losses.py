@@ -14,10 +14,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import tf_private
-from towers.builder.assignments import ReplicaScope
-from towers.builder.draws import BatchSlice
-from towers.builder.merging import widen
+from towers import tf_internals
+from towers.builder.replica_scope import ReplicaScope
+from towers.builder.rng import BatchSlice
+from towers.builder.variable_aggregation import widen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ def record_losses(
 
         return add_loss
 
-    with tf_private.patch_add_loss(make):
+    with tf_internals.patch_add_loss(make):
         yield
 
 

@@ -15,9 +15,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import tf_private
-from towers.builder.layers import layer_of, tower_of
-from towers.builder.splitting import num_rows
+from towers import tf_internals
+from towers.builder.op_names import layer_of, tower_of
+from towers.builder.sharding import num_rows
 from towers.errors import InputError
 
 ROWS = "rows"  # how a tensor with a row for each example is joined; else as states are
@@ -37,7 +37,7 @@ class Attributes:
         """Save the attributes of a layer and of those below it, unless they are saved already."""
         if id(layer) in self._before:
             return
-        for own in tf_private.layers_of(layer):
+        for own in tf_internals.layers_of(layer):
             if id(own) not in self._before:
                 values = {k: _noted(v) for k, v in vars(own).items() if k not in _of_keras()}
                 self._before[id(own)] = own, values

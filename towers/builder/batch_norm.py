@@ -20,10 +20,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import tf_private
-from towers.builder.assignments import MovingAverageUpdate, ReplicaScope
-from towers.builder.exchange import SyncHandle
-from towers.builder.kinds import is_gpu
+from towers import tf_internals
+from towers.builder.device_types import is_gpu
+from towers.builder.replica_scope import MovingAverageUpdate, ReplicaScope
+from towers.builder.sync import SyncHandle
 from towers.errors import InputError
 
 
@@ -61,7 +61,7 @@ def over_all_towers(sync: SyncHandle | None, mode: str, device: str) -> Iterator
 
     def make_call(keras_call: Callable) -> Callable:
         def call(layer: Any, inputs: tf.Tensor, training: Any = None, mask: Any = None) -> Any:
-            scope = tf_private.open_scope()
+            scope = tf_internals.open_scope()
             if isinstance(scope, ReplicaScope):
                 scope.averages |= averages_of(layer)
             if training is True and layer.trainable and mask is None and _has_kernel(layer, inputs):
@@ -78,7 +78,7 @@ def over_all_towers(sync: SyncHandle | None, mode: str, device: str) -> Iterator
 
         return moments
 
-    with tf_private.patch_batch_norm(make_call, make_moments):
+    with tf_internals.patch_batch_norm(make_call, make_moments):
         yield
 
 
@@ -92,7 +92,7 @@ def averages_of(layer: keras.layers.BatchNormalization) -> set[int]:
 
 
 def _has_kernel(layer: Any, inputs: tf.Tensor) -> bool:
-    if tf_private.has_own_moments(layer):
+    if tf_internals.has_own_moments(layer):
         return False
     last = layer.axis in (-1, inputs.shape.rank - 1)
     wide = keras.backend.result_type(inputs.dtype, "float32") == "float32"

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from towers import tf_private
-from towers.builder.kinds import are_gpus, are_remote, devices_here
-from towers.builder.packed import pack, unpack
+from towers import tf_internals
+from towers.builder.device_types import are_gpus, are_remote, devices_here
+from towers.builder.flatten import pack, unpack
 
 # Each collective costs a round of meetings, so small tensors go together; but a first bucket that
 # is under way while the next is computed costs nothing. 4 MiB is a few milliseconds of computing.
@@ -137,7 +137,7 @@ class _Keys:
 
     def __init__(self, graph: tf.Graph):
         self.num = 0
-        self.first = tf_private.call_time_scalar(graph, self._take, tf.int32)
+        self.first = tf_internals.call_time_scalar(graph, self._take, tf.int32)
 
     def _take(self) -> int:
         global _next_free_key
@@ -149,7 +149,7 @@ class _Keys:
 def _next_key() -> tuple[tf.Tensor, int]:
     """Return the first key of a call of the function that is traced, and what is added to it."""
     here = tf.compat.v1.get_default_graph()  # perhaps of a loop in the function
-    graph = tf_private.function_of(here)
+    graph = tf_internals.function_of(here)
     # A graph may have the collections of one around it, too.
     all_keys = graph.get_collection_ref("keys of collectives")
     keys = next((keys for keys in all_keys if keys.first.graph is graph), None)

@@ -12,12 +12,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers import tf_private
-from towers.builder import collectives, machines
-from towers.builder.kinds import is_gpu, machine_of
-from towers.builder.merging import widen
-from towers.builder.packed import dense, is_small, pack, unpack
-from towers.builder.splitting import PerTower
+from towers import tf_internals
+from towers.builder import collectives, cross_host
+from towers.builder.device_types import is_gpu, machine_of
+from towers.builder.flatten import dense, is_small, pack, unpack
+from towers.builder.sharding import PerTower
+from towers.builder.variable_aggregation import widen
 
 
 def map_towers(policy: Callable, results: Sequence[Any]) -> Any:
@@ -59,7 +59,7 @@ def add_other(values: Sequence[Any]) -> Any:
 
 def add_by_machine(places: "GatherPlan") -> Callable:
     """Return the policy that adds values on each machine, then the machines' sums."""
-    return lambda values: places.add(machines.sums(values, places.towers, places.add))
+    return lambda values: places.add(cross_host.sums(values, places.towers, places.add))
 
 
 def join(values: Sequence[Any]) -> Any:
@@ -76,9 +76,9 @@ def join(values: Sequence[Any]) -> Any:
     if not values:
         return None
     joined = tf.concat(values, axis=0)
-    masks = [tf_private.mask_of(value) for value in values]
+    masks = [tf_internals.mask_of(value) for value in values]
     if all(mask is not None for mask in masks):
-        tf_private.set_mask_of(joined, tf.concat(masks, axis=0))
+        tf_internals.set_mask_of(joined, tf.concat(masks, axis=0))
     return joined
 
 
@@ -92,7 +92,9 @@ class GatherPlan:
     of_variables: Sequence[str] | None = None  # of each variable's gradient; None: home
 
 
-def mean_gradients(sums: Any, variables: Sequence[Any], places: GatherPlan) -> tuple[tf.Tensor, list[Any]]:
+def mean_gradients(
+    sums: Any, variables: Sequence[Any], places: GatherPlan
+) -> tuple[tf.Tensor, list[Any]]:
     """Return the mean loss, on the gather device, and the mean gradients of variables.
 
     A `PerTower` is a variable with copies, and its means are one, too; without these each gradient
@@ -157,7 +159,7 @@ def reduce_to(
     for group in groups.values():
         first = group[0]
         if len(group) == 1:
-            of_machines = machines.sums(columns[first], places.towers, places.add)
+            of_machines = cross_host.sums(columns[first], places.towers, places.add)
             with tf.device(at[first]):
                 sums[first] = finish(places.add(of_machines))
             continue
@@ -165,7 +167,7 @@ def reduce_to(
         for device, own in zip(places.towers, gradients, strict=False):
             with tf.device(device):
                 packed.append(pack([own[i] for i in group]))
-        packed = machines.sums(packed, places.towers, places.add)
+        packed = cross_host.sums(packed, places.towers, places.add)
         with tf.device(at[first]):
             parts = unpack(finish(places.add(packed)), [columns[i][0] for i in group])
         for i, part in zip(group, parts, strict=True):

@@ -7,12 +7,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from towers import tf_private
-from towers.builder.assignments import ReplicaScope
+from towers import tf_internals
+from towers.builder.function_analysis import FunctionAnalysis
 from towers.builder.gather import GatherPlan, map_values
-from towers.builder.merging import widen
-from towers.builder.rehearsal import FunctionAnalysis
-from towers.builder.splitting import PerTower, Slice
+from towers.builder.replica_scope import ReplicaScope
+from towers.builder.sharding import PerTower, Slice
+from towers.builder.variable_aggregation import widen
 from towers.errors import InputError
 
 _NO_LOSSES = (
@@ -38,7 +38,7 @@ def summed(loss_fn: Callable, part: Slice) -> Callable:
 
     The outputs are what `loss_fn` returns beside the losses, () if there is nothing.
     """
-    loss_fn = tf_private.converted_as_here(loss_fn)
+    loss_fn = tf_internals.converted_as_here(loss_fn)
 
     def sum_of_losses(*batch: Any) -> tuple[tf.Tensor, Any, Any]:
         returned = loss_fn(*batch)

@@ -23,14 +23,23 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers import tf_private
-from towers.builder import added_losses, batch_norm, doubts, faults, gather, kinds, machines, xla
-from towers.builder.assignments import ReplicaScope, variables_refused
-from towers.builder.draws import ReplicaRng
-from towers.builder.exchange import SyncGroup
-from towers.builder.merging import assign_once
-from towers.builder.rehearsal import FunctionAnalysis, parts_of, rehearse
-from towers.builder.splitting import Slice, check_devices, is_split
+from towers import tf_internals
+from towers.builder import (
+    added_losses,
+    batch_norm,
+    cross_host,
+    device_types,
+    diagnostics,
+    exactness_checks,
+    gather,
+    xla,
+)
+from towers.builder.function_analysis import FunctionAnalysis, parts_of, rehearse
+from towers.builder.replica_scope import ReplicaScope, variables_refused
+from towers.builder.rng import ReplicaRng
+from towers.builder.sharding import Slice, check_devices, is_split
+from towers.builder.sync import SyncGroup
+from towers.builder.variable_aggregation import assign_once
 
 _PATIENCE_SECONDS = 10.0
 _NUM_KEPT = 4  # functions, of a training and its evaluation
@@ -82,7 +91,7 @@ class ReplicaContext:
             scope = stack.enter_context(ReplicaScope(self.own, self.device, prefetch=prefetch))
             moments = self._replicas.moments
             stack.enter_context(batch_norm.over_all_towers(self._sync, moments, self.device))
-            stack.enter_context(tf_private.inline_functions(xla.read_outside))
+            stack.enter_context(tf_internals.inline_functions(xla.read_outside))
             stack.enter_context(integers_on(self.device))
             if self.own is not None:
                 stack.enter_context(variables_refused())
@@ -158,7 +167,7 @@ class Replicas:
         if len(slices) > 1:
             counts = [part.count for part in slices]
             self.exchange = SyncGroup(counts, builder.devices[: len(slices)])
-        self.reads = machines.WeightBroadcast(builder.devices)
+        self.reads = cross_host.WeightBroadcast(builder.devices)
         self._contexts = [ReplicaContext(self, i, part) for i, part in enumerate(slices)]
 
     def __iter__(self) -> Iterator[ReplicaContext]:
@@ -168,7 +177,7 @@ class Replicas:
         yield from self._contexts
         if self.exchange:
             if any(replica.draws.num_guessed for replica in self._contexts):
-                self.builder.tell([doubts.UNFORESEEN_DRAW])
+                self.builder.tell([diagnostics.UNFORESEEN_DRAW])
             self.exchange.join(self.builder.gather_device)
         self.reads.join()
 
@@ -194,7 +203,7 @@ def call_copies(
     """
     found = builder.rehearse(fn, *batch, num_slices=len(builder.devices))
     replicas = Replicas(builder, slices, found, added=found.added if to_join else ())
-    fn, left, added = tf_private.converted_as_here(fn), [], []
+    fn, left, added = tf_internals.converted_as_here(fn), [], []
 
     def on_tower(replica: ReplicaContext) -> Any:
         result, beside = replica.call(fn)
@@ -243,7 +252,7 @@ class FunctionAnalyses:
             num_slices: of the batch, by default as `gradients` splits it; one needs no analysis.
             silent: tell nothing yet: the function may not come to run on towers.
         """
-        tf_private.refuse_fork()
+        tf_internals.refuse_fork()
         if (num_slices or self._num_slices) == 1 or not is_split(batch):
             return FunctionAnalysis()
         parts = parts_of(fn, batch)
@@ -272,7 +281,7 @@ class FunctionAnalyses:
         """Report what examples of a rehearsed function have from others, or from their place."""
         if not any(found is other for other in self._tried):
             self._tried = [found, *self._tried[:_NUM_TRIED]]
-            self.tell(faults.find_by_trials(found))
+            self.tell(exactness_checks.find_by_trials(found))
 
     def tell(self, lines: Iterable[str]) -> None:
         """Report lines that have not been reported yet."""
@@ -303,17 +312,17 @@ def assign(builder: Any, scopes: Sequence[ReplicaScope], policies: dict[int, str
     found = {id(v): v for v in assigned(scopes)}
     if _moments_of(builder) != builder.batch_norm and len(builder.devices) > 1:
         if any(found.keys() & scope.averages for scope in scopes):
-            builder.tell([doubts.LOCAL_BATCH_NORM])
+            builder.tell([diagnostics.LOCAL_BATCH_NORM])
     with tf.device(builder.gather_device), tf.name_scope("gather"):
         unknown = assign_once(scopes, policies)
-    builder.tell(map(doubts.not_put_together, unknown))
+    builder.tell(map(diagnostics.not_put_together, unknown))
 
 
 def integers_on(device: str) -> contextlib.AbstractContextManager:
     """Make Keras' ops take int64 on a GPU, which leaves int32 to the host."""
-    if not kinds.is_gpu(device):
+    if not device_types.is_gpu(device):
         return contextlib.nullcontext()
-    return tf_private.patch_integer_ops(lambda name: functools.partial(_by_int64, name))
+    return tf_internals.patch_integer_ops(lambda name: functools.partial(_by_int64, name))
 
 
 def _by_int64(name: str, own: Callable) -> Callable:

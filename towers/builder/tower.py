@@ -22,8 +22,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.builder import gather, joined, losses, machines, merging, replica_context, splitting
-from towers.builder.kinds import HOST, is_gpu
+from towers.builder import (
+    cross_host,
+    gather,
+    joined_outputs,
+    losses,
+    replica_context,
+    sharding,
+    variable_aggregation,
+)
+from towers.builder.device_types import HOST, is_gpu
 from towers.builder.losses import TowerSums
 from towers.builder.replica_context import ReplicaContext, Replicas, call_copies
 
@@ -83,7 +91,7 @@ class TowerBuilder:
             raise ValueError(f"batch_norm={batch_norm!r} must be 'sync' or 'local'")
         if accumulate_steps < 1:
             raise ValueError(f"accumulate_steps={accumulate_steps} must be at least 1")
-        self.devices, self.gather_device = splitting.as_devices(devices), gather_device
+        self.devices, self.gather_device = sharding.as_devices(devices), gather_device
         self.batch_norm, self.jit_compile = batch_norm, jit_compile
         self.accumulate_steps, self.gather_at_variables = accumulate_steps, gather_at_variables
         self.num_slices = len(self.devices) * accumulate_steps  # that `gradients` makes of a batch
@@ -96,7 +104,7 @@ class TowerBuilder:
 
     def sum(self, fn: Callable, *batch: Any) -> Any:
         """Return the sum over towers of the results of `fn`, of any structure; see `add`."""
-        results = call_copies(self, fn, splitting.occupied(self.split(batch)), batch)
+        results = call_copies(self, fn, sharding.occupied(self.split(batch)), batch)
         return self.gather(gather.add_by_machine(losses.gather_plan(self)), results)
 
     def concat(self, fn: Callable, *batch: Any) -> Any:
@@ -105,7 +113,7 @@ class TowerBuilder:
         A `tf.GradientTape` around it sees one op: each gradient goes back to the towers, and theirs
         are summed by `add_n`. So a loss of the joined outputs is exact, whatever it is.
         """
-        return joined.concat(self, Forward, fn, batch)
+        return joined_outputs.concat(self, Forward, fn, batch)
 
     def gradients(self, loss_fn: Callable, variables: Iterable[Any], *batch: Any) -> tuple:
         """Return the mean loss over all examples and its gradients.
@@ -153,21 +161,25 @@ class TowerBuilder:
             return loss, replica.scope.count, replica.gradients(gradients, masters)
 
         slices = self.split(batch, self.accumulate_steps, never_empty=True)
-        for own in splitting.rounds(slices, len(self.devices)):
+        for own in sharding.rounds(slices, len(self.devices)):
             with gather.after(totals):
                 results = self.run(on_tower, Replicas(self, own, found, {}, found.added))
             totals = gather.add_to(totals, results, losses.gather_plan(self))
         sums, counts, gradients = map(list, zip(*totals, strict=True))
         scopes, outputs, left = map(list, zip(*made, strict=True))
         found.side_outputs.leave(self.gather(gather.join, left), batch)
-        sums = machines.sent_last(sums, gradients, self.devices)
+        sums = cross_host.sent_last(sums, gradients, self.devices)
         return TowerSums(sums, counts, gradients, scopes, found.policies, outputs)
 
     def gather_sums(self, sums: TowerSums, variables: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:
         """Return the mean loss and its gradients from the towers' sums; assign what they assign."""
         with tf.name_scope("gather"):
-            loss, found = gather.mean_gradients(sums, variables, losses.gather_plan(self, variables))
-            found = merging.with_new_values(found, losses.masters_of(variables), sums.scopes)
+            loss, found = gather.mean_gradients(
+                sums, variables, losses.gather_plan(self, variables)
+            )
+            found = variable_aggregation.with_new_values(
+                found, losses.masters_of(variables), sums.scopes
+            )
         replica_context.assign(self, sums.scopes, sums.policies)
         return loss, found
 
@@ -175,7 +187,7 @@ class TowerBuilder:
         """Return each tower's slice of `batch`; with rounds, those of one after the other's."""
         home = HOST if is_gpu(self.gather_device) else self.gather_device  # where the batch is
         with tf.device(home), tf.name_scope("split"):
-            return splitting.split(batch, len(self.devices), rounds, never_empty)
+            return sharding.split(batch, len(self.devices), rounds, never_empty)
 
     def run(self, fn: Callable, replicas: Replicas) -> list[Any]:
         """Return `fn(replica)` for each tower's context, made on the tower's device."""

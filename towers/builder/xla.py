@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers import tf_private
-from towers.builder.assignments import ReplicaScope
+from towers import tf_internals
+from towers.builder.replica_scope import ReplicaScope
 
 
 def compiled(
@@ -41,7 +41,7 @@ def compiled(
                     reads[id(variable)] = variable, value, tf.identity(value)
             return reads[id(variable)][2]
 
-        with tf_private.patch_reads(read), tf_private.custom_gradients_copied():
+        with tf_internals.patch_reads(read), tf_internals.custom_gradients_copied():
             scope, results = fn()
             scope.settle()  # which reads the moving averages
         scopes.append(scope)
@@ -61,7 +61,7 @@ def compiled(
             if variable.trainable:
                 on_read(variable, value)
         results, assigned = function()
-    except tf_private.InaccessibleTensorError as error:
+    except tf_internals.InaccessibleTensorError as error:
         raise ValueError(
             "a tf.function that loss_fn calls was traced for one tower, and would use its weights "
             "in the others: make a tf.function of the whole step instead"
@@ -91,7 +91,7 @@ def read_outside() -> contextlib.AbstractContextManager[None]:
                 values[id(variable)] = tf.identity(own(variable))
         return values[id(variable)]
 
-    return tf_private.patch_reads(read)
+    return tf_internals.patch_reads(read)
 
 
 def _current_graph() -> tf.Graph:

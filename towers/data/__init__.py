@@ -11,7 +11,7 @@ from towers.options.lazy import lazily
 _HOME = {
     "ArraySplit": "pipeline",
     "Data": "pipeline",
-    "DatasetSplit": "streams",
+    "DatasetSplit": "tfdata_splits",
     "Split": "pipeline",
     "load": "registry",
     "locate": "registry",

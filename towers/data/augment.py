@@ -24,8 +24,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers.builder import kinds
-from towers.data import arrays, parts
+from towers.builder import device_types
+from towers.data import arrays, augment_ops
 from towers.data.pipeline import NUM_DRAWS as NUM_DRAWS
 from towers.data.pipeline import Data, Structure
 from towers.errors import InputError
@@ -162,16 +162,20 @@ def train_images(
         stored, contrast = images.dtype, 1.0
         if plan.base != "none":
             images = _random_crop_and_flip(images, draws, plan.base)
-        images = parts.on_values(tf.cast(images, dtype), draws, plan, stored)
+        images = augment_ops.on_values(tf.cast(images, dtype), draws, plan, stored)
         if plan.base == "tutorial":
             low, high = _CONTRAST_RANGE
             contrast = low + (high - low) * tf.cast(draws[:, _CONTRAST], dtype)[:, None, None, None]
-        return parts.on_standardised(_scaled(images, plan.base, stored, contrast), draws, plan)
+        return augment_ops.on_standardised(
+            _scaled(images, plan.base, stored, contrast), draws, plan
+        )
 
     if not plan.mixes:
         return augmented(images, draws)
     draws, ((partners, *_), of_partners) = draws
-    return parts.mixed(augmented(images, draws), augmented(partners, of_partners), draws, plan)
+    return augment_ops.mixed(
+        augmented(images, draws), augmented(partners, of_partners), draws, plan
+    )
 
 
 def eval_images(images: tf.Tensor, kind: str, dtype: tf.DType | str = tf.float32) -> tf.Tensor:
@@ -207,7 +211,7 @@ def _random_crop_and_flip(images: tf.Tensor, draws: tf.Tensor, base: str) -> tf.
     top = draws[:, _ROW] * (rows - height + 1)
     left = draws[:, _COLUMN] * (columns - width + 1)
     mirrored = draws[:, _ALTERNATING if base == "shift" else _FLIP] < 0.5
-    crop = _crop_by_transform if kinds.is_gpu(top.device) else _crop_by_gather
+    crop = _crop_by_transform if device_types.is_gpu(top.device) else _crop_by_gather
     return crop(images, top, left, mirrored, height, width, margin)
 
 

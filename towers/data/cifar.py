@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from towers.data import pickled
+from towers.data import safe_pickle
 from towers.errors import InputError
 from towers.files import check_is_file
 
@@ -155,7 +155,7 @@ class Cifar:
     def _pickle(self, path: str, content: bytes, num: int) -> tuple[np.ndarray, np.ndarray]:
         expected = f"data, uint8 [{num}, {_PICTURE_BYTES}], and as many {' and '.join(self.labels)}"
         try:
-            batch = pickled.loads(content)
+            batch = safe_pickle.loads(content)
             data, columns = batch[b"data"], [batch[key.encode()] for key in self.labels]
             if (data.dtype, data.shape) != ("uint8", (num, _PICTURE_BYTES)) or not all(
                 isinstance(column, list)

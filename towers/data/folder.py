@@ -4,7 +4,7 @@
     DIR/test/CLASS/*.png     or DIR/validation or DIR/val, which beside test is a third split
 
 Labels are 0, 1, ... in the order of the class names. Nothing but the files' names is kept in memory
-(some 100 bytes each); see `towers.data.encoded`.
+(some 100 bytes each); see `towers.data.encoded_images`.
 """
 
 import os
@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from towers import files
-from towers.data import encoded
+from towers.data import encoded_images
 from towers.data.pipeline import Data
 from towers.data.registry import DATA_SETS
 from towers.errors import InputError
@@ -23,7 +23,9 @@ _EXPECTED = f"expected {DATA_SETS['folder'].layout}"
 
 
 def load(
-    folder: str, size: encoded.Size | None = None, max_pixels: int = encoded.MAX_PIXELS
+    folder: str,
+    size: encoded_images.Size | None = None,
+    max_pixels: int = encoded_images.MAX_PIXELS,
 ) -> Data:
     """Find the images in DIR; decode a few of them. They become uint8 `[H, W, 3]`.
 
@@ -55,7 +57,7 @@ def load(
             names += found
             labels += [class_names.index(name)] * len(found)
         sources[half] = _ImageFiles(path, names, labels)
-    return encoded.data_set("folder", sources, class_names, size, max_pixels)
+    return encoded_images.data_set("folder", sources, class_names, size, max_pixels)
 
 
 class _ImageFiles:
@@ -74,17 +76,17 @@ class _ImageFiles:
     def files(self) -> tuple[str, list[str]]:
         return self._folder, [os.fsdecode(bytes(name)) for name in self._names]
 
-    def reader(self, folder: str) -> encoded.Reader:
+    def reader(self, folder: str) -> encoded_images.Reader:
         start = os.path.join(folder, self._folder, "")
-        names = encoded.on_program_host(self._names.tolist())
+        names = encoded_images.on_program_host(self._names.tolist())
 
         def path(row: tf.Tensor) -> tf.Tensor:
             return start + tf.gather(names, row)
 
-        return encoded.Reader(lambda row: tf.io.read_file(path(row)), path)
+        return encoded_images.Reader(lambda row: tf.io.read_file(path(row)), path)
 
     def sample_rows(self, num: int) -> np.ndarray:
-        return encoded.evenly_spaced(len(self.labels), num)
+        return encoded_images.evenly_spaced(len(self.labels), num)
 
 
 def _class_names(folder: str) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from towers import files
-from towers.data import halves, zipped
+from towers.data import user_data, zip_sizes
 from towers.data.arrays import PARTS
 from towers.data.pipeline import Data
 from towers.devices import memory
@@ -31,7 +31,7 @@ _HALVES = {None: "train", "val": "validation"}
 
 
 def load(dataset: str, path: str) -> Data:
-    """Read a file; see `towers.data.halves` for what its arrays may be.
+    """Read a file; see `towers.data.user_data` for what its arrays may be.
 
     Raises:
         InputError: the file cannot be read, its keys are others, or its arrays are no data to train
@@ -61,7 +61,7 @@ def load(dataset: str, path: str) -> Data:
         given[half] = tuple(parts[name].get(None, parts[name]) for name in names)
     if "train" not in given:
         raise refused
-    return halves.data_set(dataset, given)
+    return user_data.data_set(dataset, given)
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ def opened(path: str, named: str) -> Iterator[np.lib.npyio.NpzFile]:
         files.check_is_file(path)
         with open(path, "rb") as file:
             with zipfile.ZipFile(file) as archive:
-                size, most = sum(zipped.sizes(archive).values()), memory.of_host()
+                size, most = sum(zip_sizes.sizes(archive).values()), memory.of_host()
             if size > most:
                 raise InputError(
                     f"{named} unpacks to {memory.in_words(size)}, and there are "

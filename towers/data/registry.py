@@ -53,9 +53,9 @@ def load(
     """Load a data set.
 
     Args:
-        dataset: a name in DATA_SETS, "module:function", see `towers.data.halves`, or the path of a
-            file: FILE.npz, see `towers.data.npz`, FILE.csv or TRAIN.csv,TEST.csv, see
-            `towers.data.table`.
+        dataset: a name in DATA_SETS, "module:function", see `towers.data.user_data`, or the path of
+            a file: FILE.npz, see `towers.data.npz`, FILE.csv or TRAIN.csv,TEST.csv, see
+            `towers.data.csv_file`.
         data_dir: the folder of the user's own files; of the other sets the folder where they are
             looked for and kept, None or "" being `$XDG_CACHE_HOME/towers` or `~/.cache/towers`.
         image_size: (height, width) to which the images of the user's own files are resized; None:

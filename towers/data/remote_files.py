@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from towers.builder.kinds import HOST, PROGRAM, machine_of
-from towers.builder.splitting import DeviceResidentBatch, slices_of
-from towers.data.encoded import EncodedSplit
+from towers.builder.device_types import HOST, PROGRAM, machine_of
+from towers.builder.sharding import DeviceResidentBatch, slices_of
+from towers.data.encoded_images import EncodedSplit
 from towers.data.pipeline import Split, Structure, prefetched, shuffled_rows
 from towers.devices import remote
 from towers.errors import InputError

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from towers.data.kept import cached_arrays
+from towers.data.cache import cached_arrays
 from towers.data.pipeline import ArraySplit, Data
 
 # A change of the pictures needs a new name, or an old file would be taken for the new set.

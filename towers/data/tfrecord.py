@@ -31,11 +31,11 @@ import numpy as np
 import tensorflow as tf
 
 from towers import files
-from towers.data import encoded
-from towers.data.halves import max_classes
-from towers.data.kept import cached_arrays
+from towers.data import encoded_images
+from towers.data.cache import cached_arrays
 from towers.data.pipeline import Data, prefetched
 from towers.data.registry import DATA_SETS, cache_dir
+from towers.data.user_data import max_classes
 from towers.errors import InputError
 
 _EXPECTED = f"expected {DATA_SETS['tfrecord'].layout}"
@@ -50,7 +50,9 @@ _MAX_LABEL = np.iinfo(np.int32).max - 1
 
 
 def load(
-    folder: str, size: encoded.Size | None = None, max_pixels: int = encoded.MAX_PIXELS
+    folder: str,
+    size: encoded_images.Size | None = None,
+    max_pixels: int = encoded_images.MAX_PIXELS,
 ) -> Data:
     """Find the records in DIR; decode a few images. They become uint8 `[H, W, 3]`.
 
@@ -85,7 +87,7 @@ def load(
                 f"but the training labels are 0..{num_classes - 1}"
             )
     class_names = list(map(str, range(num_classes)))
-    return encoded.data_set("tfrecord", sources, class_names, size, max_pixels)
+    return encoded_images.data_set("tfrecord", sources, class_names, size, max_pixels)
 
 
 class _Records:
@@ -116,11 +118,11 @@ class _Records:
         folder = os.path.dirname(self._paths[0])
         return folder, [os.path.basename(path) for path in self._paths]
 
-    def reader(self, folder: str) -> encoded.Reader:
-        paths = encoded.on_program_host([os.path.join(folder, path) for path in self._paths])
+    def reader(self, folder: str) -> encoded_images.Reader:
+        paths = encoded_images.on_program_host([os.path.join(folder, path) for path in self._paths])
         feature = {self._image_key: tf.io.FixedLenFeature([], tf.string)}
         columns = self._file, self._start.astype(np.int64), self._length.astype(np.int64)
-        file, start, length = map(encoded.on_program_host, columns)
+        file, start, length = map(encoded_images.on_program_host, columns)
 
         def path(row: tf.Tensor) -> tf.Tensor:
             return tf.gather(paths, tf.gather(file, row))
@@ -136,12 +138,12 @@ class _Records:
             first = records.take(1).get_single_element()
             return tf.io.parse_single_example(first, feature)[self._image_key]
 
-        return encoded.Reader(read, path)
+        return encoded_images.Reader(read, path)
 
     def sample_rows(self, num: int) -> np.ndarray:
         """See `encoded.Source.sample_rows`: the first and last record of each file among them."""
         ends = np.flatnonzero(np.diff(self._file))
-        return np.unique([*encoded.evenly_spaced(len(self.labels), num), *ends, *(ends + 1)])
+        return np.unique([*encoded_images.evenly_spaced(len(self.labels), num), *ends, *(ends + 1)])
 
 
 def _paths(folder: str, prefix: str) -> list[str]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers import tf_private
-from towers.devices import nvml, probe, visibility
+from towers import tf_internals
+from towers.devices import cuda_visible_devices, nvml, self_test
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError, RunError
 from towers.options.gpu import GpuOptions
@@ -38,7 +38,7 @@ def configure(**options: Any) -> None:
     asked, before = GpuOptions(**options), _in_force.demands()
     new = {name: value for name, value in asked.demands().items() if before.get(name) != value}
     asked = dataclasses.replace(asked, **before | new)
-    if new or not (before or tf_private.has_started()):
+    if new or not (before or tf_internals.has_started()):
         _check_in_time(new)
         _set(asked)
     tf.config.set_soft_device_placement(asked.allow_soft_placement)
@@ -51,15 +51,15 @@ def configure(**options: Any) -> None:
 
 def hide_gpus() -> None:
     """Leave the GPUs to other processes, unless TensorFlow has started and has them already."""
-    if not tf_private.has_started():
+    if not tf_internals.has_started():
         tf.config.set_visible_devices([], "GPU")
 
 
 def _check_in_time(new: dict[str, Any]) -> None:
     event = None
-    if "visible_gpus" in new and tf_private.has_listed_devices():
+    if "visible_gpus" in new and tf_internals.has_listed_devices():
         event = "listed its devices"
-    elif new and tf_private.has_started():
+    elif new and tf_internals.has_started():
         event = "started"
     chosen = new.get("visible_gpus", "none") != "none"
     if event and (chosen or tf.config.list_physical_devices("GPU")):
@@ -72,19 +72,21 @@ def _check_in_time(new: dict[str, Any]) -> None:
 
 def _set(asked: GpuOptions) -> None:
     driver = nvml.gpus()
-    visibility.tidy(os.environ)
-    choice = visibility.listed_in(os.environ, driver)
-    if not tf_private.has_listed_devices():
-        visibility.set_visible(asked, driver, os.environ)
+    cuda_visible_devices.tidy(os.environ)
+    choice = cuda_visible_devices.listed_in(os.environ, driver)
+    if not tf_internals.has_listed_devices():
+        cuda_visible_devices.set_visible(asked, driver, os.environ)
     visible = visible_gpus(driver)
     gpus = tf.config.list_physical_devices("GPU")
     if asked.chosen() and (missing := missing_gpus(visible)):
-        cause, remedy = visibility.why_skipped(missing, len(gpus), tf.sysconfig.get_build_info())
+        cause, remedy = cuda_visible_devices.why_skipped(
+            missing, len(gpus), tf.sysconfig.get_build_info()
+        )
         names = ", ".join(map(str, missing))
         given = f"--visible_gpus={asked.visible_gpus}"
         raise InputError(f"{given}: TensorFlow does not list GPU {names}: {cause}; {remedy}")
     limits = []
-    for seen in visibility.match(_names_and_capabilities(gpus), visible):
+    for seen in cuda_visible_devices.match(_names_and_capabilities(gpus), visible):
         limits.append(_limit_mib(asked, seen))
         if seen and seen.free_bytes is not None:
             _check_free_memory(seen, limits[-1], choice)
@@ -134,7 +136,7 @@ def read_back() -> list[str]:
     """
     asked = _in_force
     tf.config.list_logical_devices()
-    actual = tf_private.device_memory_bytes()
+    actual = tf_internals.device_memory_bytes()
     lines, wrong = [], []
     gpus = tf.config.get_visible_devices("GPU")
     for gpu, seen in zip(gpus, driver_gpus(gpus), strict=True):
@@ -151,7 +153,7 @@ def read_back() -> list[str]:
     if len(gpus) > 1 and (mode := os.environ.get(_THREAD_MODE)):
         lines.append(f"threads     {_THREAD_MODE}={mode}")
     lines += precision()
-    if tf_private.ops_are_deterministic():
+    if tf_internals.ops_are_deterministic():
         lines.append("determinism ops give the same bits each time, or are an error")
     if not tf.config.get_soft_device_placement():
         lines.append("placement   soft placement is off")
@@ -203,9 +205,9 @@ def try_out() -> None:
     """
     everything = tf.config.list_physical_devices("GPU")
     visible = tf.config.get_visible_devices("GPU")
-    if not visible or tf_private.has_started():
+    if not visible or tf_internals.has_started():
         return
-    found = probe.run_probe([f"/gpu:{everything.index(gpu)}" for gpu in visible])
+    found = self_test.run_probe([f"/gpu:{everything.index(gpu)}" for gpu in visible])
     if isinstance(found, str):
         raise RunError(f"the GPUs cannot be used: the probe {found}; type towers doctor")
     faults = [f"{name}: {e}" for name, device in found["devices"].items() for e in device["errors"]]
@@ -217,24 +219,28 @@ def try_out() -> None:
 
 def visible_gpus(driver: Sequence[DriverGpu]) -> list[DriverGpu]:
     """Return those of the driver's GPUs that CUDA shows this process."""
-    visibility.tidy(os.environ)
-    return visibility.visible_in(os.environ, driver)
+    cuda_visible_devices.tidy(os.environ)
+    return cuda_visible_devices.visible_in(os.environ, driver)
 
 
 def driver_gpus(gpus: Sequence[tf.config.PhysicalDevice]) -> list[DriverGpu | None]:
     """Return the driver's view of each of TensorFlow's GPUs."""
     everything = tf.config.list_physical_devices("GPU")
-    seen = visibility.match(_names_and_capabilities(everything), visible_gpus(nvml.gpus()))
+    seen = cuda_visible_devices.match(
+        _names_and_capabilities(everything), visible_gpus(nvml.gpus())
+    )
     return [seen[everything.index(gpu)] for gpu in gpus]
 
 
 def missing_gpus(visible: Sequence[DriverGpu]) -> list[DriverGpu]:
     """Return those of the driver's GPUs that TensorFlow does not list."""
     gpus = tf.config.list_physical_devices("GPU")
-    return visibility.skipped(_names_and_capabilities(gpus), visible)
+    return cuda_visible_devices.skipped(_names_and_capabilities(gpus), visible)
 
 
-def _names_and_capabilities(gpus: Sequence[tf.config.PhysicalDevice]) -> list[visibility.Seen]:
+def _names_and_capabilities(
+    gpus: Sequence[tf.config.PhysicalDevice],
+) -> list[cuda_visible_devices.Seen]:
     details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
     return [(d.get("device_name"), d.get("compute_capability")) for d in details]
 
@@ -267,7 +273,7 @@ def config_proto(
     driver = nvml.gpus()
     num_visible = len(visible_gpus(driver))
     if asked.visible_gpus:
-        places = visibility.visible_positions(asked, driver, os.environ)
+        places = cuda_visible_devices.visible_positions(asked, driver, os.environ)
         gpu_options.visible_device_list = ",".join(map(str, places))
         num_visible = config.device_count["GPU"] = len(places)
     if asked.gpu_memory_limit_mib:

@@ -16,7 +16,7 @@ def of_device(device: str) -> tuple[float, float] | None:
     """
     import tensorflow as tf
 
-    from towers.builder.kinds import machine_of
+    from towers.builder.device_types import machine_of
     from towers.devices.remote import read_text
 
     machine, on_gpu = machine_of(device), "gpu" in device.lower()

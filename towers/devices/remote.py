@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers import tf_private
-from towers.builder.kinds import HOST, PROGRAM, is_gpu, machine_of
+from towers import tf_internals
+from towers.builder.device_types import HOST, PROGRAM, is_gpu, machine_of
 from towers.options.lazy import lazily
 
 __getattr__ = lazily(
@@ -88,7 +88,7 @@ def read_file(device: str, path: str) -> bytes:
     the machine hangs, no thread could do anything about it. An op that is given tensors of here, or
     copies them to here, is waited for without the lock.
     """
-    with tf_private.unary_rpcs():
+    with tf_internals.unary_rpcs():
         with tf.device(PROGRAM + HOST):
             path = tf.constant(path)
         with tf.device(device):

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from towers import signals
-from towers.builder import kinds
-from towers.builder.kinds import are_remote, machine_of
-from towers.devices import nvml, remote, visibility
+from towers.builder import device_types
+from towers.builder.device_types import are_remote, machine_of
+from towers.devices import cuda_visible_devices, nvml, remote
 from towers.devices.gpus import driver_gpus, hide_gpus, missing_gpus, read_back, visible_gpus
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError
-from towers.text import count, table
+from towers.formatting import count, table
 
 _TOO_LATE = ", and has started: no CPU devices can be added"
 
@@ -88,7 +88,7 @@ def tower_devices(
     missing = [device for device in chosen if device not in existing]
     if not missing:
         return chosen
-    if (not names or kind == "cpu") and not kinds.stand_in():
+    if (not names or kind == "cpu") and not device_types.stand_in():
         signals.print_error(
             f"{len(chosen)} towers share {', '.join(cpus)}, all that TensorFlow has started with: "
             "the numbers are the same; for a device each type "
@@ -159,7 +159,7 @@ def _logical_gpus() -> list[tf.config.PhysicalDevice]:
 
     `tf.config.list_logical_devices` would start TensorFlow: no logical CPU can be made then.
     """
-    visibility.tidy(os.environ)  # settles how CUDA numbers them, before it lists them
+    cuda_visible_devices.tidy(os.environ)  # settles how CUDA numbers them, before it lists them
     return [
         gpu
         for gpu in tf.config.get_visible_devices("GPU")
@@ -174,7 +174,9 @@ def _first_devices(num_towers: int, gpus: list[str], only_gpus: bool) -> list[st
     meant for them would take days on the CPU, and say nothing.
     """
     driver = nvml.gpus()
-    on_purpose = visibility.hides_all(os.environ) or tf.config.list_physical_devices("GPU")
+    on_purpose = cuda_visible_devices.hides_all(os.environ) or tf.config.list_physical_devices(
+        "GPU"
+    )
     if not gpus and (on_purpose or not driver):
         if only_gpus:
             asked = f"--num_gpus={num_towers}" if num_towers else "--devices=gpu"
@@ -195,7 +197,7 @@ def _first_devices(num_towers: int, gpus: list[str], only_gpus: bool) -> list[st
 
 
 def _cpus(num_towers: int) -> list[str]:
-    first = int(kinds.stand_in())  # the host does not stand in for a GPU
+    first = int(device_types.stand_in())  # the host does not stand in for a GPU
     return [f"/cpu:{i}" for i in range(first, first + (num_towers or 1))]
 
 
@@ -208,10 +210,12 @@ def _driver_says(driver: Sequence[DriverGpu]) -> str:
     says = f", the driver has {', '.join(map(str, driver))}"
     if missing:
         listed = len(visible) - len(missing)
-        cause, remedy = visibility.why_skipped(missing, listed, tf.sysconfig.get_build_info())
+        cause, remedy = cuda_visible_devices.why_skipped(
+            missing, listed, tf.sysconfig.get_build_info()
+        )
         return f"{says}: {cause}; {remedy}"
     if any(gpu.mig is not None for gpu in visible):
-        return f"{says}: {visibility.ONE_PART}"
+        return f"{says}: {cuda_visible_devices.ONE_PART}"
     if len(visible) < len(driver):
         value = os.environ["CUDA_VISIBLE_DEVICES"]
         rest = "the rest" if visible else "all of them: type unset CUDA_VISIBLE_DEVICES"
@@ -264,4 +268,4 @@ def _provide_cpus(chosen: Sequence[str]) -> int:
             tf.config.set_logical_device_configuration(
                 cpu, [tf.config.LogicalDeviceConfiguration()] * needed
             )
-    return len(kinds.devices_here("CPU"))
+    return len(device_types.devices_here("CPU"))

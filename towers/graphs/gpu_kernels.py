@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from towers import tf_private
+from towers import tf_internals
 
 NodeDef = tf.compat.v1.NodeDef
 
@@ -58,7 +58,7 @@ class GpuKernel:
 def gpu_kernel(node: NodeDef, traced_type: str = "") -> GpuKernel:
     """Return how an executed node would be done on a GPU; `traced_type` is what was traced."""
     kind, num_ops = _replaced_ops(node, traced_type)
-    definition = tf_private.op_definition(kind)
+    definition = tf_internals.op_definition(kind)
     if definition is None:  # a call of a function
         return GpuKernel(kind, True, (), (), 1)
     found = next((k for k in _kernels(kind) if k.fits(node, definition)), None)
@@ -79,7 +79,7 @@ def _replaced_ops(node: NodeDef, traced_type: str) -> tuple[str, int]:
         return node.op, 1
     name = re.sub(r"^_Mkl(Native)?", "", node.op)
     plain = re.sub(r"WithBias$|^PadWith", "", name)
-    if tf_private.op_definition(plain) is None:
+    if tf_internals.op_definition(plain) is None:
         return traced_type or plain, 1
     return plain, 1 + (plain != name)
 
@@ -96,7 +96,7 @@ class _Kernel:
 @functools.cache
 def _kernels(op_type: str) -> list[_Kernel]:
     """Return the kernels of an op for GPUs, then those for any device."""
-    found = tf_private.registered_kernels(op_type)
+    found = tf_internals.registered_kernels(op_type)
     return [
         _Kernel(
             tuple((c.name, frozenset(_items(c.allowed_values.list))) for c in kernel.constraint),

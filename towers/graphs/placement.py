@@ -16,9 +16,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from towers import tf_private
-from towers.builder.kinds import machine_of
-from towers.builder.layers import layer_of, tower_of
+from towers import tf_internals
+from towers.builder.device_types import machine_of
+from towers.builder.op_names import layer_of, tower_of
 
 # Ops that move values between devices, steer loops, or read masters where these are.
 _NOT_OF_A_TOWER = frozenset(
@@ -105,7 +105,7 @@ def read_placement(function: Any, *arguments: Any) -> Placement:
     """
     # Traced first: what runs in tracing, as a model that is tried, is no graph of the function.
     traced = dict(traced_ops(function.get_concrete_function(*arguments).graph))
-    with tf_private.executed_graphs() as functions:
+    with tf_internals.executed_graphs() as functions:
         function(*arguments)
     graphs = list(itertools.chain.from_iterable(functions))
     if not graphs:
@@ -153,7 +153,7 @@ def traced_ops(graph: tf.Graph, scope: str = "") -> Iterator[tuple[str, tf.Opera
     for op in graph.get_operations():
         yield scope + op.name, op
         for attribute in ("body", "cond", "then_branch", "else_branch", "f"):
-            if inner := tf_private.called_graph(op, attribute):
+            if inner := tf_internals.called_graph(op, attribute):
                 yield from traced_ops(inner, f"{scope}{op.name}/" if attribute == "f" else "")
 
 

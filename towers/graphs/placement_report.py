@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from towers import files, text
+from towers import files, formatting
 from towers.errors import RunError
 from towers.graphs.placement import Placement, short_device_name
 
@@ -92,7 +92,7 @@ def table(placement: Placement) -> list[str]:
     types = sorted({kind for _, kind in counts})
     rows = [(kind, *(counts[device, kind] or None for device in devices)) for kind in types]
     rows.append(("all", *(sum(counts[d, kind] for kind in types) for d in devices)))
-    return [f"  {line}" for line in text.table(("op type", *devices), rows)]
+    return [f"  {line}" for line in formatting.table(("op type", *devices), rows)]
 
 
 def write_tsv(path: Path, placement: Placement) -> None:

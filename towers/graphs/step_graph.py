@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from towers.graphs.placement import Placement, short_device_name
-from towers.tf_private import called_graph
+from towers.tf_internals import called_graph
 
 MAX_VALUE_BYTES = 1024  # of a constant or another attribute; nobody reads more of it in a graph
 _PLUMBING = ("Identity", "NoOp", "Placeholder")

@@ -26,12 +26,12 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 
 from towers import devices
-from towers.builder.kinds import are_remote
+from towers.builder.device_types import are_remote
 from towers.devices import host
 from towers.errors import RunError
 from towers.graphs.placement import Placement
 from towers.graphs.step_graph import step_graph
-from towers.monitoring import charts, events
+from towers.monitoring import custom_scalars, events
 from towers.monitoring.results import noted_runs, number
 from towers.options.run import Options, names_that_affect, text_of
 
@@ -82,7 +82,7 @@ def open_root(
     on_gpus, own_row = any(name.startswith("/gpu") for name in tower_devices), ""
     hparams = hparams_of(options) | {"num_towers": len(tower_devices)}
     summaries = [
-        charts.layout(on_gpus, shown, remote=are_remote(tower_devices)),
+        custom_scalars.layout(on_gpus, shown, remote=are_remote(tower_devices)),
         _experiment(columns, figures),
         hparams_pb(hparams, trial_id=own_row),  # else equal flags would make one row of two runs
         *(text(tag, lines) for tag, lines in texts.items()),

@@ -23,8 +23,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from towers.errors import RunError
+from towers.formatting import reason
 from towers.monitoring import events
-from towers.text import reason
 
 HEAVY, POINT = "pictures and histograms", "curves"
 _SHARE = {HEAVY: 0.5, POINT: 1.0}  # of the size, at which none of a kind is left

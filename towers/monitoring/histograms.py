@@ -16,9 +16,9 @@ import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
-from towers import tf_private
+from towers import tf_internals
 from towers.builder.tower import TowerBuilder
-from towers.monitoring.gallery import Batch
+from towers.monitoring.image_summaries import Batch
 
 NUM_EXAMPLES = 16  # that activations are taken of
 _MAX_VALUES = 2**18  # of a larger tensor every so-manieth is taken: a look costs no gigabytes
@@ -86,7 +86,7 @@ def _activations(model: keras.Model, inputs: tf.Tensor) -> dict[str, tf.Tensor]:
 
         return caught
 
-    with tf_private.patch_layer_calls(make):
+    with tf_internals.patch_layer_calls(make):
         model(inputs, training=False)
     return found
 

@@ -23,14 +23,14 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tqdm import tqdm
 
 from towers.devices import remote
-from towers.monitoring import events, tower_stats
-from towers.monitoring.comparison import NoiseScale, Stragglers, estimate
+from towers.formatting import printable
+from towers.monitoring import events, tower_metrics
 from towers.monitoring.event_writer import PARTS, EventWriter
+from towers.monitoring.gradient_noise import NoiseScale, Stragglers, estimate
 from towers.monitoring.speed import RATE, Speed, by_tower
-from towers.options.timetable import Timetable
-from towers.text import printable
+from towers.options.triggers import Timetable
 
-_PHASES = (*tower_stats.PHASES, "update_seconds")
+_PHASES = (*tower_metrics.PHASES, "update_seconds")
 _CALLS = 100  # whose times are kept one by one
 _NOISE_TAGS = "noise_scale/trace", "noise_scale/squared_norm"
 

@@ -15,8 +15,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.image import metadata
 from tensorboard.util import tensor_util
 
-from towers.text import cut
-from towers.tf_private import layers_of
+from towers.formatting import cut
+from towers.tf_internals import layers_of
 
 NUM_IMAGES = 8  # of each tower
 _MAX_FILTERS, _MAX_CLASSES = 256, 1000

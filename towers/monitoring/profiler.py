@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from towers.text import first_line
+from towers.formatting import first_line
 
 NUM_STEPS = 10  # of a profile that a signal asks for
 

@@ -4,7 +4,7 @@
     plan.base, plan.cutout, plan.mixup      # "resnet", 8.0, 0.2
     str(plan)                               # "resnet,cutout=8,mixup=0.2"
 
-`towers.data.augment` says what bases do with an image, `towers.data.parts` what parts do.
+`towers.data.augment` says what bases do with an image, `towers.data.augment_ops` what parts do.
 """
 
 import contextlib

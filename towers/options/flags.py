@@ -25,9 +25,9 @@ from absl import flags
 
 from towers import files
 from towers.errors import InputError, RunError
-from towers.options import augmentation, trust
+from towers.options import augmentation, code_trust
 from towers.options.fields import check_value
-from towers.options.given import option_text, may_be_same_object
+from towers.options.inline_objects import may_be_same_object, option_text
 from towers.options.run import MANY_MACHINES, Options, text_of
 
 
@@ -144,7 +144,7 @@ def parse(argv: Sequence[str], verb: Command = _TRAIN) -> Any:
         own, values = values, _read_argv(argv, verb)
         theirs = {name: value for name, value in values.items() if own.get(name) != value}
         for path, text in () if own.get("trust") else foreign.items():
-            trust.check(f"--flagfile={path}", text, theirs)
+            code_trust.check(f"--flagfile={path}", text, theirs)
     return complete(values, verb)
 
 
@@ -234,7 +234,7 @@ class _Flags(flags.FlagValues):
         lines = super()._get_flag_file_lines(filename, *args, **kwargs)
         if self.foreign is not None and os.path.exists(filename):
             text = _read_text(filename)
-            if trust.is_of_run(filename, text) and not trust.is_own(text):
+            if code_trust.is_of_run(filename, text) and not code_trust.is_own(text):
                 self.foreign[filename] = text
                 return []
         return lines
@@ -344,10 +344,10 @@ def _options_of_run(given: Mapping[str, Any], verb: Command) -> dict[str, Any]:
     text = _read_text(path)
     if not given.get("trust"):
         code = {name: value for name, value in taken.items() if name not in given}
-        trust.check(f"--train_dir={train_dir}: its flags.cfg", text, code)
-    elif not trust.is_own(text):  # it is from now on, if its folder can be written
+        code_trust.check(f"--train_dir={train_dir}: its flags.cfg", text, code)
+    elif not code_trust.is_own(text):  # it is from now on, if its folder can be written
         with contextlib.suppress(RunError):
-            files.write_text(path, trust.signed(text))
+            files.write_text(path, code_trust.signed(text))
     return taken
 
 
@@ -373,7 +373,9 @@ def _check_identity(train_dir: str, of_run: Mapping[str, Any], given: Mapping[st
     pairs = {n: (of_run[n], given[n]) for n in IDENTITY if n in of_run and n in given}
     if "augment" in pairs and augmentation.agree(*pairs["augment"]):
         del pairs["augment"]
-    differ = [n for n, (then, now) in pairs.items() if then != now and not may_be_same_object(then, now)]
+    differ = [
+        n for n, (then, now) in pairs.items() if then != now and not may_be_same_object(then, now)
+    ]
     if differ:
         now, then = (" ".join(f"--{n}={v[n]}" for n in differ) for v in (given, of_run))
         raise InputError(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from towers.errors import InputError
 from towers.options import search_path
-from towers.options.given import PREFIX
+from towers.options.inline_objects import PREFIX
 
 _CHECKOUT = Path(search_path.CHECKOUT)  # unless the package was installed without it
 _SHIPPED = "towers_models"  # what its models are imported as

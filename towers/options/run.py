@@ -14,13 +14,13 @@ from towers.errors import InputError
 from towers.options import augmentation
 from towers.options.fields import (
     check_values,
+    copy_field,
     group,
     parse_numbers,
     parse_tower_numbers,
-    copy_field,
 )
-from towers.options.given import option_text
 from towers.options.gpu import GpuOptions
+from towers.options.inline_objects import option_text
 
 SCHEDULES = ("constant", "step", "linear", "cosine", "onecycle")
 DTYPES = ("float32", "float64", "mixed_bfloat16", "mixed_float16")

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from towers import devices
+from towers.formatting import count
 from towers.options.flags import options_from_call
 from towers.options.run import Options
-from towers.text import count
-from towers.training import best, checkpoint
-from towers.training.guest import preserve_rng
-from towers.training.run import prepare
-from towers.training.saving import CheckpointManager
-from towers.training.tensorflow_errors import user_facing_errors
+from towers.training.callbacks import best
+from towers.training.run import checkpoint
+from towers.training.run.checkpoint_manager import CheckpointManager
+from towers.training.run.process_state import preserve_rng
+from towers.training.run.setup import prepare
+from towers.training.run.tensorflow_errors import user_facing_errors
 
 
 @preserve_rng()

@@ -17,24 +17,25 @@ from towers import files, signals
 from towers.devices import remote
 from towers.devices.gpu_health import GpuHealth
 from towers.errors import RunError
+from towers.formatting import printable
 from towers.monitoring import dashboard
-from towers.monitoring.gallery import Gallery
 from towers.monitoring.histograms import make_histograms
+from towers.monitoring.image_summaries import Gallery
 from towers.monitoring.monitor import Monitor, in_notebook, tensorboard_command
 from towers.monitoring.profiler import Profiler
 from towers.monitoring.results import read_result
 from towers.options.flags import options_from_call
 from towers.options.run import Options
-from towers.text import printable
-from towers.training import checkpoint, keras_callbacks, manifest, nan
-from towers.training.best import BestTracker
-from towers.training.evaluator import Evaluator
-from towers.training.guest import preserve_rng
-from towers.training.keras_callbacks import Callbacks
-from towers.training.run import RunContext
-from towers.training.start import PreparedRun, begin, build, restore
-from towers.training.tensorflow_errors import user_facing_errors
-from towers.training.watch import PreemptionHandler, check_snapshot
+from towers.training.callbacks import nonfinite, user_callbacks
+from towers.training.callbacks.best import BestTracker
+from towers.training.callbacks.evaluator import Evaluator
+from towers.training.callbacks.preemption import PreemptionHandler, check_snapshot
+from towers.training.callbacks.user_callbacks import Callbacks
+from towers.training.run import checkpoint, manifest
+from towers.training.run.process_state import preserve_rng
+from towers.training.run.setup import RunContext
+from towers.training.run.start import PreparedRun, begin, build, restore
+from towers.training.run.tensorflow_errors import user_facing_errors
 
 RESULT = "result.json"
 _FINISHED = (
@@ -78,7 +79,7 @@ def train(
     with files.Lock() as lock:
         lock.take(folder)
         with user_facing_errors(options):
-            callbacks = keras_callbacks.load(options.callbacks)
+            callbacks = user_callbacks.load(options.callbacks)
             remote.connect_run(options, bool(checkpoint.find(folder / "checkpoints")))
             run = build(options, say)
             checkpoints, restored = restore(run, folder)
@@ -89,7 +90,7 @@ def train(
         recovery = remote.Recovery(options, say)
         with contextlib.closing(GpuHealth()) as health:
             while True:
-                run = nan.resumed(run, folder, restored)
+                run = nonfinite.resumed(run, folder, restored)
                 stalls = options.stall_seconds, options.on_stall
                 watch = PreemptionHandler(checkpoints, say, health.read, *stalls)
                 try:
@@ -99,7 +100,7 @@ def train(
                     with user_facing_errors(options, *of_step), recovery.reraise_device_loss():
                         return _train(begun, watch, health, out, start, callbacks)
                 # Each goes on as a new process would.
-                except nan.Rollback as rollback:
+                except nonfinite.Rollback as rollback:
                     say(str(rollback))
                 except remote.DevicesChanged:
                     if not recovery.go_on(watch.save_kept()):
@@ -144,7 +145,7 @@ def _train(
         gallery = Gallery(monitor, timetable, begun.sampler, draw, run.builder, model, run.data)
         callbacks = Callbacks(user_callbacks, run, timetable)
         evaluator = Evaluator(begun, monitor, gallery, best, watch, callbacks)
-        alarm = nan.NonFiniteMonitor(run, folder, timetable, monitor.say)
+        alarm = nonfinite.NonFiniteMonitor(run, folder, timetable, monitor.say)
         saved, seconds_to_first_step, changed = step, None, False
         stack.enter_context(_saved_if_it_fails(begun, watch))
 
@@ -257,7 +258,11 @@ def _announce(monitor: Monitor, begun: PreparedRun) -> None:
 
 
 def _save_finite(
-    begun: PreparedRun, alarm: nan.NonFiniteMonitor, watch: PreemptionHandler, step: int, now: bool = False
+    begun: PreparedRun,
+    alarm: nonfinite.NonFiniteMonitor,
+    watch: PreemptionHandler,
+    step: int,
+    now: bool = False,
 ) -> None:
     """Save a checkpoint, unless a step or a weight is not finite: older ones are worth more.
 
@@ -283,7 +288,7 @@ def _saved_if_it_fails(begun: PreparedRun, watch: PreemptionHandler) -> Iterator
     """Save the last finished step if data, a disk or a reader of the output fails in the block."""
     try:
         yield
-    except (nan.NotFinite, nan.Rollback, remote.DevicesChanged):
+    except (nonfinite.NotFinite, nonfinite.Rollback, remote.DevicesChanged):
         raise
     except Exception:
         step, snapshot = watch.kept or (int(begun.run.masters.step.numpy()), None)

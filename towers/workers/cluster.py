@@ -32,15 +32,15 @@ import keras
 import tensorflow as tf
 
 import towers
-from towers import tf_private
-from towers.builder.kinds import HOST, PROGRAM
+from towers import tf_internals
+from towers.builder.device_types import HOST, PROGRAM
 from towers.devices import remote
 from towers.errors import InputError, RunError
+from towers.formatting import count, first_line, table
 from towers.options.run import Options
-from towers.text import count, first_line, table
 from towers.workers import bind_filter, rendezvous
 from towers.workers.addresses import check_distinct, find_workers, parse_address, responds
-from towers.workers.rendezvous import Reservation, Owner, Message, WorkerInfo
+from towers.workers.rendezvous import Message, Owner, Reservation, WorkerInfo
 
 TIMEOUT_SECONDS = 15.0
 MAX_CLOCK_SKEW_SECONDS = 2.0  # without a warning
@@ -335,9 +335,9 @@ class Cluster:
                     f"has {package} {theirs}, and this program {ours}: install the same version on "
                     "both"
                 )
-        if tf_private.ops_are_deterministic() and not info.deterministic:
+        if tf_internals.ops_are_deterministic() and not info.deterministic:
             return "is not deterministic: start `towers worker --deterministic` there"
-        if info.deterministic and not tf_private.ops_are_deterministic():
+        if info.deterministic and not tf_internals.ops_are_deterministic():
             return "is deterministic, and this program is not: type --deterministic here, too"
         there = len(info.devices) if info.kind == "gpu" else info.num_cpu_devices
         wanted = self.towers_per_worker or (there if info.kind == "gpu" else 1)
@@ -410,7 +410,7 @@ class Cluster:
         with worker.lock:
             now = time.monotonic()
             left = self.timeout_seconds - (now - (worker.heard_at or now))
-            with self.cut_off([worker], after=max(left, 0.5)), tf_private.unary_rpcs():
+            with self.cut_off([worker], after=max(left, 0.5)), tf_internals.unary_rpcs():
                 yield
 
     def _connect(self, *more: Worker) -> None:
@@ -423,7 +423,7 @@ class Cluster:
             for worker in self.workers:
                 stack.enter_context(worker.lock)
             tasks = {worker.task: worker.address for worker in [*self.alive(), *more]}
-            self._port = tf_private.connect({"worker": tasks}, self._own_address)
+            self._port = tf_internals.connect({"worker": tasks}, self._own_address)
         try:
             bind_filter.only_to(self._own_address.strip("[]"), self._port)
             self._is_filtered = True
@@ -487,7 +487,7 @@ def connect(
     """
     text = workers if isinstance(workers, str) else ",".join(workers)
     addresses = find_workers(text, os.environ)
-    if not tf_private.was_connected():
+    if not tf_internals.was_connected():
         made = [v for v in gc.get_objects() if isinstance(v, tf.Variable) and v.trainable]
         if made:
             warnings.warn(

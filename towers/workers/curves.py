@@ -7,7 +7,7 @@ machine's: what others send is in them, and each of several workers on one machi
 import re
 from collections.abc import Mapping, Sequence
 
-from towers.builder.kinds import machine_of
+from towers.builder.device_types import machine_of
 from towers.devices import memory, remote
 
 _COUNTERS = "/proc/net/dev"  # a row for each interface; 1st number: bytes received, 9th: sent

@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import tensorflow as tf
 
-from towers.devices import probe
+from towers.devices import self_test
 from towers.devices.checks import NOTE, OK, PROBLEM, Check
 from towers.errors import InputError
+from towers.formatting import count, first_line, table
 from towers.options.run import Options
-from towers.text import count, first_line, table
 from towers.workers.addresses import find_workers, parse_address, responds
 from towers.workers.cluster import MAX_CLOCK_SKEW_SECONDS, Cluster, Worker
 
@@ -155,7 +155,7 @@ def _check_copies(cluster: Cluster, workers: Sequence[Worker]) -> Check:
     wrong = []
     for source, target, ends in routes:
         with cluster.cut_off(ends, _COPY_SECONDS):
-            problem = probe.probe_copy(source, target)
+            problem = self_test.probe_copy(source, target)
         if problem:
             wrong.append(f"{source.removeprefix('/job:localhost')} to {target}: {problem}")
     name = "copies over the network"

@@ -15,8 +15,8 @@ import tensorflow as tf
 from towers import signals
 from towers.devices import remote
 from towers.errors import RunError
+from towers.formatting import count, first_line
 from towers.options.run import Options
-from towers.text import count, first_line
 
 _MAX_ERRORS = 3  # in a row at one step, of connections alone: no worker was lost
 # Of connections, and of servers that know nothing of this program any more.

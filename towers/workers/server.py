@@ -26,11 +26,11 @@ from typing import Any
 from towers import files
 from towers.devices.memory import in_words, of_host
 from towers.errors import InputError, RunError
+from towers.formatting import count, first_line
 from towers.options.gpu import GpuOptions
-from towers.text import count, first_line
 from towers.workers import bind_filter, rendezvous
 from towers.workers.addresses import is_here, join_address, responds
-from towers.workers.rendezvous import Reservation, DeviceInfo, Owner, WorkerInfo
+from towers.workers.rendezvous import DeviceInfo, Owner, Reservation, WorkerInfo
 
 NUM_CPU_DEVICES = 16  # logical ones of a worker without GPUs; more where there are more cores
 _POLL_SECONDS = 0.1
@@ -316,7 +316,7 @@ def _start(address: str, ip: str, any_address: bool, options: GpuOptions) -> tup
 
 
 def _worker_info(address: str, folder: str, pid: int, devices: list[Any]) -> WorkerInfo:
-    from towers import tf_private
+    from towers import tf_internals
     from towers.devices import selection
 
     cpus, gpus = [[d for d in devices if d.device_type == kind] for kind in ("CPU", "GPU")]
@@ -333,7 +333,7 @@ def _worker_info(address: str, folder: str, pid: int, devices: list[Any]) -> Wor
         devices=tuple(found),
         kind="gpu" if gpus else "cpu",
         num_cpu_devices=len(cpus),
-        deterministic=tf_private.ops_are_deterministic(),
+        deterministic=tf_internals.ops_are_deterministic(),
     )
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from towers import devices
-from towers.commands.benchmark.lanes import InterleavedRuns, RunnerError
 from towers.commands.benchmark.options import BenchmarkOptions
 from towers.commands.benchmark.results import collect, draw, lines
+from towers.commands.benchmark.runners import InterleavedRuns, RunnerError
 from towers.errors import InputError, RunError
 from towers.options import search_path
 from towers.options.fields import parse_tower_numbers

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from towers.commands.benchmark.lanes import InterleavedRuns
 from towers.commands.benchmark.options import BenchmarkOptions
+from towers.commands.benchmark.runners import InterleavedRuns
 from towers.devices import host
-from towers.text import count, markdown
+from towers.formatting import count, markdown
 
 _COPIED = "num_towers scaling batch_size devices shared peak_memory_mib".split()
 

@@ -15,7 +15,7 @@ import numpy as np
 from towers import files
 from towers.commands.compare.options import CompareOptions
 from towers.errors import InputError
-from towers.monitoring.curves import Curves, read_curves
+from towers.formatting import table
 from towers.monitoring.results import (
     Objective,
     common_objective,
@@ -26,8 +26,8 @@ from towers.monitoring.results import (
     read_result,
     short,
 )
+from towers.monitoring.scalar_reader import Curves, read_curves
 from towers.options.run import names_that_affect
-from towers.text import table
 
 WIDEST = 44  # characters of a column
 # The columns of the tables, with their digits; the objective is before them.

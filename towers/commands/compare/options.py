@@ -4,7 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 from towers.errors import InputError
-from towers.options.fields import check_values, option, copy_field
+from towers.options.fields import check_values, copy_field, option
 from towers.options.run import Options
 
 

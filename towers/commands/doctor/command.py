@@ -1,7 +1,7 @@
 """`towers doctor`: small checks of the machine, each with what to type where something is wrong.
 
 Nothing is created, downloaded or left behind. TensorFlow runs in processes of its own
-(`towers.devices.probe`), so that even one that cannot be imported is only one of the findings.
+(`towers.devices.self_test`), so that even one that cannot be imported is only one of the findings.
 """
 
 import importlib.metadata
@@ -19,12 +19,12 @@ from packaging.version import InvalidVersion, Version
 
 from towers import files
 from towers.data import registry
-from towers.devices import nvml, probe, visibility
+from towers.devices import cuda_visible_devices, nvml, self_test
 from towers.devices.checks import NOTE, OK, PROBLEM, Check
 from towers.devices.nvml import MIB, DriverGpu
 from towers.errors import InputError
+from towers.formatting import count
 from towers.options.run import Options
-from towers.text import count
 
 ROOT = Path(__file__).resolve().parents[3]
 INSTALL = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
@@ -69,7 +69,7 @@ def _checks(options: Options, environ: dict[str, str]) -> Iterator[Check]:
     yield check_data(options.dataset, options.data_dir)
     driver = nvml.gpus()
     try:
-        visibility.set_visible(options.gpu_options(), driver, environ)
+        cuda_visible_devices.set_visible(options.gpu_options(), driver, environ)
     except InputError as error:
         yield _refused("visible_gpus", error, "leave out --visible_gpus")
     yield from check_devices(driver, environ)
@@ -146,8 +146,8 @@ def check_data(dataset: str, data_dir: str) -> Check:
 
 def check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> Iterator[Check]:
     """Compare the driver's GPUs with TensorFlow's, then compute on those that a run would use."""
-    visible = visibility.visible_in(environ, driver)
-    start = probe.run_probe([], environ=environ)
+    visible = cuda_visible_devices.visible_in(environ, driver)
+    start = self_test.run_probe([], environ=environ)
     if isinstance(start, str):
         yield Check("TensorFlow starts", PROBLEM, f"its process {start}", INSTALL)
         yield from check_memory(driver, visible)
@@ -159,10 +159,10 @@ def check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> It
         versions = nvml.driver_version(), nvml.driver_cuda_version()
         yield from check_driver(*versions, start["build"].get("cuda_version"))
         yield from check_kernels(gpus, start["build"])
-    numbered = list(enumerate(visibility.match(gpus, visible)))
+    numbered = list(enumerate(cuda_visible_devices.match(gpus, visible)))
     usable = [f"/gpu:{number}" for number, gpu in numbered if not (gpu and gpu.full)]
     devices = ["/cpu:0", *(usable if gpus else ["/cpu:1"])]
-    yield from check_probe(probe.run_probe(devices, environ=environ), devices)
+    yield from check_probe(self_test.run_probe(devices, environ=environ), devices)
     if len(usable) > 1:
         access = nvml.peer_access(visible)
         yield check_peer_access(access)
@@ -171,12 +171,12 @@ def check_devices(driver: Sequence[DriverGpu], environ: Mapping[str, str]) -> It
         except OSError:
             free = None
         yield check_shared_memory(free, "" in access.values())
-        yield check_all_sum(probe.run_all_sum(usable, environ=environ), usable)
+        yield check_all_sum(self_test.run_all_sum(usable, environ=environ), usable)
 
 
 def check_gpus(
     driver: Sequence[DriverGpu],
-    gpus: Sequence[visibility.Seen],
+    gpus: Sequence[cuda_visible_devices.Seen],
     build: Mapping[str, object],
     environ: Mapping[str, str],
 ) -> Check:
@@ -188,9 +188,9 @@ def check_gpus(
         none = "no GPU here, only its driver" if version else "no GPU and no NVIDIA driver here"
         return Check("GPUs", OK, f"{none}: towers run on the CPU")
     says = f"the driver ({version}) has {', '.join(map(str, driver))}; TensorFlow"
-    missing = visibility.skipped(gpus, visibility.visible_in(environ, driver))
+    missing = cuda_visible_devices.skipped(gpus, cuda_visible_devices.visible_in(environ, driver))
     if missing:
-        cause, remedy = visibility.why_skipped(missing, len(gpus), build)
+        cause, remedy = cuda_visible_devices.why_skipped(missing, len(gpus), build)
         names = ", ".join(map(str, missing))
         return Check("GPUs", PROBLEM, f"{says} leaves out {names}: {cause}", remedy)
     says += f" lists {len(gpus)}"
@@ -250,9 +250,13 @@ def check_driver(
         yield Check("driver", OK, detail)
 
 
-def check_kernels(gpus: Sequence[visibility.Seen], build: Mapping[str, object]) -> Iterator[Check]:
+def check_kernels(
+    gpus: Sequence[cuda_visible_devices.Seen], build: Mapping[str, object]
+) -> Iterator[Check]:
     """Name the GPUs for which TensorFlow has no kernels: CUDA compiles them at first use."""
-    newer = {capability for _, capability in gpus if visibility.compiles(capability, build)}
+    newer = {
+        capability for _, capability in gpus if cuda_visible_devices.compiles(capability, build)
+    }
     if newer:
         names = ", ".join(".".join(map(str, capability)) for capability in sorted(newer))
         detail = f"none are built for compute capability {names}: CUDA compiles them at first use"
@@ -292,10 +296,10 @@ def check_shared_memory(free_bytes: int | None, some_peer_access: bool) -> Check
 
 
 def check_all_sum(found: dict[str, str | None] | str, devices: Sequence[str]) -> Check:
-    """Report the result of `probe.run_all_sum`."""
+    """Report the result of `self_test.run_all_sum`."""
     remedy = (
-        f"type NCCL_DEBUG=INFO python -m towers.devices.probe --all_sum {' '.join(devices)}, which "
-        "says why; try NCCL_P2P_DISABLE=1; --variables=cpu needs no all-sum"
+        f"type NCCL_DEBUG=INFO python -m towers.devices.self_test --all_sum {' '.join(devices)}, "
+        "which says why; try NCCL_P2P_DISABLE=1; --variables=cpu needs no all-sum"
     )
     if isinstance(found, str):
         return Check("all-sum", PROBLEM, f"its process {found}", remedy)
@@ -308,7 +312,9 @@ def check_all_sum(found: dict[str, str | None] | str, devices: Sequence[str]) ->
 def check_probe(found: dict[str, Any] | str, devices: Sequence[str]) -> Iterator[Check]:
     """Report the result of `probe.run_probe`."""
     if isinstance(found, str):
-        command = f"type python -m towers.devices.probe {' '.join(devices)}, which shows all of it"
+        command = (
+            f"type python -m towers.devices.self_test {' '.join(devices)}, which shows all of it"
+        )
         yield Check("computing", PROBLEM, f"the probe {found}", command)
         return
     for device, result in found["devices"].items():

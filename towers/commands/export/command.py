@@ -15,13 +15,13 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from towers import tf_private
+from towers import tf_internals
 from towers.commands.export.options import ENDINGS, ExportOptions
 from towers.data import augment
 from towers.errors import InputError, RunError
-from towers.text import first_line
-from towers.training.loading import TrainedModel, load_run
-from towers.training.model import floatx_of
+from towers.formatting import first_line
+from towers.training.load import TrainedModel, load_run
+from towers.training.run.model import floatx_of
 
 _NUM_COMPARED = 4  # examples
 # Of a difference, relative to the largest output. Of ResNet-20 rounding made 9e-16 and 3e-7; deeper
@@ -152,7 +152,7 @@ def _keras(trained: TrainedModel, path: Path, examples: Inputs) -> list[np.ndarr
         raise
     except Exception as error:  # of many kinds, some with a page about the whole model
         name, why = "a layer", error
-        for layer in reversed(tf_private.layers_of(model)):  # the innermost first
+        for layer in reversed(tf_internals.layers_of(model)):  # the innermost first
             try:
                 keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(layer))
             except Exception as reason:
@@ -192,7 +192,7 @@ def _how_to_load(options: ExportOptions, trained: TrainedModel) -> list[str]:
         size = "x".join(map(str, spec.shape))
         inside = "" if kind == "off" else f": --augment={kind} is inside"
         lines.append(f"takes       images {size} {spec.dtype.name}, as stored{inside}")
-    modules = {type(layer).__module__ for layer in tf_private.layers_of(trained.model)}
+    modules = {type(layer).__module__ for layer in tf_internals.layers_of(trained.model)}
     own = sorted(name for name in modules if name.split(".")[0] != "keras")
     if options.format == "keras" and own:
         lines.append(f"import      {', '.join(own)} before loading it: its layers are there")

@@ -18,12 +18,12 @@ from towers.commands.plan.options import PlanOptions
 from towers.commands.plan.report import report
 from towers.data import Data
 from towers.errors import InputError
+from towers.graphs.communication import HOST, TracedStep, executed_bytes, read_step
 from towers.graphs.placement import read_placement
-from towers.graphs.traffic import HOST, TracedStep, executed_bytes, read_step
 from towers.options.run import Options
-from towers.training import memory
-from towers.training.run import RunContext, assemble, load_data
-from towers.training.tensorflow_errors import user_facing_errors
+from towers.training.run import memory_estimate
+from towers.training.run.setup import RunContext, assemble, load_data
+from towers.training.run.tensorflow_errors import user_facing_errors
 
 DEFAULT_TOWERS = 8
 GIB = 2**30
@@ -100,7 +100,7 @@ class PlacedStep:
     def describe(self, gpu_memory_gib: float) -> dict[str, Any]:
         """Return the entry of this placement in the plan's result."""
         names = self.run.builder.devices
-        held = [memory.memory_by_purpose(self.run, self.step, name) for name in names]
+        held = [memory_estimate.memory_by_purpose(self.run, self.step, name) for name in names]
         parts = max(held, key=lambda parts: sum(parts.values()))
         limit, total = int(gpu_memory_gib * GIB), sum(parts.values())
         examples = -(-self.run.options.batch_size // len(names))  # of the first, which has most
@@ -127,7 +127,7 @@ class PlacedStep:
             },
             "memory_bytes": parts | {"total": total},
             "fits": total <= limit,
-            "largest_batch_per_tower": memory.largest_slice(parts, examples, limit),
+            "largest_batch_per_tower": memory_estimate.largest_slice(parts, examples, limit),
         }
 
 

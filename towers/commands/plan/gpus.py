@@ -7,25 +7,25 @@ from typing import Any
 import tensorflow as tf
 
 from towers import devices
-from towers.builder import kinds
+from towers.builder import device_types
 from towers.data import Data
-from towers.graphs import gpu_view
-from towers.graphs.gpu_nodes import HOST
-from towers.graphs.gpu_view import GpuView
+from towers.graphs import gpu_estimate
+from towers.graphs.executed_graph import HOST
+from towers.graphs.gpu_estimate import GpuView
 from towers.options.run import Options
-from towers.training.run import assemble
-from towers.training.tensorflow_errors import user_facing_errors
+from towers.training.run.setup import assemble
+from towers.training.run.tensorflow_errors import user_facing_errors
 
 
 def view(options: Options, num_towers: int, dataset: Data) -> GpuView:
     """Build a run for so many GPUs and return the view of its step; no step is made."""
     if options.variables == "auto":  # which is a trial, and there is nothing to try
         options = dataclasses.replace(options, variables="default")
-    with kinds.cpus_for_gpus():
+    with device_types.cpus_for_gpus():
         run = assemble(options, devices.tower_devices(num_towers, "cpu"), dataset)
         batches = iter(run.batches(0, 0))
         with user_facing_errors(options):
-            return gpu_view.read(run.train_loop(), batches, tf.constant(0))
+            return gpu_estimate.read(run.train_loop(), batches, tf.constant(0))
 
 
 def describe(found: GpuView) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from towers.text import table
+from towers.formatting import table
 
 
 def report(result: Mapping[str, Any], gpu_memory_gib: float) -> list[str]:

@@ -8,17 +8,17 @@ import numpy as np
 import tensorflow as tf
 
 from towers import devices
-from towers.builder.assignments import ReplicaScope
+from towers.builder.replica_scope import ReplicaScope
 from towers.builder.tower import TowerBuilder
 from towers.commands.predict import inputs, printing
 from towers.commands.predict.options import PredictOptions
-from towers.text import count
-from towers.training.guest import suppress_retracing_warnings
-from towers.training.loading import TrainedModel, load_run
-from towers.training.logits import logits_of
-from towers.training.model import floatx_of
-from towers.training.run import tower_devices
-from towers.training.tensorflow_errors import user_facing_errors
+from towers.formatting import count
+from towers.training.load import TrainedModel, load_run
+from towers.training.run.model import floatx_of
+from towers.training.run.process_state import suppress_retracing_warnings
+from towers.training.run.setup import tower_devices
+from towers.training.run.tensorflow_errors import user_facing_errors
+from towers.training.step.output_activation import logits_of
 
 
 def run(options: PredictOptions, say: Callable[[str], None]) -> dict[str, Any]:

@@ -10,12 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from towers import files
-from towers.data import encoded, npz
+from towers.data import encoded_images, npz
+from towers.data.csv_file import CsvTable
 from towers.data.folder import ENDINGS as IMAGES
 from towers.data.folder import images_below
-from towers.data.table import CsvTable
 from towers.errors import InputError
-from towers.training.loading import TrainedModel
+from towers.training.load import TrainedModel
 
 _NUM_THREADS = os.cpu_count() or 1
 
@@ -103,10 +103,10 @@ def _image_part(path: str, trained: TrainedModel) -> Part:
 
     def read(*_: int) -> np.ndarray:
         most, channels = options.max_image_pixels, spec.shape[-1]
-        image = encoded.decoded(path, Path(path).read_bytes, most, channels)
+        image = encoded_images.decoded(path, Path(path).read_bytes, most, channels)
         if size:
             with tf.device("/cpu:0"):
-                image = encoded.resized(image, size)  # as in the run
+                image = encoded_images.resized(image, size)  # as in the run
         if image.shape != spec.shape:
             found, wanted = ("x".join(map(str, shape[:2])) for shape in (image.shape, spec.shape))
             resizable = options.dataset in ("folder", "tfrecord")  # others never were

@@ -10,8 +10,8 @@ import numpy as np
 
 from towers.commands.predict.inputs import Part
 from towers.errors import InputError
-from towers.text import printable
-from towers.training.loading import TrainedModel
+from towers.formatting import printable
+from towers.training.load import TrainedModel
 
 _SHOWN = 6  # numbers of an output in a table
 

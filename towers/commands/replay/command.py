@@ -7,9 +7,9 @@ from typing import Any
 
 from towers.errors import InputError
 from towers.options.run import Options
-from towers.training import nan
-from towers.training.again import TensorRange, make_again
-from towers.training.run import find
+from towers.training.callbacks import nonfinite
+from towers.training.callbacks.replay_step import TensorRange, make_again
+from towers.training.run.setup import find
 
 _HEADINGS = {
     "data": "batch",
@@ -29,10 +29,10 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
         "device", "ranges": what `TensorRange` has of each tensor}.
     """
     folder = Path(options.train_dir)
-    report = nan.read_report(folder)
+    report = nonfinite.read_report(folder)
     first = options.devices.partition(",")[0]
     (device, *_), dataset = find(dataclasses.replace(options, num_towers=1, devices=first))
-    state, batch = nan.read(folder, (dataset.spec, None))
+    state, batch = nonfinite.read(folder, (dataset.spec, None))
     again = make_again(options, dataset, device, state, batch)
     if again.reason:
         raise InputError(f"--train_dir={folder}: its step cannot be made again: {again.reason}")

@@ -22,7 +22,7 @@ from typing import Any
 from towers import files
 from towers.commands.sweep import report
 from towers.commands.sweep.options import PlannedRun, SweepOptions, plan
-from towers.devices import nvml, visibility
+from towers.devices import cuda_visible_devices, nvml
 from towers.devices.nvml import DriverGpu
 from towers.errors import InputError
 from towers.monitoring.results import noted_runs, read_result
@@ -126,8 +126,8 @@ def deal_gpus(
     if parallel > 1 and driver and "visible_gpus" in users[0].flags:
         raise InputError("--vary=visible_gpus: --parallel deals GPUs out itself; leave one out")
     environ = dict(environ)
-    visibility.set_visible(users[0].options.gpu_options(), driver, environ)
-    listed = visibility.listed_in(environ, driver)
+    cuda_visible_devices.set_visible(users[0].options.gpu_options(), driver, environ)
+    listed = cuda_visible_devices.listed_in(environ, driver)
     gpus = [gpu.key for gpu in listed]
     if not gpus:
         return [[]] * parallel

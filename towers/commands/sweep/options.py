@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from towers.errors import InputError
 from towers.options import flags
-from towers.options.fields import check_values, option, copy_field
+from towers.options.fields import check_values, copy_field, option
 from towers.options.run import Options, names_that_affect, text_of
 
 RESERVED = (*names_that_affect("call"), "flagfile")  # which the sweep gives each run

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from towers.commands.sweep.options import SweepOptions, describe
+from towers.formatting import table
 from towers.monitoring import results
 from towers.monitoring.results import Objective, figure, short
 from towers.options.run import text_of
-from towers.text import table
 
 
 def document(options: SweepOptions, entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

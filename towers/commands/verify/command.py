@@ -12,18 +12,18 @@ import numpy as np
 import tensorflow as tf
 
 from towers import devices
-from towers.builder import kinds
+from towers.builder import device_types
 from towers.commands.verify.differences import TOLERANCE, TOLERANCES, compare
-from towers.commands.verify.lane import TrainRunner, in_float64
 from towers.commands.verify.options import VerifyOptions
 from towers.commands.verify.report import largest_by_array, largest_by_towers, verify_runners
+from towers.commands.verify.runner import TrainRunner, in_float64
 from towers.devices import remote
 from towers.devices.gpus import precision
 from towers.options.fields import parse_tower_numbers
 from towers.options.run import Options
-from towers.training import fitting
-from towers.training.guest import preserve_rng
-from towers.training.run import assemble, load_data
+from towers.training.run.process_state import preserve_rng
+from towers.training.run.setup import assemble, load_data
+from towers.training.step import loss_checks
 
 _NUDGE = 1e-12  # of a weight in float64, and as many units of the last place in less
 
@@ -66,10 +66,10 @@ def run(options: VerifyOptions, say: Callable[[str], None] = print) -> dict[str,
     def one_device(options: Options) -> TrainRunner:
         options = dataclasses.replace(options, variables="cpu", jit_compile=False)
         # A CPU as such where CPUs stand in for GPUs; other machines are compared with this one.
-        one = ["/cpu:0"] if kinds.stand_in() else names[:1]
-        one = devices.tower_devices(0)[:1] if kinds.are_remote(names) else one
+        one = ["/cpu:0"] if device_types.stand_in() else names[:1]
+        one = devices.tower_devices(0)[:1] if device_types.are_remote(names) else one
         reference = runner(options, one, plain=True)
-        notes[:] = fitting.check(reference.run.task, batch)
+        notes[:] = loss_checks.check(reference.run.task, batch)
         return reference
 
     what = f"{of_run.model} cannot be trained"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from towers.commands.verify.lane import Arrays, Runner
+from towers.commands.verify.runner import Arrays, Runner
 
 TOLERANCE = 1e-9
 _TRIALS = 3

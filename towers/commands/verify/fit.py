@@ -19,8 +19,9 @@ import keras
 import tensorflow as tf
 
 from towers import devices as tower_devices
-from towers import tf_private
-from towers.commands.verify.lane import (
+from towers import tf_internals
+from towers.commands.verify.report import verify_runners
+from towers.commands.verify.runner import (
     FitRunner,
     batched,
     copy_of,
@@ -30,12 +31,11 @@ from towers.commands.verify.lane import (
     rows_in,
     twin_of,
 )
-from towers.commands.verify.report import verify_runners
 from towers.errors import InputError
-from towers.graphs.gpu_view import not_fused
+from towers.graphs.gpu_estimate import not_fused
 from towers.options.fields import parse_tower_numbers
-from towers.training.guest import preserve_rng
-from towers.training.masters import restore_after, optimizers_of
+from towers.training.run.process_state import preserve_rng
+from towers.training.step.train_state import optimizers_of, restore_after
 
 
 @preserve_rng()
@@ -102,7 +102,7 @@ def verify(
         raise InputError(f"steps={steps}: 1 or more are needed")
     numbers = parse_tower_numbers(",".join(map(str, num_towers)))
     names = tower_devices.tower_devices(max(numbers), devices)
-    batches = list(tf_private.batches_of(x, y, sample_weight, batch_size).take(steps))
+    batches = list(tf_internals.batches_of(x, y, sample_weight, batch_size).take(steps))
     if not batches:
         raise InputError("x has no batch to verify with: one or more are needed")
     with warnings.catch_warnings(record=True) as warned, contextlib.ExitStack() as stack:
@@ -112,8 +112,8 @@ def verify(
             batch, what = _wide(batches[0]), f"{model.name} cannot be copied and trained"
             make_model = functools.partial(copy_of, model, inputs_of(batch))
             with contextlib.ExitStack() as wide:
-                wide.enter_context(tf_private.force_float64())
-                wide.enter_context(tf_private.floatx_set("float64"))
+                wide.enter_context(tf_internals.force_float64())
+                wide.enter_context(tf_internals.floatx_set("float64"))
                 wide.enter_context(not_fused())
                 reference = in_float64(lambda: FitRunner(make_model()), batch, what, say)
                 if reference:
@@ -122,7 +122,9 @@ def verify(
             _build(model, batches[0])
             make_model = functools.partial(twin_of, model)
             reference = FitRunner(make_model())
-            stack.enter_context(restore_after([*reference.named.values(), *model.metrics_variables]))
+            stack.enter_context(
+                restore_after([*reference.named.values(), *model.metrics_variables])
+            )
         say(
             f"verify      {model.name}: {steps} steps of fit in {reference.dtype}, one device "
             f"against {','.join(map(str, numbers))} towers"

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import tf_private
-from towers.builder import draws, exchange, faults, machines
+from towers import tf_internals
+from towers.builder import cross_host, exactness_checks, rng, sync
 from towers.commands.verify.differences import (
     NUDGE_PART,
     TOLERANCES,
@@ -20,11 +20,11 @@ from towers.commands.verify.differences import (
     compare,
     kind_of,
 )
-from towers.commands.verify.lane import Runner, batched, rows_in
+from towers.commands.verify.runner import Runner, batched, rows_in
 from towers.devices.gpus import precision
+from towers.formatting import table
 from towers.graphs.placement import Op, traced_ops
-from towers.text import table
-from towers.training.masters import variables_of
+from towers.training.step.train_state import variables_of
 
 KINDS = (
     "loss", "metric", "gradient", "model", "optimizer", "average", "evaluation", "prediction"
@@ -134,7 +134,10 @@ def likely_cause(
     even = rows - rows % builder.num_slices or rows  # slices of one size: one graph
     graph, _ = runner.trace(next(iter(batched(batch, even))))
     ops = [(Op(name, op.type, "", ""), op) for name, op in traced_ops(graph)]
-    drawn = [*filter(faults.of_draws, found), *faults.random_ops_of(op for op, _ in ops)]
+    drawn = [
+        *filter(exactness_checks.of_draws, found),
+        *exactness_checks.random_ops_of(op for op, _ in ops),
+    ]
     if drawn:
         return drawn[0]
     if unlike := _unlike_towers(ops):
@@ -155,7 +158,7 @@ def likely_cause(
         )
     local = builder.accumulate_steps > 1 and "accumulate_steps=1"
     local = 'batch_norm="sync"' if builder.batch_norm == "local" else local
-    for layer in tf_private.layers_of(model) if local else ():
+    for layer in tf_internals.layers_of(model) if local else ():
         if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized:
             flag = local.replace('"', "")
             return (
@@ -217,7 +220,7 @@ def _unlike_towers(ops: Sequence[tuple[Op, tf.Operation]]) -> str | None:
     towers: dict[int, list[tuple]] = {}
     for placed, op in ops:
         # Gradients share some constants; masters are read where they are; draws have places.
-        scopes = draws.SCOPE, exchange.SCOPE, machines.FETCHED
+        scopes = rng.SCOPE, sync.SCOPE, cross_host.FETCHED
         placeful = any(scope in placed.name for scope in scopes)
         known = placed.name.startswith("gradient_tape") or placeful or op.type in _WEIGHT_OPS
         if placed.tower is not None and not known:

@@ -21,10 +21,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from towers import tf_private
+from towers import tf_internals
 from towers.errors import InputError, RunError
-from towers.training import checkpoint
-from towers.training.saving import CheckpointManager
+from towers.training.run import checkpoint
+from towers.training.run.checkpoint_manager import CheckpointManager
 
 _KEPT = 2  # of the newest: the older one is for a newest one that is damaged
 
@@ -93,7 +93,7 @@ class ExactResume(keras.callbacks.Callback):
         if self._saved is None:
             return
         about, ended = self._saved.about, self._saved.about["ended"]
-        tf_private.begin_at_epoch(self.model, self.params["epochs"] if ended else about["epoch"])
+        tf_internals.begin_at_epoch(self.model, self.params["epochs"] if ended else about["epoch"])
         if ended or about["epoch"] >= self.params["epochs"]:
             print(f"ExactResume: {self.directory} holds a fit that has ended; it is not repeated")
             self._restore()
@@ -103,7 +103,7 @@ class ExactResume(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Record the random state that an epoch begins with: Python's own data are made from it."""
-        tf_private.begin_at_epoch(self.model, None)  # it would be that of the next fit, too
+        tf_internals.begin_at_epoch(self.model, None)  # it would be that of the next fit, too
         self._epoch = epoch
         self._first_epoch = epoch if self._first_epoch is None else self._first_epoch
         if self._saved is not None:
@@ -121,7 +121,7 @@ class ExactResume(keras.callbacks.Callback):
         """Save the end."""
         if self._first_epoch is not None:
             self._save(self._epoch + 1, 0, ended=bool(self.model.stop_training))
-        tf_private.begin_at_epoch(self.model, None)
+        tf_internals.begin_at_epoch(self.model, None)
 
     def _step_or_skip(self, iterator: Any) -> Any:
         """Make the step or skip it; save or restore what it starts from."""
@@ -153,7 +153,7 @@ class ExactResume(keras.callbacks.Callback):
 
     def _iterator_state(self, iterator: Any) -> bytes | None:
         try:
-            return tf_private.iterator_state(iterator)
+            return tf_internals.iterator_state(iterator)
         except tf.errors.FailedPreconditionError as error:  # "PyFunc is stateful."
             reason = error.message.rpartition("}}")[2].partition(".")[0].strip()
             if self._is_long_pass:
@@ -170,11 +170,11 @@ class ExactResume(keras.callbacks.Callback):
         saved, position = self._saved, self._saved.arrays.get("position")
         self._restore()
         if position is not None:
-            tf_private.set_iterator_state(iterator, position.tobytes())
+            tf_internals.set_iterator_state(iterator, position.tobytes())
             if saved.about["batch"] and "start" in saved.arrays:
                 # Where a pass is about to end, its place does not tell how often it was shuffled.
                 self._positions["start"] = saved.arrays["start"].tobytes()
-                tf_private.begin_pass_again(iterator, self._positions["start"])
+                tf_internals.begin_pass_again(iterator, self._positions["start"])
             _set_random_state(saved.about["random"])
         elif saved.about["batch"]:
             for _ in range(saved.about["batch"] - self.model.steps_per_execution):

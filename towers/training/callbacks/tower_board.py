@@ -17,12 +17,12 @@ import tensorflow as tf
 from towers.errors import InputError
 from towers.graphs.placement import Placement
 from towers.graphs.step_graph import step_graph
-from towers.monitoring import charts, dashboard, events, tower_stats
+from towers.monitoring import custom_scalars, dashboard, events, tower_metrics
 from towers.monitoring.event_writer import PARTS, EventWriter
 from towers.monitoring.speed import Speed, by_tower
 from towers.training.callbacks.exact_resume import is_skipped
-from towers.training.masters import dynamic_scale
-from towers.training.parallel import builder_of, passes_of
+from towers.training.parallelize import builder_of, passes_of
+from towers.training.step.train_state import dynamic_scale
 
 _OF_TOWERS = ("tower_examples", "tower_gradient_norm", "tower_cosine", "tower_step_seconds")
 
@@ -121,7 +121,7 @@ class TowerBoard(keras.callbacks.Callback):
         self._graph = tf.compat.v1.get_default_graph()
         with tf.name_scope("telemetry"):
             measured = self._measured.read_value()
-            values = tower_stats.measure_joined(gradients, self._builder, measured, scale)
+            values = tower_metrics.measure_joined(gradients, self._builder, measured, scale)
             with tf.device("/cpu:0"):
                 self._seen.assign(tf.stack([values[name] for name in _OF_TOWERS]))
                 num_examples = tf.reduce_sum(values["tower_examples"])
@@ -163,7 +163,7 @@ class TowerBoard(keras.callbacks.Callback):
         devices = self._builder.devices
         metrics = [f"validation {name}" for name in self.model.get_metrics_result()]
         summaries = [
-            charts.layout(
+            custom_scalars.layout(
                 any("gpu" in name.lower() for name in devices),
                 [name for name in metrics if name != "validation loss"],  # which has a chart
             ),

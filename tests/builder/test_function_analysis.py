@@ -1,0 +1,289 @@
+"""What a rehearsal finds out of a tower function, and what the builder makes of it."""
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from towers import TowerBuilder
+from towers.builder import replica_context
+from towers.builder.function_analysis import parts_of, rehearse
+from towers.builder.rng import BatchAxis
+
+pytestmark = pytest.mark.graph
+layers = keras.layers
+DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2"]
+X = np.random.default_rng(0).normal(size=(7, 4, 6)).astype("float32")
+SEED = (3, 4)
+
+
+def uniform(shape):
+    return tf.random.stateless_uniform(shape, SEED)
+
+
+# Where the examples are in a draw: of x [B, 4, 6], in several layouts.
+LAYOUTS = {
+    "first axis": (lambda x: x + uniform(tf.shape(x)), BatchAxis(0)),
+    "second axis": (
+        lambda x: x + tf.transpose(uniform([4, tf.shape(x)[0], 6]), [1, 0, 2]),
+        BatchAxis(1),
+    ),
+    "last axis": (lambda x: x + tf.transpose(uniform([6, 4, tf.shape(x)[0]])), BatchAxis(2)),
+    "batch * time": (
+        lambda x: x + tf.reshape(uniform([4 * tf.shape(x)[0], 6]), tf.shape(x)),
+        BatchAxis(0),
+    ),
+    "time * batch": (
+        lambda x: x
+        + tf.transpose(tf.reshape(uniform([4 * tf.shape(x)[0], 6]), [4, -1, 6]), [1, 0, 2]),
+        BatchAxis(0, 1),
+    ),
+    "halves * batch * time": (
+        lambda x: x + tf.reshape(
+            tf.transpose(tf.reshape(uniform([4 * tf.shape(x)[0], 6]), [2, -1, 2, 6]), [1, 0, 2, 3]),
+            tf.shape(x),
+        ),
+        BatchAxis(0, 2),
+    ),
+    "a mask": (
+        lambda x: tf.where(tf.reshape(uniform([24 * tf.shape(x)[0]]), tf.shape(x)) < 0.5, x, 0),
+        BatchAxis(0),
+    ),
+    "a kernel as long as a slice": (lambda x: x @ uniform([6, 6]), BatchAxis(None)),
+    "one number": (lambda x: x * uniform([]), BatchAxis(None)),
+}  # fmt: skip
+UNTOLD = {
+    "pairs": lambda x: x + tf.reduce_sum(uniform([tf.shape(x)[0]] * 2)),
+    "one less": lambda x: x + tf.reduce_sum(uniform([2 * tf.shape(x)[0] - 1])),
+    "what is positive": lambda x: x
+    + tf.reduce_sum(uniform([tf.reduce_sum(tf.cast(x > 0, tf.int32))])),
+    "of all examples": lambda x: x + tf.reduce_sum(uniform([4 * tf.shape(x)[0], 6])),
+}
+
+
+def per_example(fn):
+    return lambda x: tf.reduce_sum(tf.sin(fn(x)), axis=[1, 2])
+
+
+@pytest.mark.run
+def test_layouts_of_draws_are_found():
+    """Towers then draw what one device draws, of slices of known and of unknown sizes."""
+    parts = [per_example(draw) for draw, _ in LAYOUTS.values()]
+    fn = lambda x: tf.add_n([part(x) for part in parts])  # noqa: E731
+    told = []
+    builder = TowerBuilder(DEVICES, accumulate_steps=2, on_doubt=told.append)
+    found = [drawn.layout for drawn in builder.rehearse(fn, tf.constant(X)).draws]
+    assert dict(zip(LAYOUTS, found, strict=True)) == {n: own for n, (_, own) in LAYOUTS.items()}
+    expected = fn(tf.constant(X))
+    some = tf.function(lambda x: builder.gradients(fn, [], x)[0], [tf.TensorSpec([7, 4, 6])])
+    anything = tf.function(lambda x: builder.concat(fn, x), [tf.TensorSpec([None, 4, 6])])
+    np.testing.assert_allclose(some(X), tf.reduce_mean(expected), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(anything(X), expected, rtol=1e-5, atol=1e-5)
+    assert not told
+
+
+def told_of(fn, num_towers=3):
+    """Return what is told of a function when it has run on towers."""
+    told = []
+    TowerBuilder(DEVICES[:num_towers], on_doubt=told.append).gradients(fn, [], tf.constant(X))
+    return told
+
+
+@pytest.mark.parametrize("name", UNTOLD)
+def test_draws_whose_layout_cannot_be_told_are_told_of(name):
+    fn = per_example(UNTOLD[name])
+    (drawn,) = TowerBuilder(DEVICES, on_doubt=print).rehearse(fn, tf.constant(X)).draws
+    assert drawn.layout is None
+    (told,) = told_of(fn)
+    assert told.startswith("ambiguous draw: ")
+
+
+def test_doubts_are_warnings():
+    fn = per_example(UNTOLD["pairs"])
+    with pytest.warns(UserWarning, match="ambiguous draw"):
+        TowerBuilder(DEVICES).gradients(fn, [], tf.constant(X))
+
+
+@pytest.mark.unit
+def test_one_tower_needs_no_rehearsal():
+    calls = []
+    builder = TowerBuilder(DEVICES[:1])
+    builder.gradients(lambda x: calls.append(0) or x[:, 0, 0], [], tf.constant(X))
+    assert len(calls) == 1
+
+
+def test_what_was_tried_on_a_batch_is_known_while_a_step_is_traced():
+    """A mean of what is not masked: of made-up examples, none of which is -1, it is any mean."""
+    told = []
+    builder = TowerBuilder(["/cpu:0"] * 2, on_doubt=told.append)
+
+    class Masked(keras.layers.Layer):
+        def call(self, x):
+            kept = tf.cast(x != -7.0, x.dtype)
+            self.add_loss(tf.reduce_sum(kept * x) / tf.maximum(tf.reduce_sum(kept), 1.0))
+            return x
+
+    layer, x = Masked(), tf.constant([[1.0], [-7.0], [2.0], [-7.0], [-7.0], [3.0]])
+
+    def fn(x):
+        return layer(x)[:, 0]
+
+    builder.rehearse(fn, x, silent=True)
+    assert not told
+    tf.function(lambda x: builder.gradients(fn, [], x)).get_concrete_function(x)
+    assert any("masked" in line for line in told), told
+
+
+def test_the_same_function_made_anew_is_rehearsed_once():
+    calls, model = [], layers.Dropout(0.5)
+
+    def make(model):
+        return lambda x: calls.append(0) or tf.reduce_sum(model(x, training=True), [1, 2])
+
+    builder = TowerBuilder(DEVICES)
+    builder.gradients(make(model), [], tf.constant(X))
+    first = len(calls)
+    builder.gradients(make(model), [], tf.constant(X))
+    assert first > 3 and len(calls) == first + 3
+    assert parts_of(make(model), [])[1:] != parts_of(make(layers.Dropout(0.5)), [])[1:]
+
+
+@pytest.mark.parametrize("multiple, size, few", [(2, 8, 6), (5, 10, 15)])
+def test_functions_of_batches_of_some_sizes_only(multiple, size, few):
+    def fn(x):
+        noise = tf.transpose(uniform([4, tf.shape(x)[0], 6]), [1, 0, 2])
+        groups = tf.reshape(x + noise, [x.shape[0] // multiple, multiple, 24])
+        return tf.reshape(tf.reduce_sum(tf.sin(groups), 2), [-1])
+
+    x = tf.concat([X, X], axis=0)[:size]
+    assert rehearse(fn, [x]).few.size == few
+    loss, _ = TowerBuilder(DEVICES[:2]).gradients(fn, [], x)
+    np.testing.assert_allclose(loss, tf.reduce_mean(fn(x)), rtol=1e-5)
+
+
+def test_state_that_cannot_be_put_together_is_named():
+    last = keras.Variable(0.0, trainable=False, name="last")
+    (told,) = told_of(lambda x: (x[:, 0, 0], last.assign(x[-1, 0, 0]))[0])
+    assert told.startswith("state: the variable last ") and 'aggregation="sum"' in told
+
+
+def test_what_takes_long_is_said(monkeypatch, capsys):
+    """The function waits until the line is there: the test hangs where none comes."""
+    said = threading.Event()
+    monkeypatch.setattr(replica_context, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(replica_context, "print", lambda *args, **_: (print(*args), said.set()),
+                        raising=False)  # fmt: skip
+    TowerBuilder(DEVICES).rehearse(lambda x: said.wait(30) and x[:, 0, 0], tf.constant(X))
+    assert said.is_set()
+    assert "waiting     the model is tried" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------- The contract
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        lambda x: tf.reduce_mean(x, [1, 2], keepdims=True)[:1, 0, 0],
+        lambda x: tf.reduce_mean(x, 0)[:, 0],
+        lambda x: tf.zeros([3]),  # as long as a slice
+        lambda x: tf.cast(x[:, 0, 0], tf.int32),
+        lambda x: x[:, 0, 0] > 0,
+        lambda x: x[:, :1, 0],
+    ],
+    ids=["[1]", "axis 0 is gone", "as long as a slice", "integers", "bools", "[b, 1]"],
+)
+@pytest.mark.parametrize("num_towers, size", [(1, 7), (3, None)])
+def test_losses_that_are_not_one_for_each_example(losses, num_towers, size):
+    builder = TowerBuilder(DEVICES[:num_towers])
+    spec = tf.TensorSpec([size, 4, 6])
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError)) as error:
+        tf.function(lambda x: builder.gradients(losses, [], x)[0], [spec])(X)
+    assert "loss_fn must return" in str(error.value)
+
+
+@pytest.mark.parametrize("compiled", [lambda f: f, tf.function], ids=["eager", "function"])
+def test_a_tf_variable_cannot_be_assigned(compiled):
+    v = tf.Variable(1.0, name="mine")
+    for assign in (
+        lambda x: v.assign(x),
+        lambda x: v.assign_add(x),
+        lambda x: v.scatter_nd_update([[0]], [x]),
+    ):
+        fn = lambda x: (x[:, 0, 0], assign(2.0))[0]  # noqa: B023, E731
+        with pytest.raises(ValueError, match="keras.Variable") as error:
+            compiled(lambda x: TowerBuilder(DEVICES).gradients(fn, [], x))(tf.constant(X))  # noqa: B023
+        assert "'mine:0'" in str(error.value)
+    assert v.numpy() == 1
+
+
+def test_assignments_are_caught_by_every_method():
+    layer = layers.Dropout(0.5, seed=3)
+    plain = layers.Dropout(0.5, seed=3)
+    expected = [plain(tf.constant(X), training=True) for _ in range(2)]
+    fn = lambda x: layer(x, training=True)  # noqa: E731
+    builder = TowerBuilder(DEVICES)
+    np.testing.assert_array_equal(tf.concat(builder.map(fn, X), 0), expected[0])
+    np.testing.assert_allclose(
+        builder.sum(lambda x: tf.reduce_sum(fn(x), 0), X),
+        tf.reduce_sum(expected[1], 0), rtol=1e-5, atol=1e-5,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- What is not silent
+
+
+def test_a_function_that_cannot_be_rehearsed_is_told_of():
+    count = keras.Variable(0, dtype="int64", trainable=False, name="count")
+
+    def fn(x):
+        count.assign_add(int(x.numpy().shape[0]))  # in eager mode alone
+        return tf.reduce_sum(x * uniform(x.shape), [1, 2])
+
+    assert {line.split(":")[0] for line in told_of(fn)} == {"ambiguous draw", "state"}
+
+
+def test_a_function_that_draws_otherwise_for_few_examples_is_told_of():
+    def fn(x):
+        if x.shape[0] == 4:
+            x = x + uniform([1])
+        return tf.reduce_sum(x * uniform(tf.shape(x)), [1, 2])
+
+    assert told_of(fn, num_towers=2)[0].startswith("ambiguous draw: ")
+
+
+def test_a_rehearsal_leaves_no_trace():
+    """A counter makes it want to run: it must not, where that would be seen."""
+    calls, told = [], []
+    count = keras.Variable(0.0, trainable=False)
+    generator = tf.random.Generator.from_seed(1)
+    state = generator.state.numpy()
+
+    def fn(x):
+        count.assign_add(float(x.shape[0]))
+        tf.py_function(lambda: calls.append(0), [], [])
+        return x[:, 0, 0] + generator.uniform([])
+
+    builder = TowerBuilder(DEVICES, on_doubt=told.append)
+    builder.rehearse(fn, tf.constant(X))
+    assert not calls and np.array_equal(generator.state, state)
+    kinds = {line.split(":")[0] for line in told}
+    assert kinds == {"random op", "python code", "state"}
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: tf.nn.dropout(x, 0.5),
+        lambda x: x + tf.random.stateless_gamma((6,), SEED, 2.0),
+        lambda x: x + tf.raw_ops.StatelessRandomUniformV2(
+            shape=tf.shape(x), key=[1], counter=[1, 2], alg=1
+        ),
+    ],
+    ids=["tf.nn.dropout", "gamma", "a raw op"],
+)  # fmt: skip
+def test_draws_that_towers_cannot_follow_are_told_of(draw):
+    (told,) = told_of(lambda x: tf.reduce_sum(draw(x), [1, 2]))
+    assert told.startswith("random op: ")

@@ -1,0 +1,168 @@
+"""Draws by example: N towers draw what one device draws for the whole batch."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from towers import TowerBuilder
+from towers.builder import device_types, philox
+from towers.builder.rng import BatchSlice, ReplicaRng
+
+pytestmark = pytest.mark.unit
+DEVICES = ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
+SEED = (3, 4)
+EXAMPLES = tf.random.stateless_uniform([7, 6, 5], [0, 0])
+uniform, normal = tf.random.stateless_uniform, tf.random.stateless_normal
+DRAWS = {
+    "uniform": lambda shape, dtype: uniform(shape, SEED, dtype=dtype),
+    "normal": lambda shape, dtype: normal(shape, SEED, dtype=dtype),
+    "truncated": lambda shape, dtype: tf.random.stateless_truncated_normal(
+        shape, SEED, dtype=dtype
+    ),
+    "integers": lambda shape, dtype: uniform(
+        shape, SEED, 0, 1000, tf.int64 if dtype == tf.float64 else tf.int32
+    ),
+    "bits": lambda shape, dtype: uniform(
+        shape, SEED, None, None, tf.uint64 if dtype == tf.float64 else tf.uint32
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float64, tf.float16, tf.bfloat16])
+@pytest.mark.parametrize("name", DRAWS)
+@settings(deadline=None, max_examples=15)
+@given(
+    before=st.integers(0, 50),
+    size=st.integers(1, 9),
+    after=st.integers(0, 9),
+    row=st.integers(1, 9),
+)
+def test_a_slice_gets_its_rows_of_the_whole_draw(name, dtype, before, size, after, row):
+    whole = DRAWS[name]([before + size + after, row], dtype)
+    with ReplicaRng(BatchSlice(before, size, before + size + after)).drawing():
+        part = DRAWS[name]([size, row], dtype)
+    np.testing.assert_array_equal(part, whole[before : before + size])
+
+
+def test_draws_far_into_a_large_batch():
+    whole = uniform([50_001, 100], SEED)
+    with ReplicaRng(BatchSlice(tf.constant(49_999), 2, 50_001)).drawing():
+        np.testing.assert_array_equal(uniform([2, 100], SEED), whole[-2:])
+
+
+def test_what_is_not_by_example_is_the_same_in_every_tower():
+    for shape in [], [3], [7, 5], [6, 2]:
+        whole = uniform(shape, SEED)
+        with ReplicaRng(BatchSlice(10, 4, 20)).drawing():
+            np.testing.assert_array_equal(uniform(shape, SEED), whole)
+
+
+def test_windows_and_heads_belong_to_their_example():
+    whole = uniform([5 * 3, 2, 2], SEED)
+    with ReplicaRng(BatchSlice(2, 2, 5)).drawing():
+        np.testing.assert_array_equal(uniform([2 * 3, 2, 2], SEED), whole[6:12])
+
+
+# ---------------------------------------------------------------------------- Layers, over towers
+
+LAYERS = {
+    "Dropout": lambda: keras.layers.Dropout(0.4, seed=1),
+    "Dropout of whole rows": lambda: keras.layers.Dropout(0.4, noise_shape=(None, 1, 1), seed=1),
+    "SpatialDropout1D": lambda: keras.layers.SpatialDropout1D(0.4, seed=1),
+    "AlphaDropout": lambda: keras.layers.AlphaDropout(0.4, seed=1),
+    "GaussianNoise": lambda: keras.layers.GaussianNoise(0.5, seed=1),
+    "GaussianDropout": lambda: keras.layers.GaussianDropout(0.4, seed=1),
+    "MultiHeadAttention": lambda: Attention(),
+    "RandomBrightness": lambda: Images(keras.layers.RandomBrightness(0.5, seed=1)),
+    "RandomContrast": lambda: Images(keras.layers.RandomContrast(0.5, seed=1)),
+    "RandomFlip": lambda: Images(keras.layers.RandomFlip(seed=1)),
+    "RandomTranslation": lambda: Images(keras.layers.RandomTranslation(0.3, 0.3, seed=1)),
+    "RandomRotation": lambda: Images(keras.layers.RandomRotation(0.3, seed=1)),
+    "RandomZoom": lambda: Images(keras.layers.RandomZoom(0.3, seed=1)),
+}
+
+
+class Attention(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        initializer = keras.initializers.GlorotUniform(seed=0)
+        self.inner = keras.layers.MultiHeadAttention(
+            2, 3, dropout=0.5, seed=1, kernel_initializer=initializer
+        )
+
+    def call(self, x, training):
+        return self.inner(x, x, training=training)
+
+
+class Images(keras.layers.Layer):
+    """An augmentation layer as part of a model."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def call(self, x, training):
+        images = tf.stack([x, 2 * x, x - 1], axis=-1)
+        return tf.reduce_sum(self.inner(images, training=training), axis=-1)
+
+
+def layers_and_step(names, builder, size):
+    """Return layers, and a step that joins from the towers what each gives in training."""
+    layers = {name: LAYERS[name]() for name in names}
+    for layer in layers.values():
+        layer(EXAMPLES, training=False)
+
+    def fn(x):
+        return {name: layer(x, training=True) for name, layer in layers.items()}
+
+    spec = tf.TensorSpec([size, 6, 5])
+    return layers, tf.function(lambda x: builder.concat(fn, x), input_signature=[spec])
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(("num_towers", "size"), [(1, 7), (3, 7), (4, None)])
+def test_layers_draw_for_each_example_what_one_device_draws(num_towers, size):
+    plain, _ = layers_and_step(LAYERS, None, size)
+    expected = [{name: plain[name](EXAMPLES, training=True) for name in LAYERS} for _ in range(3)]
+    _, step = layers_and_step(LAYERS, TowerBuilder(DEVICES[:num_towers]), size)
+    found = [step(EXAMPLES) for _ in range(3)]
+    for name in LAYERS:
+        assert np.abs(expected[0][name] - expected[1][name]).max() > 0  # it draws anew
+        for own, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(own[name], other[name], 2e-5, 2e-5, err_msg=name)
+
+
+# ---------------------------------------------------------------------------- On GPUs
+
+
+@pytest.mark.parametrize("dtype", [tf.int32, tf.int64])
+@settings(deadline=None, max_examples=50)
+@given(data=st.data())
+def test_keys_that_are_made_on_the_device_are_tensorflows(dtype, data):
+    numbers = st.integers(dtype.min, dtype.max)
+    seed = tf.constant([data.draw(numbers), data.draw(numbers)], dtype)
+    found = philox.key_and_counter(seed)
+    made_by_tensorflow = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    for part, expected in zip(found, made_by_tensorflow, strict=True):
+        assert part.dtype == expected.dtype
+        np.testing.assert_array_equal(part, expected)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(("num_towers", "size"), [(1, 7), (2, None)])
+def test_gpus_draw_the_same_without_a_key_from_the_host(num_towers, size):
+    def draw_on(builder):
+        names = ["Dropout", "MultiHeadAttention", "RandomRotation"]
+        _, step = layers_and_step(names, builder, size)
+        kinds_of_ops = {op.type for op in step.get_concrete_function().graph.get_operations()}
+        return [step(EXAMPLES) for _ in range(3)], kinds_of_ops
+
+    builder = TowerBuilder(DEVICES[1 : 1 + num_towers])
+    expected, of_cpus = draw_on(builder)
+    with device_types.cpus_for_gpus():
+        found, of_gpus = draw_on(builder)
+    tf.nest.map_structure(np.testing.assert_array_equal, found, expected)
+    assert "StatelessRandomGetKeyCounter" in of_cpus - of_gpus

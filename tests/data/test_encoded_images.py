@@ -1,0 +1,457 @@
+"""Folders of images and TFRecord files: what is found, decoded, kept, and refused in one line."""
+
+import json
+import os
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.data import image_files
+from tests.data.image_files import CLASSES, SHAPE, WRITE, image, numbers_of, png, write_records
+from tests.data.splits import all_of, assert_same, flat, refusal, run, take
+from towers import cli, data
+from towers.data import encoded_images, tfrecord
+
+pytestmark = pytest.mark.graph
+
+TRAIN, TEST = 14, range(500, 510)
+
+
+@pytest.fixture(scope="module", params=["folder", *run(["tfrecord"])])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """The folder where the places of records are kept."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder / "towers"
+
+
+def write(kind, top, num_train=TRAIN, test=TEST, **how):
+    """Write training images 0, 1, ... and test images."""
+    WRITE[kind](top, range(num_train), **how)
+    WRITE[kind](top, test, split="test", **how)
+
+
+@pytest.fixture(scope="module")
+def folder(kind, tmp_path_factory):
+    """14 training and 10 test images."""
+    top = tmp_path_factory.mktemp(kind)
+    write(kind, top)
+    return top
+
+
+@pytest.fixture(scope="module")
+def loaded(kind, folder):
+    return data.load(kind, str(folder))
+
+
+def images_of(split):
+    """Return the numbers of the images in a split, in its order."""
+    return numbers_of(all_of(split)[0]).tolist()
+
+
+# Whole files
+
+
+def test_images_come_in_order_as_they_were_written_with_their_labels(kind, loaded):
+    assert (loaded.name, loaded.train.size, loaded.test.size) == (kind, TRAIN, len(TEST))
+    assert loaded.image_shape == SHAPE and loaded.num_classes == 3
+    assert loaded.class_names == (CLASSES if kind == "folder" else ("0", "1", "2"))
+    batches = flat(loaded.test.eval_batches(4))
+    images, labels, weights = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    in_order = sorted(TEST, key=lambda n: n % 3) if kind == "folder" else [*TEST]
+    assert numbers_of(images)[: len(TEST)].tolist() == in_order and len(batches) == 3
+    np.testing.assert_array_equal(weights, np.arange(12) < len(TEST))
+    assert not images[len(TEST) :].any() and not labels[len(TEST) :].any()
+    shown = take(loaded.train, 7, 1, seed=1) + [(images[:10], labels[:10], None)]
+    for images, labels, _ in shown:
+        for pixels, label, number in zip(images, labels, numbers_of(images), strict=True):
+            np.testing.assert_array_equal(pixels, image(number))
+            assert label == number % 3
+
+
+@pytest.mark.run
+def test_a_third_split_is_for_validation(kind, tmp_path):
+    for number, split in enumerate(("train", "val")):
+        WRITE[kind](tmp_path, range(6 * number, 6 * number + 6), split=split)
+    loaded = data.load(kind, str(tmp_path))
+    assert (sorted(images_of(loaded.test)), loaded.validation) == ([*range(6, 12)], None)
+    WRITE[kind](tmp_path, range(12, 15), split="test")
+    if kind == "folder":  # of records, what is called validation begins with val
+        (tmp_path / "val").rename(tmp_path / "validation")
+    loaded = data.load(kind, str(tmp_path))
+    assert sorted(images_of(loaded.validation)) == [*range(6, 12)]
+    assert sorted(images_of(loaded.test)) == [*range(12, 15)]
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("kind", ["folder"], indirect=True)
+def test_slow_reads_change_no_order(loaded, monkeypatch):
+    expected, real = take(loaded.train, 4, 4, seed=3), loaded.train.source.read
+    first, another_has_read = [], threading.Event()
+
+    def read(row):
+        if not first:
+            first.append(threading.get_ident())
+        if threading.get_ident() != first[0]:
+            another_has_read.set()
+        assert another_has_read.wait(30)  # the first batch is read after the second
+        return real(row)
+
+    monkeypatch.setattr(encoded_images, "_CORES", 2)
+    monkeypatch.setattr(loaded.train.source, "read", read)
+    assert_same(take(loaded.train, 4, 4, seed=3), expected)
+
+
+@pytest.mark.unit
+def test_of_an_image_only_its_place_is_kept(loaded):
+    def kept_bytes(split):
+        return sum(len(pickle.dumps(value)) for value in vars(split.source).values())
+
+    of_each = (kept_bytes(loaded.train) - kept_bytes(loaded.test)) / (TRAIN - len(TEST))
+    assert 0 < of_each < 40 < len(png(image(0)))
+
+
+# Sizes
+
+
+def sized(size):
+    return lambda pixels: tf.io.encode_png(tf.image.resize(pixels, size, "nearest")).numpy()
+
+
+def test_images_of_different_sizes_need_one(kind, tmp_path):
+    WRITE[kind](tmp_path, range(3), encode=sized((8, 4)))
+    WRITE[kind](tmp_path, range(3, 6), split="test", encode=sized((9, 9)))
+    line = refusal(kind, str(tmp_path))
+    assert "is 9x9 " in line and " but others are 8x4: " in line
+    assert line.endswith(" --image_size=8x4")
+    loaded = data.load(kind, str(tmp_path), (4, 2))
+    assert loaded.image_shape == (4, 2, 3)
+    images, _ = all_of(loaded.test)
+    assert images.shape == (3, 4, 2, 3) and images.dtype == np.uint8
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("kind", ["folder"], indirect=True)
+def test_resizing_leaves_a_size_and_makes_the_mean_of_pixels(kind, loaded, folder, tmp_path):
+    same = data.load(kind, str(folder), SHAPE[:2])
+    assert_same(all_of(same.test), all_of(loaded.test))
+    stripes = np.zeros((8, 8, 1), np.uint8)
+    stripes[:, [1, 2, 5, 6]] = 200  # those nearest to the centres of the pixels to come
+    write(kind, tmp_path, 3, range(3), encode=lambda _: png(stripes))
+    images, _ = all_of(data.load(kind, str(tmp_path), (2, 2)).test)
+    assert images.shape == (3, 2, 2, 3) and np.abs(images.astype(int) - 100).max() <= 12
+
+
+def one(number, wrong):
+    """Return what encodes an image as PNG, but one of a number as it is given."""
+    return lambda pixels: wrong if numbers_of(pixels[None])[0] == number else png(pixels)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"), [("folder", 0), *run(("tfrecord", 4))], indirect=["kind"]
+)
+def test_an_image_of_too_many_pixels_is_named_and_not_decoded(kind, tmp_path, number):
+    """The first is one of those that are tried at the start."""
+    write(kind, tmp_path, 60, encode=one(number, png(np.zeros((9, 9, 3), np.uint8))))
+    name = f"{number:05d}.png" if kind == "folder" else f": record {number} (counted from 0)"
+    line = "has 81 pixels, 9x9 (height x width), and --max_image_pixels=80 are allowed: make"
+    with pytest.raises(Exception) as error:
+        all_of(data.load(kind, str(tmp_path), (6, 5), max_image_pixels=80).train)
+    assert f"{name} {line}" in str(error.value)
+    all_of(data.load(kind, str(tmp_path), (6, 5), max_image_pixels=81).train)
+    line = refusal(kind, str(tmp_path), (10, 9), max_image_pixels=81)
+    assert "--image_size=10x9 are 90 pixels, and --max_image_pixels" in line
+
+
+# Damage
+
+
+def damaged(content):
+    return content[:40] + bytes(40) + content[80:]
+
+
+def damage(top, kind, number, content):
+    """Damage an image that has been written. Return how messages name it."""
+    good = png(image(number))
+    for path in (path for path in top.rglob("*") if path.is_file()):
+        whole = path.read_bytes()
+        if good in whole:
+            path.write_bytes(whole.replace(good, content))
+            place = [n for n in range(1000) if png(image(n)) in whole].index
+            return str(path) if kind == "folder" else f"{path}: record {place(number)} "
+    raise AssertionError
+
+
+def assert_fails(batches, *says):
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        list(batches)
+    assert all(part in str(error.value) for part in says)
+
+
+@pytest.mark.run
+def test_images_that_are_damaged_change_their_size_or_go_away_are_named(kind, tmp_path):
+    """As on a disk that is gone: no endless search for one that can be read."""
+    write(kind, tmp_path)
+    loaded = data.load(kind, str(tmp_path))
+    for number, batches in (
+        (3, loaded.train.train_batches(5, seed=1).take(TRAIN)),
+        (509, loaded.test.eval_batches(5)),
+        (500, loaded.test.eval_batches(1)),
+    ):
+        name = damage(tmp_path, kind, number, damaged(png(image(number))))
+        assert_fails(batches, name, "is damaged, or no PNG")
+    evaluated = loaded.test.eval_batches(5)
+    if kind == "folder":  # of the first batch
+        name = damage(tmp_path, kind, 507, png(image(507, (4, 4, 3))))
+        size = " is 4x4 (height x width), but others are 6x5"
+        assert_fails(evaluated, f"{name}{size}", "--image_size=6x5")
+    tmp_path.rename(tmp_path.with_suffix(".gone"))
+    name = "test/bird/00501.png" if kind == "folder" else "test-00000-of-00003.tfrecord: record 0 "
+    assert_fails(evaluated, name, "cannot be read: No such file or directory")
+    assert_fails(loaded.train.train_batches(5, seed=1), "cannot be read: No such file")
+
+
+@pytest.mark.parametrize(("kind", "number"), [("folder", 509), ("tfrecord", 0)], indirect=["kind"])
+def test_few_images_are_all_tried_before_a_run(kind, tmp_path, number):
+    write(kind, tmp_path, encode=one(number, damaged(png(image(number)))))
+    line = refusal(kind, str(tmp_path))
+    assert (f"{number:05d}.png" if kind == "folder" else "record ") in line
+    assert line.endswith("is damaged, or no PNG, JPEG, BMP or GIF; mend or remove it")
+
+
+# Runs
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("kind", ["tfrecord"], indirect=True)
+def test_the_verbs_take_it_and_name_a_damaged_image(kind, folder, tmp_path, capsys):
+    where = f"--train_dir={tmp_path}/run"
+    given = ["--dataset=tfrecord", "--model=tests.tiny:dense", "--augment=none", "--batch_size=7"]
+    more = f"--data_dir={folder}", "--max_steps=2", "--num_towers=2", "--json"
+    assert cli.main(["train", where, *given, *more]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert cli.main(["evaluate", where, "--batch_size=3", "--num_towers=1", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["accuracy"] == result["test_accuracy"] and again["examples"] == len(TEST)
+    # Number 4 is not one of those that are tried.
+    write(kind, tmp_path / "data", 60, encode=one(4, damaged(png(image(4)))))
+    more = f"--data_dir={tmp_path}/data", f"--train_dir={tmp_path}/other", "--max_steps=30"
+    assert cli.main(["train", *given, *more]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("towers: --dataset=tfrecord cannot be read at step ")
+    assert "-00000-of-00003.tfrecord: record 4 " in error
+    assert error.endswith("mend or remove it\n") and error.count("\n") == 1
+
+
+# Folders
+
+
+@pytest.fixture
+def top(tmp_path):
+    """A folder with six training and three test images."""
+    write("folder", tmp_path, 6, range(6, 9))
+    return tmp_path
+
+
+def test_every_kind_of_image_becomes_three_channels_and_other_files_are_passed_over(top):
+    grey, alpha = np.full((*SHAPE[:2], 1), 77, np.uint8), np.full((*SHAPE[:2], 4), 88, np.uint8)
+    (top / "train/ant/below").mkdir(parents=True)
+    (top / "train/ant/a.PNG").write_bytes(png(grey))
+    (top / "train/ant/b.png").write_bytes(png(alpha))
+    (top / "train/ant/c.jpg").write_bytes(tf.io.encode_jpeg(grey, quality=100).numpy())
+    (top / "train/ant/d.jpeg").write_bytes(tf.io.encode_jpeg(alpha[..., :3], quality=100).numpy())
+    (top / "train/ant/below/e.png").write_bytes(png(grey))
+    for name in "train/cat/notes.txt", "train/cat/._00001.png", "train/README", "train/.png":
+        (top / name).write_text("no image")
+    (top / "train/.cache").mkdir()
+    (top / "train/cat/empty.png").mkdir()
+    images, labels = all_of(data.load("folder", str(top)).train)
+    assert labels.tolist() == [0] * 5 + [1, 1, 2, 2, 3, 3]
+    for pixels, value in zip(images[:5], [77, 88, 77, 77, 88], strict=True):
+        assert np.abs(pixels.astype(int) - value).max() <= 1
+    assert numbers_of(images[5:]).tolist() == [0, 3, 1, 4, 2, 5]
+
+
+def test_a_class_may_be_missing_from_the_test_images_and_names_need_not_be_ascii(top):
+    for path in (top / "test/bird").iterdir():
+        path.unlink()
+    (top / "test/bird").rmdir()
+    (top / "train/cat").rename(top / "train/Kätzchen 猫")
+    (top / "test/cat").rename(top / "test/Kätzchen 猫")
+    (top / "train/Kätzchen 猫/00001.png").rename(top / "train/Kätzchen 猫/ä ö.png")
+    loaded = data.load("folder", str(top))
+    assert loaded.class_names == ("Kätzchen 猫", "bird", "dog")
+    assert sorted(images_of(loaded.train)) == list(range(6))
+    assert all_of(loaded.test)[1].tolist() == [0, 2]
+
+
+def said_of(top, kind="folder"):
+    return refusal(kind, str(top)).replace(f"{top}", "TOP")
+
+
+@pytest.mark.unit
+def test_missing_folders_and_classes_and_what_is_no_image(top):
+    os.rename(top / "test", top / "elsewhere")
+    assert said_of(top).startswith("--data_dir=TOP has no folder test, validation or val; ")
+    os.rename(top / "elsewhere", top / "test")
+    os.rename(top / "train", top / "elsewhere")
+    assert said_of(top).startswith("TOP/train: No such file or directory; expected DIR/train")
+    (top / "train").mkdir()
+    (top / "train/a.png").write_bytes(png(image(0)))
+    assert said_of(top).startswith("TOP/train has no folders of classes; expected DIR/train")
+    write("folder", top, 6, range(6, 9))
+    path, endings = top / "train/cat/00001.png", ".png, .jpg, .jpeg, .bmp, .gif"
+    for content in b"no image", b"":
+        path.write_bytes(content)
+        expected = "TOP/train/cat/00001.png is damaged, or no PNG, JPEG, BMP or GIF; mend or"
+        assert said_of(top).startswith(expected)
+    path.unlink()
+    path.symlink_to("nowhere")
+    reason = "cannot be read: No such file or directory; mend or remove it"
+    assert said_of(top) == f"TOP/train/cat/00001.png {reason}"
+    for split in "test", "train":
+        (top / split / "cat/notes.txt").write_text("no image")
+        for path in (top / split / "cat").glob("*.png"):
+            path.unlink()
+        remedy = f"has no images ({endings}); put some there, or remove it"
+        assert said_of(top) == f"TOP/{split}/cat {remedy}"
+    write("folder", top, 6, range(6, 9))
+    (top / "test/cat").rename(top / "test/Cat")
+    line = "TOP/test/Cat is a class that TOP/train has not; it has bird, cat, dog"
+    assert said_of(top) == line
+
+
+# TFRecord files
+
+
+@pytest.fixture
+def records(tmp_path):
+    """A folder with seven training records in three files, and four test records in one."""
+    image_files.write_tfrecord(tmp_path / "data", range(7))
+    image_files.write_tfrecord(tmp_path / "data", range(7, 11), split="test", num_files=1)
+    return tmp_path / "data"
+
+
+def record(number, label=None, **keys):
+    label = number % 3 if label is None else label
+    return image_files.example(png(image(number)), label, **keys)
+
+
+def order(top):
+    """Return the numbers of the images for training and for testing."""
+    loaded = data.load("tfrecord", str(top))
+    return images_of(loaded.train), images_of(loaded.test)
+
+
+@pytest.mark.run
+@pytest.mark.parametrize(
+    ("train", "test", "keys"),
+    [
+        ("train.tfrec", "test.tfrec", {}),
+        ("train-0.tfrecords", "val-0.tfrecords", dict(image_key="image", label_key="label")),
+        ("train-00000-of-00001", "validation-00000-of-00001", dict(image_key="image_raw")),
+    ],
+)
+def test_files_and_features_may_be_called_so_and_a_file_may_be_empty(tmp_path, train, test, keys):
+    write_records(tmp_path / train, [record(0, **keys), record(1, **keys)])
+    write_records(tmp_path / train.replace("train", "train_"), [])
+    write_records(tmp_path / test, [record(1, **keys)])
+    (tmp_path / "train.txt").write_text("no records")
+    assert order(tmp_path) == ([0, 1], [1])
+
+
+@pytest.mark.run
+def test_records_are_scanned_once_and_again_when_a_file_has_changed(
+    records, monkeypatch, cache, capsys
+):
+    scanned, real = [], tfrecord._scan
+    monkeypatch.setattr(
+        tfrecord, "_scan", lambda path, key: scanned.append(path) or real(path, key)
+    )
+    monkeypatch.setattr(tfrecord, "_SLOW_BYTES", 100)
+    kept = len(list(cache.glob("*")))
+    assert order(records)[0] == list(range(7)) and len(scanned) == 4
+    assert capsys.readouterr().err.startswith("reading 3 files of 0.0 GiB once")
+    assert order(records)[0] == list(range(7)) and len(scanned) == 4
+    assert capsys.readouterr().err == ""
+    path = records / "train-00002-of-00003.tfrecord"
+    write_records(path, [record(20), record(5)])
+    os.utime(path, (1, 1))
+    assert order(records)[0] == [0, 1, 2, 3, 4, 20, 5]
+    assert len(scanned) == 7 and len(list(cache.glob("*"))) == kept + 3
+
+
+FIRST, SECOND, LAST = (f"train-0000{number}-of-00003.tfrecord" for number in range(3))
+MORE, TESTED = "train-00000-of-00001.tfrecord", "test-00000-of-00001.tfrecord"
+DAMAGED = "cannot be read, or is damaged or compressed; write it again, uncompressed"
+COUNTED = ": record 1 (counted from 0) has label"
+HUGE = 2_000_000_000
+NO_IMAGE = (
+    " has no encoded image under image/encoded, image, image_raw: its features are "
+    "image/class/label, image/height, png; write it under image/encoded"
+)
+NO_LABEL = " has no integer label under image/class/label, label: its"
+OTHERS = record(0), record(1, label_key="label")
+WRONG = {  # the records of a file, and what is said of it
+    "none": (TESTED, [], " and the like have no records; expected 1 or more"),
+    "image": (FIRST, [record(0, image_key="png")], NO_IMAGE),
+    "label": (FIRST, [record(0, label_key="image/height")], NO_LABEL),
+    "no example": (FIRST, [b"\xff\xff"], ": record 0 is no tf.train.Example; expected"),
+    "others": (LAST, OTHERS, " has a record that is no tf.train.Example, or lacks"),
+    "below 0": (LAST, [record(0), record(0, -1)], f"{COUNTED} -1; labels are 0, 1, 2, ..."),
+    "largest": (LAST, [record(0), record(0, 2**31 - 1)], f"{COUNTED} {2**31 - 1}; labels are 0"),
+    "huge": (MORE, [record(0), record(0, HUGE)], f"{COUNTED} {HUGE}, where labels are 0..999 at"),
+    "test": (TESTED, [record(0), record(0, 3)], f"{COUNTED} 3, but the training labels are 0..2"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_records_that_cannot_be_used_are_named(records, wrong):
+    """A label of two thousand millions takes no memory."""
+    name, content, message = WRONG[wrong]
+    write_records(records / name, content)
+    assert said_of(records, "tfrecord").startswith(f"TOP/{name}{message}")
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("name", [FIRST, SECOND])
+def test_damaged_and_compressed_files(records, name):
+    path = records / name
+    whole = path.read_bytes()
+    starts = list(tfrecord._starts(str(path)))
+    middle = starts[1] + 50  # in the image of record 1
+    changed = whole[:middle] + b"?" + whole[middle + 1 :]
+    # TensorFlow takes the room that a record asks for, and a sum vouches for the number: 2**40.
+    endless = whole + (2**40).to_bytes(8, "little") + bytes.fromhex("aa3d6be4") + b"and so on"
+    for content, number in (
+        (whole[:-1], len(starts) - 1), (changed, 1), (b"no records at all", 0),
+        (endless, len(starts)),
+    ):  # fmt: skip
+        path.write_bytes(content)
+        line = said_of(records, "tfrecord")
+        assert line.startswith(f"TOP/{name}: record {number} (counted from 0)")
+        assert line.endswith(DAMAGED)
+    write_records(path, [record(0)], compression="GZIP")
+    assert said_of(records, "tfrecord").endswith(DAMAGED)
+    path.unlink()
+    path.mkdir()
+    assert said_of(records, "tfrecord") == f"TOP/{name} {DAMAGED}"
+
+
+def test_missing_files_and_a_link_to_nothing_are_named(records):
+    (records / "test-9.tfrecord").symlink_to(records / "nothing")
+    assert said_of(records, "tfrecord").startswith("TOP/test-9.tfrecord cannot be read: No such f")
+    for half in "test", "train":
+        for path in records.glob(f"{half}*"):
+            path.unlink()
+        line = said_of(records, "tfrecord")
+        assert line.startswith(f"--data_dir=TOP has no {half}*.tfrecord*; expected DIR/train")

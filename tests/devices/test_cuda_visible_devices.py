@@ -1,0 +1,184 @@
+"""Which GPUs CUDA shows, and which of them TensorFlow took: CUDA's rules, in plain values."""
+
+import pytest
+
+from tests.fake_gpus import CUDA_BUILD, uuid
+from towers.devices import cuda_visible_devices
+from towers.devices.nvml import DriverGpu
+from towers.errors import InputError
+from towers.options.gpu import GpuOptions
+
+pytestmark = pytest.mark.unit
+
+DRIVER = [DriverGpu(i, uuid=uuid(i), name="A100", compute_capability=(8, 0)) for i in range(4)]
+SMALL = DriverGpu(1, name="T400", compute_capability=(7, 5))
+OLD = DriverGpu(1, name="K80", compute_capability=(3, 7))
+PARTS = [
+    DRIVER[0],
+    *(DriverGpu(1, f"MIG-{n}", mig=n, other_names=(f"MIG-{uuid(1)}/{n}/0", uuid(1))) for n in "ab"),
+]
+
+
+def variable(value):
+    return {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+
+
+# ---------------------------------------------------------------------------- CUDA's rules
+
+
+@pytest.mark.parametrize(
+    "value, indices",
+    [
+        (None, [0, 1, 2, 3]), ("1", [1]), ("3,0", [3, 0]), (" 2 , 1 ", [2, 1]),
+        ("", []), ("-1", []), ("NoDevFiles", []), ("0,-1,1", [0]), ("0,9,1", [0]),
+        ("1gpu2,2ampere", [1, 2]), ("0;1", [0]), ("0,1,0", []), ("MIG-0a5b0c3d", []),
+        ('"0,1"', []),  # quotes are no number
+        (uuid(2), [2]), (f"{uuid(3)},{uuid(0)}", [3, 0]), ("GPU-2a5", [2]), ("GPU-9", []),
+        (f"{uuid(1)},GPU-9,{uuid(2)}", [1]), (f"{uuid(1)},GPU-1", []),
+        ("GPU-", []),  # the beginning of four
+        (uuid(1)[4:], [1]),  # without GPU- it is a number
+    ],
+)  # fmt: skip
+def test_numbers_and_uuids(value, indices):
+    assert [
+        gpu.index for gpu in cuda_visible_devices.visible_in(variable(value), DRIVER)
+    ] == indices
+
+
+@pytest.mark.parametrize(
+    "value, key",
+    [
+        (None, "MIG-a"), ("0", "0"), ("1", "MIG-a"), ("0,1", "MIG-a"), ("MIG-b", "MIG-b"),
+        ("MIG-b,MIG-a", "MIG-b"), (f"MIG-{uuid(1)}/b/0", "MIG-b"), (uuid(1), "MIG-a"),
+        ("MIG-", None),
+    ],
+)  # fmt: skip
+def test_a_process_sees_the_first_part_and_nothing_beside_it(value, key):
+    assert [gpu.key for gpu in cuda_visible_devices.visible_in(variable(value), PARTS)] == [
+        key
+    ] * bool(key)
+
+
+# ---------------------------------------------------------------------------- --visible_gpus
+
+
+@pytest.mark.parametrize(
+    "asked, before, after",
+    [
+        ("", None, None), ("", '"2"', "2"), ("", "'0,1'", "0,1"), ("", ' "0,1" ', "0,1"),
+        ("", "0,1 ", "0,1"), ("0,2", None, "0,2"), ("2,0", None, "2,0"), ("2, 0", "0,1,2", "2,0"),
+        ("none", None, "-1"), ("none", "1", "-1"), ("1", f"{uuid(3)},{uuid(1)}", "1"),
+        ("1", '"0,1"', "1"), (uuid(2), None, "2"), ("GPU-2,0", None, "2,0"),
+    ],
+)  # fmt: skip
+def test_others_are_hidden_and_quotes_are_taken_off(asked, before, after):
+    environ = variable(before)
+    cuda_visible_devices.set_visible(GpuOptions(visible_gpus=asked), DRIVER, environ)
+    assert environ == variable(after) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def test_numbers_are_the_drivers_whatever_the_order_was():
+    environ = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    cuda_visible_devices.set_visible(GpuOptions(visible_gpus="1"), DRIVER, environ)
+    assert environ == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "1"}
+
+
+@pytest.mark.parametrize(
+    "asked, driver, value, says",
+    [
+        ("0", [], None, "there is no GPU 0; no NVIDIA driver answers here: leave the flag out"),
+        ("0,7", DRIVER[:2], None,
+         "there is no GPU 7; the driver has 0 (A100), 1 (A100): type --vis"),
+        ("1", DRIVER, "0,2",
+         "GPU 1 is hidden by CUDA_VISIBLE_DEVICES=0,2, which leaves 0,2: type unset CUDA_VISIB"),
+        ("1", DRIVER, "", "which leaves none:"),
+        ("GPU-9", DRIVER[:1], None,
+         "there is no GPU GPU-9; the driver has 0 (A100): type --visible"),
+        ("1", PARTS, None, "1 may be MIG-a (unreadable), MIG-b (unreadable): type one of them"),
+        ("0,MIG-b", PARTS, None, "and nothing beside it: type --visible_gpus=MIG-b"),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_cannot_be_seen(asked, driver, value, says):
+    environ = variable(value)
+    with pytest.raises(InputError, match=f"^--visible_gpus={asked}: ") as error:
+        cuda_visible_devices.set_visible(GpuOptions(visible_gpus=asked), driver, environ)
+    assert says in str(error.value)
+    assert environ == variable(value) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+def test_a_session_sees_only_the_part_that_cuda_shows():
+    options = GpuOptions(visible_gpus="MIG-b")
+    assert cuda_visible_devices.visible_positions(options, PARTS, variable("MIG-b")) == [0]
+    with pytest.raises(InputError, match="here MIG-a .*: type export CUDA_VISIBLE_DEVICES=MIG-b$"):
+        cuda_visible_devices.visible_positions(options, PARTS, {})
+
+
+# ---------------------------------------------------------------------------- TensorFlow's choice
+
+
+def seen(*gpus):
+    return [(gpu.name, gpu.compute_capability) for gpu in gpus]
+
+
+ORIN = DriverGpu(0, name="Orin (nvgpu)")
+NEWER = DriverGpu(0, name="A100", compute_capability=(9, 0))
+UNKNOWN, LOST = DriverGpu(0, name="A100"), DriverGpu(0)
+
+
+@pytest.mark.parametrize(
+    "listed, visible, matched",
+    [
+        (seen(DRIVER[0], SMALL, DRIVER[2]), [DRIVER[0], SMALL, DRIVER[2]], [0, 1, 2]),
+        (seen(DRIVER[0], DRIVER[2]), [DRIVER[0], SMALL, DRIVER[2]], [0, 2]),
+        ([("Orin", (8, 7))], [ORIN], [0]),  # one is the driver's one, whatever its name
+        (seen(DRIVER[1]), [NEWER, DRIVER[1]], [1]),  # of one name: by their capability
+        (seen(SMALL, DRIVER[0]), [DRIVER[0]], [None, 0]),  # more than the driver shows
+        (seen(SMALL), [], [None]),
+        # What either side does not tell is no difference.
+        (seen(DRIVER[0]), [UNKNOWN], [0]),
+        ([(None, None)], [SMALL], [0]),
+        ([("A100", None)], [SMALL, DRIVER[2]], [1]),
+        (seen(DRIVER[1]), [LOST, DRIVER[1]], [1]),
+    ],
+)
+def test_each_of_tensorflows_gpus_has_the_drivers(listed, visible, matched):
+    found = cuda_visible_devices.match(listed, visible)
+    assert found == [n if n is None else visible[n] for n in matched]
+    left = [gpu for n, gpu in enumerate(visible) if n not in matched]
+    assert cuda_visible_devices.skipped(listed, visible) == left
+    assert cuda_visible_devices.skipped([], visible) == visible
+
+
+# ---------------------------------------------------------------------------- Why some are skipped
+
+INSTALL = "type pip install 'tensorflow[and-cuda]>=2.21,<2.22'"
+OLDEST = DriverGpu(0, name="P100", compute_capability=(6, 0))
+UNLISTED = "CUDA 12.5.1 or cuDNN 9 is not found, or the driver is too old for it"
+FEW = "it leaves out GPUs with far fewer multiprocessors than the largest"
+ONE = "type export TF_MIN_GPU_MULTIPROCESSOR_COUNT=1"
+NEEDS = "GPU {} has compute capability {}, this TensorFlow needs {}"
+
+
+def build(*capabilities):
+    return CUDA_BUILD | {"cuda_compute_capabilities": list(capabilities)}
+
+
+@pytest.mark.parametrize(
+    "missing, listed, build, cause, remedy",
+    [
+        (DRIVER, 1, {"is_cuda_build": False}, "this TensorFlow was built without CUDA", INSTALL),
+        ([DRIVER[0], DriverGpu(1)], 1, CUDA_BUILD, "the driver cannot read GPU 1",
+         "see nvidia-smi"),
+        ([SMALL, OLD], 1, CUDA_BUILD, NEEDS.format("1 (K80)", 3.7, "6.0"),
+         "leave it out with --visible_gpus"),
+        (DRIVER, 1, build("sm_90a", "compute_120f"), NEEDS.format("0 (A100)", "8.0", "9.0"),
+         "leave it out with --visible_gpus"),
+        ([OLDEST], 0, CUDA_BUILD, UNLISTED, INSTALL),
+        ([OLDEST], 0, build(), UNLISTED, INSTALL),
+        ([OLDEST], 1, CUDA_BUILD, FEW, ONE),
+        ([OLDEST], 1, build(), FEW, ONE),
+    ],
+)  # fmt: skip
+def test_why_gpus_are_left_out(missing, listed, build, cause, remedy):
+    found = cuda_visible_devices.why_skipped(missing, listed, build)
+    assert found[0] == cause and found[1].startswith(remedy)

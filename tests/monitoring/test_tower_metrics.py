@@ -1,0 +1,155 @@
+"""What each tower has to tell, against the same computed by hand; and looking changes nothing."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import tiny
+from towers.training.run.setup import prepare
+
+pytestmark = pytest.mark.run
+
+BATCH = 8
+
+
+def embedding(num_classes, image_shape):
+    """Sparse gradients, of rows that several examples look up."""
+    inputs = keras.Input(image_shape)
+    rows = keras.layers.Rescaling(1 / 32)(keras.layers.Flatten()(inputs))
+    looked_up = keras.layers.Embedding(8, 4)(rows)
+    outputs = keras.layers.Dense(num_classes)(keras.layers.GlobalAveragePooling1D()(looked_up))
+    return keras.Model(inputs, outputs)
+
+
+class Slow(keras.layers.Layer):
+    """Computes for long in tower 1."""
+
+    def call(self, x):
+        if "tower_1" not in tf.get_current_name_scope():
+            return x
+        square = tf.ones([500, 500]) + x[0, 0, 0, 0] * 0
+        for _ in range(20):
+            square = tf.linalg.normalize(square @ square)[0]
+        return x + 0 * tf.reduce_sum(square)
+
+
+def uneven_work(num_classes, image_shape):
+    flat, dense = keras.layers.Flatten(), keras.layers.Dense(num_classes)
+    return keras.Sequential([keras.Input(image_shape), Slow(), flat, dense])
+
+
+class Constant(keras.layers.Layer):
+    """Has a weight that its output does not depend on."""
+
+    def build(self, shape):
+        self.unused = self.add_weight(shape=(3,), name="unused")
+
+    def call(self, x):
+        return tf.zeros([tf.shape(x)[0], tiny.NUM_CLASSES])
+
+
+def without_gradients(num_classes, image_shape):
+    return keras.Sequential([keras.Input(image_shape), Constant()])
+
+
+class Looked:
+    """One step of a run, and what it should say by hand."""
+
+    def __init__(self, **options):
+        options = {"batch_size": BATCH, "num_towers": 3, "max_steps": 3, **options}
+        self.run = prepare(tiny.options("unused", **options))
+        self.batches = self.run.data.train.train_batches(BATCH, seed=0)
+        self.loop = self.run.train_loop()
+        self.weights = self.run.masters.model.trainable_variables
+
+    def step(self, num_steps=1):
+        values = self.loop(iter(self.batches), tf.constant(num_steps))
+        return {name: value.numpy() for name, value in values.items() if name != "batch"}
+
+    def by_hand(self, sizes):
+        """Return each tower's mean loss and gradient, as one vector."""
+        scale = self.run.masters.loss_scale
+        start, losses, gradients = 0, [], []
+        for size in sizes:
+            batch = tiny.flat(next(iter(self.batches)))
+            part = [value[start : start + size] for value in batch]
+            start += size
+            with tf.GradientTape() as tape, keras.StatelessScope():
+                loss = tf.reduce_mean(self.run.task.tower_function(*part))
+                loss = loss if scale is None else loss / scale
+            found = tape.gradient(loss, [w.value for w in self.weights])
+            losses.append(float(loss))
+            gradients.append(np.concatenate([np.ravel(tf.convert_to_tensor(g)) for g in found]))
+        return losses, gradients
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ([3, 3, 2], {}),
+        ([8], {"num_towers": 1}),
+        ([3, 3, 2], {"model": f"{__name__}:embedding", "augment": "off"}),
+        ([4, 4], {"num_towers": 2, "variables": "replicated", "accumulate_steps": 2}),
+        ([4, 4], {"num_towers": 2, "variables": "sharded", "dtype": "mixed_float16"}),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_each_towers_loss_gradient_and_angle(sizes, options):
+    looked = Looked(**options)
+    if options.get("accumulate_steps"):  # each part is split over the towers
+        losses, parts = looked.by_hand([2, 2, 2, 2])
+        losses = [(losses[i] + losses[i + 2]) / 2 for i in (0, 1)]
+        gradients = [(parts[i] + parts[i + 2]) / 2 for i in (0, 1)]
+    else:
+        losses, gradients = looked.by_hand(sizes)
+    mean = np.average(gradients, axis=0, weights=sizes)
+    found = looked.step()
+    close = dict(rel=2e-2 if "dtype" in options else 1e-4)
+    norms = [np.linalg.norm(g) for g in gradients]
+    cosines = [g @ mean / np.linalg.norm(g) / np.linalg.norm(mean) for g in gradients]
+    assert found["tower_examples"].tolist() == sizes
+    assert found["tower_loss"] == pytest.approx(losses, **close)
+    assert found["tower_gradient_norm"] == pytest.approx(norms, **close)
+    assert found["tower_cosine"] == pytest.approx(cosines, **close)
+    assert found["data_gradient_norm"] == pytest.approx(np.linalg.norm(mean), **close)
+
+
+def test_of_several_steps_the_last_is_measured():
+    one, three = Looked(), Looked()
+    batches = iter(one.batches)
+    values = [one.loop(batches, tf.constant(1)) for _ in range(3)]
+    last = three.step(3)
+    for name in "tower_loss", "tower_gradient_norm", "tower_cosine":
+        assert last[name].tolist() == values[-1][name].numpy().tolist()
+        assert last[name].tolist() != values[0][name].numpy().tolist()
+
+
+def test_towers_without_examples_say_nothing():
+    looked = Looked(num_towers=4, batch_size=2)
+    looked.batches = looked.run.data.train.train_batches(2, seed=0)
+    found = looked.step()
+    assert found["tower_examples"].tolist() == [1, 1, 0, 0]
+    for name in "tower_loss", "tower_gradient_norm", "tower_cosine", "tower_seconds":
+        assert all(found[name][:2] > 0) or name == "tower_cosine"
+        assert found[name][2:].tolist() == [0, 0]
+
+
+def test_the_times_of_a_step_are_its_parts_and_the_slow_tower_takes_longer():
+    looked = Looked(num_towers=2, model=f"{__name__}:uneven_work")
+    looked.step()
+    clock = tf.timestamp()
+    found = looked.step(3)
+    wall = float(tf.timestamp() - clock)
+    parts = [found[f"{name}_seconds"] for name in ("input_wait", "compute", "gather", "update")]
+    assert all(part >= 0 for part in parts)
+    assert 0 < sum(parts) <= wall
+    fast, slow = found["tower_seconds"]
+    assert slow > 1.5 * fast > 0
+    assert slow <= found["compute_seconds"] * (1 + 1e-5)
+
+
+def test_a_model_without_gradients():
+    found = Looked(model=f"{__name__}:without_gradients").step()
+    assert found["tower_gradient_norm"].tolist() == found["tower_cosine"].tolist() == [0, 0, 0]
+    assert found["tower_loss"] == pytest.approx([np.log(3)] * 3)

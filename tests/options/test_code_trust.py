@@ -1,0 +1,152 @@
+"""Code that a run names is called only if the run is the user's own, or trusted."""
+
+import dataclasses
+import functools
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+
+import towers
+from tests import runs
+from towers import cli
+from towers.errors import InputError
+from towers.options import code_trust
+from towers.options.run import Options
+
+pytestmark = pytest.mark.unit
+
+MINE = dict(model="evil:build", dataset="evil:load", model_args="command=x", loss="evil:loss")
+
+
+@pytest.fixture(autouse=True)
+def no_key_yet(folder, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
+
+
+def make_run(name, sign=True, **values):
+    Path(name).mkdir()
+    text = Options(**values).to_flagfile()
+    Path(name, "flags.cfg").write_text(code_trust.signed(text) if sign else text)
+    return Path(name)
+
+
+refusal = functools.partial(runs.refusal, cli.parse)
+
+
+def test_a_run_of_ones_own_is_taken_wherever_it_lies():
+    run = make_run("run", **MINE)
+    shutil.copytree(run, "copy")
+    shutil.move(run, "moved")
+    for name in "copy", "moved":
+        assert cli.parse("evaluate", [f"--train_dir={name}"]).model == "evil:build"
+        assert cli.parse("train", [f"--train_dir={name}"]).dataset == "evil:load"
+    (key,) = Path("config/towers").iterdir()
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("verb", ["train", "verify", "benchmark", "plan"])
+def test_the_flagfile_of_a_foreign_run_names_no_code_that_runs(folder, monkeypatch, verb):
+    run = make_run("run", **MINE)
+    shutil.copy(run / "flags.cfg", "copy.cfg")
+    Path("mine.cfg").write_text("--seed=3\n--flagfile=run/flags.cfg\n")
+    cli.parse(verb, ["--flagfile=run/flags.cfg"])  # one's own
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "other"))
+    for name in "run/flags.cfg", "copy.cfg", "mine.cfg":
+        message = refusal(verb, [f"--flagfile={name}", "--loss=mse"])
+        file = name.replace("mine.cfg", "run/flags.cfg")
+        assert message.startswith(f"--flagfile={file} was not written by your towers")
+        for word in "--model=evil:build", "--model_args=command=x", "--dataset=evil:load":
+            assert word in message
+        assert "--loss" not in message  # which the user has given
+        cli.parse(verb, [f"--flagfile={name}", "--trust"])
+        cli.parse(verb, [f"--flagfile={name}", "--model=a:b", "--dataset=a:c", "--loss=mse"])
+    with Path("run/flags.cfg").open("a") as file:
+        file.write("--trust\n")  # that is for the user to say
+    assert "--model=evil:build" in refusal(verb, ["--flagfile=run/flags.cfg"])
+    Path("theirs.cfg").write_text("--model=evil:build\n")  # a script like any other
+    cli.parse(verb, ["--flagfile=theirs.cfg"])
+
+
+@pytest.mark.parametrize("verb", [v.name for v in cli.VERBS.values() if v.completes])
+def test_a_foreign_run_names_no_code_that_runs(folder, monkeypatch, verb):
+    make_run("run", **MINE)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "other"))  # somebody else's
+    argv = ["--train_dir=run", *(["x.png"] if verb == "predict" else [])]
+    message = refusal(verb, argv)
+    assert message.startswith("--train_dir=run: its flags.cfg was not written by your towers")
+    for word in "--model=evil:build", "--model_args=command=x", "--dataset=evil:load", "--trust":
+        assert word in message
+    cli.parse(verb, [*argv, "--trust"])
+    cli.parse(verb, argv)  # it is known from now on
+
+
+def test_a_foreign_run_connects_to_no_machine(folder, monkeypatch):
+    make_run("run", workers="evil:2222,more:2222")
+    make_run("slurm", workers="slurm")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "other"))  # somebody else's
+    for name in "run", "slurm":
+        message = refusal("train", [f"--train_dir={name}"])
+        assert "machines to connect to: --workers=" in message and "--trust" in message
+        cli.parse("evaluate", [f"--train_dir={name}"])  # is on this machine
+        for own in "--workers=", "--workers=mine:1", "--num_towers=2", "--devices=cpu":
+            assert "evil" not in cli.parse("train", [f"--train_dir={name}", own]).workers
+    both = make_run("both", sign=False, workers="evil:1", loss="evil:loss")
+    assert "code that would run and machines" in refusal("train", [f"--train_dir={both}"])
+    cli.parse("train", ["--train_dir=run", "--trust"])
+
+
+def test_each_option_that_may_name_a_function_is_asked_for():
+    fields = dataclasses.fields(Options)
+    assert {f.name for f in fields if "module:function" in f.metadata["help"]} == set(
+        code_trust.CODE
+    )
+
+
+def test_from_python(folder, monkeypatch):
+    make_run("run", model="evil:build")
+    (folder / "run/checkpoints").mkdir()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "other"))  # somebody else's
+    for call in towers.load, lambda name: towers.evaluate(train_dir=name):
+        with pytest.raises(InputError, match="its flags.cfg was not written by your towers"):
+            call("run")
+    for more in {"trust": True}, {"model": lambda: None}:
+        with pytest.raises(InputError, match="there is no checkpoint"):
+            towers.load("run", **more)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace("--seed=0", "--seed=1"),
+        lambda text: "--model=os:system\n" + text,
+        lambda text: text + "--model=os:system\n",
+        lambda text: text.rpartition(": ")[0] + ": " + "0" * 64 + "\n",
+        lambda text: text.rpartition("#")[0],
+        lambda text: text + "# made by the user whose key gives: \n",
+    ],
+)
+def test_a_run_that_was_changed_is_foreign(damage):
+    path = make_run("run", model="mine:build") / "flags.cfg"
+    path.write_text(damage(path.read_text()))
+    assert "or was changed" in refusal("evaluate", ["--train_dir=run"])
+    cli.parse("evaluate", ["--train_dir=run", "--model=my:own"])
+
+
+def test_what_names_no_code_of_somebodys_needs_no_trust():
+    make_run("run", sign=False, model="models.resnet:resnet20", dataset="cifar10")
+    make_run("given", sign=False, model="given_in_python:build", objective="max:auc")
+    for name in "run", "given":
+        cli.parse("evaluate", [f"--train_dir={name}"])
+    path = make_run("trusts itself", sign=False, model="evil:build") / "flags.cfg"
+    path.write_text(path.read_text() + "--trust\n")
+    assert "evil:build" in refusal("evaluate", ["--train_dir=trusts itself"])
+
+
+def test_where_no_key_can_be_kept_there_is_none(folder):
+    (folder / "config").write_text("")
+    run = make_run("run", model="mine:build")
+    assert (run / "flags.cfg").read_text() == Options(model="mine:build").to_flagfile()
+    assert "--trust" in refusal("evaluate", ["--train_dir=run"])
+    cli.parse("evaluate", ["--train_dir=run", "--trust"])

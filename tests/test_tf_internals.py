@@ -1,0 +1,629 @@
+"""Private parts of TensorFlow and Keras: they still are what towers take them for.
+
+Whatever of this fails with a new release is to be mended in `towers/tf_internals.py` alone.
+"""
+
+import ast
+import contextlib
+import inspect
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import h5py
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python import pywrap_tfe
+
+from towers import tf_internals
+from towers.tf_internals import added_losses, floatx_set, force_float64
+
+pytestmark = pytest.mark.graph
+
+PACKAGE = Path(tf_internals.__file__).parent
+layers = keras.layers
+
+
+# One place.
+
+
+def private_parts(sources):
+    """Return what of TensorFlow and Keras a program of these sources uses, and they do not publish.
+
+    An attribute with an underscore is the program's own if one of its classes or modules has it.
+    """
+    trees = [ast.parse(source) for source in sources]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    of_self = [n for n in attributes if isinstance(n.value, ast.Name) and n.value.id == "self"]
+    own = {node.name for node in nodes if hasattr(node, "name")} | {n.attr for n in of_self}
+    modules = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules += [f"{node.module}.{alias.name}" for alias in node.names]
+    hidden = {m for m in modules if m.startswith(("tensorflow.python", "keras.src", "unittest"))}
+    private = {n.attr for n in attributes if n.attr.startswith("_") and not n.attr.endswith("__")}
+    of_python = {"_exit", "_current_frames"}  # names that Python's own pages have
+    return hidden | private - own - of_python | {"__internal__"} & {n.attr for n in attributes}
+
+
+FOUND = """
+from tensorflow.python.eager import context
+def f(): import keras.src.layers
+from unittest import mock
+from unittest.mock import patch
+def f(layer): return layer._layers
+def f(variable): variable._value = 0
+tf.__internal__.autograph
+"""
+
+
+@pytest.mark.unit
+def test_private_parts_are_in_one_place():
+    for line in FOUND.strip().splitlines():
+        assert len(private_parts([line])) == 1, line
+    paths = [path for path in PACKAGE.rglob("*.py") if path.name != "tf_internals.py"]
+    assert private_parts(path.read_text(encoding="utf-8") for path in paths) == set()
+
+
+def in_a_thread(function):
+    """Return what a function returns in a thread of its own."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+# What is replaced.
+
+SIGNATURES = {
+    keras.Layer: {
+        "__call__": "self *args **kwargs", "add_loss": "self loss", "_clear_losses": "self",
+        "add_weight": "self *args shape initializer dtype trainable autocast regularizer "
+        "constraint aggregation overwrite_with_gradient name",
+    },
+    layers.BatchNormalization: {
+        "call": "self inputs training mask", "_moments": "self inputs mask",
+    },
+    layers.InputLayer: {"from_config": "config"},
+    tf_internals.input_layer: {
+        "InputLayer": "shape batch_size dtype sparse ragged batch_shape input_tensor optional name "
+        "**kwargs"
+    },
+    tf_internals.DataLayer: {"__call__": "self inputs **kwargs"},
+    tf_internals.dtype_policies: {"get": "identifier"},
+    keras.Model: {
+        "compute_metrics": "self x y y_pred sample_weight",
+        "compute_loss": "self x y y_pred sample_weight training",
+    },
+    keras.Loss: {"__call__": "self y_true y_pred sample_weight"},
+    keras.optimizers.SGD: {
+        "add_variable_from_reference": "self reference_variable name initializer",
+        "_all_reduce_sum_gradients": "self grads_and_vars",
+        "update_step": "self gradient variable learning_rate",
+    },
+    tf_internals.keras_backend.numpy: {"take": "x indices axis", "signbit": "x"}
+    | dict.fromkeys("equal not_equal less less_equal greater greater_equal".split(), "x1 x2"),
+    tf_internals.variable_ops.BaseResourceVariable: {
+        "assign": "self value use_locking name read_value",
+        "_read_variable_op": "self no_copy", "sparse_read": "self indices name",
+    }
+    | dict.fromkeys(["assign_add", "assign_sub"], "self delta use_locking name read_value")
+    | {
+        name: f"self {'indices updates' if '_nd_' in name else 'sparse_delta use_locking'} name"
+        for name in tf_internals._ASSIGNMENTS if "scatter" in name
+    },
+    tf.GradientTape: {"__enter__": "self"},
+    tf.autodiff.ForwardAccumulator: {"__enter__": "self"},
+    type(tf.distribute.get_strategy().extended): {"update": "self var fn args kwargs group"},
+    tf_internals.draw_ops: dict.fromkeys(tf_internals.DRAWS, "shape key counter alg dtype name")
+    | {"stateless_random_uniform_int_v2": "shape key counter alg minval maxval name"},
+    tf_internals.random_ops_util: {"_get_key_counter": "seed alg"},
+    tf: {"custom_gradient": "f"},
+    tf_internals.Function: {"__call__": "self *args **kwds"},
+}  # fmt: skip
+
+
+def parameters(owner, name):
+    found = inspect.signature(getattr(owner, name)).parameters.values()
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return " ".join(stars.get(one.kind, "") + one.name for one in found)
+
+
+@pytest.mark.unit
+def test_functions_that_are_replaced_take_what_they_took():
+    for owner, signatures in SIGNATURES.items():
+        assert {name: parameters(owner, name) for name in signatures} == signatures, owner
+
+
+@pytest.mark.unit
+def test_each_function_that_is_replaced_has_its_signature_here():
+    nodes = list(ast.walk(ast.parse(Path(tf_internals.__file__).read_text())))
+    calls = [n for n in nodes if getattr(getattr(n, "func", None), "id", "") == "_replaced"]
+    constants = [n.value for n in ast.walk(ast.Tuple(calls)) if isinstance(n, ast.Constant)]
+    known = {name for names in SIGNATURES.values() for name in names}
+    assert {*filter(lambda value: isinstance(value, str), constants)} <= known
+    assert {*tf_internals._ASSIGNMENTS, *tf_internals._OF_INTEGERS, *tf_internals.DRAWS} <= known
+
+
+def test_replacements_are_nested_and_taken_back():
+    class Owner:
+        def say(self):
+            return "own"
+
+    def saying(word):
+        return Owner, "say", lambda before: lambda owner: f"{word} {before(owner)}"
+
+    with pytest.raises(KeyError), tf_internals._replaced(saying("outer")):
+        with tf_internals._replaced(saying("inner"), saying("innermost")):
+            assert Owner().say() == "innermost inner outer own"
+            assert in_a_thread(Owner().say) == "own"
+        assert Owner().say() == "outer own"
+        raise KeyError
+    assert Owner().say() == "own" and not tf_internals._SWITCHES
+
+
+def test_functions_are_a_part_of_what_calls_them():
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
+    def inner(x):
+        if tf.reduce_sum(x) > 0:  # AutoGraph
+            x = x + 1.0
+        return x, 2
+
+    compiled = tf.function(lambda x: x + 1.0, jit_compile=True)
+
+    def outer(x):
+        y, two = inner([1.0, 2.0])
+        return compiled(x) + y + tf.cast(two, tf.float32)
+
+    with tf_internals.inline_functions():
+        ops = tf.function(outer).get_concrete_function(tf.zeros([2])).graph.get_operations()
+        np.testing.assert_array_equal(inner(tf.ones([2]))[0], [2.0, 2.0])
+    assert sum(op.type.endswith("PartitionedCall") for op in ops) == 1
+
+
+def test_autograph_is_taken_over_where_it_is_on():
+    def own(x):
+        return x
+
+    on, off = [], []
+    tf.function(lambda: on.append(tf_internals.converted_as_here(own)))()
+    tf.function(lambda: off.append(tf_internals.converted_as_here(own)), autograph=False)()
+    assert off == [own] and on != [own] and on[0](1) == 1
+
+
+# Layers.
+
+
+def test_layers_are_found_in_order_each_once():
+    a, shared, b, c = (layers.Dense(2, name=name) for name in ("a", "shared", "b", "c"))
+    inner = keras.Sequential([a, shared, b], name="in")
+    model = keras.Sequential([keras.Input((2,)), inner, shared, c], name="out")
+    names = [x.name for x in tf_internals.layers_of(model) if not isinstance(x, layers.InputLayer)]
+    assert [name for name in names if name != "functional"] == "out in a shared b c".split()
+
+
+def test_layers_are_numbered_from_the_start():
+    layers.Dense(1), layers.Dense(1)
+    with tf_internals.named_as_in_a_new_process():
+        assert [layers.Dense(1).name for _ in range(2)] == ["dense", "dense_1"]
+    assert int(layers.Dense(1).name.partition("_")[2]) >= 2
+
+
+def test_the_open_scope_has_what_layers_add_and_no_regularizer_of_weights():
+    layer = layers.Dense(2, kernel_regularizer="l2", activity_regularizer="l1")
+    layer.build([4, 3])
+    assert added_losses() == []
+    with keras.StatelessScope(collect_losses=True):
+        outputs = layer(tf.ones([4, 3]))
+        found = [float(loss) for loss in added_losses()]
+        with keras.StatelessScope():  # an inner one, which collects nothing
+            layer(tf.ones([4, 3]))
+            assert added_losses() == []
+    assert found == [float(0.01 * tf.reduce_sum(tf.abs(outputs)) / 4)]
+
+
+# Variables and optimizers.
+
+
+def test_a_variable_has_its_own_value_and_gets_another():
+    variable = keras.Variable(1.0)
+    with keras.StatelessScope([(variable, tf.constant(2.0))]) as scope:
+        assert tf_internals.open_scope() is scope
+        assert float(variable) == 2.0 and float(tf_internals.value_of(variable)) == 1.0
+        assert tf_internals.value_of(keras.Variable("zeros", shape=[2])) is None
+    with tf.device("/cpu:1"):
+        tf_internals.set_value_of(variable, tf.Variable(3.0))
+    assert variable.value.device.endswith("CPU:1") and float(variable) == 3.0
+
+
+def test_a_variable_is_made_in_any_trace():
+    def refuse(*_, **__):
+        raise AssertionError("a creator scope sees it")
+
+    made = []
+
+    @tf.function
+    def function(x):
+        with tf.init_scope(), tf.variable_creator_scope(refuse):
+            made.append(tf_internals.make_variable(tf.zeros([])))
+        return x + made[-1]
+
+    assert float(function(tf.constant(1.0))) == float(function(tf.constant([1.0]))[0]) == 1.0
+    assert len(made) == 2
+
+
+def test_assignments_of_all_kinds_are_seen():
+    calls = []
+
+    def make(name):
+        return lambda before: lambda *args, **kwargs: calls.append(name)
+
+    slices = tf.IndexedSlices(tf.ones([1]), tf.constant([0]))
+    for variable in (tf.Variable([0.0]), tf_internals.make_variable(tf.zeros([1]))):
+        kinds = [name for name in dir(variable) if name.startswith(("assign", "scatter"))]
+        with tf_internals.patch_assignments(make):
+            for kind in kinds:
+                getattr(variable, kind)(slices)
+            variable.batch_scatter_update(slices)
+        assert sorted(calls) == sorted([*kinds, "batch_scatter_update"])
+        calls.clear()
+        variable.assign([1.0])
+        assert float(variable[0]) == 1.0
+
+
+def test_an_optimizer_keeps_slots_and_updates_beside_weights():
+    weights = []
+    for device in ("/cpu:1", "/cpu:2"):
+        with tf.device(device):
+            weights.append(keras.Variable(tf.identity(tf.ones([2]))))
+    optimizer = keras.optimizers.Adam(1.0)
+    with tf_internals.slots_beside_weights(optimizer):
+        optimizer.build(weights)
+    slots = [v.value.device[-5:] for v in optimizer.variables if v.shape == (2,)]
+    assert slots == ["CPU:1", "CPU:1", "CPU:2", "CPU:2"]
+
+    @tf.function
+    def update():
+        with tf_internals.each_update_apart(optimizer):
+            optimizer.apply([tf.ones([2])] * 2, weights)
+
+    ops = update.get_concrete_function().graph.get_operations()
+    assert {op.device[-5:] for op in ops if op.type == "AssignSubVariableOp"} >= {"CPU:1", "CPU:2"}
+    update()
+    np.testing.assert_allclose([w.numpy() for w in weights], 0.0, atol=1e-4)
+
+
+def test_an_optimizer_tells_what_it_decays():
+    weights = [keras.Variable(tf.ones([2])), keras.Variable(tf.ones([3]))]
+    optimizer = keras.optimizers.AdamW(weight_decay=0.1)
+    optimizer.exclude_from_weight_decay(var_list=weights[:1])
+    assert [tf_internals.decays(optimizer, w) for w in weights] == [False, True]
+    assert not tf_internals.decays(keras.optimizers.SGD(), weights[1])
+
+
+ALL = dict(momentum=0.9, weight_decay=0.1, clipnorm=1.0, use_ema=True, ema_momentum=0.5)
+
+
+@pytest.mark.parametrize(
+    "more, dtype, tolerance",
+    [
+        (dict(), "float64", 1e-12),
+        (dict(momentum=0.9), "float32", 2e-6),
+        (dict(momentum=0.9, nesterov=True), "float64", 1e-12),
+        (ALL, "float64", 1e-12),
+    ],
+)
+def test_sgd_in_one_pass_computes_what_keras_does(more, dtype, tolerance):
+    draws = np.random.default_rng(0)
+    start, gradients = draws.normal(size=[4, 3]), draws.normal(size=[5, 4, 3])
+    rows = tf.IndexedSlices(tf.ones([2, 3], dtype), tf.constant([0, 2]), tf.constant([4, 3]))
+
+    def after_all(suits):
+        weights = [keras.Variable(start, dtype=dtype) for _ in range(3)]
+        weights[2].constraint = keras.constraints.UnitNorm()
+        optimizer = keras.optimizers.SGD(0.1, **more)
+        optimizer.build(weights)
+
+        @tf.function
+        def update(dense):
+            with tf_internals.fused_sgd(optimizer, lambda _: suits):
+                optimizer.apply([dense, rows, dense], weights)
+
+        for dense in gradients:
+            update(tf.constant(dense, dtype))
+        graph = update.get_concrete_function(tf.constant(start, dtype)).graph
+        ops = [op.type for op in graph.get_operations()]
+        return ops, [v.numpy() for v in (*weights, *optimizer.variables)]
+
+    ops, results = zip(after_all(False), after_all(True), strict=True)
+    kernel = "ResourceApplyKerasMomentum" if more else "ResourceApplyGradientDescent"
+    assert [own.count(kernel) for own in ops] == [0, 2]  # but the sparse one
+    for fused, keras_own in zip(*results, strict=True):
+        np.testing.assert_allclose(fused, keras_own, rtol=tolerance, atol=tolerance)
+
+
+def test_other_optimizers_than_keras_own_sgd_are_not_fused():
+    class Mine(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            self.assign(variable, gradient)
+
+    weight, optimizer = keras.Variable(tf.zeros([2])), Mine(0.1)
+    optimizer.build([weight])
+    with tf_internals.fused_sgd(optimizer, lambda _: True):
+        optimizer.apply([tf.ones([2])], [weight])
+    np.testing.assert_array_equal(weight.numpy(), 1.0)
+
+
+# Graphs.
+
+
+def test_ops_with_a_state_are_told_apart():
+    stateful = ("AssignAddVariableOp", "PrintV2", "VarHandleOp", "EagerPyFunc")
+    assert all(map(tf_internals.is_stateful, stateful))
+    assert not any(map(tf_internals.is_stateful, ("AddV2", "StatelessRandomUniformV2", "NoSuchOp")))
+
+
+def test_a_tensor_of_another_graph_is_told_from_other_errors():
+    kept = []
+
+    @tf.function
+    def function(x):
+        tf.function(lambda x: kept.append(x + 1.0))(x)
+        return kept[0] * 2.0
+
+    with pytest.raises(tf_internals.InaccessibleTensorError):
+        function(tf.zeros([]))
+
+
+def test_a_function_without_an_end_is_ended():
+    @tf.function
+    def forever(x):
+        return tf.while_loop(lambda x: x >= 0.0, lambda x: [x + 1.0], [x])
+
+    forever = forever.get_concrete_function(tf.zeros([]))
+    assert float(tf_internals.call_for_at_most(600.0, forever, tf.constant(-1.0))[0]) == -1.0
+    with pytest.raises(tf.errors.CancelledError):
+        tf_internals.call_for_at_most(0.5, forever, tf.constant(0.0))
+
+
+def test_the_start_and_the_devices():  # before it: tests/devices/test_gpus.py
+    tf.config.list_logical_devices()
+    assert tf_internals.has_listed_devices() and tf_internals.has_started()
+    memory = tf_internals.device_memory_bytes()
+    assert list(memory) == ["/cpu:0", "/cpu:1", "/cpu:2", "/cpu:3"]
+    assert set(memory.values()) == {256 * 2**20}  # what TensorFlow says of any CPU
+
+
+# Precision.
+
+
+def dtypes(policy):
+    """Return what a layer of that policy computes in, and keeps its weights in."""
+    layer = layers.Dense(2, dtype=policy, name="layer")
+    layer.build((None, 3))
+    return layer.compute_dtype, layer.kernel.dtype
+
+
+def test_layers_get_float64_in_the_block_and_thread_alone():
+    """Those of policies of all kinds: tests/commands/test_verify.py."""
+    given = keras.dtype_policies.serialize(keras.DTypePolicy("mixed_float16"))
+    config = layers.Dense(2, dtype="float32").get_config()
+    with pytest.raises(ZeroDivisionError), force_float64():
+        assert dtypes(given) == ("float64", "float64")
+        assert layers.Dense.from_config(config).compute_dtype == "float64"
+        attention = layers.MultiHeadAttention(2, 3, dtype="float32")
+        attention.build((None, 4, 5), (None, 4, 5))
+        assert {v.dtype for v in attention.weights} == {"float64"}
+        assert in_a_thread(lambda: dtypes(given)) == ("float16", "float32")
+        assert keras.Input((3,)).dtype == keras.config.floatx()
+        assert layers.Discretization([0.0], dtype="int64").compute_dtype == "int64"
+        for own, wanted in ("float32", "float64"), ("int32", "int32"):
+            assert keras.Input((3,), dtype=own).dtype == wanted
+            of_input = layers.InputLayer((3,), dtype=own).get_config() | {"dtype": own}
+            assert layers.InputLayer.from_config(of_input).dtype == wanted
+        raise ZeroDivisionError
+    assert dtypes(given) == ("float16", "float32")
+    assert keras.Input((3,), dtype="float16").dtype == "float16"
+
+
+class Float32ByName(layers.Layer):
+    def build(self, _):
+        self.extra = self.add_weight(shape=(4,), dtype="float32")
+
+
+def test_weights_that_ask_for_float32_get_float64_in_the_block():
+    """But for those of quantised layers, whose ops have no other."""
+    with floatx_set("float64"), force_float64():
+        tuned = layers.Dense(3), layers.EinsumDense("ab,bc->ac", 3), layers.Embedding(5, 3)
+        int8 = layers.Dense(3).get_config() | {"dtype": "int8_from_float32"}
+        others = Float32ByName(), layers.Dense.from_config(int8)
+        for layer in (*tuned, *others):
+            layer.build((None, 4))
+        for layer in tuned:
+            layer.enable_lora(2)
+    found = [{v.dtype for v in layer.weights if v.name != "bias"} for layer in (*tuned, *others)]
+    assert found == [{"float64"}] * 4 + [{"int8", "float32"}]
+
+
+def test_augmentation_of_keras_works_while_floatx_is_float64():
+    images = tf.zeros((2, 8, 8, 3), tf.float64)
+    with floatx_set("float64"):
+        layer = layers.RandomRotation(0.1, dtype="float64")
+        assert layer(images, training=True).dtype == tf.float64
+        assert keras.random.uniform((2,)).dtype == tf.float64
+        with pytest.raises(IndexError):
+            layer(images[0, 0, 0, 0], training=True)
+        assert keras.config.floatx() == "float64"
+    assert keras.config.floatx() == "float32"
+
+
+# What models are trained with.
+
+
+def test_batches_are_those_of_fit():
+    x, y = np.arange(5.0), np.arange(5)
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
+    for given in (x, y, None, 2), (dataset, None, None, None):
+        batches = [[part.numpy().tolist() for part in b] for b in tf_internals.batches_of(*given)]
+        assert batches == [[[0, 1], [0, 1]], [[2, 3], [2, 3]], [[4], [4]]]
+
+
+@pytest.fixture
+def evaluated():
+    """Return a compiled model of two outputs that has seen a batch, and its batch."""
+    keras.utils.set_random_seed(0)  # of some losses the mean, which is shown, is rounded
+    x = keras.Input((2,))
+    outputs = {name: layers.Dense(size, name=name)(x) for name, size in {"a": 1, "b": 3}.items()}
+    model = keras.Model(x, outputs)
+    own = keras.metrics.MeanMetricWrapper(lambda y, outputs: outputs, name="own")
+    model.compile(
+        loss={"a": "mse", "b": keras.losses.SparseCategoricalCrossentropy(from_logits=True)},
+        metrics={"a": ["mae", own], "b": ["accuracy"]},
+    )
+    batch = tf.ones([4, 2]), {"a": tf.zeros([4, 1]), "b": tf.zeros([4, 1], tf.int32)}
+    model.test_step(batch)
+    return model, batch
+
+
+def test_keras_knows_of_its_metrics_which_is_better(evaluated):
+    model, _ = evaluated
+    known = {"loss": "min", "b_loss": "min", "a_mae": "min", "b_accuracy": "max"}
+    for name, which in (known | {"a_own": None, "none": None}).items():
+        assert tf_internals.metric_direction(model, name) == which, name
+
+
+def test_outputs_and_losses_are_those_that_steps_compute(evaluated):
+    model, batch = evaluated
+    outputs, losses = [], []
+
+    def make(compute):
+        return lambda *args, **kwargs: losses.append(compute(*args, **kwargs)) or losses[-1]
+
+    with tf_internals.watch_outputs(model, outputs.append):
+        model.test_step(batch)
+    tf.nest.map_structure(np.testing.assert_array_equal, outputs, [model(batch[0])])
+    with tf_internals.patch_compute_loss(model, make):
+        logs = model.train_step(batch)
+    assert [float(loss) for loss in losses] == [float(logs["loss"])]
+    model.train_step(batch)
+    assert len(outputs) == len(losses) == 1
+
+
+def test_draws_without_a_seed_go_by_one_state():
+    keras.utils.set_random_seed(3)
+    first = keras.random.uniform((2,))
+    state = tf_internals.state_of_unseeded_draws()
+    before = tf.identity(state)
+    second = keras.random.uniform((2,))
+    state.assign(before)
+    np.testing.assert_array_equal(keras.random.uniform((2,)), second)
+    assert not np.array_equal(first, second)
+
+
+# Files of weights.
+
+
+def test_the_places_of_weights_are_those_in_a_file(tmp_path):
+    inner = keras.Sequential([layers.Dense(2, name="a"), layers.BatchNormalization(name="b")])
+    heads = layers.MultiHeadAttention(2, 3, name="heads")
+    x = keras.Input([4, 5])
+    model = keras.Model(x, [heads(x, x), inner(x), layers.Dense(1, name="c")(inner(x))])
+    model.save_weights(tmp_path / "x.weights.h5")
+    places = tf_internals.places_in_file(model)
+    assert {id(v) for _, _, v in places} == {id(v) for v in model.variables}
+    with h5py.File(tmp_path / "x.weights.h5") as file:
+        for place, name, variable in places:
+            np.testing.assert_array_equal(file[place], variable.numpy())
+            group, _, number = place.rpartition("/")
+            assert name == f"{file[group].attrs['name']}/{number}"
+
+
+# Servers on other machines.
+
+SERVER = """
+import sys
+import tensorflow as tf
+worker = {"worker": [f"127.0.0.1:{sys.argv[1]}"]}
+cpus = tf.compat.v1.ConfigProto(device_count={"CPU": 2, "GPU": 0})
+tf.distribute.Server(worker, job_name="worker", task_index=0, config=cpus)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+CLIENT = """
+import socket
+import sys
+import tensorflow as tf
+from towers import tf_internals
+
+pick, taken = tf_internals.pywrap_tfe.TF_PickUnusedPortOrDie, socket.create_server(("", 0))
+ports = iter([taken.getsockname()[1]])  # which another process takes after it was picked
+tf_internals.pywrap_tfe.TF_PickUnusedPortOrDie = lambda: next(ports, None) or pick()
+mine = tf.Variable([1.0, 2.0])
+local = tf.function(lambda x: mine * x)
+
+@tf.function
+def there():
+    with tf.device("/job:worker/task:1/cpu:1"):
+        return tf.identity(mine) * 2.0
+
+print(local(1.0).numpy().tolist())
+for tasks in {1: sys.argv[1]}, {}, {1: sys.argv[1], 4: sys.argv[2]}:
+    addresses = {task: f"127.0.0.1:{port}" for task, port in tasks.items()}
+    tf_internals.connect({"worker": addresses}, "127.0.0.1")
+    names = [d.name for d in tf.config.list_logical_devices() if "worker" in d.name]
+    results = [local(3.0), mine, *([there()] if tasks else [])]
+    print([names, *(result.numpy().tolist() for result in results)], flush=True)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.extended
+def test_servers_are_connected_to_again_and_what_lies_here_stays():
+    def start(program, *arguments):
+        line = [sys.executable, "-c", program, *arguments]
+        return subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    ports = [str(pywrap_tfe.TF_PickUnusedPortOrDie()) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        for port in ports:
+            server = stack.enter_context(start(SERVER, port))
+            stack.callback(server.kill)
+            assert server.stdout.readline() == "ready\n"
+        client = stack.enter_context(start(CLIENT, *ports))
+        stack.callback(client.kill)
+        out, _ = client.communicate(timeout=100)
+    first, *lines = [ast.literal_eval(line) for line in out.splitlines()]
+    one, more = (
+        [f"/job:worker/replica:0/task:{task}/device:CPU:{i}" for i in range(2)] for task in (1, 4)
+    )
+    here, there = [[3.0, 6.0], [1.0, 2.0]], [2.0, 4.0]
+    assert first == [1.0, 2.0]
+    assert lines == [[one, *here, there], [[], *here], [one + more, *here, there]]
+
+
+def test_what_records_is_seen_and_does_so_where_init_scope_has_stopped_that():
+    x, v = tf.ones([2]), tf.Variable([1.0, 2.0])
+    assert not tf_internals.is_recording()
+    with tf.autodiff.ForwardAccumulator(x, x):
+        assert tf_internals.is_recording() and tf_internals.is_recording([x])
+        assert not tf_internals.is_recording([2 * tf.ones([2])]) and not tf_internals.are_followed(
+            [v]
+        )
+    with tf.autodiff.ForwardAccumulator(v, x):
+        assert tf_internals.are_followed([v])
+    restarted = tf_internals.recording_restarted
+    for block, seen in (contextlib.nullcontext, False), (restarted, True):
+        with tf.init_scope(), block(), tf.autodiff.ForwardAccumulator(x, x) as accumulator:
+            y = x * 3
+        assert (accumulator.jvp(y) is not None) == seen
+        with tf.init_scope(), block(), tf.GradientTape() as tape:
+            tape.watch(x)
+            y = x * 3
+        assert (tape.gradient(y, x) is not None) == seen

@@ -1,0 +1,172 @@
+"""What becomes of a run whose folder or disk goes while it trains."""
+
+import contextlib
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import tensorflow as tf
+
+import towers
+from tests import runs, tiny
+from towers.errors import RunError
+from towers.monitoring import events
+from towers.training.run import manifest
+from towers.training.run.checkpoint import find
+from towers.training.run.checkpoint_manager import CheckpointManager
+from towers.training.train import train
+
+pytestmark = pytest.mark.run
+STEPS = dict(max_steps=12, checkpoint_every_steps=2, log_every_steps=1)
+
+
+def end_of(folder):
+    return manifest.read(folder)["final"]["state"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(tiny.options(folder, **STEPS))
+    return folder
+
+
+def delete_parts(run):
+    (run / "flags.cfg").unlink()
+    shutil.rmtree(run / "checkpoints")
+    shutil.rmtree(run / "train")
+
+
+def become_another(run):
+    shutil.rmtree(run)
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "flags.cfg").write_text("--model=other:model")
+
+
+GOES = {
+    "deleted": shutil.rmtree,
+    "renamed": lambda run: run.rename(run.with_name("moved")),
+    "its parent": lambda run: shutil.rmtree(run.parent),
+    "another run": become_another,
+    "a file": lambda run: (shutil.rmtree(run), run.write_text("somebody's own")),
+}
+
+
+@pytest.mark.parametrize("go", runs.released(GOES, "renamed"))
+def test_a_run_whose_folder_goes_is_saved_beside_and_ends(
+    tmp_path, monkeypatch, capsys, undisturbed, go
+):
+    run, before = tmp_path / "all/run", {}
+
+    def act():
+        GOES[go](run)
+        before.update(tiny.files(tmp_path))
+
+    runs.at_step(monkeypatch, {5: act})
+    with pytest.raises(RunError, match=r"ckpt-12 cannot be written: .*; it is saved in") as caught:
+        train(tiny.options(run, **STEPS))
+    now = run.with_name("moved") if go == "renamed" else "gone"
+    assert f"the folder that was {run} is {now} now" in str(caught.value)
+    assert capsys.readouterr().out.count("; training goes on, and the next save tries again") == 3
+    beside = Path(re.search(r"where --train_dir=(\S+) goes on", str(caught.value))[1])
+    assert go == "its parent" or beside.parent == run.parent
+    after, changed = tiny.files(tmp_path), ("", "all")
+    assert all(after[path] == was for path, was in before.items() if path.name not in changed)
+    train(tiny.options(beside, **STEPS))
+    assert end_of(beside) == end_of(undisturbed)
+
+
+def test_parts_of_a_folder_that_go_are_written_again(tmp_path, monkeypatch, capsys, undisturbed):
+    run = tmp_path / "run"
+    runs.at_step(monkeypatch, {5: lambda: delete_parts(run)})
+    train(tiny.options(run, **STEPS))
+    out = capsys.readouterr().out
+    assert len(re.findall("^warning .*written again", out, re.MULTILINE)) == 1
+    names = {path.name for path in run.iterdir()}
+    assert names > {"flags.cfg", "manifest.json", "result.json", "checkpoints"}
+    assert end_of(run) == end_of(undisturbed)
+    assert tiny.saved_steps(run) == [8, 10, 12]
+    assert list(events.read(run / "train")) == list(range(4, 12))
+
+
+@pytest.mark.parametrize("again", runs.released([False, True], False))
+def test_a_disk_that_fills_up_costs_no_training(tmp_path, monkeypatch, capsys, undisturbed, again):
+    run = tmp_path / "run"
+    with runs.small_disk() as limit:
+        runs.at_step(monkeypatch, {5: lambda: limit(100)} | ({9: limit} if again else {}))
+        no_space = pytest.raises(RunError, match=r"ckpt-12 cannot be written: File too large$")
+        with contextlib.nullcontext() if again else no_space:
+            train(tiny.options(run, **STEPS))
+    out = capsys.readouterr().out
+    tried = re.findall(r"^warning .*/ckpt-(\d+) cannot be written: File too large; tr", out, re.M)
+    assert tried == (["6", "8"] if again else ["6", "8", "10"])
+    assert out.count("curves of train cannot be written") == 1
+    assert len(list(tmp_path.iterdir())) == 1  # nothing half-written beside it
+    assert not [path for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
+    if not again:
+        assert tiny.saved_steps(run) == [0, 2, 4]
+        train(tiny.options(run, **STEPS))
+    assert end_of(run) == end_of(undisturbed)
+
+
+@pytest.mark.unit
+def test_the_best_is_kept_until_a_better_one_is_on_the_disk(tmp_path):
+    variables = {"step": tf.Variable(0, dtype=tf.int64)}
+    checkpoints = CheckpointManager(tmp_path, variables, {}, keep=1)
+    for step in range(1, 5):
+        variables["step"].assign(step)
+        checkpoints.best = {1: 1, 2: 1, 3: 99, 4: 4}[step]  # 99 could not be written
+        checkpoints.save_now(step)
+        kept = [number for number, _ in find(tmp_path)]
+        assert kept == ([4] if step == 4 else sorted({1, step}))
+
+
+def test_what_dead_processes_left_is_cleared_and_a_whole_checkpoint_gets_its_name(
+    undisturbed, tmp_path
+):
+    run = Path(shutil.copytree(undisturbed, tmp_path / "run"))
+    folder = run / "checkpoints"
+    for part in "data-00000-of-00001", "index":  # a kill came just before the renaming
+        (folder / f"ckpt-12.{part}").rename(folder / f".ckpt-12.99.{part}")
+    (folder / "ckpt-8.index").unlink()  # or in deleting the oldest
+    (folder / "ckpt-14_temp").mkdir()
+    (folder / "ckpt-14_temp/part-00000-of-00001.data-00000-of-00001").write_bytes(b"half")
+    for left in ".checkpoint.99", ".ckpt-14.99.data-00000-of-00001.tempstate123":
+        (folder / left).write_bytes(b"half")
+    for left in ".flags.cfg.99", ".manifest.json.99":
+        (run / left).write_bytes(b"half")
+    (run / ".mine.99").write_text("a user's own")
+    train(tiny.options(run, **STEPS | dict(max_steps=14)))
+    assert tiny.saved_steps(run) == [10, 12, 14]
+    left = {path.name for path in run.rglob("*") if "tfevents" not in path.name}
+    assert not [n for n in left if "99" in n and n != ".mine.99" or "_temp" in n or "ckpt-8" in n]
+
+
+@pytest.mark.parametrize("index", runs.released(["", "half of one"], ""))
+def test_a_first_checkpoint_that_a_full_disk_left_blocks_nothing(
+    tmp_path, capsys, undisturbed, index
+):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/ckpt-0.index").write_text(index)
+    train(tiny.options(tmp_path, **STEPS))
+    assert "ckpt-0 cannot be read and is passed over" in capsys.readouterr().err
+    assert end_of(tmp_path) == end_of(undisturbed)
+
+
+def test_a_newest_checkpoint_that_is_not_there_is_told(undisturbed, tmp_path, capsys):
+    run = Path(shutil.copytree(undisturbed, tmp_path / "run"))
+    (run / "checkpoints/ckpt-12.index").unlink()
+    for suffix in "index", "data-00000-of-00001":  # and one under another step's name
+        path = run / f"checkpoints/ckpt-8.{suffix}"
+        path.rename(path.with_name(f"ckpt-11.{suffix}"))
+    told = [
+        "ckpt-12.index is missing, though its data are there: passed over",
+        "ckpt-11 cannot be read and is passed over: it is that of step 8: name its files ckpt-8",
+    ]
+    with pytest.warns(UserWarning) as warned:
+        model = towers.load(run)
+    runs.assert_has(model, run, 10)
+    assert [str(w.message).rpartition("/")[2] for w in warned] == told
+    train(tiny.options(run, **STEPS))
+    assert [line.rpartition("/")[2] for line in capsys.readouterr().err.splitlines()] == told

@@ -1,0 +1,221 @@
+"""The update of joined weights, as GPUs make it, against Keras' update of each weight.
+
+/cpu:1 and /cpu:2 stand in for GPUs; /cpu:0 is the host, where nothing is joined.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import tiny
+from tests.runs import released
+from towers import tf_internals
+from towers.builder import device_types
+from towers.options.run import OPTIMIZERS, Options
+from towers.training.step import train_state as places
+from towers.training.step.optimizers import make_optimizer, rules_of
+from towers.training.step.train_state import TrainState, WeightCopy
+from towers.training.step.update import make_update
+
+pytestmark = pytest.mark.run
+HOST, GPU, OTHER_GPU = "/cpu:0", "/cpu:1", "/cpu:2"
+STARTS_NOTHING = (
+    "Const ReadVariableOp AssignVariableOp Reshape Identity NoOp _Arg _Retval _Send _Recv"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def gpus():
+    with device_types.cpus_for_gpus():
+        yield
+
+
+def mix(dtype="float32"):
+    """Return a model with weights of all sorts, some of another type; nobody calls it."""
+    layers, l1, l2 = keras.layers, keras.regularizers.L1(0.1), keras.regularizers.L2(0.1)
+    both, of_rows = keras.regularizers.L1L2(0.01, 0.02), keras.regularizers.OrthogonalRegularizer()
+    with tf_internals.named_as_in_a_new_process():
+        parts = [
+            layers.Dense(5, kernel_regularizer=l2, bias_regularizer=l1),
+            layers.BatchNormalization(),
+            layers.Dense(6, kernel_regularizer=l2),
+            layers.Dense(5, kernel_regularizer=both, dtype=dtype),
+            layers.Dense(4, dtype=dtype),
+            layers.Dense(3, kernel_regularizer=of_rows),
+            layers.Dense(3, kernel_constraint=keras.constraints.UnitNorm()),
+            layers.Dense(2, kernel_regularizer=l2),
+            layers.Dense(2),
+        ]
+        model = keras.Sequential([keras.Input([4]), *parts])
+    for weight in model.variables:
+        weight.assign(np.random.default_rng(0).normal(size=weight.shape))
+    return model
+
+
+def masters_on(devices, model, options, **more):
+    for variable in model.variables:
+        places.move(variable, devices[0])
+    weights, copies = model.trainable_variables, []
+    with tf_internals.named_as_in_a_new_process():
+        with tf.device(devices[0]):
+            optimizer = make_optimizer(weights, options)
+        for device in devices[1:]:
+            twins = places.copy(weights, device)
+            with tf.device(device):
+                own = make_optimizer(twins, options)
+            copies.append(WeightCopy(twins, own, device, places.counter("examples", device)))
+        return TrainState(model, optimizer, device=devices[0], copies=copies, **more)
+
+
+def gradients_for(weights, step, overflow=False):
+    """Return random gradients: one of them sparse, one of a regularised weight and one None."""
+    random = np.random.default_rng(step)
+    found = []
+    for weight in weights:
+        value = random.normal(size=weight.shape)
+        value.flat[0] = np.inf if overflow and len(weight.shape) > 1 else value.flat[0]
+        found.append(tf.constant(value, weight.dtype))
+    rows = tf.constant(random.normal(size=(3, *weights[4].shape[1:])), weights[4].dtype)
+    found[4] = tf.IndexedSlices(rows, tf.constant([2, 0, 2]), tf.constant(weights[4].shape))
+    found[-1] = found[-4] = None
+    return found
+
+
+def after_each_step(device, options, steps=3, overflow=(), **more):
+    """Return {name: value} of master variables, penalty and norm, after each of some steps."""
+    masters = masters_on([device], mix("float64"), options, **more)
+    update = make_update(masters, rules_of(options), ":" not in options.optimizer)
+    rate = tf.constant(0.1, tf.float64)
+
+    @tf.function
+    def step(gradients):
+        with tf.device(device):
+            statistics = masters.statistics()
+            for variable, value in statistics:
+                variable.assign(value + 1)  # as towers do
+            metrics = update([gradients], [rate], statistics)
+            masters.examples.assign_add(100)
+        return metrics
+
+    states = []
+    for i in range(steps):
+        gradients = gradients_for(masters.model.trainable_variables, i, overflow=i in overflow)
+        found = masters.variables() | step(gradients)
+        states.append({name: value.numpy() for name, value in found.items()})
+    return states
+
+
+def assert_same(left, right):
+    """Compare, each number in its own precision; the metrics are of weights of both."""
+    for name, value in left.items():
+        exact = value.dtype != np.float32 and name not in ("penalty", "gradient_norm")
+        tiny.assert_close({name: value}, {name: right[name]}, 1e-12 if exact else 2e-6)
+    assert left.keys() == right.keys()
+
+
+CASES = {
+    **{name: dict(optimizer=name, weight_decay=0.1) for name in OPTIMIZERS},
+    "clip_norm, moving average": dict(clip_norm=0.5, ema_decay=0.9),
+    "clip_value": dict(clip_value=0.2),
+    "clip_global_norm": dict(clip_global_norm=0.5),
+    "own": dict(optimizer="tests.training.test_fused_update:own_adam"),
+    "own that clips": dict(optimizer="tests.training.test_fused_update:own_clipping"),
+}
+
+
+def own_adam():
+    return keras.optimizers.Adam(
+        keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), amsgrad=True, weight_decay=0.1
+    )
+
+
+def own_clipping():
+    return keras.optimizers.RMSprop(0.1, clipnorm=0.1, centered=True)
+
+
+RELEASE = ("nesterov", "adamw", "muon", "own that clips", "clip_norm, moving average")
+
+
+@pytest.mark.parametrize("name", released(CASES, *RELEASE))
+def test_joined_weights_are_updated_as_each_alone(name):
+    options = Options(**CASES[name])
+    ema = options.ema_decay > 0
+    ours, theirs = (after_each_step(place, options, ema=ema)[-1] for place in (GPU, HOST))
+    assert any(name.startswith("average/") for name in ours) == ema
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("optimizer", released(["momentum", "nadam", "lamb"], "momentum"))
+def test_an_overflow_skips_the_step(optimizer):
+    options = Options(dtype="mixed_float16", optimizer=optimizer, ema_decay=0.9)
+    given = dict(steps=4, overflow={1}, ema=True, loss_scaling=True)
+    ours, theirs = (after_each_step(place, options, **given) for place in (GPU, HOST))
+    before, after = ours[:2]
+    told = {"loss_scale": 2.0**14, "good_steps": 0}
+    assert {name: after[name] for name in told} == told
+    same = before.keys() - told.keys() - {"step", "examples", "gradient_norm", "penalty"}
+    tiny.assert_identical({n: after[n] for n in same}, {n: before[n] for n in same})
+    assert_same(ours[-1], theirs[-1])
+
+
+def executed(masters, options):
+    """Return the nodes of an update, as they are executed; gradients lie beside the weights."""
+    update = make_update(masters, rules_of(options))
+
+    @tf.function
+    def step(gradients):
+        rates = []
+        for replica in masters.replicas:
+            with tf.device(replica.device):
+                rates.append(tf.cast(replica.optimizer.iterations.value, tf.float64))
+        with tf.device(masters.replicas[0].device):
+            return update(gradients, rates)
+
+    gradients = []
+    for replica in masters.replicas:
+        with tf.device(replica.device):
+            gradients.append(gradients_for(replica.weights, 0))
+    with tf_internals.executed_graphs() as functions:
+        step(gradients)
+    return [node for graphs in functions for graph in graphs for node in graph.node]
+
+
+def dense(num_layers):
+    layers = [keras.layers.Dense(4 + i % 3, kernel_regularizer="l2") for i in range(num_layers)]
+    return keras.Sequential([keras.Input([4]), *layers])
+
+
+FEW_OPS = [name for name in OPTIMIZERS if name not in ("lamb", "muon")]
+# One of these for each joined vector chooses between before and after.
+MOST = {"sgd": 41, "momentum": 47, "adamw": 90, "nadam": 90}
+
+
+@pytest.mark.parametrize("optimizer", released(FEW_OPS, "adamw"))
+def test_many_weights_start_as_many_ops_as_few(optimizer):
+    options = Options(optimizer=optimizer, weight_decay=0.1, clip_global_norm=1.0, ema_decay=0.9)
+    counts = []
+    for num_layers in 5, 17:
+        masters = masters_on([GPU], dense(num_layers), options)
+        ops = [node.op for node in executed(masters, options)]
+        assert "UniqueV2" not in ops and "Unique" not in ops  # for whose size the host would wait
+        counts.append(len([op for op in ops if op not in STARTS_NOTHING]))
+    assert counts[0] == counts[1] <= MOST.get(optimizer, 70)
+
+
+def test_large_weights_are_not_copied_together(monkeypatch):
+    monkeypatch.setattr("towers.builder.flatten.LARGE_BYTES", 4 * 5 * 5)
+    options, model = Options(optimizer="sgd"), dense(9)  # kernels [4, 4], [4, 5], [5, 6], [6, 4]...
+    nodes = executed(masters_on([GPU], model, options), options)
+    joined = max(n.attr["num_split"].i for n in nodes if n.op == "SplitV")
+    weights = model.trainable_variables[:-1]  # the last one has no gradient
+    assert joined == len([w for w in weights if w.value.shape.num_elements() <= 25]) < len(weights)
+
+
+def test_copies_on_gpus_send_nothing_and_stay_the_same():
+    options = Options(weight_decay=0.1, clip_norm=0.3)
+    masters = masters_on([GPU, OTHER_GPU], mix(), options)
+    sent = [node for node in executed(masters, options) if node.op in ("_Send", "_HostSend")]
+    ends = [{n.attr[f"{end}_device"].s[-5:] for end in ("send", "recv")} for n in sent]
+    assert ends and {b"CPU:1", b"CPU:2"} not in ends
+    tiny.assert_identical(*(dict(enumerate(own.variables())) for own in masters.replicas))

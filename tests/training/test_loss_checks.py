@@ -1,0 +1,490 @@
+"""What data, model and loss have to do with each other: said before the first step."""
+
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests import tasks
+from tests.runs import refusal, released
+from towers import cli, devices
+from towers.data import ArraySplit, Data, augment
+from towers.errors import InputError
+from towers.options.inline_objects import option_text
+from towers.options.run import Options
+from towers.training.run import model
+from towers.training.run.setup import assemble
+from towers.training.step import loss_checks
+
+# Keras warns of some faults itself, in other words.
+pytestmark = [pytest.mark.graph, pytest.mark.filterwarnings("ignore::UserWarning")]
+layers = keras.layers
+SPARSE, CATEGORICAL = "sparse_categorical_crossentropy", "categorical_crossentropy"
+BINARY, BCE = "binary_crossentropy", keras.losses.BinaryCrossentropy
+SIZE = 8
+NAME = "--model=given_in_python:make: "
+
+
+def data_of(*example):
+    """Return arrays of SIZE examples, which are one batch, as data of no checked source."""
+    y = example[1] if len(example) > 1 else None
+    is_label = isinstance(y, np.ndarray) and y.dtype.kind in "iu" and y[0].size == 1
+    num_classes = int(max(1 + y.max(), 1)) if is_label else 0
+    split = ArraySplit(*example)
+    return Data("my:data", split, split, num_classes, tuple(map(str, range(num_classes))))
+
+
+def options_of(make, **more):
+    given = dict(model=option_text("model", make), dataset="my:data", batch_size=SIZE, max_steps=1)
+    return Options(**given, **more)
+
+
+def run_of(make, *example, **options):
+    places = devices.tower_devices(2, "cpu")
+    return assemble(options_of(make, **options), places, data_of(*example))
+
+
+def first_batch(run):
+    return next(iter(run.data.train.train_batches(SIZE, seed=0)))
+
+
+def lines_of_run(make, *example, **options):
+    """Return what is said of a model and of arrays before the first step."""
+    run = run_of(make, *example, **options)
+    return loss_checks.check(run.task, first_batch(run))
+
+
+class Eager:
+    """What the checks ask of the task of a model, without a graph."""
+
+    def __init__(self, make, *example):
+        self.options, self.data = options_of(make), data_of(*example)
+        given = dict(num_classes=self.data.num_classes, x=self.data.train.spec[0])
+        self.model = model.build_for(self.options, **given)
+        self.builder = types.SimpleNamespace(devices=["/cpu:0"], num_slices=1)
+        self.pairs = loss_checks.LossRecorder(self.model) if self.model.compiled else None
+        self.unsaved = ()
+
+    def loss(self, *batch):
+        x, y, weights = (*batch[:-1], None, None)[:3]
+        outputs = self.model(x, training=True)
+        loss = self.model.compute_loss(x, y, outputs, weights)
+        self.model.compute_metrics(x, y, outputs, weights)
+        return loss
+
+
+def lines(make, *example):
+    """Return what `lines_of_run` does, as the model computes eagerly."""
+    task = Eager(make, *example)
+    arrays = tf.nest.map_structure(
+        lambda a, spec: tf.reshape(tf.cast(a, spec.dtype), (SIZE, *spec.shape)),
+        example,
+        task.data.train.spec,
+    )
+    batch = arrays, tf.zeros((SIZE, augment.NUM_DRAWS))
+    tf.config.run_functions_eagerly(True)
+    try:
+        if task.pairs:
+            with (
+                loss_checks.translate_loss_errors(task, task.pairs, [batch]),
+                task.pairs.noted(arrays[1:2]),
+            ):
+                task.loss(*arrays, batch[1])
+        return loss_checks.check(task, batch)
+    finally:
+        tf.config.run_functions_eagerly(False)
+
+
+def dense(loss, units, activation=None, metrics=None, *more, **of_head):
+    """Return what makes a model of 4 numbers that ends so."""
+
+    def make():
+        head = layers.Dense(units, activation, name="head", **of_head)
+        model = keras.Sequential([keras.Input((4,)), head, *more])
+        model.compile("sgd", loss, metrics=metrics)
+        return model
+
+    return make
+
+
+def conv(loss, units, activation=None, strides=1):
+    def make():
+        head = layers.Conv2D(units, 1, strides=strides, activation=activation, name="head")
+        model = keras.Sequential([keras.Input((6, 6, 1)), head])
+        model.compile("sgd", loss)
+        return model
+
+    return make
+
+
+def sparse(**how):
+    return keras.losses.SparseCategoricalCrossentropy(**how)
+
+
+X = np.random.default_rng(0).normal(size=(SIZE, 4)).astype(np.float32)
+IMAGES = np.random.default_rng(1).random((SIZE, 6, 6, 1)).astype(np.float32)
+CLASSES = np.arange(SIZE) % 3
+ONE_HOT = np.eye(3, dtype=np.float32)[CLASSES]
+SEVERAL = np.array([[0, 1, 1], [1, 0, 0]] * 4, np.float32)
+BITS = np.arange(SIZE) % 2
+NUMBERS = X.sum(axis=1)
+MASKS = (IMAGES > 0.5).astype(np.float32)
+
+
+def two(loss=None, head=None):
+    def make():
+        x = keras.Input((4,))
+        heads = {"value": layers.Dense(1, name="a"), "kind": layers.Dense(3, head, name="b")}
+        model = keras.Model(x, {name: layer(x) for name, layer in heads.items()})
+        model.compile("sgd", loss or {"value": "mse", "kind": sparse(from_logits=True)})
+        return model
+
+    return make
+
+
+def bare(units=3):
+    """A model that is not compiled."""
+    return lambda: keras.Sequential([keras.Input((4,)), layers.Dense(units)])
+
+
+BOTH = {"value": NUMBERS, "kind": CLASSES}
+ONES = np.ones(SIZE, np.float32)
+# What is wrong: a model, data, options, and parts of the one line.
+WRONG = {
+    "no activation": (
+        dense(SPARSE, 3), (X, CLASSES),
+        ["of layer head, has no activation, and sparse_categorical_crossentropy takes probabilities"
+         ': give it activation="softmax", or the loss from_logits=True: '
+         "keras.losses.SparseCategoricalCrossentropy(from_logits=True)"],
+    ),
+    "no activation, by class": (
+        dense(BCE(), 1), (X, BITS), ['activation="sigmoid"', "BinaryCrossentropy(from_logits=True)"]
+    ),
+    "no activation, moved":
+        (dense(BINARY, 1, None, None, layers.Reshape((1,)),
+               layers.Activation("linear", dtype="float32")), (X, BITS), ["of layer head, has no"]),
+    "no activation in a convolution":
+        (conv(BINARY, 1), (IMAGES, MASKS), ["head, has no activation"]),
+    "softmax of one": (dense("mse", 1, "softmax"), (X, BITS), ["always gives 1"]),
+    "one unit": (dense(SPARSE, 1, "sigmoid"), (X, BITS), ["has 1 unit, and"]),
+    "one-hot":
+        (dense(SPARSE, 3, "softmax"), (X, ONE_HOT),
+         ["targets of shape (batch, 3)", "take categorical_crossentropy"]),
+    "several labels":
+        (dense(SPARSE, 3, "softmax"), (X, SEVERAL),
+         ["several ones in a row, or none: with binary_crossentropy"]),
+    "not one-hot":
+        (dense(CATEGORICAL, 3, "softmax"), (X, CLASSES), ["take sparse_categorical_crossentropy"]),
+    "too many classes":
+        (dense(SPARSE, 2, "softmax"), (X, CLASSES),
+         ["targets 2, and the output has 2 units, for classes 0..1: give the last layer 3 units"]),
+    "from 1":
+        (dense(SPARSE, 3, "softmax"), (X, CLASSES + 1),
+         ["count them from 0, or give the last layer 4 units"]),
+    "negative": (dense(SPARSE, 3, "softmax"), (X, CLASSES - 1), ["targets -1", "ignore_class=-1"]),
+    "no place":
+        (conv(SPARSE, 3, "softmax"), (IMAGES, np.where(MASKS > 0, 255, 1)),
+         ["targets 255", "ignore_class=255"]),
+    "no whole numbers": (dense(SPARSE, 3, "softmax"), (X, NUMBERS), ["mean_squared_error"]),
+    "-1 and 1":
+        (dense(BINARY, 1, "sigmoid"), (X, BITS * 2 - 1),
+         ["go from -1 to 1, and binary_crossentropy takes 0..1: write 0 for -1"]),
+    "classes":
+        (dense(BINARY, 1, "sigmoid"), (X, CLASSES),
+         ["from 0 to 2", "sparse_categorical_crossentropy, and 3 units"]),
+    "white masks":
+        (conv(keras.losses.Dice(), 1, "sigmoid"), (IMAGES, 255 * MASKS), ["divide masks by 255"]),
+    "a unit for a class":
+        (dense(BINARY, 3, "sigmoid"), (X, CLASSES),
+         ["give the model 1 unit; or", "sparse_categorical_crossentropy"]),
+    "a unit for all labels":
+        (dense(BINARY, 1, "sigmoid"), (X, SEVERAL), ["give the last layer 3 units"]),
+    "numbers broadcast": (
+        dense("mse", 3), (X, NUMBERS[:, None]),
+        ["targets of shape (batch, 1), and the output has shape (batch, 3)", "1 unit, or a target"]
+    ),
+    "numbers of another rank": (dense("mse", 3), (X, NUMBERS), ["1 unit, or a target"]),
+    "outputs broadcast": (dense("mae", 1), (X, SEVERAL), ["give the last layer 3 units"]),
+    "smaller outputs":
+        (conv(BINARY, 1, "sigmoid", 2), (IMAGES, MASKS),
+         ["(batch, 6, 6, 1)", "(batch, 3, 3, 1)", "outputs of the targets' shape"]),
+    "smaller outputs of classes":
+        (conv(SPARSE, 3, "softmax", 2), (IMAGES, MASKS.astype(int)),
+         ["of shape (batch, 3, 3): let the model give a place for each target"]),
+    "weights of labels":
+        (dense("mse", 1), (X, NUMBERS, SEVERAL),
+         ["sample weights of shape (batch, 3), and the losses of the output have shape (batch)"]),
+    "weights of images":
+        (conv("mse", 1), (IMAGES, MASKS, ONES), ["losses of the output have shape (batch, 6, 6)"]),
+    "weights of a classifier":
+        (bare(), (X, CLASSES, ONES[:, None]), ["--dataset=my:data: sample weights of shape"]),
+    "no targets": (dense("mse", 1), (X,), ["gives no targets", "give (x, y)"]),
+    "not a number":
+        (dense("mse", 1), (X * np.nan, NUMBERS),
+         ["there are inputs that are infinite or NaN in the first batch, and the loss is nan"]),
+    "no loss":
+        (dense("mse", 1, None, None, layers.Lambda(lambda x: x / 0.0)), (X, NUMBERS),
+         [NAME + "the loss is ", " before the first step: scale inputs"]),
+    "no loss of poisson":
+        (dense("poisson", 1), (X, ONES), ["the loss is nan before the first step: ", "softplus"]),
+    "other names":
+        (two(), (X, {"value": NUMBERS, "sort": CLASSES}),
+         ["the targets are named 'value', 'sort', and the outputs of", "'value', 'kind'"]),
+    "no name": (two(), (X, {"value": NUMBERS}), ["the targets are named 'value', and"]),
+    "names of weights":
+        (two(), (X, BOTH, {"value": ONES}), ["the sample weights are named 'value', and"]),
+    "one for two": (two(), (X, NUMBERS), ["gives 1 tensor of targets", "'value', 'kind'"]),
+    "no such output": (
+        two({"value": "mse", "sort": "mse"}), (X, BOTH), ["a loss for 'sort', and the outputs are"]
+    ),
+    "one of two":
+        (two(), (X, BOTH | {"kind": CLASSES + 1}), ["targets 3, and output 'kind' has 3 units"]),
+    "one of two has no activation":
+        (two({"value": "mse", "kind": SPARSE}), (X, BOTH),
+         ["output 'kind', of layer b, has no activation"]),
+    "in another order": (
+        two(), (X, (NUMBERS, CLASSES)),
+        ["the targets have no names, and Keras takes them in the order kind, value", "as they are"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_cannot_be_meant_is_refused_in_one_line(fault):
+    make, data, parts = WRONG[fault]
+    line = refusal(lines, make, *data)
+    for part in parts:
+        assert part in line
+    assert "argmax" not in line
+
+
+DOUBTFUL = {
+    "softmax of logits":
+        (dense(sparse(from_logits=True), 3, "softmax"), (X, CLASSES),
+         "the output ends in a softmax, and the loss has from_logits=True"),
+    "softmax of labels": (dense(BINARY, 3, "softmax"), (X, SEVERAL), "several ones"),
+    "labels of a class":
+        (dense(CATEGORICAL, 3, "softmax"), (X, SEVERAL), "with binary_crossentropy"),
+    "sigmoid": (dense(CATEGORICAL, 3, "sigmoid"), (X, ONE_HOT), "that add up to 1"),
+    "relu": (dense(BINARY, 1, "relu"), (X, BITS), "ends in a relu"),
+    "out of reach": (
+        dense("mse", 1, "sigmoid"), (X, NUMBERS), "go from -4.522 to 2.07701, and its sigmoid gives"
+    ),
+    "accuracy of numbers":
+        (dense("mse", 1, None, ["accuracy"]), (X, NUMBERS), "take mean_absolute_error"),
+    "accuracy of logits":
+        (dense(BCE(from_logits=True), 1, None, ["accuracy"]), (X, BITS), "Accuracy(threshold=0)"),
+    "area of logits":
+        (dense(BCE(from_logits=True), 1, None, [keras.metrics.AUC()]), (X, BITS),
+         "take keras.metrics.AUC(from_logits=True)"),
+    "order":
+        (two({"value": "mse", "kind": "mse"}), (X, (SEVERAL, NUMBERS)), "in the order kind, value"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", DOUBTFUL)
+def test_what_may_be_wrong_is_said(fault):
+    make, data, part = DOUBTFUL[fault]
+    (line,) = lines(make, *data)
+    assert line.startswith("warning     ") and part in line
+
+
+class Own(keras.Model):
+    """A subclassed model, whose outputs are not known before it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = layers.Dense(3)
+        self.softmax = layers.Softmax()
+
+    def call(self, inputs):
+        return self.softmax(self.head(inputs))
+
+
+class OwnStep(keras.Sequential):
+    """Brings its targets into form by itself."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(keras.ops.square(y_pred - y[:, None]))
+
+
+class Half(keras.losses.MeanSquaredError):
+    """A loss of the user's own."""
+
+    def call(self, y_true, y_pred):
+        return 0.5 * keras.ops.mean(keras.ops.square(y_pred - y_true[:, :1]), axis=-1)
+
+
+def own_class():
+    model = Own()
+    model.compile("sgd", SPARSE)
+    return model
+
+
+def own_step():
+    model = OwnStep([keras.Input((4,)), layers.Dense(3)])
+    model.compile("sgd", SPARSE)
+    return model
+
+
+def broadcast(y_true, y_pred):
+    return keras.ops.mean(keras.ops.abs(y_pred - y_true[:, :1]), axis=-1)
+
+
+def tagger():
+    """A class for each token, of which some are no tokens."""
+    parts = [layers.Embedding(20, 4, mask_zero=True), layers.TimeDistributed(layers.Dense(3))]
+    model = keras.Sequential([keras.Input((5,), dtype="int32"), *parts])
+    model.compile("sgd", sparse(from_logits=True), weighted_metrics=["accuracy"])
+    return model
+
+
+TOKENS = np.random.default_rng(2).integers(0, 20, (SIZE, 5)).astype(np.int32)
+categorical = keras.losses.CategoricalCrossentropy
+SOUND = {
+    "classes": (dense(sparse(from_logits=True), 3, None, ["accuracy"]), X, CLASSES),
+    "more outputs than classes": (dense(sparse(from_logits=True), 9), X, CLASSES),
+    "probabilities": (dense(SPARSE, 3, "softmax"), X, CLASSES),
+    "column of classes": (dense(sparse(), 3, "softmax"), X, CLASSES[:, None]),
+    "float classes": (dense(sparse(), 3, "softmax"), X, CLASSES.astype(np.float32)),
+    "no class": (dense(sparse(ignore_class=-1), 3, "softmax"), X, CLASSES - 1),
+    "one-hot": (dense(CATEGORICAL, 3, "softmax"), X, ONE_HOT),
+    "one-hot logits": (dense(categorical(from_logits=True), 3), X, ONE_HOT),
+    "soft labels": (dense(categorical(label_smoothing=0.1), 3, "softmax"), X, ONE_HOT * 0.8),
+    "focal": (dense("categorical_focal_crossentropy", 3, "softmax"), X, ONE_HOT),
+    "one-hot and sigmoid": (dense(BINARY, 3, "sigmoid"), X, ONE_HOT),
+    "one-hot and binary": (dense(BINARY, 3, "softmax"), X, ONE_HOT),
+    "bits": (dense(BINARY, 1, "sigmoid", ["accuracy"]), X, BITS),
+    "bools": (dense(BINARY, 1, "sigmoid"), X, BITS[:, None] > 0),
+    "chances": (dense(BINARY, 1, "sigmoid"), X, np.float32(BITS) * 0.9),
+    "bits of logits": (
+        dense(BCE(from_logits=True), 1, None, [keras.metrics.BinaryAccuracy(threshold=0)]), X, BITS
+    ),
+    "labels": (dense(BINARY, 3, "sigmoid", ["AUC"]), X, SEVERAL),
+    "unknown labels": (dense(BINARY, 3, "sigmoid"), X, SEVERAL - 1, ONES),
+    "constrained": (dense(BINARY, 1, kernel_constraint="non_neg"), X, BITS),
+    "number": (dense("mse", 1, None, ["mae"]), X, NUMBERS),
+    "column": (dense("mse", 1), X, NUMBERS[:, None]),
+    "whole numbers": (dense("huber", 1), X, 5 * CLASSES),
+    "numbers": (dense("log_cosh", 3), X, SEVERAL * 7),
+    "flat output": (dense("mae", 1, None, None, layers.Reshape(())), X, NUMBERS),
+    "in reach": (dense("mse", 1, "tanh"), X, np.tanh(NUMBERS)),
+    "counts": (dense("poisson", 1, "softplus"), X, CLASSES),
+    "hinge": (dense("hinge", 1, "tanh"), X, BITS),
+    "hinge of signs": (dense("squared_hinge", 1), X, 2 * BITS - 1),
+    "direction": (dense("cosine_similarity", 3), X, SEVERAL),
+    "divergence": (dense("kl_divergence", 3, "softmax"), X, ONE_HOT),
+    "masks": (conv(BINARY, 1, "sigmoid"), IMAGES, MASKS),
+    "flat masks": (conv(BINARY, 1, "sigmoid"), IMAGES, MASKS[..., 0]),
+    "masks of classes": (conv(sparse(from_logits=True), 3), IMAGES, MASKS.astype(np.int32)),
+    "flat masks of classes": (conv(sparse(), 3, "softmax"), IMAGES, MASKS[..., 0].astype(int)),
+    "nothing": (conv(sparse(ignore_class=255), 3, "softmax"), IMAGES, np.where(MASKS > 0, 255, 1)),
+    "dice": (conv(keras.losses.Dice(), 1, "sigmoid"), IMAGES, MASKS),
+    "weights of pixels": (conv("mse", 1), IMAGES, MASKS, MASKS[..., 0]),
+    "weights": (dense("mse", 1), X, NUMBERS, ONES),
+    "column of weights": (dense("mse", 1), X, NUMBERS, ONES[:, None]),
+    "autoencoder": (dense("mse", 4), X, X),
+    "tokens": (tagger, TOKENS, TOKENS % 3),
+    "weights of tokens": (tagger, TOKENS, TOKENS % 3, np.ones((SIZE, 5), np.float32)),
+    "two": (two(), X, BOTH),
+    "weighted two": (two(), X, BOTH, {"value": ONES, "kind": ONES}),
+    "one weight for two": (two(), X, BOTH, ONES),
+    "a loss for one of two": (two({"value": "mse"}), X, {"value": NUMBERS}),
+    "two with one loss": (two("mse"), X, {"value": NUMBERS, "kind": SEVERAL}),
+    "own class": (own_class, X, CLASSES),
+    "own loss": (dense(broadcast, 3), X, SEVERAL),
+    "own class of loss": (dense(Half(), 3, "sigmoid"), X, 9 * SEVERAL),
+    "own step": (own_step, X, NUMBERS),
+    "not compiled": (bare(), X, CLASSES),
+    "not compiled, weighted": (bare(), X, CLASSES, ONES),
+}  # fmt: skip
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("case", SOUND)
+def test_nothing_is_said_of_what_is_sound(case):
+    make, *data = SOUND[case]
+    assert lines(make, *data) == []
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("name", released(tasks.TASKS, "two", "masks"))
+def test_nothing_is_said_of_sound_tasks(name):
+    train, _ = getattr(tasks, f"{name}_data")()
+    assert lines_of_run(getattr(tasks, name), *train) == []
+
+
+# Of each way that the checks learn what they know; a release tries every second one.
+IN_A_RUN = (
+    "numbers broadcast", "weights of images", "no targets", "weights of a classifier",
+    "not a number", "no loss", "other names", "one of two", "order", "labels of a class",
+    "accuracy of logits", "column of classes", "flat masks of classes", "bools",
+    "weights of tokens", "weighted two", "own step", "own class",
+)  # fmt: skip
+
+
+@pytest.mark.run
+@pytest.mark.parametrize("case", released(IN_A_RUN, *IN_A_RUN[::2]))
+def test_a_run_says_the_same(case):
+    if case in SOUND:
+        make, *example = SOUND[case]
+    else:
+        make, example, _ = (WRONG | DOUBTFUL)[case]
+    said = []
+    for way in (lines, lines_of_run):
+        try:
+            said.append(way(make, *example))
+        except InputError as error:
+            said.append(str(error))
+    assert said[0] == said[1]
+
+
+@pytest.mark.run
+def test_what_flags_compile_is_named_by_the_flag():
+    line = refusal(lines_of_run, bare(), X, CLASSES, loss="sparse_categorical_crossentropy")
+    assert line.startswith("--loss=sparse_categorical_crossentropy: the output, of layer dense")
+    assert line.endswith("which is the loss without --loss")
+    line = refusal(lines_of_run, bare(), X, CLASSES, metrics="Precision")
+    assert "the metric Precision cannot be computed of this data set" in line
+    assert "targets (batch) with outputs (batch, 3)" in line
+
+
+def raises(y_true, y_pred):
+    raise ValueError("of my own")
+
+
+def reshapes(y_true, y_pred):
+    return keras.ops.reshape(y_true, (3, 3))
+
+
+@pytest.mark.parametrize("loss", [raises, reshapes])
+def test_what_the_users_own_loss_raises_is_left_as_it_is(loss):
+    with pytest.raises(ValueError) as error:
+        lines_of_run(dense(loss, 1), X, NUMBERS)
+    assert not isinstance(error.value, InputError)
+    assert loss.__name__ in [entry.name for entry in error.traceback]
+
+
+@pytest.mark.run
+def test_nothing_changes_when_the_first_loss_is_looked_at():
+    def make():
+        model = tasks.images()
+        model.compile("sgd", SPARSE, metrics=["accuracy"])
+        return model
+
+    train = [array[:SIZE] for array in tasks.images_data()[0]]
+    run = run_of(make, *train, ema_decay=0.5)
+    before = {name: variable.numpy() for name, variable in run.masters.variables().items()}
+    loss_checks.check(run.task, first_batch(run))
+    after = run.masters.variables()
+    assert all(np.array_equal(value, after[name].numpy()) for name, value in before.items())
+
+
+def test_training_refuses_before_it_makes_a_folder(tmp_path, capsys):
+    flags = "--model=tests.tiny:dense --dataset=tests.tiny:images --num_towers=2 --batch_size=7"
+    flags = [*flags.split(), "--loss=sparse_categorical_crossentropy"]
+    assert cli.main(["train", *flags, f"--train_dir={tmp_path}/run"]) == 2
+    assert "has no activation" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,582 @@
+"""`model.fit` over towers: one table of models with the numbers of one device, and what else it is.
+
+Models are the examples, and what others write: steps, losses, optimizers and inputs of their own.
+"""
+
+import contextlib
+import copy
+import functools
+import importlib
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import towers
+from tests import fits
+from tests.fits import layer_of, of_step
+from towers.builder import gather
+from towers.builder.rng import ReplicaRng
+from towers.builder.tower import TowerBuilder
+from towers.training import parallelize
+from towers.training.parallelize import builder_of
+
+pytestmark = pytest.mark.run
+RANDOM = np.random.default_rng(0)
+X, Y = RANDOM.normal(size=(27, 5)), RANDOM.normal(size=(27, 1))
+SQUARES = tf.math.squared_difference
+dense, dropout = keras.layers.Dense, keras.layers.Dropout
+
+
+# The data.
+
+ARRAYS = {"x": X, "y": Y, "batch_size": 8}  # 27 examples: 8, 8, 8 and 3
+VALIDATED = {"batch_size": 8, "validation_split": 0.2}  # of the 27 examples, 8, 8 and 5 are left
+
+
+def validated():
+    return {"x": X, "y": Y, **VALIDATED}
+
+
+def arrays():
+    return ARRAYS
+
+
+def tokens():
+    return ARRAYS | {"x": np.random.default_rng(1).integers(0, 4, size=(27, 5))}
+
+
+def few_ragged_rows():
+    """A last batch with fewer examples than there are towers."""
+    rows = tf.ragged.constant([[1, 2], [3], [4, 5, 6], [7], [8, 1]])
+    return {"x": rows, "y": Y[:5], "batch_size": 4, "validation_data": (rows, Y[:5])}
+
+
+def batches_of(x):
+    return {"x": tf.data.Dataset.from_tensor_slices((x, Y[:8])).batch(4), "shuffle": False}
+
+
+def ragged_and_texts():
+    rows = tf.RaggedTensor.from_row_lengths(X.ravel()[:20], [3, 0, 5, 1, 2, 4, 4, 1])
+    return batches_of({"rows": rows, "text": tf.constant(list("abcaabbc"))})
+
+
+def sparse():
+    return batches_of(tf.sparse.from_dense(np.where(X[:8] > 0, X[:8], 0)))
+
+
+def in_tf_data():
+    return batches_of(X[:8])
+
+
+# The models.
+
+
+def network(*makers, **compiled):
+    """Return a compiled model with layers of these classes."""
+    layers = [dense(6, activation="relu"), *(make() for make in makers), dense(1)]
+    model = keras.Sequential([keras.Input((5,)), *layers])
+    model.compile(**{"optimizer": "sgd", "loss": "mse", **compiled})
+    return model
+
+
+def small(size_in, size_out, *layers):
+    """Return a part of a model, with some layers in its middle."""
+    parts = [dense(5, activation="tanh"), *layers, dense(size_out)]
+    return keras.Sequential([keras.Input((size_in,)), *parts])
+
+
+def update(tape, loss, optimizer, variables):
+    optimizer.apply(tape.gradient(loss, variables), variables)
+
+
+def adds_losses():
+    """Return a layer that adds a mean over the examples and a sum over them, and draws."""
+
+    def call(self, x):
+        self.add_loss(0.3 * keras.ops.mean(x**2))
+        self.add_loss(0.1 * keras.ops.sum(keras.ops.abs(x)))
+        return self.dropout(x)
+
+    return layer_of(call, dropout=lambda: dropout(0.4))
+
+
+def apart(self, x, _):
+    """Return a loss in which examples see each other."""
+    codes = self.encoder(x)
+    products = tf.matmul(codes, codes, transpose_a=True) + tf.eye(4, dtype=x.dtype)
+    return tf.reduce_mean((self.decoder(codes) - x) ** 2) - 0.01 * tf.linalg.logdet(products)
+
+
+def own_step():
+    encoder = functools.partial(dense, 4, activation="tanh")
+    return of_step(apart, "adam", encoder=encoder, decoder=lambda: dense(5))
+
+
+def scaled():
+    """Return a model whose layer is handed a scalar that is trained."""
+    model = of_step(
+        lambda self, x, y: tf.reduce_mean(SQUARES(self.layer(x, scale=tf.exp(self.scale)), y)),
+        layer=lambda: layer_of(
+            lambda self, x, scale: self.network(x) * scale, network=lambda: small(5, 1)
+        ),
+    )
+    model.scale = model.add_weight(shape=(), name="scale")
+    return model
+
+
+class LayerByLayer(keras.Model):
+    """Calls its layers in the step, one by one, so that a mask goes from one to the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = keras.layers.Embedding(9, 3, mask_zero=True)
+        self.rnn, self.top = keras.layers.SimpleRNN(2), dense(1)
+
+    def call(self, x):
+        return self.top(self.rnn(self.embedding(x)))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self.top(self.rnn(self.embedding(x))) - y) ** 2)
+        update(tape, loss, self.optimizer, self.trainable_variables)
+        return {"loss": loss}
+
+
+class LongestOfBatch(LayerByLayer):
+    """Fails of no example: it makes a loop over the longest row of a batch."""
+
+    train_step = keras.Model.train_step
+
+    def call(self, x):
+        return super().call(x.to_tensor())
+
+
+class Gan(keras.Model):
+    """Two networks, two optimizers, noise, and a penalty on the critic's slope."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = small(3, 5, keras.layers.BatchNormalization())
+        self.critic = small(5, 1, dropout(0.3, seed=1))
+        self.noise = keras.random.SeedGenerator(2)
+        self.optimizers = keras.optimizers.Adam(), keras.optimizers.Adam()
+
+    def _slopes(self, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            scores = self.critic(x, training=True)
+        return tf.norm(tape.gradient(scores, x), axis=1)
+
+    def train_step(self, data):
+        real = data[0]
+        noise = keras.random.normal((tf.shape(real)[0], 3), seed=self.noise)
+        with tf.GradientTape() as tape:
+            fake = self.generator(noise, training=True)
+            apart = tf.reduce_mean(self.critic(fake, training=True) - self.critic(real))
+            loss = apart + tf.reduce_mean((self._slopes((real + fake) / 2) - 1) ** 2)
+        update(tape, loss, self.optimizers[0], self.critic.trainable_variables)
+        with tf.GradientTape() as tape:
+            deceit = -tf.reduce_mean(self.critic(self.generator(noise, training=True)))
+        update(tape, deceit, self.optimizers[1], self.generator.trainable_variables)
+        return {"critic": loss, "generator": deceit}
+
+
+class Student(keras.Model):
+    """Learns from a frozen teacher, in a loss of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = small(5, 1, dropout(0.3, seed=1)), small(5, 1)
+        self.teacher.trainable = False
+
+    def call(self, x, training=False):
+        return self.student(x, training=training)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        loss = super().compute_loss(x, y, y_pred, sample_weight)
+        return loss + tf.reduce_mean(SQUARES(y_pred, self.teacher(x)))
+
+
+class TwoSteps(keras.Model):
+    """Goes up the gradient and back within a step (sharpness-aware), and is not built before."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = dense(5, use_bias=False), dense(1)
+        self.norm = keras.layers.BatchNormalization()
+
+    def call(self, x, training=False):
+        return self.out(tf.tanh(self.norm(self.hidden(x), training=training)))
+
+    def _loss(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(SQUARES(self(x, training=True), y))
+        return loss, tape.gradient(loss, self.trainable_variables)
+
+    def train_step(self, data):
+        x, y = data
+        loss, gradients = self._loss(x, y)
+        steps = [0.05 * tf.math.l2_normalize(gradient) for gradient in gradients]
+        for weight, step in zip(self.trainable_variables, steps, strict=True):
+            weight.assign_add(step)
+        _, gradients = self._loss(x, y)
+        for weight, step in zip(self.trainable_variables, steps, strict=True):
+            weight.assign_sub(step)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class Compiled(keras.Model):
+    """Its step is a `tf.function` with a loop in it, whose trace is kept between calls of `fit`."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = small(5, 1)
+        self.optimizer_within = keras.optimizers.SGD(0.1)
+
+    @tf.function
+    def train_step(self, data):
+        x, y = data
+        variables = self.network.trainable_variables
+
+        def body(i, _):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(SQUARES(self.network(x), y))
+            update(tape, loss, self.optimizer_within, variables)
+            return i + 1, loss
+
+        zero = tf.constant(0.0, tf.float64)
+        return {"loss": tf.while_loop(lambda i, _: i < 2, body, (0, zero))[1]}
+
+
+class Unequal(keras.Model):
+    """Takes rows of unequal lengths and texts, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = keras.layers.StringLookup(vocabulary=["a", "b"])
+        self.table, self.out = keras.layers.Embedding(3, 4), dense(1)
+
+    def call(self, inputs):
+        sums = tf.reduce_sum(inputs["rows"], axis=1, keepdims=True)
+        return self.out(tf.concat([sums, self.table(self.words(inputs["text"]))], axis=1))
+
+
+def of_sparse():
+    inputs = keras.Input((5,), sparse=True)
+    return keras.Model(inputs, dense(1)(dense(3, activation="tanh")(inputs)))
+
+
+# The table.
+
+
+class Case(NamedTuple):
+    build: Callable
+    data: Callable = arrays
+    numbers: Sequence[int] = (3,)
+    options: Mapping[str, Any] = MappingProxyType({})  # of parallelize
+    plain_first: bool = False
+    rare: bool = False  # tried by `scripts/test --all` alone
+
+
+def compiled(make, optimizer="sgd", loss=None):
+    """Return a function that makes a compiled model of a class."""
+
+    def build():
+        model = make()
+        model.compile(optimizer, loss)
+        return model
+
+    return build
+
+
+def with_dropout():
+    return network(lambda: dropout(0.3), optimizer="adam")
+
+
+def foreign(make, data=in_tf_data, numbers=(3,), rare=False):
+    return Case(compiled(make, "sgd", "mse"), data, numbers, plain_first=True, rare=rare)
+
+
+def example(name, *numbers):
+    module = importlib.import_module(f"scripts.examples.{name}")
+    given = functools.partial(module.data, size=29)  # 23 to train on: 8, 8 and 7
+    return Case(module.build, lambda: given() | VALIDATED, numbers, rare=True)
+
+
+CASES = {
+    "added losses, BatchNorm": Case(
+        lambda: network(adds_losses, keras.layers.BatchNormalization, metrics=["mae"]),
+        validated,
+        numbers=(1, 4),
+    ),
+    "several steps at once": Case(
+        lambda: network(steps_per_execution=2, optimizer=keras.optimizers.AdamW(global_clipnorm=1))
+    ),
+    "clipped once": Case(lambda: network(optimizer=keras.optimizers.SGD(1.0, 0.9, clipnorm=0.1))),
+    "parts": Case(with_dropout, numbers=(2,), options={"accumulate_steps": 3}),
+    "XLA": Case(with_dropout, numbers=(2,), options={"jit_compile": True}, rare=True),
+    "sharded": Case(with_dropout, numbers=(2,), options={"variables": "sharded"}, rare=True),
+    "own step": Case(own_step, numbers=(4,)),
+    "masks in a step": Case(compiled(LayerByLayer), tokens, (2,)),
+    "fewer examples than towers": Case(
+        compiled(LongestOfBatch, "adam", "mse"), few_ragged_rows, (2,)
+    ),
+    "gan": foreign(Gan, numbers=(2,)),
+    "teacher": foreign(Student, rare=True),
+    "two steps": foreign(TwoSteps, rare=True),
+    "tf.function": foreign(Compiled),
+    "scalar argument": Case(scaled, options={"accumulate_steps": 2}, rare=True),
+    "ragged and texts": foreign(Unequal, ragged_and_texts),
+    "sparse": foreign(of_sparse, sparse, rare=True),
+    "example images": example("images", 1, 3, 4),
+    "example pairs": example("pairs", 3),
+    "example segmentation": example("segmentation", 3),
+    "example table": example("table", 3),
+    "example text": example("text", 3),
+    "example two_outputs": example("two_outputs", 1, 2, 4),
+}
+
+
+@functools.cache
+def by_keras(build, data, plain_first=False):
+    return fits.fit(build, data(), plain_first=plain_first)
+
+
+def by_towers(case, num_towers, **options):
+    given = {"plain_first": case.plain_first, **case.options, **options}
+    return fits.fit(case.build, case.data(), num_towers, **given)
+
+
+def of_table():
+    for name, case in CASES.items():
+        for number in case.numbers:
+            marks = [pytest.mark.extended] if case.rare else []
+            yield pytest.param(name, number, marks=marks, id=f"{name} on {number}")
+
+
+@pytest.mark.parametrize("name, num_towers", list(of_table()))
+def test_towers_have_the_numbers_of_one_device(name, num_towers):
+    case = CASES[name]
+    expected = by_keras(case.build, case.data, case.plain_first)
+    assert fits.differences(expected, by_towers(case, num_towers)) == {}
+
+
+def saturated(end):
+    start = keras.initializers.RandomNormal(0, 40, 1)
+    raw = layer_of(lambda _, x: tf.nn.softmax(x))
+    last = raw if end == "function" else keras.layers.Activation(end)
+    model = keras.Sequential([keras.Input([4]), dense(3, kernel_initializer=start), last])
+    loss = "binary_crossentropy" if end == "sigmoid" else "categorical_crossentropy"
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    return model
+
+
+@pytest.mark.parametrize("end", ["softmax", "sigmoid", "function"])
+def test_a_loss_of_probabilities_sees_the_logits_behind_them_as_in_keras(end):
+    """Of probabilities themselves nothing is left where a model is sure and wrong."""
+    x = np.random.RandomState(0).normal(size=(10, 4))
+    given = {"x": x, "y": np.eye(3)[np.arange(10) % 3], "batch_size": 10, "shuffle": False}
+    expected = fits.fit(lambda: saturated(end), given)
+    ((_, losses),) = expected["losses"]
+    assert losses[0] > 20  # of clipped probabilities it would be 16 at most
+    assert fits.differences(expected, fits.fit(lambda: saturated(end), given, 3)) == {}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("part", fits.PARTS)
+def test_a_small_difference_is_seen_in_each_part(part):
+    found = {name: [("zero", np.zeros(2)), ("it", np.array([-3.0, 1.0]))] for name in fits.PARTS}
+    assert fits.differences(found, found) == {}
+    changed = [*found[part][:1], ("it", np.array([-3.0, 1.0 + 6e-9]))]
+    assert list(fits.differences(found, found | {part: changed})) == [part]
+
+
+def forgets_a_tower(monkeypatch):
+    add = TowerBuilder.add
+    monkeypatch.setattr(TowerBuilder, "add", staticmethod(lambda values: add(values[:1])))
+
+
+def joins_in_another_order(monkeypatch):
+    join = gather.join
+    monkeypatch.setattr(gather, "join", lambda values: join(values[::-1]))
+
+
+def each_tower_draws_from_the_start(monkeypatch):
+    monkeypatch.setattr(ReplicaRng, "drawing", lambda self: contextlib.nullcontext())
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "name, fault, options",
+    [
+        ("example table", forgets_a_tower, {}),
+        ("example pairs", joins_in_another_order, {}),
+        ("example two_outputs", each_tower_draws_from_the_start, {}),
+        ("example images", lambda _: None, {"batch_norm": "local"}),
+    ],
+)
+def test_a_fault_is_seen(name, fault, options, monkeypatch):
+    case = CASES[name]
+    expected = by_keras(case.build, case.data)
+    fault(monkeypatch)
+    found = set(fits.differences(expected, by_towers(case, 2, **options)))
+    assert found - {"metrics"} == {"losses", "weights", "optimizer", "predictions"}
+    assert options or "metrics" in found
+
+
+# What runs on one device, is said.
+
+
+UNDIVIDED = {
+    "no row for each example": lambda _, x: keras.ops.mean(x, axis=0, keepdims=True),
+    "eight examples": lambda _, x: keras.ops.reshape(x, (8, 6)),
+    "draws": lambda _, x: keras.ops.mean(
+        x + tf.random.normal(tf.shape(x), dtype=x.dtype), 0, keepdims=True
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNDIVIDED)
+def test_what_cannot_be_called_with_a_part_of_the_batch_runs_on_one_device(kind):
+    given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
+    layer, loss = lambda: layer_of(UNDIVIDED[kind]), lambda _, outputs: keras.ops.sum(outputs**2)
+    build = functools.partial(network, layer, loss=loss)
+    with pytest.warns(UserWarning, match="sequential.* runs on one device") as told:
+        found = fits.fit(build, given, 2, epochs=1)
+    assert len(told) == 1  # and nothing else is said
+    if kind != "draws":
+        assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
+
+
+def test_a_model_that_runs_eagerly_says_that_it_runs_on_one_device():
+    build = functools.partial(network, run_eagerly=True)
+    given = {"x": X[:16], "y": Y[:16], "batch_size": 8}
+    with pytest.warns(UserWarning, match="run_eagerly"):
+        found = fits.fit(build, given, 2, epochs=1)
+    assert fits.differences(fits.fit(build, given, epochs=1), found) == {}
+
+
+def test_a_layer_in_which_examples_see_each_other_is_named():
+    centred = keras.layers.Lambda(lambda x: x - keras.ops.mean(x, axis=0), name="centred")
+    with pytest.warns(UserWarning, match="mixed examples: layer .*centred"):
+        fits.fit(lambda: network(lambda: centred), ARRAYS, 2, epochs=1)
+
+
+# The model stays Keras'.
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "metrics", "calls"),
+    [("adam", None, 2), (keras.optimizers.SGD, ["mae"], 2), (keras.optimizers.SGD, None, 1)],
+)
+def test_towers_are_made_once(monkeypatch, optimizer, metrics, calls):
+    """TensorFlow traces a step that makes variables twice: the first time without towers.
+
+    What the layer counts in Python is what it counts without towers, where both are its calls.
+    """
+    made, concat = [], parallelize.concat
+    monkeypatch.setattr(parallelize, "concat", lambda *own: (made.append(own), concat(*own))[1])
+    counts = []
+    for num_towers in 0, 2:
+        model = keras.Sequential([keras.Input((5,)), Counted(1)])
+        model.compile(optimizer if optimizer == "adam" else optimizer(), "mse", metrics=metrics)
+        if num_towers:
+            towers.parallelize(model, num_towers)
+        before = model.layers[0].calls
+        model.fit(X[:24], Y[:24], batch_size=8, verbose=0)
+        counts.append(model.layers[0].calls - before)
+    assert len(made) == 1 and counts == [calls, calls]
+
+
+class Counted(keras.layers.Dense):
+    """Counts how often it is called."""
+
+    calls = 0
+
+    def call(self, x):
+        self.calls += 1
+        return super().call(x)
+
+
+def test_sharded_weights_and_their_slots_lie_on_the_towers():
+    model = towers.parallelize(network(optimizer="adam"), 2, variables="sharded")
+    model.train_on_batch(X[:8], Y[:8])
+    places = {weight.value.device for weight in model.trainable_variables}
+    assert {place[-5:] for place in places} == {"CPU:0", "CPU:1"}
+    slots = model.optimizer._momentums
+    for weight, slot in zip(model.trainable_variables, slots, strict=True):
+        assert slot.value.device == weight.value.device
+
+
+def test_copies_and_files_of_a_parallelized_model_are_plain(tmp_path):
+    model = towers.parallelize(network(), 2)
+    model.save(tmp_path / "model.keras")
+    plain = [
+        keras.models.load_model(tmp_path / "model.keras"), keras.models.clone_model(model),
+        copy.deepcopy(model), pickle.loads(pickle.dumps(model)),
+    ]  # fmt: skip
+    assert builder_of(model)
+    for other in plain:
+        assert builder_of(other) is None
+        assert "train_step" not in vars(other)
+    np.testing.assert_allclose(plain[0].predict(X, verbose=0), model.predict(X, verbose=0), 1e-5)
+
+
+def test_a_model_can_be_compiled_again_and_put_back_on_one_device():
+    devices = []
+
+    class Notes(keras.layers.Layer):
+        def call(self, x):
+            devices.append(x.device)
+            return x
+
+    model = towers.parallelize(network(Notes), 2)
+
+    def uses_two():
+        devices.clear()
+        model.train_on_batch(X, Y)
+        assert devices
+        return any("CPU:1" in device for device in devices)
+
+    assert uses_two()
+    model.compile("adam", "mae")
+    assert uses_two()
+    towers.unparallelize(model)
+    assert not uses_two()
+
+
+@pytest.mark.graph
+def test_bad_arguments_are_refused_in_one_line():
+    model = network()
+    for given, message in (
+        ({"variables": "everywhere"}, "sharded"), ({"batch_norm": "global"}, "sync"),
+        ({"accumulate_steps": 0}, "accumulate_steps"), ({"devices": "/gpu:0"}, "/gpu:0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message) as error:
+            towers.parallelize(model, **given)
+        assert "\n" not in str(error.value)
+    with pytest.raises(towers.InputError, match="keras.Model"):
+        towers.parallelize(lambda x: x)
+
+
+def test_an_infinity_on_one_tower_skips_the_step_for_all():
+    """MirroredStrategy with Keras 3 skips it on one replica alone."""
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0)
+    model = towers.parallelize(network(optimizer=optimizer), 2)
+    before = [weight.numpy() for weight in model.weights]
+    x = np.ones((8, 5), "float32")
+    x[-1] = np.inf  # of the second tower
+    model.train_on_batch(x, np.ones((8, 1), "float32"))
+    for weight, value in zip(model.weights, before, strict=True):
+        np.testing.assert_array_equal(weight.numpy(), value)
+    assert optimizer.dynamic_scale.numpy() == 1.0
+    model.train_on_batch(np.ones((8, 5), "float32"), np.zeros((8, 1), "float32"))
+    assert any((w.numpy() != v).any() for w, v in zip(model.weights, before, strict=True))

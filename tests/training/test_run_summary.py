@@ -1,0 +1,104 @@
+"""The rule book as it is printed, with the numbers of the run."""
+
+
+import pytest
+
+from tests import tiny
+from towers import devices
+from towers.builder.device_types import cpus_for_gpus
+from towers.training.run.run_summary import run_summary
+from towers.training.run.setup import prepare
+
+pytestmark = pytest.mark.graph
+
+
+def test_the_rule_book_in_full():
+    assert run_summary(prepare(tiny.options("unused", num_towers=2))) == [
+        "towers      2: /cpu:0, /cpu:1; gather on /cpu:0",
+        "batch size  7 global (1 x 4 and 1 x 3 per tower), float32",
+        "data        tests.tiny:images: 60 training examples per epoch, 23 test; "
+        "8.6 steps per epoch",
+        "images      8x8x3 uint8 -> 8x8x3 float32: standardised",
+        "targets     3 classes: 0, 1, 2",
+        "model       tests.tiny:dense(): 983 trainable weights",
+        "task        classification: cross entropy of logits, 3 classes",
+        "length      12 steps, 84 examples, 1.4 epochs",
+        "rules, the same at any number of towers:",
+        "  1 loss and gradients: mean over the global batch; towers give sums, add_n gathers them",
+        "  2 regularisation: once, on the master weights; weight decay 0 (L2), and the layers' own",
+        "  3 finite test: on the loss and the gathered gradient; else stop",
+        "  4 clipping: none, after the gather; then update, then EMA",
+        "  5 shuffling, augmentation, dropout: by (seed, step, place in the global batch), seed 0",
+        "  6 BatchNorm: sync, moments over the global batch; statistics gathered, assigned once a "
+        "step",
+        "  7 clock: examples; momentum, learning rate 0.1 cosine, EMA none",
+        "  8 the loss that is printed is that of all towers",
+    ]
+
+
+def line(start, **changes):
+    (found,) = [
+        x for x in run_summary(prepare(tiny.options("t", **changes))) if x.startswith(start)
+    ]
+    return found
+
+
+def test_slices_are_told_as_they_are():
+    assert "(3 x 2 and 1 x 1 per tower)" in line("batch", num_towers=4)
+    assert "(1 x 7 per tower)" in line("batch")
+    assert "(2 x 1 and 2 x 0 per tower)" in line("batch", num_towers=4, batch_size=2)
+    assert "8 global (4 x 2 per tower)" in line("batch", num_towers=4, batch_size=8)
+
+
+def test_the_options_of_the_update_are_told():
+    assert "weight decay 0.01 (adamw, apart from" in line(
+        "  2", optimizer="adamw", weight_decay=0.01
+    )
+    assert "loss scale from 32768" in line("  3", dtype="mixed_float16")
+    assert "clip_norm=0.5, after" in line("  4", clip_norm=0.5)
+    assert "clip_global_norm=2, after" in line("  4", clip_global_norm=2)
+    assert "seed 9" in line("  5", seed=9)
+    assert "local, moments over a tower's slice;" in line("  6", batch_norm="local")
+    assert "over the global batch in 4 parts;" in line("  6", accumulate_steps=4)
+    assert "adamw, learning rate 0.5 constant, EMA 0.9" in line(
+        "  7", optimizer="adamw", learning_rate=0.5, schedule="constant", ema_decay=0.9
+    )
+    assert line("model", model_args="width=2,l2=0.5").endswith(
+        "tests.tiny:dense(width=2,l2=0.5): 395 trainable weights"
+    )
+
+
+def test_the_length_is_told_and_is_never_nothing():
+    def length(num_epochs=0.0, **changes):
+        return line("length", num_epochs=num_epochs, **{"max_steps": 0} | changes)
+
+    assert length(2, batch_size=10) == "length      12 steps, 120 examples, 2 epochs"
+    assert length(2, max_steps=9) == (
+        "length      9 steps, 63 examples, 1.05 epochs of 2: --max_steps comes first"
+    )
+    assert length(max_steps=9) == "length      9 steps, 63 examples, 1.05 epochs"
+    assert length(2.25, batch_size=10).endswith(": 2.25 epochs are 135, and all batches are full")
+    assert length(2, batch_size=38) == (
+        "length      4 steps, 152 examples, 2.533 epochs: 2 epochs are 120, and all batches are "
+        "full, also where one epoch ends and the next begins (`fit` makes 2 steps an epoch, the "
+        "last of 22)"
+    )
+    assert "(`fit` makes 1 step an epoch, the last of 60)" in length(1, batch_size=64)
+    assert length(0.001).startswith("length      1 step, 7 examples, 0.1167 epochs: 0.001 epochs ")
+
+
+def test_what_batch_norm_over_all_gpus_costs_is_told():
+    devices.tower_devices(3, "cpu")
+    model = dict(model="models.resnet:resnet", model_args="depth=8,width=2", batch_size=8)
+
+    def lines(devices, **changes):
+        given = dict(num_towers=devices.count(",") + 1, devices=devices, variables="replicated")
+        given |= dict(augment="none") | model | changes
+        return [x for x in run_summary(prepare(tiny.options("t", **given))) if "kernels" in x]
+
+    with cpus_for_gpus():
+        (line,) = lines("/cpu:1,/cpu:2")
+        assert "7 layers" in line and f"{7 * 12 + 26} more" in line and "--batch_norm=local" in line
+        assert lines("/cpu:1,/cpu:2", batch_norm="local") == lines("/cpu:1") == []
+        assert lines("/cpu:1,/cpu:2", model="tests.tiny:dense", model_args="") == []
+    assert lines("/cpu:0,/cpu:1", variables="cpu") == []

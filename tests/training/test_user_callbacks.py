@@ -1,0 +1,194 @@
+"""Callbacks of Keras in a run: the hooks of `fit`, with its numbers, at any number of towers."""
+
+import keras
+import numpy as np
+import pytest
+
+import towers
+from tests import fits
+from tests.runs import released
+from towers import cli
+from towers.options import code_trust
+
+pytestmark = pytest.mark.run
+
+X, Y = np.random.default_rng(0).integers(-8, 8, size=(2, 21, 4)) / 8
+Y = Y[:, :1]
+DATA = (X[:14], Y[:14]), (X[14:], Y[14:])
+HOOKS = [
+    f"on_{what}_{when}"
+    for what in ("train", "epoch", "train_batch", "test")
+    for when in ("begin", "end")
+]
+
+
+def build():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input([4]), keras.layers.Dense(3, "tanh")])
+    model.add(keras.layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.125)))
+    model.compile(keras.optimizers.SGD(0.125), "mse", metrics=["mae"])
+    return model
+
+
+class Recorder(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+
+def _recording(name):
+    def hook(self, *place, logs=None):
+        if place and isinstance(place[-1], dict | None):
+            *place, logs = place
+        self.calls.append((name, *place, sorted(logs or {}), self.params["epochs"]))
+
+    return hook
+
+
+for each in HOOKS:
+    setattr(Recorder, each, _recording(each))
+
+
+class Losses(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.steps, self.epochs, self.numbers = [], [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps.append(logs["loss"])
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.numbers.append(epoch)
+        self.epochs.append([logs["loss"], logs.get("val_mae", 0.0)])
+
+
+def train(folder, *callbacks, **options):
+    options = dict(model=build, dataset=DATA, batch_size=7, num_epochs=3, dtype="float64") | options
+    return towers.train(train_dir=folder / "run", callbacks=list(callbacks), **options)
+
+
+def fit(*callbacks, **options):
+    with fits.in_float64():
+        model = build()
+        model.fit(*DATA[0], validation_data=DATA[1], verbose=0, callbacks=callbacks, **options)
+    return model
+
+
+def assert_trained_as(model, folder):
+    trained = towers.load(folder / "run", model=build)
+    for one, other in zip(trained.weights, model.weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_each_hook_is_called_where_fit_calls_it(tmp_path):
+    ours, theirs = Recorder(), Recorder()
+    fit(theirs, batch_size=7, epochs=3)
+    train(tmp_path, ours)
+    without_logs = [call[:-2] for call in theirs.calls]
+    assert [call[:-2] for call in ours.calls] == without_logs and len(without_logs) == 26
+    last = "on_train_batch_end", "on_test_end"
+    assert [c for c in ours.calls if c[0] in last] == [c for c in theirs.calls if c[0] in last]
+    assert {call[-1] for call in ours.calls} == {3}
+
+
+@pytest.mark.parametrize("num_towers", released([1, 2, 3], 3))
+def test_the_numbers_are_those_of_fit(tmp_path, num_towers):
+    """Of all examples in one batch, in whatever order; so is a learning rate that one sets."""
+    rates = [keras.callbacks.LearningRateScheduler(lambda epoch: 0.125 / 2**epoch) for _ in "ab"]
+    ours, theirs = Losses(), Losses()
+    model = fit(theirs, rates[0], batch_size=14, epochs=4)
+    train(tmp_path, ours, rates[1], batch_size=14, num_epochs=4, num_towers=num_towers)
+    np.testing.assert_allclose(ours.epochs, theirs.epochs, rtol=1e-6)
+    np.testing.assert_allclose(ours.steps, theirs.steps, rtol=1e-6)
+    assert_trained_as(model, tmp_path)
+
+
+def test_early_stopping_gives_back_the_best_weights(tmp_path):
+    """As after `fit`, whatever the weights that the run had come to."""
+    ours, theirs = (
+        keras.callbacks.EarlyStopping("loss", 9.0, patience=1, restore_best_weights=True)
+        for _ in range(2)
+    )
+    model = fit(theirs, batch_size=14, epochs=9)
+    result = train(tmp_path, ours, batch_size=14, num_epochs=9, num_towers=2)
+    assert result["steps"] == len(model.history.epoch) == 2
+    assert_trained_as(model, tmp_path)
+
+
+def test_one_that_stops_training_ends_the_run_and_its_weights_are_saved(tmp_path, capsys):
+    class Ends(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = epoch == 1
+
+        def on_train_end(self, logs=None):
+            self.model.set_weights([np.full_like(w, 0.25) for w in self.model.get_weights()])
+
+    result = train(tmp_path, Ends(), num_epochs=9)
+    assert result["steps"] == 4
+    assert "early, at step 4: a callback has set stop_training" in capsys.readouterr().out
+    trained = towers.load(tmp_path / "run", model=build)
+    assert all((w == 0.25).all() for w in trained.get_weights())
+    expected = np.mean(np.abs(trained.predict(X[14:], verbose=0) - Y[14:]))
+    assert result["test_mae"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_that_goes_on_counts_its_epochs_on(tmp_path):
+    first, second = Losses(), Losses()
+    train(tmp_path, first, max_steps=3)  # in the middle of an epoch
+    train(tmp_path, second, max_steps=6)
+    assert (first.numbers, second.numbers) == ([0, 1], [1, 2])
+    assert len(first.steps) == len(second.steps) == 3
+
+
+def sets_rate():
+    class SetsRate(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            self.model.optimizer.learning_rate = 0.5
+
+    return SetsRate()
+
+
+@pytest.mark.parametrize(
+    "given, says",
+    [
+        (lambda: ["csv"], "returned str; a list of keras.callbacks.Callback is needed"),
+        (lambda: keras.callbacks.BackupAndRestore("b"), "leave BackupAndRestore out"),
+        (lambda: [keras.callbacks.ReduceLROnPlateau()], "ReduceLROnPlateau sets the learning rate"),
+        (sets_rate, "on_train_batch_begin sets the learning rate"),
+        (lambda a: [], "is called without arguments"),
+        ([3], "callbacks"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_had_is_one_line(tmp_path, given, says):
+    def plain():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+
+    given = dict(callbacks=given, model=plain, loss="mse", metrics="mae")
+    with pytest.raises(towers.InputError, match=says) as error:
+        towers.train(train_dir=tmp_path / "run", dataset=DATA, max_steps=2, **given)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_function_is_named_by_its_flag_and_that_of_a_foreign_run_is_asked_for(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_callbacks.py").write_text(
+        "import keras\n"
+        "class Rate(keras.callbacks.Callback):\n"
+        "    def on_train_batch_end(self, batch, logs):\n"
+        "        print('rate', float(self.model.optimizer.learning_rate))\n"
+        "def log():\n"
+        "    return [keras.callbacks.CSVLogger('log.csv'), Rate()]\n"
+    )
+    run = ["--train_dir=run", "--max_steps=2", "--batch_size=7", "--evaluate_every_epochs=0"]
+    names = ["--model=tests.tiny:dense", "--dataset=tests.tiny:images"]
+    assert cli.main(["train", *run, *names, "--callbacks=my_callbacks:log"]) == 0
+    assert "\nrate 0.05" in capsys.readouterr().out  # of a model that is not compiled, too
+    assert (tmp_path / "log.csv").read_text().startswith("epoch,loss,val_accuracy,val_loss\n0,")
+    flags = tmp_path / "run/flags.cfg"
+    flags.write_text(flags.read_text().partition(code_trust._MARK)[0])
+    assert cli.main(["train", "--train_dir=run", "--max_steps=3", *names]) == 2
+    assert "--callbacks=my_callbacks:log; look at that, and type --tr" in capsys.readouterr().err
+    assert cli.main(["train", *run, *names, "--callbacks=my_callbacks:logs"]) == 2

@@ -1,0 +1,145 @@
+"""Reads and sums that cross devices and machines, each as few transfers as can be.
+
+A variable that lies on another machine comes to each machine once, and is handed on there; what the
+towers of a machine have is summed there before it leaves. Small tensors cross as one: a round trip
+costs both sides more than the bytes, and a GPU waits at each transfer.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder.device_types import is_gpu, machine_of
+from towers.builder.flatten import is_small, pack, unpack
+from towers.builder.sharding import is_device
+
+SCOPE = "small_reads"
+FETCHED = "fetched_state"  # the scope of what differs between towers in a graph, as their places do
+
+
+class WeightBroadcast:
+    """Reads of variables that lie on other machines, for the towers of a compiled step.
+
+    Which these are is known when all towers are traced: until then they go on with stand-ins.
+    """
+
+    def __init__(self, devices: Sequence[str]):
+        """Set the towers' devices; nothing is read yet."""
+        self._graph = tf.compat.v1.get_default_graph()
+        self._eager = tf.executing_eagerly()
+        machines = list(map(machine_of, devices))
+        self._first = dict(zip(reversed(machines), reversed(devices), strict=True))
+        self._stand_ins: dict[tuple[str, int], tf.Tensor] = {}
+        # {(source, device, type): (variable, stand-in)} of small ones, which are not joined yet.
+        self._small: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]] = {}
+
+    def on(self, device: str) -> contextlib.AbstractContextManager[None]:
+        """Make the tower on `device` read, in the block, what has come to its machine."""
+        machine = machine_of(device)
+        if self._eager or not machine:
+            return contextlib.nullcontext()
+
+        def read(variable: tf.Variable, own: Callable) -> tf.Tensor:
+            inside = tf.compat.v1.get_default_graph() is not self._graph  # of a loop, a branch
+            if inside or machine_of(variable.device) == machine:
+                return own(variable)
+            key, first = (machine, id(variable)), self._first[machine]
+            if key not in self._stand_ins:
+                small = is_small(variable)
+                value = tf.zeros(variable.shape, variable.dtype) if small else own(variable)
+                # An op that remains: without an identity between them each tower would get it, and
+                # whatever TensorFlow makes a constant, as a shape, would wait for the read itself.
+                with tf.device(first):
+                    stand_in = tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
+                self._stand_ins[key] = stand_in
+                if small:
+                    group = variable.device, first, variable.dtype
+                    self._small.setdefault(group, []).append((variable, stand_in))
+            with tf.device(device):
+                return tf.identity(self._stand_ins[key])
+
+        return tf_internals.patch_reads(read)
+
+    def join(self) -> None:
+        """Replace the stand-ins of small values by what is read, one transfer for each source."""
+        _join(self._small, SCOPE)
+
+
+class VariablePrefetch:
+    """Reads of state that lies on other devices, for a tower on a GPU, as one transfer.
+
+    Trained variables have tapes to watch them, and copies of their own.
+    """
+
+    def __init__(self, device: str):
+        """Set the tower's device; nothing is read yet."""
+        self._device, self._graph = device, tf.compat.v1.get_default_graph()
+        self._reads: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]] = {}
+
+    def prefetch(self, variable: tf.Variable) -> tf.Tensor | None:
+        """Return a stand-in for a variable's value, None if the tower may as well read it."""
+        packs = variable.dtype.is_floating or variable.dtype in (tf.int64, tf.uint32)
+        if variable.trainable or not packs or not is_gpu(self._device):
+            return None
+        here = is_device(variable.device, self._device)
+        if here or tf.executing_eagerly() or tf.compat.v1.get_default_graph() is not self._graph:
+            return None
+        with tf.name_scope(FETCHED):
+            stand_in = tf.identity(tf.zeros(variable.shape, variable.dtype))
+        group = variable.device, self._device, variable.dtype
+        self._reads.setdefault(group, []).append((variable, stand_in))
+        return stand_in
+
+    def join(self) -> None:
+        """Replace the stand-ins by what is read."""
+        _join(self._reads, "fetch")
+
+
+def _join(groups: dict[tuple, list[tuple[tf.Variable, tf.Tensor]]], scope: str) -> None:
+    for (source, device, _), reads in groups.items():
+        variables = [variable for variable, _ in reads]
+        with tf.device(source), tf.name_scope(scope):
+            packed = pack([tf.convert_to_tensor(variable) for variable in variables])
+        with tf.device(device), tf.name_scope(scope):
+            values = unpack(packed, variables)
+        for (_, stand_in), value in zip(reads, values, strict=True):
+            tf_internals.set_input(stand_in.op, value)
+    groups.clear()
+
+
+def sums(values: Sequence[Any], devices: Sequence[str], add: Callable) -> Sequence[Any]:
+    """Return the sum by `add` of each machine's `values`; `values` themselves if all are here.
+
+    Args:
+        values: of the towers; the last may have none.
+        devices: of the towers.
+        add: maps a list of values to their sum.
+    """
+    groups: dict[str, list[tuple[Any, str]]] = {}
+    for value, device in zip(values, devices, strict=False):
+        groups.setdefault(machine_of(device), []).append((value, device))
+    if not any(groups):
+        return values
+    found = []
+    for members in groups.values():
+        with tf.device(members[0][1]):
+            own = [value for value, _ in members]
+            found.append(own[0] if len(own) == 1 else add(own))
+    return found
+
+
+def sent_last(
+    losses: Sequence[tf.Tensor], gradients: Sequence[Any], devices: Sequence[str]
+) -> list[tf.Tensor]:
+    """Make each remote loss wait for its gradients, so that both arrive in one message."""
+    found = []
+    for loss, own, device in zip(losses, gradients, devices, strict=False):
+        if machine_of(device):
+            leaves = tf.nest.flatten(own, expand_composites=True)
+            with tf.device(device), tf.control_dependencies(filter(tf.is_tensor, leaves)):
+                loss = tf.identity(loss)
+        found.append(loss)
+    return found

@@ -1,0 +1,113 @@
+"""Diagnostics: what of a tower function several towers may not compute as one device does."""
+
+import re
+from collections.abc import Iterable
+
+import keras
+
+from towers.builder.op_names import NO_LAYER, layer_of
+from towers.builder.rng import SEEN, SEEN_OPS
+
+# Ops whose numbers do not follow the example, and what to write in their place.
+_USE_KERAS = "draw from a keras.random.SeedGenerator, by keras.random.uniform, normal or dropout"
+_UNIFORM = "make them from numbers of keras.random.uniform or normal"
+_OTHERS = {
+    **dict.fromkeys(
+        "RandomUniform RandomUniformInt RandomStandardNormal TruncatedNormal RandomShuffle "
+        "Multinomial RandomGamma RandomPoisson RandomPoissonV2 ParameterizedTruncatedNormal "
+        "StatefulUniform StatefulUniformInt StatefulUniformFullInt StatefulStandardNormal "
+        "StatefulStandardNormalV2 StatefulTruncatedNormal StatefulRandomBinomial RngReadAndSkip "
+        "RngSkip".split(),
+        _USE_KERAS,
+    ),
+    **dict.fromkeys(
+        "StatelessMultinomial StatelessRandomGammaV2 StatelessRandomGammaV3 "
+        "StatelessRandomBinomial StatelessRandomPoisson StatelessParameterizedTruncatedNormal "
+        "StatelessRandomUniform StatelessRandomNormal StatelessTruncatedNormal".split(),
+        _UNIFORM,
+    ),
+}
+_TABLES = re.compile(
+    r"LookupTable(Insert|Remove|Import)|Queue(Enqueue|Dequeue)|(Stage|Unstage|MapStage)$|Barrier"
+)
+_PYTHON = frozenset("PyFunc EagerPyFunc PyFuncStateless".split())
+
+FLOAT8_BY_XLA = (
+    "jit_compile: XLA leaves out some of the roundings to float8, and which ones depends on how "
+    "the step is cut into towers: leave jit_compile out"
+)
+
+
+def random_ops(ops: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a line for each layer whose draws ignore the example; `ops` are (name, type)."""
+    found = {
+        (layer_of(name), kind)
+        for name, kind in ops
+        if kind in _OTHERS or kind in _PYTHON or (kind in SEEN_OPS and SEEN not in name)
+    }
+    lines = []
+    for layer, kind in sorted(found):
+        if kind in _PYTHON:
+            lines.append(
+                f"python code: layer {layer} calls Python while it runs ({kind}), of which nothing "
+                "is known; write it in TensorFlow or keras.ops"
+            )
+        else:
+            lines.append(
+                f"random op: layer {layer} draws by {kind}, whose numbers do not follow the "
+                f"example; {_OTHERS.get(kind, _USE_KERAS)}"
+            )
+    return lines
+
+
+def tables(ops: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a line for each layer that changes a table or a queue; see `random_ops`."""
+    found = {(layer_of(name), kind) for name, kind in ops if _TABLES.match(kind)}
+    return [
+        f"state: layer {layer} changes a table or a queue ({kind}), which each tower does for its "
+        "slice, in an order of chance; keep what it holds in a keras.Variable, or change it "
+        "outside of the towers"
+        for layer, kind in sorted(found)
+    ]
+
+
+def ambiguous(layer: str, why: str = "") -> str:
+    """Return the line for a draw whose layout cannot be told."""
+    return (
+        f"ambiguous draw: layer {layer} draws numbers of which it cannot be told to which example "
+        f"they belong{why}; draw with the batch as the first axis, from a "
+        "keras.random.SeedGenerator"
+    )
+
+
+UNFORESEEN_DRAW = ambiguous(
+    NO_LAYER, "; it drew otherwise than for a few examples, or could not be traced for those"
+)
+LOCAL_BATCH_NORM = (
+    "local BatchNorm: outside of a tf.function towers run one after the other, and each takes the "
+    "moments of its own examples: make a tf.function of the step, or leave BatchNorm local "
+    "(batch_norm='local')"
+)
+
+
+def not_put_together(variable: keras.Variable, why: str = "") -> str:
+    """Return the line for a variable whose aggregation cannot be told."""
+    return (
+        f"state: the variable {variable.path} is assigned other values by other towers, and how "
+        f'these make one cannot be told{why}; make it with aggregation="sum" (of the changes), '
+        '"mean" (by examples) or "only_first_replica", or do not assign it in training'
+    )
+
+
+def added_loss(layer: str, reason: str = "") -> str:
+    """Return the line for a layer's loss that is no mean and no sum, or for a reason not tried."""
+    if reason:
+        return (
+            f"added loss: layer {layer} adds a loss that could not be tried ({reason}), and is "
+            "taken for a mean over the examples of a batch: if it is none, the result depends on "
+            "the number of towers"
+        )
+    return (
+        f"added loss: layer {layer} adds a loss that is neither a mean nor a sum over the examples "
+        "of a batch, and a tower has only those of its slice; use keras.ops.mean over them"
+    )

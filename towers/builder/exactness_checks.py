@@ -1,0 +1,326 @@
+"""Trials that show where several towers would differ from one device.
+
+A rehearsal tells of draws and of state. Here the function is run on real examples, one of which is
+then changed: what that changes in the others, no tower can know that has not got it.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towers.builder.diagnostics import random_ops
+from towers.builder.function_analysis import FunctionAnalysis
+from towers.builder.instrumentation import FEW, Trace, run
+from towers.builder.op_names import NO_LAYER, tower_of
+from towers.builder.state_aggregation import join
+
+_MANY = 16  # examples, where it is not known how many a batch has
+_EFFECT = 1e-5  # of the largest value: less is rounding
+_EFFECT_IN_16_BITS = 0.02  # of the largest, where each tower's sum is rounded to these
+_ORDERS = 8  # of examples, in all of which rounding is not the same
+_ROUNDING = 1e-6  # of the largest gradient of any weight
+
+_MIXED = (
+    "mixed examples: layer {} lets the examples of a batch see each other, and a tower has only "
+    "those of its slice; compute each example from itself alone (moments of the whole batch: "
+    "keras.layers.BatchNormalization, with --batch_norm=sync)"
+)
+_MIXED_BACKWARD = (
+    "mixed examples: in the backward pass of layer {} the gradient of an example depends on that "
+    "of others, as where it is clipped or normalised over the batch, and a tower has only those of "
+    "its slice; clip what is gathered instead, by the optimizer's clipnorm or global_clipnorm"
+)
+_BRANCH = re.compile(r"(Stateless)?(If|Case|While)$")
+_NO_SUM = (
+    "backward pass: the gradient of the weight {} is no sum over examples, as where it is clipped "
+    "or normalised by tf.custom_gradient, and a tower has only that of its slice; clip what is "
+    "gathered instead, by the optimizer's clipnorm, clipvalue or global_clipnorm"
+)
+_BATCH_SIZE = (
+    "batch size: layer {} depends on the number of examples that it is called with, and a tower is "
+    "called with those of its slice; leave that number out, the mean over all examples is taken "
+    "once, after the gather"
+)
+_PLACE = (
+    "place in the batch: layer {} depends on the places of examples in the batch, as by tf.range "
+    "or by draws inside of a map over examples, and a tower counts from the first of its slice; "
+    "hand such numbers over with the examples, draw for all of them at once"
+)
+_READ_AGAIN = (
+    "state: the variable {} is read after it was assigned, when it holds what a tower makes of its "
+    "own slice alone; read it before it is assigned: what all towers make of it is there in the "
+    "next step"
+)
+
+
+def random_ops_of(ops: Iterable[Any]) -> list[str]:
+    """Return a line for each layer of a tower whose draws do not follow the example."""
+    return random_ops((op.name, op.type) for op in ops if tower_of(op.name) is not None)
+
+
+def rows_of(outputs: Any) -> tf.Tensor:
+    """Return a number for each example, `[b]`, that depends on all of its outputs."""
+    rows = [tf.reshape(output, [tf.shape(output)[0], -1]) for output in tf.nest.flatten(outputs)]
+    # Weights that are unlike each other: the sum of a softmax would be 1, whatever it sees.
+    return sum(tf.linalg.matvec(x, tf.cos(tf.range(tf.shape(x)[1], dtype=x.dtype))) for x in rows)
+
+
+def of_draws(line: str) -> bool:
+    """Return whether a line is about random draws."""
+    return line.startswith(("random op:", "python code:", "ambiguous draw:"))
+
+
+@tf.autograph.experimental.do_not_convert
+def find(rehearsal: FunctionAnalysis, batch: Sequence[Any], thorough: bool = False) -> list[str]:
+    """Return in lines what is wrong with the function of a rehearsal, the likeliest cause first.
+
+    Args:
+        rehearsal: of the function.
+        batch: some real examples: its arguments.
+        thorough: look at each backward pass, and at draws for other numbers of examples, too.
+    """
+    doubts, found = rehearsal.doubts, _tried(rehearsal, batch, thorough)
+    first = [line for line in found if line.startswith("mixed")]  # this explains what comes next
+    return list(dict.fromkeys([*first, *doubts, *found]))
+
+
+@tf.autograph.experimental.do_not_convert
+def find_by_trials(rehearsal: FunctionAnalysis) -> list[str]:
+    """Return in lines what examples have from others, their place or their number; see `find`."""
+    if rehearsal.few is None:
+        return []
+    with tf.init_scope():
+        # Not fewer than are run at once: a largest example that comes twice would hide itself.
+        number = rehearsal.few.size // FEW * _MANY
+        return _tried(rehearsal, rehearsal.tracer.examples(number))
+
+
+def _tried(rehearsal: FunctionAnalysis, batch: Sequence[Any], thorough: bool = False) -> list[str]:
+    few = rehearsal.few
+    if few is None or not rehearsal.by_example:
+        return []
+    if any(doubt.startswith("ambiguous") for doubt in rehearsal.doubts):
+        return []  # an example may then see others by their draws
+    trials, found = _Trials(rehearsal, batch, thorough), []
+    finders = [trials.mixed]
+    if thorough:
+        finders += [lambda: trials.mixed(trials.traces[2]), trials.batch_size]
+    elif not any(map(of_draws, rehearsal.doubts)):  # what draws by itself does so by places, too
+        finders += [trials.places, trials.numbers]
+    for finder in finders:
+        if not found:  # the first explains the others
+            with contextlib.suppress(Exception):  # the towers themselves will say why
+                found += finder()
+    with contextlib.suppress(Exception):
+        found += trials.backward()
+    if found and few.read_again:
+        with contextlib.suppress(Exception):
+            # Is all well if it reads variables as they were before it?
+            tracer = copy.copy(rehearsal.tracer)
+            tracer.reads_before = True
+            before = dataclasses.replace(tracer.trace(few.size), read_again=[])
+            before = dataclasses.replace(rehearsal, tracer=tracer, few=before)
+            if not _tried(before, batch, thorough):
+                found = [_READ_AGAIN.format(few.read_again[0])]
+    return list(dict.fromkeys(found))
+
+
+class _Trials:
+    """Runs of a rehearsed function on real examples, of which there are as many as one likes."""
+
+    def __init__(self, rehearsal: FunctionAnalysis, batch: Sequence[Any], thorough: bool):
+        self.tracer, self.few, self.draws = rehearsal.tracer, rehearsal.few, rehearsal.draws
+        self.leaves, self.thorough = tf.nest.flatten(list(batch)), thorough
+
+    def examples(self, start: int, size: int) -> list[Any]:
+        """Return `size` examples, from the number `start` on, and again from the first."""
+        return [tf.gather(leaf, np.arange(start, start + size) % len(leaf)) for leaf in self.leaves]
+
+    @functools.cached_property
+    def by_place(self) -> bool:
+        """Whether the outcome depends on places: it draws, also in towers of its own."""
+        draws = self.few.draws or any("Random" in kind for _, kind in self.few.ops)
+        return bool(draws) or not self.is_steady(self.few)
+
+    def is_steady(self, trace: Trace) -> bool:
+        """Return whether the same examples have the same outcome; else it draws by itself."""
+        inputs = self.examples(0, trace.size)
+        results = [run(trace, inputs) for _ in range(2)]
+        kinds = "layers", "gradients", "weights"
+        seen = [[r["rows"], *(x for kind in kinds for x in r[kind])] for r in results]
+        return not any(_differ(once, twice) for once, twice in zip(*seen, strict=True))
+
+    def with_another_first(self, trace: Trace) -> Iterator[tuple[dict, dict]]:
+        """Yield the outcome for some examples, and that with another one in the first's place.
+
+        There are those, too, of whose numbers some are such as the function treats otherwise.
+        """
+        if not self.is_steady(trace):
+            return
+        inputs, others = self.examples(0, trace.size), self.examples(trace.size, 1)
+        special = [own.special for own in self.tracer.values]
+        far, rounds = [], []
+        if any(_BRANCH.match(kind) for _, kind in trace.ops):
+            far = [[change(other) for other in others] for change in _FAR]
+            rounds = [(list(map(_scaled(0.0, 0.0), inputs)), far)]  # that no other example takes
+        unlike = far + [[change(other) for other in others] for change in _UNLIKE]
+        unlike += [
+            [tf.fill(x.shape, tf.cast(v[i], x.dtype)) if v[i:] else x
+             for x, v in zip(others, special, strict=True)]
+            for i in range(max(map(len, special), default=0))
+        ]  # fmt: skip
+        rounds.append((inputs, unlike))
+        if any(special):
+            inputs = self.tracer.with_special(inputs, np.random.default_rng(0))
+            rounds.append((inputs, [others, *unlike]))
+        for inputs, firsts in rounds:
+            before = run(trace, inputs)
+            for first in firsts:
+                pairs = zip(inputs, first, strict=True)
+                changed = [tf.concat([own, leaf[1:]], axis=0) for leaf, own in pairs]
+                with contextlib.suppress(tf.errors.OpError):  # it is no value for the function
+                    yield before, run(trace, changed)
+
+    @functools.cached_property
+    def traces(self) -> list[Trace]:
+        """Traces of two slices and of the batch that they make."""
+        return self.tracer.two_and_both(self.few, self.draws, self.thorough)
+
+    @functools.cached_property
+    def inputs(self) -> list[list[Any]]:
+        """Inputs of the traces."""
+        few, more, _ = (trace.size for trace in self.traces)
+        parts = [self.examples(0, few), self.examples(few, more)]
+        return [*parts, [join(pair) for pair in zip(*parts, strict=True)]]
+
+    @functools.cached_property
+    def results(self) -> list[dict]:
+        """Results of the traces."""
+        return [run(trace, own) for trace, own in zip(self.traces, self.inputs, strict=True)]
+
+    def mixed(self, trace: Trace | None = None) -> list[str]:
+        """Name the layer by which an example's loss or gradient depends on another example."""
+        trace, backward = trace or self.few, []
+        for before, after in self.with_another_first(trace):
+            if _differ(before["rows"][1:], after["rows"][1:]):
+                pairs = zip(trace.layers, before["layers"], after["layers"], strict=True)
+                layer = next((n for n, a, b in pairs if _differ(a[1:], b[1:])), NO_LAYER)
+                return [_MIXED.format(layer)]
+            pairs = zip(before["gradients"], after["gradients"], strict=True)
+            if places := [i for i, (a, b) in enumerate(pairs) if _differ(a[1:], b[1:])]:
+                backward.append(_MIXED_BACKWARD.format(_after(trace, places[-1])))
+        return backward[:1]
+
+    def places(self) -> list[str]:
+        """Name the layer that depends on the places of examples, by another order of them."""
+        if self.by_place:
+            return []
+        order, inputs = np.roll(np.arange(self.few.size), 1), self.examples(0, self.few.size)
+        before = run(self.few, inputs)
+        after = run(self.few, [tf.gather(leaf, order) for leaf in inputs])
+        return self._unlike(before, after, order, _PLACE)
+
+    def numbers(self) -> list[str]:
+        """Name the layer that depends on how many examples there are."""
+        if self.by_place:
+            return []
+        size, many = self.few.size, self.tracer.size_of_batch(self.few.size // FEW * _MANY)
+        inputs = self.examples(0, many)
+        few = run(self.few, [leaf[:size] for leaf in inputs])
+        return self._unlike(
+            run(self.tracer.trace(many), inputs), few, slice(size), _BATCH_SIZE
+        )
+
+    def _unlike(self, before: dict, after: dict, rows: Any, line: str) -> list[str]:
+        """Return a line with the first layer in which these examples are not what they were."""
+        if not _differ(before["rows"][rows], after["rows"]):
+            return []
+        pairs = zip(self.few.layers, before["layers"], after["layers"], strict=True)
+        return [line.format(next((n for n, a, b in pairs if _differ(a[rows], b)), NO_LAYER))]
+
+    def backward(self) -> list[str]:
+        """Name what a gradient of one's own makes other than a sum over examples, if there is one.
+
+        By the rules of calculus it is a sum: nothing need be tried where there is none.
+        """
+        if not self.few.custom_gradients or not self.is_steady(self.traces[0]):
+            return []
+        if found := self.mixed(self.traces[2]):
+            return found
+        gradients = [found["weights"] for found in self.results]
+        largest = max((np.max(np.abs(g), initial=0) for g in gradients[2]), default=0)
+        effect = _EFFECT_IN_16_BITS if self.few.in_16_bits else _EFFECT
+        for place, (a, b, ab) in enumerate(zip(*gradients, strict=True)):
+            # One that is 0 but for rounding, as that of a bias before a softmax, is no fault; with
+            # the examples in another order it is another one.
+            small = np.max(np.abs(ab - a - b), initial=0) <= _ROUNDING * largest
+            if _differ(ab, a + b, effect) and not (
+                small and any(_differ(ab, found["weights"][place]) for found in self._reordered())
+            ):
+                return [_NO_SUM.format(self.traces[0].weights[place])]
+        return []
+
+    def _reordered(self) -> Iterator[dict]:
+        """Yield what the batch of two slices gives with its examples in other orders."""
+        for seed in range(_ORDERS):
+            order = np.random.default_rng(seed).permutation(self.traces[2].size)
+            yield run(self.traces[2], [tf.gather(leaf, order) for leaf in self.inputs[2]])
+
+    def batch_size(self) -> list[str]:
+        """Name the layer that depends on the number or places of examples, or whose gradient."""
+        (first, second, both), few = self.results, self.traces[0]
+        slices = [
+            (first, slice(0, few.size), _BATCH_SIZE), (second, slice(few.size, None), _PLACE),
+        ]  # fmt: skip
+
+        def unlike(own: dict, rows: slice, kind: str) -> list[int]:
+            pairs = zip(own[kind], both[kind], strict=True)
+            return [i for i, (a, b) in enumerate(pairs) if _differ(a, b[rows])]
+
+        for own, rows, line in slices:
+            if _differ(own["rows"], both["rows"][rows]):
+                places = unlike(own, rows, "layers")
+                return [line.format(few.layers[places[0]] if places else NO_LAYER)]
+        for own, rows, line in slices:
+            if places := unlike(own, rows, "gradients"):
+                return [line.format(_after(few, places[-1]))]
+        return []
+
+
+def _after(trace: Trace, place: int) -> str:
+    """Return the layer that is called after the one whose output's gradient is wrong."""
+    return trace.layers[place + 1] if place + 1 < len(trace.layers) else NO_LAYER
+
+
+def _scaled(factor: float, offset: float) -> Callable:
+    """Return a function that makes an example like no other; whole numbers may have a meaning."""
+
+    def unlike(example: tf.Tensor) -> tf.Tensor:
+        if example.dtype.is_floating:
+            return example * factor + tf.cast(offset, example.dtype)
+        if example.dtype == tf.uint8:
+            value = 128 + 128 * offset + factor * (tf.cast(example, tf.float32) - 128)
+            return tf.cast(tf.clip_by_value(value, 0, 255), tf.uint8)
+        return example
+
+    return unlike
+
+
+_UNLIKE = [_scaled(1.5, 0.25), _scaled(0.0, 0.0), _scaled(-4.0, -1.0)]
+_FAR = [_scaled(100.0, 1.0), _scaled(-100.0, -1.0)]  # one example takes a branch for all
+
+
+def _differ(a: np.ndarray, b: np.ndarray, effect: float = _EFFECT) -> bool:
+    """Return whether two arrays differ by more than rounding; NaN is like NaN."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    alike = (a == b) | (np.isnan(a) & np.isnan(b))  # infinities, too
+    change = np.abs(np.subtract(a, b, out=np.zeros_like(a), where=~alike))
+    size = np.max(np.abs(np.where(np.isfinite(a), a, 0.0)), initial=0)
+    return bool(np.any(~(change <= effect * size)))

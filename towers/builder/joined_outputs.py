@@ -1,0 +1,310 @@
+"""The loss of the outputs: towers' outputs are joined, and a tape over them leads back to towers.
+
+TensorFlow's own tape would make the ops of the backward pass without a device, and knows nothing of
+what towers exchange. To a tape all towers are one op here, whose gradient runs on each tower's
+device and is gathered by `add_n`.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder import added_losses, attributes, diagnostics, gather
+from towers.builder.function_analysis import FunctionAnalysis
+from towers.builder.losses import gather_plan
+from towers.builder.replica_context import (
+    ReplicaContext,
+    Replicas,
+    assign,
+    assigned,
+    call_copies,
+)
+from towers.builder.sharding import Slice, is_split, num_rows, occupied, rounds
+from towers.builder.variable_aggregation import with_new_values
+from towers.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class TowerGradients:
+    """The gradients of one way back through towers that were joined."""
+
+    counts: Sequence[tf.Tensor]  # of each tower's examples
+    # (what each tower waits for, what it has then) forward and backward; none of a batch in parts.
+    phases: Sequence[tuple[Sequence[Any], Sequence[Any]]]
+    of_towers: Sequence[Sequence[Any]]  # the gradients of variables, of each tower
+    gathered: Sequence[Any]  # their sums
+
+
+@dataclasses.dataclass
+class Passes:
+    """A record of what `concat` did in a step while that was traced."""
+
+    # {id of a Keras variable: (its `tf.Variable`, the value before the first assignment)}.
+    before: dict[int, tuple[tf.Variable, tf.Tensor]] = dataclasses.field(default_factory=dict)
+    gradients: TowerGradients | None = None  # the last ones, None if nothing has gone back
+
+
+def concat(
+    builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any],
+    passes: Passes | None = None,
+) -> Any:  # fmt: skip
+    """Join the results of `fn` for each slice of `batch`; tapes can go back through it.
+
+    Args:
+        builder: the `TowerBuilder`.
+        forward: its `Forward`.
+        fn: the towers' function.
+        batch: its arguments.
+        passes: records what is done, if given.
+    """
+    if is_split(batch) and tf_internals.is_recording():
+        return _as_one_op(builder, forward, fn, batch, passes)
+    if is_split(batch):
+        builder.try_out(builder.rehearse(fn, *batch, num_slices=len(builder.devices)))
+    slices = occupied(builder.split(batch, never_empty=True))
+    before = passes.before if passes else None
+    results = call_copies(builder, fn, slices, batch, to_join=True, before=before)
+    return builder.gather(gather.join, results)
+
+
+@attributes.joins_towers
+def _as_one_op(
+    builder: Any, forward: Callable, fn: Callable, batch: Sequence[Any], passes: Passes | None
+) -> Any:
+    """Do what `concat` does under a tape.
+
+    A batch that is taken in several parts goes forward twice: for the outputs, of which alone a
+    loss can be made, and again, part by part, when their gradient is known.
+    """
+    found = builder.rehearse(fn, *batch)
+    if found.few and found.against_joining:
+        raise InputError(
+            f"what the towers' function returns cannot be joined along the batch: "
+            f"{found.against_joining}; compute that from the joined outputs"
+        )
+    builder.try_out(found)
+    fn, sides = tf_internals.converted_as_here(fn), found.side_outputs
+    leaves = tf.nest.flatten(batch)
+    dense = [i for i, x in enumerate(leaves) if isinstance(x, tf.Tensor) and x.dtype.is_floating]
+    watched = [i for i in dense if tf_internals.is_recording([leaves[i]])]
+    slices = rounds(builder.split(batch, builder.accumulate_steps, True), len(builder.devices))
+    parts = [_Part(builder, forward, fn, own, found, watched) for own in slices]
+    captured: list[tf.Tensor] = []
+    while True:
+        try:
+            results = [result for part in parts for result in part.forward()]
+            break
+        except _CapturedError as error:
+            # A tape must watch these before they are used: what was made is dropped.
+            captured += error.tensors
+            for part in parts:
+                part.captured = captured
+    outputs = [values for part in parts for values in part.outputs]
+    scopes = [scope for part in parts for scope in part.replicas.scopes]
+    changed = assigned(scopes)
+    # Where what goes forward again, by itself or in tf.recompute_grad, begins.
+    states = {id(variable): tf.identity(variable.value) for variable in changed}
+    for variable in changed if passes else ():
+        passes.before.setdefault(id(variable), (variable.value, states[id(variable)]))
+    for part in parts:
+        part.states = states
+    assign(builder, scopes, found.policies)
+    if builder.jit_compile and any(scope.overwritten for scope in scopes):
+        builder.tell([diagnostics.FLOAT8_BY_XLA])
+    reads = [item for part in parts for own in part.reads for item in own.items()]
+    variables = [variable for variable, _ in dict(reads).values()]
+    whole_ones = [*captured, *variables]  # each tower takes all of them
+
+    @attributes.joins_towers
+    def backward(*upstream: tf.Tensor) -> list[Any]:
+        attributes.refuse_uses()
+        with tf.device(builder.gather_device), tf.name_scope("split"):
+            columns = zip(upstream, zip(*outputs, strict=True), strict=True)
+            split = [tf.split(x, list(map(num_rows, own)), num=len(own)) for x, own in columns]
+            pieces = iter([list(rows) for rows in zip(*split, strict=True)])
+        of_inputs, sums = [], []
+        for part in parts:
+            rows = [next(pieces) for _ in part.slices]
+            with gather.after([rows, sums] if len(parts) > 1 else []):
+                if len(parts) > 1:
+                    with tf_internals.keep_losses():
+                        part.forward()
+                of_slices = part.backward(rows, whole_ones)
+            of_inputs += [inputs for inputs, _ in of_slices]
+            sums = gather.add_to(sums, [own for _, own in of_slices], gather_plan(builder))
+        with tf.name_scope("gather"):
+            with tf.device(builder.gather_device):
+                inputs = [gather.join(rows) for rows in zip(*of_inputs, strict=True)]
+            of_whole = gather.reduce_to(sums, gather_plan(builder, whole_ones))
+        ended = [scope for part in parts for scope in part.replicas.scopes]
+        with tf.device(builder.gather_device), tf.name_scope("gather"):
+            gradients = inputs + with_new_values(of_whole, whole_ones, ended)
+        if passes:
+            of_towers = [own[len(captured) :] for own in sums]
+            gathered = gradients[len(gradients) - len(variables) :]
+            counts = [tf.convert_to_tensor(part.count) for part in parts[0].slices]
+            for part in parts[1:]:
+                for i, own in enumerate(part.slices):
+                    counts[i] += tf.cast(own.count, counts[i].dtype)
+            batches = [tf.nest.flatten(part.batch) for part in parts[0].slices]
+            phases = [(batches, parts[0].outputs), (rows, of_towers)]
+            phases = phases if len(parts) == 1 else []
+            passes.gradients = TowerGradients(counts, phases, of_towers, gathered)
+        if len(parts) == 1:
+            return gradients
+        # Grappler drops edges that keep an update behind the last part's reads of a variable.
+        with tf.control_dependencies(gather.tensors(gradients)):
+            return [gather.map_values(tf.identity, gradient) for gradient in gradients]
+
+    with tf.device(builder.gather_device), tf.name_scope("gather"):
+        with tf.control_dependencies(_checks_of_shapes(outputs)):
+            whole = gather.map_towers(gather.join, results)
+        sources = [leaves[i] for i in watched] + whole_ones
+        values = tf_internals.record_as_one_op("Towers", _values(whole), sources, backward)
+        (whole, left), added = _with_values(whole, values)
+        sides.leave(left, leaves)
+        added_losses.add_to_layers(scopes[0], added)
+        return whole
+
+
+class _Part:
+    """A part of the batch, one slice for each tower: forward, and backward through that."""
+
+    def __init__(
+        self, builder: Any, forward: Callable, fn: Callable, slices: Sequence[Slice],
+        found: FunctionAnalysis, watched: Sequence[int],
+    ):  # fmt: skip
+        self.builder, self.make_pass, self.fn, self.slices = builder, forward, fn, slices
+        self.found, self.watched = found, watched  # leaves that have gradients
+        self.captured: Sequence[tf.Tensor] = ()  # that are no arguments, and have gradients
+        self.states: dict[int, tf.Tensor] = {}  # {id of a variable: what towers read in its place}
+
+    def forward(self) -> list[Any]:
+        """Return for each slice what the function returns, and the losses that layers add."""
+        found = self.found
+        self.replicas = Replicas(self.builder, self.slices, found, self.states, found.added)
+        self.reads: list[dict[int, tuple]] = []  # {id of a variable: itself, what a tape knows}
+        self.inputs: list[list[tf.Tensor]] = []
+        self.passes = self.builder.run(self._forward, self.replicas)
+        self.outputs = [_values(own.results) for own in self.passes]
+        return [own.results for own in self.passes]
+
+    def _forward(self, replica: ReplicaContext) -> Any:
+        leaves, reads = tf.nest.flatten(replica.part.batch), {}
+        inputs = [leaves[i] for i in self.watched]
+
+        def call(tape: tf.GradientTape) -> Any:
+            def on_read(variable: tf.Variable, value: tf.Tensor) -> None:
+                tape.watch(value)
+                reads[id(variable)] = variable, value
+
+            tape.watch([*inputs, *self.captured])
+            with _no_captures([*leaves, *self.captured]):
+                result = replica.compiled(
+                    lambda: (replica.call(self.fn), replica.added_losses()), on_read
+                )
+                return replica.kept(result)
+
+        forward = self.make_pass(replica, call)
+        if not replica.by_xla:
+            reads = {id(v): (v, v) for v in forward.tape.watched_variables()}
+        self.reads.append(reads)
+        self.inputs.append(inputs)
+        return forward
+
+    def backward(
+        self, upstream: Sequence[Sequence[tf.Tensor]], variables: Sequence[Any]
+    ) -> list[tuple[list, list]]:
+        """Return for each slice the gradients of its inputs, and of variables, tensors too."""
+
+        def back(replica: ReplicaContext) -> tuple[list, list]:
+            i, replica.own = replica.tower, self.states
+            inputs, own = self.inputs[i], [self.reads[i].get(id(v), (v, v))[1] for v in variables]
+            found = self.passes[i].backward(self.outputs[i], upstream[i], [*inputs, *own])
+            of_variables = replica.zero_if_empty(found[len(inputs) :])
+            of_inputs = [
+                replica.kept(tf.zeros_like(x) if g is None else g)
+                for x, g in zip(inputs, found, strict=False)
+            ]
+            return of_inputs, replica.gradients(of_variables, variables)
+
+        return self.builder.run(back, self.replicas)
+
+
+class _CapturedError(Exception):
+    def __init__(self, tensors: Sequence[tf.Tensor]):
+        super().__init__()
+        self.tensors = tensors
+
+
+@contextlib.contextmanager
+def _no_captures(known: Sequence[Any]) -> Iterator[None]:
+    """Raise _CapturedError if the block uses other watched tensors from outside than `known`.
+
+    To the tape around the towers they would be nothing: a wrong gradient, and no word.
+    """
+    known_ids = {id(x) for x in tf.nest.flatten(list(known), expand_composites=True)}
+    graph = tf.compat.v1.get_default_graph()
+    num_before = len(graph.get_operations())
+    yield
+    made = graph.get_operations()[num_before:]
+    names, found = {op.name for op in made}, {}
+    for op in made:
+        for x in op.inputs:
+            old = x.op.name not in names and id(x) not in known_ids
+            if old and x.dtype.is_floating and tf_internals.is_recording([x]):
+                found[id(x)] = x
+    if found:
+        raise _CapturedError(list(found.values()))
+
+
+def _checks_of_shapes(outputs: Sequence[Sequence[tf.Tensor]]) -> list[tf.Operation]:
+    """Return ops that check that outputs of slices differ in axis 0 alone; check what is known."""
+    message = (
+        "towers return outputs of several shapes, which cannot be joined along the batch: an axis "
+        "depends on the examples of a slice, as by to_tensor() of ragged rows; give it a fixed size"
+    )
+    checks = []
+    for first, *others in zip(*outputs, strict=True):
+        for other in others:
+            if not first.shape[1:].is_compatible_with(other.shape[1:]):
+                raise InputError(message)
+            if not first.shape[1:].is_fully_defined():
+                sizes = tf.shape(first)[1:], tf.shape(other)[1:]
+                checks.append(tf.debugging.assert_equal(*sizes, message))
+    return [check for check in checks if check is not None]  # None of what is known to be equal
+
+
+def _values(structure: Any) -> list[tf.Tensor]:
+    """Return the floating-point tensors in a structure, the values of leaves that are not dense."""
+    found = map(_value, tf.nest.flatten(structure))
+    return [value for value in found if value is not None and value.dtype.is_floating]
+
+
+def _value(leaf: Any) -> tf.Tensor | None:
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.flat_values
+    return leaf.values if isinstance(leaf, tf.SparseTensor) else leaf
+
+
+def _with_values(structure: Any, values: Sequence[tf.Tensor]) -> Any:
+    """Return a structure with its `_values` replaced."""
+    values = iter(values)
+
+    def replaced(leaf: Any) -> Any:
+        value = _value(leaf)
+        if value is None or not value.dtype.is_floating:
+            return leaf
+        value = next(values)
+        if isinstance(leaf, tf.RaggedTensor):
+            return leaf.with_flat_values(value)
+        if isinstance(leaf, tf.SparseTensor):
+            return tf.SparseTensor(leaf.indices, value, leaf.dense_shape)
+        tf_internals.set_mask_of(value, tf_internals.mask_of(leaf))
+        return value
+
+    return tf.nest.map_structure(replaced, structure)

@@ -1,0 +1,284 @@
+"""Records the draws, layers, losses and state of a tower function while it is traced."""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder.attributes import Attributes, tensors_at
+from towers.builder.batch_norm import averages_of
+from towers.builder.diagnostics import random_ops
+from towers.builder.op_names import NO_LAYER
+from towers.builder.replica_scope import SEED_STATE, ReplicaScope, variables_refused
+from towers.builder.rng import SEEN
+from towers.builder.variable_aggregation import policy_of
+
+_MOST_NOISY = 2**22  # elements of a weight: noise takes time
+_UPSTREAM = 1e3  # the gradient of what is returned: a clip that is there is seen
+_NOISE = 0.1  # is added to weights: a zero would hide what a layer does
+
+
+class PerturbedScope(ReplicaScope):
+    """Reads weights with noise added, so that none of them is zero."""
+
+    def __init__(self, own: Mapping[int, Any], noise: dict[tuple, tf.Tensor], reads_before: bool):
+        """Record assignments from here on.
+
+        Args:
+            own: {id of a Keras variable: what is read in its place}.
+            noise: {(shape, type, seed): what is added to weights}; it grows.
+            reads_before: whether what is assigned is read again as it was before.
+        """
+        super().__init__(own, "/cpu:0")
+        self.noise, self.reads_before = noise, reads_before
+        self.paths: list[str] = []  # of weights
+        self.weights: dict[int, tf.Tensor] = {}  # {id of a weight's `tf.Variable`: what is read}
+        self.read_again: dict[int, str] = {}  # {id: path} of what is read after it was assigned
+
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
+        """Return a variable's value; Keras calls this."""
+        if id(variable) in self.updates and id(variable) not in self.stand_ins:
+            self.read_again[id(variable)] = variable.path
+            if self.reads_before:
+                return self._source(variable)
+        value = tf_internals.value_of(variable)
+        weight = variable.trainable and value is not None and value.dtype.is_floating
+        if weight and id(variable) not in self.own:
+            self.paths.append(variable.path)
+            with self.graph.as_default():
+                self.own[id(variable)] = self.weights[id(value)] = self._noisy(value)
+        return super().get_current_value(variable)
+
+    def _noisy(self, value: tf.Variable) -> tf.Tensor:
+        size, seed = value.shape.num_elements(), len(self.own) % 3
+        if size > _MOST_NOISY:
+            return tf.identity(value)
+        key = tuple(value.shape), value.dtype, seed
+        if key not in self.noise:
+            with tf.init_scope(), tf.device("/cpu:0"):  # the graph has many weights
+                waves = np.sin(12.9898 * np.arange(size) + seed).reshape(key[0])
+                self.noise[key] = tf.cast(_NOISE * waves, value.dtype)
+        return value + self.noise[key]
+
+
+class Observer:
+    """Records what a function draws, what its layers return, and the losses that they add."""
+
+    def __init__(self, trace: Any, scope: PerturbedScope, nudges: Mapping[int, tf.Tensor]):
+        """Set the trace that is filled, the scope that it runs in, and {place: nudge} of draws."""
+        self.trace, self.scope, self.nudges = trace, scope, nudges
+        self.calls: list[str] = []  # of layers, that are under way
+        self.outputs: list[tf.Tensor] = []
+        # For each loss that a layer adds its sum, and what stands in its place.
+        self.added: list[tuple[tf.Tensor, tf.Tensor]] = []
+        self.attributes = Attributes()  # as they were before the function was called
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what is called in the block, and restore what it leaves in attributes."""
+        with (
+            tf_internals.inline_functions(),
+            tf_internals.recording_restarted(),
+            variables_refused(),
+            tf_internals.patch_batch_norm(_without_training, _saved_moments),
+            tf_internals.patch_add_loss(self._make_add_loss),
+            tf_internals.patch_layer_calls(self._make_call),
+        ):
+            try:
+                yield
+            finally:
+                self.attributes.restore(self.attributes.changed())
+
+    def draw(self, op_name: str, /, shape: Any, **arguments: Any) -> tf.Tensor:
+        """Draw by one of TensorFlow's ops."""
+        arguments.pop("name", None)
+        with tf.name_scope(SEEN):
+            drawn = tf_internals.draw_op(op_name)(shape, **arguments)
+        place = len(self.trace.draws)
+        dims = None if drawn.shape.rank is None else drawn.shape.as_list()
+        self.trace.draws.append((op_name, dims, self.calls[-1] if self.calls else NO_LAYER))
+        if place not in self.nudges:
+            return drawn
+        nudge, (least, most) = self.nudges[place], _range_of(op_name, drawn, arguments)
+        return tf.where(nudge > 0, most, tf.where(nudge < 0, least, drawn))
+
+    def _make_add_loss(self, before: Callable) -> Callable:
+        def add_loss(layer: keras.Layer, loss: Any) -> None:
+            # It joins many examples: the losses of each are looked at without it.
+            losses = tf.nest.flatten(loss)
+            zeros = [tf.zeros_like(own) for own in losses]
+            if not self.scope.is_inside():
+                for own, zero in zip(losses, zeros, strict=True):
+                    self.added.append((tf.cast(tf.reduce_sum(own), tf.float64), zero))
+                    self.trace.adding.append(layer.path or layer.name)
+                    self.trace.added_by_example.append(_is_by_example(own, self.trace.size))
+            before(layer, zeros)
+
+        return add_loss
+
+    def _make_call(self, before: Callable) -> Callable:
+        def call(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+            self.attributes.note(layer)
+            self.calls.append(layer.path or layer.name)
+            try:
+                result = before(layer, *args, **kwargs)
+            finally:
+                self.calls.pop()
+            if not self.scope.is_inside():
+                found = [x for x in tf.nest.flatten(result) if _is_by_example(x, self.trace.size)]
+                self.outputs += found
+                self.trace.layers += [layer.path or layer.name] * len(found)
+            return result
+
+        return call
+
+    def num_rows(self) -> dict[int, int | None]:
+        """Return {id of a weight's `tf.Variable`: rows of its gradient}, of the sparse ones."""
+
+        def gathered(weight: tf.Tensor) -> Iterator[tf.Tensor]:  # as by an embedding
+            for op in weight.consumers():
+                if "Gather" in op.type:
+                    yield op.outputs[0]
+                elif op.type in ("Identity", "Cast"):
+                    yield from gathered(op.outputs[0])
+
+        found = {}
+        for key, weight in self.scope.weights.items():
+            # Only the step that makes it sparse is taken back: the whole way costs a backward pass.
+            if values := list(gathered(weight)):
+                (gradient,) = tf.gradients(values, [weight])
+                if isinstance(gradient, tf.IndexedSlices):
+                    found[key] = gradient.values.shape[0]
+        return found
+
+    def outcome(self, inputs: Any, result: Any, backward: bool) -> dict[str, Any]:
+        """Return the results that `tracing.run` gives for inputs, as tensors."""
+        trace, scope, values = self.trace, self.scope, []
+        batch = {x.op.name for x in tf.nest.flatten(inputs, expand_composites=True)}
+        for variable, value in scope.updates.values():
+            told = policy_of(variable) is not None or id(variable) in scope.averages
+            if variable.name != SEED_STATE and not told:
+                trace.states.append(variable)
+                values.append(tf.convert_to_tensor(value))
+        trace.apart = [_is_apart(value, batch) for value in values]
+        apart = {v.path: own for v, own in zip(trace.states, trace.apart, strict=True)}
+        trace.read_again = sorted(scope.read_again.values(), key=lambda path: apart.get(path, True))
+
+        size, returned = trace.size, tf.nest.flatten(result)
+        trace.left = self.attributes.changed()
+        left = tensors_at(trace.left)
+        trace.shapes_left = [list(x.shape) if isinstance(x, tf.Tensor) else None for x in left]
+        unknown = [
+            x for x in returned if isinstance(x, tf.Tensor) and not x.shape.is_fully_defined()
+        ]
+        leaves = [x for x in returned if _is_by_example(x, size)]
+        trace.by_example = bool(leaves) or (None if unknown else False)
+        trace.shapes = [getattr(x, "shape", None) for x in returned]
+        trace.strays = [
+            isinstance(x, tf.Tensor)
+            and x.shape.rank is not None
+            and (not x.shape.rank or x.shape[0] not in (None, size))
+            for x in returned
+        ]
+        leaves += [x for x in left if _is_by_example(x, size)]
+        rows = [_rows(x, size) for x in leaves] or [tf.zeros([size, 0], tf.float64)]
+        alone = [
+            _is_alone(zero, rows[0]) if by_example else tf.constant(False)
+            for (_, zero), by_example in zip(self.added, trace.added_by_example, strict=True)
+        ]
+        gradients, weights = [], []
+        if backward:
+            upstream = [_UPSTREAM * tf.stop_gradient(tf.cos(own)) for own in rows]  # unlike
+            # A gradient that is a new value is no sum, and towers take it for none.
+            weights = [
+                (path, weight)
+                for path, (key, weight) in zip(scope.paths, scope.weights.items(), strict=True)
+                if key not in scope.overwritten
+            ]
+            trace.weights = [path for path, _ in weights]
+            sources = [*self.outputs, *(weight for _, weight in weights)]
+            found = tf.gradients(rows, sources, upstream, unconnected_gradients="zero")
+            gradients, weights = found[: len(self.outputs)], found[len(self.outputs) :]
+        return {
+            "rows": tf.concat(rows, axis=1),
+            "shapes": [tf.shape(x) for x in unknown],
+            "states": values,
+            "added": [loss for loss, _ in self.added],
+            "alone": alone,
+            "left": [leaf if isinstance(leaf, tf.Tensor) else tf.zeros([]) for leaf in left],
+            "weights": [tf.cast(tf.convert_to_tensor(leaf), tf.float64) for leaf in weights],
+            "layers": [_rows(leaf, size) for leaf in self.outputs],
+            "gradients": [_rows(tf.convert_to_tensor(leaf), size) for leaf in gradients],
+        }
+
+
+def _without_training(call: Callable) -> Callable:
+    """Return a BatchNorm layer's `call` that normalises by what it has saved."""
+
+    def without_training(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
+        if tf_internals.has_own_moments(layer):  # which nobody exchanges
+            tf_internals.open_scope().averages |= averages_of(layer)
+        else:
+            training = False
+        return call(layer, inputs, training=training, mask=mask)
+
+    return without_training
+
+
+def _saved_moments(_: Callable) -> Callable:
+    return lambda layer, inputs, mask: tuple(
+        tf.cast(own, inputs.dtype) for own in (layer.moving_mean, layer.moving_variance)
+    )
+
+
+def _is_apart(value: tf.Tensor, batch: Collection[str]) -> bool:
+    """Return whether a value depends on no draw, and on no output of the ops in `batch`."""
+    found, waiting = {value.op.name}, [value.op]
+    while waiting:
+        op = waiting.pop()
+        if op.name in batch or SEEN in op.name or random_ops([(op.name, op.type)]):
+            return False
+        if op.type in ("Mul", "MulNoNan"):
+            factors = map(tf.get_static_value, op.inputs)
+            if any(factor is not None and not np.any(factor) for factor in factors):
+                continue
+        of_variables = [x for x in op.inputs if x.dtype == tf.resource]
+        before = [x.op for x in op.inputs] + [own for x in of_variables for own in x.consumers()]
+        new = {own.name: own for own in before if own.name not in found}
+        found |= new.keys()
+        waiting += new.values()
+    return True
+
+
+def _range_of(name: str, drawn: tf.Tensor, arguments: Mapping[str, Any]) -> tuple:
+    """Return about the least and the most that an op draws."""
+    if "uniform_int" in name:
+        least = tf.cast(arguments["minval"], drawn.dtype)
+        return least, tf.cast(arguments["maxval"], drawn.dtype) - tf.cast(1, drawn.dtype)
+    least, most = (drawn.dtype.min, drawn.dtype.max) if "full_int" in name else (-1.9, 1.9)
+    least, most = (0.0, 1 - 2.0**-7) if name == "stateless_random_uniform_v2" else (least, most)
+    return tf.constant(least, drawn.dtype), tf.constant(most, drawn.dtype)
+
+
+def _is_by_example(leaf: Any, size: int) -> bool:
+    """Return whether something is a tensor of numbers with a row for each example."""
+    if not isinstance(leaf, tf.Tensor) or not leaf.shape.rank or leaf.shape[0] != size:
+        return False
+    return leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool
+
+
+def _is_alone(loss: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """Return whether the first returned row uses the first row of a loss [size, ...] alone."""
+    (gradient,) = tf.gradients(rows[0], loss)
+    if gradient is None:
+        return tf.constant(False)
+    used = tf.convert_to_tensor(gradient) != 0
+    return tf.reduce_any(used[0]) & ~tf.reduce_any(used[1:])
+
+
+def _rows(leaf: tf.Tensor, size: int) -> tf.Tensor:
+    return tf.cast(tf.reshape(leaf, [size, -1]), tf.float64)

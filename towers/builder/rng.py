@@ -1,0 +1,211 @@
+"""Random draws by example: a tower draws its rows of what one device draws for the whole batch.
+
+Dropout masks, noise and augmentation then depend on an example's place in the global batch, and not
+on the number of towers. Which axis of a draw is the batch is known from a rehearsal of the tower's
+function (`rehearsal`), not guessed from its size. Little is drawn in vain: TensorFlow's generators
+count (Philox of Salmon et al. 2011), so a draw can begin anywhere.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder import device_types, philox
+
+SEEN = "seen_draw"  # of the draws that come through here
+SEEN_OPS = frozenset(
+    "StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessRandomUniformIntV2 "
+    "StatelessRandomUniformFullIntV2 StatelessTruncatedNormalV2".split()
+)
+SCOPE = "draw_by_example"  # of all that differs between towers in a graph
+# A truncated normal draws again until it lies inside: so many counts are set aside for each number.
+_COUNTS_OF_TRUNCATED = 64
+
+_HERE = threading.local()
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSlice:
+    """A slice of the global batch, in numbers of examples: ints or scalar tensors."""
+
+    start: Any
+    size: Any
+    total: Any  # of the global batch
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchAxis:
+    """Where the examples are in a draw."""
+
+    axis: int | None  # the one that holds them; None: the draw is for the whole batch
+    # How many neighbours along the axis are of one example: 1 if the examples alternate
+    # (time * batch), None if all of an example are neighbours (batch * time).
+    inner: int | None = None
+
+
+WHOLE = BatchAxis(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawInfo:
+    """The analysis of one draw; None is unknown."""
+
+    op: str  # one of `tf_internals.DRAWS`
+    dims: tuple[tuple[int, int] | None, ...] | None  # (constant, factor of the number of examples)
+    layout: BatchAxis | None
+    layer: str = ""
+
+    def fits(self, op: str, shape: tf.TensorShape, size: Any) -> bool:
+        """Return whether a draw for `size` examples may be this one, by its op and shape."""
+        if op != self.op or self.dims is None or shape.rank != len(self.dims):
+            return False
+        known = not tf.is_tensor(size)
+        return all(
+            found is None or dim is None or (dim[1] and not known)
+            or found == dim[0] + dim[1] * (size if dim[1] else 0)
+            for found, dim in zip(shape, self.dims, strict=True)
+        )  # fmt: skip
+
+
+class ReplicaRng:
+    """Draws a tower's rows, draw by draw in the order of the rehearsal.
+
+    What Keras draws from a `SeedGenerator` comes through here, and all of `tf.random.stateless_*`
+    but gamma, binomial, poisson and categorical.
+    """
+
+    def __init__(
+        self,
+        rows: BatchSlice | None,
+        known: Sequence[DrawInfo] | None = None,
+        by_xla: bool = False,
+        device: str = "",
+    ):
+        """Set which rows of the batch are drawn, None if it is not split, on the tower's device.
+
+        `known` is what the rehearsal found, in order, None if it could not tell. With `by_xla` the
+        draws are compiled, and are to be those of TensorFlow's kernels.
+        """
+        outer = getattr(_HERE, "rows", None)
+        if outer and rows:  # a tower itself may split its slice
+            sizes = rows.total, outer.size
+            known_sizes = not any(map(tf.is_tensor, sizes))
+            if sizes[0] is sizes[1] or (known_sizes and sizes[0] == sizes[1]):  # of this batch
+                rows = BatchSlice(outer.start + rows.start, rows.size, outer.total)
+        self.rows, self.known, self.by_xla = rows, known, by_xla
+        self._on_gpu = device_types.is_gpu(device) and not by_xla
+        self._places = itertools.count()
+        self.num_guessed = 0  # of which the rehearsal did not know
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Make draws in the block those of these rows; it may be entered again."""
+        with contextlib.ExitStack() as stack:
+            if self._on_gpu:
+                stack.enter_context(tf_internals.patch_keys(_key_and_counter))
+            if self.rows is not None or self.by_xla:
+                stack.callback(setattr, _HERE, "rows", getattr(_HERE, "rows", None))
+                _HERE.rows = self.rows
+                stack.enter_context(tf_internals.patch_draws(self))
+            yield
+
+    def __call__(
+        self, op_name: str, /, shape: Any, *, counter: Any, alg: Any, **arguments: Any
+    ) -> tf.Tensor:
+        """Draw by one of TensorFlow's ops, which counts up from `counter`."""
+        arguments.pop("name", None)  # a whole name, which would pass by the scope below
+        op = tf_internals.draw_op(op_name)
+        if self.by_xla:
+            op = getattr(philox, op_name, op)
+        layout = WHOLE if self.rows is None else self._layout(op_name, shape)
+        with tf.name_scope(SEEN):
+            if layout.axis is None:
+                return op(shape, counter=counter, alg=alg, **arguments)
+            with tf.name_scope(SCOPE):
+                return self._draw_rows(op, op_name, shape, layout, counter, arguments)
+
+    def _layout(self, name: str, shape: Any) -> BatchAxis:
+        static, size = tf_internals.static_shape(shape), self.rows.size
+        place = next(self._places)
+        if self.known is not None and place < len(self.known):
+            found = [self.known[place]]
+        else:  # what a backward pass computes again it draws again
+            found = [drawn for drawn in self.known or () if drawn.fits(name, static, size)]
+        layouts = {drawn.layout for drawn in found if drawn.fits(name, static, size)}
+        if len(layouts) == 1 and None not in layouts:
+            return layouts.pop()
+        if not found or None not in {drawn.layout for drawn in found}:
+            self.num_guessed += 1
+        return _guess(static, size)
+
+    def _draw_rows(
+        self, op: Any, op_name: str, shape: Any, layout: BatchAxis, counter: Any, arguments: dict
+    ) -> tf.Tensor:
+        """Draw the slice's rows of what `op` draws for the whole batch."""
+        # Sizes that are known are ints here, the others are made on the host: shapes are needed
+        # there, and TensorFlow would have numbers of int64, constants too, on a GPU.
+        with tf.device(device_types.HOST) if self._on_gpu else contextlib.nullcontext():
+            dims = tf_internals.static_shape(shape).as_list()
+            if None in dims:
+                found = tf.unstack(tf.cast(shape, tf.int64), len(dims))
+                dims = [dim if own is None else own for dim, own in zip(found, dims, strict=True)]
+            start, size, total = (
+                tf.cast(number, tf.int64) if tf.is_tensor(number) else number
+                for number in (self.rows.start, self.rows.size, self.rows.total)
+            )
+            number, after = math.prod(dims), math.prod(dims[layout.axis + 1 :])
+            of_axis = dims[layout.axis] // _at_least_1(size)  # of each example
+            inner = after * (of_axis if layout.inner is None else layout.inner)
+            if layout.axis or layout.inner is not None:  # not one piece: draw all, take these
+                outer, count = number // _at_least_1(size * inner), 0
+                drawn, begin, taken = [outer, total, inner], [0, start, 0], [outer, size, inner]
+            else:
+                dtype = tf.as_dtype(arguments.get("dtype") or arguments["minval"].dtype)
+                in_a_count = 2 if dtype.size == 8 else 4
+                first = start * inner
+                skipped = first % in_a_count
+                count = (first - skipped) // in_a_count
+                if op_name == "stateless_truncated_normal_v2":
+                    count *= _COUNTS_OF_TRUNCATED * in_a_count
+                # `number` is not size * inner where the layout was but guessed.
+                drawn, begin, taken = [skipped + number], [skipped], [number]
+            (counts,) = _as_tensors([count, 0])
+            (num, drawn, begin, taken) = _as_tensors([math.prod(drawn)], drawn, begin, taken)
+        if tf.is_tensor(count) or count:
+            counter += tf.cast(counts, tf.uint64)
+        values = op(num, counter=counter, alg=philox.PHILOX, **arguments)
+        return tf.reshape(tf.slice(tf.reshape(values, drawn), begin, taken), shape)
+
+
+def _key_and_counter(seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    with tf.name_scope(SEEN):
+        return philox.key_and_counter(seed)
+
+
+def _guess(shape: tf.TensorShape, size: Any) -> BatchAxis:
+    """Return the likely layout of a draw of which nothing else is known, by its first axis."""
+    if not shape.rank:
+        return WHOLE
+    first = shape[0]
+    if first is None or tf.is_tensor(size):
+        return BatchAxis(0) if first is None else WHOLE  # what is unknown of a shape is its batch
+    folded = shape.rank > 2 and size > 1 and first % size == 0
+    return BatchAxis(0) if first == size or folded else WHOLE
+
+
+def _at_least_1(number: Any) -> Any:
+    return tf.maximum(number, 1) if tf.is_tensor(number) else max(number, 1)
+
+
+def _as_tensors(*lists: list[Any]) -> Sequence[Any]:
+    """Return each list as one tensor, if not all numbers in them are ints."""
+    if not any(map(tf.is_tensor, itertools.chain(*lists))):
+        return lists
+    return [tf.stack([tf.cast(number, tf.int64) for number in numbers]) for numbers in lists]

@@ -1,0 +1,237 @@
+"""Splitting a global batch into the towers' slices."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder.device_types import HOST, is_gpu
+from towers.builder.rng import BatchSlice
+from towers.errors import InputError
+
+
+class PerTower:
+    """A batch argument that hands tower i its own value instead of a slice.
+
+        builder.map(lambda x, scale: x * scale, tf.ones([3, 2]), towers.PerTower([1.0, 10.0]))
+
+    There is a value for each tower, of any structure.
+    """
+
+    def __init__(self, values: Sequence[Any]):
+        """Hold `values`, one for each tower, in tower order."""
+        self.values = list(values)
+
+
+class DeviceResidentBatch:
+    """A batch argument whose examples lie on the towers' devices: each tower takes its rows there.
+
+        stored = [on_gpu_0, on_gpu_1]             # a tf.Variable for each tower, of all examples
+        builder.map(fn, StoredRows(stored, rows)) # rows: int64 [B], on the host
+
+    Elsewhere it stands for the whole batch: `whole`, or taken on the first tower's device.
+    """
+
+    def __init__(
+        self,
+        stored: Sequence[tf.Variable],
+        rows: tf.Tensor,
+        dtype: tf.DType | None = None,
+        whole: tf.Tensor | None = None,
+    ):
+        """Set where the examples are, which of them are the batch, and their type in the batch."""
+        self.stored, self.rows, self.whole = list(stored), rows, whole
+        self.dtype = tf.as_dtype(dtype or stored[0].dtype)
+        self.shape = rows.shape.concatenate(stored[0].shape[1:])
+
+    def of_tower(self, tower: int, start: Any, size: Any) -> tf.Tensor:
+        """Return some of the batch's examples, on a tower's device."""
+        with tf.device(HOST):
+            rows = self.rows[start : start + size]
+        with tf.device(self.stored[tower].device):
+            return tf.cast(tf.gather(self.stored[tower], rows), self.dtype)
+
+
+def _whole(
+    value: DeviceResidentBatch, dtype: tf.DType | None = None, *_: Any, **__: Any
+) -> tf.Tensor:
+    whole = value.of_tower(0, 0, num_rows(value)) if value.whole is None else value.whole
+    return tf.cast(whole, dtype or value.dtype)
+
+
+tf.register_tensor_conversion_function(DeviceResidentBatch, _whole)
+
+
+def as_devices(devices: Sequence[str]) -> list[str]:
+    """Return the towers' devices as a list; raise ValueError if there is none."""
+    found = [] if isinstance(devices, str | int) else list(devices)
+    if not found:
+        raise ValueError(
+            f"devices={devices!r} must be a list with one device for each tower, "
+            'such as ["/gpu:0", "/gpu:1"], or towers.devices.tower_devices(2)'
+        )
+    return found
+
+
+def check_devices(names: Sequence[str]) -> None:
+    """Raise InputError for a device that is not there: TensorFlow would silently take the CPU."""
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        return  # a session has its own devices
+    existing = [device.name for device in tf.config.list_logical_devices()]
+    for name in names:
+        if not any(is_device(other, name) for other in existing):
+            raise InputError(f"there is no device {name}: TensorFlow has {', '.join(existing)}")
+
+
+def is_device(whole: str, name: str) -> bool:
+    """Return whether a device's whole name is what a shorter one means: "/gpu:0"."""
+    here = tf.DeviceSpec(job="localhost", replica=0, task=0)
+    device = here.make_merged_spec(tf.DeviceSpec.from_string(whole))
+    return device.make_merged_spec(tf.DeviceSpec.from_string(name)) == device
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A tower's part of the batch."""
+
+    batch: Any
+    rows: BatchSlice | None  # of the batch; None: nothing was split
+    count: Any = None  # of its examples, 0 if what it holds stands in for none
+
+    def may_be_empty(self) -> bool:
+        """Return whether the number of examples is known only while it runs."""
+        return tf.is_tensor(self.count)
+
+    def kept(self, leaf: Any) -> Any:
+        """Return a result of the slice without the rows that stand in for no example."""
+        if not self.may_be_empty() or leaf is None:
+            return leaf
+        # A GPU has these two ops of whole numbers on its host; tf.where would copy from there.
+        number = num_rows(leaf)
+        number *= tf.cast(tf.minimum(self.count, 1), tf.convert_to_tensor(number).dtype)
+        return _part(leaf, 0, BatchSlice(0, number, None))
+
+
+def split(
+    batch: Sequence[Any], num_towers: int, num_rounds: int = 1, never_empty: bool = False
+) -> list[Slice]:
+    """Return each tower's slice of `batch`; with rounds, those of one after the other's.
+
+    Where the number of examples is known only while it runs, towers may be left without any. With
+    `never_empty` these get the last one, too, of a count of 0: functions may fail of no example.
+    """
+    tf_internals.refuse_fork()
+    leaves = as_leaves(batch, num_towers)
+    sizes = [num_rows(leaf) for leaf in leaves if not isinstance(leaf, PerTower)]
+    if not sizes:  # nothing to split: every tower runs once
+        values = [[leaf.values[i] for leaf in leaves] for i in range(num_towers)]
+        return [Slice(tf.nest.pack_sequence_as(batch, part), None) for part in values]
+    known = sorted({size for size in sizes if isinstance(size, int)})
+    message = "the tensors of a batch must have the same size along axis 0"
+    if len(known) > 1:
+        raise ValueError(f"{message}, not {known}")
+    total = known[0] if known else sizes[0]
+    for size in sizes:
+        if tf.is_tensor(size) and size is not total:
+            tf.debugging.assert_equal(size, total, message)
+    slices = []
+    for i, (start, size) in enumerate(slices_of(total, num_towers, num_rounds)):
+        rows = BatchSlice(start, size, total)
+        if never_empty and tf.is_tensor(size):
+            rows = BatchSlice(tf.minimum(start, total - 1), tf.maximum(size, 1), total)
+        part = [_part(leaf, i % num_towers, rows) for leaf in leaves]
+        slices.append(Slice(tf.nest.pack_sequence_as(batch, part), rows, size))
+    return slices
+
+
+def slices_of(total: Any, num_towers: int, num_rounds: int = 1) -> list[tuple[Any, Any]]:
+    """Return (first row, number of rows) of each tower's slice, round by round."""
+
+    def sizes_of(total: Any, number: int) -> list[Any]:
+        return [(total + number - 1 - i) // number for i in range(number)]
+
+    rounds = sizes_of(total, num_rounds)
+    sizes = [size for part in rounds for size in sizes_of(part, num_towers)]
+    stops = itertools.accumulate(sizes)
+    return [(stop - size, size) for size, stop in zip(sizes, stops, strict=True)]
+
+
+def is_split(batch: Sequence[Any]) -> bool:
+    """Return whether anything in a batch is split, and not handed over as it is."""
+    return not all(isinstance(leaf, PerTower | None) for leaf in tf.nest.flatten(batch))
+
+
+def as_leaves(batch: Sequence[Any], num_towers: int | None = None) -> list[Any]:
+    """Return the leaves of a batch as what can be split, or as `PerTower`s for so many towers."""
+    leaves = []
+    for leaf in tf.nest.flatten(batch):
+        if leaf is None:
+            leaf = PerTower([None] * (num_towers or 1))
+        if isinstance(leaf, PerTower):
+            if num_towers not in (None, len(leaf.values)):
+                raise ValueError(
+                    f"PerTower holds {len(leaf.values)} values for {num_towers} towers: "
+                    "it must hold one for each"
+                )
+        elif not isinstance(leaf, tf.RaggedTensor | tf.SparseTensor | DeviceResidentBatch):
+            leaf = tf.convert_to_tensor(leaf)
+            if leaf.shape.rank == 0:
+                raise ValueError(
+                    "a batch is split along axis 0 and cannot hold scalars: make a list of numbers "
+                    "an array; capture a single value in the function, or hand it over as "
+                    "towers.PerTower"
+                )
+        leaves.append(leaf)
+    return leaves
+
+
+def occupied(slices: Sequence[Slice]) -> list[Slice]:
+    """Leave out the slices, always the last ones, that surely hold no example; never all."""
+    return list(slices[: max(sum(not _is_empty(part) for part in slices), 1)])
+
+
+def rounds(slices: Sequence[Slice], num_towers: int) -> list[list[Slice]]:
+    """Return the occupied slices of each round of towers; those without any are left out."""
+    starts = range(0, len(slices), num_towers)
+    held = [i for i in starts if not i or not _is_empty(slices[i])]
+    return [occupied(slices[i : i + num_towers]) for i in held]
+
+
+def _is_empty(part: Slice) -> bool:
+    return part.rows is not None and not tf.is_tensor(part.rows.size) and part.rows.size == 0
+
+
+def _part(leaf: Any, tower: int, rows: BatchSlice) -> Any:
+    if isinstance(leaf, PerTower):
+        return leaf.values[tower]
+    if isinstance(leaf, DeviceResidentBatch):
+        return leaf.of_tower(tower, rows.start, rows.size)
+    if isinstance(leaf, tf.SparseTensor):
+        rest = leaf.dense_shape[1:]
+        start, size = (
+            tf.concat([tf.cast([first], tf.int64), others], axis=0)
+            for first, others in ((rows.start, tf.zeros_like(rest)), (rows.size, rest))
+        )
+        return tf.sparse.slice(leaf, start, size)
+    # What was made on a GPU need not come back from there as a whole.
+    device = getattr(leaf, "device", None) or ""
+    with tf.device(device) if is_gpu(device) else contextlib.nullcontext():
+        found = leaf[rows.start : rows.start + rows.size]
+    mask = tf_internals.mask_of(leaf)  # AutoGraph, which may read this, knows no :=
+    if mask is not None:
+        tf_internals.set_mask_of(found, mask[rows.start : rows.start + rows.size])
+    return found
+
+
+def num_rows(value: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> int | tf.Tensor:
+    """Return the size of axis 0, as an int where it is known."""
+    known = tf.compat.dimension_value(value.shape[0])
+    if known is not None:
+        return known
+    if isinstance(value, tf.SparseTensor):
+        return tf.cast(value.dense_shape[0], tf.int32)
+    return value.nrows(tf.int32) if isinstance(value, tf.RaggedTensor) else tf.shape(value)[0]

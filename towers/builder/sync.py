@@ -1,0 +1,173 @@
+"""Values that towers exchange in the middle of a step, as BatchNorm's moments over all towers.
+
+Towers are traced one after the other, but what they exchange is needed before any of them is done.
+So each tower goes on with a stand-in for what it will get; once all towers are traced, the values
+are combined on the gather device, once for all, and the result replaces the stand-ins. No tower
+waits in the graph for more than the values themselves.
+
+GPUs, to which a third device is two transfers more, exchange by collectives, and each combines the
+values by itself.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder.collectives import Collective, are_there
+from towers.builder.cross_host import VariablePrefetch
+from towers.errors import InputError
+
+_SECOND = (
+    "the gradient of a gradient goes through BatchNorm over all towers, which cannot wait for each "
+    "other a third time: leave BatchNorm local (batch_norm='local'), or take another normalisation "
+    "(GroupNormalization, LayerNormalization)"
+)
+SCOPE = "exchange"  # of what differs between towers in a graph, as their places do
+
+
+@dataclasses.dataclass(frozen=True)
+class _Round:
+    """One exchange of all towers' values."""
+
+    combine: Callable  # maps the list of values to the result
+    collective: Collective | None
+    values: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    known: list[Any] = dataclasses.field(default_factory=list)
+    stand_ins: list[tf.Tensor] = dataclasses.field(default_factory=list)
+
+
+class SyncGroup:
+    """The exchanges of one step's towers.
+
+    The first call of a tower meets the first of each other tower, and so on: all must make the same
+    calls in the same order, as copies of one function do.
+    """
+
+    def __init__(self, counts: Sequence[Any], devices: Sequence[str]):
+        """Set the towers' devices and numbers of examples, tensors if 0 is possible, or None."""
+        self.counts, self.devices, self.num_towers = list(counts), list(devices), len(counts)
+        self.equal = all(isinstance(c, int) and c == counts[0] for c in counts)
+        self.is_open = True  # to more exchanges, while towers are traced
+        self._by_collectives = are_there(devices)
+        self._prefetches = [VariablePrefetch(device) for device in devices]
+        self._graph = tf.compat.v1.get_default_graph()
+        self._rounds: list[_Round] = []
+        self._num_joined = 0  # of these
+
+    def handle(self, tower: int, by_xla: bool = False) -> "SyncHandle":
+        """Return the part of tower number `tower`; one that XLA compiles can exchange nothing."""
+        return SyncHandle(self, tower, by_xla, self._prefetches[tower].prefetch)
+
+    def round(self, place: int, combine: Callable) -> _Round:
+        """Return exchange number `place`, or raise InputError where not all towers come."""
+        if tf.executing_eagerly():
+            raise InputError(
+                "towers that run one after the other cannot wait for each other: make a "
+                "tf.function of the step, or leave BatchNorm local (batch_norm='local')"
+            )
+        if not self.is_open:
+            raise InputError(_SECOND)
+        if tf.compat.v1.get_default_graph() is not self._graph:
+            raise InputError(
+                "a BatchNorm layer inside of a branch or a loop cannot take its moments over "
+                "all towers there: leave BatchNorm local (batch_norm='local'), or call the "
+                "layer outside of it"
+            )
+        if place == len(self._rounds):
+            collective = Collective(self.devices) if self._by_collectives else None
+            self._rounds.append(_Round(combine, collective))
+        return self._rounds[place]
+
+    def join(self, gather_device: str) -> None:
+        """Replace the stand-ins by what was exchanged, when all towers are traced.
+
+        Raises:
+            InputError: the towers made different calls.
+        """
+        for own in self._rounds[self._num_joined :]:
+            pairs = zip(own.values, own.known, strict=True)
+            shapes = {(value.dtype, tuple(value.shape), known) for value, known in pairs}
+            if len(own.values) != self.num_towers or len(shapes) > 1:
+                raise InputError(
+                    f"{len(own.values)} of {self.num_towers} towers met with values of "
+                    f"{len(shapes)} shapes: each copy of the function must run the same layers"
+                )
+            if own.stand_ins:
+                with tf.device(gather_device), tf.name_scope(SCOPE):
+                    everything = own.combine(own.values)
+                for stand_in in own.stand_ins:
+                    tf_internals.set_input(stand_in.op, everything)
+        for prefetches in self._prefetches:
+            prefetches.join()
+        self._num_joined, self.is_open = len(self._rounds), False
+
+
+class SyncHandle:
+    """One tower's part in the exchanges of a step."""
+
+    def __init__(self, group: SyncGroup, tower: int, by_xla: bool, prefetch: Callable):
+        """Take part in the exchanges of `group` as tower number `tower`."""
+        self.count, self.num_towers, self.equal = group.counts[tower], group.num_towers, group.equal
+        self.tower, self.by_xla, self.prefetch = tower, by_xla, prefetch
+        self.layers: list[Any] = []  # of BatchNorm, that the tower has gone through, on a GPU
+        self._group, self._device = group, group.devices[tower]
+        self._places = itertools.count()
+
+    def meet(
+        self, value: tf.Tensor, combine: Callable, shape: Sequence[int], known: Any = None
+    ) -> tf.Tensor:
+        """Return `combine(stack)`, of this shape, of all towers' values `[N, ...]`.
+
+        Gradients do not go through it. `known` must be the same in all towers.
+        """
+        return self._exchanged(
+            value,
+            shape,
+            lambda values: combine(tf.stack(values)),
+            lambda collective: combine(collective.stack(value, self._device)),
+            known,
+        )
+
+    def all_sum(self, value: tf.Tensor) -> tf.Tensor:
+        """Return the sum of all towers' values. Gradients do not go through it."""
+        return self._exchanged(
+            value, value.shape, tf.add_n, lambda collective: collective.sum(value, self._device)
+        )
+
+    def all_gather(self, value: tf.Tensor) -> tf.Tensor:
+        """Return the stack of all towers' values [...], `[N, ...]`, each with its gradients."""
+
+        @tf.custom_gradient
+        def gathered(value: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                with tf.name_scope(SCOPE):
+                    return self.all_sum(upstream)[self.tower]
+
+            return self.meet(value, tf.identity, [self.num_towers, *value.shape]), gradient
+
+        return gathered(value)
+
+    def _exchanged(
+        self, value: tf.Tensor, shape: Any, of_list: Callable, meet: Callable, known: Any = None
+    ) -> tf.Tensor:
+        own = self._group.round(next(self._places), of_list)
+        own.values.append(value)
+        own.known.append(known)
+        if own.collective:
+            result = meet(own.collective)
+        else:
+            result = tf.identity(tf.zeros(shape, value.dtype))
+            own.stand_ins.append(result)
+        return _once_differentiated(result, value)
+
+
+@tf.custom_gradient
+def _once_differentiated(result: tf.Tensor, value: tf.Tensor) -> tuple[tf.Tensor, Callable]:
+    def gradient(_: tf.Tensor) -> tuple:
+        raise InputError(_SECOND)
+
+    return tf.identity(result), gradient

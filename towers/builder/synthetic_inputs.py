@@ -1,0 +1,233 @@
+"""Made-up examples: values of the types that a tower function is called with.
+
+A function that treats some values otherwise, as a mask does, is tried with these: the constants
+that its graph compares its arguments with, and tokens from all of the table that they choose from.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import operator
+import weakref
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import tf_internals
+
+UNKNOWN_DIM = 4  # stands for an unknown length that is not the batch
+_LONGER = 16, 64  # and these do, where a function takes no such short ones
+_COMPARISONS = "Equal NotEqual Less LessEqual Greater GreaterEqual".split()
+_TESTS_OF_NAN = ("IsNan", "IsInf", "IsFinite")
+_MOST_SPECIAL = 8
+
+
+@dataclasses.dataclass
+class Values:
+    """The values that an argument may have, as far as they are known."""
+
+    tokens: int = 2  # whole numbers below this
+    special: list[float] = dataclasses.field(default_factory=list)  # are treated otherwise
+
+
+def possible_shapes(leaves: Sequence[Any], layers: Sequence[keras.Layer]) -> Iterator[list]:
+    """Yield shapes of the leaves of a batch, with lengths for what is unknown in them.
+
+    They are what the layers were made for, the outermost first, and then some of all lengths.
+    """
+    shapes = [leaf.shape for leaf in leaves]
+    if all(is_known(leaf) for leaf in leaves):
+        yield shapes
+        return
+    tried = []
+    for shapes_taken in map(tf_internals.input_shapes, layers):
+        unused, found = list(map(tf.TensorShape, shapes_taken)), []
+        for shape in shapes:
+            suits = (t for t in unused if t.rank and shape[1:].is_compatible_with(t[1:]))
+            if taken := next(suits, None):
+                unused.remove(taken)
+                shape = shape[:1].concatenate(shape[1:].merge_with(taken[1:]))
+            found.append(shape)
+        if found != shapes and found not in tried:
+            tried.append(found)
+            yield found
+    for length in (UNKNOWN_DIM, *_LONGER):
+        yield [
+            shape
+            if shape.rank is None
+            else tf.TensorShape([*shape[:1], *(length if d is None else d for d in shape[1:])])
+            for shape in shapes
+        ]
+
+
+def is_known(leaf: Any) -> bool:
+    """Return whether all but the number of examples is known; ragged rows have any length."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return True
+    return leaf.shape.rank is not None and leaf.shape[1:].is_fully_defined()
+
+
+def spec_of(leaf: Any, size: int, shape: tf.TensorShape | None = None) -> tf.TypeSpec:
+    """Return the type of a leaf of the batch for `size` examples; `shape` replaces its own."""
+    if isinstance(leaf, tf.RaggedTensor):
+        shape = [size, *leaf.shape[1:]]
+        return tf.RaggedTensorSpec(shape, leaf.dtype, leaf.ragged_rank, leaf.row_splits.dtype)
+    shape = leaf.shape if shape is None else shape
+    dims = [UNKNOWN_DIM if dim is None else dim for dim in shape[1:]]
+    kind = tf.SparseTensorSpec if isinstance(leaf, tf.SparseTensor) else tf.TensorSpec
+    return kind([size, *dims], leaf.dtype)
+
+
+def sample(spec: tf.TypeSpec, random: np.random.Generator, tokens: int = 2) -> Any:
+    """Return a random value of a type, whole numbers below `tokens`: labels must be valid."""
+    shape = [UNKNOWN_DIM if dim is None else dim for dim in spec.shape]
+    if spec.dtype.is_floating:
+        value = random.normal(size=shape)
+    else:
+        value = random.integers(0, 256 if spec.dtype == tf.uint8 else tokens, shape)
+    is_text = spec.dtype == tf.string
+    value = tf.strings.as_string(value) if is_text else tf.cast(tf.constant(value), spec.dtype)
+    if isinstance(spec, tf.RaggedTensorSpec) and spec.ragged_rank == 1:
+        lengths = random.integers(1, value.shape[1] + 1, value.shape[0])
+        return tf.RaggedTensor.from_tensor(value, lengths)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return tf.RaggedTensor.from_tensor(value, ragged_rank=spec.ragged_rank)
+    return tf.sparse.from_dense(value) if isinstance(spec, tf.SparseTensorSpec) else value
+
+
+def with_special(
+    value: Any, special: Sequence[float], random: np.random.Generator, share: float = 0.4
+) -> Any:
+    """Replace a share of a value's numbers by special ones."""
+    if not special or not isinstance(value, tf.Tensor):
+        return value
+    chosen = random.choice(np.asarray(special, np.float64), value.shape.as_list())
+    mask = random.random(value.shape.as_list()) < share
+    return tf.where(mask, tf.cast(tf.constant(chosen), value.dtype), value)
+
+
+# {graph: {name of a placeholder: a value that it will have}}
+_GIVEN: MutableMapping[tf.Graph, dict[str, tf.Tensor]] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def given(arguments: Any, values: Any) -> Iterator[None]:
+    """Make the real values of a graph's arguments known in the block."""
+    own, real = (
+        list(filter(tf.is_tensor, tf.nest.flatten(each, expand_composites=True)))
+        for each in (arguments, values)
+    )
+    pairs = zip(own, real, strict=False)
+    known = {x.name: v for x, v in pairs if tf.is_symbolic_tensor(x) and x.dtype == v.dtype}
+    graph = tf.compat.v1.get_default_graph()
+    _GIVEN[graph] = known
+    try:
+        yield
+    finally:
+        _GIVEN.pop(graph, None)
+
+
+def known_values(tensors: Sequence[Any]) -> list[Any] | None:
+    """Return the values of tensors, None unless all are known or can be computed from `given`."""
+    if not all(isinstance(x, tf.Tensor) for x in tensors):
+        return None
+    if not any(map(tf.is_symbolic_tensor, tensors)):
+        return list(tensors) if len(tensors[0]) else None
+    given = _GIVEN.get(tf.compat.v1.get_default_graph())
+    if not given or not all(map(tf.is_symbolic_tensor, tensors)):
+        return None
+    needed, waiting = {}, [x.op for x in tensors]
+    while waiting:
+        op = waiting.pop()
+        if op.name in needed or f"{op.name}:0" in given:
+            continue
+        if op.op_def.is_stateful or op.type == "Placeholder":
+            return None
+        needed[op.name] = op
+        waiting += [x.op for x in op.inputs]
+    graph = tf.compat.v1.GraphDef(node=[op.node_def for op in needed.values()])
+    graph.library.CopyFrom(tensors[0].graph.as_graph_def().library)
+    for node in graph.node:
+        node.input[:] = [name for name in node.input if not name.startswith("^")]
+
+    made = [x.name for x in tensors if x.name not in given]
+    used = {x.name for op in needed.values() for x in op.inputs}
+    def compute() -> list[tf.Tensor]:
+        own = {name: tf.identity(value) for name, value in given.items() if name in used}
+        return tf.graph_util.import_graph_def(graph, input_map=own, return_elements=made)
+
+    try:
+        with tf.init_scope(), tf.device("/cpu:0"):
+            values = iter(tf.function(compute, autograph=False)() if made else ())
+            return [given[x.name] if x.name in given else next(values) for x in tensors]
+    except Exception:  # of many kinds: the values are only to be tried
+        return None
+
+
+def stand_in(captured: tf.Tensor) -> tf.Tensor:
+    """Return a captured tensor, ones for one that has no value outside of its graph."""
+    if not tf.is_symbolic_tensor(captured):
+        return captured
+    shape = [UNKNOWN_DIM if dim is None else dim for dim in captured.shape]
+    return tf.ones(shape, captured.dtype)
+
+
+def values_in(graph: tf.Graph, specs: Sequence[tf.TypeSpec]) -> list[Values]:
+    """Return the values that a traced function treats specially, of its first arguments."""
+    found = [Values() for _ in specs]
+    components = [tf.nest.flatten(spec, expand_composites=True) for spec in specs]
+    places = [i for i, own in enumerate(components) for _ in own]
+    # Which arguments each op depends on: ops come after what they use.
+    of_ops = {x.op.name: {i} for i, x in zip(places, graph.inputs, strict=False)}
+    for op in graph.get_operations():
+        of_inputs = [of_ops.get(x.op.name, set()) for x in op.inputs]
+        sources = of_ops.get(op.name) or functools.reduce(operator.or_, of_inputs, set())
+        of_ops[op.name] = sources
+        special, rows = [], 0
+        if op.type in _TESTS_OF_NAN or (op.type in _COMPARISONS and op.inputs[0] is op.inputs[1]):
+            special = [np.nan]
+        elif op.type in _COMPARISONS:
+            special = [x for own in op.inputs for x in _around(tf.get_static_value(own))]
+        elif op.type == "GatherV2" and of_inputs[1] and not of_inputs[0]:
+            axis, shape = tf.get_static_value(op.inputs[2]), op.inputs[0].shape
+            rows = (shape[int(axis)] or 0) if axis is not None and shape.rank else 0
+        for i in sources:
+            found[i].special += special
+            if rows:  # of the smallest table
+                found[i].tokens = rows if found[i].tokens == 2 else min(found[i].tokens, rows)
+    inner = list(_special_in_functions(graph))
+    for own, spec in zip(found, specs, strict=True):
+        own.special = _representable([*own.special, *inner], spec.dtype)
+    return found
+
+
+def _around(value: np.ndarray | None) -> list[float]:
+    """Return a number that others are compared with, some below and above, and usual marks."""
+    if value is None or value.size != 1 or value.dtype.kind not in "fiu":
+        return []
+    number = float(value.item())
+    return [number, number + 1, number - 1, 0.0, -1.0]
+
+
+def _special_in_functions(graph: tf.Graph) -> Iterator[float]:
+    """Yield the constants that inner functions, such as branches and loops, compare with."""
+    for function in graph.as_graph_def().library.function:
+        nodes = {node.name: node for node in function.node_def}
+        for node in function.node_def:
+            for name in node.input if node.op in _COMPARISONS else ():
+                made = nodes.get(name.split(":")[0])
+                if made is not None and made.op == "Const":
+                    yield from _around(tf.make_ndarray(made.attr["value"].tensor))
+
+
+def _representable(values: Sequence[float], dtype: tf.DType) -> list[float]:
+    """Return the first of these numbers, each once, that a type has."""
+    fit = list(values) if dtype.is_floating else []
+    if dtype.is_integer:
+        low, high = dtype.min, dtype.max
+        fit = [v for v in values if np.isfinite(v) and v == int(v) and low <= v <= high]
+    once = {str(v): v for v in fit}  # NaN is not NaN
+    return list(once.values())[:_MOST_SPECIAL]

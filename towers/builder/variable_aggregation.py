@@ -1,0 +1,167 @@
+"""Aggregates the values that towers assign to a variable into one, assigned once a step."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers.builder.device_types import is_gpu
+from towers.builder.flatten import pack, unpack
+from towers.builder.replica_scope import SEED_STATE, ReplicaScope
+from towers.builder.sharding import PerTower
+
+
+def assign_once(
+    scopes: Sequence[ReplicaScope], policies: Mapping[int, str]
+) -> list[keras.Variable]:
+    """Make the assignments that closed scopes record; return variables of unknown aggregation.
+
+    These are taken for averages if they are floats, else for counters of steps. `policies` are, by
+    id, those of variables that do not say it themselves; see `merge`.
+    """
+    found: dict[int, tuple[keras.Variable, list[ReplicaScope]]] = {}
+    for scope in scopes:
+        for variable in scope.assigned():
+            found.setdefault(id(variable), (variable, []))[1].append(scope)
+    unknown = []
+    groups: dict[Any, tuple[str, list[ReplicaScope], list[keras.Variable]]] = {}
+    for key, (variable, own) in found.items():
+        policy = policy_of(variable) or policies.get(key)
+        averaged = any(key in scope.averages for scope in own)
+        if len(own) > 1 and not (policy or averaged or variable.name == SEED_STATE):
+            unknown.append(variable)
+        policy = policy or "mean"
+        # What GPUs assign leaves each of them as one tensor.
+        moved = all(key in scope.moved for scope in own)
+        packs = (moved or len(own) > 1) and policy != "first"
+        packs = packs and is_gpu(own[0].device) and variable.value.dtype.is_floating
+        group: Any = (policy, variable.dtype, moved, *map(id, own)) if packs else key
+        groups.setdefault(group, (policy, own, []))[2].append(variable)
+    for group, (policy, own, variables) in groups.items():
+        if isinstance(group, tuple):
+            packed = _merge_packed(policy, own, variables, moved=group[2])
+            values = unpack(packed, [v.value for v in variables])
+        else:
+            values = [scope.value_of(variables[0]) for scope in own]
+            if len(values) > 1:
+                values, counts = map(tf.convert_to_tensor, values), [scope.count for scope in own]
+                values = [merge(policy, variables[0].value, list(values), counts)]
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+    return unknown
+
+
+def policy_of(variable: keras.Variable) -> str | None:
+    """Return the policy that a variable's own `aggregation` names, or None."""
+    policies = {"sum": "sum", "mean": "mean", "only_first_replica": "first"}
+    return policies.get(getattr(variable, "aggregation", None))
+
+
+def merge(policy: str, before: Any, values: Sequence[Any], counts: Sequence[Any]) -> tf.Tensor:
+    """Combine the towers' `values` of a variable into one.
+
+    Args:
+        policy: "first" tower's; "sum" of the changes; "mean", weighted by examples; "max"; "min".
+        before: the variable's value before.
+        values: of the towers.
+        counts: their numbers of examples.
+    """
+    if policy in ("sum", "max", "min"):  # of a tower without examples it may be anything
+        values = [values[0], *(
+            tf.where(count > 0, value, before if policy == "sum" else values[0])
+            for value, count in zip(values[1:], counts[1:], strict=True)
+        )]
+    if policy == "sum":
+        return tf.add_n([before, *(value - before for value in values)])
+    if policy in ("max", "min"):
+        reduce = tf.reduce_max if policy == "max" else tf.reduce_min
+        return reduce(tf.stack(values), axis=0)
+    if policy == "mean" and values[0].dtype.is_floating:
+        values = [widen(value) for value in values]
+        weights = [tf.cast(count, values[0].dtype) for count in counts]
+        weighted = [tf.math.multiply_no_nan(v, w) for v, w in zip(values, weights, strict=True)]
+        return tf.add_n(weighted) / tf.add_n(weights)
+    return values[0]
+
+
+def with_new_values(
+    gradients: Sequence[Any], masters: Sequence[tf.Variable], scopes: Sequence[ReplicaScope]
+) -> list[Any]:
+    """Return gathered gradients, with new values in the place of those that are no gradients.
+
+    Of several towers' new values the largest is taken, as Keras does when it accumulates gradients,
+    unless the variable says otherwise: these are scales, and the largest numbers that were seen.
+    """
+    found = list(gradients)
+    for i, master in enumerate(masters):
+        own = [scope for scope in scopes if id(master) in scope.new_values]
+        if own:
+            policy = policy_of(own[0].overwritten[id(master)]) or "max"
+            values = [scope.new_values[id(master)] for scope in own]
+            value = merge(policy, master, values, [scope.count for scope in own])
+            copies = isinstance(found[i], PerTower)
+            found[i] = PerTower([value] * len(found[i].values)) if copies else value
+    return found
+
+
+def widen(value: tf.Tensor) -> tf.Tensor:
+    """Cast to float32 at least: sums in 16 bits lose examples."""
+    return tf.cast(value, tf.float32) if value.dtype.size < 4 else value
+
+
+def _merge_packed(
+    policy: str, scopes: Sequence[ReplicaScope], variables: Sequence[keras.Variable], moved: bool
+) -> tf.Tensor:
+    """Return the merged values of variables that pack together, flat, on the current device."""
+
+    def of_elements(numbers: Sequence[float], dtype: tf.DType) -> tf.Tensor:
+        sizes = [v.value.shape.num_elements() for v in variables]
+        return tf.constant(np.repeat(numbers, sizes), dtype)
+
+    averages = [scopes[0].moved.get(id(v)) for v in variables]
+    one_part = len({scope.device for scope in scopes}) == len(scopes)
+    if moved and one_part and all(average.shared for average in averages):
+        scopes = scopes[:1]  # all have the same
+    values = []
+    for scope in scopes:
+        with tf.device(scope.device):
+            if moved:
+                own = [scope.moved[id(v)] for v in variables]
+                value = pack([average.value for average in own])
+                value *= of_elements([average.weight for average in own], value.dtype)
+            else:
+                value = pack([tf.cast(scope.value_of(v), v.dtype) for v in variables])
+            values.append(value)
+    before = pack([v.value for v in variables])
+    if policy == "mean":
+        value = _mean(values, scopes)
+    else:
+        value = merge(policy, before, values, [scope.count for scope in scopes])
+    if moved:
+        momenta = of_elements([average.momentum for average in averages], value.dtype)
+        value += tf.cast(before, value.dtype) * momenta
+    return value
+
+
+def _mean(values: Sequence[tf.Tensor], scopes: Sequence[ReplicaScope]) -> tf.Tensor:
+    """Return the mean of flat values, weighted by the scopes' examples; each device sends once."""
+    if len(values) == 1:
+        return values[0]
+    counts = [scope.count for scope in scopes]
+    known = not any(map(tf.is_tensor, counts))
+    weighted: dict[str, list[tf.Tensor]] = {}
+    for value, scope in zip(values, scopes, strict=True):
+        with tf.device(scope.device):
+            value = widen(value)
+            if not known:
+                value = tf.concat([value, tf.ones([1], value.dtype)], axis=0)
+            product = tf.math.multiply_no_nan(value, tf.cast(scope.count, value.dtype))
+            weighted.setdefault(scope.device, []).append(product)
+    sums = []
+    for device, own in weighted.items():
+        with tf.device(device):
+            sums.append(tf.add_n(own))
+    total = tf.add_n(sums)
+    return total / tf.cast(sum(counts), total.dtype) if known else total[:-1] / total[-1]

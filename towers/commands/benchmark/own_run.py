@@ -1,0 +1,203 @@
+r"""One of our own configurations: the process that `towers benchmark` measures.
+
+    python -m towers.commands.benchmark.own_run \
+        '{"options": {"num_towers": 2, ...}, "export": ""}'
+
+It prints {"ready": true, ...} with what is known before the first window. A line "2.0" lets it
+train for at least two seconds, a line "0.5 control" lets it run its control: each tower's forward
+and backward on weights of its own, without gather, update or reading. That is what perfect scaling
+would give on this machine. It answers {"steps", "seconds"}, until the end of its input.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import towers
+from towers import data, devices
+from towers.builder import batch_norm
+from towers.builder.sharding import PerTower
+from towers.data import augment
+from towers.devices.memory import peak_mib
+from towers.errors import InputError, RunError
+from towers.options.augmentation import parse
+from towers.options.run import Options
+from towers.training.run.setup import RunContext, assemble, load_data, tower_devices
+
+STORED_SHAPE = (32, 32, 3)  # of the images that the synthetic ones stand in for
+NUM_CLASSES = 10
+WARM_UP_SECONDS = 1.0
+
+
+class OwnRun:
+    """The run of one configuration, warmed up, and what is known of it before its windows."""
+
+    def __init__(self, options: Options):
+        """Build and warm up."""
+        devices.configure(**dataclasses.asdict(options.gpu_options()))
+        names = tower_devices(options)
+        dataset, options = load(options)
+        self.run = run = assemble(options, names, dataset)
+        loop, batches = run.train_loop(), run.batches(0, 0)
+        if dataset.name == "synthetic":  # nothing is read or drawn
+            batches = dataset.train.train_batches(options.batch_size, seed=options.seed)
+            batches = tf.data.Dataset.from_tensors(next(iter(batches))).repeat()
+        self.batches = batches = iter(batches)
+        self._loops: dict[str, Callable] = {"": lambda num_steps: loop(batches, num_steps)["loss"]}
+        self._make_steps("", 1)
+        self.train(WARM_UP_SECONDS)
+        peak = peak_mib()  # the control is no part of a run: its memory is not counted
+        self._loops["control"] = make_control(run)
+        self._make_steps("control", 2)
+        places = devices.describe(run.builder.devices)
+        # All logical CPU devices are one, and so are the parts of a GPU that is split.
+        hardware = {"cpu" if "cpu" in t.device else t.pci_bus_id or t.device for t in places}
+        shape, kind = dataset.image_shape, run.options.augment
+        self.ready = {
+            "ready": True,
+            "versions": {m.__name__: m.__version__ for m in (towers, tf, keras, np)}
+            | {"python": platform.python_version()},
+            "num_towers": len(places),
+            "batch_size": options.batch_size,
+            "devices": run.builder.devices,
+            "device_names": [t.name for t in places],
+            "shared": len(hardware) < len(places),
+            "augment": kind,
+            "image_shape": shape and augment.output_shape(shape, kind),
+            "num_classes": dataset.num_classes,
+            "peak_memory_mib": peak,
+        }
+
+    def train(self, seconds: float, part: str = "") -> dict[str, float]:
+        """Run whole loops for at least `seconds`; return {"steps", "seconds"}."""
+        num_steps = self.run.options.steps_per_loop
+        start, steps, passed = time.perf_counter(), 0, 0.0
+        while passed < seconds:
+            self._make_steps(part, num_steps)
+            steps += num_steps
+            passed = time.perf_counter() - start
+        if bool(self.run.masters.stuck()):  # after which steps are no steps
+            raise RunError("the loss or a gradient is not finite: try a lower --learning_rate")
+        return {"steps": steps, "seconds": passed}
+
+    def _make_steps(self, part: str, num_steps: int) -> None:
+        self._loops[part](tf.constant(num_steps)).numpy()  # which waits for the devices
+
+
+def make_control(run: RunContext) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Return a loop of so many steps, each of all towers' gradients from weights of their own.
+
+    What a layer assigns is dropped, and BatchNorm's moments are those of the tower's slice: there
+    is nothing between the towers. A step's one batch comes from an iterator and its weights are
+    read in it, so that nothing can be moved out of the loop.
+    """
+    builder, variables = run.builder, run.masters.model.variables
+    trainable = {id(v) for v in run.masters.model.trainable_variables}
+    copies = []
+    for device in builder.devices:
+        with tf.device(device):
+            copies.append([tf.Variable(v.value, trainable=False) for v in variables])
+    batches = run.data.train.train_batches(run.options.batch_size, seed=run.options.seed)
+    repeated = iter(tf.data.Dataset.from_tensors(tuple(next(iter(batches)))).repeat())
+    with tf.device("/cpu:0"):
+        sink = tf.Variable(0.0, trainable=False)
+
+    def backward(own: Sequence[tf.Variable], *part: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+        pairs = [(v, tf.convert_to_tensor(copy)) for v, copy in zip(variables, own, strict=True)]
+        weights = [value for v, value in pairs if id(v) in trainable]
+        with (
+            keras.StatelessScope(state_mapping=pairs),
+            # by the same kernels
+            batch_norm.over_all_towers(None, builder.batch_norm, builder.devices[0]),
+            tf.GradientTape(watch_accessed_variables=False) as tape,
+        ):
+            tape.watch(weights)
+            loss = tf.reduce_sum(run.task.loss(*part))
+        with keras.StatelessScope():  # what is recomputed here may assign, too
+            return loss, tape.gradient(loss, weights)
+
+    def sum_of_first_elements(results: Sequence[Any]) -> tf.Tensor:
+        # So each result is computed: TensorFlow leaves out an op whose value nobody takes, also
+        # one that there is a control dependency on.
+        sums = []
+        for device, result in zip(builder.devices, results, strict=True):
+            leaves = tf.nest.flatten(result, expand_composites=True)
+            with tf.device(device):
+                firsts = [tf.reshape(leaf, [-1])[:1] for leaf in leaves if leaf is not None]
+                numbers = [tf.cast(first, tf.float32) for first in firsts]
+                sums.append(tf.reduce_sum(tf.concat(numbers, axis=0)))
+        return tf.add_n(sums)
+
+    @tf.function(autograph=False)
+    def loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> tf.Tensor:
+        def body(i: tf.Tensor) -> list[tf.Tensor]:
+            with tf.device("/cpu:0"):
+                example, draws = iterator.get_next()
+            results = builder.map(backward, PerTower(copies), *example, draws)
+            sink.assign_add(sum_of_first_elements(results))
+            return [i + 1]
+
+        start = [tf.constant(0)]
+        tf.while_loop(lambda i: i < num_steps, body, start, parallel_iterations=1)
+        return sink.read_value()
+
+    return lambda num_steps: loop(repeated, num_steps)
+
+
+def load(options: Options) -> tuple[data.Data, Options]:
+    """Return the data set, and the options that go with it: synthetic images are taken as is."""
+    if options.dataset != "synthetic":
+        return load_data(options), options
+    size, base = options.image_height_width(), parse(options.augment).base
+    stored = (*size, STORED_SHAPE[2]) if size else STORED_SHAPE
+    image_shape = augment.output_shape(stored, "tutorial" if base == "auto" else base)
+    random = np.random.default_rng(options.seed)
+    images = random.standard_normal((options.batch_size, *image_shape), np.float32)
+    split = data.ArraySplit(images, random.integers(NUM_CLASSES, size=options.batch_size))
+    names = tuple(map(str, range(NUM_CLASSES)))
+    dataset = data.Data("synthetic", split, split, NUM_CLASSES, names)
+    return dataset, dataclasses.replace(options, augment="off")
+
+
+def export(train: data.Split, path: str) -> None:
+    """Write a training set for programs that take bytes and classes, if it holds those."""
+    batches = train.eval_batches(1000)
+    specs = batches.element_spec[0]
+    one_each = all(isinstance(spec, tf.TensorSpec) for spec in specs) and len(specs) == 2
+    if one_each and specs[0].dtype == tf.uint8 and specs[1].shape.rank == 1:
+        parts = [(x[counted > 0], y[counted > 0]) for (x, y, *_), counted in batches]
+        images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        np.savez(path, images=images, labels=labels)
+
+
+def main(config: dict[str, Any]) -> None:
+    """Serve windows until the end of standard input."""
+    # What the user's own code prints goes to standard error: the answers stand alone.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    try:
+        own = OwnRun(Options(**config["options"]))
+        if config["export"]:
+            export(own.run.data.train, config["export"])
+    except InputError as error:
+        print(json.dumps({"refused": str(error)}), file=answers)
+        return
+    except RunError as error:
+        sys.exit(str(error))
+    print(json.dumps(own.ready), file=answers)
+    for line in sys.stdin:
+        seconds, _, part = line.strip().partition(" ")
+        print(json.dumps(own.train(float(seconds), part)), file=answers)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

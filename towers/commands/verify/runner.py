@@ -1,0 +1,299 @@
+"""Runners that verify compares: a model that trains as `towers train` or `fit` does."""
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder import exactness_checks
+from towers.builder.sharding import num_rows
+from towers.builder.tower import TowerBuilder
+from towers.errors import InputError
+from towers.formatting import first_line
+from towers.training.parallelize import builder_of, parallelize, unparallelize
+from towers.training.run.setup import RunContext
+from towers.training.run.tensorflow_errors import user_facing_errors
+from towers.training.step import train_state
+
+Arrays = dict[str, np.ndarray]
+
+
+class Runner:
+    """A model that trains on its own towers, or on one device as plain Keras does.
+
+    Each kind has `make_step(batch)`, which returns "loss", "metric/...", "gradient/..." if they
+    are known, and all variables; `evaluate(batch)`, "evaluation/..." and "prediction/...";
+    `trace(batch)`, which makes a step that is traced anew: its graph, then loss and metrics; and
+    `tower_function(batch)`: a function to a number for each example, and its arguments.
+    """
+
+    num_towers: int  # 1 of plain Keras, too
+    dtype: str  # of the fewest bits that a layer computes in
+    model: keras.Model
+    builder: TowerBuilder | None  # None of plain Keras
+    named: Mapping[str, Any]  # variables that a step changes, by names that all runners have
+    doubts: Sequence[str]  # what the builder says of the towers' function
+
+    def variables(self) -> Arrays:
+        """Return the values of the variables."""
+        return {name: variable.numpy() for name, variable in self.named.items()}
+
+    def weight_names(self) -> list[str]:
+        """Return the names of the trainable weights."""
+        weights = {id(v) for w in self.model.trainable_variables for v in (w, w.value)}
+        return [name for name, variable in self.named.items() if id(variable) in weights]
+
+    def assign(self, values: Mapping[str, np.ndarray]) -> None:
+        """Set the variables."""
+        for name, variable in self.named.items():
+            variable.assign(values[name])
+
+    def faults(self, batch: Any) -> list[str]:
+        """Return in lines what towers may compute otherwise, the likeliest cause first."""
+        found = []
+        with contextlib.suppress(Exception):  # of a model whose own train_step calls something else
+            fn, arguments = self.tower_function(batch)
+            rehearsal = self.builder.rehearse(fn, *arguments, num_slices=2, silent=True)
+            found = exactness_checks.find(rehearsal, tf.nest.flatten(arguments), thorough=True)
+        return [*found, *self.doubts]
+
+
+class TrainRunner(Runner):
+    """A run, as `towers train` makes it of its options. A batch is (example, draws)."""
+
+    def __init__(self, run: RunContext, plain: bool = False):
+        """Trace the step of a run; if it is `plain`, a compiled model makes it as Keras does."""
+        self.run, self.model, self.builder = run, run.masters.model, run.builder
+        self.num_towers, self.dtype = len(run.builder.devices), run.options.dtype
+        self.named, self.doubts = run.masters.variables(), run.doubts
+        if plain:
+            unparallelize(self.model)
+        batches = run.data.train.train_batches(run.options.batch_size, seed=run.options.seed)
+        run.rehearse(next(iter(batches)))
+        self._step = self._traced(batches.element_spec)
+
+    def _traced(self, batch: Any) -> Callable:
+        train_step = self.run.train_step()
+        step = tf.function(lambda *batch: train_step(*batch), autograph=False)
+        with user_facing_errors(self.run.options):
+            return step.get_concrete_function(*batch)
+
+    def assign(self, values: Mapping[str, np.ndarray]) -> None:
+        """Set the master variables, and their copies."""
+        super().assign(values)
+        self.run.masters.set_copies()
+
+    def make_step(self, batch: Any) -> Arrays:
+        """Make a step; the gradients are the gathered ones."""
+        with user_facing_errors(self.run.options):
+            metrics, gradients = self._step(*batch)
+        found = {"loss": metrics["loss"].numpy()}
+        for name, value in metrics.items():
+            if name.startswith("batch/"):
+                found[name.replace("batch", "metric", 1)] = value.numpy()
+        for variable, gradient in zip(self.model.trainable_variables, gradients, strict=True):
+            if gradient is not None:
+                found[f"gradient/{variable.path}"] = tf.convert_to_tensor(gradient).numpy()
+        return found | self.variables()
+
+    def evaluate(self, batch: Any) -> Arrays:
+        """Return what an evaluation adds up."""
+        with user_facing_errors(self.run.options):
+            found = self.run.task.eval_arrays(*batch)
+        dtype = self.run.options.input_dtype  # sums have more bits
+        return {
+            f"evaluation/{name}": value.astype(dtype) if value.dtype.kind == "f" else value
+            for name, value in found.items()
+        }
+
+    def trace(self, batch: Any) -> tuple[tf.Graph, list[np.ndarray]]:
+        """Make a step that is traced anew; return its graph, loss and metrics."""
+        step = self._traced(batch)
+        metrics, _ = step(*batch)
+        return step.graph, [value.numpy() for value in metrics.values()]
+
+    def tower_function(self, batch: Any) -> tuple[Callable, Sequence[Any]]:
+        """Return what each tower computes, and its arguments."""
+        example, draws = batch
+        return self.run.task.tower_function, (*example, draws)
+
+
+class FitRunner(Runner):
+    """A compiled model under `fit`, built. A batch is what a data set gives to that."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        devices: Sequence[str] = (),
+        how: Mapping[str, Any] | None = None,
+        reference: "FitRunner | None" = None,
+        warned: Sequence[warnings.WarningMessage] = (),
+    ):
+        """Put the model on towers by `parallelize(**how)`, or on none if there are no devices.
+
+        Names are those of the `reference`: Keras numbers some by process. `warned` gets warnings.
+        """
+        self.model, self.num_towers, self._warned = model, max(len(devices), 1), warned
+        dtypes = {layer.compute_dtype for layer in tf_internals.layers_of(model)}
+        floating = [d for d in sorted(dtypes) if d and tf.as_dtype(d).is_floating]
+        self.dtype = min(floating, key=lambda d: tf.as_dtype(d).size, default="float32")
+        slots = [v for optimizer in train_state.optimizers_of(model) for v in optimizer.variables]
+        pairs = [(f"model/{v.path}", v) for v in model.variables]
+        pairs += [(f"optimizer/{v.path}", v) for v in slots]
+        self.named = train_state.by_unique_name(pairs)
+        if reference:
+            self.named = dict(zip(reference.named, self.named.values(), strict=True))
+        self._parts = reference._parts if reference else ["evaluate", "predict"]
+        unparallelize(model)
+        if devices:
+            parallelize(model, devices=list(devices), **how or {})
+        self.builder = builder_of(model)
+
+    @property
+    def doubts(self) -> list[str]:
+        """Warnings of the builder."""
+        told = [w for w in self._warned if Path(w.filename).parent.name == "builder"]
+        return [str(warning.message) for warning in told]
+
+    def make_step(self, batch: Any) -> Arrays:
+        """Make a step by `fit`, which does not tell gradients."""
+        logs = self.model.fit(batched(batch, rows_in(batch)), shuffle=False, verbose=0).history
+        found = {"loss": np.asarray(logs.pop("loss")[-1])} if "loss" in logs else {}
+        found |= {f"metric/{name}": np.asarray(values[-1]) for name, values in logs.items()}
+        return found | self.variables()
+
+    def evaluate(self, batch: Any) -> Arrays:
+        """Evaluate and predict, as far as plain Keras can: own `train_step`s may have no `call`."""
+        found, batches = {}, batched(batch, rows_in(batch))
+        for part in list(self._parts):
+            try:
+                if part == "evaluate":
+                    logs = self.model.evaluate(batches, verbose=0, return_dict=True)
+                    found |= {f"evaluation/{name}": logs[name] for name in logs}
+                else:
+                    outputs = tf.nest.flatten(self.model.predict(batches, verbose=0))
+                    found |= {f"prediction/{i}": x for i, x in enumerate(outputs)}
+            except Exception as error:
+                if self.builder:
+                    raise
+                self._parts.remove(part)
+                reason = f"{part} is left out, it fails on one device: {first_line(error)}"
+                warnings.warn(reason, stacklevel=2)
+        return {name: np.asarray(getattr(x, "flat_values", x)) for name, x in found.items()}
+
+    def trace(self, batch: Any) -> tuple[tf.Graph, list[np.ndarray]]:
+        """Make a step that is traced anew; return its graph, loss and metrics."""
+        self.model.reset_metrics()
+        step = tf.function(lambda data: self.model.train_step(data), autograph=False)
+        logs = tf.nest.flatten(step(batch))
+        return step.get_concrete_function(batch).graph, list(map(np.asarray, logs))
+
+    def tower_function(self, batch: Any) -> tuple[Callable, Sequence[Any]]:
+        """Return what each tower computes, and its arguments."""
+        inputs, model = inputs_of(batch), self.model
+
+        def fn(*leaves: Any) -> tf.Tensor:
+            return exactness_checks.rows_of(
+                model(tf.nest.pack_sequence_as(inputs, leaves), training=True)
+            )
+
+        return fn, tf.nest.flatten(inputs)
+
+
+def in_float64(
+    make: Callable[[], Runner], batch: Any, what: str, say: Callable[[str], None]
+) -> Runner | None:
+    """Return the runner that `make` makes if it can make a step; else say "what: why" and None."""
+    try:
+        runner = make()
+        before, unseeded = runner.variables(), tf_internals.state_of_unseeded_draws()
+        drawn = tf.identity(unseeded)
+        runner.make_step(batch)
+        runner.assign(before)
+        unseeded.assign(drawn)
+    except InputError:
+        raise
+    except Exception as error:  # of any kind: the model's own code may raise it
+        say(f"in float64  {what}: {first_line(error)}")
+        return None
+    return runner
+
+
+def copy_of(model: keras.Model, x: Any) -> keras.Model:
+    """Return a compiled model of its own variables, with the values of another's, built or not.
+
+    Layers, loss, metrics and optimizer are made anew of their configs, in the floatx and policies
+    that are in force. The copy is built with the examples `x`. Raises whatever may be raised if
+    the model, or what it was compiled with, cannot be made so.
+    """
+    if type(model).compile is not keras.Model.compile:
+        raise TypeError("it has a compile of its own")
+    classes = {type(layer).__name__: type(layer) for layer in tf_internals.layers_of(model)}
+    with keras.saving.custom_object_scope(classes):
+        copy = type(model).from_config(model.get_config())
+        arguments = tf_internals.compile_arguments(model)
+        copy.compile(**{name: _made_anew(value) for name, value in arguments.items()})
+    copy(x)
+    if not is_built(model):
+        copy.optimizer.build(copy.trainable_variables)
+        return copy
+    # Variables of one name are in the same order; all of them need not be: a layer that was
+    # quantized made its scales last, and its copy first.
+    copies: dict[str, list[keras.Variable]] = {}
+    for own in copy.variables:
+        copies.setdefault(own.name, []).append(own)
+    if Counter(v.name for v in model.variables) == {name: len(v) for name, v in copies.items()}:
+        pairs = [(v, copies[v.name].pop(0)) for v in model.variables]
+    else:
+        pairs = list(zip(model.variables, copy.variables, strict=True))
+    own_by_id = {id(variable): own for variable, own in pairs}
+    copy.optimizer.build([own_by_id[id(v)] for v in model.trainable_variables])
+    if model.optimizer.built:
+        pairs += zip(model.optimizer.variables, copy.optimizer.variables, strict=True)
+    for variable, own in pairs:
+        own.assign(variable.numpy())
+    return copy
+
+
+def _made_anew(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _made_anew(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_made_anew, value))
+    if isinstance(value, keras.Loss | keras.Metric | keras.optimizers.Optimizer):
+        return type(value).from_config(value.get_config())
+    return value  # a function or a name
+
+
+def twin_of(model: keras.Model) -> keras.Model:
+    """Return a model of the same layers, optimizer and variables, but with steps of its own."""
+    twin = object.__new__(type(model))
+    vars(twin).update(vars(model))
+    return twin
+
+
+def is_built(model: keras.Model) -> bool:
+    """Return whether a model has all its weights."""
+    return all(layer.built for layer in tf_internals.layers_of(model))
+
+
+def inputs_of(batch: Any) -> Any:
+    """Return the inputs in a batch that `fit` takes."""
+    return keras.utils.unpack_x_y_sample_weight(batch)[0]
+
+
+def rows_in(batch: Any) -> int:
+    """Return how many examples a batch has."""
+    return int(num_rows(tf.nest.flatten(batch)[0]))
+
+
+def batched(batch: Any, size: int) -> tf.data.Dataset:
+    """Return the examples in batches, whose specification leaves open how many each has."""
+    return tf.data.Dataset.from_tensors(batch).unbatch().batch(size)

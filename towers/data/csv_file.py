@@ -1,0 +1,215 @@
+"""A table in a text file: `--dataset=FILE.csv`, or `--dataset=TRAIN.csv,TEST.csv`.
+
+    area,rooms,price
+    80,3,250.5
+
+The first line names the columns. The last is the target, or those that `--target=price,...` names;
+all others are features, one float32 `[F]`, where a column that `--categories` names gives a 0 or 1
+for each of its texts in the training examples. A target is classes if it is one column of texts, or
+of whole numbers from 0 to 999; else it is numbers, float32 `[T]`.
+"""
+
+import csv
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from towers import files
+from towers.data import user_data
+from towers.data.pipeline import Data
+from towers.errors import InputError
+from towers.formatting import is_number
+
+_MAX_CLASSES = 1000
+_MAX_LINE = 2**24  # characters
+_SHOWN = 5  # names of columns in a line
+_FIRST_LINE = "the first line names the columns, with commas between them"
+_OWN_CODE = "read the file in a function of your own, --dataset=my_data:load"
+
+
+def load(dataset: str, paths: Sequence[str], target: str = "", categories: str = "") -> Data:
+    """Read the table of one file, or those of the training and the test set.
+
+    Args:
+        dataset: the name of the data set, as --dataset gave it.
+        paths: of one or two files.
+        target: the names of the target columns, with commas; "": the last one.
+        categories: the names of feature columns that are categories, with commas.
+
+    Raises:
+        InputError: a file cannot be read, or is no such table; the cell is named.
+    """
+    tables = [CsvTable(path) for path in paths]
+    train, names = tables[0], tables[0].names
+    for table in tables:
+        table.check_names()
+        if different := sorted(set(table.names) ^ set(names)):
+            raise InputError(
+                f"{table.path} and {paths[0]} do not have the same columns: {different[0]!r} is in "
+                "one of them alone; make them alike"
+            )
+    targets = list(dict.fromkeys(target.split(",") if target else names[-1:]))
+    for name in targets:
+        if name not in train.places:
+            raise InputError(
+                f"--target={target}: {paths[0]} has no column {name!r}; it has {_some(names)}"
+            )
+    features = [name for name in names if name not in targets]
+    if not features:
+        raise InputError(f"{paths[0]} has no column but the target: 2 or more are needed")
+    of_categories = {}
+    for name in filter(None, categories.split(",")):
+        clash = [other for other in features if other.startswith(f"{name}=")]
+        if name not in features or clash:
+            has = f"a column {clash[0]!r}" if clash else f"no feature {name!r}"
+            raise InputError(
+                f"--categories={categories}: {paths[0]} has {has}; it has {_some(features)}"
+            )
+        of_categories[name] = [f"{name}={text}" for text in train.texts(name, "category")]
+    columns = [column for name in features for column in of_categories.get(name, [name])]
+    y, class_names, no_classes = _targets(tables, targets)
+    x = [table.features(columns, of_categories) for table in tables]
+    given = dict(zip(("train", "test"), zip(x, y, strict=True), strict=False))
+    found = user_data.data_set(dataset, given, len(class_names) or None, class_names)
+    return dataclasses.replace(found, columns=tuple(columns), no_classes=no_classes)
+
+
+def _targets(
+    tables: Sequence["CsvTable"], names: Sequence[str]
+) -> tuple[list[np.ndarray], list[str], str]:
+    """Return each table's targets, the names of their classes, and why there are none, if so."""
+    name = names[0]
+    if len(names) == 1 and not is_number(tables[0].column(name)[0]):
+        texts = tables[0].texts(name, "target")
+        return [table.index(name, texts) for table in tables], texts, ""
+    y = [np.stack([table.numbers(name) for name in names], axis=1) for table in tables]
+    cells = (cell for table in tables for cell in table.column(name))
+    if len(names) > 1 or not all(cell.isdecimal() for cell in cells):
+        return y, [], ""
+    largest, table, row = max((int(each.max()), i, int(each.argmax())) for i, each in enumerate(y))
+    if largest < _MAX_CLASSES:
+        return [each[:, 0].astype(np.int32) for each in y], list(map(str, range(largest + 1))), ""
+    where = f"{tables[table].path}, line {tables[table].lines[row]}, column {name}"
+    allowed = f"where classes are 0..{_MAX_CLASSES - 1}: mend it, or {_OWN_CODE}"
+    return y, [], f"{where} is {largest}, {allowed}"
+
+
+class CsvTable:
+    """The cells of a file, as text; `lines` are the numbers of its rows' lines, from 1 on."""
+
+    def __init__(self, path: str):
+        """Read a file; an InputError names it and the line that is no row of a table."""
+        self.path, self._rows, self.lines = path, [], []
+        try:
+            files.check_is_file(path)
+            with open(path, newline="", encoding="utf-8-sig") as file:
+                # Of a line without end no more is read than a reader of lines may hold.
+                lines = iter(lambda: self._check_length(file.readline(_MAX_LINE)), "")
+                rows = csv.reader(lines, strict=True)
+                self.names = [name.strip() for name in next(rows, [])]
+                if not self.names:
+                    raise InputError(f"{path}: a column has no name; {_FIRST_LINE}")
+                if all(map(is_number, self.names)):
+                    given = f"the first line is numbers, {_some(self.names)}"
+                    raise InputError(f"{path}: {given}; {_FIRST_LINE}")
+                for row in filter(None, rows):  # an empty line is none
+                    self._rows.append(row)
+                    self.lines.append(rows.line_num)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise InputError(f"{path} is no text in UTF-8; write it as such") from None
+        except csv.Error as error:
+            raise InputError(f"{path}, line {rows.line_num}: {error}; mend the quotes") from None
+        self.places = {name: place for place, name in enumerate(self.names)}
+        if not self._rows:
+            raise InputError(f"{path} has no rows below its first line; give 1 or more")
+        for line, row in zip(self.lines, self._rows, strict=True):
+            if len(row) != len(self.names):
+                raise InputError(
+                    f"{path}, line {line} has {len(row)} cells, but the first line names "
+                    f"{len(self.names)} columns; write as many"
+                )
+
+    def _check_length(self, line: str) -> str:
+        if len(line) == _MAX_LINE:
+            raise InputError(
+                f"{self.path} has a line of {_MAX_LINE:,} characters or more: no table of that "
+                "many columns is read; break it into lines"
+            )
+        return line
+
+    def check_names(self) -> None:
+        """Refuse columns without a name, or of one name, or one alone."""
+        if "" in self.names:
+            raise InputError(f"{self.path}: a column has no name; {_FIRST_LINE}")
+        twice = [n for place, n in enumerate(self.names) if self.places[n] != place]
+        if twice:
+            raise InputError(
+                f"{self.path} has two columns {twice[0]!r}; give each a name of its own"
+            )
+        if len(self.names) == 1:
+            raise InputError(f"{self.path} has one column, {self.names[0]!r}; {_FIRST_LINE}")
+
+    def column(self, name: str) -> list[str]:
+        """Return the cells of a column; an InputError if there is none, or one is empty."""
+        if name not in self.places:
+            raise InputError(f"{self.path} has no column {name}; it has {_some(self.names)}")
+        cells = [row[self.places[name]].strip() for row in self._rows]
+        if "" in cells:
+            raise InputError(
+                f"{self.path}, line {self.lines[cells.index('')]}, column {name} is empty; fill it "
+                "in, or leave the row out"
+            )
+        return cells
+
+    def texts(self, name: str, what: str) -> list[str]:
+        """Return the different texts of a column, sorted."""
+        found = sorted(set(self.column(name)))
+        if len(found) > _MAX_CLASSES:
+            raise InputError(
+                f"{self.path}: the {what} {name} has {len(found)} different texts, and "
+                f"{_MAX_CLASSES} are allowed; name another column, as --target={self.names[0]}"
+            )
+        return found
+
+    def index(self, name: str, known: Sequence[str]) -> np.ndarray:
+        """Return where each text of a column is in a list, int32 `[N]`."""
+        places, cells = {text: i for i, text in enumerate(known)}, self.column(name)
+        for line, cell in zip(self.lines, cells, strict=True):
+            if cell not in places:
+                raise InputError(
+                    f"{self.path}, line {line}, column {name}: {cell!r} is in none of the training "
+                    f"examples; they have {_some(known)}"
+                )
+        return np.array([places[cell] for cell in cells], np.int32)
+
+    def features(self, columns: Sequence[str], categories: Sequence[str]) -> np.ndarray:
+        """Return columns, float64 `[N, F]`; "city=Oslo" is 1 where the category city is Oslo."""
+        found = {}
+        for name in categories:
+            known = [column for column in columns if column.startswith(f"{name}=")]
+            places = self.index(name, [column[len(name) + 1 :] for column in known])
+            found |= {column: places == i for i, column in enumerate(known)}
+        parts = [found[name] if name in found else self.numbers(name) for name in columns]
+        return np.stack(parts, axis=1, dtype=np.float64)
+
+    def numbers(self, name: str) -> np.ndarray:
+        """Return a column of finite numbers, float64 `[N]`."""
+        cells = self.column(name)
+        found = np.array([float(cell) if is_number(cell) else np.nan for cell in cells])
+        wrong = np.flatnonzero(~np.isfinite(found))
+        if not wrong.size:
+            return found
+        place = f"{self.path}, line {self.lines[wrong[0]]}, column {name}"
+        if wrong.size == len(cells):
+            raise InputError(
+                f"{place}: {cells[0]!r} is text, and features are numbers; type "
+                f"--categories={name}, leave the column out, write numbers in it, or {_OWN_CODE}"
+            )
+        raise InputError(f"{place}: {cells[wrong[0]]!r} is no finite number; mend it")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + ", ..." * (len(names) > _SHOWN)

@@ -1,0 +1,121 @@
+"""A training set in memory where the towers are: the program sends numbers of rows, no examples.
+
+    stored = on_towers.store(split, ["/gpu:0", "/gpu:1"])   # None: it is too large, or no array
+    for rows, draws in stored.train_batches(128, seed=1): ...
+    example = stored.example(rows)                          # as `split.train_batches` has it
+
+Each GPU holds all of it, since any example may fall to any tower. A worker holds it once, for all
+of its towers, in the memory of its machine where its GPUs have not enough.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder.device_types import HOST, PROGRAM, are_gpus, is_gpu, machine_of
+from towers.builder.sharding import DeviceResidentBatch
+from towers.data.pipeline import ArraySplit, Split, Structure
+from towers.devices import memory, remote
+
+_SHARE = 0.25  # of a device's memory that is free
+_STORED_DTYPE = {tf.int32: tf.int64}  # TensorFlow gathers no int32 on a GPU
+_CHUNK_BYTES = 64 * 2**20  # sent at once to a worker: no message may have 2 GiB
+
+
+class DeviceCache:
+    """A split in the memory of towers' devices, or of their workers; it takes `bytes` of each."""
+
+    def __init__(self, split: ArraySplit, homes: Sequence[str]):
+        """Copy the split to these devices, one for each tower; several may have one."""
+        self.bytes, self.homes = num_bytes(split), list(homes)
+        self.train_batches = split.train_rows
+        arrays = tf.nest.flatten(split.arrays())
+        copies = {home: [_copy(array, home) for array in arrays] for home in dict.fromkeys(homes)}
+        self._stored = list(zip(*(copies[home] for home in homes), strict=True))
+        self._split = split
+
+    def __str__(self) -> str:
+        """Return the line that the start of a run prints."""
+        size = f"{self.bytes / 2**20:.1f} MiB"
+        if are_gpus(self.homes):
+            return f"{size} on each GPU: the host sends the numbers of rows"
+        return f"sent to the workers once, {size} each: then the numbers of rows"
+
+    def example(self, rows: tf.Tensor) -> Structure:
+        """Return a batch that a `TowerBuilder` splits without moving its examples."""
+        specs, whole = tf.nest.flatten(self._split.spec), [None] * len(self._stored)
+        if not are_gpus(self.homes):  # this process has it, too, and needs to ask no worker
+            with tf.device(HOST):
+                whole = tf.nest.flatten(self._split.batch(rows))
+        leaves = [
+            DeviceResidentBatch(stored, rows, spec.dtype, here)
+            for stored, spec, here in zip(self._stored, specs, whole, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(self._split.spec, leaves)
+
+
+def cache_on_devices(split: Split, names: Sequence[str]) -> DeviceCache | None:
+    """Copy a split to where the towers with these devices are.
+
+    It is None where some are on CPUs of this machine, which have it already, and where it takes
+    more than a quarter of the free memory.
+    """
+    if not isinstance(split, ArraySplit):
+        return None
+    if any(spec.dtype == tf.string for spec in tf.nest.flatten(split.spec)):
+        return None
+    size, limits = num_bytes(split), tf_internals.device_memory_bytes()
+    homes, free_on_host = [], functools.cache(_free_on_host)
+    for name in names:
+        worker = machine_of(name)
+        if is_gpu(name) and size <= _SHARE * _free(name, limits):
+            homes.append(name)
+        elif worker and size <= _SHARE * free_on_host(worker):
+            homes.append(f"{worker}/cpu:0")
+        else:
+            return None
+    return DeviceCache(split, homes)
+
+
+def num_bytes(split: ArraySplit) -> int:
+    """Return how many bytes a GPU needs to hold a split, the most that any device needs."""
+    leaves = tf.nest.flatten(split.spec)
+    return split.size * sum(s.shape.num_elements() * _stored_dtype(s.dtype).size for s in leaves)
+
+
+def _free(name: str, limits: dict[str, int]) -> float:
+    """Return how many bytes are free on a device, 0 if that is not known."""
+    if machine_of(name):
+        info = remote.device_info(name)
+        return (info and info.memory_bytes) or 0
+    limit = limits.get(name.lower(), 0)
+    used = memory.of_device(name) if "gpu" in name.lower() else None
+    return limit - (used[0] * memory.MIB if used else 0)
+
+
+def _free_on_host(worker: str) -> int:
+    found = re.search(r"MemAvailable:\s*(\d+)", remote.read_text(worker, "/proc/meminfo") or "")
+    return int(found[1]) * 2**10 if found else 0
+
+
+def _stored_dtype(dtype: tf.DType) -> tf.DType:
+    return _STORED_DTYPE.get(dtype, dtype)
+
+
+def _copy(array: tf.Tensor, home: str) -> tf.Variable:
+    dtype = _stored_dtype(array.dtype)
+    with tf.device(home):
+        if not machine_of(home):
+            return tf.Variable(tf.cast(array, dtype), trainable=False)
+        copied = tf.Variable(tf.zeros(array.shape, dtype), trainable=False)
+    row_bytes = array.shape[1:].num_elements() * dtype.size
+    num_rows = max(_CHUNK_BYTES // max(row_bytes, 1), 1)
+    for start in range(0, len(array), num_rows):
+        with tf.device(f"{PROGRAM}{HOST}"):  # so that no more is sent than these
+            rows = tf.cast(array[start : start + num_rows], dtype)
+        with tf.device(home):
+            copied[start : start + num_rows].assign(rows)
+    return copied

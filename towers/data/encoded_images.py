@@ -1,0 +1,291 @@
+"""Splits that do not fit in memory: encoded images are read by number and decoded on the way.
+
+A source knows how many images there are, their labels, and how to read number i; what it keeps in
+memory is a label and a place for each, whatever the images weigh.
+
+The order is that of `ArraySplit`, a permutation of the row numbers computed from (seed, epoch). So
+resuming is exact and reads nothing that came before, and each epoch is shuffled as a whole.
+
+A batch is read in one call of Python, in which each read lets other threads run; decoding is
+TensorFlow's own, in as many threads as there are cores, and its results keep their order.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from towers.builder.device_types import HOST, PROGRAM
+from towers.data.image_size import check_pixels
+from towers.data.pipeline import Data, IndexedSplit, digest
+from towers.errors import InputError
+
+Size = tuple[int, int]  # (height, width)
+MAX_PIXELS = 64_000_000  # of an image, decoded: 200 MB, in as many threads as there are cores
+
+_CORES = os.cpu_count() or 1  # not left to autotuning: see `pipeline.prefetched`
+_TRIED_IMAGES = 16  # of each split, at the start
+_SIZED_FILES = 20_000  # of more, so many are looked at: a file system may take a millisecond each
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Graph functions that read without this process: both take a row, int64 []."""
+
+    read: Callable[[tf.Tensor], tf.Tensor]  # the encoded image, text []
+    path: Callable[[tf.Tensor], tf.Tensor]  # of its file, text []
+
+
+class Source(Protocol):
+    """Where the encoded images of a split are, and their labels, integers `[N]`, N at least 1."""
+
+    labels: np.ndarray
+
+    def read(self, row: int) -> bytes:
+        """Return the encoded image of a row, 0..N-1, or raise an OSError."""
+
+    def name(self, row: int) -> str:
+        """Return the image's name for messages."""
+
+    def files(self) -> tuple[str, list[str]]:
+        """Return a folder, and the files in it by their relative names."""
+
+    def reader(self, folder: str) -> "Reader":
+        """Return a reader for a graph; relative paths are below `folder`."""
+
+    def sample_rows(self, num: int) -> np.ndarray:
+        """Return about `num` rows, int64, that show whether the files are the same elsewhere."""
+
+
+def data_set(
+    name: str,
+    sources: Mapping[str, Source],
+    class_names: Sequence[str],
+    size: Size | None,
+    max_pixels: int = MAX_PIXELS,
+) -> Data:
+    """Return a data set of encoded images; try some of them.
+
+    Args:
+        name: as --dataset gave it.
+        sources: "train", "test" and, where there is one, "validation".
+        class_names: by label.
+        size: to which images are resized; None: they must be of one size.
+        max_pixels: that an image may have.
+
+    Raises:
+        InputError: one of those that are tried is damaged or too large, or sizes differ and none is
+            given.
+    """
+    if size and size[0] * size[1] > max_pixels:
+        raise InputError(
+            f"--image_size={size[0]}x{size[1]} are {size[0] * size[1]:,} pixels, and "
+            f"--max_image_pixels={max_pixels:,} are allowed: make it smaller, or allow more"
+        )
+    first = None
+    for source in sources.values():
+        for row in evenly_spaced(len(source.labels), _TRIED_IMAGES).tolist():
+            shape = _shape_of(source, row, max_pixels)
+            first = first or shape
+            if size is None and shape != first:
+                raise InputError(_sizes_differ(source.name(row), shape, first))
+    shape = (*size, 3) if size else first
+    splits = {
+        half: EncodedSplit(source, shape, size is not None, max_pixels)
+        for half, source in sources.items()
+    }
+    return Data(name, num_classes=len(class_names), class_names=tuple(class_names), **splits)
+
+
+class EncodedSplit(IndexedSplit):
+    """A split whose images are read and decoded as they are needed."""
+
+    def __init__(
+        self,
+        source: Source,
+        image_shape: tuple[int, int, int],
+        resize: bool,
+        max_pixels: int = MAX_PIXELS,
+    ):
+        """Keep the labels; read nothing. Images of another shape are resized, or are errors."""
+        self.size = len(source.labels)
+        self.spec = (tf.TensorSpec(image_shape, tf.uint8), tf.TensorSpec([], tf.int32))
+        self.source, self._shape, self._resize = source, image_shape, resize
+        self._max_pixels = max_pixels
+        with tf.device("/cpu:0"):
+            self._labels = tf.constant(source.labels, tf.int32)
+
+    def checksum(self) -> dict[str, Any]:
+        """See `Split.checksum`: of names and sizes of the files, wherever they lie, and labels."""
+        folder, names = self.source.files()
+        found = hashlib.sha256("\0".join(names).encode(errors="surrogateescape"))
+        places = np.linspace(0, len(names) - 1, min(len(names), _SIZED_FILES)).astype(int)
+        for place in places.tolist():
+            found.update(b"%d;" % os.path.getsize(os.path.join(folder, names[place])))
+        found.update(digest(self.labels(tf.range(self.size)).numpy()).encode())
+        kind, sha256 = "names, sizes and labels", found.hexdigest()
+        return {"kind": kind, "sha256": sha256, "examples": self.size, "files": len(names)}
+
+    def labels(self, rows: tf.Tensor) -> tf.Tensor:
+        """Return the labels of these rows."""
+        return tf.gather(self._labels, self._source_rows(rows))
+
+    def read_there(
+        self, rows: tf.data.Dataset, batch_size: int, folder: str, where: str
+    ) -> tf.data.Dataset:
+        """Return batches (rows, images) that are read on the current device.
+
+        Args:
+            rows: batches of rows, int64 `[B]`.
+            batch_size: B.
+            folder: relative paths are below it.
+            where: the machine's name, for messages.
+        """
+        reader = self.source.reader(folder)
+
+        def read_all(rows: tf.Tensor) -> tf.Tensor:
+            return tf.map_fn(
+                reader.read,
+                self._source_rows(rows),
+                fn_output_signature=tf.string,
+                parallel_iterations=_CORES,
+            )
+
+        def explain(row: tf.Tensor) -> tf.Tensor:
+            what = f"row {{}}, on {where}, is damaged, or no PNG, JPEG, BMP or GIF"
+            message = [reader.path(self._source_rows(row)), tf.strings.format(what, row)]
+            with tf.control_dependencies([tf.debugging.Assert(False, message)]):
+                return tf.constant(False)
+
+        return self._images(rows, batch_size, read_all, explain)
+
+    def _read_rows(self, rows: tf.data.Dataset, batch_size: int) -> tf.data.Dataset:
+        def in_python(function: Callable, dtype: tf.DType, rows: tf.Tensor) -> tf.Tensor:
+            return tf.numpy_function(function, [self._source_rows(rows)], dtype, stateful=False)
+
+        read_all = functools.partial(in_python, self._read, tf.string)
+        explain = functools.partial(in_python, self._explain, tf.bool)
+        images = self._images(rows, batch_size, read_all, explain)
+        return images.map(lambda rows, images: (images, self.labels(rows)))
+
+    def _images(
+        self, rows: tf.data.Dataset, batch_size: int, read_all: Callable, explain: Callable
+    ) -> tf.data.Dataset:
+        """Return batches (rows, images `[B, H, W, 3]`) from batches of at most `batch_size` rows.
+
+        `read_all` returns the encoded images of rows, `explain` fails with a row's fault.
+
+        An image that cannot be decoded is dropped, the gap is seen, and then it is looked into: the
+        error of a decoder does not say which image it had. One row of zeros ends each batch on the
+        way, so that there is no endless search for an image that can be decoded when none can, as
+        on a disk that has gone away.
+        """
+        num_read = batch_size + 1
+
+        def pad(values, **with_):
+            gap = [[0, num_read - tf.size(values)]]
+            return tf.ensure_shape(tf.pad(values, gap, **with_), [num_read])
+
+        def read(rows):
+            return pad(rows, constant_values=-1), pad(read_all(rows))
+
+        def decode(row, content):
+            return row, tf.cond(
+                row >= 0, lambda: self._decode(content), lambda: tf.zeros(self._shape, tf.uint8)
+            )
+
+        def check(rows, decoded):
+            found, images = decoded
+            expected = pad(rows, constant_values=-1)
+            same = pad(found, constant_values=-2) == expected
+            missing = tf.gather(expected, tf.argmin(tf.cast(same, tf.int32)))
+            good = tf.cond(tf.reduce_all(same), lambda: True, lambda: explain(missing))
+            with tf.control_dependencies([good]):
+                images = images[: tf.size(rows)]
+                return tf.identity(rows), tf.ensure_shape(images, [*rows.shape, *self._shape])
+
+        parallel = dict(num_parallel_calls=_CORES, deterministic=True)
+        decoded = rows.map(read, **parallel).unbatch().map(decode, **parallel).ignore_errors()
+        return tf.data.Dataset.zip(rows, decoded.batch(num_read)).map(check)
+
+    def _read(self, rows: np.ndarray) -> np.ndarray:
+        """Return encoded images; one that cannot be read or is too large is empty."""
+        contents = np.full(len(rows), b"", object)
+        for place, row in enumerate(rows.tolist()):
+            with contextlib.suppress(Exception):  # `_explain` finds out which
+                content = self.source.read(row)
+                check_pixels("", content, self._max_pixels)
+                contents[place] = content
+        return contents
+
+    def _decode(self, content: tf.Tensor) -> tf.Tensor:
+        image = _decode(content)
+        if self._resize:
+            image = resized(image, self._shape[:2])
+        return tf.ensure_shape(image, self._shape)
+
+    def _explain(self, row: int) -> bool:
+        name = self.source.name(int(row))
+        shape = _shape_of(self.source, int(row), self._max_pixels)
+        if not self._resize and shape != self._shape:
+            raise InputError(_sizes_differ(name, shape, self._shape))
+        raise InputError(f"{name} could not be read, but now it can: start again to continue")
+
+
+def evenly_spaced(size: int, num: int) -> np.ndarray:
+    """Return about `num` rows of 0..size-1, int64, evenly, the first and the last among them."""
+    return np.unique(np.linspace(0, size - 1, min(num, size)).astype(np.int64))
+
+
+def on_program_host(values: Any) -> tf.Tensor:
+    """Return values on this machine, which functions for others take as they are, uncopied."""
+    with tf.init_scope(), tf.device(f"{PROGRAM}{HOST}"):
+        return tf.constant(values)
+
+
+def _decode(encoded: tf.Tensor, channels: int = 3) -> tf.Tensor:
+    return tf.io.decode_image(encoded, channels, expand_animations=False)  # the first of a GIF
+
+
+def resized(image: tf.Tensor, size: Size) -> tf.Tensor:
+    """Return an image `[h, w, C]` in another size; if it shrinks, all its pixels count."""
+    return tf.cast(tf.round(tf.image.resize(image, size, antialias=True)), tf.uint8)
+
+
+def decoded(name: str, read: Callable[[], bytes], max_pixels: int, channels: int = 3) -> tf.Tensor:
+    """Read and decode an image now: uint8 `[h, w, channels]`, on the host.
+
+    Raises:
+        InputError: it cannot be read, is damaged, or has more than `max_pixels`; it is named.
+    """
+    try:
+        content = read()
+        check_pixels(name, content, max_pixels)
+        with tf.device("/cpu:0"):
+            return _decode(content, channels)
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {error.strerror}; mend or remove it") from None
+    except Exception:  # of the decoder, or of a record that has changed
+        raise InputError(
+            f"{name} is damaged, or no PNG, JPEG, BMP or GIF; mend or remove it"
+        ) from None
+
+
+def _shape_of(source: Source, row: int, max_pixels: int) -> tuple[int, int, int]:
+    return tuple(decoded(source.name(row), lambda: source.read(row), max_pixels).shape)
+
+
+def _sizes_differ(name: str, shape: Sequence[int], expected: Sequence[int]) -> str:
+    wanted = f"{expected[0]}x{expected[1]}"
+    return (
+        f"{name} is {shape[0]}x{shape[1]} (height x width), but others are {wanted}: give one size "
+        f"to which all are resized, as --image_size={wanted}"
+    )

@@ -1,0 +1,312 @@
+"""The user's own data, checked, as a data set: `--dataset=module:function`, arrays of a file.
+
+The function takes no argument and returns the splits, with the number of classes or without:
+
+    def load():  # in my_data.py; --dataset=my_data:load
+        return (train_x, train_y), (test_x, test_y)
+
+It may also return `(train, validation, test)`, either with a number of classes behind it, or a dict
+`{"train": ..., "validation": ..., "test": ...}`.
+
+A split is `(x, y)`, `(x, y, sample_weight)` or `(x,)` of arrays, see `towers.data.arrays`; or a
+`tf.data.Dataset` of such examples, `(dataset, size)` where it does not know its size; or a
+`keras.utils.PyDataset` of such batches.
+"""
+
+import functools
+import numbers
+from collections.abc import Mapping, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers.data import arrays
+from towers.data.pipeline import ArraySplit, Data, Structure, is_label, spec_of, stored_spec
+from towers.data.tfdata_splits import BatchSplit, DatasetSplit
+from towers.errors import InputError
+from towers.options.functions import call_without_arguments
+
+_NAMES = ("train", "validation", "test")
+_ALLOWED_RESULT = (
+    "return (train, test), (train, test, num_classes), (train, validation, test) or a dict of "
+    'these, {"train": ..., "test": ...}'
+)
+_ALLOWED_SPLIT = (
+    "each half is (x, y), (x, y, sample_weight) or (x,), of arrays or of dicts and tuples of them, "
+    "a tf.data.Dataset or (tf.data.Dataset, size), or a keras.utils.PyDataset"
+)
+_COUNT_BATCH = 1024
+# What largest label makes integers classes, where nobody says how many there are: one wrong label
+# would else be an output for each number below it. There may be a few examples of many classes.
+_FEW_CLASSES, _MANY_CLASSES = 1000, 100_000
+_MAX_CLASSES = 1_000_000  # that anybody may say
+_HELD_OUT = 0.1
+_REMEDIES = {
+    tf.RaggedTensorSpec: "pad it to one length, by x.to_tensor(shape=[LENGTH])",
+    tf.SparseTensorSpec: "make it dense, by tf.sparse.to_dense(x)",
+}
+_SINGLE = (
+    "give single examples of one known shape, by dataset.unbatch(), padding or tf.ensure_shape"
+)
+
+
+def load(dataset: str) -> Data:
+    """Call the user's function, "module:function", and check what it returns, see `data_set`.
+
+    Raises:
+        InputError: there is no such module or function, or its result is no data to train on. The
+            function's own errors are left as they are.
+    """
+    result = call_without_arguments("dataset", dataset)
+    if isinstance(result, dict):
+        if not {"train", "test"} <= set(result) <= set(_NAMES):
+            raise InputError(f"{dataset} returned a dict of {list(result)}; {_ALLOWED_RESULT}")
+        return data_set(dataset, result)
+    given, num_classes = result, None
+    if isinstance(result, tuple | list) and result and isinstance(result[-1], numbers.Number):
+        *given, num_classes = result
+    if not isinstance(given, tuple | list) or len(given) not in (2, 3):
+        raise InputError(f"{dataset} returned {arrays.describe(result)}; {_ALLOWED_RESULT}")
+    names = _NAMES if len(given) == 3 else ("train", "test")
+    return data_set(dataset, dict(zip(names, given, strict=True)), num_classes)
+
+
+def data_set(
+    name: str,
+    given: Mapping[str, object],
+    num_classes: object = None,
+    class_names: Sequence[str] = (),
+) -> Data:
+    """Return a data set of the user's.
+
+    Arrays are checked in full. The examples of a `tf.data.Dataset` or a `keras.utils.PyDataset` are
+    checked as they are read: a label or a value that is not allowed raises
+    `tf.errors.InvalidArgumentError` then.
+
+    Args:
+        name: of the data set, as --dataset gave it.
+        given: "train", and "test" and "validation" where they are there. Without "test" a tenth of
+            the training examples is held out, and a note says so.
+        num_classes: how many classes labels may name; None: as many as there are, but no more than
+            examples or 1000: else the targets are numbers, and `Data.no_classes` says why.
+        class_names: their names; without them they are numbers.
+
+    Raises:
+        InputError: a split is no data to train on, or the splits are not alike.
+    """
+    checked = {half: _user_split(f"{name}: {half}", value) for half, value in given.items()}
+    train, notes = checked["train"], ()
+    for other in checked.values():
+        ours, theirs = (dict(arrays.leaves(each.spec)) for each in (train, other))
+        for leaf in [*ours, *theirs]:
+            if ours.get(leaf) != theirs.get(leaf):
+                texts = [
+                    f"{each.name} {leaf} is {list(spec[leaf].shape)} {spec[leaf].dtype.name}"
+                    if leaf in spec else f"{each.name} has no {leaf}"
+                    for each, spec in ((train, ours), (other, theirs))
+                ]  # fmt: skip
+                raise InputError(f"{texts[0]}, but {texts[1]}; make them alike")
+    num_classes, no_classes = _num_classes(name, list(checked.values()), num_classes)
+    splits = {half: each.split(num_classes) for half, each in checked.items()}
+    if "test" not in splits:
+        whole = splits["train"]
+        splits["train"], splits["test"] = whole.held_out(_HELD_OUT)
+        held = f"{splits['test'].size} of {whole.size} examples"
+        notes = (f"test set    {held}, held out by chance: {name} has none of its own",)
+    class_names = tuple(class_names) or tuple(map(str, range(num_classes)))
+    about = dict(num_classes=num_classes, class_names=class_names, no_classes=no_classes)
+    return Data(name, notes=notes, **splits, **about)
+
+
+def max_classes(num_examples: int) -> int:
+    """Return how many classes so many examples may have where nobody says how many there are."""
+    return min(max(num_examples, _FEW_CLASSES), _MANY_CLASSES)
+
+
+def _num_classes(name: str, splits: Sequence["_Given"], given: object) -> tuple[int, str]:
+    """Return the number of classes, 0 where targets are none, and why whole numbers are none."""
+    spec = splits[0].spec
+    labels = len(spec) > 1 and is_label(spec[1])
+    if given is not None:
+        if not isinstance(given, numbers.Integral) or not 1 <= given <= _MAX_CLASSES:
+            most = f", up to {_MAX_CLASSES:,}" if isinstance(given, numbers.Integral) else ""
+            raise InputError(f"{name}: num_classes is {given!r}; return 1 or more{most}")
+        if not labels:
+            raise InputError(
+                f"{name}: num_classes is {given}, but y is not one integer for each example; leave "
+                "it out"
+            )
+        return int(given), ""
+    if not labels:
+        return 0, ""
+    label, where = max(split.largest_label() for split in splits)
+    allowed = max_classes(sum(split.size for split in splits))
+    if label < allowed:
+        return label + 1, ""
+    return 0, (
+        f"{where} has label {label}, where classes are 0..{allowed - 1} at most, by the number of "
+        "examples: mend it, or return (train, test, num_classes) from a function, "
+        "--dataset=my_data:load"
+    )
+
+
+def _user_split(name: str, given: object) -> "_Given":
+    if isinstance(given, keras.utils.PyDataset):
+        return _Batches(name, given)
+    if isinstance(given, tf.data.Dataset):
+        return _Dataset(name, given)
+    if not isinstance(given, tuple | list) or len(given) not in (1, 2, 3):
+        raise InputError(f"{name} is {arrays.describe(given)}; {_ALLOWED_SPLIT}")
+    if isinstance(given[0], tf.data.Dataset) and len(given) == 2:
+        return _Dataset(name, *given)
+    return _Arrays(name, given)
+
+
+# Each kind of split has `name`, `spec` and `size`; `largest_label` with its place; and `split`,
+# which refuses labels from `num_classes` on, unless that is 0.
+
+
+class _Arrays:
+    def __init__(self, name: str, parts: Sequence[object]):
+        self.name, self._example = name, arrays.examples(name, parts)
+        self.spec = tf.nest.map_structure(spec_of, self._example)
+        self.size = _num_rows(self._example)
+
+    def largest_label(self) -> tuple[int, str]:
+        row = int(np.argmax(self._example[1]))
+        return int(self._example[1][row]), f"{self.name} y: row {row} (counted from 0)"
+
+    def split(self, num_classes: int) -> ArraySplit:
+        arrays.check_labels(self.name, self._example, num_classes)
+        return ArraySplit(*self._example)
+
+
+class _Dataset:
+    def __init__(self, name: str, dataset: tf.data.Dataset, size: object = None):
+        self.name, self._dataset = name, dataset
+        self.spec = stored_spec(self._checked_spec(dataset.element_spec))
+        known = int(dataset.cardinality())
+        self.size = known if size is None else size
+        unlike = known not in (self.size, tf.data.UNKNOWN_CARDINALITY)
+        if unlike or not isinstance(self.size, numbers.Integral) or self.size < 1:
+            says = {-1: "is endless", -2: "does not know its size"}
+            raise InputError(
+                f"{name} dataset {says.get(known, f'has {known} examples')}, the size given is "
+                f"{size}; return (dataset.take(size), size), with 1 example or more"
+            )
+        self.size = int(self.size)
+
+    def _checked_spec(self, spec: object) -> Structure:
+        if not isinstance(spec, tuple) or len(spec) not in (1, 2, 3):
+            raise InputError(
+                f"{self.name} dataset gives {arrays.describe(spec)}; give single examples, (x, y), "
+                "(x, y, sample_weight) or (x,)"
+            )
+        for path, leaf in arrays.leaves(spec):
+            known = isinstance(leaf, tf.TensorSpec) and leaf.shape.is_fully_defined()
+            if not known:
+                remedy = _REMEDIES.get(type(leaf), _SINGLE)
+                given = f"{path} as {arrays.describe(leaf)}"
+                raise InputError(f"{self.name} dataset gives {given}; {remedy}")
+        x, y, *_ = (*spec, None)
+        image = isinstance(x, tf.TensorSpec) and x.shape.rank == 3 and x.dtype.is_integer
+        if image and x.dtype != tf.uint8 and is_label(y):
+            given = f"x as {arrays.describe(x)}"
+            raise InputError(f"{self.name} dataset gives {given}; give images as uint8 or float")
+        return spec
+
+    def largest_label(self) -> tuple[int, str]:
+        labels = self._dataset.map(lambda *example: tf.reshape(tf.cast(example[1], tf.int64), []))
+        batches = labels.batch(_COUNT_BATCH).as_numpy_iterator()
+        found = np.concatenate([np.zeros(0, np.int64), *batches])
+        if len(found) != self.size:
+            raise InputError(
+                f"{self.name} dataset has {len(found)} examples but size is {self.size}"
+            )
+        wrong = np.flatnonzero((found < 0) | (found > arrays.MAX_LABEL))
+        row = int(wrong[0]) if wrong.size else int(np.argmax(found))
+        where = f"{self.name} dataset: example {row} (counted from 0)"
+        if wrong.size:
+            raise InputError(f"{where} has label {found[row]}; {arrays.CLASSES_ARE}")
+        return int(found[row]), where
+
+    def split(self, num_classes: int) -> DatasetSplit:
+        def check(number, example):
+            where = f"{self.name} dataset: example", number, "(counted from 0) has"
+            checks = []
+            for tensor in tf.nest.flatten(example):
+                if tensor.dtype.is_floating:
+                    finite = tf.reduce_all(tf.math.is_finite(tensor))
+                    checks.append(tf.debugging.Assert(finite, [*where, "a NaN or an infinity"]))
+            if num_classes:
+                label = tf.cast(example[1], tf.int64)
+                good = tf.reduce_all((label >= 0) & (label < num_classes))
+                outside = f"which is outside of 0..{num_classes - 1}"
+                checks.append(tf.debugging.Assert(good, [*where, "label", label, outside]))
+            with tf.control_dependencies(checks):
+                return tf.nest.map_structure(tf.identity, example)
+
+        return DatasetSplit(self._dataset.enumerate().map(check), self.size)
+
+
+class _Batches:
+    """A `keras.utils.PyDataset`. `on_epoch_end`, which may shuffle, is not called."""
+
+    def __init__(self, name: str, dataset: keras.utils.PyDataset):
+        self.name, self._dataset = name, dataset
+        num = dataset.num_batches
+        if num is None or num < 1:
+            wrong = "is endless" if num is None else f"has {num} batches"
+            raise InputError(f"{name} {type(dataset).__name__} {wrong}; return 1 batch or more")
+        first, last = self._example(0), self._example(num - 1)
+        self.spec = tf.nest.map_structure(spec_of, first)
+        size = _num_rows(first)
+        self._sizes = [size] * (num - 1) + [min(size, _num_rows(last))]
+        self.size = sum(self._sizes)
+        self._check(num - 1, last)
+
+    def largest_label(self) -> tuple[int, str]:
+        found = [int(self._read(number)[1].max()) for number in range(len(self._sizes))]
+        number = int(np.argmax(found))
+        return found[number], f"{self.name} batch {number}"
+
+    def split(self, num_classes: int) -> BatchSplit:
+        read = functools.partial(self._read, num_classes=num_classes)
+        return BatchSplit(read, self._sizes, self.spec, max(1, self._dataset.workers))
+
+    def _read(self, number: int, num_classes: int = 0) -> Structure:
+        example = self._example(number)
+        self._check(number, example)
+        arrays.check_labels(f"{self.name} batch {number}", example, num_classes)
+        return example
+
+    def _example(self, number: int) -> Structure:
+        where = f"{self.name} batch {number}"
+        try:
+            batch = self._dataset[number]
+        except BaseException as error:
+            error.add_note(f"in {where}")
+            raise
+        parts = batch if isinstance(batch, tuple | list) and len(batch) in (1, 2, 3) else (batch,)
+        return arrays.examples(where, parts)
+
+    def _check(self, number: int, example: Structure) -> None:
+        spec, size = tf.nest.map_structure(spec_of, example), _num_rows(example)
+        if spec != self.spec:
+            raise InputError(
+                f"{self.name} batch {number} is of {arrays.format_spec(spec)}, but batch 0 of "
+                f"{arrays.format_spec(self.spec)}; make them alike"
+            )
+        if size != self._sizes[number]:
+            raise InputError(
+                f"{self.name} batch {number} has {size} examples, but {self._sizes[number]} are "
+                "expected; make all batches as long as the first, the last one as long or shorter"
+            )
+
+
+_Given = _Arrays | _Dataset | _Batches
+
+
+def _num_rows(example: Structure) -> int:
+    return len(tf.nest.flatten(example)[0])

@@ -1,0 +1,151 @@
+"""The graphs that TensorFlow executes on logical CPUs, joined, as they would be with GPUs.
+
+TensorFlow executes one graph for each device; here a node's inputs are found across them, and sends
+and receives are gone. `/cpu:0` is the host, `/cpu:1` stands for `/gpu:0`, and so on.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import tensorflow as tf
+
+from towers.builder.op_names import layer_of, tower_of
+from towers.graphs.communication import num_bytes
+from towers.graphs.gpu_kernels import Argument, NodeDef, gpu_kernel
+from towers.graphs.placement import short_device_name, traced_name
+
+HOST = "host"
+_SENDS, _RECEIVES = ("_Send", "_HostSend"), ("_Recv", "_HostRecv")
+_LOOP = re.compile(r"(?:^|/)(?:body|cond)/_\d+(?=/)")
+_LOOP_SCOPES = ("while", "body", "cond", "gradient_tape", "")
+
+
+class Node:
+    """A node of an executed graph, and its consumers.
+
+    Attributes:
+        gpu: "/gpu:0", or "" for the host.
+        name: as it was traced, or as TensorFlow named what it added.
+        traced: the traced op, or None.
+        type: the op, as users know it.
+        kernel: how it is done on a GPU.
+        depth: in how many loops it stands: the one over the steps, and those of the model.
+        measured: whether it runs only in steps that telemetry measures.
+        takers: (which output, None if it only waits; the node that takes it; as which input).
+    """
+
+    def __init__(self, proto: NodeDef, traced: Mapping[str, tf.Operation], depth: int = 0):
+        """Read a node; `traced` are the function's ops by name, which stand at `depth`."""
+        device = short_device_name(proto.device)
+        self.proto = proto
+        self.gpu = ""
+        if device not in ("", "/cpu:0"):
+            self.gpu = f"/gpu:{int(device.rpartition(':')[2]) - 1}"
+        self.name = traced_name(proto.name, traced)
+        self.traced = traced.get(self.name)
+        self.kernel = gpu_kernel(proto, self.traced.type if self.traced else "")
+        self.type = self.kernel.type
+        self.depth = depth + len(_LOOP.findall(proto.name)) + ("/LoopCond/" in proto.name)
+        self.measured = False
+        self.takers: list[tuple[int | None, Node, int]] = []
+
+    @property
+    def repeated(self) -> bool:
+        """Whether it stands in a loop of the model, such as an LSTM's."""
+        return self.depth > 1
+
+    @property
+    def scope(self) -> str:
+        """What it belongs to: "tower_0", or its outermost scope in the loop, as "gather"."""
+        if (tower := tower_of(self.name)) is not None:
+            return f"tower_{tower}"
+        scopes = [re.sub(r"_\d+$", "", scope) for scope in self.name.split("/")[:-1]]
+        return next((scope for scope in scopes if scope not in _LOOP_SCOPES), "")
+
+    @property
+    def layer(self) -> str:
+        """The layers that it stands in, outermost first; outside of a tower, its scope."""
+        in_tower = tower_of(self.name) is not None
+        return layer_of(self.name) if in_tower else self.scope or self.name
+
+    @property
+    def dtype(self) -> str:
+        """The type by which the kernel is chosen: of the first argument that is no variable."""
+        arguments = (*self.kernel.inputs, *self.kernel.outputs)
+        return next((a.dtype.name for a in arguments if a.dtype != tf.resource), "")
+
+    @property
+    def bytes(self) -> int | None:
+        """The bytes of its first output, None if the shape is not known."""
+        return self.num_bytes(0)
+
+    def num_bytes(self, index: int) -> int | None:
+        """Return the bytes of an output, None if its shape is not known."""
+        tensors = self.traced.outputs[index : index + 1] if self.traced else []
+        if not tensors:  # TensorFlow added this node: what takes its output was traced
+            takers = [(taker.traced, place) for i, taker, place in self.takers if i == index]
+            tensors = [op.inputs[i] for op, i in takers if op and i < len(op.inputs)]
+        return max(map(num_bytes, tensors), default=0) or None
+
+    def dtype_of_output(self, index: int) -> str:
+        """Return the type of an output, "" for one that oneDNN added."""
+        outputs = self.kernel.outputs
+        return outputs[index].dtype.name if index < len(outputs) else ""
+
+    def memory_of(self, arguments: Sequence[Argument], index: int) -> str:
+        """Return "host" or the GPU for one of `kernel.inputs` or `kernel.outputs`."""
+        # oneDNN adds outputs of its own.
+        on_host = index < len(arguments) and arguments[index].on_host
+        return HOST if on_host or not self.gpu else self.gpu
+
+
+def read_nodes(
+    graphs: Iterable[tf.compat.v1.GraphDef], traced: Mapping[str, tf.Operation], depth: int = 0
+) -> list[Node]:
+    """Return the nodes of the executed graphs, joined over the devices: without sends.
+
+    Args:
+        graphs: one for each device.
+        traced: the function's ops by name.
+        depth: 1 if a call of the function is one step, 0 if it is a loop over steps.
+    """
+    graphs = [{proto.name: Node(proto, traced, depth) for proto in graph.node} for graph in graphs]
+    sends = {
+        node.proto.attr["tensor_name"].s: (nodes, node.proto.input[0])
+        for nodes in graphs
+        for node in nodes.values()
+        if node.proto.op in _SENDS
+    }
+    result = []
+    for nodes in graphs:
+        for node in nodes.values():
+            if node.proto.op in _SENDS + _RECEIVES:
+                continue
+            result.append(node)
+            for i, source in enumerate(node.proto.input):
+                producer, index = _producer(source, nodes, sends)
+                producer.takers.append((index, node, i))
+    waiting = [n for n in result if n.proto.op == "Switch" and "/telemetry" in n.proto.name]
+    while waiting:
+        node = waiting.pop()
+        if not node.measured and node.proto.op != "Merge":
+            node.measured = True
+            waiting += [taker for _, taker, _ in node.takers]
+    return result
+
+
+def _producer(
+    source: str, nodes: Mapping[str, Node], sends: Mapping[bytes, tuple]
+) -> tuple[Node, int | None]:
+    """Return the node that makes an input, maybe on another device, and the output's number."""
+    name, _, index = source.lstrip("^").partition(":")
+    waits = source.startswith("^")
+    node = nodes[name]
+    if node.proto.op in _RECEIVES:
+        there, sent = sends[node.proto.attr["tensor_name"].s]
+        if "/ctrl/" not in sent:
+            producer, number = _producer(sent, there, sends)
+            return producer, None if waits else number
+        # An order to wait is sent as an empty constant.
+        return _producer(there[sent.partition(":")[0]].proto.input[0], there, sends)
+    return node, None if waits else int(index or 0)

@@ -1,0 +1,177 @@
+"""Inner products of each tower's gradients with their mean, without sending gradients again.
+
+A tower's gradient is taken where it has arrived for the sum. To a machine with several towers, from
+which their sum alone has come, the mean goes back.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers.builder import cross_host, gather
+from towers.builder.device_types import HOST, machine_of
+from towers.builder.flatten import is_small, pack, unpack
+
+# {place: {tower: [(its gradient, the mean) of a variable]}}
+_Pairs = dict[str, dict[int, list[tuple[Any, Any]]]]
+
+
+def products_of_towers(
+    gradients: Sequence[Sequence[Any]],
+    means: Sequence[Sequence[Any]],
+    devices: Sequence[str],
+    measured: tf.Tensor | None,
+) -> tf.Tensor:
+    """Return own * own, own * mean and mean * mean of each tower's gradients, `[towers, 3]`.
+
+    Args:
+        gradients: of each tower.
+        means: of each tower, on the devices where the sum was taken.
+        devices: of the towers.
+        measured: a bool scalar: whether the products are wanted, else 0; None: they are.
+    """
+    counts = Counter(filter(None, map(machine_of, devices)))
+    alone, summed = [], []
+    for i, tower in enumerate(zip(gradients, means, devices, strict=False)):
+        (summed if counts[machine_of(tower[2])] > 1 else alone).append((i, *tower))
+    num_towers = len(alone) + len(summed)
+    tables = []
+    if alone:
+        pairs = _at_means(alone)
+        tables.append(_table(pairs, num_towers, measured))
+    if summed:
+        late = measured
+        if measured is not None:  # known to the towers when their sums are done, see `_at_means`
+            with tf.device(HOST), tf.control_dependencies(gather.tensors(summed[0][2])):
+                late = on_current_device(measured)
+        tables.append(_cond(late, lambda: _table(_at_towers(summed), num_towers, None), num_towers))
+    with tf.device(HOST):
+        return tf.add_n(tables)
+
+
+def _at_means(towers: Sequence[tuple]) -> _Pairs:
+    found: _Pairs = {}
+    for tower, own, mean, _ in towers:
+        # As they were sent for the sum.
+        places = ["" if other is None else _values(other).device for other in mean]
+        own = _send(own, places, is_small, after=mean)
+        for one, other, place in zip(own, mean, places, strict=True):
+            if other is None:
+                continue
+            # After the sum: add_n would begin with a buffer that nobody else holds, and which that
+            # is, is chance.
+            with tf.device(place), tf.control_dependencies([_values(other)]):
+                one = gather.map_values(on_current_device, one)
+            found.setdefault(place, {}).setdefault(tower, []).append((one, other))
+    return found
+
+
+def _at_towers(towers: Sequence[tuple]) -> _Pairs:
+    there: dict[str, list[Any]] = {}
+    found: _Pairs = {}
+    for tower, own, mean, device in towers:
+        machine = machine_of(device)
+        if machine not in there:
+            there[machine] = _send(mean, [device] * len(mean))
+        pairs = zip(own, there[machine], strict=True)
+        found[device] = {tower: [both for both in pairs if both[1] is not None]}
+    return found
+
+
+def _cond(measured: tf.Tensor | None, table: Callable, num_towers: int) -> tf.Tensor:
+    if measured is None:
+        return table()
+    return tf.cond(measured, table, lambda: tf.zeros([num_towers, 3]))
+
+
+def _table(pairs: _Pairs, num_towers: int, measured: tf.Tensor | None) -> tf.Tensor:
+    """Return the sums of the products of pairs, `[towers, 3]`; each machine sends one tensor.
+
+    `measured` is sent to each place once, which decides by itself: a branch that is decided
+    elsewhere would also send it for its constants.
+    """
+
+    def of_place(of_towers: dict[int, list[tuple[Any, Any]]]) -> tf.Tensor:
+        towers = [of_towers.get(tower) for tower in range(num_towers)]
+        return tf.stack([_sums(own) if own else tf.zeros([3]) for own in towers])
+
+    parts = []
+    for place, of_towers in pairs.items():
+        with tf.device(place):
+            wanted = None if measured is None else on_current_device(measured)
+            parts.append(_cond(wanted, functools.partial(of_place, of_towers), num_towers))
+    parts = cross_host.sums(parts, list(pairs), tf.add_n)
+    with tf.device(HOST):
+        return tf.add_n(parts) if parts else tf.zeros([num_towers, 3])
+
+
+def _sums(pairs: Sequence[tuple[Any, Any]]) -> tf.Tensor:
+    columns = zip(*(_of_variable(*pair) for pair in pairs), strict=True)
+    return tf.stack([tf.add_n(column) for column in columns])
+
+
+def _send(
+    gradients: Sequence[Any],
+    devices: Sequence[str],
+    packs: Callable = lambda own: True,
+    after: Sequence[Any] = (),
+) -> list[Any]:
+    """Return gradients for devices; dense ones that `packs` accepts go to a machine as one tensor.
+
+    There they are taken after the values in the same places of `after`; see `_at_means`.
+    """
+    found, groups = list(gradients), {}
+    for i, (own, device) in enumerate(zip(gradients, devices, strict=True)):
+        dense = isinstance(own, tf.Tensor) and own.shape.is_fully_defined()
+        if dense and machine_of(own.device) != machine_of(device) and packs(own):
+            groups.setdefault((own.device, device, own.dtype), []).append(i)
+    for (place, device, _), group in groups.items():
+        own = [gradients[i] for i in group]
+        with tf.device(place):
+            packed = pack(own)
+        waits = [after[i] for i in group] if after else []
+        with tf.device(device), tf.control_dependencies(waits):
+            for i, part in zip(group, unpack(on_current_device(packed), own), strict=True):
+                found[i] = part
+    return found
+
+
+def _of_variable(one: Any, other: Any) -> tuple[tf.Tensor, ...]:
+    """Return one * one, one * other and other * other of gradients; None is zero."""
+    if isinstance(other, tf.IndexedSlices):
+        one, other = _same_rows(one, other)
+    elif isinstance(one, tf.IndexedSlices):
+        one = tf.math.unsorted_segment_sum(one.values, one.indices, tf.shape(other)[0])
+    if one is None:
+        return tf.zeros([]), tf.zeros([]), _square(other)
+    one, other = tf.cast(one, tf.float32), tf.cast(other, tf.float32)
+    return _square(one), tf.reduce_sum(one * other), _square(other)
+
+
+def _same_rows(one: Any, other: tf.IndexedSlices) -> tuple[tf.Tensor | None, tf.Tensor]:
+    """Return two sparse gradients as dense arrays of the rows that either has."""
+    parts = [part for part in (one, other) if part is not None]
+    rows, places = tf.unique(tf.concat([part.indices for part in parts], axis=0))
+    places = tf.split(places, [tf.shape(part.indices)[0] for part in parts])
+    arrays = [
+        tf.math.unsorted_segment_sum(part.values, own, tf.size(rows))
+        for part, own in zip(parts, places, strict=True)
+    ]
+    return (None if one is None else arrays[0]), arrays[-1]
+
+
+def on_current_device(value: tf.Tensor) -> tf.Tensor:
+    """Return `value` on the current device; Grappler would remove an Identity."""
+    return tf.raw_ops.PlaceholderWithDefault(input=value, shape=value.shape)
+
+
+def _square(value: tf.Tensor) -> tf.Tensor:
+    """Return the sum of squares, a float32 scalar."""
+    return 2.0 * tf.nn.l2_loss(tf.cast(value, tf.float32))
+
+
+def _values(gradient: Any) -> tf.Tensor:
+    return gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient

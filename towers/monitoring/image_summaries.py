@@ -1,0 +1,166 @@
+"""Pictures and histograms of a run, made between its steps, of the batches that it trains on.
+
+    sampler = Sampler(data.train, options)     # reads nothing
+    batch = sampler.batch(step=40, examples=5120)
+    for images, labels in seen_by_towers(builder, options, batch, 8): ...
+
+Batches are read by a pipeline of their own, which leaves the run's iterator and draws alone. What
+goes wrong in making a picture is a line: a run is worth more than its pictures. What cannot be
+written, as on a full disk, ends the run as it would without them.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorboard.compat.proto.summary_pb2 import Summary
+
+from towers.builder.sharding import split
+from towers.builder.tower import TowerBuilder
+from towers.data import Data, DatasetSplit, Split, augment
+from towers.data.tfdata_splits import BatchSplit
+from towers.formatting import first_line
+from towers.monitoring import pictures
+from towers.monitoring.monitor import Monitor
+from towers.options.run import Options
+from towers.options.triggers import Timetable
+
+# A global batch of the training set, as a step takes it: (example, draws), see `data.Split`.
+Batch = tuple[Any, tf.Tensor]
+
+
+class Sampler:
+    """Returns the batches that a run trains on, at any step.
+
+    A user's `tf.data` pipeline cannot jump, and two readers at a time may disturb each other: with
+    `Dataset.cache(file)` the second one ends both. So its first batch stands for all others. It is
+    read at the first call, which is to come before training.
+    """
+
+    def __init__(self, split: Split, options: Options):
+        """Read nothing yet."""
+        self._split, self._options, self._kept = split, options, None
+        number = tf.TensorSpec([], tf.int64)
+        # Traced once: TensorFlow never gives back all that a pipeline takes to build.
+        self._read = tf.function(
+            lambda step, examples: self._batches(step, examples).take(1).get_single_element(),
+            input_signature=[number, number],
+            autograph=False,
+        )
+
+    def batch(self, step: int, examples: int) -> Batch:
+        """Return the batch after `step` steps and so many examples."""
+        if self._kept is not None:
+            return self._kept
+        if isinstance(self._split, BatchSplit):  # whose order is looked up outside of graphs
+            return next(iter(self._batches(step, examples)))
+        if isinstance(self._split, DatasetSplit):
+            self._kept = next(iter(self._batches(step, examples - examples % self._split.size)))
+            return self._kept
+        with tf.device("/cpu:0"):
+            return self._read(step, examples)
+
+    def _batches(self, step: Any, examples: Any) -> tf.data.Dataset:
+        size, seed = self._options.batch_size, self._options.seed
+        return self._split.train_batches(size, seed=seed, step=step, examples=examples)
+
+
+def seen_by_towers(
+    builder: TowerBuilder, options: Options, batch: tuple[Any, ...], num: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return images of each tower's slice as its model gets them, with their labels.
+
+    Args:
+        builder: of the towers.
+        options: how images are augmented.
+        batch: images, labels and draws.
+        num: the most images of a tower.
+
+    Returns:
+        (images `[n, h, w, C]`, labels int32 `[n]`) of each tower; n is 0 for one without examples.
+        Images are float, or uint8 if they are stored so and not augmented.
+    """
+    as_stored = options.augment == "off" and batch[0].dtype == tf.uint8
+    kind, dtype = options.augment, options.input_dtype
+
+    def see(*batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        images, labels, draws = tf.nest.map_structure(lambda t: t[:num], batch)
+        if not as_stored:
+            images = augment.train_images(images, draws, kind, dtype)
+        return images, labels
+
+    found, num_towers = [], len(builder.devices)
+    slices = split(batch, num_towers, builder.accumulate_steps)
+    for tower, device in enumerate(builder.devices):
+        with tf.device(device):
+            own = [see(*part.batch) for part in slices[tower::num_towers]]
+        found.append(tuple(np.concatenate(values)[:num] for values in zip(*own, strict=True)))
+    return found
+
+
+class Gallery:
+    """Shows the towers' images, mistakes, and histograms of weights and gradients."""
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        timetable: Timetable,
+        sampler: Sampler,
+        draw_histograms: Callable[[Batch], Summary],
+        builder: TowerBuilder,
+        model: keras.Model,
+        data: Data,
+    ):
+        """Show the first pictures: a data set that has one reader at a time is read here."""
+        self._monitor, self._timetable = monitor, timetable
+        self._sampler, self._draw_histograms = sampler, draw_histograms
+        self._builder, self._model, self._data = builder, model, data
+        self._shown: set[tuple[str, int]] = set()
+        self.show_training(timetable.first_step)
+        if timetable.options.histogram_every_epochs:
+            self.show_histograms(timetable.first_step)
+
+    def show_training(self, step: int) -> None:
+        """Show the batch after `step` updates as the towers see it, and the first filters."""
+
+        def make() -> list[Summary]:
+            options = self._timetable.options
+            if self._data.image_shape is None:
+                return pictures.filter_images(self._model)
+            names = self._data.class_names or [""]  # of targets that are no classes none is shown
+            (images, *targets), draws = self._batch(step)
+            labels = targets[0] if self._data.class_names else tf.zeros(len(images), tf.int32)
+            batch = images, labels, draws
+            seen = seen_by_towers(self._builder, options, batch, pictures.NUM_IMAGES)
+            shown = pictures.tower_images(seen, names, options.augment != "off")
+            return shown + pictures.filter_images(self._model)
+
+        self._show("pictures", step, make)
+
+    def show_histograms(self, step: int) -> None:
+        """Show histograms of weights, gradients and activations after `step` updates."""
+        self._show("histograms", step, lambda: [self._draw_histograms(self._batch(step))])
+
+    def show_evaluation(self, step: int, predictions: pictures.Predictions) -> None:
+        """Show the mistakes of an evaluation after `step` updates."""
+        names = self._data.class_names
+        self._show("mistakes", step, lambda: pictures.evaluation_images(predictions, names), "eval")
+
+    def _batch(self, step: int) -> Batch:
+        return self._sampler.batch(step, self._timetable.examples(step))
+
+    def _show(
+        self, what: str, step: int, make: Callable[[], Iterable[Summary]], part: str = "train"
+    ) -> None:
+        if (what, step) in self._shown:
+            return
+        self._shown.add((what, step))
+        with self._monitor.pause():
+            try:
+                summaries = make()
+            except Exception as error:  # of any kind: the user's own code may be in it
+                self._monitor.say(f"no {what} {type(error).__name__}: {first_line(error)}")
+            else:
+                self._monitor.show(step, summaries, part)

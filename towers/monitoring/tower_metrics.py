@@ -1,0 +1,274 @@
+"""Measures each tower of a step: losses, gradients, times.
+
+Nothing that a step computes depends on it. Norms are computed only in a step that is `measured`, by
+the same graph, so that a step's numbers do not depend on that.
+
+CPUs are timed in every step. A GPU's op is over for TensorFlow when its kernel is queued: to know
+more, the host has to wait for a value from there. So GPUs are timed in a measured step alone, which
+begins when they have done all before it; in any other step nothing goes to the host.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder.device_types import HOST, is_gpu, machine_of
+from towers.builder.joined_outputs import TowerGradients
+from towers.builder.losses import TowerSums
+from towers.builder.tower import TowerBuilder
+from towers.monitoring.gradient_products import on_current_device, products_of_towers
+
+PHASES = ("input_wait_seconds", "compute_seconds", "gather_seconds")
+_OF_MEASURED = ("tower_seconds", "compute_seconds", "gather_seconds")  # on GPUs
+
+
+def measured_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what `measure` returns but for the seconds."""
+    of_towers = ("tower_examples", "tower_loss", "tower_gradient_norm", "tower_cosine")
+    return dict.fromkeys(of_towers, (num_towers,)) | {"data_gradient_norm": ()}
+
+
+def timed_shapes(num_towers: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the seconds that `measure` returns."""
+    return {"tower_seconds": (num_towers,)} | dict.fromkeys(PHASES, ())
+
+
+def on_gpus(builder: TowerBuilder) -> bool:
+    """Return whether seconds are those of measured steps alone."""
+    return any(map(is_gpu, builder.devices))
+
+
+def time_after(values: Any) -> tf.Tensor:
+    """Return the time when `values` are computed, in seconds, by the host's clock.
+
+    It is NaN, and with it all seconds of a step, where ops are deterministic: TensorFlow then
+    refuses to read a clock.
+    """
+    waiting = tf.control_dependencies(_tensors(values))
+    with tf.device(HOST), tf.name_scope("telemetry"), waiting:
+        if tf_internals.ops_are_deterministic():
+            return tf.constant(math.nan, tf.float64)
+        return tf.timestamp()
+
+
+class GpuIdleBarrier:
+    """Waits for idle GPUs before a measured step, so that its seconds are its own.
+
+    A copy to the host arrives when all kernels before it have run.
+
+    Attributes:
+        wanted: bool variable: whether a step is to be measured at all.
+    """
+
+    def __init__(self, builder: TowerBuilder):
+        """Make a number on each GPU that holds a tower."""
+        self._marks = []
+        with tf.device(HOST):
+            self.wanted = tf.Variable(True, trainable=False)
+            self._steps = tf.Variable(0, trainable=False)  # since one was measured
+        for device in filter(is_gpu, builder.devices):
+            with tf.device(device):
+                self._marks.append(tf.Variable(0.0, trainable=False))
+
+    def before(self, batch: Any, measured: tf.Tensor) -> Any:
+        """Return a batch on the host, in a measured step as soon as the GPUs are idle."""
+
+        def wait() -> tf.Tensor:
+            found = []
+            for mark in self._marks:
+                with tf.device(mark.device):
+                    found.append(on_current_device(mark.read_value()))
+            with tf.device(HOST):
+                return tf.add_n(found)
+
+        with tf.device(HOST), tf.name_scope("telemetry"):
+            idle = tf.cond(measured, wait, lambda: tf.zeros([]))
+            with tf.control_dependencies([idle]):
+                return tf.nest.map_structure(tf.identity, batch)
+
+    def for_all_steps(
+        self, values: dict[str, tf.Tensor], num_steps: tf.Tensor
+    ) -> dict[str, tf.Tensor]:
+        """Return the measured step's seconds times the steps since the last measured one."""
+        self._steps.assign_add(num_steps)
+        steps = tf.cast(self._steps.read_value(), tf.float32)
+        self._steps.assign(tf.where(self.wanted, 0, self._steps))
+        return {name: values[name] * steps for name in _OF_MEASURED}
+
+
+def measure(
+    start: tf.Tensor,
+    sums: TowerSums,
+    loss: tf.Tensor,
+    gradients: Sequence[Sequence[Any]],
+    builder: TowerBuilder,
+    measured: tf.Tensor,
+    loss_scale: tf.Tensor | None,
+) -> dict[str, tf.Tensor]:
+    """Return how long a step took up to its gathered gradients, and how its towers agree.
+
+    Args:
+        start: the time before which no tower has begun.
+        sums: of the towers.
+        loss: the gathered one.
+        gradients: the gathered ones of the data's loss: one list, or one for each tower on its
+            device.
+        builder: of the towers.
+        measured: a bool scalar: whether norms are wanted, else they are 0.
+        loss_scale: None: 1.
+
+    Returns:
+        Of each tower, [towers], 0 for one without examples: "tower_seconds" (from the batch to its
+        gradients), "tower_examples", "tower_loss" (mean over its examples), "tower_gradient_norm"
+        (of the mean over its examples), "tower_cosine" (of the angle between its gradient and that
+        of all). Scalars: "compute_seconds" (until the last tower had its gradients),
+        "gather_seconds" (after that: most of the gather runs while towers compute),
+        "data_gradient_norm" (of the gathered gradient).
+    """
+
+    def look(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
+        ends = _ends(sums, builder)
+        gathered = time_after((gradients, ends))
+        means = gradients if len(gradients) > 1 else list(gradients) * len(sums.losses)
+        products = products_of_towers(sums.gradients, means, builder.devices, measured)
+        with tf.device(HOST):
+            own_seconds = tf.stack(ends) - start
+            compute = tf.reduce_max(own_seconds)
+            counts = tf.cast(tf.stack(sums.counts), tf.float32)
+            with tf.control_dependencies([loss]):  # as in `products._at_means`
+                losses = tf.cast(tf.stack(sums.losses), tf.float32)
+            scale = 1.0 if loss_scale is None else tf.convert_to_tensor(loss_scale)
+            of_towers = {
+                "tower_seconds": own_seconds,
+                "tower_examples": counts,
+                "tower_loss": tf.math.divide_no_nan(losses, counts * scale),
+            }
+            return {
+                **_padded(of_towers, builder),
+                **_agreement(products, counts * scale, scale, builder),
+                "compute_seconds": compute,
+                "gather_seconds": gathered - start - compute,
+            }
+
+    return _if_measured(look, measured, builder)
+
+
+def measure_joined(
+    gradients: TowerGradients, builder: TowerBuilder, measured: tf.Tensor, scale: Any
+) -> dict[str, tf.Tensor]:
+    """Return how towers agree whose outputs are joined for one loss; no tower has a loss.
+
+    Args:
+        gradients: of the towers, parts of that of one loss.
+        builder: of the towers.
+        measured: see `measure`.
+        scale: of the loss.
+
+    Returns:
+        "tower_examples", "tower_gradient_norm", "tower_cosine" and "data_gradient_norm" as
+        `measure` has them; and "tower_step_seconds", forward and backward, 0 if not known.
+    """
+    with tf.device(HOST):
+        examples = tf.cast(tf.stack(gradients.counts), tf.float32)
+        share = examples / tf.reduce_sum(examples) * tf.cast(scale, tf.float32)
+
+    def look(measured: tf.Tensor | None) -> dict[str, tf.Tensor]:
+        of_towers = gradients.of_towers
+        means = [gradients.gathered] * len(of_towers)
+        products = products_of_towers(of_towers, means, builder.devices, measured)
+        with tf.device(HOST):
+            seconds = tf.zeros_like(examples, tf.float64)
+        for before, after in gradients.phases:
+            start = time_after(before)
+            pairs = zip(after, builder.devices, strict=False)
+            ends = [time_after(_arrived(own, device)) for own, device in pairs]
+            with tf.device(HOST):
+                # Nothing waits for the clock here, which may be read too late.
+                seconds += tf.maximum(tf.stack(ends) - start, 0.0)
+        with tf.device(HOST):
+            found = _padded({"tower_step_seconds": tf.cast(seconds, tf.float32)}, builder)
+            return found | _agreement(products, share, tf.cast(scale, tf.float32), builder)
+
+    with tf.device(HOST):
+        found = _padded({"tower_examples": examples}, builder)
+    return found | _if_measured(look, measured, builder)
+
+
+def _agreement(
+    products: tf.Tensor, weights: tf.Tensor, scale: Any, builder: TowerBuilder
+) -> dict[str, tf.Tensor]:
+    """Return norms and cosines, where a tower's gradient is its mean gradient times its weight."""
+    own, both, whole = tf.unstack(products, axis=1)
+    of_towers = {
+        "tower_gradient_norm": tf.math.divide_no_nan(tf.sqrt(own), weights),
+        "tower_cosine": tf.math.divide_no_nan(both, tf.sqrt(own) * tf.sqrt(whole)),
+    }
+    return _padded(of_towers, builder) | {"data_gradient_norm": tf.sqrt(whole[0]) / scale}
+
+
+def _if_measured(
+    look: Callable, measured: tf.Tensor, builder: TowerBuilder
+) -> dict[str, tf.Tensor]:
+    """Return `look(measured)`; on GPUs, which it waits for, zeros unless `measured`."""
+    if not on_gpus(builder):
+        return look(measured)
+    found: dict[str, tf.Tensor] = {}
+
+    def really() -> list[tf.Tensor]:
+        found.update(look(None))
+        return list(found.values())
+
+    def nothing() -> list[tf.Tensor]:
+        return [tf.zeros(value.shape, value.dtype) for value in found.values()]
+
+    with tf.device(HOST):
+        values = tf.cond(measured, really, nothing)
+    return dict(zip(found, values, strict=True))
+
+
+def _padded(of_towers: dict[str, tf.Tensor], builder: TowerBuilder) -> dict[str, tf.Tensor]:
+    num_towers = len(builder.devices)  # the last ones may have had no example
+    return {
+        name: tf.pad(values, [[0, num_towers - values.shape[0]]])
+        for name, values in of_towers.items()
+    }
+
+
+def _arrived(values: Any, device: str) -> tf.Tensor:
+    """Return a value that reaches the host when a device has computed `values`; see `_ends`."""
+    tensors = _tensors(values)
+    smallest = min(tensors, key=lambda t: t.shape.num_elements() or 2**40)
+    with tf.device(device), tf.control_dependencies(tensors):
+        done = on_current_device(tf.reshape(smallest, [-1])[:1])
+    with tf.device(HOST):
+        return tf.identity(tf.cast(done, tf.float32))
+
+
+def _ends(sums: TowerSums, builder: TowerBuilder) -> list[tf.Tensor]:
+    """Return the times at which the towers' gradients were done.
+
+    A GPU's op is over for TensorFlow when its kernel is queued. A value that is copied from there
+    arrives when the kernels before it have run: so the loss is sent once more, after the gradients.
+    """
+    ends = []
+    for loss, own, device in zip(sums.losses, sums.gradients, builder.devices, strict=False):
+        if machine_of(device):  # it is sent after the gradients anyhow
+            done = loss
+        else:
+            with tf.device(device), tf.control_dependencies(_tensors(own)):
+                done = tf.identity(loss)
+        with tf.device(HOST):
+            arrived = tf.cast(tf.math.is_finite(done), tf.float64)
+            # That value has to be used: else only an order of execution would be sent.
+            end = time_after(arrived) + tf.minimum(arrived, 0.0)
+        ends.append(end)
+    return ends
+
+
+def _tensors(structure: Any) -> list[tf.Tensor]:
+    leaves = tf.nest.flatten(structure, expand_composites=True)
+    # A device-resident batch is timed by its row indices, which are on the host.
+    return [getattr(leaf, "rows", leaf) for leaf in leaves if leaf is not None]

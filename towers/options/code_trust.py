@@ -1,0 +1,99 @@
+"""Whose run it is: `flags.cfg` names functions, and a run that somebody else made would call them.
+
+The last line of flags.cfg is a comment, a checksum of the text (HMAC) under a key that lies in the
+user's configuration folder. So a run that is copied or moved stays its user's own, and one that was
+downloaded does not become it, whoever owns the files.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from towers.errors import InputError
+from towers.options.functions import is_shipped
+from towers.options.inline_objects import PREFIX
+
+# Options that may name a function.
+CODE = "model", "dataset", "loss", "metrics", "optimizer", "callbacks"
+_MARK = "# made by the user whose key gives: "
+_KEY_BYTES = 32
+
+
+def signed(text: str) -> str:
+    """Return the text of a flags.cfg with this user's checksum, unless no key can be kept."""
+    text, _, _ = text.partition(_MARK)
+    key = _key(make=True)
+    return f"{text}{_MARK}{_checksum(key, text)}\n" if key else text
+
+
+def is_own(text: str) -> bool:
+    """Return whether a flags.cfg is as a run of this user has written it."""
+    text, marked, checksum = text.partition(_MARK)
+    key = _key() if marked else None
+    return key is not None and hmac.compare_digest(
+        checksum.encode(), f"{_checksum(key, text)}\n".encode()
+    )
+
+
+def is_of_run(path: str, text: str) -> bool:
+    """Return whether a flagfile is the flags.cfg of a run, or a copy of one."""
+    path = Path(path)
+    return _MARK in text or path.name == "flags.cfg" and (path.parent / "checkpoints").is_dir()
+
+
+def check(what: str, text: str, of_run: Mapping[str, object]) -> None:
+    """Refuse to call what another user's flags.cfg names, and to connect to its workers.
+
+    Args:
+        what: how the message begins: which file that is.
+        text: of the flags.cfg.
+        of_run: {option: value} of what is taken from there.
+
+    Raises:
+        InputError: it names such a thing, and this user's run has not written it.
+    """
+    named = [n for n in CODE if any(map(_is_code, str(of_run.get(n, "")).split(",")))]
+    reaching = ["workers"] if of_run.get("workers") else []
+    if not named + reaching or is_own(text):
+        return
+    given = " and ".join(f"--{name}" for name in [*named, *reaching])
+    shown = [*named, *(["model_args"] if "model" in named and of_run.get("model_args") else [])]
+    flags = " ".join(f"--{name}={of_run[name]}" for name in [*shown, *reaching])
+    kinds = ["code that would run"] * bool(named) + ["machines to connect to"] * bool(reaching)
+    raise InputError(
+        f"{what} was not written by your towers on this machine, or was changed, and names "
+        f"{' and '.join(kinds)}: {flags}; look at that, and type --trust, or give {given} yourself"
+    )
+
+
+def _is_code(name: str) -> bool:
+    return ":" in name and not name.startswith(PREFIX) and not is_shipped(name)
+
+
+def _checksum(key: bytes, text: str) -> str:
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _key(make: bool = False) -> bytes | None:
+    """Return this user's key, None if there is none and none can be made."""
+    folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    path = Path(folder, "towers", "key")
+    with contextlib.suppress(OSError):
+        if make and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            own = path.with_name(f".key.{os.getpid()}")
+            try:
+                descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with open(descriptor, "wb") as file:
+                    file.write(secrets.token_bytes(_KEY_BYTES))
+                with contextlib.suppress(FileExistsError):  # another process was faster
+                    os.link(own, path)
+            finally:
+                own.unlink(missing_ok=True)
+        key = path.read_bytes()
+        return key if len(key) == _KEY_BYTES else None
+    return None

@@ -1,0 +1,1079 @@
+"""Every private part of TensorFlow and Keras that towers use, and what they replace there.
+
+Keras layers and TensorFlow's functions know nothing of towers: how a tower draws, normalises or
+calls an inner `tf.function` replaces what they call. It is replaced for one thread and one block:
+another thread, which may trace towers of its own or a plain model, never meets it. Each function
+here says which public interface comes nearest, or would do instead if there were one ("Public");
+`tests/test_tf_internals.py` fails when a release changes what it stands on.
+"""
+
+import contextlib
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import backend as keras_backend
+from keras.src import dtype_policies
+from keras.src.backend.common import global_state
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.dtype_policies import DTypePolicyMap
+from keras.src.layers.core import input_layer
+from keras.src.layers.preprocessing.data_layer import DataLayer
+from keras.src.random.seed_generator import global_seed_generator
+from keras.src.saving import saving_lib
+from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
+from keras.src.trainers.data_adapters import get_data_adapter
+from tensorflow.core.protobuf import (
+    tensorflow_server_pb2,
+    trackable_object_graph_pb2,
+)
+from tensorflow.python import pywrap_tfe
+from tensorflow.python.autograph.core import config as autograph_config
+from tensorflow.python.autograph.core.config_lib import DoNotConvert
+from tensorflow.python.client import pywrap_tf_session
+from tensorflow.python.eager import cancellation, context, executor, forwardprop_util, record
+from tensorflow.python.eager.polymorphic_function import autograph_util
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+from tensorflow.python.framework import config as tf_config
+from tensorflow.python.framework import errors_impl, kernels, op_def_registry, tensor_util
+from tensorflow.python.ops import gen_stateless_random_ops_v2 as draw_ops
+from tensorflow.python.ops import random_ops_util
+from tensorflow.python.ops import resource_variable_ops as variable_ops
+
+from towers.errors import InputError
+
+Make = Callable[[Callable], Callable]  # from what a thread has called until here to what it calls
+Block = contextlib.AbstractContextManager[None]
+
+_LOCK = threading.Lock()
+_SWITCHES: dict[tuple[int, str], "_Switch"] = {}
+
+
+class _Switch:
+    """Replaces a function while any thread does, and calls what the calling thread wants."""
+
+    def __init__(self, owner: Any, name: str):
+        self.owner, self.name, self.num_users = owner, name, 0
+        self.inherited, self.original = name not in vars(owner), getattr(owner, name)
+        self.here = threading.local()
+
+        @functools.wraps(self.original)
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            return self.current()(*args, **kwargs)
+
+        setattr(owner, name, dispatch)
+
+    def current(self) -> Callable:
+        stack = getattr(self.here, "stack", None)
+        return stack[-1] if stack else self.original
+
+    def leave(self) -> None:
+        with _LOCK:
+            self.num_users -= 1
+            if self.num_users:
+                return
+            del _SWITCHES[id(self.owner), self.name]
+            if self.inherited:
+                delattr(self.owner, self.name)
+            else:
+                setattr(self.owner, self.name, self.original)
+
+
+@contextlib.contextmanager
+def _replaced(*changes: tuple[Any, str, Make]) -> Iterator[None]:
+    """Make the calling thread call `make(before)` for each (owner, name of its function, make)."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, make in changes:
+            with _LOCK:
+                key = id(owner), name
+                switch = _SWITCHES[key] = _SWITCHES.get(key) or _Switch(owner, name)
+                switch.num_users += 1
+            stack.callback(switch.leave)
+            replacements = vars(switch.here).setdefault("stack", [])
+            replacements.append(make(switch.current()))
+            stack.callback(replacements.pop)
+        yield
+
+
+# Layers.
+
+
+def patch_layer_calls(make: Make) -> Block:
+    """Replace the call of all Keras layers. Public: a hook that sees each layer's outputs."""
+    return _replaced((keras.Layer, "__call__", make))
+
+
+def patch_add_loss(make: Make) -> Block:
+    """Replace `add_loss` of all Keras layers. Public: a hook that knows which layer adds a loss."""
+    return _replaced((keras.Layer, "add_loss", make))
+
+
+@contextlib.contextmanager
+def keep_losses() -> Iterator[None]:
+    """Make layers that are called again in the block keep their losses. Public: none does."""
+    found: dict[int, tuple[keras.Layer, list[Any]]] = {}
+
+    def make(before: Callable) -> Callable:
+        def clear(layer: keras.Layer) -> None:
+            found.setdefault(id(layer), (layer, list(layer._losses)))
+            before(layer)
+
+        return clear
+
+    with _replaced((keras.Layer, "_clear_losses", make)):
+        yield
+    for layer, losses in found.values():
+        layer._losses[:] = losses
+
+
+def patch_batch_norm(make_call: Make, make_moments: Make) -> Block:
+    """Replace BatchNormalization's `call` and `_moments`. Public: moments from elsewhere."""
+    layer = keras.layers.BatchNormalization
+    return _replaced((layer, "call", make_call), (layer, "_moments", make_moments))
+
+
+def has_own_moments(layer: keras.layers.BatchNormalization) -> bool:
+    """Return whether a layer has a `_moments` of its own. Public: none to override."""
+    return type(layer)._moments is not keras.layers.BatchNormalization._moments
+
+
+def layers_of(layer: keras.Layer) -> list[keras.Layer]:
+    """Return a layer and all below it, each once, in order. Public: `layers`, of models only."""
+    found: dict[int, keras.Layer] = {}
+    waiting = [layer]
+    while waiting:
+        layer = waiting.pop()
+        if id(layer) not in found:  # shared, or a child that knows its parent
+            found[id(layer)] = layer
+            waiting += reversed(layer._layers)
+    return list(found.values())
+
+
+def input_shapes(layer: keras.Layer) -> list[tuple]:
+    """Return the shapes that a layer was built for. Public: `inputs`, of functional models."""
+
+    def among(structure: Any) -> list[tuple]:
+        if isinstance(structure, Mapping):
+            return [shape for key in sorted(structure) for shape in among(structure[key])]
+        if not isinstance(structure, tuple | list):
+            return []
+        if all(isinstance(x, int | None) for x in structure):
+            return [tuple(structure)]
+        return [shape for part in structure for shape in among(part)]
+
+    if getattr(layer, "inputs", None):
+        return [x.shape for x in layer.inputs]
+    return among(list((layer._build_shapes_dict or {}).values()))
+
+
+def places_in_file(model: keras.Model) -> list[tuple[str, str, keras.Variable]]:
+    """Return ("layers/dense/vars/0", "dense/0", variable) for each that save_weights would write.
+
+    The first is its place in the file, the second its layer's name, which stands there, too, with
+    its number. Public: save_weights, which does not tell what variable is written where.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+
+    class Recorder(saving_lib.H5IOStore):
+        def __init__(self) -> None:
+            pass  # opens no file
+
+        def __bool__(self) -> bool:
+            return True
+
+        def make(self, path: str, metadata: dict[str, str] | None = None) -> dict[str, Any]:
+            return found.setdefault((path, (metadata or {}).get("name", "")), {})
+
+    saving_lib._save_state(model, Recorder(), None, "", set())
+    return [
+        (f"{path}/vars/{number}".lstrip("/"), f"{name}/{number}", variable)
+        for (path, name), variables in found.items()
+        for number, variable in variables.items()
+    ]
+
+
+@contextlib.contextmanager
+def named_as_in_a_new_process() -> Iterator[None]:
+    """Make Keras number layers from dense, dense_1 on. Public: clear_session, which drops more."""
+    before = global_state.get_global_attribute("object_name_uids")
+    global_state.set_global_attribute("object_name_uids", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("object_name_uids", before)
+
+
+# What models are trained with.
+
+
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """Return what `compile` was called with. Public: get_compile_config, names alone."""
+    return dict(model._compile_config.config)
+
+
+def batches_of(x: Any, y: Any, sample_weight: Any, batch_size: int | None) -> tf.data.Dataset:
+    """Return the batches of what `fit` takes, in order. Public: none; `fit` keeps them."""
+    return get_data_adapter(x, y, sample_weight, batch_size=batch_size).get_tf_dataset()
+
+
+def metric_direction(model: keras.Model, name: str) -> str | None:
+    """Return "max" or "min", which of a metric is better, None if Keras does not know.
+
+    Public: `ModelCheckpoint(mode="auto")`, after training.
+    """
+    if name == "loss" or name.endswith("_loss"):
+        return "min"
+    waiting, directions = list(model.metrics), {}
+    while waiting:
+        metric = waiting.pop()
+        directions[metric.name] = getattr(metric, "_direction", None)
+        waiting += getattr(metric, "metrics", ())
+    for known, direction in directions.items():  # of several outputs, after the output's name
+        if direction and (name == known or name.endswith(f"_{known}")):
+            return {"up": "max", "down": "min"}[direction]
+    return None
+
+
+def watch_outputs(model: keras.Model, watch: Callable[[Any], object]) -> Block:
+    """Call `watch` with what a model's metrics are computed from. Public: predict again."""
+
+    def make(compute: Callable) -> Callable:
+        def compute_metrics(x: Any, y: Any, y_pred: Any, *args: Any, **kwargs: Any) -> Any:
+            watch(y_pred)
+            return compute(x, y, y_pred, *args, **kwargs)
+
+        return compute_metrics
+
+    return _replaced((model, "compute_metrics", make))
+
+
+def patch_compute_loss(model: keras.Model, make: Make) -> Block:
+    """Replace a model's `compute_loss`. Public: a subclass; the model is the user's."""
+    return _replaced((model, "compute_loss", make))
+
+
+def patch_losses(make: Make) -> Block:
+    """Replace the call of all Keras losses. Public: a hook that sees what a loss is given."""
+    return _replaced((keras.Loss, "__call__", make))
+
+
+def loss_paths(model: keras.Model) -> list[tuple[tuple, str, Any]]:
+    """Return (path in the outputs, name of the output, loss) for each loss of a compiled model.
+
+    They are known once it was called. Public: `model.loss`, which may be one name for all outputs.
+    """
+    losses = getattr(getattr(model, "_compile_loss", None), "_flat_losses", None) or []
+    return [(tuple(own.path), str(own.name), own.loss) for own in losses]
+
+
+def compiled_loss(model: keras.Model, y: Any, outputs: Any, weights: Any) -> Any:
+    """Return the loss that `compile` was given, without what layers add.
+
+    What it counts of each output is updated. Public: `compute_loss`, which has all losses.
+    """
+    return model._compile_loss(y, outputs, weights)
+
+
+def raised_in_compiled(error: BaseException) -> str | None:
+    """Return what of a compiled model raised in Keras' own code: "" for its loss, else its metric.
+
+    None if it was something else, or the user's function. Public: an error that says it.
+    """
+    frameworks = "keras tensorflow numpy optree towers contextlib functools".split()
+    found: str | None = None
+    trace = error.__traceback__
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        if frame.f_code in (CompileLoss.__call__.__code__, CompileLoss.call.__code__):
+            found = ""
+        elif frame.f_code is CompileMetrics.update_state.__code__:
+            found = "of compile"
+        elif frame.f_code is MetricsList.update_state.__code__:
+            found = frame.f_locals["m"].name
+        elif frame.f_globals.get("__name__", "").partition(".")[0] not in frameworks:
+            if found is not None:
+                return None
+    return found
+
+
+def maker_of(tensor: keras.KerasTensor) -> tuple[Any, int, list[Any]]:
+    """Return the operation that made a symbolic tensor, which of its outputs that is, its inputs.
+
+    Public: `layer.output`, of a layer that is called once.
+    """
+    operation, node, place = tensor._keras_history
+    nodes = operation._inbound_nodes
+    return operation, place, list(nodes[node].input_tensors) if node < len(nodes) else []
+
+
+def open_scope() -> keras.StatelessScope | None:
+    """Return the `keras.StatelessScope` of this thread. Public: Keras tells nobody."""
+    return get_stateless_scope()
+
+
+def added_losses() -> list[Any]:
+    """Return what `add_loss` and activity regularizers have added in the open scope so far."""
+    return list(getattr(get_stateless_scope(), "losses", []))
+
+
+# Variables.
+
+
+def value_of(variable: keras.Variable) -> tf.Variable | None:
+    """Return a variable's own value, None before it has one. Public: `value`, by the scope."""
+    return variable._value
+
+
+def set_value_of(variable: keras.Variable, value: tf.Variable) -> None:
+    """Make a Keras variable stand for another `tf.Variable`. Public: a device for add_weight."""
+    variable._value = value
+
+
+def make_variable(value: tf.Tensor) -> tf.Variable:
+    """Return a variable that no creator scope sees; public ones a `tf.function` makes but once.
+
+    Call it outside of the function's graph, and keep it as long as that is used.
+    """
+    return variable_ops.ResourceVariable(value, trainable=False)
+
+
+_ASSIGNMENTS = (
+    "assign assign_add assign_sub scatter_add scatter_sub scatter_max scatter_min scatter_mul "
+    "scatter_div scatter_update batch_scatter_update scatter_nd_add scatter_nd_sub "
+    "scatter_nd_max scatter_nd_min scatter_nd_update"
+).split()
+
+
+def patch_assignments(make: Callable[[str], Make]) -> Block:
+    """Replace the methods, by name, that assign to a `tf.Variable`. Public: a scope of its own."""
+    owners = variable_ops.BaseResourceVariable, variable_ops.ResourceVariable
+    names = [(owner, name) for owner in owners for name in _ASSIGNMENTS if name in vars(owner)]
+    return _replaced(*((owner, name, make(name)) for owner, name in names))
+
+
+def record_assignments(assigned: list[tf.Variable]) -> Block:
+    """Add each `tf.Variable` to `assigned` whose methods assign to it. Public: as above."""
+
+    def assign(own: Callable, variable: tf.Variable, *args: Any, **kwargs: Any) -> Any:
+        assigned.append(variable)
+        return own(variable, *args, **kwargs)
+
+    return patch_assignments(lambda _: lambda own: functools.partial(assign, own))
+
+
+def patch_reads(read: Callable[[tf.Variable, Callable], tf.Tensor]) -> Block:
+    """Read each `tf.Variable` by `read(variable, own)`, where `own(variable)` is TensorFlow's way.
+
+    A tape finds from the value to the variable, as after TensorFlow's own read. Public: none; a
+    variable creator could only make variables of another class.
+    """
+
+    def make_read(own: Callable) -> Callable:
+        def read_recorded(variable: tf.Variable, no_copy: bool = False) -> tf.Tensor:
+            variable_ops.variable_accessed(variable)
+            with record.stop_recording():
+                value = read(variable, own)
+            record.record_operation(
+                "ReadVariableOp", [value], [variable.handle], lambda x: [x], lambda x: [x]
+            )
+            return value
+
+        return read_recorded
+
+    def make_read_rows(_: Callable) -> Callable:
+        return lambda variable, indices, name=None: tf.gather(
+            variable._read_variable_op(), indices, name=name
+        )
+
+    owner = variable_ops.BaseResourceVariable
+    return _replaced(
+        (owner, "_read_variable_op", make_read), (owner, "sparse_read", make_read_rows)
+    )
+
+
+# Tapes, to which towers are one op.
+
+
+def is_recording(tensors: Sequence[tf.Tensor] | None = None) -> bool:
+    """Return whether a tape or accumulator records, if given one of these tensors. Public: none."""
+    followed = forwardprop_util.pack_tangents(list(tensors or ())).indices  # by each accumulator
+    if tensors is None:
+        return bool(followed) or record.could_possibly_record()
+    return any(followed) or record.should_record_backprop(list(tensors))
+
+
+def are_followed(variables: Sequence[tf.Variable]) -> bool:
+    """Return whether a forward accumulator follows any of these. Public: none."""
+    handles = [tf.convert_to_tensor(getattr(v, "handle", v)) for v in variables]
+    return any(forwardprop_util.pack_tangents(handles).indices)
+
+
+def recording_restarted() -> Block:
+    """Make new tapes and accumulators record where tf.init_scope has stopped it. Public: none."""
+
+    def make(before: Callable) -> Callable:
+        def enter(recorder: Any) -> Any:
+            pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
+            return before(recorder)
+
+        return enter
+
+    recorders = tf.GradientTape, tf.autodiff.ForwardAccumulator
+    return _replaced(*((recorder, "__enter__", make) for recorder in recorders))
+
+
+def record_as_one_op(
+    name: str, outputs: Sequence[tf.Tensor], inputs: Sequence[Any], backward: Callable
+) -> list[tf.Tensor]:
+    """Return `outputs` as those of one op, whose gradient by `inputs` is `backward(*upstream)`.
+
+    Public: tf.custom_gradient, but it refuses variables that are found only while it runs.
+    """
+    with record.stop_recording():
+        outputs = [tf.identity(value) for value in outputs]
+    sources = [v.handle if isinstance(v, tf.Variable) else v for v in inputs]
+    record.record_operation(name, outputs, sources, backward)
+    return outputs
+
+
+def logits_of(tensor: Any) -> tf.Tensor | None:
+    """Return the logits of probabilities, where Keras' losses look for them. Public: none."""
+    return getattr(tensor, "_keras_logits", None)
+
+
+def set_logits_of(tensor: Any, logits: tf.Tensor) -> None:
+    """Make Keras' losses find the logits of probabilities. Public: `from_logits`, of a loss."""
+    tensor._keras_logits = logits
+
+
+def mask_of(tensor: Any) -> tf.Tensor | None:
+    """Return the mask that Keras has put on a tensor. Public: `_keras_mask`, of Keras 2."""
+    return get_keras_mask(tensor)
+
+
+def set_mask_of(tensor: Any, mask: tf.Tensor | None) -> None:
+    """Put a mask on a tensor, as Keras does. Public: a layer's `compute_mask`, for its outputs."""
+    set_keras_mask(tensor, mask)
+
+
+# Where a fit is: its epoch, and the place of an iterator in its data.
+
+
+def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
+    """Make the fit that begins start at an epoch. Public: its argument, which no callback has."""
+    model._initial_epoch = epoch
+
+
+def iterator_state(iterator: tf.data.Iterator) -> bytes:
+    """Return the place of an iterator in its data. Public: tf.train.Checkpoint, files of its own.
+
+    Raises:
+        tf.errors.FailedPreconditionError: the data have no such place.
+    """
+    return tf.io.serialize_tensor(iterator._serialize_to_tensors()["_STATE"]).numpy()
+
+
+def set_iterator_state(iterator: tf.data.Iterator, state: bytes) -> None:
+    """Put an iterator of the same data in a place. Public: as for `iterator_state`."""
+    iterator._restore_from_tensors({"_STATE": tf.io.parse_tensor(state, tf.variant)})
+
+
+def begin_pass_again(iterator: tf.data.Iterator, state: bytes) -> None:
+    """Make the next pass over an iterator's data follow the one that began with this state.
+
+    Public: none; a dataset that is shuffled anew for each pass counts them for all its iterators.
+    """
+    other = iter(iterator._dataset)
+    set_iterator_state(other, state)
+    next(other, None)
+
+
+# Keras' optimizers, which know one device.
+
+
+OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"  # what a checkpoint holds it under
+
+
+def object_graph(group: str, names: Sequence[str], keys: Sequence[str], other: str) -> bytes:
+    """Return the object graph of `Checkpoint(GROUP={name: variable}, OTHER=variable)`.
+
+    The variables are under `keys`. Public: `tf.train.Checkpoint.write`, which reads variables while
+    it writes, not before.
+    """
+    graph = trackable_object_graph_pb2.TrackableObjectGraph()
+    root, of_group = graph.nodes.add(), graph.nodes.add()
+    root.children.add(node_id=1, local_name=group)
+    root.children.add(node_id=2, local_name=other.partition("/")[0])
+    for key in (other, *keys):
+        graph.nodes.add().attributes.add(name="VARIABLE_VALUE", checkpoint_key=key)
+    for number, name in enumerate(names, 3):
+        of_group.children.add(node_id=number, local_name=name)
+    for node in graph.nodes:
+        node.has_checkpoint_values.value = True
+    return graph.SerializeToString()
+
+
+def slots_beside_weights(optimizer: keras.optimizers.Optimizer) -> Block:
+    """Make an optimizer create each slot on its weight's device. Public: a device for slots."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+
+    def make(add: Callable) -> Callable:
+        def beside(reference_variable: keras.Variable, *args: object, **kwargs: object) -> object:
+            with tf.device(reference_variable.value.device):
+                return add(reference_variable, *args, **kwargs)
+
+        return beside
+
+    return _replaced((optimizer, "add_variable_from_reference", make))
+
+
+def will_make_metrics(model: keras.Model) -> bool:
+    """Return whether a step will make metrics that `compile` was given by name. Public: none."""
+    own = getattr(model, "_compile_metrics", None)
+    if own is None or own.built:
+        return False
+    given = tf.nest.flatten([own._user_metrics, own._user_weighted_metrics])
+    return not all(one is None or isinstance(one, keras.metrics.Metric) for one in given)
+
+
+def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Return the weights that an optimizer has been built for. Public: none."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    return getattr(optimizer, "_trainable_variables", [])
+
+
+def each_update_apart(optimizer: keras.optimizers.Optimizer) -> Block:
+    """Make a Keras optimizer compute each update on its variable's device, when that is ready.
+
+    Keras takes all gradients through one op of one device. What stands in for a variable is updated
+    without TensorFlow's strategy. Public: an `apply` for one variable.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+
+    def make(update: Callable) -> Callable:  # which Keras hands each variable
+        def update_there(variable: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+            with tf.device(variable.device):
+                if isinstance(variable, tf.Variable):
+                    return update(variable, fn, *args, **kwargs)
+                return fn(variable, *kwargs.get("args", ()))
+
+        return update_there
+
+    extended = tf.distribute.get_strategy().extended
+    gathered = lambda _: list  # noqa: E731
+    return _replaced((extended, "update", make), (optimizer, "_all_reduce_sum_gradients", gathered))
+
+
+def fused_sgd(
+    optimizer: keras.optimizers.Optimizer, suits: Callable[[tf.Variable], bool]
+) -> Block:
+    """Make Keras' SGD update variables that `suits` accepts by TensorFlow's fused kernels.
+
+    Those compute what Keras' chain of ops does, in one pass over the memory. Adam's and RMSprop's
+    do not: they compute 1 - beta in the weights' type, and in float32 1 - 0.999 is off by 5e-5;
+    Adagrad's adds epsilon after the root. Clips, decay, averages and constraints are Keras' own,
+    around this; sparse gradients are left to it. Public: a function that tells a weight's slots.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if type(optimizer) is not keras.optimizers.SGD:
+        return contextlib.nullcontext()
+
+    def make(update_step: Callable) -> Callable:
+        def update(gradient: Any, variable: Any, learning_rate: Any) -> None:
+            fits = isinstance(variable, tf.Variable) and isinstance(gradient, tf.Tensor)
+            if not (fits and variable.dtype in (tf.float32, tf.float64) and suits(variable)):
+                update_step(gradient, variable, learning_rate)
+                return
+            rate, delta = (keras.ops.cast(v, variable.dtype) for v in (learning_rate, gradient))
+            if optimizer.momentum == 0:
+                tf.raw_ops.ResourceApplyGradientDescent(
+                    var=variable.handle, alpha=rate, delta=delta
+                )
+                return
+            slot = optimizer.momentums[optimizer._get_variable_index(variable)]
+            tf.raw_ops.ResourceApplyKerasMomentum(
+                var=variable.handle, accum=slot.value.handle, lr=rate, grad=delta,
+                momentum=keras.ops.cast(optimizer.momentum, variable.dtype),
+                use_nesterov=optimizer.nesterov,
+            )  # fmt: skip
+
+        return update
+
+    return _replaced((optimizer, "update_step", make))
+
+
+# Keras' optimizers whose update of an element looks at no other one, and where their slots are.
+_ELEMENTWISE = {
+    keras.optimizers.SGD: ("momentums",),
+    keras.optimizers.Adam: ("_momentums", "_velocities", "_velocity_hats"),
+    keras.optimizers.AdamW: ("_momentums", "_velocities", "_velocity_hats"),
+    keras.optimizers.Adamax: ("_m", "_u"),
+    keras.optimizers.Nadam: ("_momentums", "_velocities"),
+    keras.optimizers.Lion: ("_momentums",),
+    keras.optimizers.RMSprop: ("_velocities", "_momentums", "_average_gradients"),
+    keras.optimizers.Adagrad: ("_accumulators",),
+    keras.optimizers.Adadelta: ("_accumulated_grads", "_accumulated_delta_vars"),
+    keras.optimizers.Ftrl: ("_accumulators", "_linears"),
+}
+_OF_ITS_OWN = (
+    "clipnorm clipvalue global_clipnorm use_ema loss_scale_factor gradient_accumulation_steps"
+).split()
+
+
+def elementwise_slots(
+    optimizer: keras.optimizers.Optimizer,
+) -> list[dict[str, keras.Variable]] | None:
+    """Return {`unique_id` of a weight: slot} for each kind of slot of an elementwise optimizer.
+
+    None if it is of another class, or does more than to update. Public: `variables`, which does not
+    tell whose slot each is.
+    """
+    if type(optimizer) not in _ELEMENTWISE or any(getattr(optimizer, n) for n in _OF_ITS_OWN):
+        return None
+    kinds = [getattr(optimizer, name, None) for name in _ELEMENTWISE[type(optimizer)]]
+    places = optimizer._trainable_variables_indices
+    return [{key: slots[i] for key, i in places.items()} for slots in kinds if slots]
+
+
+def unique_id(variable: tf.Variable) -> str:
+    """Return a Keras optimizer's key of a variable. Public: `ref()`, which Keras does not use."""
+    return variable._unique_id
+
+
+def decays(optimizer: keras.optimizers.Optimizer, weight: keras.Variable) -> bool:
+    """Return whether an optimizer decays a weight apart from the gradient. Public: none."""
+    return optimizer.weight_decay is not None and optimizer._use_weight_decay(weight.value)
+
+
+# Random draws: all of tf.random.stateless_* and of Keras come through these ops, which take key and
+# counter. Public: these functions take a seed, from which no draw can begin in the middle.
+
+DRAWS = (
+    "stateless_random_uniform_v2",
+    "stateless_random_normal_v2",
+    "stateless_random_uniform_int_v2",
+    "stateless_random_uniform_full_int_v2",
+    "stateless_truncated_normal_v2",
+)
+
+
+def patch_draws(draw: Callable) -> Block:
+    """Make the thread call `draw(name, ...)` in place of the ops in DRAWS."""
+    makes = {name: lambda _, name=name: functools.partial(draw, name) for name in DRAWS}
+    return _replaced(*((draw_ops, name, make) for name, make in makes.items()))
+
+
+def patch_keys(key_and_counter: Callable) -> Block:
+    """Make draws take key and counter from `key_and_counter(seed)`. Public: none takes a key."""
+    make = lambda _: lambda seed, _alg: key_and_counter(seed)  # noqa: E731
+    return _replaced((random_ops_util, "_get_key_counter", make))
+
+
+def state_of_unseeded_draws() -> tf.Variable:
+    """Return the state of Keras' generator for draws without a seed. Public: set_random_seed."""
+    return global_seed_generator().state.value
+
+
+def draw_op(name: str) -> Callable:
+    """Return TensorFlow's own op of a name in DRAWS, whoever has replaced it."""
+    switch = _SWITCHES.get((id(draw_ops), name))
+    return switch.original if switch else getattr(draw_ops, name)
+
+
+# What layers make of integers.
+
+_OF_INTEGERS = "take signbit equal not_equal less less_equal greater greater_equal".split()
+
+
+def patch_integer_ops(make: Callable[[str], Make]) -> Block:
+    """Replace keras.ops that compare integers; Embedding calls `take`, argmax `signbit`.
+
+    Public: none; TensorFlow computes with int32 on the host.
+    """
+    return _replaced(*((keras_backend.numpy, name, make(name)) for name in _OF_INTEGERS))
+
+
+# Functions and graphs.
+
+
+def custom_gradients_copied() -> Block:
+    """Make gradients by `tf.custom_gradient` copies, made in the backward pass. Public: none.
+
+    Those that the forward pass has made, as float8's new scales, are of another graph: no function
+    can return them.
+    """
+
+    def make(before: Callable) -> Callable:
+        def custom_gradient(f: Callable) -> Callable:
+            def with_copies(*args: Any, **kwargs: Any) -> tuple[Any, Callable]:
+                result, grad = f(*args, **kwargs)
+
+                def copies(*upstream: Any, **options: Any) -> Any:
+                    found = tf.nest.flatten(own := grad(*upstream, **options))
+                    copied = [g if g is None else tf.identity(g) for g in found]
+                    return tf.nest.pack_sequence_as(own, copied)
+
+                return result, copies
+
+            return before(with_copies)
+
+        return custom_gradient
+
+    return _replaced((tf, "custom_gradient", make))
+
+
+def inline_functions(around: Callable[[], Block] = contextlib.nullcontext) -> Block:
+    """Make the thread run each `tf.function` as a part of its caller, converted by AutoGraph.
+
+    Its one trace would serve all towers with the first one's draws. One that XLA is to compile, or
+    that is called eagerly, stays a function, traced for each block, and is called in a block of
+    `around()`. Public: tf.config.run_functions_eagerly, for all threads, and without AutoGraph.
+    """
+    own: dict[int, tuple[Function, Function]] = {}
+
+    def make(before: Callable) -> Callable:
+        def call(function: Function, *args: Any, **kwargs: Any) -> Any:
+            if function._jit_compile or tf.executing_eagerly():
+                twin = own.setdefault(id(function), (function._clone(None), function))[0]
+                with around():
+                    return before(twin, *args, **kwargs)
+            inline = function.python_function
+            if function._autograph:
+                inline = autograph_util.py_func_from_autograph(inline)
+            signature = function.input_signature
+            if signature is not None and not kwargs:
+                specs = [*signature, *[None] * (len(args) - len(signature))]
+                args = [
+                    tf.convert_to_tensor(x, spec.dtype) if isinstance(spec, tf.TensorSpec) else x
+                    for x, spec in zip(args, specs, strict=False)
+                ]
+            # A function returns tensors for numbers.
+            return tf.nest.map_structure(
+                lambda x: tf.convert_to_tensor(x) if isinstance(x, bool | int | float) else x,
+                inline(*args, **kwargs),
+            )
+
+        return call
+
+    return _replaced((Function, "__call__", make))
+
+
+# A `tf.function` of the user's would convert all that it calls here, which takes seconds and
+# changes nothing: nothing here branches on tensors. Public: `do_not_convert`, which would keep
+# AutoGraph from the user's functions that are called here, too.
+autograph_config.CONVERSION_RULES = (DoNotConvert("towers"), *autograph_config.CONVERSION_RULES)
+
+
+def converted_as_here(fn: Callable) -> Callable:
+    """Return `fn` converted by AutoGraph if that is on here. Public: none tells whether it is."""
+    status = tf.__internal__.autograph.control_status_ctx()
+    if status.status.name != "ENABLED":
+        return fn
+    return tf.__internal__.autograph.tf_convert(fn, status)
+
+
+# Public: tf.errors has all others. A graph uses a tensor of another graph.
+InaccessibleTensorError = errors_impl.InaccessibleTensorError
+
+
+def is_stateful(op_type: str) -> bool:
+    """Return whether an op may leave a trace. Public: `op_def`, but of no op in a function."""
+    known = op_definition(op_type)
+    return known is not None and known.is_stateful
+
+
+def op_definition(op_type: str) -> Any:
+    """Return the OpDef of an op, or None. Public: `tf.raw_ops`, which has its arguments only."""
+    return op_def_registry.get(op_type)
+
+
+def registered_kernels(op_type: str) -> list[Any]:
+    """Return the KernelDefs of an op, on all devices that this TensorFlow is for. Public: none."""
+    return list(kernels.get_registered_kernels_for_op(op_type).kernel)
+
+
+def called_graph(op: tf.Operation, attribute: str) -> tf.Graph | None:
+    """Return the graph of the function that an op's attribute names. Public: its name alone."""
+    try:
+        function = op.graph._get_function(op.get_attr(attribute).name)
+    except (ValueError, AttributeError):
+        return None
+    return function and function.graph
+
+
+def set_input(op: tf.Operation, tensor: tf.Tensor) -> None:
+    """Replace an op's first input by one that may have been made after it. Public: none."""
+    op._update_input(0, tensor)
+
+
+def function_of(graph: tf.Graph) -> tf.Graph:
+    """Return the graph of the function around a loop's or branch's graph. Public: none."""
+    while getattr(graph, "is_control_flow_graph", False):
+        graph = graph.outer_graph
+    return graph
+
+
+def call_time_scalar(graph: tf.Graph, number: Callable[[], int], dtype: tf.DType) -> tf.Tensor:
+    """Return a scalar that is `number()` anew at each call of the function of a graph.
+
+    Eagerly, and in a graph that is no function's, it is called once. Public: an argument.
+    """
+    if not getattr(graph, "building_function", False):
+        with tf.device("/cpu:0"):
+            return tf.constant(number(), dtype)
+
+    def value() -> list[tf.Tensor]:
+        return [call_time_scalar(function_of(tf.compat.v1.get_default_graph()), number, dtype)]
+
+    with graph.as_default(), tf.device("/cpu:0"):
+        key, spec = object(), tf.TensorSpec([], dtype)
+        placeholder = graph.capture_call_time_value(lambda: None, spec, key)
+        # Its own closure has one value for all calls that another function makes.
+        value.output_spec = spec
+        graph._function_captures.add_or_replace(key, value, placeholder, spec, is_by_ref=True)
+        return placeholder
+
+
+def static_shape(shape: Any) -> tf.TensorShape:
+    """Return what is known of a shape, perhaps a tensor. Public: get_static_value, all or none."""
+    return tensor_util.constant_value_as_shape(tf.convert_to_tensor(shape, tf.int32))
+
+
+def call_for_at_most(seconds: float, function: Any, *arguments: Any) -> Any:
+    """Call a concrete function, or raise CancelledError if it takes longer. Public: none."""
+    manager = cancellation.CancellationManager()
+    timer = threading.Timer(seconds, manager.start_cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        return manager.get_cancelable_function(function)(*arguments)
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def executed_graphs() -> Iterator[list[list[tf.compat.v1.GraphDef]]]:
+    """Collect the graphs, by device, of each function that runs in the block. Public: none."""
+    graphs: list[list[tf.compat.v1.GraphDef]] = []
+    context.context().enable_graph_collection()
+    try:
+        yield graphs
+        for function_graphs in context.context().export_run_metadata().function_graphs:
+            graphs.append(list(function_graphs.partition_graphs))
+    finally:
+        context.context().disable_graph_collection()
+
+
+# The start of TensorFlow, and its devices.
+
+
+def has_listed_devices() -> bool:
+    """Return whether TensorFlow has listed the devices. Public: none."""
+    return context.context()._physical_devices is not None
+
+
+def has_started() -> bool:
+    """Return whether TensorFlow has started. Public: none."""
+    return context.context()._initialized
+
+
+# Whether from a process in which TensorFlow had started, which leaves the fork a single thread.
+_is_forked = has_started() and len(os.listdir("/proc/self/task")) == 1
+
+
+def _note_fork() -> None:
+    global _is_forked
+    _is_forked = has_started()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+def refuse_fork() -> None:
+    """Raise InputError where TensorFlow would wait for threads that a fork does not have."""
+    if _is_forked:
+        raise InputError(
+            "this process was forked after TensorFlow had started, whose threads it does not have: "
+            "it would wait for ever; start it by multiprocessing.get_context('spawn'), or fork "
+            "before the first model or tensor is made"
+        )
+
+
+def step_of_fit(model: keras.Model) -> Function:
+    """Return the `tf.function` that `fit` calls with its iterator. Public: an attribute for it."""
+    model.make_train_function()
+    calling = inspect.unwrap(model.train_function)
+    return inspect.getclosurevars(calling).nonlocals["multi_step_on_iterator"]
+
+
+def ops_are_deterministic() -> bool:
+    """Return whether op determinism is on, by a call or TF_DETERMINISTIC_OPS=1. Public: none."""
+    return tf_config.is_op_determinism_enabled()
+
+
+_PORT_ATTEMPTS = 3
+
+
+def connect(jobs: Mapping[str, Mapping[int, str]], own_address: str) -> int:
+    """Make the devices of these servers, and of no others, those of this process, too.
+
+    What lay on a server that is not named is gone. It may be called again with fewer or more.
+    Variables that were made before the first call can be read afterwards, but what is assigned to
+    them is lost: TensorFlow begins with new resources then, and keeps them from then on. Public:
+    experimental_connect_to_cluster gives out an address that other machines cannot reach.
+
+    Args:
+        jobs: {name of a job: {number of a task: "host:port"}}.
+        own_address: of this process, by which the servers reach it; that of the first call counts.
+
+    Returns:
+        The port on which this process listens for the servers, at all its addresses.
+    """
+    before = context.context().get_server_def()
+    cluster = tf.train.ClusterSpec(jobs).as_cluster_def()
+    own = cluster.job.add()
+    own.name = "localhost"
+    for attempts_left in reversed(range(_PORT_ATTEMPTS)):
+        if before is None:
+            own.tasks[0] = f"{own_address}:{pywrap_tfe.TF_PickUnusedPortOrDie()}"
+        else:
+            named = next(job for job in before.cluster.job if job.name == "localhost")
+            own.tasks[0] = named.tasks[0]
+        server = tensorflow_server_pb2.ServerDef(
+            cluster=cluster,
+            job_name="localhost",
+            protocol="grpc",
+            default_session_config=context.context().config,
+        )
+        try:
+            if before is None:
+                context.context().set_server_def(server)
+            else:
+                context.context().update_server_def(server)
+            context.context().ensure_initialized()
+            break
+        except tf.errors.UnknownError:  # another process may have taken the port meanwhile
+            if before is not None or not attempts_left:
+                raise
+            context.context()._server_def = None
+    return int(own.tasks[0].rpartition(":")[2])
+
+
+def was_connected() -> bool:
+    """Return whether `connect` was called. Public: none."""
+    return context.context().get_server_def() is not None
+
+
+@contextlib.contextmanager
+def unary_rpcs() -> Iterator[None]:
+    """Ask servers by a call for each op in the block, which fails with the server.
+
+    By streams, TensorFlow's way, it is never known to have failed, and `connect` waits for it. All
+    else is to go by streams: functions are registered on each server while Python's lock is held.
+    Public: an environment variable, for both.
+    """
+    apart = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
+    with context.executor_scope(apart):
+        try:
+            yield
+        finally:
+            apart.clear_error()  # of functions that went meanwhile, of which a server knew nothing
+
+
+def device_memory_bytes() -> dict[str, int]:
+    """Return {"/gpu:0": bytes that TensorFlow may take} of this process' devices. Public: none.
+
+    TensorFlow must have started.
+    """
+    devices = pywrap_tfe.TFE_ContextListDevices(context.context()._handle)
+    try:
+        result = {}
+        for i in range(pywrap_tf_session.TF_DeviceListCount(devices)):
+            name = pywrap_tf_session.TF_DeviceListName(devices, i)
+            kind, _, number = name.rpartition("device:")[2].partition(":")
+            if tf.DeviceSpec.from_string(name).job not in (None, "localhost"):
+                continue  # of another process
+            memory = pywrap_tf_session.TF_DeviceListMemoryBytes(devices, i)
+            result[f"/{kind.lower()}:{number}"] = memory
+        return result
+    finally:
+        pywrap_tf_session.TF_DeleteDeviceList(devices)
+
+
+# Precision.
+
+
+def force_float64() -> Block:
+    """Make layers that are made in the block, by this thread, compute in and have float64.
+
+    One that asks for float32, as guides tell users of mixed precision, would round, and rounding
+    hides faults. Public: the global policy, which yields to what a layer asks for.
+    """
+
+    def make_get(get: Callable) -> Callable:
+        return lambda identifier: _wide(get(identifier))
+
+    def wide(dtype: Any) -> Any:
+        is_float = dtype is not None and "float" in keras.backend.standardize_dtype(dtype)
+        return "float64" if is_float else dtype
+
+    def make_input(make: Callable) -> Callable:
+        return lambda *args, dtype=None, **keywords: make(*args, dtype=wide(dtype), **keywords)
+
+    def make_from_config(from_config: Callable) -> Callable:
+        return lambda config: from_config(config | {"dtype": wide(config["dtype"])})
+
+    def make_add_weight(add_weight: Callable) -> Callable:
+        def add(layer: keras.Layer, *args: Any, dtype: Any = None, **keywords: Any) -> Any:
+            if layer.quantization_mode is None:
+                dtype = wide(dtype)
+            return add_weight(layer, *args, dtype=dtype, **keywords)
+
+        return add
+
+    return _replaced(
+        (keras.Layer, "add_weight", make_add_weight),
+        (dtype_policies, "get", make_get),
+        (input_layer, "InputLayer", make_input),
+        (keras.layers.InputLayer, "from_config", make_from_config),
+    )
+
+
+def _wide(policy: Any) -> Any:
+    """Return a policy with float64 for all floating types but quantised ones."""
+    if isinstance(policy, DTypePolicyMap):
+        wide = {name: _wide(own) for name, own in policy.items()}
+        return DTypePolicyMap(default_policy=_wide(policy.default_policy), policy_map=wide)
+    if policy.quantization_mode == "float8":
+        return keras.dtype_policies.QuantizedFloat8DTypePolicy("float8", "float64")
+    if policy.quantization_mode is None and "float" in policy.compute_dtype:
+        return keras.DTypePolicy("float64")
+    return policy
+
+
+@contextlib.contextmanager
+def floatx_set(dtype: str) -> Iterator[None]:
+    """Set floatx in the block, except in Keras' augmentation.
+
+    Those layers mix floatx with float32: in Keras 3.15 RandomRotation and RandAugment raise a
+    TypeError unless floatx is float32. They compute in their own dtype policy all the same.
+    """
+
+    @contextlib.contextmanager
+    def floatx(value: str) -> Iterator[None]:
+        before = keras.config.floatx()
+        keras.config.set_floatx(value)
+        try:
+            yield
+        finally:
+            keras.config.set_floatx(before)
+
+    make = floatx("float32")  # a decorator, too
+    with _replaced((DataLayer, "__call__", make)), floatx(dtype):
+        yield

@@ -1,0 +1,341 @@
+"""A non-finite step: what it was, where that began, and how the run goes on.
+
+No update was made of it (`update.py`, `skip_nonfinite.py`): the masters are the state before it.
+That state and the batch are written to train_dir/nan, from which `towers replay` makes the step
+again.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import files
+from towers.errors import InputError, RunError
+from towers.formatting import count, first_line
+from towers.options.triggers import Timetable
+from towers.training.callbacks.replay_step import (
+    NonFiniteOrigin,
+    ReplayResult,
+    make_again,
+    num_examples,
+)
+from towers.training.run import checkpoint
+from towers.training.run.setup import RunContext
+from towers.training.step.train_state import not_finite
+
+FOLDER = "nan"
+REPORT, BATCH, STATE, ROLLBACKS = "report.json", "batch.npz", "state", "rollbacks.json"
+MOST_ROLLBACKS, FACTOR = 3, 0.5  # of the learning rate
+_SHOWN = 5  # rows in a line
+
+
+class Rollback(Exception):
+    """Raised where the run is to go on from an earlier checkpoint; its text says so."""
+
+
+class NotFinite(RunError):
+    """Raised where a non-finite step or weight ends the run."""
+
+
+class NonFiniteMonitor:
+    """Checks after each call of the train loop whether its steps were finite."""
+
+    def __init__(
+        self, run: RunContext, folder: Path, timetable: Timetable, say: Callable[[str], None]
+    ):
+        """Create the alarm of a run; `say` prints a line."""
+        self.run, self.folder, self._timetable, self._say = run, folder, timetable, say
+        self._last: Mapping[str, Any] = {}
+        self._num_skipped = run.task.num_skipped()
+
+    def look(self, values: Mapping[str, Any], step: int, now: bool) -> None:
+        """Report skipped steps, and end the run if its steps are not finite.
+
+        Args:
+            values: what the train loop returned.
+            step: steps done.
+            now: whether to wait for GPUs; else they are asked about the call before.
+
+        Raises:
+            NotFinite: a step was not, and the run ends.
+            Rollback: it was not, and the run goes on from an earlier checkpoint.
+        """
+        asked = values if now or "batch" in values else self._last
+        self._last = values
+        if self.run.options.on_nan == "skip" and asked is values:
+            before, self._num_skipped = self._num_skipped, self.run.task.num_skipped()
+            if self._num_skipped > before:
+                self._say(
+                    f"skipped     {count(self._num_skipped - before, 'step')} before step {step}: "
+                    f"the loss or a gradient was not finite; {self._num_skipped} since step 0"
+                )
+        if bool(asked.get("stuck", False)):
+            self._end(values.get("batch"))
+
+    def check_weights(self, step: int) -> None:
+        """Raise what `look` does if a master variable is infinite or NaN after `step` steps."""
+        self.look(self._last, step, now=True)
+        if names := not_finite(self.run.masters.variables()):
+            line = f"{names[0]} is infinite or NaN after {step} steps"
+            self._go_back(step, line)
+            raise NotFinite(f"{line}: {_remedy(self.run)}; {self.folder}/checkpoints holds the "
+                           "state before")  # fmt: skip
+
+    def _end(self, batch: Any) -> None:
+        """Write what is known of the step, and raise NotFinite or Rollback."""
+        run, masters = self.run, self.run.masters
+        step, examples = int(masters.step.numpy()), int(masters.examples.numpy())
+        # Of GPUs' steps, and of rows, it is made again: a pure function of the step.
+        if batch is None or tf.is_tensor(batch[0]):
+            given = dict(seed=run.options.seed, step=step, examples=examples)
+            batch = next(iter(run.data.train.train_batches(run.options.batch_size, **given)))
+        state = {name: variable.numpy() for name, variable in masters.variables().items()}
+        again = make_again(run.options, run.data, run.builder.devices[0], state, batch)
+        report = self._report(step, examples, again, batch)
+        line, more = report["line"], f"; `towers replay --train_dir={self.folder}` makes it again"
+        try:
+            write(self.folder, masters.variables(), batch, report)
+        except (OSError, tf.errors.OpError, RunError) as error:
+            more = f"; {self.folder / FOLDER} cannot be written: {first_line(error)}"
+        if again.fault is None or not again.fault.of_data:
+            self._go_back(step, line)
+        raise NotFinite(f"{line}: {report['remedy']}{more}")
+
+    def _report(self, step: int, examples: int, again: ReplayResult, batch: Any) -> dict[str, Any]:
+        run, fault = self.run, again.fault
+        numbers, what = numbers_of(run, step, examples, num_examples(batch))
+        rows = fault.rows if fault else []
+        towers = sorted({tower_of(row, num_examples(batch), run) for row in rows})
+        report = {
+            "step": step,
+            "epoch": examples / run.data.train.size,
+            "loss": again.loss_text,
+            "fault": fault and fault.kind,
+            "name": fault and fault.name,
+            "towers": towers,
+            "devices": [run.builder.devices[tower] for tower in towers],
+            "places_in_batch": rows,
+            "rows": [int(numbers[row]) for row in rows],
+            "rows_are": what,
+            "inputs_at_fault": bool(fault and fault.of_data),
+            "on_nan": run.options.on_nan,
+        }
+        where = f"step {step} (epoch {report['epoch']:.2f})"
+        if towers:
+            plural = "tower" if len(towers) == 1 else "towers"
+            named = ", ".join(f"{t} ({run.builder.devices[t]})" for t in towers[:_SHOWN])
+            where += f", {plural} {named}{', ...' if len(towers) > _SHOWN else ''}"
+        of_rows = _of_rows(report["rows"], what, num_examples(batch))
+        report["line"] = f"{again.what} at {where}: {_described(fault, of_rows)}"
+        report["remedy"] = _remedy(run, fault)
+        return report
+
+    def _go_back(self, step: int, line: str) -> None:
+        """Record and raise a Rollback, if the run is to go on so."""
+        if self.run.options.on_nan != "rollback":
+            return
+        found = rollbacks(self.folder)
+        to = self._last_good(step, found)
+        if len(found) >= MOST_ROLLBACKS or to is None:
+            return
+        (self.folder / FOLDER).mkdir(exist_ok=True)
+        found = [*found, {"step": step, "to": to, "examples": self._timetable.examples(to)}]
+        files.write_json(self.folder / FOLDER / ROLLBACKS, {"rollbacks": found})
+        put_aside(self.folder, to)
+        raise Rollback(
+            f"rollback    {line}; back to step {to}, with {FACTOR:g} times the learning rate "
+            f"({len(found)} of {MOST_ROLLBACKS})"
+        )
+
+    def _last_good(self, step: int, before: list[dict[str, int]]) -> int | None:
+        """Return the step of the checkpoint to go back to, None if there is none.
+
+        The state right before a bad step is no good, whatever the rate; nor is one after which the
+        same step was bad again. Only regular checkpoints count where there are some, not those of
+        stops: the result does not depend on where a run was stopped.
+        """
+        bound = before[-1]["to"] if before and before[-1]["step"] == step else step
+        every = self.run.options.checkpoint_every_steps
+        steps = [number for number, _ in checkpoint.find(self.folder / "checkpoints")]
+        regular = [number for number in steps if number % every == 0] if every else []
+        return max((number for number in regular or steps if number < bound), default=None)
+
+
+# How a run goes on.
+
+
+def put_aside(folder: Path, step: int) -> None:
+    """Move the checkpoints after a step to train_dir/nan, so that the run goes on from this one."""
+    for number, prefix in checkpoint.find(folder / "checkpoints"):
+        found = Path(prefix)
+        for path in sorted(found.parent.glob(f"{found.name}.*"))[::-1] if number > step else ():
+            path.replace(folder / FOLDER / path.name)  # the index first: with it, one is whole
+
+
+def rollbacks(folder: Path) -> list[dict[str, int]]:
+    """Return the rollbacks of a run: "step", which was bad, "to", and the "examples" seen there."""
+    return list(files.read_json(folder / FOLDER / ROLLBACKS).get("rollbacks", []))
+
+
+def resumed(run: RunContext, folder: Path, restored: int | None) -> RunContext:
+    """Return the run with its learning rate lowered by its rollbacks; nothing is written.
+
+    Raises:
+        InputError: --on_nan=rollback, and the learning rate cannot be lowered.
+    """
+    rates = [own.learning_rate for own in run.masters.optimizers]
+    own = not run.task.rate_is_set
+    if own and run.options.on_nan == "rollback":
+        if not rates or not all(isinstance(rate, keras.Variable) for rate in rates):
+            raise InputError(
+                "--on_nan=rollback lowers the learning rate, and an optimizer of this model has a "
+                "schedule of its own for it: give it a number, or type --on_nan=stop or skip"
+            )
+    found = rollbacks(folder) if restored is not None else []
+    if not found:
+        return run
+    if not own:
+        return dataclasses.replace(run, lowered_at=tuple(e["examples"] for e in found))
+    for rate in rates:  # a later checkpoint has it
+        rate.assign(rate * FACTOR ** sum(entry["to"] == restored for entry in found))
+    run.masters.set_copies()
+    return run
+
+
+# What is written.
+
+
+def write(folder: Path, variables: Mapping[str, Any], batch: Any, report: Mapping) -> None:
+    """Write the state before a step, its batch and the report on it to train_dir/nan."""
+    own = folder / FOLDER
+    own.mkdir(parents=True, exist_ok=True)
+    (own / REPORT).unlink(missing_ok=True)  # written last: with it, all is there
+    (own / STATE).mkdir(exist_ok=True)
+    values = {name: tf.identity(variable) for name, variable in variables.items()}
+    checkpoint.write(own / STATE, report["step"], values, {})
+    arrays: dict[str, np.ndarray] = {}
+    for i, leaf in enumerate(tf.nest.flatten(batch)):
+        array = leaf.numpy()
+        if array.dtype == object:  # texts, which NumPy would pickle
+            arrays[f"{i}_lengths"] = np.array([len(text) for text in array.flat])
+            arrays[f"{i}_shape"] = np.array(array.shape)
+            array = np.frombuffer(b"".join(array.flat), np.uint8)
+        arrays[str(i)] = array
+    with files.replacing(own / BATCH) as temporary, temporary.open("wb") as file:
+        np.savez(file, **arrays)
+    files.write_json(own / REPORT, report)
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """Return the report on the run's non-finite step.
+
+    Raises:
+        InputError: there is none.
+    """
+    report = files.read_json(folder / FOLDER / REPORT)
+    if not {"step", "line", "rows"} <= report.keys():
+        raise InputError(
+            f"--train_dir={folder}: there is nothing to replay: no step of that run was infinite "
+            f"or NaN (it would be in {folder / FOLDER})"
+        )
+    return report
+
+
+def read(folder: Path, spec: Any) -> tuple[dict[str, np.ndarray], Any]:
+    """Return the state before that step, {name: master variable}, and its batch.
+
+    Args:
+        folder: of the run.
+        spec: the structure of a batch.
+
+    Raises:
+        InputError: what was written is damaged.
+    """
+    own = folder / FOLDER
+    try:
+        state = checkpoint.read(str(own / STATE / f"ckpt-{read_report(folder)['step']}"), "")
+        files.check_is_file(own / BATCH)
+        with np.load(own / BATCH) as found:
+            arrays = dict(found)
+    except Exception as error:  # of many kinds
+        raise InputError(f"{own} cannot be read: {first_line(error)}") from None
+    leaves = []
+    for i in range(len(tf.nest.flatten(spec))):
+        array = arrays[str(i)]
+        if f"{i}_lengths" in arrays:
+            ends = np.cumsum(arrays[f"{i}_lengths"])[:-1]
+            texts = [part.tobytes() for part in np.split(array, ends)]
+            array = np.array(texts, object).reshape(arrays[f"{i}_shape"])
+        leaves.append(tf.constant(array))
+    return state, tf.nest.pack_sequence_as(spec, leaves)
+
+
+# Examples and towers.
+
+
+def numbers_of(run: RunContext, step: int, examples: int, size: int) -> tuple[np.ndarray, str]:
+    """Return a number for each example of a step's batch, and in words what is numbered."""
+    split = run.data.train
+    if hasattr(split, "train_rows"):
+        given = dict(seed=run.options.seed, step=step, examples=examples)
+        rows, _ = next(iter(split.train_rows(size, **given)))
+        return split.numbers(rows), "rows of the training set"
+    return examples + np.arange(size), "examples of the run, counted over all epochs"
+
+
+def tower_of(row: int, size: int, run: RunContext) -> int:
+    """Return which tower had a row of a batch of `size` examples."""
+    stop, number, num_towers = 0, -1, len(run.builder.devices)
+    for part in _sizes(size, run.builder.accumulate_steps):
+        for slice_size in _sizes(part, num_towers):
+            number, stop = number + 1, stop + slice_size
+            if row < stop:
+                return number % num_towers
+    return num_towers - 1
+
+
+def _sizes(total: int, parts: int) -> Iterable[int]:
+    small, more = divmod(total, parts)
+    return [small + (i < more) for i in range(parts)]
+
+
+# Words.
+
+
+def _of_rows(rows: list[int], what: str, size: int) -> str:
+    if not rows:
+        return ""
+    if len(rows) == size:
+        return f"for all {size} examples"
+    shown = ", ".join(map(str, rows[:_SHOWN]))
+    more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+    return f"for {shown}{more} ({what})"
+
+
+def _described(fault: NonFiniteOrigin | None, of_rows: str) -> str:
+    """Return in words where a step's first non-finite number is."""
+    if fault is None:
+        return "on one device it does not come again"
+    of_rows = f" {of_rows}" if of_rows else ""
+    return {
+        "variable": f"the variable {fault.name} is not finite, before the step",
+        "data": f"{fault.name} are not finite in {fault.dtype}{of_rows}",
+        "layer": f"layer {fault.name} is the first whose output is not finite{of_rows}",
+        "loss": f"all layers' outputs are finite, the loss is not{of_rows}",
+        "gradient": f"the loss is finite, the gradient of {fault.name} is not{of_rows}",
+    }[fault.kind]
+
+
+def _remedy(run: RunContext, fault: NonFiniteOrigin | None = None) -> str:
+    if fault and fault.of_data:
+        half = ", or type --dtype=float32" if fault.dtype == "float16" else ""
+        return f"leave these examples out or scale them{half}"
+    if not run.task.rate_is_set:
+        return "give its optimizer a lower learning rate or global_clipnorm=1.0"
+    more = ", or --on_nan=rollback" if run.options.on_nan == "stop" else ""
+    return f"try a lower --learning_rate or --clip_global_norm=1{more}"

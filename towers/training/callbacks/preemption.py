@@ -1,0 +1,298 @@
+"""Signals and stalls of a run, answered without losing a step, also while nothing goes on.
+
+Between two calls of the train loop, or two batches of an evaluation, the loop itself asks whether
+to stop, or to save. While it waits in C++ the `PreemptionHandler` answers in its place, in the
+signal listener's thread: if no step is in progress (`TrainLoop.moment`), the masters are the state
+after the last finished step, and are saved.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from towers import signals
+from towers.devices import remote
+from towers.devices.remote import DevicesChanged
+from towers.errors import RunError
+from towers.training.run.checkpoint_manager import CheckpointManager, Snapshot
+from towers.training.step.train_loop import TrainLoop
+from towers.training.step.train_state import not_finite
+
+EXIT_STALLED = 76
+BATCH, STEP, EVALUATION, SAVE = "a batch", "a step", "an evaluation", "a save"
+State = tuple[int, Snapshot]
+NOTHING: State = (0, {})  # needs no saving
+_CALL_SECONDS = 2.0  # which a call of the train loop may take: a stop waits for its end
+
+
+@dataclasses.dataclass(frozen=True)
+class _Waiting:
+    """What the main thread waits for.
+
+    Attributes:
+        what: in words.
+        step: steps done.
+        first: whether it is the first of its kind, which may be compiling.
+        state: returns (step, snapshot of the masters) if they are those of a finished step, else
+            None.
+        of_input: returns whether it waits for the data set.
+    """
+
+    what: str
+    step: int
+    first: bool  # it may be compiling
+    state: Callable[[], State | None]
+    of_input: Callable[[], bool]
+
+
+class PreemptionHandler(signals.StopRequest):
+    """The stop request of a run, which is also answered while the main thread waits.
+
+    Attributes:
+        whole: whether the masters are the state after a step, and no step is in progress.
+        kept: a (step, snapshot) that no lost machine takes with it: of a run whose towers, but not
+            its masters, are on other machines.
+    """
+
+    whole = True
+    kept: State | None = None
+
+    def __init__(
+        self,
+        checkpoints: CheckpointManager,
+        say: Callable[[str], None],
+        health: Callable[[], Mapping[str, float]] = dict,
+        stall_seconds: float = 0.0,
+        on_stall: str = "wait",
+    ):
+        """Create the watch of a run.
+
+        Args:
+            checkpoints: of the run.
+            say: prints a line.
+            health: returns {tag: value} of the GPUs, for the report of a stall.
+            stall_seconds: without progress that are reported as a stall; 0: none are.
+            on_stall: "stop" ends the process then; anything else waits on.
+        """
+        self._checkpoints, self._say, self._health = checkpoints, say, health
+        self._stall_seconds, self._on_stall = stall_seconds, on_stall
+        self._train_loop: TrainLoop | None = None
+        self._waiting: _Waiting | None = None
+        self._seen: set[str] = set()
+        self._beats, self._seconds_of_step = 0, 0.0
+        self._left_at: int | None = None
+        self._progress, self._since, self._told = None, time.monotonic(), False
+
+    def __call__(self) -> bool:
+        """Return whether a stop was asked for; the call itself tells that the loop is alive."""
+        self._beats += 1
+        return super().__call__()
+
+    def wants_save(self, step: int) -> bool:
+        """Return whether SIGUSR1 has asked for a checkpoint since the last call, and say so."""
+        wanted, self.listener.save_asked = self.listener.save_asked, False
+        if wanted:
+            self._say(f"saving      step {step}, asked for by SIGUSR1")
+        return wanted
+
+    def most_steps(self) -> int:
+        """Return how many steps a call may make, so that a stop need not wait long for its end."""
+        return max(1, int(_CALL_SECONDS / max(self._seconds_of_step, 1e-9)))
+
+    @contextlib.contextmanager
+    def first_batch(self) -> Iterator[None]:
+        """Watch the reading of the first batch, before there is anything to save."""
+        with self._watching(BATCH, 0, lambda: NOTHING, lambda: True):
+            yield
+        if self():
+            raise signals.Interrupted
+
+    @contextlib.contextmanager
+    def steps(self, train_loop: TrainLoop, step: int, number: int) -> Iterator[None]:
+        """Watch a call of the train loop that makes `number` steps after `step`."""
+        self._train_loop = train_loop
+        self._keep(step)
+        start = time.monotonic()
+
+        def state() -> State | None:
+            if self.kept:
+                return self.kept
+            before = train_loop.moment()
+            if not before.between_steps:
+                return None
+            snapshot = self._checkpoints.snapshot()
+            same = train_loop.moment() == before
+            return (int(snapshot["step"]), snapshot) if same else None
+
+        def of_input() -> bool:
+            return train_loop.moment().between_steps
+
+        with self._watching(STEP, step, state, of_input) as first:
+            self.whole = False
+            try:
+                yield
+                self.whole = True
+            except Exception:  # of the data set: nothing of its step was done
+                self.whole = train_loop.moment().between_steps
+                raise
+        if not first:
+            self._seconds_of_step = (time.monotonic() - start) / number
+
+    @contextlib.contextmanager
+    def evaluation(self, step: int) -> Iterator[None]:
+        """Watch an evaluation after `step` steps, in which weights may be those of the averages."""
+        snapshot = self._checkpoints.snapshot()
+        self._keep(step, snapshot)
+        with self._watching(EVALUATION, step, lambda: (step, snapshot), _reads_input):
+            yield
+
+    def _keep(self, step: int, snapshot: Snapshot | None = None) -> None:
+        """Keep the state of now if losing a machine could lose it.
+
+        Raises:
+            DevicesChanged: a machine that was lost is there again: the run is to be built anew.
+        """
+        cluster = remote.current_cluster()
+        if cluster is None:
+            return
+        if cluster.returned or not self._checkpoints.is_remote:
+            self.kept = step, snapshot or self._checkpoints.snapshot()
+        if cluster.returned:
+            raise DevicesChanged
+
+    def save_kept(self) -> int | None:
+        """Write the kept state as a checkpoint; return its step, None if there is none.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        self._checkpoints.close()
+        if self.kept is None:
+            return None
+        step, snapshot = self.kept
+        if not self._checkpoints.has(step):
+            self._checkpoints.save_now(step, snapshot)
+        return step
+
+    @contextlib.contextmanager
+    def save(self, step: int) -> Iterator[None]:
+        """Watch a checkpoint being written; nobody else writes one meanwhile."""
+        with self._watching(SAVE, step, lambda: None, lambda: False):
+            yield
+
+    @contextlib.contextmanager
+    def _watching(
+        self, what: str, step: int, state: Callable, of_input: Callable
+    ) -> Iterator[bool]:
+        before, first = self._waiting, what not in self._seen
+        self._beats += 1
+        self._waiting = _Waiting(what, step, first, state, of_input)
+        self._began = time.monotonic()
+        try:
+            yield first
+            self._seen.add(what)
+        finally:
+            self._waiting = before
+            self._beats += 1
+
+    def _tick(self) -> None:
+        """Answer signals and stalls for a main thread that waits; called twice a second."""
+        waiting = self._waiting
+        if waiting is None:
+            return
+        if self.listener.waited() > signals.GRACE_SECONDS:
+            name = self.listener.asked.name
+            self._save_and_leave(waiting, signals.EXIT_STOPPED, f"stopped by {name}")
+        if self.listener.save_asked and time.monotonic() - self._began > signals.GRACE_SECONDS:
+            found = waiting.state()
+            if found and found is not NOTHING and self.wants_save(found[0]):
+                self._save(*found)
+        if self._stall_seconds:
+            self._look_for_a_stall(waiting)
+
+    def _look_for_a_stall(self, waiting: _Waiting) -> None:
+        progress = self._beats, waiting.what == STEP and self._train_loop.moment()
+        now = time.monotonic()
+        if progress != self._progress:
+            if self._told:
+                self._say(f"goes on     after {now - self._since:.0f} s without {waiting.what}")
+            self._progress, self._since, self._told = progress, now, False
+            return
+        of_input = waiting.of_input()
+        if waiting.first and not of_input:  # it may be compiling
+            self._since = now
+        if self._told or now - self._since < self._stall_seconds:
+            return
+        self._told = True
+        where = "the disk" if waiting.what == SAVE else "the devices"
+        where = "input: the data set gives no batch" if of_input else where
+        self._say(
+            f"stalled     {now - self._since:.0f} s without progress in {waiting.what} after step "
+            f"{waiting.step}: it waits for {where}"
+        )
+        faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+        for tag, value in self._health().items():
+            self._say(f"  {tag} {value:g}")
+        if self._on_stall == "stop":
+            self._save_and_leave(waiting, EXIT_STALLED, "stopped by --on_stall=stop", always=True)
+
+    def _save(self, step: int, snapshot: Snapshot) -> None:
+        try:
+            check_snapshot(snapshot)
+            self._checkpoints.save_now(step, snapshot)
+        except RunError as error:
+            self._say(f"not saved   {error}")
+
+    def _save_and_leave(self, waiting: _Waiting, code: int, why: str, always: bool = False) -> None:
+        """Save a whole state, and end the process with `code`.
+
+        A process that is not ours is saved, and goes on waiting.
+
+        Args:
+            waiting: what the main thread waits for.
+            code: exit code.
+            why: for the line that is printed.
+            always: whether to end also if the masters are not whole.
+        """
+        found = waiting.state()
+        if not self.listener.owner:
+            if found and found is not NOTHING and found[0] != self._left_at:
+                self._left_at = found[0]
+                self._say(f"saving      step {found[0]}: {why}, when what it waits for comes")
+                self._save(*found)
+            return
+        if not found and not always:
+            return
+        if found is NOTHING:
+            line = f"{why}: nothing is lost, the same command goes on"
+        elif found is None:
+            line = f"{why} in the middle of {waiting.what}: the newest checkpoint stands"
+        else:
+            step, snapshot = found
+            line = f"{why}: step {step} is saved; the same command continues the run"
+            try:
+                check_snapshot(snapshot)
+                self._checkpoints.save_now(step, snapshot)
+            except RunError as error:
+                code, line = 1, f"{why}: {error}"
+        self.listener.leave(code, line)
+
+
+def _reads_input() -> bool:
+    """Return whether the main thread waits in the iterator of a data set."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    while frame is not None:
+        if "/tensorflow/python/data/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def check_snapshot(snapshot: Snapshot) -> None:
+    """Raise RunError if a weight in a snapshot is infinite or NaN."""
+    if not_finite(snapshot):
+        raise RunError("a weight is infinite or NaN: not saved, the newest checkpoint stands")

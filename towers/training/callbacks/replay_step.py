@@ -1,0 +1,257 @@
+"""Makes one step again, on one device, with the range of every tensor computed in it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder.device_types import HOST
+from towers.data import Data
+from towers.formatting import first_line
+from towers.options.run import Options
+from towers.training.run.setup import assemble
+from towers.training.step.train_state import restore_after
+
+_PARTS = ("inputs", "targets", "sample weights")
+_MOST_TRIALS = 40  # steps with some of the examples, to find out which are at fault
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorRange:
+    """The range of the numbers in a tensor.
+
+    Attributes:
+        kind: "data", "variable", "layer", "loss" or "gradient".
+        name, dtype: of the tensor.
+        low, high: of its finite numbers, None if there are none.
+        not_finite, size: how many of its numbers are infinite or NaN, and how many there are.
+        rows: of the batch that hold such numbers, if the tensor has a row for each example.
+    """
+
+    kind: str
+    name: str
+    dtype: str
+    low: float | None
+    high: float | None
+    not_finite: int
+    size: int
+    rows: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class NonFiniteOrigin:
+    """The first tensor of a step with non-finite numbers, and their `rows` in the batch."""
+
+    kind: str
+    name: str
+    dtype: str
+    rows: list[int]
+
+    @property
+    def of_data(self) -> bool:
+        """Whether the data held them already."""
+        return self.kind == "data"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayResult:
+    """A step that was made again; `reason` says why it could not be made, if so."""
+
+    ranges: list[TensorRange]
+    is_finite: bool
+    loss: float
+    fault: NonFiniteOrigin | None
+    reason: str = ""
+
+    @property
+    def what(self) -> str:
+        """What is not finite, in words."""
+        if self.reason or np.isfinite(self.loss):
+            return "a gradient is not finite" if not self.reason else "the step is not finite"
+        return f"the loss is {self.loss:g}"
+
+    @property
+    def loss_text(self) -> str:
+        """The loss as text: JSON has no NaN."""
+        return f"{self.loss:g}"
+
+
+def num_examples(batch: Any) -> int:
+    """Return how many examples a batch, (example, draws), has."""
+    return len(tf.nest.flatten(batch[1])[0])
+
+
+def make_again(
+    options: Options, dataset: Data, device: str, state: Mapping[str, np.ndarray], batch: Any
+) -> ReplayResult:
+    """Make a step on one device, with one tower and without XLA.
+
+    Args:
+        options: of the run.
+        dataset: of the run.
+        device: of the step; the host, if that has too little memory.
+        state: {name: master variable} before the step.
+        batch: (example, draws).
+
+    Returns:
+        What was found; an error in the step is its `reason`: the caller reports one already.
+    """
+    for place in dict.fromkeys([device, HOST]):  # a GPU may be too small for all the batch
+        try:
+            return _Step(options, dataset, place, state).make(batch)
+        except Exception as error:  # of many kinds: the user's code, memory
+            reason = first_line(error)
+    return ReplayResult([], False, float("nan"), None, reason)
+
+
+class _Step:
+    """The step of a run on one device, with all that is seen in it."""
+
+    def __init__(self, options: Options, dataset: Data, device: str, state: Mapping):
+        changed = dict(variables="cpu", accumulate_steps=1, jit_compile=False, on_nan="stop")
+        options = dataclasses.replace(options, num_towers=1, devices="", **changed)
+        self.run = run = assemble(options, [device], dataset)
+        for name, variable in run.masters.variables().items():
+            variable.assign(state[name])
+        self.state = state
+        self._seen: list[tuple[str, str, Any]] = []
+        self._trace = tf.function(self._ranges, autograph=False)
+
+    def make(self, batch: Any) -> ReplayResult:
+        """Return what was found of a step with this batch."""
+        size = num_examples(batch)
+        ranges = [_range_of("variable", name, v) for name, v in self.state.items()]
+        ranges = [found for found in ranges if found]
+        stuck, loss, found = self._call(batch)
+        ranges += [
+            TensorRange(kind, name, dtype, *_numbers(values), _rows(values["rows"], size))
+            for (kind, name, dtype), values in found
+        ]
+        ranges.sort(key=lambda r: ("data", "layer", "loss", "gradient", "variable").index(r.kind))
+        fault = self._fault(ranges) if stuck else None
+        if fault and not fault.rows and fault.kind in ("loss", "gradient"):
+            fault = dataclasses.replace(fault, rows=self._rows_at_fault(batch))
+        return ReplayResult(ranges, not stuck, loss, fault)
+
+    def _fault(self, ranges: Sequence[TensorRange]) -> NonFiniteOrigin | None:
+        """Return the first tensor that is not finite, in the order of computation."""
+        bad = [found for found in ranges if found.not_finite]
+        layers = [found for found in bad if found.kind in ("layer", "loss")]
+        first = [
+            *(found for found in bad if found.kind == "variable"),
+            # In half precision large inputs overflow, which matters if a layer then does.
+            *(f for f in bad if f.kind == "data" and (layers or f.dtype != "float16")),
+            *layers,
+            # Going backward, the last variable comes first.
+            *[found for found in bad if found.kind == "gradient"][::-1],
+        ]
+        return (
+            NonFiniteOrigin(first[0].kind, first[0].name, first[0].dtype, first[0].rows)
+            if first
+            else None
+        )
+
+    def _call(self, batch: Any) -> tuple[bool, float, list[tuple[tuple, Any]]]:
+        """Make the step, and restore the state."""
+        masters = self.run.masters
+        with restore_after([*masters.variables().values(), *masters.in_a_row]):
+            loss, values = self._trace(*batch)
+            return bool(masters.stuck()), float(loss), list(zip(self._names, values, strict=True))
+
+    def _rows_at_fault(self, batch: Any) -> list[int]:
+        """Return by bisection which examples alone make a step that is not finite."""
+        trials = 0
+
+        def find(rows: range) -> list[int]:
+            nonlocal trials
+            trials += 1
+            some = tf.nest.map_structure(lambda t: t[rows.start : rows.stop], batch)
+            if trials > _MOST_TRIALS or not self._call(some)[0]:
+                return []
+            if len(rows) == 1:
+                return [rows.start]
+            half = len(rows) // 2
+            return find(rows[:half]) + find(rows[half:])
+
+        try:
+            self._trace = tf.function(self._ranges, autograph=False, reduce_retracing=True)
+            return find(range(num_examples(batch)))
+        except Exception:  # a model may need all of the batch
+            return []
+
+    def _ranges(self, example: Any, draws: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
+        """Make a step; return its loss and the statistics of each tensor in it."""
+        task, graph, seen = self.run.task, tf.compat.v1.get_default_graph(), []
+        for name, part in zip(_PARTS, example, strict=False):
+            leaves = [leaf for leaf in tf.nest.flatten(part) if leaf.dtype != tf.string]
+            floats = [t if t.dtype.is_floating else tf.cast(t, tf.float64) for t in leaves]
+            seen += [("data", name, leaf) for leaf in floats]
+        if self.run.options.dtype == "mixed_float16":
+            with tf.device(HOST):
+                leaves = tf.nest.flatten(task.inputs(example[0], draws))
+            floats = [leaf for leaf in leaves if leaf.dtype.is_floating]
+            seen += [("data", "inputs", tf.cast(leaf, tf.float16)) for leaf in floats]
+
+        def make(call: Callable) -> Callable:
+            def watched(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+                outputs = call(layer, *args, **kwargs)
+                if tf.compat.v1.get_default_graph() is graph:
+                    name = getattr(layer, "path", None) or layer.name
+                    seen.extend(("layer", name, leaf) for leaf in tf.nest.flatten(outputs))
+                return outputs
+
+            return watched
+
+        def on_update(gradients: Sequence[Any], weights: Sequence[Any]) -> None:
+            if tf.compat.v1.get_default_graph() is graph:
+                pairs = zip(gradients, weights, strict=True)
+                seen.extend(("gradient", weight.path, gradient) for gradient, weight in pairs)
+
+        task.on_update = on_update
+        with tf_internals.patch_layer_calls(make):
+            values, _ = task.make_train_step(self.run.learning_rate)(example, draws)
+        seen.append(("loss", "loss", values["loss"]))
+        seen = [(k, n, t.values if isinstance(t, tf.IndexedSlices) else t) for k, n, t in seen]
+        seen = [entry for entry in seen if _is_float(entry[2])]
+        self._names = [(kind, name, tensor.dtype.name) for kind, name, tensor in seen]
+        return values["loss"], [_statistics(tensor) for _, _, tensor in seen]
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and value.dtype.is_floating
+
+
+def _statistics(tensor: tf.Tensor) -> dict[str, tf.Tensor]:
+    """Return a tensor's finite range, how many numbers are not finite, its size, the bad rows."""
+    finite = tf.math.is_finite(tensor)
+    flat = tf.reshape(finite, [tf.shape(tensor)[0] if tensor.shape.rank else 1, -1])
+    return {
+        "low": tf.reduce_min(tf.where(finite, tensor, tensor.dtype.max)),
+        "high": tf.reduce_max(tf.where(finite, tensor, tensor.dtype.min)),
+        "not_finite": tf.math.count_nonzero(~finite),
+        "size": tf.size(tensor, tf.int64),
+        "rows": tf.reduce_any(~flat, axis=1),
+    }
+
+
+def _numbers(values: Mapping[str, tf.Tensor]) -> tuple[float | None, float | None, int, int]:
+    not_finite, size = int(values["not_finite"]), int(values["size"])
+    none = not_finite == size
+    low, high = (None if none else float(values[name]) for name in ("low", "high"))
+    return low, high, not_finite, size
+
+
+def _rows(bad: tf.Tensor, size: int) -> list[int]:
+    """Return the bad rows of a batch; [] for a tensor without a row for each example."""
+    return np.flatnonzero(bad.numpy()).tolist() if len(bad) == size else []
+
+
+def _range_of(kind: str, name: str, value: np.ndarray) -> TensorRange | None:
+    tensor = tf.constant(value)
+    if not tensor.dtype.is_floating:
+        return None
+    return TensorRange(kind, name, tensor.dtype.name, *_numbers(_statistics(tensor)))

@@ -1,0 +1,180 @@
+"""Callbacks of Keras in the loop of a run: `--callbacks=module:function`.
+
+    def callbacks():  # in my_callbacks.py
+        return [keras.callbacks.CSVLogger("log.csv"), keras.callbacks.EarlyStopping(patience=3)]
+
+Their hooks are called where `fit` calls them, but for those of an evaluation's batches. So with
+callbacks each call of TensorFlow makes one step; without any, nothing of this costs anything.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers.errors import InputError
+from towers.options.functions import call_without_arguments
+from towers.options.triggers import Timetable
+from towers.training.callbacks.exact_resume import ExactResume
+from towers.training.run.setup import RunContext
+from towers.training.step.evaluation import Evaluation
+
+_K = keras.callbacks
+
+
+def load(names: str) -> list[_K.Callback]:
+    """Return the callbacks that functions return, which are named "module:function,module:other".
+
+    Raises:
+        InputError: a function returns something else, or a callback that resumes, as a run does
+            itself.
+    """
+    found: list[_K.Callback] = []
+    for name in filter(None, names.split(",")):
+        returned = call_without_arguments("callbacks", name)
+        found += returned if isinstance(returned, list | tuple) else [returned]
+        for callback in found:
+            if not isinstance(callback, _K.Callback):
+                raise InputError(
+                    f"--callbacks={name} returned {type(callback).__name__}; a list of "
+                    "keras.callbacks.Callback is needed"
+                )
+            if isinstance(callback, _K.BackupAndRestore | ExactResume):
+                raise InputError(
+                    f"--callbacks={name}: a run goes on by itself where it was stopped: leave "
+                    f"{type(callback).__name__} out"
+                )
+    return found
+
+
+class Callbacks:
+    """Calls the hooks of a run's Keras callbacks. It is false if there are none."""
+
+    def __init__(self, callbacks: Sequence[_K.Callback], run: RunContext, timetable: Timetable):
+        """Give each callback the model, whose weights are the run's, and the length of the run."""
+        self._masters, self._task, self._timetable = run.masters, run.task, timetable
+        self._model, self._losses, self._training = run.masters.model, [], False
+        self._list = None
+        if not callbacks:
+            return
+        for callback in callbacks if run.task.rate_is_set else ():
+            if isinstance(callback, _K.LearningRateScheduler | _K.ReduceLROnPlateau):
+                raise self._sets_rate(type(callback).__name__)
+        self._list = _K.CallbackList(
+            list(callbacks),
+            model=self._model,
+            epochs=math.ceil(timetable.epochs(timetable.last_step)),
+            steps=math.ceil(timetable.train_size / timetable.options.batch_size),
+            verbose=0,
+        )
+        self._model.stop_training = False
+
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return self._list is not None
+
+    def stopped(self) -> bool:
+        """Return whether a callback has set `stop_training`."""
+        return bool(self) and self._model.stop_training
+
+    def begin_run(self) -> None:
+        """Call on_train_begin."""
+        self._call("on_train_begin")
+        self._training = bool(self)
+
+    def begin_step(self, step: int) -> None:
+        """Call on_train_batch_begin after `step` steps, and on_epoch_begin if an epoch begins."""
+        if not self._losses:
+            self._call("on_epoch_begin", self._epoch(step))
+        self._call("on_train_batch_begin", self._place(step))
+
+    def end_step(self, step: int, values: Mapping[str, tf.Tensor]) -> None:
+        """Call on_train_batch_end after `step` steps, with what the last one returned."""
+        if self:
+            logs = {"loss": float(values["loss"]) + float(values["penalty"])}
+            of_batch = [name for name in values if name.startswith("batch/")]
+            logs |= {name.removeprefix("batch/"): float(values[name]) for name in of_batch}
+            self._losses.append(logs["loss"])
+            self._call("on_train_batch_end", self._place(step - 1), logs)
+
+    def end_epoch(self, step: int, evaluation: Evaluation | None) -> bool:
+        """Call on_epoch_end if `step` ends an epoch or the run; return whether weights changed.
+
+        Its logs hold the mean of the steps' losses, and the `evaluation` after this step.
+        """
+        ends = self._epoch(step) > self._epoch(step - 1) or step == self._timetable.last_step
+        if not self or not ends:
+            return False
+        logs = {"loss": float(np.mean(self._losses))}
+        logs |= {f"val_{n}": v for n, v in _figures(evaluation).items()}
+        self._losses = []
+        return self._changes_weights("on_epoch_end", self._epoch(step - 1), logs)
+
+    def end_run(self) -> bool:
+        """Call on_train_end; return whether weights changed."""
+        self._training = False
+        return bool(self) and self._changes_weights("on_train_end")
+
+    def around(self, evaluate: Callable[..., Evaluation | None]) -> Callable:
+        """Return an evaluator that calls on_test_begin and on_test_end while the run trains."""
+
+        def evaluated(stop: Callable[[], bool]) -> Evaluation | None:
+            if not self._training:
+                return evaluate(stop)
+            self._call("on_test_begin")
+            found = evaluate(stop)
+            self._call("on_test_end", _figures(found))
+            return found
+
+        return evaluated if self else evaluate
+
+    def _epoch(self, step: int) -> int:
+        return self._timetable.examples(step) // self._timetable.train_size
+
+    def _place(self, step: int) -> int:
+        """Return the number of steps that the epoch has had after `step` steps of the run."""
+        size, batch_size = self._timetable.train_size, self._timetable.options.batch_size
+        return self._timetable.examples(step) % size // batch_size
+
+    def _call(self, hook: str, *args: Any) -> None:
+        """Call a hook of all callbacks; weights that it assigns are copied to all towers."""
+        if not self:
+            return
+        model, lent = vars(self._model), "optimizer" not in vars(self._model)
+        if lent:  # those of experiment trackers read the learning rate there
+            model["optimizer"] = next(iter(self._masters.optimizers), None)
+        before = self._rate()
+        try:
+            getattr(self._list, hook)(*args)
+        finally:
+            after = self._rate()
+            if lent:
+                del model["optimizer"]
+        self._masters.set_copies()
+        if self._task.rate_is_set and after != before:
+            raise self._sets_rate(hook)
+
+    def _changes_weights(self, hook: str, *args: Any) -> bool:
+        before = self._model.get_weights()
+        self._call(hook, *args)
+        pairs = zip(before, self._model.get_weights(), strict=True)
+        return not all(np.array_equal(one, other) for one, other in pairs)
+
+    def _rate(self) -> float | None:
+        optimizer = getattr(self._model, "optimizer", None)
+        return None if optimizer is None else float(optimizer.learning_rate)
+
+    @staticmethod
+    def _sets_rate(who: str) -> InputError:
+        return InputError(
+            f"--callbacks: {who} sets the learning rate, which --schedule does in each step: let "
+            "--model return a compiled model, whose optimizer has its own"
+        )
+
+
+def _figures(evaluation: Evaluation | None) -> dict[str, float]:
+    found = evaluation.metrics if evaluation else {}
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,186 @@
+"""The model of a run, with its trained weights: `towers.load`.
+
+Only the weights are read. A run may be training meanwhile, on any number of towers.
+"""
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder.device_types import devices_here
+from towers.data import augment
+from towers.errors import InputError
+from towers.options.flags import options_from_call
+from towers.options.inline_objects import PREFIX
+from towers.options.run import Options
+from towers.training.callbacks.best import step_of
+from towers.training.run import checkpoint, compile_from_flags, manifest, model
+from towers.training.run.process_state import preserve_rng
+from towers.training.run.setup import load_data
+from towers.training.run.tensorflow_errors import user_facing_errors
+from towers.training.step.train_state import by_unique_name, move, variables_of
+
+Warn = Callable[[str], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """A checkpoint's values of a model's variables, by name; no averages without EMA."""
+
+    step: int
+    model: dict[str, np.ndarray]
+    averages: dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModel:
+    """The model of a run with the weights of a checkpoint."""
+
+    options: Options
+    task: dict[str, Any]  # see `manifest.model_spec`
+    model: keras.Model
+    step: int
+    averaged: bool  # whether the weights are moving averages
+
+    def spec(self) -> tuple:
+        """Return the structure of `tf.TensorSpec`s of one example."""
+        return tuple(_spec(part) for part in self.task["spec"])
+
+    def inputs(self, x: Any) -> Any:
+        """Return the model's inputs for a batch of x as the data set stores it."""
+        dtype = self.options.input_dtype
+        if self.task["image_shape"]:
+            return augment.eval_images(x, self.task["augment"], dtype)
+        return tf.nest.map_structure(lambda t: tf.cast(t, dtype) if t.dtype.is_floating else t, x)
+
+
+def load(
+    train_dir: str,
+    *,
+    averages: bool = False,
+    step: int | None = None,
+    model: Callable | None = None,
+    trust: bool = False,
+) -> keras.Model:
+    """Return the Keras model of a run with its trained weights.
+
+        model = towers.load("runs/mine")
+        model.save("mine.keras")
+
+    Args:
+        train_dir: the folder of the run, which may be training meanwhile.
+        averages: whether the weights are to be their moving averages (`--ema_decay`).
+        step: of the checkpoint; None: the best one where the run keeps that, else the newest.
+        model: the model function, where the run was given one that has no importable name.
+        trust: whether functions that the run names may be called though it is somebody else's.
+
+    Returns:
+        What the run's model function returns, called as in the run, and compiled as there if the
+        run's flags say how. Its inputs are what that model sees: images as the run's `augment`
+        prepares them, which `towers export` makes a part of the model.
+
+    Raises:
+        InputError: there is no such run or checkpoint, or its model now has other variables.
+    """
+    given = {"train_dir": str(train_dir), "trust": trust}
+    given |= {} if model is None else {"model": model}
+    with preserve_rng():
+        trained = load_run(
+            options_from_call(None, given, verb="load"), averages=averages, step=step
+        )
+    if devices_here("GPU"):  # in a run, weights lie where they are gathered
+        for variable in trained.model.variables:
+            if variable.value.dtype.is_floating:
+                move(variable, "/gpu:0")
+    return trained.model
+
+
+def load_run(
+    options: Options,
+    *,
+    averages: bool = False,
+    step: int | None = None,
+    warn: Warn = warnings.warn,
+) -> TrainedModel:
+    """Build the model of the run in `options.train_dir` and read its weights; see `load`.
+
+    `warn` is told of a checkpoint that cannot be read, where an older one is taken.
+    """
+    weights = read_weights(Path(options.train_dir), step, warn)
+    if averages and not weights.averages:
+        raise InputError(
+            f"--train_dir={options.train_dir} has no moving averages: take its weights, or train "
+            "with --ema_decay"
+        )
+    task = task_of_run(options)
+    with user_facing_errors(options), tf_internals.named_as_in_a_new_process():
+        network = model.build_for(
+            dataclasses.replace(options, augment=task["augment"]),
+            num_classes=task["num_classes"],
+            x=_spec(task["spec"][0]),
+            image_shape=task["image_shape"],
+        )
+        given = PREFIX in f"{options.loss}{options.metrics}{options.optimizer}"
+        if (options.loss or options.metrics) and not given:  # else a program knows them, not we
+            compile_from_flags.compile_from_flags(network, options)
+    values = weights.model | (weights.averages if averages else {})
+    variables = by_unique_name((v.path, v) for v in variables_of(network))
+    here, there = (
+        {name: str(list(v.shape)) for name, v in found.items()} for found in (variables, values)
+    )
+    if differs := checkpoint.first_difference(here, there):
+        raise InputError(
+            f"--train_dir={options.train_dir}: its checkpoint of step {weights.step} is of "
+            f"another model than {options.model} is now: {differs}"
+        )
+    for name, variable in variables.items():
+        variable.assign(values[name])
+    return TrainedModel(options, task, network, weights.step, averages)
+
+
+def read_weights(train_dir: Path, step: int | None = None, warn: Warn = warnings.warn) -> Weights:
+    """Return the weights of a run's checkpoint: of `step`, else of the best or the newest."""
+    folder = train_dir / "checkpoints"
+    found = checkpoint.of_run(train_dir)
+    if step is not None and step not in found:
+        raise InputError(
+            f"--train_dir={train_dir} has no checkpoint of step {step}; there are those of "
+            f"{', '.join(map(str, found))}"
+        )
+
+    def read(_: str, reader: Any) -> list[dict[str, np.ndarray]]:
+        return [checkpoint.values_of(reader, beginning) for beginning in ("model/", "average/")]
+
+    best = None if step is not None else step_of(train_dir)
+    newest = checkpoint.read_newest(folder, read, warn, best, step)
+    if newest is None:
+        raise InputError(f"--train_dir={train_dir}: none of its checkpoints can be read")
+    return Weights(newest[0], *newest[1])
+
+
+def task_of_run(options: Options) -> dict[str, Any]:
+    """Return `manifest.model_spec` the run, from the data set where its manifest lacks it."""
+    found = manifest.read(Path(options.train_dir)).get("task")
+    if found:
+        return found
+    data = load_data(options)
+    kind = augment.resolve(options.augment, data, compiled=False)
+    return manifest.model_spec(data, dataclasses.replace(options, augment=kind))
+
+
+def _spec(found: Any) -> Any:
+    if isinstance(found, str):
+        dtype, shape = re.fullmatch(r"(\w+)\[(.*)\]", found).groups()
+        sizes = [None if size == "None" else int(size) for size in shape.split(", ") if size]
+        return tf.TensorSpec(sizes, dtype)
+    if isinstance(found, dict):
+        return {name: _spec(part) for name, part in found.items()}
+    return [_spec(part) for part in found]

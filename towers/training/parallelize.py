@@ -1,0 +1,522 @@
+"""`model.fit` over towers: a Keras model's own steps, whose forward passes run on towers.
+
+    model = towers.parallelize(model, num_towers=4)
+    model.compile(optimizer="adam", loss="mse")
+    model.fit(x, y, batch_size=256)
+
+The step itself stays the model's. While it is traced, each outermost layer that it calls, the model
+as a rule, runs on towers, and its outputs are joined (`TowerBuilder.concat`). Loss, metrics and
+update are Keras' or the user's own, made once, over the global batch.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import devices as tower_devices
+from towers import tf_internals
+from towers.builder import attributes, diagnostics, exactness_checks, synthetic_inputs
+from towers.builder.device_types import HOST, are_gpus, are_remote
+from towers.builder.joined_outputs import Passes, concat
+from towers.builder.replica_context import integers_on
+from towers.builder.replica_scope import ReplicaScope
+from towers.builder.sharding import PerTower, slices_of
+from towers.builder.tower import Forward, TowerBuilder
+from towers.devices import remote
+from towers.errors import InputError
+from towers.training.step import fused_update, train_state
+from towers.training.step.train_state import optimizers_of
+
+_STEPS = ("train_step", "test_step", "predict_step")
+_BATCH = object()  # stands for a tensor among arguments
+_PROBABILITIES = {"Softmax": tf.nn.softmax, "Sigmoid": tf.nn.sigmoid}  # Keras looks for such ops
+_CONSTANTS = (bool, int, float, str, type(None))
+_MAKERS = ("make_train_function", "make_test_function", "make_predict_function")
+
+
+def parallelize(
+    model: keras.Model,
+    num_towers: int = 0,
+    devices: str | Sequence[str] = "",
+    *,
+    workers: str | Sequence[str] = (),
+    towers_per_worker: int = 0,
+    gather_device: str = "",
+    variables: str = "default",
+    batch_norm: str = "sync",
+    accumulate_steps: int = 1,
+    jit_compile: bool = False,
+) -> keras.Model:
+    """Run `fit`, `evaluate`, `predict` and their kin of a model on towers; return the model.
+
+        model = towers.parallelize(model, num_towers=2)
+        model.fit(x, y, batch_size=32)
+
+    It is changed in place, built or not, compiled or not. Losses, metrics and weights are those of
+    one device without XLA, up to rounding, if layers compute each example from itself (but for
+    BatchNorm); else a warning names the layer. What cannot be called with a part of the batch runs
+    on one device, with a warning, and so does a model that runs eagerly. What the model is called
+    for elsewhere, saved as, copied or pickled is the plain model.
+
+    Args:
+        model: any Keras model, its own `train_step` and `compute_loss` included.
+        num_towers: 0 for one tower on each visible GPU, else one on the CPU.
+        devices: of the towers, in place of the first ones: "/gpu:0,/gpu:2" or a list; "cpu" for
+            logical CPU devices although there are GPUs.
+        workers: addresses of `towers worker` on other machines, ["host1:2222"], whose devices have
+            the towers in place of this machine's.
+        towers_per_worker: 0 for one tower on each of its GPUs, else one.
+        gather_device: of splitting, joining, the loss and the update; "" for the first tower's GPU
+            if weights lie on GPUs, else "/cpu:0".
+        variables: "cpu": weights lie on the gather device; "sharded": each on one of the towers;
+            "default": "sharded" on GPUs, else "cpu".
+        batch_norm: moments of BatchNorm over all towers ("sync") or each tower's own ("local").
+        accumulate_steps: takes each batch in so many parts, one after the other, for less memory;
+            the forward pass is computed twice, and BatchNorm's moments are those of a part.
+        jit_compile: XLA compiles what each tower computes.
+
+    Raises:
+        InputError: an argument is not as said here, or there is no such device or worker.
+    """
+    if not isinstance(model, keras.Model):
+        raise InputError(f"parallelize takes a keras.Model, not {type(model).__name__}")
+    if tf.distribute.has_strategy() or model.distribute_strategy != tf.distribute.get_strategy():
+        raise InputError(
+            "parallelize is in the place of tf.distribute: make the model outside of a strategy's "
+            "scope, and call parallelize there"
+        )
+    if variables not in ("default", "cpu", "sharded"):
+        raise InputError(f"variables={variables!r} must be 'default', 'cpu' or 'sharded'")
+    tf_internals.refuse_fork()
+    device_names = _devices_for(model, num_towers, devices, workers, towers_per_worker)
+    if variables == "default":
+        here = are_gpus(device_names) and not are_remote(device_names)
+        variables = "sharded" if here else "cpu"
+    builder = TowerBuilder(
+        device_names,
+        gather_device or train_state.home_of(variables, device_names),
+        batch_norm=batch_norm,
+        accumulate_steps=accumulate_steps,
+        gather_at_variables=variables == "sharded",
+        jit_compile=jit_compile,
+    )
+    return put_on(model, builder)
+
+
+def _devices_for(
+    model: keras.Model,
+    num_towers: int,
+    devices: str | Sequence[str],
+    workers: str | Sequence[str],
+    number: int,
+) -> list[str]:
+    """Return the devices of the towers, `number` on each worker if there are workers.
+
+    A model that was made before these were connected is refused: TensorFlow loses what is assigned
+    to its variables, without a word, so that metrics are 0.
+    """
+    if not workers:
+        return tower_devices.tower_devices(num_towers, devices)
+    if num_towers or devices:
+        raise InputError(
+            f"num_towers={num_towers} and devices={devices!r} are of this machine, and "
+            f"workers={workers!r} has the towers elsewhere: leave one of them out"
+        )
+    before = remote.current_cluster()
+    found = remote.connect(workers, number)
+    if found is not before and (model.compiled or model.variables):
+        raise InputError(
+            f"workers={workers!r}: connect to them before the model is made, by "
+            f"towers.devices.connect({workers!r}, {number}): TensorFlow loses what is assigned to "
+            "variables that are older"
+        )
+    return found.devices
+
+
+def put_on(model: keras.Model, builder: TowerBuilder) -> keras.Model:
+    """Run the steps of a model on the towers of a builder; return the model."""
+    unparallelize(model)
+    steps = _Steps(model, builder)
+    vars(model)["_tower_steps"] = steps
+    vars(model).update({name: steps.on_towers(name) for name in _STEPS})
+    vars(model).update({name: steps.made_for_towers(name) for name in _MAKERS})
+    return model
+
+
+def on_towers(
+    model: keras.Model,
+    builder: TowerBuilder,
+    fn: Callable,
+    copies: Sequence[Sequence[keras.Variable]] = (),
+) -> Callable:
+    """Return `fn` with its outermost calls of the model and of layers on towers.
+
+    Args:
+        model: the Keras model.
+        builder: of the towers.
+        fn: a step of the model.
+        copies: the trainable variables that each tower reads, if these are not the model's. `fn`
+            then computes no gradients.
+    """
+    return _Steps(model, builder, copies).outermost_on_towers(fn)
+
+
+def unparallelize(model: keras.Model) -> keras.Model:
+    """Run a model on one device again, as Keras does; return it.
+
+        model = towers.unparallelize(model)
+
+    Its steps are traced anew; weights and optimizer stay.
+    """
+    for name in (*_STEPS, *_MAKERS, "_tower_steps"):
+        vars(model).pop(name, None)
+    model.train_function = model.test_function = model.predict_function = None  # traced before
+    return model
+
+
+def builder_of(model: keras.Model) -> TowerBuilder | None:
+    """Return the builder of a model's towers; None if it runs on one device."""
+    steps = vars(model).get("_tower_steps")
+    return steps and steps.builder
+
+
+def passes_of(model: keras.Model) -> Passes:
+    """Return what the last traced step of a model has done on towers."""
+    steps = vars(model).get("_tower_steps")
+    return steps.passes if steps else Passes()
+
+
+class _Steps:
+    """A model's steps on towers."""
+
+    def __init__(self, model: keras.Model, builder: TowerBuilder, copies: Sequence[Any] = ()):
+        self.model, self.builder, self.home = model, builder, builder.gather_device
+        self._copies = copies
+        self.passes = Passes()  # of the step that is traced
+        self._placed: set[int] = set()  # ids of variables
+        self._batch: Any = None  # real, while a function is traced for the first time
+        self._makes_variables = self._is_dropped = False  # see `_making_variables`
+        self._functions: dict[tuple, Callable] = {}  # kept, so that each is rehearsed once
+
+    def on_towers(self, name: str) -> Callable:
+        """Return a step of the model with its outermost layers on towers."""
+        step = getattr(type(self.model), name)
+        return self.outermost_on_towers(functools.partial(step, self.model))
+
+    def outermost_on_towers(self, fn: Callable) -> Callable:
+        """Return a function with its outermost layers on towers."""
+
+        def with_towers(*args: Any) -> Any:
+            self.passes = Passes()
+            joined = fused_update.updates_joined(optimizers_of(self.model), self._update)
+            calls = tf_internals.patch_layer_calls(self._make_call)
+            given, making = synthetic_inputs.given(args, self._batch), self._making_variables()
+            with tf.device(self.home), integers_on(self.home), joined, calls, given, making:
+                result = fn(*args)
+            attributes.refuse_uses()
+            return result
+
+        return with_towers
+
+    def _update(self, optimizer: keras.optimizers.Optimizer, *args: Any) -> None:
+        """Make an optimizer's update; in a trace that is dropped, only that of an own class."""
+        *_, update = args
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        if not self._is_dropped or not type(inner).__module__.startswith("keras."):
+            update()
+
+    @contextlib.contextmanager
+    def _making_variables(self) -> Iterator[None]:
+        """Call layers in the block on one device, if the trace is there to make variables.
+
+        TensorFlow traces a function again if its first trace made variables, as optimizers and
+        metrics do: towers in that trace would cost their time for nothing.
+        """
+        self._is_dropped, self._makes_variables = self._makes_variables, False
+        try:
+            if self._is_dropped:
+                self._made = tf.Variable(0, name="made")  # now it is traced again for certain
+            yield
+        finally:
+            self._is_dropped = False
+
+    def made_for_towers(self, name: str) -> Callable:
+        """Return a replacement of a `make_*_function` method, whose function runs on towers.
+
+        XLA does not compile it: that would be for one device.
+        """
+        make = getattr(type(self.model), name)
+        attribute = name.removeprefix("make_")  # of the model, which holds what is made
+
+        @functools.wraps(make)
+        def make_for_towers(force: bool = False) -> Any:
+            tf_internals.refuse_fork()
+            model, by_xla, before = self.model, self.model.jit_compile, vars(self.model)[attribute]
+            model.jit_compile = False
+            try:
+                make(model, force)
+            finally:
+                model.jit_compile = by_xla
+            function = vars(model)[attribute]
+            if function is before:
+                return function
+            new = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
+            parts = [model, *model.metrics, *new]
+            self._place([variable for part in parts for variable in part.variables])
+
+            is_first = True
+
+            @functools.wraps(function)
+            def placed(*args: Any) -> Any:
+                nonlocal is_first
+                if is_first and self.builder.num_slices > 1:
+                    args = tuple(map(self._noted, args))
+                self._makes_variables = is_first and self._will_make_variables(name)
+                is_first = False
+                # Keras' loop over steps waits for its condition, so it is the host's. A single
+                # step is not waited for: what it returns stays where it is.
+                try:
+                    with tf.device(HOST if model.steps_per_execution > 1 else self.home):
+                        return function(*args)
+                finally:
+                    self._batch, self._makes_variables = None, False
+
+            setattr(model, attribute, placed)
+            return placed
+
+        return make_for_towers
+
+    def _will_make_variables(self, name: str) -> bool:
+        """Return whether a step will make variables, of metrics or of an optimizer."""
+        if name == "make_predict_function":
+            return False
+        new = [own for own in optimizers_of(self.model) if not own.built]
+        trains = name == "make_train_function"
+        return tf_internals.will_make_metrics(self.model) or (trains and any(map(_has_slots, new)))
+
+    def _noted(self, iterator: Any) -> Any:
+        """Keep the first batch for trials; return an iterator of the batches of one call."""
+        batches: list[Any] = []
+        try:
+            spec = iterator.element_spec
+            taken = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+        except (AttributeError, TypeError, ValueError):  # it gives out something else
+            return iterator
+        batches += itertools.islice(iterator, self.model.steps_per_execution)
+        self._batch = batches[0] if batches else None
+        return iter(taken)
+
+    def _make_call(self, keras_call: Callable) -> Callable:
+        self._keras_call = keras_call
+
+        def call(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+            leaves = tf.nest.flatten((args, kwargs))
+            inside = isinstance(tf_internals.open_scope(), ReplicaScope)
+            for own in filter(_is_extension, () if inside else leaves):
+                self.builder.tell([
+                    f"layer {layer.name} runs on one device: its argument {type(own).__name__} is "
+                    "an ExtensionType, which is not split; call it with a dict of its tensors"
+                ])  # fmt: skip
+                with self._plain():
+                    return keras_call(layer, *args, **kwargs)
+            if inside or not any(map(_is_batch, leaves)) or _is_symbolic(leaves):
+                return keras_call(layer, *args, **kwargs)
+            if tf.executing_eagerly():  # one op after the other: towers would bring nothing
+                self.builder.tell(["run_eagerly=True: all steps run on one device"])
+                return keras_call(layer, *args, **kwargs)
+            return self._call_on_towers(layer, (args, kwargs))
+
+        return call
+
+    def _call_on_towers(self, layer: keras.Layer, arguments: tuple) -> Any:
+        leaves = tf.nest.flatten(arguments)
+        self._build(layer, *self._function(layer, arguments, leaves))
+        self._place(layer.variables)
+        if self._is_dropped:
+            with self._plain():
+                return layer(*arguments[0], **arguments[1])
+        fn, batch, reason = self._divided(layer, arguments, leaves)
+        if reason:
+            self.builder.tell([f"layer {layer.name} runs on one device: {reason}"])
+            with tf.device(self.home), self._plain():
+                return layer(*arguments[0], **arguments[1])
+        if self._copies:
+            fn, batch = self._on_copies(fn), [*batch, PerTower(self._copies)]
+        return _with_logits(*concat(self.builder, Forward, fn, batch, self.passes))
+
+    def _on_copies(self, fn: Callable) -> Callable:
+        """Return `fn` as a function of (*batch, copies), which it reads in place of weights."""
+
+        def on_copies(*batch: Any) -> Any:
+            *batch, copies = batch
+            pairs = zip(self.model.trainable_variables, copies, strict=True)
+            tf_internals.open_scope().own |= {id(weight): own.value for weight, own in pairs}
+            return fn(*batch)
+
+        return self._functions.setdefault((fn,), on_copies)
+
+    def _divided(self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any]) -> tuple:
+        """Return the towers' function, the batch to divide, and why it cannot be divided, or "".
+
+        If arguments have different numbers of rows, some of them are the batch; each tower takes
+        the others whole, as a table, if the function then treats each row of the batch alike.
+        """
+        given = [x for x in leaves if _is_batch(x)]
+        sizes = list(dict.fromkeys(x.shape[0] for x in given))
+        # Whole numbers may be places in the batch, as of a graph's edges.
+        places = any(x.shape[0] is not None and not tf.as_dtype(x.dtype).is_floating for x in given)
+        if len(sizes) > 1 and not places:
+            for size in sorted(sizes, key=lambda size: size is not None):
+                fn, batch = self._function(layer, arguments, leaves, size)
+                reason = self._reason_against(layer, fn, batch)
+                found = self.builder.rehearse(fn, *batch, silent=True)
+                if not reason and not exactness_checks.find_by_trials(found):
+                    return fn, batch, ""
+        fn, batch = self._function(layer, arguments, leaves)
+        reason = "" if len(set(sizes) - {None}) > 1 else self._reason_against(layer, fn, batch)
+        if len(set(sizes) - {None}) > 1 or (len(sizes) > 1 and (reason or places)):
+            known = " and ".join("any number of" if n is None else str(n) for n in sizes)
+            reason = f"its arguments have {known} rows, so not all have one for each example"
+        return fn, batch, reason
+
+    def _reason_against(self, layer: keras.Layer, fn: Callable, batch: Sequence[Any]) -> str:
+        """Return why a layer cannot run on towers, each with a part of the batch; or ""."""
+        if tf_internals.are_followed([v.value for v in layer.trainable_variables]):
+            return "a tf.autodiff.ForwardAccumulator follows its weights"
+        if self.builder.jit_compile and any(v.overwrite_with_gradient for v in layer.variables):
+            return diagnostics.FLOAT8_BY_XLA
+        if self.builder.num_slices == 1:
+            return ""
+        found = self.builder.rehearse(fn, *batch, silent=True)
+        unknown = [
+            f"; of its arguments {x.shape} is all that is known: give their shape in the data set, "
+            "by tf.ensure_shape"
+            for x in batch
+            if not synthetic_inputs.is_known(x)
+        ]
+        unknown = "".join(unknown[:1])
+        if found.few is None:
+            return f"it cannot be called with another number of examples ({found.reason}){unknown}"
+        if found.against_joining:
+            return f"{found.against_joining}{unknown}"
+        number = next((x.shape[0] for x in batch if x.shape[0]), 1)
+        slices = slices_of(number, len(self.builder.devices), self.builder.accumulate_steps)
+        return found.against_one_example if any(size == 1 for _, size in slices) else ""
+
+    def _function(
+        self, layer: keras.Layer, arguments: tuple, leaves: Sequence[Any], num_rows: Any = ...
+    ) -> tuple[Callable, list[Any]]:
+        """Return the towers' function, the same one for the same call, and its batch.
+
+        The batch is those of the leaves that have so many rows, None for an unknown number.
+        """
+        divided = [_is_batch(x) and num_rows in (..., x.shape[0]) for x in leaves]
+        batch = [leaf for leaf, is_divided in zip(leaves, divided, strict=True) if is_divided]
+        fixed = [_BATCH if own else leaf for leaf, own in zip(leaves, divided, strict=True)]
+        structure = tf.nest.map_structure(lambda _: 0, arguments)
+        if not all(leaf is _BATCH or isinstance(leaf, _CONSTANTS) for leaf in fixed):
+            return _function_of(layer, structure, fixed), batch
+        key = layer, repr((structure, fixed))
+        if key not in self._functions:
+            self._functions[key] = _function_of(layer, structure, fixed)
+        return self._functions[key], batch
+
+    def _build(self, layer: keras.Layer, fn: Callable, batch: Sequence[Any]) -> None:
+        """Build layers as Keras does, in a trace that is dropped: towers make no variables."""
+        if all(below.built for below in tf_internals.layers_of(layer)):
+            return
+        following = tf_internals.recording_restarted()
+        with tf.init_scope(), tf.device(self.home), self._plain(), following:
+            specs = map(tf.type_spec_from_value, batch)
+            tf.function(fn, autograph=False).get_concrete_function(*specs)
+
+    def _plain(self) -> contextlib.AbstractContextManager:
+        """Call layers in the block as Keras does."""
+        return tf_internals.patch_layer_calls(lambda _: self._keras_call)
+
+    def _place(self, variables: Sequence[keras.Variable]) -> None:
+        """Move new variables to their device; nothing that is kept may have read them.
+
+        Weights that an optimizer was built for stay where its slots are.
+        """
+        new = [v for v in variables if id(v) not in self._placed]
+        self._placed |= {id(v) for v in new}
+        optimizers = optimizers_of(self.model)
+        with_slots = {id(v) for own in optimizers for v in tf_internals.weights_of(own)}
+        weights, others = [], []
+        for v in new:
+            if id(v) not in with_slots:
+                sharded = v.trainable and self.builder.gather_at_variables
+                (weights if sharded else others).append(v)
+        with tf.init_scope():
+            train_state.shard(weights, self.builder.devices)
+            train_state.move_to_home(others, self.home)
+
+
+def _has_slots(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Return whether an optimizer makes variables for a weight; plain SGD does not."""
+    with contextlib.suppress(Exception):  # of an own class that cannot be made anew
+        like = type(optimizer).from_config(optimizer.get_config())
+        before = len(like.variables)
+        like.build([keras.Variable(0.0)])
+        return len(like.variables) > before
+    return True
+
+
+def _function_of(layer: keras.Layer, structure: tuple, fixed: Sequence[Any]) -> Callable:
+    """Return the towers' function: a layer's tensors -> (outputs, logits).
+
+    Logits, by place, are those that Keras knows of outputs which are probabilities. Its losses use
+    them, since probabilities keep nothing where a model is sure.
+    """
+
+    def fn(*batch: Any) -> tuple[Any, dict[int, dict[str, tf.Tensor]]]:
+        given = iter(batch)
+        leaves = [next(given) if leaf is _BATCH else leaf for leaf in fixed]
+        args, kwargs = tf.nest.pack_sequence_as(structure, leaves)
+        outputs = layer(*args, **kwargs)
+        found = {i: _logits_of(output) for i, output in enumerate(tf.nest.flatten(outputs))}
+        return outputs, {i: logits for i, logits in found.items() if logits}
+
+    return fn
+
+
+def _logits_of(output: Any) -> dict[str, tf.Tensor]:
+    """Return {"" or the op that makes probabilities: logits} of an output, {} without logits."""
+    if (logits := tf_internals.logits_of(output)) is not None:
+        return {"": logits}
+    made_by = output.op.type if isinstance(output, tf.Tensor) else ""
+    return {made_by: output.op.inputs[0]} if made_by in _PROBABILITIES else {}
+
+
+def _with_logits(outputs: Any, logits: dict[int, dict[str, tf.Tensor]]) -> Any:
+    """Return joined outputs from which losses find their logits, as on one device."""
+    flat = tf.nest.flatten(outputs)
+    for i, found in logits.items():
+        ((made_by, value),) = found.items()
+        if made_by:
+            flat[i] = _PROBABILITIES[made_by](value)
+        else:
+            tf_internals.set_logits_of(flat[i], value)
+    return tf.nest.pack_sequence_as(outputs, flat)
+
+
+def _is_batch(leaf: Any) -> bool:
+    """Return whether an argument of a layer has a row for each example."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.ndim > 0
+    return isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor) and leaf.shape.rank != 0
+
+
+def _is_extension(leaf: Any) -> bool:
+    return isinstance(leaf, tf.experimental.ExtensionType)
+
+
+def _is_symbolic(leaves: Sequence[Any]) -> bool:
+    return any(isinstance(leaf, keras.KerasTensor) for leaf in leaves)

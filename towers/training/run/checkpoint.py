@@ -1,0 +1,246 @@
+"""Checkpoints as files: they are TensorFlow's, and load with any number of towers.
+
+Only a whole one counts: it is written under another name and flushed, its index is read, and then
+its files are renamed, the index last. TensorFlow's readers take a path for a pattern, in which
+`[0.1]` means one character: they are given another path.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from towers import files, tf_internals
+from towers.errors import InputError
+from towers.formatting import first_line
+
+Found = TypeVar("Found")
+Snapshot = Mapping[str, tf.Tensor]  # values of variables, by name
+_KEY_ENDING = "/.ATTRIBUTES/VARIABLE_VALUE"
+_FILE_KINDS = "data-00000-of-00001", "index"  # of a checkpoint, in the order of their writing
+_DATA_FILE = r"ckpt-(\d+)\.data-.*"
+_WHOLE_INDEX = r"(\.ckpt-(\d+)\.\d+)\.index"  # of a whole one under its temporary name
+
+
+def find(directory: Path) -> list[tuple[int, str]]:
+    """Return (step, path prefix) of the checkpoints in `directory`, oldest first."""
+    steps = sorted(int(match[1]) for match in _matches(directory, r"ckpt-(\d+)\.index"))
+    return [(step, str(Path(directory) / f"ckpt-{step}")) for step in steps]
+
+
+def of_run(train_dir: str | Path) -> dict[int, str]:
+    """Return {step: path prefix} of a run's checkpoints; InputError if there is none."""
+    folder = Path(train_dir, "checkpoints")
+    if found := find(folder):
+        return dict(found)
+    raise InputError(
+        f"--train_dir={train_dir}: there is no checkpoint in {folder}; train first, or name the "
+        "folder of a run"
+    )
+
+
+def _matches(directory: Path, pattern: str) -> list[re.Match]:
+    names = sorted(path.name for path in Path(directory).glob("*"))
+    return [match for name in names if (match := re.fullmatch(pattern, name))]
+
+
+def without_index(directory: Path) -> dict[int, str]:
+    """Return {step: line} of newer checkpoints that are named or begun, and have no index.
+
+    Those that are being written just now, with the index under another name, do not count.
+    """
+    newest = max(dict(find(directory)), default=-1)
+    now = {int(match[2]) for match in _matches(directory, _WHOLE_INDEX)}
+    try:
+        files.check_is_file(named := Path(directory, "checkpoint"))
+        text = named.read_text(errors="replace")
+    except OSError:
+        text = ""
+    named = re.findall(r'^model_checkpoint_path: "ckpt-(\d{1,18})"', text, re.MULTILINE)
+    why = {int(step): "the file `checkpoint` names it" for step in named}
+    why |= {int(match[1]): "its data are there" for match in _matches(directory, _DATA_FILE)}
+    return {
+        step: f"{directory}/ckpt-{step}.index is missing, though {why[step]}: passed over"
+        for step in sorted(why, reverse=True)
+        if step > newest and step not in now
+    }
+
+
+def tidy(directory: Path) -> None:
+    """Finish checkpoints that dead processes had written whole; delete what else they left."""
+    with contextlib.suppress(OSError):
+        there = dict(find(directory))
+        for match in _matches(directory, _WHOLE_INDEX):
+            if int(match[2]) not in there:
+                _rename(Path(directory), match[1], int(match[2]))
+        there = dict(find(directory))
+        for match in _matches(directory, _DATA_FILE):
+            if int(match[1]) < max(there, default=0) and int(match[1]) not in there:
+                Path(directory, match[0]).unlink()
+    files.clear_leftovers(Path(directory))
+
+
+def read_newest(
+    directory: Path,
+    read: Callable[[str, Any], Found],
+    warn: Callable[[str], object],
+    wanted: int | None = None,
+    only: int | None = None,
+) -> tuple[int, Found] | None:
+    """Return (step, read(prefix, reader)) of the newest checkpoint that can be read, else None.
+
+    That of step `wanted` is tried first, or none but that of step `only`. `warn` is given a line
+    for each that is missing or damaged; an InputError of `read` comes through.
+    """
+    found = dict(find(directory))
+    if only is not None:
+        found = {only: f"{directory}/ckpt-{only}"}
+    else:
+        for line in without_index(directory).values():
+            warn(line)
+        if wanted is not None and wanted not in found:
+            warn(f"{directory}/ckpt-{wanted}, which is the best, is not there: passed over")
+    for step in sorted(found, key=lambda step: (step == wanted, step), reverse=True):
+        try:
+            with open_reader(found[step]) as reader:
+                return step, read(found[step], reader)
+        except InputError:
+            raise
+        except Exception as error:  # of many kinds: a short file gives an IndexError
+            warn(f"{found[step]} cannot be read and is passed over: {first_line(error)}")
+    return None
+
+
+def read(prefix: str, beginning: str) -> dict[str, np.ndarray]:
+    """Return `values_of` a checkpoint."""
+    with open_reader(prefix) as reader:
+        return values_of(reader, beginning)
+
+
+def values_of(reader: Any, beginning: str = "") -> dict[str, np.ndarray]:
+    """Return {name without `beginning`: value} of the variables whose names begin with it."""
+    return {
+        name.removeprefix(beginning): reader.get_tensor(key)
+        for name, key in keys_of(reader).items()
+        if name.startswith(beginning)
+    }
+
+
+def write(directory: Path, step: int, values: Snapshot, identity: Mapping[str, Any]) -> None:
+    """Write the checkpoint of `step`, whole or not at all; `identity` is in it as JSON.
+
+    Raises:
+        OSError, tf.errors.OpError: the folder cannot be written, or the disk is full.
+    """
+    named = {key_of("variables", name): value for name, value in values.items()}
+    graph = tf_internals.object_graph("variables", list(values), list(named), key_of("identity"))
+    text = json.dumps(dict(identity), default=lambda value: np.asarray(value).tolist())
+    named |= {key_of("identity"): text, tf_internals.OBJECT_GRAPH: graph}
+    temporary = f".ckpt-{step}.{os.getpid()}"
+    with _literal_path(directory) as folder, tf.device("/cpu:0"):
+        try:
+            tf.raw_ops.SaveV2(
+                prefix=f"{folder}/{temporary}",
+                tensor_names=list(named),
+                shape_and_slices=[""] * len(named),
+                tensors=[tf.convert_to_tensor(value) for value in named.values()],
+            )
+            for part in _FILE_KINDS:
+                files.flush(f"{folder}/{temporary}.{part}")
+            there = tf.train.load_checkpoint(f"{folder}/{temporary}").get_variable_to_shape_map()
+            if there.keys() != named.keys():
+                raise OSError(errno.EIO, "what was written is not what is read")
+            _rename(Path(folder), temporary, step)
+        except BaseException:
+            for path in Path(folder).glob(f"{temporary}.*"):
+                path.unlink()
+            raise
+
+
+def _rename(folder: Path, temporary: str, step: int) -> None:
+    """Give a whole checkpoint its name; `tidy` ends what a kill interrupts."""
+    data, index = (folder / f"{temporary}.{part}" for part in _FILE_KINDS)
+    (folder / f"ckpt-{step}.index").unlink(missing_ok=True)  # it would be of other data
+    if data.exists():
+        data.rename(folder / f"ckpt-{step}.{_FILE_KINDS[0]}")
+    index.rename(folder / f"ckpt-{step}.{_FILE_KINDS[1]}")
+    with contextlib.suppress(OSError):  # not every file system can
+        files.flush(folder)
+
+
+@contextlib.contextmanager
+def open_reader(prefix: str) -> Iterator[Any]:
+    """Yield TensorFlow's reader of a checkpoint, whatever the name of its folder.
+
+    Raises:
+        ValueError: it is that of another step than its name says.
+        Exception: of any kind, where it is damaged.
+    """
+    path = Path(prefix)
+    for part in path.parent.glob(f"{path.name}.*"):
+        files.check_is_file(part)
+    with _literal_path(path.parent) as folder:
+        reader = tf.train.load_checkpoint(f"{folder}/{path.name}")
+        if reader.has_tensor(tf_internals.OBJECT_GRAPH):
+            reader.get_tensor(tf_internals.OBJECT_GRAPH)  # damaged, others could not read it
+        if reader.has_tensor(key := key_of("variables", "step")):
+            step = int(reader.get_tensor(key))
+            if path.name != f"ckpt-{step}":
+                raise ValueError(f"it is that of step {step}: name its files ckpt-{step}")
+        yield reader
+
+
+@contextlib.contextmanager
+def _literal_path(folder: Path) -> Iterator[str]:
+    """Yield another path of a folder, short and without characters of a pattern."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def key_of(*path: str) -> str:
+    """Return TensorFlow's key of a variable; it escapes "/" as ".S", and "." as ".."."""
+    return "/".join(part.replace(".", "..").replace("/", ".S") for part in path) + _KEY_ENDING
+
+
+def identity_of(reader: Any) -> dict[str, Any]:
+    """Return the `identity` that was written."""
+    return json.loads(reader.get_tensor(key_of("identity")))
+
+
+def described(reader: Any) -> dict[str, str]:
+    """Return {name: "float32[4, 3]"} of the variables in a checkpoint."""
+    dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
+    return {name: f"{dtypes[key].name}{shapes[key]}" for name, key in keys_of(reader).items()}
+
+
+def kinds_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return {name: "float32[4, 3]"} of variables or arrays."""
+    return {n: f"{tf.as_dtype(v.dtype).name}{list(v.shape)}" for n, v in values.items()}
+
+
+def first_difference(here: Mapping[str, str], there: Mapping[str, str]) -> str | None:
+    """Return "NAME is DTYPE[SHAPE] there and absent here" of the first difference, if any."""
+    for name in [*here, *there]:
+        ours, theirs = here.get(name, "absent"), there.get(name, "absent")
+        if ours != theirs:
+            return f"{name} is {theirs} there and {ours} here"
+    return None
+
+
+def keys_of(reader: Any) -> dict[str, str]:
+    """Return {name of a variable: its key in the checkpoint}."""
+    found = {}
+    for key in sorted(reader.get_variable_to_shape_map()):
+        if match := re.fullmatch(f"variables/(.*){_KEY_ENDING}", key):
+            found[re.sub(r"\.(\.|S)", lambda m: "/" if m[1] == "S" else ".", match[1])] = key
+    return found

@@ -1,0 +1,223 @@
+"""The checkpoints of a run, written beside its training."""
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from towers import files
+from towers.builder.device_types import are_remote
+from towers.errors import InputError, RunError
+from towers.formatting import reason
+from towers.options.inline_objects import may_be_same_object
+from towers.training.run import checkpoint
+from towers.training.run.checkpoint import Found, Snapshot
+
+_REMEDY = "choose another --train_dir, or --overwrite, which moves the old run aside"
+_NO_SPACE = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
+
+
+class CheckpointManager:
+    """The checkpoints of one run, as TensorFlow checkpoints `ckpt-STEP` in one folder.
+
+    `tf.train.CheckpointManager` keeps its list in a file and would write a counter of its own; here
+    the folder itself is the list, which a crash or a damaged file cannot bring out of step.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        variables: Mapping[str, tf.Variable],
+        identity: Mapping[str, str],
+        keep: int = 3,
+        exact: bool = True,
+        remedy: str = "start anew with --overwrite, which keeps them beside",
+    ):
+        """Set the variables to save and restore; write nothing yet.
+
+        Args:
+            directory: of the checkpoints; made when the first is written.
+            variables: by name.
+            identity: options that say what run this is, saved with the variables. A checkpoint with
+                others is refused: two models may have the same variables.
+            keep: number of the newest checkpoints that are kept.
+            exact: whether a checkpoint with other variables beside these is refused.
+            remedy: what to do if none can be read.
+        """
+        self.directory, self.remedy = Path(directory), remedy
+        self.is_remote = are_remote(v.device for v in variables.values())  # any of them
+        self.variables, self.identity = dict(variables), dict(identity)
+        self.keep, self.exact = keep, exact
+        self.best: int | None = None  # a step whose checkpoint is kept beside the newest
+        self._best_there: int | None = None  # the last of these that was written
+        self.home: files.RunDirectory | None = None  # the folder of the run, once it is there
+        self.say: Callable[[str], None] = print  # of what cannot be written beside training
+        self._thread: threading.Thread | None = None
+        self._writing = threading.Lock()
+        self._elsewhere: Path | None = None  # where a run was saved that has lost its folder
+
+    def snapshot(self) -> Snapshot:
+        """Return the values of all variables as they are now; from any thread, in milliseconds.
+
+        On the host nothing is copied: a step that changes a variable leaves this value alone.
+        """
+        with tf.device("/cpu:0"):
+            return {name: _value_of(variable) for name, variable in self.variables.items()}
+
+    def save(self, step: int) -> None:
+        """Start writing the checkpoint of `step` in a thread, once the previous one is written.
+
+        If it cannot be written, `say` is given a line, and the next save tries again.
+        """
+        self.close()
+        snapshot = self.snapshot()
+
+        def write() -> None:
+            try:
+                self._write_or_raise(step, snapshot, at_end=False)
+            except RunError as error:
+                self.say(f"warning     {error}; training goes on, and the next save tries again")
+
+        self._thread = threading.Thread(target=write, name="checkpoint")
+        self._thread.start()
+
+    def save_now(self, step: int, snapshot: Snapshot | None = None) -> None:
+        """Write a snapshot, by default of now, as the checkpoint of `step`; it is there then.
+
+        Raises:
+            RunError: the folder cannot be written, or the disk is full.
+        """
+        self.close()
+        self._write_or_raise(step, self.snapshot() if snapshot is None else snapshot)
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is being written, if any."""
+        if self._thread:
+            self._thread.join()
+
+    def has(self, step: int) -> bool:
+        """Return whether the checkpoint of `step` is there."""
+        self.close()
+        return step in dict(checkpoint.find(self.directory))
+
+    def restore(self, warn: Callable[[str], None] = print, wanted: int | None = None) -> int | None:
+        """Assign the newest checkpoint that can be read, or that of `wanted`; return its step.
+
+        None: there is no checkpoint.
+
+        Raises:
+            InputError: the checkpoint holds other variables than this run has, or all are damaged.
+        """
+
+        def read(prefix: str, reader: Any) -> dict[str, Any]:
+            self._compare(prefix, reader)
+            keys = checkpoint.keys_of(reader)
+            return {name: reader.get_tensor(keys[name]) for name in self.variables}
+
+        found = self.newest(read, warn, wanted)
+        if found is None:
+            return None
+        step, values = found
+        for name, variable in self.variables.items():
+            variable.assign(values[name])
+        return step
+
+    def newest(
+        self,
+        read: Callable[[str, Any], Found],
+        warn: Callable[[str], None] = print,
+        wanted: int | None = None,
+    ) -> tuple[int, Found] | None:
+        """Return `checkpoint.read_newest`; InputError if there are checkpoints, all damaged."""
+        found = checkpoint.read_newest(self.directory, read, warn, wanted)
+        if found is None:
+            steps = [step for step, _ in checkpoint.find(self.directory)]
+            steps += checkpoint.without_index(self.directory)
+            if max(steps, default=0) > 0:  # that of step 0 is made again
+                none_of = f"none of the {len(steps)} checkpoints in {self.directory} can be read"
+                raise InputError(f"{none_of}: {self.remedy}")
+        return found
+
+    def _write_or_raise(self, step: int, snapshot: Snapshot, at_end: bool = True) -> None:
+        """Write a snapshot where it belongs; if that cannot be, somewhere else, and raise.
+
+        Where there is no space now, there may be some at the next save.
+        """
+        with self._writing:
+            try:
+                if self.home:
+                    self.home.check()
+                self._write_and_prune(self.directory, step, snapshot)
+            except Exception as error:  # TensorFlow has classes of its own
+                line = f"{self.directory}/ckpt-{step} cannot be written: {reason(error)}"
+                if self.home and (at_end or not any(map(line.__contains__, _NO_SPACE))):
+                    line += self._write_elsewhere(step, snapshot)
+                raise RunError(line) from None
+
+    def _write_elsewhere(self, step: int, snapshot: Snapshot) -> str:
+        """Write a run that can go on beside its folder, or among temporary files; say where."""
+        folder = self.home.folder.absolute()
+        places = (folder.parent, f"{folder.name}.saved."), (None, "towers.saved.")
+        for parent, prefix in places:
+            new = None
+            try:
+                new = self._elsewhere or Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+                self.home.copy_to(new)
+                self._write_and_prune(new / "checkpoints", step, snapshot)
+            except (OSError, RunError, tf.errors.OpError):
+                if new and new != self._elsewhere:
+                    shutil.rmtree(new, ignore_errors=True)
+                continue
+            self._elsewhere = new
+            return f"; it is saved in {new}, where --train_dir={new} goes on"
+        return ""
+
+    def _write_and_prune(self, directory: Path, step: int, snapshot: Snapshot) -> None:
+        """Write a checkpoint; delete the oldest up to it, not newer ones that could not be read."""
+        directory.mkdir(parents=True, exist_ok=True)
+        checkpoint.write(directory, step, snapshot, self.identity)
+        found = {n: Path(prefix) for n, prefix in checkpoint.find(directory) if n <= step}
+        if self.best in dict(checkpoint.find(directory)):
+            self._best_there = self.best  # until then, the one before is the best that is there
+        kept = list(found)[-self.keep :]
+        if not kept:
+            raise FileNotFoundError(errno.ENOENT, "it was renamed or deleted meanwhile")
+        for number in found.keys() - {*kept, self._best_there}:
+            found[number].with_suffix(".index").unlink()  # first: an index means a whole one
+            for path in directory.glob(f"{found[number].name}.data-*"):
+                path.unlink()
+        lines = [f'model_checkpoint_path: "ckpt-{kept[-1]}"']  # for tf.train.latest_checkpoint
+        lines += [f'all_model_checkpoint_paths: "ckpt-{number}"' for number in kept]
+        with contextlib.suppress(RunError):  # nothing here needs it
+            files.write_text(directory / "checkpoint", "\n".join(lines) + "\n")
+
+    def _compare(self, prefix: str, reader: Any) -> None:
+        """Raise InputError, naming the first difference, unless `prefix` is of this run."""
+        saved_identity = checkpoint.identity_of(reader)
+        for name, value in self.identity.items():
+            there = saved_identity.get(name, value)
+            if there != value and not may_be_same_object(there, value):
+                raise InputError(
+                    f"{prefix} is of another run: --{name}={there} there and --{name}={value} "
+                    f"here; {_REMEDY}"
+                )
+        saved = checkpoint.described(reader)
+        ours = checkpoint.kinds_of(self.variables)
+        if not self.exact:
+            saved = {name: saved[name] for name in saved.keys() & ours.keys()}
+        if differs := checkpoint.first_difference(ours, saved):
+            raise InputError(f"{prefix} is of another model or optimizer: {differs}; {_REMEDY}")
+
+
+def _value_of(variable: tf.Variable) -> tf.Tensor:
+    """Return a variable's value on the host; the op takes a quarter of the time of `identity`."""
+    value = tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
+    is_here = value.device.startswith("/job:localhost") and "/device:CPU:" in value.device
+    return value if is_here else tf.identity(value)

@@ -1,0 +1,268 @@
+"""`train_dir/manifest.json`: what a run was made from, so that it can be made again.
+
+The file holds one object. What it says of the first start is never changed afterwards:
+
+    format           1
+    time, step       of the start, UTC; 0 unless the manifest was lost on the way
+    command, folder  what was typed, and where
+    flags            in force, by name
+    versions         of Python, packages, the CUDA build and the driver
+    git              {"folder": "towers":} the repositories of the current folder and of towers:
+                     root, commit, and diff, the sha256 of how tracked files differ from it, "clean"
+                     if none does; null where git knows of none
+    devices          for each tower: device, name, PCI bus id, number in nvidia-smi, memory
+    host             name, processor, cores, memory
+    environment      the variables that change numbers, see `towers.devices.host.environment`
+    data             {"train": "test":} kind, sha256 and size, see `towers.data.Split.checksum`
+    first_batch      {"sha256"} of images, labels and draws of step 0; null in a run that was older
+    initial_weights  sha256 of the model's variables before step 0, or null
+    task             what the model was built for: num_classes, class_names, columns of a table,
+                     image_shape, augment, and spec: the tensors of one example, each as
+                     "uint8[32, 32, 3]"
+    sessions         one for each start: the same parts, from time to data, as they were then
+    final            null until the run ends; then time, step, weights: the sha256 of the model's
+                     variables, and state: that of all master variables, slots and averages too
+
+Two runs that give the same `final.weights` have the same weights, bit for bit. A manifest that is
+missing or damaged is written anew, and ends no run.
+"""
+
+import dataclasses
+import datetime
+import hashlib
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from towers import devices, files
+from towers.data.pipeline import Data, digest
+from towers.devices import host
+from towers.errors import InputError
+from towers.options.augmentation import parse
+from towers.options.run import Options, text_of
+from towers.training.run.setup import RunContext, length_of, rate_of
+
+NAME = "manifest.json"
+_FORMAT = 1
+_RATE_OPTIONS = (
+    "learning_rate", "schedule", "warmup_epochs", "decay_epochs", "decay_factor", "num_epochs",
+    "max_steps", "batch_size",
+)  # fmt: skip
+_NUM_RATES = 9  # of what is left of a run, at which learning rates are compared
+_TASK_TYPES = {  # of what a task says, beside its spec
+    "num_classes": int | None, "class_names": list, "columns": list, "image_shape": list | None,
+    "augment": str,
+}  # fmt: skip
+_SPEC = re.compile(r"(\w+)\[((?:None|\d{1,18})(?:, (?:None|\d{1,18}))*)?\]")
+_GIT_SECONDS = 2.0  # for each call: a slow disk is no reason to keep a run waiting
+# Parts that are compared: those that may change numbers, unlike the number of towers, and place
+# and time.
+_COMPARED = re.compile(
+    r"versions\..*|git\..*\.(commit|diff)|host\.processor|data\..*\.(kind|sha256|examples|shape)"
+)
+
+
+def write(run: RunContext, folder: Path, restored: int | None, batch: Any) -> list[str]:
+    """Write or extend the manifest before a run's next step; return warnings of what differs.
+
+    `restored` is the step of its checkpoint, None for a new run; `batch` is that of the next step.
+    """
+    step = int(run.masters.step.numpy())
+    towers = [dataclasses.asdict(device) for device in devices.describe(run.builder.devices)]
+    now = {
+        "time": _time(),
+        "step": step,
+        "command": host.command(),
+        "folder": str(Path.cwd()),
+        "flags": dataclasses.asdict(run.options),
+        "versions": host.versions(),
+        "git": {"folder": repository(Path.cwd()), "towers": repository(Path(__file__).parent)},
+        # without what changes from one minute to the next
+        "devices": [{n: v for n, v in row.items() if n != "free_bytes"} for row in towers],
+        "host": host.machine(),
+        "environment": host.environment(),
+        "data": {name: split.checksum() for name, split in run.splits().items()},
+    }
+    found = {} if restored is None else read(folder)
+    lines = differences(now, found)
+    if found and getattr(run.task, "rate_is_set", True):  # no schedule of the model's own
+        seen = int(run.masters.examples.numpy())
+        lines += bent_schedule(run.options, run.data.train.size, seen, found["sessions"][-1])
+    if not found:
+        known = step == 0 and batch is not None
+        arrays = map(np.asarray, tf.nest.flatten(batch))
+        found = {
+            "format": _FORMAT,
+            **now,
+            "sessions": [],
+            "first_batch": {"sha256": digest(*arrays)} if known else None,
+            "initial_weights": weights_hash(run.masters.variables()) if step == 0 else None,
+        }
+    found.setdefault("task", model_spec(run.data, run.options))  # older manifests have none
+    found["sessions"].append(now)
+    files.write_json(folder / NAME, found | {"final": None})
+    return [f"warning     {line}" for line in lines]
+
+
+def model_spec(data: Data, options: Options) -> dict[str, Any]:
+    """Return the properties of data that a model is built for, to build it again without data."""
+    return {
+        "num_classes": data.num_classes,
+        "class_names": list(data.class_names),
+        "columns": list(data.columns),
+        "image_shape": data.image_shape and list(data.image_shape),
+        "augment": parse(options.augment).base,  # evaluation knows nothing of parts
+        "spec": tf.nest.map_structure(
+            lambda spec: f"{spec.dtype.name}{spec.shape.as_list()}", data.spec
+        ),
+    }
+
+
+def finish(folder: Path, variables: Mapping[str, tf.Variable]) -> None:
+    """Write the end of a run into its manifest; `variables` are its `TrainState.variables`."""
+    final = {
+        "time": _time(),
+        "step": int(variables["step"].numpy()),
+        "weights": weights_hash(variables),
+        "state": _hash(variables),
+    }
+    files.write_json(folder / NAME, read(folder) | {"final": final})
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a run, {} if it is missing or, with a line, damaged."""
+    found = files.read_json(folder / NAME)
+    sessions = found.get("sessions")
+    if (
+        found.get("format") == _FORMAT
+        and isinstance(sessions, list)
+        and all(isinstance(each, dict) for each in sessions or [0])
+        and ("task" not in found or _is_task(found["task"]))  # older manifests have none
+    ):
+        return found
+    if found:
+        files.warn_damaged(folder / NAME)
+    return {}
+
+
+def _is_task(task: Any) -> bool:
+    if not isinstance(task, dict) or not isinstance(spec := task.get("spec"), list) or not spec:
+        return False
+    specs = [_SPEC.fullmatch(leaf) for leaf in tf.nest.flatten(spec) if isinstance(leaf, str)]
+    return (
+        len(specs) == len(tf.nest.flatten(spec))
+        and all(match and hasattr(tf.dtypes, match[1]) for match in specs)
+        and all(n in task and isinstance(task[n], kind) for n, kind in _TASK_TYPES.items())
+        and all(isinstance(size, int) for size in task["image_shape"] or ())
+    )
+
+
+def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """Return a line for each part that differs between two starts, where both have it."""
+    ours, theirs = (dict(_flatten("", manifest)) for manifest in (now, before))
+    return [
+        f"{name} differs: {_shorten(ours[name])} now, {_shorten(theirs[name])} at the run's start"
+        for name in filter(_COMPARED.fullmatch, ours)
+        if None not in (ours[name], theirs.get(name)) and ours[name] != theirs[name]
+    ]
+
+
+def bent_schedule(
+    options: Options, size: int, examples: int, before: Mapping[str, Any]
+) -> list[str]:
+    """Return a line if the learning rate goes on by another schedule than in the start before.
+
+    Args:
+        options: of this start.
+        size: of the training set.
+        examples: seen so far.
+        before: the manifest's session of that start.
+    """
+    try:
+        flags = {name: before["flags"][name] for name in _RATE_OPTIONS}
+        then = dataclasses.replace(options, **flags)
+        of_data = before["data"]["train"]
+        size_then = of_data.get("examples") or of_data["shape"][0]
+        _, total = length_of(options, size)
+        places = np.linspace(examples, max(total, examples), _NUM_RATES)
+        rates = rate_of(options, size), rate_of(then, size_then)
+        ours, theirs = ([float(rate(x)) for x in places] for rate in rates)
+    except (KeyError, TypeError, AttributeError, InputError):  # an older or a damaged manifest
+        return []
+    if np.allclose(ours, theirs, rtol=1e-6, atol=0):
+        return []
+    pairs = {f"--{name}=": (getattr(options, name), value) for name, value in flags.items()}
+    pairs["training examples: "] = size, size_then
+    changed = [
+        f"{name}{text_of(now)} now, {text_of(value)} before"
+        for name, (now, value) in pairs.items()
+        if now != value
+    ]
+    return [
+        f"the learning rate goes on by another schedule, {ours[0]:.4g} and not {theirs[0]:.4g} at "
+        f"this step ({'; '.join(changed)}): it is what it would be had the run begun so"
+    ]
+
+
+def weights_hash(variables: Mapping[str, tf.Variable]) -> str:
+    """Return the sha256 of the model's own variables, weights and statistics."""
+    return _hash({name: v for name, v in variables.items() if name.startswith("model/")})
+
+
+def _hash(variables: Mapping[str, tf.Variable]) -> str:
+    found = hashlib.sha256()
+    for name, variable in sorted(variables.items()):
+        found.update(f"{name} {digest(variable.numpy())};".encode())
+    return found.hexdigest()
+
+
+def repository(folder: Path) -> dict[str, str] | None:
+    """Return root, commit and diff of the git repository that a folder lies in.
+
+    None: git does not know them, is not there, or does not answer in time. The programs that the
+    repository's own configuration names, which came with it, are not run.
+    """
+    off = ["-c", "core.fsmonitor=false"]
+
+    def git(*arguments: str, check: bool = True) -> bytes:
+        command = ["git", "--no-optional-locks", *off, "-C", str(folder), *arguments]
+        done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=check)
+        return done.stdout
+
+    try:
+        root, commit = git("rev-parse", "--show-toplevel", "HEAD").decode().splitlines()
+        own = "config", "--local", "--includes", "--name-only", "--get-regexp"
+        filters = git(*own, r"^filter\..*\.(clean|process|required)$", check=False).decode()
+        off += [word for name in filters.splitlines() for word in ("-c", f"{name}=")]
+        diff = git("diff", "--no-ext-diff", "--no-textconv", "--full-index", "HEAD")
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return {
+        "root": root,
+        "commit": commit,
+        "diff": hashlib.sha256(diff).hexdigest() if diff else "clean",
+    }
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield pairs such as ("git.folder.commit", "9f2c...")."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flatten(f"{name}.{key}" if name else key, inner)
+    else:
+        yield name, value
+
+
+def _shorten(value: Any) -> str:
+    """Return a value for a line; a checksum is cut."""
+    text = str(value)
+    return f"{text[:12]}..." if len(text) in (40, 64) and text.isalnum() else text[:100]
+
+
+def _time() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

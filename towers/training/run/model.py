@@ -1,0 +1,190 @@
+"""Building the user's Keras model from its name."""
+
+import contextlib
+import inspect
+import re
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.data import augment
+from towers.errors import InputError
+from towers.options.functions import load_function
+from towers.options.run import Options
+from towers.tf_internals import floatx_set, force_float64
+
+
+def build_for(
+    options: Options,
+    *,
+    num_classes: int,
+    x: Any,
+    image_shape: Sequence[int] | None = None,
+    exact: bool = False,
+) -> keras.Model:
+    """Build the model of a run, its variables on the CPU.
+
+    Args:
+        options: of the run; their `augment` is no longer "auto".
+        num_classes: handed to the model function if it takes it; 0: targets are no classes.
+        x: specs of one example as it is stored, without batch axis.
+        image_shape: (height, width, channels) of it if it is an image; as the model is given it,
+            handed to the function if it takes it.
+        exact: with float64, layers that ask for another floating type get float64, too.
+
+    Returns:
+        A Keras model, built unless it has no `call`.
+
+    Raises:
+        InputError: no such function, an argument that it does not take, or what it returns is no
+            such model or cannot take x.
+    """
+    name, dtype = options.model, options.dtype
+    function = load_function("model", name)
+    x = prepared(options, x, image_shape)
+    given: dict[str, Any] = {"num_classes": num_classes} if num_classes else {}
+    if image_shape is not None:
+        given["image_shape"] = tuple(x.shape)
+    arguments = _arguments(function, name, given, options.model_keywords())
+    keras.utils.set_random_seed(options.seed)
+    with contextlib.ExitStack() as stack:
+        stack.callback(keras.config.set_dtype_policy, keras.config.dtype_policy())
+        keras.config.set_dtype_policy(dtype)
+        stack.enter_context(floatx_of(dtype))
+        if exact and dtype == "float64":
+            stack.enter_context(force_float64())
+        stack.enter_context(tf.device("/cpu:0"))
+        model = _call(function, name, arguments)
+        if not isinstance(model, keras.Model):
+            raise InputError(
+                f"--model={name} returned {type(model).__name__}; a keras.Model is needed"
+            )
+        if type(model).call is not keras.Model.call:  # one of several parts may have none
+            _call_on(model, name, x)  # builds it, too
+    return model
+
+
+def prepared(options: Options, x: Any, image_shape: Sequence[int] | None) -> Any:
+    """Return the specs of what a run's model is called with, from those of what is stored."""
+    if image_shape is None:
+        return x
+    shape = augment.output_shape(tuple(image_shape), options.augment)
+    return tf.TensorSpec(shape, options.input_dtype)
+
+
+def check_classifier(
+    model: keras.Model, name: str, num_classes: int, x: Any, no_classes: str = ""
+) -> None:
+    """Raise InputError unless a model that is not compiled is a classifier giving logits.
+
+    `no_classes` says why whole numbers as targets are no classes, see `Data`.
+    """
+    if type(model).train_step is not keras.Model.train_step:
+        raise InputError(
+            f"--model={name} has a train_step of its own, and is not compiled: call its compile in "
+            f"{name.rpartition(':')[2]}"
+        )
+    if no_classes:
+        raise InputError(
+            f"{no_classes}; or, where targets are no classes, type --loss=mean_squared_error or "
+            f"return the model of {name} compiled"
+        )
+    if not num_classes:
+        raise InputError(
+            f"--model={name} is not compiled, so it is a classifier, and the targets of the data "
+            "set are no classes (one whole number for each example): type --loss=..., such as "
+            "--loss=mean_squared_error, or return the model compiled"
+        )
+    outputs = _call_on(model, name, x)
+    shape = getattr(outputs, "shape", None)
+    if shape is None or tuple(shape[1:]) != (num_classes,):
+        found = type(outputs).__name__ if shape is None else f"shape {tuple(shape)}"
+        raise InputError(
+            f"--model={name} gives outputs of {found}; logits of shape "
+            f"(batch, {num_classes}) are needed: take num_classes={num_classes} as an argument"
+        )
+    if "float" not in str(outputs.dtype):
+        raise InputError(f"--model={name} gives outputs of type {outputs.dtype}; logits are floats")
+
+
+@contextlib.contextmanager
+def floatx_of(dtype: str) -> Iterator[None]:
+    """Make float64 the default type, as of `keras.random.uniform(shape)`, if a run's `dtype` is.
+
+    For use wherever layers are built or called.
+    """
+    keras.config.dtype_policy()  # if none is set, Keras takes it from floatx and keeps it
+    with floatx_set(dtype) if dtype == "float64" else contextlib.nullcontext():
+        yield
+
+
+def _arguments(function: Callable, name: str, given: dict, keywords: dict) -> dict[str, Any]:
+    """Return those of `given` that `function` takes and all of `keywords`, which it must take."""
+    signature = inspect.signature(function)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    taken = {k: v for k, v in given.items() if k in signature.parameters or takes_all}
+    arguments = taken | keywords
+    if "image_shape" in given and "image_shape" in keywords:
+        raise InputError("--model_args: image_shape is that of the data; leave it out")
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise InputError(
+            f"--model_args: {name} takes {signature}: {error}; from these data it can have "
+            f"{', '.join(given) or 'none'}, any other by --model_args=NAME=VALUE"
+        ) from None
+    return arguments
+
+
+def _call(function: Callable, name: str, arguments: dict[str, Any]) -> Any:
+    """Call a model function; a ValueError that its own file raises is about its arguments.
+
+    So is any error of a function of Keras' own. Others come from deeper down and keep their
+    traceback.
+    """
+    try:
+        return function(**arguments)
+    except Exception as error:
+        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+        file = None
+        with contextlib.suppress(TypeError):  # it is not written in Python
+            file = inspect.getsourcefile(inspect.unwrap(function))
+        own = isinstance(error, ValueError) and raised_in == file
+        if not own and name.partition(":")[0].partition(".")[0] not in ("keras", "tensorflow"):
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise InputError(f"--model={name}: {reason}") from None
+
+
+def _call_on(model: keras.Model, name: str, x: Any) -> Any:
+    """Call a model on a symbolic batch of `x`; what Keras refuses becomes a line.
+
+    Any other exception is a mistake in the model's own code and keeps its traceback.
+    """
+    try:
+        inputs = getattr(model, "inputs", None) or []  # absent before a model is built
+        if len(inputs) == 1 and isinstance(x, tf.TensorSpec):  # Keras lets some pass
+            own = tuple(inputs[0].shape[1:])
+            if not tf.TensorShape(own).is_compatible_with(x.shape):
+                raise ValueError(f"it takes inputs of shape {own}")
+        batch = tf.nest.map_structure(lambda s: keras.Input(s.shape, dtype=s.dtype.name), x)
+        takes = "training" in inspect.signature(model.call).parameters
+        return model(batch, training=False) if takes else model(batch)
+    except (ValueError, TypeError, NotImplementedError, tf.errors.OpError) as error:
+        if not isinstance(x, tf.TensorSpec):
+            shapes = tf.nest.map_structure(lambda s: f"{s.dtype.name} {s.shape}", x)
+            what = f"inputs {shapes}"
+        elif x.shape.rank == 3:
+            what = f"images of shape {tuple(x.shape)} alone "
+            what += "(its function may take image_shape as an argument)"
+        else:
+            what = f"{x.dtype.name} of shape {tuple(x.shape)}"
+        # Without what Keras puts around the sentence that says what is wrong.
+        message = re.sub(r"\x1b\[\d*m", "", str(error)).split("\n\nArguments received")[0]
+        parts = [part for part in message.split("\n\n") if part.strip()]
+        inner = [p for p in parts if not p.startswith(("Exception encountered", "Could not auto"))]
+        reason = " ".join((inner or parts or ["it raised an error"])[0].split())[:200]
+        raise InputError(f"--model={name} cannot take {what}: {reason}") from None

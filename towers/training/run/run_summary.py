@@ -1,0 +1,89 @@
+"""The rule book: what holds at any number of towers, printed at the start of each run."""
+
+from collections import Counter
+
+import keras
+
+from towers import tf_internals
+from towers.builder import collectives
+from towers.builder.batch_norm import exchange_launches
+from towers.data import augment
+from towers.formatting import count
+from towers.training.run.setup import RunContext
+
+
+def run_summary(run: RunContext) -> list[str]:
+    """Return the rules as lines with this run's numbers."""
+    options, size = run.options, run.data.train.size
+    towers = len(run.builder.devices)
+    small, more = divmod(options.batch_size, towers)
+    slices = Counter(small + (i < more) for i in range(towers))
+    per_tower = " and ".join(f"{n} x {examples}" for examples, n in slices.items())
+    weights = sum(v.value.shape.num_elements() for v in run.masters.model.trainable_variables)
+    update = run.task.about_update()
+    moments = "the global batch" if options.batch_norm == "sync" else "a tower's slice"
+    validation = run.data.validation
+    held = f"{validation.size} validation, " if validation else ""
+    parts = f" in {options.accumulate_steps} parts" if options.accumulate_steps > 1 else ""
+    gather = {
+        "sharded": "each gradient is gathered on its variable's tower",
+        "replicated": "gradients are summed by collectives, each tower has its variables",
+    }.get(options.variables, f"gather on {run.builder.gather_device}")
+    return [
+        f"towers      {towers}: {', '.join(run.builder.devices)}; {gather}",
+        f"batch size  {options.batch_size} global ({per_tower} per tower), {options.dtype}",
+        f"data        {run.data.name}: {size} training examples per epoch, {held}"
+        f"{run.data.test.size} test; {size / options.batch_size:.1f} steps per epoch",
+        *run.data.notes,
+        *augment.describe(run.data, options.augment, run.task.image_dtype()),
+        f"model       {options.model}({options.model_args}): {weights} trainable weights",
+        f"task        {run.task.about()}",
+        f"length      {_length(run)}",
+        "rules, the same at any number of towers:",
+        "  1 loss and gradients: mean over the global batch; towers give sums, add_n gathers them",
+        f"  2 regularisation: once, on the master weights; {update['decay']}, and the layers' own",
+        f"  3 finite test: on the loss and the gathered gradient{update['scale']}; else "
+        f"{options.on_nan}",
+        f"  4 clipping: {update['clips'] or 'none'}, after the gather; then update, then EMA",
+        "  5 shuffling, augmentation, dropout: by (seed, step, place in the global batch), "
+        f"seed {options.seed}",
+        f"  6 BatchNorm: {options.batch_norm}, moments over {moments}{parts}; statistics "
+        "gathered, assigned once a step",
+        *_cost_of_moments(run),
+        f"  7 clock: {update['clock']}, EMA {options.ema_decay or 'none'}",
+        "  8 the loss that is printed is that of all towers",
+    ]
+
+
+def _length(run: RunContext) -> str:
+    """Return where the run ends, and why that may differ from the epochs that were asked for."""
+    timetable, size, batch = run.timetable(), run.data.train.size, run.options.batch_size
+    last = timetable.last_step
+    seen = timetable.examples(last)
+    line = f"{count(last, 'step')}, {count(seen, 'example')}, {seen / size:.4g} epochs"
+    if seen <= run.total_examples:
+        whole = f"{run.total_epochs:g}"
+        return line if seen == run.total_examples else f"{line} of {whole}: --max_steps comes first"
+    line += f": {run.total_epochs:g} epochs are {run.total_examples}, and all batches are full"
+    if not size % batch:
+        return line
+    return (
+        f"{line}, also where one epoch ends and the next begins (`fit` makes "
+        f"{count(-(-size // batch), 'step')} an epoch, the last of {size % batch})"
+    )
+
+
+def _cost_of_moments(run: RunContext) -> list[str]:
+    """Return a line on the cost of moments over all towers, if there are any and these are GPUs."""
+    if run.options.batch_norm != "sync" or not collectives.are_there(run.builder.devices):
+        return []
+    number = sum(
+        isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        for layer in tf_internals.layers_of(run.masters.model)
+    )
+    line = (
+        f"    {count(number, 'layer')} meet twice a step, and each GPU launches some "
+        f"{exchange_launches(number)} more kernels for it: --batch_norm=local does without, "
+        "and gives other numbers"
+    )
+    return [line] if number else []

@@ -1,0 +1,397 @@
+"""Builds a run from its options: towers, data, model and master variables."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers import data, devices, tf_internals
+from towers.builder.device_types import are_gpus, are_remote
+from towers.builder.function_analysis import FunctionAnalysis
+from towers.builder.tower import TowerBuilder
+from towers.data import Data, Split, augment, remote_files
+from towers.data.device_cache import DeviceCache, cache_on_devices
+from towers.data.remote_files import RemoteReader
+from towers.devices import memory, remote, selection
+from towers.errors import InputError
+from towers.options.augmentation import parse
+from towers.options.run import Options
+from towers.options.triggers import Timetable
+from towers.training.run import compile_from_flags, model
+from towers.training.run.tensorflow_errors import user_facing_errors
+from towers.training.step import compiled
+from towers.training.step.optimizers import check_own, limit_of, make_optimizer
+from towers.training.step.schedules import schedule
+from towers.training.step.task import Classifier, Task
+from towers.training.step.train_loop import make_train_loop
+from towers.training.step.train_state import (
+    VARIABLES,
+    TrainState,
+    copies_on,
+    home_of,
+    move_to_home,
+    place,
+)
+
+DEFAULT_EPOCHS = 10.0
+
+# Returns the training set where the towers are, copied there when it is first called.
+Stored = Callable[[], DeviceCache | RemoteReader | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunContext:
+    """The parts of a run, built from its options.
+
+    Attributes:
+        options, builder, data, masters, task: the parts.
+        stored: returns the training set where the towers are, copied there by its first call; None
+            if each step is sent its examples.
+        total_epochs: what schedules go over.
+        total_examples: where the run ends, unless `max_steps` ends it before.
+        doubts: lines of the builder about the towers' function.
+        left_open: options as they were given that the devices decide anew in each process.
+        lowered_at: numbers of examples, from each of which on the learning rate is half as high.
+    """
+
+    options: Options
+    builder: TowerBuilder
+    data: Data
+    masters: TrainState
+    task: Task
+    stored: Stored
+    total_epochs: float
+    total_examples: int
+    doubts: list[str] = dataclasses.field(default_factory=list)
+    left_open: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lowered_at: Sequence[int] = ()
+
+    def train_loop(self, *, telemetry: bool = True) -> Callable:
+        """Return the run's `step.TrainLoop`."""
+        parts = self.builder, self.train_step(), self.task.step_names
+        return make_train_loop(*parts, telemetry=telemetry, masters=self.masters)
+
+    @property
+    def on_towers(self) -> DeviceCache | RemoteReader | None:
+        """See `stored`."""
+        return self.stored()
+
+    def batches(self, step: int, examples: int) -> tf.data.Dataset:
+        """Return the batches from a step on, or the rows of those that towers hold already."""
+        source = self.on_towers or self.data.train
+        size, seed = self.options.batch_size, self.options.seed
+        return source.train_batches(size, seed=seed, step=step, examples=examples)
+
+    def train_step(self) -> Callable:
+        """Return `Task.make_train_step` of this run, which also takes row numbers for examples."""
+        of_examples = self.task.make_train_step(self.learning_rate)
+
+        def train_step(example: Any, draws: tf.Tensor, **keywords: Any) -> tuple:
+            if tf.is_tensor(example):
+                example = self.on_towers.example(example)
+                if self.data.train.paired:
+                    draws, (partners, of_partners) = draws
+                    draws = draws, (self.on_towers.example(partners), of_partners)
+            return of_examples(example, draws, **keywords)
+
+        return train_step
+
+    def splits(self) -> dict[str, Split]:
+        """Return {"train", "test" and perhaps "validation": split}."""
+        found = {"train": self.data.train, "test": self.data.test}
+        return found | ({"validation": v} if (v := self.data.validation) else {})
+
+    def learning_rate(self, examples: tf.Tensor) -> tf.Tensor:
+        """Return the learning rate after a number of examples, a float64 scalar."""
+        rate = rate_of(self.options, self.data.train.size)(examples)
+        for start in self.lowered_at:
+            rate *= tf.where(examples >= start, tf.constant(0.5, rate.dtype), 1.0)
+        return rate
+
+    def rehearse(self, batch: Any) -> FunctionAnalysis:
+        """Try the towers' function on a batch, and return what was found out about it.
+
+        To be called before the step is traced, which would try it on made-up examples.
+        """
+        example, draws = batch
+        return self.task.rehearse(*example, draws)
+
+    def timetable(self) -> Timetable:
+        """Return the timetable from the masters' step to the end of the run."""
+        step, examples = int(self.masters.step.numpy()), int(self.masters.examples.numpy())
+        left = math.ceil((self.total_examples - examples) / self.options.batch_size)
+        if self.options.max_steps:
+            left = min(left, self.options.max_steps - step)
+        return Timetable(step, examples, step + max(left, 0), self.data.train.size, self.options)
+
+
+def length_of(options: Options, size: int) -> tuple[float, int]:
+    """Return the epochs that schedules go over, and the examples where a run ends.
+
+    Args:
+        options: of the run.
+        size: of the training set.
+    """
+    if options.num_epochs or not options.max_steps:
+        total_epochs = options.num_epochs or DEFAULT_EPOCHS
+        return total_epochs, max(round(total_epochs * size), 1)
+    total_examples = options.max_steps * options.batch_size
+    return total_examples / size, total_examples
+
+
+def rate_of(options: Options, size: int) -> Callable[[Any], tf.Tensor]:
+    """Return a function from examples seen to the learning rate.
+
+    Args:
+        options: of the run.
+        size: of the training set.
+    """
+    rate_at = schedule(
+        options.schedule,
+        peak=options.learning_rate,
+        total_epochs=length_of(options, size)[0],
+        warmup_epochs=options.warmup_epochs,
+        decay_epochs=options.decay_boundaries(),
+        decay_factor=options.decay_factor,
+    )
+    return lambda examples: rate_at(tf.cast(examples, tf.float64) / size)
+
+
+def prepare(options: Options) -> RunContext:
+    """Build the run that `options` describe.
+
+    Raises:
+        InputError: a device, the data or the model cannot be had as the options say.
+        RunError: the data set cannot be read, or a GPU does not compute.
+    """
+    return assemble(options, *find(options))
+
+
+def find(options: Options) -> tuple[list[str], Data]:
+    """Return the towers' devices and the data set; raises what `prepare` raises."""
+    tf_internals.refuse_fork()
+    devices.configure(**dataclasses.asdict(options.gpu_options()))
+    if selection.asks_for_cpus(options.devices):
+        devices.hide_gpus()
+    devices.try_out()
+    return tower_devices(options), load_data(options)
+
+
+def tower_devices(options: Options) -> list[str]:
+    """Return the towers' devices, on this machine or on others.
+
+    Raises:
+        InputError: they cannot be had.
+    """
+    if cluster := remote.connect_run(options):
+        return cluster.devices
+    return devices.tower_devices(options.num_towers, options.devices, divide_cores=True)
+
+
+def load_data(options: Options, say: Callable[[str], None] | None = None) -> Data:
+    """Return the data set; its examples come in pairs if they are to be mixed.
+
+    Args:
+        options: of the run.
+        say: prints a line. If given, nothing is downloaded: images drawn in code stand in for a
+            data set that is not at hand, which is enough where no number depends on the images.
+
+    Raises:
+        InputError: there is no such data set.
+        RunError: it cannot be read.
+    """
+    name, folder = options.dataset, options.data_dir or None
+    with user_facing_errors(options):
+        if say and data.locate(name, folder) is None:
+            say(f"data        {name} is not at hand: shapes, drawn in code, stand in for it")
+            return data.stand_in(name)
+        size, fraction = options.image_height_width(), options.validation_fraction
+        limit = options.max_image_pixels
+        found = data.load(name, folder, size, fraction, options.target, limit, options.categories)
+    if parse(options.augment).mixes:
+        found = dataclasses.replace(found, train=found.train.with_partners())
+    return found
+
+
+def assemble(
+    options: Options,
+    device_names: Sequence[str],
+    dataset: Data,
+    *,
+    loss_scaling: bool | None = None,
+    exact: bool = False,
+    stored: Stored | None = None,
+) -> RunContext:
+    """Build a run on devices, one for each tower, with a data set.
+
+    Args:
+        options: of the run.
+        device_names: one for each tower.
+        dataset: what it trains on.
+        loss_scaling: whether there is a loss scale; None: if the precision needs one.
+        exact: with float64, whether layers that ask for another floating type get float64, too.
+        stored: that of a run on the same devices with the same data: both share one copy.
+
+    Raises:
+        InputError: the model cannot be had as the options say, or has nothing to train.
+    """
+    check_own(options)
+    doubts: list[str] = []
+    # Checkpoints know variables by name.
+    with user_facing_errors(options), tf_internals.named_as_in_a_new_process():
+        network, options = _build(options, dataset, exact)
+        if not network.trainable_variables:
+            raise InputError(
+                f"--model={options.model} has no trainable weights: there is nothing to train"
+            )
+        if loss_scaling is None:
+            loss_scaling = options.dtype == "mixed_float16"
+        kind = compiled.Compiled if network.compiled else Classifier
+        left_open = {"variables": "default"} if options.variables == "default" else {}
+        options = dataclasses.replace(options, variables=_placement(options, kind, device_names))
+        builder = TowerBuilder(
+            device_names,
+            home_of(options.variables, device_names),
+            batch_norm=options.batch_norm,
+            accumulate_steps=options.accumulate_steps,
+            gather_at_variables=options.variables == "sharded",
+            jit_compile=options.jit_compile,
+            on_doubt=doubts.append,
+        )
+        if network.compiled:
+            task = compiled.Compiled(builder, network, options, dataset)
+        else:
+            masters = _make_masters(network, device_names, options, loss_scaling)
+            task = Classifier(builder, masters, options, dataset)
+        task.objective()  # raises what it has to say
+    _check_validation(options, dataset)
+    _check_batch(options, dataset)
+    total_epochs, total_examples = length_of(options, dataset.train.size)
+    stored = stored or _stored(dataset.train, device_names, options)
+    parts = options, builder, dataset, task.masters, task, stored
+    return RunContext(*parts, total_epochs, total_examples, doubts, left_open)
+
+
+def _stored(
+    split: Split, names: Sequence[str], options: Options
+) -> Stored:
+    @functools.cache
+    def stored() -> DeviceCache | RemoteReader | None:
+        found = remote_files.find(split, names, options.batch_size, options.accumulate_steps)
+        return found or cache_on_devices(split, names)
+
+    return stored
+
+
+def _placement(options: Options, kind: type[Task], device_names: Sequence[str]) -> str:
+    """Return where weights lie, as `--variables` says or by default."""
+    found, far = options.variables, are_remote(device_names)
+    if found == "default":
+        return kind.default_on_gpus if are_gpus(device_names) and not far else VARIABLES[0]
+    if found == "replicated" and far:
+        raise InputError(
+            "--variables=replicated sums by collectives, which reach no other machine: type "
+            "--variables=sharded, by which as little crosses the network, or --variables=cpu"
+        )
+    if found == "replicated" and len(set(device_names)) < len(device_names):
+        raise InputError(
+            "--variables=replicated needs a device for each tower: type --variables=cpu, or call "
+            f"towers.devices.tower_devices({len(device_names)}) before anything creates a tensor"
+        )
+    return found
+
+
+def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, Options]:
+    """Return the model, compiled if function or flags say so, and options with its `augment`."""
+    # "auto" may be another kind for a compiled model; images have the same shape in both.
+    kind = augment.resolve(options.augment, dataset, compiled=False)
+    try:
+        network = model.build_for(
+            dataclasses.replace(options, augment=kind),
+            num_classes=dataset.num_classes,
+            x=dataset.spec[0],
+            image_shape=dataset.image_shape,
+            exact=exact,
+        )
+    except InputError as error:
+        if dataset.no_classes and "num_classes" in str(error):  # which the function must be given
+            raise InputError(dataset.no_classes) from None
+        raise
+    if network.compiled:
+        compile_from_flags.refuse_overridden(options)
+        kind = augment.resolve(options.augment, dataset, compiled=True)
+    elif options.loss or options.metrics:
+        with model.floatx_of(options.dtype):  # the loss and the metrics compute in it
+            compile_from_flags.compile_from_flags(network, options)
+    else:
+        own = dataclasses.replace(options, augment=kind)
+        x = model.prepared(own, dataset.spec[0], dataset.image_shape)
+        model.check_classifier(network, options.model, dataset.num_classes, x, dataset.no_classes)
+    if options.test_time_flip:
+        if dataset.image_shape is None:
+            raise InputError(
+                f"--test_time_flip is for images, and {dataset.name} has none; leave it out"
+            )
+        for output in getattr(network, "outputs", None) or []:
+            if len(output.shape) != 2:
+                raise InputError(
+                    f"--test_time_flip needs one row of numbers for each image, and outputs of "
+                    f"{options.model} have shape {output.shape}: leave it out"
+                )
+    return network, dataclasses.replace(options, augment=kind)
+
+
+def _check_batch(options: Options, dataset: Data) -> None:
+    """Refuse a batch that the host cannot hold, before it is read."""
+    leaves = tf.nest.flatten(dataset.spec)
+    each = sum(leaf.shape.num_elements() * (leaf.dtype.size or 1) for leaf in leaves)
+    needed, there = options.batch_size * each, memory.of_host()
+    if needed > there:
+        raise InputError(
+            f"--batch_size={options.batch_size}: a batch takes {memory.in_words(needed)}, and the "
+            f"memory of {memory.in_words(there)} holds {there // each} examples"
+        )
+
+
+def _check_validation(options: Options, dataset: Data) -> None:
+    """Refuse early stopping and keeping the best without validation data."""
+    for name in ("keep_best", "early_stopping_epochs"):
+        value = getattr(options, name)
+        if value and not dataset.validation:
+            raise InputError(
+                f"--{name} looks at validation data, and there are none: type "
+                "--validation_fraction=0.1, or let the data set give a third part; the test set is "
+                "for the end"
+            )
+        if value and not options.evaluate_every_epochs:
+            raise InputError(
+                f"--{name} needs evaluations on the way: type --evaluate_every_epochs=1"
+            )
+
+
+def _make_masters(
+    network: keras.Model, device_names: Sequence[str], options: Options, loss_scaling: bool
+) -> TrainState:
+    """Place the weights as `options.variables` says, and make their optimizers."""
+    weights = network.trainable_variables
+    home = home_of(options.variables, device_names)
+    move_to_home(network.non_trainable_variables, home)
+    place(weights, options.variables, device_names)
+    with tf.device(home):
+        optimizer = make_optimizer(weights, options)  # it knows variables by where they are now
+    copies = []
+    if options.variables == "replicated":
+        copies = copies_on(device_names[1:], weights, lambda own: make_optimizer(own, options))
+    return TrainState(
+        network,
+        optimizer,
+        ema=options.ema_decay > 0,
+        loss_scaling=loss_scaling,
+        device=home,
+        copies=copies,
+        limit=limit_of(options),
+    )

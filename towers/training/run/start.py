@@ -1,0 +1,331 @@
+"""How a run begins: built, restored, placed; and only then is its folder written to."""
+
+import contextlib
+import dataclasses
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from towers import devices, files, tf_internals
+from towers.builder import exactness_checks
+from towers.builder.device_types import are_gpus, are_remote
+from towers.data import Data
+from towers.errors import InputError, RunError
+from towers.formatting import count, first_line
+from towers.graphs import placement_report
+from towers.graphs.placement import Placement, read_placement, short_device_name
+from towers.monitoring import dashboard, events
+from towers.monitoring.image_summaries import Batch, Sampler
+from towers.options import code_trust
+from towers.options.flags import IDENTITY
+from towers.options.run import Options
+from towers.options.triggers import Timetable
+from towers.training.callbacks.preemption import PreemptionHandler
+from towers.training.run import checkpoint, manifest, memory_estimate
+from towers.training.run.checkpoint_manager import CheckpointManager
+from towers.training.run.run_summary import run_summary
+from towers.training.run.setup import RunContext, Stored, assemble, find
+from towers.training.run.tensorflow_errors import user_facing_errors
+from towers.training.run.warm_start import init_from
+from towers.training.step import loss_checks
+from towers.training.step.train_state import VARIABLES
+
+Say = Callable[[str], None]
+TRIALS = 5
+_TRIAL_SECONDS = 0.3
+_MAY_DEPEND = "may depend on the number of towers"
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedRun:
+    """A run that is ready for its next step.
+
+    Attributes:
+        run, folder, checkpoints, timetable: its parts.
+        restored: step of the checkpoint that it goes on with; None: it is a new run.
+        train_loop: traced.
+        batches: iterator of what the loop takes.
+        sampler: gives out batches once more, for pictures.
+        placement: of the ops of a step.
+    """
+
+    run: RunContext
+    folder: Path
+    checkpoints: CheckpointManager
+    restored: int | None
+    timetable: Timetable
+    train_loop: Callable
+    batches: Iterator
+    sampler: Sampler
+    placement: Placement
+
+    def steps_done(self) -> int:
+        """Return the number of updates so far."""
+        return int(self.run.masters.step.numpy())
+
+    def largest_batch(self) -> int:
+        """Return the largest batch size whose steps are expected to fit into the memory."""
+        return memory_estimate.largest_batch(self.run, self.train_loop, self.batches)
+
+
+def build(options: Options, say: Say) -> RunContext:
+    """Build the run; if the options leave open where variables lie, find the fastest place.
+
+    Raises:
+        InputError: a device, the data or the model cannot be had as the options say.
+        RunError: the data set cannot be read, or a GPU does not compute.
+    """
+    names, dataset = find(options)
+    stored, gpus = None, are_gpus(names)
+    if options.variables == "auto" or (options.variables == "default" and gpus):
+        if tf_internals.ops_are_deterministic() and (gpus or len(names) > 1):
+            if options.variables == "auto":  # what a clock decides may differ from run to run
+                say("variables   default: a trial might choose otherwise next time")
+            options = dataclasses.replace(options, variables="default")
+        else:  # flags.cfg keeps what is found: bit for bit
+            options, stored = _fastest(options, names, dataset, say)
+            gc.collect()  # traced functions are cycles, and hold variables in the devices' memory
+    return assemble(options, names, dataset, stored=stored)
+
+
+def _fastest(
+    options: Options, device_names: Sequence[str], dataset: Data, say: Say
+) -> tuple[Options, Stored | None]:
+    """Return the options with the `variables` that make this run's steps fastest, and its data.
+
+    Each placement is tried on a model of its own, beside the fastest so far, window by window; on
+    GPUs the best of them also with XLA. All share one copy of the data. A slower model is dropped
+    before the next is built, so that there are never three.
+    """
+    gpus = are_gpus(device_names)
+    if len(device_names) == 1 and not gpus:
+        say("variables   cpu: there is one tower, and nothing to try")
+        return dataclasses.replace(options, variables="cpu"), None
+    first = dataclasses.replace(options, variables=VARIABLES[0])
+    run = assemble(first, device_names, dataset)  # its errors are the run's own
+    stored, placements = run.stored, run.task.placements
+    best, name, window = first, VARIABLES[0], _window(run)
+    del run
+    rates: dict[str, float] = {}
+
+    def measure(windows: Mapping[str, Callable[[], float]]) -> None:
+        rounds = [[own() for own in windows.values()] for _ in range(TRIALS)]
+        rates.update(zip(windows, map(statistics.median, zip(*rounds, strict=True)), strict=True))
+
+    def compare(label: str, other_name: str, **changed: Any) -> None:
+        nonlocal best, name, window
+        gc.collect()  # of the last loser, or of one that failed
+        other = dataclasses.replace(options, **changed)
+        try:
+            with user_facing_errors(other):
+                other_window = _window(assemble(other, device_names, dataset, stored=stored))
+        except (InputError, RunError, ValueError, tf.errors.OpError) as error:
+            say(f"{label:12}not {other_name}: {first_line(error)}")
+            return
+        measure({name: window, other_name: other_window})
+        if rates[other_name] > rates[name]:
+            best, name, window = other, other_name, other_window
+
+    def figures() -> str:
+        shown = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+        return f"examples/s, median of {TRIALS} windows: {shown}"
+
+    # On one GPU all but the first are one: everything lies there.
+    for mode in placements[1:] if len(device_names) > 1 else placements[-1:]:
+        compare("variables", mode, variables=mode)
+    if not rates:
+        measure({name: window})
+    say(f"variables   {name}, the fastest; {figures()}")
+    if gpus and not options.jit_compile:
+        name = "not compiled"
+        rates.clear()
+        compare("XLA", "compiled", variables=best.variables, jit_compile=True)
+        if rates:
+            say(f"XLA         {name}, the faster; {figures()}")
+    return best, stored
+
+
+def _window(run: RunContext) -> Callable[[], float]:
+    """Return a function that trains for a while and returns its examples/s, the graph built."""
+    options, train_loop = run.options, run.train_loop()
+    batches = iter(run.batches(0, 0))
+    num_steps = tf.constant(min(options.steps_per_loop, 10))
+
+    def window() -> float:
+        start, steps = time.perf_counter(), 0
+        while not steps or time.perf_counter() - start < _TRIAL_SECONDS:
+            train_loop(batches, num_steps)["loss"].numpy()
+            steps += int(num_steps)
+        return steps * options.batch_size / (time.perf_counter() - start)
+
+    window()
+    return window
+
+
+def restore(run: RunContext, folder: Path) -> tuple[CheckpointManager, int | None]:
+    """Restore the newest checkpoint of the folder, if it is to be continued; write nothing."""
+    checkpoints = CheckpointManager(
+        folder / "checkpoints",
+        run.masters.variables(),
+        {name: getattr(run.options, name) for name in IDENTITY},
+        run.options.keep_checkpoints,
+    )
+    if run.options.overwrite:
+        return checkpoints, None
+    files.clear_leftovers(folder)
+    checkpoint.tidy(checkpoints.directory)
+    restored = checkpoints.restore(lambda line: print(line, file=sys.stderr))
+    known = checkpoint.find(checkpoints.directory)  # one of step 0 that is damaged is made again
+    if (
+        restored is None
+        and not known
+        and any(events.paths(folder / part) for part in ("train", "eval"))
+    ):
+        raise InputError(
+            f"--train_dir={folder}: there are event files in its train or eval, and no checkpoint "
+            "that they belong to: name another folder"
+        )
+    run.masters.set_copies()
+    return checkpoints, restored
+
+
+def begin(
+    run: RunContext,
+    folder: Path,
+    lock: files.Lock,
+    checkpoints: CheckpointManager,
+    restored: int | None,
+    watch: PreemptionHandler,
+    say: Say,
+) -> PreparedRun:
+    """Build the graph, check and report where it runs, and write the head of the run's folder.
+
+    Args:
+        run: built, its variables restored.
+        folder: the run's `train_dir`.
+        lock: of that folder, which is taken.
+        checkpoints: of that folder.
+        restored: step of the checkpoint that the run goes on with; None: it is a new one.
+        watch: answers signals while the first batch is read.
+        say: prints a line.
+    """
+    options, timetable, train_loop = run.options, run.timetable(), run.train_loop()
+    if restored is None and options.init_from:
+        for line in init_from(run.masters, options.init_from):
+            say(line)
+    step, examples = timetable.first_step, timetable.first_examples
+    rules = run_summary(run)
+    batches = iter(run.batches(step, examples))
+    if run.on_towers:
+        say(f"data        {run.on_towers}")
+    elif are_remote(run.builder.devices):
+        say("data        sent to the workers with each step")
+    sampler = Sampler(run.data.train, options)
+    with user_facing_errors(options), watch, watch.first_batch():
+        batch = sampler.batch(step, examples)
+    lines = [*rules, *loss_checks.check(run.task, batch), *devices.report(run.builder.devices)]
+    if are_gpus(run.builder.devices):
+        lines += devices.advice_on(options.dtype)
+    for line in lines:
+        say(line)
+    run.rehearse(batch)
+    placement, lines = _place(run, train_loop, batches, say)
+    lines += _check_numbers(run, placement, batch, say)
+    # Until here, nothing was written. The checkpoint comes first: a folder that cannot be written,
+    # or a full disk, is found now and not after an hour.
+    if options.overwrite:
+        files.move_aside(folder)
+    with contextlib.suppress(OSError):  # the checkpoint says it better
+        folder.mkdir(parents=True, exist_ok=True)
+    lock.take(folder)
+    if restored is None:
+        checkpoints.save_now(0)
+    kept = dataclasses.replace(options, **run.left_open)
+    files.write_text(folder / "flags.cfg", code_trust.signed(kept.to_flagfile()))
+    if options.log_device_placement:
+        placement_report.write_tsv(folder / "placement.tsv", placement)
+    for line in manifest.write(run, folder, restored, batch):
+        say(line)
+    checkpoints.home = files.RunDirectory(folder, lock, say)
+    graph = train_loop.get_concrete_function(batches, tf.constant(0)).graph
+    _open_root(run, folder, rules, lines, placement, graph)
+    lock.take(folder)  # the folders in it, too, which are there now
+    return PreparedRun(
+        run, folder, checkpoints, restored, timetable, train_loop, batches, sampler, placement
+    )
+
+
+def _open_root(
+    run: RunContext,
+    folder: Path,
+    rules: list[str],
+    lines: list[str],
+    placement: Placement,
+    graph: tf.Graph,
+) -> None:
+    """Write what TensorBoard shows of the whole run: chart layout, texts, a step's graph."""
+    summary: list[str] = []
+    run.masters.model.summary(line_length=100, print_fn=lambda line, **_: summary.append(line))
+    texts = {
+        "rules": rules,
+        "placement": [*lines, "", *placement_report.table(placement)],
+        "model": "\n".join(summary).splitlines(),
+    }
+    metrics = run.task.metric_directions()
+    best_known, _ = run.task.objective()
+    names = sorted(metrics, key=lambda name: (name != best_known, name == "loss"))
+    parts = ["validation", "test"] if run.data.validation else ["test"]
+    figures = [f"{part}_{name}" for part in parts for name in names]
+    dashboard.open_root(folder, run.options, run.builder.devices, texts, placement, graph, figures)
+
+
+def _place(
+    run: RunContext, train_loop: Callable, batches: Iterator, say: Say
+) -> tuple[Placement, list[str]]:
+    """Build the graph of a step and report where TensorFlow put its ops; return both."""
+    options, towers = run.options, run.builder.devices
+    say(f"building    the graph of {count(len(towers), 'tower')} ...")
+    with user_facing_errors(options):
+        placement = read_placement(train_loop, batches, tf.constant(0))
+    of_masters = {"sharded": towers, "replicated": towers[:1]}.get(options.variables, [])
+    stray = placement_report.strays(
+        placement, towers, run.masters.variables(), [run.builder.gather_device, *of_masters]
+    )
+    lines = placement_report.report(placement, stray)
+    more = []
+    if options.log_device_placement:
+        everything = [short_device_name(d.name) for d in tf.config.list_logical_devices()]
+        more = ["  device mapping:", *(f"  {row}" for row in devices.describe(everything))]
+        more += placement_report.table(placement)
+    for line in [*lines, *more]:
+        say(line)
+    if options.placement == "strict":
+        placement_report.check_strict(stray)
+    return placement, lines
+
+
+def _check_numbers(run: RunContext, placement: Placement, batch: Batch, say: Say) -> list[str]:
+    """Report what makes the numbers depend on the number of towers; return the lines."""
+    if run.builder.num_slices == 1:
+        return []
+    found = list(run.doubts)
+    on_one = [line for line in found if " runs on one device: " in line]
+    if not on_one:
+        found += exactness_checks.find(run.rehearse(batch), tf.nest.flatten(batch))
+    found += exactness_checks.random_ops_of(placement.ops + placement.compiled + placement.gone)
+    found = list(dict.fromkeys(found))
+    if found:
+        same = len(on_one) == len(found)
+        say(f"numbers     {'are those of one device' if same else _MAY_DEPEND}:")
+    for line in found:
+        say(f"  {line}")
+    if run.options.draws == "strict" and any(map(exactness_checks.of_draws, found)):
+        first = next(filter(exactness_checks.of_draws, found))
+        raise RunError(f"--draws=strict: {first}; or type --draws=report")
+    return found

@@ -1,0 +1,541 @@
+"""The task of a compiled Keras model, which says itself what it is trained to do.
+
+Loss, metrics, optimizer and learning-rate schedule are those that `fit` would use, over the global
+batch. Where each example has a loss of its own, it is computed on the towers
+(`Task.make_train_step`); else the model's own `train_step` is traced in the run's loop with its
+calls on towers (`parallel`), as its `test_step` is in evaluation.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder import exactness_checks, gather
+from towers.builder.function_analysis import FunctionAnalysis
+from towers.builder.replica_context import integers_on
+from towers.builder.tower import TowerBuilder
+from towers.data import Data
+from towers.errors import InputError
+from towers.formatting import first_line
+from towers.monitoring import tower_metrics
+from towers.options import augmentation
+from towers.options.run import Options
+from towers.training.parallelize import builder_of, on_towers, passes_of, put_on
+from towers.training.run.model import floatx_of
+from towers.training.step import fused_update, loss_checks
+from towers.training.step.optimizers import about_flags, about_scale, is_own, limit_of
+from towers.training.step.output_activation import final_activation, mirrored
+from towers.training.step.skip_nonfinite import NonFiniteGuard
+from towers.training.step.task import Task
+from towers.training.step.train_state import (
+    VARIABLES,
+    TrainState,
+    copies_on,
+    dynamic_scale,
+    home_of,
+    move_to_home,
+    optimizers_of,
+    place,
+    snapshot,
+)
+from towers.training.step.update import UpdateRules
+
+
+class Compiled(Task):
+    """The task of a compiled model on (x, y, sample_weight)."""
+
+    default_on_gpus = "sharded"
+    squares_rows = True
+    _rehearsed: FunctionAnalysis | None = None
+
+    def __init__(self, builder: TowerBuilder, model: keras.Model, options: Options, data: Data):
+        """Place the weights, and make all variables that a step needs.
+
+        Raises:
+            InputError: the options cannot be had with a compiled model.
+        """
+        super().__init__(builder, model, options, data)
+        home = home_of(options.variables, builder.devices)
+        parts = *model.metrics, *optimizers_of(model)
+        move_to_home(
+            [*model.non_trainable_variables, *(v for p in parts for v in p.variables)], home
+        )
+        place(model.trainable_variables, options.variables, builder.devices)
+        put_on(model, builder)
+        self.pairs = loss_checks.LossRecorder(model)
+        self._log_names, self._figures = self._trace_once()
+        optimizers = optimizers_of(model)
+        scaled = getattr(model.optimizer, "dynamic_scale", None) is not None
+        # Else the model's own step is made of what towers return, joined.
+        self.by_example = self.pairs.of_examples and not scaled
+        self._check_by_example("a loss or a step that is not of each example alone")
+        copies = []
+        if options.variables == "replicated":
+            copies = copies_on(builder.devices[1:], model.trainable_variables, self._like_optimizer)
+        self.masters = TrainState(
+            model,
+            *optimizers,
+            ema=options.ema_decay > 0,
+            device=home,
+            copies=copies,
+            limit=limit_of(options),
+        )
+
+    def _check_by_example(self, reason: str) -> None:
+        """Refuse flags that need a loss for each example where there is none, for a `reason`."""
+        if self.by_example:
+            return
+        self.placements = VARIABLES[:2]
+        options = self.options
+        if options.variables not in self.placements:
+            raise InputError(
+                f"--variables={options.variables}: {options.model} has {reason}: type "
+                f"--variables={' or '.join(self.placements)}"
+            )
+        if augmentation.parse(options.augment).mixes:
+            raise InputError(
+                f"--augment={options.augment}: mixup and cutmix mix the losses of examples, and "
+                f"{options.model} has {reason}: leave them out"
+            )
+
+    def _like_optimizer(self, weights: Sequence[keras.Variable]) -> keras.optimizers.Optimizer:
+        """Return an optimizer like the model's for a copy of its weights."""
+        optimizer = self.model.optimizer
+        try:
+            with floatx_of(self.options.dtype):
+                like = type(optimizer).from_config(optimizer.get_config())
+        except Exception as error:
+            raise InputError(
+                f"--variables=replicated: the optimizer of {self.options.model} cannot be made "
+                f"again of its config ({first_line(error)}): type --variables=sharded"
+            ) from None
+        if optimizer.weight_decay is not None:
+            pairs = zip(weights, self.model.trainable_variables, strict=True)
+            spared = [own for own, weight in pairs if not tf_internals.decays(optimizer, weight)]
+            like.exclude_from_weight_decay(var_list=spared)
+        return like
+
+    def _trace_once(self) -> tuple[list[str], list[str]]:
+        """Return the names of what a step and an evaluation report, "loss" first if it is there.
+
+        The step is traced on one device, so that optimizers and metrics create their variables.
+        """
+        model, options = self.model, self.options
+        batches = self.data.train.train_batches(options.batch_size, seed=options.seed)
+        names = "train_step", "test_step"
+        is_own = any(getattr(type(model), n) is not getattr(keras.Model, n) for n in names)
+        found: list[str] = []
+        figures: list[str] = []
+        assigned: list[tf.Variable] = []
+
+        def step(example: Any, draws: tf.Tensor) -> None:
+            with tf.device(self.builder.gather_device):
+                data = self._data(example, draws)
+                with self.pairs.noted(data[1:2]):
+                    found[:] = scalars(type(model).train_step(model, data))
+                if is_own:  # else they are the same
+                    self._check_test_step()
+                    data = self._data(example, None)
+                    figures[:] = scalars(type(model).test_step(model, data))
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(loss_checks.translate_loss_errors(self, self.pairs, batches))
+            stack.enter_context(floatx_of(options.dtype))
+            for optimizer in optimizers_of(model):
+                stack.enter_context(tf_internals.slots_beside_weights(optimizer))
+            stack.enter_context(tf_internals.record_assignments(assigned))
+            tf.function(step, autograph=False).get_concrete_function(*batches.element_spec)
+        self.unsaved = [v.name for v in self._unknown(assigned)]
+        if not found:
+            raise InputError(
+                f"--model={options.model}: its train_step returns no number, so there is no loss "
+                'to show: return a dict such as {"loss": loss}'
+            )
+        if is_own and not figures:
+            raise InputError(
+                f"--model={options.model}: its test_step returns no number, so there is nothing to "
+                'evaluate: return a dict such as {"loss": loss}'
+            )
+        return tuple(sorted(n, key=lambda name: name != "loss") for n in (found, figures or found))
+
+    def _unknown(self, assigned: Sequence[tf.Variable]) -> list[tf.Variable]:
+        """Return the assigned variables that no checkpoint holds."""
+        owners = [self.model, *optimizers_of(self.model), *self.model.metrics]
+        known = {id(v.value) for owner in owners for v in owner.variables}
+        return list({id(v): v for v in assigned if id(v) not in known}.values())
+
+    def _check_test_step(self) -> None:
+        """Refuse Keras' own test_step without a loss; to be called after a training step."""
+        model, kind = self.model, type(self.model)
+        is_keras = all(
+            getattr(kind, name) is getattr(keras.Model, name)
+            for name in ("test_step", "compute_loss")
+        )
+        if is_keras and model.loss is None and not model.losses:
+            raise InputError(
+                f"--model={self.options.model} has a train_step of its own, no test_step, and no "
+                "loss by compile, so it cannot be evaluated: give it a test_step that returns a "
+                'dict such as {"loss": loss}'
+            )
+
+    @property
+    def rate_is_set(self) -> bool:
+        """See `Task`: flags that compile a model leave the schedule to the run."""
+        by_flags = bool(self.options.loss or self.options.metrics)
+        return by_flags and not is_own(self.options)
+
+    @property
+    def step_names(self) -> Sequence[str]:
+        """See `Task`."""
+        return ["loss", "penalty", "learning_rate", *self._of_batch()]
+
+    def _of_batch(self) -> list[str]:
+        """Return the names of a batch's metrics, as a step returns them."""
+        return [f"batch/{name}" for name in self._log_names if name != "loss"]
+
+    def make_train_step(self, learning_rate: Callable) -> Callable:
+        """See `Task`; "loss" is that of the model without "penalty", that of regularisation."""
+        of_examples = super().make_train_step(learning_rate)
+        of_outputs = self._make_step_of_outputs(learning_rate)
+
+        def train_step(
+            example: Any, draws: tf.Tensor, measured: tf.Tensor | None = None
+        ) -> tuple[dict[str, tf.Tensor], list[Any]]:
+            self.rehearse(*example, draws)
+            make = of_examples if self.by_example and builder_of(self.model) else of_outputs
+            metrics, _ = make(example, draws, measured)
+            return metrics, [None] * len(self.model.trainable_variables)
+
+        return train_step
+
+    def rehearse(self, *batch: Any) -> FunctionAnalysis:
+        """See `Task`; where a loss is not of one example alone, outputs are joined from here on."""
+        found = super().rehearse(*batch)
+        if self.by_example and self.builder.num_slices > 1 and found is not self._rehearsed:
+            self._rehearsed, alone = found, found.few is not None and found.by_example
+            if not alone or found.reason or exactness_checks.find_by_trials(found):
+                self.by_example = False
+                self._check_by_example("a loss of an example that others of its batch are part of")
+                found = super().rehearse(*batch)
+        return found
+
+    def update_rules(self) -> UpdateRules:
+        """See `Task`; the optimizer clips, and weights have regularisers, as `compile` was told."""
+        return UpdateRules(ema_decay=self.options.ema_decay, batch_size=self.options.batch_size)
+
+    def metrics_of_batch(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
+        """See `Task`."""
+        if not self._of_batch():
+            return {}
+        home, model = self.builder.gather_device, self.model
+        with tf.device(home), integers_on(home), floatx_of(self.options.dtype):
+            with tf.name_scope("gather"):
+                said, *targets = gather.map_towers(gather.join, outputs)
+            y, weights = [*targets, None, None][:2]
+            for metric in model.metrics:  # what is reported is of this batch
+                metric.reset_state()
+            tf_internals.compiled_loss(
+                model, y, said, weights
+            )  # has metrics of its own, of outputs
+            logs = scalars(model.compute_metrics(None, y, said, weights))
+        return {f"batch/{name}": value for name, value in logs.items() if name != "loss"}
+
+    def _make_step_of_outputs(self, learning_rate: Callable) -> Callable:
+        """Return the model's own training step, whose calls run on towers."""
+        builder, masters, model = self.builder, self.masters, self.model
+
+        def train_step(
+            example: Any, draws: tf.Tensor, measured: tf.Tensor | None = None
+        ) -> tuple[dict[str, tf.Tensor], list[Any]]:
+            with tf.device(builder.gather_device):
+                example = tf.nest.map_structure(tf.convert_to_tensor, example)
+                rate = learning_rate(masters.examples)
+                before = self._before()
+                scale = dynamic_scale(model)
+                guard = NonFiniteGuard(masters, self.on_update)
+                if self.rate_is_set:
+                    model.optimizer.learning_rate.assign(rate)
+                elif model.optimizer is not None:
+                    rate = tf.convert_to_tensor(model.optimizer.learning_rate)
+                for metric in model.metrics:  # what is reported is of this batch
+                    metric.reset_state()
+                penalty = _penalty(model)
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(floatx_of(self.options.dtype))
+                    stack.enter_context(integers_on(builder.gather_device))
+                    stack.enter_context(fused_update.updates_joined(optimizers_of(model), guard))
+                    stack.enter_context(guard.losses_noted(model))
+                    logs = scalars(model.train_step(self._data(example, draws)))
+                passes, seen = passes_of(model), {}
+                if measured is not None and passes.gradients:
+                    with tf.name_scope("telemetry"):
+                        seen = tower_metrics.measure_joined(
+                            passes.gradients, builder, measured, scale
+                        )
+                known = {id(variable) for variable, _ in before}
+                before += [own for own in passes.before.values() if id(own[0]) not in known]
+                loss = logs[_loss_name(logs)]
+                rows = tf.shape(tf.nest.flatten(example)[0], tf.int64)[0]
+                guard.end_step(loss, before, rows, self.update_rules())
+            return {
+                "loss": loss - tf.cast(penalty, loss.dtype),
+                "penalty": penalty,
+                "learning_rate": rate,
+                **{f"batch/{name}": value for name, value in logs.items() if name != "loss"},
+                **(self._measured(seen) if measured is not None else {}),
+            }, [None] * len(model.trainable_variables)
+
+        return train_step
+
+    def _before(self) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """Return (variable, its value now) of what a step may change before it is known to be good.
+
+        Of Keras' own step these are few: its one update comes last, and is skipped. A step of the
+        user's may change anything at any time.
+        """
+        model = self.model
+        is_own = any(
+            getattr(type(model), name) is not getattr(keras.Model, name)
+            for name in ("train_step", "compute_loss", "compute_metrics")
+        )
+        if is_own:
+            optimizers = optimizers_of(model)  # a loss scale is lowered all the same
+            inner = [getattr(own, "inner_optimizer", own) for own in optimizers]
+            slots = [v for own in inner for v in own.variables]
+            changed = [v.value for v in (*model.trainable_variables, *slots)]
+            return [(v, snapshot(v)) for v in changed] + self.masters.statistics()
+        if self.rate_is_set:
+            rate = model.optimizer.learning_rate.value
+            return [(rate, snapshot(rate))]
+        return []
+
+    def finish(self) -> bool:
+        """See `Task`; an optimizer with `use_ema` puts the averages in the weights' place."""
+        optimizer = self.model.optimizer  # `fit` leaves others to their step, too
+        averages = getattr(getattr(optimizer, "inner_optimizer", optimizer), "use_ema", False)
+        if averages:
+            optimizer.finalize_variable_values(self.model.trainable_variables)
+        return averages
+
+    def _measured(self, seen: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        """Return the telemetry of a step; towers have no loss of their own here."""
+        num_towers = len(self.builder.devices)
+        shapes = tower_metrics.measured_shapes(num_towers) | tower_metrics.timed_shapes(num_towers)
+        found = {name: tf.zeros(shape) for name, shape in shapes.items()} | seen
+        seconds = found.pop("tower_step_seconds", tf.zeros([num_towers]))
+        unknown = tf.fill([num_towers], tf.constant(np.nan, tf.float32))
+        return found | {
+            "tower_loss": unknown,
+            "tower_seconds": tf.cast(seconds, tf.float64),
+            "compute_seconds": tf.cast(tf.reduce_max(seconds), tf.float64),
+            "gather_seconds": tf.zeros([], tf.float64),
+        }
+
+    def inputs(self, x: Any, draws: tf.Tensor | None) -> Any:
+        """See `Task`; with --augment=off the model is given what `fit` would give it."""
+        return self.cast(x) if self.options.augment == "off" else super().inputs(x, draws)
+
+    def image_dtype(self) -> tf.DType | str | None:
+        """See `Task`."""
+        return None if self.options.augment == "off" else super().image_dtype()
+
+    def _data(self, example: Any, draws: tf.Tensor | None) -> tuple:
+        x, *rest = example
+        return self.inputs(x, draws), *self.cast(rest)
+
+    def tower_function(self, *batch: Any) -> Any:
+        """Return the losses `[b]`, with what metrics are computed of; else one number a row."""
+        *example, draws = batch
+        if not self.by_example:
+            return exactness_checks.rows_of(
+                self.model(self.inputs(example[0], draws), training=True)
+            )
+        return super().tower_function(*batch)
+
+    def losses_of(self, outputs: Any, *targets: Any) -> tf.Tensor:
+        """See `Task`; of Keras' losses, one for each example."""
+        y, weights = [*self.cast(targets), None, None][:2]
+        # What a loss counts of each output is of the whole batch: it is counted there.
+        with keras.StatelessScope(), loss_checks.per_example_losses(self.options.batch_size):
+            return tf_internals.compiled_loss(self.model, y, outputs, weights)
+
+    def outputs_shown(self, outputs: Any, targets: Sequence[Any]) -> Any:
+        """See `Task`: what metrics are computed of."""
+        return (outputs, *self.cast(targets)) if self._of_batch() else ()
+
+    def loss(self, *batch: Any) -> tf.Tensor:
+        """Return the loss of the model, a scalar."""
+        *example, draws = batch
+        with floatx_of(self.options.dtype):
+            data = self._data(example, draws)
+            x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+            return self.model.compute_loss(
+                x, y, self.model(x, training=True), weights, training=True
+            )
+
+    def gradients(self, *batch: Any) -> list[Any]:
+        """See `Task`."""
+        if self.by_example and builder_of(self.model):
+            return super().gradients(*batch)
+        weights = self.model.trainable_variables
+        with _without_penalty(weights), keras.StatelessScope(), tf.GradientTape() as tape:
+            loss = on_towers(self.model, self.builder, self.loss)(*batch)
+        return tape.gradient(loss, [weight.value for weight in weights])
+
+    def about(self) -> str:
+        """See `Task`."""
+        loss = _in_words(getattr(self.model, "loss", None) or "its own")
+        own = type(self.model).train_step is not keras.Model.train_step
+        step = ", a train_step of its own" if own else ""
+        metrics = [name for name in self._log_names if name != "loss"]
+        return f"compiled: loss {loss}; {', '.join(metrics) or 'no metrics'}{step}"
+
+    def about_update(self) -> dict[str, str]:
+        """See `Task`."""
+        scale = getattr(self.model.optimizer, "dynamic_scale", None)
+        if self.rate_is_set:
+            return about_flags(self.options, scale)
+        optimizer = getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)
+        names = ("clipnorm", "clipvalue", "global_clipnorm")
+        clips = {name: getattr(optimizer, name, None) for name in names}
+        of_all = ", ".join(optimizer.name for optimizer in optimizers_of(self.model))
+        return {
+            "decay": f"weight decay {getattr(optimizer, 'weight_decay', None) or 0:g}",
+            "scale": about_scale(scale),
+            "clips": ", ".join(f"{name}={limit}" for name, limit in clips.items() if limit),
+            "clock": f"updates; {of_all or 'no optimizer'}, with the learning rate of its own",
+        }
+
+    def metric_directions(self) -> Mapping[str, str | None]:
+        """See `Task`."""
+        found = {
+            name: tf_internals.metric_direction(self.model, name)
+            or tf_internals.metric_direction(
+                self.model, name.rstrip("0123456789").rstrip("_")
+            )  # of a vector
+            for name in self._figures
+        }
+        return found | ({"accuracy": "max"} if "accuracy" in found else {})
+
+    # Evaluation.
+
+    def test_step(
+        self, example: Any, number: tf.Tensor, averaged: bool
+    ) -> tuple[dict[str, tf.Tensor], tf.Tensor | None]:
+        """See `Task`: the model's own step, whose calls run on towers."""
+        outputs: list[Any] = []
+        assigned: list[tf.Variable] = []
+        step = self.model.test_step if averaged else self._test_step_on_copies
+        noted = tf_internals.record_assignments(assigned)
+        with noted, self._flips(), tf_internals.watch_outputs(self.model, outputs.append):
+            logs = scalars(step(self._data(example, None)))
+        if self.masters.averages and not averaged:
+            self._of_averages.add_unknown(self._unknown(assigned))
+        return logs, self._said(outputs[-1]) if outputs else None
+
+    def _flips(self) -> contextlib.AbstractContextManager:
+        """Call the model on images and their mirror images in the block, with `test_time_flip`."""
+
+        def make(call: Callable) -> Callable:
+            def call_twice(layer: keras.Layer, *args: Any, **kwargs: Any) -> Any:
+                if layer is not self.model:
+                    return call(layer, *args, **kwargs)
+                x, *rest = args
+                return mirrored(lambda images: call(layer, images, *rest, **kwargs), x)
+
+            return call_twice
+
+        flips = self.options.test_time_flip
+        return tf_internals.patch_layer_calls(make) if flips else contextlib.nullcontext()
+
+    @functools.cached_property
+    def _test_step_on_copies(self) -> Callable:
+        """The model's `test_step`, in which each tower reads its copy of the weights, if any."""
+        copies = [replica.weights for replica in self.masters.replicas]
+        if len(copies) == 1 or builder_of(self.model) is None:
+            return self.model.test_step
+        own = functools.partial(type(self.model).test_step, self.model)
+        return on_towers(self.model, self.builder, own, copies)
+
+    def metrics_result(self) -> dict[str, tf.Tensor]:
+        """See `Task`."""
+        return scalars(self.model.get_metrics_result())
+
+    def _metrics(self) -> Sequence[keras.Variable]:
+        return self.model.metrics_variables
+
+    def _reset(self) -> None:
+        self.model.reset_metrics()
+
+    def _said(self, outputs: Any) -> tf.Tensor | None:
+        """Return the predicted class and its probability, float32 [b, 2]; None without classes."""
+        num_classes = self.data.num_classes
+        if not isinstance(outputs, tf.Tensor) or num_classes < 2 or outputs.shape.rank != 2:
+            return None
+        outputs, activation = tf.cast(outputs, tf.float32), final_activation(self.model)
+        if outputs.shape[-1] == 1 and num_classes == 2:
+            of_one = outputs[:, 0] if activation == "sigmoid" else tf.sigmoid(outputs[:, 0])
+            chances = tf.stack([1.0 - of_one, of_one], axis=-1)
+        elif outputs.shape[-1] == num_classes:
+            chances = outputs if activation == "softmax" else tf.nn.softmax(outputs)
+        else:
+            return None
+        said = tf.cast(tf.argmax(chances, axis=-1), tf.float32)
+        return tf.stack([said, tf.reduce_max(chances, axis=-1)], axis=1)
+
+
+def _in_words(loss: Any) -> str:
+    if isinstance(loss, Mapping):
+        return ", ".join(f"{name}: {_in_words(own)}" for name, own in loss.items())
+    if isinstance(loss, list | tuple):
+        return ", ".join(map(_in_words, loss))
+    return str(getattr(loss, "name", None) or getattr(loss, "__name__", None) or loss)
+
+
+def scalars(logs: Any) -> dict[str, Any]:
+    """Return the numbers in Keras' logs; of a vector, such as one of all classes, each number."""
+    flat = {"loss": logs} if not isinstance(logs, Mapping) else dict(_leaves(logs))
+    found = {name: value for name, value in flat.items() if not value.shape.rank}
+    for name, value in flat.items():
+        if value.shape.rank == 1 and value.shape[0] is not None:
+            found |= {f"{name}_{i}": value[i] for i in range(value.shape[0])}
+    return found
+
+
+def _leaves(logs: Mapping, before: str = "") -> Iterator[tuple[str, tf.Tensor]]:
+    for name, value in logs.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{before}{name}_")
+        else:
+            yield f"{before}{name}", tf.convert_to_tensor(value)
+
+
+def _loss_name(logs: Mapping[str, Any]) -> str:
+    """Return the name of the loss in logs; of several that an own step reports, the first."""
+    first = next(iter(logs))
+    return "loss" if "loss" in logs else next((n for n in logs if "loss" in n), first)
+
+
+@contextlib.contextmanager
+def _without_penalty(weights: Sequence[keras.Variable]) -> Iterator[None]:
+    """Remove the regularisers of weights in the block: a stateless scope gives them no values."""
+    before = [weight.regularizer for weight in weights]
+    try:
+        for weight in weights:
+            weight.regularizer = None
+        yield
+    finally:
+        for weight, regularizer in zip(weights, before, strict=True):
+            weight.regularizer = regularizer
+
+
+def _penalty(model: keras.Model) -> tf.Tensor:
+    """Return the sum of all regularisers, which Keras has in the loss."""
+    found = [v.regularizer(v) for v in model.trainable_variables if v.regularizer is not None]
+    return tf.add_n([tf.cast(value, tf.float32) for value in found]) if found else tf.zeros([])

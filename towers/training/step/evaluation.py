@@ -1,0 +1,167 @@
+"""What an evaluation found: figures, and the model's predictions."""
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers.monitoring.pictures import Mistake, Predictions
+from towers.training.step.train_state import copy_beside, snapshot
+
+NUM_MISTAKES = 16
+AVERAGED = "_ema"  # ends the names of metrics of the averages
+_BATCHES_BEHIND = 2
+Figures = Mapping[str, float | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Figures over a whole split.
+
+    Attributes:
+        metrics: {name: value}: "accuracy" and "loss" (mean cross entropy in nats) of a classifier,
+            the metrics of a compiled model; those of the moving averages end in "_ema" (None
+            without).
+        examples: how many there were.
+        class_accuracy: {class name: accuracy}, None for a class without examples, and
+            `class_accuracy_ema` that of the averages. None where there are no classes.
+        predictions: of the model, where there are classes. They are no figure.
+    """
+
+    metrics: Figures
+    examples: int
+    class_accuracy: dict[str, float | None] | None = None
+    class_accuracy_ema: dict[str, float | None] | None = None
+    predictions: Predictions | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def figures(self) -> dict[str, Any]:
+        """Return what `towers evaluate --json` prints."""
+        found = dict(self.metrics)
+        if self.class_accuracy is not None:
+            found["class_accuracy"] = self.class_accuracy
+            found["class_accuracy_ema"] = self.class_accuracy_ema
+        return found | {"examples": self.examples}
+
+    def table(self) -> list[str]:
+        """Return the figures as the lines of a table."""
+        names = [name for name in self.metrics if not name.endswith("_ema")]
+        rows = [(name, self.metrics[name], self.metrics.get(f"{name}_ema")) for name in names]
+        ema = self.class_accuracy_ema or {}
+        rows += [(f"  {n}", v, ema.get(n)) for n, v in (self.class_accuracy or {}).items()]
+        averaged = any(average is not None for *_, average in rows)
+        lines, width = [], max(12, *(len(name) for name, *_ in rows))
+        for name, *cells in [("", "weights", "EMA"), *rows]:
+            shown = [
+                f"{c:.4f}" if isinstance(c, float) else c or "-" for c in cells[: 1 + averaged]
+            ]
+            lines.append(f"{name:{width}}" + "".join(f"{text:>10}" for text in shown))
+        return lines
+
+
+def pipelined(
+    batches: Iterable[Any], evaluate: Callable, stop: Callable[[], bool]
+) -> Iterator[tuple[Any, Any]]:
+    """Yield (batch, `evaluate(batch)`) for each batch, some batches after its evaluation began.
+
+    Reading a result at once would make its GPU wait for the next batch. `stop` is called before
+    each batch; if it returns True, the last result is None.
+    """
+    waiting: collections.deque[tuple[Any, Any]] = collections.deque()
+    for batch in batches:
+        if stop():
+            yield batch, None
+            return
+        waiting.append((batch, evaluate(batch)))
+        if len(waiting) > _BATCHES_BEHIND:
+            yield waiting.popleft()
+    yield from waiting
+
+
+class MetricState:
+    """The state of metrics for the averages of the weights, beside their state for the weights."""
+
+    def __init__(self, variables: Iterable[keras.Variable]):
+        """Create a second variable for each of the metrics'."""
+        self._twins = [(v, copy_beside(v.value)) for v in variables]
+        self._unknown: list[tuple[tf.Variable, tf.Variable]] = []
+
+    def add_unknown(self, variables: Iterable[tf.Variable]) -> None:
+        """Add variables that a traced step assigns outside of Keras, as an own metric may."""
+        known = {id(v) for v, _ in self._unknown}
+        with tf.init_scope():
+            self._unknown += [(v, copy_beside(v)) for v in variables if id(v) not in known]
+
+    def reset(self) -> None:
+        """Copy the state of the metrics, which have been reset."""
+        for variable, twin in self._twins:
+            twin.assign(variable.value)
+        for variable, twin in self._unknown:
+            twin.assign(variable)
+
+    @contextlib.contextmanager
+    def used(self, averages: Iterable[tuple[keras.Variable, tf.Variable]]) -> Iterator[None]:
+        """Read averages in place of variables in the block, and update this state."""
+        before = [snapshot(variable) for variable, _ in self._unknown]
+        for variable, twin in self._unknown:
+            variable.assign(twin)
+        pairs = [*averages, *self._twins]
+        with keras.StatelessScope([(v, tf.convert_to_tensor(own)) for v, own in pairs]) as scope:
+            yield
+        for variable, twin in self._twins:
+            twin.assign(scope.get_current_value(variable))
+        for (variable, twin), value in zip(self._unknown, before, strict=True):
+            twin.assign(variable)
+            variable.assign(value)
+
+
+class PredictionCollector:
+    """Collects a model's predictions for a split, and its most confident mistakes."""
+
+    def __init__(self, averaged: bool):
+        """Begin with none; `averaged` tells whether the moving averages predict."""
+        self.averaged = averaged
+        self._labels: list[np.ndarray] = []
+        self._said: list[np.ndarray] = []
+        self._mistakes: list[Mistake] = []
+
+    def add(
+        self,
+        images: Any,
+        true: np.ndarray,
+        said: np.ndarray,
+        confidence: np.ndarray,
+    ) -> None:
+        """Add a batch.
+
+        Args:
+            images: `[b, H, W, C]`, or None.
+            true: classes, `[b]`.
+            said: predicted classes, `[b]`.
+            confidence: probabilities of these, `[b]`.
+        """
+        self._labels.append(true)
+        self._said.append(said)
+        if images is None:
+            return
+        # Images are copied only of those that are among the worst so far. NaN is above no number:
+        # what a broken model says is no confident mistake.
+        worst = self._mistakes
+        least = worst[-1].confidence if len(worst) == NUM_MISTAKES else -1.0
+        rows = np.flatnonzero((true != said) & (confidence > least))
+        for i in rows[np.argsort(-confidence[rows], kind="stable")[:NUM_MISTAKES]]:
+            image = np.asarray(images[i])
+            worst.append(Mistake(image, int(true[i]), int(said[i]), float(confidence[i])))
+        worst.sort(key=lambda mistake: -mistake.confidence)
+        del worst[NUM_MISTAKES:]
+
+    def predictions(self) -> Predictions | None:
+        """Return all predictions, None if there are none."""
+        if not self._labels:
+            return None
+        labels, said = np.concatenate(self._labels), np.concatenate(self._said)
+        return Predictions(labels, said, self._mistakes, self.averaged)

@@ -1,0 +1,343 @@
+"""Many variables as a few, where an update runs on a GPU.
+
+To start a kernel takes a GPU some microseconds, and Keras' update is a chain of ops for each
+variable, most of which are small. Here variables that are treated alike are joined: their
+gradients, values and slots are one vector each, Keras' own arithmetic runs once on them, and the
+parts are assigned, which starts no kernel. Variables, slots and checkpoints stay as they are.
+
+    gradients, weights = packed(gradients, weights, optimizer, is_decayed)
+    apply(optimizer, gradients, weights)
+
+TensorFlow's fused kernels (ResourceApplyKerasMomentum, ResourceApplyAdam) were the other way: one
+launch a variable, but for four of the twelve optimizers, and regularisation, norm, clipping and
+averages would still be chains of ops for each variable. On a CPU nothing is joined: there the
+copies cost more than starting ops, and SGD uses the fused kernels.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder.device_types import is_gpu
+from towers.builder.flatten import dense as as_dense
+from towers.builder.flatten import is_large, pack, unpack
+from towers.training.step.train_state import snapshot
+
+
+class Segment(NamedTuple):
+    """Weights next to each other in a `FlatVariable` that are regularised alike, as one."""
+
+    value: tf.Tensor
+    regularizer: Callable | None
+    shape: tf.TensorShape  # of the first
+
+
+class FlatVariable:
+    """Several variables of one type on one device, as one vector while an update is computed.
+
+    It is read and assigned like a tf.Variable; `write` then assigns the parts to the variables. For
+    weights, `sections` groups the Keras variables by their regularisation.
+    """
+
+    constraint = None
+
+    def __init__(
+        self, variables: Sequence[tf.Variable], sections: Sequence[Sequence[keras.Variable]] = ()
+    ):
+        """Read the variables."""
+        self.variables, self.sections, first = variables, sections, variables[0]
+        self.dtype, self.device, self.name = first.dtype, first.device, first.name
+        self._unique_id = tf_internals.unique_id(first)  # by which an optimizer knows its slots
+        self._now = self._before = self.join(variables)
+
+    @property
+    def value(self) -> "FlatVariable":
+        """The vector itself: a `FlatVariable` stands in for the Keras variable, too."""
+        return self
+
+    def __tf_tensor__(self, dtype: Any = None, name: str | None = None) -> tf.Tensor:
+        """Return the vector as it is now."""
+        return tf.convert_to_tensor(self._now, dtype, name=name)
+
+    def __mul__(self, factor: Any) -> tf.Tensor:
+        """Return the product."""
+        return self._now * factor
+
+    def assign(self, value: Any) -> None:
+        """Set the vector."""
+        self._now = tf.convert_to_tensor(value, self.dtype)
+
+    def assign_add(self, value: Any) -> None:
+        """Add to the vector."""
+        self._now = self._now + value
+
+    def assign_sub(self, value: Any) -> None:
+        """Subtract from the vector."""
+        self._now = self._now - value
+
+    def join(self, values: Sequence[Any]) -> tf.Tensor:
+        """Return values, one for each variable and of its shape, as one vector."""
+        with tf.device(self.device):
+            return pack(values)
+
+    def split(self, vector: tf.Tensor) -> list[tf.Tensor]:
+        """Return the part of a vector that belongs to each variable, in its shape."""
+        with tf.device(self.device):
+            return unpack(vector, self.variables)
+
+    def by_section(self, fn: Callable, gradient: Any) -> Any:
+        """Return `fn(part of the gradient, section)` for each `Segment`, as one vector."""
+        sizes = [sum(w.value.shape.num_elements() for w in own) for own in self.sections]
+        parts, values = tf.split(gradient, sizes), tf.split(self._now, sizes)
+        results = [
+            fn(part, Segment(value, _regularizer(own[0]), own[0].shape))
+            for part, value, own in zip(parts, values, self.sections, strict=True)
+        ]
+        return tf.concat(results, axis=0)
+
+    def write(self, wanted: tf.Tensor | None = None) -> None:
+        """Assign each variable its part; if `wanted`, a bool scalar, is False, its former value."""
+        if wanted is not None:
+            with tf.device(self.device):
+                self._now = tf.where(wanted, self._now, self._before)
+        for variable, part in zip(self.variables, self.split(self._now), strict=True):
+            variable.assign(part)
+
+
+def packed(
+    gradients: Sequence[Any],
+    weights: Sequence[keras.Variable],
+    optimizer: keras.optimizers.Optimizer,
+    is_decayed: Callable[[keras.Variable], bool],
+    keep_sparse: bool = False,
+) -> tuple[list[Any], list[Any]]:
+    """Return gradients and weights in which a `FlatVariable` stands for those that can be joined.
+
+    On their own stay weights on CPUs, large ones, those with a constraint or a regulariser that
+    does not go by elements, and all if the optimizer does not (LAMB).
+
+    Args:
+        gradients: one for each weight: dense, sparse or None.
+        weights: Keras variables.
+        optimizer: that will update them.
+        is_decayed: returns whether an L2 penalty beside the regulariser acts on a weight.
+        keep_sparse: whether sparse gradients stay so: the optimizer squares each of their rows.
+    """
+
+    def kind(pair: tuple[Any, keras.Variable]) -> tuple | None:
+        gradient, weight = pair
+        if not isinstance(gradient, tf.Tensor) or not can_join(weight):
+            return None
+        return *kind_of(weight.value), tf_internals.decays(optimizer, weight), gradient.dtype
+
+    def can_join(weight: keras.Variable) -> bool:
+        alone = weight.constraint is not None or weight.overwrite_with_gradient
+        known = slots is not None and factors(weight.regularizer) is not None
+        return kind_of(weight.value) is not None and known and not alone
+
+    def regularised(weight: keras.Variable) -> tuple:
+        return *factors(weight.regularizer), is_decayed(weight)
+
+    def dense(gradient: Any, weight: keras.Variable) -> Any:
+        if gradient is None and can_join(weight) and any(regularised(weight)):
+            return tf.zeros(weight.shape, weight.dtype)
+        if keep_sparse or kind_of(weight.value) is None:
+            return gradient
+        with tf.device(weight.value.device):
+            return as_dense(gradient, weight)
+
+    slots = tf_internals.elementwise_slots(optimizer)
+    pairs = [(dense(g, w), w) for g, w in zip(gradients, weights, strict=True)]
+    new_gradients, new_weights = [], []
+    for group in grouped(pairs, kind):
+        gradient, weight = group[0]
+        if len(group) > 1:
+            sections = grouped(group, lambda pair: regularised(pair[1]))
+            group = [pair for section in sections for pair in section]
+            own = [[weight for _, weight in section] for section in sections]
+            weight = FlatVariable([weight.value for _, weight in group], own)
+            gradient = weight.join([g for g, _ in group])
+        new_gradients.append(gradient)
+        new_weights.append(weight)
+    return new_gradients, new_weights
+
+
+def apply(
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Sequence[Any],
+    weights: Sequence[Any] | None,
+    finite: tf.Tensor | None = None,
+) -> None:
+    """Call a Keras optimizer's update on weights, some of which may be `FlatVariable`.
+
+    If `finite`, a bool scalar, is given and False, no variable changes.
+    """
+    flats = [weight for weight in weights or () if isinstance(weight, FlatVariable)]
+    slots, scope = [], keras.StatelessScope() if flats else contextlib.nullcontext()
+    for flat in flats:
+        for of_weight in tf_internals.elementwise_slots(optimizer):
+            own = [of_weight[tf_internals.unique_id(v)] for v in flat.variables]
+            slots.append(FlatVariable([slot.value for slot in own]))
+            scope.add_update((own[0], slots[-1]))
+    joined = {id(variable) for flat in (*flats, *slots) for variable in flat.variables}
+    alone = [v.value for v in (*optimizer.variables, *filter(_is_variable, weights or ()))]
+    if _is_variable(optimizer.learning_rate):  # which no update changes
+        joined.add(id(optimizer.learning_rate.value))
+    alone = [] if finite is None else [variable for variable in alone if id(variable) not in joined]
+    before = [snapshot(variable) for variable in alone]
+    fused = tf_internals.fused_sgd(optimizer, lambda variable: not is_gpu(variable.device))
+    scalars = [v for v in (optimizer.iterations, optimizer.learning_rate) if _is_variable(v)]
+    read_once = _read_once([scalar.value for scalar in scalars])
+    with scope, tf_internals.each_update_apart(optimizer), fused, read_once:
+        optimizer.apply(gradients, weights)
+    for variable in (optimizer.iterations, *filter(_is_variable, weights)) if flats else ():
+        value = scope.get_current_value(variable)
+        if value is not None:  # what Keras counts and constrains, the scope has kept
+            variable.assign(value)
+    for flat in (*flats, *slots):
+        flat.write(finite)
+    put_back_unless(finite, alone, before)
+
+
+@contextlib.contextmanager
+def _read_once(variables: Sequence[tf.Variable]) -> Iterator[None]:
+    """Read variables once in the block, unless they are assigned there.
+
+    What an optimizer computes of them for each weight is then computed once, too, and they are sent
+    once to each machine that holds weights.
+    """
+    values = {id(variable): tf.convert_to_tensor(variable) for variable in variables}
+
+    def read(variable: tf.Variable, own: Callable) -> tf.Tensor:
+        value = values.get(id(variable))
+        return own(variable) if value is None else value
+
+    def forgetting(name: str) -> Callable:
+        def make(own: Callable) -> Callable:
+            def assign(variable: tf.Variable, *args: Any, **options: Any) -> Any:
+                values.pop(id(variable), None)
+                return own(variable, *args, **options)
+
+            return assign
+
+        return make
+
+    with tf_internals.patch_reads(read), tf_internals.patch_assignments(forgetting):
+        yield
+
+
+@contextlib.contextmanager
+def updates_joined(
+    optimizers: Iterable[keras.optimizers.Optimizer], guarded: Callable
+) -> Iterator[None]:
+    """Join the weights of Keras optimizers that are called in the block, as by a `train_step`.
+
+    An optimizer that is not built yet makes its slots beside the weights. One whose updates are
+    joined already is left alone.
+
+    Args:
+        optimizers: of a model.
+        guarded: is called as `guarded(optimizer, gradients, weights, update)` for each update, and
+            calls `update(finite)`, see `apply`.
+    """
+    optimizers = [own for own in optimizers if "apply" not in vars(own)]
+
+    def joining(optimizer: keras.optimizers.Optimizer) -> Callable:
+        def apply_joined(grads: Any, trainable_variables: Any = None) -> None:
+            grads, weights = list(grads), list(trainable_variables or ())
+            if weights and not optimizer.built:
+                with keras.name_scope(optimizer.name), tf_internals.slots_beside_weights(optimizer):
+                    optimizer.build(weights)
+
+            def update(finite: tf.Tensor | None = None) -> None:
+                if not weights or any(gradient is None for gradient in grads):
+                    apply(optimizer, grads, weights or None, finite)
+                else:
+                    parts = packed(grads, weights, optimizer, lambda _: False, True)
+                    apply(optimizer, *parts, finite)
+
+            vars(optimizer).pop("apply")  # Keras' own, from here on
+            try:
+                guarded(optimizer, grads, weights, update)
+            finally:
+                vars(optimizer)["apply"] = apply_joined
+
+        return apply_joined
+
+    try:
+        for optimizer in optimizers:
+            vars(optimizer)["apply"] = joining(optimizer)
+        yield
+    finally:
+        for optimizer in optimizers:
+            vars(optimizer).pop("apply", None)
+
+
+def grouped(items: Sequence[Any], kind: Callable) -> list[list[Any]]:
+    """Return the items of each kind, in order; an item whose kind is None is a group of its own."""
+    groups: dict[Any, list[Any]] = {}
+    for i, item in enumerate(items):
+        groups.setdefault(kind(item) or i, []).append(item)
+    return list(groups.values())
+
+
+def kind_of(variable: tf.Variable) -> tuple | None:
+    """Return what variables must have in common to be joined; None: this one cannot be."""
+    if not is_gpu(variable.device) or is_large(variable) or not variable.dtype.is_floating:
+        return None
+    return variable.device, variable.dtype
+
+
+def joined(variables: Sequence[tf.Variable]) -> Any:
+    """Return variables of one kind as a `FlatVariable`; of a single one, itself."""
+    return FlatVariable(variables) if len(variables) > 1 else variables[0]
+
+
+def write(variable: Any) -> None:
+    """Assign the variables of a `FlatVariable` their parts; others have their values."""
+    if isinstance(variable, FlatVariable):
+        variable.write()
+
+
+def put_back_unless(
+    wanted: tf.Tensor, variables: Sequence[tf.Variable], before: Sequence[tf.Tensor]
+) -> None:
+    """Restore variables to `before` unless `wanted`, a bool scalar, without waiting for it."""
+    if not variables:
+        return
+    pairs = list(zip(variables, before, strict=True))
+    for group in grouped(pairs, lambda pair: kind_of(pair[0])):
+        now = joined([variable for variable, _ in group])
+        old = [value for _, value in group]
+        with tf.device(now.device):
+            now.assign(tf.where(wanted, now, now.join(old) if len(old) > 1 else old[0]))
+            write(now)
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, keras.Variable)
+
+
+def _regularizer(weight: keras.Variable) -> Callable | None:
+    """Return an L1L2 with numbers as factors: Keras' L1 has a tensor on the host."""
+    own = factors(weight.regularizer)
+    return keras.regularizers.L1L2(*own) if any(own) else None
+
+
+def factors(regularizer: Any) -> tuple[float, float] | None:
+    """Return the factors of L1 and L2; None if a regulariser is of another kind.
+
+    Keras rounds them to float32, also for weights in float64.
+    """
+    own = keras.regularizers
+    if regularizer is None:
+        return 0.0, 0.0
+    if type(regularizer) not in (own.L1, own.L2, own.L1L2):
+        return None
+    config = regularizer.get_config()
+    return float(np.float32(config.get("l1", 0.0))), float(np.float32(config.get("l2", 0.0)))

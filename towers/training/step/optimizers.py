@@ -1,0 +1,131 @@
+"""The optimizer that the flags describe, and what the rule book says of it."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from towers.errors import InputError
+from towers.options.functions import call_without_arguments
+from towers.options.run import Options
+from towers.training.step.muon import Muon
+from towers.training.step.update import UpdateRules, is_decayed
+
+MOST_SKIPPED = 10  # steps in a row that are not finite, with --on_nan=skip
+
+_K = keras.optimizers
+# {name: how it is made}, but for its learning rate
+OPTIMIZERS = {
+    "sgd": lambda o: _K.SGD,
+    "momentum": lambda o: functools.partial(_K.SGD, momentum=o.momentum),
+    "nesterov": lambda o: functools.partial(_K.SGD, momentum=o.momentum, nesterov=True),
+    "adam": lambda o: _K.Adam,
+    "adamw": lambda o: functools.partial(_K.AdamW, weight_decay=o.weight_decay),
+    "adamax": lambda o: _K.Adamax,
+    "nadam": lambda o: _K.Nadam,
+    "lion": lambda o: functools.partial(_K.Lion, weight_decay=o.weight_decay),
+    "lamb": lambda o: functools.partial(_K.Lamb, weight_decay=o.weight_decay),
+    "rmsprop": lambda o: _K.RMSprop,
+    "adagrad": lambda o: _K.Adagrad,
+    "adadelta": lambda o: _K.Adadelta,
+    "muon": lambda o: functools.partial(Muon, momentum=o.momentum, weight_decay=o.weight_decay),
+}
+DECAY_APART = ("adamw", "lion", "lamb", "muon")  # these decay weights apart from the gradient
+
+
+def make_optimizer(
+    weights: Sequence[keras.Variable], options: Options, **clips: float
+) -> keras.optimizers.Optimizer:
+    """Return the Keras optimizer that `options.optimizer` names.
+
+    Args:
+        weights: the trainable variables that it will update.
+        options: of the run. The learning rate of an optimizer in `OPTIMIZERS` is set every step;
+            one that a function of the user's makes keeps its own.
+        **clips: Keras' clipping arguments, for an optimizer that is to clip by itself.
+
+    Raises:
+        InputError: the user's function returns no optimizer.
+    """
+    if is_own(options):
+        optimizer = call_without_arguments("optimizer", options.optimizer)
+        if not isinstance(optimizer, _K.Optimizer):
+            raise InputError(
+                f"--optimizer={options.optimizer} returned {type(optimizer).__name__}; a "
+                "keras.optimizers.Optimizer is needed"
+            )
+        return optimizer
+    optimizer = OPTIMIZERS[options.optimizer](options)(options.learning_rate, **clips)
+    if options.optimizer == "muon":
+        optimizer.outputs = {weight.path for weight in list(filter(is_decayed, weights))[-1:]}
+    if options.optimizer in DECAY_APART:
+        optimizer.exclude_from_weight_decay(var_list=[v for v in weights if not is_decayed(v)])
+    return optimizer
+
+
+def rules_of(options: Options) -> UpdateRules:
+    """Return what an update does beside the optimizer's arithmetic, as the flags say."""
+    return UpdateRules(
+        weight_decay=0.0 if options.optimizer in DECAY_APART else options.weight_decay,
+        clip_norm=options.clip_norm,
+        clip_value=options.clip_value,
+        clip_global_norm=options.clip_global_norm,
+        ema_decay=options.ema_decay,
+        batch_size=options.batch_size,
+    )
+
+
+def limit_of(options: Options) -> int:
+    """Return how many non-finite steps in a row end the run."""
+    return MOST_SKIPPED if options.on_nan == "skip" else 1
+
+
+def is_own(options: Options) -> bool:
+    """Return whether a function of the user's makes the optimizer."""
+    return ":" in options.optimizer
+
+
+def check_own(options: Options) -> None:
+    """Refuse flags of the update that an optimizer of the user's own sets itself.
+
+    Raises:
+        InputError: names both flags.
+    """
+    names = ("learning_rate", "schedule", "warmup_epochs", "decay_epochs", "momentum")
+    for name in names if is_own(options) else ():
+        if getattr(options, name) != getattr(Options, name):
+            raise InputError(
+                f"--{name}={getattr(options, name)}, but the optimizer of "
+                f"--optimizer={options.optimizer} has its own: set it there, and leave --{name} out"
+            )
+
+
+def clips_of(options: Options) -> dict[str, float]:
+    """Return the clipping flags as arguments of a Keras optimizer."""
+    names = {"clip_norm": "clipnorm", "clip_value": "clipvalue"}
+    names["clip_global_norm"] = "global_clipnorm"
+    return {theirs: limit for ours, theirs in names.items() if (limit := getattr(options, ours))}
+
+
+def about_flags(options: Options, loss_scale: Any) -> dict[str, str]:
+    """Return the rule book's words on an update by flags: "decay", "scale", "clips" and "clock"."""
+    apart = options.optimizer in DECAY_APART
+    decay = f"{options.optimizer}, apart from the gradient" if apart else "L2"
+    rate = f"learning rate {options.learning_rate:g} {options.schedule}"
+    if is_own(options):
+        rate = "with the learning rate of its own"
+    names = ("clip_norm", "clip_value", "clip_global_norm")
+    return {
+        "decay": f"weight decay {options.weight_decay:g} ({decay})",
+        "scale": about_scale(loss_scale),
+        "clips": ", ".join(f"{n}={limit}" for n in names if (limit := getattr(options, n))),
+        "clock": f"examples; {options.optimizer}, {rate}",
+    }
+
+
+def about_scale(loss_scale: Any) -> str:
+    """Return the part of the rule book on the loss scale, "" without one."""
+    if loss_scale is None:
+        return ""
+    return f"; loss scale from {float(loss_scale.numpy()):g}"

@@ -1,0 +1,138 @@
+"""The activation that a model's outputs end in, and the loss of logits."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.errors import InputError
+
+_layers = keras.layers
+_WITH_KERNEL = (
+    _layers.Dense,
+    _layers.EinsumDense,
+    _layers.Conv1D,
+    _layers.Conv2D,
+    _layers.Conv3D,
+    _layers.Conv1DTranspose,
+    _layers.Conv2DTranspose,
+    _layers.Conv3DTranspose,
+    _layers.SeparableConv1D,
+    _layers.SeparableConv2D,
+)
+_MOVING = (
+    _layers.Flatten,
+    _layers.Identity,
+    _layers.Permute,
+    _layers.Reshape,
+    _layers.UpSampling1D,
+)  # they change no value
+_KNOWN = ("softmax", "sigmoid", "tanh", "relu")
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputActivation:
+    """The last activation of an output: "softmax", "sigmoid", "tanh", "relu", "linear" or None.
+
+    Attributes:
+        activation: None: it is not known. "linear": the layer has a kernel and no activation.
+        layer: name of the layer that has it for certain, "" if it may be another.
+    """
+
+    activation: str | None = None
+    layer: str = ""
+
+
+def ending_of(tensor: keras.KerasTensor) -> OutputActivation:
+    """Return the last activation of an output of a functional or sequential model."""
+    while True:
+        layer, place, inputs = tf_internals.maker_of(tensor)
+        outputs = getattr(layer, "outputs", None) if isinstance(layer, keras.Model) else None
+        own = layer.layer if isinstance(layer, _layers.TimeDistributed) else layer
+        if outputs:
+            tensor = outputs[place]
+        elif isinstance(layer, keras.Model):
+            return OutputActivation(final_activation(layer))
+        elif _is_moving(own) and len(inputs) == 1:
+            tensor = inputs[0]
+        else:
+            return OutputActivation(_activation(own), own.name)
+
+
+def _is_moving(layer: keras.Operation) -> bool:
+    if isinstance(layer, _layers.Activation):
+        return layer.activation is keras.activations.linear
+    return isinstance(layer, _MOVING)
+
+
+def _activation(layer: keras.Operation) -> str | None:
+    if isinstance(layer, _WITH_KERNEL) and layer.activation is keras.activations.linear:
+        constrained = getattr(layer, "kernel_constraint", None) is not None
+        return None if constrained else "linear"
+    if getattr(layer, "negative_slope", 0):
+        return None
+    if not isinstance(layer, _WITH_KERNEL) and getattr(layer, "axis", -1) != -1:
+        return None
+    keeps = (*_WITH_KERNEL, _layers.Activation)
+    activation = layer.activation if isinstance(layer, keeps) else layer
+    name = _name(activation)
+    return name if name in _KNOWN else None
+
+
+def final_activation(layer: keras.Operation | None) -> str | None:
+    """Return "softmax" or "sigmoid" if a model's last layer is one, or has it, else None.
+
+    An activation inside of a layer or model of the user's own is not seen.
+    """
+    while isinstance(layer, keras.Model):
+        parts = getattr(layer, "operations", layer.layers)  # of a functional model, ops too
+        layer = parts[-1] if parts else None
+    name = _name(getattr(layer, "activation", layer))
+    return name if name in ("softmax", "sigmoid") else None
+
+
+def _name(activation: object) -> str:
+    return getattr(activation, "__name__", type(activation).__name__).lower()
+
+
+def logits_of(model: keras.Model, inputs: Any, flips: bool) -> Any:
+    """Return a model's outputs in evaluation; if it `flips`, those of `mirrored`."""
+    call = functools.partial(model, training=False)
+    return mirrored(call, inputs) if flips else call(inputs)
+
+
+def mirrored(call: Callable, images: tf.Tensor) -> Any:
+    """Return the mean outputs of a model for images `[b, H, W, C]` and their mirror images."""
+
+    def mean(output: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
+        if output.shape.rank != 2:
+            raise InputError(
+                f"--test_time_flip needs one row of numbers for each image, and the model's "
+                f"outputs have shape {output.shape}: leave it out"
+            )
+        dtype = tf.float32 if output.dtype.size < 4 else output.dtype
+        return (tf.cast(output, dtype) + tf.cast(other, dtype)) / 2
+
+    return tf.nest.map_structure(mean, call(images), call(tf.reverse(images, [2])))
+
+
+def cross_entropy(labels: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+    """Return the cross entropy of each example, `[b]`, computed in float32 at least.
+
+    Args:
+        labels: integers `[b]`.
+        logits: `[b, classes]`.
+        smoothing: label smoothing (Szegedy et al. 2016): the right class has probability
+            1 - `smoothing`, and the rest is spread over all classes.
+    """
+    logits = tf.cast(logits, tf.float32) if logits.dtype.size < 4 else logits
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+    if not smoothing:
+        return losses
+    of_all = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
+    return (1.0 - smoothing) * losses + smoothing * of_all
+

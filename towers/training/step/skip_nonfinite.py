@@ -1,0 +1,130 @@
+"""Keras' own training steps without non-finite updates."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder.device_types import is_gpu
+from towers.training.step.train_state import TrainState
+from towers.training.step.update import (
+    UpdateRules,
+    end_step,
+    finite_now,
+    global_norm,
+    if_finite,
+    scaled,
+    update_averages,
+)
+
+
+class NonFiniteGuard:
+    """Skips non-finite updates of the optimizers in one step of a compiled model.
+
+    An update is skipped if its gradients, those of an earlier update in the step, or a loss so far
+    are not finite. A `LossScaleOptimizer` does so itself while its scale is above 1. Updates inside
+    of a loop or a branch of the user's own are not seen.
+    """
+
+    def __init__(self, masters: TrainState, on_update: Callable | None = None):
+        """Create the guard of a step that is being traced.
+
+        Args:
+            masters: what the step changes.
+            on_update: is called as `on_update(gradients, weights)` for each update.
+        """
+        self.masters, self._on_update = masters, on_update
+        self.graph = tf.compat.v1.get_default_graph()
+        self._losses: list[tf.Tensor] = []
+        self._finite: list[tf.Tensor] = []
+        self._scales: list[tf.Tensor] = []  # before the step
+
+    @contextlib.contextmanager
+    def losses_noted(self, model: keras.Model) -> Iterator[None]:
+        """Record each loss that a model computes in the block."""
+
+        def make(compute: Callable) -> Callable:
+            def noting(*args: Any, **kwargs: Any) -> Any:
+                loss = compute(*args, **kwargs)
+                if self._is_here() and tf.is_tensor(loss):
+                    self._losses.append(loss)
+                return loss
+
+            return noting
+
+        with tf_internals.patch_compute_loss(model, make):
+            yield
+
+    def __call__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        gradients: Sequence[Any],
+        weights: Sequence[keras.Variable],
+        update: Callable,
+    ) -> None:
+        """Make an update unless it is not finite; see `flat.updates_joined` for the arguments."""
+        if not self._is_here():
+            update()
+            return
+        scale = getattr(optimizer, "dynamic_scale", None)
+        if scale is not None:
+            scale = tf.convert_to_tensor(scale.value)
+            self._scales.append(scale)
+        if self._on_update:
+            factor = 1.0 if scale is None else 1.0 / scale
+            self._on_update([None if g is None else scaled(g, factor) for g in gradients], weights)
+        norm = global_norm([g for g in gradients if g is not None])
+        finite = finite_now(self.masters, 0, norm, _total(self._losses))
+        self._finite.append(finite)
+        finite = _all(self._finite)
+        if scale is not None:  # it halves the scale itself, and tells that none was finite
+            finite |= scale > 1.0
+        if is_gpu(self.masters.replicas[0].device):
+            update(finite)
+        else:
+            if_finite(finite, update)
+
+    def end_step(
+        self,
+        loss: tf.Tensor,
+        before: Sequence[tuple[tf.Variable, tf.Tensor]],
+        num_examples: tf.Tensor,
+        rules: UpdateRules,
+    ) -> None:
+        """Count the step and move the averages; restore `before` if the step was not finite.
+
+        Args:
+            loss: of the step.
+            before: (variable, its value before the step) of what may have changed.
+            num_examples: of the step.
+            rules: `ema_decay` and `batch_size`.
+        """
+        masters = self.masters
+        of_loss = finite_now(masters, 0, tf.zeros([], loss.dtype), loss)
+        finite = moves = _all([of_loss, *self._finite])
+        tolerated: Any = False
+        if self._scales:
+            tolerated = tf.reduce_any(tf.stack(self._scales) > 1.0)
+            moves = finite | (tolerated & of_loss)  # as in `fit`, too high a scale costs no more
+        if is_gpu(masters.replicas[0].device):
+            update_averages(masters, rules, moves)
+        elif masters.averages:
+            if_finite(moves, lambda: update_averages(masters, rules))
+        end_step(masters, [finite], before, num_examples, tolerated, moves)
+
+    def _is_here(self) -> bool:
+        return tf.compat.v1.get_default_graph() is self.graph
+
+
+def _all(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    return values[0] if len(values) == 1 else tf.reduce_all(tf.stack(values))
+
+
+def _total(losses: Sequence[tf.Tensor]) -> tf.Tensor | None:
+    """Return a scalar that is finite if all losses are; None without losses."""
+    if len(losses) < 2:
+        return tf.reduce_sum(losses[0]) if losses else None
+    return tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float64)) for loss in losses])

@@ -1,0 +1,538 @@
+"""One training step, from a batch to the update, and the evaluation of what it has trained.
+
+A batch is (example, draws): what the data set gives out, (x, y) or (x, y, sample_weight), each any
+structure of tensors with an axis for the examples. Each tower augments its examples and computes
+their losses, so that nothing but gradients leaves it; these are added up, and one update is made.
+The kinds of models:
+
+* `Classifier`: a model that gives logits, and labels.
+* `compiled.Compiled`: a compiled Keras model is the whole specification. If the losses of its
+  examples cannot be told apart, its own `train_step` is traced over towers in place of this step.
+"""
+
+import abc
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from towers.builder import gather
+from towers.builder.function_analysis import FunctionAnalysis
+from towers.builder.replica_context import assigned, integers_on
+from towers.builder.replica_scope import ReplicaScope
+from towers.builder.sharding import PerTower, num_rows
+from towers.builder.tower import TowerBuilder
+from towers.data import Data, Split, augment, augment_ops
+from towers.errors import InputError
+from towers.monitoring import tower_metrics
+from towers.monitoring.pictures import Predictions
+from towers.options import augmentation
+from towers.options.run import Options
+from towers.tf_internals import added_losses
+from towers.training.run.model import floatx_of
+from towers.training.step.evaluation import (
+    AVERAGED,
+    Evaluation,
+    MetricState,
+    PredictionCollector,
+    pipelined,
+)
+from towers.training.step.optimizers import about_flags, is_own, rules_of
+from towers.training.step.output_activation import cross_entropy, logits_of
+from towers.training.step.train_state import VARIABLES, TrainState, WeightCopy, snapshot
+from towers.training.step.update import UpdateRules, make_update, scaled
+
+Stop = Callable[[], bool]
+_DIRECTIONS = ("max", "min")
+
+
+class Task(abc.ABC):
+    """What a model is trained to do, and how that is measured.
+
+    Attributes:
+        masters: the variables that a step changes.
+        placements: the allowed values of `Options.variables`.
+        default_on_gpus: the one of them for towers on GPUs, if none is asked for.
+        on_update: while a step is traced, is called with (gradients, weights) of each update.
+        squares_rows: whether an optimizer squares each row of a sparse gradient, as Keras does, and
+            not the sum of those for one row of a table.
+        pads: whether `test_step` takes a last batch that was filled up to a full one.
+        names_averages: whether an evaluation names averages where there are none.
+    """
+
+    masters: TrainState
+    placements: Sequence[str] = VARIABLES
+    default_on_gpus = "replicated"
+    on_update: Callable[[list[Any], Sequence[Any]], None] | None = None
+    squares_rows = False
+    pads = names_averages = False
+
+    def __init__(self, builder: TowerBuilder, model: keras.Model, options: Options, data: Data):
+        """Set the parts of the run."""
+        self.builder, self.model, self.options, self.data = builder, model, options, data
+
+    def make_train_step(self, learning_rate: Callable) -> Callable:
+        """Return `train_step(example, draws, measured=None)`: one update, to be compiled.
+
+        It returns a dict of tensors, and the gathered gradients of the data's loss in the order of
+        the trainable variables (None where they are not known). The dict has the scalars in
+        `step_names`: "loss" is the mean over all examples, "penalty" that of regularisation. With
+        `measured`, a bool scalar, it also has what `tower_stats.measured_shapes` and `timed_shapes`
+        name; norms are computed if it is True.
+
+        Args:
+            learning_rate: returns the rate after a number of examples.
+        """
+        builder, masters = self.builder, self.masters
+        update = make_update(masters, self.update_rules(), self.rate_is_set, self.squares_rows)
+
+        def train_step(
+            example: Any, draws: tf.Tensor, measured: tf.Tensor | None = None
+        ) -> tuple[dict[str, tf.Tensor], list[Any]]:
+            scale, seen = masters.loss_scale, {}
+            variables = self.weights()
+            # A tower may else be done before the clock is read: the order of ops is chance.
+            start = [] if measured is None else [tower_metrics.time_after((example, draws))]
+            with _after(start):
+                with floatx_of(self.options.dtype):  # layers may be called again going backward
+                    sums = builder.tower_sums(self.tower_function, variables, *example, draws)
+                if not self.squares_rows:  # the update adds up rows anyhow: it may be dense
+                    dense = gather.dense_on_gpus(sums.gradients, variables, builder.devices)
+                    sums = dataclasses.replace(sums, gradients=dense)
+                statistics = [(v.value, snapshot(v.value)) for v in assigned(sums.scopes)]
+                loss, gradients = builder.gather_sums(sums, variables)
+                gradients = [_of_replica(gradients, i) for i in range(len(masters.replicas))]
+                if measured is not None:
+                    with tf.name_scope("telemetry"):
+                        seen = tower_metrics.measure(
+                            *start, sums, loss, gradients, builder, measured, scale
+                        )
+                if self.on_update:
+                    factor = 1.0 if scale is None else 1.0 / scale
+                    own = [None if g is None else scaled(g, factor) for g in gradients[0]]
+                    self.on_update(own, self.model.trainable_variables)
+                with tf.device(builder.gather_device), tf.name_scope("update"):
+                    if scale is not None:
+                        loss = loss / tf.cast(scale, loss.dtype)
+                    rates = [self._rate(learning_rate, replica) for replica in masters.replicas]
+                    rows = num_rows(tf.nest.flatten(draws)[0])
+                    metrics = update(gradients, rates, statistics, loss, rows)
+                metrics |= self.metrics_of_batch(sums.outputs)
+            return metrics | {"loss": loss, "learning_rate": rates[0]} | seen, gradients[0]
+
+        return train_step
+
+    def update_rules(self) -> UpdateRules:
+        """Return what an update does beside the optimizer's arithmetic."""
+        return rules_of(self.options)
+
+    def metrics_of_batch(self, outputs: Sequence[Any]) -> dict[str, tf.Tensor]:
+        """Return metrics of a step's batch, from what each tower returned beside its losses."""
+        return {}
+
+    def _rate(self, learning_rate: Callable, replica: WeightCopy) -> tf.Tensor:
+        """Return the learning rate of a step on the replica's device: none is sent there."""
+        with tf.device(replica.device):
+            if self.rate_is_set:
+                return learning_rate(replica.examples)
+            return tf.convert_to_tensor(replica.optimizer.learning_rate)
+
+    def weights(self) -> list[Any]:
+        """Return the trainable variables for the builder, each with its copies, if any."""
+        replicas = self.masters.replicas
+        if len(replicas) == 1:
+            return self.model.trainable_variables
+        return [PerTower(own) for own in zip(*(r.weights for r in replicas), strict=True)]
+
+    def rehearse(self, *batch: Any) -> FunctionAnalysis:
+        """Try the towers' function on (*example, draws); return what was found out about it."""
+        return self.builder.rehearse(self.tower_function, *batch, silent=True)
+
+    @property
+    @abc.abstractmethod
+    def step_names(self) -> Sequence[str]:
+        """The names of the scalars that a step returns in any case."""
+
+    @property
+    @abc.abstractmethod
+    def rate_is_set(self) -> bool:
+        """Whether the run sets the learning rate in each step; else optimizers have their own."""
+
+    def num_skipped(self) -> int | None:
+        """Return how many steps made no update; None where none is ever skipped.
+
+        For a model's own step with several updates the number is not known, and 0.
+        """
+        optimizers = self.masters.optimizers
+        scaled = any(getattr(own, "dynamic_scale", None) is not None for own in optimizers)
+        if not scaled and self.masters.loss_scale is None and self.options.on_nan != "skip":
+            return None
+        made = optimizers[0].iterations if optimizers else self.masters.step
+        return max(int(self.masters.step.numpy()) - int(made.numpy()), 0)
+
+    def finish(self) -> bool:
+        """Do what follows the last step; return whether a master variable changed."""
+        return False
+
+    def tower_function(self, *batch: Any) -> Any:
+        """Return one tower's losses `[b]` for (*example, draws), times the loss scale if any.
+
+        The loss of a mixed example is made of both targets, each with the weight of its own
+        example. What layers add by `add_loss` or an activity regulariser is a part of each
+        example's loss. If the step shows metrics, what `metrics_of_batch` takes comes with the
+        losses, as a tuple.
+        """
+        losses, outputs = self._losses_and_outputs(*batch)
+        if (scale := self.masters.loss_scale) is not None:
+            losses *= tf.cast(scale, losses.dtype)
+        return (losses, outputs) if outputs != () else losses
+
+    def _losses_and_outputs(self, x: Any, *rest: Any) -> tuple[tf.Tensor, Any]:
+        *targets, draws = rest
+        inputs, before = self.inputs(x, draws), len(added_losses())
+        with floatx_of(self.options.dtype):
+            outputs = self.model(inputs, training=True)
+            losses = self.losses_of(outputs, *targets)
+            plan = augmentation.parse(self.options.augment)
+            if plan.mixes:
+                draws, ((_, *others), _) = draws
+                own = augment_ops.share(*inputs.shape[1:3], draws, plan, losses.dtype)
+                losses = own * losses + (1.0 - own) * self.losses_of(outputs, *others)
+        # Keras has them over the batch. In the mean over all examples, towers weigh by theirs.
+        for added in added_losses()[before:]:
+            losses += tf.reduce_sum(tf.cast(added, losses.dtype))
+        return losses, self.outputs_shown(outputs, targets)
+
+    @abc.abstractmethod
+    def losses_of(self, outputs: Any, *targets: Any) -> tf.Tensor:
+        """Return the losses `[b]` for outputs, targets and, if there are any, sample weights."""
+
+    def outputs_shown(self, outputs: Any, targets: Sequence[Any]) -> Any:
+        """Return what leaves a tower beside the losses, with rows for examples; () for nothing."""
+        return ()
+
+    @abc.abstractmethod
+    def loss(self, *batch: Any) -> tf.Tensor:
+        """Return the loss of (*example, draws) on one device: a scalar, or `[b]`."""
+
+    def gradients(self, *batch: Any) -> list[Any]:
+        """Return the gathered gradients of the data's loss; no variable is assigned.
+
+        They come in the order of the trainable variables, None for one that the loss does not use.
+        """
+        scale = self.masters.loss_scale
+        # The scope takes what towers assign.
+        with floatx_of(self.options.dtype), keras.StatelessScope():
+            _, found, *_ = self.builder.gradients(self.tower_function, self.weights(), *batch)
+        factor = 1.0 if scale is None else 1.0 / scale
+        return [None if g is None else scaled(g, factor) for g in _of_replica(found, 0)]
+
+    # Evaluation.
+
+    def make_evaluator(self, split: Split) -> Callable[[Stop], Evaluation | None]:
+        """Return `evaluator(stop)`, which evaluates the master variables as they are then.
+
+        Weights and their moving averages are evaluated in one pass over the split. `stop` is called
+        before each batch; if it returns True, the evaluator returns None. What is compiled is kept.
+        """
+        batches = split.eval_batches(self.options.batch_size)
+
+        def evaluator(stop: Stop = lambda: False) -> Evaluation | None:
+            self._reset_metrics()
+            averaged = bool(self.masters.averages)
+            answers, logs = (
+                [PredictionCollector(averaged=own) for own in (False, True)[: 1 + averaged]],
+                [],
+            )
+            for _, found in pipelined(batches, self._evaluate, stop):
+                if found is None:
+                    return None
+                example, logs, said = found
+                for own, (classes, chances) in zip(answers, _columns(said), strict=False):
+                    is_last = self.data.image_shape and own is answers[-1]  # whose mistakes we show
+                    labels = example[1].numpy().reshape(-1)
+                    own.add(example[0] if is_last else None, labels, classes, chances)
+            return self._evaluation(split, logs, answers)
+
+        return evaluator
+
+    def eval_arrays(self, example: Any, counted: tf.Tensor) -> dict[str, np.ndarray]:
+        """Return the metrics of one batch; those of the averages end in "_ema"."""
+        self._reset_metrics()
+        _, logs, _ = self._evaluate((example, counted))
+        named = zip(("", AVERAGED), logs, strict=False)
+        return {f"{n}{ending}": v.numpy() for ending, own in named for n, v in own.items()}
+
+    @abc.abstractmethod
+    def test_step(
+        self, example: Any, number: tf.Tensor, averaged: bool
+    ) -> tuple[dict[str, tf.Tensor], tf.Tensor | None]:
+        """Update the metrics by the first `number` examples of a batch, while that is traced.
+
+        Args:
+            example: of the batch.
+            number: of examples that count; others fill up the last batch.
+            averaged: whether variables have the values of their averages.
+
+        Returns:
+            The metrics so far, each a scalar, and the predicted class with its probability, float32
+            `[number, 2]`, or None where there are no classes.
+        """
+
+    @abc.abstractmethod
+    def metrics_result(self) -> dict[str, tf.Tensor]:
+        """Return the metrics, each a scalar, over all batches since they were reset."""
+
+    @abc.abstractmethod
+    def _metrics(self) -> Sequence[keras.Variable]:
+        """Return the variables that metrics count by."""
+
+    @abc.abstractmethod
+    def _reset(self) -> None:
+        """Reset the metrics."""
+
+    def _reset_metrics(self) -> None:
+        self._reset()
+        self._of_averages.reset()
+
+    @functools.cached_property
+    def _of_averages(self) -> MetricState:
+        return MetricState(self._metrics() if self.masters.averages else ())
+
+    def _evaluate(self, batch: Any) -> tuple[Any, list[dict[str, tf.Tensor]], list[tf.Tensor]]:
+        """Return a batch's examples, and what `test_step` returns with weights and averages."""
+        example, counted = batch
+        number = tf.cast(tf.reduce_sum(counted), tf.int32)
+        real = tf.nest.map_structure(lambda t: t[: int(number)], example)
+        return real, *self._traced_test_step(example if self.pads else real, number)
+
+    @functools.cached_property
+    def _traced_test_step(self) -> Callable:
+        """Compiled once for all splits; without padding once more for each size of a last batch.
+
+        Keras weighs the loss of an output by a batch's size where the trace knows it.
+        """
+        home = self.builder.gather_device
+
+        def test_step(example: Any, number: tf.Tensor) -> tuple[list[dict], list[tf.Tensor]]:
+            with tf.device(home), integers_on(home), floatx_of(self.options.dtype):
+                found = [self.test_step(example, number, averaged=False)]
+                if self.masters.averages:
+                    with self._of_averages.used(self.masters.averages):
+                        found.append(self.test_step(example, number, averaged=True))
+            return [logs for logs, _ in found], [said for _, said in found if said is not None]
+
+        return tf.function(test_step, autograph=False)
+
+    def _evaluation(
+        self, split: Split, logs: Sequence[dict], answers: list[PredictionCollector]
+    ) -> Evaluation:
+        """Return what the metrics have counted; `logs` are those of the last batch."""
+        figures = [self._over_all(logs[0])]
+        if self.masters.averages:
+            with self._of_averages.used(self.masters.averages):
+                figures.append(self._over_all(logs[1]))
+        metrics: dict[str, float | None] = {}
+        for name, value in figures[0].items():
+            metrics[name] = value
+            if self.masters.averages or self.names_averages:
+                metrics[f"{name}{AVERAGED}"] = figures[1][name] if len(figures) == 2 else None
+        told = [own.predictions() for own in answers]
+        of_class = [self._of_classes(own) for own in told]
+        return Evaluation(metrics, split.size, *[*of_class, None][:2], told[-1])
+
+    def _over_all(self, logs: Mapping[str, tf.Tensor]) -> dict[str, float]:
+        """Return the metrics over all batches; `logs` if the model's own step reports others."""
+        found = self.metrics_result()
+        found = found if found.keys() == logs.keys() else logs
+        return {name: float(value) for name, value in found.items()}
+
+    def _of_classes(self, predictions: Predictions | None) -> dict[str, float | None] | None:
+        if predictions is None:
+            return None
+        labels, size = predictions.labels, self.data.num_classes
+        right = np.bincount(labels[labels == predictions.predicted], minlength=size)
+        parts = zip(self.data.class_names, right, np.bincount(labels, minlength=size), strict=True)
+        return {name: float(own / of) if of else None for name, own, of in parts}
+
+    @abc.abstractmethod
+    def about(self) -> str:
+        """Return in a few words what the model is trained to do."""
+
+    @abc.abstractmethod
+    def about_update(self) -> dict[str, str]:
+        """Return the rule book's words on this run's "decay", "scale", "clips" and "clock"."""
+
+    @abc.abstractmethod
+    def metric_directions(self) -> Mapping[str, str | None]:
+        """Return {metric: "max" or "min", whichever is better, None if that is not known}."""
+
+    def inputs(self, x: Any, draws: tf.Tensor | None) -> Any:
+        """Return what the model is called with: of images for training, if there are draws.
+
+        Images become floats in any case; other data stay as they are, but for the precision of
+        floats.
+        """
+        kind, dtype = self.options.augment, self.options.input_dtype
+        if self.data.image_shape is None:
+            return self.cast(x)
+        if draws is None:
+            return augment.eval_images(x, kind, dtype)
+        return augment.train_images(x, draws, kind, dtype)
+
+    def image_dtype(self) -> tf.DType | str | None:
+        """Return the type that the model gets images in; None: as they are stored."""
+        return self.options.input_dtype
+
+    def cast(self, structure: Any) -> Any:
+        """Return a structure of tensors, its floats in the run's precision for losses."""
+        dtype = tf.as_dtype(self.options.input_dtype)
+        return tf.nest.map_structure(
+            lambda t: tf.cast(t, dtype) if t.dtype.is_floating and t.dtype != dtype else t,
+            structure,
+        )
+
+    def objective(self) -> tuple[str, str]:
+        """Return the metric that tells which evaluation is best, and "max" or "min".
+
+        Raises:
+            InputError: `options.objective` is no metric of this task, or nobody knows which of its
+                values are better.
+        """
+        known = self.metric_directions()
+        if not self.options.objective:
+            found = [name for name in known if name != "loss" and known[name]]
+            rest = "loss" if "loss" in known else next(iter(known))
+            name = "accuracy" if "accuracy" in found else next(iter(found), rest)
+            return name, known[name] or "min"
+        given, _, name = self.options.objective.rpartition(":")
+        name = name.removeprefix("val_").removeprefix("validation_").removeprefix("test_")
+        name = {n.lower(): n for n in known}.get(name.lower(), name)  # Keras calls one AUC, or auc
+        if given not in ("", *_DIRECTIONS) or name.removesuffix("_ema") not in known:
+            raise InputError(
+                f"--objective={self.options.objective}: allowed are {', '.join(known)}, with max: "
+                "or min: before it if need be"
+            )
+        direction = given or known[name.removesuffix("_ema")]
+        if direction is None:
+            raise InputError(
+                f"--objective={name}: whether more of it is better is not known; type "
+                f"--objective=max:{name} or min:{name}"
+            )
+        return name, direction
+
+
+class Classifier(Task):
+    """Softmax cross entropy of logits `[b, classes]` and integer labels `[b]`.
+
+    In evaluation the loss is that alone: without smoothing, regularisers and what layers add.
+    """
+
+    step_names = ("loss", "penalty", "gradient_norm", "learning_rate")
+    pads = names_averages = True
+
+    def __init__(self, builder: TowerBuilder, masters: TrainState, options: Options, data: Data):
+        """Set the parts of the run."""
+        super().__init__(builder, masters.model, options, data)
+        self.masters = masters
+        with tf.device(builder.gather_device):  # float64 adds up a million of them exactly enough
+            names = "accuracy", "loss"
+            self._means = {name: keras.metrics.Mean(name, dtype="float64") for name in names}
+
+    @property
+    def rate_is_set(self) -> bool:
+        """See `Task`."""
+        return not is_own(self.options)
+
+    def loss(self, *batch: Any) -> tf.Tensor:
+        """See `Task`: of each example."""
+        return self._losses_and_outputs(*batch)[0]
+
+    def losses_of(self, outputs: Any, labels: tf.Tensor, *weights: tf.Tensor) -> tf.Tensor:
+        """See `Task`."""
+        losses = cross_entropy(labels, outputs, self.options.label_smoothing)
+        for weight in weights:
+            losses *= tf.cast(weight, losses.dtype)
+        return losses
+
+    def about(self) -> str:
+        """See `Task`."""
+        return f"classification: cross entropy of logits, {self.data.num_classes} classes"
+
+    def about_update(self) -> dict[str, str]:
+        """See `Task`."""
+        return about_flags(self.options, self.masters.loss_scale)
+
+    def metric_directions(self) -> Mapping[str, str | None]:
+        """See `Task`."""
+        return {"accuracy": "max", "loss": "min"}
+
+    def test_step(
+        self, example: Any, number: tf.Tensor, averaged: bool
+    ) -> tuple[dict[str, tf.Tensor], tf.Tensor]:
+        """See `Task`."""
+        x, *targets = example
+        replicas = self.masters.replicas
+        copies = [] if averaged else [PerTower([r.weights for r in replicas])][: len(replicas) - 1]
+        logits = self.builder.concat(self._logits, x, *copies)
+        logits, labels, *weights = tf.nest.map_structure(lambda t: t[:number], (logits, *targets))
+        losses = cross_entropy(labels, logits)
+        for weight in weights:
+            losses *= tf.cast(weight, losses.dtype)
+        chances = tf.nn.softmax(tf.cast(logits, tf.float32))
+        said = tf.argmax(logits, axis=-1, output_type=labels.dtype)
+        self._means["accuracy"].update_state(tf.cast(said == labels, tf.float64))
+        self._means["loss"].update_state(losses)
+        columns = tf.cast(said, tf.float32), tf.reduce_max(chances, axis=-1)
+        return self.metrics_result(), tf.stack(columns, axis=1)
+
+    @functools.cached_property
+    def _logits(self) -> Callable:
+        """The logits of a tower's examples, with its copy of the weights if it has one."""
+        model = self.model
+
+        def logits(x: Any, copies: Sequence[keras.Variable] = ()) -> tf.Tensor:
+            weights = model.trainable_variables[: len(copies)]
+            own = {id(v): c.value for v, c in zip(weights, copies, strict=True)}
+            with ReplicaScope(own):  # a layer that counts its calls, or draws, changes no master
+                return logits_of(model, self.inputs(x, None), self.options.test_time_flip)
+
+        return logits
+
+    def metrics_result(self) -> dict[str, tf.Tensor]:
+        """See `Task`."""
+        return {name: mean.result() for name, mean in self._means.items()}
+
+    def _metrics(self) -> Sequence[keras.Variable]:
+        return [v for mean in self._means.values() for v in mean.variables]
+
+    def _reset(self) -> None:
+        for mean in self._means.values():
+            mean.reset_state()
+
+
+def _columns(said: Sequence[tf.Tensor]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the classes and their probabilities, each `[b]`, of each `test_step`."""
+    for own in said:
+        classes, chances = own.numpy().T
+        yield classes.astype(np.int32), chances
+
+
+@contextlib.contextmanager
+def _after(start: Sequence[tf.Tensor]) -> Iterator[None]:
+    """Make the block's ops wait for the clock, but not for what the clock waits for.
+
+    Other machines are told of each op for which theirs wait.
+    """
+    alone = tf.control_dependencies(None) if start else contextlib.nullcontext()
+    with alone, tf.control_dependencies(start):
+        yield
+
+
+def _of_replica(gradients: list[Any], replica: int) -> list[Any]:
+    return [g.values[replica] if isinstance(g, PerTower) else g for g in gradients]

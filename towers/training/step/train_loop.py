@@ -1,0 +1,166 @@
+"""The compiled loop: several steps of a task in one call of TensorFlow."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from towers.builder.device_types import HOST
+from towers.builder.tower import TowerBuilder
+from towers.monitoring import tower_metrics
+from towers.training.step.train_state import TrainState, counter
+
+
+def make_train_loop(
+    builder: TowerBuilder,
+    train_step: Callable,
+    names: Sequence[str],
+    *,
+    telemetry: bool = True,
+    masters: TrainState | None = None,
+) -> "TrainLoop":
+    """Return a `TrainLoop`: `train_loop(iterator, num_steps)` makes `num_steps` steps in one call.
+
+    It returns the scalars `names` of its last step. With telemetry it also returns those of a
+    measured step, and seconds as sums over its steps: those of the train step,
+    "input_wait_seconds", and "update_seconds", which is the rest.
+
+    Args:
+        builder: of the towers.
+        train_step: see `Task.make_train_step`.
+        names: of the scalars that a step returns in any case.
+        telemetry: whether steps are measured.
+        masters: with them, no step follows one at which they are "stuck", which is returned, too.
+            On CPUs the loop ends there, and returns "batch", that of its last step. On GPUs, which
+            nothing is to wait for, the remaining steps change nothing.
+    """
+    on_gpus, num_towers = tower_metrics.on_gpus(builder), len(builder.devices)
+    ends = masters is not None and not on_gpus
+    rest = tower_metrics.GpuIdleBarrier(builder) if telemetry and on_gpus else None
+    last = tower_metrics.measured_shapes(num_towers) if telemetry else {}
+    sums = tower_metrics.timed_shapes(num_towers) if telemetry else {}
+    # What a loop hands on passes by the host, and these may be on a GPU: they stay until somebody
+    # looks at them.
+    with tf.device(builder.gather_device):
+        kept = {name: tf.Variable(0.0, trainable=False, name=name) for name in names}
+    asked, got = counter("asked", HOST), counter("got", HOST)
+
+    def next_step(iterator: tf.data.Iterator, measured: tf.Tensor | None) -> tuple[dict, Any]:
+        """Take a batch and make a step; return the step's values, and the batch."""
+        start = tower_metrics.time_after([]) if telemetry else None
+        with tf.control_dependencies([asked.assign_add(1)]):
+            given = batch = iterator.get_next()
+        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+            counted = got.assign_add(1)
+        with tf.control_dependencies([counted]):  # nothing of the step is done before
+            if not telemetry:
+                return train_step(*batch)[0], given
+            arrived = tower_metrics.time_after(batch)
+            with tf.name_scope("telemetry"):
+                waited = arrived - start
+            if rest:
+                batch = rest.before(batch, measured)
+            values, _ = train_step(*batch, measured=measured)
+            return values | {"input_wait_seconds": waited}, given
+
+    @tf.function(autograph=False)
+    def train_loop(iterator: tf.data.Iterator, num_steps: tf.Tensor) -> dict[str, tf.Tensor]:
+        def body(i: tf.Tensor, before: dict, *_: Any) -> tuple:
+            with tf.name_scope("telemetry"):
+                measured = i + 1 >= num_steps if telemetry else None
+                if rest:
+                    measured &= rest.wanted
+            values, batch = next_step(iterator, measured)
+            with tf.name_scope("telemetry"):
+                with tf.device(builder.gather_device):
+                    for name, variable in kept.items():
+                        variable.assign(tf.cast(values[name], tf.float32))
+                values = {name: tf.cast(values[name], tf.float32) for name in before}
+                values |= {name: before[name] + values[name] for name in sums}
+            return i + 1, values, *((~masters.stuck(), batch) if ends else ())
+
+        with tf.device(HOST):
+            first = [tf.constant(0), {name: tf.zeros(size) for name, size in (last | sums).items()}]
+            shapes = [tf.TensorShape([]), {name: value.shape for name, value in first[1].items()}]
+            start = tower_metrics.time_after([]) if telemetry else None
+            if ends:  # the loop also hands on whether it goes on, and a batch of whatever size
+                first += [
+                    ~masters.stuck(),
+                    tf.nest.map_structure(
+                        lambda s: tf.zeros([0, *(size or 0 for size in s.shape[1:])], s.dtype),
+                        iterator.element_spec,
+                    ),
+                ]
+                any_shape = lambda tensor: tf.TensorShape([None] * tensor.shape.rank)  # noqa: E731
+                shapes += [first[2].shape, tf.nest.map_structure(any_shape, first[3])]
+            _, values, *end = tf.while_loop(
+                lambda i, _, goes=True, *__: (i < num_steps) & goes,
+                body,
+                first,
+                shape_invariants=shapes,
+                parallel_iterations=1,
+            )
+            if telemetry:
+                with tf.name_scope("telemetry"):
+                    if rest:
+                        values |= rest.for_all_steps(values, num_steps)
+                    seconds = tf.cast(tower_metrics.time_after(values) - start, tf.float32)
+                    phases = [values[name] for name in tower_metrics.PHASES]
+                    values["update_seconds"] = seconds - tf.add_n(phases)
+        return values | ({"batch": end[1]} if ends else {})
+
+    return TrainLoop(train_loop, kept, rest, masters, (asked, got))
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopPosition:
+    """How many batches the train loop has asked for since it was made, and how many it has got.
+
+    A step changes nothing before it has its batch, and the next batch is asked for at its end.
+    """
+
+    asked: int
+    got: int
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no step is in progress: the loop waits for its input."""
+        return self.asked > self.got
+
+
+class TrainLoop:
+    """The function that `make_train_loop` returns."""
+
+    def __init__(
+        self,
+        function: Any,
+        kept: Mapping[str, tf.Variable],
+        rest: tower_metrics.GpuIdleBarrier | None,
+        masters: TrainState | None,
+        counters: tuple[tf.Variable, tf.Variable],
+    ):
+        """Set the compiled function and its variables."""
+        self._function, self._kept, self._rest, self._masters = function, kept, rest, masters
+        self._counters = counters
+        self.get_concrete_function = function.get_concrete_function
+        self.experimental_get_tracing_count = function.experimental_get_tracing_count
+
+    def moment(self) -> LoopPosition:
+        """Return the position of the loop, which another thread may read during a call."""
+        return LoopPosition(*(int(counter.numpy()) for counter in self._counters))
+
+    def __call__(
+        self, iterator: tf.data.Iterator, num_steps: tf.Tensor, measured: bool = True
+    ) -> dict[str, tf.Tensor]:
+        """Make steps; on GPUs, which measuring stops, none is measured unless `measured`."""
+        if self._rest:
+            self._rest.wanted.assign(measured)
+        values = self._function(iterator, num_steps)
+        values |= {name: variable.read_value() for name, variable in self._kept.items()}
+        if self._masters is not None:
+            values["stuck"] = self._masters.stuck()
+        if "data_gradient_norm" in values:
+            values.setdefault("gradient_norm", values["data_gradient_norm"])
+        return values
+

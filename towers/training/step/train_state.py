@@ -1,0 +1,332 @@
+"""What a step changes and a checkpoint holds: weights, optimizer slots, averages and counters.
+
+Weights lie on the host ("cpu"); or each with its slots and its average on one of the towers
+("sharded"); or on the first tower, with a copy of weights and slots on each other tower
+("replicated"). Everything else lies on the host, but on the first GPU where weights are on GPUs:
+a step then copies nothing of it to the host.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers import tf_internals
+from towers.builder.device_types import HOST, are_gpus
+from towers.builder.sharding import is_device
+
+VARIABLES = ("cpu", "sharded", "replicated")
+INITIAL_LOSS_SCALE = 2.0**15
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightCopy:
+    """Weights and the optimizer that updates them. The first of a run's are the masters.
+
+    Attributes:
+        weights: the model's trainable variables, or copies of them in that order.
+        optimizer: has its slots beside the weights.
+        device: of everything else.
+        examples: how many were seen, int64; the learning rate follows it.
+    """
+
+    weights: Sequence[keras.Variable]
+    optimizer: keras.optimizers.Optimizer
+    device: str
+    examples: tf.Variable
+
+    def variables(self) -> list[tf.Variable]:
+        """Return all variables that an update changes."""
+        return [*(v.value for v in (*self.weights, *self.optimizer.variables)), self.examples]
+
+
+class TrainState:
+    """All that a step changes and a checkpoint holds. It does not know of towers.
+
+    Attributes:
+        replicas: what each step updates: the masters, then the copies on other towers.
+        optimizers: the model's, one as a rule.
+        averages: list of (variable, its moving average); empty without EMA.
+        step: int64, updates so far.
+        examples: int64, examples seen so far: the clock of every schedule.
+        loss_scale: float32, or None where the precision needs none.
+        good_steps: int64, steps since the loss scale last changed.
+        in_a_row: int64, one on the device of each replica: non-finite steps in a row, without those
+            of a loss scale that can still be lowered. At `limit` of them no further step changes
+            anything. It belongs to this process, and is not saved.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        *optimizers: keras.optimizers.Optimizer,
+        ema: bool = False,
+        loss_scaling: bool = False,
+        device: str = HOST,
+        copies: Sequence[WeightCopy] = (),
+        limit: int = 1,
+    ):
+        """Build the optimizer's slots, the averages (equal to the weights) and the counters."""
+        self.model, self.optimizers, self.limit = model, optimizers, limit
+        self.examples = counter("examples", device)
+        first = next(iter(optimizers), None)
+        self.replicas = [
+            WeightCopy(model.trainable_variables, first, device, self.examples),
+            *copies,
+        ]
+        for replica in self.replicas if optimizers else ():
+            beside = tf_internals.slots_beside_weights(replica.optimizer)
+            with tf.device(replica.device), beside:
+                if not replica.optimizer.built:
+                    replica.optimizer.build(list(replica.weights))
+        with tf.device(device):
+            # BatchNorm statistics are averaged, too: they belong to the weights of their time.
+            averaged = [v for v in variables_of(model) if ema and v.value.dtype.is_floating]
+            self.averages = [(v, copy_beside(v.value)) for v in averaged]
+            self.step = counter("step", device)
+            self.loss_scale = self.good_steps = None
+            if loss_scaling:
+                self.loss_scale = tf.Variable(INITIAL_LOSS_SCALE, trainable=False)
+                self.good_steps = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self.in_a_row = [counter("in_a_row", replica.device) for replica in self.replicas]
+        self._sums: list[Callable[[], tf.Tensor]] | None = None
+
+    def statistics(self) -> list[tuple[tf.Variable, tf.Tensor]]:
+        """Return (variable, its value now) of all model variables that no optimizer updates."""
+        values = [v.value for v in variables_of(self.model) if not v.trainable]
+        return [(v, snapshot(v)) for v in values if v.dtype != tf.string]
+
+    def stuck(self) -> tf.Tensor:
+        """Return whether the limit of non-finite steps in a row is reached, a bool scalar."""
+        return self.in_a_row[0] >= self.limit
+
+    def set_copies(self) -> None:
+        """Assign the masters' values to the copies."""
+        values = self.replicas[0].variables()
+        for replica in self.replicas[1:]:
+            for variable, value in zip(replica.variables(), values, strict=True):
+                variable.assign(value)
+
+    def make_copies_equal(self) -> tuple[str, str, str] | None:
+        """Assign the masters' values to the copies if they differ.
+
+        Each device adds up the bits of its own variables, and sends one number for each.
+
+        Returns:
+            (name, device of the masters, device of the copy) of the first that differed, or None.
+        """
+        if len(self.replicas) == 1:
+            return None
+        if self._sums is None:  # traced once
+            self._sums = [_sums_of_bits(replica) for replica in self.replicas]
+        first, *others = [sums().numpy() for sums in self._sums]
+        for replica, sums in zip(self.replicas[1:], others, strict=True):
+            differ = (sums != first).nonzero()[0]
+            if len(differ):
+                self.set_copies()
+                name = self.replicas[0].variables()[differ[0]].name.partition(":")[0]
+                return name, self.replicas[0].device, replica.device
+        return None
+
+    def variables(self) -> dict[str, tf.Variable]:
+        """Return every master variable by a name that depends neither on towers nor on devices."""
+        named = [(f"model/{v.path}", v.value) for v in variables_of(self.model)]
+        slots = [v for optimizer in self.optimizers for v in optimizer.variables]
+        named += [(f"optimizer/{v.path}", v.value) for v in slots]
+        named += [(f"average/{v.path}", average) for v, average in self.averages]
+        named += [("step", self.step), ("examples", self.examples)]
+        if self.loss_scale is not None:
+            named += [("loss_scale", self.loss_scale), ("good_steps", self.good_steps)]
+        return by_unique_name(named)
+
+
+def not_finite(named: Mapping[str, Any]) -> list[str]:
+    """Return the names of variables, or of their values, that hold an infinity or NaN."""
+    found = []
+    for name, value in named.items():
+        with tf.device(value.device):
+            if value.dtype.is_floating and not bool(tf.reduce_all(tf.math.is_finite(value))):
+                found.append(name)
+    return found
+
+
+def by_unique_name(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return {name: value}; of two values with one name the second is called "name~2"."""
+    result: dict[str, Any] = {}
+    for name, value in named:
+        unique, count = name, 1
+        while unique in result:
+            count += 1
+            unique = f"{name}~{count}"
+        result[unique] = value
+    return result
+
+
+@contextlib.contextmanager
+def restore_after(variables: Iterable[Any]) -> Iterator[None]:
+    """Restore variables to their values of before when the block ends."""
+    before = [(variable, variable.numpy()) for variable in variables]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            variable.assign(value)
+
+
+def variables_of(model: keras.Model) -> list[keras.Variable]:
+    """Return the variables of a model without those of its metrics."""
+    metrics = {id(v) for v in model.metrics_variables} if model.compiled else ()
+    return [v for v in model.variables if id(v) not in metrics]
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Return the optimizers of a model: its own, and those in its attributes, lists and dicts.
+
+    Those of models inside it are among them if they have been used.
+    """
+    found = list(_optimizers_in(vars(model)))
+    for layer in tf_internals.layers_of(model):
+        if isinstance(layer, keras.Model) and layer is not model:
+            found += [own for own in _optimizers_in(vars(layer)) if own.built]
+    return list({id(optimizer): optimizer for optimizer in found}.values())
+
+
+def dynamic_scale(model: keras.Model) -> tf.Tensor | float:
+    """Return the scale of a model's `LossScaleOptimizer` as it is now, 1.0 without one."""
+    scale = getattr(model.optimizer, "dynamic_scale", None)
+    return 1.0 if scale is None else tf.convert_to_tensor(scale)
+
+
+def _optimizers_in(value: Any) -> Iterator[keras.optimizers.Optimizer]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _optimizers_in(part)
+
+
+# Placing.
+
+
+def home_of(variables: str, devices: Sequence[str]) -> str:
+    """Return the device of what towers gather, and of all variables that are no weights.
+
+    Args:
+        variables: one of VARIABLES.
+        devices: of the towers.
+    """
+    return devices[0] if variables != "cpu" and are_gpus(devices) else HOST
+
+
+def move_to_home(variables: Iterable[keras.Variable], home: str) -> None:
+    """Move Keras variables to the home of a run; nothing may have read them before.
+
+    int32 stays where it is: TensorFlow keeps it in the host's memory, on GPUs too.
+    """
+    for variable in variables:
+        if tf_internals.value_of(variable).dtype not in (tf.int32, tf.string):
+            move(variable, home)
+
+
+def place(weights: Sequence[keras.Variable], variables: str, devices: Sequence[str]) -> None:
+    """Move weights to the devices that hold them; nothing may have read them before.
+
+    Args:
+        weights: of a model, on the host.
+        variables: one of VARIABLES.
+        devices: of the towers.
+    """
+    if variables == "sharded":
+        shard(weights, devices)
+    if variables == "replicated":
+        for weight in weights:
+            move(weight, devices[0])
+
+
+def copies_on(
+    devices: Sequence[str], weights: Sequence[keras.Variable], make_optimizer: Callable
+) -> list[WeightCopy]:
+    """Return a copy of the weights on each device, each with `make_optimizer(its weights)`."""
+    copies = []
+    for name in devices:
+        own = copy(weights, name)
+        with tf.device(name):
+            copies.append(WeightCopy(own, make_optimizer(own), name, counter("examples", name)))
+    return copies
+
+
+def counter(name: str, device: str) -> tf.Variable:
+    """Return a new int64 variable on a device, 0 at first."""
+    with tf.device(device):
+        return tf.Variable(0, trainable=False, dtype=tf.int64, name=name)
+
+
+def shard(weights: Sequence[keras.Variable], devices: Sequence[str]) -> None:
+    """Move each weight to a device, the largest first, each to where the fewest bytes lie."""
+    held = dict.fromkeys(devices, 0)
+    for weight in sorted(weights, key=lambda v: -_num_bytes(v)):
+        device = min(held, key=lambda name: held[name])
+        held[device] += _num_bytes(weight)
+        move(weight, device)
+
+
+def move(variable: keras.Variable, device: str) -> None:
+    """Move a Keras variable's value to a device; nothing may have read it."""
+    before = tf_internals.value_of(variable)  # its own, whatever a scope reads in its place
+    if is_device(before.device, device):
+        return
+    with tf.device(device):
+        value = tf.Variable(before, trainable=variable.trainable, name=variable.name)
+    tf_internals.set_value_of(variable, value)
+
+
+def copy(weights: Sequence[keras.Variable], device: str) -> list[keras.Variable]:
+    """Return copies of the weights on a device, with the same paths: optimizers may go by them."""
+    copies = []
+    for weight in weights:
+        with tf.device(device), contextlib.ExitStack() as scopes:
+            for part in weight.path.split("/")[:-1]:
+                scopes.enter_context(keras.name_scope(part))
+            value = tf.identity(weight.value)  # of a tf.Variable itself Keras makes no copy
+            twin = keras.Variable(value, dtype=weight.dtype, name=weight.name)
+        twin.regularizer, twin.constraint = weight.regularizer, weight.constraint
+        twin.overwrite_with_gradient = weight.overwrite_with_gradient
+        copies.append(twin)
+    return copies
+
+
+def _sums_of_bits(replica: WeightCopy) -> Callable[[], tf.Tensor]:
+    """Return a function that returns, for each variable, the sum of its bits as integers, int64."""
+    variables = replica.variables()
+    of_size = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+
+    @tf.function(autograph=False)
+    def sums() -> tf.Tensor:
+        with tf.device(replica.device):  # int32 would be added up on the host
+            bits = [
+                tf.bitcast(v, of_size[v.dtype.size]) if v.dtype.is_floating else v
+                for v in variables
+            ]
+            return tf.stack([tf.reduce_sum(tf.cast(each, tf.int64)) for each in bits])
+
+    return sums
+
+
+def copy_beside(variable: tf.Variable) -> tf.Variable:
+    """Return a new variable with the same value on the same device."""
+    with tf.device(variable.device):
+        return tf.Variable(variable, trainable=False, name="average")
+
+
+def snapshot(variable: tf.Variable) -> tf.Tensor:
+    """Return a variable's value on its device, which later assignments do not change."""
+    with tf.device(variable.device):
+        return tf.identity(variable)
+
+
+def _num_bytes(variable: keras.Variable) -> int:
+    value = tf_internals.value_of(variable)
+    return value.shape.num_elements() * value.dtype.size

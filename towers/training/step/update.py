@@ -1,0 +1,439 @@
+"""From gathered gradients to new weights: rules 2, 3 and 4 of the rule book.
+
+All of this happens once a step, where the weights lie, and never in a tower: regularisation, the
+finite test, clipping, the optimizer's update, then the moving averages. Copies of the weights get
+the same gradients and make the same update. In place of weights there may be a `FlatVariable`,
+which joins those of a GPU that are treated alike.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from towers.builder.device_types import is_gpu, machine_of
+from towers.builder.gather import map_values
+from towers.training.step import fused_update
+from towers.training.step.train_state import TrainState, WeightCopy
+
+# A loss scale doubles after this many steps without overflow (Micikevicius et al. 2018).
+STEPS_TO_DOUBLE = 2000
+EMA_EXAMPLES = 128  # `ema_decay` is per so many examples: the tutorial's batch
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateRules:
+    """What an update does beside the optimizer's arithmetic; 0 is off.
+
+    Attributes:
+        weight_decay: factor of the L2 loss of kernels.
+        clip_norm: greatest norm of each gradient.
+        clip_value: greatest absolute value in a gradient.
+        clip_global_norm: greatest norm of all gradients together.
+        ema_decay: of the moving averages, per EMA_EXAMPLES.
+        batch_size: examples of a step.
+    """
+
+    weight_decay: float = 0.0
+    clip_norm: float = 0.0
+    clip_value: float = 0.0
+    clip_global_norm: float = 0.0
+    ema_decay: float = 0.0
+    batch_size: int = EMA_EXAMPLES
+
+
+def is_decayed(weight: keras.Variable) -> bool:
+    """Return whether weight decay acts on a weight: on kernels, not on biases and scales."""
+    return len(weight.shape) > 1
+
+
+def make_update(
+    masters: TrainState, rules: UpdateRules, rate_is_set: bool = True, squares_rows: bool = False
+) -> Callable:
+    """Return `update(gradients, learning_rates, statistics, loss, num_examples)`: one step.
+
+    The function updates the weights and their averages, counts the step and its examples, and
+    returns the scalars "gradient_norm" (before clipping) and "penalty". If `loss` or the norm is
+    not finite it changes no weight, and puts back the variables in `statistics`. Its arguments:
+
+        gradients: for each of `masters.replicas`, the gathered mean gradients, times the loss
+            scale.
+        learning_rates: one for each replica.
+        statistics: `masters.statistics()` from before the towers ran.
+        loss: the gathered loss.
+        num_examples: of the batch.
+
+    Args:
+        masters: the variables that the step changes.
+        rules: weight decay, clipping and averages.
+        rate_is_set: whether the optimizers are given the learning rate; else they have their own.
+        squares_rows: whether sparse gradients reach the optimizer with repeated rows, see `Task`.
+    """
+    of_replicas = _same_of(masters.replicas)
+
+    def update(
+        gradients: Sequence[list[Any]],
+        learning_rates: Sequence[tf.Tensor],
+        statistics: Sequence[tuple[tf.Variable, tf.Tensor]] = (),
+        loss: tf.Tensor | None = None,
+        num_examples: Any = 0,
+    ) -> dict[str, tf.Tensor]:
+        scale, replicas = masters.loss_scale, masters.replicas
+        rates = learning_rates if rate_is_set else [None] * len(replicas)
+        updates = [
+            _replica_update(replica, own, rate, scale, rules, squares_rows)
+            for replica, own, rate in zip(replicas, gradients, rates, strict=True)
+        ]
+        penalties, norms, applies = zip(*updates, strict=True)
+        penalty, norm = of_replicas(penalties, norms)
+        checked = norms if is_gpu(replicas[0].device) else [norm]
+        finite = [finite_now(masters, i, own, loss) for i, own in enumerate(checked)]
+
+        def apply(finite: Sequence[tf.Tensor | None]) -> None:
+            for apply_replica, own in zip(applies, finite, strict=True):
+                apply_replica(own)
+            update_averages(masters, rules, finite[0])
+
+        if is_gpu(replicas[0].device):
+            apply(finite)
+        else:
+            if_finite(finite[0], lambda: apply([None] * len(applies)))
+        end_step(masters, finite, statistics, num_examples)
+        return {"gradient_norm": norm, "penalty": penalty}
+
+    return update
+
+
+def if_finite(finite: tf.Tensor, apply: Callable) -> None:
+    """Call `apply` in a branch on the host that is taken if `finite`, a bool scalar."""
+    tf.cond(finite, lambda: (apply(), tf.no_op())[1], tf.no_op)
+
+
+def finite_now(
+    masters: TrainState, replica: int, norm: tf.Tensor, loss: tf.Tensor | None
+) -> tf.Tensor:
+    """Return whether a replica is to be updated, a bool scalar on its device.
+
+    That is so if the norm of the gradients and the loss are finite, and if the run has not reached
+    its limit of non-finite steps.
+    """
+    in_a_row = masters.in_a_row[replica]
+    with tf.device(in_a_row.device):
+        finite = tf.math.is_finite(norm) & (in_a_row < masters.limit)
+        return finite if loss is None else finite & tf.math.is_finite(loss)
+
+
+def end_step(
+    masters: TrainState,
+    finite: Sequence[tf.Tensor],
+    statistics: Sequence[tuple[tf.Variable, tf.Tensor]],
+    num_examples: Any,
+    tolerated: tf.Tensor | bool | None = None,
+    moves: tf.Tensor | None = None,
+) -> None:
+    """Count a step, and restore what its towers have assigned if it was not finite.
+
+    A step that a loss scale above 1 may have spoilt is `tolerated`: the scale is halved, and random
+    seeds advance. After any other non-finite step seeds are restored, too; at `masters.limit` of
+    them in a row the whole step has not happened.
+
+    Args:
+        masters: the variables that a step changes.
+        finite: a bool scalar for each replica on its device, or the first one's alone.
+        statistics: `masters.statistics()` from before the step.
+        num_examples: of the step.
+        tolerated: None: as the masters' own loss scale says.
+        moves: whether assigned floats, such as moving means, stay; None: if `finite`.
+    """
+    if tolerated is None:
+        tolerated = False if masters.loss_scale is None else masters.loss_scale > 1.0
+    first, advances, rows = finite[0], [], tf.cast(num_examples, tf.int64)
+    for i, replica in enumerate(masters.replicas):
+        own, in_a_row = finite[min(i, len(finite) - 1)], masters.in_a_row[i]
+        with tf.device(replica.device):
+            if tolerated is False and masters.limit == 1:  # so few ops, which GPUs count
+                in_a_row.assign(tf.cast(~own, tf.int64))
+                advances.append(tf.cast(own, tf.int64))
+            else:
+                bad = tf.cast(~(own | tolerated), tf.int64)
+                in_a_row.assign((in_a_row + bad) * tf.cast(~own, tf.int64))
+                advances.append(tf.cast(in_a_row < masters.limit, tf.int64))
+            replica.examples.assign_add(rows * advances[-1])
+    with tf.device(masters.step.device):
+        masters.step.assign_add(advances[0])
+    floats = [pair for pair in statistics if pair[0].dtype.is_floating]
+    others = [pair for pair in statistics if not pair[0].dtype.is_floating]
+    put_back_unless(first if moves is None else moves, floats)
+    put_back_unless(first if tolerated is False else first | tolerated, others)
+    if masters.loss_scale is not None:
+        with tf.device(masters.loss_scale.device):
+            _set_loss_scale(masters, first)
+
+
+def put_back_unless(
+    finite: tf.Tensor, pairs: Sequence[tuple[tf.Variable, tf.Tensor]]
+) -> None:
+    """Restore variables to their values before the step if it was not finite.
+
+    Args:
+        finite: bool scalar.
+        pairs: (variable, its value before).
+    """
+    if not pairs:
+        return
+    variables, before = zip(*pairs, strict=True)
+    if any(is_gpu(variable.device) for variable in variables):  # a branch would wait for the GPU
+        fused_update.put_back_unless(finite, variables, before)
+        return
+
+    def put_back() -> tf.Operation:
+        for variable, value in pairs:
+            variable.assign(value)
+        return tf.no_op()
+
+    tf.cond(finite, tf.no_op, put_back)
+
+
+def _set_loss_scale(masters: TrainState, finite: tf.Tensor) -> None:
+    scale, good_steps = masters.loss_scale, masters.good_steps
+    scale.assign(tf.where(finite, scale, tf.maximum(scale / 2.0, 1.0)))
+    good_steps.assign((good_steps + 1) * tf.cast(finite, tf.int64))
+    double = good_steps >= STEPS_TO_DOUBLE
+    scale.assign(tf.where(double, scale * 2.0, scale))
+    good_steps.assign(good_steps * tf.cast(~double, tf.int64))
+
+
+def _same_of(replicas: Sequence[WeightCopy]) -> Callable:
+    """Return `of_replicas(penalties, norms)`: one of each; all replicas have the same.
+
+    If one replica alone had to give them, TensorFlow's optimizer would simplify the others'
+    arithmetic, and the copies would drift apart by roundings. On GPUs the others store theirs, and
+    nothing is sent.
+    """
+    if not is_gpu(replicas[0].device):
+        return lambda *numbers: [tf.reduce_max(tf.stack(values)) for values in numbers]
+    notes = []
+    for replica in replicas[1:]:
+        with tf.device(replica.device):
+            notes.append(tf.Variable(tf.zeros([2]), trainable=False))
+
+    def of_replicas(*numbers: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        first, *others = zip(*numbers, strict=True)
+        for note, own in zip(notes, others, strict=True):
+            with tf.device(note.device):
+                note.assign(tf.stack([tf.cast(value, note.dtype) for value in own]))
+        return list(first)
+
+    return of_replicas
+
+
+def _replica_update(
+    replica: WeightCopy,
+    gradients: list[Any],
+    learning_rate: tf.Tensor | None,
+    loss_scale: tf.Variable | None,
+    rules: UpdateRules,
+    squares_rows: bool,
+) -> tuple[tf.Tensor, tf.Tensor, Callable]:
+    """Return the regularisation loss, the gradients' norm, and `apply(finite)`, the update."""
+    optimizer = replica.optimizer
+    decayed = functools.partial(_is_penalised, rules)
+    pairs = list(zip(gradients, replica.weights, strict=True))
+    new_values = [pair for pair in pairs if pair[1].overwrite_with_gradient]
+    pairs = [pair for pair in pairs if not pair[1].overwrite_with_gradient]
+    parts = zip(*pairs, strict=True)
+    gradients, weights = fused_update.packed(*parts, optimizer, decayed, squares_rows)
+    if loss_scale is not None:
+        # A power of 2: nothing is rounded.
+        gradients = _each(lambda g, _: scaled(g, 1.0 / loss_scale), gradients, weights)
+    if not squares_rows:
+        gradients = _each(lambda g, _: _one_slice_a_row(g), gradients, weights)
+    with tf.device(replica.device):
+        penalties, gradients = regularise(weights, gradients, rules)
+        used = [(g, w) for g, w in zip(gradients, weights, strict=True) if g is not None]
+        gradients, weights = [g for g, _ in used], [w for _, w in used]
+        penalty, half = _sums(penalties, _halves_of_squares(gradients))
+        norm = tf.sqrt(2.0 * half)
+
+    def apply(finite: tf.Tensor | None) -> None:
+        with tf.device(replica.device):
+            for value, weight in new_values:
+                if value is not None:
+                    weight.assign(value if finite is None else tf.where(finite, value, weight))
+            clipped = clip(gradients, weights, norm, rules)
+            if learning_rate is not None:
+                rate = optimizer.learning_rate
+                value = tf.cast(learning_rate, rate.dtype)
+                rate.assign(value if finite is None else tf.where(finite, value, rate))
+            fused_update.apply(optimizer, clipped, weights, finite)
+
+    return penalty, norm, apply
+
+
+def _each(fn: Callable, gradients: Sequence[Any], weights: Sequence[keras.Variable]) -> list[Any]:
+    """Return `fn(gradient, weight)` for each pair, computed on the weight's device."""
+    results = []
+    for gradient, weight in zip(gradients, weights, strict=True):
+        with tf.device(weight.value.device):
+            results.append(fn(gradient, weight))
+    return results
+
+
+def regularise(
+    weights: Sequence[keras.Variable], gradients: list[Any], rules: UpdateRules
+) -> tuple[list[tf.Tensor], list[Any]]:
+    """Return the terms of the regularisation loss, and the gradients with its own added.
+
+    It is that of the layers' regularisers and of `weight_decay`, unless the optimizer decays
+    weights apart from the gradient.
+    """
+    total = []
+
+    def add(gradient: Any, weight: Any) -> Any:
+        if isinstance(weight, fused_update.FlatVariable):
+            return weight.by_section(add, gradient)
+        decayed = _is_penalised(rules, weight)
+        if weight.regularizer is None and not decayed:
+            return gradient
+        value = tf.convert_to_tensor(weight.value)
+        l1, l2 = fused_update.factors(weight.regularizer) or (None, 0.0)
+        if l1 == 0.0:  # in one pass each; a tape would first make a tensor of ones of that shape
+            factor = 2.0 * l2 + (rules.weight_decay if decayed else 0.0)
+            total.append(factor * tf.nn.l2_loss(value))
+            return factor * value if gradient is None else factor * value + gradient
+        with tf.GradientTape() as tape:
+            tape.watch(value)
+            penalty = tf.zeros([], value.dtype)
+            if weight.regularizer is not None:
+                penalty += tf.cast(weight.regularizer(value), value.dtype)
+            if decayed:
+                penalty += rules.weight_decay * tf.nn.l2_loss(value)
+        total.append(penalty)
+        of_penalty = tape.gradient(penalty, value)
+        return of_penalty if gradient is None else of_penalty + gradient
+
+    sums = _each(add, gradients, weights)
+    return total, sums
+
+
+def _is_penalised(rules: UpdateRules, weight: Any) -> bool:
+    return rules.weight_decay > 0 and is_decayed(weight)
+
+
+def global_norm(gradients: Sequence[Any]) -> tf.Tensor:
+    """Return the norm of all gradients together, in the widest of their types."""
+    (half,) = _sums(_halves_of_squares(gradients))
+    return tf.sqrt(2.0 * half)
+
+
+def _halves_of_squares(gradients: Sequence[Any]) -> list[tf.Tensor]:
+    """Return half the sum of squares of each gradient, in the widest of their types."""
+    widest, halves = _widest(gradients), []
+    for gradient in gradients:
+        values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        with tf.device(values.device):
+            halves.append(tf.nn.l2_loss(tf.cast(values, widest)))
+    return halves
+
+
+def _sums(*lists: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the sum of each list of scalars in its widest type; that of an empty list is 0.
+
+    Scalars of another machine are added there, and the sums of all lists come from it as one
+    tensor.
+    """
+    types = [_widest(own) for own in lists]
+    widest = max(types, key=lambda dtype: dtype.size)
+    of_machines: dict[str, list[list[tf.Tensor]]] = {"": [[] for _ in lists]}
+    for i, own in enumerate(lists):
+        for scalar in own:
+            machine = machine_of(scalar.device)
+            parts = of_machines.setdefault(machine, [[] for _ in lists])
+            with tf.device(scalar.device):
+                parts[i].append(tf.cast(scalar, types[i]))
+    sums = of_machines.pop("")
+    for parts in of_machines.values():
+        with tf.device(next(part.device for own in parts for part in own)):
+            there = [tf.add_n(own) if own else tf.zeros([]) for own in parts]
+            packed = tf.stack([tf.cast(value, widest) for value in there])
+        for own, dtype, value in zip(sums, types, tf.unstack(packed), strict=True):
+            own.append(tf.cast(value, dtype))
+    return [tf.add_n(own) if own else tf.zeros([]) for own in sums]
+
+
+def _widest(values: Sequence[Any]) -> tf.DType:
+    """Return the widest floating type, float32 at least: 16 bits are too few for sums."""
+    return max([tf.float32, *(v.dtype for v in values)], key=lambda dtype: dtype.size)
+
+
+def clip(
+    gradients: list[Any], weights: Sequence[keras.Variable], norm: tf.Tensor, rules: UpdateRules
+) -> list[Any]:
+    """Return clipped gathered gradients; `norm` is their global norm."""
+    if limit := rules.clip_norm:
+        return _each(lambda g, w: _clip_by_norm(g, w, limit), gradients, weights)
+    if limit := rules.clip_value:
+        return _each(lambda g, _: tf.clip_by_value(g, -limit, limit), gradients, weights)
+    if limit := rules.clip_global_norm:
+        # As tf.clip_by_global_norm, which takes gradients of one type only; NaN if not finite.
+        factor = limit * tf.minimum(1.0 / norm, 1.0 / tf.constant(limit, norm.dtype))
+        factor += norm - norm
+        return _each(lambda g, _: scaled(g, factor), gradients, weights)
+    return gradients
+
+
+def _clip_by_norm(gradient: Any, weight: Any, limit: float) -> Any:
+    if not isinstance(weight, fused_update.FlatVariable):
+        return tf.clip_by_norm(gradient, limit)
+    parts = weight.split(gradient)
+    norms = tf.sqrt(2.0 * tf.stack([tf.nn.l2_loss(part) for part in parts]))
+    factors = tf.unstack(limit / tf.maximum(norms, limit))
+    return weight.join([part * factor for part, factor in zip(parts, factors, strict=True)])
+
+
+def update_averages(
+    masters: TrainState, rules: UpdateRules, finite: tf.Tensor | None = None
+) -> None:
+    """Move each average towards its variable, which has just been updated.
+
+    The decay counts examples, and rises from 0.1 as in `tf.train.ExponentialMovingAverage` with
+    `num_updates`, so that a short run's average is not its initial weights.
+
+    Args:
+        masters: the variables and their averages.
+        rules: `ema_decay` and `batch_size`.
+        finite: bool scalar, without which averages stay; None: they move.
+    """
+    if not masters.averages:
+        return
+    batches = tf.cast(masters.examples, tf.float64) / EMA_EXAMPLES
+    decay = tf.minimum((1.0 + batches) / (10.0 + batches), rules.ema_decay)
+    rate = 1.0 - decay ** (rules.batch_size / EMA_EXAMPLES)
+    pairs = [(variable.value, average) for variable, average in masters.averages]
+    for pairs_of_kind in fused_update.grouped(pairs, lambda pair: fused_update.kind_of(pair[1])):
+        variable, average = (fused_update.joined(own) for own in zip(*pairs_of_kind, strict=True))
+        with tf.device(average.device):
+            value = tf.convert_to_tensor(variable)
+            change = (value - average) * tf.cast(rate, value.dtype)
+            if finite is None:
+                average.assign_add(change)
+            else:
+                average.assign(tf.where(finite, average + change, average))
+            fused_update.write(average)
+
+
+def scaled(gradient: Any, factor: tf.Tensor) -> Any:
+    """Return a gradient, dense, sparse or None, times a scalar."""
+    return map_values(lambda values: values * tf.cast(factor, values.dtype), gradient)
+
+
+def _one_slice_a_row(gradient: Any) -> Any:
+    """Return a sparse gradient with each row once: limits and squares are those of the sum."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows, positions = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
