@@ -75,12 +75,12 @@ def load(
             f"--image_size is for --dataset=folder and tfrecord, not {dataset}: leave it out"
         )
     for flag, value in ("target", target), ("categories", categories):
-        if value and kind != "table":
+        if value and kind != "csv_file":
             raise InputError(f"--{flag} is for --dataset=FILE.csv, not {dataset}: leave it out")
     module = importlib.import_module(f"towers.data.{kind}")
-    if kind == "table":
+    if kind == "csv_file":
         data = module.load(dataset, paths, target, categories)
-    elif kind in ("npz", "halves"):
+    elif kind in ("npz", "user_data"):
         data = module.load(dataset, *paths)
     elif kind == "cifar":
         data = module.SETS[dataset].load(*paths)
@@ -106,9 +106,9 @@ def locate(dataset: str, data_dir: str | None = None) -> str | None:
         InputError: there is no such data set, or some of its files are missing.
     """
     kind, paths = _look_up(dataset, data_dir)
-    if kind in ("table", "npz"):
+    if kind in ("csv_file", "npz"):
         return f"{' and '.join(paths)}: there; a run looks at what is inside"
-    if kind == "halves":
+    if kind == "user_data":
         return f"{dataset} is your own: not looked at"
     if kind == "shapes":
         return f"{dataset} is drawn in code"
@@ -138,11 +138,11 @@ def _look_up(dataset: str, data_dir: str | None) -> tuple[str, list[str]]:
     """Return the module that loads a data set, and its files or the folder to look in."""
     names = dataset.lower().split(",")
     if all(name.endswith(".csv") for name in names):
-        return "table", _files(dataset, data_dir, dataset.split(","))
+        return "csv_file", _files(dataset, data_dir, dataset.split(","))
     if dataset.lower().endswith((".npz", ".csv")):
-        return dataset[-3:].lower().replace("csv", "table"), _files(dataset, data_dir, [dataset])
+        return dataset[-3:].lower().replace("csv", "csv_file"), _files(dataset, data_dir, [dataset])
     if ":" in dataset:
-        return "halves", []
+        return "user_data", []
     if dataset not in DATA_SETS:
         close = difflib.get_close_matches(dataset.lower(), DATA_SETS, n=1)
         raise InputError(
