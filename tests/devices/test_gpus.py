@@ -297,7 +297,7 @@ def found_on(*errors, copies=()):
 def test_each_gpu_is_tried_out_before_it_is_used(install, monkeypatch):
     asked = []
     found = found_on([], [], copies={"/gpu:0 to /gpu:2": None})
-    monkeypatch.setattr(gpus.probe, "run_probe", lambda devices: asked.append(devices) or found)
+    monkeypatch.setattr(gpus.self_test, "run_probe", lambda devices: asked.append(devices) or found)
     install()
     gpus.try_out()  # there is none
     machine = install(A100, A100, A100)
@@ -319,7 +319,7 @@ def test_each_gpu_is_tried_out_before_it_is_used(install, monkeypatch):
 )  # fmt: skip
 def test_a_gpu_that_does_not_compute_is_told_in_one_line(install, monkeypatch, found, message):
     install(A100, A100)
-    monkeypatch.setattr(gpus.probe, "run_probe", lambda devices: found)
+    monkeypatch.setattr(gpus.self_test, "run_probe", lambda devices: found)
     with pytest.raises(RunError) as error:
         gpus.try_out()
     assert str(error.value).startswith(message) and str(error.value).endswith("type towers doctor")

@@ -346,13 +346,13 @@ def test_a_signal_ends_the_check_too_and_keeps_what_it_has_found(tmp_path):
 
 def test_no_gpu_and_a_tensorflow_that_does_not_start(monkeypatch, capsys, tmp_path):
     found = {"gpus": [], "build": {}}
-    monkeypatch.setattr(gpu_check.probe, "run_probe", lambda devices: found)
+    monkeypatch.setattr(gpu_check.self_test, "run_probe", lambda devices: found)
     assert gpu_check.main([f"--folder={tmp_path}"]) == gpu_check.EXIT_NO_GPU
     assert "no GPU here" in capsys.readouterr().out
     monkeypatch.setattr(gpu_check.nvml, "gpus", lambda: [nvml.DriverGpu(0, name="A100")])
     assert gpu_check.main([f"--folder={tmp_path}"]) == 1
     assert "sees none of 0 (A100)" in capsys.readouterr().out
-    monkeypatch.setattr(gpu_check.probe, "run_probe", lambda devices: "was ended by SIGILL")
+    monkeypatch.setattr(gpu_check.self_test, "run_probe", lambda devices: "was ended by SIGILL")
     assert gpu_check.main([f"--folder={tmp_path}"]) == 1
     assert list(tmp_path.iterdir()) == []
 
