@@ -2,7 +2,7 @@
 
 A run's steps are compared with those of the run on one tower; `towers verify` compares compiled
 models with plain Keras. The same of the builder is in builder/test_equality.py, of `fit` in
-training/test_parallel.py, and of many more models in test_zoo.py.
+training/test_parallelize.py, and of many more models in test_zoo.py.
 """
 
 import functools
