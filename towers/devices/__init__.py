@@ -8,12 +8,12 @@ from towers.options.lazy import lazily
 
 _HOME = {
     "Device": "selection",
-    "advice_on": "gpus",
     "config_proto": "gpus",
     "configure": "gpus",
     "connect": "remote",
     "describe": "selection",
     "hide_gpus": "gpus",
+    "precision_advice": "gpus",
     "read_back": "gpus",
     "report": "selection",
     "tower_devices": "selection",

@@ -231,7 +231,7 @@ def begin(
         batch = sampler.batch(step, examples)
     lines = [*rules, *loss_checks.check(run.task, batch), *devices.report(run.builder.devices)]
     if are_gpus(run.builder.devices):
-        lines += devices.advice_on(options.dtype)
+        lines += devices.precision_advice(options.dtype)
     for line in lines:
         say(line)
     run.rehearse(batch)
