@@ -86,8 +86,8 @@ def test_a_blocked_run_saves_and_is_left_with_its_last_finished_step(start, monk
     Path("test").touch()  # the evaluation after an epoch is to block
     Path("train").unlink()
     until(run, "^goes on ")
-    assert 1 <= saved < 8 and saved in tiny.saved_steps(Path("run"))
     until(run, "^stalled .* evaluation .* it waits for input")
+    assert 1 <= saved < 8 and saved in tiny.saved_steps(Path("run"))  # begun before it went on
     code, line, _ = end_of(run, signal.SIGHUP, signal.SIGINT)  # two at once are one
     assert code == 75 and "step 8 is saved" in line and newest() == 8
     Path("test").unlink()
