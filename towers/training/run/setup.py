@@ -25,6 +25,7 @@ from towers.training.run import compile_from_flags, model
 from towers.training.run.tensorflow_errors import user_facing_errors
 from towers.training.step import compiled
 from towers.training.step.optimizers import check_own, limit_of, make_optimizer
+from towers.training.step.output_activation import check_rows
 from towers.training.step.schedules import schedule
 from towers.training.step.task import Classifier, Task
 from towers.training.step.train_loop import make_train_loop
@@ -337,11 +338,7 @@ def _build(options: Options, dataset: Data, exact: bool) -> tuple[keras.Model, O
                 f"--test_time_flip is for images, and {dataset.name} has none; leave it out"
             )
         for output in getattr(network, "outputs", None) or []:
-            if len(output.shape) != 2:
-                raise InputError(
-                    f"--test_time_flip needs one row of numbers for each image, and outputs of "
-                    f"{options.model} have shape {output.shape}: leave it out"
-                )
+            check_rows(output)
     return network, dataclasses.replace(options, augment=kind)
 
 

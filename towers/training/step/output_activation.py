@@ -105,15 +105,20 @@ def logits_of(model: keras.Model, inputs: Any, flips: bool) -> Any:
     return mirrored(call, inputs) if flips else call(inputs)
 
 
+def check_rows(output: Any) -> None:
+    """Refuse an output, symbolic or not, whose mean over mirror images would mean nothing."""
+    if tf.TensorShape(output.shape).rank != 2:
+        raise InputError(
+            "--test_time_flip needs one row of numbers for each image, and the model's outputs "
+            f"have shape {output.shape}: leave it out"
+        )
+
+
 def mirrored(call: Callable, images: tf.Tensor) -> Any:
     """Return the mean outputs of a model for images `[b, H, W, C]` and their mirror images."""
 
     def mean(output: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
-        if output.shape.rank != 2:
-            raise InputError(
-                f"--test_time_flip needs one row of numbers for each image, and the model's "
-                f"outputs have shape {output.shape}: leave it out"
-            )
+        check_rows(output)
         dtype = tf.float32 if output.dtype.size < 4 else output.dtype
         return (tf.cast(output, dtype) + tf.cast(other, dtype)) / 2
 
