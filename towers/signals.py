@@ -143,8 +143,7 @@ class Listener:
             self.leave(self._code)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == SAVING:
-            self.save_asked = self._tick is not None  # else there is nothing to save
+        if number == SAVING:  # the thread has read it; told twice, it would be saved twice
             return
         self._note(number)
         now, first = time.monotonic(), self._answered_at
@@ -168,7 +167,7 @@ class Listener:
             for number in numbers:
                 self._pass_on(number)
                 if number == SAVING:
-                    self.save_asked = self._tick is not None
+                    self.save_asked = self._tick is not None  # else there is nothing to save
                 if number in ENDING and self._note(number) and self.owner:
                     code, _ = interrupted(number)
                     self.leave(code, f"ended at once, by a second signal ({_name(number)})")

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,21 @@ def test_the_best_is_kept_until_a_better_one_is_on_the_disk(tmp_path):
         checkpoints.save_now(step)
         kept = [number for number, _ in find(tmp_path)]
         assert kept == ([4] if step == 4 else sorted({1, step}))
+
+
+@pytest.mark.unit
+def test_a_signal_may_save_while_the_thread_of_another_save_starts(tmp_path, monkeypatch):
+    checkpoints = CheckpointManager(tmp_path, {"a": tf.Variable(1.0)}, {})
+
+    class Starting(threading.Thread):
+        def start(self):
+            checkpoints.save_now(1)  # as the listener's thread may do at this moment
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Starting)
+    checkpoints.save(2)
+    checkpoints.close()
+    assert [step for step, _ in find(tmp_path)] == [1, 2]
 
 
 def test_what_dead_processes_left_is_cleared_and_a_whole_checkpoint_gets_its_name(

@@ -85,8 +85,9 @@ class CheckpointManager:
             except RunError as error:
                 self.say(f"warning     {error}; training goes on, and the next save tries again")
 
-        self._thread = threading.Thread(target=write, name="checkpoint")
-        self._thread.start()
+        thread = threading.Thread(target=write, name="checkpoint")
+        thread.start()
+        self._thread = thread  # only now: a signal's thread may join it at any time
 
     def save_now(self, step: int, snapshot: Snapshot | None = None) -> None:
         """Write a snapshot, by default of now, as the checkpoint of `step`; it is there then.
