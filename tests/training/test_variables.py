@@ -1,5 +1,6 @@
 """Where the master variables lie: other places, the same numbers."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -21,10 +22,30 @@ pytestmark = pytest.mark.graph
 PLACES = ("cpu", "sharded", "replicated")
 
 
+class Shrinking(keras.layers.Dense):
+    """Assigns its own kernel at each call, as SpectralNormalization does."""
+
+    def call(self, inputs):
+        self.kernel.assign(0.5 * self.kernel)
+        return super().call(inputs)
+
+
+def shrinking(num_classes):
+    layers = [keras.layers.Flatten(), Shrinking(5), keras.layers.Dense(num_classes)]
+    return keras.Sequential([keras.Input((8, 8, 3)), *layers])
+
+
 @pytest.mark.run
-def test_copies_stay_the_same_bit_for_bit(tmp_path):
-    given = dict(num_towers=3, variables="replicated", optimizer="muon")  # which asks for paths
-    loop = tiny.Loop(tiny.options(tmp_path, model="tests.tiny:cnn", **given))
+@pytest.mark.parametrize(
+    "model, optimizer",
+    [
+        ("tests.tiny:cnn", "muon"),  # which asks for paths
+        ("tests.training.test_variables:shrinking", "sgd"),
+    ],
+)
+def test_copies_stay_the_same_bit_for_bit(tmp_path, model, optimizer):
+    given = dict(num_towers=3, variables="replicated", optimizer=optimizer)
+    loop = tiny.Loop(tiny.options(tmp_path, model=model, **given))
     loop(5)
     first, *others = ([v.numpy() for v in r.variables()] for r in loop.masters.replicas)
     assert len(others) == 2

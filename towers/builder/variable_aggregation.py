@@ -19,7 +19,8 @@ def assign_once(
     """Make the assignments that closed scopes record; return variables of unknown aggregation.
 
     These are taken for averages if they are floats, else for counters of steps. `policies` are, by
-    id, those of variables that do not say it themselves; see `merge`.
+    id, those of variables that do not say it themselves; see `merge`. Towers' own copies of a
+    variable get the value that it gets.
     """
     found: dict[int, tuple[keras.Variable, list[ReplicaScope]]] = {}
     for scope in scopes:
@@ -50,6 +51,11 @@ def assign_once(
                 values = [merge(policy, variables[0].value, list(values), counts)]
         for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
+            copies = (scope.own.get(id(variable)) for scope in scopes)
+            for copy in {id(copy): copy for copy in copies if isinstance(copy, tf.Variable)}.values():
+                if copy is not variable.value:
+                    with tf.device(copy.device):
+                        copy.assign(tf.cast(value, copy.dtype))
     return unknown
 
 
